@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+# Sourced by the commands beside it: goes to the repository's root and into a virtual environment with everything
+# installed, made on first use. Torch comes first: as a dependency of another package pip may pick another build.
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=${PYTHON:-python3}
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    echo "$0: needs Python 3.11 or newer, $python is $("$python" --version); name another with PYTHON=..." >&2
+    exit 2
+}
+if [ ! -x .venv/bin/python ]; then
+    "$python" -m venv .venv
+fi
+stamp=.venv/installed
+if [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ ci/constraints.txt -nt "$stamp" ]; then
+    .venv/bin/python -m pip install --quiet --constraint ci/constraints.txt torch
+    .venv/bin/python -m pip install --quiet --constraint ci/constraints.txt --editable '.[dev]'
+    touch "$stamp"
+fi
+. .venv/bin/activate
