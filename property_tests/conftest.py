@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Common to all tests."""
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from lossgate import Layout
+from lossgate.worlds import SimulatedWorld
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # the workers share the cores
+
+
+@pytest.fixture
+def make_world() -> Iterator[Callable[..., SimulatedWorld]]:
+    """``make_world("tp=2", timeout=...)``: a simulated world that is closed after the test."""
+    worlds: list[SimulatedWorld] = []
+
+    def make(layout: str, **options: float) -> SimulatedWorld:
+        worlds.append(SimulatedWorld(Layout.parse(layout), **options))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.close()

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An oracle that shares code with what it judges judges nothing."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def imports_of(file: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return {name.split(".")[0] for name in plain | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}}
+
+
+@pytest.mark.parametrize(
+    ("package", "forbidden"),
+    [
+        ("references/dense_losses", {"fused_losses", "lossgate"}),
+        ("kernels/fused_losses", {"dense_losses", "lossgate"}),
+        ("harness/lossgate", {"fused_losses"}),
+    ],
+)
+def test_packages_keep_apart(package: str, forbidden: set[str]) -> None:
+    files = list((ROOT / package).rglob("*.py"))
+    assert files
+    assert not {str(file): imports_of(file) & forbidden for file in files if imports_of(file) & forbidden}
+
+
+def test_references_are_short() -> None:
+    """Each reads beside its formula: at most 40 lines of code, without docstrings, comments and imports."""
+    for file in (ROOT / "references/dense_losses").glob("*.py"):
+        tree = ast.parse(file.read_text())
+        for function in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
+            body = function.body[1:] if ast.get_docstring(function) else function.body
+            assert sum((node.end_lineno or 0) - node.lineno + 1 for node in body) <= 40, function.name

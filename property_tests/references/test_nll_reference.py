@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference of ``nll``: by gradcheck, by a closed form, by mpmath, by hand, and by what must hold of it."""
+
+import mpmath
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd import gradcheck
+
+from dense_losses import linear_logits, mean_entropy, nll, token_entropy, token_logprobs
+
+TOKENS, WIDTH, VOCAB = 5, 3, 7
+
+
+def example(seed: int = 0, spread: float = 1.0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.tensor([True, False, True, True, False])
+    return {
+        "hidden": torch.randn(TOKENS, WIDTH, generator=generator, dtype=torch.float64),
+        "weight": torch.randn(VOCAB, WIDTH, generator=generator, dtype=torch.float64) * spread,
+        "bias": torch.randn(VOCAB, generator=generator, dtype=torch.float64),
+        "labels": torch.randint(VOCAB, (TOKENS,), generator=generator),
+        "mask": mask,
+        "valid_tokens": mask.sum(),
+    }
+
+
+def loss_of(e: dict[str, Tensor], hidden: Tensor, weight: Tensor, bias: Tensor, temperature: float, reduction: str) -> Tensor:
+    logprobs = token_logprobs(linear_logits(hidden, weight, bias), e["labels"], temperature)
+    return nll(logprobs, e["mask"], e["valid_tokens"], reduction)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_gradients_by_finite_differences(fast: bool, reduction: str, temperature: float) -> None:
+    e = example()
+    leaves = tuple(e[name].requires_grad_() for name in ("hidden", "weight", "bias"))
+    assert gradcheck(lambda h, w, b: loss_of(e, h, w, b, temperature, reduction), leaves, fast_mode=fast)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_gradient_of_entropy_by_finite_differences(fast: bool) -> None:
+    logits = (example()["hidden"] @ example()["weight"].T).requires_grad_()
+    assert gradcheck(lambda z: token_entropy(z, 0.7), (logits,), fast_mode=fast)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("temperature", [1.0, 0.3, 2.5])
+def test_gradients_by_a_closed_form(reduction: str, temperature: float) -> None:
+    """dL/dz = (p - onehot) m / (N tau), derived by hand; p as a quotient of exponentials, without log_softmax."""
+    e = example(seed=1)
+    hidden, weight, bias = (e[name].requires_grad_() for name in ("hidden", "weight", "bias"))
+    found = torch.autograd.grad(loss_of(e, hidden, weight, bias, temperature, reduction), (hidden, weight, bias))
+    with torch.no_grad():
+        exps = ((hidden @ weight.T + bias) / temperature).exp()
+        p = exps / exps.sum(1, keepdim=True)
+        scale = e["mask"].double() / temperature / (e["valid_tokens"] if reduction == "mean" else 1)
+        dlogits = (p - torch.eye(VOCAB, dtype=torch.float64)[e["labels"]]) * scale[:, None]
+        derived = (dlogits @ weight, dlogits.T @ hidden, dlogits.sum(0))
+    for a, b in zip(found, derived, strict=True):
+        assert (a - b).norm() <= 1e-14 * b.norm()
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 30.0, 1e3])
+def test_value_by_mpmath(spread: float) -> None:
+    """Fifty digits, from the very same numbers."""
+    e, tau = example(seed=2, spread=spread), 0.7
+    logits = linear_logits(e["hidden"], e["weight"])
+    with mpmath.workdps(50):
+        total, entropies = mpmath.mpf(0), []
+        for t in range(TOKENS):
+            z = [sum(mpmath.mpf(float(h)) * mpmath.mpf(float(w)) for h, w in zip(e["hidden"][t], row, strict=True)) / tau for row in e["weight"]]
+            normaliser = sum(mpmath.exp(x) for x in z)
+            p = [mpmath.exp(x) / normaliser for x in z]
+            entropies.append(float(-sum(q * mpmath.log(q) for q in p if q)))
+            if e["mask"][t]:
+                total -= z[int(e["labels"][t])] - mpmath.log(normaliser)
+        expected = float(total / int(e["valid_tokens"]))
+    found = nll(token_logprobs(logits, e["labels"], tau), e["mask"], e["valid_tokens"])
+    assert float(found) == pytest.approx(expected, rel=1e-12)
+    assert token_entropy(logits, tau).tolist() == pytest.approx(entropies, rel=1e-9, abs=1e-12 * spread)
+
+
+def test_by_hand() -> None:
+    logprobs = torch.tensor([-1.0, -2.0, -4.0], dtype=torch.float64)
+    mask = torch.tensor([True, False, True])
+    assert nll(logprobs, mask, torch.tensor(2)) == 2.5
+    assert nll(logprobs, mask, torch.tensor(10)) == 0.5  # the batch has ten trained tokens, these are two of them
+    assert nll(logprobs, mask, torch.tensor(2), "sum") == 5.0
+    assert mean_entropy(-logprobs, mask, torch.tensor(2)) == 2.5
+
+
+def test_equal_logits_have_the_entropy_of_the_vocabulary() -> None:
+    assert float(token_entropy(torch.zeros(1, 8, dtype=torch.float64))) == pytest.approx(3 * torch.tensor(2.0, dtype=torch.float64).log().item())
+
+
+def test_nothing_trained_is_zero_with_zero_gradient() -> None:
+    logprobs = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    loss = nll(logprobs, torch.zeros(2, dtype=torch.bool), torch.tensor(0))
+    loss.backward()
+    assert loss == 0
+    assert logprobs.grad is not None
+    assert not logprobs.grad.any()
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), float("-inf")])
+def test_garbage_at_a_masked_token_has_no_effect(garbage: float) -> None:
+    logprobs = torch.tensor([-1.0, garbage], dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([True, False])
+    loss = nll(logprobs, mask, torch.tensor(1))
+    loss.backward()
+    assert loss == 1
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [-1, 0]
+    assert mean_entropy(logprobs.detach(), mask, torch.tensor(1)) == -1
+
+
+@given(st.integers(0, 2**32 - 1), st.floats(0.3, 3.0), st.floats(-50, 50))
+def test_a_constant_added_to_a_row_of_logits_changes_nothing(seed: int, temperature: float, constant: float) -> None:
+    e = example(seed)
+    logits = linear_logits(e["hidden"], e["weight"])
+    before, after = (token_logprobs(z, e["labels"], temperature) for z in (logits, logits + constant))
+    assert (before - after).abs().max() < 1e-12
+
+
+@given(st.integers(0, 2**32 - 1), st.floats(0.3, 3.0))
+def test_temperature_divides_the_hidden_states_as_well(seed: int, temperature: float) -> None:
+    e = example(seed)
+    left = token_logprobs(linear_logits(e["hidden"], e["weight"]), e["labels"], temperature)
+    right = token_logprobs(linear_logits(e["hidden"] / temperature, e["weight"]), e["labels"])
+    assert (left - right).abs().max() < 1e-12
+
+
+def test_probabilities_sum_to_one_at_any_temperature() -> None:
+    logits = linear_logits(example()["hidden"], example()["weight"])
+    for temperature in (0.3, 1.0, 3.0):
+        p = torch.stack([token_logprobs(logits, torch.full((TOKENS,), v), temperature).exp() for v in range(VOCAB)])
+        assert (p.sum(0) - 1).abs().max() < 1e-14
+
+
+def test_shapes_are_checked() -> None:
+    """The annotations are no decoration: the test run checks them."""
+    with pytest.raises(Exception, match="labels"):
+        token_logprobs(torch.zeros(3, 4, dtype=torch.float64), torch.zeros(2, dtype=torch.long))
