@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts: how many data-, context- and tensor-parallel ranks a problem is split over."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from lossgate.errors import UsageError
+
+Axis = Literal["dp", "cp", "tp"]
+AXES: tuple[Axis, ...] = ("dp", "cp", "tp")
+
+MAX_RANKS = 64
+"""The most ranks that a layout may have: what one process can simulate in a few milliseconds a collective."""
+
+
+@dataclass(frozen=True, order=True)
+class Layout:
+    """A mesh of ``dp x cp x tp`` ranks, numbered row by row: tp varies fastest, as in Megatron-LM and DeviceMesh."""
+
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        for axis, size in self.sizes.items():
+            if size < 1:
+                raise UsageError(f"layout: {axis}={size} is not a positive whole number")
+        if self.ranks > MAX_RANKS:
+            raise UsageError(f"layout {self} has {self.ranks} ranks; at most {MAX_RANKS} can be simulated: choose a smaller one")
+
+    @property
+    def sizes(self) -> dict[Axis, int]:
+        return {"dp": self.dp, "cp": self.cp, "tp": self.tp}
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.cp * self.tp
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes that are really split."""
+        return tuple(axis for axis, size in self.sizes.items() if size > 1)
+
+    def coordinate(self, rank: int) -> dict[Axis, int]:
+        return {"dp": rank // (self.cp * self.tp), "cp": rank // self.tp % self.cp, "tp": rank % self.tp}
+
+    def __str__(self) -> str:
+        return ",".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1) or "single"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read ``"tp=2,cp=2"`` or ``"single"``, the inverse of ``str``."""
+        if text.strip() == "single":
+            return cls()
+        sizes: dict[Axis, int] = {}
+        for part in text.split(","):
+            name, equals, size = part.strip().partition("=")
+            axis: Axis | None = next((a for a in AXES if a == name), None)
+            if axis is None or not equals or not size.isdigit() or axis in sizes:
+                raise UsageError(f"layout {text!r}: can't read {part.strip()!r}; expected 'single' or sizes of {', '.join(AXES)} such as 'tp=2,cp=2'")
+            sizes[axis] = int(size)
+        return cls(**sizes)
+
+
+def layouts_up_to(ranks: int, axes: Iterable[Axis] = AXES) -> Iterator[Layout]:
+    """Every layout of at most ``ranks`` ranks that splits no other axes than ``axes``, smallest first."""
+    allowed = set(axes)
+    sizes = {axis: range(1, ranks + 1 if axis in allowed else 2) for axis in AXES}
+    found = ((dp, cp, tp) for dp in sizes["dp"] for cp in sizes["cp"] for tp in sizes["tp"] if dp * cp * tp <= ranks)
+    for dp, cp, tp in sorted(found, key=lambda s: (s[0] * s[1] * s[2], s)):
+        yield Layout(dp, cp, tp)

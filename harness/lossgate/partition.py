@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who owns what: the split of a packed batch and of a vocabulary over the ranks of a layout.
+
+dp splits the sequences, in order. cp splits the tokens of each padded sequence in a zigzag: of ``2 cp`` equal
+pieces, rank ``r`` owns pieces ``r`` and ``2 cp - 1 - r``, so that causal attention costs every rank the same
+(Megatron-LM, NeMo-RL, AReaL). tp splits the rows of the vocabulary.
+
+Every tensor names its dims; a tensor without an axis's dim is replicated over that axis.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lossgate.errors import UsageError
+from lossgate.layout import Axis, Layout
+
+Dim = Literal["token", "vocab", "hidden"]
+Dims = tuple[Dim, ...]
+
+SHARDED_DIM: Mapping[Axis, Dim] = {"dp": "token", "cp": "token", "tp": "vocab"}
+
+VocabSplit = Literal["balanced", "even", "chunked", "padded"]
+VOCAB_SPLITS: Mapping[VocabSplit, str] = {
+    "balanced": "sizes differ by at most one row, no rank is empty (torch.tensor_split)",
+    "even": "all sizes are equal: the vocabulary is a multiple of tp, as Megatron-LM pads it to be",
+    "chunked": "ceil(V / tp) rows each, the last ranks shorter or empty (torch.chunk, DTensor's Shard)",
+    "padded": "ceil(V / tp) rows each, the last ranks filled up with padding rows that are no part of the vocabulary",
+}
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """Rows ``start:end`` of the vocabulary, then ``padding`` rows that belong to nobody."""
+
+    start: int
+    end: int
+    padding: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.end - self.start + self.padding
+
+
+def split_vocab(vocab: int, tp: int, how: VocabSplit) -> list[VocabShard]:
+    """The shard of each tp rank."""
+    if how == "even" and vocab % tp:
+        raise UsageError(f"a vocabulary of {vocab} does not split evenly over tp={tp} ranks; use another size, or another vocab_split")
+    if how in ("balanced", "even"):
+        if vocab < tp:
+            raise UsageError(f"layout larger than the problem: a vocabulary of {vocab} has no row for each of tp={tp} ranks; use tp <= {vocab}")
+        ends = list(accumulate(vocab // tp + (rank < vocab % tp) for rank in range(tp)))
+        return [VocabShard(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    size = -(-vocab // tp)
+    shards = [VocabShard(min(rank * size, vocab), min((rank + 1) * size, vocab)) for rank in range(tp)]
+    if how == "padded":
+        shards = [VocabShard(s.start, s.end, size - s.rows) for s in shards]
+    return shards
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The split of sequences of ``lengths`` tokens, and of ``vocab`` rows, over ``layout``.
+
+    ``multiple`` pads each sequence to a multiple of that many tokens, on top of the ``2 cp`` that zigzag needs.
+    A sequence of no tokens stays empty.
+    """
+
+    layout: Layout
+    lengths: tuple[int, ...]
+    vocab: int
+    vocab_split: VocabSplit = "balanced"
+    multiple: int = 1
+
+    @cached_property
+    def padded_lengths(self) -> tuple[int, ...]:
+        unit = self.multiple * (2 * self.layout.cp if self.layout.cp > 1 else 1)
+        return tuple(-(-length // unit) * unit for length in self.lengths)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where each sequence starts in the padded pack; one entry more than sequences."""
+        return (0, *accumulate(self.padded_lengths))
+
+    @property
+    def tokens(self) -> int:
+        """Length of the padded pack."""
+        return self.starts[-1]
+
+    @cached_property
+    def real_tokens(self) -> Tensor:
+        """Positions in the padded pack of the tokens that are no padding, in order; shape ``[sum(lengths)]``."""
+        return torch.tensor([s + i for s, n in zip(self.starts[:-1], self.lengths, strict=True) for i in range(n)], dtype=torch.long)
+
+    @cached_property
+    def vocab_shards(self) -> list[VocabShard]:
+        return split_vocab(self.vocab, self.layout.tp, self.vocab_split)
+
+    def sequences(self, dp_rank: int) -> range:
+        """The sequences of a dp rank, the first ranks one more than the last where they don't divide."""
+        count, extra = divmod(len(self.lengths), self.layout.dp)
+        start = dp_rank * count + min(dp_rank, extra)
+        return range(start, start + count + (dp_rank < extra))
+
+    @cached_property
+    def token_shards(self) -> dict[tuple[int, int], Tensor]:
+        """``(dp rank, cp rank) -> `` positions in the padded pack, in the order in which that rank holds them."""
+        return {(dp, cp): torch.tensor(list(self._owned(dp, cp)), dtype=torch.long) for dp in range(self.layout.dp) for cp in range(self.layout.cp)}
+
+    def _owned(self, dp: int, cp: int) -> Sequence[int]:
+        owned: list[int] = []
+        for sequence in self.sequences(dp):
+            start, length = self.starts[sequence], self.padded_lengths[sequence]
+            if self.layout.cp == 1:
+                owned.extend(range(start, start + length))
+                continue
+            piece = length // (2 * self.layout.cp)
+            for index in (cp, 2 * self.layout.cp - 1 - cp):
+                owned.extend(range(start + index * piece, start + (index + 1) * piece))
+        return owned
+
+    def shard(self, tensor: Tensor, dims: Dims, rank: int, filler: Tensor | None = None) -> Tensor:
+        """The part of a full tensor that ``rank`` holds, as a new tensor.
+
+        ``filler`` supplies the padding rows of a ``"padded"`` vocabulary: same dims, one row for each.
+        """
+        at = self.layout.coordinate(rank)
+        for axis, dim in enumerate(dims):
+            if dim == "token":
+                tensor = tensor.index_select(axis, self.token_shards[at["dp"], at["cp"]])
+            elif dim == "vocab":
+                shard = self.vocab_shards[at["tp"]]
+                part = tensor.narrow(axis, shard.start, shard.end - shard.start)
+                if shard.padding:
+                    if filler is None:
+                        raise ValueError("a padded vocabulary needs a filler for its padding rows")
+                    pad = filler if "token" not in dims else filler.index_select(dims.index("token"), self.token_shards[at["dp"], at["cp"]])
+                    part = torch.cat([part, pad.narrow(axis, 0, shard.padding)], axis)
+                tensor = part
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+    def local_shape(self, dims: Dims, rank: int, hidden: int) -> tuple[int, ...]:
+        at = self.layout.coordinate(rank)
+        sizes: dict[Dim, int] = {
+            "token": len(self.token_shards[at["dp"], at["cp"]]),
+            "vocab": self.vocab_shards[at["tp"]].rows,
+            "hidden": hidden,
+        }
+        return tuple(sizes[dim] for dim in dims)

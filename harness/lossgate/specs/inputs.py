@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a kernel is given on each rank: the local shards of one packed batch, and what is known of the whole."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedBatch:
+    """Common to every spec and head. T is the number of this rank's tokens, padding included.
+
+    Labels and mask are shifted on the full sequence before it is split: position t's label is token t + 1. The raw
+    ids are there for kernels that shift themselves.
+    """
+
+    labels: Tensor
+    """``[T]`` int64 ids in the whole vocabulary. Where ``mask`` is false they mean nothing, but are valid ids."""
+    mask: Tensor
+    """``[T]`` bool: the label is trained. Never true for the last token of a sequence, nor for padding."""
+    input_ids: Tensor
+    """``[T]`` int64."""
+    cu_seqlens: Tensor
+    """``[sequences + 1]`` int32: where the sequences of this dp rank would start, end to end without padding."""
+    cu_seqlens_padded: Tensor
+    """``[sequences + 1]`` int32: where they start in this dp rank's padded pack, before cp splits it."""
+    valid_tokens: Tensor
+    """Scalar int64: trained tokens of the whole batch, over every rank. The normaliser of a token mean; may be 0."""
+    vocab_size: int
+    """Of the whole vocabulary, over every tp rank, without padding rows."""
+    vocab_start: int
+    """First row of the vocabulary that this rank owns."""
+    vocab_end: int
+    """One past the last. Rows beyond ``vocab_end - vocab_start`` of the local weight or logits are padding, and take
+    no part in the softmax."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HiddenInputs(PackedBatch):
+    """Head "hidden"."""
+
+    hidden: Tensor
+    """``[T, H]``, requires grad."""
+    weight: Tensor
+    """``[local vocab, H]``, requires grad."""
+    bias: Tensor | None
+    """``[local vocab]``, requires grad, or None."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitsInputs(PackedBatch):
+    """Head "logits"."""
+
+    logits: Tensor
+    """``[T, local vocab]``, requires grad; before the temperature."""

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How Hypothesis draws problems: structure only, simplest choices first, so that shrinking ends small.
+
+Bugs of kernels sit at boundaries: sizes of 1, primes, powers of two and one beside them, one beside a tile, labels on
+the first and last rows of a shard, empty sequences, ranks without tokens. These are drawn on purpose, not by luck.
+
+Strategies are cached: making and validating them afresh for every problem takes longer than drawing from them.
+"""
+
+from functools import cache
+from typing import Any
+
+import hypothesis
+import torch
+from hypothesis import HealthCheck, Phase
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+
+from lossgate.declare import ANY, Candidate
+from lossgate.layout import Layout
+from lossgate.partition import VocabSplit, split_vocab
+from lossgate.problem import MASK_PATTERNS, MaskPattern, Problem
+from lossgate.specs import find_spec
+from lossgate.specs.base import Option
+
+TOKENS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 32, 33, 64, 67)
+WIDTHS = (1, 2, 3, 7, 8, 16, 17, 32, 48, 61)
+VOCABS = (1, 2, 3, 7, 8, 13, 16, 17, 31, 32, 33, 64, 97, 128, 129, 256, 257, 301, 509)
+"""Sizes: 1, 2, primes, powers of two and one beside them."""
+
+SPREADS = (1.0, 3.0, 10.0, 30.0, 0.1)
+"""Standard deviations of the logits."""
+
+_SPREADS = st.sampled_from(SPREADS)
+_CONFIDENCES = st.sampled_from((0.0, 4.0, 12.0))
+_SPIKES = st.sampled_from((8.0, -8.0, 30.0, -30.0))
+_MULTIPLES = st.sampled_from((1, 1, 3))
+_ORDERS = st.sampled_from(("rank", "permuted", "tree", "ring"))
+_SEEDS = st.tuples(st.integers(0, 2**16 - 1), st.integers(0, 2**16 - 1)).map(lambda halves: halves[0] << 16 | halves[1])
+"""Two halves, because Hypothesis draws numbers from a small range evenly, and large ones mostly small."""
+
+
+@st.composite
+def problems(draw: DrawFn, candidate: Candidate, layout: Layout, dtype: str) -> Problem:
+    """Problems that ``candidate`` says it can solve."""
+    spec = find_spec(candidate.spec)
+    features = {name: draw(_values(option, spec.supported(candidate, name))) for name, option in spec.features.items()}
+    bias, split = features.pop("bias"), features.pop("vocab_split")
+    at_hidden = candidate.head == "hidden"
+    tokens = draw(_size(TOKENS, candidate.tiles.get("token", ())))
+    vocab = draw(_vocab(candidate.tiles.get("vocab", ()), layout.tp, split))
+    width = draw(_size(WIDTHS, candidate.tiles.get("hidden", ()))) if at_hidden else 1
+    lengths = draw(_lengths(tokens, 2 * layout.dp + 2))
+    masks = draw(_masks(len(lengths)))
+    return Problem(
+        spec=spec.name,
+        head=candidate.head,
+        dtype=dtype,
+        layout=layout,
+        lengths=lengths,
+        masks=masks,
+        multiple=draw(_MULTIPLES),
+        hidden=width,
+        vocab=vocab,
+        vocab_split=split,
+        bias=bias and at_hidden,
+        options={name: value for name, value in features.items() if value != spec.features[name].default},
+        spread=draw(_SPREADS),
+        confidence=draw(_CONFIDENCES),
+        pins=draw(_pins(tokens, vocab, layout.tp, split)),
+        spikes=draw(_spikes(tokens, width if at_hidden else vocab)),
+        cotangent=draw(_cotangents("logprobs" in candidate.differentiable)),
+        reduction_order=draw(_ORDERS),
+        seed=draw(_SEEDS),
+    )
+
+
+def quiet(examples: int, *phases: Phase) -> hypothesis.settings:
+    """Hypothesis without database, deadlines and health checks: it is used as an engine, not as a test."""
+    return hypothesis.settings(
+        max_examples=examples,
+        database=None,
+        deadline=None,
+        phases=phases,
+        suppress_health_check=[check for check in HealthCheck if isinstance(check, HealthCheck)],
+        report_multiple_bugs=False,
+        print_blob=False,
+    )
+
+
+def sample_problems(candidate: Candidate, layout: Layout, dtype: str, count: int, seed: int) -> list[Problem]:
+    """``count`` problems, the same for the same seed."""
+    drawn: list[Problem] = []
+
+    @hypothesis.seed(seed)
+    @quiet(count, Phase.generate)
+    @hypothesis.given(problems(candidate, layout, dtype))
+    def collect(problem: Problem) -> None:
+        drawn.append(problem)
+
+    collect()
+    return drawn
+
+
+def _values(option: Option, supported: Any) -> SearchStrategy[Any]:
+    if supported is not ANY:
+        return _choice(supported)
+    return _choice(option.choices) if option.interval is None else _number(option.default, *option.interval)
+
+
+@cache
+def _choice(values: tuple[Any, ...]) -> SearchStrategy[Any]:
+    return st.sampled_from(values)
+
+
+@cache
+def _number(default: float, low: float, high: float) -> SearchStrategy[float]:
+    """The default, or tenths from ``low`` to ``high``; exact in every dtype, so that rounding the option itself is no error."""
+    tenths = range(round(10 * low), round(10 * high) + 1)
+    exact = [float(torch.tensor(n / 10, dtype=torch.bfloat16)) for n in tenths]
+    return st.just(default) | st.sampled_from([min(max(x, low), high) for x in exact])
+
+
+@cache
+def _size(usual: tuple[int, ...], tiles: tuple[int, ...], at_least: int = 1) -> SearchStrategy[int]:
+    """A usual size, or one beside a boundary of a tile."""
+    near = {n for tile in tiles for n in (tile - 1, tile, tile + 1, 2 * tile, 2 * tile + 1)}
+    return st.sampled_from(sorted(n for n in {*usual, *near} if n >= at_least))
+
+
+@cache
+def _vocab(tiles: tuple[int, ...], tp: int, split: VocabSplit) -> SearchStrategy[int]:
+    if split == "even":
+        return _size(VOCABS, tiles).map(lambda n: -(-n // tp) * tp)
+    return _size(VOCABS, tiles, tp if split == "balanced" else 1)
+
+
+@cache
+def _lengths(tokens: int, most: int) -> SearchStrategy[tuple[int, ...]]:
+    """Cut ``tokens`` into at most ``most`` sequences, some of them empty."""
+    cuts = st.lists(st.integers(0, tokens), max_size=most - 1).map(sorted)
+    return cuts.map(lambda at: tuple(b - a for a, b in zip([0, *at], [*at, tokens], strict=True)))
+
+
+@cache
+def _masks(sequences: int) -> SearchStrategy[tuple[MaskPattern, ...]]:
+    """One for each sequence. A sequence alone is never masked whole: nothing would be left to compare."""
+    patterns = [pattern for pattern in MASK_PATTERNS if sequences > 1 or pattern != "none"]
+    return st.tuples(*[st.sampled_from(patterns)] * sequences)
+
+
+@cache
+def _pins(tokens: int, vocab: int, tp: int, split: VocabSplit) -> SearchStrategy[tuple[tuple[int, int], ...]]:
+    edges = {row for shard in split_vocab(vocab, tp, split) if shard.end > shard.start for row in (shard.start, shard.end - 1)}
+    pin = st.tuples(st.integers(0, tokens - 1), st.sampled_from(sorted(edges)))
+    return st.lists(pin, max_size=4).map(tuple)
+
+
+@cache
+def _spikes(tokens: int, columns: int) -> SearchStrategy[tuple[tuple[int, int, float], ...]]:
+    spike = st.tuples(st.integers(0, tokens - 1), st.integers(0, columns - 1), _SPIKES)
+    return st.lists(spike, max_size=2).map(tuple)
+
+
+@cache
+def _cotangents(of_logprobs: bool) -> SearchStrategy[Any]:
+    return st.sampled_from(("loss", "logprobs", "both") if of_logprobs else ("loss",))

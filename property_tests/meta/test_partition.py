@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Partitions: who owns what, and that assembling is the inverse of sharding."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lossgate import Layout, UsageError
+from lossgate.assemble import assemble
+from lossgate.layout import layouts_up_to
+from lossgate.partition import Dims, Partition, VocabShard, split_vocab
+
+
+@pytest.mark.parametrize(
+    ("vocab", "tp", "how", "shards"),
+    [
+        (5, 2, "balanced", [(0, 3, 0), (3, 5, 0)]),
+        (5, 4, "balanced", [(0, 2, 0), (2, 3, 0), (3, 4, 0), (4, 5, 0)]),
+        (5, 4, "chunked", [(0, 2, 0), (2, 4, 0), (4, 5, 0), (5, 5, 0)]),
+        (5, 4, "padded", [(0, 2, 0), (2, 4, 0), (4, 5, 1), (5, 5, 2)]),
+        (6, 2, "even", [(0, 3, 0), (3, 6, 0)]),
+        (7, 1, "padded", [(0, 7, 0)]),
+    ],
+)
+def test_vocabulary_splits(vocab: int, tp: int, how: str, shards: list[tuple[int, int, int]]) -> None:
+    assert split_vocab(vocab, tp, how) == [VocabShard(*shard) for shard in shards]  # type: ignore[arg-type]
+
+
+def test_more_ranks_than_rows() -> None:
+    with pytest.raises(UsageError, match="layout larger than the problem: a vocabulary of 3 has no row for each of tp=4 ranks; use tp <= 3"):
+        split_vocab(3, 4, "balanced")
+    with pytest.raises(UsageError, match="a vocabulary of 5 does not split evenly over tp=2"):
+        split_vocab(5, 2, "even")
+
+
+def test_zigzag() -> None:
+    """Rank r owns pieces r and 2 cp - 1 - r of each padded sequence."""
+    partition = Partition(Layout(cp=2), (8, 3), vocab=1)
+    assert partition.padded_lengths == (8, 4)
+    assert partition.token_shards[0, 0].tolist() == [0, 1, 6, 7, 8, 11]
+    assert partition.token_shards[0, 1].tolist() == [2, 3, 4, 5, 9, 10]
+
+
+def test_dp_splits_sequences_and_leaves_ranks_without() -> None:
+    partition = Partition(Layout(dp=3), (2, 0, 3, 1), vocab=1)
+    assert [list(partition.sequences(rank)) for rank in range(3)] == [[0, 1], [2], [3]]
+    assert [list(Partition(Layout(dp=3), (4,), vocab=1).sequences(rank)) for rank in range(3)] == [[0], [], []]
+
+
+def test_padding_multiple() -> None:
+    partition = Partition(Layout(cp=2), (5, 0, 1), vocab=1, multiple=3)
+    assert partition.padded_lengths == (12, 0, 12)
+    assert partition.real_tokens.tolist() == [0, 1, 2, 3, 4, 12]
+
+
+LAYOUTS = st.sampled_from(list(layouts_up_to(12)))
+LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=5).map(tuple)
+DIMS = st.sampled_from([("token", "hidden"), ("vocab", "hidden"), ("vocab",), ("token", "vocab"), ("token",), ()])
+
+
+@given(LAYOUTS, LENGTHS, st.sampled_from(["balanced", "chunked", "padded"]), st.integers(1, 3), DIMS)
+def test_assembling_is_the_inverse_of_sharding(layout: Layout, lengths: tuple[int, ...], how: str, multiple: int, dims: Dims) -> None:
+    vocab, hidden = layout.tp + 3, 2
+    partition = Partition(layout, lengths, vocab, how, multiple)  # type: ignore[arg-type]
+    sizes = {"token": partition.tokens, "vocab": vocab, "hidden": hidden}
+    tensor = torch.randn([sizes[dim] for dim in dims], dtype=torch.float64)
+    padding = max(shard.padding for shard in partition.vocab_shards)
+    filler = torch.zeros([padding if dim == "vocab" else sizes[dim] for dim in dims], dtype=torch.float64)
+    parts = [partition.shard(tensor, dims, rank, filler) for rank in range(layout.ranks)]
+    assert [tuple(part.shape) for part in parts] == [partition.local_shape(dims, rank, hidden) for rank in range(layout.ranks)]
+    whole = assemble(parts, dims, {}, partition, hidden)
+    assert torch.equal(whole.tensor, tensor)
+    assert not whole.faults
+
+
+def test_sums_and_averages() -> None:
+    partition = Partition(Layout(dp=2, tp=2), (1, 1), vocab=2)
+    parts = [torch.tensor(float(n)) for n in (1, 2, 3, 4)]
+    assert assemble(parts, (), {"dp": "sum", "tp": "sum"}, partition, 1).tensor == 10
+    assert assemble(parts, (), {"dp": "avg", "tp": "sum"}, partition, 1).tensor == 5
+    shards = [torch.tensor([float(n)]) for n in (1, 1, 2, 2)]
+    assert assemble(shards, ("token",), {"dp": "avg"}, partition, 1).tensor.tolist() == [0.5, 1.0]
+
+
+def test_replicas_that_differ_are_told() -> None:
+    partition = Partition(Layout(tp=3), (1,), vocab=3)
+    parts = [torch.tensor([1.0]), torch.tensor([1.0]), torch.tensor([1.25])]
+    assert assemble(parts, ("token",), {"tp": "replicate"}, partition, 1).faults == ("ranks 0 and 2 should hold the same, and differ by up to 0.25",)
+
+
+def test_gradient_of_padding_rows_is_told() -> None:
+    partition = Partition(Layout(tp=2), (1,), vocab=3, vocab_split="padded")
+    clean = assemble([torch.ones(2), torch.tensor([1.0, 0.0])], ("vocab",), {}, partition, 1)
+    dirty = assemble([torch.ones(2), torch.tensor([1.0, 0.5])], ("vocab",), {}, partition, 1)
+    assert clean.tensor.tolist() == dirty.tensor.tolist() == [1, 1, 1]
+    assert not clean.faults
+    assert dirty.faults == ("rank 1: the 1 padding rows of its vocabulary should be zero, and are not",)
