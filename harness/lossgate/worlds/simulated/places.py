@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The line of a kernel from which a call or an exception came, past the frames of torch and of this package."""
+
+import sys
+import threading
+import traceback
+from pathlib import Path
+from types import FrameType
+
+import torch
+import typing_extensions
+
+_INNER = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), typing_extensions.__file__, threading.__file__)
+"""Torch, this package, and what wraps their functions."""
+
+
+def call_site() -> str:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_INNER):
+        frame = frame.f_back
+    return _place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame else "unknown"
+
+
+def raise_site(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    outer = [frame for frame in frames if not frame.filename.startswith(_INNER)] or list(frames)
+    return _place(outer[-1].filename, outer[-1].lineno or 0, outer[-1].name)
+
+
+def stack_of(thread: threading.Thread) -> str:
+    """What a thread is doing, from the kernel's outermost line on."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    frames = traceback.extract_stack(frame) if frame else []
+    first = next((i for i, f in enumerate(frames) if not f.filename.startswith(_INNER)), 0)
+    return "".join(traceback.format_list(frames[first:]))
+
+
+def _place(file: str, line: int, function: str) -> str:
+    return f"{file}:{line} in {function}"

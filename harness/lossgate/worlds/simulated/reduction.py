@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a simulated collective adds up the ranks' tensors, rounding at every step in the tensors' own dtype.
+
+Real libraries add in an order that depends on topology and size; a kernel must be right in any of them.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lossgate.problem import ReductionOrder
+from lossgate.worlds.base import CollectiveMisuse
+
+_PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "MAX": torch.maximum,
+    "MIN": torch.minimum,
+    "PRODUCT": torch.mul,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+
+
+def op_name(op: Any) -> str:
+    """``"SUM"`` of a ``ReduceOp`` or a ``ReduceOp.RedOpType``, between which torch does not decide."""
+    return getattr(op, "op", op).name
+
+
+def reduce_tensors(parts: Sequence[Tensor], op: Any, order: ReductionOrder, seed: int) -> Tensor:
+    """Reduce one tensor from each rank to a new one. ``seed`` picks the permutation of order ``"permuted"``."""
+    name = op_name(op)
+    if pairwise := _PAIRWISE.get(name):
+        return _one_by_one(parts, pairwise)
+    if name not in ("SUM", "AVG"):
+        raise CollectiveMisuse(f"reduce op {name} can't be simulated; use SUM, AVG, {', '.join(_PAIRWISE)}")
+    total = _SUMS[order](parts, seed)
+    return total / len(parts) if name == "AVG" else total
+
+
+def _one_by_one(parts: Sequence[Tensor], combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total = combine(total, part)
+    return total
+
+
+def _sum_by_rank(parts: Sequence[Tensor], seed: int) -> Tensor:
+    return _one_by_one(parts, torch.add)
+
+
+def _sum_permuted(parts: Sequence[Tensor], seed: int) -> Tensor:
+    shuffled = list(parts)
+    random.Random(seed).shuffle(shuffled)
+    return _one_by_one(shuffled, torch.add)
+
+
+def _sum_tree(parts: Sequence[Tensor], seed: int) -> Tensor:
+    level = list(parts)
+    while len(level) > 1:
+        pairs = [torch.add(*level[i : i + 2]) for i in range(0, len(level) - 1, 2)]
+        level = pairs + level[2 * len(pairs) :]
+    return level[0].clone()
+
+
+def _sum_ring(parts: Sequence[Tensor], seed: int) -> Tensor:
+    """Gloo's ring, bit for bit (``distributed_tests/test_ring_order.py``): piece c is summed from rank c - 1 downwards, rank c last.
+
+    A piece has ceil(n / ranks) elements, rounded up to an even number.
+    """
+    ranks, flat = len(parts), [part.reshape(-1) for part in parts]
+    count = flat[0].numel()
+    size = -(-count // ranks)
+    size += size % 2
+    total = torch.empty_like(flat[0])
+    for piece in range(ranks):
+        span = slice(min(piece * size, count), min((piece + 1) * size, count))
+        total[span] = _one_by_one([flat[(piece - 1 - k) % ranks][span] for k in range(ranks)], torch.add)
+    return total.view(parts[0].shape)
+
+
+_SUMS: dict[ReductionOrder, Callable[[Sequence[Tensor], int], Tensor]] = {
+    "rank": _sum_by_rank,
+    "permuted": _sum_permuted,
+    "tree": _sum_tree,
+    "ring": _sum_ring,
+}
