@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One problem, from its description to what was found."""
+
+from dataclasses import dataclass, field
+
+from lossgate.batch import materialize
+from lossgate.declare import Candidate
+from lossgate.execute import execute
+from lossgate.judge.agreement import Comparison, judge
+from lossgate.judge.explain import explain
+from lossgate.problem import Problem
+from lossgate.specs import find_spec
+from lossgate.worlds import RankFailure, World
+from lossgate.worlds.base import Hang
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examination:
+    """What was found on one problem. ``findings`` tell in words what is wrong; there are none if the candidate agrees."""
+
+    problem: Problem
+    comparisons: tuple[Comparison, ...] = ()
+    findings: tuple[str, ...] = ()
+    branches: frozenset[str] = field(default_factory=frozenset)
+    hung: bool = False
+
+    @property
+    def agrees(self) -> bool:
+        return not self.findings
+
+
+def examine(candidate: Candidate, problem: Problem, world: World) -> Examination:
+    """Run and judge ``candidate`` on ``problem``. Raises ``CandidateError`` if it breaks its declared interface."""
+    batch = materialize(problem)
+    try:
+        result = execute(candidate, batch, world)
+    except RankFailure as failure:
+        return Examination(problem=problem, findings=(str(failure),), hung=isinstance(failure, Hang))
+    comparisons = tuple(judge(candidate, batch, result))
+    findings = tuple(line for comparison in comparisons for line in explain(comparison))
+    return Examination(
+        problem=problem,
+        comparisons=comparisons,
+        findings=findings,
+        branches=frozenset(find_spec(problem.spec).visited(batch)),
+    )

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts in which errors of an output come: tokens, sequences, ranks; rows, tiles and shards of the vocabulary."""
+
+import torch
+from torch import Tensor
+
+from lossgate.batch import Batch
+from lossgate.declare import Candidate
+from lossgate.execute import output_dims
+from lossgate.judge.statistics import Grouping
+
+TILE = 32
+"""Rows of a vocabulary tile, unless the candidate names its own."""
+
+
+def groupings_of(output: str, batch: Batch, candidate: Candidate, keep: Tensor | None = None) -> list[Grouping]:
+    """Of an output of a candidate; ``keep`` says which of its slices along the first dim are compared."""
+    found: list[Grouping] = []
+    for dim, name in enumerate(output_dims(output, candidate.head)):
+        parts = _token_parts(batch) if name == "token" else _vocab_parts(batch, candidate) if name == "vocab" else {}
+        for part, index in parts.items():
+            index = index if keep is None else index[keep]
+            count = int(index.max()) + 1 if len(index) else 0
+            if count > 1:  # one part is the whole, which SCALE looks at
+                found.append(Grouping(part, dim, index, count))
+    return found
+
+
+def _token_parts(batch: Batch) -> dict[str, Tensor]:
+    partition = batch.partition
+    owner = torch.zeros(partition.tokens, dtype=torch.long)
+    for i, tokens in enumerate(partition.token_shards.values()):
+        owner[tokens] = i
+    lengths = torch.tensor(partition.padded_lengths)
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    return {"token": torch.arange(partition.tokens), "sequence": sequence, "token shard": owner}
+
+
+def _vocab_parts(batch: Batch, candidate: Candidate) -> dict[str, Tensor]:
+    rows = torch.arange(batch.partition.vocab)
+    sizes = torch.tensor([shard.end - shard.start for shard in batch.partition.vocab_shards])
+    tile = candidate.tiles.get("vocab", (TILE,))[0]
+    return {"vocab row": rows, "vocab tile": rows // tile, "vocab shard": torch.repeat_interleave(torch.arange(len(sizes)), sizes)}

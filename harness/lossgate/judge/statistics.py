@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deviations from the reference, in units of the noise that a correct kernel may have.
+
+R is the reference, E_m the ensemble's members, K a result, d = K - R, and s the noise of each entry. All statistics
+are computed for a stack of results at once, along the first dim.
+
+    SCALE  <d, R / s^2> / <R, R / s^2>           by how much the whole is too large
+    NOISE  rms(d / s)                           how noisy it is
+    WORST  max |d / s|                          its worst entry
+    ROW    max_G |<d, R / s^2>_G| / |R / s|_G       its worst part: a token, a sequence, a vocabulary tile, a rank's shard
+
+s^2 is the members' mean square deviation, pooled over rows and columns for a matrix (a product of row mean and column
+mean: eight members alone would give each entry a variance of its own that is far too uncertain), plus the rounding
+of the output itself. Weighting SCALE by it makes it as sharp as it can be (Aitken's generalised least squares).
+
+Rounding may do the same to a whole part: in a token mean the gradient of every label's logit is nearly the same
+number, and is rounded alike. The ensemble's members round each for themselves and don't show it, so that one unit
+roundoff is allowed for it: added to SCALE's limit, and taken off a result's ROW.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SCALE, NOISE, WORST = "scale", "noise", "worst"
+
+FACTORS: Mapping[str, float] = {NOISE: 2.0, WORST: 3.0}
+ROW_FACTOR = 3.0
+SCALE_SIGMAS = 5.0
+"""Limits: these factors of the largest value among the members, and for SCALE these standard deviations. With them no
+correct kernel of ``benchmarks/calibration.py`` is rejected; its largest margin is recorded in ``docs/judge.md``."""
+
+_TINY = 1e-200
+"""Squares below this are taken for zero; results are scaled so that the largest is 1."""
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """Parts of a tensor along one dim: ``index[i]`` is the part to which slice ``i`` belongs."""
+
+    name: str
+    dim: int
+    index: Tensor
+    parts: int
+
+
+@dataclass(frozen=True)
+class NoiseModel:
+    """What the ensemble says of one output."""
+
+    reference: Tensor
+    deviations: Tensor
+    """``[M, *shape]``: E_m - R."""
+    unit: float
+    """Unit roundoff of the output's dtype."""
+
+    @property
+    def members(self) -> int:
+        return len(self.deviations)
+
+    def precision(self) -> Tensor:
+        """1 / s^2 from every member, ``[1, *shape]``; 0 where there is no noise at all."""
+        return self._pooled(self.deviations.square().sum(0, keepdim=True), self.members)
+
+    def precision_without_each(self) -> Tensor:
+        """1 / s^2 for each member from all others, so that none is judged by noise that it helped to make. ``[M, *shape]``."""
+        squares = self.deviations.square()
+        return self._pooled(squares.sum(0) - squares, max(self.members - 1, 1))
+
+    def _pooled(self, squares: Tensor, members: int) -> Tensor:
+        """From sums of squares over that many members, ``[n, *shape]``."""
+        if squares.dim() == 3:
+            rows, columns = squares.mean(2, keepdim=True), squares.mean(1, keepdim=True)
+            grand = rows.mean(1, keepdim=True).clamp(min=_TINY)
+            squares = (rows / grand) * columns
+        variance = (self.reference.square() * (self.unit**2 / 3)).add(squares, alpha=1 / members)
+        return variance.masked_fill_(variance < _TINY, float("inf")).reciprocal_()
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """One statistic of a stack of results: its values ``[n]``, and which entry or part of each is the worst ``[n]``."""
+
+    values: Tensor
+    where: Tensor | None = None
+
+
+def statistics(deviations: Tensor, reference: Tensor, precision: Tensor, groupings: Sequence[Grouping], allowed: float = 0.0) -> dict[str, Statistic]:
+    """Every statistic of a stack of results ``[n, *shape]``; for scalars SCALE alone.
+
+    precision: 1 / s^2, ``[n, *shape]`` or ``[1, *shape]``. allowed: what rounding may do to a whole part alike,
+    relative to it.
+    """
+    weighted = reference * precision
+    pull, size = deviations * weighted, reference * weighted
+    found = {SCALE: Statistic(_ratio(_total(pull), _total(size)))}
+    if not reference.dim():
+        return found
+    squares = (deviations.square() * precision).flatten(1)
+    noisy = (precision > 0).flatten(1).sum(1).clamp(min=1)
+    found[NOISE] = Statistic((squares.sum(1) / noisy).sqrt())
+    worst, entry = squares.max(1)
+    found[WORST] = Statistic(worst.sqrt(), entry)
+    slices: dict[int, tuple[Tensor, Tensor]] = {}
+    for grouping in groupings:
+        if grouping.dim not in slices:
+            others = [d + 1 for d in range(reference.dim()) if d != grouping.dim]
+            slices[grouping.dim] = (pull.sum(others), size.sum(others)) if others else (pull, size)
+        part_pull, part_size = (_add_up(tensor, grouping) for tensor in slices[grouping.dim])
+        norm = part_size.sqrt()
+        worst, part = (_ratio(part_pull.abs(), norm) - allowed * norm).max(1)
+        found[grouping.name] = Statistic(worst.clamp(min=0), part)
+    return found
+
+
+def _total(stack: Tensor) -> Tensor:
+    return stack.flatten(1).sum(1) if stack.dim() > 1 else stack
+
+
+def _ratio(above: Tensor, below: Tensor) -> Tensor:
+    """0 where there is nothing to compare with."""
+    return torch.where(below > 0, above / below, 0.0)
+
+
+def _add_up(slices: Tensor, grouping: Grouping) -> Tensor:
+    """``[n, slices] -> [n, parts]``."""
+    return slices.new_zeros(len(slices), grouping.parts).index_add_(1, grouping.index, slices)
+
+
+def limits(model: NoiseModel, groupings: Sequence[Grouping], allowed: float) -> tuple[dict[str, float], float]:
+    """The limit of every statistic; and the standard deviation of SCALE over the ensemble."""
+    members = statistics(model.deviations, model.reference, model.precision_without_each(), groupings)
+    sd = float(members[SCALE].values.square().mean().sqrt())
+    limit = {name: FACTORS.get(name, ROW_FACTOR) * float(statistic.values.max()) for name, statistic in members.items()}
+    limit[SCALE] = allowed + SCALE_SIGMAS * sd
+    return limit, sd
