@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loss kernels for LLM post-training that never form the ``[tokens, vocab]`` logits, split over ranks.
+
+Plain PyTorch. Imports neither ``dense_losses`` nor ``lossgate``, which judges it.
+"""
+
+from fused_losses.cross_entropy import linear_cross_entropy, vocab_parallel_cross_entropy
+from fused_losses.linear_logprobs import linear_logprobs
+from fused_losses.vocab_parallel import vocab_parallel_logprobs
+
+__all__ = ["linear_cross_entropy", "linear_logprobs", "vocab_parallel_cross_entropy", "vocab_parallel_logprobs"]
