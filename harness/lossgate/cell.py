@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cell of the verdict table: one candidate on one layout in one dtype, and what came of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import median
+
+from lossgate.declare import Candidate
+from lossgate.examine import Examination
+from lossgate.judge.explain import explain_pooled
+from lossgate.judge.pooling import Pooled, pool
+from lossgate.layout import Layout
+from lossgate.specs import find_spec
+
+LARGEST_MDE = 0.01
+"""A cell that could not have seen an error of 1% in an output's scale is inconclusive."""
+
+
+class Verdict(StrEnum):
+    """Of a cell. INCONCLUSIVE: nothing wrong was seen, and not enough was seen."""
+
+    AGREE = "AGREE"
+    DISAGREE = "DISAGREE"
+    INCONCLUSIVE = "INCONCLUSIVE"
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """What is verified: the property "agreement" with the reference, for now the only one."""
+
+    candidate: Candidate
+    layout: Layout
+    dtype: str
+    property: str = "agreement"
+
+    def __str__(self) -> str:
+        return f"{self.candidate.name}[{self.property}-{self.layout}-{self.dtype}]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellResult:
+    """What came of a cell."""
+
+    cell: Cell
+    verdict: Verdict
+    reasons: tuple[str, ...]
+    """In words, why the verdict is not AGREE."""
+    examined: tuple[Examination, ...]
+    """The problems that count, in order."""
+    failure: Examination | None = None
+    """The smallest problem found on which the candidate disagrees."""
+    shrink_calls: int = 0
+    pooled: tuple[Pooled, ...] = ()
+    branches: frozenset[str] = frozenset()
+    seconds: float = 0.0
+
+    @property
+    def expected(self) -> bool:
+        """It disagrees, as a known finding says."""
+        return self.cell.candidate.finding is not None and self.verdict is Verdict.DISAGREE and self.failure is not None
+
+    @property
+    def comparisons(self) -> int:
+        return sum(len(examination.comparisons) for examination in self.examined)
+
+    @property
+    def margin(self) -> float:
+        """The largest statistic of any comparison, as a share of its limit."""
+        return max((c.margin for e in self.examined for c in e.comparisons), default=0.0)
+
+    @property
+    def mde(self) -> float:
+        """Of the pool of the output that was seen least sharply."""
+        return max((pooled.mde for pooled in self.pooled), default=float("inf"))
+
+    @property
+    def power(self) -> dict[str, float]:
+        """The share of the planted errors that were seen, by kind."""
+        seen: dict[str, list[bool]] = {}
+        for comparison in (c for e in self.examined for c in e.comparisons):
+            for name, rejected in comparison.rejected.items():
+                seen.setdefault(name, []).append(rejected)
+        return {name: sum(told) / len(told) for name, told in seen.items()}
+
+    @property
+    def missing_branches(self) -> tuple[str, ...]:
+        return tuple(name for name in find_spec(self.cell.candidate.spec).branches if name not in self.branches)
+
+    @property
+    def median_mde(self) -> float:
+        """Of the comparisons that could say something."""
+        return median([c.mde for e in self.examined for c in e.comparisons if c.values and not c.vacuous] or [float("inf")])
+
+
+def conclude(cell: Cell, examined: Sequence[Examination], failure: Examination | None, shrink_calls: int, seconds: float) -> CellResult:
+    """The verdict on what was examined."""
+    pooled = _pool(examined)
+    branches = frozenset[str]().union(*(e.branches for e in examined))
+    verdict, reasons = _verdict(cell, examined, failure, pooled, branches)
+    return CellResult(
+        cell=cell,
+        verdict=verdict,
+        reasons=reasons,
+        examined=tuple(examined),
+        failure=failure,
+        shrink_calls=shrink_calls,
+        pooled=pooled,
+        branches=branches,
+        seconds=seconds,
+    )
+
+
+def _pool(examined: Sequence[Examination]) -> tuple[Pooled, ...]:
+    outputs = dict.fromkeys(c.output for e in examined for c in e.comparisons)
+    return tuple(pool(output, (c for e in examined for c in e.comparisons if c.output == output)) for output in outputs)
+
+
+def biases(examined: Sequence[Examination]) -> tuple[str, ...]:
+    """What shows only when the problems are taken together, in words."""
+    return tuple(explain_pooled(pooled) for pooled in _pool(examined) if not pooled.agrees)
+
+
+def _verdict(
+    cell: Cell, examined: Sequence[Examination], failure: Examination | None, pooled: tuple[Pooled, ...], branches: frozenset[str]
+) -> tuple[Verdict, tuple[str, ...]]:
+    finding = cell.candidate.finding
+    if failure is not None:
+        return Verdict.DISAGREE, failure.findings
+    if finding is not None:
+        return Verdict.DISAGREE, (f"known finding {finding.name} shows no more: its frozen example agrees; verify the candidate without it",)
+    if biased := biases(examined):
+        return Verdict.DISAGREE, biased
+    doubts = [f"the judge missed planted errors: {', '.join(c.blind)} in {c.output}" for e in examined for c in e.comparisons if c.blind]
+    doubts += [
+        f"{p.output}: an error of {LARGEST_MDE:.0%} in scale could have hidden (seen from {p.mde:.2g} on); try more problems"
+        for p in pooled
+        if p.mde > LARGEST_MDE
+    ]
+    spec = find_spec(cell.candidate.spec)
+    doubts += [f"never visited: {meaning}; try more problems" for name, meaning in spec.branches.items() if name not in branches]
+    return (Verdict.INCONCLUSIVE if doubts else Verdict.AGREE), tuple(doubts)

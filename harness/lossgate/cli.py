@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: ``lossgate verify | replay | list``.
+
+Exit codes: 0 agree, 1 disagree, 2 usage or configuration, 3 inconclusive (nothing wrong seen, not enough seen).
+
+What a command needs is imported in it: torch takes seconds to load, and a typing error should not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, closing
+from enum import IntEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, CycloptsError, Parameter
+
+if TYPE_CHECKING:
+    from lossgate.cell import CellResult
+
+app = App(name="lossgate", help="Judge whether loss kernels compute the losses they claim to.", version_flags=[])
+
+
+class Exit(IntEnum):
+    """The meaning of each exit code."""
+
+    AGREE = 0
+    DISAGREE = 1
+    USAGE = 2
+    INCONCLUSIVE = 3
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point; exits. An error of the user's is one line on stderr. ``arguments`` are those of the process by default."""
+    from lossgate.errors import UsageError
+
+    try:
+        code = app(sys.argv[1:] if arguments is None else arguments, exit_on_error=False, print_error=False, result_action="return_value")
+    except (CycloptsError, UsageError) as error:
+        print(f"lossgate: {' '.join(str(error).split())}", file=sys.stderr)
+        code = Exit.USAGE
+    sys.exit(code)
+
+
+@app.command
+def verify(
+    *targets: str,
+    layout: Annotated[list[str] | None, Parameter(negative=())] = None,
+    dtype: Annotated[list[str] | None, Parameter(negative=())] = None,
+    profile: str = "dev",
+    examples: int | None = None,
+    ranks: int | None = None,
+    seed: int | None = None,
+    timeout: float | None = None,
+    jobs: int | None = None,
+    evidence: Path | None = None,
+    failures: Path = Path(".lossgate"),
+) -> int:
+    """Judge candidates against the references of their specs, on simulated ranks.
+
+    Parameters
+    ----------
+    targets
+        Files (file.py), modules (package.module), or one candidate of either (file.py:name).
+    layout
+        Such as tp=2,cp=2, or single; may be repeated. By default every one of at most --ranks ranks.
+    dtype
+        float32, bfloat16 or float16; may be repeated. By default all that a candidate takes.
+    profile
+        dev, ci, nightly, release, or one of [tool.lossgate.profiles] in pyproject.toml.
+    examples
+        Problems for each cell: a candidate on a layout in a dtype.
+    ranks
+        Largest layout.
+    seed
+        Another seed draws other problems.
+    timeout
+        Seconds until a silent rank is taken to hang.
+    jobs
+        Processes side by side; 0 for one on each core.
+    evidence
+        Append a JSON line for each cell to this file.
+    failures
+        Folder for failure files.
+    """
+    from lossgate.consumers import Consumer
+    from lossgate.consumers.evidence import EvidenceFile
+    from lossgate.consumers.failures import FailureFiles
+    from lossgate.consumers.terminal import Terminal
+    from lossgate.engine import RunFinished, run
+    from lossgate.errors import UsageError
+    from lossgate.loading import load_candidates
+    from lossgate.settings import load_settings
+
+    if not targets:
+        raise UsageError("verify: nothing named; expected files or modules with candidates, such as my_kernels.py")
+    lists: dict[str, Any] = {"layouts": tuple(layout) if layout else None, "dtypes": tuple(dtype) if dtype else None}
+    settings = load_settings(profile, examples=examples, ranks=ranks, seed=seed, timeout=timeout, jobs=jobs, **lists)
+    candidates = [candidate for target in targets for candidate in load_candidates(target)]
+    results: tuple[CellResult, ...] = ()
+    with ExitStack() as stack:
+        failure_files = FailureFiles(failures)
+        consumers: list[Consumer] = [failure_files]
+        if evidence is not None:
+            consumers.append(stack.enter_context(closing(EvidenceFile(evidence, settings.seed))))
+        consumers.append(stack.enter_context(closing(Terminal(failure_files))))
+        for event in run(candidates, settings):
+            for consumer in consumers:
+                consumer(event)
+            if isinstance(event, RunFinished):
+                results = event.results
+    return exit_code(results)
+
+
+def exit_code(results: Iterable[CellResult]) -> Exit:
+    """The worst of the cells; known disagreements count as agreed."""
+    from lossgate.cell import Verdict
+
+    verdicts = {Verdict.AGREE if result.expected else result.verdict for result in results}
+    if Verdict.DISAGREE in verdicts:
+        return Exit.DISAGREE
+    return Exit.INCONCLUSIVE if Verdict.INCONCLUSIVE in verdicts else Exit.AGREE
+
+
+@app.command
+def replay(file: Path, /, *, candidate: str | None = None) -> int:
+    """Judge the problem of a failure file again.
+
+    Parameters
+    ----------
+    file
+        A failure file, as verify writes it.
+    candidate
+        Judge this one (file.py:name) instead of the one that the file names.
+    """
+    from lossgate.replay import replay_failure
+
+    outcome = replay_failure(file, candidate)
+    print("\n".join(outcome.lines))
+    return Exit.DISAGREE if outcome.disagrees else Exit.AGREE
+
+
+@app.command(name="list")
+def list_(*targets: str) -> int:
+    """List the specs with their options, or the candidates of files and modules.
+
+    Parameters
+    ----------
+    targets
+        Files (file.py) or modules (package.module); none for the specs.
+    """
+    from lossgate.console import make_console
+    from lossgate.listing import candidates_table, spec_tables
+
+    console = make_console()
+    for table in [candidates_table(target) for target in targets] if targets else spec_tables():
+        console.print(table)
+    return Exit.AGREE

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans cells, runs them and tells what happens. Knows nobody who listens."""
+
+import multiprocessing
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from time import perf_counter
+from typing import cast
+
+import torch
+
+from lossgate.cell import Cell, CellResult, Verdict, conclude
+from lossgate.declare import Candidate
+from lossgate.errors import UsageError
+from lossgate.examine import examine
+from lossgate.failures import read_failure
+from lossgate.layout import Layout
+from lossgate.loading import load_candidates
+from lossgate.search import Search
+from lossgate.settings import Settings
+from lossgate.worlds import SimulatedWorld
+
+
+@dataclass(frozen=True)
+class RunStarted:
+    cells: tuple[Cell, ...]
+    settings: Settings
+
+
+@dataclass(frozen=True)
+class CellFinished:
+    result: CellResult
+
+
+@dataclass(frozen=True)
+class RunFinished:
+    results: tuple[CellResult, ...]
+
+
+Event = RunStarted | CellFinished | RunFinished
+
+
+def plan(candidates: Iterable[Candidate], settings: Settings) -> list[Cell]:
+    """The cells to verify. Raises ``UsageError`` if a candidate has none."""
+    cells: list[Cell] = []
+    for candidate in candidates:
+        if candidate.finding is not None:
+            problem = read_failure(candidate.finding.example).examples[0].problem
+            cells.append(Cell(candidate, problem.layout, problem.dtype))
+            continue
+        own = [Cell(candidate, layout, dtype) for dtype in settings.dtypes_of(candidate) for layout in settings.layouts_of(candidate)]
+        if not own:
+            raise UsageError(
+                f"candidate {candidate.name!r}: nothing to verify, with axes {candidate.axes or 'none'} and dtypes "
+                f"{', '.join(candidate.dtypes)}, on layouts {', '.join(settings.layouts) or f'of {settings.ranks} ranks'} "
+                f"in {', '.join(settings.dtypes) or 'any dtype'}"
+            )
+        cells += own
+    return cells
+
+
+def run_cell(cell: Cell, settings: Settings) -> CellResult:
+    """Verify one cell; more problems are tried while they leave it inconclusive."""
+    start = perf_counter()
+    world = SimulatedWorld(cell.layout, settings.timeout)
+    try:
+        if cell.candidate.finding is not None:
+            frozen = read_failure(cell.candidate.finding.example).examples[0].problem
+            examined = examine(cell.candidate, frozen, world)
+            return conclude(cell, [examined], None if examined.agrees else examined, 0, perf_counter() - start)
+        search = Search(cell, world, settings)
+        round_ = 0
+        while True:
+            search.run(round_)
+            result = conclude(cell, search.examined, search.failure, search.calls_after_failure, perf_counter() - start)
+            round_ += 1
+            if result.verdict is not Verdict.INCONCLUSIVE or round_ == settings.rounds:
+                return result
+    finally:
+        world.close()
+
+
+def run(candidates: Iterable[Candidate], settings: Settings) -> Iterator[Event]:
+    """Verify candidates; yields what happens, in the order of the plan."""
+    cells = plan(candidates, settings)
+    yield RunStarted(tuple(cells), settings)
+    jobs = min(settings.jobs or os.cpu_count() or 1, len(cells))
+    run_all = _run_here if jobs == 1 else partial(_run_side_by_side, jobs=jobs)
+    results: list[CellResult] = []
+    for result in run_all(cells, settings):
+        results.append(result)
+        yield CellFinished(result)
+    yield RunFinished(tuple(results))
+
+
+def _run_here(cells: Sequence[Cell], settings: Settings) -> Iterator[CellResult]:
+    return (run_cell(cell, settings) for cell in cells)
+
+
+def _run_side_by_side(cells: Sequence[Cell], settings: Settings, jobs: int) -> Iterator[CellResult]:
+    """In fresh processes, which load the candidates again by name: kernels can't be pickled."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        futures = [pool.submit(_run_by_name, cell.candidate.source, cell.layout, cell.dtype, settings) for cell in cells]
+        try:
+            for cell, future in zip(cells, futures, strict=True):
+                yield replace(future.result(), cell=cell)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _run_by_name(source: str, layout: Layout, dtype: str, settings: Settings) -> CellResult:
+    (candidate,) = load_candidates(source)
+    result = run_cell(Cell(candidate, layout, dtype), settings)
+    return replace(result, cell=cast("Cell", None))

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much to verify: profiles, and ``[tool.lossgate]`` in pyproject.toml.
+
+A flag wins over the profile in pyproject.toml, which wins over the profile that comes with lossgate.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lossgate.declare import Candidate
+from lossgate.errors import UsageError
+from lossgate.layout import Layout, layouts_up_to
+from lossgate.precision import DTYPES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Of a run."""
+
+    examples: int = 20
+    """Problems per cell (candidate, layout, dtype)."""
+    rounds: int = 4
+    """How often that many more are tried while the cell is inconclusive."""
+    ranks: int = 4
+    """Largest layout, where none is named."""
+    layouts: tuple[str, ...] = ()
+    """The layouts to verify on; by default every one of at most ``ranks`` ranks that the candidate's axes allow."""
+    dtypes: tuple[str, ...] = ()
+    """The dtypes to verify; by default all that the candidate takes."""
+    seed: int = 0
+    """Problems are the same from run to run, unless this differs."""
+    timeout: float = 60.0
+    """Seconds after which a rank that neither communicates nor returns is taken to hang."""
+    jobs: int = 1
+    """Processes that verify cells side by side; 0 for one on each core."""
+    shrink_calls: int = 200
+    """Most problems tried to make a failing one smaller."""
+
+    def __post_init__(self) -> None:
+        for name in ("examples", "rounds", "ranks"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)}: expected a positive number")
+        if self.jobs < 0:
+            raise UsageError(f"jobs={self.jobs}: expected a number of processes, or 0 for one on each core")
+        if unknown := [dtype for dtype in self.dtypes if dtype not in DTYPES]:
+            raise UsageError(f"unknown dtype {unknown[0]!r}; expected any of {', '.join(DTYPES)}")
+        for layout in self.layouts:
+            Layout.parse(layout)
+
+    def layouts_of(self, candidate: Candidate) -> list[Layout]:
+        if not self.layouts:
+            return list(layouts_up_to(self.ranks, candidate.axes))
+        layouts = [Layout.parse(text) for text in self.layouts]
+        return [layout for layout in layouts if set(layout.axes) <= set(candidate.axes)]
+
+    def dtypes_of(self, candidate: Candidate) -> list[str]:
+        return [dtype for dtype in self.dtypes or candidate.dtypes if dtype in candidate.dtypes]
+
+
+PROFILES: Mapping[str, Settings] = {
+    "dev": Settings(),
+    "ci": Settings(examples=12, ranks=8, jobs=0),
+    "nightly": Settings(examples=100, ranks=16, jobs=0),
+    "release": Settings(examples=300, ranks=16, jobs=0),
+}
+
+
+def load_settings(profile: str = "dev", start: Path | None = None, **flags: Any) -> Settings:
+    """The settings of a profile, with ``flags`` that are not None on top. ``start`` is where pyproject.toml is looked for."""
+    configured = _read_pyproject(start or Path.cwd())
+    profiles = configured.get("profiles", {})
+    if profile not in {*PROFILES, *profiles}:
+        raise UsageError(f"unknown profile {profile!r}; expected one of {', '.join(dict.fromkeys([*PROFILES, *profiles]))}")
+    base = msgspec.to_builtins(PROFILES.get(profile, Settings()))
+    common = {name: value for name, value in configured.items() if name != "profiles"}
+    given = {name: value for name, value in flags.items() if value is not None}
+    values = base | common | profiles.get(profile, {}) | given
+    if unknown := set(values) - set(base):
+        raise UsageError(f"[tool.lossgate]: unknown setting {min(unknown)!r}; expected any of {', '.join(base)}")
+    try:
+        return msgspec.convert(values, Settings)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"[tool.lossgate]: {error}") from None
+
+
+def _read_pyproject(start: Path) -> dict[str, Any]:
+    for folder in (start, *start.parents):
+        file = folder / "pyproject.toml"
+        if file.is_file():
+            try:
+                return tomllib.loads(file.read_text()).get("tool", {}).get("lossgate", {})
+            except tomllib.TOMLDecodeError as error:
+                raise UsageError(f"{file}: {error}") from None
+    return {}

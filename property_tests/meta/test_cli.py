@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line as a user meets it: exit codes, output, evidence, replay."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lossgate.cli import main
+
+KERNELS = """
+import torch, lossgate
+from lossgate import ANY
+
+def cross_entropy(inputs, options):
+    targets = inputs.labels.masked_fill(~inputs.mask, -100)
+    total = torch.nn.functional.cross_entropy(inputs.logits.float(), targets, reduction="sum")
+    return total / inputs.valid_tokens.clamp(min=1)
+
+@lossgate.candidate("nll", head="logits", axes=("dp", "cp"), good_for="a test")
+def right(inputs, options, mesh):
+    return cross_entropy(inputs, options)
+
+@lossgate.candidate("nll", head="logits", axes=("dp", "cp"))
+def wrong(inputs, options, mesh):
+    return cross_entropy(inputs, options) * (1.01 if inputs.labels.numel() > 2 else 1.0)
+
+@lossgate.candidate("nll", head="logits")
+def shapeless(inputs, options, mesh):
+    return inputs.logits.sum(0)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "kernels.py").write_text(KERNELS)
+    return tmp_path
+
+
+def lossgate(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, as a user runs it."""
+    return subprocess.run([sys.executable, "-m", "lossgate", *arguments], cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """``here(*arguments) -> (exit code, stderr)``, in this process: loading torch each time would take most of it."""
+
+    def call(*arguments: str) -> tuple[int, str]:
+        monkeypatch.chdir(folder)
+        with pytest.raises(SystemExit) as done:
+            main(arguments)
+        return int(done.value.code or 0), capsys.readouterr().err
+
+    return call
+
+
+def test_agree(folder: Path) -> None:
+    done = lossgate(folder, "verify", "kernels.py:right", "--layout", "single", "--layout", "dp=2", "--evidence", "out.jsonl")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("4 cells\nAGREE  right  float32  single:  20 problems, 40 comparisons, at most ")
+    assert "2, up to 2 ranks" in done.stdout
+    assert "a test" in done.stdout
+    assert "4 cells: 4 AGREE;" in done.stdout
+    cells = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+    assert [(c["candidate"], c["spec"], c["layout"], c["dtype"], c["verdict"]) for c in cells] == [
+        ("right", "nll", layout, dtype, "AGREE") for dtype in ("float32", "bfloat16") for layout in ("single", "dp=2")
+    ]
+    assert all(c["mde"]["grad of logits"] < 0.01 and c["problems"] == 20 and not c["missing_branches"] for c in cells)
+    assert not (folder / ".lossgate").exists()
+
+
+def test_disagree_and_replay(folder: Path) -> None:
+    done = lossgate(folder, "verify", "kernels.py:wrong", "--layout", "cp=2", "--dtype", "float32", "--evidence", "out.jsonl")
+    assert done.returncode == 1
+    told = done.stdout.split("DISAGREE  wrong  float32  cp=2\n")[1].splitlines()
+    assert told[0].startswith("  loss: 1.01")
+    assert "times the reference, where rounding explains 1 +- " in told[0]
+    on = next(line for line in told if line.startswith("  on: "))
+    assert "layout cp=2, float32" in on
+    replay = next(line for line in told if line.startswith("  replay: ")).removeprefix("  replay: lossgate ")
+    again = lossgate(folder, *replay.split())
+    assert again.returncode == 1
+    assert again.stdout.splitlines()[1] == told[0]
+    assert again.stdout.splitlines()[-1] == "  every statistic is the one in the file"
+    other = lossgate(folder, *replay.split(), "--candidate", "kernels.py:right")
+    assert other.returncode == 0
+    assert other.stdout.startswith("AGREE  right  float32  cp=2\n")
+    (cell,) = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+    assert cell["verdict"] == "DISAGREE"
+    assert cell["problem"]["layout"] == {"dp": 1, "cp": 2, "tp": 1}
+
+
+def test_inconclusive(folder: Path) -> None:
+    (folder / "pyproject.toml").write_text("[tool.lossgate]\nrounds = 1\n")
+    done = lossgate(folder, "verify", "kernels.py:right", "--layout", "single", "--dtype", "bfloat16", "--examples", "1")
+    assert done.returncode == 3
+    assert "INCONCLUSIVE" in done.stdout
+    assert "never visited" in done.stdout
+
+
+def test_side_by_side_gives_the_same(folder: Path) -> None:
+    arguments = ("verify", "kernels.py:right", "--ranks", "2", "--dtype", "float32", "--examples", "5", "--evidence")
+    assert lossgate(folder, *arguments, "one.jsonl").returncode == lossgate(folder, *arguments, "two.jsonl", "--jobs", "2").returncode
+    one, two = ([json.loads(line) for line in (folder / name).read_text().splitlines()] for name in ("one.jsonl", "two.jsonl"))
+    assert [c["layout"] for c in one] == [c["layout"] for c in two] == ["single", "cp=2", "dp=2"]
+    assert [c["worst"] for c in one] == [c["worst"] for c in two]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["verify"], "verify: nothing named; expected files or modules with candidates, such as my_kernels.py"),
+        (["verify", "nowhere.py"], "nowhere.py: no such file"),
+        (["verify", "kernels.py:other"], "kernels.py: no candidate named 'other'"),
+        (
+            ["verify", "kernels.py", "--layout", "tp=x"],
+            "layout 'tp=x': can't read 'tp=x'; expected 'single' or sizes of dp, cp, tp such as 'tp=2,cp=2'",
+        ),
+        (["verify", "kernels.py", "--layout", "dp=65"], "layout dp=65 has 65 ranks; at most 64 can be simulated: choose a smaller one"),
+        (["verify", "kernels.py:right", "--layout", "tp=2"], "candidate 'right': nothing to verify, with axes ('dp', 'cp')"),
+        (["verify", "kernels.py", "--dtype", "int8"], "unknown dtype 'int8'; expected any of float32, bfloat16, float16"),
+        (["verify", "kernels.py", "--profile", "huge"], "unknown profile 'huge'; expected one of dev, ci, nightly, release"),
+        (["verify", "kernels.py", "--examples", "0"], "examples=0: expected a positive number"),
+        (["verify", "kernels.py", "--jobs", "-1"], "jobs=-1: expected a number of processes, or 0 for one on each core"),
+        (
+            ["verify", "kernels.py", "--evidence", "no/such/folder.jsonl"],
+            "--evidence no/such/folder.jsonl: can't be written: No such file or directory",
+        ),
+        (["verify", "kernels.py:wrong", "--failures", "kernels.py"], "choose another folder with --failures"),
+        (["verify", "kernels.py:shapeless"], "candidate 'shapeless' on rank 0 returned loss of shape"),
+        (["verify", "kernels.py", "--nope"], "Unknown option: --nope."),
+        (["check"], 'Unknown command "check".'),
+        (["replay", "nowhere.json"], "can't read nowhere.json: No such file or directory"),
+        (["replay", "kernels.py"], "kernels.py is no failure file"),
+        (["list", "nowhere.py"], "nowhere.py: no such file"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_use_is_one_clear_line(here: Callable[..., tuple[int, str]], arguments: list[str], told: str) -> None:
+    code, stderr = here(*arguments)
+    assert code == 2
+    assert stderr.startswith("lossgate: ")
+    assert told in stderr
+    assert stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("toml", "told"),
+    [
+        ("[tool.lossgate]\nexample = 3", "unknown setting 'example'; expected any of examples"),
+        ("[tool.lossgate.profiles.dev]\nexamples = 'many'", "Expected `int`, got `str` - at `$.examples`"),
+        ("[tool.lossgate", "pyproject.toml: "),
+    ],
+)
+def test_bad_settings_are_told(folder: Path, here: Callable[..., tuple[int, str]], toml: str, told: str) -> None:
+    (folder / "pyproject.toml").write_text(toml)
+    code, stderr = here("verify", "kernels.py")
+    assert code == 2
+    assert told in stderr
+    assert stderr.count("\n") == 1
+
+
+def test_bad_use_from_the_shell(folder: Path) -> None:
+    done = lossgate(folder, "verify", "nowhere.py")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "lossgate: nowhere.py: no such file\n")
+
+
+def test_profiles_of_pyproject(folder: Path) -> None:
+    (folder / "pyproject.toml").write_text(
+        "[tool.lossgate]\nlayouts = ['single']\nrounds = 1\n[tool.lossgate.profiles.quick]\nexamples = 3\ndtypes = ['float32']\n"
+    )
+    done = lossgate(folder, "verify", "kernels.py:right", "--profile", "quick")
+    assert done.stdout.startswith("1 cells\n")
+    assert "float32  single:  3 problems" in done.stdout
+    assert "4 problems" in lossgate(folder, "verify", "kernels.py:right", "--profile", "quick", "--examples", "4").stdout
+
+
+def test_list(folder: Path) -> None:
+    specs = lossgate(folder, "list")
+    assert specs.returncode == 0
+    for word in ("nll", "temperature", "0.3 to 3", "hidden[token,", "entropy", "vocab_split", "label on a shard's"):
+        assert word in specs.stdout
+    candidates = lossgate(folder, "list", "kernels.py")
+    assert "shapeless" in candidates.stdout
+    assert "dp, cp" in candidates.stdout
+
+
+def test_help_does_not_load_torch(folder: Path) -> None:
+    code = "import sys, lossgate, lossgate.plugin, lossgate.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pytest plugin: ``lossgate.suite`` in a user's test file."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+TESTS = """
+import torch, lossgate
+
+def cross_entropy(inputs):
+    targets = inputs.labels.masked_fill(~inputs.mask, -100)
+    return torch.nn.functional.cross_entropy(inputs.logits.float(), targets, reduction="sum") / inputs.valid_tokens.clamp(min=1)
+
+@lossgate.candidate("nll", head="logits", axes=("dp",))
+def right(inputs, options, mesh):
+    return cross_entropy(inputs)
+
+@lossgate.candidate("nll", head="logits")
+def wrong(inputs, options, mesh):
+    return cross_entropy(inputs) * 1.01
+
+test_right = lossgate.suite(right, layouts=["single", "dp=2"])
+test_wrong = lossgate.suite(wrong, dtypes=["float32"])
+test_few = lossgate.suite(right, layouts=["single"], dtypes=["bfloat16"], profile="few")
+"""
+
+
+@pytest.fixture
+def user(pytester: pytest.Pytester) -> pytest.Pytester:
+    pytester.makepyfile(test_kernels=TESTS)
+    pytester.makepyprojecttoml("[tool.lossgate.profiles.few]\nexamples = 1\nrounds = 1\n")
+    return pytester
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+def test_items_evidence_and_failures(user: pytest.Pytester, workers: tuple[str, ...]) -> None:
+    result = user.runpytest_subprocess("-v", "-p", "no:cacheprovider", "--lossgate-evidence", "out.jsonl", *workers)
+    result.assert_outcomes(passed=4, failed=2)
+    output = result.stdout.str()
+    for item in ("test_right[agreement-single-float32]", "test_right[agreement-dp=2-bfloat16]", "test_wrong[agreement-single-float32]"):
+        assert item in output
+    result.stdout.fnmatch_lines(
+        [
+            "DISAGREE  wrong  float32  single",
+            "  loss: 1.01* times the reference, where rounding explains 1 +- *",
+            "  on: * tokens in 1 sequences *",
+            "  replay: lossgate replay .lossgate/failure-wrong-float32-single-*.json",
+        ]
+    )
+    result.stdout.fnmatch_lines(["lossgate: 6 cells: *", "lossgate: evidence added to out.jsonl"])
+    cells = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
+    assert sorted(cell["verdict"] for cell in cells) == ["AGREE"] * 4 + ["DISAGREE", "INCONCLUSIVE"]
+    assert len(list(Path(".lossgate").iterdir())) == 1
+
+
+def test_an_inconclusive_item_fails(user: pytest.Pytester) -> None:
+    result = user.runpytest_subprocess("-p", "no:cacheprovider", "-k", "few")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["INCONCLUSIVE  right  bfloat16  single", "  *never visited: *; try more problems"])
+
+
+def test_the_profile_of_the_command_line_wins(user: pytest.Pytester) -> None:
+    result = user.runpytest_subprocess("-p", "no:cacheprovider", "-k", "few", "--lossgate-profile", "dev")
+    result.assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--lossgate-profile", "huge"), "unknown profile 'huge'; expected one of dev, ci, nightly, release"),
+        (("--lossgate-evidence", "no/such/folder"), "--lossgate-evidence no/such/folder: can't be written: No such file or directory"),
+    ],
+)
+def test_bad_options_are_told(user: pytest.Pytester, arguments: tuple[str, ...], told: str) -> None:
+    result = user.runpytest_subprocess("-p", "no:cacheprovider", *arguments)
+    assert result.ret != 0
+    assert told in result.stdout.str() + result.stderr.str()
+
+
+def test_nothing_is_printed_and_torch_not_loaded_without_items(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("import sys\ndef test_plain(): assert 'torch' not in sys.modules")
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(passed=1)
+    assert "lossgate:" not in result.stdout.str()

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Searching a cell: bugs are found, and the problem that shows one is small."""
+
+import time
+
+import pytest
+import torch
+from controls import FLOAT32, STYLES, Style, make
+
+from lossgate import ANY, Candidate, CandidateError, Layout, Outputs, candidate
+from lossgate.cell import Cell
+from lossgate.search import Search
+from lossgate.settings import Settings
+from lossgate.specs.inputs import HiddenInputs
+from lossgate.worlds import SimulatedWorld
+
+RIGHT = make(STYLES["float32"][1])
+
+
+def search(kernel: Candidate, layout: str = "single", examples: int = 200, **settings: float) -> Search:
+    world = SimulatedWorld(Layout.parse(layout), settings.pop("timeout", 60.0))
+    found = Search(Cell(kernel, world.layout, "float32"), world, Settings(examples=examples, **settings))  # type: ignore[arg-type]
+    try:
+        found.run()
+    finally:
+        world.close()
+    return found
+
+
+def last_row_is_wrong(inputs: HiddenInputs, options: object, mesh: object) -> Outputs:
+    """Right, but for labels on the last row of the vocabulary."""
+    outputs = RIGHT(inputs, options, mesh)  # type: ignore[arg-type]
+    assert isinstance(outputs, Outputs)
+    wrong = inputs.mask & (inputs.labels == inputs.vocab_size - 1)
+    return Outputs(loss=outputs.loss + 0.1 * wrong.sum())
+
+
+@pytest.mark.parametrize("layout", ["single", "tp=2", "dp=2,cp=2"])
+def test_a_bug_at_the_last_row_of_the_vocabulary_shrinks_to_a_handful_of_tokens(layout: str) -> None:
+    declare = candidate("nll", head="hidden", axes=("dp", "cp", "tp"), supports={"temperature": ANY, "reduction": ANY, "bias": ANY})
+    found = search(declare(last_row_is_wrong), layout)
+    assert found.failure is not None
+    problem = found.failure.problem
+    assert problem.tokens <= 4
+    assert problem.vocab <= 3
+    assert len(problem.lengths) <= 2
+    assert not problem.bias
+    assert not problem.options
+    assert found.calls_after_failure < 200
+
+
+def test_a_right_kernel_is_examined_on_every_problem() -> None:
+    found = search(RIGHT, examples=30)
+    assert found.failure is None
+    assert len(found.examined) == 30
+
+
+def test_shrinking_stops_at_its_limit_with_the_smallest_problem_so_far() -> None:
+    found = search(make(STYLES["float32"][1], "temperature missing in backward"), shrink_calls=5)
+    assert found.failure is not None
+    assert found.calls_after_failure == 6
+    assert not found.failure.agrees
+
+
+def test_a_kernel_that_is_not_deterministic_is_told() -> None:
+    calls = [0]
+
+    @candidate("nll", head="hidden")
+    def moody(inputs: HiddenInputs, options: object, mesh: object) -> Outputs:
+        calls[0] += 1
+        outputs = RIGHT(inputs, options, mesh)  # type: ignore[arg-type]
+        assert isinstance(outputs, Outputs)
+        return Outputs(loss=outputs.loss * (2 if calls[0] % 3 == 0 else 1))
+
+    found = search(moody, examples=60)
+    assert found.failure is not None
+    assert "not deterministic" in found.failure.findings[-1]
+
+
+def test_a_hang_is_not_shrunk() -> None:
+    @candidate("nll", head="hidden")
+    def hanging(inputs: HiddenInputs, options: object, mesh: object) -> Outputs:
+        while len(inputs.labels) > 1:
+            pass
+        return RIGHT(inputs, options, mesh)  # type: ignore[arg-type,return-value]
+
+    start = time.perf_counter()
+    found = search(hanging, timeout=0.5)
+    assert found.failure is not None
+    assert found.failure.hung
+    assert time.perf_counter() - start < 10
+
+
+def test_a_raising_kernel_disagrees_with_the_reason() -> None:
+    @candidate("nll", head="hidden")
+    def raising(inputs: HiddenInputs, options: object, mesh: object) -> Outputs:
+        if len(inputs.labels) > 2:
+            raise RuntimeError("too many")
+        return RIGHT(inputs, options, mesh)  # type: ignore[arg-type,return-value]
+
+    found = search(raising)
+    assert found.failure is not None
+    assert found.failure.problem.tokens == 3
+    assert found.failure.findings[0].startswith("rank 0 raised RuntimeError: too many")
+
+
+def test_a_broken_interface_ends_the_search_at_once() -> None:
+    calls = [0]
+
+    @candidate("nll", head="hidden")
+    def shapeless(inputs: HiddenInputs, options: object, mesh: object) -> torch.Tensor:
+        calls[0] += 1
+        return inputs.hidden.sum(0)
+
+    with pytest.raises(CandidateError, match="returned loss of shape"):
+        search(shapeless)
+    assert calls[0] == 1
+
+
+def test_problems_hang_on_the_seed_and_the_round() -> None:
+    def first_seeds(seed: int, round_: int) -> list[int]:
+        world = SimulatedWorld(Layout())
+        found = Search(Cell(make(Style("plain", FLOAT32)), Layout(), "float32"), world, Settings(examples=8, seed=seed))
+        found.run(round_)
+        world.close()
+        return [examination.problem.seed for examination in found.examined]
+
+    assert first_seeds(0, 0) == first_seeds(0, 0)
+    assert first_seeds(0, 0) != first_seeds(1, 0)
+    assert first_seeds(0, 0) != first_seeds(0, 1)
