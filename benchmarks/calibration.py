@@ -22,10 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 from lossgate import Layout
-from lossgate.examine import Examination, examine
+from lossgate.engine.examine import Examination, examine
+from lossgate.engine.strategies import sample_problems
 from lossgate.judge.pooling import pool
 from lossgate.judge.statistics import SCALE
-from lossgate.strategies import sample_problems
 from lossgate.worlds import SimulatedWorld
 
 LAYOUTS = ("single", "tp=2", "cp=2", "dp=2", "tp=3", "dp=2,cp=2,tp=2")

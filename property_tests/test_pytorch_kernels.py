@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 import lossgate
-from lossgate.declare import Candidate
-from lossgate.engine import plan, run_cell
-from lossgate.loading import load_candidates
-from lossgate.settings import Settings
+from lossgate.declaration.candidate import Candidate
+from lossgate.engine.loading import load_candidates
+from lossgate.engine.run import plan, run_cell
+from lossgate.engine.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 PYTORCH = {candidate.name: candidate for candidate in load_candidates(str(ROOT / "ci/candidates/pytorch.py"))}

@@ -10,29 +10,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lossgate.contract import Contract
-    from lossgate.declare import ANY, Candidate, Finding, Outputs, candidate
+    from lossgate.declaration.candidate import ANY, Candidate, Finding, Outputs, candidate
+    from lossgate.declaration.contract import Contract
+    from lossgate.declaration.precision import Precision
     from lossgate.errors import CandidateError, LossgateError, UsageError
     from lossgate.layout import Layout
-    from lossgate.precision import Precision
-    from lossgate.problem import Problem
+    from lossgate.problems.problem import Problem
     from lossgate.pytest_suite import suite
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "ANY": "declare",
-    "Candidate": "declare",
+    "ANY": "declaration.candidate",
+    "Candidate": "declaration.candidate",
     "CandidateError": "errors",
-    "Contract": "contract",
-    "Finding": "declare",
+    "Contract": "declaration.contract",
+    "Finding": "declaration.candidate",
     "Layout": "layout",
     "LossgateError": "errors",
-    "Outputs": "declare",
-    "Precision": "precision",
-    "Problem": "problem",
+    "Outputs": "declaration.candidate",
+    "Precision": "declaration.precision",
+    "Problem": "problems.problem",
     "UsageError": "errors",
-    "candidate": "declare",
+    "candidate": "declaration.candidate",
     "suite": "pytest_suite",
 }
 

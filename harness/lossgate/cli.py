@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, CycloptsError, Parameter
 
 if TYPE_CHECKING:
-    from lossgate.cell import CellResult
+    from lossgate.engine.cell import CellResult
 
 app = App(name="lossgate", help="Judge whether loss kernels compute the losses they claim to.", version_flags=[])
 
@@ -89,10 +89,10 @@ def verify(
     from lossgate.consumers.evidence import EvidenceFile
     from lossgate.consumers.failures import FailureFiles
     from lossgate.consumers.terminal import Terminal
-    from lossgate.engine import RunFinished, run
+    from lossgate.engine.loading import load_candidates
+    from lossgate.engine.run import RunFinished, run
+    from lossgate.engine.settings import load_settings
     from lossgate.errors import UsageError
-    from lossgate.loading import load_candidates
-    from lossgate.settings import load_settings
 
     if not targets:
         raise UsageError("verify: nothing named; expected files or modules with candidates, such as my_kernels.py")
@@ -116,7 +116,7 @@ def verify(
 
 def exit_code(results: Iterable[CellResult]) -> Exit:
     """The worst of the cells; known disagreements count as agreed."""
-    from lossgate.cell import Verdict
+    from lossgate.engine.cell import Verdict
 
     verdicts = {Verdict.AGREE if result.expected else result.verdict for result in results}
     if Verdict.DISAGREE in verdicts:
@@ -135,7 +135,7 @@ def replay(file: Path, /, *, candidate: str | None = None) -> int:
     candidate
         Judge this one (file.py:name) instead of the one that the file names.
     """
-    from lossgate.replay import replay_failure
+    from lossgate.engine.replay import replay_failure
 
     outcome = replay_failure(file, candidate)
     print("\n".join(outcome.lines))

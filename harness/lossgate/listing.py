@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from rich.markup import escape
 from rich.table import Table
 
-from lossgate.declare import ANY, Candidate
-from lossgate.loading import load_candidates
+from lossgate.declaration.candidate import ANY, Candidate
+from lossgate.engine.loading import load_candidates
 from lossgate.specs import SPECS, find_spec
 from lossgate.specs.base import HEADS
 

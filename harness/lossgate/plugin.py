@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from lossgate.cell import Cell, CellResult
-    from lossgate.settings import Settings
+    from lossgate.engine.cell import Cell, CellResult
+    from lossgate.engine.settings import Settings
 
 _EVIDENCE = "lossgate_evidence"
 
@@ -43,7 +43,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("lossgate")
     if marker is None or "lossgate_cell" not in metafunc.fixturenames:
         return
-    from lossgate.engine import plan
+    from lossgate.engine.run import plan
     from lossgate.errors import UsageError
     from lossgate.specs import find_spec
 
@@ -57,7 +57,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _settings(config: pytest.Config, marker: pytest.Mark) -> Settings:
-    from lossgate.settings import load_settings
+    from lossgate.engine.settings import load_settings
 
     given = dict(marker.kwargs["settings"])
     profile = config.getoption("--lossgate-profile") or given.pop("profile")
@@ -75,7 +75,7 @@ def lossgate_run(request: pytest.FixtureRequest, record_property: Callable[[str,
     from lossgate.consumers.evidence import evidence_line
     from lossgate.consumers.failures import FailureFiles
     from lossgate.consumers.terminal import tell
-    from lossgate.engine import CellFinished, run_cell
+    from lossgate.engine.run import CellFinished, run_cell
     from lossgate.errors import UsageError
 
     if "PYTEST_XDIST_WORKER" in os.environ:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from lossgate.declare import Candidate
+from lossgate.declaration.candidate import Candidate
 from lossgate.errors import UsageError
 
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import lossgate
 from fused_losses import linear_cross_entropy, linear_logprobs, vocab_parallel_cross_entropy, vocab_parallel_logprobs
-from lossgate.loading import load_candidates
+from lossgate.engine.loading import load_candidates
 from lossgate.worlds import RankContext, SimulatedWorld
 
 MakeWorld = Callable[..., SimulatedWorld]

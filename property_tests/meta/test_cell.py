@@ -8,10 +8,10 @@ import pytest
 from controls import STYLES, make
 
 from lossgate import Candidate, Finding, Layout, UsageError
-from lossgate.cell import Cell, CellResult, Verdict, conclude
-from lossgate.engine import CellFinished, RunFinished, RunStarted, plan, run, run_cell
-from lossgate.examine import Examination
-from lossgate.settings import Settings
+from lossgate.engine.cell import Cell, CellResult, Verdict, conclude
+from lossgate.engine.examine import Examination
+from lossgate.engine.run import CellFinished, RunFinished, RunStarted, plan, run, run_cell
+from lossgate.engine.settings import Settings
 
 RIGHT = make(STYLES["bfloat16"][0])
 WRONG = make(STYLES["bfloat16"][0], "dX x1.01")
@@ -125,7 +125,7 @@ FINDINGS = Path(__file__).parents[2] / "ci/candidates/findings"
 
 
 def test_a_known_finding_is_expected() -> None:
-    from lossgate.loading import load_candidates
+    from lossgate.engine.loading import load_candidates
 
     (known,) = load_candidates(f"{FINDINGS.parent}/pytorch.py:torch_loss_parallel_uneven")
     (cell,) = plan([known], Settings())

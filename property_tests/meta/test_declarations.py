@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from lossgate import ANY, CandidateError, Contract, Finding, Outputs, Precision, Problem, UsageError, candidate, suite
-from lossgate.batch import materialize
-from lossgate.execute import execute
-from lossgate.failures import read_failure
-from lossgate.loading import load_candidates
+from lossgate.engine.failures import read_failure
+from lossgate.engine.loading import load_candidates
+from lossgate.execution.execute import execute
+from lossgate.problems.batch import materialize
 from lossgate.specs import find_spec
 from lossgate.worlds import SimulatedWorld
 
@@ -135,7 +135,7 @@ def test_contracts_that_leave_factors_to_the_caller_agree(make_world: MakeWorld)
     """A kernel whose loss and gradients are dp times too large, for a trainer that averages over dp (DDP, FSDP)."""
     from controls import STYLES, make
 
-    from lossgate.examine import examine
+    from lossgate.engine.examine import examine
 
     right = make(STYLES["float32"][1])
 

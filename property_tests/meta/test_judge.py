@@ -10,17 +10,17 @@ from controls import ALL_BFLOAT16, BUGS, STYLES, Style, make
 from torch import Tensor
 
 from lossgate import Candidate, Layout, Outputs, Precision, Problem, candidate
-from lossgate.batch import materialize
-from lossgate.examine import Examination, examine
-from lossgate.execute import execute
+from lossgate.engine.examine import Examination, examine
+from lossgate.engine.strategies import sample_problems
+from lossgate.execution.execute import execute
 from lossgate.judge import agreement, power
 from lossgate.judge.agreement import Comparison, compare
 from lossgate.judge.ensemble import run_ensemble
 from lossgate.judge.explain import explain
 from lossgate.judge.statistics import NOISE, SCALE, WORST, Grouping
-from lossgate.reference import run_reference
+from lossgate.problems.batch import materialize
 from lossgate.specs.inputs import HiddenInputs
-from lossgate.strategies import sample_problems
+from lossgate.specs.reference import run_reference
 from lossgate.worlds import SimulatedWorld
 
 MakeWorld = Callable[..., SimulatedWorld]

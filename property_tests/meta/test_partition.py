@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lossgate import Layout, UsageError
-from lossgate.assemble import assemble
+from lossgate.execution.assemble import assemble
 from lossgate.layout import layouts_up_to
-from lossgate.partition import Dims, Partition, VocabShard, split_vocab
+from lossgate.problems.partition import Dims, Partition, VocabShard, split_vocab
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lossgate import Layout, Problem, UsageError
-from lossgate.batch import Batch, materialize
-from lossgate.bits import Bits
+from lossgate.problems.batch import Batch, materialize
+from lossgate.problems.bits import Bits
 
 
 def problem(**changes: object) -> Problem:

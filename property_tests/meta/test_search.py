@@ -8,9 +8,9 @@ import torch
 from controls import FLOAT32, STYLES, Style, make
 
 from lossgate import ANY, Candidate, CandidateError, Layout, Outputs, candidate
-from lossgate.cell import Cell
-from lossgate.search import Search
-from lossgate.settings import Settings
+from lossgate.engine.cell import Cell
+from lossgate.engine.search import Search
+from lossgate.engine.settings import Settings
 from lossgate.specs.inputs import HiddenInputs
 from lossgate.worlds import SimulatedWorld
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from lossgate import Layout
-from lossgate.problem import ReductionOrder
+from lossgate.problems.problem import ReductionOrder
 from lossgate.worlds import RankContext, SimulatedWorld
 from lossgate.worlds.base import CollectiveMismatch, CollectiveMisuse, Deadlock, Hang, RankFailure, RankRaised
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import pytest
 
 from lossgate import ANY, Candidate, Layout, Problem, candidate
-from lossgate.batch import materialize
-from lossgate.strategies import SPREADS, sample_problems
+from lossgate.engine.strategies import SPREADS, sample_problems
+from lossgate.problems.batch import materialize
 
 
 def declared(**changes: object) -> Candidate:

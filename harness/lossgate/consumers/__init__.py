@@ -3,6 +3,6 @@
 
 from collections.abc import Callable
 
-from lossgate.engine import Event
+from lossgate.engine.run import Event
 
 Consumer = Callable[[Event], None]

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import msgspec
 
-from lossgate.cell import CellResult
-from lossgate.engine import CellFinished, Event
+from lossgate.engine.cell import CellResult
+from lossgate.engine.failures import versions
+from lossgate.engine.run import CellFinished, Event
 from lossgate.errors import UsageError
-from lossgate.failures import versions
-from lossgate.problem import Problem
+from lossgate.problems.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,11 +7,11 @@ from zlib import crc32
 
 import msgspec
 
-from lossgate.cell import Cell, CellResult, Verdict
-from lossgate.declare import Candidate
-from lossgate.engine import CellFinished, Event
+from lossgate.declaration.candidate import Candidate
+from lossgate.engine.cell import Cell, CellResult, Verdict
+from lossgate.engine.failures import FailureFile, Frozen, versions
+from lossgate.engine.run import CellFinished, Event
 from lossgate.errors import UsageError
-from lossgate.failures import FailureFile, Frozen, versions
 
 
 class FailureFiles:

@@ -12,10 +12,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from lossgate.cell import CellResult, Verdict
 from lossgate.console import make_console
 from lossgate.consumers.failures import FailureFiles
-from lossgate.engine import CellFinished, Event, RunStarted
+from lossgate.engine.cell import CellResult, Verdict
+from lossgate.engine.run import CellFinished, Event, RunStarted
 
 _STYLES = {Verdict.AGREE: "green", Verdict.DISAGREE: "bold red", Verdict.INCONCLUSIVE: "yellow"}
 _SHOWN = 3
@@ -90,7 +90,7 @@ def _line(result: CellResult) -> str:
     cell = result.cell
     return (
         f"{_marked(result)}  {cell.candidate.name}  {cell.dtype}  {cell.layout}:  {len(result.examined)} problems, "
-        f"{result.comparisons} comparisons, at most {result.margin:.2f} of a limit, sees {_percent(result.mde)}  ({result.seconds:.1f} s)"
+        f"{result.comparisons} comparisons, at most {_share(result.margin)} of a limit, sees {_percent(result.mde)}  ({result.seconds:.1f} s)"
     )
 
 
@@ -110,7 +110,7 @@ def verdict_table(results: Sequence[CellResult]) -> Table:
             layouts,
             str(sum(len(r.examined) for r in rows)),
             str(sum(r.comparisons for r in rows)),
-            f"{max(r.margin for r in rows):.2f}",
+            _share(max(r.margin for r in rows)),
             _percent(max(r.mde for r in rows)),
             "\n".join(f"{count} x {word}" if len(verdicts) > 1 else word for word, count in verdicts.items()),
             escape(candidate.good_for),
@@ -128,5 +128,10 @@ def summary(results: Sequence[CellResult]) -> str:
     return f"{len(results)} cells: {told}; {sum(r.seconds for r in results):.0f} s"
 
 
-def _percent(share: float) -> str:
-    return "nothing" if share == float("inf") else f"{share:.2g}" if share < 1e-4 else f"{100 * share:.2g}%"
+def _share(margin: float) -> str:
+    return f"{margin:.2f}" if margin < 10 else f"{margin:.2g}"
+
+
+def _percent(mde: float) -> str:
+    """A pool that is off by more than itself sees nothing."""
+    return "nothing" if mde > 1 else f"{mde:.2g}" if mde < 1e-4 else f"{100 * mde:.2g}%"

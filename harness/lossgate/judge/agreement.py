@@ -8,15 +8,16 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from lossgate.batch import Batch
-from lossgate.declare import Candidate
-from lossgate.execute import Result, grad_name
+from lossgate.declaration.candidate import Candidate
+from lossgate.execution.execute import Result
 from lossgate.judge.ensemble import run_ensemble
 from lossgate.judge.grids import GRIDS, grid_of
 from lossgate.judge.groupings import groupings_of
 from lossgate.judge.power import blind_spots, plant
 from lossgate.judge.statistics import SCALE, WORST, Grouping, NoiseModel, limits, statistics
-from lossgate.reference import run_reference
+from lossgate.problems.batch import Batch
+from lossgate.specs.outputs import grad_name
+from lossgate.specs.reference import run_reference
 
 MEMBERS = 8
 

@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lossgate.batch import Batch
-from lossgate.declare import Candidate
-from lossgate.execute import grad_name
+from lossgate.declaration.candidate import Candidate
+from lossgate.declaration.precision import Precision
 from lossgate.judge.grids import FLOAT32, GRIDS, Grid, Noise
-from lossgate.partition import VocabShard
-from lossgate.precision import Precision
+from lossgate.problems.batch import Batch
+from lossgate.problems.partition import VocabShard
 from lossgate.specs import find_spec
 from lossgate.specs.base import Spec, TokenValues
+from lossgate.specs.outputs import grad_name
 
 
 def run_ensemble(candidate: Candidate, batch: Batch, members: int, seed: int) -> dict[str, Tensor]:

@@ -8,13 +8,17 @@ from lossgate.judge.pooling import Pooled
 from lossgate.judge.statistics import NOISE, SCALE, WORST
 
 
+_TOLD = 2
+"""Statistics of an output that are told; where the scale is wrong, the others are wrong with it."""
+
+
 def explain(comparison: Comparison) -> Iterator[str]:
-    """A line for each thing that is wrong; none if the comparison agrees."""
+    """A line for each thing that is wrong, the scale first; none if the comparison agrees."""
     output = comparison.output
     for fault in comparison.faults:
         yield f"{output}: {fault}"
     excess = comparison.excess
-    for name in sorted((n for n, share in excess.items() if share > 1), key=lambda n: (n != SCALE, -excess[n])):
+    for name in sorted((n for n, share in excess.items() if share > 1), key=lambda n: (n != SCALE, -excess[n]))[:_TOLD]:
         value, limit = comparison.values[name], comparison.limits[name]
         if name == SCALE:
             yield f"{output}: {1 + value:.7g} times the reference, where rounding explains 1 +- {limit:.2g}"

@@ -4,10 +4,10 @@
 import torch
 from torch import Tensor
 
-from lossgate.batch import Batch
-from lossgate.declare import Candidate
-from lossgate.execute import output_dims
+from lossgate.declaration.candidate import Candidate
 from lossgate.judge.statistics import Grouping
+from lossgate.problems.batch import Batch
+from lossgate.specs.outputs import output_dims
 
 TILE = 32
 """Rows of a vocabulary tile, unless the candidate names its own."""

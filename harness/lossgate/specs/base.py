@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lossgate.declare import ANY, Candidate
+from lossgate.declaration.candidate import ANY, Candidate
 from lossgate.errors import UsageError
-from lossgate.partition import VOCAB_SPLITS, Dims
+from lossgate.problems.partition import VOCAB_SPLITS, Dims
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dense_losses import mean_entropy, nll
 from dense_losses.nll import Reduction
-from lossgate.batch import Batch
+from lossgate.problems.batch import Batch
 from lossgate.specs.base import Option, Spec, TokenValues
 from lossgate.specs.inputs import HiddenInputs, LogitsInputs
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lossgate.errors import LossgateError
 from lossgate.layout import Layout
-from lossgate.problem import ReductionOrder
+from lossgate.problems.problem import ReductionOrder
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lossgate.problem import ReductionOrder
+from lossgate.problems.problem import ReductionOrder
 from lossgate.worlds.base import CollectiveMisuse
 
 _PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lossgate.problem import ReductionOrder
+from lossgate.problems.problem import ReductionOrder
 from lossgate.worlds.base import CollectiveMismatch, CollectiveMisuse
 from lossgate.worlds.simulated.lockstep import Lockstep, Unwind
 

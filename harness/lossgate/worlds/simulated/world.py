@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lossgate.layout import AXES, Layout
-from lossgate.problem import ReductionOrder
+from lossgate.problems.problem import ReductionOrder
 from lossgate.worlds.base import Body, CollectiveMisuse, RankContext, T
 from lossgate.worlds.simulated.group import SimulatedGroup
 from lossgate.worlds.simulated.lockstep import Lockstep

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from zlib import crc32
 
-from lossgate.declare import Candidate
+from lossgate.declaration.candidate import Candidate
 from lossgate.errors import UsageError
 from lossgate.specs import find_spec
 

@@ -15,10 +15,11 @@ from typing import Any, Final
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lossgate.contract import Contract
+from lossgate.declaration.contract import Contract
+from lossgate.declaration.precision import Precision
+from lossgate.dtypes import DTYPES
 from lossgate.errors import UsageError
 from lossgate.layout import AXES, Axis
-from lossgate.precision import DTYPES, Precision
 
 
 class _Any:

@@ -8,12 +8,12 @@ import hypothesis
 from hypothesis import Phase
 from hypothesis.errors import Flaky
 
-from lossgate.cell import Cell
+from lossgate.engine.cell import Cell
+from lossgate.engine.examine import Examination, examine
+from lossgate.engine.settings import Settings
+from lossgate.engine.strategies import problems, quiet
 from lossgate.errors import LossgateError
-from lossgate.examine import Examination, examine
-from lossgate.problem import Problem
-from lossgate.settings import Settings
-from lossgate.strategies import problems, quiet
+from lossgate.problems.problem import Problem
 from lossgate.worlds import World
 
 

@@ -4,11 +4,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from lossgate.cell import Cell, Verdict, biases
+from lossgate.engine.cell import Cell, Verdict, biases
+from lossgate.engine.examine import examine
+from lossgate.engine.failures import Frozen, read_failure
+from lossgate.engine.loading import load_candidates
 from lossgate.errors import UsageError
-from lossgate.examine import examine
-from lossgate.failures import Frozen, read_failure
-from lossgate.loading import load_candidates
 from lossgate.worlds import SimulatedWorld
 
 

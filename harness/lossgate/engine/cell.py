@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
 
-from lossgate.declare import Candidate
-from lossgate.examine import Examination
+from lossgate.declaration.candidate import Candidate
+from lossgate.engine.examine import Examination
 from lossgate.judge.explain import explain_pooled
 from lossgate.judge.pooling import Pooled, pool
 from lossgate.layout import Layout

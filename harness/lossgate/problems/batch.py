@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lossgate.bits import Bits
-from lossgate.partition import Dims, Partition
-from lossgate.precision import DTYPES
-from lossgate.problem import MaskPattern, Problem
+from lossgate.dtypes import DTYPES
+from lossgate.problems.bits import Bits
+from lossgate.problems.partition import Dims, Partition
+from lossgate.problems.problem import MaskPattern, Problem
 
 
 @dataclass(frozen=True, kw_only=True)

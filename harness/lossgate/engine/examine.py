@@ -3,12 +3,12 @@
 
 from dataclasses import dataclass, field
 
-from lossgate.batch import materialize
-from lossgate.declare import Candidate
-from lossgate.execute import execute
+from lossgate.declaration.candidate import Candidate
+from lossgate.execution.execute import execute
 from lossgate.judge.agreement import Comparison, judge
 from lossgate.judge.explain import explain
-from lossgate.problem import Problem
+from lossgate.problems.batch import materialize
+from lossgate.problems.problem import Problem
 from lossgate.specs import find_spec
 from lossgate.worlds import RankFailure, World
 from lossgate.worlds.base import Hang

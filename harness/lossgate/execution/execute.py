@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lossgate.assemble import assemble
-from lossgate.batch import Batch
-from lossgate.contract import Placements
-from lossgate.declare import Candidate, Outputs
+from lossgate.declaration.candidate import Candidate, Outputs
+from lossgate.declaration.contract import Placements
+from lossgate.dtypes import DTYPES
 from lossgate.errors import CandidateError
-from lossgate.partition import Dims
-from lossgate.precision import DTYPES
+from lossgate.execution.assemble import assemble
+from lossgate.problems.batch import Batch
 from lossgate.specs import find_spec
 from lossgate.specs.base import HEADS, Spec
+from lossgate.specs.outputs import grad_name, output_dims
 from lossgate.worlds import RankContext, World
 
 
@@ -30,21 +30,6 @@ class Result:
     outputs: Mapping[str, Tensor]
     dtypes: Mapping[str, torch.dtype]
     faults: Mapping[str, tuple[str, ...]]
-
-
-OUTPUT_DIMS: Mapping[str, Dims] = {"loss": (), "logprobs": ("token",)}
-"""Dims of the outputs that are no gradient; metrics are scalars."""
-
-
-def grad_name(leaf: str) -> str:
-    return f"grad of {leaf}"
-
-
-def output_dims(name: str, head: str) -> Dims:
-    for leaf, dims in HEADS[head].leaves.items():
-        if name == grad_name(leaf):
-            return dims
-    return OUTPUT_DIMS.get(name, ())
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,15 @@ from typing import cast
 
 import torch
 
-from lossgate.cell import Cell, CellResult, Verdict, conclude
-from lossgate.declare import Candidate
+from lossgate.declaration.candidate import Candidate
+from lossgate.engine.cell import Cell, CellResult, Verdict, conclude
+from lossgate.engine.examine import examine
+from lossgate.engine.failures import read_failure
+from lossgate.engine.loading import load_candidates
+from lossgate.engine.search import Search
+from lossgate.engine.settings import Settings
 from lossgate.errors import UsageError
-from lossgate.examine import examine
-from lossgate.failures import read_failure
 from lossgate.layout import Layout
-from lossgate.loading import load_candidates
-from lossgate.search import Search
-from lossgate.settings import Settings
 from lossgate.worlds import SimulatedWorld
 
 

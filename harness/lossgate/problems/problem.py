@@ -13,7 +13,7 @@ import msgspec
 
 from lossgate.errors import UsageError
 from lossgate.layout import Layout
-from lossgate.partition import Partition, VocabSplit
+from lossgate.problems.partition import Partition, VocabSplit
 
 MaskPattern = Literal["all", "none", "response", "holes"]
 MASK_PATTERNS: dict[MaskPattern, str] = {

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from lossgate.declare import Candidate
+from lossgate.declaration.candidate import Candidate
+from lossgate.dtypes import DTYPES
 from lossgate.errors import UsageError
 from lossgate.layout import Layout, layouts_up_to
-from lossgate.precision import DTYPES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lossgate.contract import Placements
+from lossgate.declaration.contract import Placements
 from lossgate.layout import AXES, Axis
-from lossgate.partition import SHARDED_DIM, Dims, Partition
+from lossgate.problems.partition import SHARDED_DIM, Dims, Partition
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from dense_losses import linear_logits, token_entropy, token_logprobs
-from lossgate.batch import Batch
-from lossgate.execute import grad_name
+from lossgate.problems.batch import Batch
 from lossgate.specs import find_spec
 from lossgate.specs.base import TokenValues
+from lossgate.specs.outputs import grad_name
 
 
 def run_reference(batch: Batch) -> dict[str, Tensor]:

@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from lossgate.declare import ANY, Candidate
+from lossgate.declaration.candidate import ANY, Candidate
 from lossgate.layout import Layout
-from lossgate.partition import VocabSplit, split_vocab
-from lossgate.problem import MASK_PATTERNS, MaskPattern, Problem
+from lossgate.problems.partition import VocabSplit, split_vocab
+from lossgate.problems.problem import MASK_PATTERNS, MaskPattern, Problem
 from lossgate.specs import find_spec
 from lossgate.specs.base import Option
 

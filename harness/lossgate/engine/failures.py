@@ -9,9 +9,9 @@ import msgspec
 import torch
 
 import lossgate
+from lossgate.engine.examine import Examination
 from lossgate.errors import UsageError
-from lossgate.examine import Examination
-from lossgate.problem import Problem
+from lossgate.problems.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,16 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a kernel rounds: the declaration from which the judge's tolerances come."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from types import MappingProxyType
 
-import torch
-
+from lossgate.dtypes import DTYPES
 from lossgate.errors import UsageError
-
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16})
-"""The dtypes that inputs can have and stages can be rounded to, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
