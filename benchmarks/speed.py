@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from controls import STYLES, make
+
 from fused_losses import linear_cross_entropy
 from lossgate import Candidate, Layout, Problem
 from lossgate.engine.loading import load_candidates

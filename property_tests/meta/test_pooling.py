@@ -63,4 +63,4 @@ def test_nothing_to_pool_sees_nothing() -> None:
 def test_in_words() -> None:
     pooled = pool("grad of weight", comparisons(2e-3, 1e-4))
     assert explain_pooled(pooled).startswith("grad of weight: over 100 problems together 1.00")
-    assert "where rounding explains 1 +- 0.0002" in explain_pooled(pooled)
+    assert "where rounding explains 1 +- 0.00012" in explain_pooled(pooled)

@@ -19,7 +19,14 @@ from lossgate.problems.batch import Batch
 from lossgate.specs.outputs import grad_name
 from lossgate.specs.reference import run_reference
 
-MEMBERS = 8
+_ELEMENTS, _FEWEST, _MOST = 1 << 18, 12, 32
+
+
+def _members(batch: Batch) -> int:
+    """As many as a bounded amount of work allows: small problems, whose few numbers tell less of their noise, get more."""
+    largest = max(leaf.numel() for leaf in batch.leaves.values())
+    logits = batch.partition.tokens * batch.partition.vocab
+    return min(max(_ELEMENTS // max(largest, logits), _FEWEST), _MOST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +76,7 @@ class Comparison:
 def judge(candidate: Candidate, batch: Batch, result: Result) -> list[Comparison]:
     """Compare every output that the candidate returned, and every gradient that it owes."""
     reference = run_reference(batch)
-    ensemble = run_ensemble(candidate, batch, MEMBERS, crc32(batch.problem.to_json().encode()))
+    ensemble = run_ensemble(candidate, batch, _members(batch), crc32(batch.problem.to_json().encode()))
     return list(_comparisons(candidate, batch, result, reference, ensemble))
 
 

@@ -7,7 +7,6 @@ from lossgate.judge.agreement import Comparison
 from lossgate.judge.pooling import Pooled
 from lossgate.judge.statistics import NOISE, SCALE, WORST
 
-
 _TOLD = 2
 """Statistics of an output that are told; where the scale is wrong, the others are wrong with it."""
 

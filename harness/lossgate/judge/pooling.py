@@ -14,7 +14,7 @@ from lossgate.judge.agreement import Comparison
 from lossgate.judge.statistics import SCALE
 
 SIGMAS = 5.0
-FLOOR = 1 / 32
+FLOOR = 1 / 64
 """Of the output's unit roundoff: the smallest bias that is held against a kernel. See ``docs/judge.md`` for the pools of
 correct kernels that set it."""
 
