@@ -126,6 +126,33 @@ def test_point_to_point(make_world: MakeWorld) -> None:
     assert make_world("tp=3").run(ring) == [2, 0, 1]
 
 
+def test_messages_arrive_in_the_order_in_which_receives_were_posted(make_world: MakeWorld) -> None:
+    def body(context: RankContext) -> list[float]:
+        received = [torch.empty(1), torch.empty(1)]
+        if context.rank == 0:
+            dist.send(of_rank(1, 1), 1)
+            dist.send(of_rank(2, 1), 1)
+        else:
+            for work in reversed([dist.irecv(tensor, 0) for tensor in received]):
+                assert work is not None
+                work.wait()
+        return [tensor.item() for tensor in received]
+
+    assert make_world("tp=2").run(body)[1] == [1, 2]
+
+
+def test_in_place_into_the_inputs_own_rows(make_world: MakeWorld) -> None:
+    def body(context: RankContext) -> list[float]:
+        whole = torch.zeros(2)
+        whole[context.rank] = context.rank + 1
+        work = dist.all_gather_into_tensor(whole, whole[context.rank : context.rank + 1], async_op=True)
+        assert work is not None
+        work.wait()
+        return whole.tolist()
+
+    assert make_world("tp=2").run(body) == [[1, 2], [1, 2]]
+
+
 def test_batched_and_coalesced_calls(make_world: MakeWorld) -> None:
     def body(context: RankContext) -> list[float]:
         rank, received = context.rank, torch.empty(1)
@@ -393,6 +420,27 @@ def test_a_message_nobody_sends(make_world: MakeWorld) -> None:
     assert "rank 0: in recv(float32[2]) from rank 1 on world[0, 1]" in message
 
 
+def test_a_message_nobody_receives(make_world: MakeWorld) -> None:
+    def body(context: RankContext) -> None:
+        if context.rank == 0:
+            dist.send(torch.ones(2), 1)
+
+    message = fails(make_world("tp=2"), body, CollectiveMismatch)
+    assert message.startswith("rank 0 sent what rank 1 never received: float32[2] to rank 1 on world[0, 1], tag 0  [")
+
+
+def test_a_receive_that_is_never_waited_for(make_world: MakeWorld) -> None:
+    def body(context: RankContext) -> None:
+        if context.rank == 0:
+            dist.send(torch.ones(2), 1)
+        else:
+            early = torch.zeros(2)
+            dist.irecv(early, 0)
+            assert early.isnan().all()
+
+    assert fails(make_world("tp=2"), body, CollectiveMisuse).startswith("rank 1 returned without wait() in recv(float32[2]) from rank 0 on world")
+
+
 def test_a_raising_rank_is_named(make_world: MakeWorld) -> None:
     def body(context: RankContext) -> None:
         if context.rank == 1:
@@ -429,6 +477,15 @@ def test_a_hanging_rank_is_named_with_its_stack(make_world: MakeWorld) -> None:
     message = fails(make_world("tp=2", timeout=0.5), spin, Hang)
     assert "hang: rank 1 neither reached a collective nor returned within 0.5 s" in message
     assert "while context.rank == 1" in message
+
+
+def test_a_slow_run_that_goes_on_is_no_hang(make_world: MakeWorld) -> None:
+    def body(context: RankContext) -> None:
+        for _ in range(8):
+            time.sleep(0.1)
+            dist.barrier()
+
+    make_world("tp=2", timeout=0.5).run(body)
 
 
 def test_a_rank_that_hangs_where_python_can_not_interrupt_it(make_world: MakeWorld) -> None:

@@ -5,7 +5,7 @@ The declaration says what can't be seen from outside: where the kernel starts, o
 split, in which precision it computes and how its local results make the global one.
 """
 
-import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,7 +79,7 @@ class Candidate:
     good_for: str
     finding: Finding | None
     source: str
-    """Where it was declared, as ``file.py:name``."""
+    """Where it can be loaded from, as ``file.py:name`` or ``package.module:name``."""
 
     def __call__(self, inputs: Any, options: Any, mesh: DeviceMesh) -> Outputs | Tensor:
         return self.kernel(inputs, options, mesh)
@@ -115,18 +115,25 @@ def candidate(
     finding: a disagreement that is known and expected.
     name: by default the function's.
     """
+    declared_in = sys._getframe(1).f_code.co_filename
     if unknown := [axis for axis in axes if axis not in AXES]:
         raise UsageError(f"candidate(axes={axes!r}): unknown mesh axis {unknown[0]!r}; expected any of {', '.join(AXES)}")
     if unknown := [dtype for dtype in dtypes if dtype not in DTYPES]:
         raise UsageError(f"candidate(dtypes={dtypes!r}): unknown dtype {unknown[0]!r}; expected any of {', '.join(DTYPES)}")
+    for dim, size in (tiles or {}).items():
+        if not all(isinstance(s, int) and s > 0 for s in (size if isinstance(size, tuple) else (size,))):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UsageError(f"candidate(tiles={tiles!r}): {dim} is {size!r}; expected a positive number of rows, or a tuple of them")
     per_dtype = dict(precision) if isinstance(precision, Mapping) else dict.fromkeys(dtypes, precision or Precision())
     if missing := [dtype for dtype in dtypes if dtype not in per_dtype]:
         raise UsageError(f"candidate(precision=...): no Precision for dtype {missing[0]!r}; give one for each of {', '.join(dtypes)}, or one for all")
 
     def declare(kernel: Kernel) -> Candidate:
+        own_name = name or getattr(kernel, "__name__", None)
+        if own_name is None:
+            raise UsageError(f"candidate(...) of {kernel!r}, which has no name; give it one: candidate(name=...)")
         return Candidate(
             kernel=kernel,
-            name=name or kernel.__name__,
+            name=own_name,
             spec=spec,
             head=head,
             axes=tuple(axes),
@@ -138,7 +145,7 @@ def candidate(
             tiles=MappingProxyType({dim: size if isinstance(size, tuple) else (size,) for dim, size in (tiles or {}).items()}),
             good_for=good_for,
             finding=finding,
-            source=f"{inspect.getsourcefile(kernel)}:{name or kernel.__name__}",
+            source=f"{declared_in}:{own_name}",
         )
 
     return declare

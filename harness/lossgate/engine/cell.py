@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
 
-from lossgate.declaration.candidate import Candidate
+from lossgate.declaration.candidate import Candidate, Finding
 from lossgate.engine.examine import Examination
+from lossgate.engine.failures import Frozen
 from lossgate.judge.explain import explain_pooled
 from lossgate.judge.pooling import Pooled, pool
 from lossgate.layout import Layout
@@ -54,11 +55,8 @@ class CellResult:
     pooled: tuple[Pooled, ...] = ()
     branches: frozenset[str] = frozenset()
     seconds: float = 0.0
-
-    @property
-    def expected(self) -> bool:
-        """It disagrees, as a known finding says."""
-        return self.cell.candidate.finding is not None and self.verdict is Verdict.DISAGREE and self.failure is not None
+    expected: bool = False
+    """It disagrees, as a known finding says."""
 
     @property
     def comparisons(self) -> int:
@@ -111,6 +109,32 @@ def conclude(cell: Cell, examined: Sequence[Examination], failure: Examination |
     )
 
 
+def conclude_known(cell: Cell, finding: Finding, frozen: Frozen, now: Examination, seconds: float) -> CellResult:
+    """The verdict on a known finding: expected if its frozen example still disagrees, in the same outputs."""
+    expected = now.symptoms == frozen.symptoms and not now.agrees
+    if now.agrees:
+        reasons = (f"known finding {finding.name} shows no more: its frozen example agrees; verify the candidate without it",)
+    elif expected:
+        reasons = now.findings
+    else:
+        reasons = (f"known finding {finding.name} has changed: it was known by {_and(frozen.symptoms)}, not {_and(now.symptoms)}", *now.findings)
+    return CellResult(
+        cell=cell,
+        verdict=Verdict.DISAGREE,
+        reasons=reasons,
+        examined=(now,),
+        failure=None if now.agrees else now,
+        pooled=_pool([now]),
+        branches=now.branches,
+        seconds=seconds,
+        expected=expected,
+    )
+
+
+def _and(words: Sequence[str]) -> str:
+    return " and ".join(words)
+
+
 def _pool(examined: Sequence[Examination]) -> tuple[Pooled, ...]:
     outputs = dict.fromkeys(c.output for e in examined for c in e.comparisons)
     return tuple(pool(output, (c for e in examined for c in e.comparisons if c.output == output)) for output in outputs)
@@ -124,11 +148,8 @@ def biases(examined: Sequence[Examination]) -> tuple[str, ...]:
 def _verdict(
     cell: Cell, examined: Sequence[Examination], failure: Examination | None, pooled: tuple[Pooled, ...], branches: frozenset[str]
 ) -> tuple[Verdict, tuple[str, ...]]:
-    finding = cell.candidate.finding
     if failure is not None:
         return Verdict.DISAGREE, failure.findings
-    if finding is not None:
-        return Verdict.DISAGREE, (f"known finding {finding.name} shows no more: its frozen example agrees; verify the candidate without it",)
     if biased := biases(examined):
         return Verdict.DISAGREE, biased
     doubts = [f"the judge missed planted errors: {', '.join(c.blind)} in {c.output}" for e in examined for c in e.comparisons if c.blind]

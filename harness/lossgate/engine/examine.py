@@ -11,7 +11,6 @@ from lossgate.problems.batch import materialize
 from lossgate.problems.problem import Problem
 from lossgate.specs import find_spec
 from lossgate.worlds import RankFailure, World
-from lossgate.worlds.base import Hang
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +21,13 @@ class Examination:
     comparisons: tuple[Comparison, ...] = ()
     findings: tuple[str, ...] = ()
     branches: frozenset[str] = field(default_factory=frozenset)
-    hung: bool = False
+    failure: str | None = None
+    """The kind of ``RankFailure`` that ended it before its outputs could be compared."""
+
+    @property
+    def symptoms(self) -> tuple[str, ...]:
+        """What it is known by: the outputs that disagree, or how it failed."""
+        return (self.failure,) if self.failure else tuple(sorted(c.output for c in self.comparisons if not c.agrees))
 
     @property
     def agrees(self) -> bool:
@@ -35,7 +40,7 @@ def examine(candidate: Candidate, problem: Problem, world: World) -> Examination
     try:
         result = execute(candidate, batch, world)
     except RankFailure as failure:
-        return Examination(problem=problem, findings=(str(failure),), hung=isinstance(failure, Hang))
+        return Examination(problem=problem, findings=(str(failure),), failure=type(failure).__name__)
     comparisons = tuple(judge(candidate, batch, result))
     findings = tuple(line for comparison in comparisons for line in explain(comparison))
     return Examination(

@@ -21,11 +21,12 @@ class Frozen:
     problem: Problem
     statistics: dict[str, dict[str, float]]
     findings: tuple[str, ...]
+    symptoms: tuple[str, ...]
 
     @classmethod
     def of(cls, examination: Examination) -> "Frozen":
         statistics = {comparison.output: dict(comparison.values) for comparison in examination.comparisons}
-        return cls(problem=examination.problem, statistics=statistics, findings=examination.findings)
+        return cls(problem=examination.problem, statistics=statistics, findings=examination.findings, symptoms=examination.symptoms)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +48,11 @@ def versions() -> dict[str, str]:
 
 def read_failure(file: Path) -> FailureFile:
     try:
-        return msgspec.json.decode(file.read_bytes(), type=FailureFile)
+        failure = msgspec.json.decode(file.read_bytes(), type=FailureFile)
     except OSError as error:
         raise UsageError(f"can't read {file}: {error.strerror}") from None
     except msgspec.MsgspecError as error:
         raise UsageError(f"{file} is no failure file: {error}") from None
+    if not failure.examples:
+        raise UsageError(f"{file} holds no example: expected at least one")
+    return failure

@@ -3,6 +3,7 @@
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -12,10 +13,10 @@ from typing import cast
 
 import torch
 
-from lossgate.declaration.candidate import Candidate
-from lossgate.engine.cell import Cell, CellResult, Verdict, conclude
+from lossgate.declaration.candidate import Candidate, Finding
+from lossgate.engine.cell import Cell, CellResult, Verdict, conclude, conclude_known
 from lossgate.engine.examine import examine
-from lossgate.engine.failures import read_failure
+from lossgate.engine.failures import Frozen, read_failure
 from lossgate.engine.loading import load_candidates
 from lossgate.engine.search import Search
 from lossgate.engine.settings import Settings
@@ -48,7 +49,7 @@ def plan(candidates: Iterable[Candidate], settings: Settings) -> list[Cell]:
     cells: list[Cell] = []
     for candidate in candidates:
         if candidate.finding is not None:
-            problem = read_failure(candidate.finding.example).examples[0].problem
+            problem = _frozen(candidate.finding).problem
             cells.append(Cell(candidate, problem.layout, problem.dtype))
             continue
         own = [Cell(candidate, layout, dtype) for dtype in settings.dtypes_of(candidate) for layout in settings.layouts_of(candidate)]
@@ -67,10 +68,9 @@ def run_cell(cell: Cell, settings: Settings) -> CellResult:
     start = perf_counter()
     world = SimulatedWorld(cell.layout, settings.timeout)
     try:
-        if cell.candidate.finding is not None:
-            frozen = read_failure(cell.candidate.finding.example).examples[0].problem
-            examined = examine(cell.candidate, frozen, world)
-            return conclude(cell, [examined], None if examined.agrees else examined, 0, perf_counter() - start)
+        if finding := cell.candidate.finding:
+            frozen = _frozen(finding)
+            return conclude_known(cell, finding, frozen, examine(cell.candidate, frozen.problem, world), perf_counter() - start)
         search = Search(cell, world, settings)
         round_ = 0
         while True:
@@ -81,6 +81,10 @@ def run_cell(cell: Cell, settings: Settings) -> CellResult:
                 return result
     finally:
         world.close()
+
+
+def _frozen(finding: Finding) -> Frozen:
+    return read_failure(finding.example).examples[0]
 
 
 def run(candidates: Iterable[Candidate], settings: Settings) -> Iterator[Event]:
@@ -103,13 +107,18 @@ def _run_here(cells: Sequence[Cell], settings: Settings) -> Iterator[CellResult]
 def _run_side_by_side(cells: Sequence[Cell], settings: Settings, jobs: int) -> Iterator[CellResult]:
     """In fresh processes, which load the candidates again by name: kernels can't be pickled."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_start_process) as pool:
         futures = [pool.submit(_run_by_name, cell.candidate.source, cell.layout, cell.dtype, settings) for cell in cells]
         try:
             for cell, future in zip(cells, futures, strict=True):
                 yield replace(future.result(), cell=cell)
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _start_process() -> None:
+    torch.set_num_threads(1)  # the processes share the cores
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupted user wants no traceback from each of them
 
 
 def _run_by_name(source: str, layout: Layout, dtype: str, settings: Settings) -> CellResult:

@@ -15,6 +15,7 @@ from lossgate.engine.strategies import problems, quiet
 from lossgate.errors import LossgateError
 from lossgate.problems.problem import Problem
 from lossgate.worlds import World
+from lossgate.worlds.base import Hang
 
 
 class _DisagreementError(Exception):
@@ -75,7 +76,7 @@ class Search:
             return
         if self.failure is None or _size(problem) <= _size(self.failure.problem):
             self.failure = examination
-        if examination.hung:  # each further try would cost a time-out
+        if examination.failure == Hang.__name__:  # each further try would cost a time-out
             raise _Stop
         raise _DisagreementError
 

@@ -53,11 +53,12 @@ def execute(candidate: Candidate, batch: Batch, world: World) -> Result:
     outputs: dict[str, Tensor] = {}
     dtypes: dict[str, torch.dtype] = {}
     faults: dict[str, tuple[str, ...]] = {}
-    for name in locals_[0].outputs:
+    for name in dict.fromkeys(name for local in locals_ for name in local.outputs):
         parts = [local.outputs.get(name) for local in locals_]
         missing = [rank for rank, part in enumerate(parts) if part is None]
         if missing:
-            faults[name] = (f"nothing reached it on rank {', '.join(map(str, missing))}",)
+            what = "nothing reached it" if name.startswith("grad of ") else "other ranks return it, and it is missing"
+            faults[name] = (f"{what} on rank {', '.join(map(str, missing))}",)
             continue
         present = [part for part in parts if part is not None]
         whole = assemble(present, output_dims(name, candidate.head), _placements(candidate, name), batch.partition, problem.hidden)

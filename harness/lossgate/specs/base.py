@@ -104,6 +104,13 @@ class Spec:
         return {**FEATURES, **{option.name: option for option in self.options}}
 
     def make_options(self, values: Mapping[str, Any]) -> Any:
+        """The options of a problem, by name; others are at their default."""
+        known = {option.name: option for option in self.options}
+        for name, value in values.items():
+            if name not in known:
+                raise UsageError(f"problem: {name!r} is no option of spec {self.name!r}; expected any of {', '.join(known)}")
+            if not known[name].allows(value):
+                raise UsageError(f"problem: option {name} is {value!r}; spec {self.name!r} allows {known[name].domain}")
         return self.options_type(**values)
 
     def check(self, candidate: Candidate) -> None:

@@ -249,13 +249,12 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def send(self, tensors: list[Tensor], destination: int, tag: int) -> SimulatedWork:
         self._check_owner("send")
-        send(self.rendezvous, self._global_rank, tensors[0], self.rendezvous.ranks[destination], tag)
+        send(self.rendezvous, self._global_rank, tensors[0], self.rendezvous.ranks[destination], tag, call_site())
         return SimulatedWork()
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> SimulatedWork:
         self._check_owner("recv")
-        site = call_site()
-        return SimulatedWork(lambda: receive(self.rendezvous, self._global_rank, tensors[0], self.rendezvous.ranks[source], tag, site))
+        return SimulatedWork(receive(self.rendezvous, self._global_rank, tensors[0], self.rendezvous.ranks[source], tag, call_site()))
 
     # Names of the same methods in other places of torch; the stubs give each its own parameter names
     _allgather_base: Any = all_gather_single

@@ -62,6 +62,8 @@ class Lockstep:
         self._name = name
         self._ranks = [_Rank(threading.Semaphore(0)) for _ in range(size)]
         self._driver = threading.Semaphore(0)
+        self._handed = 0
+        """How often the baton was; while that grows, no rank hangs."""
         self._body: Callable[[int], Any] | None = None
         for rank, slot in enumerate(self._ranks):
             slot.thread = threading.Thread(target=self._serve, args=(rank,), daemon=True, name=f"{name}-rank{rank}")
@@ -74,8 +76,12 @@ class Lockstep:
         for slot in self._ranks:
             slot.state, slot.waits_for, slot.result = _State.READY, None, None
         self._hand_to(0)
-        if not self._driver.acquire(timeout=timeout):
-            self._interrupt(timeout)
+        handed = 0
+        while not self._driver.acquire(timeout=timeout):
+            if handed == self._handed:
+                self._interrupt(timeout)
+                break
+            handed = self._handed
         if self.failure is not None:
             raise self.failure
         return [slot.result for slot in self._ranks]
@@ -169,6 +175,7 @@ class Lockstep:
 
     def _hand_to(self, rank: int) -> None:
         self.current = rank
+        self._handed += 1
         self._ranks[rank].baton.release()
 
     def _deadlock_message(self) -> str:

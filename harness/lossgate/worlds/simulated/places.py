@@ -36,4 +36,5 @@ def stack_of(thread: threading.Thread) -> str:
 
 
 def _place(file: str, line: int, function: str) -> str:
-    return f"{file}:{line} in {function}"
+    path, here = Path(file), Path.cwd()
+    return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line} in {function}"

@@ -68,7 +68,7 @@ class Communicator:
     log: list[Logged] = field(default_factory=list)
     reductions: int = 0
     in_flight: list[tuple["Rendezvous", Call]] = field(default_factory=list)
-    mail: dict[tuple[Any, ...], list[Tensor]] = field(default_factory=dict)
+    mail: dict["_Route", "_Mailbox"] = field(default_factory=dict)
 
     def start(self, order: ReductionOrder, seed: int) -> None:
         self.order, self.seed, self.reductions = order, seed, 0
@@ -156,8 +156,8 @@ class Rendezvous:
         snapshots = {id(t): t.detach().clone() for t in [*inputs, *outputs]}
         call.inputs = [snapshots[id(t)] for t in inputs]
         call.outputs = [snapshots[id(t)] for t in outputs]  # in place: the very tensor of call.inputs
-        written = {id(t) for t in outputs}
-        unwritten = [(t, snapshots[id(t)].clone()) for t in inputs if id(t) not in written]
+        written = {t.untyped_storage().data_ptr() for t in outputs}  # of calls in place, such as all_gather into the input's own rows
+        unwritten = [(t, snapshots[id(t)].clone()) for t in inputs if t.untyped_storage().data_ptr() not in written]
         with torch.no_grad():
             for tensor in outputs:
                 _poison(tensor.detach())
@@ -192,40 +192,84 @@ def _poison(tensor: Tensor) -> None:
         tensor.fill_(torch.iinfo(tensor.dtype).min)
 
 
+@dataclass(frozen=True)
+class _Route:
+    """Messages between two ranks under one tag arrive in the order in which they were sent."""
+
+    rendezvous: int
+    source: int
+    to: int
+    tag: int
+
+
 @dataclass
-class _Mail:
+class _Mailbox:
+    sent: list[tuple[Tensor, str]] = field(default_factory=list)
+    """Messages, with the places that sent them."""
+    received: int = 0
+    """Receives that were posted; the n-th gets the n-th message, whenever it is waited for."""
+    unwaited: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass
+class _Delivery:
     """A rank's wait for a message."""
 
     shown: str
-    source: int
-    key: tuple[Any, ...]
+    mailbox: _Mailbox
+    number: int
 
     def describe(self) -> str:
         return self.shown
 
+    @property
+    def arrived(self) -> bool:
+        return len(self.mailbox.sent) > self.number
 
-def send(rendezvous: Rendezvous, me: int, tensor: Tensor, to: int, tag: int) -> None:
-    """Buffered: returns at once."""
+
+def send(rendezvous: Rendezvous, me: int, tensor: Tensor, to: int, tag: int, site: str) -> None:
+    """Buffered: returns at once. ``check_mail`` tells what nobody received."""
     communicator = rendezvous.communicator
     communicator.lockstep.check()
-    key = (id(rendezvous), me, to, tag)
-    communicator.mail.setdefault(key, []).append(tensor.detach().clone())
+    mailbox = communicator.mail.setdefault(_Route(id(rendezvous), me, to, tag), _Mailbox())
+    mailbox.sent.append((tensor.detach().clone(), f"{show(tensor)} to rank {to} on {rendezvous}, tag {tag}  [{site}]"))
     communicator.log.append(Logged(me, str(rendezvous), "send", f"{show(tensor)} to rank {to}", tensor.numel() * tensor.element_size()))
     wait = communicator.lockstep.waits_for(to)
-    if isinstance(wait, _Mail) and wait.key == key:
+    if isinstance(wait, _Delivery) and wait.mailbox is mailbox and wait.arrived:
         communicator.lockstep.unblock(to)
 
 
-def receive(rendezvous: Rendezvous, me: int, tensor: Tensor, source: int, tag: int, site: str) -> None:
+def receive(rendezvous: Rendezvous, me: int, tensor: Tensor, source: int, tag: int, site: str) -> Callable[[], None]:
+    """Post a receive, into a tensor that is poisoned until the wait; returns the wait."""
     communicator = rendezvous.communicator
-    key = (id(rendezvous), source, me, tag)
-    while not communicator.mail.get(key):
-        communicator.lockstep.block(_Mail(f"in recv({show(tensor)}) from rank {source} on {rendezvous}, tag {tag}  [{site}]", source, key))
-    message = communicator.mail[key].pop(0)
-    if (message.shape, message.dtype) != (tensor.shape, tensor.dtype):
-        raise CollectiveMismatch(f"rank {me} receives {show(tensor)}, rank {source} sent {show(message)}  [{site}]")
+    communicator.lockstep.check()
+    mailbox = communicator.mail.setdefault(_Route(id(rendezvous), source, me, tag), _Mailbox())
+    delivery = _Delivery(f"in recv({show(tensor)}) from rank {source} on {rendezvous}, tag {tag}  [{site}]", mailbox, mailbox.received)
+    mailbox.unwaited[mailbox.received] = delivery.shown
+    mailbox.received += 1
     with torch.no_grad():
-        tensor.copy_(message)
+        _poison(tensor.detach())
+
+    def finish() -> None:
+        del mailbox.unwaited[delivery.number]
+        while not delivery.arrived:
+            communicator.lockstep.block(delivery)
+        message, _ = mailbox.sent[delivery.number]
+        if (message.shape, message.dtype) != (tensor.shape, tensor.dtype):
+            raise CollectiveMismatch(f"rank {me} receives {show(tensor)}, rank {source} sent {show(message)}  [{site}]")
+        with torch.no_grad():
+            tensor.copy_(message)
+
+    return finish
 
 
-__all__ = ["Call", "Communicator", "Logged", "Rendezvous", "Unwind", "receive", "send", "show"]
+def check_mail(communicator: Communicator) -> None:
+    """At the end of a run: every message was received, and every receive waited for."""
+    for route, mailbox in communicator.mail.items():
+        for shown in mailbox.unwaited.values():
+            raise CollectiveMisuse(f"rank {route.to} returned without wait() {shown}")
+        if len(mailbox.sent) > mailbox.received:
+            raise CollectiveMismatch(f"rank {route.source} sent what rank {route.to} never received: {mailbox.sent[mailbox.received][1]}")
+
+
+__all__ = ["Call", "Communicator", "Logged", "Rendezvous", "Unwind", "check_mail", "receive", "send", "show"]

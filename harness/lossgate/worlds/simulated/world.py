@@ -14,13 +14,13 @@ from lossgate.worlds.base import Body, CollectiveMisuse, RankContext, T
 from lossgate.worlds.simulated.group import SimulatedGroup
 from lossgate.worlds.simulated.lockstep import Lockstep
 from lossgate.worlds.simulated.registry import enter_rank_thread, forget, install, register
-from lossgate.worlds.simulated.rendezvous import Communicator, Logged, Rendezvous
+from lossgate.worlds.simulated.rendezvous import Communicator, Logged, Rendezvous, check_mail
 
 _serial = itertools.count()
 
 
 class SimulatedWorld:
-    """See the package. ``timeout`` is in seconds, for one run of a body; only a rank that hangs needs it."""
+    """See the package. ``timeout``: seconds after which a rank that reaches no collective is taken to hang."""
 
     def __init__(self, layout: Layout, timeout: float = 60.0) -> None:
         self.layout = layout
@@ -81,7 +81,9 @@ class _Ranks:
                 raise CollectiveMisuse(f"rank {rank} returned without wait() on {', '.join(left)}")
             return result
 
-        return self.lockstep.run(on_rank, timeout)
+        results = self.lockstep.run(on_rank, timeout)
+        check_mail(communicator)
+        return results
 
     @property
     def reusable(self) -> bool:
