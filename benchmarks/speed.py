@@ -26,7 +26,7 @@ from lossgate import Candidate, Layout, Problem
 from lossgate.engine.loading import load_candidates
 from lossgate.execution.execute import execute
 from lossgate.judge.agreement import judge
-from lossgate.problems.batch import materialize
+from lossgate.specs.materialize import materialize
 from lossgate.specs.reference import run_reference
 from lossgate.worlds import RankContext, SimulatedWorld
 

@@ -27,10 +27,15 @@ def spec_tables() -> Iterator[Table]:
         for name, feature in spec.features.items():
             if feature not in spec.options:
                 table.add_row("feature", name, feature.domain, str(feature.default), feature.meaning)
-        for name, meaning in spec.metrics.items():
-            table.add_row("metric", name, "", "", meaning)
-        for name, meaning in spec.branches.items():
-            table.add_row("branch", name, "", "", meaning)
+        for name, dims in spec.fields.items():
+            table.add_row("input", name, escape(f"[{', '.join(dims)}]"), "", "")
+        for name, metric in spec.metrics.items():
+            table.add_row("metric", name, "", "", f"{metric.meaning} (ranks: {metric.reduction})")
+        for choice in spec.scenario:
+            table.add_row("scenario", choice.name, choice.domain, str(choice.default), choice.meaning)
+        for name, branch in spec.branches.items():
+            needs = ", ".join(f"{option} in {values}" for option, values in branch.needs.items())
+            table.add_row("branch", name, escape(needs), "", branch.meaning)
         yield table
 
 

@@ -12,8 +12,8 @@ from lossgate import ANY, CandidateError, Contract, Finding, Outputs, Precision,
 from lossgate.engine.failures import read_failure
 from lossgate.engine.loading import load_candidates
 from lossgate.execution.execute import execute
-from lossgate.problems.batch import materialize
 from lossgate.specs import find_spec
+from lossgate.specs.materialize import materialize
 from lossgate.worlds import SimulatedWorld
 
 MakeWorld = Callable[..., SimulatedWorld]

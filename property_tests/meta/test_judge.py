@@ -18,8 +18,8 @@ from lossgate.judge.agreement import Comparison, compare
 from lossgate.judge.ensemble import run_ensemble
 from lossgate.judge.explain import explain
 from lossgate.judge.statistics import NOISE, SCALE, WORST, Grouping
-from lossgate.problems.batch import materialize
 from lossgate.specs.inputs import HiddenInputs
+from lossgate.specs.materialize import materialize
 from lossgate.specs.reference import run_reference
 from lossgate.worlds import SimulatedWorld
 

@@ -7,7 +7,7 @@ import pytest
 
 from lossgate import ANY, Candidate, Layout, Problem, candidate
 from lossgate.engine.strategies import SPREADS, sample_problems
-from lossgate.problems.batch import materialize
+from lossgate.specs.materialize import materialize
 
 
 def declared(**changes: object) -> Candidate:

@@ -37,12 +37,13 @@ ANY: Final = _Any()
 class Outputs:
     """What a candidate returns on each rank, if more than the loss.
 
-    loss: scalar. logprobs: ``[local tokens]``, log-probability of each label; values at masked tokens are ignored.
-    metrics: scalars, by the names that the spec gives them.
+    loss: scalar; specs without a loss have none. logprobs, token_entropy: ``[local tokens]``, log-probability of each label and
+    entropy of each distribution; values at masked tokens are ignored. metrics: scalars, by the names that the spec gives them.
     """
 
-    loss: Tensor
+    loss: Tensor | None = None
     logprobs: Tensor | None = None
+    token_entropy: Tensor | None = None
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -75,6 +76,7 @@ class Candidate:
     contract: Contract
     supports: Mapping[str, Any]
     differentiable: tuple[str, ...]
+    """As declared; see ``Spec.differentiable``."""
     tiles: Mapping[str, tuple[int, ...]]
     good_for: str
     finding: Finding | None
@@ -94,7 +96,7 @@ def candidate(
     precision: Precision | Mapping[str, Precision] | None = None,
     contract: Contract | None = None,
     supports: Mapping[str, Any] | None = None,
-    differentiable: tuple[str, ...] = ("loss",),
+    differentiable: tuple[str, ...] | None = None,
     tiles: Mapping[str, int | tuple[int, ...]] | None = None,
     good_for: str = "",
     finding: Finding | None = None,
@@ -109,7 +111,7 @@ def candidate(
     contract: how the ranks' results make the whole.
     supports: which values each option of the spec may take: ``ANY``, one value, or a tuple of them. An option that
         is not named is left at its default.
-    differentiable: the outputs through which gradients flow, "loss" and "logprobs".
+    differentiable: the outputs through which gradients flow: "loss" (the default, in specs that have one), "logprobs", "token_entropy".
     tiles: sizes at which its loops turn, by dim ("token", "vocab", "hidden"); problems are drawn on both sides of them.
     good_for: a few words for the verdict table.
     finding: a disagreement that is known and expected.
@@ -141,7 +143,7 @@ def candidate(
             precision=MappingProxyType(per_dtype),
             contract=contract or Contract(),
             supports=MappingProxyType(dict(supports or {})),
-            differentiable=tuple(differentiable),
+            differentiable=tuple(differentiable or ()),
             tiles=MappingProxyType({dim: size if isinstance(size, tuple) else (size,) for dim, size in (tiles or {}).items()}),
             good_for=good_for,
             finding=finding,

@@ -3,12 +3,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from lossgate.errors import UsageError
 from lossgate.layout import AXES, Axis
 
-Placement = Literal["replicate", "sum", "avg"]
+Placement = Literal["replicate", "sum", "avg", "min", "max"]
 Placements = Mapping[Axis, Placement]
 
 _DEFAULT: Placements = {"dp": "sum", "cp": "sum", "tp": "replicate"}
@@ -19,8 +19,9 @@ class Contract:
     """How local results make the global one, in DTensor's words, axis by axis.
 
     ``"replicate"``: every rank has it (checked, bit by bit). ``"sum"``, ``"avg"``: the sum, the mean over the ranks
-    is it. What is left out keeps its default: loss and metrics are summed over dp and cp and replicated over tp;
-    so is the gradient of weight and bias, and that of hidden is replicated over tp.
+    is it; ``"min"``, ``"max"`` likewise, for metrics. What is left out keeps its default: loss and metrics are summed over
+    dp and cp (of a metric that is an extremum, the extremum is taken) and replicated over tp; so is the gradient of weight
+    and bias, and that of hidden is replicated over tp.
 
     Every rank's loss gets the same upstream gradient, as a trainer calls ``loss.backward()`` on each. Along an axis
     that splits a tensor's own dim its gradient is concatenated; ``"avg"`` there divides by the axis's size, for
@@ -39,17 +40,21 @@ class Contract:
             for axis, placement in placements.items():
                 if axis not in AXES:
                     raise UsageError(f"Contract({name}): unknown mesh axis {axis!r}; expected one of {', '.join(AXES)}")
-                if placement not in ("replicate", "sum", "avg"):
-                    raise UsageError(f"Contract({name}): {axis}={placement!r}; expected 'replicate', 'sum' or 'avg'")
+                if placement not in get_args(Placement):
+                    raise UsageError(f"Contract({name}): {axis}={placement!r}; expected one of {', '.join(get_args(Placement))}")
+                if placement in ("min", "max") and not name.startswith("metrics"):
+                    raise UsageError(f"Contract({name}): {axis}={placement!r}; only metrics are combined so")
 
     def of_loss(self) -> Placements:
         return {**_DEFAULT, **self.loss}
 
-    def of_logprobs(self) -> Placements:
+    def of_token_values(self) -> Placements:
+        """Of log-probabilities, and of entropies if they are an output."""
         return {"tp": "replicate", **self.logprobs}
 
-    def of_metric(self, name: str) -> Placements:
-        return {**_DEFAULT, **self.metrics.get(name, {})}
+    def of_metric(self, name: str, reduction: Literal["sum", "min", "max"] = "sum") -> Placements:
+        """``reduction``: the spec's, over the ranks that share the batch."""
+        return {"dp": reduction, "cp": reduction, "tp": "replicate", **self.metrics.get(name, {})}
 
     def of_grad(self, leaf: str) -> Placements:
         """Of the gradient of an input: "hidden", "weight", "bias" or "logits"."""

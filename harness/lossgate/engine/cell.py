@@ -83,7 +83,7 @@ class CellResult:
 
     @property
     def missing_branches(self) -> tuple[str, ...]:
-        return tuple(name for name in find_spec(self.cell.candidate.spec).branches if name not in self.branches)
+        return tuple(name for name in find_spec(self.cell.candidate.spec).required(self.cell.candidate) if name not in self.branches)
 
     @property
     def median_mde(self) -> float:
@@ -159,5 +159,6 @@ def _verdict(
         if p.mde > LARGEST_MDE
     ]
     spec = find_spec(cell.candidate.spec)
-    doubts += [f"never visited: {meaning}; try more problems" for name, meaning in spec.branches.items() if name not in branches]
+    required = spec.required(cell.candidate)
+    doubts += [f"never visited: {branch.meaning}; try more problems" for name, branch in required.items() if name not in branches]
     return (Verdict.INCONCLUSIVE if doubts else Verdict.AGREE), tuple(doubts)

@@ -7,9 +7,9 @@ from lossgate.declaration.candidate import Candidate
 from lossgate.execution.execute import execute
 from lossgate.judge.agreement import Comparison, judge
 from lossgate.judge.explain import explain
-from lossgate.problems.batch import materialize
 from lossgate.problems.problem import Problem
 from lossgate.specs import find_spec
+from lossgate.specs.materialize import materialize
 from lossgate.worlds import RankFailure, World
 
 

@@ -8,6 +8,7 @@ Strategies are cached: making and validating them afresh for every problem takes
 """
 
 from functools import cache
+from itertools import product
 from typing import Any
 
 import hypothesis
@@ -21,7 +22,7 @@ from lossgate.layout import Layout
 from lossgate.problems.partition import VocabSplit, split_vocab
 from lossgate.problems.problem import MASK_PATTERNS, MaskPattern, Problem
 from lossgate.specs import find_spec
-from lossgate.specs.base import Option
+from lossgate.specs.base import FEATURES, Option, Spec
 
 TOKENS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 32, 33, 64, 67)
 WIDTHS = (1, 2, 3, 7, 8, 16, 17, 32, 48, 61)
@@ -32,6 +33,9 @@ SPREADS = (1.0, 3.0, 10.0, 30.0, 0.1)
 """Standard deviations of the logits."""
 
 _SPREADS = st.sampled_from(SPREADS)
+_SETTLED_SPREADS = st.sampled_from((1.0, 0.3, 0.1))
+"""Where log-probabilities round coarsely, and clips must come out the same for all that."""
+
 _CONFIDENCES = st.sampled_from((0.0, 4.0, 12.0))
 _SPIKES = st.sampled_from((8.0, -8.0, 30.0, -30.0))
 _MULTIPLES = st.sampled_from((1, 1, 3))
@@ -44,13 +48,13 @@ _SEEDS = st.tuples(st.integers(0, 2**16 - 1), st.integers(0, 2**16 - 1)).map(lam
 def problems(draw: DrawFn, candidate: Candidate, layout: Layout, dtype: str) -> Problem:
     """Problems that ``candidate`` says it can solve."""
     spec = find_spec(candidate.spec)
-    features = {name: draw(_values(option, spec.supported(candidate, name))) for name, option in spec.features.items()}
-    bias, split = features.pop("bias"), features.pop("vocab_split")
-    at_hidden = candidate.head == "hidden"
+    bias, split = (draw(_values(option, spec.supported(candidate, name))) for name, option in FEATURES.items())
+    at_hidden, with_logits, coarse = candidate.head == "hidden", candidate.head in ("hidden", "logits"), dtype != "float32"
     tokens = draw(_size(TOKENS, candidate.tiles.get("token", ())))
     vocab = draw(_vocab(candidate.tiles.get("vocab", ()), layout.tp, split))
     width = draw(_size(WIDTHS, candidate.tiles.get("hidden", ()))) if at_hidden else 1
     lengths = draw(_lengths(tokens, 2 * layout.dp + 2))
+    lengths += (0,) * (-len(lengths) % spec.together)
     masks = draw(_masks(len(lengths)))
     return Problem(
         spec=spec.name,
@@ -64,12 +68,14 @@ def problems(draw: DrawFn, candidate: Candidate, layout: Layout, dtype: str) -> 
         vocab=vocab,
         vocab_split=split,
         bias=bias and at_hidden,
-        options={name: value for name, value in features.items() if value != spec.features[name].default},
-        spread=draw(_SPREADS),
+        options=draw(_options(candidate)),
+        scenario={c.name: value for c in spec.scenario if (value := draw(_choice(c.choices))) != c.default},
+        together=spec.together,
+        spread=draw(_SETTLED_SPREADS if coarse and spec.kinks else _SPREADS),
         confidence=draw(_CONFIDENCES),
         pins=draw(_pins(tokens, vocab, layout.tp, split)),
-        spikes=draw(_spikes(tokens, width if at_hidden else vocab)),
-        cotangent=draw(_cotangents("logprobs" in candidate.differentiable)),
+        spikes=() if (coarse and spec.kinks) or not with_logits else draw(_spikes(tokens, width if at_hidden else vocab)),
+        cotangent=draw(_cotangents(spec.differentiable(candidate))),
         reduction_order=draw(_ORDERS),
         seed=draw(_SEEDS),
     )
@@ -100,6 +106,43 @@ def sample_problems(candidate: Candidate, layout: Layout, dtype: str, count: int
 
     collect()
     return drawn
+
+
+@st.composite
+def _options(draw: DrawFn, candidate: Candidate) -> dict[str, Any]:
+    """Options that are not at their default, and that go together."""
+    spec = find_spec(candidate.spec)
+    grouped = {name for group in spec.option_groups for name in group}
+    chosen: dict[str, Any] = {}
+    for group in spec.option_groups:
+        chosen = _merged(spec, chosen, draw(_choice(_combinations(spec, group, tuple(_finite(spec, candidate, name) for name in group)))))
+    for option in spec.options:
+        if option.name not in grouped:
+            chosen = _merged(spec, chosen, ((option.name, draw(_values(option, spec.supported(candidate, option.name)))),))
+    return chosen
+
+
+def _merged(spec: Spec, chosen: dict[str, Any], more: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    """With more options, unless they don't go together with those chosen before."""
+    both = chosen | {name: value for name, value in more if value != spec.features[name].default}
+    return both if spec.allows(both) else chosen
+
+
+def _finite(spec: Spec, candidate: Candidate, name: str) -> tuple[Any, ...]:
+    supported = spec.supported(candidate, name)
+    values = spec.features[name].choices if supported is ANY else supported
+    default = spec.features[name].default
+    return (default, *(value for value in values if value != default)) if default in values else values
+
+
+_Combination = tuple[tuple[str, Any], ...]
+
+
+@cache
+def _combinations(spec: Spec, group: tuple[str, ...], values: tuple[tuple[Any, ...], ...]) -> tuple[_Combination, ...]:
+    """Of a group's options, those that go together; the plainest first."""
+    every = (tuple(zip(group, combination, strict=True)) for combination in product(*values))
+    return tuple(combination for combination in every if spec.allows(dict(combination)))
 
 
 def _values(option: Option, supported: Any) -> SearchStrategy[Any]:
@@ -163,5 +206,5 @@ def _spikes(tokens: int, columns: int) -> SearchStrategy[tuple[tuple[int, int, f
 
 
 @cache
-def _cotangents(of_logprobs: bool) -> SearchStrategy[Any]:
-    return st.sampled_from(("loss", "logprobs", "both") if of_logprobs else ("loss",))
+def _cotangents(differentiable: tuple[str, ...]) -> SearchStrategy[Any]:
+    return st.sampled_from((*differentiable, "both") if len(differentiable) > 1 else differentiable)

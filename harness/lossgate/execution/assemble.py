@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lossgate.declaration.contract import Placements
 from lossgate.layout import AXES, Axis
-from lossgate.problems.partition import SHARDED_DIM, Dims, Partition
+from lossgate.problems.partition import SHARDED_DIMS, Dims, Partition
 
 
 @dataclass(frozen=True)
@@ -23,17 +23,18 @@ class Assembled:
 def assemble(parts: Sequence[Tensor], dims: Dims, placements: Placements, partition: Partition, hidden: int) -> Assembled:
     """Put one part from each rank together.
 
-    Along an axis that splits one of ``dims`` parts are laid side by side; along another they are added, or must be
-    equal bit for bit. Padding rows of the vocabulary must be zero and are dropped.
+    Along an axis that splits one of ``dims`` parts are laid side by side; along another they are added, their minimum or
+    maximum is taken, or they must be equal bit for bit. Padding rows of the vocabulary must be zero and are dropped.
     """
-    sizes = {"token": partition.tokens, "vocab": partition.vocab, "hidden": hidden}
+    sizes = {"token": partition.tokens, "vocab": partition.vocab, "hidden": hidden, "sequence": len(partition.lengths)}
     whole = torch.zeros([sizes[dim] for dim in dims], dtype=torch.float64)
-    replicated: list[Axis] = [a for a in AXES if SHARDED_DIM[a] not in dims and placements.get(a, "replicate") == "replicate"]
+    replicated: list[Axis] = [a for a in AXES if not set(SHARDED_DIMS[a]) & set(dims) and placements.get(a, "replicate") == "replicate"]
     averaged: list[Axis] = [a for a in AXES if placements.get(a) == "avg"]
     factor = 1.0
     for axis in averaged:
         factor /= partition.layout.sizes[axis]
     faults: list[str] = []
+    extremum = next((torch.minimum if p == "min" else torch.maximum for p in placements.values() if p in ("min", "max")), None)
     for rank, part in enumerate(parts):
         leader = _leader(rank, replicated, partition)
         if leader != rank:
@@ -49,7 +50,12 @@ def assemble(parts: Sequence[Tensor], dims: Dims, placements: Placements, partit
                 if shard.padding and bool((local.narrow(dim, real, shard.padding) != 0).any()):
                     faults.append(f"rank {rank}: the {shard.padding} padding rows of its vocabulary should be zero, and are not")
                 target, local = target.narrow(dim, shard.start, real), local.narrow(dim, 0, real)
-        if "token" in dims:
+        if extremum is not None:
+            whole = extremum(whole, local) if rank else local
+        elif "sequence" in dims:
+            own = partition.sequences(at["dp"])
+            target.narrow(dims.index("sequence"), own.start, len(own)).add_(local)
+        elif "token" in dims:
             target.index_add_(dims.index("token"), partition.token_shards[at["dp"], at["cp"]], local)
         else:
             target += local

@@ -16,7 +16,7 @@ from lossgate.execution.assemble import assemble
 from lossgate.problems.batch import Batch
 from lossgate.specs import find_spec
 from lossgate.specs.base import HEADS, Spec
-from lossgate.specs.outputs import grad_name, output_dims
+from lossgate.specs.outputs import OUTPUT_DIMS, grad_name, output_dims
 from lossgate.worlds import RankContext, World
 
 
@@ -61,20 +61,20 @@ def execute(candidate: Candidate, batch: Batch, world: World) -> Result:
             faults[name] = (f"{what} on rank {', '.join(map(str, missing))}",)
             continue
         present = [part for part in parts if part is not None]
-        whole = assemble(present, output_dims(name, candidate.head), _placements(candidate, name), batch.partition, problem.hidden)
+        whole = assemble(present, output_dims(name, candidate.head), _placements(candidate, spec, name), batch.partition, problem.hidden)
         outputs[name], dtypes[name], faults[name] = whole.tensor, present[0].dtype, whole.faults
     return Result(outputs, dtypes, {name: told for name, told in faults.items() if told})
 
 
-def _placements(candidate: Candidate, name: str) -> Placements:
+def _placements(candidate: Candidate, spec: Spec, name: str) -> Placements:
     contract = candidate.contract
     if name == "loss":
         return contract.of_loss()
-    if name == "logprobs":
-        return contract.of_logprobs()
+    if name in ("logprobs", "token_entropy"):
+        return contract.of_token_values()
     if name.startswith("grad of "):
         return contract.of_grad(name.removeprefix("grad of "))
-    return contract.of_metric(name)
+    return spec.metric_placements(contract, name)
 
 
 def _on_rank(candidate: Candidate, spec: Spec, batch: Batch, context: RankContext) -> dict[str, Tensor | None]:
@@ -85,9 +85,8 @@ def _on_rank(candidate: Candidate, spec: Spec, batch: Batch, context: RankContex
     returned = candidate(inputs, spec.make_options(batch.problem.options), context.mesh)
     outputs = _checked(returned, candidate, spec, batch, context)
     _backward(outputs, batch, context)
-    local: dict[str, Tensor | None] = {"loss": outputs.loss.detach()}
-    if outputs.logprobs is not None:
-        local["logprobs"] = outputs.logprobs.detach()
+    returned_now = {name: getattr(outputs, name) for name in spec.outputs}
+    local: dict[str, Tensor | None] = {name: tensor.detach() for name, tensor in returned_now.items() if tensor is not None}
     local |= {name: metric.detach() for name, metric in outputs.metrics.items()}
     for name, leaf in leaves.items():
         empty = leaf.numel() == 0  # a rank without tokens has no gradient to miss
@@ -98,12 +97,11 @@ def _on_rank(candidate: Candidate, spec: Spec, batch: Batch, context: RankContex
 def _backward(outputs: Outputs, batch: Batch, context: RankContext) -> None:
     roots: list[Tensor] = []
     upstream: list[Tensor] = []
-    if "loss" in batch.cotangents:
-        roots.append(outputs.loss)
-        upstream.append(batch.cotangents["loss"].to(outputs.loss.dtype))
-    if "logprobs" in batch.cotangents and outputs.logprobs is not None:
-        roots.append(outputs.logprobs)
-        upstream.append(batch.partition.shard(batch.cotangents["logprobs"], ("token",), context.rank).to(outputs.logprobs.dtype))
+    for name, cotangent in batch.cotangents.items():
+        root: Tensor | None = getattr(outputs, name)
+        if root is not None:
+            roots.append(root)
+            upstream.append(batch.partition.shard(cotangent, OUTPUT_DIMS[name], context.rank).to(root.dtype))
     torch.autograd.backward(roots, upstream)
 
 
@@ -115,9 +113,14 @@ def _checked(returned: Any, candidate: Candidate, spec: Spec, batch: Batch, cont
     if not isinstance(returned, Outputs):
         raise CandidateError(f"{who} returned {type(returned).__name__}; expected lossgate.Outputs, or the loss as a tensor")
     tokens = batch.partition.local_shape(("token",), context.rank, 0)
-    expected: dict[str, tuple[Any, tuple[int, ...]]] = {"loss": (returned.loss, ())}
-    if returned.logprobs is not None:
-        expected["logprobs"] = (returned.logprobs, tokens)
+    expected: dict[str, tuple[Any, tuple[int, ...]]] = {}
+    for name, shape in (("loss", ()), ("logprobs", tokens), ("token_entropy", tokens)):
+        if (value := getattr(returned, name)) is not None:
+            if name not in spec.outputs:
+                raise CandidateError(f"{who} returned {name}, which spec {spec.name!r} has not; expected any of {', '.join(spec.outputs)}")
+            expected[name] = (value, shape)
+        elif name == spec.outputs[0]:
+            raise CandidateError(f"{who} returned no {name}, which spec {spec.name!r} owes")
     for name, metric in returned.metrics.items():
         if name not in spec.metrics:
             raise CandidateError(f"{who} returned metric {name!r}; spec {spec.name!r} has {', '.join(spec.metrics)}")
@@ -131,7 +134,7 @@ def _checked(returned: Any, candidate: Candidate, spec: Spec, batch: Batch, cont
         if tensor.dtype != dtype:
             got, want = (str(d).removeprefix("torch.") for d in (tensor.dtype, dtype))
             raise CandidateError(f"{who} returned {name} in {got}; its Precision(loss=...) declares {want}")
-    for name in candidate.differentiable:
+    for name in spec.differentiable(candidate):
         output = getattr(returned, name)
         if output is None or not output.requires_grad:
             raise CandidateError(f"{who} returned {'no' if output is None else 'a detached'} {name}, without a graph; it is declared differentiable")

@@ -37,8 +37,14 @@ class _Softmax:
     """What forward keeps for backward. M members, T tokens, V rows of the vocabulary."""
 
     p: Tensor  # [M, T, V]
-    logprobs: Tensor  # [M, T]
-    entropy: Tensor  # [M, T]
+    log_p: Tensor  # [M, T, V]
+    ids: Tensor  # [T, k], whose log-probabilities are asked for
+    left_out: Tensor  # [T, k] bool: by a filter
+    values: TokenValues  # [M, T] each, or [M, T, k]
+
+
+_LEFT_OUT = -1e30
+"""The logit of what a filter leaves out: as good as -inf, and safe to compute with."""
 
 
 class _Ensemble:
@@ -53,10 +59,15 @@ class _Ensemble:
         self.loss_grid = GRIDS[self.precision.loss]
 
     def run(self) -> dict[str, Tensor]:
-        labels = self.batch.fields["labels"]
-        softmax = self._softmax(self._logits(), labels)
-        outputs, upstream = self._loss(softmax)
-        dlogits = self._dlogits(softmax.p, labels, upstream)
+        leaves = self.batch.leaves
+        if "hidden" not in leaves and "logits" not in leaves:
+            ((name, leaf),) = leaves.items()
+            values = TokenValues(logprobs=leaf.expand(self.members, *leaf.shape), entropy=None)
+            outputs, upstream, _ = self._loss(values)
+            return outputs | {grad_name(name): self.noise.round(upstream, self.output_grid)}
+        softmax = self._softmax(self._logits())
+        outputs, upstream, of_entropy = self._loss(softmax.values)
+        dlogits = self._dlogits(softmax, upstream, of_entropy)
         return outputs | {grad_name(name): grad for name, grad in self._gradients(dlogits).items()}
 
     # Forward
@@ -76,50 +87,97 @@ class _Ensemble:
         temperature = self.temperature * (1 + FLOAT32.unit * self.noise.uniform(torch.Size((self.members, 1, 1))))
         return self._round(logits / temperature, grid)
 
-    def _softmax(self, logits: Tensor, labels: Tensor) -> _Softmax:
+    def _softmax(self, logits: Tensor) -> _Softmax:
+        fields, spec = self.batch.fields, self.spec
+        lowest, highest = self._range(logits)
+        ids = fields[spec.columns] if spec.columns else fields["labels"][:, None]
+        left_out = torch.zeros_like(ids, dtype=torch.bool)
+        if spec.kept is not None:
+            logits = logits.masked_fill(~fields[spec.kept], _LEFT_OUT)
+            left_out = ~fields[spec.kept].gather(1, ids)
         coarse = GRIDS[self.precision.logsumexp]
         top = logits.amax(-1, keepdim=True)
         total = self._round(self._round(logits - top).exp_().sum(-1, keepdim=True), coarse)
         logsumexp = self._round(top + self._round(total.log(), coarse))
         logprobs = self._round(logits - logsumexp, GRIDS[self.precision.logprobs])
         p = self.noise.round(logprobs.exp(), FLOAT32)
-        chosen = logprobs.gather(-1, labels.expand(self.members, -1)[..., None]).squeeze(-1)
+        chosen = logprobs.gather(-1, ids.expand(self.members, -1, -1)).masked_fill(left_out, float("-inf"))
         # lse - <p, z> cancels where -<p, log p> does not; a kernel may compute either.
         mean_logit = torch.linalg.vecdot(p, logits)
-        return _Softmax(p, chosen, self._round(logsumexp.squeeze(-1)) - self._round(mean_logit))
+        entropy = self._round(logsumexp.squeeze(-1)) - self._round(mean_logit)
+        values = TokenValues(logprobs=chosen if spec.columns else chosen.squeeze(-1), entropy=entropy, lowest=lowest, highest=highest)
+        return _Softmax(p, logprobs, ids, left_out, values)
+
+    def _range(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each token's logits, before the temperature."""
+        lowest, highest = logits.aminmax(dim=-1)
+        return lowest * self.temperature, highest * self.temperature
 
     def _round(self, x: Tensor, grid: Grid = FLOAT32) -> Tensor:
         """Of numbers whose logarithm does not matter."""
         return self.noise.round(x, grid, near_zero=False)
 
-    def _loss(self, softmax: _Softmax) -> tuple[dict[str, Tensor], Tensor]:
-        """Loss, log-probabilities and metrics; and the upstream gradient of the log-probabilities, ``[M, T]``."""
-        cotangents = self.batch.cotangents
-        # Expanded, so that what the upstream gradient meets is rounded by each member for itself.
-        upstream = cotangents.get("loss", torch.zeros((), dtype=torch.float64)).expand(self.members)
+    def _loss(self, values: TokenValues) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
+        """Every output that is no gradient; and the upstream gradients of log-probabilities and, if any, of entropies."""
+        outputs = {"logprobs": values.logprobs} if "logprobs" in self.spec.outputs else {}
+        if "token_entropy" in self.spec.outputs and values.entropy is not None:
+            outputs["token_entropy"] = values.entropy
+        gradient, of_entropy = torch.zeros_like(values.logprobs), None
+        if self.spec.loss is not None:
+            found, gradient, of_entropy = self._scalars(values)
+            outputs |= found
+        outputs = {name: self.noise.round(tensor, self.loss_grid) for name, tensor in outputs.items()}
+        if (cotangent := self.batch.cotangents.get("logprobs")) is not None:
+            gradient = self.noise.round(gradient + cotangent, self.loss_grid)
+        if (cotangent := self.batch.cotangents.get("token_entropy")) is not None:
+            of_entropy = self.noise.round(cotangent.expand(self.members, -1), self.loss_grid)
+        return outputs, gradient, of_entropy
 
-        def one_member(logprobs: Tensor, entropy: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            def loss_of(values: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-                return self.spec.loss(TokenValues(logprobs=values, entropy=entropy), self.batch.fields, self.options)
+    def _scalars(self, values: TokenValues) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
+        """Loss and metrics ``[M]``; and the gradients of log-probabilities and entropies."""
+        stage = self.spec.loss
+        assert stage is not None
+        # Everything is expanded, so that what it meets is rounded by each member for itself.
+        upstream = self.batch.cotangents.get("loss", torch.zeros((), dtype=torch.float64)).expand(self.members)
+        own = {name: field.expand(self.members, *field.shape) for name, field in self.batch.fields.items() if field.is_floating_point()}
+        given = {name: getattr(values, name) for name in ("entropy", "lowest", "highest") if getattr(values, name) is not None}
 
-            loss, backward, metrics = cast("tuple[Tensor, Any, dict[str, Tensor]]", torch.func.vjp(loss_of, logprobs, has_aux=True))
-            (gradient,) = backward(upstream)
-            return loss, gradient, metrics
+        def one_member(
+            logprobs: Tensor, given: dict[str, Tensor], own: dict[str, Tensor], upstream: Tensor
+        ) -> tuple[Tensor, Tensor, Tensor | int, dict[str, Tensor]]:
+            fields, extremes = {**self.batch.fields, **own}, {name: given.get(name) for name in ("lowest", "highest")}
+
+            def loss_of(logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+                return stage(TokenValues(logprobs=logprobs, entropy=entropy, **extremes), fields, self.options)
+
+            primals = (logprobs, given["entropy"]) if "entropy" in given else (logprobs,)
+            of = loss_of if "entropy" in given else lambda logprobs: loss_of(logprobs, None)
+            loss, backward, metrics = cast("tuple[Tensor, Any, dict[str, Tensor]]", torch.func.vjp(of, *primals, has_aux=True))
+            gradient, *rest = backward(upstream)
+            return loss, gradient, rest[0] if rest else 0, metrics
 
         with _RoundEveryOperation(self.noise, self.loss_grid):
-            loss, gradient, metrics = torch.vmap(one_member)(softmax.logprobs, softmax.entropy, upstream)
-        outputs = {"loss": loss, "logprobs": softmax.logprobs, **metrics}
-        outputs = {name: self.noise.round(tensor, self.loss_grid) for name, tensor in outputs.items()}
-        if "logprobs" in cotangents:
-            gradient = self.noise.round(gradient + cotangents["logprobs"], self.loss_grid)
-        return outputs, gradient
+            loss, gradient, of_entropy, metrics = torch.vmap(one_member)(values.logprobs, given, own, upstream)
+        moved = of_entropy if isinstance(of_entropy, Tensor) and bool(of_entropy.any()) else None
+        return {"loss": loss, **metrics}, gradient, moved
 
     # Backward
 
-    def _dlogits(self, p: Tensor, labels: Tensor, upstream: Tensor) -> Tensor:
-        """``(onehot - p) g / temperature``, ``[M, T, V]``."""
-        factor = self.noise.round(upstream / self.temperature, FLOAT32)[..., None]
-        dlogits = p.neg().scatter_add_(-1, labels.expand(self.members, -1)[..., None], torch.ones_like(factor)).mul_(factor)
+    def _dlogits(self, softmax: _Softmax, upstream: Tensor, of_entropy: Tensor | None) -> Tensor:
+        """``(onehot - p) g / temperature``, summed over the ids, and ``-p (log p + H) h / temperature`` of the entropy. ``[M, T, V]``."""
+        p, ids = softmax.p, softmax.ids.expand(self.members, -1, -1)
+        factor = self.noise.round(upstream / self.temperature, FLOAT32)
+        factor = (factor if self.spec.columns else factor[..., None]).masked_fill(softmax.left_out, 0.0)
+        if factor.shape[-1] == 1:
+            dlogits = p.neg().scatter_add_(-1, ids, torch.ones_like(factor)).mul_(factor)
+        else:
+            total = self._round(factor.sum(-1, keepdim=True))
+            dlogits = self._round(p * -total).scatter_add_(-1, ids, factor)
+        if of_entropy is not None:
+            assert softmax.values.entropy is not None
+            surprise = self._round(softmax.log_p + softmax.values.entropy[..., None])
+            factor = self.noise.round(of_entropy / self.temperature, FLOAT32)[..., None]
+            dlogits = self._round(dlogits - self._round(p * torch.where(p > 0, surprise, 0.0)) * factor)
         if self.temperature != 1.0:  # the gradient of the tempered logits has the logits' dtype
             dlogits = self.noise.round(dlogits, GRIDS[self.precision.logits])
         return self.noise.round(dlogits, GRIDS[self.precision.dlogits])
@@ -226,9 +284,24 @@ class _RoundEveryOperation(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func._schema.name.removeprefix("aten::") in _EXACT:
+        name = func._schema.name.removeprefix("aten::")
+        if name in _EXACT:
             return result
+        if name in ("sum", "index_add") and result.dtype is torch.float64:
+            result.add_(self._sum_error(func, args, kwargs or {}, result))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.dtype is torch.float64 and tensor.dim():
                 tensor.copy_(self.noise.round(tensor, self.grid))
         return result
+
+    def _sum_error(self, func: Any, args: Any, kwargs: Mapping[str, Any], total: Tensor) -> Tensor:
+        """Of K terms added one by one in float32, as in ``_matmul``: partial sums are rounded, and may be larger than the total."""
+        place = 3 if func._schema.name == "aten::index_add" else 0
+        terms: Tensor = args[place]
+        squares, ones = terms.square(), torch.ones_like(terms)
+        rest = args[:place], args[place + 1 :]
+        if place:
+            rest = ((torch.zeros_like(args[0]), *args[1:place]), args[place + 1 :])
+        square_sum, count = (func(*rest[0], x, *rest[1], **kwargs) for x in (squares, ones))
+        size = (count * (total.square() / 3 + square_sum / 2)).sqrt()
+        return size * self.noise.uniform(total.shape) * FLOAT32.unit * (count > 1)

@@ -7,6 +7,7 @@ from torch import Tensor
 from lossgate.declaration.candidate import Candidate
 from lossgate.judge.statistics import Grouping
 from lossgate.problems.batch import Batch
+from lossgate.problems.partition import Dim
 from lossgate.specs.outputs import output_dims
 
 TILE = 32
@@ -17,7 +18,7 @@ def groupings_of(output: str, batch: Batch, candidate: Candidate, keep: Tensor |
     """Of an output of a candidate; ``keep`` says which of its slices along the first dim are compared."""
     found: list[Grouping] = []
     for dim, name in enumerate(output_dims(output, candidate.head)):
-        parts = _token_parts(batch) if name == "token" else _vocab_parts(batch, candidate) if name == "vocab" else {}
+        parts = _parts(name, batch, candidate)
         for part, index in parts.items():
             index = index if keep is None else index[keep]
             count = int(index.max()) + 1 if len(index) else 0
@@ -26,14 +27,26 @@ def groupings_of(output: str, batch: Batch, candidate: Candidate, keep: Tensor |
     return found
 
 
+def _parts(dim: Dim, batch: Batch, candidate: Candidate) -> dict[str, Tensor]:
+    if dim == "token":
+        return _token_parts(batch)
+    if dim == "sequence":
+        return _sequence_parts(batch)
+    return _vocab_parts(batch, candidate) if dim == "vocab" else {}
+
+
 def _token_parts(batch: Batch) -> dict[str, Tensor]:
     partition = batch.partition
     owner = torch.zeros(partition.tokens, dtype=torch.long)
     for i, tokens in enumerate(partition.token_shards.values()):
         owner[tokens] = i
-    lengths = torch.tensor(partition.padded_lengths)
-    sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    return {"token": torch.arange(partition.tokens), "sequence": sequence, "token shard": owner}
+    return {"token": torch.arange(partition.tokens), "sequence": partition.sequence_of_token, "token shard": owner}
+
+
+def _sequence_parts(batch: Batch) -> dict[str, Tensor]:
+    partition = batch.partition
+    sizes = torch.tensor([len(partition.sequences(rank)) for rank in range(partition.layout.dp)])
+    return {"sequence": torch.arange(len(partition.lengths)), "sequence shard": torch.repeat_interleave(torch.arange(len(sizes)), sizes)}
 
 
 def _vocab_parts(batch: Batch, candidate: Candidate) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a problem to its tensors: the whole batch in float64, and the local shards of each rank."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from math import sqrt
 from typing import Any
 
@@ -22,6 +22,7 @@ class Batch:
     leaves: the differentiable inputs, float64 but holding numbers of the problem's dtype, so that reference and
     candidate start from exactly the same values. fields: what else the loss needs, by name.
     cotangents: the upstream gradient of each output that gets one.
+    field_dims: of the fields that a spec adds.
     filler: the padding rows of a padded vocabulary, for each leaf that has the vocab dim.
     """
 
@@ -31,45 +32,53 @@ class Batch:
     fields: Mapping[str, Tensor]
     cotangents: Mapping[str, Tensor]
     filler: Mapping[str, Tensor]
+    field_dims: Mapping[str, Dims] = field(default_factory=dict)
 
     def local_leaf(self, name: str, dims: Dims, rank: int) -> Tensor:
         part = self.partition.shard(self.leaves[name], dims, rank, self.filler.get(name))
         return part.to(DTYPES[self.problem.dtype])
 
     def local_fields(self, rank: int) -> dict[str, Any]:
-        """What ``PackedBatch`` holds, for one rank."""
+        """What ``PackedBatch`` holds, and what the spec adds to it, for one rank."""
         at = self.partition.layout.coordinate(rank)
         shard, sequences = self.partition.vocab_shards[at["tp"]], self.partition.sequences(at["dp"])
         token_fields = {name: self.partition.shard(self.fields[name], ("token",), rank) for name in ("labels", "mask", "input_ids")}
-        return token_fields | {
-            "cu_seqlens": _offsets(self.partition.lengths[s] for s in sequences),
-            "cu_seqlens_padded": _offsets(self.partition.padded_lengths[s] for s in sequences),
-            "valid_tokens": self.fields["valid_tokens"].clone(),
-            "vocab_size": self.partition.vocab,
-            "vocab_start": shard.start,
-            "vocab_end": shard.end,
-        }
+        added = {name: self.partition.shard(self.fields[name], dims, rank) for name, dims in self.field_dims.items()}
+        added = {name: value.float() if value.is_floating_point() else value for name, value in added.items()}
+        return (
+            token_fields
+            | added
+            | {
+                "sequence": self.partition.shard(self.fields["sequence"], ("token",), rank) - sequences.start,
+                "cu_seqlens": _offsets(self.partition.lengths[s] for s in sequences),
+                "cu_seqlens_padded": _offsets(self.partition.padded_lengths[s] for s in sequences),
+                "valid_tokens": self.fields["valid_tokens"].clone(),
+                "vocab_size": self.partition.vocab,
+                "vocab_start": shard.start,
+                "vocab_end": shard.end,
+            }
+        )
 
 
 def _offsets(lengths: Any) -> Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
-def materialize(problem: Problem) -> Batch:
-    """Make the tensors of ``problem``."""
+def draw(problem: Problem) -> Batch:
+    """Make the tensors of ``problem`` that every spec has. ``specs.materialize`` makes all."""
     # Ids and masks hang on the seed alone, so that a problem that shrinks keeps them. The numbers hang on all of the
     # problem: Hypothesis makes many problems by changing one thing in another, and what is pooled over problems
     # takes their rounding errors to be independent.
     bits, partition = Bits(problem.to_json()), problem.partition
     fields = _token_fields(problem, Bits(problem.seed), partition)
-    leaves = _hidden_head(problem, bits, partition, fields) if problem.head == "hidden" else _logits_head(problem, bits, partition, fields)
+    leaves = _HEADS[problem.head](problem, bits, partition, fields)
     dtype = DTYPES[problem.dtype]
     return Batch(
         problem=problem,
         partition=partition,
         leaves={name: leaf.to(dtype).double() for name, leaf in leaves.items()},
         fields=fields,
-        cotangents=_cotangents(problem, bits, fields),
+        cotangents=cotangents(problem, fields),
         filler=_filler(problem, bits, partition),
     )
 
@@ -87,6 +96,7 @@ def _token_fields(problem: Problem, bits: Bits, partition: Partition) -> dict[st
         "input_ids": packed.scatter("ids padding", ids),
         "labels": packed.scatter("labels padding", ids.roll(-1)),
         "mask": packed.scatter(None, mask),
+        "sequence": partition.sequence_of_token,
         "valid_tokens": mask.sum(),
     }
 
@@ -153,6 +163,24 @@ def _logits_head(problem: Problem, bits: Bits, partition: Partition, fields: Map
     return {"logits": _Packed(partition, bits, problem.vocab).scatter("logits padding", logits)}
 
 
+def _logprobs_head(problem: Problem, bits: Bits, partition: Partition, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """From a little below 0, a confident label, to some ``spread`` nats."""
+    logprobs = -problem.spread * bits.uniform("logprobs", problem.tokens) - 2.0**-6
+    return {"logprobs": _Packed(partition, bits, problem.vocab).scatter("logprobs padding", logprobs)}
+
+
+def _values_head(problem: Problem, bits: Bits, partition: Partition, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    values = bits.normal("values", problem.tokens) * problem.spread
+    return {"values": _Packed(partition, bits, problem.vocab).scatter("values padding", values)}
+
+
+def _rewards_head(problem: Problem, bits: Bits, partition: Partition, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {"rewards": bits.normal("rewards", len(problem.lengths)) * problem.spread}
+
+
+_HEADS = {"hidden": _hidden_head, "logits": _logits_head, "logprobs": _logprobs_head, "values": _values_head, "rewards": _rewards_head}
+
+
 def _boost(problem: Problem, bits: Bits) -> Tensor:
     chosen = bits.uniform("confident", problem.tokens) < 0.5
     return chosen.double() * (problem.confidence * problem.options.get("temperature", 1.0))
@@ -165,20 +193,21 @@ def _put_spikes(problem: Problem, tensor: Tensor) -> None:
 
 def _filler(problem: Problem, bits: Bits, partition: Partition) -> dict[str, Tensor]:
     rows = max(shard.padding for shard in partition.vocab_shards)
-    if not rows:
+    if not rows or problem.head not in ("hidden", "logits"):
         return {}
     if problem.head == "logits":
         return {"logits": bits.normal("logits filler", partition.tokens, rows) * problem.spread}
     return {"weight": bits.normal("weight filler", rows, problem.hidden), "bias": bits.normal("bias filler", rows)}
 
 
-def _cotangents(problem: Problem, bits: Bits, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def cotangents(problem: Problem, fields: Mapping[str, Tensor], outputs: Collection[str] = ("loss", "logprobs")) -> dict[str, Tensor]:
     """Random, never 1, of either sign, different for each token; eight bits long, so exact in every dtype."""
-    loss = _eight_bits(bits, "loss cotangent", 1).squeeze(0)
-    tokens = _eight_bits(bits, "logprobs cotangent", len(fields["mask"])) * fields["mask"]
-    tokens = tokens * 0.5 ** int(fields["valid_tokens"]).bit_length()  # about what a token mean gives each token
-    wanted = {"loss": loss, "logprobs": tokens}
-    return {name: value for name, value in wanted.items() if problem.cotangent in (name, "both")}
+    bits = Bits(problem.to_json())
+    wanted = {"loss": _eight_bits(bits, "loss cotangent", 1).squeeze(0)}
+    for name in ("logprobs", "token_entropy"):
+        tokens = _eight_bits(bits, f"{name} cotangent", len(fields["mask"])) * fields["mask"]
+        wanted[name] = tokens * 0.5 ** int(fields["valid_tokens"]).bit_length()  # about what a token mean gives each token
+    return {name: value for name, value in wanted.items() if name in outputs and problem.cotangent in (name, "both")}
 
 
 def _eight_bits(bits: Bits, stream: str, count: int) -> Tensor:

@@ -20,10 +20,10 @@ from torch import Tensor
 from lossgate.errors import UsageError
 from lossgate.layout import Axis, Layout
 
-Dim = Literal["token", "vocab", "hidden"]
+Dim = Literal["token", "vocab", "hidden", "sequence", "topk"]
 Dims = tuple[Dim, ...]
 
-SHARDED_DIM: Mapping[Axis, Dim] = {"dp": "token", "cp": "token", "tp": "vocab"}
+SHARDED_DIMS: Mapping[Axis, tuple[Dim, ...]] = {"dp": ("token", "sequence"), "cp": ("token",), "tp": ("vocab",)}
 
 VocabSplit = Literal["balanced", "even", "chunked", "padded"]
 VOCAB_SPLITS: Mapping[VocabSplit, str] = {
@@ -68,7 +68,7 @@ class Partition:
     """The split of sequences of ``lengths`` tokens, and of ``vocab`` rows, over ``layout``.
 
     ``multiple`` pads each sequence to a multiple of that many tokens, on top of the ``2 cp`` that zigzag needs.
-    A sequence of no tokens stays empty.
+    A sequence of no tokens stays empty. dp keeps so many neighbours ``together``: the two sequences of a preference pair.
     """
 
     layout: Layout
@@ -76,6 +76,7 @@ class Partition:
     vocab: int
     vocab_split: VocabSplit = "balanced"
     multiple: int = 1
+    together: int = 1
 
     @cached_property
     def padded_lengths(self) -> tuple[int, ...]:
@@ -98,14 +99,19 @@ class Partition:
         return torch.tensor([s + i for s, n in zip(self.starts[:-1], self.lengths, strict=True) for i in range(n)], dtype=torch.long)
 
     @cached_property
+    def sequence_of_token(self) -> Tensor:
+        """The number of each token's sequence, ``[tokens]`` of the padded pack."""
+        return torch.repeat_interleave(torch.arange(len(self.lengths)), torch.tensor(self.padded_lengths))
+
+    @cached_property
     def vocab_shards(self) -> list[VocabShard]:
         return split_vocab(self.vocab, self.layout.tp, self.vocab_split)
 
     def sequences(self, dp_rank: int) -> range:
-        """The sequences of a dp rank, the first ranks one more than the last where they don't divide."""
-        count, extra = divmod(len(self.lengths), self.layout.dp)
+        """The sequences of a dp rank, the first ranks one more (pair) than the last where they don't divide."""
+        count, extra = divmod(len(self.lengths) // self.together, self.layout.dp)
         start = dp_rank * count + min(dp_rank, extra)
-        return range(start, start + count + (dp_rank < extra))
+        return range(start * self.together, (start + count + (dp_rank < extra)) * self.together)
 
     @cached_property
     def token_shards(self) -> dict[tuple[int, int], Tensor]:
@@ -133,6 +139,9 @@ class Partition:
         for axis, dim in enumerate(dims):
             if dim == "token":
                 tensor = tensor.index_select(axis, self.token_shards[at["dp"], at["cp"]])
+            elif dim == "sequence":
+                own = self.sequences(at["dp"])
+                tensor = tensor.narrow(axis, own.start, len(own))
             elif dim == "vocab":
                 shard = self.vocab_shards[at["tp"]]
                 part = tensor.narrow(axis, shard.start, shard.end - shard.start)
@@ -150,5 +159,6 @@ class Partition:
             "token": len(self.token_shards[at["dp"], at["cp"]]),
             "vocab": self.vocab_shards[at["tp"]].rows,
             "hidden": hidden,
+            "sequence": len(self.sequences(at["dp"])),
         }
         return tuple(sizes[dim] for dim in dims)

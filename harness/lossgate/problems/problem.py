@@ -23,7 +23,7 @@ MASK_PATTERNS: dict[MaskPattern, str] = {
     "holes": "tokens at random, about six in ten",
 }
 
-Cotangent = Literal["loss", "logprobs", "both"]
+Cotangent = Literal["loss", "logprobs", "token_entropy", "both"]
 ReductionOrder = Literal["rank", "permuted", "tree", "ring"]
 
 
@@ -49,6 +49,10 @@ class Problem:
     bias: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the spec that are not at their default."""
+    scenario: dict[str, str] = field(default_factory=dict)
+    """How the spec's further inputs are made, where not plainly: ``Spec.scenario``."""
+    together: int = 1
+    """Neighbouring sequences that dp keeps on one rank; 2 for preference pairs."""
     spread: float = 1.0
     """Standard deviation of the logits, before the temperature."""
     confidence: float = 0.0
@@ -66,6 +70,8 @@ class Problem:
     def __post_init__(self) -> None:
         if len(self.masks) != len(self.lengths):
             raise UsageError(f"problem: {len(self.masks)} masks for {len(self.lengths)} sequences; give one for each")
+        if len(self.lengths) % self.together:
+            raise UsageError(f"problem: {len(self.lengths)} sequences do not make groups of {self.together}")
         if sum(self.lengths) < 1 or min(self.lengths) < 0 or self.hidden < 1 or self.vocab < 1 or self.multiple < 1:
             raise UsageError("problem: it needs at least one token, and positive sizes of hidden, vocab and multiple")
         for token, row in self.pins:
@@ -87,7 +93,7 @@ class Problem:
 
     @property
     def partition(self) -> Partition:
-        return Partition(self.layout, self.lengths, self.vocab, self.vocab_split, self.multiple)
+        return Partition(self.layout, self.lengths, self.vocab, self.vocab_split, self.multiple, self.together)
 
     def to_json(self) -> str:
         """Without what is at its default: a field that is added some day leaves the problems of today, and their numbers, as they are."""
@@ -111,7 +117,7 @@ class Problem:
         for name in ("multiple", "vocab_split", "bias", "confidence", "pins", "spikes", "cotangent"):
             if (value := getattr(self, name)) != plain[name]:
                 parts.append(f"{name} {value}")
-        parts += [f"{name} {value}" for name, value in self.options.items()]
+        parts += [f"{name} {value}" for name, value in (self.options | self.scenario).items()]
         return ", ".join([*parts, f"seed {self.seed}"])
 
 

@@ -8,12 +8,15 @@ and a kernel may start at any of them (its head).
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from lossgate.declaration.candidate import ANY, Candidate
+from lossgate.declaration.contract import Contract, Placements
 from lossgate.errors import UsageError
+from lossgate.problems.batch import Batch
+from lossgate.problems.bits import Bits
 from lossgate.problems.partition import VOCAB_SPLITS, Dims
 
 
@@ -52,6 +55,9 @@ HEADS: Mapping[str, Head] = MappingProxyType(
             "from the last hidden states and the lm-head",
         ),
         "logits": Head({"logits": ("token", "vocab")}, "from the logits, before the temperature"),
+        "logprobs": Head({"logprobs": ("token",)}, "from the labels' log-probabilities"),
+        "values": Head({"values": ("token",)}, "from the value head's predictions"),
+        "rewards": Head({"rewards": ("sequence",)}, "from the reward model's scores"),
     }
 )
 
@@ -71,10 +77,14 @@ FEATURES: Mapping[str, Option] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class TokenValues:
-    """What the stages before the loss give it. All ``[tokens]``."""
+    """What the stages before the loss give it. ``[tokens]`` each; what needs the logits is None at heads without them."""
 
     logprobs: Tensor
-    entropy: Tensor
+    """Of the labels; ``[tokens, k]`` for a spec with ``Spec.columns``. At heads "values" and "rewards" those themselves."""
+    entropy: Tensor | None
+    lowest: Tensor | None = None
+    """The least logit of each token, before the temperature; and the greatest."""
+    highest: Tensor | None = None
 
 
 LossStage = Callable[[TokenValues, Mapping[str, Tensor], Any], tuple[Tensor, dict[str, Tensor]]]
@@ -82,21 +92,80 @@ LossStage = Callable[[TokenValues, Mapping[str, Tensor], Any], tuple[Tensor, dic
 
 
 @dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A scalar that a candidate may return."""
+
+    meaning: str
+    reduction: Literal["sum", "min", "max"] = "sum"
+    """How the parts of ranks that share a batch make the whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branch:
+    """A case that problems must visit before a verdict counts."""
+
+    meaning: str
+    needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """It can be visited only by a candidate that supports one of these values of each of these options."""
+    heads: tuple[str, ...] = ()
+    """It can be visited only there; empty for everywhere."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """What a spec makes its further fields from. T tokens of the padded pack, padding included; S sequences."""
+
+    batch: Batch
+    options: Any
+    bits: Bits
+    scenario: Mapping[str, str]
+    """``Spec.scenario``, all of it."""
+    logprobs: Tensor
+    """``[T]``: of the labels, by the reference; what the head gives in their place at heads without labels."""
+
+    @property
+    def tokens(self) -> int:
+        return self.batch.partition.tokens
+
+    @property
+    def sequences(self) -> int:
+        return len(self.batch.partition.lengths)
+
+
+MakeFields = Callable[[Draft], dict[str, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Spec:
     name: str
     summary: str
     source: str
-    loss: LossStage
+    loss: LossStage | None
     options_type: type
     options: tuple[Option, ...]
     inputs: Mapping[str, type]
     """The dataclass of a rank's inputs, for each head."""
-    metrics: Mapping[str, str]
-    """Metrics that a candidate may return, with their meaning; scalars."""
-    branches: Mapping[str, str] = field(default_factory=dict)
-    """The cases that problems must visit before a verdict counts, with their meaning."""
-    visited: Callable[[Any], set[str]]
-    """``(batch) -> `` the branches that it visits."""
+    outputs: tuple[str, ...] = ("loss", "logprobs")
+    """What a candidate may return beside metrics; the first is always owed, and carries gradients unless it declares others."""
+    metrics: Mapping[str, Metric]
+    branches: Mapping[str, Branch] = field(default_factory=dict)
+    visited: Callable[[Batch], set[str]]
+    """The branches that a batch visits."""
+    fields: Mapping[str, Dims] = field(default_factory=dict)
+    """Inputs beside those of ``PackedBatch`` and of the head, and how they are split."""
+    make_fields: MakeFields | None = None
+    scenario: tuple[Option, ...] = ()
+    """How the fields may be made: choices that problems draw."""
+    option_groups: tuple[tuple[str, ...], ...] = ()
+    """Options that make sense only together; drawn from the combinations that ``options_type`` accepts."""
+    together: int = 1
+    """Neighbouring sequences that dp keeps on one rank."""
+    columns: str | None = None
+    """The field ``[tokens, k]`` of vocabulary ids whose log-probabilities the loss needs, if not the labels'."""
+    kept: str | None = None
+    """The field ``[tokens, vocab]`` that says which logits take part in the softmax, if not all."""
+    kinks: bool = False
+    """The loss has clips and comparisons: tokens too near to one of them, for the dtype, are masked."""
 
     @property
     def features(self) -> dict[str, Option]:
@@ -111,7 +180,34 @@ class Spec:
                 raise UsageError(f"problem: {name!r} is no option of spec {self.name!r}; expected any of {', '.join(known)}")
             if not known[name].allows(value):
                 raise UsageError(f"problem: option {name} is {value!r}; spec {self.name!r} allows {known[name].domain}")
-        return self.options_type(**values)
+        try:
+            return self.options_type(**values)
+        except ValueError as error:
+            raise UsageError(f"problem: {error}") from None
+
+    def allows(self, values: Mapping[str, Any]) -> bool:
+        """Whether these options go together."""
+        try:
+            self.options_type(**values)
+        except ValueError:
+            return False
+        return True
+
+    def differentiable(self, candidate: Candidate) -> tuple[str, ...]:
+        return candidate.differentiable or self.outputs[:1]
+
+    def metric_placements(self, contract: Contract, name: str) -> Placements:
+        return contract.of_metric(name, self.metrics[name].reduction)
+
+    def required(self, candidate: Candidate) -> dict[str, Branch]:
+        """The branches that a verdict on ``candidate`` must have visited."""
+        return {name: branch for name, branch in self.branches.items() if self._reaches(candidate, branch)}
+
+    def _reaches(self, candidate: Candidate, branch: Branch) -> bool:
+        if branch.heads and candidate.head not in branch.heads:
+            return False
+        supported = {name: self.supported(candidate, name) for name in branch.needs}
+        return all(values is ANY or set(values) & set(branch.needs[name]) for name, values in supported.items())
 
     def check(self, candidate: Candidate) -> None:
         """Refuse a declaration that does not fit the spec."""
@@ -132,8 +228,9 @@ class Spec:
             raise UsageError(f"{who}: contract names the gradient of {unknown[0]!r}; head {candidate.head!r} has {', '.join(leaves)}")
         if unknown := [dim for dim in candidate.tiles if dim not in ("token", "vocab", "hidden")]:
             raise UsageError(f"{who}: tiles names dim {unknown[0]!r}; expected token, vocab or hidden")
-        if "loss" not in candidate.differentiable or set(candidate.differentiable) - {"loss", "logprobs"}:
-            raise UsageError(f"{who}: differentiable={candidate.differentiable!r}; expected ('loss',) or ('loss', 'logprobs')")
+        differentiable = self.differentiable(candidate)
+        if self.outputs[0] not in differentiable or set(differentiable) - set(self.outputs):
+            raise UsageError(f"{who}: differentiable={differentiable!r}; expected {self.outputs[0]!r}, alone or with others of {self.outputs!r}")
 
     def supported(self, candidate: Candidate, name: str) -> Any:
         """What ``candidate`` supports of option ``name``: ``ANY`` or a tuple of values."""

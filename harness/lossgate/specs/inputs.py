@@ -20,6 +20,8 @@ class PackedBatch:
     """``[T]`` bool: the label is trained. Never true for the last token of a sequence, nor for padding."""
     input_ids: Tensor
     """``[T]`` int64."""
+    sequence: Tensor
+    """``[T]`` int64: the number of each token's sequence, among those of this dp rank."""
     cu_seqlens: Tensor
     """``[sequences + 1]`` int32: where the sequences of this dp rank would start, end to end without padding."""
     cu_seqlens_padded: Tensor
@@ -36,8 +38,8 @@ class PackedBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HiddenInputs(PackedBatch):
-    """Head "hidden"."""
+class HiddenHead:
+    """What head "hidden" gives."""
 
     hidden: Tensor
     """``[T, H]``, requires grad."""
@@ -48,8 +50,26 @@ class HiddenInputs(PackedBatch):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogitsInputs(PackedBatch):
-    """Head "logits"."""
+class LogitsHead:
+    """What head "logits" gives."""
 
     logits: Tensor
     """``[T, local vocab]``, requires grad; before the temperature."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogprobsHead:
+    """What head "logprobs" gives."""
+
+    logprobs: Tensor
+    """``[T]``, of the labels; requires grad. Equal on all tp ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HiddenInputs(HiddenHead, PackedBatch):
+    """Of a spec that adds nothing to ``PackedBatch``, at head "hidden"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitsInputs(LogitsHead, PackedBatch):
+    """At head "logits"."""

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names and dims of what a candidate gives: "loss", "logprobs", a metric's name, and "grad of <leaf>"."""
+"""Names and dims of what a candidate gives: "loss", "logprobs", "token_entropy", a metric's name, and "grad of <leaf>"."""
 
 from collections.abc import Mapping
 
 from lossgate.problems.partition import Dims
 from lossgate.specs.base import HEADS
 
-OUTPUT_DIMS: Mapping[str, Dims] = {"loss": (), "logprobs": ("token",)}
+OUTPUT_DIMS: Mapping[str, Dims] = {"loss": (), "logprobs": ("token",), "token_entropy": ("token",)}
 """Dims of the outputs that are no gradient; metrics are scalars."""
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from dense_losses import linear_logits, token_entropy, token_logprobs
 from lossgate.problems.batch import Batch
 from lossgate.specs import find_spec
-from lossgate.specs.base import TokenValues
+from lossgate.specs.base import Spec, TokenValues
 from lossgate.specs.outputs import grad_name
 
 
@@ -19,15 +19,36 @@ def run_reference(batch: Batch) -> dict[str, Tensor]:
     spec, problem = find_spec(batch.problem.spec), batch.problem
     options = spec.make_options(problem.options)
     leaves = {name: leaf.clone().requires_grad_() for name, leaf in batch.leaves.items()}
-    values = token_values(leaves, batch.fields["labels"], getattr(options, "temperature", 1.0))
-    loss, metrics = spec.loss(values, batch.fields, options)
-    outputs = {"loss": loss, "logprobs": values.logprobs, **metrics}
-    roots = [outputs[name] for name in batch.cotangents]
+    values = token_values(batch, spec, options, leaves)
+    outputs: dict[str, Tensor] = {"logprobs": values.logprobs} if "logprobs" in spec.outputs else {}
+    if "token_entropy" in spec.outputs and values.entropy is not None:
+        outputs["token_entropy"] = values.entropy
+    if spec.loss is not None:
+        loss, metrics = spec.loss(values, batch.fields, options)
+        outputs |= {"loss": loss, **metrics}
+    roots = [_finite(outputs[name]) for name in batch.cotangents]
     gradients = torch.autograd.grad(roots, list(leaves.values()), list(batch.cotangents.values()))
     return {name: tensor.detach() for name, tensor in outputs.items()} | {grad_name(n): g for n, g in zip(leaves, gradients, strict=True)}
 
 
-def token_values(leaves: Mapping[str, Tensor], labels: Tensor, temperature: Any) -> TokenValues:
+def _finite(x: Tensor) -> Tensor:
+    """Without the log-probabilities of labels that a filter left out: -inf, which no gradient can move."""
+    return torch.where(x.isfinite(), x, 0.0)
+
+
+def token_values(batch: Batch, spec: Spec, options: Any, leaves: Mapping[str, Tensor] | None = None) -> TokenValues:
     """The stages from a head's inputs to the loss."""
+    leaves = batch.leaves if leaves is None else leaves
+    if "hidden" not in leaves and "logits" not in leaves:
+        return TokenValues(logprobs=next(iter(leaves.values())), entropy=None)
     logits = leaves["logits"] if "logits" in leaves else linear_logits(leaves["hidden"], leaves["weight"], leaves.get("bias"))
-    return TokenValues(logprobs=token_logprobs(logits, labels, temperature), entropy=token_entropy(logits, temperature))
+    temperature = getattr(options, "temperature", 1.0)
+    lowest, highest = logits.detach().aminmax(dim=-1)
+    if spec.kept is not None:
+        logits = logits.masked_fill(~batch.fields[spec.kept], float("-inf"))
+    if spec.columns is not None and spec.columns in batch.fields:
+        columns = batch.fields[spec.columns]
+        logprobs = torch.stack([token_logprobs(logits, ids, temperature) for ids in columns.unbind(1)], 1)
+    else:
+        logprobs = token_logprobs(logits, batch.fields["labels"], temperature)
+    return TokenValues(logprobs=logprobs, entropy=token_entropy(logits, temperature), lowest=lowest, highest=highest)

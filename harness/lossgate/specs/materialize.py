@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a problem to all of its tensors: those of every spec, and the fields that its own spec adds."""
+
+from dataclasses import replace
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from lossgate.dtypes import DTYPES
+from lossgate.problems.batch import Batch, cotangents, draw
+from lossgate.problems.bits import Bits
+from lossgate.problems.problem import Problem
+from lossgate.specs import find_spec
+from lossgate.specs.base import Draft, Spec
+from lossgate.specs.decisions import unsettled
+from lossgate.specs.reference import token_values
+
+_SIGMAS = 6
+_PROBES = 4
+_ROUNDS = 5
+
+
+def materialize(problem: Problem) -> Batch:
+    """Make the tensors of ``problem``. The same problem gives the same ones, bit for bit, on every machine."""
+    spec, batch = find_spec(problem.spec), draw(problem)
+    options = spec.make_options(problem.options)
+    if spec.make_fields is not None:
+        values = token_values(batch, spec, options)
+        scenario = {choice.name: choice.default for choice in spec.scenario} | problem.scenario
+        made = spec.make_fields(Draft(batch=batch, options=options, bits=Bits(problem.to_json()), scenario=scenario, logprobs=values.logprobs))
+        exact = {name: value.float().double() if value.is_floating_point() else value for name, value in made.items()}
+        batch = _counted(replace(batch, fields={**batch.fields, **exact}, field_dims=spec.fields))
+        if spec.kinks:
+            batch = _settle(batch, spec, options)
+    return replace(batch, cotangents=cotangents(problem, batch.fields, spec.outputs))
+
+
+def _counted(batch: Batch) -> Batch:
+    """With the counts of what is trained brought up to date."""
+    fields = dict(batch.fields)
+    trained, every = fields["mask"], torch.tensor(len(batch.partition.lengths))
+    if (samples := fields.get("sample_mask")) is not None:
+        trained = trained & samples[fields["sequence"]]
+        every = samples.sum()
+    fields["valid_tokens"] = trained.sum()
+    if "valid_sequences" in batch.field_dims:
+        fields["valid_sequences"] = every
+    return replace(batch, fields=fields)
+
+
+def _settle(batch: Batch, spec: Spec, options: object) -> Batch:
+    """Mask the tokens at which rounding could change the outcome of a comparison.
+
+    At a kink of the loss either one-sided gradient is right, and no noise tells which one a kernel finds. The loss is
+    run with log-probabilities moved by as much as rounding in the problem's dtype may move them; where a clip or a
+    comparison comes out otherwise, its token, or all of its sequence, is left out.
+    """
+    bits, gap = Bits(batch.problem.to_json()), _SIGMAS * _noise(batch, options)
+    for round_ in range(_ROUNDS):
+        values = token_values(batch, spec, options)
+        probes = [values.logprobs + gap, values.logprobs - gap]
+        probes += [values.logprobs + gap * bits.normal(f"probe {round_} {i}", *values.logprobs.shape).sign() for i in range(_PROBES - 2)]
+        tokens, sequences = unsettled(spec, options, values, probes, batch)
+        close = tokens | sequences[batch.fields["sequence"]]
+        if not bool((close & batch.fields["mask"]).any()):
+            break
+        batch = _counted(replace(batch, fields={**batch.fields, "mask": batch.fields["mask"] & ~close}))
+    return batch
+
+
+def _noise(batch: Batch, options: object) -> Tensor:
+    """Standard deviation of a log-probability, were everything rounded to the problem's dtype."""
+    unit, temperature = torch.finfo(DTYPES[batch.problem.dtype]).eps / 2, float(getattr(options, "temperature", 1.0))
+    if "hidden" in batch.leaves:
+        logits = batch.leaves["hidden"] @ batch.leaves["weight"].T + batch.leaves.get("bias", 0.0)
+    else:
+        logits = next(iter(batch.leaves.values()))
+    return unit * logits.abs().max().clamp(min=1) / temperature / sqrt(3)
