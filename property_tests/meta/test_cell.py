@@ -54,6 +54,12 @@ def test_few_problems_are_inconclusive(agreed: CellResult) -> None:
     assert any("never visited" in reason for reason in result.reasons)
 
 
+def test_no_more_rounds_are_tried_than_allowed() -> None:
+    result = verified(RIGHT, examples=1, rounds=2)
+    assert result.verdict is Verdict.INCONCLUSIVE
+    assert len(result.examined) == 2
+
+
 def test_more_are_tried_while_a_cell_is_inconclusive() -> None:
     result = verified(RIGHT, examples=3, rounds=20)
     assert result.verdict is Verdict.AGREE

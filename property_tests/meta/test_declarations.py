@@ -2,6 +2,7 @@
 """Declarations and what a candidate returns: each slip is told in one clear line."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,39 @@ def test_contracts_that_leave_factors_to_the_caller_agree(make_world: MakeWorld)
     assert examine(declared, problem, world).agrees
     wrong = examine(silent, problem, world)
     assert wrong.findings[0].startswith("loss: 2 times the reference")
+
+
+def test_outputs_are_put_together_as_the_contract_says(make_world: MakeWorld) -> None:
+    """By default a metric is summed over dp, and log-probabilities are the same on every tp rank."""
+    contract = Contract(metrics={"entropy": {"dp": "avg"}}, logprobs={"tp": "sum"})
+
+    @candidate("nll", head="hidden", axes=("dp", "tp"), contract=contract)
+    def of_its_rank(inputs: Any, options: Any, mesh: Any) -> Outputs:
+        rank = float(mesh.get_local_rank("tp"))
+        everything = 0.0 * inputs.hidden.sum() + 0.0 * inputs.weight.sum()
+        return Outputs(loss=everything, logprobs=torch.full(inputs.labels.shape, 1 + rank), metrics={"entropy": torch.tensor(3.0)})
+
+    world = make_world("dp=2,tp=2")
+    problem = replace(PROBLEM, layout=world.layout, lengths=(2, 2), masks=("all", "all"))
+    result = execute(of_its_rank, materialize(problem), world)
+    assert not result.faults
+    assert result.outputs["entropy"].item() == 3
+    assert result.outputs["logprobs"].tolist() == [3, 3, 3, 3]
+
+
+def test_a_rank_without_tokens_owes_no_gradient_of_them(make_world: MakeWorld) -> None:
+    """That of the weight, of which it has its share, it owes."""
+
+    def leaves_early(inputs: Any, options: Any, mesh: Any) -> Any:
+        return inputs.weight.sum() if not len(inputs.labels) else inputs.hidden.sum() + inputs.weight.sum()
+
+    def forgets_the_weight(inputs: Any, options: Any, mesh: Any) -> Any:
+        return inputs.hidden.sum() if not len(inputs.labels) else leaves_early(inputs, options, mesh)
+
+    world = make_world("dp=2")
+    batch, declare = materialize(replace(PROBLEM, layout=world.layout)), candidate("nll", head="hidden", axes=("dp",))
+    assert not execute(declare(leaves_early), batch, world).faults
+    assert execute(declare(forgets_the_weight), batch, world).faults == {"grad of weight": ("nothing reached it on rank 1",)}
 
 
 def test_a_finding_is_declared_with_its_example() -> None:

@@ -13,11 +13,11 @@ from lossgate.judge.statistics import SCALE
 BFLOAT16 = 2.0**-8
 
 
-def comparisons(bias: float, sd: float, alike: float = 0.0, count: int = 100, seed: int = 0) -> list[Comparison]:
+def comparisons(bias: float, sd: float, alike: float = 0.0, count: int = 100, seed: int = 0, unit: float = BFLOAT16) -> list[Comparison]:
     """SCALEs with a bias, noise of ``sd`` that the ensemble knows of, and rounding of up to ``alike`` that it does not."""
     random_ = random.Random(seed)
     scales = [bias + random_.gauss(0, sd) + random_.uniform(-alike, alike) for _ in range(count)]
-    return [Comparison(output="x", values={SCALE: scale}, limits={SCALE: 1.0}, sd=sd, unit=BFLOAT16) for scale in scales]
+    return [Comparison(output="x", values={SCALE: scale}, limits={SCALE: 1.0}, sd=sd, unit=unit) for scale in scales]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -53,6 +53,12 @@ def test_rounding_that_hits_all_alike_widens_the_limit() -> None:
 def test_noisy_problems_count_little() -> None:
     noisy = comparisons(0.5, 0.5, count=10)
     assert pool("x", [*comparisons(0.0, 1e-4), *noisy]).limit < 2 * pool("x", comparisons(0.0, 1e-4)).limit
+
+
+def test_what_approximations_of_exp_and_log_in_float32_are_off_by_is_no_bias() -> None:
+    """However sharply a great many problems would show it."""
+    assert pool("x", comparisons(2**-25, 1e-12, unit=2**-24)).agrees
+    assert not pool("x", comparisons(2**-23, 1e-12, unit=2**-24)).agrees
 
 
 def test_nothing_to_pool_sees_nothing() -> None:
