@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 
+from rich.box import SIMPLE
 from rich.markup import escape
 from rich.table import Table
 
@@ -10,12 +11,13 @@ from lossgate.declaration.candidate import ANY, Candidate
 from lossgate.engine.loading import load_candidates
 from lossgate.specs import SPECS, find_spec
 from lossgate.specs.base import HEADS
+from lossgate.specs.options import field_meanings
 
 
 def spec_tables() -> Iterator[Table]:
     """One for each spec."""
     for spec in SPECS.values():
-        table = Table(title=f"{spec.name}: {spec.summary}  (source: {spec.source})", title_justify="left", show_lines=True)
+        table = Table(title=f"{spec.name}: {spec.summary}  (source: {spec.source})", title_justify="left", box=SIMPLE)
         for heading in ("", "name", "values", "default", "meaning"):
             table.add_column(heading)
         for name in spec.inputs:
@@ -23,19 +25,19 @@ def spec_tables() -> Iterator[Table]:
             leaves = "; ".join(f"{leaf}[{', '.join(dims)}]" for leaf, dims in head.leaves.items())
             table.add_row("head", name, escape(leaves), "", head.meaning)
         for option in spec.options:
-            table.add_row("option", option.name, option.domain, str(option.default), option.meaning)
+            table.add_row("option", option.name, option.domain, str(option.default), escape(option.meaning))
         for name, feature in spec.features.items():
             if feature not in spec.options:
                 table.add_row("feature", name, feature.domain, str(feature.default), feature.meaning)
+        meanings = dict(field_meanings(next(iter(spec.inputs.values()))))
         for name, dims in spec.fields.items():
-            table.add_row("input", name, escape(f"[{', '.join(dims)}]"), "", "")
+            table.add_row("input", name, escape(f"[{', '.join(dims)}]"), "", escape(meanings[name]))
         for name, metric in spec.metrics.items():
             table.add_row("metric", name, "", "", f"{metric.meaning} (ranks: {metric.reduction})")
         for choice in spec.scenario:
             table.add_row("scenario", choice.name, choice.domain, str(choice.default), choice.meaning)
         for name, branch in spec.branches.items():
-            needs = ", ".join(f"{option} in {values}" for option, values in branch.needs.items())
-            table.add_row("branch", name, escape(needs), "", branch.meaning)
+            table.add_row("branch", name, "", "", branch.meaning)
         yield table
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verdicts: what makes a cell agree, disagree, or say nothing."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,6 +53,12 @@ def test_few_problems_are_inconclusive(agreed: CellResult) -> None:
     result = verified(RIGHT, examples=1, rounds=1)
     assert result.verdict is Verdict.INCONCLUSIVE
     assert any("never visited" in reason for reason in result.reasons)
+
+
+def test_no_more_rounds_are_tried_than_allowed() -> None:
+    result = verified(RIGHT, examples=1, rounds=2)
+    assert result.verdict is Verdict.INCONCLUSIVE
+    assert len(result.examined) == 2
 
 
 def test_more_are_tried_while_a_cell_is_inconclusive() -> None:
@@ -142,3 +149,23 @@ def test_a_finding_that_shows_no_more_is_no_pass() -> None:
     assert result.verdict is Verdict.DISAGREE
     assert not result.expected
     assert result.reasons == ("known finding torch-2 shows no more: its frozen example agrees; verify the candidate without it",)
+
+
+def test_a_finding_needs_an_example_that_disagrees_alone(tmp_path: Path) -> None:
+    frozen = json.loads((FINDINGS / "torch-2-chunked-loss.json").read_text())
+    (tmp_path / "pooled.json").write_text(json.dumps({**frozen, "pooled": True}))
+    with pytest.raises(UsageError, match=r"finding x: the problems of .*pooled.json disagree only together"):
+        plan([replace(RIGHT, finding=Finding(name="x", example=tmp_path / "pooled.json"))], Settings())
+
+
+def test_a_finding_that_shows_otherwise_is_no_pass() -> None:
+    """Such as a kernel that no longer runs at all."""
+
+    def broken(inputs: object, options: object, mesh: object) -> object:
+        raise AttributeError("no such function")
+
+    gone = replace(RIGHT, kernel=broken, finding=Finding(name="torch-2", example=FINDINGS / "torch-2-chunked-loss.json"))
+    (cell,) = plan([gone], Settings())
+    result = run_cell(cell, Settings())
+    assert not result.expected
+    assert result.reasons[0] == "known finding torch-2 has changed: it was known by grad of weight and loss, not RankRaised"

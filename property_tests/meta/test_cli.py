@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from lossgate.cli import main
+from lossgate import Layout
+from lossgate import candidate as declare
+from lossgate.cli import Exit, exit_code, main
+from lossgate.engine.cell import Cell, CellResult, Verdict
 
 KERNELS = """
 import torch, lossgate
@@ -108,6 +111,29 @@ def test_side_by_side_gives_the_same(folder: Path) -> None:
     one, two = ([json.loads(line) for line in (folder / name).read_text().splitlines()] for name in ("one.jsonl", "two.jsonl"))
     assert [c["layout"] for c in one] == [c["layout"] for c in two] == ["single", "cp=2", "dp=2"]
     assert [c["worst"] for c in one] == [c["worst"] for c in two]
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "code"),
+    [
+        ("", Exit.AGREE),
+        ("AGREE AGREE", Exit.AGREE),
+        ("AGREE INCONCLUSIVE", Exit.INCONCLUSIVE),
+        ("INCONCLUSIVE DISAGREE AGREE", Exit.DISAGREE),
+        ("DISAGREE INCONCLUSIVE", Exit.DISAGREE),
+        ("known AGREE", Exit.AGREE),
+        ("known INCONCLUSIVE", Exit.INCONCLUSIVE),
+        ("known DISAGREE", Exit.DISAGREE),
+    ],
+)
+def test_the_exit_code_is_that_of_the_worst_cell(verdicts: str, code: Exit) -> None:
+    """Known disagreements are no reason to fail, and excuse no other cell."""
+    assert exit_code(cell_result("DISAGREE" if word == "known" else word, expected=word == "known") for word in verdicts.split()) == code
+
+
+def cell_result(verdict: str, expected: bool) -> CellResult:
+    cell = Cell(declare("nll", head="logits", name="a")(lambda inputs, options, mesh: inputs.logits.sum()), Layout(), "float32")
+    return CellResult(cell=cell, verdict=Verdict(verdict), reasons=(), examined=(), expected=expected)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 """Declarations and what a candidate returns: each slip is told in one clear line."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def test_bad_declarations(changes: dict[str, Any], told: str) -> None:
         ("nll", {"contract": Contract(metrics={"accuracy": {}})}, "contract names metric 'accuracy'; spec 'nll' has entropy"),
         ("nll", {"contract": Contract(grads={"logits": {}})}, "contract names the gradient of 'logits'; head 'hidden' has hidden, weight, bias"),
         ("nll", {"tiles": {"batch": 4}}, "tiles names dim 'batch'; expected token, vocab or hidden"),
-        ("nll", {"differentiable": ("entropy",)}, "differentiable=('entropy',); expected ('loss',) or ('loss', 'logprobs')"),
+        ("nll", {"differentiable": ("entropy",)}, "differentiable=('entropy',); expected 'loss', alone or with others of ('loss', 'logprobs')"),
     ],
 )
 def test_declarations_that_do_not_fit_the_spec(spec: str, changes: dict[str, Any], told: str) -> None:
@@ -69,7 +70,7 @@ def test_declarations_that_do_not_fit_the_spec(spec: str, changes: dict[str, Any
         (lambda: Precision(chunk=0), "Precision(chunk=0): expected a positive number of tokens, or None"),
         (lambda: Precision(grads_in_forward="yes"), "Precision(grads_in_forward='yes'): expected True or False"),
         (lambda: Contract(loss={"pp": "sum"}), "Contract(loss): unknown mesh axis 'pp'; expected one of dp, cp, tp"),
-        (lambda: Contract(grads={"weight": {"dp": "mean"}}), "Contract(grads['weight']): dp='mean'; expected 'replicate', 'sum' or 'avg'"),
+        (lambda: Contract(grads={"weight": {"dp": "mean"}}), "Contract(grads['weight']): dp='mean'; expected one of replicate, sum, avg, min, max"),
         (lambda: suite(kernel), "expected a candidate; decorate the kernel with @lossgate.candidate(...)"),
         (lambda: load_candidates("nowhere.py"), "nowhere.py: no such file"),
         (lambda: load_candidates("no.such.module"), "no.such.module: no such module; expected a file ending in .py or an importable module"),
@@ -154,6 +155,39 @@ def test_contracts_that_leave_factors_to_the_caller_agree(make_world: MakeWorld)
     assert examine(declared, problem, world).agrees
     wrong = examine(silent, problem, world)
     assert wrong.findings[0].startswith("loss: 2 times the reference")
+
+
+def test_outputs_are_put_together_as_the_contract_says(make_world: MakeWorld) -> None:
+    """By default a metric is summed over dp, and log-probabilities are the same on every tp rank."""
+    contract = Contract(metrics={"entropy": {"dp": "avg"}}, logprobs={"tp": "sum"})
+
+    @candidate("nll", head="hidden", axes=("dp", "tp"), contract=contract)
+    def of_its_rank(inputs: Any, options: Any, mesh: Any) -> Outputs:
+        rank = float(mesh.get_local_rank("tp"))
+        everything = 0.0 * inputs.hidden.sum() + 0.0 * inputs.weight.sum()
+        return Outputs(loss=everything, logprobs=torch.full(inputs.labels.shape, 1 + rank), metrics={"entropy": torch.tensor(3.0)})
+
+    world = make_world("dp=2,tp=2")
+    problem = replace(PROBLEM, layout=world.layout, lengths=(2, 2), masks=("all", "all"))
+    result = execute(of_its_rank, materialize(problem), world)
+    assert not result.faults
+    assert result.outputs["entropy"].item() == 3
+    assert result.outputs["logprobs"].tolist() == [3, 3, 3, 3]
+
+
+def test_a_rank_without_tokens_owes_no_gradient_of_them(make_world: MakeWorld) -> None:
+    """That of the weight, of which it has its share, it owes."""
+
+    def leaves_early(inputs: Any, options: Any, mesh: Any) -> Any:
+        return inputs.weight.sum() if not len(inputs.labels) else inputs.hidden.sum() + inputs.weight.sum()
+
+    def forgets_the_weight(inputs: Any, options: Any, mesh: Any) -> Any:
+        return inputs.hidden.sum() if not len(inputs.labels) else leaves_early(inputs, options, mesh)
+
+    world = make_world("dp=2")
+    batch, declare = materialize(replace(PROBLEM, layout=world.layout)), candidate("nll", head="hidden", axes=("dp",))
+    assert not execute(declare(leaves_early), batch, world).faults
+    assert execute(declare(forgets_the_weight), batch, world).faults == {"grad of weight": ("nothing reached it on rank 1",)}
 
 
 def test_a_finding_is_declared_with_its_example() -> None:

@@ -9,7 +9,7 @@ import torch
 from controls import ALL_BFLOAT16, BUGS, STYLES, Style, make
 from torch import Tensor
 
-from lossgate import Candidate, Layout, Outputs, Precision, Problem, candidate
+from lossgate import Candidate, Contract, Layout, Outputs, Precision, Problem, candidate
 from lossgate.engine.examine import Examination, examine
 from lossgate.engine.strategies import sample_problems
 from lossgate.execution.execute import execute
@@ -17,7 +17,9 @@ from lossgate.judge import agreement, power
 from lossgate.judge.agreement import Comparison, compare
 from lossgate.judge.ensemble import run_ensemble
 from lossgate.judge.explain import explain
-from lossgate.judge.statistics import NOISE, SCALE, WORST, Grouping
+from lossgate.judge.grids import FLOAT32
+from lossgate.judge.groupings import groupings_of
+from lossgate.judge.statistics import NOISE, SCALE, WORST, Grouping, NoiseModel
 from lossgate.specs.inputs import HiddenInputs
 from lossgate.specs.materialize import materialize
 from lossgate.specs.reference import run_reference
@@ -103,6 +105,26 @@ def test_a_coarser_declaration_costs_power_alone(make_world: MakeWorld) -> None:
     fine, coarse = (by_output(examine(c, problem("bfloat16"), world)) for c in (kernel, modest))
     assert all(comparison.agrees for comparison in coarse.values())
     assert all(coarse[output].mde >= fine[output].mde for output in ("grad of hidden", "grad of weight", "logprobs"))
+
+
+@pytest.mark.parametrize(
+    ("precision", "output", "agrees"),
+    [
+        (Precision(dlogits="bfloat16"), "grad of hidden", True),
+        (Precision(loss="bfloat16"), "grad of weight", True),
+        (Precision(), "grad of hidden", False),
+        (Precision(dlogits="bfloat16"), "logprobs", False),
+    ],
+    ids=["dlogits in bfloat16", "loss in bfloat16", "all in float32", "not on the way"],
+)
+def test_rounding_on_the_way_to_a_gradient_may_hit_all_of_it_alike(make_world: MakeWorld, precision: Precision, output: str, agrees: bool) -> None:
+    """Though the gradient itself comes in float32. It may not hit what is not on that way."""
+    kernel, batch = make(STYLES["float32"][1]), materialize(problem("float32"))
+    result = execute(kernel, batch, make_world("single"))
+    shifted = replace(result, outputs={name: tensor * (1 + 0.9 * 2**-8) for name, tensor in result.outputs.items()})
+    declared = replace(kernel, precision={"float32": precision})
+    (comparison,) = (c for c in agreement.judge(declared, batch, shifted) if c.output == output)
+    assert comparison.agrees == agrees
 
 
 def result_of(problem_: Problem, change: Callable[[dict[str, Tensor]], None], world: SimulatedWorld) -> dict[str, Comparison]:
@@ -195,6 +217,51 @@ def test_parts_of_the_vocabulary_can_fail(make_world: MakeWorld, part: str) -> N
     comparison = result_of(drawn, spoil, world)["grad of weight"]
     assert comparison.excess[part] > 1
     assert comparison.places[part] == {"vocab row": "7", "vocab tile": "1", "vocab shard": "1"}[part]
+
+
+def test_a_rank_s_tokens_can_fail(make_world: MakeWorld) -> None:
+    drawn = problem("bfloat16", "cp=2")
+    held = materialize(drawn).partition.token_shards[0, 1]
+
+    def spoil(outputs: dict[str, Tensor]) -> None:
+        outputs["grad of hidden"] = outputs["grad of hidden"].index_put((held,), 1.02 * outputs["grad of hidden"][held])
+
+    comparison = result_of(drawn, spoil, make_world("cp=2"))["grad of hidden"]
+    assert comparison.excess["token shard"] > 1
+    assert comparison.places["token shard"] == "1"
+
+
+def test_vocabulary_tiles_are_those_that_the_kernel_declares() -> None:
+    batch, kernel = materialize(problem("bfloat16", vocab=7)), make(STYLES["bfloat16"][0])
+
+    def tiles(declared: Candidate) -> list[list[int]]:
+        return [g.index.tolist() for g in groupings_of("grad of weight", batch, declared) if g.name == "vocab tile"]
+
+    assert tiles(replace(kernel, tiles={"vocab": (3,)})) == [[0, 0, 0, 1, 1, 1, 2]]
+    assert tiles(kernel) == []  # one tile of the usual size holds all rows
+
+
+def test_one_entry_may_be_three_times_as_far_off_as_the_worst_of_the_members() -> None:
+    reference = torch.ones(30, 20, dtype=torch.float64)
+    noise = 1e-3 * torch.randn(12, 30, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def judged(times: float) -> Comparison:
+        wrong = reference.clone()
+        wrong[7, 4] += times * noise.abs().max()
+        return compare("x", wrong, reference, reference + noise, 2**-24, 2**-24)
+
+    assert judged(2.5).agrees
+    assert [name for name, share in judged(3.5).excess.items() if share > 1] == [WORST]
+    assert judged(3.5).places[WORST] == "7, 4"
+
+
+def test_no_member_is_judged_by_noise_that_it_helped_to_make() -> None:
+    reference = torch.ones(6, 5, dtype=torch.float64)
+    deviations = 1e-3 * torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = NoiseModel(reference, deviations, 2**-24).precision_without_each()
+    for i in range(4):
+        others = torch.cat([deviations[:i], deviations[i + 1 :]])
+        assert torch.allclose(found[i], NoiseModel(reference, others, 2**-24).precision()[0], rtol=1e-12)
 
 
 # Statements about itself
@@ -315,6 +382,46 @@ def test_coarser_stages_make_more_noise(stages: dict[str, object], output: str) 
         return float((run_ensemble(kernel, batch, 16, 1)[output] - reference[output]).square().mean().sqrt())
 
     assert noise(Precision(**stages)) > 1.05 * noise(Precision())  # type: ignore[arg-type]
+
+
+def noise_of(output: str, problem_: Problem, kernel: Candidate, members: int = 16) -> Tensor:
+    """What the members are off by."""
+    batch = materialize(problem_)
+    return run_ensemble(kernel, batch, members, 1)[output] - run_reference(batch)[output]
+
+
+def test_a_rounded_temperature_errs_alike_on_all_tokens() -> None:
+    """A kernel holds 1 / 0.75 in float32. What errs for each token alone averages out over 400 of them."""
+
+    def relative_error_of_the_sum(temperature: float) -> float:
+        drawn = problem("float32", lengths=(400,), masks=("all",), vocab=8, spread=30.0, options={"temperature": temperature})
+        reference = run_reference(materialize(drawn))["logprobs"]
+        off = noise_of("logprobs", drawn, make(STYLES["float32"][1]), 32).sum(1) / reference.sum()
+        return float(off.square().mean().sqrt())
+
+    assert relative_error_of_the_sum(0.75) > 0.4 * FLOAT32.unit
+    assert relative_error_of_the_sum(1.0) < 0.2 * FLOAT32.unit
+
+
+def test_parts_that_the_caller_adds_are_rounded_to_the_dtype_in_which_they_are_returned() -> None:
+    kernel = make(STYLES["bfloat16"][0])
+    leaves_it = replace(kernel, contract=Contract(grads={"hidden": {"tp": "sum"}}))
+    own, callers = (float(noise_of("grad of hidden", problem("bfloat16", "tp=4"), k).square().mean()) for k in (kernel, leaves_it))
+    assert callers > 2 * own
+
+
+@pytest.mark.parametrize(
+    ("logit", "roundings"),
+    [
+        (-1.0, 1.0),  # errors of lse and of p cancel, and those of the two numbers that are subtracted are left
+        (128.0, 1000.0),  # errors of lse make p err, which the logit multiplies
+    ],
+)
+def test_entropy_is_as_noisy_as_a_kernel_that_subtracts_the_mean_logit_from_lse(logit: float, roundings: float) -> None:
+    """With a vocabulary of one row both are the logit, and all of it cancels."""
+    drawn = problem("float32", head="logits", lengths=(2,), masks=("all",), vocab=1, spikes=((0, 0, logit),), options={})
+    variance_of_one = (logit * FLOAT32.unit) ** 2 * 2 / 3
+    assert float(noise_of("entropy", drawn, make(STYLES["float32"][1]), 1000).square().mean()) > roundings * variance_of_one
 
 
 # Words

@@ -89,6 +89,17 @@ def test_replicas_that_differ_are_told() -> None:
     assert assemble(parts, ("token",), {"tp": "replicate"}, partition, 1).faults == ("ranks 0 and 2 should hold the same, and differ by up to 0.25",)
 
 
+def test_replicas_are_compared_bit_by_bit() -> None:
+    partition = Partition(Layout(tp=2), (1,), vocab=2)
+
+    def faults(first: float, second: float) -> int:
+        return len(assemble([torch.tensor([first]), torch.tensor([second])], ("token",), {"tp": "replicate"}, partition, 1).faults)
+
+    assert faults(1.0, 1.0 + 2**-23) == 1  # neighbours in float32
+    assert faults(0.0, 1e-45) == 1
+    assert faults(float("nan"), float("nan")) == 0  # which the judge tells
+
+
 def test_gradient_of_padding_rows_is_told() -> None:
     partition = Partition(Layout(tp=2), (1,), vocab=3, vocab_split="padded")
     clean = assemble([torch.ones(2), torch.tensor([1.0, 0.0])], ("vocab",), {}, partition, 1)

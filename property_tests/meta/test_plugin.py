@@ -63,6 +63,20 @@ def test_an_inconclusive_item_fails(user: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["INCONCLUSIVE  right  bfloat16  single", "  *never visited: *; try more problems"])
 
 
+def test_a_known_finding_passes(pytester: pytest.Pytester) -> None:
+    from lossgate.engine.loading import load_candidates
+
+    source = f"{Path(__file__).parents[2]}/ci/candidates/pytorch.py:torch_loss_parallel_uneven"
+    assert load_candidates(source)  # here, since pytester forgets what is imported within, and torch can't be imported twice
+    pytester.makepyfile(
+        f"import lossgate\nfrom lossgate.engine.loading import load_candidates\ntest_known = lossgate.suite(*load_candidates({source!r}))\n"
+    )
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "--lossgate-evidence", "out.jsonl")
+    result.assert_outcomes(passed=1)
+    (cell,) = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
+    assert (cell["verdict"], cell["finding"]) == ("DISAGREE", "torch-4")
+
+
 def test_the_profile_of_the_command_line_wins(user: pytest.Pytester) -> None:
     result = user.runpytest_subprocess("-p", "no:cacheprovider", "-k", "few", "--lossgate-profile", "dev")
     result.assert_outcomes(passed=1)

@@ -2,6 +2,7 @@
 """Pooling: a bias too small for one comparison is seen over many, and rounding that hits a whole result alike is not one."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -13,11 +14,11 @@ from lossgate.judge.statistics import SCALE
 BFLOAT16 = 2.0**-8
 
 
-def comparisons(bias: float, sd: float, alike: float = 0.0, count: int = 100, seed: int = 0) -> list[Comparison]:
+def comparisons(bias: float, sd: float, alike: float = 0.0, count: int = 100, seed: int = 0, unit: float = BFLOAT16) -> list[Comparison]:
     """SCALEs with a bias, noise of ``sd`` that the ensemble knows of, and rounding of up to ``alike`` that it does not."""
     random_ = random.Random(seed)
     scales = [bias + random_.gauss(0, sd) + random_.uniform(-alike, alike) for _ in range(count)]
-    return [Comparison(output="x", values={SCALE: scale}, limits={SCALE: 1.0}, sd=sd, unit=BFLOAT16) for scale in scales]
+    return [Comparison(output="x", values={SCALE: scale}, limits={SCALE: 1.0}, sd=sd, unit=unit) for scale in scales]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -53,6 +54,23 @@ def test_rounding_that_hits_all_alike_widens_the_limit() -> None:
 def test_noisy_problems_count_little() -> None:
     noisy = comparisons(0.5, 0.5, count=10)
     assert pool("x", [*comparisons(0.0, 1e-4), *noisy]).limit < 2 * pool("x", comparisons(0.0, 1e-4)).limit
+
+
+def test_what_approximations_of_exp_and_log_in_float32_are_off_by_is_no_bias() -> None:
+    """However sharply a great many problems would show it."""
+    assert pool("x", comparisons(2**-25, 1e-12, unit=2**-24)).agrees
+    assert not pool("x", comparisons(2**-23, 1e-12, unit=2**-24)).agrees
+
+
+def test_a_single_problem_is_judged_by_its_own_limit() -> None:
+    """Its rounding may have hit all of it alike, and there is no other problem to tell."""
+    (alone,) = comparisons(3e-3, 1e-6, count=1)
+    assert pool("x", [replace(alone, limits={SCALE: 4e-3})]).agrees
+    assert not pool("x", [replace(alone, limits={SCALE: 2e-3})]).agrees
+
+
+def test_few_problems_see_less() -> None:
+    assert pool("x", comparisons(0.0, 1e-3, count=3)).limit > 3 * pool("x", comparisons(0.0, 1e-3, count=30)).limit
 
 
 def test_nothing_to_pool_sees_nothing() -> None:

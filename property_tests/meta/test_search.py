@@ -7,9 +7,9 @@ import pytest
 import torch
 from controls import FLOAT32, STYLES, Style, make
 
-from lossgate import ANY, Candidate, CandidateError, Layout, Outputs, candidate
+from lossgate import ANY, Candidate, CandidateError, Layout, Outputs, Problem, candidate
 from lossgate.engine.cell import Cell
-from lossgate.engine.search import Search
+from lossgate.engine.search import Search, _DisagreementError
 from lossgate.engine.settings import Settings
 from lossgate.specs.inputs import HiddenInputs
 from lossgate.worlds import SimulatedWorld
@@ -60,6 +60,17 @@ def test_shrinking_stops_at_its_limit_with_the_smallest_problem_so_far() -> None
     assert found.failure is not None
     assert found.calls_after_failure == 6
     assert not found.failure.agrees
+
+
+def test_the_smallest_failure_is_kept_whatever_was_tried_last() -> None:
+    world = SimulatedWorld(Layout())
+    found = Search(Cell(make(STYLES["float32"][1], "loss x1.01"), Layout(), "float32"), world, Settings())
+    for tokens in (8, 3, 5):
+        with pytest.raises(_DisagreementError):
+            found._check(Problem(spec="nll", head="hidden", dtype="float32", lengths=(tokens,), masks=("all",), hidden=2, vocab=5))
+    world.close()
+    assert found.failure is not None
+    assert found.failure.problem.tokens == 3
 
 
 def test_a_kernel_that_is_not_deterministic_is_told() -> None:

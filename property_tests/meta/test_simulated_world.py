@@ -195,6 +195,19 @@ def test_asynchronous_work_of_several_calls_in_flight(make_world: MakeWorld) -> 
     assert make_world("tp=2").run(body) == [(True, [1, 21, 41])] * 2
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_whole_numbers_that_are_read_before_they_are_there_are_wrong(make_world: MakeWorld, dtype: torch.dtype) -> None:
+    def body(context: RankContext) -> tuple[int, int]:
+        x = torch.tensor([context.rank + 1], dtype=dtype)
+        work = dist.all_reduce(x, async_op=True)
+        early = int(x.item())
+        assert work is not None
+        work.wait()
+        return early, int(x.item())
+
+    assert make_world("tp=2").run(body) == [(torch.iinfo(dtype).min or torch.iinfo(dtype).max, 3)] * 2
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_collectives_in_backward(make_world: MakeWorld, asynchronous: bool) -> None:
     class Sum(torch.autograd.Function):
@@ -391,6 +404,25 @@ def test_local_misfits_are_told_at_once(make_world: MakeWorld) -> None:
     }
     for told, body in cases.items():
         assert told in fails(world, body, CollectiveMismatch)
+
+
+@pytest.mark.parametrize(
+    ("received", "told"),
+    [
+        (lambda: torch.empty(3), "rank 1 receives float32[3], rank 0 sent float32[2]"),
+        (lambda: torch.empty(2, 1), "rank 1 receives float32[2, 1], rank 0 sent float32[2]"),
+        (lambda: torch.empty(1), "rank 1 receives float32[1], rank 0 sent float32[2]"),
+        (lambda: torch.empty(2, dtype=torch.bfloat16), "rank 1 receives bfloat16[2], rank 0 sent float32[2]"),
+    ],
+)
+def test_a_message_that_does_not_fit(make_world: MakeWorld, received: Callable[[], Tensor], told: str) -> None:
+    def body(context: RankContext) -> None:
+        if context.rank == 0:
+            dist.send(torch.ones(2), 1)
+        else:
+            dist.recv(received(), 0)
+
+    assert told in fails(make_world("tp=2"), body, CollectiveMismatch)
 
 
 def test_a_missing_call_is_a_deadlock(make_world: MakeWorld) -> None:

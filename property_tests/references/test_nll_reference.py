@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from dense_losses import linear_logits, mean_entropy, nll, token_entropy, token_logprobs
+from dense_losses.nll import sequence_nll
 
 TOKENS, WIDTH, VOCAB = 5, 3, 7
 
@@ -91,6 +92,57 @@ def test_by_hand() -> None:
     assert nll(logprobs, mask, torch.tensor(10)) == 0.5  # the batch has ten trained tokens, these are two of them
     assert nll(logprobs, mask, torch.tensor(2), "sum") == 5.0
     assert mean_entropy(-logprobs, mask, torch.tensor(2)) == 2.5
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 1e-8, 1e-5])
+def test_epsilon_is_added_to_the_count(epsilon: float) -> None:
+    """NeMo-RL's 1e-8 and AReaL's 1e-5, which is 1e-5 of a loss of one token."""
+    logprobs, mask = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True), torch.tensor([True, True])
+    loss = nll(logprobs, mask, torch.tensor(1), epsilon=epsilon)
+    assert float(loss.detach()) == pytest.approx(3 / (1 + epsilon), rel=1e-15, abs=0)
+    assert torch.autograd.grad(loss, logprobs)[0].tolist() == pytest.approx([-1 / (1 + epsilon)] * 2, rel=1e-15, abs=0)
+    assert nll(logprobs, mask, torch.tensor(1), "sum", epsilon) == 3  # not of a sum
+    assert nll(logprobs, ~mask, torch.tensor(0), epsilon=epsilon) == 0
+
+
+SEQUENCE = torch.tensor([0, 0, 0, 1, 2, 2])
+TRAINED = torch.tensor([True, False, True, True, False, False])  # nothing of the last sequence
+
+
+@pytest.mark.parametrize(("average", "expected"), [(False, [5, 3, 0]), (True, [2.5, 3, 0])])
+def test_loss_of_each_sequence_by_hand(average: bool, expected: list[float]) -> None:
+    logprobs = torch.tensor([-1.0, -2.0, -4.0, -3.0, -7.0, -8.0], dtype=torch.float64)
+    assert sequence_nll(logprobs, TRAINED, SEQUENCE, 3, average).tolist() == expected
+    order = torch.tensor([4, 5, 3, 0, 1, 2])
+    assert sequence_nll(logprobs[order], TRAINED[order], SEQUENCE[order], 3, average).tolist() == expected
+
+
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("garbage", [0.0, float("nan"), float("inf"), float("-inf")])
+def test_gradient_of_the_loss_of_each_sequence(average: bool, garbage: float) -> None:
+    """-m_t, over the sequence's trained tokens for the average; garbage at masked tokens has no effect. One sequence at a time, under vmap."""
+    logprobs = torch.where(TRAINED, -torch.rand(6, dtype=torch.float64), garbage)
+    values, back = torch.func.vjp(lambda x: sequence_nll(x, TRAINED, SEQUENCE, 3, average), logprobs)
+    assert values.isfinite().all()
+    (gradients,) = torch.func.vmap(back)(torch.eye(3, dtype=torch.float64))
+    first = -0.5 if average else -1.0
+    assert gradients.tolist() == [[first, 0, first, 0, 0, 0], [0, 0, 0, -1, 0, 0], [0, 0, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("fast", [True, False])
+def test_gradient_of_the_loss_of_each_sequence_by_finite_differences(average: bool, fast: bool) -> None:
+    logprobs = -torch.rand(6, dtype=torch.float64)
+    assert gradcheck(lambda x: sequence_nll(x, TRAINED, SEQUENCE, 3, average), (logprobs.requires_grad_(),), fast_mode=fast)
+
+
+def test_the_sequences_add_up_to_the_batch() -> None:
+    logprobs = -torch.rand(6, dtype=torch.float64)
+    assert float(sequence_nll(logprobs, TRAINED, SEQUENCE, 3).sum()) == pytest.approx(
+        float(nll(logprobs, TRAINED, torch.tensor(3), "sum")), rel=1e-15
+    )
+    many = torch.stack([logprobs, logprobs * 2])
+    assert torch.equal(torch.func.vmap(lambda x: sequence_nll(x, TRAINED, SEQUENCE, 3))(many)[1], sequence_nll(many[1], TRAINED, SEQUENCE, 3))
 
 
 def test_equal_logits_have_the_entropy_of_the_vocabulary() -> None:

@@ -5,7 +5,39 @@ Written to be read beside their formulas and run in float64; nothing here is fas
 imports neither ``fused_losses`` nor ``lossgate``: an oracle that shares code with what it judges judges nothing.
 """
 
+from dense_losses.clipped_pg import ClippedPGOptions, clipped_pg
+from dense_losses.distill import DistillOptions, distill, distill_mean, teacher_topk_logprobs, topk_kl
+from dense_losses.filtering import filtered_token_entropy, filtered_token_logprobs, kept_tokens
+from dense_losses.grpo import GrpoOptions, grpo
 from dense_losses.heads import linear_logits, token_entropy, token_logprobs
-from dense_losses.nll import mean_entropy, nll
+from dense_losses.nll import mean_entropy, nll, sequence_nll
+from dense_losses.preference import DpoOptions, dpo, preference
+from dense_losses.sft_statistics import sft_statistics
+from dense_losses.value import ValueOptions, value_loss
 
-__all__ = ["linear_logits", "mean_entropy", "nll", "token_entropy", "token_logprobs"]
+__all__ = [
+    "ClippedPGOptions",
+    "DistillOptions",
+    "DpoOptions",
+    "GrpoOptions",
+    "ValueOptions",
+    "clipped_pg",
+    "distill",
+    "distill_mean",
+    "dpo",
+    "filtered_token_entropy",
+    "filtered_token_logprobs",
+    "grpo",
+    "kept_tokens",
+    "linear_logits",
+    "mean_entropy",
+    "nll",
+    "preference",
+    "sequence_nll",
+    "sft_statistics",
+    "teacher_topk_logprobs",
+    "token_entropy",
+    "token_logprobs",
+    "topk_kl",
+    "value_loss",
+]

@@ -21,7 +21,8 @@ def divide(total: Float[Tensor, "..."], count: Num[Tensor, "..."], epsilon: floa
 
     epsilon: 1e-8 in NeMo-RL's ``masked_mean``, 1e-5 in AReaL's SFT loss.
     """
-    return total / (count + epsilon) if epsilon else total / torch.where(count == 0, 1, count)
+    count = count.to(total.dtype)  # an int64 plus epsilon would be a float32, in which 1e-8 vanishes
+    return total / (count + epsilon if epsilon else torch.where(count == 0, 1, count))
 
 
 def token_mean(x: Float[Tensor, " tokens"], mask: Bool[Tensor, " tokens"], count: Num[Tensor, ""], epsilon: float = 0.0) -> Float[Tensor, ""]:

@@ -152,13 +152,13 @@ def _verdict(
         return Verdict.DISAGREE, failure.findings
     if biased := biases(examined):
         return Verdict.DISAGREE, biased
+    spec = find_spec(cell.candidate.spec)
     doubts = [f"the judge missed planted errors: {', '.join(c.blind)} in {c.output}" for e in examined for c in e.comparisons if c.blind]
     doubts += [
         f"{p.output}: an error of {LARGEST_MDE:.0%} in scale could have hidden (seen from {p.mde:.2g} on); try more problems"
         for p in pooled
-        if p.mde > LARGEST_MDE
+        if p.mde > LARGEST_MDE and (p.problems or p.output not in spec.metrics)  # a count of what an option would do may always be 0
     ]
-    spec = find_spec(cell.candidate.spec)
     required = spec.required(cell.candidate)
     doubts += [f"never visited: {branch.meaning}; try more problems" for name, branch in required.items() if name not in branches]
     return (Verdict.INCONCLUSIVE if doubts else Verdict.AGREE), tuple(doubts)

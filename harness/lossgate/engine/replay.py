@@ -38,7 +38,7 @@ def replay_failure(file: Path, candidate: str | None = None) -> Replayed:
     finally:
         world.close()
     failing = next((e for e in examined if not e.agrees), None)
-    reasons = failing.findings if failing else biases(examined)
+    reasons = failing.findings if failing else biases(examined) if failure.pooled else ()
     exact = [Frozen.of(e).statistics for e in examined] == [frozen.statistics for frozen in failure.examples]
     lines = [f"{Verdict.DISAGREE if reasons else Verdict.AGREE}  {cell.candidate.name}  {cell.dtype}  {cell.layout}"]
     lines += [f"  {line}" for reason in reasons for line in reason.splitlines()]

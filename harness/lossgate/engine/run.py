@@ -84,7 +84,10 @@ def run_cell(cell: Cell, settings: Settings) -> CellResult:
 
 
 def _frozen(finding: Finding) -> Frozen:
-    return read_failure(finding.example).examples[0]
+    failure = read_failure(finding.example)
+    if failure.pooled:
+        raise UsageError(f"finding {finding.name}: the problems of {finding.example} disagree only together; expected one that does so alone")
+    return failure.examples[0]
 
 
 def run(candidates: Iterable[Candidate], settings: Settings) -> Iterator[Event]:

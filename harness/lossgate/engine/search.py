@@ -6,13 +6,13 @@ from zlib import crc32
 
 import hypothesis
 from hypothesis import Phase
-from hypothesis.errors import Flaky
+from hypothesis.errors import Flaky, Unsatisfiable
 
 from lossgate.engine.cell import Cell
 from lossgate.engine.examine import Examination, examine
 from lossgate.engine.settings import Settings
 from lossgate.engine.strategies import problems, quiet
-from lossgate.errors import LossgateError
+from lossgate.errors import LossgateError, UsageError
 from lossgate.problems.problem import Problem
 from lossgate.worlds import World
 from lossgate.worlds.base import Hang
@@ -57,6 +57,8 @@ class Search:
             pass
         except Flaky:
             self._note_flaky()
+        except Unsatisfiable:
+            raise UsageError(f"candidate {candidate.name!r}: no options go together with supports={dict(candidate.supports)!r}") from None
         if self._error is not None:
             raise self._error
 

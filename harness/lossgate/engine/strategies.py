@@ -13,7 +13,7 @@ from typing import Any
 
 import hypothesis
 import torch
-from hypothesis import HealthCheck, Phase
+from hypothesis import HealthCheck, Phase, assume
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
@@ -115,10 +115,13 @@ def _options(draw: DrawFn, candidate: Candidate) -> dict[str, Any]:
     grouped = {name for group in spec.option_groups for name in group}
     chosen: dict[str, Any] = {}
     for group in spec.option_groups:
-        chosen = _merged(spec, chosen, draw(_choice(_combinations(spec, group, tuple(_finite(spec, candidate, name) for name in group)))))
+        combinations = _combinations(spec, group, tuple(_finite(spec, candidate, name) for name in group))
+        chosen = _merged(spec, chosen, draw(_plain_or_any(combinations)))
     for option in spec.options:
         if option.name not in grouped:
             chosen = _merged(spec, chosen, ((option.name, draw(_values(option, spec.supported(candidate, option.name)))),))
+    supported = {option.name: spec.supported(candidate, option.name) for option in spec.options}
+    assume(all(values is ANY or chosen.get(name, spec.features[name].default) in values for name, values in supported.items()))
     return chosen
 
 
@@ -154,6 +157,12 @@ def _values(option: Option, supported: Any) -> SearchStrategy[Any]:
 @cache
 def _choice(values: tuple[Any, ...]) -> SearchStrategy[Any]:
     return st.sampled_from(values)
+
+
+@cache
+def _plain_or_any(values: tuple[Any, ...]) -> SearchStrategy[Any]:
+    """The first as often as any other: of many combinations few are the usual one."""
+    return st.just(values[0]) | st.sampled_from(values)
 
 
 @cache

@@ -85,7 +85,7 @@ def _comparisons(
 ) -> Iterator[Comparison]:
     precision = candidate.precision[batch.problem.dtype]
     owed = [grad_name(leaf) for leaf in batch.leaves]
-    for output in dict.fromkeys([*result.outputs, *owed]):
+    for output in dict.fromkeys([*result.outputs, *result.faults, *owed]):
         faults = result.faults.get(output, ())
         if output not in result.outputs:
             yield Comparison(output=output, faults=faults)
@@ -94,6 +94,7 @@ def _comparisons(
         k, r, e = result.outputs[output], reference[output], ensemble[output]
         if keep is not None:
             k, r, e = k[keep], r[keep], e[:, keep]
+        k = _overflowed(k, r, result.dtypes[output])
         unit = grid_of(result.dtypes[output]).unit
         on_the_way = (precision.dlogits, precision.loss) if output in owed else ()
         allowed = max([unit, *(GRIDS[dtype].unit for dtype in on_the_way)])
@@ -141,6 +142,12 @@ def compare(
         rejected=rejected,
         blind=blind_spots(scales, rejected, values[SCALE], limit[SCALE]),
     )
+
+
+def _overflowed(k: Tensor, r: Tensor, dtype: torch.dtype) -> Tensor:
+    """``k``, but the reference where that is about as large as the dtype can hold, and ``k`` infinite: perplexities of hopeless sequences."""
+    huge = r.abs() > torch.finfo(dtype).max * 2.0**-20
+    return torch.where(huge & k.isinf() & (k.sign() == r.sign()), r, k)
 
 
 def _without_infinities(k: Tensor, r: Tensor, e: Tensor, faults: tuple[str, ...]) -> tuple[Tensor, Tensor, Tensor, tuple[str, ...]]:

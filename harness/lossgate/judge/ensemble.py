@@ -144,7 +144,7 @@ class _Ensemble:
 
         def one_member(
             logprobs: Tensor, given: dict[str, Tensor], own: dict[str, Tensor], upstream: Tensor
-        ) -> tuple[Tensor, Tensor, Tensor | int, dict[str, Tensor]]:
+        ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
             fields, extremes = {**self.batch.fields, **own}, {name: given.get(name) for name in ("lowest", "highest")}
 
             def loss_of(logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -154,12 +154,11 @@ class _Ensemble:
             of = loss_of if "entropy" in given else lambda logprobs: loss_of(logprobs, None)
             loss, backward, metrics = cast("tuple[Tensor, Any, dict[str, Tensor]]", torch.func.vjp(of, *primals, has_aux=True))
             gradient, *rest = backward(upstream)
-            return loss, gradient, rest[0] if rest else 0, metrics
+            return loss, gradient, rest[0] if rest else torch.zeros_like(loss), metrics
 
         with _RoundEveryOperation(self.noise, self.loss_grid):
             loss, gradient, of_entropy, metrics = torch.vmap(one_member)(values.logprobs, given, own, upstream)
-        moved = of_entropy if isinstance(of_entropy, Tensor) and bool(of_entropy.any()) else None
-        return {"loss": loss, **metrics}, gradient, moved
+        return {"loss": loss, **metrics}, gradient, of_entropy if bool(of_entropy.any()) else None
 
     # Backward
 
@@ -270,9 +269,29 @@ _EXACT = frozenset(
         "permute",
         "transpose",
         "abs",
+        "amax",
+        "amin",
+        "cat",
+        "constant_pad_nd",
+        "copysign",
+        "flip",
+        "full",
+        "full_like",
+        "index_select",
+        "masked_fill",
+        "new_full",
+        "new_ones",
+        "roll",
+        "scatter",
+        "sign",
+        "stack",
+        "unbind",
+        "zero_",
     ]
 )
 """Operations that do not round."""
+
+_COMPARISONS = frozenset(["gt", "lt", "ge", "le", "eq", "ne"])
 
 
 class _RoundEveryOperation(TorchDispatchMode):
@@ -283,16 +302,22 @@ class _RoundEveryOperation(TorchDispatchMode):
         self.noise, self.grid = noise, grid
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
+        if name in _COMPARISONS and isinstance(args[1], Tensor) and args[0].dtype is torch.float64:
+            args = (self._tied(*args[:2]), *args[1:])
+        result = func(*args, **(kwargs or {}))
         if name in _EXACT:
             return result
         if name in ("sum", "index_add") and result.dtype is torch.float64:
             result.add_(self._sum_error(func, args, kwargs or {}, result))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.dtype is torch.float64 and tensor.dim():
-                tensor.copy_(self.noise.round(tensor, self.grid))
+                tensor.copy_(torch.where(tensor.isfinite(), self.noise.round(tensor, self.grid), tensor))
         return result
+
+    def _tied(self, a: Tensor, b: Tensor) -> Tensor:
+        """``a``, but ``b`` where they are as good as equal: what a kernel computes twice of the same numbers comes out the same twice."""
+        return torch.where((a - b).abs() <= 8 * self.grid.unit * torch.maximum(a.abs(), b.abs()), b, a)
 
     def _sum_error(self, func: Any, args: Any, kwargs: Mapping[str, Any], total: Tensor) -> Tensor:
         """Of K terms added one by one in float32, as in ``_matmul``: partial sums are rounded, and may be larger than the total."""

@@ -14,6 +14,8 @@ from lossgate.judge.agreement import Comparison
 from lossgate.judge.statistics import SCALE
 
 SIGMAS = 5.0
+"""Of the pooled scale; more for few problems, whose scatter tells little of the scatter that there is."""
+
 FLOOR = 1 / 64
 """Of the output's unit roundoff: the smallest bias that is held against a kernel. See ``docs/judge.md`` for the pools of
 correct kernels that set it."""
@@ -53,7 +55,9 @@ def pool(output: str, comparisons: Iterable[Comparison]) -> Pooled:
     weights = [1 / (v + between) for v in variances]
     scale = sum(w * s for w, s in zip(weights, scales, strict=True)) / sum(weights)
     sd = 1 / sqrt(sum(weights))
-    return Pooled(output, len(used), scale, sd, floor + SIGMAS * sd)
+    if len(used) == 1:  # nothing tells what rounding did to all of it alike: it is judged by its own limit
+        return Pooled(output, 1, scale, sd, max(floor + SIGMAS * sd, used[0].limits[SCALE]))
+    return Pooled(output, len(used), scale, sd, floor + SIGMAS * (1 + 60 / len(used) ** 2) * sd)
 
 
 def _between_variance(scales: list[float], variances: list[float]) -> float:

@@ -33,6 +33,8 @@ class Batch:
     cotangents: Mapping[str, Tensor]
     filler: Mapping[str, Tensor]
     field_dims: Mapping[str, Dims] = field(default_factory=dict)
+    policy: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+    """``[T]``: the reference's log-probabilities of the labels, for specs with a scenario; others have none here."""
 
     def local_leaf(self, name: str, dims: Dims, rank: int) -> Tensor:
         part = self.partition.shard(self.leaves[name], dims, rank, self.filler.get(name))
@@ -97,6 +99,7 @@ def _token_fields(problem: Problem, bits: Bits, partition: Partition) -> dict[st
         "labels": packed.scatter("labels padding", ids.roll(-1)),
         "mask": packed.scatter(None, mask),
         "sequence": partition.sequence_of_token,
+        "lengths": torch.tensor(partition.lengths),
         "valid_tokens": mask.sum(),
     }
 

@@ -22,7 +22,10 @@ from lossgate.problems.partition import VOCAB_SPLITS, Dims
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One option: its values are either ``choices`` or all numbers in ``interval``."""
+    """One option. Problems draw its values from ``choices``, or all numbers in ``interval``.
+
+    A kernel may support numbers beside those of ``choices``, if there are any that are no counts.
+    """
 
     name: str
     meaning: str
@@ -33,11 +36,12 @@ class Option:
     def allows(self, value: Any) -> bool:
         if self.interval:
             return isinstance(value, int | float) and self.interval[0] <= value <= self.interval[1]
-        return value in self.choices
+        number = isinstance(value, int | float) and not isinstance(value, bool) and any(isinstance(choice, float) for choice in self.choices)
+        return number or value in self.choices
 
     @property
     def domain(self) -> str:
-        return f"{self.interval[0]:g} to {self.interval[1]:g}" if self.interval else " | ".join(map(str, self.choices))
+        return f"{self.interval[0]:g} to {self.interval[1]:g}" if self.interval else " | ".join(map(str, dict.fromkeys(self.choices)))
 
 
 @dataclass(frozen=True)
@@ -105,8 +109,8 @@ class Branch:
     """A case that problems must visit before a verdict counts."""
 
     meaning: str
-    needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """It can be visited only by a candidate that supports one of these values of each of these options."""
+    barred_by: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """It can't be visited by a candidate that supports, of one of these options, nothing but these values."""
     heads: tuple[str, ...] = ()
     """It can be visited only there; empty for everywhere."""
 
@@ -121,7 +125,7 @@ class Draft:
     scenario: Mapping[str, str]
     """``Spec.scenario``, all of it."""
     logprobs: Tensor
-    """``[T]``: of the labels, by the reference; what the head gives in their place at heads without labels."""
+    """``[T]``: of the labels, by the reference; what the head gives in their place at heads without labels. For specs with a scenario."""
 
     @property
     def tokens(self) -> int:
@@ -206,8 +210,8 @@ class Spec:
     def _reaches(self, candidate: Candidate, branch: Branch) -> bool:
         if branch.heads and candidate.head not in branch.heads:
             return False
-        supported = {name: self.supported(candidate, name) for name in branch.needs}
-        return all(values is ANY or set(values) & set(branch.needs[name]) for name, values in supported.items())
+        supported = {name: self.supported(candidate, name) for name in branch.barred_by}
+        return all(values is ANY or set(values) - set(branch.barred_by[name]) for name, values in supported.items())
 
     def check(self, candidate: Candidate) -> None:
         """Refuse a declaration that does not fit the spec."""

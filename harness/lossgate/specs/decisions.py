@@ -30,34 +30,38 @@ class _Decisions(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
         if name in _COMPARISONS and args[0].is_floating_point():
-            self.taken.append((args[0] - args[1]).sign())
+            self._note(args[0] - args[1])
         elif name in ("clamp", "clamp_min", "clamp_max"):
             bounds = dict(zip(("min", "max") if name != "clamp_max" else ("max",), args[1:], strict=False)) | dict(kwargs or {})
-            self.taken += [(args[0] - bound).sign() for bound in bounds.values() if bound is not None]
+            for bound in bounds.values():
+                if bound is not None:
+                    self._note(args[0] - bound)
         return result
+
+    def _note(self, difference: Tensor) -> None:
+        self.taken.append(difference.sign().nan_to_num_(0.0))
 
 
 def unsettled(spec: Spec, options: Any, values: TokenValues, probes: Sequence[Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
-    """``([tokens] bool, [sequences] bool)``: where a comparison comes out otherwise for one of the probes."""
+    """``([tokens] bool, [sequences] bool)``: where a comparison comes out otherwise for one of the probes, other log-probabilities."""
     tokens = torch.zeros(batch.partition.tokens, dtype=torch.bool)
     sequences = torch.zeros(len(batch.partition.lengths), dtype=torch.bool)
-    plain = _decisions(spec, options, values, batch)
-    for probe in probes:
-        for was, now in zip(plain, _decisions(spec, options, replace(values, logprobs=probe), batch), strict=True):
-            changed = (was != now) & (was != 0)
-            if changed.dim() == 2:
-                changed = changed.any(1)
-            if changed.shape == tokens.shape:
-                tokens |= changed
-            elif changed.shape == sequences.shape:
-                sequences |= changed
-            elif changed.dim() and len(changed) * batch.partition.together == len(sequences):
-                sequences |= changed.repeat_interleave(batch.partition.together)
+    together = batch.partition.together
+    for taken in _decisions(spec, options, values, torch.stack([values.logprobs, *probes]), batch):
+        changed = ((taken != taken[0]) & (taken[0] != 0)).any(0)
+        if changed.shape == tokens.shape:
+            tokens |= changed
+        elif changed.shape == sequences.shape:
+            sequences |= changed
+        elif len(changed) * together == len(sequences):
+            sequences |= changed.repeat_interleave(together)
     return tokens, sequences
 
 
-def _decisions(spec: Spec, options: Any, values: TokenValues, batch: Batch) -> list[Tensor]:
-    assert spec.loss is not None
+def _decisions(spec: Spec, options: Any, values: TokenValues, probes: Tensor, batch: Batch) -> list[Tensor]:
+    """For each comparison that hangs on the log-probabilities, ``[probes, tokens or sequences or pairs]``."""
+    stage = spec.loss
+    assert stage is not None
     with torch.no_grad(), _Decisions() as decisions:
-        spec.loss(values, batch.fields, options)
-    return decisions.taken
+        torch.vmap(lambda logprobs: stage(replace(values, logprobs=logprobs), batch.fields, options)[0])(probes)
+    return [taken for taken in decisions.taken if taken.dim() == 2 and len(taken) == len(probes)]

@@ -66,6 +66,22 @@ class LogprobsHead:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ValuesHead:
+    """What head "values" gives."""
+
+    values: Tensor
+    """``[T]``, of the value head; requires grad. Equal on all tp ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardsHead:
+    """What head "rewards" gives."""
+
+    rewards: Tensor
+    """``[S]``, of the reward model, one for each of this dp rank's sequences; requires grad. Equal on all cp and tp ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class HiddenInputs(HiddenHead, PackedBatch):
     """Of a spec that adds nothing to ``PackedBatch``, at head "hidden"."""
 

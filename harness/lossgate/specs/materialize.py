@@ -26,11 +26,11 @@ def materialize(problem: Problem) -> Batch:
     spec, batch = find_spec(problem.spec), draw(problem)
     options = spec.make_options(problem.options)
     if spec.make_fields is not None:
-        values = token_values(batch, spec, options)
+        policy = token_values(batch, spec, options).logprobs if spec.scenario else batch.policy
         scenario = {choice.name: choice.default for choice in spec.scenario} | problem.scenario
-        made = spec.make_fields(Draft(batch=batch, options=options, bits=Bits(problem.to_json()), scenario=scenario, logprobs=values.logprobs))
+        made = spec.make_fields(Draft(batch=batch, options=options, bits=Bits(problem.to_json()), scenario=scenario, logprobs=policy))
         exact = {name: value.float().double() if value.is_floating_point() else value for name, value in made.items()}
-        batch = _counted(replace(batch, fields={**batch.fields, **exact}, field_dims=spec.fields))
+        batch = _counted(replace(batch, fields={**batch.fields, **exact}, field_dims=spec.fields, policy=policy))
         if spec.kinks:
             batch = _settle(batch, spec, options)
     return replace(batch, cotangents=cotangents(problem, batch.fields, spec.outputs))
@@ -44,6 +44,8 @@ def _counted(batch: Batch) -> Batch:
         trained = trained & samples[fields["sequence"]]
         every = samples.sum()
     fields["valid_tokens"] = trained.sum()
+    if "positive_tokens" in batch.field_dims:
+        fields["positive_tokens"] = (trained & (fields["rewards"] > 0)[fields["sequence"]]).sum()
     if "valid_sequences" in batch.field_dims:
         fields["valid_sequences"] = every
     return replace(batch, fields=fields)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dense_losses import linear_logits, token_entropy, token_logprobs
+from dense_losses import filtered_token_entropy, filtered_token_logprobs, linear_logits, token_entropy, token_logprobs
 from lossgate.problems.batch import Batch
 from lossgate.specs import find_spec
 from lossgate.specs.base import Spec, TokenValues
@@ -45,7 +45,9 @@ def token_values(batch: Batch, spec: Spec, options: Any, leaves: Mapping[str, Te
     temperature = getattr(options, "temperature", 1.0)
     lowest, highest = logits.detach().aminmax(dim=-1)
     if spec.kept is not None:
-        logits = logits.masked_fill(~batch.fields[spec.kept], float("-inf"))
+        given = (temperature, options.top_k, options.top_p)
+        logprobs, entropy = filtered_token_logprobs(logits, batch.fields["labels"], *given), filtered_token_entropy(logits, *given)
+        return TokenValues(logprobs=logprobs, entropy=entropy, lowest=lowest, highest=highest)
     if spec.columns is not None and spec.columns in batch.fields:
         columns = batch.fields[spec.columns]
         logprobs = torch.stack([token_logprobs(logits, ids, temperature) for ids in columns.unbind(1)], 1)

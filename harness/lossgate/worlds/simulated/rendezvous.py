@@ -189,7 +189,8 @@ def _poison(tensor: Tensor) -> None:
     elif tensor.dtype is torch.bool:
         tensor.fill_(True)
     else:
-        tensor.fill_(torch.iinfo(tensor.dtype).min)
+        info = torch.iinfo(tensor.dtype)
+        tensor.fill_(info.min or info.max)
 
 
 @dataclass(frozen=True)

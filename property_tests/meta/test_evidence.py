@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evidence: what a gate reads of a cell."""
+
+import json
+from typing import Any
+
+from lossgate import Layout, candidate
+from lossgate.consumers.evidence import evidence_line
+from lossgate.engine.cell import Cell, CellResult, Verdict
+from lossgate.judge.agreement import Comparison
+from lossgate.judge.pooling import pool
+from lossgate.judge.statistics import SCALE
+
+
+def line_of(seed: int = 0) -> dict[str, Any]:
+    """Of a cell whose loss was seen, and whose metric was zero wherever it was."""
+    kernel = candidate("nll", head="logits", name="a")(lambda inputs, options, mesh: inputs.logits.sum())
+    seen = Comparison(output="loss", values={SCALE: 0.0}, limits={SCALE: 1e-6}, sd=1e-7, unit=2**-24)
+    unseen = Comparison(output="entropy", vacuous=True)
+    result = CellResult(
+        cell=Cell(kernel, Layout(tp=2), "float32"),
+        verdict=Verdict.INCONCLUSIVE,
+        reasons=("too little",),
+        examined=(),
+        pooled=(pool("loss", [seen]), pool("entropy", [unseen])),
+    )
+    line = evidence_line(result, seed)
+    assert b"\n" not in line
+    return json.loads(line, parse_constant=lambda word: f"{word} is no JSON")
+
+
+def test_an_output_of_which_nothing_could_be_seen_has_no_detectable_effect() -> None:
+    effects = line_of()["mde"]
+    assert 0 < effects["loss"] < 1e-5
+    assert effects["entropy"] is None
+
+
+def test_the_seed_is_that_of_the_run() -> None:
+    assert line_of(seed=7)["seed"] == 7
+
+
+def test_the_cell_and_its_verdict_are_told() -> None:
+    line = line_of()
+    told = {name: line[name] for name in ("candidate", "spec", "head", "property", "layout", "dtype", "verdict", "reasons", "finding", "problem")}
+    assert told == {
+        "candidate": "a",
+        "spec": "nll",
+        "head": "logits",
+        "property": "agreement",
+        "layout": "tp=2",
+        "dtype": "float32",
+        "verdict": "INCONCLUSIVE",
+        "reasons": ["too little"],
+        "finding": None,
+        "problem": None,
+    }

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings: where they are looked for, and which wins."""
+
+from pathlib import Path
+
+from lossgate.engine.settings import PROFILES, load_settings
+
+
+def test_a_flag_wins_over_the_profile_s_table_over_the_common_one_over_what_comes_with_lossgate(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(
+        "[tool.lossgate]\nexamples = 2\nrounds = 2\nranks = 2\n[tool.lossgate.profiles.nightly]\nexamples = 3\nrounds = 3\n"
+    )
+    found = load_settings("nightly", tmp_path, examples=4, ranks=None)
+    assert (found.examples, found.rounds, found.ranks, found.jobs) == (4, 3, 2, PROFILES["nightly"].jobs)
+    other = load_settings("ci", tmp_path)
+    assert (other.examples, other.rounds, other.ranks) == (2, 2, 2)
+
+
+def test_pyproject_toml_is_found_from_a_folder_below_it(tmp_path: Path) -> None:
+    below = tmp_path / "tests" / "kernels"
+    below.mkdir(parents=True)
+    (tmp_path / "pyproject.toml").write_text("[tool.lossgate]\nexamples = 7\n")
+    assert load_settings(start=below).examples == 7
+    (below.parent / "pyproject.toml").write_text("[tool.lossgate]\nexamples = 8\n")
+    assert load_settings(start=below).examples == 8
+    assert load_settings(start=tmp_path).examples == 7

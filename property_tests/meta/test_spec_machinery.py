@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What specs are made of: fields and their split, decisions that rounding must not turn, options that go together, branches."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from dense_candidates import dense_candidate
+from torch import Tensor
+
+from lossgate import ANY, Contract, Layout, Problem, UsageError
+from lossgate.engine.cell import Cell
+from lossgate.engine.examine import examine
+from lossgate.engine.run import run_cell
+from lossgate.engine.settings import Settings
+from lossgate.engine.strategies import sample_problems
+from lossgate.execution.assemble import assemble
+from lossgate.judge.agreement import compare
+from lossgate.judge.ensemble import run_ensemble
+from lossgate.problems.partition import Partition
+from lossgate.specs import SPECS, find_spec
+from lossgate.specs.decisions import unsettled
+from lossgate.specs.materialize import materialize
+from lossgate.specs.reference import token_values
+from lossgate.worlds import SimulatedWorld
+
+
+def problem(spec: str, **changes: Any) -> Problem:
+    plain = {"head": "logprobs", "dtype": "float32", "lengths": (9, 7), "masks": ("all", "all"), "hidden": 1, "vocab": 5, "seed": 7}
+    return Problem(**{"spec": spec, **plain, **changes})
+
+
+# Splits
+
+
+def test_pairs_stay_together() -> None:
+    partition = Partition(Layout(dp=3), (1, 1, 2, 2, 3, 3, 4, 4), vocab=2, together=2)
+    assert [list(partition.sequences(rank)) for rank in range(3)] == [[0, 1, 2, 3], [4, 5], [6, 7]]
+    with pytest.raises(UsageError, match="3 sequences do not make groups of 2"):
+        problem("dpo", lengths=(1, 1, 1), masks=("all",) * 3, together=2)
+
+
+def test_a_tensor_of_sequences_is_split_over_dp_and_put_together_again() -> None:
+    partition = Partition(Layout(dp=2, cp=2), (2, 3, 4), vocab=2)
+    whole = torch.arange(3.0, dtype=torch.float64) + 1
+    parts = [partition.shard(whole, ("sequence",), rank) for rank in range(4)]
+    assert [part.tolist() for part in parts] == [[1, 2], [1, 2], [3], [3]]
+    assembled = assemble(parts, ("sequence",), {"dp": "sum", "cp": "replicate", "tp": "replicate"}, partition, 1)
+    assert assembled.tensor.tolist() == [1, 2, 3]
+    assert not assembled.faults
+
+
+@pytest.mark.parametrize(("reduction", "expected"), [("min", -2.0), ("max", 5.0)])
+def test_extrema_are_reduced_over_ranks(reduction: Any, expected: float) -> None:
+    placements = Contract().of_metric("x", reduction)
+    parts = [torch.tensor(x) for x in (3.0, 3.0, -2.0, -2.0, 5.0, 5.0, 0.0, 0.0)]  # the last axis is tp, which replicates
+    assembled = assemble(parts, (), placements, Partition(Layout(dp=2, cp=2, tp=2), (8, 8), vocab=2), 1)
+    assert (float(assembled.tensor), assembled.faults) == (expected, ())
+    parts[1] = torch.tensor(4.0)
+    assert assemble(parts, (), placements, Partition(Layout(dp=2, cp=2, tp=2), (8, 8), vocab=2), 1).faults
+
+
+# Decisions
+
+
+def log_ratios(batch: Any) -> Tensor:
+    return (batch.policy - batch.fields["prev_logprobs"])[batch.fields["mask"]]
+
+
+def test_tokens_whose_clip_hangs_on_rounding_are_masked() -> None:
+    """At bfloat16, log-probabilities move by percents, and ratios placed 5% beyond the clip can't be told from those inside."""
+    batch = materialize(problem("clipped_pg", dtype="bfloat16", lengths=(64,), masks=("all",), scenario={"ratios": "everywhere"}))
+    coarse, edge = 2.0**-8 / 3**0.5, float(torch.tensor(1.2).log())
+    assert len(log_ratios(batch))
+    assert bool(((log_ratios(batch) - edge).abs() > 3 * coarse).all())
+
+
+def test_a_decision_is_found_where_a_probe_turns_it() -> None:
+    spec = SPECS["clipped_pg"]
+    batch = materialize(problem("clipped_pg", scenario={"ratios": "everywhere"}))
+    options = spec.make_options({})
+    values = token_values(batch, spec, options)
+    none, _ = unsettled(spec, options, values, [values.logprobs + 1e-9], batch)
+    assert not none.any()
+    moved = values.logprobs.clone()
+    moved[3] += 10.0  # far beyond the clip, from wherever it was
+    tokens, _ = unsettled(spec, options, values, [moved], batch)
+    assert tokens.nonzero().flatten().tolist() == [3]
+
+
+def test_an_exact_tie_is_no_decision() -> None:
+    batch = materialize(problem("clipped_pg", scenario={"ratios": "on-policy"}))
+    assert int(batch.fields["valid_tokens"]) == 14
+
+
+# Options and branches
+
+
+def test_options_go_together() -> None:
+    for name, spec in SPECS.items():
+        for drawn in sample_problems(dense_candidate(name, next(iter(spec.inputs))), Layout(), "float32", 60, seed=1):
+            assert spec.allows(drawn.options)
+
+
+def test_a_kernel_may_support_other_numbers_than_problems_usually_have() -> None:
+    candidate = replace(dense_candidate("clipped_pg", "logprobs"), supports={"ratio_clip_max": 0.3})
+    find_spec("clipped_pg").check(candidate)
+    assert {p.options["ratio_clip_max"] for p in sample_problems(candidate, Layout(), "float32", 5, seed=0)} == {0.3}
+
+
+def test_support_of_nothing_that_goes_together_is_told() -> None:
+    candidate = replace(dense_candidate("clipped_pg", "logprobs"), supports={"use_cispo": True, "ratio_clip_c": 3.0})
+    with pytest.raises(UsageError, match="no options go together with supports="):
+        run_cell(Cell(candidate, Layout(), "float32"), Settings())
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"nope": 1}, "'nope' is no option of spec 'clipped_pg'"),
+        ({"temperature": 0.0}, "option temperature is 0.0; spec 'clipped_pg' allows 0.3 to 3"),
+        ({"use_cispo": True, "ratio_clip_c": 3.0}, "ratio_clip_c=3.0: expected None with use_cispo=True"),
+    ],
+)
+def test_problems_with_bad_options_are_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match="problem: ") as error:
+        materialize(problem("clipped_pg", options=options))
+    assert told in str(error.value)
+
+
+def test_branches_out_of_reach_are_not_required() -> None:
+    spec = SPECS["clipped_pg"]
+    every = spec.required(dense_candidate("clipped_pg", "hidden"))
+    assert every == dict(spec.branches)
+    plain = spec.required(replace(dense_candidate("clipped_pg", "logprobs"), supports={}))
+    assert set(every) - set(plain) == {
+        "beyond the dual clip",
+        "weight above its bound",
+        "weight below its bound",
+        "label on a shard's first row",
+        "label on a shard's last row",
+    }
+    assert "beyond the dual clip" in spec.required(replace(dense_candidate("clipped_pg", "logprobs"), supports={"ratio_clip_c": ANY}))
+
+
+# The judge, of outputs that other specs have
+
+
+def test_an_infinite_reference_wants_the_same() -> None:
+    reference = torch.tensor([-1.0, float("-inf"), -2.0], dtype=torch.float64)
+    members = torch.stack([reference, reference]) + torch.tensor([[1e-7, 0.0, -1e-7], [-1e-7, 0.0, 1e-7]])
+    assert compare("logprobs", reference.clone(), reference, members, 2.0**-24, 2.0**-24).agrees
+    for wrong in (-3.0, float("inf"), float("nan")):
+        result = reference.clone()
+        result[1] = wrong
+        assert compare("logprobs", result, reference, members, 2.0**-24, 2.0**-24).faults[0] == "1 of 3 entries should be infinite, and are not"
+
+
+def test_what_is_too_large_for_the_dtype_may_be_infinite() -> None:
+    """Perplexity of a sequence with log-probabilities of -200 is 7e86."""
+    drawn = problem("nll", spread=400.0)
+    found = examine(dense_candidate("nll", "logprobs"), drawn, SimulatedWorld(Layout()))
+    assert found.agrees, found.findings
+
+
+def test_cancelling_sums_are_as_noisy_as_adding_one_by_one_makes_them() -> None:
+    """Terms of either sign: partial sums, each of which is rounded, are larger than what is left of them."""
+    drawn = problem("clipped_pg", lengths=(200,), masks=("all",))
+    batch = materialize(drawn)
+    members = run_ensemble(dense_candidate("clipped_pg", "logprobs"), batch, 400, seed=1)["loss"]
+    terms = batch.fields["advantages"][batch.fields["mask"]].abs().mean()
+    assert 0.2 < float(members.std() / (terms * 2.0**-24)) < 1  # of a mean over 199; rounding the terms alone makes 0.03
+
+
+def test_what_is_computed_twice_comes_out_the_same_twice() -> None:
+    """A count of clipped tokens compares a loss with its clipped twin, which is the same number inside the clip."""
+    drawn = problem("value", head="values", options={"cliprange": 0.2}, scenario={})
+    members = run_ensemble(dense_candidate("value", "values"), materialize(drawn), 16, seed=1)
+    assert not members["vf_clipfrac"].any()
+
+
+def test_outputs_that_some_ranks_lack_disagree() -> None:
+    honest = dense_candidate("nll", "logprobs")
+
+    def lacking(inputs: Any, options: Any, mesh: Any) -> Any:
+        outputs = honest.kernel(inputs, options, mesh)
+        assert not isinstance(outputs, Tensor)
+        return replace(outputs, logprobs=None, metrics={}) if mesh.get_rank() == 0 else outputs
+
+    found = examine(replace(honest, kernel=lacking), problem("nll", layout=Layout(dp=2)), SimulatedWorld(Layout(dp=2)))
+    assert "logprobs: other ranks return it, and it is missing on rank 0" in found.findings
+    assert "ppl_avg: other ranks return it, and it is missing on rank 0" in found.findings

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KL estimators: by hand, by gradcheck, and what they estimate: by exact sums over the outcomes, and by samples with a z test."""
+
+import math
+from collections.abc import Callable
+from statistics import NormalDist
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd import gradcheck
+
+from dense_losses.kl import js_estimate, kl_estimate
+
+KINDS = ("k1", "k2", "k3")
+
+
+def f64(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def estimate(logprobs: Tensor, reference: Tensor, kind: str, **rest: Any) -> Tensor:
+    return kl_estimate(logprobs=logprobs, reference_logprobs=reference, kl_type=kind, **rest)  # type: ignore[arg-type]
+
+
+def weighted(logprobs: Tensor, reference: Tensor, kind: str, **rest: Any) -> Tensor:
+    """With the weight of value 1 that adds the score term."""
+    return estimate(logprobs, reference, kind, weights=(logprobs - logprobs.detach()).exp(), **rest)
+
+
+def gradient(of: Callable[..., Tensor], logprobs: Tensor, *rest: Any, **named: Any) -> Tensor:
+    leaf = logprobs.clone().requires_grad_()
+    return torch.autograd.grad(of(leaf, *rest, **named).sum(), leaf)[0]
+
+
+# One token each: log p = -1, and d = log q - log p.
+@pytest.mark.parametrize(
+    ("kind", "d", "value", "slope", "weighted_slope"),
+    [
+        ("k1", 0.5, -0.5, 1.0, 0.5),
+        ("k1", -0.5, 0.5, 1.0, 1.5),
+        ("k2", 0.5, 0.125, -0.5, -0.375),
+        ("k2", -0.5, 0.125, 0.5, 0.625),
+        ("k3", math.log(2), 1 - math.log(2), -1.0, -math.log(2)),
+        ("k3", -math.log(2), math.log(2) - 0.5, 0.5, math.log(2)),
+    ],
+)
+def test_by_hand(kind: str, d: float, value: float, slope: float, weighted_slope: float) -> None:
+    """Of k3 with the score term the slope is log p - log q: (1 - exp(d)) + (exp(d) - 1 - d) = -d."""
+    p, q = f64(-1.0), f64(-1.0 + d)
+    assert float(estimate(p, q, kind)) == pytest.approx(value, rel=1e-14)
+    assert float(weighted(p, q, kind)) == pytest.approx(value, rel=1e-14)
+    assert float(gradient(estimate, p, q, kind)) == pytest.approx(slope, rel=1e-14)
+    assert float(gradient(weighted, p, q, kind)) == pytest.approx(weighted_slope, rel=1e-14)
+
+
+# The input is bounded to +- 2, the output to +- 3; weights are 1 with the score term.
+@pytest.mark.parametrize(
+    ("kind", "d", "value", "slope"),
+    [
+        ("k1", 1.0, -1.0, 1 - 1.0),
+        ("k1", 5.0, -2.0, 0),
+        ("k1", -5.0, 2.0, 0),
+        ("k2", 1.0, 0.5, -1.0 + 0.5),
+        ("k2", 5.0, 2.0, 0),
+        ("k2", -5.0, 2.0, 0),
+        ("k3", 1.0, math.e - 2, -1.0),
+        ("k3", 1.9, 3.0, 0),  # only the output is bounded: exp(1.9) - 2.9 = 3.79
+        ("k3", 5.0, 3.0, 0),
+        ("k3", -5.0, math.exp(-2) + 1, 0),  # only the input is
+    ],
+)
+def test_clamps_by_hand(kind: str, d: float, value: float, slope: float) -> None:
+    """Where a clamp acts, no gradient flows, nor through the weight."""
+    p, q, bounds = f64(-6.0), f64(-6.0 + d), {"input_clamp_value": 2.0, "output_clamp_value": 3.0}
+    assert float(weighted(p, q, kind, **bounds)) == pytest.approx(value, rel=1e-14)
+    assert float(gradient(weighted, p, q, kind, **bounds)) == pytest.approx(slope, rel=1e-13, abs=1e-15)
+
+
+def test_the_output_clamp_is_of_the_weighted_estimate() -> None:
+    """k1 of 2 times a weight of 3 is 6, bounded to 5; of -2, to -5. Unbounded without."""
+    p, q, w = f64(-1.0, -4.0), f64(-3.0, -2.0), f64(3.0, 3.0)
+    assert estimate(p, q, "k1", weights=w, output_clamp_value=5.0).tolist() == [5, -5]
+    assert estimate(p, q, "k1", weights=w).tolist() == [6, -6]
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bounds", [{}, {"input_clamp_value": 1.0, "output_clamp_value": 0.6}])
+def test_gradients_by_finite_differences(kind: str, bounds: dict[str, float], fast: bool) -> None:
+    """The weight is exp(log p - a), a constant, so that its slope is seen; none is where d is bounded, and a weight there is a constant too."""
+    p, q = f64(-1.0, -2.0, -0.3, -2.5).requires_grad_(), f64(-1.4, -1.3, -1.0, -2.6)
+    assert gradcheck(lambda x: estimate(x, q, kind, weights=(x - f64(-1.1, -1.7, -0.5, -2.2)).exp()), p, fast_mode=fast)
+    assert gradcheck(lambda x: estimate(x, q, kind, **bounds), p, fast_mode=fast)
+    assert gradcheck(js_estimate, (p, q.requires_grad_()), fast_mode=fast)
+
+
+@given(st.floats(-50, 0), st.floats(-50, 0))
+def test_k3_is_never_negative(p: float, q: float) -> None:
+    assert estimate(f64(p), f64(q), "k3") >= 0
+    assert estimate(f64(p), f64(p + 1e-9 * q), "k3") >= 0
+
+
+@given(st.floats(-50, 0))
+def test_no_divergence_and_no_slope_at_equality(p: float) -> None:
+    for kind in KINDS:
+        assert estimate(f64(p), f64(p), kind) == 0
+        assert gradient(weighted, f64(p), f64(p), kind) == (1 if kind == "k1" else 0)
+    assert gradient(estimate, f64(p), f64(p), "k3") == 0
+    assert abs(js_estimate(f64(p), f64(p))) < 1e-14 * max(1, -p)
+
+
+# What they estimate. A softmax policy of theta and a reference, over OUTCOMES outcomes.
+OUTCOMES, SAMPLES, ALPHA = 5, 200_000, 1e-6
+
+
+def policies(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    theta, reference = (torch.randn(OUTCOMES, generator=generator, dtype=torch.float64) for _ in range(2))
+    return theta, torch.log_softmax(reference, 0)
+
+
+def divergence(p: Tensor, q: Tensor) -> Tensor:
+    """KL(p || q) of log-probs over all outcomes."""
+    return (p.exp() * (p - q)).sum()
+
+
+def gradient_of_divergence(theta: Tensor, q: Tensor, of_q: bool = False) -> Tensor:
+    """By hand. d KL(p || q) / d theta = p (log p/q - KL); d KL(q || p) / d theta = p - q."""
+    p = torch.log_softmax(theta, 0)
+    return p.exp() - q.exp() if of_q else p.exp() * (p - q - divergence(p, q))
+
+
+def values_and_gradients(theta: Tensor, q: Tensor, of: Callable[..., Tensor], kind: str) -> tuple[Tensor, Tensor]:
+    """Of each outcome: the estimate, and its gradient to theta with the outcome held fixed, [outcomes, theta]."""
+    jacobian = torch.autograd.functional.jacobian(lambda x: of(torch.log_softmax(x, 0), q, kind), theta)
+    return of(torch.log_softmax(theta, 0), q, kind), jacobian  # type: ignore[return-value]
+
+
+GRADIENTS = [
+    # estimator, kind, what the expected gradient is: of KL(p || q), of KL(q || p), or neither
+    (estimate, "k1", "zero"),
+    (estimate, "k2", "KL(p||q)"),
+    (estimate, "k3", "KL(q||p)"),
+    (weighted, "k1", "KL(p||q)"),
+    (weighted, "k2", "neither"),
+    (weighted, "k3", "KL(p||q)"),
+]
+
+
+def expected_gradients(theta: Tensor, q: Tensor) -> dict[str, Tensor]:
+    return {
+        "zero": torch.zeros(OUTCOMES, dtype=torch.float64),
+        "KL(p||q)": gradient_of_divergence(theta, q),
+        "KL(q||p)": gradient_of_divergence(theta, q, of_q=True),
+    }
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_expectations_exactly(seed: int) -> None:
+    theta, q = policies(seed)
+    p = torch.log_softmax(theta, 0)
+    mean = {kind: (p.exp() * estimate(p, q, kind)).sum() for kind in KINDS}
+    truth = divergence(p, q)
+    assert float(mean["k1"]) == pytest.approx(float(truth), rel=1e-13)
+    assert float(mean["k3"]) == pytest.approx(float(truth), rel=1e-13)
+    assert abs(mean["k2"] - truth) > 1e-2 * truth
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("of", "kind", "which"), GRADIENTS)
+def test_expected_gradients_exactly(seed: int, of: Callable[..., Tensor], kind: str, which: str) -> None:
+    theta, q = policies(seed)
+    mean = torch.log_softmax(theta, 0).exp() @ values_and_gradients(theta, q, of, kind)[1]
+    for name, truth in expected_gradients(theta, q).items():
+        assert ((mean - truth).norm() < 1e-13) == (name == which), name
+        assert (mean - truth).norm() < 1e-13 or (mean - truth).norm() > 1e-2
+
+
+def z_scores(samples: Tensor, truth: Tensor) -> Tensor:
+    """Of the mean of each column, about normal for so many samples."""
+    return (samples.mean(0) - truth) / (samples.std(0) / math.sqrt(samples.shape[0]))
+
+
+def limit(tests: int) -> float:
+    """Of |z|, such that one of ``tests`` true hypotheses is rejected with a probability of ALPHA at most (Bonferroni)."""
+    return NormalDist().inv_cdf(1 - ALPHA / tests / 2)
+
+
+def test_expectations_by_samples() -> None:
+    theta, q = policies(seed=0)
+    p = torch.log_softmax(theta, 0)
+    draws = torch.multinomial(p.exp(), SAMPLES, replacement=True, generator=torch.Generator().manual_seed(1))
+    values = torch.stack([estimate(p, q, kind)[draws] for kind in KINDS], 1)
+    z = z_scores(values, divergence(p, q)).abs()
+    assert z[0] < limit(2)
+    assert z[2] < limit(2)
+    assert z[1] > 2 * limit(2)
+
+
+@pytest.mark.parametrize(("of", "kind", "which"), GRADIENTS)
+def test_expected_gradients_by_samples(of: Callable[..., Tensor], kind: str, which: str) -> None:
+    theta, q = policies(seed=0)
+    p = torch.log_softmax(theta, 0)
+    draws = torch.multinomial(p.exp(), SAMPLES, replacement=True, generator=torch.Generator().manual_seed(2))
+    samples = values_and_gradients(theta, q, of, kind)[1][draws]
+    for name, truth in expected_gradients(theta, q).items():
+        worst = z_scores(samples, truth).abs().max()
+        assert worst < limit(OUTCOMES * len(GRADIENTS)) if name == which else worst > 2 * limit(OUTCOMES * len(GRADIENTS)), name
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_off_policy_weights_exactly(seed: int) -> None:
+    """Sampled from a third policy g, and weighted by p/g: the expectations are those of samples from p, score term and all."""
+    theta, q = policies(seed)
+    g = policies(seed + 100)[1]
+    of = lambda p, reference, kind: estimate(p, reference, kind, weights=(p - g).exp())  # noqa: E731
+    for kind in ("k1", "k3"):
+        values, gradients = values_and_gradients(theta, q, of, kind)
+        assert float((g.exp() * values).sum()) == pytest.approx(float(divergence(torch.log_softmax(theta, 0), q)), rel=1e-12)
+        assert (g.exp() @ gradients - gradient_of_divergence(theta, q)).norm() < 1e-13
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_jensen_shannon_half_exactly(seed: int) -> None:
+    """Over samples of g, the half for g has the expectation KL(g || m) / 2; with the sign of d turned round, as in NeMo-RL, it has not."""
+    theta, g = policies(seed)
+    p = torch.log_softmax(theta, 0)
+    m = torch.log((p.exp() + g.exp()) / 2)
+    half = js_estimate(p, g) - (torch.exp(m - p) - 1 - (m - p)) / 2
+    assert float((g.exp() * half).sum()) == pytest.approx(float(divergence(g, m)) / 2, rel=1e-12)
+    turned = (torch.exp(g - m) - 1 - (g - m)) / 2
+    assert abs((g.exp() * turned).sum() - divergence(g, m) / 2) > 1e-3 * divergence(g, m)
+
+
+def test_jensen_shannon_by_hand() -> None:
+    """p = 1/2, g = 1/6, m = 1/3: (2/3 - 1 - log(2/3)) / 2 + (2 - 1 - log 2) / 2."""
+    found = js_estimate(f64(math.log(1 / 2)), f64(math.log(1 / 6)))
+    assert float(found) == pytest.approx((2 / 3 - math.log(2 / 3) - math.log(2)) / 2, rel=1e-13)

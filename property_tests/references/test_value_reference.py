@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference of ``value_loss``: by gradcheck, by a closed form, by numpy in a loop, by hand, and by what must hold of it."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd import gradcheck
+
+from dense_losses.value import ValueOptions, explained_variance, value_loss
+
+TOKENS = 12
+CLIPPED = ValueOptions(cliprange=0.5)
+OPTIONS = {
+    "no clip": ValueOptions(),
+    "clip": CLIPPED,
+    "narrow clip": ValueOptions(cliprange=0.05),
+    "wide clip": ValueOptions(cliprange=100.0),
+    "scale": ValueOptions(cliprange=0.5, scale=3.0),
+    "epsilon": ValueOptions(cliprange=0.5, epsilon=0.25),
+}
+with_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+INPUTS = ("values", "old_values", "returns")
+SUMS = ("loss", "vf_clipfrac", "returns_mean", "values_mean", "returns_sq_mean", "residual_sq_mean")
+
+
+def example(seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    values, old_values, returns = torch.randn(3, TOKENS, generator=generator, dtype=torch.float64)
+    mask = torch.arange(TOKENS) % 4 != 2
+    return {"values": values, "old_values": old_values, "returns": returns, "mask": mask, "valid_tokens": mask.sum() + 3}
+
+
+def with_gradient(e: dict[str, Tensor], options: ValueOptions) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    values = e["values"].clone().requires_grad_()
+    loss, metrics = value_loss(**{**e, "values": values}, options=options)
+    (gradient,) = torch.autograd.grad(loss, values)
+    return loss.detach(), gradient, metrics
+
+
+def close(a: Any, b: Any) -> bool:
+    return torch.allclose(torch.as_tensor(a), torch.as_tensor(b), rtol=1e-13, atol=1e-15)
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(close(a[name], b[name]) for name in a)
+
+
+def one_token(value: float, old_value: float, returned: float) -> dict[str, Tensor]:
+    values, old_values, returns = (torch.tensor([x], dtype=torch.float64) for x in (value, old_value, returned))
+    return {"values": values, "old_values": old_values, "returns": returns, "mask": torch.tensor([True]), "valid_tokens": torch.tensor(1)}
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@with_options
+def test_gradients_by_finite_differences(options: ValueOptions, fast: bool) -> None:
+    e = example()
+    if options.cliprange:  # no kink is near
+        moved, error = e["values"] - e["old_values"], e["values"] - e["returns"]
+        edge_error = error - moved + options.cliprange * moved.sign()
+        assert ((moved.abs() - options.cliprange).abs() > 1e-3).all()
+        assert ((edge_error.abs() - error.abs()).abs() > 1e-3).all()
+    values = e.pop("values").requires_grad_()
+    assert gradcheck(lambda v: value_loss(values=v, **e, options=options)[0], (values,), fast_mode=fast)
+
+
+@with_options
+def test_gradients_by_a_closed_form(options: ValueOptions) -> None:
+    """scale (v - R) m / N, but 0 where v has left the range and the edge of the range is further from the return."""
+    e = example(seed=1)
+    derived = torch.zeros(TOKENS, dtype=torch.float64)
+    stopped = 0
+    for t in range(TOKENS):
+        v, old, r = (float(e[name][t]) for name in INPUTS)
+        c = math.inf if options.cliprange is None else options.cliprange
+        edge = old + math.copysign(c, v - old)
+        stop = abs(v - old) > c and abs(edge - r) > abs(v - r)
+        stopped += stop and bool(e["mask"][t])
+        if e["mask"][t] and not stop:
+            derived[t] = options.scale * (v - r) / (int(e["valid_tokens"]) + options.epsilon)
+    assert (stopped > 0) == (options.cliprange is not None and options.cliprange < 100)
+    assert close(with_gradient(e, options)[1], derived)
+
+
+# Values
+
+
+@with_options
+@pytest.mark.parametrize("seed", [0, 1])
+def test_values_by_numpy(options: ValueOptions, seed: int) -> None:
+    e = example(seed)
+    n = int(e["valid_tokens"]) + options.epsilon
+    parts: dict[str, list[float]] = {name: [] for name in SUMS}
+    trained = []
+    for v, old, r, m in zip(*(e[name].numpy() for name in (*INPUTS, "mask")), strict=True):
+        if not m:
+            continue
+        near = v if options.cliprange is None else np.clip(v, old - options.cliprange, old + options.cliprange)
+        parts["loss"].append(0.5 * options.scale * max((v - r) ** 2, (near - r) ** 2))
+        parts["vf_clipfrac"].append(float((near - r) ** 2 > (v - r) ** 2))
+        parts["returns_mean"].append(r)
+        parts["values_mean"].append(v)
+        parts["returns_sq_mean"].append(r * r)
+        parts["residual_sq_mean"].append((r - v) ** 2)
+        trained.append(v)
+    loss, _, metrics = with_gradient(e, options)
+    assert loss == metrics["loss"]
+    expected = {name: math.fsum(values) / n for name, values in parts.items()} | {"values_min": min(trained), "values_max": max(trained)}
+    assert same(metrics, {name: torch.tensor(x, dtype=torch.float64) for name, x in expected.items()})
+
+
+@pytest.mark.parametrize(
+    ("value", "old_value", "returned", "loss", "gradient", "clipped"),
+    [
+        # within the range: the plain squared error
+        (1.25, 1.0, 3.0, 1.53125, -1.75, False),
+        (0.75, 1.0, -1.0, 1.53125, 1.75, False),
+        # above the range, on its way to the return: the error of the edge 1.5, without gradient
+        (2.0, 1.0, 3.0, 1.125, 0.0, True),
+        # above the range, away from the return: the error of the value, with gradient
+        (2.0, 1.0, 0.0, 2.0, 2.0, False),
+        # below the range, on its way to the return: the error of the edge 0.5, without gradient
+        (0.0, 1.0, -1.0, 1.125, 0.0, True),
+        # below the range, away from the return
+        (0.0, 1.0, 2.0, 2.0, -2.0, False),
+        # beyond the return, but nearer to it than the edge is
+        (2.25, 1.0, 2.0, 0.125, 0.0, True),
+        # so far beyond the return that the edge is nearer
+        (4.0, 1.0, 2.0, 2.0, 2.0, False),
+        # at the return, but outside of the range
+        (2.0, 1.0, 2.0, 0.125, 0.0, True),
+        # at the return
+        (1.25, 1.0, 1.25, 0.0, 0.0, False),
+    ],
+)
+def test_every_side_of_the_clip_by_hand(value: float, old_value: float, returned: float, loss: float, gradient: float, clipped: bool) -> None:
+    e = one_token(value, old_value, returned)
+    found, found_gradient, metrics = with_gradient(e, CLIPPED)
+    assert (found, found_gradient, metrics["vf_clipfrac"]) == (loss, gradient, clipped)
+    plain, plain_gradient, metrics = with_gradient(e, ValueOptions())
+    assert (plain, plain_gradient, metrics["vf_clipfrac"]) == ((value - returned) ** 2 / 2, value - returned, 0)
+
+
+def test_at_the_edge_of_the_range_a_one_sided_gradient_is_right() -> None:
+    for value, returned in ((1.5, 3.0), (0.5, -1.0)):
+        gradient = float(with_gradient(one_token(value, 1.0, returned), CLIPPED)[1])
+        assert min(0, value - returned) <= gradient <= max(0, value - returned)
+
+
+def test_metrics_by_hand() -> None:
+    e = {
+        "values": torch.tensor([1.0, 2.0, 100.0, 4.0], dtype=torch.float64),
+        "old_values": torch.tensor([1.0, 1.0, 1.0, 1.0], dtype=torch.float64),
+        "returns": torch.tensor([2.0, 3.0, 100.0, 1.0], dtype=torch.float64),
+        "mask": torch.tensor([True, True, False, True]),
+        "valid_tokens": torch.tensor(4),
+    }
+    loss, metrics = value_loss(**e, options=ValueOptions(cliprange=0.5, scale=2.0))
+    assert loss == (1 + 1.5**2 + 9) / 4
+    assert {name: float(x) for name, x in metrics.items()} == {
+        "loss": 12.25 / 4,
+        "vf_clipfrac": 0.25,
+        "returns_mean": 1.5,
+        "values_mean": 1.75,
+        "returns_sq_mean": 3.5,
+        "residual_sq_mean": 2.75,
+        "values_min": 1,
+        "values_max": 4,
+    }
+
+
+def test_epsilon_counts_even_where_it_is_small() -> None:
+    """NeMo-RL's 1e-8 would vanish in float32."""
+    loss = value_loss(**one_token(2.0, 2.0, 0.0), options=ValueOptions(epsilon=1e-8))[0]
+    assert float(loss) == pytest.approx(2 / (1 + 1e-8), rel=1e-15)
+
+
+# Identities
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.floats(0.01, 3.0))
+def test_a_clip_raises_the_loss_the_more_the_narrower_it_is(seed: int, cliprange: float) -> None:
+    losses = [float(value_loss(**example(seed), options=ValueOptions(cliprange=c))[0]) for c in (cliprange, 2 * cliprange, None)]
+    assert losses == sorted(losses, reverse=True)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.floats(-5, 5))
+def test_an_offset_of_all_values_changes_nothing(seed: int, offset: float) -> None:
+    e = example(seed)
+    moved = {**e, **{name: e[name] + offset for name in INPUTS}}
+    (loss, gradient, metrics), (loss_moved, gradient_moved, metrics_moved) = with_gradient(e, CLIPPED), with_gradient(moved, CLIPPED)
+    assert float(loss_moved) == pytest.approx(float(loss), rel=1e-12)
+    assert (gradient - gradient_moved).abs().max() < 1e-13
+    assert metrics["vf_clipfrac"] == metrics_moved["vf_clipfrac"]
+
+
+def test_units_cancel() -> None:
+    """Values, returns and the range in another unit: the loss goes by its square. A mirror image is as good."""
+    e = example()
+    for factor in (-1.0, 4.0):
+        other = {**e, **{name: e[name] * factor for name in INPUTS}}
+        assert close(value_loss(**other, options=ValueOptions(cliprange=0.5 * abs(factor)))[0], value_loss(**e, options=CLIPPED)[0] * factor**2)
+
+
+def test_unmoved_values_are_not_clipped() -> None:
+    e = example()
+    e["values"] = e["old_values"]
+    clipped, plain = with_gradient(e, CLIPPED), with_gradient(e, ValueOptions())
+    assert clipped[2] == plain[2]
+    assert torch.equal(clipped[1], plain[1])
+
+
+def test_explained_variance_is_that_of_all_tokens() -> None:
+    """Of the summed moments; a mean of parts' own explained variances is another number."""
+    e = example()
+    e["valid_tokens"] = e["mask"].sum()
+    values, returns = (e[name][e["mask"]].numpy() for name in ("values", "returns"))
+    expected = 1 - np.var(returns - values) / np.var(returns)
+    parts = [value_loss(**{**e, "mask": e["mask"] & part}, options=CLIPPED)[1] for part in halves()]
+    found = explained_variance({name: parts[0][name] + parts[1][name] for name in SUMS})
+    assert float(found) == pytest.approx(expected, rel=1e-13)
+    assert abs(float(sum(explained_variance(part) for part in parts)) / 2 - expected) > 0.1
+
+
+def test_explained_variance_by_hand() -> None:
+    e = {**example(), "mask": torch.ones(TOKENS).bool(), "valid_tokens": torch.tensor(TOKENS)}
+
+    def of(values: Tensor, returns: Tensor) -> float:
+        return float(explained_variance(value_loss(**{**e, "values": values, "returns": returns}, options=ValueOptions())[1]))
+
+    returns = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(TOKENS // 2)
+    assert of(returns, returns) == 1
+    assert of(returns + 7, returns) == pytest.approx(1, rel=1e-12)  # an offset is no variance
+    assert of(torch.full_like(returns, 0.5), returns) == pytest.approx(0, abs=1e-12)
+    assert of(-returns, returns) == -3  # the residual is twice the returns
+    assert of(returns / 2, returns) == 0.75
+    assert math.isnan(of(returns, torch.ones_like(returns)))
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("changed", "base"),
+    [
+        ({"cliprange": None}, CLIPPED),
+        ({"cliprange": 1.5}, CLIPPED),
+        ({"scale": 2.0}, CLIPPED),
+        ({"epsilon": 1e-8}, CLIPPED),
+        ({"scale": 2.0}, ValueOptions()),
+        ({"epsilon": 1e-8}, ValueOptions()),
+    ],
+    ids=str,
+)
+def test_every_option_changes_loss_and_gradient(changed: dict[str, Any], base: ValueOptions) -> None:
+    before, after = with_gradient(example(), base), with_gradient(example(), replace(base, **changed))
+    assert before[0] != after[0]
+    assert not torch.equal(before[1], after[1])
+
+
+def test_scale_is_in_the_loss_alone() -> None:
+    before, after = (value_loss(**example(), options=ValueOptions(cliprange=0.5, scale=scale))[1] for scale in (1.0, 4.0))
+    assert after.pop("loss") == 4 * before.pop("loss")
+    assert before == after
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cliprange": 0.0}, "cliprange is 0.0; expected a finite positive number, or None"),
+        ({"cliprange": -0.2}, "cliprange is -0.2"),
+        ({"cliprange": math.nan}, "cliprange is nan"),
+        ({"cliprange": math.inf}, "cliprange is inf"),
+        ({"scale": -1.0}, "scale is -1.0"),
+        ({"scale": math.nan}, "scale is nan"),
+        ({"epsilon": -1e-8}, "epsilon is -1e-08"),
+    ],
+    ids=str,
+)
+def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ValueOptions(**options)
+
+
+# Masks, counts and parts
+
+
+def halves() -> tuple[Tensor, Tensor]:
+    first = torch.arange(TOKENS) < 5
+    return first, ~first
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+@with_options
+def test_garbage_at_masked_tokens_has_no_effect(options: ValueOptions, garbage: float) -> None:
+    e = example()
+    before = with_gradient(e, options)
+    for spoilt in (*((name,) for name in INPUTS), INPUTS):
+        after = with_gradient({**e, **{name: torch.where(e["mask"], e[name], garbage) for name in spoilt}}, options)
+        assert torch.equal(before[1], after[1])
+        assert before[2] == after[2]
+
+
+@with_options
+@pytest.mark.parametrize("tokens", [TOKENS, 0])
+def test_nothing_trained_is_zero_with_zero_gradient(options: ValueOptions, tokens: int) -> None:
+    e = {name: x[:tokens] if x.ndim else torch.tensor(0) for name, x in example().items()}
+    e["mask"] = torch.zeros(tokens).bool()
+    loss, gradient, metrics = with_gradient(e, options)
+    assert loss == 0
+    assert gradient.shape == (tokens,)
+    assert not gradient.any()
+    assert metrics == {**dict.fromkeys(SUMS, 0), "values_min": math.inf, "values_max": -math.inf}
+
+
+@with_options
+def test_everything_but_the_extremes_is_linear_in_one_over_the_tokens(options: ValueOptions) -> None:
+    e, options = example(), replace(options, epsilon=0.0)
+    before, after = with_gradient(e, options), with_gradient({**e, "valid_tokens": e["valid_tokens"] * 7}, options)
+    assert close(before[1], after[1] * 7)
+    assert same(before[2], {name: x * 7 if name in SUMS else x for name, x in after[2].items()})
+
+
+@with_options
+def test_order_does_not_matter(options: ValueOptions) -> None:
+    e, order = example(), torch.randperm(TOKENS, generator=torch.Generator().manual_seed(3))
+    before = with_gradient(e, options)
+    after = with_gradient({name: x[order] if x.ndim else x for name, x in e.items()}, options)
+    assert close(before[1][order], after[1])
+    assert same(before[2], after[2])
+
+
+@with_options
+def test_parts_add_up(options: ValueOptions) -> None:
+    e = example()
+    parts = [value_loss(**{name: x[part] if x.ndim else x for name, x in e.items()}, options=options)[1] for part in halves()]
+    whole = {name: parts[0][name] + parts[1][name] for name in SUMS}
+    whole["values_min"] = torch.minimum(parts[0]["values_min"], parts[1]["values_min"])
+    whole["values_max"] = torch.maximum(parts[0]["values_max"], parts[1]["values_max"])
+    assert same(whole, value_loss(**e, options=options)[1])
+
+
+# Transforms
+
+
+@with_options
+def test_vmap_and_vjp(options: ValueOptions) -> None:
+    e = example()
+    several = torch.stack([e.pop("values"), example(1)["values"], example(2)["values"]])
+    losses, metrics = torch.func.vmap(lambda v: value_loss(values=v, **e, options=options))(several)
+
+    def gradient(v: Tensor) -> Tensor:
+        _, back, _ = torch.func.vjp(lambda x: value_loss(values=x, **e, options=options), v, has_aux=True)
+        return back(torch.tensor(3.0, dtype=torch.float64))[0]
+
+    gradients = torch.func.vmap(gradient)(several)
+    for k, values in enumerate(several):
+        loss, expected, expected_metrics = with_gradient({**e, "values": values}, options)
+        assert close(losses[k], loss)
+        assert close(gradients[k], 3 * expected)
+        assert same({name: x.expand(3)[k] for name, x in metrics.items()}, expected_metrics)
+
+
+def test_metrics_are_no_part_of_the_graph() -> None:
+    e = example()
+    _, metrics = value_loss(**{**e, "values": e["values"].requires_grad_()}, options=CLIPPED)
+    assert not any(x.requires_grad for x in metrics.values())
+
+
+def test_shapes_are_checked() -> None:
+    with pytest.raises(Exception, match="returns"):
+        value_loss(**{**example(), "returns": torch.zeros(3, dtype=torch.float64)}, options=ValueOptions())

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses on pairs of a chosen and a rejected response: DPO, IPO and the Bradley-Terry loss of reward models.
+
+Sequences are interleaved: 2p is the chosen one of pair p, 2p + 1 the rejected one. With N sequences of the whole batch,
+hence N / 2 pairs, g_p the sample mask of the chosen one, and r_i the reward of sequence i:
+
+    DPO:            r_i = sum_t m_t (log p_t - log ref_t)     L_pref = sum_p g_p (-log sigmoid(beta (r_2p - r_2p+1))) / (N / 2)
+    IPO:            the same r_i                              L_pref = sum_p g_p (r_2p - r_2p+1 - 1 / (2 beta))^2 / (N / 2)
+    with SFT:       L_sft = sum_p g_p (-sum_t m_t log p_t of sequence 2p) / (N / 2),   L = w_pref L_pref + w_sft L_sft
+    Bradley-Terry:  r_i is given                              L = sum_p g_p (-log sigmoid(r_2p - r_2p+1)) / (N / 2)
+
+Rafailov et al. 2023 (DPO), Azar et al. 2023 (IPO); NeMo-RL ``DPOLossFn`` and ``PreferenceLossFn``, Hugging Face TRL ``DPOTrainer``.
+NeMo-RL multiplies masked values by zero, so that NaN there spoils the batch, and multiplies by the sample mask twice, which
+squares weights other than 0 and 1; here masked values are selected away and the mask is boolean.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from dense_losses.reductions import divide, select, sequence_mean, sequence_sum
+
+LossType = Literal["sigmoid", "ipo"]
+ReferenceLayout = Literal["next", "token", "rolled"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpoOptions:
+    """The options of ``dpo``; names and defaults are NeMo-RL's where it has them."""
+
+    reference_policy_kl_penalty: float = 0.05
+    """beta, in 1 / nat: how strongly the policy is held to the reference. ``beta`` in TRL."""
+    preference_loss_weight: float = 1.0
+    """w_pref, the factor of the preference loss."""
+    sft_loss_weight: float = 0.0
+    """w_sft, the factor of the NLL of the chosen responses; at 0 it is not evaluated."""
+    preference_average_log_probs: bool = False
+    """Rewards are means over the trained tokens of a sequence, not sums. TRL does so for IPO, and only there."""
+    sft_average_log_probs: bool = False
+    """The NLL of a chosen response is the mean over its trained tokens, not their sum."""
+    loss_type: LossType = "sigmoid"
+    """``"sigmoid"`` is DPO, ``"ipo"`` is IPO. NeMo-RL has DPO alone."""
+    reference_layout: ReferenceLayout = "next"
+    """Where the reference's log-probabilities lie, see ``align_reference``."""
+    epsilon: float = 0.0
+    """Added to the number of pairs that the loss and the metrics are divided by: 1e-8 in NeMo-RL."""
+
+    def __post_init__(self) -> None:
+        for name in ("reference_policy_kl_penalty", "preference_loss_weight", "sft_loss_weight", "epsilon"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected a finite number, 0 or larger")
+        for name, choices in (("loss_type", ("sigmoid", "ipo")), ("reference_layout", ("next", "token", "rolled"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}")
+        if self.loss_type == "ipo" and self.reference_policy_kl_penalty == 0:
+            raise ValueError("reference_policy_kl_penalty is 0; expected a positive number with loss_type 'ipo', whose target is 1 / (2 beta)")
+
+
+def align_reference(values: Float[Tensor, " tokens"], sequence: Int[Tensor, " tokens"], layout: ReferenceLayout) -> Float[Tensor, " tokens"]:
+    """``values`` with the value at t belonging to the prediction of token t + 1, within each sequence.
+
+    - ``"next"``: they are so already. Returned as they are.
+    - ``"token"``: the value at t belongs to the prediction of token t itself, that of a sequence's first token is a
+      placeholder (NeMo-RL ``get_logprobs``). Shifted left by one.
+    - ``"rolled"``: those, rolled left by one (NeMo-RL's DPO data, under the name that GRPO has for ``"token"``). What was
+      rolled round into a sequence's last position, from its own start or from the next sequence's, is dropped.
+
+    Both shifted layouts know nothing of the prediction after a sequence's last token, which gets 0 and must be masked.
+    """
+    if layout == "next":
+        return values
+    position = torch.arange(sequence.shape[0])
+    last = (sequence != sequence.roll(-1)) | (position == sequence.shape[0] - 1)
+    return torch.where(last, 0.0, values.roll(-1) if layout == "token" else values)
+
+
+def sequence_total(
+    x: Float[Tensor, " tokens"], mask: Bool[Tensor, " tokens"], sequence: Int[Tensor, " tokens"], sequences: int, average: bool
+) -> Float[Tensor, " sequences"]:
+    """The sum or the mean over each sequence's trained tokens; 0 for one without any. ``x`` is 0 at masked tokens."""
+    return sequence_mean(x, mask, sequence, sequences) if average else sequence_sum(x, sequence, sequences)
+
+
+def pair_gate(sample_mask: Bool[Tensor, " sequences"]) -> Bool[Tensor, " pairs"]:
+    """Whether a pair counts: the sample mask of its chosen sequence."""
+    if sample_mask.shape[0] % 2:
+        raise ValueError(f"sample_mask has {sample_mask.shape[0]} sequences; expected an even number, chosen and rejected in turn")
+    return sample_mask[0::2]
+
+
+def pair_mean(x: Float[Tensor, " pairs"], gate: Bool[Tensor, " pairs"], valid_sequences: Int[Tensor, ""], epsilon: float) -> Float[Tensor, ""]:
+    """``sum_p g_p x_p / (N / 2 + epsilon)``."""
+    return divide(select(gate, x).sum(), valid_sequences.to(x.dtype) / 2, epsilon)
+
+
+def pair_loss(margin: Float[Tensor, " pairs"], beta: float, loss_type: LossType) -> Float[Tensor, " pairs"]:
+    """The loss of each pair, of its margin, the chosen reward less the rejected one."""
+    if loss_type == "ipo":
+        return (margin - 1 / (2 * beta)) ** 2
+    # -log sigmoid(x) = log(exp(0) + exp(-x)); the backward of F.logsigmoid does not run under vmap without a warning.
+    return torch.logaddexp(torch.zeros_like(margin), -beta * margin)
+
+
+def reward_metrics(
+    rewards: Float[Tensor, " sequences"], sample_mask: Bool[Tensor, " sequences"], valid_sequences: Int[Tensor, ""], epsilon: float
+) -> dict[str, Float[Tensor, ""]]:
+    """The metrics that ``dpo`` and ``preference`` have in common."""
+    rewards, gate = rewards.detach(), pair_gate(sample_mask)
+    chosen, rejected = rewards[0::2], rewards[1::2]
+    return {
+        "accuracy": pair_mean((chosen > rejected).to(rewards.dtype), gate, valid_sequences, epsilon),
+        "rewards_chosen_mean": pair_mean(chosen, gate, valid_sequences, epsilon),
+        "rewards_rejected_mean": pair_mean(rejected, gate, valid_sequences, epsilon),
+        "num_valid_samples": sample_mask.to(rewards.dtype).sum() / 2,
+    }
+
+
+def preference(
+    *,
+    rewards: Float[Tensor, " sequences"],
+    sample_mask: Bool[Tensor, " sequences"],
+    valid_sequences: Int[Tensor, ""],
+    epsilon: float = 0.0,
+) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
+    """The Bradley-Terry loss of a reward model, differentiable in ``rewards``, the outputs of its scalar head.
+
+    valid_sequences: N, the number of sequences with ``sample_mask``, over every rank and microbatch.
+    epsilon: added to the number of pairs; 1e-8 in NeMo-RL.
+
+    Metrics, each the sum over ranks of what they return: ``loss``; ``accuracy``, the share of pairs whose chosen reward is the
+    larger, ties not; ``rewards_chosen_mean``, ``rewards_rejected_mean``; ``num_valid_samples``, half the number
+    of sequences with ``sample_mask``.
+    """
+    gate = pair_gate(sample_mask)
+    rewards = select(gate.repeat_interleave(2), rewards)
+    loss = pair_mean(pair_loss(rewards[0::2] - rewards[1::2], 1.0, "sigmoid"), gate, valid_sequences, epsilon)
+    return loss, {"loss": loss.detach(), **reward_metrics(rewards, sample_mask, valid_sequences, epsilon)}
+
+
+def dpo(
+    *,
+    logprobs: Float[Tensor, " tokens"],
+    reference_logprobs: Float[Tensor, " tokens"],
+    mask: Bool[Tensor, " tokens"],
+    sequence: Int[Tensor, " tokens"],
+    sample_mask: Bool[Tensor, " sequences"],
+    valid_sequences: Int[Tensor, ""],
+    options: DpoOptions,
+) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
+    """The DPO or IPO loss with an optional SFT term, differentiable in ``logprobs``.
+
+    reference_logprobs: of the frozen reference policy, in ``options.reference_layout``.
+    mask: the token mask alone; ``sample_mask`` of a pair's chosen sequence decides whether the pair counts.
+    valid_sequences: N, the number of sequences with ``sample_mask``, over every rank and microbatch.
+
+    Metrics, each the sum over ranks of what they return: ``loss``; ``sft_loss`` and ``preference_loss``, its terms before their
+    weights (``sft_loss`` is 0 at weight 0); ``accuracy``, the share of pairs whose chosen reward is the larger, ties not;
+    ``rewards_chosen_mean``, ``rewards_rejected_mean``, in nats: without beta, which TRL multiplies by;
+    ``num_valid_samples``, half the number of sequences with ``sample_mask``. In NeMo-RL the mean of rejected rewards goes
+    by the sample mask of the rejected sequences, and is of other pairs than the loss where a pair's two masks differ.
+    """
+    gate = pair_gate(sample_mask)
+    mask = mask & gate.repeat_interleave(2)[sequence]
+    logprobs = select(mask, logprobs)
+    reference = select(mask, align_reference(reference_logprobs, sequence, options.reference_layout))
+    total = partial(sequence_total, mask=mask, sequence=sequence, sequences=sample_mask.shape[0])
+    mean = partial(pair_mean, gate=gate, valid_sequences=valid_sequences, epsilon=options.epsilon)
+
+    rewards = total(logprobs - reference, average=options.preference_average_log_probs)
+    preference_loss = mean(pair_loss(rewards[0::2] - rewards[1::2], options.reference_policy_kl_penalty, options.loss_type))
+    sft_loss = torch.zeros_like(preference_loss)
+    if options.sft_loss_weight > 0:
+        sft_loss = mean(-total(logprobs, average=options.sft_average_log_probs)[0::2])
+    loss = options.preference_loss_weight * preference_loss + options.sft_loss_weight * sft_loss
+    metrics = {"loss": loss.detach(), "sft_loss": sft_loss.detach(), "preference_loss": preference_loss.detach()}
+    return loss, metrics | reward_metrics(rewards, sample_mask, valid_sequences, options.epsilon)
