@@ -46,7 +46,7 @@ def test_json_round_trip() -> None:
 
 
 @pytest.mark.parametrize(
-    ("example", "expected"), [(problem(), "020c40a3360c186c"), (EXAMPLE, "b65f4e6e4f789ce5"), (problem(head="logits"), "7b792963f1bc9bfc")]
+    ("example", "expected"), [(problem(), "e35e7b3f9bbd29ba"), (EXAMPLE, "26dcf3e48e0f7232"), (problem(head="logits"), "89a992c20bf6afae")]
 )
 def test_the_same_tensors_on_every_machine(example: Problem, expected: str) -> None:
     """Digests written down once: another machine, another numpy or torch must give the same bits."""

@@ -154,8 +154,13 @@ def _values(option: Option, supported: Any) -> SearchStrategy[Any]:
     return _choice(option.choices) if option.interval is None else _number(option.default, *option.interval)
 
 
-@cache
 def _choice(values: tuple[Any, ...]) -> SearchStrategy[Any]:
+    return _typed_choice(values, tuple(map(type, values)))
+
+
+@cache
+def _typed_choice(values: tuple[Any, ...], types: tuple[type, ...]) -> SearchStrategy[Any]:
+    """``types`` tell (False,) from (0.0,), which are one key to a cache."""
     return st.sampled_from(values)
 
 

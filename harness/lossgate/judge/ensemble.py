@@ -139,7 +139,7 @@ class _Ensemble:
         assert stage is not None
         # Everything is expanded, so that what it meets is rounded by each member for itself.
         upstream = self.batch.cotangents.get("loss", torch.zeros((), dtype=torch.float64)).expand(self.members)
-        own = {name: field.expand(self.members, *field.shape) for name, field in self.batch.fields.items() if field.is_floating_point()}
+        own = {name: field.expand(self.members, *field.shape) for name, field in self.batch.fields.items() if _is_a_number(field)}
         given = {name: getattr(values, name) for name in ("entropy", "lowest", "highest") if getattr(values, name) is not None}
 
         def one_member(
@@ -292,6 +292,11 @@ _EXACT = frozenset(
 """Operations that do not round."""
 
 _COMPARISONS = frozenset(["gt", "lt", "ge", "le", "eq", "ne"])
+
+
+def _is_a_number(field: Tensor) -> bool:
+    """Not an index: numbers, masks that are summed, counts."""
+    return field.is_floating_point() or field.dtype is torch.bool or not field.dim()
 
 
 class _RoundEveryOperation(TorchDispatchMode):
