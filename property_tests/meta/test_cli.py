@@ -218,3 +218,45 @@ def test_list(folder: Path) -> None:
 def test_help_does_not_load_torch(folder: Path) -> None:
     code = "import sys, lossgate, lossgate.plugin, lossgate.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+DECLARE = f"{KERNELS}\ndeclare = lossgate.candidate"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("import sys; sys.exit(0)", "kernels.py: can't be imported: SystemExit: 0"),
+        ("raise RuntimeError('no GPU')", "kernels.py: can't be imported: RuntimeError: no GPU"),
+        (f"{DECLARE}('nll', head='logits', name='right')(cross_entropy)", "two candidates are named 'right'"),
+        (
+            f"{KERNELS}\nimport functools\nlossgate.candidate('nll', head='logits')(functools.partial(cross_entropy))",
+            "which has no name; give it one",
+        ),
+        (f"{DECLARE}('nll', head='logits', tiles={{'token': 0}})", "token is 0; expected a positive number of rows"),
+    ],
+    ids=["exits", "raises", "twice", "nameless", "tile"],
+)
+def test_bad_files_are_told(folder: Path, here: Callable[..., tuple[int, str]], text: str, told: str) -> None:
+    (folder / "kernels.py").write_text(text)
+    code, stderr = here("verify", "kernels.py")
+    assert code == 2
+    assert told in stderr
+    assert stderr.count("\n") == 1
+
+
+def test_a_failure_file_without_examples_is_told(folder: Path, here: Callable[..., tuple[int, str]]) -> None:
+    (folder / "empty.json").write_text('{"candidate": "kernels.py:right", "reasons": [], "examples": [], "pooled": false, "versions": {}}')
+    assert here("replay", "empty.json") == (2, "lossgate: empty.json holds no example: expected at least one\n")
+
+
+def test_a_kernel_from_elsewhere_is_found_again(folder: Path) -> None:
+    """Its file is where it was declared a candidate, not where the function is."""
+    plain = "def plain(inputs, options, mesh): return 2 * cross_entropy(inputs, options)"
+    (folder / "library.py").write_text(KERNELS.split("@lossgate")[0] + plain)
+    declared = "plain = lossgate.candidate('nll', head='logits', dtypes=('float32',))(library.plain)"
+    (folder / "mine.py").write_text(f"import lossgate, library\n{declared}")
+    done = lossgate(folder, "verify", "mine.py", "--layout", "single", "--jobs", "2")
+    assert done.returncode == 1
+    replay = next(line for line in done.stdout.splitlines() if line.startswith("  replay: ")).removeprefix("  replay: lossgate ")
+    assert lossgate(folder, *replay.split()).stdout.splitlines()[-1] == "  every statistic is the one in the file"
