@@ -27,7 +27,7 @@ from torch import Tensor
 
 from dense_losses.importance import Truncation, TruncationType, exp_or_zero, importance_weights
 from dense_losses.kl import KLType, js_estimate, kl_estimate
-from dense_losses.reductions import select, sequence_mean, token_mean
+from dense_losses.reductions import largest, select, sequence_mean, smallest, token_mean
 
 PositiveNLLNormaliser = Literal["global", "local"]
 
@@ -291,9 +291,7 @@ def _positive_nll(c: Tensor, actor: Tensor, rewards: Tensor | None, positive_tok
 
 
 def _ratio_metrics(name: str, x: Tensor, actor: Tensor, means: _Means) -> dict[str, Tensor]:
-    """The mean, and the extrema over valid tokens: of a list with inf at its end, for there may be none."""
-    low, high = (torch.cat([torch.where(actor, x, end), x.new_full((1,), end)]) for end in (torch.inf, -torch.inf))
-    return {name: means.of_tokens(x, actor), f"{name}_min": low.amin(), f"{name}_max": high.amax()}
+    return {name: means.of_tokens(x, actor), f"{name}_min": smallest(x, actor), f"{name}_max": largest(x, actor)}
 
 
 def _mismatch_metrics(p: Tensor, g: Tensor, scored: Tensor, means: _Means, kl_type: KLType) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dense_losses.reductions import divide, select, token_mean
+from dense_losses.reductions import divide, largest, select, smallest, token_mean
 from dense_losses.rho import Rho, RhoOptions, importance_weights
 
 KL_BOUND = 40.0  # in nats, open-instruct's
@@ -125,7 +125,7 @@ def grpo(
     averaged |= {"clipfrac": clipped & kept, "ratio_mean": ratio, "ratio_square_mean": ratio**2}
     totals = torch.where(mask, torch.stack([x.detach().to(loss.dtype) for x in averaged.values()]), 0.0).sum(dim=1)
     metrics = dict(zip(averaged, divide(totals, valid_tokens), strict=True))
-    return loss, metrics | {"rho_min": smallest(correction.rho, mask), "rho_max": -smallest(-correction.rho, mask)}
+    return loss, metrics | {"rho_min": smallest(correction.rho, mask), "rho_max": largest(correction.rho, mask)}
 
 
 def rho_statistics(correction: Rho) -> dict[str, Tensor]:
@@ -162,9 +162,3 @@ def kl_estimates(log_ratio: Float[Tensor, " tokens"], ratio: Float[Tensor, " tok
     """
     d = torch.clamp(log_ratio, -KL_BOUND, KL_BOUND)
     return d, d**2 / 2, torch.expm1(-d) + d, ratio * d
-
-
-def smallest(x: Float[Tensor, " tokens"], mask: Bool[Tensor, " tokens"]) -> Float[Tensor, ""]:
-    """``min_t x_t`` over unmasked tokens, +inf without any; with no tokens at all, too."""
-    infinity = torch.full((1,), float("inf"), dtype=x.dtype)
-    return torch.cat((torch.where(mask, x, float("inf")), infinity)).amin()

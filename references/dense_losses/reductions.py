@@ -45,3 +45,14 @@ def sequence_mean(
     """The mean over each sequence's unmasked tokens; 0 for one without any."""
     total, count = (sequence_sum(values, sequence, sequences) for values in (select(mask, x), mask.to(x.dtype)))
     return divide(total, count, epsilon)
+
+
+def smallest(x: Float[Tensor, " n"], mask: Bool[Tensor, " n"]) -> Float[Tensor, ""]:
+    """``min x`` where ``mask``, +inf without any; also of nothing at all."""
+    infinity = torch.full((1,), torch.inf, dtype=x.dtype)
+    return torch.cat((torch.where(mask, x, torch.inf), infinity)).amin()
+
+
+def largest(x: Float[Tensor, " n"], mask: Bool[Tensor, " n"]) -> Float[Tensor, ""]:
+    """``max x`` where ``mask``, -inf without any."""
+    return -smallest(-x, mask)

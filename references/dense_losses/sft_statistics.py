@@ -14,11 +14,10 @@ context parallelism has split must be put together first (AReaL #1223 did not, a
 Source: AReaL ``compute_packed_sft_loss``.
 """
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dense_losses.reductions import divide, select, sequence_mean, sequence_sum
+from dense_losses.reductions import divide, largest, select, sequence_mean, sequence_sum, smallest
 
 
 def sft_statistics(
@@ -67,6 +66,4 @@ def vocab_range(logits: Float[Tensor, "tokens vocab"]) -> tuple[Float[Tensor, " 
 
 
 def _summary(name: str, x: Float[Tensor, " n"], mask: Bool[Tensor, " n"], count: Int[Tensor, ""]) -> dict[str, Float[Tensor, ""]]:
-    x = select(mask, x)
-    least, greatest = (torch.nn.functional.pad(torch.where(mask, x, limit), (0, 1), value=limit) for limit in (torch.inf, -torch.inf))
-    return {f"{name}_avg": divide(x.sum(), count), f"{name}_min": least.amin(), f"{name}_max": greatest.amax()}
+    return {f"{name}_avg": divide(select(mask, x).sum(), count), f"{name}_min": smallest(x, mask), f"{name}_max": largest(x, mask)}

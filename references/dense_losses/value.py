@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dense_losses.reductions import select, token_mean
+from dense_losses.reductions import largest, select, smallest, token_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,15 +78,9 @@ def value_loss(
         "returns_sq_mean": mean(returns**2),
         "residual_sq_mean": mean(error),
         "values_min": smallest(values, mask),
-        "values_max": -smallest(-values, mask),
+        "values_max": largest(values, mask),
     }
     return loss, {name: metric.detach() for name, metric in metrics.items()}
-
-
-def smallest(x: Float[Tensor, " tokens"], mask: Bool[Tensor, " tokens"]) -> Float[Tensor, ""]:
-    """``min_t x_t`` over unmasked tokens, +inf without any; with no tokens at all, too."""
-    infinity = torch.full((1,), float("inf"), dtype=x.dtype)
-    return torch.cat((torch.where(mask, x, float("inf")), infinity)).amin()
 
 
 def explained_variance(moments: Mapping[str, Float[Tensor, ""]]) -> Float[Tensor, ""]:
