@@ -104,7 +104,7 @@ def dense_kernel(name: str, head: str, spoil: Spoil | None = None) -> Callable[[
             return Outputs(**outputs)
         given = {field: value for field in ("logprobs", "entropy", "lowest", "highest") if (value := getattr(local, field)) is not None}
         values = given if head == "rewards" else {field: whole_pack(value, inputs, mesh) for field, value in given.items()}
-        loss, metrics = spec.loss(TokenValues(**{"entropy": None, **values}), batch, options)
+        loss, metrics = spec.run(TokenValues(**{"entropy": None, **values}), batch, options)
         return Outputs(loss=loss, metrics=metrics, **outputs)
 
     return kernel

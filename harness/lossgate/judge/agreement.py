@@ -75,8 +75,8 @@ class Comparison:
 
 def judge(candidate: Candidate, batch: Batch, result: Result) -> list[Comparison]:
     """Compare every output that the candidate returned, and every gradient that it owes."""
-    reference = run_reference(batch)
-    ensemble = run_ensemble(candidate, batch, _members(batch), crc32(batch.problem.to_json().encode()))
+    reference = run_reference(batch, result.outputs)
+    ensemble = run_ensemble(candidate, batch, _members(batch), crc32(batch.problem.to_json().encode()), result.outputs)
     return list(_comparisons(candidate, batch, result, reference, ensemble))
 
 

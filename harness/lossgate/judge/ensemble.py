@@ -8,7 +8,7 @@ other operation. (Perturbing whole operators instead, such as log_softmax and it
 reference has it, with float32 noise on every operation that torch dispatches.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -26,9 +26,9 @@ from lossgate.specs.base import Spec, TokenValues
 from lossgate.specs.outputs import grad_name
 
 
-def run_ensemble(candidate: Candidate, batch: Batch, members: int, seed: int) -> dict[str, Tensor]:
-    """``members`` correct but rounded runs of the problem: each output as ``[members, *shape]``, by the names of ``Result``."""
-    return _Ensemble(candidate, batch, members, Noise(seed)).run()
+def run_ensemble(candidate: Candidate, batch: Batch, members: int, seed: int, wanted: Collection[str] | None = None) -> dict[str, Tensor]:
+    """``members`` correct but rounded runs: each output, or those ``wanted``, as ``[members, *shape]``, by the names of ``Result``."""
+    return _Ensemble(candidate, batch, members, Noise(seed), wanted).run()
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ _LEFT_OUT = -1e30
 
 
 class _Ensemble:
-    def __init__(self, candidate: Candidate, batch: Batch, members: int, noise: Noise) -> None:
-        self.batch, self.members, self.noise = batch, members, noise
+    def __init__(self, candidate: Candidate, batch: Batch, members: int, noise: Noise, wanted: Collection[str] | None) -> None:
+        self.batch, self.members, self.noise, self.wanted = batch, members, noise, wanted
         self.spec: Spec = find_spec(candidate.spec)
         self.options = self.spec.make_options(batch.problem.options)
         self.temperature = float(getattr(self.options, "temperature", 1.0))
@@ -134,8 +134,6 @@ class _Ensemble:
 
     def _scalars(self, values: TokenValues) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
         """Loss and metrics ``[M]``; and the gradients of log-probabilities and entropies."""
-        stage = self.spec.loss
-        assert stage is not None
         # Everything is expanded, so that what it meets is rounded by each member for itself.
         upstream = self.batch.cotangents.get("loss", torch.zeros((), dtype=torch.float64)).expand(self.members)
         own = {name: field.expand(self.members, *field.shape) for name, field in self.batch.fields.items() if _is_a_number(field)}
@@ -147,7 +145,7 @@ class _Ensemble:
             fields, extremes = {**self.batch.fields, **own}, {name: given.get(name) for name in ("lowest", "highest")}
 
             def loss_of(logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-                return stage(TokenValues(logprobs=logprobs, entropy=entropy, **extremes), fields, self.options)
+                return self.spec.run(TokenValues(logprobs=logprobs, entropy=entropy, **extremes), fields, self.options, self.wanted)
 
             primals = (logprobs, given["entropy"]) if "entropy" in given else (logprobs,)
             of = loss_of if "entropy" in given else lambda logprobs: loss_of(logprobs, None)

@@ -5,7 +5,7 @@ Every loss composes: loss(logprobs(logits(hidden))). A spec brings the last stag
 and a kernel may start at any of them (its head).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
@@ -95,6 +95,9 @@ LossStage = Callable[[TokenValues, Mapping[str, Tensor], Any], tuple[Tensor, dic
 """``(token values, fields of the batch, options) -> (loss, metrics)``."""
 
 
+Statistics = Callable[[TokenValues, Mapping[str, Tensor]], dict[str, Tensor]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Metric:
     """A scalar that a candidate may return."""
@@ -149,6 +152,8 @@ class Spec:
     options: tuple[Option, ...]
     inputs: Mapping[str, type]
     """The dataclass of a rank's inputs, for each head."""
+    statistics: Statistics | None = None
+    """``(token values, fields) -> `` metrics that are computed only for a candidate that returns one of them, since they cost more than the loss."""
     outputs: tuple[str, ...] = ("loss", "logprobs")
     """What a candidate may return beside metrics; the first is always owed, and carries gradients unless it declares others."""
     metrics: Mapping[str, Metric]
@@ -188,6 +193,16 @@ class Spec:
             return self.options_type(**values)
         except ValueError as error:
             raise UsageError(f"problem: {error}") from None
+
+    def run(
+        self, values: TokenValues, fields: Mapping[str, Tensor], options: Any, wanted: Collection[str] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and metrics; ``wanted`` names the outputs that will be compared, if not all."""
+        assert self.loss is not None
+        loss, metrics = self.loss(values, fields, options)
+        if self.statistics is not None and (wanted is None or (set(wanted) & set(self.metrics)) - set(metrics)):
+            metrics |= self.statistics(values, fields)
+        return loss, metrics
 
     def allows(self, values: Mapping[str, Any]) -> bool:
         """Whether these options go together."""

@@ -57,23 +57,27 @@ class NllLogprobsInputs(LogprobsHead, NllBatch):
 def _loss(values: TokenValues, batch: Mapping[str, Tensor], options: NllOptions) -> tuple[Tensor, dict[str, Tensor]]:
     mask, valid_tokens = batch["mask"], batch["valid_tokens"]
     loss = nll(values.logprobs, mask, valid_tokens, options.reduction, options.epsilon)
+    return loss, {} if values.entropy is None else {"entropy": mean_entropy(values.entropy, mask, valid_tokens)}
+
+
+def _statistics(values: TokenValues, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     nothing = torch.zeros_like(values.logprobs)
     statistics = sft_statistics(
         logprobs=values.logprobs,
         entropy=nothing if values.entropy is None else values.entropy,
         vocab_min=nothing if values.lowest is None else values.lowest,
         vocab_max=nothing if values.highest is None else values.highest,
-        mask=mask,
+        mask=batch["mask"],
         real=batch["real"],
         sequence=batch["sequence"],
         sequences=len(batch["lengths"]),
         valid_sequences=batch["trained_sequences"],
         real_tokens=batch["real_tokens"],
-        valid_tokens=valid_tokens,
+        valid_tokens=batch["valid_tokens"],
     )
     if values.entropy is None:
-        return loss, {name: value for name, value in statistics.items() if not name.startswith(("entropy", "vocab"))}
-    return loss, {"entropy": mean_entropy(values.entropy, mask, valid_tokens), **statistics}
+        return {name: value for name, value in statistics.items() if not name.startswith(("entropy", "vocab"))}
+    return statistics
 
 
 def _make_fields(draft: Draft) -> dict[str, Tensor]:
@@ -98,6 +102,7 @@ NLL = Spec(
     summary="negative log-likelihood of the labels, over trained tokens (SFT)",
     source="NeMo-RL NLLLoss, AReaL sft_loss, torch cross_entropy",
     loss=_loss,
+    statistics=_statistics,
     options_type=NllOptions,
     options=options_of(NllOptions, {"reduction": ("mean", "sum"), "temperature": Between(TEMPERATURE), "epsilon": (0.0, 1e-8, 1e-5)}),
     inputs={"hidden": NllHiddenInputs, "logits": NllLogitsInputs, "logprobs": NllLogprobsInputs},

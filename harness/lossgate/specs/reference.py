@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the dense reference of a spec, in float64, on the whole batch."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from lossgate.specs.base import Spec, TokenValues
 from lossgate.specs.outputs import grad_name
 
 
-def run_reference(batch: Batch) -> dict[str, Tensor]:
-    """Every output that a candidate of the problem's spec and head could have, by the names of ``execute.Result``."""
+def run_reference(batch: Batch, wanted: Collection[str] | None = None) -> dict[str, Tensor]:
+    """Every output that a candidate of the problem's spec and head could have, or those ``wanted``, by the names of ``execute.Result``."""
     spec, problem = find_spec(batch.problem.spec), batch.problem
     options = spec.make_options(problem.options)
     leaves = {name: leaf.clone().requires_grad_() for name, leaf in batch.leaves.items()}
@@ -24,7 +24,7 @@ def run_reference(batch: Batch) -> dict[str, Tensor]:
     if "token_entropy" in spec.outputs and values.entropy is not None:
         outputs["token_entropy"] = values.entropy
     if spec.loss is not None:
-        loss, metrics = spec.loss(values, batch.fields, options)
+        loss, metrics = spec.run(values, batch.fields, options, wanted)
         outputs |= {"loss": loss, **metrics}
     roots = [_finite(outputs[name]) for name in batch.cotangents]
     gradients = torch.autograd.grad(roots, list(leaves.values()), list(batch.cotangents.values()))
