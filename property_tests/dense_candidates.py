@@ -2,6 +2,8 @@
 """An honest candidate for every spec at every head: dense float32 torch, which gathers whatever is split.
 
 Logits are gathered over tp, per-token values over cp; then every rank of a dp group computes the loss of all of its sequences.
+
+    lossgate verify property_tests/dense_candidates.py:dense_dpo_logprobs --layout cp=2
 """
 
 from collections.abc import Callable, Mapping
@@ -126,3 +128,7 @@ def dense_candidate(name: str, head: str, spoil: Spoil | None = None) -> Candida
         differentiable=spec.outputs[:1] if name != "token_logprobs" else spec.outputs,
         name=f"dense_{name}_{head}" + ("_wrong" if spoil else ""),
     )(dense_kernel(name, head, spoil))
+
+
+globals().update({f"dense_{name}_{head}": dense_candidate(name, head) for name, spec in SPECS.items() for head in spec.inputs})
+"""One for each, so that ``lossgate verify property_tests/dense_candidates.py`` finds them."""
