@@ -8,12 +8,14 @@ import hypothesis
 from hypothesis import Phase
 from hypothesis.errors import Flaky, Unsatisfiable
 
+from lossgate.declaration.candidate import ANY
 from lossgate.engine.cell import Cell
 from lossgate.engine.examine import Examination, examine
 from lossgate.engine.settings import Settings
 from lossgate.engine.strategies import problems, quiet
 from lossgate.errors import LossgateError, UsageError
 from lossgate.problems.problem import Problem
+from lossgate.specs import find_spec
 from lossgate.worlds import World
 from lossgate.worlds.base import Hang
 
@@ -58,7 +60,10 @@ class Search:
         except Flaky:
             self._note_flaky()
         except Unsatisfiable:
-            raise UsageError(f"candidate {candidate.name!r}: no options go together with supports={dict(candidate.supports)!r}") from None
+            spec = find_spec(candidate.spec)
+            first = {option.name: values[0] for option in spec.options if (values := spec.supported(candidate, option.name)) is not ANY}
+            told = f"no options go together with supports={dict(candidate.supports)!r}: {spec.refusal(first)}"
+            raise UsageError(f"candidate {candidate.name!r}: {told}") from None
         if self._error is not None:
             raise self._error
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from lossgate.declaration.candidate import ANY, Candidate
+from lossgate.errors import UsageError
 from lossgate.layout import Layout
 from lossgate.problems.partition import VocabSplit, split_vocab
 from lossgate.problems.problem import MASK_PATTERNS, MaskPattern, Problem
@@ -115,7 +116,11 @@ def _options(draw: DrawFn, candidate: Candidate) -> dict[str, Any]:
     grouped = {name for group in spec.option_groups for name in group}
     chosen: dict[str, Any] = {}
     for group in spec.option_groups:
-        combinations = _combinations(spec, group, tuple(_finite(spec, candidate, name) for name in group))
+        values = tuple(_finite(spec, candidate, name) for name in group)
+        combinations = _combinations(spec, group, values)
+        if not combinations:
+            first = dict(zip(group, (value[0] for value in values), strict=True))
+            raise UsageError(f"candidate {candidate.name!r}: no values that it supports of {', '.join(group)} go together: {spec.refusal(first)}")
         chosen = _merged(spec, chosen, draw(_plain_or_any(combinations)))
     for option in spec.options:
         if option.name not in grouped:

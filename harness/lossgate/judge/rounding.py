@@ -77,6 +77,8 @@ class RoundEveryOperation(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if name in _EXACT:
             return result
+        if name == "expm1":  # or exp(x) - 1, which cancels
+            result = result + result.add(1).clamp(min=1) * self.noise.uniform(result.shape) * FLOAT32.unit
         if name in ("sum", "index_add") and result.dtype is torch.float64:
             result.add_(self._sum_error(func, args, kwargs or {}, result))
         for tensor in tree_leaves(result):

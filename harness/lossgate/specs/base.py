@@ -175,6 +175,8 @@ class Spec:
     """The field ``[tokens, vocab]`` that says which logits take part in the softmax, if not all."""
     kinks: bool = False
     """The loss has clips and comparisons: tokens too near to one of them, for the dtype, are masked."""
+    ties: Mapping[str, str] = field(default_factory=dict)
+    """Choices of the scenario in which every comparison is a tie, and of no account to loss and gradients: nothing is masked for it."""
 
     @property
     def features(self) -> dict[str, Option]:
@@ -206,11 +208,15 @@ class Spec:
 
     def allows(self, values: Mapping[str, Any]) -> bool:
         """Whether these options go together."""
+        return not self.refusal(values)
+
+    def refusal(self, values: Mapping[str, Any]) -> str:
+        """Why these options do not go together; empty if they do."""
         try:
             self.options_type(**values)
-        except ValueError:
-            return False
-        return True
+        except ValueError as error:
+            return str(error)
+        return ""
 
     def differentiable(self, candidate: Candidate) -> tuple[str, ...]:
         return candidate.differentiable or self.outputs[:1]

@@ -96,7 +96,7 @@ def _log_ratios(draft: Draft) -> Tensor:
         "inside": [spans["inside"]],
         "everywhere": list(spans.values()),
         "on-policy": [(0.0, 0.0)],
-        "extreme": [(-40.0, -20.0), (10.0, 20.0), spans["inside"]],
+        "extreme": [(-40.0, -20.0), (10.0, 20.0), (30.0, 42.0), spans["inside"]],
     }
     chosen = scenario[draft.scenario["ratios"]]
     if not o.sequence_level_importance_ratios:
@@ -138,7 +138,8 @@ def _visited(batch: Batch) -> set[str]:
         if options.ratio_clip_c and bool(((ratio > log(options.ratio_clip_c)) & (advantage < 0)).any()):
             seen.add("beyond the dual clip")
     if options.truncation and not options.sequence_level_importance_ratios:
-        outside = (fields["prev_logprobs"] - fields["generation_logprobs"])[trained]
+        before = batch.policy if options.force_on_policy_ratio else fields["prev_logprobs"]
+        outside = (before - fields["generation_logprobs"])[trained]
         seen |= {"weight above its bound"} if bool((outside > log(options.truncation.maximum)).any()) else set()
         if options.truncation.minimum and bool((outside < log(options.truncation.minimum)).any()):
             seen.add("weight below its bound")
@@ -149,7 +150,11 @@ def _visited(batch: Batch) -> set[str]:
 
 
 _NO_RATIO = {"disable_ppo_ratio": (True,), "force_on_policy_ratio": (True,), "sequence_level_importance_ratios": (True,)}
-_UNBOUNDED = {"truncated_importance_sampling_type": (None,), "sequence_level_importance_ratios": (True,)}
+_UNBOUNDED = {
+    "truncated_importance_sampling_type": (None,),
+    "truncated_importance_sampling_ratio": (None,),
+    "sequence_level_importance_ratios": (True,),
+}
 _SIDES = {
     f"{side} the clip, A {sign} 0": Branch(meaning=f"a ratio {side} the clip, with an advantage {sign} 0", barred_by=_NO_RATIO)
     for side in ("inside", "below", "above")
@@ -241,7 +246,7 @@ CLIPPED_PG = Spec(
         ),
         "weight above its bound": Branch(meaning="an importance weight above its bound", barred_by=_UNBOUNDED),
         "weight below its bound": Branch(
-            meaning="an importance weight below its bound", barred_by={**_UNBOUNDED, "truncated_importance_sampling_ratio_min": (None,)}
+            meaning="an importance weight below its bound", barred_by={**_UNBOUNDED, "truncated_importance_sampling_ratio_min": (None, 0.0)}
         ),
         "KL input clamped": Branch(
             meaning="a log-ratio to the reference beyond kl_input_clamp_value",

@@ -143,7 +143,7 @@ def _visited_dpo(batch: Batch) -> set[str]:
 
 
 def _visited_preference(batch: Batch) -> set[str]:
-    rewards = batch.leaves["rewards"]
+    rewards = batch.leaves["rewards"] * batch.fields["sample_mask"]
     seen = _visited_pairs(batch)
     seen |= {"chosen preferred"} if bool((rewards[0::2] > rewards[1::2]).any()) else set()
     return seen | ({"rejected preferred"} if bool((rewards[0::2] < rewards[1::2]).any()) else set())
@@ -190,6 +190,7 @@ DPO = Spec(
     scenario=(_REFERENCE, SAMPLES),
     together=2,
     kinks=True,
+    ties={"reference": "equal"},  # only the accuracy compares
     metrics={
         "sft_loss": Metric(meaning="the SFT term before its weight"),
         "preference_loss": Metric(meaning="the preference term before its weight"),

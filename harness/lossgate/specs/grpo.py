@@ -2,13 +2,14 @@
 """Spec ``grpo``: open-instruct's group relative policy optimisation, with the policy losses of DAPO and CISPO."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import log
 
 import torch
 from torch import Tensor
 
 from dense_losses import GrpoOptions, grpo
+from dense_losses.rho import RhoOptions
 from lossgate.problems.batch import Batch
 from lossgate.specs.base import Branch, Draft, Metric, Spec, TokenValues
 from lossgate.specs.branches import TOKEN_BRANCHES, visited_tokens
@@ -63,12 +64,12 @@ def _loss(values: TokenValues, batch: Mapping[str, Tensor], options: GrpoOptions
 
 def _make_fields(draft: Draft) -> dict[str, Tensor]:
     o: GrpoOptions = draft.options
-    spans = clip_spans(log(1 - o.clip_lower), log(1 + o.clip_higher))
+    spans = clip_spans(log(max(1 - o.clip_lower, 0.05)), log(1 + o.clip_higher))
     ratios: dict[str, list[Span]] = {
         "inside": [spans["inside"]],
         "everywhere": list(spans.values()),
         "on-policy": [(0.0, 0.0)],
-        "extreme": [(-40.0, -20.0), (10.0, 20.0), spans["inside"]],
+        "extreme": [(-40.0, -20.0), (10.0, 20.0), (30.0, 42.0), spans["inside"]],
     }
     old = draft.logprobs - place(draft.bits, "ratios", draft.tokens, ratios[draft.scenario["ratios"]])
     vllm = old - _log_rho(draft)
@@ -98,7 +99,7 @@ def _visited(batch: Batch) -> set[str]:
     fields, seen = batch.fields, visited_tokens(batch)
     trained = fields["mask"]
     ratio, advantage = (batch.policy - fields["old_logprobs"])[trained], fields["advantages"][trained]
-    low, high = log(1 - o.clip_lower), log(1 + o.clip_higher)
+    low, high = log(max(1 - o.clip_lower, 0.05)), log(1 + o.clip_higher)
     sides = {"inside the clip": (ratio > low) & (ratio < high), "above the clip": ratio > high}
     sides |= {"below the clip": ratio < low} if o.loss_fn == "dapo" else {}
     for name, there in sides.items():
@@ -106,7 +107,8 @@ def _visited(batch: Batch) -> set[str]:
         seen |= {f"{name}, A < 0"} if bool((there & (advantage < 0)).any()) else set()
     rho = (fields["old_logprobs"] - fields["vllm_logprobs"])[trained]
     if o.use_rho_correction:
-        seen |= {"rho above its bounds"} if bool((rho > log(o.rho_mask_upper_bound or o.rho_clamp_upper_bound or 1e9)).any()) else set()
+        upper = o.rho_mask_upper_bound or o.rho_clamp_upper_bound
+        seen |= {"rho above its bounds"} if not upper or bool((rho > log(upper)).any()) else set()
         seen |= {"sampler's log-prob not known"} if bool(rho.isnan().any()) else set()
         lower = o.rho_mask_lower_bound or o.rho_clamp_lower_bound
         seen |= {"rho below its bounds"} if lower and bool((rho < log(lower)).any()) else set()
@@ -154,6 +156,7 @@ GRPO = Spec(
             "temperature": Between(TEMPERATURE),
         },
     ),
+    option_groups=(tuple(f.name for f in fields(RhoOptions)),),
     inputs={"hidden": GrpoHiddenInputs, "logits": GrpoLogitsInputs, "logprobs": GrpoLogprobsInputs},
     fields=dict.fromkeys(("old_logprobs", "reference_logprobs", "vllm_logprobs", "advantages"), ("token",)),
     make_fields=_make_fields,

@@ -31,7 +31,7 @@ def materialize(problem: Problem) -> Batch:
         made = spec.make_fields(Draft(batch=batch, options=options, bits=Bits(problem.to_json()), scenario=scenario, logprobs=policy))
         exact = {name: value.float().double() if value.is_floating_point() else value for name, value in made.items()}
         batch = _counted(replace(batch, fields={**batch.fields, **exact}, field_dims=spec.fields, policy=policy))
-        if spec.kinks:
+        if spec.kinks and not any(scenario[name] == choice for name, choice in spec.ties.items()):
             batch = _settle(batch, spec, options)
     return replace(batch, cotangents=cotangents(problem, batch.fields, spec.outputs))
 
@@ -72,8 +72,10 @@ def _settle(batch: Batch, spec: Spec, options: object) -> Batch:
 
 
 def _noise(batch: Batch, options: object) -> Tensor:
-    """Standard deviation of a log-probability, were everything rounded to the problem's dtype."""
-    unit, temperature = torch.finfo(DTYPES[batch.problem.dtype]).eps / 2, float(getattr(options, "temperature", 1.0))
+    """Standard deviation of a log-probability, were everything rounded to the problem's dtype. At heads without logits it is given exactly."""
+    with_logits = "hidden" in batch.leaves or "logits" in batch.leaves
+    unit = torch.finfo(DTYPES[batch.problem.dtype] if with_logits else torch.float32).eps / 2
+    temperature = float(getattr(options, "temperature", 1.0))
     if "hidden" in batch.leaves:
         logits = batch.leaves["hidden"] @ batch.leaves["weight"].T + batch.leaves.get("bias", 0.0)
     else:

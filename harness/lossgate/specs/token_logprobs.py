@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dense_losses import kept_tokens, linear_logits
+from lossgate.dtypes import DTYPES
 from lossgate.problems.batch import Batch
 from lossgate.specs.base import Branch, Draft, Spec
 from lossgate.specs.branches import TOKEN_BRANCHES, visited_tokens
@@ -14,7 +15,7 @@ from lossgate.specs.inputs import HiddenInputs, LogitsInputs
 from lossgate.specs.options import TEMPERATURE, Between, options_of
 
 _MARGIN = 2.0**-7
-"""Nats, and probability: what the edge of a filter keeps clear of, so that rounding to float32 moves nothing across it."""
+"""Nats, and probability: what the edge of a filter keeps clear of, so that rounding moves nothing across it; more in coarser dtypes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,16 +48,18 @@ def kept_logits(batch: Batch, options: TokenLogprobsOptions) -> tuple[Tensor, Te
     leaves = batch.leaves
     logits = leaves["logits"] if "logits" in leaves else linear_logits(leaves["hidden"], leaves["weight"], leaves.get("bias"))
     tempered = logits / options.temperature
+    coarse = batch.problem.dtype != "float32"
+    margin = max(_MARGIN, 6 * torch.finfo(DTYPES[batch.problem.dtype]).eps * float(tempered.abs().max()) if coarse else 0.0)
     kept = kept_tokens(tempered, options.top_k, options.top_p)
     close = torch.zeros(len(kept), dtype=torch.bool)
     vocab = kept.shape[1]
     ordered = tempered.sort(1, descending=True).values
     if options.top_k is not None and options.top_k < vocab:
-        close |= ordered[:, options.top_k - 1] - ordered[:, options.top_k] < _MARGIN
+        close |= ordered[:, options.top_k - 1] - ordered[:, options.top_k] < margin
         ordered = ordered[:, : options.top_k]
     if options.top_p < 1:
-        close |= (ordered.softmax(1).cumsum(1) - options.top_p).abs().amin(1) < _MARGIN
-        close |= ((ordered[:, :-1] - ordered[:, 1:] < _MARGIN) & kept.sum(1, keepdim=True).eq(torch.arange(1, ordered.shape[1]))).any(1)
+        close |= (ordered.softmax(1).cumsum(1) - options.top_p).abs().amin(1) < margin
+        close |= ((ordered[:, :-1] - ordered[:, 1:] < margin) & kept.sum(1, keepdim=True).eq(torch.arange(1, ordered.shape[1]))).any(1)
     return kept, close
 
 
