@@ -191,3 +191,19 @@ def test_outputs_that_some_ranks_lack_disagree() -> None:
     found = examine(replace(honest, kernel=lacking), problem("nll", layout=Layout(dp=2)), SimulatedWorld(Layout(dp=2)))
     assert "logprobs: other ranks return it, and it is missing on rank 0" in found.findings
     assert "ppl_avg: other ranks return it, and it is missing on rank 0" in found.findings
+
+
+def test_a_kernel_may_compute_exp_less_1_in_two_steps() -> None:
+    """As NeMo-RL has k3: exp(d) - 1 - d, which cancels where the policies are near one another."""
+    honest, exact = dense_candidate("clipped_pg", "logprobs"), torch.expm1
+
+    def two_steps(inputs: Any, options: Any, mesh: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "expm1", lambda x: x.exp() - 1)
+            return honest.kernel(inputs, options, mesh)
+
+    world = SimulatedWorld(Layout())
+    for seed in range(8):
+        found = examine(replace(honest, kernel=two_steps), problem("clipped_pg", lengths=(2,), masks=("all",), seed=seed), world)
+        assert found.agrees, found.findings
+    assert torch.expm1 is exact
