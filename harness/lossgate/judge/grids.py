@@ -59,7 +59,7 @@ class Noise:
 
     Each number x becomes x + e, e uniform in +-ulp(x) / sqrt(2): the variance that stochastic rounding has on average,
     twice that of rounding to nearest. Stochastic rounding itself gives a number that happens to lie near the grid
-    almost no noise, which a correct kernel that sums in another order then exceeds: eight members are too few to see
+    almost no noise, which a correct kernel that sums in another order then exceeds: a dozen members are too few to see
     that it could.
     """
 

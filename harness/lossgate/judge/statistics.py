@@ -10,7 +10,7 @@ are computed for a stack of results at once, along the first dim.
     ROW    max_G |<d, R / s^2>_G| / |R / s|_G       its worst part: a token, a sequence, a vocabulary tile, a rank's shard
 
 s^2 is the members' mean square deviation, pooled over rows and columns for a matrix (a product of row mean and column
-mean: eight members alone would give each entry a variance of its own that is far too uncertain), plus the rounding
+mean: a dozen members alone would give each entry a variance of its own that is far too uncertain), plus the rounding
 of the output itself. Weighting SCALE by it makes it as sharp as it can be (Aitken's generalised least squares).
 
 Rounding may do the same to a whole part: in a token mean the gradient of every label's logit is nearly the same

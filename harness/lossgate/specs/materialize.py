@@ -17,8 +17,13 @@ from lossgate.specs.decisions import unsettled
 from lossgate.specs.reference import token_values
 
 _SIGMAS = 6
+"""Standard deviations of rounding that comparisons keep clear of."""
+
 _PROBES = 4
+"""Moves of all log-probabilities: up, down, and others at random."""
+
 _ROUNDS = 5
+"""Masking a token moves the means over its sequence, and with them other comparisons: it is done again, at most so often."""
 
 
 def materialize(problem: Problem) -> Batch:
@@ -59,8 +64,8 @@ def _settle(batch: Batch, spec: Spec, options: object) -> Batch:
     comparison comes out otherwise, its token, or all of its sequence, is left out.
     """
     bits, gap = Bits(batch.problem.to_json()), _SIGMAS * _noise(batch, options)
+    values = token_values(batch, spec, options)
     for round_ in range(_ROUNDS):
-        values = token_values(batch, spec, options)
         probes = [values.logprobs + gap, values.logprobs - gap]
         probes += [values.logprobs + gap * bits.normal(f"probe {round_} {i}", *values.logprobs.shape).sign() for i in range(_PROBES - 2)]
         tokens, sequences = unsettled(spec, options, values, probes, batch)
