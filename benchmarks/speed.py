@@ -25,7 +25,7 @@ from fused_losses import linear_cross_entropy
 from lossgate import Candidate, Layout, Problem
 from lossgate.engine.loading import load_candidates
 from lossgate.execution.execute import execute
-from lossgate.judge.agreement import judge
+from lossgate.judge.agreement import Yardstick
 from lossgate.specs.materialize import materialize
 from lossgate.specs.reference import run_reference
 from lossgate.worlds import RankContext, SimulatedWorld
@@ -84,7 +84,7 @@ def judging(candidate: Candidate, dtype: str) -> None:
     batch, world = materialize(problem), SimulatedWorld(Layout())
     result = execute(candidate, batch, world)
     run, reference = seconds(lambda: execute(candidate, batch, world), 100), seconds(lambda: run_reference(batch), 100)
-    judged = seconds(lambda: judge(candidate, batch, result), 50)
+    judged = seconds(lambda: Yardstick(candidate, batch, result.outputs).judge(result), 50)
     world.close()
     print(
         f"judging {candidate.name} in {dtype}: candidate {1e3 * run:.1f} ms, reference {1e3 * reference:.1f} ms, "

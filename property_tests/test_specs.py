@@ -8,7 +8,8 @@ import pytest
 import torch
 from dense_candidates import Spoil, dense_candidate
 
-from lossgate import Layout
+import lossgate
+from lossgate import ANY, Layout
 from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.run import run_cell
 from lossgate.engine.settings import Settings
@@ -20,6 +21,9 @@ from lossgate.specs.reference import run_reference
 
 LAYOUTS = ("single", "dp=2", "cp=2", "tp=2", "dp=2,cp=2,tp=2")
 SETTINGS = Settings(examples=12, rounds=12)
+IDLE = {f"reference_layout={a} told from {b} by {side}" for a, b in (("next", "rolled"), ("rolled", "next")) for side in ("its value", "a gradient")}
+"""They differ at last tokens of sequences alone, which are never trained."""
+
 FAMILIES = [(name, head) for name, spec in SPECS.items() for head in spec.inputs]
 
 
@@ -30,6 +34,8 @@ def test_an_honest_candidate_agrees(name: str, head: str, layout: str) -> None:
     result = run_cell(Cell(dense_candidate(name, head), Layout.parse(layout), "float32"), SETTINGS)
     assert result.verdict is Verdict.AGREE, result.reasons
     assert not result.missing_branches
+    assert not result.untold
+    assert set(result.idle) <= IDLE
 
 
 def shifted_mask(batch: dict[str, Any], options: Any) -> Any:
@@ -61,6 +67,86 @@ def test_a_wrong_candidate_does_not(name: str) -> None:
     result = run_cell(Cell(dense_candidate(name, head, SPOILT[name]), Layout(), "float32"), replace(SETTINGS, shrink_calls=20))
     assert result.verdict is Verdict.DISAGREE
     assert result.failure is not None
+
+
+def without(option: Option) -> Spoil:
+    """A kernel that knows one choice of an option, its default, whatever it is told."""
+
+    def spoil(batch: dict[str, Any], options: Any) -> Any:
+        spec = next(spec for spec in SPECS.values() if option in spec.options and isinstance(options, spec.options_type))
+        values = {o.name: getattr(options, o.name) for o in spec.options}
+        changed = spec.with_choice(values, option.name, option.default)
+        return options if changed is None else spec.options_type(**changed)
+
+    return spoil
+
+
+def taken_for(name: str, value: Any, other: Any) -> Spoil:
+    """A kernel that takes one choice of an option for another one."""
+    return lambda _, o: replace(o, **{name: other}) if getattr(o, name) == value else o
+
+
+DISAGREEING = Settings(shrink_calls=1)
+"""What a user gets who sets nothing; but how small the example is does not matter here."""
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [pytest.param(n, o, id=f"{n}-{o.name}") for n, spec in SPECS.items() for o in spec.options if len(set(o.choices)) != 1],
+)
+def test_an_option_that_is_ignored_is_found(name: str, option: Option) -> None:
+    head = list(SPECS[name].inputs)[-1]
+    result = run_cell(
+        Cell(dense_candidate(name, head if option.name != "temperature" else "logits", without(option)), Layout(), "float32"), DISAGREEING
+    )
+    assert result.verdict is Verdict.DISAGREE
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("clipped_pg", taken_for("truncated_importance_sampling_type", "seq-mask-tis", "icepop")),
+        ("clipped_pg", taken_for("truncated_importance_sampling_type", "icepop", "tis")),
+        ("clipped_pg", taken_for("kl_input_clamp_value", None, 20.0)),
+        ("clipped_pg", taken_for("ratio_clip_max", 0.2, 0.28)),
+        ("clipped_pg", taken_for("reference_policy_kl_type", "k2", "k1")),
+        ("grpo", taken_for("kl_estimator", 3, 2)),
+        ("grpo", taken_for("rho_clamp_upper_bound", 0.0, 2.0)),
+        ("distill", taken_for("kl_type", "mixed", "forward")),
+    ],
+)
+def test_a_choice_that_is_taken_for_another_is_found(name: str, wrong: Spoil) -> None:
+    head = list(SPECS[name].inputs)[-1]
+    assert run_cell(Cell(dense_candidate(name, head, wrong), Layout(), "float32"), DISAGREEING).verdict is Verdict.DISAGREE
+
+
+def rewards_of_differences(inputs: Any, options: Any, _mesh: Any) -> torch.Tensor:
+    """NeMo-RL's order: log-ratios first, then their sum."""
+    ratios = torch.where(inputs.mask, inputs.logprobs - inputs.reference_logprobs, 0.0)
+    return dpo_of_rewards(sums(ratios, inputs), inputs, options)
+
+
+def rewards_of_sums(inputs: Any, options: Any, _mesh: Any) -> torch.Tensor:
+    """TRL's: the log-probabilities of whole sequences first."""
+    policy, reference = (sums(torch.where(inputs.mask, x, 0.0), inputs) for x in (inputs.logprobs, inputs.reference_logprobs))
+    return dpo_of_rewards(policy - reference, inputs, options)
+
+
+def sums(x: torch.Tensor, inputs: Any) -> torch.Tensor:
+    return torch.zeros(len(inputs.cu_seqlens) - 1).index_add(0, inputs.sequence, x)
+
+
+def dpo_of_rewards(rewards: torch.Tensor, inputs: Any, options: Any) -> torch.Tensor:
+    losses = -torch.nn.functional.logsigmoid(options.reference_policy_kl_penalty * (rewards[0::2] - rewards[1::2]))
+    return (losses * inputs.sample_mask[0::2]).sum() / (inputs.valid_sequences / 2).clamp(min=0.5)
+
+
+@pytest.mark.parametrize("kernel", [rewards_of_differences, rewards_of_sums])
+def test_either_order_of_sums_is_right(kernel: Any) -> None:
+    """Log-probabilities of hundreds of nats that are summed apart lose digits that a sum of differences keeps."""
+    declared = lossgate.candidate("dpo", head="logprobs", dtypes=("float32",), supports={"reference_policy_kl_penalty": ANY})(kernel)
+    result = run_cell(Cell(declared, Layout(), "float32"), Settings(examples=150))
+    assert result.verdict is Verdict.AGREE, result.reasons
 
 
 def changed_results(name: str, option: Option) -> bool:

@@ -36,7 +36,7 @@ def spec_tables() -> Iterator[Table]:
             table.add_row("metric", name, "", "", f"{metric.meaning} (ranks: {metric.reduction})")
         for choice in spec.scenario:
             table.add_row("scenario", choice.name, choice.domain, str(choice.default), choice.meaning)
-        for name, branch in spec.branches.items():
+        for name, branch in spec.every_branch.items():
             table.add_row("branch", name, "", "", branch.meaning)
         yield table
 

@@ -123,7 +123,7 @@ def test_rounding_on_the_way_to_a_gradient_may_hit_all_of_it_alike(make_world: M
     result = execute(kernel, batch, make_world("single"))
     shifted = replace(result, outputs={name: tensor * (1 + 0.9 * 2**-8) for name, tensor in result.outputs.items()})
     declared = replace(kernel, precision={"float32": precision})
-    (comparison,) = (c for c in agreement.judge(declared, batch, shifted) if c.output == output)
+    (comparison,) = (c for c in agreement.Yardstick(declared, batch, shifted.outputs).judge(shifted) if c.output == output)
     assert comparison.agrees == agrees
 
 
@@ -134,7 +134,7 @@ def result_of(problem_: Problem, change: Callable[[dict[str, Tensor]], None], wo
     result = execute(kernel, batch, world)
     outputs = dict(result.outputs)
     change(outputs)
-    return {c.output: c for c in agreement.judge(kernel, batch, replace(result, outputs=outputs))}
+    return {c.output: c for c in agreement.Yardstick(kernel, batch, outputs).judge(replace(result, outputs=outputs))}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -10,7 +10,7 @@ from dense_candidates import dense_candidate
 from torch import Tensor
 
 from lossgate import ANY, Contract, Layout, Problem, UsageError
-from lossgate.engine.cell import Cell
+from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.examine import examine
 from lossgate.engine.run import run_cell
 from lossgate.engine.settings import Settings
@@ -20,6 +20,7 @@ from lossgate.judge.agreement import compare
 from lossgate.judge.ensemble import run_ensemble
 from lossgate.problems.partition import Partition
 from lossgate.specs import SPECS, find_spec
+from lossgate.specs.contrasts import contrasts
 from lossgate.specs.decisions import unsettled
 from lossgate.specs.materialize import materialize
 from lossgate.specs.reference import token_values
@@ -130,18 +131,99 @@ def test_problems_with_bad_options_are_refused(options: dict[str, Any], told: st
 
 
 def test_branches_out_of_reach_are_not_required() -> None:
-    spec = SPECS["clipped_pg"]
-    every = spec.required(dense_candidate("clipped_pg", "hidden"))
-    assert every == dict(spec.branches)
-    plain = spec.required(replace(dense_candidate("clipped_pg", "logprobs"), supports={}))
+    spec, honest = SPECS["clipped_pg"], dense_candidate("clipped_pg", "logprobs")
+    every = spec.required(dense_candidate("clipped_pg", "hidden"), Layout(dp=2))
+    assert every == spec.every_branch
+    plain = spec.required(replace(honest, supports={}), Layout())
     assert set(every) - set(plain) == {
-        "beyond the dual clip",
+        "rank with nothing trained",
         "weight above its bound",
         "weight below its bound",
         "label on a shard's first row",
         "label on a shard's last row",
+        *(name for name in every if name.startswith("sequence ") and "the clip" in name),
     }
-    assert "beyond the dual clip" in spec.required(replace(dense_candidate("clipped_pg", "logprobs"), supports={"ratio_clip_c": ANY}))
+    assert "token below the clip, A < 0" in spec.required(replace(honest, supports={"ratio_clip_min": (0.2, 1.5)}), Layout())
+    assert "token below the clip, A < 0" not in spec.required(replace(honest, supports={"ratio_clip_min": 1.5}), Layout())
+
+
+def test_every_scenario_is_a_branch() -> None:
+    spec = SPECS["clipped_pg"]
+    assert {"ratios: on-policy", "reference: equal", "advantages: zero", "samples: some"} <= set(spec.every_branch)
+    assert "ratios: on-policy" in spec.visited_by(materialize(problem("clipped_pg", scenario={"ratios": "on-policy"})))
+    nothing = problem("clipped_pg", scenario={"ratios": "on-policy"}, masks=("none", "none"))
+    assert "ratios: on-policy" not in spec.visited_by(materialize(nothing))
+
+
+def test_a_rank_with_nothing_trained_is_a_branch() -> None:
+    uneven = problem("clipped_pg", layout=Layout(dp=2), masks=("all", "none"))
+    assert "rank with nothing trained" in SPECS["clipped_pg"].visited_by(materialize(uneven))
+    assert "rank with nothing trained" not in SPECS["clipped_pg"].visited_by(materialize(replace(uneven, masks=("all", "all"))))
+
+
+# Contrasts: choices of options that must be seen to differ
+
+
+def names(spec: str, **supports: Any) -> set[str]:
+    asked = contrasts(SPECS[spec], replace(dense_candidate(spec, "logits"), supports=supports))
+    return {name.removesuffix(" by its value") for name in asked if name.endswith(" by its value")}
+
+
+def test_each_choice_is_held_against_every_other() -> None:
+    assert {name for name in names("clipped_pg", reference_policy_kl_type=ANY) if "kl_type" in name} == {
+        f"reference_policy_kl_type={a} told from {b}" for a in ("k1", "k2", "k3") for b in ("k1", "k2", "k3") if a != b
+    }
+
+
+def test_numbers_are_told_from_the_default_from_zero_and_from_none() -> None:
+    asked = names("clipped_pg", kl_input_clamp_value=ANY, reference_policy_kl_penalty=ANY)
+    assert {name for name in asked if "input_clamp" in name} == {
+        f"kl_input_clamp_value={a} told from {b}" for a in ("20.0", "None", "5.0") for b in ("20.0", "None", "5.0") if a != b
+    }
+    assert "reference_policy_kl_penalty=0.5 told from 0.0" in asked
+
+
+def test_a_choice_that_is_not_supported_is_still_one_to_be_told_from() -> None:
+    assert {name for name in names("grpo") if "loss_fn" in name} == {"loss_fn=dapo told from cispo"}
+
+
+def test_numbers_too_near_to_tell_are_not_asked_for() -> None:
+    assert not {name for name in names("nll", epsilon=(0.0, 1e-8)) if name.startswith("epsilon=1e-08")}
+    assert "epsilon=0.5 told from 0.0" in names("nll", epsilon=ANY)
+    assert "epsilon=1e-08" not in " ".join(names("nll", epsilon=ANY))
+
+
+def test_another_choice_takes_its_group_along() -> None:
+    spec = SPECS["clipped_pg"]
+    clamped = {"use_importance_sampling_correction": True, "truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 2.0}
+    assert spec.with_choice(clamped, "use_cispo", False) == {**clamped, "use_cispo": False}
+    changed = spec.with_choice(clamped, "truncated_importance_sampling_type", None)
+    assert changed is not None
+    assert spec.allows(changed)
+    assert changed["truncated_importance_sampling_ratio"] is None
+    assert changed["use_importance_sampling_correction"] is True
+    assert spec.with_choice({}, "ratio_clip_c", 0.5) is None
+
+
+def test_a_value_that_is_out_of_range_is_refused_by_name() -> None:
+    told = r"supports\['ratio_clip_max'\] allows -2.0, which goes with no other options: ratio_clip_max=-2.0: expected"
+    with pytest.raises(UsageError, match=told):
+        SPECS["clipped_pg"].check(replace(dense_candidate("clipped_pg", "logprobs"), supports={"ratio_clip_max": (0.2, -2.0)}))
+
+
+def test_options_for_which_nothing_spoke_are_inconclusive() -> None:
+    result = run_cell(Cell(dense_candidate("clipped_pg", "logprobs"), Layout(), "float32"), Settings(examples=2, rounds=1))
+    assert result.verdict is Verdict.INCONCLUSIVE
+    assert result.untold
+    assert any("option use_cispo=True: no problem would have told it from False (value)" in reason for reason in result.reasons)
+
+
+def test_an_option_that_can_make_no_difference_is_not_owed() -> None:
+    """Without a KL penalty its kind is of no account."""
+    supports = {"reference_policy_kl_penalty": 0.0, "reference_policy_kl_type": ANY}
+    result = run_cell(Cell(replace(dense_candidate("clipped_pg", "logprobs"), supports=supports), Layout(), "float32"), Settings())
+    assert result.verdict is Verdict.AGREE, result.reasons
+    assert "reference_policy_kl_type=k1 told from k2 by its value" in result.idle
 
 
 # The judge, of outputs that other specs have

@@ -4,10 +4,10 @@
 Sequences are interleaved: 2p is the chosen one of pair p, 2p + 1 the rejected one. With N sequences of the whole batch,
 hence N / 2 pairs, g_p the sample mask of the chosen one, and r_i the reward of sequence i:
 
-    DPO:            r_i = sum_t m_t (log p_t - log ref_t)     L_pref = sum_p g_p (-log sigmoid(beta (r_2p - r_2p+1))) / (N / 2)
-    IPO:            the same r_i                              L_pref = sum_p g_p (r_2p - r_2p+1 - 1 / (2 beta))^2 / (N / 2)
+    DPO:            r_i = sum_t m_t log p_t - sum_t m_t log ref_t      L_pref = sum_p g_p (-log sigmoid(beta (r_2p - r_2p+1))) / (N / 2)
+    IPO:            the same r_i                                       L_pref = sum_p g_p (r_2p - r_2p+1 - 1 / (2 beta))^2 / (N / 2)
     with SFT:       L_sft = sum_p g_p (-sum_t m_t log p_t of sequence 2p) / (N / 2),   L = w_pref L_pref + w_sft L_sft
-    Bradley-Terry:  r_i is given                              L = sum_p g_p (-log sigmoid(r_2p - r_2p+1)) / (N / 2)
+    Bradley-Terry:  r_i is given                                       L = sum_p g_p (-log sigmoid(r_2p - r_2p+1)) / (N / 2)
 
 Rafailov et al. 2023 (DPO), Azar et al. 2023 (IPO); NeMo-RL ``DPOLossFn`` and ``PreferenceLossFn``, Hugging Face TRL ``DPOTrainer``.
 NeMo-RL multiplies masked values by zero, so that NaN there spoils the batch, and multiplies by the sample mask twice, which
@@ -170,7 +170,8 @@ def dpo(
     total = partial(sequence_total, mask=mask, sequence=sequence, sequences=sample_mask.shape[0])
     mean = partial(pair_mean, gate=gate, valid_sequences=valid_sequences, epsilon=options.epsilon)
 
-    rewards = total(logprobs - reference, average=options.preference_average_log_probs)
+    average = options.preference_average_log_probs
+    rewards = total(logprobs, average=average) - total(reference, average=average)
     preference_loss = mean(pair_loss(rewards[0::2] - rewards[1::2], options.reference_policy_kl_penalty, options.loss_type))
     sft_loss = torch.zeros_like(preference_loss)
     if options.sft_loss_weight > 0:

@@ -43,6 +43,10 @@ class Evidence:
     """Share of the planted errors that were seen, by kind."""
     branches: tuple[str, ...]
     missing_branches: tuple[str, ...]
+    untold_options: tuple[str, ...]
+    """Choices of options that no problem would have told from another; see ``specs.contrasts``."""
+    idle_options: tuple[str, ...]
+    """Those between which there was nothing to tell, in any problem that the candidate can be given."""
     problem: Problem | None
     seed: int
     seconds: float
@@ -98,6 +102,8 @@ def _evidence(result: CellResult, seed: int) -> Evidence:
         planted=result.power,
         branches=tuple(sorted(result.branches)),
         missing_branches=result.missing_branches,
+        untold_options=result.untold,
+        idle_options=result.idle,
         problem=result.failure.problem if result.failure else None,
         seed=seed,
         seconds=round(result.seconds, 3),

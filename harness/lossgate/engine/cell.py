@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A cell of the verdict table: one candidate on one layout in one dtype, and what came of it."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
+from types import MappingProxyType
 
 from lossgate.declaration.candidate import Candidate, Finding
 from lossgate.engine.examine import Examination
@@ -13,6 +14,7 @@ from lossgate.judge.explain import explain_pooled
 from lossgate.judge.pooling import Pooled, pool
 from lossgate.layout import Layout
 from lossgate.specs import find_spec
+from lossgate.specs.contrasts import Contrast
 
 LARGEST_MDE = 0.01
 """A cell that could not have seen an error of 1% in an output's scale is inconclusive."""
@@ -54,6 +56,12 @@ class CellResult:
     shrink_calls: int = 0
     pooled: tuple[Pooled, ...] = ()
     branches: frozenset[str] = frozenset()
+    untold: tuple[str, ...] = ()
+    """The contrasts between choices of options for which no problem spoke; see ``specs.contrasts``."""
+    idle: tuple[str, ...] = ()
+    """Contrasts that made no difference on any problem that the candidate can be given, and so are not asked for."""
+    doubts: tuple[str, ...] = ()
+    """In words, what else was not seen enough of."""
     seconds: float = 0.0
     expected: bool = False
     """It disagrees, as a known finding says."""
@@ -83,7 +91,9 @@ class CellResult:
 
     @property
     def missing_branches(self) -> tuple[str, ...]:
-        return tuple(name for name in find_spec(self.cell.candidate.spec).required(self.cell.candidate) if name not in self.branches)
+        return tuple(
+            name for name in find_spec(self.cell.candidate.spec).required(self.cell.candidate, self.cell.layout) if name not in self.branches
+        )
 
     @property
     def median_mde(self) -> float:
@@ -91,11 +101,20 @@ class CellResult:
         return median([c.mde for e in self.examined for c in e.comparisons if c.values and not c.vacuous] or [float("inf")])
 
 
-def conclude(cell: Cell, examined: Sequence[Examination], failure: Examination | None, shrink_calls: int, seconds: float) -> CellResult:
+def conclude(
+    cell: Cell,
+    examined: Sequence[Examination],
+    failure: Examination | None,
+    shrink_calls: int,
+    seconds: float,
+    untold: Mapping[str, Contrast] = MappingProxyType({}),
+    idle: Collection[str] = (),
+) -> CellResult:
     """The verdict on what was examined."""
     pooled = _pool(examined)
     branches = frozenset[str]().union(*(e.branches for e in examined))
-    verdict, reasons = _verdict(cell, examined, failure, pooled, branches)
+    doubts = tuple(_doubts(cell, examined, pooled, branches))
+    verdict, reasons = _verdict(failure, pooled, (*doubts, *_untold(untold.values())))
     return CellResult(
         cell=cell,
         verdict=verdict,
@@ -105,6 +124,9 @@ def conclude(cell: Cell, examined: Sequence[Examination], failure: Examination |
         shrink_calls=shrink_calls,
         pooled=pooled,
         branches=branches,
+        untold=tuple(untold),
+        idle=tuple(sorted(idle)),
+        doubts=doubts,
         seconds=seconds,
     )
 
@@ -142,23 +164,38 @@ def _pool(examined: Sequence[Examination]) -> tuple[Pooled, ...]:
 
 def biases(examined: Sequence[Examination]) -> tuple[str, ...]:
     """What shows only when the problems are taken together, in words."""
-    return tuple(explain_pooled(pooled) for pooled in _pool(examined) if not pooled.agrees)
+    return _biases(_pool(examined))
 
 
-def _verdict(
-    cell: Cell, examined: Sequence[Examination], failure: Examination | None, pooled: tuple[Pooled, ...], branches: frozenset[str]
-) -> tuple[Verdict, tuple[str, ...]]:
+def _biases(pooled: Iterable[Pooled]) -> tuple[str, ...]:
+    return tuple(explain_pooled(one) for one in pooled if not one.agrees)
+
+
+def _verdict(failure: Examination | None, pooled: tuple[Pooled, ...], doubts: tuple[str, ...]) -> tuple[Verdict, tuple[str, ...]]:
     if failure is not None:
         return Verdict.DISAGREE, failure.findings
-    if biased := biases(examined):
+    if biased := _biases(pooled):
         return Verdict.DISAGREE, biased
+    return (Verdict.INCONCLUSIVE if doubts else Verdict.AGREE), doubts
+
+
+def _doubts(cell: Cell, examined: Sequence[Examination], pooled: tuple[Pooled, ...], branches: frozenset[str]) -> Iterator[str]:
+    """What problems of any kind could still show."""
     spec = find_spec(cell.candidate.spec)
-    doubts = [f"the judge missed planted errors: {', '.join(c.blind)} in {c.output}" for e in examined for c in e.comparisons if c.blind]
-    doubts += [
-        f"{p.output}: an error of {LARGEST_MDE:.0%} in scale could have hidden (seen from {p.mde:.2g} on); try more problems"
-        for p in pooled
-        if p.mde > LARGEST_MDE and (p.problems or p.output not in spec.metrics)  # a count of what an option would do may always be 0
-    ]
-    required = spec.required(cell.candidate)
-    doubts += [f"never visited: {branch.meaning}; try more problems" for name, branch in required.items() if name not in branches]
-    return (Verdict.INCONCLUSIVE if doubts else Verdict.AGREE), tuple(doubts)
+    for comparison in (c for e in examined for c in e.comparisons if c.blind):
+        yield f"the judge missed planted errors: {', '.join(comparison.blind)} in {comparison.output}"
+    for p in pooled:
+        if p.mde > LARGEST_MDE and (p.problems or p.output not in spec.metrics):  # a count of what an option would do may always be 0
+            yield f"{p.output}: an error of {LARGEST_MDE:.0%} in scale could have hidden (seen from {p.mde:.2g} on); try more problems"
+    for name, branch in spec.required(cell.candidate, cell.layout).items():
+        if name not in branches:
+            yield f"never visited: {branch.meaning}; try more problems"
+
+
+def _untold(contrasts: Iterable[Contrast]) -> Iterator[str]:
+    """One line for each choice of an option."""
+    others: dict[str, list[str]] = {}
+    for contrast in contrasts:
+        others.setdefault(contrast.choice, []).append(f"{contrast.other} ({contrast.side})")
+    for choice, told in others.items():
+        yield f"option {choice}: no problem would have told it from {', '.join(told)}; try more problems, or don't support it"

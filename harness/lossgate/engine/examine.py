@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """One problem, from its description to what was found."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from lossgate.declaration.candidate import Candidate
+from lossgate.engine.told import told
 from lossgate.execution.execute import execute
-from lossgate.judge.agreement import Comparison, judge
+from lossgate.judge.agreement import Comparison, Yardstick
 from lossgate.judge.explain import explain
+from lossgate.problems.batch import Batch
 from lossgate.problems.problem import Problem
 from lossgate.specs import find_spec
+from lossgate.specs.contrasts import Contrast
 from lossgate.specs.materialize import materialize
 from lossgate.worlds import RankFailure, World
 
@@ -21,6 +25,8 @@ class Examination:
     comparisons: tuple[Comparison, ...] = ()
     findings: tuple[str, ...] = ()
     branches: frozenset[str] = field(default_factory=frozenset)
+    told: frozenset[str] = field(default_factory=frozenset)
+    """The contrasts that it speaks for, by name; see ``specs.contrasts``."""
     failure: str | None = None
     """The kind of ``RankFailure`` that ended it before its outputs could be compared."""
 
@@ -34,18 +40,32 @@ class Examination:
         return not self.findings
 
 
-def examine(candidate: Candidate, problem: Problem, world: World) -> Examination:
-    """Run and judge ``candidate`` on ``problem``. Raises ``CandidateError`` if it breaks its declared interface."""
+def examine(candidate: Candidate, problem: Problem, world: World, contrasts: Iterable[Contrast] = ()) -> Examination:
+    """Run and judge ``candidate`` on ``problem``, and see for which of ``contrasts`` it speaks.
+
+    Raises ``CandidateError`` if the candidate breaks its declared interface.
+    """
     batch = materialize(problem)
     try:
         result = execute(candidate, batch, world)
     except RankFailure as failure:
         return Examination(problem=problem, findings=(str(failure),), failure=type(failure).__name__)
-    comparisons = tuple(judge(candidate, batch, result))
+    yardstick = Yardstick(candidate, batch, result.outputs)
+    comparisons = tuple(yardstick.judge(result))
     findings = tuple(line for comparison in comparisons for line in explain(comparison))
     return Examination(
         problem=problem,
         comparisons=comparisons,
         findings=findings,
-        branches=frozenset(find_spec(problem.spec).visited(batch)),
+        branches=_branches(batch),
+        told=frozenset(str(contrast) for contrast in told(contrasts, yardstick, result.dtypes)),
     )
+
+
+def branches_of(problem: Problem) -> frozenset[str]:
+    """The branches that a problem visits."""
+    return _branches(materialize(problem))
+
+
+def _branches(batch: Batch) -> frozenset[str]:
+    return frozenset(find_spec(batch.problem.spec).visited_by(batch))

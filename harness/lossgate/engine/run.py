@@ -72,15 +72,30 @@ def run_cell(cell: Cell, settings: Settings) -> CellResult:
             frozen = _frozen(finding)
             return conclude_known(cell, finding, frozen, examine(cell.candidate, frozen.problem, world), perf_counter() - start)
         search = Search(cell, world, settings)
-        round_ = 0
-        while True:
-            search.run(round_)
-            result = conclude(cell, search.examined, search.failure, search.calls_after_failure, perf_counter() - start)
-            round_ += 1
-            if result.verdict is not Verdict.INCONCLUSIVE or round_ == settings.rounds:
-                return result
+        search.run()
+        result = _conclude(search, start)
+        for round_ in range(1, settings.rounds):
+            if result.verdict is Verdict.INCONCLUSIVE:
+                search.fill_gaps(round_)
+                result = _conclude(search, start)
+            if result.verdict is Verdict.INCONCLUSIVE and result.doubts:
+                search.run(round_)
+                result = _conclude(search, start)
+        return result
     finally:
         world.close()
+
+
+def _conclude(search: Search, start: float) -> CellResult:
+    return conclude(
+        search.cell,
+        search.examined,
+        search.failure,
+        search.calls_after_failure,
+        perf_counter() - start,
+        search.owed,
+        search.idle & search.untold.keys(),
+    )
 
 
 def _frozen(finding: Finding) -> Frozen:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Looks for a problem on which a candidate disagrees, and makes it small. Hypothesis draws and shrinks."""
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from zlib import crc32
 
 import hypothesis
@@ -10,14 +11,27 @@ from hypothesis.errors import Flaky, Unsatisfiable
 
 from lossgate.declaration.candidate import ANY
 from lossgate.engine.cell import Cell
-from lossgate.engine.examine import Examination, examine
+from lossgate.engine.examine import Examination, branches_of, examine
 from lossgate.engine.settings import Settings
 from lossgate.engine.strategies import problems, quiet
+from lossgate.engine.told import differences
 from lossgate.errors import LossgateError, UsageError
 from lossgate.problems.problem import Problem
 from lossgate.specs import find_spec
+from lossgate.specs.contrasts import SIDES, Contrast, Side, contrasts
 from lossgate.worlds import World
 from lossgate.worlds.base import Hang
+
+DRAWN, _EXAMINED = 60, 4
+"""Most problems that are drawn for one contrast or branch in each round, and most that are promising and examined."""
+
+_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.01}
+"""How much the other choice must change a result for a problem to be promising."""
+
+
+_IDLE: dict[str, set[str]] = {}
+"""Contrasts between which there was nothing to tell, by what a candidate supports. That hangs neither on the kernel nor on the layout, and takes
+long to find out."""
 
 
 class _DisagreementError(Exception):
@@ -38,20 +52,87 @@ class Search:
     examined: list[Examination] = field(default_factory=list)
     failure: Examination | None = None
     calls_after_failure: int = 0
+    untold: dict[str, Contrast] = field(default_factory=dict)
+    """The contrasts for which no problem has spoken."""
+    idle: set[str] = field(init=False)
+    """Of them, those whose other choice changed no result of any problem that was drawn for them: there is nothing to tell."""
     _error: LossgateError | None = None
+
+    def __post_init__(self) -> None:
+        self._contrasts = contrasts(find_spec(self.cell.candidate.spec), self.cell.candidate)
+        self.untold |= self._contrasts
+        candidate = self.cell.candidate
+        self.idle = _IDLE.setdefault(f"{candidate.spec} {candidate.head} {sorted(candidate.supports.items())}", set())
 
     def run(self, round_: int = 0) -> None:
         """Examine problems until one fails, then shrink it; another round draws others.
 
         Raises ``CandidateError`` if the candidate breaks its interface.
         """
+        self._search(f"{self.settings.seed} {round_} {self.cell}", self._check)
+
+    @property
+    def owed(self) -> dict[str, Contrast]:
+        """The contrasts for which a problem must still speak."""
+        return {name: contrast for name, contrast in self.untold.items() if name not in self.idle}
+
+    @property
+    def missing_branches(self) -> set[str]:
+        """The branches that a problem must still visit."""
+        spec = find_spec(self.cell.candidate.spec)
+        return set(spec.required(self.cell.candidate, self.cell.layout)).difference(*(e.branches for e in self.examined))
+
+    def fill_gaps(self, round_: int) -> None:
+        """For each contrast that is owed, and each branch that is missing, look for a problem that shows it, and examine it, until one fails."""
+        for name, contrast in self.owed.items():
+            self._fill_contrast(name, contrast, round_)
+        for name in sorted(self.missing_branches):
+            self._fill_branch(name, round_)
+
+    def _fill_branch(self, name: str, round_: int) -> None:
+        self._seek(f"{round_} {name}", lambda: name in self.missing_branches, lambda problem: name in branches_of(problem))
+
+    def _fill_contrast(self, name: str, contrast: Contrast, round_: int) -> None:
+        if name not in self.owed:
+            return
+        found: list[dict[Side, float]] = []
+
+        def speaks(problem: Problem) -> bool:
+            found.append(differences(contrast, problem))
+            return found[-1][contrast.side] > _DIFFERENCE[self.cell.dtype]
+
+        focus = contrast if len({other.values for other in self._contrasts.values() if other.option == contrast.option}) > 1 else None
+        # The same problems for all contrasts of a choice: their tensors and references are made but once.
+        self._seek(f"{round_} {focus.choice if focus else ''}", lambda: name in self.untold, speaks, focus)
+        for side in SIDES:
+            if found and not any(of[side] for of in found):
+                self.idle.add(str(replace(contrast, side=side)))
+
+    def _seek(self, what: str, missing: Callable[[], bool], promising: Callable[[Problem], bool], contrast: Contrast | None = None) -> None:
+        """Examine promising problems while there is something missing; not too many."""
+        if self.failure is not None or not missing():
+            return
+        drawn, first = 0, len(self.examined)
+
+        def check(problem: Problem) -> None:
+            nonlocal drawn
+            if self.failure is None:
+                if drawn == DRAWN or len(self.examined) - first == _EXAMINED or not missing():
+                    raise _Stop
+                drawn += 1
+                hypothesis.assume(promising(problem))
+            self._check(problem)
+
+        self._search(f"{self.settings.seed} {self.cell} {what}", check, contrast)
+
+    def _search(self, seed: str, check_problem: Callable[[Problem], None], contrast: Contrast | None = None) -> None:
         candidate, layout, dtype = self.cell.candidate, self.cell.layout, self.cell.dtype
 
-        @hypothesis.seed(crc32(f"{self.settings.seed} {round_} {self.cell}".encode()))
+        @hypothesis.seed(crc32(seed.encode()))
         @quiet(self.settings.examples, Phase.generate, Phase.shrink)
-        @hypothesis.given(problems(candidate, layout, dtype))
+        @hypothesis.given(problems(candidate, layout, dtype, contrast))
         def check(problem: Problem) -> None:
-            self._check(problem)
+            check_problem(problem)
 
         try:
             check()
@@ -60,12 +141,17 @@ class Search:
         except Flaky:
             self._note_flaky()
         except Unsatisfiable:
-            spec = find_spec(candidate.spec)
-            first = {option.name: values[0] for option in spec.options if (values := spec.supported(candidate, option.name)) is not ANY}
-            told = f"no options go together with supports={dict(candidate.supports)!r}: {spec.refusal(first)}"
-            raise UsageError(f"candidate {candidate.name!r}: {told}") from None
+            if contrast is None:
+                raise self._refused() from None
         if self._error is not None:
             raise self._error
+
+    def _refused(self) -> UsageError:
+        candidate = self.cell.candidate
+        spec = find_spec(candidate.spec)
+        first = {option.name: values[0] for option in spec.options if (values := spec.supported(candidate, option.name)) is not ANY}
+        told = f"no options go together with supports={dict(candidate.supports)!r}: {spec.refusal(first)}"
+        return UsageError(f"candidate {candidate.name!r}: {told}")
 
     def _check(self, problem: Problem) -> None:
         if self.failure is not None:
@@ -73,12 +159,15 @@ class Search:
             if self.calls_after_failure > self.settings.shrink_calls:
                 raise _Stop
         try:
-            examination = examine(self.cell.candidate, problem, self.world)
+            sought = list(self.untold.values()) if self.failure is None else ()
+            examination = examine(self.cell.candidate, problem, self.world, sought)
         except LossgateError as error:
             self._error = error
             raise _Stop from None
         if self.failure is None:
             self.examined.append(examination)
+            for name in examination.told:
+                del self.untold[name]
         if examination.agrees:
             return
         if self.failure is None or _size(problem) <= _size(self.failure.problem):

@@ -25,7 +25,7 @@ class Settings:
     examples: int = 20
     """Problems per cell (candidate, layout, dtype)."""
     rounds: int = 4
-    """How often that many more are tried while the cell is inconclusive."""
+    """While the cell is inconclusive: how often that many more are tried, and some are looked for that show what is missing."""
     ranks: int = 4
     """Largest layout, where none is named."""
     layouts: tuple[str, ...] = ()

@@ -12,7 +12,6 @@ from itertools import product
 from typing import Any
 
 import hypothesis
-import torch
 from hypothesis import HealthCheck, Phase, assume
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
@@ -24,6 +23,7 @@ from lossgate.problems.partition import VocabSplit, split_vocab
 from lossgate.problems.problem import MASK_PATTERNS, MaskPattern, Problem
 from lossgate.specs import find_spec
 from lossgate.specs.base import FEATURES, Option, Spec
+from lossgate.specs.contrasts import Contrast
 
 TOKENS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 32, 33, 64, 67)
 WIDTHS = (1, 2, 3, 7, 8, 16, 17, 32, 48, 61)
@@ -46,8 +46,8 @@ _SEEDS = st.tuples(st.integers(0, 2**16 - 1), st.integers(0, 2**16 - 1)).map(lam
 
 
 @st.composite
-def problems(draw: DrawFn, candidate: Candidate, layout: Layout, dtype: str) -> Problem:
-    """Problems that ``candidate`` says it can solve."""
+def problems(draw: DrawFn, candidate: Candidate, layout: Layout, dtype: str, contrast: Contrast | None = None) -> Problem:
+    """Problems that ``candidate`` says it can solve; with the option of ``contrast`` at a choice to which it applies."""
     spec = find_spec(candidate.spec)
     bias, split = (draw(_values(option, spec.supported(candidate, name))) for name, option in FEATURES.items())
     at_hidden, with_logits, coarse = candidate.head == "hidden", candidate.head in ("hidden", "logits"), dtype != "float32"
@@ -69,7 +69,7 @@ def problems(draw: DrawFn, candidate: Candidate, layout: Layout, dtype: str) -> 
         vocab=vocab,
         vocab_split=split,
         bias=bias and at_hidden,
-        options=draw(_options(candidate)),
+        options=draw(_options(candidate, contrast)),
         scenario={c.name: value for c in spec.scenario if (value := draw(_choice(c.choices))) != c.default},
         together=spec.together,
         spread=draw(_SETTLED_SPREADS if coarse and spec.kinks else _SPREADS),
@@ -110,21 +110,26 @@ def sample_problems(candidate: Candidate, layout: Layout, dtype: str, count: int
 
 
 @st.composite
-def _options(draw: DrawFn, candidate: Candidate) -> dict[str, Any]:
+def _options(draw: DrawFn, candidate: Candidate, contrast: Contrast | None) -> dict[str, Any]:
     """Options that are not at their default, and that go together."""
     spec = find_spec(candidate.spec)
-    grouped = {name for group in spec.option_groups for name in group}
+    options = {option.name: option for option in spec.options}
+    groups = [*spec.option_groups, *((name,) for name in options if name not in {n for group in spec.option_groups for n in group})]
+    if contrast is not None:  # its own group first, since later ones give way
+        groups.sort(key=lambda group: contrast.option not in group)
     chosen: dict[str, Any] = {}
-    for group in spec.option_groups:
-        values = tuple(_finite(spec, candidate, name) for name in group)
+    for group in groups:
+        fixed = contrast.values if contrast is not None and contrast.option in group else None
+        if len(group) == 1 and fixed is None:
+            (name,) = group
+            chosen = _merged(spec, chosen, ((name, draw(_values(options[name], spec.supported(candidate, name)))),))
+            continue
+        values = tuple(fixed if fixed and contrast and name == contrast.option else _finite(spec, candidate, name) for name in group)
         combinations = _combinations(spec, group, values)
         if not combinations:
             first = dict(zip(group, (value[0] for value in values), strict=True))
             raise UsageError(f"candidate {candidate.name!r}: no values that it supports of {', '.join(group)} go together: {spec.refusal(first)}")
-        chosen = _merged(spec, chosen, draw(_plain_or_any(combinations)))
-    for option in spec.options:
-        if option.name not in grouped:
-            chosen = _merged(spec, chosen, ((option.name, draw(_values(option, spec.supported(candidate, option.name)))),))
+        chosen = _merged(spec, chosen, draw(_choice(combinations) if fixed else _plain_or_any(combinations)))
     supported = {option.name: spec.supported(candidate, option.name) for option in spec.options}
     assume(all(values is ANY or chosen.get(name, spec.features[name].default) in values for name, values in supported.items()))
     return chosen
@@ -156,7 +161,7 @@ def _combinations(spec: Spec, group: tuple[str, ...], values: tuple[tuple[Any, .
 def _values(option: Option, supported: Any) -> SearchStrategy[Any]:
     if supported is not ANY:
         return _choice(supported)
-    return _choice(option.choices) if option.interval is None else _number(option.default, *option.interval)
+    return _choice(option.choices) if option.interval is None else _number(option)
 
 
 def _choice(values: tuple[Any, ...]) -> SearchStrategy[Any]:
@@ -176,11 +181,9 @@ def _plain_or_any(values: tuple[Any, ...]) -> SearchStrategy[Any]:
 
 
 @cache
-def _number(default: float, low: float, high: float) -> SearchStrategy[float]:
-    """The default, or tenths from ``low`` to ``high``; exact in every dtype, so that rounding the option itself is no error."""
-    tenths = range(round(10 * low), round(10 * high) + 1)
-    exact = [float(torch.tensor(n / 10, dtype=torch.bfloat16)) for n in tenths]
-    return st.just(default) | st.sampled_from([min(max(x, low), high) for x in exact])
+def _number(option: Option) -> SearchStrategy[float]:
+    """The default as often as any other."""
+    return st.just(option.default) | st.sampled_from(option.drawn)
 
 
 @cache

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The verdict on one problem: each output of the candidate against the reference and the ensemble."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -73,32 +73,40 @@ class Comparison:
         return float("inf") if self.vacuous or not self.values else self.limits[SCALE] + abs(self.values[SCALE])
 
 
-def judge(candidate: Candidate, batch: Batch, result: Result) -> list[Comparison]:
-    """Compare every output that the candidate returned, and every gradient that it owes."""
-    reference = run_reference(batch, result.outputs)
-    ensemble = run_ensemble(candidate, batch, _members(batch), crc32(batch.problem.to_json().encode()), result.outputs)
-    return list(_comparisons(candidate, batch, result, reference, ensemble))
+class Yardstick:
+    """What results on one problem are measured by: the reference and the ensemble."""
 
+    def __init__(self, candidate: Candidate, batch: Batch, wanted: Collection[str]) -> None:
+        """For the outputs ``wanted`` and every gradient that the candidate owes."""
+        self.batch, self._candidate = batch, candidate
+        self.reference = run_reference(batch, wanted)
+        self._ensemble = run_ensemble(candidate, batch, _members(batch), crc32(batch.problem.to_json().encode()), wanted)
+        self._owed = tuple(grad_name(leaf) for leaf in batch.leaves)
 
-def _comparisons(
-    candidate: Candidate, batch: Batch, result: Result, reference: Mapping[str, Tensor], ensemble: Mapping[str, Tensor]
-) -> Iterator[Comparison]:
-    precision = candidate.precision[batch.problem.dtype]
-    owed = [grad_name(leaf) for leaf in batch.leaves]
-    for output in dict.fromkeys([*result.outputs, *result.faults, *owed]):
-        faults = result.faults.get(output, ())
-        if output not in result.outputs:
-            yield Comparison(output=output, faults=faults)
-            continue
-        keep = batch.fields["mask"] if OUTPUT_DIMS.get(output) == ("token",) else None
-        k, r, e = result.outputs[output], reference[output], ensemble[output]
+    def judge(self, result: Result) -> list[Comparison]:
+        """Every output that was returned, and every gradient that is owed."""
+        return list(self._comparisons(result))
+
+    def _comparisons(self, result: Result) -> Iterator[Comparison]:
+        for output in dict.fromkeys([*result.outputs, *result.faults, *self._owed]):
+            faults = result.faults.get(output, ())
+            if output in result.outputs:
+                yield self.compare(output, result.outputs[output], result.dtypes[output], faults)
+            else:
+                yield Comparison(output=output, faults=faults)
+
+    def compare(self, output: str, k: Tensor, dtype: torch.dtype, faults: tuple[str, ...] = ()) -> Comparison:
+        """``k``, which came in ``dtype``, as the result ``output``."""
+        precision = self._candidate.precision[self.batch.problem.dtype]
+        keep = self.batch.fields["mask"] if OUTPUT_DIMS.get(output) == ("token",) else None
+        r, e = self.reference[output], self._ensemble[output]
         if keep is not None:
             k, r, e = k[keep], r[keep], e[:, keep]
-        k = _overflowed(k, r, result.dtypes[output])
-        unit = grid_of(result.dtypes[output]).unit
-        on_the_way = (precision.dlogits, precision.loss) if output in owed else ()
+        k = _overflowed(k, r, dtype)
+        unit = grid_of(dtype).unit
+        on_the_way = (precision.dlogits, precision.loss) if output in self._owed else ()
         allowed = max([unit, *(GRIDS[dtype].unit for dtype in on_the_way)])
-        yield compare(output, k, r, e, unit, allowed, groupings_of(output, batch, candidate, keep), faults)
+        return compare(output, k, r, e, unit, allowed, groupings_of(output, self.batch, self._candidate, keep), faults)
 
 
 def compare(

@@ -5,16 +5,19 @@ Every loss composes: loss(logprobs(logits(hidden))). A spec brings the last stag
 and a kernel may start at any of them (its head).
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from types import MappingProxyType
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from lossgate.declaration.candidate import ANY, Candidate
 from lossgate.declaration.contract import Contract, Placements
 from lossgate.errors import UsageError
+from lossgate.layout import Axis, Layout
 from lossgate.problems.batch import Batch
 from lossgate.problems.bits import Bits
 from lossgate.problems.partition import VOCAB_SPLITS, Dims
@@ -38,6 +41,16 @@ class Option:
             return isinstance(value, int | float) and self.interval[0] <= value <= self.interval[1]
         number = isinstance(value, int | float) and not isinstance(value, bool) and any(isinstance(choice, float) for choice in self.choices)
         return number or value in self.choices
+
+    @property
+    def drawn(self) -> tuple[Any, ...]:
+        """The values that problems draw: ``choices``; of an interval the default and tenths, exact in every dtype, so that rounding the option
+        itself is no error."""
+        if self.interval is None:
+            return self.choices
+        low, high = self.interval
+        exact = [float(torch.tensor(n / 10, dtype=torch.bfloat16)) for n in range(round(10 * low), round(10 * high) + 1)]
+        return tuple(sorted({self.default, *(min(max(x, low), high) for x in exact)}))
 
     @property
     def domain(self) -> str:
@@ -107,15 +120,27 @@ class Metric:
     """How the parts of ranks that share a batch make the whole."""
 
 
+class AtLeast(Container[Any]):
+    """All numbers from ``least`` on."""
+
+    def __init__(self, least: float) -> None:
+        self._least = least
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, int | float) and value >= self._least
+
+
 @dataclass(frozen=True, kw_only=True)
 class Branch:
     """A case that problems must visit before a verdict counts."""
 
     meaning: str
-    barred_by: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    barred_by: Mapping[str, Container[Any]] = field(default_factory=dict)
     """It can't be visited by a candidate that supports, of one of these options, nothing but these values."""
     heads: tuple[str, ...] = ()
     """It can be visited only there; empty for everywhere."""
+    axes: tuple[Axis, ...] = ()
+    """It can be visited only on a layout that splits one of these; empty for all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +184,7 @@ class Spec:
     metrics: Mapping[str, Metric]
     branches: Mapping[str, Branch] = field(default_factory=dict)
     visited: Callable[[Batch], set[str]]
-    """The branches that a batch visits."""
+    """Those of ``branches`` that a batch visits."""
     fields: Mapping[str, Dims] = field(default_factory=dict)
     """Inputs beside those of ``PackedBatch`` and of the head, and how they are split."""
     make_fields: MakeFields | None = None
@@ -218,21 +243,45 @@ class Spec:
             return str(error)
         return ""
 
+    def with_choice(self, values: Mapping[str, Any], name: str, value: Any) -> dict[str, Any] | None:
+        """These options with another value of ``name``, and where that does not go with the others of its group, with as few of those changed as
+        can be; None if nothing helps."""
+        changed = {**values, name: value}
+        if self.allows(changed):
+            return changed
+        own = {n: values.get(n, self.features[n].default) for n in next((group for group in self.option_groups if name in group), (name,))}
+        choices = ([own[n], *(v for v in self.features[n].choices if v != own[n])] if n != name else [value] for n in own)
+        groups = sorted((dict(zip(own, c, strict=True)) for c in product(*choices)), key=lambda group: sum(group[n] != own[n] for n in own))
+        return next((both for group in groups if self.allows(both := {**values, **group})), None)
+
     def differentiable(self, candidate: Candidate) -> tuple[str, ...]:
         return candidate.differentiable or self.outputs[:1]
 
     def metric_placements(self, contract: Contract, name: str) -> Placements:
         return contract.of_metric(name, self.metrics[name].reduction)
 
-    def required(self, candidate: Candidate) -> dict[str, Branch]:
-        """The branches that a verdict on ``candidate`` must have visited."""
-        return {name: branch for name, branch in self.branches.items() if self._reaches(candidate, branch)}
+    @property
+    def every_branch(self) -> dict[str, Branch]:
+        """Those that are declared, and one for each choice of the scenario."""
+        chosen = ((choice.name, value) for choice in self.scenario for value in dict.fromkeys(choice.choices))
+        return {**self.branches, **{f"{name}: {value}": Branch(meaning=f"a problem with {name} {value!r}") for name, value in chosen}}
 
-    def _reaches(self, candidate: Candidate, branch: Branch) -> bool:
-        if branch.heads and candidate.head not in branch.heads:
+    def visited_by(self, batch: Batch) -> set[str]:
+        """The branches that a batch visits. Of its scenario, if anything is trained."""
+        seen, chosen = self.visited(batch), batch.problem.scenario
+        if "trained token" in seen or "pair that counts" in seen:
+            seen |= {f"{choice.name}: {chosen.get(choice.name, choice.default)}" for choice in self.scenario}
+        return seen
+
+    def required(self, candidate: Candidate, layout: Layout) -> dict[str, Branch]:
+        """The branches that a verdict on ``candidate`` on ``layout`` must have visited."""
+        return {name: branch for name, branch in self.every_branch.items() if self._reaches(candidate, layout, branch)}
+
+    def _reaches(self, candidate: Candidate, layout: Layout, branch: Branch) -> bool:
+        if (branch.heads and candidate.head not in branch.heads) or (branch.axes and not set(branch.axes) & set(layout.axes)):
             return False
         supported = {name: self.supported(candidate, name) for name in branch.barred_by}
-        return all(values is ANY or set(values) - set(branch.barred_by[name]) for name, values in supported.items())
+        return all(values is ANY or any(value not in branch.barred_by[name] for value in values) for name, values in supported.items())
 
     def check(self, candidate: Candidate) -> None:
         """Refuse a declaration that does not fit the spec."""
@@ -246,6 +295,8 @@ class Spec:
             for value in () if values is ANY else values if isinstance(values, tuple) else (values,):
                 if not option.allows(value):
                     raise UsageError(f"{who}: supports[{name!r}] allows {value!r}, which spec {self.name!r} does not; expected {option.domain}")
+                if name in {o.name for o in self.options} and self.with_choice({}, name, value) is None:
+                    raise UsageError(f"{who}: supports[{name!r}] allows {value!r}, which goes with no other options: {self.refusal({name: value})}")
         if unknown := [metric for metric in candidate.contract.metrics if metric not in self.metrics]:
             raise UsageError(f"{who}: contract names metric {unknown[0]!r}; spec {self.name!r} has {', '.join(self.metrics)}")
         leaves = HEADS[candidate.head].leaves

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from dense_losses import ClippedPGOptions, clipped_pg
+from dense_losses.reductions import sequence_mean
 from lossgate.problems.batch import Batch
-from lossgate.specs.base import Branch, Draft, Metric, Spec, TokenValues
-from lossgate.specs.branches import TOKEN_BRANCHES, visited_tokens
+from lossgate.specs.base import AtLeast, Branch, Draft, Metric, Spec, TokenValues
+from lossgate.specs.branches import TOKEN_BRANCHES, clip_sides, trained_tokens, visited_sides, visited_tokens
 from lossgate.specs.inputs import HiddenHead, LogitsHead, LogprobsHead, PackedBatch
 from lossgate.specs.options import TEMPERATURE, Between, options_of
 from lossgate.specs.placement import NEAR, Span, advantages, clip_spans, of_tokens, place, reference_logprobs, sample_mask
@@ -79,7 +80,7 @@ def _make_fields(draft: Draft) -> dict[str, Tensor]:
     return {
         "prev_logprobs": prev,
         "generation_logprobs": before - _log_weights(draft),
-        "reference_logprobs": reference_logprobs(draft),
+        "reference_logprobs": reference_logprobs(draft, draft.options.kl_input_clamp_value),
         "advantages": advantages(draft),
         "rewards": draft.bits.integers("rewards", 3, draft.sequences) - 1.0,
         "sample_mask": sample_mask(draft),
@@ -113,7 +114,8 @@ def _log_weights(draft: Draft) -> Tensor:
     scenario: dict[str, Sequence[Span]] = {"near": NEAR, "equal": [(0.0, 0.0)], "everywhere": list(spans.values())}
     chosen = scenario[draft.scenario["generation"]]
     if o.truncated_importance_sampling_type == "seq-mask-tis":
-        return of_tokens(draft, place(draft.bits, "weights", draft.sequences, chosen))
+        scatter = 0.0 if draft.scenario["generation"] == "equal" else 0.5  # so that tokens lie on other sides than their sequence
+        return of_tokens(draft, place(draft.bits, "weights", draft.sequences, chosen)) + scatter * draft.bits.normal("weight scatter", draft.tokens)
     if o.sequence_level_importance_ratios and draft.scenario["generation"] != "equal":  # their sum over a sequence counts
         lengths = torch.tensor(draft.batch.partition.padded_lengths).clamp(min=1)
         scatter = 0.2 * draft.bits.normal("weight scatter", draft.tokens)
@@ -123,42 +125,33 @@ def _log_weights(draft: Draft) -> Tensor:
 
 def _visited(batch: Batch) -> set[str]:
     options = CLIPPED_PG.make_options(batch.problem.options)
-    fields = batch.fields
-    trained = fields["mask"] & fields["sample_mask"][fields["sequence"]]
+    fields, trained = batch.fields, trained_tokens(batch)
     seen = visited_tokens(batch)
     seen |= {"sequence that does not count"} if not fields["sample_mask"].all() else set()
     # log p - log p_prev again, from what was made of it
-    ratio = (batch.policy - fields["prev_logprobs"])[trained]
-    advantage = fields["advantages"][trained]
-    if not options.sequence_level_importance_ratios and not options.disable_ppo_ratio and not options.force_on_policy_ratio:
-        low, high = log(max(1 - options.ratio_clip_min, 1e-9)), log(1 + options.ratio_clip_max)
-        for name, there in {"inside the clip": (ratio > low) & (ratio < high), "below the clip": ratio < low, "above the clip": ratio > high}.items():
-            seen |= {f"{name}, A > 0"} if bool((there & (advantage > 0)).any()) else set()
-            seen |= {f"{name}, A < 0"} if bool((there & (advantage < 0)).any()) else set()
-        if options.ratio_clip_c and bool(((ratio > log(options.ratio_clip_c)) & (advantage < 0)).any()):
-            seen.add("beyond the dual clip")
+    ratio, advantage = batch.policy - fields["prev_logprobs"], fields["advantages"]
+    edges = log(max(1 - options.ratio_clip_min, 1e-9)), log(1 + options.ratio_clip_max)
+    if options.sequence_level_importance_ratios:
+        ratio = sequence_mean(ratio, fields["mask"], fields["sequence"], len(fields["lengths"]))[fields["sequence"]]
+        seen |= set(visited_sides("sequence", ratio[trained], advantage[trained], *edges))
+    elif not options.disable_ppo_ratio and not options.force_on_policy_ratio:
+        seen |= set(visited_sides("token", ratio[trained], advantage[trained], *edges))
     if options.truncation and not options.sequence_level_importance_ratios:
         before = batch.policy if options.force_on_policy_ratio else fields["prev_logprobs"]
         outside = (before - fields["generation_logprobs"])[trained]
         seen |= {"weight above its bound"} if bool((outside > log(options.truncation.maximum)).any()) else set()
         if options.truncation.minimum and bool((outside < log(options.truncation.minimum)).any()):
             seen.add("weight below its bound")
-    distance = (fields["reference_logprobs"] - batch.policy)[trained].abs()
-    if options.kl_penalty and options.kl_input_clamp_value and bool((distance > options.kl_input_clamp_value).any()):
-        seen.add("KL input clamped")
     return seen
 
 
 _NO_RATIO = {"disable_ppo_ratio": (True,), "force_on_policy_ratio": (True,), "sequence_level_importance_ratios": (True,)}
+_NO_SEQUENCE_RATIO = {"sequence_level_importance_ratios": (False,)}
+_NOTHING_BELOW = {"ratio_clip_min": AtLeast(1)}
 _UNBOUNDED = {
     "truncated_importance_sampling_type": (None,),
     "truncated_importance_sampling_ratio": (None,),
     "sequence_level_importance_ratios": (True,),
-}
-_SIDES = {
-    f"{side} the clip, A {sign} 0": Branch(meaning=f"a ratio {side} the clip, with an advantage {sign} 0", barred_by=_NO_RATIO)
-    for side in ("inside", "below", "above")
-    for sign in "<>"
 }
 
 _MEAN = "mean over trained tokens of"
@@ -212,7 +205,7 @@ CLIPPED_PG = Spec(
             "use_cispo": _SWITCH,
             "positive_example_nll_weight": (0.0, 0.1),
             "positive_nll_normaliser": ("global",),
-            "epsilon": (0.0, 1e-8),
+            "epsilon": (0.0, 1e-8, 0.5),
             "temperature": Between(TEMPERATURE),
         },
     ),
@@ -240,17 +233,11 @@ CLIPPED_PG = Spec(
     branches={
         **TOKEN_BRANCHES,
         "sequence that does not count": Branch(meaning="a sequence that the sample mask leaves out"),
-        **_SIDES,
-        "beyond the dual clip": Branch(
-            meaning="a ratio above ratio_clip_c, with a negative advantage", barred_by={**_NO_RATIO, "ratio_clip_c": (None,), "use_cispo": (True,)}
-        ),
+        **clip_sides("token", _NO_RATIO, _NOTHING_BELOW),
+        **clip_sides("sequence", _NO_SEQUENCE_RATIO, _NOTHING_BELOW),
         "weight above its bound": Branch(meaning="an importance weight above its bound", barred_by=_UNBOUNDED),
         "weight below its bound": Branch(
             meaning="an importance weight below its bound", barred_by={**_UNBOUNDED, "truncated_importance_sampling_ratio_min": (None, 0.0)}
-        ),
-        "KL input clamped": Branch(
-            meaning="a log-ratio to the reference beyond kl_input_clamp_value",
-            barred_by={"kl_input_clamp_value": (None,), "use_kl_in_reward": (True,), "reference_policy_kl_penalty": (0.0,)},
         ),
     },
     visited=_visited,

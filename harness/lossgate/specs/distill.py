@@ -12,6 +12,7 @@ from lossgate.problems.batch import Batch
 from lossgate.specs.base import Branch, Draft, Metric, Option, Spec, TokenValues
 from lossgate.specs.branches import TOKEN_BRANCHES, visited_tokens
 from lossgate.specs.inputs import HiddenHead, LogitsHead, PackedBatch
+from lossgate.specs.logits import reference_logits
 from lossgate.specs.options import TEMPERATURE, Between, options_of
 
 TOP_K = 4
@@ -56,11 +57,15 @@ def _loss(values: TokenValues, batch: Mapping[str, Tensor], options: DistillOpti
 
 
 def _make_fields(draft: Draft) -> dict[str, Tensor]:
-    """Teachers near the student, far from it, or without any relation to it."""
-    k = min(TOP_K, draft.batch.problem.vocab)
-    indices = draft.bits.uniform("teacher indices", draft.tokens, draft.batch.problem.vocab).argsort(1)[:, :k]
-    spread = {"near": 1.0, "sure": 8.0, "flat": 0.0}[draft.scenario["teacher"]]
-    return {"teacher_indices": indices, "teacher_logits": spread * draft.bits.normal("teacher", draft.tokens, k)}
+    """Teachers that say nearly or exactly what the student says, and others without any relation to it, of any confidence."""
+    scenario, vocab = draft.scenario["teacher"], draft.batch.problem.vocab
+    k = min(TOP_K, vocab)
+    noise = draft.bits.normal("teacher", draft.tokens, k)
+    if scenario in ("near", "equal"):
+        student, indices = reference_logits(draft.batch.leaves).topk(k)
+        return {"teacher_indices": indices, "teacher_logits": student + (0.5 * noise if scenario == "near" else 0.0)}
+    indices = draft.bits.uniform("teacher indices", draft.tokens, vocab).argsort(1)[:, :k]
+    return {"teacher_indices": indices, "teacher_logits": {"other": 1.0, "sure": 8.0, "flat": 0.0}[scenario] * noise}
 
 
 def _visited(batch: Batch) -> set[str]:
@@ -73,6 +78,12 @@ def _visited(batch: Batch) -> set[str]:
     return seen
 
 
+_TEACHER = Option(
+    name="teacher",
+    meaning="one who nearly or exactly agrees with the student on its own top-k, or another one on tokens at random: usual, sure, or indifferent",
+    default="other",
+    choices=("other", "near", "near", "equal", "sure", "flat"),
+)
 _SWITCH = (False, True)
 
 DISTILL = Spec(
@@ -89,14 +100,14 @@ DISTILL = Spec(
             "zero_outside_topk": _SWITCH,
             "log_infinitesimal": (-100.0, -20.0),
             "temperature": Between(TEMPERATURE),
-            "epsilon": (0.0, 1e-8),
+            "epsilon": (0.0, 1e-8, 0.5),
         },
     ),
     outputs=("loss",),
     inputs={"hidden": DistillHiddenInputs, "logits": DistillLogitsInputs},
     fields={"teacher_logits": ("token", "topk"), "teacher_indices": ("token", "topk")},
     make_fields=_make_fields,
-    scenario=(Option(name="teacher", meaning="how sure the teacher is", default="near", choices=("near", "sure", "flat")),),
+    scenario=(_TEACHER,),
     columns="teacher_indices",
     metrics={
         "num_unmasked_tokens": Metric(meaning="trained tokens"),

@@ -122,7 +122,7 @@ def _laid_out(values: Tensor, draft: Draft) -> Tensor:
         if draft.options.reference_layout == "token" and end > start:
             shifted[start:end] = torch.cat([part.new_zeros(1), part[:-1]])
         elif end > start:
-            shifted[start:end] = torch.cat([part[:-1], part.new_zeros(1)])
+            shifted[start:end] = torch.cat([part[:-1], part[:1]])  # rolled round from the start
     return shifted
 
 
@@ -180,7 +180,7 @@ DPO = Spec(
             "sft_average_log_probs": _SWITCH,
             "loss_type": ("sigmoid", "ipo"),
             "reference_layout": ("next", "token", "rolled"),
-            "epsilon": (0.0, 1e-8),
+            "epsilon": (0.0, 1e-8, 0.5),
             "temperature": Between(TEMPERATURE),
         },
     ),
@@ -206,7 +206,7 @@ PREFERENCE = Spec(
     source="NeMo-RL PreferenceLossFn",
     loss=_preference_loss,
     options_type=PreferenceOptions,
-    options=options_of(PreferenceOptions, {"epsilon": (0.0, 1e-8)}),
+    options=options_of(PreferenceOptions, {"epsilon": (0.0, 1e-8, 0.5)}),
     outputs=("loss",),
     inputs={"rewards": PreferenceInputs},
     fields=_PAIR_FIELDS,

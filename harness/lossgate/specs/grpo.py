@@ -11,8 +11,8 @@ from torch import Tensor
 from dense_losses import GrpoOptions, grpo
 from dense_losses.rho import RhoOptions
 from lossgate.problems.batch import Batch
-from lossgate.specs.base import Branch, Draft, Metric, Spec, TokenValues
-from lossgate.specs.branches import TOKEN_BRANCHES, visited_tokens
+from lossgate.specs.base import AtLeast, Branch, Draft, Metric, Spec, TokenValues
+from lossgate.specs.branches import TOKEN_BRANCHES, clip_sides, trained_tokens, visited_sides, visited_tokens
 from lossgate.specs.inputs import HiddenHead, LogitsHead, LogprobsHead, PackedBatch
 from lossgate.specs.options import TEMPERATURE, Between, options_of
 from lossgate.specs.placement import NEAR, Span, advantages, clip_spans, of_tokens, place, reference_logprobs
@@ -96,36 +96,25 @@ def _log_rho(draft: Draft) -> Tensor:
 
 def _visited(batch: Batch) -> set[str]:
     o = GRPO.make_options(batch.problem.options)
-    fields, seen = batch.fields, visited_tokens(batch)
-    trained = fields["mask"]
-    ratio, advantage = (batch.policy - fields["old_logprobs"])[trained], fields["advantages"][trained]
-    low, high = log(max(1 - o.clip_lower, 0.05)), log(1 + o.clip_higher)
-    sides = {"inside the clip": (ratio > low) & (ratio < high), "above the clip": ratio > high}
-    sides |= {"below the clip": ratio < low} if o.loss_fn == "dapo" else {}
-    for name, there in sides.items():
-        seen |= {f"{name}, A > 0"} if bool((there & (advantage > 0)).any()) else set()
-        seen |= {f"{name}, A < 0"} if bool((there & (advantage < 0)).any()) else set()
+    fields, trained = batch.fields, trained_tokens(batch)
+    seen = visited_tokens(batch)
+    ratio, edges = batch.policy - fields["old_logprobs"], (log(max(1 - o.clip_lower, 0.05)), log(1 + o.clip_higher))
+    sides = set(visited_sides("token", ratio[trained], fields["advantages"][trained], *edges))
+    seen |= {side for side in sides if o.loss_fn == "dapo" or "below" not in side}
     rho = (fields["old_logprobs"] - fields["vllm_logprobs"])[trained]
-    if o.use_rho_correction:
-        upper = o.rho_mask_upper_bound or o.rho_clamp_upper_bound
-        seen |= {"rho above its bounds"} if not upper or bool((rho > log(upper)).any()) else set()
-        seen |= {"sampler's log-prob not known"} if bool(rho.isnan().any()) else set()
-        lower = o.rho_mask_lower_bound or o.rho_clamp_lower_bound
+    if o.use_rho_correction and bool(rho.isnan().any()):
+        seen.add("sampler's log-prob not known")
+    if o.use_rho_correction and not o.rho_mask_sequence_level and not o.rho_mask_tv_divergence:
+        upper, lower = o.rho_mask_upper_bound or o.rho_clamp_upper_bound, o.rho_mask_lower_bound or o.rho_clamp_lower_bound
+        seen |= {"rho above its bounds"} if upper and bool((rho > log(upper)).any()) else set()
         seen |= {"rho below its bounds"} if lower and bool((rho < log(lower)).any()) else set()
+        seen |= {"rho beyond 10 nats"} if bool((rho.abs() > 10).any()) else set()
     distance = (batch.policy - fields["reference_logprobs"])[trained].abs()
-    if o.beta and bool((distance > 40).any()):
-        seen.add("KL input clamped")
-    return seen
+    return seen | ({"KL input clamped"} if o.beta and bool((distance > 40).any()) else set())
 
 
 _UNCORRECTED = {"use_rho_correction": (False,)}
-_SIDES = {
-    f"{side} the clip, A {sign} 0": Branch(
-        meaning=f"a ratio {side} the clip, with an advantage {sign} 0", barred_by={"loss_fn": ("cispo",)} if side == "below" else {}
-    )
-    for side in ("inside", "below", "above")
-    for sign in "<>"
-}
+_OF_TOKENS = {**_UNCORRECTED, "rho_mask_sequence_level": (True,), "rho_mask_tv_divergence": (True,)}
 _MEAN = "mean over trained tokens of"
 _SHARE = "share of trained tokens"
 _SWITCH = (False, True)
@@ -181,11 +170,16 @@ GRPO = Spec(
     },
     branches={
         **TOKEN_BRANCHES,
-        **_SIDES,
-        "rho above its bounds": Branch(meaning="an importance weight above its bound", barred_by=_UNCORRECTED),
-        "rho below its bounds": Branch(meaning="an importance weight below its bound", barred_by={**_UNCORRECTED, "rho_mask_lower_bound": (0.0,)}),
+        **clip_sides("token", {}, {"loss_fn": ("cispo",), "clip_lower": AtLeast(1)}),
+        "rho above its bounds": Branch(
+            meaning="an importance weight above its bound", barred_by={**_OF_TOKENS, "rho_mask_upper_bound": (0.0,), "rho_clamp_upper_bound": (0.0,)}
+        ),
+        "rho below its bounds": Branch(
+            meaning="an importance weight below its bound", barred_by={**_OF_TOKENS, "rho_mask_lower_bound": (0.0,), "rho_clamp_lower_bound": (0.0,)}
+        ),
+        "rho beyond 10 nats": Branch(meaning="an importance weight whose logarithm is clamped", barred_by=_OF_TOKENS),
         "sampler's log-prob not known": Branch(meaning="a NaN among the sampler's log-probabilities", barred_by=_UNCORRECTED),
-        "KL input clamped": Branch(meaning="a log-ratio to the reference beyond 40 nats", barred_by={"beta": (0.0,)}),
+        "KL input clamped": Branch(meaning="a log-ratio to the reference beyond 40 nats, where it is clamped", barred_by={"beta": (0.0,)}),
     },
     visited=_visited,
 )

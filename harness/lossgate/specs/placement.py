@@ -24,10 +24,11 @@ def place(bits: Bits, stream: str, count: int, spans: Sequence[Span]) -> Tensor:
 
 
 def clip_spans(low: float, high: float, beyond: float | None = None) -> dict[str, Span]:
-    """Spans of a log-ratio that is clipped to ``[low, high]``, well away from both edges; ``beyond`` is a further edge above."""
+    """Spans of a log-ratio that is clipped to ``[low, high]``, clear of both edges; ``beyond`` is a further edge above."""
     far = high + 0.7 if beyond is None else beyond - 0.1 * (beyond - high)
-    spans = {"inside": (0.8 * low, 0.8 * high), "below": (low - 0.7, low - 0.05), "above": (high + 0.1 * (far - high), far)}
-    return spans if beyond is None else {**spans, "beyond": (beyond + 0.1, beyond + 0.8)}
+    spans = {"inside": (0.8 * low, 0.8 * high), "below": (low - 0.7, low - 0.02), "above": (high + 0.1 * (far - high), far)}
+    spans |= {"just below": (low - 0.05, low - 0.01), "just above": (high + 0.01, high + min(0.05, 0.1 * (far - high)))}
+    return spans if beyond is None else {**spans, "beyond": (beyond + 0.02, beyond + 0.8)}
 
 
 def of_tokens(draft: Draft, of_sequences: Tensor) -> Tensor:
@@ -49,11 +50,12 @@ def advantages(draft: Draft) -> Tensor:
     return {"mixed": sign * size, "positive": size, "negative": -size, "zero": 0 * size}[draft.scenario["advantages"]]
 
 
-def reference_logprobs(draft: Draft) -> Tensor:
-    """Of the reference policy: near, equal, or so far that KL estimates are clamped."""
+def reference_logprobs(draft: Draft, clamp: float | None = None) -> Tensor:
+    """Of the reference policy: near, equal, or so far that KL estimates are clamped, at ``clamp`` or 40 nats or less."""
+    far = max(45.0, (clamp or 0.0) + 5)
     spans: dict[str, Sequence[Span]] = {
         "near": NEAR,
         "equal": [(0.0, 0.0)],
-        "far": [(-0.8, 0.8), (-60.0, -45.0), (45.0, 60.0), (4.0, 6.0), (-30.0, -25.0)],
+        "far": [(-0.8, 0.8), (-far - 15, -far), (far, far + 15), (4.0, 6.0), (-6.0, -4.0), (1.5, 2.3), (-30.0, -25.0)],
     }
     return draft.logprobs + place(draft.bits, "reference", draft.tokens, spans[draft.scenario["reference"]])

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dense_losses import filtered_token_entropy, filtered_token_logprobs, linear_logits, token_entropy, token_logprobs
+from dense_losses import filtered_token_entropy, filtered_token_logprobs, token_entropy, token_logprobs
 from lossgate.problems.batch import Batch
 from lossgate.specs import find_spec
 from lossgate.specs.base import Spec, TokenValues
+from lossgate.specs.logits import reference_logits
 from lossgate.specs.outputs import grad_name
 
 
@@ -41,7 +42,7 @@ def token_values(batch: Batch, spec: Spec, options: Any, leaves: Mapping[str, Te
     leaves = batch.leaves if leaves is None else leaves
     if "hidden" not in leaves and "logits" not in leaves:
         return TokenValues(logprobs=next(iter(leaves.values())), entropy=None)
-    logits = leaves["logits"] if "logits" in leaves else linear_logits(leaves["hidden"], leaves["weight"], leaves.get("bias"))
+    logits = reference_logits(leaves)
     temperature = getattr(options, "temperature", 1.0)
     lowest, highest = logits.detach().aminmax(dim=-1)
     if spec.kept is not None:

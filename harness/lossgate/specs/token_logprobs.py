@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dense_losses import kept_tokens, linear_logits
+from dense_losses import kept_tokens
 from lossgate.dtypes import DTYPES
 from lossgate.problems.batch import Batch
 from lossgate.specs.base import Branch, Draft, Spec
 from lossgate.specs.branches import TOKEN_BRANCHES, visited_tokens
 from lossgate.specs.inputs import HiddenInputs, LogitsInputs
+from lossgate.specs.logits import reference_logits
 from lossgate.specs.options import TEMPERATURE, Between, options_of
 
 _MARGIN = 2.0**-7
@@ -45,9 +46,7 @@ def _make_fields(draft: Draft) -> dict[str, Tensor]:
 
 def kept_logits(batch: Batch, options: TokenLogprobsOptions) -> tuple[Tensor, Tensor]:
     """``[T, V]`` bool, which logits stay; and ``[T]`` bool, whether that hangs on rounding."""
-    leaves = batch.leaves
-    logits = leaves["logits"] if "logits" in leaves else linear_logits(leaves["hidden"], leaves["weight"], leaves.get("bias"))
-    tempered = logits / options.temperature
+    tempered = reference_logits(batch.leaves) / options.temperature
     coarse = batch.problem.dtype != "float32"
     margin = max(_MARGIN, 6 * torch.finfo(DTYPES[batch.problem.dtype]).eps * float(tempered.abs().max()) if coarse else 0.0)
     kept = kept_tokens(tempered, options.top_k, options.top_p)
