@@ -9,8 +9,9 @@ import torch
 from dense_candidates import Spoil, dense_candidate
 
 import lossgate
-from lossgate import ANY, Layout
+from lossgate import ANY, Layout, Problem
 from lossgate.engine.cell import Cell, Verdict
+from lossgate.engine.examine import examine
 from lossgate.engine.run import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.engine.strategies import sample_problems
@@ -18,8 +19,12 @@ from lossgate.specs import SPECS
 from lossgate.specs.base import FEATURES, Option
 from lossgate.specs.materialize import materialize
 from lossgate.specs.reference import run_reference
+from lossgate.worlds import SimulatedWorld
 
 LAYOUTS = ("single", "dp=2", "cp=2", "tp=2", "dp=2,cp=2,tp=2")
+EVERY_OPTION = ("single", "dp=2,cp=2,tp=2")
+"""The layouts on which every option is tried; default options elsewhere, to save minutes."""
+
 SETTINGS = Settings(examples=12, rounds=12)
 IDLE = {f"reference_layout={a} told from {b} by {side}" for a, b in (("next", "rolled"), ("rolled", "next")) for side in ("its value", "a gradient")}
 """They differ at last tokens of sequences alone, which are never trained."""
@@ -31,11 +36,15 @@ FAMILIES = [(name, head) for name, spec in SPECS.items() for head in spec.inputs
 @pytest.mark.parametrize(("name", "head"), FAMILIES)
 def test_an_honest_candidate_agrees(name: str, head: str, layout: str) -> None:
     """Conclusively: every branch that the spec declares is visited, and every planted error seen."""
-    result = run_cell(Cell(dense_candidate(name, head), Layout.parse(layout), "float32"), SETTINGS)
+    candidate = dense_candidate(name, head)
+    if layout not in EVERY_OPTION:
+        candidate = replace(candidate, supports={feature: values for feature, values in candidate.supports.items() if feature in FEATURES})
+    result = run_cell(Cell(candidate, Layout.parse(layout), "float32"), SETTINGS)
     assert result.verdict is Verdict.AGREE, result.reasons
     assert not result.missing_branches
     assert not result.untold
-    assert set(result.idle) <= IDLE
+    idle = {told for told in result.idle if head in ("hidden", "logits") or not told.startswith("temperature=")}
+    assert idle <= IDLE or layout not in EVERY_OPTION
 
 
 def shifted_mask(batch: dict[str, Any], options: Any) -> Any:
@@ -46,6 +55,14 @@ def shifted_mask(batch: dict[str, Any], options: Any) -> Any:
 def every_sample(batch: dict[str, Any], options: Any) -> Any:
     batch["sample_mask"] = torch.ones_like(batch["sample_mask"])
     return options
+
+
+def test_a_divergence_that_is_all_but_0_may_be_rounded() -> None:
+    """The normaliser of a softmax is rounded however small a log-probability is; it spoils a divergence of 1e-5 by half a percent."""
+    near = {"head": "hidden", "dtype": "float32", "layout": Layout(dp=2), "lengths": (2,), "masks": ("all",), "hidden": 1, "vocab": 2}
+    problem = Problem(spec="distill", **near, scenario={"teacher": "near"}, reduction_order="permuted")
+    found = examine(dense_candidate("distill", "hidden"), problem, SimulatedWorld(problem.layout))
+    assert found.agrees, found.findings
 
 
 SPOILT: dict[str, Spoil] = {

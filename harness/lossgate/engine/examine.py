@@ -63,8 +63,8 @@ def examine(candidate: Candidate, problem: Problem, world: World, contrasts: Ite
 
 
 def branches_of(problem: Problem) -> frozenset[str]:
-    """The branches that a problem visits."""
-    return _branches(materialize(problem))
+    """The branches that a problem visits, or would but for tokens that are masked since rounding decides about them."""
+    return _branches(materialize(problem, settled=False))
 
 
 def _branches(batch: Batch) -> frozenset[str]:

@@ -22,8 +22,8 @@ from lossgate.specs.contrasts import SIDES, Contrast, Side, contrasts
 from lossgate.worlds import World
 from lossgate.worlds.base import Hang
 
-DRAWN, _EXAMINED = 60, 4
-"""Most problems that are drawn for one contrast or branch in each round, and most that are promising and examined."""
+DRAWN, _EXAMINED = 80, 4
+"""Most problems that are drawn for one contrast or branch in each round, twice as many if none promises anything; and most that are examined."""
 
 _DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.01}
 """How much the other choice must change a result for a problem to be promising."""
@@ -90,37 +90,38 @@ class Search:
             self._fill_branch(name, round_)
 
     def _fill_branch(self, name: str, round_: int) -> None:
-        self._seek(f"{round_} {name}", lambda: name in self.missing_branches, lambda problem: name in branches_of(problem))
+        self._seek(f"{round_} {name}", lambda: name in self.missing_branches, lambda problem: float(name in branches_of(problem)))
 
     def _fill_contrast(self, name: str, contrast: Contrast, round_: int) -> None:
         if name not in self.owed:
             return
         found: list[dict[Side, float]] = []
 
-        def speaks(problem: Problem) -> bool:
+        def promise(problem: Problem) -> float:
             found.append(differences(contrast, problem))
-            return found[-1][contrast.side] > _DIFFERENCE[self.cell.dtype]
+            return found[-1][contrast.side] / _DIFFERENCE[self.cell.dtype]
 
         focus = contrast if len({other.values for other in self._contrasts.values() if other.option == contrast.option}) > 1 else None
         # The same problems for all contrasts of a choice: their tensors and references are made but once.
-        self._seek(f"{round_} {focus.choice if focus else ''}", lambda: name in self.untold, speaks, focus)
+        self._seek(f"{round_} {focus.choice if focus else ''}", lambda: name in self.untold, promise, focus)
         for side in SIDES:
-            if found and not any(of[side] for of in found):
+            if len(found) == 2 * DRAWN and not any(of[side] for of in found):
                 self.idle.add(str(replace(contrast, side=side)))
 
-    def _seek(self, what: str, missing: Callable[[], bool], promising: Callable[[Problem], bool], contrast: Contrast | None = None) -> None:
-        """Examine promising problems while there is something missing; not too many."""
+    def _seek(self, what: str, missing: Callable[[], bool], promise: Callable[[Problem], float], contrast: Contrast | None = None) -> None:
+        """Examine problems that promise 1 or more, while there is something missing. Gives up later if none promises anything at all."""
         if self.failure is not None or not missing():
             return
-        drawn, first = 0, len(self.examined)
+        promises: list[float] = []
+        first = len(self.examined)
 
         def check(problem: Problem) -> None:
-            nonlocal drawn
             if self.failure is None:
-                if drawn == DRAWN or len(self.examined) - first == _EXAMINED or not missing():
+                patience = DRAWN if any(promises) else 2 * DRAWN
+                if len(promises) >= patience or len(self.examined) - first == _EXAMINED or not missing():
                     raise _Stop
-                drawn += 1
-                hypothesis.assume(promising(problem))
+                promises.append(promise(problem))
+                hypothesis.assume(promises[-1] >= 1)
             self._check(problem)
 
         self._search(f"{self.settings.seed} {self.cell} {what}", check, contrast)

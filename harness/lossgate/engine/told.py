@@ -46,8 +46,8 @@ def differences(contrast: Contrast, problem: Problem) -> dict[Side, float]:
 
 @lru_cache(maxsize=256)
 def _reference(problem: str) -> tuple[Batch, Mapping[str, Tensor]]:
-    """Many contrasts are tried on the same problems."""
-    batch = materialize(Problem.from_json(problem))
+    """Many contrasts are tried on the same problems. Those that are promising are made with more care."""
+    batch = materialize(Problem.from_json(problem), settled=False)
     return batch, run_reference(batch, ())
 
 

@@ -101,11 +101,18 @@ class _Ensemble:
         logprobs = self._round(logits - logsumexp, GRIDS[self.precision.logprobs])
         p = self.noise.round(logprobs.exp(), FLOAT32)
         chosen = logprobs.gather(-1, ids.expand(self.members, -1, -1)).masked_fill(left_out, float("-inf"))
-        # lse - <p, z> cancels where -<p, log p> does not; a kernel may compute either.
-        mean_logit = torch.linalg.vecdot(p, logits)
-        entropy = self._round(logsumexp.squeeze(-1)) - self._round(mean_logit)
+        entropy = self._entropy(p, logprobs, logits, logsumexp.squeeze(-1))
         values = TokenValues(logprobs=chosen if spec.columns else chosen.squeeze(-1), entropy=entropy, lowest=lowest, highest=highest)
         return _Softmax(p, logprobs, ids, left_out, values)
+
+    def _entropy(self, p: Tensor, logprobs: Tensor, logits: Tensor, logsumexp: Tensor) -> Tensor:
+        """lse - <p, z> loses digits to large logits, -<p, log p> to a sum of p that is not quite 1; a kernel may compute either."""
+        entropy = self._round(logsumexp) - self._round(torch.linalg.vecdot(p, logits))
+        if self.wanted is not None and not any("entropy" in name for name in self.wanted):
+            return entropy
+        one_by_one = self._round(torch.linalg.vecdot(p, torch.where(p > 0, logprobs, 0.0))) * -1
+        coin = self.noise.uniform(torch.Size((self.members, 1))) > 0
+        return torch.where(coin, entropy, one_by_one)
 
     def _range(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Of each token's logits, before the temperature."""

@@ -79,6 +79,8 @@ class RoundEveryOperation(TorchDispatchMode):
             return result
         if name == "expm1":  # or exp(x) - 1, which cancels
             result = result + result.add(1).clamp(min=1) * self.noise.uniform(result.shape) * FLOAT32.unit
+        if name in ("_log_softmax", "logsumexp"):
+            result = result + self._normaliser_error(args, result)
         if name in ("sum", "index_add") and result.dtype is torch.float64:
             result.add_(self._sum_error(func, args, kwargs or {}, result))
         for tensor in tree_leaves(result):
@@ -89,6 +91,12 @@ class RoundEveryOperation(TorchDispatchMode):
     def _tied(self, a: Tensor, b: Tensor) -> Tensor:
         """``a``, but ``b`` where they are as good as equal: what a kernel computes twice of the same numbers comes out the same twice."""
         return torch.where((a - b).abs() <= 8 * self.grid.unit * torch.maximum(a.abs(), b.abs()), b, a)
+
+    def _normaliser_error(self, args: Any, result: Tensor) -> Tensor:
+        """Of the logarithm of a sum of exponentials: their rounding and its own, however small the result. It is the same for a whole row."""
+        dim, x = args[1] if isinstance(args[1], int) else args[1][0], args[0]
+        row = result.amax(dim, keepdim=True) if result.dim() == x.dim() else result
+        return 1.5 * FLOAT32.unit * self.noise.uniform(row.shape)
 
     def _sum_error(self, func: Any, args: Any, kwargs: Mapping[str, Any], total: Tensor) -> Tensor:
         """Of K terms added one by one in float32, as in ``_matmul``: partial sums are rounded, and may be larger than the total."""

@@ -92,7 +92,7 @@ def _log_ratios(draft: Draft) -> Tensor:
     """log p - log p_prev, ``[tokens]``."""
     o: ClippedPGOptions = draft.options
     edges = log(max(1 - o.ratio_clip_min, 0.05)), log(1 + o.ratio_clip_max)
-    spans = clip_spans(*edges, log(o.ratio_clip_c) if o.ratio_clip_c and log(o.ratio_clip_c) > edges[1] + 0.1 else None)
+    spans = clip_spans(*edges, log(o.ratio_clip_c) if o.ratio_clip_c and log(o.ratio_clip_c) > edges[1] + 0.1 else max(log(3), edges[1] + 0.2))
     scenario: dict[str, list[Span]] = {
         "inside": [spans["inside"]],
         "everywhere": list(spans.values()),

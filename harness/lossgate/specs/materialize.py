@@ -26,8 +26,11 @@ _ROUNDS = 5
 """Masking a token moves the means over its sequence, and with them other comparisons: it is done again, at most so often."""
 
 
-def materialize(problem: Problem) -> Batch:
-    """Make the tensors of ``problem``. The same problem gives the same ones, bit for bit, on every machine."""
+def materialize(problem: Problem, settled: bool = True) -> Batch:
+    """Make the tensors of ``problem``. The same problem gives the same ones, bit for bit, on every machine.
+
+    settled: mask tokens whose comparisons hang on rounding, which takes most of the time; without, a few more are trained.
+    """
     spec, batch = find_spec(problem.spec), draw(problem)
     options = spec.make_options(problem.options)
     if spec.make_fields is not None:
@@ -36,7 +39,7 @@ def materialize(problem: Problem) -> Batch:
         made = spec.make_fields(Draft(batch=batch, options=options, bits=Bits(problem.to_json()), scenario=scenario, logprobs=policy))
         exact = {name: value.float().double() if value.is_floating_point() else value for name, value in made.items()}
         batch = _counted(replace(batch, fields={**batch.fields, **exact}, field_dims=spec.fields, policy=policy))
-        if spec.kinks and not any(scenario[name] == choice for name, choice in spec.ties.items()):
+        if settled and spec.kinks and not any(scenario[name] == choice for name, choice in spec.ties.items()):
             batch = _settle(batch, spec, options)
     return replace(batch, cotangents=cotangents(problem, batch.fields, spec.outputs))
 
