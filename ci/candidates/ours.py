@@ -1,67 +1,120 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of ``fused_losses``, as candidates. Chunks are small, so that small problems turn every loop."""
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fused_losses import linear_logprobs, vocab_parallel_logprobs
-from lossgate import ANY, Outputs, Precision, candidate
+from fused_losses import linear_cross_entropy, linear_logprobs, vocab_parallel_cross_entropy, vocab_parallel_logprobs
+from lossgate import ANY, Contract, Outputs, Precision, candidate
 from lossgate.specs.inputs import HiddenInputs, LogitsInputs
-from lossgate.specs.nll import NllOptions
+from lossgate.specs.nll import NllHiddenInputs, NllLogitsInputs, NllOptions
+from lossgate.specs.token_logprobs import TokenLogprobsOptions
 
-TOKEN_CHUNK, VOCAB_CHUNK = 16, 32
+CHUNK = 16
+
+TRAINED: dict[str, Precision] = {
+    "float32": Precision(),
+    "bfloat16": Precision(logits="bfloat16", dlogits="bfloat16", reduce="bfloat16"),
+}
+"""Matrix products in the inputs' dtype, all else in float32."""
+
+IN_FORWARD = TRAINED | {"bfloat16": replace(TRAINED["bfloat16"], grads_in_forward=True)}
+
+FINE = Precision()
+"""Everything in float32, whatever the inputs."""
 
 
-def _outputs(inputs: HiddenInputs | LogitsInputs, options: NllOptions, logprobs: Tensor, entropy: Tensor) -> Outputs:
-    normaliser = inputs.valid_tokens.clamp(min=1)
-    total = -torch.where(inputs.mask, logprobs, 0.0).sum()
-    mean_entropy = torch.where(inputs.mask, entropy, 0.0).sum() / normaliser
-    return Outputs(loss=total if options.reduction == "sum" else total / normaliser, logprobs=logprobs, metrics={"entropy": mean_entropy})
+def _split(inputs: HiddenInputs | LogitsInputs, mesh: DeviceMesh) -> dict[str, Any]:
+    """How the vocabulary is split, as the kernels want it."""
+    return {"vocab_start": inputs.vocab_start, "vocab_rows": inputs.vocab_end - inputs.vocab_start, "tp_group": mesh.get_group("tp")}
+
+
+def _counted(inputs: NllHiddenInputs | NllLogitsInputs, options: NllOptions) -> dict[str, Any]:
+    return {"mask": inputs.mask, "valid_tokens": inputs.valid_tokens, "reduction": options.reduction, "temperature": options.temperature}
 
 
 @candidate(
     "nll",
     head="hidden",
     axes=("dp", "cp", "tp"),
-    precision=Precision(),
+    precision=IN_FORWARD,
     supports={"temperature": ANY, "reduction": ANY, "bias": ANY, "vocab_split": ANY},
-    differentiable=("loss", "logprobs"),
-    tiles={"token": TOKEN_CHUNK, "vocab": VOCAB_CHUNK},
-    good_for="SFT from hidden states, no logits; any upstream gradient",
+    tiles={"token": CHUNK},
+    good_for="SFT from hidden states: no logits, and gradients made in forward",
 )
-def fused_linear_cross_entropy(inputs: HiddenInputs, options: NllOptions, mesh: DeviceMesh) -> Outputs:
-    logprobs, entropy = linear_logprobs(
-        inputs.hidden,
-        inputs.weight,
-        inputs.labels,
-        bias=inputs.bias,
-        temperature=options.temperature,
-        vocab_start=inputs.vocab_start,
-        vocab_rows=inputs.vocab_end - inputs.vocab_start,
-        tp_group=mesh.get_group("tp"),
-        token_chunk=TOKEN_CHUNK,
-        vocab_chunk=VOCAB_CHUNK,
-    )
-    return _outputs(inputs, options, logprobs, entropy)
+def fused_linear_cross_entropy(inputs: NllHiddenInputs, options: NllOptions, mesh: DeviceMesh) -> Tensor:
+    given = _counted(inputs, options) | _split(inputs, mesh)
+    return linear_cross_entropy(inputs.hidden, inputs.weight, inputs.labels, bias=inputs.bias, chunk=CHUNK, **given)
 
 
 @candidate(
     "nll",
     head="logits",
     axes=("dp", "cp", "tp"),
-    precision=Precision(),
+    precision=FINE,
     supports={"temperature": ANY, "reduction": ANY, "vocab_split": ANY},
-    differentiable=("loss", "logprobs"),
-    good_for="SFT from tensor-parallel logits; any upstream gradient",
+    good_for="SFT from tensor-parallel logits",
 )
-def fused_vocab_parallel_cross_entropy(inputs: LogitsInputs, options: NllOptions, mesh: DeviceMesh) -> Outputs:
-    logprobs, entropy = vocab_parallel_logprobs(
-        inputs.logits,
-        inputs.labels,
-        temperature=options.temperature,
-        vocab_start=inputs.vocab_start,
-        vocab_rows=inputs.vocab_end - inputs.vocab_start,
-        tp_group=mesh.get_group("tp"),
-    )
-    return _outputs(inputs, options, logprobs, entropy)
+def fused_vocab_parallel_cross_entropy(inputs: NllLogitsInputs, options: NllOptions, mesh: DeviceMesh) -> Tensor:
+    return vocab_parallel_cross_entropy(inputs.logits, inputs.labels, **_counted(inputs, options), **_split(inputs, mesh))
+
+
+_LOGPROBS: dict[str, Any] = {
+    "axes": ("dp", "cp", "tp"),
+    "differentiable": ("logprobs", "token_entropy"),
+}
+
+
+@candidate(
+    "token_logprobs",
+    head="hidden",
+    precision=TRAINED,
+    supports={"temperature": ANY, "bias": ANY, "vocab_split": ANY},
+    tiles={"token": CHUNK},
+    good_for="any loss on log-probabilities and entropies, from hidden states: no logits",
+    **_LOGPROBS,
+)
+def fused_linear_logprobs(inputs: HiddenInputs, options: TokenLogprobsOptions, mesh: DeviceMesh) -> Outputs:
+    given: dict[str, Any] = {"bias": inputs.bias, "temperature": options.temperature, "entropy": True, "chunk": CHUNK, **_split(inputs, mesh)}
+    logprobs, entropy = linear_logprobs(inputs.hidden, inputs.weight, inputs.labels, **given)
+    return Outputs(logprobs=logprobs, token_entropy=entropy)
+
+
+@candidate(
+    "token_logprobs",
+    head="hidden",
+    precision=FINE,
+    dtypes=("bfloat16",),
+    supports={"temperature": ANY, "bias": ANY, "vocab_split": ANY},
+    contract=Contract(grads={"hidden": {"tp": "sum"}}),
+    tiles={"token": CHUNK},
+    good_for="the same with sequence parallelism, and float32 matrix products",
+    **_LOGPROBS,
+)
+def fused_linear_logprobs_sequence_parallel(inputs: HiddenInputs, options: TokenLogprobsOptions, mesh: DeviceMesh) -> Outputs:
+    group = mesh.get_group("tp")
+    ranks, tokens = group.size(), len(inputs.labels)
+    fill = -tokens % ranks
+    padded, labels = torch.nn.functional.pad(inputs.hidden, (0, 0, 0, fill)), torch.nn.functional.pad(inputs.labels, (0, fill))
+    given: dict[str, Any] = {"bias": inputs.bias, "temperature": options.temperature, "entropy": True, "chunk": CHUNK, **_split(inputs, mesh)}
+    own = padded.chunk(ranks)[group.rank()] if tokens else padded
+    logprobs, entropy = linear_logprobs(own, inputs.weight, labels, sequence_parallel=True, matmul_dtype=torch.float32, **given)
+    assert entropy is not None
+    return Outputs(logprobs=logprobs[:tokens], token_entropy=entropy[:tokens])
+
+
+@candidate(
+    "token_logprobs",
+    head="logits",
+    precision=FINE,
+    supports={"temperature": ANY, "vocab_split": ANY},
+    good_for="the same from tensor-parallel logits",
+    **_LOGPROBS,
+)
+def fused_vocab_parallel_logprobs(inputs: LogitsInputs, options: TokenLogprobsOptions, mesh: DeviceMesh) -> Outputs:
+    logprobs, entropy = vocab_parallel_logprobs(inputs.logits, inputs.labels, temperature=options.temperature, entropy=True, **_split(inputs, mesh))
+    return Outputs(logprobs=logprobs, token_entropy=entropy)

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cross-entropy (negative log-likelihood, the loss of SFT) on the log-probabilities of this package."""
+"""Cross-entropy (negative log-likelihood, the loss of SFT) from hidden states or from logits."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fused_losses.linear_logprobs import linear_logprobs
+from fused_losses.lm_head import HeadGradients, LmHead, check_head, chunks_of, default_chunk
+from fused_losses.softmax import TokenSoftmax
 from fused_losses.vocab_parallel import vocab_parallel_logprobs
 
 
@@ -21,33 +24,52 @@ def linear_cross_entropy(
     valid_tokens: Tensor | int | None = None,
     reduction: Literal["mean", "sum"] = "mean",
     temperature: float = 1.0,
+    softcap: float | None = None,
     ignore_index: int = -100,
     vocab_start: int = 0,
     vocab_rows: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
-    token_chunk: int = 1024,
-    vocab_chunk: int = 4096,
+    sequence_parallel: bool = False,
+    matmul_dtype: torch.dtype | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """Cross-entropy of labels given hidden states and lm-head, without the ``[tokens, vocab]`` logits; a scalar in nats.
 
     A token counts if ``mask`` (``[T]`` bool, default all) has it and its label is not ``ignore_index``.
     ``"mean"`` divides by ``valid_tokens``: give the number of counted tokens of the whole batch, over every data- and
     context-parallel rank and microbatch, and the ranks' losses and gradients add up; without it, those of this call.
-    0 where no token counts. See ``linear_logprobs`` for the other arguments, dtypes, memory and collectives.
+    0 where no token counts. See ``linear_logprobs`` for the other arguments, dtypes and errors.
+
+    Where the whole vocabulary is on this rank and a gradient is needed, it is made in forward, with three matrix products
+    for each chunk in place of four: forward holds a float32 gradient of weight and a gradient of hidden, which are saved
+    for backward; there the upstream gradient multiplies them, and each is rounded once more. Nothing is written to
+    ``.grad``; forward may run twice (activation checkpointing), and backward too (``retain_graph``). Else memory and
+    collectives are those of ``linear_logprobs``.
     """
+    counted = _counted(labels, mask, ignore_index)
+    if tp_group is None or tp_group.size() == 1:
+        check_head(hidden, weight, labels, bias, temperature, softcap, vocab_rows, chunk, ranks=1)
+        rows = weight.shape[0] if vocab_rows is None else vocab_rows
+        leaves = (hidden, weight, bias)
+        if torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves):
+            head = LmHead(weight[:rows].detach(), None if bias is None else bias[:rows].detach(), temperature, softcap, matmul_dtype or weight.dtype)
+            total = _LinearNLL.apply(*leaves, labels - vocab_start, counted, head, chunk or default_chunk(weight))
+            return _divided(total, counted, valid_tokens, reduction)  # type: ignore[arg-type]
     logprobs, _ = linear_logprobs(
         hidden,
         weight,
         labels,
         bias=bias,
         temperature=temperature,
+        softcap=softcap,
         vocab_start=vocab_start,
         vocab_rows=vocab_rows,
         tp_group=tp_group,
-        token_chunk=token_chunk,
-        vocab_chunk=vocab_chunk,
+        sequence_parallel=sequence_parallel,
+        matmul_dtype=matmul_dtype,
+        chunk=chunk,
     )
-    return _reduce(logprobs, _counted(labels, mask, ignore_index), valid_tokens, reduction)
+    return _divided(-torch.where(counted, logprobs, 0.0).sum(), counted, valid_tokens, reduction)
 
 
 def vocab_parallel_cross_entropy(
@@ -68,7 +90,8 @@ def vocab_parallel_cross_entropy(
     See ``linear_cross_entropy`` for what counts, and ``vocab_parallel_logprobs`` for the other arguments.
     """
     logprobs, _ = vocab_parallel_logprobs(logits, labels, temperature=temperature, vocab_start=vocab_start, vocab_rows=vocab_rows, tp_group=tp_group)
-    return _reduce(logprobs, _counted(labels, mask, ignore_index), valid_tokens, reduction)
+    counted = _counted(labels, mask, ignore_index)
+    return _divided(-torch.where(counted, logprobs, 0.0).sum(), counted, valid_tokens, reduction)
 
 
 def _counted(labels: Tensor, mask: Tensor | None, ignore_index: int) -> Tensor:
@@ -76,11 +99,58 @@ def _counted(labels: Tensor, mask: Tensor | None, ignore_index: int) -> Tensor:
     return counted if mask is None else counted & mask
 
 
-def _reduce(logprobs: Tensor, counted: Tensor, valid_tokens: Tensor | int | None, reduction: str) -> Tensor:
-    total = -torch.where(counted, logprobs, 0.0).sum()
+def _divided(total: Tensor, counted: Tensor, valid_tokens: Tensor | int | None, reduction: str) -> Tensor:
     if reduction == "sum":
         return total
     if reduction != "mean":
         raise ValueError(f"reduction {reduction!r}: expected 'mean' or 'sum'")
     count = counted.sum() if valid_tokens is None else torch.as_tensor(valid_tokens, device=total.device)
     return total / count.clamp(min=1)
+
+
+class _LinearNLL(torch.autograd.Function):
+    """``-sum_t counted_t log p(label_t)``, with its gradients made in forward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, counted: Tensor, head: LmHead, chunk: int) -> Tensor:
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        matrix = head.cast(head.weight)
+        gradients = HeadGradients(head, need_weight, need_bias)
+        grad_hidden = (
+            torch.zeros(hidden.shape, dtype=torch.promote_types(head.matmul_dtype, hidden.dtype), device=hidden.device) if need_hidden else None
+        )
+        total = torch.zeros((), dtype=head.dtype, device=hidden.device)
+        for tokens in chunks_of(len(hidden), chunk):
+            live = counted[tokens]
+            h = torch.where(live[:, None], head.cast(hidden[tokens]), 0.0)
+            z = head.logits(h, matrix)
+            capped = None if head.softcap is None else z.clone()
+            softmax = TokenSoftmax.of(z, labels[tokens], entropy=False)  # z is exp(z - largest) now
+            total -= torch.where(live, softmax.logprobs, 0.0).sum()
+            dz = z.mul_((live / softmax.total)[:, None])
+            here = ((labels[tokens] >= 0) & (labels[tokens] < dz.shape[1]) & live).nonzero().squeeze(1)
+            dz.index_put_((here, labels[tokens][here]), dz.new_tensor(-1.0), accumulate=True)
+            if capped is not None:
+                head.uncap_(dz, capped)
+            rounded = head.cast(dz)
+            gradients.add(dz, h, rounded)
+            if grad_hidden is not None:
+                grad_hidden[tokens] = rounded @ matrix
+        ctx.save_for_backward(grad_hidden, gradients.weight, gradients.bias)
+        ctx.temperature = head.temperature
+        ctx.like = [(leaf.shape, leaf.dtype) if leaf is not None else None for leaf in (hidden, weight, bias)]
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        scale = upstream / ctx.temperature
+        made = (None if grad is None else _scaled(grad, scale, *like) for grad, like in zip(ctx.saved_tensors, ctx.like, strict=True))
+        return (*made, None, None, None, None)
+
+
+def _scaled(grad: Tensor, scale: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """``grad * scale`` in the dtype; rows of padding are zero."""
+    result = torch.zeros(shape, dtype=dtype, device=grad.device) if grad.shape != shape else torch.empty(shape, dtype=dtype, device=grad.device)
+    torch.mul(grad, scale, out=result[: len(grad)])
+    return result

@@ -7,24 +7,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from fused_losses.softmax import RunningSoftmax
+from fused_losses.lm_head import HeadGradients, LmHead, check_head, chunks_of, default_chunk, gather_tokens, scatter_tokens
+from fused_losses.softmax import TokenSoftmax, Upstream
 
 
 @dataclass(frozen=True)
-class _Tiles:
-    """How the logits are cut: ``token_chunk x vocab_chunk`` of them exist at a time."""
+class _Call:
+    """What is no tensor."""
 
-    tokens: int
     rows: int
-    token_chunk: int
-    vocab_chunk: int
+    temperature: float
+    softcap: float | None
+    matmul_dtype: torch.dtype
+    chunk: int
+    entropy: bool
+    group: dist.ProcessGroup | None
+    sequence_parallel: bool
 
-    def vocab(self) -> list[slice]:
-        return [slice(i, min(i + self.vocab_chunk, self.rows)) for i in range(0, self.rows, self.vocab_chunk)]
-
-    def token(self) -> list[slice]:
-        return [slice(i, min(i + self.token_chunk, self.tokens)) for i in range(0, self.tokens, self.token_chunk)]
+    def head(self, weight: Tensor, bias: Tensor | None) -> LmHead:
+        return LmHead(weight[: self.rows], None if bias is None else bias[: self.rows], self.temperature, self.softcap, self.matmul_dtype)
 
 
 def linear_logprobs(
@@ -34,120 +37,128 @@ def linear_logprobs(
     *,
     bias: Tensor | None = None,
     temperature: float = 1.0,
+    softcap: float | None = None,
+    entropy: bool = False,
     vocab_start: int = 0,
     vocab_rows: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
-    token_chunk: int = 1024,
-    vocab_chunk: int = 4096,
-) -> tuple[Tensor, Tensor]:
-    """``log p(label)`` and the entropy of ``p = softmax((hidden weight^T + bias) / temperature)``, token by token.
+    sequence_parallel: bool = False,
+    matmul_dtype: torch.dtype | None = None,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """``log p(label)`` and the entropy of ``p = softmax(softcap(hidden weight^T + bias) / temperature)``, token by token.
 
-    hidden: ``[T, H]``, the same on every rank of ``tp_group``. weight: ``[local vocab, H]``, bias ``[local vocab]``:
-    this rank's rows of the lm-head, of which the first ``vocab_rows`` (default: all) belong to the vocabulary, from
-    row ``vocab_start`` of it on; further ones are padding, and get a gradient of zero. labels: ``[T]`` integer ids in
-    the whole vocabulary; a label outside of it, such as -100, is owned by no rank, and its value means nothing.
+    hidden: ``[T, H]``, the same on every rank of ``tp_group``; with ``sequence_parallel`` ``[T / tp, H]``, this rank's part of
+    the tokens, in the order of ranks. weight: ``[local vocab, H]``, bias ``[local vocab]``: this rank's rows of the lm-head, of
+    which the first ``vocab_rows`` (default: all) belong to the vocabulary, from row ``vocab_start`` of it on; further ones are
+    padding, and get a gradient of zero. labels: ``[T]`` integer ids in the whole vocabulary; a label outside of it, such as -100,
+    is owned by no rank, and its value means nothing. softcap: ``softcap(x) = cap tanh(x / cap)``, or None.
 
-    Returns logprobs ``[T]`` and entropy ``[T]``, the same on every rank, in float32 (float64 for float64 inputs);
-    entropy, in nats, carries no gradient. Any upstream gradient of logprobs is right, zeros included, whatever the
-    hidden states there are. The gradient of hidden is complete on every rank; those of weight and bias are for this
-    rank's tokens, for the caller to add up over data and context parallelism.
+    Returns logprobs ``[T]``, and entropy ``[T]`` in nats if asked for (else None), the same on every rank, in float32 (float64
+    for float64 inputs). Both carry gradients, any upstream gradient is right, and a token whose upstream gradient is zero takes
+    no part whatever its hidden state. The gradient of hidden is complete on every rank (with ``sequence_parallel``: for its
+    own tokens); those of weight and bias are for the tokens of this call, for the caller to add up over data and context parallelism.
 
-    Computes in float32 whatever the inputs' dtype; gradients are rounded once, at the end. Holds T H float32 numbers
-    and one tile of ``token_chunk x vocab_chunk`` logits, forward and backward; saves no more than its inputs and 2 T
-    numbers for backward, where the tiles are computed again. Collectives on ``tp_group``: forward one all-reduce
-    MAX of T and one SUM of 3 T float32 numbers, backward one SUM of T H, whatever the chunks.
+    Matrix products are in ``matmul_dtype``, by default the inputs'; float32 for half-precision inputs is slower and rounds
+    less. All else is float32; the weight's gradient is added up in float32 over chunks, and rounded at the end.
+
+    Memory: ``chunk`` tokens have logits at a time, ``chunk x local vocab`` of them, forward and backward; by default so many
+    that they are small beside the weight. Backward holds a float32 gradient of weight, and T H numbers. Saved for backward: the
+    inputs and T numbers, 2 T with entropy; nothing under ``torch.no_grad``. Collectives on ``tp_group``, whatever the chunks:
+    forward one all-reduce MAX of T numbers and one SUM of 2 T (3 T with entropy), backward one SUM of T H float32; with
+    ``sequence_parallel`` an all-gather of hidden in forward and in backward, and a reduce-scatter in place of the last sum.
+
+    Raises ``ValueError`` for shapes, dtypes and numbers that do not fit.
     """
-    _check(hidden, weight, labels, bias, temperature, vocab_rows)
-    rows = weight.shape[0] if vocab_rows is None else vocab_rows
-    tiles = _Tiles(hidden.shape[0], rows, token_chunk, vocab_chunk)
-    return _LinearLogprobs.apply(hidden, weight, bias, labels - vocab_start, temperature, tiles, tp_group)  # type: ignore[return-value]
-
-
-def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, temperature: float, rows: int | None) -> None:
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(f"hidden {list(hidden.shape)} and weight {list(weight.shape)}: expected [tokens, H] and [vocab, H]")
-    if labels.shape != hidden.shape[:1]:
-        raise ValueError(f"labels {list(labels.shape)}: expected one for each of {hidden.shape[0]} tokens")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias {list(bias.shape)}: expected one for each of {weight.shape[0]} rows of weight")
-    if not temperature > 0:
-        raise ValueError(f"temperature {temperature}: expected a positive number; for greedy decoding there is no log-probability")
-    if rows is not None and not 0 <= rows <= weight.shape[0]:
-        raise ValueError(f"vocab_rows {rows}: weight has {weight.shape[0]} rows")
+    ranks = tp_group.size() if sequence_parallel and tp_group is not None else 1
+    check_head(hidden, weight, labels, bias, temperature, softcap, vocab_rows, chunk, ranks)
+    call = _Call(
+        rows=weight.shape[0] if vocab_rows is None else vocab_rows,
+        temperature=temperature,
+        softcap=softcap,
+        matmul_dtype=matmul_dtype or weight.dtype,
+        chunk=chunk or default_chunk(weight),
+        entropy=entropy,
+        group=tp_group,
+        sequence_parallel=ranks > 1,
+    )
+    logprobs, entropies = _LinearLogprobs.apply(hidden, weight, bias, labels - vocab_start, call)  # type: ignore[misc]
+    return logprobs, entropies if entropy else None
 
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float, tiles: _Tiles, group: Any
-    ) -> tuple[Tensor, Tensor]:
-        running = RunningSoftmax.start(tiles.tokens, hidden)
-        for rows in tiles.vocab():
-            head = _Head.of(weight, bias, rows, temperature, running.total.dtype)
-            for tokens in tiles.token():
-                running.add(tokens, head.logits(hidden[tokens]), labels[tokens] - rows.start)
-        running.reduce(group)
-        ctx.save_for_backward(hidden, weight, bias, labels, running.logsumexp)
-        ctx.temperature, ctx.tiles, ctx.group = temperature, tiles, group
-        entropy = running.entropy
-        ctx.mark_non_differentiable(entropy)
-        return running.logprobs, entropy
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+        softmax = token_softmax(hidden, labels, call.head(weight, bias), call)
+        logprobs, entropy = softmax.logprobs, softmax.entropy
+        entropies = logprobs.new_zeros(0) if entropy is None else entropy
+        ctx.save_for_backward(hidden, weight, bias, labels, softmax.logsumexp, entropies)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, logsumexp = ctx.saved_tensors
-        tiles: _Tiles = ctx.tiles
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        # A token without upstream gradient takes no part, even if its hidden state is NaN.
-        live = upstream != 0
-        scale = torch.where(live, upstream, 0.0) / ctx.temperature
-        grad_hidden = torch.zeros(hidden.shape, dtype=scale.dtype, device=hidden.device) if need_hidden else None
-        grad_weight = torch.zeros_like(weight) if need_weight else None
-        grad_bias = torch.zeros_like(bias) if need_bias else None
-        for rows in tiles.vocab():
-            head = _Head.of(weight, bias, rows, ctx.temperature, scale.dtype)
-            tile_weight, tile_bias = torch.zeros_like(head.weight), torch.zeros_like(head.weight[:, 0])
-            for tokens in tiles.token():
-                h = torch.where(live[tokens, None], hidden[tokens], 0.0).to(scale.dtype)
-                dlogits = head.dlogits(h, labels[tokens] - rows.start, logsumexp[tokens], scale[tokens])
-                if grad_hidden is not None:
-                    grad_hidden[tokens] += dlogits @ head.weight
-                if grad_weight is not None:
-                    tile_weight.addmm_(dlogits.T, h)
-                if grad_bias is not None:
-                    tile_bias += dlogits.sum(0)
-            if grad_weight is not None:
-                grad_weight[rows] = tile_weight.to(weight.dtype)
-            if grad_bias is not None:
-                grad_bias[rows] = tile_bias.to(weight.dtype)
-        if grad_hidden is not None:
-            if ctx.group is not None and ctx.group.size() > 1:
-                dist.all_reduce(grad_hidden, group=ctx.group)
-            grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+    @once_differentiable
+    def backward(ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels, logsumexp, entropy = ctx.saved_tensors
+        call: _Call = ctx.call
+        head, (need_hidden, need_weight, need_bias) = call.head(weight, bias), ctx.needs_input_grad[:3]
+        upstream = Upstream.of(of_logprobs, of_entropy if call.entropy else None, logsumexp, call.temperature, call.matmul_dtype)
+        own = gather_tokens(hidden, call.group) if call.sequence_parallel and call.group is not None else hidden
+        matrix = head.cast(head.weight)
+        gradients = HeadGradients(head, need_weight, need_bias)
+        grad_hidden = torch.zeros(own.shape, dtype=_held(call, head), device=own.device) if need_hidden else None
+        for tokens in chunks_of(len(own), call.chunk):
+            part = upstream.part(tokens)
+            h = torch.where(part.live[:, None], head.cast(own[tokens]), 0.0)
+            z = head.logits(h, matrix)
+            capped = None if head.softcap is None else z.clone()
+            dz = part.dlogits(z, labels[tokens], logsumexp[tokens], entropy[tokens] if part.of_entropy is not None else None)
+            if capped is not None:
+                head.uncap_(dz, capped)
+            rounded = head.cast(dz)
+            gradients.add(dz, h, rounded)
+            if grad_hidden is not None:
+                grad_hidden[tokens] = rounded @ matrix
+        unit = upstream.unit
+        return (
+            None if grad_hidden is None else _reduced(grad_hidden.mul_(unit), call, hidden.dtype),
+            None if gradients.weight is None else _padded(gradients.weight.mul_(unit), weight),
+            None if gradients.bias is None or bias is None else _padded(gradients.bias.mul_(unit), bias),
+            None,
+            None,
+        )
 
 
-@dataclass(frozen=True)
-class _Head:
-    """Some rows of the lm-head, in the dtype of computation."""
+def token_softmax(hidden: Tensor, labels: Tensor, head: LmHead, call: _Call) -> TokenSoftmax:
+    """Of every token, over every rank's rows. ``labels`` count from this rank's first row."""
+    whole = gather_tokens(hidden, call.group) if call.sequence_parallel and call.group is not None else hidden
+    matrix = head.cast(head.weight)
+    parts = [
+        TokenSoftmax.of(head.logits(head.cast(whole[tokens]), matrix), labels[tokens], call.entropy) for tokens in chunks_of(len(whole), call.chunk)
+    ]
+    softmax = TokenSoftmax.cat(parts) if parts else TokenSoftmax.of(whole.new_zeros(0, 1, dtype=head.dtype), labels, call.entropy)
+    softmax.reduce(call.group)
+    return softmax
 
-    weight: Tensor
-    bias: Tensor | None
-    temperature: float
 
-    @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, rows: slice, temperature: float, dtype: torch.dtype) -> "_Head":
-        return cls(weight[rows].to(dtype), None if bias is None else bias[rows].to(dtype), temperature)
+def _held(call: _Call, head: LmHead) -> torch.dtype:
+    """Of the gradient of hidden until it is complete: as it comes from the matrix product if nothing is added to it."""
+    return head.dtype if call.group is not None and call.group.size() > 1 else torch.promote_types(call.matmul_dtype, head.weight.dtype)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        z = hidden.to(self.weight.dtype) @ self.weight.T
-        if self.bias is not None:
-            z += self.bias
-        return z.div_(self.temperature) if self.temperature != 1.0 else z
 
-    def dlogits(self, hidden: Tensor, labels: Tensor, logsumexp: Tensor, scale: Tensor) -> Tensor:
-        """``(onehot - p) scale``. A token of scale 0 gets zeros, though its logsumexp may be NaN."""
-        p = (self.logits(hidden) - torch.where(scale != 0, logsumexp, 0.0)[:, None]).exp_()
-        d = torch.where((scale != 0)[:, None], p * -scale[:, None], 0.0)
-        here = ((labels >= 0) & (labels < d.shape[1])).nonzero().squeeze(1)
-        return d.index_put_((here, labels[here]), scale[here], accumulate=True)
+def _reduced(grad_hidden: Tensor, call: _Call, dtype: torch.dtype) -> Tensor:
+    if call.group is not None and call.group.size() > 1:
+        if call.sequence_parallel:
+            return scatter_tokens(grad_hidden, call.group).to(dtype)
+        dist.all_reduce(grad_hidden, group=call.group)
+    return grad_hidden.to(dtype)
+
+
+def _padded(grad: Tensor, like: Tensor) -> Tensor:
+    """In the dtype and with the rows of ``like``; those of padding are zero."""
+    if grad.shape == like.shape:
+        return grad.to(like.dtype)
+    whole = torch.zeros_like(like)
+    whole[: len(grad)] = grad
+    return whole

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of a softmax over a vocabulary that is never held whole: in tiles, and split over ranks.
+"""Statistics of a softmax over a vocabulary that is never held whole: some tokens at a time, and split over ranks.
 
-Online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867. Vocabulary over ranks: Megatron-LM, arXiv:1909.08053.
+Vocabulary over ranks: Megatron-LM, arXiv:1909.08053.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,48 +13,56 @@ from torch import Tensor
 
 
 @dataclass
-class RunningSoftmax:
-    """What has been seen of each token's logits so far. All ``[tokens]``, in the dtype of computation.
+class TokenSoftmax:
+    """Of the logits z of each token, in the dtype of computation; ``[tokens]`` each.
 
-    ``largest`` is the maximum, ``total`` the sum of ``exp(z - largest)``, ``weighted`` that of ``z exp(z - largest)``,
-    ``label`` the label's logit, 0 until it is met.
+    ``largest`` is the maximum, ``total`` the sum of ``exp(z - largest)``, ``label`` the label's logit, 0 where it is on another
+    rank; ``weighted`` the sum of ``(z - largest) exp(z - largest)``, where entropies are asked for.
     """
 
     largest: Tensor
     total: Tensor
-    weighted: Tensor
     label: Tensor
+    weighted: Tensor | None
 
     @classmethod
-    def start(cls, tokens: int, like: Tensor) -> "RunningSoftmax":
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        zeros = torch.zeros(3, tokens, dtype=dtype, device=like.device)
-        largest = torch.full((tokens,), float("-inf"), dtype=dtype, device=like.device)
-        return cls(largest, zeros[0], zeros[1], zeros[2])
-
-    def add(self, tokens: slice, logits: Tensor, labels: Tensor) -> None:
-        """Take in ``logits [n, rows]`` of some tokens. ``labels [n]`` count from the first of these rows; others are not here."""
-        largest = torch.maximum(self.largest[tokens], logits.amax(-1))
-        old = (self.largest[tokens] - largest).exp()
-        exps = (logits - largest[:, None]).exp_()
-        self.total[tokens] = self.total[tokens] * old + exps.sum(-1)
-        self.weighted[tokens] = self.weighted[tokens] * old + torch.linalg.vecdot(exps, logits)
-        self.largest[tokens] = largest
+    def of(cls, logits: Tensor, labels: Tensor, entropy: bool) -> "TokenSoftmax":
+        """From ``logits [n, rows]``, which are overwritten. ``labels [n]`` count from the first of these rows; others are not here."""
+        if not logits.shape[1]:
+            nothing = logits.new_zeros(3, len(logits))
+            return cls(logits.new_full((len(logits),), float("-inf")), nothing[0], nothing[1], nothing[2] if entropy else None)
         here = (labels >= 0) & (labels < logits.shape[1])
         at = labels.clamp(0, logits.shape[1] - 1)[:, None]
-        self.label[tokens] += torch.where(here, logits.gather(1, at).squeeze(1), 0.0)
+        label = torch.where(here, logits.gather(1, at).squeeze(1), 0.0)
+        largest = logits.amax(-1)
+        shifted = logits.sub_(largest[:, None])
+        if not entropy:
+            return cls(largest, shifted.exp_().sum(-1), label, None)
+        exps = shifted.exp()
+        return cls(largest, exps.sum(-1), label, torch.linalg.vecdot(exps, shifted))
+
+    @classmethod
+    def cat(cls, parts: Sequence["TokenSoftmax"]) -> "TokenSoftmax":
+        """Of all tokens, one part after the other."""
+        weighted = [part.weighted for part in parts if part.weighted is not None]
+        largest, total, label = (torch.cat([getattr(part, name) for part in parts]) for name in ("largest", "total", "label"))
+        return cls(largest, total, label, torch.cat(weighted) if weighted else None)
 
     def reduce(self, group: dist.ProcessGroup | None) -> None:
-        """Take in what the other ranks of ``group`` have seen: one all-reduce MAX of T, one SUM of 3 T numbers."""
+        """Take in the other ranks of ``group``: one all-reduce MAX of T numbers, one SUM of 2 T, or 3 T with entropies."""
         if group is None or group.size() == 1:
             return
         largest = self.largest.clone()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        old = (self.largest - largest).exp()
-        sums = torch.stack([self.total * old, self.weighted * old, self.label])
-        dist.all_reduce(sums, group=group)
-        self.largest = largest
-        self.total, self.weighted, self.label = sums.unbind()
+        moved = torch.where(self.total > 0, self.largest - largest, 0.0)  # a rank without rows has -inf here, and a total of 0
+        shrunk = moved.exp()
+        sums = [self.total * shrunk, self.label]
+        if self.weighted is not None:
+            sums.append((self.weighted + moved * self.total) * shrunk)
+        summed = torch.stack(sums)
+        dist.all_reduce(summed, group=group)
+        self.largest, self.total, self.label = largest, summed[0], summed[1]
+        self.weighted = None if self.weighted is None else summed[2]
 
     @property
     def logsumexp(self) -> Tensor:
@@ -65,6 +74,47 @@ class RunningSoftmax:
         return self.label - self.largest - self.total.log()
 
     @property
-    def entropy(self) -> Tensor:
+    def entropy(self) -> Tensor | None:
         """In nats."""
-        return self.logsumexp - self.weighted / self.total
+        return None if self.weighted is None else self.total.log() - self.weighted / self.total
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """The upstream gradients of some tokens, divided by the temperature, and by ``unit``: for float16 the largest of all, lest products underflow."""
+
+    unit: Tensor
+    of_logprobs: Tensor
+    of_entropy: Tensor | None
+
+    @classmethod
+    def of(cls, of_logprobs: Tensor | None, of_entropy: Tensor | None, like: Tensor, temperature: float, products: torch.dtype) -> "Upstream":
+        """like: ``[tokens]``, of the dtype of computation. products: dtype of the matrix products to come."""
+        unit = like.new_ones(())
+        given = [upstream.abs().amax() for upstream in (of_logprobs, of_entropy) if upstream is not None and len(like)]
+        if given and products == torch.float16:
+            largest = torch.stack(given).amax()
+            unit = torch.where(largest > 0, largest, 1.0)
+        scale = 1 / (unit * temperature)
+        return cls(unit, torch.zeros_like(like) if of_logprobs is None else of_logprobs * scale, None if of_entropy is None else of_entropy * scale)
+
+    def part(self, tokens: slice) -> "Upstream":
+        return Upstream(self.unit, self.of_logprobs[tokens], None if self.of_entropy is None else self.of_entropy[tokens])
+
+    @property
+    def live(self) -> Tensor:
+        return self.of_logprobs != 0 if self.of_entropy is None else (self.of_logprobs != 0) | (self.of_entropy != 0)
+
+    def dlogits(self, z: Tensor, labels: Tensor, logsumexp: Tensor, entropy: Tensor | None) -> Tensor:
+        """``u (onehot - p) - v p (log p + entropy)``, in the place of z. A token that takes no part gets zeros, though its logsumexp may be NaN."""
+        live = self.live
+        log_p = z.sub_(torch.where(live, logsumexp, 0.0)[:, None])
+        if self.of_entropy is None or entropy is None:
+            d = log_p.exp_().mul_(-self.of_logprobs[:, None])
+        else:
+            surprise = log_p + torch.where(live, entropy, 0.0)[:, None]
+            factor = surprise.mul_(self.of_entropy[:, None]).add_(self.of_logprobs[:, None]).neg_()
+            d = log_p.exp_().mul_(factor.masked_fill_(log_p == 0, 0.0))  # 0 log 0 = 0
+        d.masked_fill_(~live[:, None], 0.0)
+        here = ((labels >= 0) & (labels < d.shape[1])).nonzero().squeeze(1)
+        return d.index_put_((here, labels[here]), self.of_logprobs[here], accumulate=True)

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from fused_losses.softmax import RunningSoftmax
+from fused_losses.softmax import TokenSoftmax, Upstream
 
 
 def vocab_parallel_logprobs(
@@ -15,51 +16,55 @@ def vocab_parallel_logprobs(
     labels: Tensor,
     *,
     temperature: float = 1.0,
+    entropy: bool = False,
     vocab_start: int = 0,
     vocab_rows: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """``log p(label)`` and the entropy of ``p = softmax(logits / temperature)``, token by token.
 
     logits: ``[T, local vocab]``, of which the first ``vocab_rows`` columns (default: all) belong to the vocabulary,
     from ``vocab_start`` of it on; further ones are padding, and get a gradient of zero. labels: ``[T]`` integer ids
     in the whole vocabulary; a label outside of it, such as -100, is owned by no rank, and its value means nothing.
 
-    Returns logprobs ``[T]`` and entropy ``[T]``, the same on every rank of ``tp_group``, in float32 (float64 for
-    float64 logits); entropy, in nats, carries no gradient. Any upstream gradient of logprobs is right. The gradient of
-    the logits is local, and rounded to their dtype. Collectives: forward one all-reduce MAX of T and one SUM of 3 T
-    float32 numbers, backward none.
+    Returns logprobs ``[T]``, and entropy ``[T]`` in nats if asked for (else None), the same on every rank of ``tp_group``, in float32
+    (float64 for float64 logits). Both carry gradients, and any upstream gradient is right. The gradient of
+    the logits is local, and rounded to their dtype. Collectives: forward one all-reduce MAX of T and one SUM of 2 T
+    float32 numbers (3 T with entropy), backward none. Saved for backward: the logits and T numbers, 2 T with entropy.
     """
     if logits.dim() != 2 or labels.shape != logits.shape[:1]:
         raise ValueError(f"logits {list(logits.shape)} and labels {list(labels.shape)}: expected [tokens, vocab] and [tokens]")
     if not temperature > 0:
         raise ValueError(f"temperature {temperature}: expected a positive number; for greedy decoding there is no log-probability")
     rows = logits.shape[1] if vocab_rows is None else vocab_rows
-    return _VocabParallelLogprobs.apply(logits, labels - vocab_start, temperature, rows, tp_group)  # type: ignore[return-value]
+    logprobs, entropies = _VocabParallelLogprobs.apply(logits, labels - vocab_start, temperature, rows, entropy, tp_group)  # type: ignore[misc]
+    return logprobs, entropies if entropy else None
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, temperature: float, rows: int, group: Any) -> tuple[Tensor, Tensor]:
-        running = RunningSoftmax.start(len(logits), logits)
-        if rows:
-            running.add(slice(None), logits[:, :rows].to(running.total.dtype) / temperature, labels)
-        running.reduce(group)
-        ctx.save_for_backward(logits, labels, running.logsumexp)
-        ctx.temperature, ctx.rows = temperature, rows
-        entropy = running.entropy
-        ctx.mark_non_differentiable(entropy)
-        return running.logprobs, entropy
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, temperature: float, rows: int, entropy: bool, group: Any) -> tuple[Tensor, Tensor]:
+        softmax = TokenSoftmax.of(_tempered(logits, rows, temperature), labels, entropy)
+        softmax.reduce(group)
+        logprobs, entropies = softmax.logprobs, softmax.entropy
+        kept = logprobs.new_zeros(0) if entropies is None else entropies
+        ctx.save_for_backward(logits, labels, softmax.logsumexp, kept)
+        ctx.temperature, ctx.rows, ctx.entropy = temperature, rows, entropy
+        ctx.set_materialize_grads(False)
+        return logprobs, kept
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        logits, labels, logsumexp = ctx.saved_tensors
-        rows, live = ctx.rows, (upstream != 0)[:, None]
-        p = (logits[:, :rows].to(upstream.dtype) / ctx.temperature - logsumexp[:, None]).exp_()
-        scale = upstream / ctx.temperature
-        d = torch.where(live, p * -scale[:, None], 0.0)  # a token without upstream gradient takes no part, NaN or not
-        here = ((labels >= 0) & (labels < rows) & live.squeeze(1)).nonzero().squeeze(1)
-        d.index_put_((here, labels[here]), scale[here], accumulate=True)
+    @once_differentiable
+    def backward(ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits, labels, logsumexp, entropy = ctx.saved_tensors
+        upstream = Upstream.of(of_logprobs, of_entropy if ctx.entropy else None, logsumexp, ctx.temperature, logsumexp.dtype)
+        d = upstream.dlogits(_tempered(logits, ctx.rows, ctx.temperature), labels, logsumexp, entropy if upstream.of_entropy is not None else None)
         grad = torch.zeros_like(logits)
-        grad[:, :rows] = d
-        return grad, None, None, None, None
+        grad[:, : ctx.rows] = d
+        return grad, None, None, None, None, None
+
+
+def _tempered(logits: Tensor, rows: int, temperature: float) -> Tensor:
+    """A new tensor, in the dtype of computation."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return torch.div(logits[:, :rows].to(dtype), temperature)

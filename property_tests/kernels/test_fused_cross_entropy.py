@@ -12,6 +12,7 @@ from torch.autograd import gradcheck
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import lossgate
 from fused_losses import linear_cross_entropy, linear_logprobs, vocab_parallel_cross_entropy, vocab_parallel_logprobs
@@ -21,9 +22,12 @@ from lossgate.worlds import RankContext, SimulatedWorld
 MakeWorld = Callable[..., SimulatedWorld]
 
 OURS = Path(__file__).parents[2] / "ci/candidates/ours.py"
-linear, vocab_parallel = load_candidates(str(OURS))
+linear_nll, vocab_parallel_nll, linear, linear_sequence_parallel, vocab_parallel = load_candidates(str(OURS))
 
+test_linear_nll_agrees = lossgate.suite(linear_nll, layouts=["single", "tp=3", "dp=2,cp=2,tp=2"], examples=15)
+test_vocab_parallel_nll_agrees = lossgate.suite(vocab_parallel_nll, layouts=["tp=3"], examples=15)
 test_linear_agrees = lossgate.suite(linear, layouts=["single", "tp=3", "cp=2", "dp=2", "dp=2,cp=2,tp=2"], examples=15)
+test_sequence_parallel_agrees = lossgate.suite(linear_sequence_parallel, layouts=["single", "tp=3", "dp=2,cp=2,tp=2"], examples=15)
 test_vocab_parallel_agrees = lossgate.suite(vocab_parallel, layouts=["single", "tp=4", "dp=2,cp=2,tp=2"], examples=15)
 
 
@@ -48,13 +52,104 @@ class Largest(TorchDispatchMode):
         return result
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_gradcheck(temperature: float) -> None:
+def test_gradcheck(temperature: float, softcap: float | None) -> None:
     hidden, weight, bias, labels = example()
     leaves = tuple(leaf.requires_grad_() for leaf in (hidden, weight, bias))
-    chunks: Any = {"token_chunk": 4, "vocab_chunk": 5, "temperature": temperature}
-    assert gradcheck(lambda h, w, b: linear_logprobs(h, w, labels, bias=b, **chunks)[0], leaves)
-    assert gradcheck(lambda z: vocab_parallel_logprobs(z, labels, temperature=temperature)[0], ((hidden @ weight.T).detach().requires_grad_(),))
+    given: Any = {"chunk": 4, "temperature": temperature, "softcap": softcap}
+    assert gradcheck(lambda h, w, b: linear_logprobs(h, w, labels, bias=b, entropy=True, **given), leaves)
+    assert gradcheck(lambda h, w, b: linear_cross_entropy(h, w, labels, bias=b, **given), leaves)
+    logits = (hidden @ weight.T).detach().requires_grad_()
+    assert gradcheck(lambda z: vocab_parallel_logprobs(z, labels, temperature=temperature, entropy=True), (logits,))
+
+
+def test_temperature_and_softcap_are_on_logits() -> None:
+    """N1: a temperature that divides log-probabilities gives none of a distribution."""
+    hidden, weight, bias, labels = example()
+    logits = 2.0 * torch.tanh((hidden @ weight.T + bias) / 2.0) / 0.7
+    logprobs, entropy = linear_logprobs(hidden, weight, labels, bias=bias, temperature=0.7, softcap=2.0, entropy=True)
+    expected = torch.log_softmax(logits, 1)
+    torch.testing.assert_close(logprobs, expected.gather(1, labels[:, None]).squeeze(1))
+    torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(1))
+    everything = torch.stack(
+        [linear_logprobs(hidden, weight, torch.full((6,), label), bias=bias, temperature=0.7, softcap=2.0)[0] for label in range(9)]
+    )
+    torch.testing.assert_close(everything.exp().sum(0), torch.ones(6, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("in_forward", [True, False])
+@pytest.mark.parametrize("matmul_dtype", [None, torch.float32])
+def test_bfloat16_weight_gradients_do_not_suffer_from_small_chunks(in_forward: bool, matmul_dtype: torch.dtype | None) -> None:
+    """N2: the running sum is float32. Added up in bfloat16, the error goes from 0.3% with one chunk to 1.8% with one for each token."""
+    hidden, weight, _, labels = example(2048, 64, 256, torch.bfloat16)
+    weight /= 8
+    exact = weight.double().requires_grad_()
+    F.cross_entropy(hidden.double() @ exact.T, labels).backward()
+
+    def error(chunk: int) -> float:
+        leaf = weight.clone().requires_grad_()
+        if in_forward:
+            linear_cross_entropy(hidden, leaf, labels, chunk=chunk, matmul_dtype=matmul_dtype).backward()
+        else:
+            (-linear_logprobs(hidden, leaf, labels, chunk=chunk, matmul_dtype=matmul_dtype)[0].mean()).backward()
+        assert leaf.grad is not None
+        assert exact.grad is not None
+        return float((leaf.grad.double() - exact.grad).norm() / exact.grad.norm())
+
+    whole, errors = error(2048), [error(chunk) for chunk in (256, 16, 1)]
+    # Each chunk's product is rounded once to bfloat16 before it is added, and the sum once more: sqrt(2) at most, whatever the chunk.
+    assert max(errors) < (1.42 if matmul_dtype is None else 1.02) * whole
+    assert max(errors) < 1.02 * min(errors)
+
+
+def test_float16_gradients_of_small_losses_do_not_underflow() -> None:
+    hidden, weight, _, labels = example(6, 4, 9, torch.float16)
+    exact = [leaf.double().requires_grad_() for leaf in (hidden, weight)]
+    leaves = [leaf.detach().clone().requires_grad_() for leaf in (hidden, weight)]
+    upstream = 2.0**-20 * torch.linspace(-1, 2, 6)
+    torch.log_softmax(exact[0] @ exact[1].T, 1).gather(1, labels[:, None]).squeeze(1).backward(upstream.double())
+    linear_logprobs(*leaves, labels)[0].backward(upstream)
+    for leaf, expected in zip(leaves, exact, strict=True):
+        torch.testing.assert_close(leaf.grad.double() if leaf.grad is not None else None, expected.grad, rtol=0.02, atol=2.0**-24)
+
+
+def test_tied_weights() -> None:
+    """N8: the weight may be the embedding too; both parts of its gradient arrive."""
+    hidden, weight, _, labels = example()
+    tied, dense = (weight.clone().requires_grad_() for _ in range(2))
+    linear_cross_entropy(tied[labels] + hidden, tied, labels).backward()
+    F.cross_entropy((dense[labels] + hidden) @ dense.T, labels).backward()
+    torch.testing.assert_close(tied.grad, dense.grad)
+
+
+def test_activation_checkpointing() -> None:
+    hidden, weight, _, labels = example()
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    plain = torch.autograd.grad(linear_cross_entropy(*leaves, labels), leaves)
+    kept: Any = checkpoint(lambda h, w: linear_cross_entropy(h, w, labels), *leaves, use_reentrant=False)
+    for a, b in zip(plain, torch.autograd.grad(kept, leaves), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_nothing_is_made_or_saved_without_gradients() -> None:
+    hidden, weight, bias, labels = (t.requires_grad_() if t.is_floating_point() else t for t in example(64, 8, 96, torch.float32))
+    with torch.no_grad(), Largest() as seen:
+        loss = linear_cross_entropy(hidden, weight, labels, bias=bias, chunk=4)
+        logprobs, _ = linear_logprobs(hidden, weight, labels, bias=bias, chunk=4)
+    assert loss.grad_fn is None
+    assert logprobs.grad_fn is None
+    assert max(seen.sizes) == 8 * 96  # the weight, cut to its rows
+
+
+def test_every_upstream_scale_reaches_every_gradient() -> None:
+    """O9: a loss that is scaled after the kernel scales all gradients, not those of hidden alone."""
+    hidden, weight, bias, labels = example()
+    leaves = tuple(leaf.requires_grad_() for leaf in (hidden, weight, bias))
+    once = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels, bias=bias), leaves)
+    scaled = torch.autograd.grad(8 * linear_cross_entropy(hidden, weight, labels, bias=bias), leaves)
+    for a, b in zip(once, scaled, strict=True):
+        torch.testing.assert_close(8 * a, b)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -121,7 +216,7 @@ def test_garbage_at_masked_tokens_has_no_effect(garbage: float) -> None:
 
     def gradients(h: Tensor) -> list[Tensor]:
         leaves = h.clone().requires_grad_(), weight.clone().requires_grad_()
-        loss = linear_cross_entropy(*leaves, labels, mask=mask, token_chunk=4, vocab_chunk=5)
+        loss = linear_cross_entropy(*leaves, labels, mask=mask, chunk=4)
         logits = (h @ weight.T).detach().requires_grad_()
         parallel = vocab_parallel_cross_entropy(logits, labels, mask=mask)
         return [loss.detach(), *torch.autograd.grad(loss, leaves), parallel.detach(), *torch.autograd.grad(parallel, logits)]
@@ -143,11 +238,12 @@ def test_inputs_are_left_as_they_were_and_backward_can_run_twice() -> None:
 
 def test_the_logits_never_exist() -> None:
     """No tensor of tokens x vocab, nor one that grows with both: beside weight-shaped ones, tiles are the largest."""
-    tokens, width, vocab, chunk = 96, 4, 160, 16
+    tokens, width, vocab, chunk = 96, 4, 160, 6
     hidden, weight, bias, labels = (t.requires_grad_() if t.is_floating_point() else t for t in example(tokens, width, vocab, torch.float32))
     with Largest() as seen:
-        linear_cross_entropy(hidden, weight, labels, bias=bias, token_chunk=chunk, vocab_chunk=chunk).backward()
-    assert max(seen.sizes) == max(vocab * width, tokens * width)
+        linear_cross_entropy(hidden, weight, labels, bias=bias, chunk=chunk).backward()
+        linear_logprobs(hidden, weight, labels, bias=bias, entropy=True, chunk=chunk)[0].sum().backward()
+    assert max(seen.sizes) == max(vocab * width, tokens * width, chunk * vocab)
     with Largest() as dense:
         F.cross_entropy(hidden @ weight.T, labels).backward()
     assert max(dense.sizes) == tokens * vocab
@@ -158,34 +254,68 @@ def test_saved_for_backward() -> None:
     saved: list[int] = []
     hidden, weight, bias, labels = (t.requires_grad_() if t.is_floating_point() else t for t in example(dtype=torch.float32))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):  # type: ignore[func-returns-value]
-        linear_logprobs(hidden, weight, labels, bias=bias)
-    assert len(set(saved) - {t.data_ptr() for t in (hidden, weight, bias)}) == 2
+        linear_logprobs(hidden, weight, labels, bias=bias, entropy=True)
+    assert len(set(saved) - {t.data_ptr() for t in (hidden, weight, bias)}) == 3  # labels, and two numbers for each token
 
 
 @pytest.mark.parametrize("chunk", [2, 64])
 def test_collectives(make_world: MakeWorld, chunk: int) -> None:
-    """As documented, whatever the chunks: forward a MAX of T and a SUM of 3 T numbers, backward a SUM of T H."""
+    """As documented, whatever the chunks: forward a MAX of T and a SUM of 2 T numbers, backward a SUM of T H."""
     hidden, weight, _, labels = example(tokens=8, vocab=8, dtype=torch.bfloat16)
 
     def body(context: RankContext) -> None:
         rank, group = context.rank, context.mesh.get_group("tp")
         local = weight[4 * rank : 4 * rank + 4].clone().requires_grad_()
-        linear_cross_entropy(
-            hidden.clone().requires_grad_(), local, labels, vocab_start=4 * rank, tp_group=group, token_chunk=chunk, vocab_chunk=chunk
-        ).backward()
+        linear_cross_entropy(hidden.clone().requires_grad_(), local, labels, vocab_start=4 * rank, tp_group=group, chunk=chunk).backward()
 
     world = make_world("tp=2")
     world.run(body)
     assert [(e.collective, e.shown) for e in world.log if e.rank == 0] == [
         ("all_reduce", "MAX, [float32[8]]"),
-        ("all_reduce", "SUM, [float32[3, 8]]"),
+        ("all_reduce", "SUM, [float32[2, 8]]"),
         ("all_reduce", "SUM, [float32[8, 4]]"),
     ]
+
+
+def test_collectives_of_sequence_parallelism(make_world: MakeWorld) -> None:
+    hidden, weight, _, labels = example(tokens=8, vocab=8, dtype=torch.bfloat16)
+
+    def body(context: RankContext) -> None:
+        rank, group = context.rank, context.mesh.get_group("tp")
+        own, local = hidden[4 * rank : 4 * rank + 4].clone().requires_grad_(), weight[4 * rank : 4 * rank + 4].clone().requires_grad_()
+        given: Any = {"vocab_start": 4 * rank, "tp_group": group, "sequence_parallel": True, "chunk": 3}
+        linear_logprobs(own, local, labels, entropy=True, **given)[0].sum().backward()
+        assert own.grad is not None
+        assert own.grad.shape == own.shape
+
+    world = make_world("tp=2")
+    world.run(body)
+    assert [e.collective.removesuffix("_single").removesuffix("_into_tensor").removesuffix("_tensor") for e in world.log if e.rank == 0] == [
+        "all_gather",
+        "all_reduce",
+        "all_reduce",
+        "all_gather",
+        "reduce_scatter",
+    ]
+
+
+def test_hidden_states_of_all_tokens_with_sequence_parallelism_are_refused(make_world: MakeWorld) -> None:
+    """N3: forward would be right, and backward fail, or worse."""
+    hidden, weight, _, labels = example(tokens=8, vocab=8)
+
+    def body(context: RankContext) -> None:
+        with pytest.raises(ValueError, match=r"labels \[8\]: expected one for each of 16 tokens \(hidden \[8, 4\] on each of 2 ranks"):
+            linear_logprobs(hidden, weight[:4], labels, tp_group=context.mesh.get_group("tp"), sequence_parallel=True)
+
+    make_world("tp=2").run(body)
 
 
 @pytest.mark.parametrize(
     ("call", "told"),
     [
+        (lambda h, w, b, y: linear_logprobs(h, w.float(), y), "hidden is torch.float64 and weight torch.float32: expected one dtype"),
+        (lambda h, w, b, y: linear_logprobs(h, w, y, softcap=0.0), "softcap 0.0: expected a positive number, or None"),
+        (lambda h, w, b, y: linear_cross_entropy(h, w, y, chunk=0), "chunk 0: expected a positive number of tokens, or None"),
         (lambda h, w, b, y: linear_logprobs(h, w[:, :3], y), r"hidden \[6, 4\] and weight \[9, 3\]: expected \[tokens, H\] and \[vocab, H\]"),
         (lambda h, w, b, y: linear_logprobs(h, w, y[:5]), r"labels \[5\]: expected one for each of 6 tokens"),
         (lambda h, w, b, y: linear_logprobs(h, w, y, bias=b[:5]), r"bias \[5\]: expected one for each of 9 rows of weight"),
