@@ -8,8 +8,18 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fused_losses import linear_cross_entropy, linear_logprobs, vocab_parallel_cross_entropy, vocab_parallel_logprobs
+from fused_losses import (
+    RhoCorrection,
+    dpo_loss,
+    grpo_loss,
+    linear_cross_entropy,
+    linear_logprobs,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_logprobs,
+)
 from lossgate import ANY, Contract, Outputs, Precision, candidate
+from lossgate.specs.dpo import DPO, DpoHiddenInputs, DpoSpecOptions
+from lossgate.specs.grpo import GRPO, GrpoHiddenInputs, GrpoSpecOptions
 from lossgate.specs.inputs import HiddenInputs, LogitsInputs
 from lossgate.specs.nll import NllHiddenInputs, NllLogitsInputs, NllOptions
 from lossgate.specs.token_logprobs import TokenLogprobsOptions
@@ -118,3 +128,78 @@ def fused_linear_logprobs_sequence_parallel(inputs: HiddenInputs, options: Token
 def fused_vocab_parallel_logprobs(inputs: LogitsInputs, options: TokenLogprobsOptions, mesh: DeviceMesh) -> Outputs:
     logprobs, entropy = vocab_parallel_logprobs(inputs.logits, inputs.labels, temperature=options.temperature, entropy=True, **_split(inputs, mesh))
     return Outputs(logprobs=logprobs, token_entropy=entropy)
+
+
+@candidate(
+    "dpo",
+    head="hidden",
+    axes=("dp", "cp", "tp"),
+    precision=TRAINED,
+    contract=Contract(loss={"cp": "replicate"}, metrics={name: {"cp": "replicate"} for name in DPO.metrics}),
+    supports={option.name: ANY for option in DPO.options} | {"reference_layout": ("next", "rolled"), "bias": ANY, "vocab_split": ANY},
+    tiles={"token": CHUNK},
+    good_for="DPO and IPO from hidden states, packed, with context parallelism",
+)
+def fused_linear_dpo(inputs: DpoHiddenInputs, options: DpoSpecOptions, mesh: DeviceMesh) -> Outputs:
+    given: dict[str, Any] = {"bias": inputs.bias, "temperature": options.temperature, "chunk": CHUNK, **_split(inputs, mesh)}
+    logprobs, _ = linear_logprobs(inputs.hidden, inputs.weight, inputs.labels, **given)
+    loss, metrics = dpo_loss(
+        logprobs,
+        inputs.reference_logprobs,
+        mask=inputs.mask,
+        sequence=inputs.sequence,
+        sample_mask=inputs.sample_mask,
+        valid_pairs=inputs.valid_sequences / 2,
+        beta=options.reference_policy_kl_penalty,
+        loss_type=options.loss_type,
+        preference_loss_weight=options.preference_loss_weight,
+        sft_loss_weight=options.sft_loss_weight,
+        preference_average_log_probs=options.preference_average_log_probs,
+        sft_average_log_probs=options.sft_average_log_probs,
+        epsilon=options.epsilon,
+        cp_group=mesh.get_group("cp"),
+    )
+    return Outputs(loss=loss, metrics=metrics)
+
+
+@candidate(
+    "grpo",
+    head="hidden",
+    axes=("dp", "cp", "tp"),
+    precision=TRAINED,
+    supports={option.name: ANY for option in GRPO.options} | {"bias": ANY, "vocab_split": ANY},
+    tiles={"token": CHUNK},
+    good_for="GRPO with DAPO or CISPO from hidden states, as open-instruct's tiled lm-head loss",
+)
+def fused_linear_grpo(inputs: GrpoHiddenInputs, options: GrpoSpecOptions, mesh: DeviceMesh) -> Outputs:
+    given: dict[str, Any] = {"bias": inputs.bias, "temperature": options.temperature, "chunk": CHUNK, **_split(inputs, mesh)}
+    logprobs, _ = linear_logprobs(inputs.hidden, inputs.weight, inputs.labels, **given)
+    rho = RhoCorrection(
+        clamp_lower=options.rho_clamp_lower_bound,
+        clamp_upper=options.rho_clamp_upper_bound,
+        mask_lower=options.rho_mask_lower_bound,
+        mask_upper=options.rho_mask_upper_bound,
+        sequence_level=options.rho_mask_sequence_level,
+        tv_divergence=options.rho_mask_tv_divergence,
+    )
+    loss, metrics = grpo_loss(
+        logprobs,
+        advantages=inputs.advantages,
+        mask=inputs.mask,
+        valid_tokens=inputs.valid_tokens,
+        old_logprobs=inputs.old_logprobs,
+        reference_logprobs=inputs.reference_logprobs,
+        sampler_logprobs=inputs.vllm_logprobs,
+        sequence=inputs.sequence,
+        sequences=len(inputs.cu_seqlens) - 1,
+        loss_fn=options.loss_fn,
+        clip_lower=options.clip_lower,
+        clip_higher=options.clip_higher,
+        beta=options.beta,
+        kl_estimator=options.kl_estimator,
+        rho=rho if options.use_rho_correction else None,
+        loss_denominator=options.loss_denominator,
+        loss_scale=options.loss_scale,
+        cp_group=mesh.get_group("cp"),
+    )
+    return Outputs(loss=loss, metrics=metrics)

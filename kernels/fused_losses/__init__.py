@@ -5,7 +5,17 @@ Plain PyTorch. Imports neither ``dense_losses`` nor ``lossgate``, which judges i
 """
 
 from fused_losses.cross_entropy import linear_cross_entropy, vocab_parallel_cross_entropy
+from fused_losses.dpo import dpo_loss
+from fused_losses.grpo import RhoCorrection, grpo_loss
 from fused_losses.linear_logprobs import linear_logprobs
 from fused_losses.vocab_parallel import vocab_parallel_logprobs
 
-__all__ = ["linear_cross_entropy", "linear_logprobs", "vocab_parallel_cross_entropy", "vocab_parallel_logprobs"]
+__all__ = [
+    "RhoCorrection",
+    "dpo_loss",
+    "grpo_loss",
+    "linear_cross_entropy",
+    "linear_logprobs",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_logprobs",
+]

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Group relative policy optimisation on log-probabilities of single tokens, with the policy losses of DAPO and CISPO."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fused_losses.ranks import sum_over
+
+_LARGEST_KL, _LARGEST_RHO = 40.0, 10.0
+"""Nats: bounds of log-ratios to the reference and to the sampler, as in open-instruct."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RhoCorrection:
+    """How the policy loss is weighted for the engine that sampled, which is not quite the old policy; 0 disables a bound.
+
+    rho is p_old / p_sampler of each token, or with ``sequence_level`` the geometric mean over its sequence. A token is dropped
+    where rho is outside of ``[mask_lower, mask_upper]``; with ``tv_divergence`` where its sequence's mean of |rho - 1| is, and its own
+    update would increase that. The weight is rho in ``[clamp_lower, clamp_upper]``.
+    """
+
+    clamp_lower: float = 0.0
+    clamp_upper: float = 2.0
+    mask_lower: float = 0.0
+    mask_upper: float = 0.0
+    sequence_level: bool = False
+    tv_divergence: bool = False
+
+
+def grpo_loss(
+    logprobs: Tensor,
+    *,
+    advantages: Tensor,
+    mask: Tensor,
+    valid_tokens: Tensor | int,
+    old_logprobs: Tensor | None = None,
+    reference_logprobs: Tensor | None = None,
+    sampler_logprobs: Tensor | None = None,
+    sequence: Tensor | None = None,
+    sequences: int | None = None,
+    loss_fn: Literal["dapo", "cispo"] = "dapo",
+    clip_lower: float = 0.2,
+    clip_higher: float = 0.272,
+    beta: float = 0.05,
+    kl_estimator: Literal[0, 1, 2, 3] = 2,
+    rho: RhoCorrection | None = None,
+    loss_denominator: Literal["token"] | float = "token",
+    loss_scale: float = 1.0,
+    cp_group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """open-instruct's objective; with ``linear_logprobs`` it is its tiled lm-head loss, without its defects.
+
+    logprobs: ``[T]``, of the labels of this rank's tokens; gradients flow. old_logprobs: of the policy before the update, by default these ones.
+    reference_logprobs: needed where ``beta`` is not 0. sampler_logprobs: of the engine that sampled, NaN where not known (no
+    correction there); needed with ``rho``. advantages ``[T]``, mask ``[T]`` bool: the tokens that count; whatever else is at
+    others has no effect, NaN and infinities included. sequence ``[T]`` and their number ``sequences``: needed where rho is a mean over each
+    sequence; cp_group: the ranks over which its tokens are split.
+
+    valid_tokens: the tokens that count in the whole batch, over every rank and microbatch: parts of loss, gradients and metrics add up.
+    The loss is ``loss_scale sum_t m_t (w policy + beta kl) / D``, where D is valid_tokens or the number ``loss_denominator``, also one below 1.
+    ``loss_scale`` is for trainers that average over data-parallel ranks: their number.
+
+    Metrics, without gradients, are parts of means over valid_tokens, to be summed over ranks: ``kl0 .. kl3``, ``kl_avg``,
+    ``policy_avg``, ``total_avg``, ``clipfrac``, ``ratio_mean``, ``ratio_square_mean``, ``rho_mean``, ``rho_weight``,
+    ``rho_clipfrac``, ``rho_drop_frac``, ``rho_drop_low_frac``, ``rho_drop_high_frac``; ``rho_min`` and ``rho_max`` (infinite
+    without tokens) to be reduced so. With a cp_group and rho over sequences one all-reduce of 3 S numbers, else no collectives.
+
+    Raises ``ValueError`` for what is missing or does not fit.
+    """
+    _check(logprobs, loss_fn, kl_estimator, beta, loss_denominator, reference_logprobs, sampler_logprobs, sequence, sequences, rho)
+    select = _Select(mask)
+    new, advantages = select(logprobs), select(advantages)
+    old = new.detach() if old_logprobs is None else select(old_logprobs)
+    ratio = (new - old).exp()
+    if loss_fn == "dapo":
+        plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip_lower, 1 + clip_higher)
+        policy, is_clipped = torch.maximum(plain, clipped), clipped > plain
+    else:
+        policy = -advantages * ratio.detach().clamp(max=1 + clip_higher) * new
+        is_clipped = ratio > 1 + clip_higher
+    x = torch.zeros_like(old) if sampler_logprobs is None else _log_rho(old.detach(), select(sampler_logprobs), mask)
+    weights = _Weights.none(x.exp()) if rho is None else _weigh(x, advantages, mask, sequence, sequences, rho, cp_group)
+    estimates = _kl_estimates(new, ratio, new.detach() if reference_logprobs is None else select(reference_logprobs))
+    weighted, kl = weights.weight * policy, beta * estimates[kl_estimator]
+    tokens = torch.as_tensor(valid_tokens, dtype=new.dtype, device=new.device).clamp(min=1)
+
+    def mean(x: Tensor) -> Tensor:
+        return select(x.detach()).sum() / tokens
+
+    total = select(weighted + kl).sum()
+    loss = loss_scale * total / (tokens if loss_denominator == "token" else loss_denominator)
+    detached = ratio.detach()
+    metrics = {f"kl{k}": mean(estimate) for k, estimate in enumerate(estimates)}
+    metrics |= {"kl_avg": mean(kl), "policy_avg": mean(weighted), "total_avg": mean(weighted + kl)}
+    metrics |= {
+        "clipfrac": mean((is_clipped & ~weights.dropped).to(new.dtype)),
+        "ratio_mean": mean(detached),
+        "ratio_square_mean": mean(detached.square()),
+    }
+    return loss, metrics | weights.metrics(mean, mask)
+
+
+_Mean = Callable[[Tensor], Tensor]
+
+
+class _Select:
+    """0 in place of what is at tokens that don't count: never times 0, which NaN survives."""
+
+    def __init__(self, mask: Tensor) -> None:
+        self._mask = mask
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.where(self._mask, x, 0.0)
+
+
+def _kl_estimates(new: Tensor, ratio: Tensor, reference: Tensor) -> list[Tensor]:
+    d = (new - reference).clamp(-_LARGEST_KL, _LARGEST_KL)
+    return [d, d.square() / 2, torch.expm1(-d) + d, ratio * d]
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Of the policy loss, ``[T]`` each, without gradients. ``low`` and ``high``: dropped, since too small or too large."""
+
+    own: Tensor
+    weight: Tensor
+    clamped: Tensor
+    low: Tensor
+    high: Tensor
+
+    @classmethod
+    def none(cls, own: Tensor) -> "_Weights":
+        nothing = torch.zeros_like(own, dtype=torch.bool)
+        return cls(own, torch.ones_like(own), nothing, nothing, nothing)
+
+    @property
+    def dropped(self) -> Tensor:
+        return self.low | self.high
+
+    def metrics(self, mean: _Mean, mask: Tensor) -> dict[str, Tensor]:
+        shares = {"rho_clipfrac": self.clamped, "rho_drop_frac": self.dropped, "rho_drop_low_frac": self.low, "rho_drop_high_frac": self.high}
+        infinity = self.own.new_full((1,), float("inf"))
+        return {
+            "rho_mean": mean(self.own),
+            "rho_weight": mean(self.weight),
+            **{name: mean(share.to(self.own.dtype)) for name, share in shares.items()},
+            "rho_min": torch.cat([infinity, torch.where(mask, self.own, infinity)]).amin(),
+            "rho_max": torch.cat([-infinity, torch.where(mask, self.own, -infinity)]).amax(),
+        }
+
+
+def _log_rho(old: Tensor, sampler: Tensor, mask: Tensor) -> Tensor:
+    """log p_old - log p_sampler; 0 where the latter is not known."""
+    return torch.where(mask & ~sampler.isnan(), (old - sampler).clamp(-_LARGEST_RHO, _LARGEST_RHO), 0.0)
+
+
+def _weigh(
+    x: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    sequence: Tensor | None,
+    sequences: int | None,
+    o: RhoCorrection,
+    group: dist.ProcessGroup | None,
+) -> _Weights:
+    own = x.exp()
+    rho = bounded = own
+    concerned = mask
+    if (o.sequence_level or o.tv_divergence) and sequence is not None and sequences is not None:
+        per_token = torch.where(mask, torch.stack([x, (own - 1).abs(), torch.ones_like(x)]), 0.0)
+        sums = sum_over(group, x.new_zeros(3, sequences).index_add(1, sequence, per_token))
+        mean_x, tv = (sums[:2] / sums[2].clamp(min=1))[:, sequence]
+        rho = bounded = mean_x.exp() if o.sequence_level else own
+        if o.tv_divergence:
+            bounded, concerned = tv, mask & (x.sign() * advantages > 0)
+    low = concerned & (bounded < o.mask_lower) if o.mask_lower else torch.zeros_like(mask)
+    high = concerned & (bounded > o.mask_upper) if o.mask_upper else torch.zeros_like(mask)
+    weight = rho.clamp(o.clamp_lower or None, o.clamp_upper or None) if o.clamp_lower or o.clamp_upper else rho
+    return _Weights(own, torch.where(low | high, 0.0, weight), mask & (weight != rho), low, high)
+
+
+def _check(
+    logprobs: Tensor,
+    loss_fn: str,
+    kl_estimator: int,
+    beta: float,
+    denominator: str | float,
+    reference: Tensor | None,
+    sampler: Tensor | None,
+    sequence: Tensor | None,
+    sequences: int | None,
+    rho: RhoCorrection | None,
+) -> None:
+    if logprobs.dim() != 1:
+        raise ValueError(f"logprobs {list(logprobs.shape)}: expected [T], one for each token; flatten a batch of rows")
+    if loss_fn not in ("dapo", "cispo"):
+        raise ValueError(f"loss_fn {loss_fn!r}: expected 'dapo' or 'cispo'")
+    if kl_estimator not in (0, 1, 2, 3):
+        raise ValueError(f"kl_estimator {kl_estimator!r}: expected 0, 1, 2 or 3")
+    if denominator != "token" and (isinstance(denominator, str) or not denominator > 0):
+        raise ValueError(f"loss_denominator {denominator!r}: expected 'token' or a positive number")
+    if beta and reference is None:
+        raise ValueError(f"reference_logprobs is missing: expected [T] with beta {beta}; without a reference policy give beta=0")
+    if rho is not None and sampler is None:
+        raise ValueError("sampler_logprobs is missing: expected [T] with rho; without them give rho=None")
+    if rho is not None and (rho.sequence_level or rho.tv_divergence) and (sequence is None or sequences is None):
+        raise ValueError("sequence or sequences is missing: expected each token's sequence, and their number, where rho is a mean over sequences")
