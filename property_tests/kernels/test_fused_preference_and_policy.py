@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DPO and GRPO on fused log-probabilities: verified as candidates, and the defects of the originals, by their numbers in the list of defects."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lossgate
+from fused_losses import RhoCorrection, dpo_loss, grpo_loss, linear_logprobs
+from lossgate.engine.loading import load_candidates
+
+OURS = {candidate.name: candidate for candidate in load_candidates(str(Path(__file__).parents[2] / "ci/candidates/ours.py"))}
+
+test_dpo_agrees = lossgate.suite(OURS["fused_linear_dpo"], layouts=["single", "dp=2,cp=2,tp=2"], examples=12)
+test_grpo_agrees = lossgate.suite(OURS["fused_linear_grpo"], layouts=["single", "dp=2,cp=2,tp=2"], examples=12)
+
+
+def pack() -> dict[str, Tensor]:
+    """Two pairs, of 3, 2, 3 and 4 tokens."""
+    generator = torch.Generator().manual_seed(1)
+    sequence = torch.repeat_interleave(torch.arange(4), torch.tensor([3, 2, 3, 4]))
+    logprobs, reference = -torch.rand(2, 12, generator=generator, dtype=torch.float64)
+    mask = torch.tensor([1, 1, 0, 1, 1, 0, 1, 1, 1, 1, 0, 1]).bool()
+    return {"logprobs": logprobs, "reference_logprobs": reference, "mask": mask, "sequence": sequence, "sample_mask": torch.ones(4, dtype=torch.bool)}
+
+
+# DPO
+
+
+@pytest.mark.parametrize("options", [{}, {"loss_type": "ipo"}, {"sft_loss_weight": 0.5}, {"preference_average_log_probs": True}])
+def test_garbage_at_masked_tokens_has_no_effect_on_dpo(options: dict[str, Any]) -> None:
+    batch = pack()
+    clean, dirty = (batch["logprobs"].clone().requires_grad_() for _ in range(2))
+    loss, metrics = dpo_loss(**{**batch, "logprobs": clean}, valid_pairs=2, **options)
+    loss.backward()
+    with torch.no_grad():
+        dirty[~batch["mask"]] = float("nan")
+    spoilt = batch["reference_logprobs"].masked_fill(~batch["mask"], float("-inf"))
+    again, metrics_again = dpo_loss(**{**batch, "logprobs": dirty, "reference_logprobs": spoilt}, valid_pairs=2, **options)
+    again.backward()
+    assert torch.equal(loss, again)
+    assert clean.grad is not None
+    assert dirty.grad is not None
+    assert torch.equal(clean.grad, dirty.grad)
+    assert all(torch.equal(value, metrics_again[name]) for name, value in metrics.items())
+
+
+def test_a_rank_without_pairs_takes_part_in_backward() -> None:
+    """A15: a constant without a graph would hang the ranks that wait for its gradient."""
+    batch = pack() | {"sample_mask": torch.zeros(4, dtype=torch.bool)}
+    logprobs = batch["logprobs"].requires_grad_()
+    loss, _ = dpo_loss(**batch, valid_pairs=3, sft_loss_weight=1.0)
+    loss.backward()
+    assert loss == 0
+    assert logprobs.grad is not None
+    assert torch.equal(logprobs.grad, torch.zeros(12, dtype=torch.float64))
+
+
+def test_the_order_of_pairs_does_not_matter() -> None:
+    batch = pack()
+    turned = [*range(5, 12), *range(5)]
+    other = {name: batch[name][turned] for name in ("logprobs", "reference_logprobs", "mask")}
+    sequence = torch.repeat_interleave(torch.arange(4), torch.tensor([3, 4, 3, 2]))
+    first, _ = dpo_loss(**batch, valid_pairs=2)
+    second, _ = dpo_loss(**other, sequence=sequence, sample_mask=batch["sample_mask"], valid_pairs=2)
+    torch.testing.assert_close(first, second)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"sample_mask": torch.ones(3).bool()}, r"sample_mask \[3\]: expected one for each of an even number of sequences"),
+        ({"mask": torch.ones(5).bool()}, r"mask \[5\]"),
+        ({"loss_type": "hinge"}, "loss_type 'hinge': expected 'sigmoid' or 'ipo'"),
+        ({"loss_type": "ipo", "beta": 0.0}, "beta 0.0: expected a positive number"),
+    ],
+)
+def test_bad_arguments_of_dpo_are_told(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        dpo_loss(**{**pack(), "valid_pairs": 2, **changes})
+
+
+# GRPO
+
+
+def rollout(**changes: Any) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(2)
+    new, noise, reference, sampler = torch.rand(4, 12, generator=generator, dtype=torch.float64) - 1
+    batch = pack()
+    return {
+        "logprobs": new.clone().requires_grad_(),
+        "old_logprobs": new + noise,
+        "reference_logprobs": reference,
+        "sampler_logprobs": sampler,
+        "advantages": torch.linspace(-1, 1, 12, dtype=torch.float64),
+        "mask": batch["mask"],
+        "sequence": batch["sequence"],
+        "sequences": 4,
+        "valid_tokens": 9,
+        "rho": RhoCorrection(),
+        **changes,
+    }
+
+
+def test_cispo_reports_its_clipping() -> None:
+    """O2."""
+    given = rollout(loss_fn="cispo", rho=None)
+    given["old_logprobs"] = given["logprobs"].detach() - 1.0
+    assert grpo_loss(**given)[1]["clipfrac"] == 1
+
+
+@pytest.mark.parametrize("estimator", [0, 1, 2, 3])
+def test_each_estimator_is_the_one_that_is_asked_for(estimator: Any) -> None:
+    """O7."""
+    loss, metrics = grpo_loss(**rollout(beta=0.5, kl_estimator=estimator))
+    torch.testing.assert_close(metrics["kl_avg"], 0.5 * metrics[f"kl{estimator}"])
+    torch.testing.assert_close(loss.detach(), metrics["policy_avg"] + metrics["kl_avg"])
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 1000])
+def test_any_upstream_gradient_of_a_tiled_loss(chunk: int) -> None:
+    """O9, O10, O12: gradients of hidden states and lm-head go by autograd alone; more chunks than tokens or fewer, twice or once."""
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = torch.randn(12, 4, generator=generator).double(), torch.randn(9, 4, generator=generator).double()
+    labels, given = torch.randint(9, (12,), generator=generator), rollout()
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+
+    def gradients(scale: float, tiled: bool) -> tuple[Tensor, ...]:
+        dense = torch.log_softmax(hidden @ weight.T, 1).gather(1, labels[:, None]).squeeze(1)
+        logprobs = linear_logprobs(hidden, weight, labels, chunk=chunk)[0] if tiled else dense
+        loss, _ = grpo_loss(**{**given, "logprobs": logprobs})
+        assert weight.grad is None
+        return torch.autograd.grad(scale * loss, leaves)
+
+    for a, b in zip(gradients(8.0, True), gradients(8.0, False), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_rank_without_tokens_takes_part() -> None:
+    """O11."""
+    hidden, weight = torch.zeros(0, 4, requires_grad=True), torch.ones(9, 4, requires_grad=True)
+    logprobs, _ = linear_logprobs(hidden, weight, torch.zeros(0, dtype=torch.long))
+    none = {name: torch.zeros(0) for name in ("old_logprobs", "reference_logprobs", "sampler_logprobs", "advantages")}
+    loss, metrics = grpo_loss(logprobs, **none, mask=torch.zeros(0, dtype=torch.bool), valid_tokens=9, rho=RhoCorrection())
+    loss.backward()
+    assert loss == 0
+    assert weight.grad is not None
+    assert not weight.grad.any()
+    assert metrics["rho_min"] == float("inf")
+
+
+def test_a_denominator_below_1_is_one() -> None:
+    """O14."""
+    whole, half = (grpo_loss(**rollout(loss_denominator=d))[0] for d in (1.0, 0.5))
+    torch.testing.assert_close(half, 2 * whole)
+
+
+@pytest.mark.parametrize("name", ["logprobs", "old_logprobs", "reference_logprobs", "sampler_logprobs", "advantages"])
+@pytest.mark.parametrize("garbage", [float("nan"), float("-inf")])
+def test_garbage_at_masked_tokens_has_no_effect_on_grpo(name: str, garbage: float) -> None:
+    """O15."""
+    given = rollout(rho=RhoCorrection(sequence_level=True))
+    spoilt = given | {name: given[name].detach().masked_fill(~given["mask"], garbage)}
+    spoilt["logprobs"] = spoilt["logprobs"].detach().clone().requires_grad_()
+    (loss, metrics), (other, others) = grpo_loss(**given), grpo_loss(**spoilt)
+    loss.backward()
+    other.backward()
+    assert torch.equal(loss, other)
+    assert torch.equal(given["logprobs"].grad, spoilt["logprobs"].grad)
+    assert all(torch.equal(value, others[metric]) for metric, value in metrics.items())
+
+
+def test_losses_of_unequal_parts_add_up() -> None:
+    """O16: parts are divided by the tokens of the whole batch, not each by its own."""
+    given = rollout()
+    whole, _ = grpo_loss(**given)
+    parts = []
+    for own in (slice(0, 5), slice(5, 12)):
+        cut = {name: value[own] if isinstance(value, Tensor) else value for name, value in given.items()}
+        parts.append(grpo_loss(**cut)[0])
+    torch.testing.assert_close(parts[0] + parts[1], whole)
+
+
+def test_rho_of_sequences_is_each_document_s_own() -> None:
+    """O17: not the mean over a whole pack."""
+    given = rollout(rho=RhoCorrection(sequence_level=True, clamp_upper=0.0))
+    alone = {name: value[:3] if isinstance(value, Tensor) else value for name, value in given.items()} | {"sequences": 1}
+    _, metrics = grpo_loss(**{**given, "mask": given["mask"] & (given["sequence"] == 0)})
+    torch.testing.assert_close(grpo_loss(**alone)[1]["rho_weight"], metrics["rho_weight"])
+    x = (given["old_logprobs"] - given["sampler_logprobs"])[:2].mean()
+    torch.testing.assert_close(metrics["rho_weight"], x.exp() * 2 / 9)
+
+
+def test_an_unknown_sampler_is_not_corrected() -> None:
+    """O18."""
+    given = rollout(mask=torch.ones(12, dtype=torch.bool), valid_tokens=12, beta=0.0)
+    corrected, _ = grpo_loss(**{**given, "sampler_logprobs": torch.full((12,), float("nan"), dtype=torch.float64)})
+    torch.testing.assert_close(corrected, grpo_loss(**{**given, "rho": None})[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"loss_fn": "ppo"}, "loss_fn 'ppo': expected 'dapo' or 'cispo'"),
+        ({"kl_estimator": 4}, "kl_estimator 4: expected 0, 1, 2 or 3"),
+        ({"loss_denominator": 0.0}, "loss_denominator 0.0: expected 'token' or a positive number"),
+        ({"reference_logprobs": None}, "reference_logprobs is missing"),
+        ({"sampler_logprobs": None}, "sampler_logprobs is missing"),
+        ({"sequence": None, "rho": RhoCorrection(tv_divergence=True)}, "sequence or sequences is missing"),
+    ],
+)
+def test_bad_arguments_of_grpo_are_told(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        grpo_loss(**rollout(**changes))
