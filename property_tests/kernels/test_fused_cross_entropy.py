@@ -21,14 +21,15 @@ from lossgate.worlds import RankContext, SimulatedWorld
 
 MakeWorld = Callable[..., SimulatedWorld]
 
-OURS = Path(__file__).parents[2] / "ci/candidates/ours.py"
-linear_nll, vocab_parallel_nll, linear, linear_sequence_parallel, vocab_parallel = load_candidates(str(OURS))
+OURS = {candidate.name: candidate for candidate in load_candidates(str(Path(__file__).parents[2] / "ci/candidates/ours.py"))}
 
-test_linear_nll_agrees = lossgate.suite(linear_nll, layouts=["single", "tp=3", "dp=2,cp=2,tp=2"], examples=15)
-test_vocab_parallel_nll_agrees = lossgate.suite(vocab_parallel_nll, layouts=["tp=3"], examples=15)
-test_linear_agrees = lossgate.suite(linear, layouts=["single", "tp=3", "cp=2", "dp=2", "dp=2,cp=2,tp=2"], examples=15)
-test_sequence_parallel_agrees = lossgate.suite(linear_sequence_parallel, layouts=["single", "tp=3", "dp=2,cp=2,tp=2"], examples=15)
-test_vocab_parallel_agrees = lossgate.suite(vocab_parallel, layouts=["single", "tp=4", "dp=2,cp=2,tp=2"], examples=15)
+test_linear_nll_agrees = lossgate.suite(OURS["fused_linear_cross_entropy"], layouts=["single", "tp=3", "dp=2,cp=2,tp=2"], examples=15)
+test_vocab_parallel_nll_agrees = lossgate.suite(OURS["fused_vocab_parallel_cross_entropy"], layouts=["tp=3"], examples=15)
+test_linear_agrees = lossgate.suite(OURS["fused_linear_logprobs"], layouts=["single", "tp=3", "cp=2", "dp=2", "dp=2,cp=2,tp=2"], examples=15)
+test_sequence_parallel_agrees = lossgate.suite(
+    OURS["fused_linear_logprobs_sequence_parallel"], layouts=["single", "tp=3", "dp=2,cp=2,tp=2"], examples=15
+)
+test_vocab_parallel_agrees = lossgate.suite(OURS["fused_vocab_parallel_logprobs"], layouts=["single", "tp=4", "dp=2,cp=2,tp=2"], examples=15)
 
 
 def example(tokens: int = 6, width: int = 4, vocab: int = 9, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
