@@ -33,7 +33,7 @@ REPEATS = 3
 
 
 def _ours_through_logprobs(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    return -linear_logprobs(hidden, weight, labels)[0].mean()
+    return -linear_logprobs(hidden, weight, labels).logprobs.mean()
 
 
 def _dense(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -46,10 +46,13 @@ def _torch(hidden: Tensor, weight: Tensor, labels: Tensor, chunked: bool) -> Ten
 
 
 def _liger(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    from liger_kernel.chunked_loss.fused_linear_preference import LigerFusedLinearPreferenceBase  # noqa: F401  # is it there, and does it import here?
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+    """Its chunked losses have no cross-entropy; on policy and with advantages of 1, its GRPO has the same gradients (its loss is -1)."""
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
-    return liger_fused_linear_cross_entropy(hidden, weight, labels)
+    rows = max(1, len(labels) // 256)  # it takes a row at a time
+    loss = LigerFusedLinearGRPOLoss(beta=0.0, compiled=False, use_ref_model=False, loss_type="bnpo")
+    ones = torch.ones(rows, len(labels) // rows)
+    return loss(hidden.view(rows, -1, hidden.shape[1]), weight, labels.view(rows, -1), ones, ones[:, 0])[0]
 
 
 def _cut_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -61,11 +64,12 @@ def _cut_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor
 KERNELS: dict[str, Loss] = {
     "ours": linear_cross_entropy,
     "ours, through log-probabilities": _ours_through_logprobs,
+    "ours, float32 products": partial(linear_cross_entropy, matmul_dtype=torch.float32),
     "dense": _dense,
     "torch F.linear_cross_entropy": partial(_torch, chunked=False),
     "torch F.linear_cross_entropy, chunked": partial(_torch, chunked=True),
     "cut-cross-entropy, torch_compile": _cut_cross_entropy,
-    "Liger fused linear cross-entropy": _liger,
+    "Liger chunked GRPO, of the same gradients": _liger,
 }
 
 
@@ -166,7 +170,7 @@ def accuracy(console: Console) -> None:
         return f"{float((w.grad.double() - expected).norm() / expected.norm()):.3%}"
 
     for chunk in (2048, 256, 128, 16, 1):
-        logprobs: Loss = lambda h, w, y, c=chunk: -linear_logprobs(h, w, y, chunk=c)[0].mean()  # noqa: E731
+        logprobs: Loss = lambda h, w, y, c=chunk: -linear_logprobs(h, w, y, chunk=c).logprobs.mean()  # noqa: E731
         fine = partial(linear_cross_entropy, chunk=chunk, matmul_dtype=torch.float32)
         table.add_row(str(chunk), error(partial(linear_cross_entropy, chunk=chunk)), error(logprobs), error(fine))
     console.print(table)

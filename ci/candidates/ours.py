@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of ``fused_losses``, as candidates. Chunks are small, so that small problems turn every loop."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fused_losses import (
+    ClippedPGConfig,
     RhoCorrection,
+    clipped_pg_loss,
     dpo_loss,
     grpo_loss,
     linear_cross_entropy,
@@ -18,6 +20,7 @@ from fused_losses import (
     vocab_parallel_logprobs,
 )
 from lossgate import ANY, Contract, Outputs, Precision, candidate
+from lossgate.specs.clipped_pg import CLIPPED_PG, ClippedPGHiddenInputs, ClippedPGSpecOptions
 from lossgate.specs.dpo import DPO, DpoHiddenInputs, DpoSpecOptions
 from lossgate.specs.grpo import GRPO, GrpoHiddenInputs, GrpoSpecOptions
 from lossgate.specs.inputs import HiddenInputs, LogitsInputs
@@ -90,8 +93,8 @@ _LOGPROBS: dict[str, Any] = {
 )
 def fused_linear_logprobs(inputs: HiddenInputs, options: TokenLogprobsOptions, mesh: DeviceMesh) -> Outputs:
     given: dict[str, Any] = {"bias": inputs.bias, "temperature": options.temperature, "entropy": True, "chunk": CHUNK, **_split(inputs, mesh)}
-    logprobs, entropy = linear_logprobs(inputs.hidden, inputs.weight, inputs.labels, **given)
-    return Outputs(logprobs=logprobs, token_entropy=entropy)
+    found = linear_logprobs(inputs.hidden, inputs.weight, inputs.labels, **given)
+    return Outputs(logprobs=found.logprobs, token_entropy=found.entropy)
 
 
 @candidate(
@@ -112,9 +115,9 @@ def fused_linear_logprobs_sequence_parallel(inputs: HiddenInputs, options: Token
     padded, labels = torch.nn.functional.pad(inputs.hidden, (0, 0, 0, fill)), torch.nn.functional.pad(inputs.labels, (0, fill))
     given: dict[str, Any] = {"bias": inputs.bias, "temperature": options.temperature, "entropy": True, "chunk": CHUNK, **_split(inputs, mesh)}
     own = padded.chunk(ranks)[group.rank()] if tokens else padded
-    logprobs, entropy = linear_logprobs(own, inputs.weight, labels, sequence_parallel=True, matmul_dtype=torch.float32, **given)
-    assert entropy is not None
-    return Outputs(logprobs=logprobs[:tokens], token_entropy=entropy[:tokens])
+    found = linear_logprobs(own, inputs.weight, labels, sequence_parallel=True, matmul_dtype=torch.float32, **given)
+    assert found.entropy is not None
+    return Outputs(logprobs=found.logprobs[:tokens], token_entropy=found.entropy[:tokens])
 
 
 @candidate(
@@ -126,8 +129,8 @@ def fused_linear_logprobs_sequence_parallel(inputs: HiddenInputs, options: Token
     **_LOGPROBS,
 )
 def fused_vocab_parallel_logprobs(inputs: LogitsInputs, options: TokenLogprobsOptions, mesh: DeviceMesh) -> Outputs:
-    logprobs, entropy = vocab_parallel_logprobs(inputs.logits, inputs.labels, temperature=options.temperature, entropy=True, **_split(inputs, mesh))
-    return Outputs(logprobs=logprobs, token_entropy=entropy)
+    found = vocab_parallel_logprobs(inputs.logits, inputs.labels, temperature=options.temperature, entropy=True, **_split(inputs, mesh))
+    return Outputs(logprobs=found.logprobs, token_entropy=found.entropy)
 
 
 @candidate(
@@ -142,7 +145,7 @@ def fused_vocab_parallel_logprobs(inputs: LogitsInputs, options: TokenLogprobsOp
 )
 def fused_linear_dpo(inputs: DpoHiddenInputs, options: DpoSpecOptions, mesh: DeviceMesh) -> Outputs:
     given: dict[str, Any] = {"bias": inputs.bias, "temperature": options.temperature, "chunk": CHUNK, **_split(inputs, mesh)}
-    logprobs, _ = linear_logprobs(inputs.hidden, inputs.weight, inputs.labels, **given)
+    logprobs = linear_logprobs(inputs.hidden, inputs.weight, inputs.labels, **given).logprobs
     loss, metrics = dpo_loss(
         logprobs,
         inputs.reference_logprobs,
@@ -163,6 +166,37 @@ def fused_linear_dpo(inputs: DpoHiddenInputs, options: DpoSpecOptions, mesh: Dev
 
 
 @candidate(
+    "clipped_pg",
+    head="hidden",
+    axes=("dp", "cp", "tp"),
+    precision=TRAINED,
+    supports={option.name: ANY for option in CLIPPED_PG.options} | {"bias": ANY, "vocab_split": ANY},
+    tiles={"token": CHUNK},
+    good_for="PPO, GRPO, REINFORCE, GSPO and CISPO from hidden states, packed, with context parallelism",
+)
+def fused_linear_clipped_pg(inputs: ClippedPGHiddenInputs, options: ClippedPGSpecOptions, mesh: DeviceMesh) -> Outputs:
+    given: dict[str, Any] = {"bias": inputs.bias, "temperature": options.temperature, "chunk": CHUNK, **_split(inputs, mesh)}
+    logprobs = linear_logprobs(inputs.hidden, inputs.weight, inputs.labels, **given).logprobs
+    loss, metrics = clipped_pg_loss(
+        logprobs,
+        prev_logprobs=inputs.prev_logprobs,
+        generation_logprobs=inputs.generation_logprobs,
+        reference_logprobs=inputs.reference_logprobs,
+        advantages=inputs.advantages,
+        mask=inputs.mask,
+        sequence=inputs.sequence,
+        sample_mask=inputs.sample_mask,
+        valid_tokens=inputs.valid_tokens,
+        valid_sequences=inputs.valid_sequences,
+        rewards=inputs.rewards,
+        positive_tokens=inputs.positive_tokens,
+        config=ClippedPGConfig(**{field.name: getattr(options, field.name) for field in fields(ClippedPGConfig)}),
+        cp_group=mesh.get_group("cp"),
+    )
+    return Outputs(loss=loss, metrics=metrics)
+
+
+@candidate(
     "grpo",
     head="hidden",
     axes=("dp", "cp", "tp"),
@@ -173,7 +207,7 @@ def fused_linear_dpo(inputs: DpoHiddenInputs, options: DpoSpecOptions, mesh: Dev
 )
 def fused_linear_grpo(inputs: GrpoHiddenInputs, options: GrpoSpecOptions, mesh: DeviceMesh) -> Outputs:
     given: dict[str, Any] = {"bias": inputs.bias, "temperature": options.temperature, "chunk": CHUNK, **_split(inputs, mesh)}
-    logprobs, _ = linear_logprobs(inputs.hidden, inputs.weight, inputs.labels, **given)
+    logprobs = linear_logprobs(inputs.hidden, inputs.weight, inputs.labels, **given).logprobs
     rho = RhoCorrection(
         clamp_lower=options.rho_clamp_lower_bound,
         clamp_upper=options.rho_clamp_upper_bound,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cross-entropy (negative log-likelihood, the loss of SFT) from hidden states or from logits."""
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fused_losses.linear_logprobs import linear_logprobs
-from fused_losses.lm_head import HeadGradients, LmHead, check_head, chunks_of, default_chunk
+from fused_losses.lm_head import HeadGradients, LmHead, check_head, chunks_of, default_chunk, padded
 from fused_losses.softmax import TokenSoftmax
 from fused_losses.vocab_parallel import vocab_parallel_logprobs
 
@@ -41,10 +42,10 @@ def linear_cross_entropy(
     0 where no token counts. See ``linear_logprobs`` for the other arguments, dtypes and errors.
 
     Where the whole vocabulary is on this rank and a gradient is needed, it is made in forward, with three matrix products
-    for each chunk in place of four: forward holds a float32 gradient of weight and a gradient of hidden, which are saved
-    for backward; there the upstream gradient multiplies them, and each is rounded once more. Nothing is written to
-    ``.grad``; forward may run twice (activation checkpointing), and backward too (``retain_graph``). Else memory and
-    collectives are those of ``linear_logprobs``.
+    for each chunk in place of four: forward holds a float32 gradient of weight and a gradient of hidden until backward, which
+    multiplies them by the upstream gradient, rounds them, and gives them away; a second backward (``retain_graph``) makes them again.
+    Nothing is written to ``.grad``, and forward may run twice (activation checkpointing). Else memory and collectives are those
+    of ``linear_logprobs``: over a split vocabulary it would take two all-reduces for each chunk to do the same.
     """
     counted = _counted(labels, mask, ignore_index)
     if tp_group is None or tp_group.size() == 1:
@@ -55,7 +56,7 @@ def linear_cross_entropy(
             head = LmHead(weight[:rows].detach(), None if bias is None else bias[:rows].detach(), temperature, softcap, matmul_dtype or weight.dtype)
             total = _LinearNLL.apply(*leaves, labels - vocab_start, counted, head, chunk or default_chunk(weight))
             return _divided(total, counted, valid_tokens, reduction)  # type: ignore[arg-type]
-    logprobs, _ = linear_logprobs(
+    logprobs = linear_logprobs(
         hidden,
         weight,
         labels,
@@ -68,7 +69,7 @@ def linear_cross_entropy(
         sequence_parallel=sequence_parallel,
         matmul_dtype=matmul_dtype,
         chunk=chunk,
-    )
+    ).logprobs
     return _divided(-torch.where(counted, logprobs, 0.0).sum(), counted, valid_tokens, reduction)
 
 
@@ -89,7 +90,8 @@ def vocab_parallel_cross_entropy(
 
     See ``linear_cross_entropy`` for what counts, and ``vocab_parallel_logprobs`` for the other arguments.
     """
-    logprobs, _ = vocab_parallel_logprobs(logits, labels, temperature=temperature, vocab_start=vocab_start, vocab_rows=vocab_rows, tp_group=tp_group)
+    given: dict[str, Any] = {"temperature": temperature, "vocab_start": vocab_start, "vocab_rows": vocab_rows, "tp_group": tp_group}
+    logprobs = vocab_parallel_logprobs(logits, labels, **given).logprobs
     counted = _counted(labels, mask, ignore_index)
     return _divided(-torch.where(counted, logprobs, 0.0).sum(), counted, valid_tokens, reduction)
 
@@ -108,49 +110,66 @@ def _divided(total: Tensor, counted: Tensor, valid_tokens: Tensor | int | None, 
     return total / count.clamp(min=1)
 
 
+@dataclass(frozen=True)
+class _Made:
+    """``-sum_t counted_t log p(label_t)``, and its gradients but for the factor 1 / temperature."""
+
+    total: Tensor
+    hidden: Tensor | None
+    head: HeadGradients
+
+    @classmethod
+    def of(cls, hidden: Tensor, labels: Tensor, counted: Tensor, head: LmHead, chunk: int, needed: tuple[bool, bool, bool]) -> "_Made":
+        """needed: the gradients of hidden, weight and bias."""
+        dtype = torch.promote_types(head.matmul_dtype, hidden.dtype)
+        grad_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if needed[0] else None
+        made = cls(torch.zeros((), dtype=head.dtype, device=hidden.device), grad_hidden, HeadGradients(head, needed[1], needed[2]))
+        matrix = head.cast(head.weight)
+        for tokens in chunks_of(len(hidden), chunk):
+            made._add(hidden, labels, counted, head, matrix, tokens)
+        return made
+
+    def _add(self, hidden: Tensor, labels: Tensor, counted: Tensor, head: LmHead, matrix: Tensor, tokens: slice) -> None:
+        live = counted[tokens]
+        h = torch.where(live[:, None], head.cast(hidden[tokens]), 0.0)
+        z = head.logits(h, matrix)
+        capped = None if head.softcap is None else z.clone()
+        softmax = TokenSoftmax.of(
+            z,
+            labels[tokens],
+        )  # z is exp(z - largest) now
+        self.total.sub_(torch.where(live, softmax.logprobs, 0.0).sum())
+        dz = z.mul_((live / softmax.total)[:, None])
+        here = ((labels[tokens] >= 0) & (labels[tokens] < dz.shape[1]) & live).nonzero().squeeze(1)
+        dz.index_put_((here, labels[tokens][here]), dz.new_tensor(-1.0), accumulate=True)
+        if capped is not None:
+            head.uncap_(dz, capped)
+        rounded = head.cast(dz)
+        self.head.add(dz, h, rounded)
+        if self.hidden is not None:
+            self.hidden[tokens] = rounded @ matrix
+
+
 class _LinearNLL(torch.autograd.Function):
     """``-sum_t counted_t log p(label_t)``, with its gradients made in forward."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, counted: Tensor, head: LmHead, chunk: int) -> Tensor:
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        matrix = head.cast(head.weight)
-        gradients = HeadGradients(head, need_weight, need_bias)
-        grad_hidden = (
-            torch.zeros(hidden.shape, dtype=torch.promote_types(head.matmul_dtype, hidden.dtype), device=hidden.device) if need_hidden else None
-        )
-        total = torch.zeros((), dtype=head.dtype, device=hidden.device)
-        for tokens in chunks_of(len(hidden), chunk):
-            live = counted[tokens]
-            h = torch.where(live[:, None], head.cast(hidden[tokens]), 0.0)
-            z = head.logits(h, matrix)
-            capped = None if head.softcap is None else z.clone()
-            softmax = TokenSoftmax.of(z, labels[tokens], entropy=False)  # z is exp(z - largest) now
-            total -= torch.where(live, softmax.logprobs, 0.0).sum()
-            dz = z.mul_((live / softmax.total)[:, None])
-            here = ((labels[tokens] >= 0) & (labels[tokens] < dz.shape[1]) & live).nonzero().squeeze(1)
-            dz.index_put_((here, labels[tokens][here]), dz.new_tensor(-1.0), accumulate=True)
-            if capped is not None:
-                head.uncap_(dz, capped)
-            rounded = head.cast(dz)
-            gradients.add(dz, h, rounded)
-            if grad_hidden is not None:
-                grad_hidden[tokens] = rounded @ matrix
-        ctx.save_for_backward(grad_hidden, gradients.weight, gradients.bias)
-        ctx.temperature = head.temperature
-        ctx.like = [(leaf.shape, leaf.dtype) if leaf is not None else None for leaf in (hidden, weight, bias)]
-        return total
+        made = _Made.of(hidden, labels, counted, head, chunk, ctx.needs_input_grad[:3])
+        # Not among the saved tensors: backward gives them away rather than copy them.
+        ctx.made = made
+        ctx.save_for_backward(hidden, weight, bias, labels, counted)
+        ctx.head, ctx.chunk = head, chunk
+        return made.total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        scale = upstream / ctx.temperature
-        made = (None if grad is None else _scaled(grad, scale, *like) for grad, like in zip(ctx.saved_tensors, ctx.like, strict=True))
-        return (*made, None, None, None, None)
-
-
-def _scaled(grad: Tensor, scale: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """``grad * scale`` in the dtype; rows of padding are zero."""
-    result = torch.zeros(shape, dtype=dtype, device=grad.device) if grad.shape != shape else torch.empty(shape, dtype=dtype, device=grad.device)
-    torch.mul(grad, scale, out=result[: len(grad)])
-    return result
+        hidden, weight, bias, labels, counted = ctx.saved_tensors
+        head: LmHead = ctx.head
+        made, ctx.made = ctx.made, None
+        if made is None:  # a second backward, with retain_graph: the first has given them away
+            made = _Made.of(hidden, labels, counted, head, ctx.chunk, ctx.needs_input_grad[:3])
+        scale = upstream / head.temperature
+        leaves = ((made.hidden, hidden), (made.head.weight, weight), (made.head.bias, bias))
+        return (*(None if grad is None or like is None else padded(grad.mul_(scale), like) for grad, like in leaves), None, None, None, None)

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fused_losses.lm_head import HeadGradients, LmHead, check_head, chunks_of, default_chunk, gather_tokens, scatter_tokens
-from fused_losses.softmax import TokenSoftmax, Upstream
+from fused_losses.lm_head import HeadGradients, LmHead, check_head, chunks_of, default_chunk, gather_tokens, padded, scatter_tokens
+from fused_losses.softmax import TokenLogprobs, TokenSoftmax, Upstream
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class _Call:
     matmul_dtype: torch.dtype
     chunk: int
     entropy: bool
+    logit_range: bool
     group: dist.ProcessGroup | None
     sequence_parallel: bool
 
@@ -39,13 +40,14 @@ def linear_logprobs(
     temperature: float = 1.0,
     softcap: float | None = None,
     entropy: bool = False,
+    logit_range: bool = False,
     vocab_start: int = 0,
     vocab_rows: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     matmul_dtype: torch.dtype | None = None,
     chunk: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> TokenLogprobs:
     """``log p(label)`` and the entropy of ``p = softmax(softcap(hidden weight^T + bias) / temperature)``, token by token.
 
     hidden: ``[T, H]``, the same on every rank of ``tp_group``; with ``sequence_parallel`` ``[T / tp, H]``, this rank's part of
@@ -54,10 +56,11 @@ def linear_logprobs(
     padding, and get a gradient of zero. labels: ``[T]`` integer ids in the whole vocabulary; a label outside of it, such as -100,
     is owned by no rank, and its value means nothing. softcap: ``softcap(x) = cap tanh(x / cap)``, or None.
 
-    Returns logprobs ``[T]``, and entropy ``[T]`` in nats if asked for (else None), the same on every rank, in float32 (float64
-    for float64 inputs). Both carry gradients, any upstream gradient is right, and a token whose upstream gradient is zero takes
-    no part whatever its hidden state. The gradient of hidden is complete on every rank (with ``sequence_parallel``: for its
-    own tokens); those of weight and bias are for the tokens of this call, for the caller to add up over data and context parallelism.
+    Returns logprobs ``[T]``, and if asked for (else None) entropy ``[T]`` in nats, and with ``logit_range`` the least and the greatest logit
+    ``[T]``, before the temperature; all the same on every rank, in float32 (float64 for float64 inputs). Logprobs and entropy carry
+    gradients, any upstream gradient is right, and a token whose upstream gradient is zero takes no part whatever its hidden state. The
+    gradient of hidden is complete on every rank (with ``sequence_parallel``: for its own tokens); those of weight and bias are for
+    the tokens of this call, for the caller to add up over data and context parallelism.
 
     Matrix products are in ``matmul_dtype``, by default the inputs'; float32 for half-precision inputs is slower and rounds
     less. All else is float32; the weight's gradient is added up in float32 over chunks, and rounded at the end.
@@ -65,7 +68,7 @@ def linear_logprobs(
     Memory: ``chunk`` tokens have logits at a time, ``chunk x local vocab`` of them, forward and backward; by default so many
     that they are small beside the weight. Backward holds a float32 gradient of weight, and T H numbers. Saved for backward: the
     inputs and T numbers, 2 T with entropy; nothing under ``torch.no_grad``. Collectives on ``tp_group``, whatever the chunks:
-    forward one all-reduce MAX of T numbers and one SUM of 2 T (3 T with entropy), backward one SUM of T H float32; with
+    forward one all-reduce MAX of T numbers (2 T with ``logit_range``) and one SUM of 2 T (3 T with entropy), backward one SUM of T H float32; with
     ``sequence_parallel`` an all-gather of hidden in forward and in backward, and a reduce-scatter in place of the last sum.
 
     Raises ``ValueError`` for shapes, dtypes and numbers that do not fit.
@@ -79,27 +82,27 @@ def linear_logprobs(
         matmul_dtype=matmul_dtype or weight.dtype,
         chunk=chunk or default_chunk(weight),
         entropy=entropy,
+        logit_range=logit_range,
         group=tp_group,
         sequence_parallel=ranks > 1,
     )
-    logprobs, entropies = _LinearLogprobs.apply(hidden, weight, bias, labels - vocab_start, call)  # type: ignore[misc]
-    return logprobs, entropies if entropy else None
+    return TokenLogprobs.of(*_LinearLogprobs.apply(hidden, weight, bias, labels - vocab_start, call), (entropy, logit_range))  # type: ignore[misc]
 
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, call: _Call) -> tuple[Tensor, ...]:
         softmax = token_softmax(hidden, labels, call.head(weight, bias), call)
-        logprobs, entropy = softmax.logprobs, softmax.entropy
-        entropies = logprobs.new_zeros(0) if entropy is None else entropy
-        ctx.save_for_backward(hidden, weight, bias, labels, softmax.logsumexp, entropies)
+        entropy, extremes = softmax.entropy, softmax.range(call.temperature)
+        ctx.save_for_backward(hidden, weight, bias, labels, softmax.logsumexp, entropy)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return logprobs, entropies
+        ctx.mark_non_differentiable(*extremes)
+        return softmax.logprobs, entropy, *extremes
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, logsumexp, entropy = ctx.saved_tensors
         call: _Call = ctx.call
         head, (need_hidden, need_weight, need_bias) = call.head(weight, bias), ctx.needs_input_grad[:3]
@@ -123,8 +126,8 @@ class _LinearLogprobs(torch.autograd.Function):
         unit = upstream.unit
         return (
             None if grad_hidden is None else _reduced(grad_hidden.mul_(unit), call, hidden.dtype),
-            None if gradients.weight is None else _padded(gradients.weight.mul_(unit), weight),
-            None if gradients.bias is None or bias is None else _padded(gradients.bias.mul_(unit), bias),
+            None if gradients.weight is None else padded(gradients.weight.mul_(unit), weight),
+            None if gradients.bias is None or bias is None else padded(gradients.bias.mul_(unit), bias),
             None,
             None,
         )
@@ -134,10 +137,9 @@ def token_softmax(hidden: Tensor, labels: Tensor, head: LmHead, call: _Call) -> 
     """Of every token, over every rank's rows. ``labels`` count from this rank's first row."""
     whole = gather_tokens(hidden, call.group) if call.sequence_parallel and call.group is not None else hidden
     matrix = head.cast(head.weight)
-    parts = [
-        TokenSoftmax.of(head.logits(head.cast(whole[tokens]), matrix), labels[tokens], call.entropy) for tokens in chunks_of(len(whole), call.chunk)
-    ]
-    softmax = TokenSoftmax.cat(parts) if parts else TokenSoftmax.of(whole.new_zeros(0, 1, dtype=head.dtype), labels, call.entropy)
+    wanted = {"entropy": call.entropy, "lowest": call.logit_range}
+    parts = [TokenSoftmax.of(head.logits(head.cast(whole[part]), matrix), labels[part], **wanted) for part in chunks_of(len(whole), call.chunk)]
+    softmax = TokenSoftmax.cat(parts) if parts else TokenSoftmax.of(whole.new_zeros(0, 1, dtype=head.dtype), labels, **wanted)
     softmax.reduce(call.group)
     return softmax
 
@@ -153,12 +155,3 @@ def _reduced(grad_hidden: Tensor, call: _Call, dtype: torch.dtype) -> Tensor:
             return scatter_tokens(grad_hidden, call.group).to(dtype)
         dist.all_reduce(grad_hidden, group=call.group)
     return grad_hidden.to(dtype)
-
-
-def _padded(grad: Tensor, like: Tensor) -> Tensor:
-    """In the dtype and with the rows of ``like``; those of padding are zero."""
-    if grad.shape == like.shape:
-        return grad.to(like.dtype)
-    whole = torch.zeros_like(like)
-    whole[: len(grad)] = grad
-    return whole

@@ -100,6 +100,15 @@ def scatter_tokens(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
     return part
 
 
+def padded(grad: Tensor, like: Tensor) -> Tensor:
+    """In the dtype and with the rows of ``like``; those of padding are zero."""
+    if grad.shape == like.shape:
+        return grad.to(like.dtype)
+    whole = torch.zeros_like(like)
+    whole[: len(grad)] = grad
+    return whole
+
+
 def check_head(
     hidden: Tensor,
     weight: Tensor,

@@ -5,11 +5,31 @@ Vocabulary over ranks: Megatron-LM, arXiv:1909.08053.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from fused_losses.ranks import alone
+
+
+class TokenLogprobs(NamedTuple):
+    """``[T]`` each, in float32 (float64 for float64 inputs); None where not asked for."""
+
+    logprobs: Tensor
+    """Of the labels, in nats."""
+    entropy: Tensor | None
+    """Of the tempered distribution, in nats."""
+    min_logits: Tensor | None
+    max_logits: Tensor | None
+    """The least and the greatest logit over the whole vocabulary, before the temperature; without gradients."""
+
+    @classmethod
+    def of(cls, logprobs: Tensor, entropy: Tensor, lowest: Tensor, largest: Tensor, wanted: tuple[bool, bool]) -> "TokenLogprobs":
+        """wanted: the entropy, and the range."""
+        return cls(logprobs, entropy if wanted[0] else None, lowest if wanted[1] else None, largest if wanted[1] else None)
 
 
 @dataclass
@@ -17,43 +37,44 @@ class TokenSoftmax:
     """Of the logits z of each token, in the dtype of computation; ``[tokens]`` each.
 
     ``largest`` is the maximum, ``total`` the sum of ``exp(z - largest)``, ``label`` the label's logit, 0 where it is on another
-    rank; ``weighted`` the sum of ``(z - largest) exp(z - largest)``, where entropies are asked for.
+    rank; ``weighted`` the sum of ``(z - largest) exp(z - largest)``, where entropies are asked for; ``lowest`` the minimum, where ranges are.
     """
 
     largest: Tensor
     total: Tensor
     label: Tensor
-    weighted: Tensor | None
+    weighted: Tensor | None = None
+    lowest: Tensor | None = None
 
     @classmethod
-    def of(cls, logits: Tensor, labels: Tensor, entropy: bool) -> "TokenSoftmax":
+    def of(cls, logits: Tensor, labels: Tensor, *, entropy: bool = False, lowest: bool = False) -> "TokenSoftmax":
         """From ``logits [n, rows]``, which are overwritten. ``labels [n]`` count from the first of these rows; others are not here."""
         if not logits.shape[1]:
-            nothing = logits.new_zeros(3, len(logits))
-            return cls(logits.new_full((len(logits),), float("-inf")), nothing[0], nothing[1], nothing[2] if entropy else None)
+            nothing, infinity = logits.new_zeros(3, len(logits)), logits.new_full((len(logits),), float("inf"))
+            return cls(-infinity, nothing[0], nothing[1], nothing[2] if entropy else None, infinity if lowest else None)
         here = (labels >= 0) & (labels < logits.shape[1])
         at = labels.clamp(0, logits.shape[1] - 1)[:, None]
         label = torch.where(here, logits.gather(1, at).squeeze(1), 0.0)
-        largest = logits.amax(-1)
+        largest, least = logits.amax(-1), logits.amin(-1) if lowest else None
         shifted = logits.sub_(largest[:, None])
         if not entropy:
-            return cls(largest, shifted.exp_().sum(-1), label, None)
+            return cls(largest, shifted.exp_().sum(-1), label, lowest=least)
         exps = shifted.exp()
-        return cls(largest, exps.sum(-1), label, torch.linalg.vecdot(exps, shifted))
+        return cls(largest, exps.sum(-1), label, torch.linalg.vecdot(exps, shifted), least)
 
     @classmethod
     def cat(cls, parts: Sequence["TokenSoftmax"]) -> "TokenSoftmax":
         """Of all tokens, one part after the other."""
-        weighted = [part.weighted for part in parts if part.weighted is not None]
-        largest, total, label = (torch.cat([getattr(part, name) for part in parts]) for name in ("largest", "total", "label"))
-        return cls(largest, total, label, torch.cat(weighted) if weighted else None)
+        names = [field.name for field in fields(cls) if getattr(parts[0], field.name) is not None]
+        return cls(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
     def reduce(self, group: dist.ProcessGroup | None) -> None:
-        """Take in the other ranks of ``group``: one all-reduce MAX of T numbers, one SUM of 2 T, or 3 T with entropies."""
-        if group is None or group.size() == 1:
+        """Take in the other ranks of ``group``: one all-reduce MAX of T numbers, 2 T with ranges, and one SUM of 2 T, 3 T with entropies."""
+        if alone(group):
             return
-        largest = self.largest.clone()
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        extremes = self.largest.clone() if self.lowest is None else torch.stack([self.largest, -self.lowest])
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+        largest = extremes if self.lowest is None else extremes[0]
         moved = torch.where(self.total > 0, self.largest - largest, 0.0)  # a rank without rows has -inf here, and a total of 0
         shrunk = moved.exp()
         sums = [self.total * shrunk, self.label]
@@ -63,6 +84,7 @@ class TokenSoftmax:
         dist.all_reduce(summed, group=group)
         self.largest, self.total, self.label = largest, summed[0], summed[1]
         self.weighted = None if self.weighted is None else summed[2]
+        self.lowest = None if self.lowest is None else -extremes[1]
 
     @property
     def logsumexp(self) -> Tensor:
@@ -74,9 +96,14 @@ class TokenSoftmax:
         return self.label - self.largest - self.total.log()
 
     @property
-    def entropy(self) -> Tensor | None:
-        """In nats."""
-        return None if self.weighted is None else self.total.log() - self.weighted / self.total
+    def entropy(self) -> Tensor:
+        """In nats; of no tokens where not asked for."""
+        return self.total.new_zeros(0) if self.weighted is None else self.total.log() - self.weighted / self.total
+
+    def range(self, temperature: float) -> tuple[Tensor, Tensor]:
+        """The least and the greatest logit before the temperature; of no tokens where not asked for."""
+        nothing = self.total.new_zeros(0)
+        return (nothing, nothing) if self.lowest is None else (self.lowest * temperature, self.largest * temperature)
 
 
 @dataclass(frozen=True)

@@ -59,17 +59,17 @@ def test_gradcheck(temperature: float, softcap: float | None) -> None:
     hidden, weight, bias, labels = example()
     leaves = tuple(leaf.requires_grad_() for leaf in (hidden, weight, bias))
     given: Any = {"chunk": 4, "temperature": temperature, "softcap": softcap}
-    assert gradcheck(lambda h, w, b: linear_logprobs(h, w, labels, bias=b, entropy=True, **given), leaves)
+    assert gradcheck(lambda h, w, b: linear_logprobs(h, w, labels, bias=b, entropy=True, **given)[:2], leaves)
     assert gradcheck(lambda h, w, b: linear_cross_entropy(h, w, labels, bias=b, **given), leaves)
     logits = (hidden @ weight.T).detach().requires_grad_()
-    assert gradcheck(lambda z: vocab_parallel_logprobs(z, labels, temperature=temperature, entropy=True), (logits,))
+    assert gradcheck(lambda z: vocab_parallel_logprobs(z, labels, temperature=temperature, entropy=True)[:2], (logits,))
 
 
 def test_temperature_and_softcap_are_on_logits() -> None:
     """N1: a temperature that divides log-probabilities gives none of a distribution."""
     hidden, weight, bias, labels = example()
     logits = 2.0 * torch.tanh((hidden @ weight.T + bias) / 2.0) / 0.7
-    logprobs, entropy = linear_logprobs(hidden, weight, labels, bias=bias, temperature=0.7, softcap=2.0, entropy=True)
+    logprobs, entropy, *_ = linear_logprobs(hidden, weight, labels, bias=bias, temperature=0.7, softcap=2.0, entropy=True)
     expected = torch.log_softmax(logits, 1)
     torch.testing.assert_close(logprobs, expected.gather(1, labels[:, None]).squeeze(1))
     torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(1))
@@ -93,7 +93,7 @@ def test_bfloat16_weight_gradients_do_not_suffer_from_small_chunks(in_forward: b
         if in_forward:
             linear_cross_entropy(hidden, leaf, labels, chunk=chunk, matmul_dtype=matmul_dtype).backward()
         else:
-            (-linear_logprobs(hidden, leaf, labels, chunk=chunk, matmul_dtype=matmul_dtype)[0].mean()).backward()
+            (-linear_logprobs(hidden, leaf, labels, chunk=chunk, matmul_dtype=matmul_dtype).logprobs.mean()).backward()
         assert leaf.grad is not None
         assert exact.grad is not None
         return float((leaf.grad.double() - exact.grad).norm() / exact.grad.norm())
@@ -110,7 +110,7 @@ def test_float16_gradients_of_small_losses_do_not_underflow() -> None:
     leaves = [leaf.detach().clone().requires_grad_() for leaf in (hidden, weight)]
     upstream = 2.0**-20 * torch.linspace(-1, 2, 6)
     torch.log_softmax(exact[0] @ exact[1].T, 1).gather(1, labels[:, None]).squeeze(1).backward(upstream.double())
-    linear_logprobs(*leaves, labels)[0].backward(upstream)
+    linear_logprobs(*leaves, labels).logprobs.backward(upstream)
     for leaf, expected in zip(leaves, exact, strict=True):
         torch.testing.assert_close(leaf.grad.double() if leaf.grad is not None else None, expected.grad, rtol=0.02, atol=2.0**-24)
 
@@ -137,7 +137,7 @@ def test_nothing_is_made_or_saved_without_gradients() -> None:
     hidden, weight, bias, labels = (t.requires_grad_() if t.is_floating_point() else t for t in example(64, 8, 96, torch.float32))
     with torch.no_grad(), Largest() as seen:
         loss = linear_cross_entropy(hidden, weight, labels, bias=bias, chunk=4)
-        logprobs, _ = linear_logprobs(hidden, weight, labels, bias=bias, chunk=4)
+        logprobs = linear_logprobs(hidden, weight, labels, bias=bias, chunk=4).logprobs
     assert loss.grad_fn is None
     assert logprobs.grad_fn is None
     assert max(seen.sizes) == 8 * 96  # the weight, cut to its rows
@@ -179,7 +179,7 @@ def test_frozen_inputs(frozen: tuple[str, ...]) -> None:
     labels = example()[3]
     for name, leaf in leaves.items():
         leaf.requires_grad_(name not in frozen)
-    linear_logprobs(leaves["hidden"], leaves["weight"], labels, bias=leaves["bias"])[0].sum().backward()
+    linear_logprobs(leaves["hidden"], leaves["weight"], labels, bias=leaves["bias"]).logprobs.sum().backward()
     found = {name: leaf.grad for name, leaf in leaves.items()}
     for leaf in leaves.values():
         leaf.grad = None
@@ -203,7 +203,7 @@ def test_any_upstream_gradient(upstream: str) -> None:
     }[upstream]
     for leaf in (hidden, weight):
         leaf.requires_grad_()
-    found = torch.autograd.grad(linear_logprobs(hidden, weight, labels)[0], (hidden, weight), given)
+    found = torch.autograd.grad(linear_logprobs(hidden, weight, labels).logprobs, (hidden, weight), given)
     dense = torch.log_softmax(hidden @ weight.T, -1).gather(1, labels[:, None]).squeeze(1)
     for a, b in zip(found, torch.autograd.grad(dense, (hidden, weight), given), strict=True):
         torch.testing.assert_close(a, b)
@@ -243,7 +243,7 @@ def test_the_logits_never_exist() -> None:
     hidden, weight, bias, labels = (t.requires_grad_() if t.is_floating_point() else t for t in example(tokens, width, vocab, torch.float32))
     with Largest() as seen:
         linear_cross_entropy(hidden, weight, labels, bias=bias, chunk=chunk).backward()
-        linear_logprobs(hidden, weight, labels, bias=bias, entropy=True, chunk=chunk)[0].sum().backward()
+        linear_logprobs(hidden, weight, labels, bias=bias, entropy=True, chunk=chunk).logprobs.sum().backward()
     assert max(seen.sizes) == max(vocab * width, tokens * width, chunk * vocab)
     with Largest() as dense:
         F.cross_entropy(hidden @ weight.T, labels).backward()
@@ -285,7 +285,7 @@ def test_collectives_of_sequence_parallelism(make_world: MakeWorld) -> None:
         rank, group = context.rank, context.mesh.get_group("tp")
         own, local = hidden[4 * rank : 4 * rank + 4].clone().requires_grad_(), weight[4 * rank : 4 * rank + 4].clone().requires_grad_()
         given: Any = {"vocab_start": 4 * rank, "tp_group": group, "sequence_parallel": True, "chunk": 3}
-        linear_logprobs(own, local, labels, entropy=True, **given)[0].sum().backward()
+        linear_logprobs(own, local, labels, entropy=True, **given).logprobs.sum().backward()
         assert own.grad is not None
         assert own.grad.shape == own.shape
 

@@ -130,7 +130,7 @@ def test_any_upstream_gradient_of_a_tiled_loss(chunk: int) -> None:
 
     def gradients(scale: float, tiled: bool) -> tuple[Tensor, ...]:
         dense = torch.log_softmax(hidden @ weight.T, 1).gather(1, labels[:, None]).squeeze(1)
-        logprobs = linear_logprobs(hidden, weight, labels, chunk=chunk)[0] if tiled else dense
+        logprobs = linear_logprobs(hidden, weight, labels, chunk=chunk).logprobs if tiled else dense
         loss, _ = grpo_loss(**{**given, "logprobs": logprobs})
         assert weight.grad is None
         return torch.autograd.grad(scale * loss, leaves)
@@ -142,7 +142,7 @@ def test_any_upstream_gradient_of_a_tiled_loss(chunk: int) -> None:
 def test_a_rank_without_tokens_takes_part() -> None:
     """O11."""
     hidden, weight = torch.zeros(0, 4, requires_grad=True), torch.ones(9, 4, requires_grad=True)
-    logprobs, _ = linear_logprobs(hidden, weight, torch.zeros(0, dtype=torch.long))
+    logprobs = linear_logprobs(hidden, weight, torch.zeros(0, dtype=torch.long)).logprobs
     none = {name: torch.zeros(0) for name in ("old_logprobs", "reference_logprobs", "sampler_logprobs", "advantages")}
     loss, metrics = grpo_loss(logprobs, **none, mask=torch.zeros(0, dtype=torch.bool), valid_tokens=9, rho=RhoCorrection())
     loss.backward()

@@ -97,7 +97,7 @@ def _log_ratios(draft: Draft) -> Tensor:
         "inside": [spans["inside"]],
         "everywhere": list(spans.values()),
         "on-policy": [(0.0, 0.0)],
-        "extreme": [(-40.0, -20.0), (10.0, 20.0), (30.0, 42.0), spans["inside"]],
+        "extreme": [(-40.0, -20.0), (10.0, 20.0), (28.0, 34.0), spans["inside"]],  # times exp of a far reference: within float32
     }
     chosen = scenario[draft.scenario["ratios"]]
     if not o.sequence_level_importance_ratios:

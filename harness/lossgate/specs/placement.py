@@ -56,6 +56,6 @@ def reference_logprobs(draft: Draft, clamp: float | None = None) -> Tensor:
     spans: dict[str, Sequence[Span]] = {
         "near": NEAR,
         "equal": [(0.0, 0.0)],
-        "far": [(-0.8, 0.8), (-far - 15, -far), (far, far + 15), (5.2, 9.0), (-9.0, -5.2), (1.5, 2.3), (-30.0, -25.0)],
+        "far": [(-0.8, 0.8), (-far - 3, -far), (far, far + 3), (5.2, 9.0), (-9.0, -5.2), (1.5, 2.3), (-30.0, -25.0)],
     }
     return draft.logprobs + place(draft.bits, "reference", draft.tokens, spans[draft.scenario["reference"]])
