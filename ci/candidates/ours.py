@@ -16,6 +16,7 @@ from fused_losses import (
     grpo_loss,
     linear_cross_entropy,
     linear_logprobs,
+    linear_sft_loss,
     vocab_parallel_cross_entropy,
     vocab_parallel_logprobs,
 )
@@ -24,7 +25,7 @@ from lossgate.specs.clipped_pg import CLIPPED_PG, ClippedPGHiddenInputs, Clipped
 from lossgate.specs.dpo import DPO, DpoHiddenInputs, DpoSpecOptions
 from lossgate.specs.grpo import GRPO, GrpoHiddenInputs, GrpoSpecOptions
 from lossgate.specs.inputs import HiddenInputs, LogitsInputs
-from lossgate.specs.nll import NllHiddenInputs, NllLogitsInputs, NllOptions
+from lossgate.specs.nll import NLL, NllHiddenInputs, NllLogitsInputs, NllOptions
 from lossgate.specs.token_logprobs import TokenLogprobsOptions
 
 CHUNK = 16
@@ -62,6 +63,38 @@ def _counted(inputs: NllHiddenInputs | NllLogitsInputs, options: NllOptions) -> 
 def fused_linear_cross_entropy(inputs: NllHiddenInputs, options: NllOptions, mesh: DeviceMesh) -> Tensor:
     given = _counted(inputs, options) | _split(inputs, mesh)
     return linear_cross_entropy(inputs.hidden, inputs.weight, inputs.labels, bias=inputs.bias, chunk=CHUNK, **given)
+
+
+@candidate(
+    "nll",
+    head="hidden",
+    axes=("dp", "cp", "tp"),
+    precision=TRAINED,
+    contract=Contract(metrics={name: {"dp": "replicate", "cp": "replicate"} for name in NLL.metrics}),
+    supports={option.name: ANY for option in NLL.options} | {"bias": ANY, "vocab_split": ANY},
+    tiles={"token": CHUNK},
+    good_for="SFT with its statistics from this rank's tokens alone, under context parallelism",
+)
+def fused_linear_sft(inputs: NllHiddenInputs, options: NllOptions, mesh: DeviceMesh) -> Outputs:
+    loss, statistics = linear_sft_loss(
+        inputs.hidden,
+        inputs.weight,
+        inputs.labels,
+        mask=inputs.mask,
+        real=inputs.real,
+        sequence=inputs.sequence,
+        sequences=len(inputs.cu_seqlens) - 1,
+        valid_tokens=inputs.valid_tokens,
+        reduction=options.reduction,
+        epsilon=options.epsilon,
+        bias=inputs.bias,
+        temperature=options.temperature,
+        cp_group=mesh.get_group("cp"),
+        chunk=CHUNK,
+        **_split(inputs, mesh),
+    )
+    told = statistics.reduce(mesh.get_group("cp")).reduce(mesh.get_group("dp")).export()
+    return Outputs(loss=loss, metrics={name: value.to(loss.dtype) for name, value in {**told, "entropy": told["entropy_avg"]}.items()})
 
 
 @candidate(

@@ -9,16 +9,21 @@ from fused_losses.cross_entropy import linear_cross_entropy, vocab_parallel_cros
 from fused_losses.dpo import dpo_loss
 from fused_losses.grpo import RhoCorrection, grpo_loss
 from fused_losses.linear_logprobs import linear_logprobs
+from fused_losses.packing import Pack
+from fused_losses.sft import SFTStatistics, linear_sft_loss
 from fused_losses.vocab_parallel import vocab_parallel_logprobs
 
 __all__ = [
     "ClippedPGConfig",
+    "Pack",
     "RhoCorrection",
+    "SFTStatistics",
     "clipped_pg_loss",
     "dpo_loss",
     "grpo_loss",
     "linear_cross_entropy",
     "linear_logprobs",
+    "linear_sft_loss",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_logprobs",
 ]
