@@ -17,6 +17,7 @@ from fused_losses import (
     linear_cross_entropy,
     linear_logprobs,
     linear_sft_loss,
+    tiled_token_logprobs,
     vocab_parallel_cross_entropy,
     vocab_parallel_logprobs,
 )
@@ -24,11 +25,12 @@ from lossgate import ANY, Contract, Outputs, Precision, candidate
 from lossgate.specs.clipped_pg import CLIPPED_PG, ClippedPGHiddenInputs, ClippedPGSpecOptions
 from lossgate.specs.dpo import DPO, DpoHiddenInputs, DpoSpecOptions
 from lossgate.specs.grpo import GRPO, GrpoHiddenInputs, GrpoSpecOptions
-from lossgate.specs.inputs import HiddenInputs, LogitsInputs
+from lossgate.specs.inputs import HiddenHead, HiddenInputs, LogitsInputs
 from lossgate.specs.nll import NLL, NllHiddenInputs, NllLogitsInputs, NllOptions
 from lossgate.specs.token_logprobs import TokenLogprobsOptions
 
 CHUNK = 16
+TILES = 3
 
 TRAINED: dict[str, Precision] = {
     "float32": Precision(),
@@ -209,7 +211,35 @@ def fused_linear_dpo(inputs: DpoHiddenInputs, options: DpoSpecOptions, mesh: Dev
 )
 def fused_linear_clipped_pg(inputs: ClippedPGHiddenInputs, options: ClippedPGSpecOptions, mesh: DeviceMesh) -> Outputs:
     given: dict[str, Any] = {"bias": inputs.bias, "temperature": options.temperature, "chunk": CHUNK, **_split(inputs, mesh)}
-    logprobs = linear_logprobs(inputs.hidden, inputs.weight, inputs.labels, **given).logprobs
+    return _clipped_pg(linear_logprobs(inputs.hidden, inputs.weight, inputs.labels, **given).logprobs, inputs, options, mesh)
+
+
+@candidate(
+    "clipped_pg",
+    head="hidden",
+    axes=("dp", "cp"),
+    precision=TRAINED,
+    supports={option.name: ANY for option in CLIPPED_PG.options} | {"bias": ANY},
+    good_for="the same through an lm-head that is a module of any kind",
+)
+def fused_tiled_clipped_pg(inputs: ClippedPGHiddenInputs, options: ClippedPGSpecOptions, mesh: DeviceMesh) -> Outputs:
+    head = _as_module(inputs)
+    logprobs, _ = tiled_token_logprobs(head, inputs.hidden, inputs.labels, temperature=options.temperature, tiles=TILES)
+    return _clipped_pg(logprobs, inputs, options, mesh)
+
+
+def _as_module(inputs: HiddenHead) -> torch.nn.Linear:
+    """An lm-head that hands the gradients of its parameters on once they are complete."""
+    head = torch.nn.Linear(inputs.weight.shape[1], inputs.weight.shape[0], bias=inputs.bias is not None, device="meta")
+    for name, leaf in (("weight", inputs.weight), ("bias", inputs.bias)):
+        if leaf is not None:
+            parameter = torch.nn.Parameter(leaf.detach())
+            parameter.register_post_accumulate_grad_hook(lambda p, leaf=leaf: setattr(leaf, "grad", p.grad))
+            setattr(head, name, parameter)
+    return head
+
+
+def _clipped_pg(logprobs: Tensor, inputs: ClippedPGHiddenInputs, options: ClippedPGSpecOptions, mesh: DeviceMesh) -> Outputs:
     loss, metrics = clipped_pg_loss(
         logprobs,
         prev_logprobs=inputs.prev_logprobs,
@@ -240,7 +270,24 @@ def fused_linear_clipped_pg(inputs: ClippedPGHiddenInputs, options: ClippedPGSpe
 )
 def fused_linear_grpo(inputs: GrpoHiddenInputs, options: GrpoSpecOptions, mesh: DeviceMesh) -> Outputs:
     given: dict[str, Any] = {"bias": inputs.bias, "temperature": options.temperature, "chunk": CHUNK, **_split(inputs, mesh)}
-    logprobs = linear_logprobs(inputs.hidden, inputs.weight, inputs.labels, **given).logprobs
+    return _grpo(linear_logprobs(inputs.hidden, inputs.weight, inputs.labels, **given).logprobs, inputs, options, mesh)
+
+
+@candidate(
+    "grpo",
+    head="hidden",
+    axes=("dp", "cp"),
+    precision=TRAINED,
+    supports={option.name: ANY for option in GRPO.options} | {"bias": ANY},
+    good_for="the same through an lm-head that is a module of any kind",
+)
+def fused_tiled_grpo(inputs: GrpoHiddenInputs, options: GrpoSpecOptions, mesh: DeviceMesh) -> Outputs:
+    head = _as_module(inputs)
+    logprobs, _ = tiled_token_logprobs(head, inputs.hidden, inputs.labels, temperature=options.temperature, tiles=TILES)
+    return _grpo(logprobs, inputs, options, mesh)
+
+
+def _grpo(logprobs: Tensor, inputs: GrpoHiddenInputs, options: GrpoSpecOptions, mesh: DeviceMesh) -> Outputs:
     rho = RhoCorrection(
         clamp_lower=options.rho_clamp_lower_bound,
         clamp_upper=options.rho_clamp_upper_bound,

@@ -9,21 +9,27 @@ from fused_losses.cross_entropy import linear_cross_entropy, vocab_parallel_cros
 from fused_losses.dpo import dpo_loss
 from fused_losses.grpo import RhoCorrection, grpo_loss
 from fused_losses.linear_logprobs import linear_logprobs
+from fused_losses.memory_snapshots import MemorySnapshots
+from fused_losses.models import backbone_and_lm_head
 from fused_losses.packing import Pack
 from fused_losses.sft import SFTStatistics, linear_sft_loss
+from fused_losses.tiled import tiled_token_logprobs
 from fused_losses.vocab_parallel import vocab_parallel_logprobs
 
 __all__ = [
     "ClippedPGConfig",
+    "MemorySnapshots",
     "Pack",
     "RhoCorrection",
     "SFTStatistics",
+    "backbone_and_lm_head",
     "clipped_pg_loss",
     "dpo_loss",
     "grpo_loss",
     "linear_cross_entropy",
     "linear_logprobs",
     "linear_sft_loss",
+    "tiled_token_logprobs",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_logprobs",
 ]
