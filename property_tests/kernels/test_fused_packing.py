@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packs: one call of a kernel and of a loss, as sequence by sequence; and the defects of fused sequence packing, by their numbers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fused_losses import ClippedPGConfig, Pack, clipped_pg_loss, dpo_loss, linear_cross_entropy, linear_logprobs
+from lossgate import Layout
+from lossgate.problems.partition import Partition
+from lossgate.worlds import RankContext, SimulatedWorld
+
+MakeWorld = Callable[..., SimulatedWorld]
+WIDTH, VOCAB = 5, 11
+
+
+def starts(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+class Rows:
+    """Rows ``[B, width]`` as a trainer has them, each token's own: ids, a token mask, advantages, log-probabilities with a leading 0."""
+
+    def __init__(self, lengths: list[int], width: int, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        count = len(lengths)
+        self.lengths = lengths
+        self.ids = torch.randint(VOCAB, (count, width), generator=generator)
+        inside = torch.arange(width) < torch.tensor(lengths)[:, None]
+        self.mask = (torch.rand(count, width, generator=generator) < 0.7) & inside
+        self.advantages, *self.others = torch.randn(4, count, width, generator=generator, dtype=torch.float64)
+        self.rewards = torch.randn(count, generator=generator, dtype=torch.float64)
+        self.weight = torch.randn(VOCAB, WIDTH, generator=generator, dtype=torch.float64)
+        self.embedding = torch.randn(VOCAB, WIDTH, generator=generator, dtype=torch.float64)
+
+    def hidden(self, pack: Pack) -> Tensor:
+        """Of the pack's tokens; whatever at padding."""
+        return self.embedding[pack.from_rows(self.ids, shift=0)] * (1 + pack.position[:, None])
+
+    @property
+    def counted(self) -> Tensor:
+        """``[B]``: labels that are trained: the first token of a sequence is no label."""
+        return self.mask[:, 1:].sum(1)
+
+
+def nll(rows: Rows, pack: Pack, hidden: Tensor, weight: Tensor, cp_group: Any = None, **tp: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    mask = pack.from_rows(rows.mask, shift=1)
+    return linear_cross_entropy(hidden, weight, pack.labels(rows.ids), mask=mask, valid_tokens=rows.counted.sum(), chunk=3, **tp), {}
+
+
+def dpo(rows: Rows, pack: Pack, hidden: Tensor, weight: Tensor, cp_group: Any = None, **tp: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    return dpo_loss(
+        linear_logprobs(hidden, weight, pack.labels(rows.ids), chunk=3, **tp).logprobs,
+        pack.from_rows(rows.others[0], shift=1),
+        mask=pack.from_rows(rows.mask, shift=1),
+        sequence=pack.sequence,
+        sample_mask=torch.arange(pack.sequences + pack.sequences % 2) < len(rows.lengths),
+        valid_pairs=3,
+        beta=0.3,
+        sft_loss_weight=0.5,
+        cp_group=cp_group,
+    )
+
+
+CONFIGS = {
+    "default": ClippedPGConfig(),
+    "positive examples": ClippedPGConfig(positive_example_nll_weight=0.1),
+    "gspo": ClippedPGConfig(token_level_loss=False, sequence_level_importance_ratios=True, use_importance_sampling_correction=True),
+    "seq-mask-tis": ClippedPGConfig(
+        use_importance_sampling_correction=True,
+        truncated_importance_sampling_type="seq-mask-tis",
+        truncated_importance_sampling_ratio=1.5,
+        truncated_importance_sampling_ratio_min=0.5,
+    ),
+}
+
+
+def clipped_pg(config: str) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
+    def loss(rows: Rows, pack: Pack, hidden: Tensor, weight: Tensor, cp_group: Any = None, **tp: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        sample_mask = torch.arange(pack.sequences) < len(rows.lengths)
+        given = dict(zip(("prev_logprobs", "generation_logprobs", "reference_logprobs"), rows.others, strict=True)) | {"advantages": rows.advantages}
+        fields = {name: pack.from_rows(values, shift=1) for name, values in given.items()}
+        rewards = torch.zeros(pack.sequences, dtype=torch.float64)
+        rewards[: len(rows.rewards)] = rows.rewards
+        return clipped_pg_loss(
+            linear_logprobs(hidden, weight, pack.labels(rows.ids), chunk=3, **tp).logprobs,
+            **fields,
+            mask=pack.from_rows(rows.mask, shift=1),
+            sequence=pack.sequence,
+            sample_mask=sample_mask,
+            valid_tokens=7,
+            valid_sequences=4,
+            rewards=rewards,
+            positive_tokens=5,
+            config=CONFIGS[config],
+            cp_group=cp_group,
+        )
+
+    return loss
+
+
+LOSSES = {"nll": nll, "dpo": dpo, **{f"clipped_pg, {name}": clipped_pg(name) for name in CONFIGS}}
+
+
+def one_by_one(loss: Any, rows: Rows, together: int = 1) -> tuple[Tensor, Tensor, dict[str, list[Tensor]]]:
+    """The loss of each sequence (or pair) alone, in tensors of its own, added up: value, gradient of weight, and the parts of metrics."""
+    weight, total, parts = rows.weight.clone().requires_grad_(), torch.zeros((), dtype=torch.float64), dict[str, list[Tensor]]()
+    valid = rows.counted.sum()
+    for first in range(0, len(rows.lengths), together):
+        own = Rows(rows.lengths[first : first + together], rows.ids.shape[1])
+        for name, value in vars(rows).items():
+            if isinstance(value, Tensor) and len(value) == len(rows.lengths):
+                setattr(own, name, value[first : first + together])
+        own.others = [other[first : first + together] for other in rows.others]
+        own.weight, own.embedding = rows.weight, rows.embedding
+        pack = Pack.of(starts(own.lengths))
+        value, metrics = loss(own, pack, own.hidden(pack), weight)
+        if loss is nll:  # which divides by what its rows count
+            value = value * own.counted.sum() / valid
+        total = total + value
+        for name, metric in metrics.items():
+            parts.setdefault(name, []).append(metric)
+    total.backward()
+    assert weight.grad is not None
+    return total.detach(), weight.grad, parts
+
+
+def whole(name: str, parts: list[Tensor]) -> Tensor:
+    stacked = torch.stack(parts)
+    return stacked.amin() if name.endswith("_min") else stacked.amax() if name.endswith("_max") else stacked.sum()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_pack_is_its_sequences(name: str) -> None:
+    """P1, P4, P5: in value, gradient and every metric, with padding, an empty sequence, an inflated last one, and a tail that has no row."""
+    rows, loss = Rows([4, 1, 7, 2, 0, 5], 7), LOSSES[name]
+    pack = Pack.of(starts([*rows.lengths, 0, 0]), starts([4, 2, 8, 2, 0, 13, 3, 0]))
+    weight = rows.weight.clone().requires_grad_()
+    hidden = rows.hidden(pack).masked_fill(~pack.real[:, None], float("nan")).requires_grad_()
+    value, metrics = loss(rows, pack, hidden, weight)
+    value.backward()
+    expected, gradient, parts = one_by_one(loss, rows, together=2 if name == "dpo" else 1)
+    torch.testing.assert_close(value.detach(), expected)
+    assert weight.grad is not None
+    assert gradient.abs().max() > 0  # a graph that was cut would agree with one that was cut
+    torch.testing.assert_close(weight.grad, gradient)
+    for metric, found in metrics.items():
+        torch.testing.assert_close(found, whole(metric, parts[metric]))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_lengths_that_are_padded_ones_throughout(name: str) -> None:
+    """As production gives them (losses.md 2.2): masks alone tell padding then, and rows are shorter than the last sequence."""
+    rows, loss = Rows([4, 1, 7, 2], 7), LOSSES[name]
+    results = []
+    for pack in (Pack.of(starts(rows.lengths), starts([4, 2, 8, 12])), Pack.of(starts([4, 2, 8, 12]))):
+        weight = rows.weight.clone().requires_grad_()
+        value, _ = loss(rows, pack, rows.hidden(pack), weight)
+        value.backward()
+        results.append((value.detach(), weight.grad))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("layout", ["cp=2", "tp=2", "cp=2,tp=2", "cp=3"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_pack_over_ranks_is_its_sequences(make_world: MakeWorld, name: str, layout: str) -> None:
+    """P6: in value, gradients and metrics, and their scale."""
+    rows, loss, cp = Rows([4, 1, 7, 2, 0, 5], 7), LOSSES[name], Layout.parse(layout).cp
+    padded = [-(-length // (2 * cp)) * 2 * cp for length in rows.lengths]
+    padded[-1] += 4 * cp
+
+    def body(context: RankContext) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        tp_group, cp_group = context.mesh.get_group("tp"), context.mesh.get_group("cp")
+        pack = Pack.of(starts(rows.lengths), starts(padded), cp_group=cp_group)
+        start, end = (VOCAB * r // tp_group.size() for r in (tp_group.rank(), tp_group.rank() + 1))
+        weight = rows.weight[start:end].clone().requires_grad_()
+        value, metrics = loss(rows, pack, rows.hidden(pack), weight, cp_group=cp_group, vocab_start=start, tp_group=tp_group)
+        value.backward()
+        assert weight.grad is not None
+        return value.detach(), weight.grad, metrics
+
+    world = make_world(layout)
+    results = world.run(body)
+    expected, gradient, parts = one_by_one(loss, rows, together=2 if name == "dpo" else 1)
+    ranks = [Layout.parse(layout).coordinate(rank) for rank in range(Layout.parse(layout).ranks)]
+    first = [r for r, at in zip(results, ranks, strict=True) if at["tp"] == 0]
+    replicated = name == "dpo"
+    torch.testing.assert_close(first[0][0] if replicated else sum(r[0] for r in first), expected)
+    grads = [sum(r[1] for r, at in zip(results, ranks, strict=True) if at["tp"] == tp) for tp in range(Layout.parse(layout).tp)]
+    torch.testing.assert_close(torch.cat([torch.as_tensor(g) for g in grads]), gradient)
+    for metric in parts:
+        found = first[0][2][metric] if replicated else whole(metric, [r[2][metric] for r in first])
+        torch.testing.assert_close(found, whole(metric, parts[metric]))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_collectives_do_not_grow_with_sequences(make_world: MakeWorld, name: str) -> None:
+    """Nor with chunks; those over cp are of S numbers, and none where only tokens matter."""
+
+    def collectives(lengths: list[int]) -> list[str]:
+        rows = Rows(lengths, max(lengths))
+        world = make_world("cp=2,tp=2")
+
+        def body(context: RankContext) -> None:
+            pack = Pack.of(starts(lengths), starts([-(-n // 4) * 4 for n in lengths]), cp_group=context.mesh.get_group("cp"))
+            tp_group = context.mesh.get_group("tp")
+            weight = rows.weight[5 * tp_group.rank() : 5 * tp_group.rank() + 5 + tp_group.rank()].clone().requires_grad_()
+            given: Any = {"cp_group": context.mesh.get_group("cp"), "vocab_start": 5 * tp_group.rank(), "tp_group": tp_group}
+            LOSSES[name](rows, pack, rows.hidden(pack).requires_grad_(), weight, **given)[0].backward()
+
+        world.run(body)
+        return [logged.collective for logged in world.log if logged.rank == 0]
+
+    few, many = collectives([8, 8]), collectives([4, 3, 2, 1, 4, 2])
+    assert few == many
+    over_cp = {"dpo": 1, "clipped_pg, gspo": 2, "clipped_pg, seq-mask-tis": 1}.get(name, 0)
+    assert len(few) == 3 + over_cp
+
+
+@hypothesis.given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(1, 4), st.integers(1, 3))
+def test_the_split_is_the_zigzag(lengths: list[int], cp: int, multiple: int) -> None:
+    """As the partition of problems has it, which is another implementation."""
+    partition = Partition(Layout(cp=cp), tuple(lengths), vocab=7, multiple=multiple)
+    for rank in range(cp):
+        group = _FakeGroup(cp, rank)
+        pack = Pack.of(starts(lengths), torch.tensor(partition.starts), cp_group=group)  # type: ignore[arg-type]
+        assert torch.equal(pack.index, partition.token_shards[0, rank])
+        assert torch.equal(pack.sequence, partition.sequence_of_token[pack.index])
+        assert torch.equal(pack.real, torch.isin(pack.index, partition.real_tokens))
+
+
+class _FakeGroup:
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+
+@pytest.mark.parametrize("layout", ["single", "cp=2", "cp=3"])
+def test_gathering_undoes_splitting_and_its_gradient_is_not_multiplied(make_world: MakeWorld, layout: str) -> None:
+    """A4 and 2.3: a loss that every rank computes whole needs no division by cp."""
+    cp = Layout.parse(layout).cp
+    true, padded = starts([4, 0, 7, 1]), starts([12, 0, 12, 12])
+    whole_pack = torch.randn(36, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def body(context: RankContext) -> tuple[Tensor, Tensor, Tensor]:
+        group = context.mesh.get_group("cp")
+        pack = Pack.of(true, padded, cp_group=group)
+        local = pack.split(whole_pack).requires_grad_()
+        rows = pack.to_rows(local, 7, group)
+        assert torch.equal(pack.gather(local.detach(), group), whole_pack)
+        (rows.square().sum()).backward()
+        assert local.grad is not None
+        return rows.detach(), local.grad, torch.where(pack.real, 2 * local.detach(), 0.0)
+
+    world = make_world(layout)
+    for rows, gradient, expected in world.run(body):
+        torch.testing.assert_close(gradient, expected)
+        torch.testing.assert_close(rows[2], whole_pack[12:19])
+        torch.testing.assert_close(rows[3, 1:], torch.zeros(6, dtype=torch.float64))
+    gathers = [logged.shown for logged in world.log if logged.rank == 0]
+    assert len(gathers) == (2 if cp > 1 else 0)
+    assert all("," not in shown.split("[")[-1] for shown in gathers)  # of one dim
+
+
+def test_filtered_tokens_have_no_part() -> None:
+    """P7: a token that top-k/p leaves out, of log-probability -inf, neither contributes -A nor has a weight of 1 / p_gen."""
+    fields = {name: torch.full((4,), -1.0) for name in ("prev_logprobs", "generation_logprobs", "reference_logprobs")}
+    rest: dict[str, Any] = {"advantages": torch.ones(4), "sequence": torch.zeros(4, dtype=torch.long), "sample_mask": torch.ones(1).bool()}
+    config = ClippedPGConfig(use_importance_sampling_correction=True, reference_policy_kl_penalty=0.0)
+    results = []
+    for filtered in (True, False):
+        mask = torch.ones(4, dtype=torch.bool)
+        c = torch.full((4,), -1.0)
+        c[2] = fields["prev_logprobs"][2] = -torch.inf if filtered else -1.0
+        mask[2] = filtered  # or it is simply not there
+        given = {**fields, **rest, "mask": mask}
+        results.append(clipped_pg_loss(c, **given, valid_tokens=4, valid_sequences=1, config=config))
+    torch.testing.assert_close(results[0], results[1])
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: Pack.of(torch.tensor([1, 3])), r"cu_seqlens \[1, 3\]: expected 0, and then no number below"),
+        (lambda: Pack.of(starts([4]), starts([3])), "sequence 0 has 3 tokens with padding and 4 without"),
+        (lambda: Pack.of(starts([4, 6]), cp_group=_FakeGroup(2, 0)), "sequence 1 has 6 tokens, expected a multiple of 4"),  # type: ignore[arg-type]
+        (lambda: Pack.of(starts([4]), tokens=5), "tokens 5: cu_seqlens_padded ends at 4"),
+        (lambda: Pack.of(starts([4])).split(torch.ones(5)), r"whole \[5\]: expected the 4 tokens"),
+        (lambda: Pack.of(starts([4])).from_rows(torch.ones(4), shift=1), r"rows \[4\], shift 1: expected \[B, width\], and 0 or 1"),
+        (lambda: Pack.of(starts([4])).gather(torch.ones(3), None), r"local \[3\]: expected a number for each of 4 tokens"),
+    ],
+)
+def test_bad_packs_are_told(call: Callable[[], Any], told: str) -> None:
+    """P5, P6."""
+    with pytest.raises(ValueError, match=told):
+        call()

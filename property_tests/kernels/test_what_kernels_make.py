@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No kernel makes a tensor of tokens x vocabulary, in any of its branches, nor does what it holds at its peak grow with both."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from observers import Made
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fused_losses import (
+    ClippedPGConfig,
+    clipped_pg_loss,
+    dpo_loss,
+    grpo_loss,
+    linear_cross_entropy,
+    linear_logprobs,
+    linear_sft_loss,
+    tiled_token_logprobs,
+)
+
+WIDTH, VOCAB, CHUNK = 8, 1024, 6
+
+
+class Batch:
+    """So many tokens in four sequences, with everything that a loss may want."""
+
+    def __init__(self, tokens: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.hidden = torch.randn(tokens, WIDTH, generator=generator).requires_grad_()
+        self.weight = torch.randn(VOCAB, WIDTH, generator=generator).requires_grad_()
+        self.bias = torch.randn(VOCAB, generator=generator).requires_grad_()
+        self.labels = torch.randint(VOCAB, (tokens,), generator=generator)
+        self.mask = torch.rand(tokens, generator=generator) < 0.8
+        self.sequence = torch.arange(tokens) * 4 // tokens
+        self.sample_mask = torch.ones(4, dtype=torch.bool)
+        self.other = -torch.rand(tokens, generator=generator)
+
+    @property
+    def head(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.hidden, self.weight, self.labels
+
+    def logprobs(self, **options: Any) -> Tensor:
+        return linear_logprobs(*self.head, chunk=CHUNK, **options).logprobs
+
+
+def _with_entropy(batch: Batch) -> Tensor:
+    found = linear_logprobs(*batch.head, bias=batch.bias, softcap=5.0, temperature=0.7, entropy=True, logit_range=True, chunk=CHUNK)
+    assert found.entropy is not None
+    return (found.logprobs + found.entropy).sum()
+
+
+def _half(batch: Batch) -> Tensor:
+    return linear_cross_entropy(batch.hidden.bfloat16(), batch.weight.bfloat16(), batch.labels, chunk=CHUNK)
+
+
+def _frozen(batch: Batch) -> Tensor:
+    return linear_cross_entropy(batch.hidden, batch.weight.detach(), batch.labels, chunk=CHUNK)
+
+
+def _sft(batch: Batch) -> Tensor:
+    given: dict[str, Any] = {"mask": batch.mask, "real": batch.mask, "sequence": batch.sequence, "sequences": 4, "valid_tokens": 7}
+    return linear_sft_loss(*batch.head, chunk=CHUNK, **given)[0]
+
+
+def _dpo(batch: Batch) -> Tensor:
+    with torch.no_grad():
+        reference = batch.logprobs()
+    return dpo_loss(
+        batch.logprobs(), reference, mask=batch.mask, sequence=batch.sequence, sample_mask=batch.sample_mask, valid_pairs=2, sft_loss_weight=1.0
+    )[0]
+
+
+def _grpo(batch: Batch, logprobs: Tensor) -> Tensor:
+    return grpo_loss(logprobs, advantages=batch.other, mask=batch.mask, valid_tokens=7, reference_logprobs=batch.other)[0]
+
+
+def _tiled_grpo(batch: Batch) -> Tensor:
+    head = nn.Linear(WIDTH, VOCAB)
+    tiles = -(-len(batch.labels) // CHUNK)
+    with torch.no_grad():  # the old log-probabilities, made anew
+        tiled_token_logprobs(head, batch.hidden, batch.labels, tiles=tiles)
+    return _grpo(batch, tiled_token_logprobs(head, batch.hidden, batch.labels, tiles=tiles)[0])
+
+
+def _clipped_pg(batch: Batch) -> Tensor:
+    config = ClippedPGConfig(token_level_loss=False, sequence_level_importance_ratios=True)
+    others = dict.fromkeys(("prev_logprobs", "generation_logprobs", "reference_logprobs", "advantages"), batch.other)
+    where: dict[str, Any] = {"mask": batch.mask, "sequence": batch.sequence, "sample_mask": batch.sample_mask}
+    return clipped_pg_loss(batch.logprobs(), **others, **where, valid_tokens=7, valid_sequences=4, config=config)[0]
+
+
+PROGRAMS: dict[str, Callable[[Batch], Tensor]] = {
+    "linear_cross_entropy": lambda batch: linear_cross_entropy(*batch.head, bias=batch.bias, chunk=CHUNK),
+    "linear_cross_entropy, by default": lambda batch: linear_cross_entropy(*batch.head, bias=batch.bias),
+    "linear_cross_entropy, bfloat16": _half,
+    "linear_cross_entropy, frozen weight": _frozen,
+    "linear_logprobs": lambda batch: batch.logprobs().sum(),
+    "linear_logprobs, of everything": _with_entropy,
+    "linear_sft_loss": _sft,
+    "dpo_loss": _dpo,
+    "grpo_loss": lambda batch: _grpo(batch, batch.logprobs()),
+    "grpo_loss, tiled": _tiled_grpo,
+    "clipped_pg_loss": _clipped_pg,
+}
+
+
+def run(program: Callable[[Batch], Tensor], tokens: int) -> Made:
+    batch = Batch(tokens)
+    with Made() as made:
+        program(batch).backward()
+    return made
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_logits_never_exist(name: str) -> None:
+    tokens = 160
+    chunk = 64 if "default" in name else CHUNK
+    assert max(run(PROGRAMS[name], tokens).sizes) <= max(VOCAB * WIDTH, chunk * VOCAB)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_memory_at_the_peak_grows_with_tokens_x_hidden_alone(name: str) -> None:
+    """By less than a tenth of a row of logits for a token: 4 tensors of its width, and some 50 numbers for it alone."""
+    few, many = 120, 360
+    assert (run(PROGRAMS[name], many).peak - run(PROGRAMS[name], few).peak) / (many - few) < 4 * (4 * WIDTH + 50)
+
+
+def test_dense_logits_are_seen() -> None:
+    def dense(batch: Batch) -> Tensor:
+        return F.cross_entropy(batch.hidden @ batch.weight.T, batch.labels)
+
+    few, many = run(dense, 120), run(dense, 360)
+    assert max(few.sizes) == 120 * VOCAB
+    assert (many.peak - few.peak) / 240 >= 4 * VOCAB
+
+
+@pytest.mark.parametrize("name", ["linear_logprobs", "linear_logprobs, of everything", "linear_sft_loss", "grpo_loss, tiled"])
+def test_nothing_of_the_vocabularys_size_is_saved_but_the_head(name: str) -> None:
+    batch, saved = Batch(160), list[Tensor]()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+        PROGRAMS[name](batch)
+    assert max(t.numel() for t in saved) <= VOCAB * WIDTH
+    own = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved if t.numel() < 160 * WIDTH}
+    assert sum(own.values()) <= 160 * 8 * 20  # some numbers for each token
