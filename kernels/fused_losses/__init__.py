@@ -5,7 +5,7 @@ Plain PyTorch. Imports neither ``dense_losses`` nor ``lossgate``, which judges i
 """
 
 from fused_losses.clipped_pg import ClippedPGConfig, clipped_pg_loss
-from fused_losses.cross_entropy import linear_cross_entropy, vocab_parallel_cross_entropy
+from fused_losses.cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy, vocab_parallel_cross_entropy
 from fused_losses.dpo import dpo_loss
 from fused_losses.grpo import RhoCorrection, grpo_loss
 from fused_losses.linear_logprobs import linear_logprobs
@@ -18,6 +18,7 @@ from fused_losses.vocab_parallel import vocab_parallel_logprobs
 
 __all__ = [
     "ClippedPGConfig",
+    "LinearCrossEntropyLoss",
     "MemorySnapshots",
     "Pack",
     "RhoCorrection",

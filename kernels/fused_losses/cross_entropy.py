@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fused_losses.linear_logprobs import linear_logprobs
@@ -71,6 +71,37 @@ def linear_cross_entropy(
         chunk=chunk,
     ).logprobs
     return _divided(-torch.where(counted, logprobs, 0.0).sum(), counted, valid_tokens, reduction)
+
+
+class LinearCrossEntropyLoss(nn.Module):
+    """``linear_cross_entropy`` with its options held, as ``torch.nn.CrossEntropyLoss`` holds those of ``cross_entropy``. Has no parameters."""
+
+    def __init__(
+        self,
+        *,
+        reduction: Literal["mean", "sum"] = "mean",
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        softcap: float | None = None,
+        matmul_dtype: torch.dtype | None = None,
+        chunk: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.options: dict[str, Any] = {
+            "reduction": reduction,
+            "ignore_index": ignore_index,
+            "temperature": temperature,
+            "softcap": softcap,
+            "matmul_dtype": matmul_dtype,
+            "chunk": chunk,
+        }
+
+    def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, valid_tokens: Tensor | int | None = None) -> Tensor:
+        """hidden: ``[T, H]``; weight: ``[vocab, H]``, that of the lm-head; labels: ``[T]``. Returns a scalar."""
+        return linear_cross_entropy(hidden, weight, labels, bias=bias, valid_tokens=valid_tokens, **self.options)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.options.items())
 
 
 def vocab_parallel_cross_entropy(

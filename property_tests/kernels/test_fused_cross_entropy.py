@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from observers import Made
 from torch import Tensor
 from torch.autograd import gradcheck
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import lossgate
-from fused_losses import linear_cross_entropy, linear_logprobs, vocab_parallel_cross_entropy, vocab_parallel_logprobs
+from fused_losses import LinearCrossEntropyLoss, linear_cross_entropy, linear_logprobs, vocab_parallel_cross_entropy, vocab_parallel_logprobs
 from lossgate.engine.loading import load_candidates
 from lossgate.worlds import RankContext, SimulatedWorld
 
@@ -120,7 +121,7 @@ def test_activation_checkpointing() -> None:
 
 def test_nothing_is_made_or_saved_without_gradients() -> None:
     hidden, weight, bias, labels = (t.requires_grad_() if t.is_floating_point() else t for t in example(64, 8, 96, torch.float32))
-    with torch.no_grad(), Largest() as seen:
+    with torch.no_grad(), Made() as seen:
         loss = linear_cross_entropy(hidden, weight, labels, bias=bias, chunk=4)
         logprobs = linear_logprobs(hidden, weight, labels, bias=bias, chunk=4).logprobs
     assert loss.grad_fn is None
@@ -146,6 +147,15 @@ def test_as_torch_has_it(reduction: Any) -> None:
     found = linear_cross_entropy(hidden, weight, labels, bias=bias, reduction=reduction)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(vocab_parallel_cross_entropy(hidden @ weight.T + bias, labels, reduction=reduction), expected)
+
+
+def test_as_a_module() -> None:
+    hidden, weight, bias, labels = example()
+    options: dict[str, Any] = {"reduction": "sum", "ignore_index": 3, "temperature": 0.7, "softcap": 5.0, "chunk": 2}
+    module = LinearCrossEntropyLoss(**options)
+    torch.testing.assert_close(module(hidden, weight, labels, bias), linear_cross_entropy(hidden, weight, labels, bias=bias, **options))
+    assert "temperature=0.7, softcap=5.0" in str(module)
+    assert not list(module.parameters())
 
 
 def test_parts_of_a_batch_add_up() -> None:

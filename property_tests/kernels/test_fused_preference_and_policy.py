@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DPO and GRPO on fused log-probabilities: verified as candidates, and the defects of the originals, by their numbers in the list of defects."""
+"""DPO, GRPO and the clipped policy gradient on fused log-probabilities: verified as candidates, and defects of the originals, by number."""
 
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 import lossgate
-from fused_losses import RhoCorrection, dpo_loss, grpo_loss, linear_logprobs
+from fused_losses import ClippedPGConfig, RhoCorrection, clipped_pg_loss, dpo_loss, grpo_loss, linear_logprobs
 from lossgate.engine.loading import load_candidates
 
 OURS = {candidate.name: candidate for candidate in load_candidates(str(Path(__file__).parents[2] / "ci/candidates/ours.py"))}
 
 test_dpo_agrees = lossgate.suite(OURS["fused_linear_dpo"], layouts=["single", "dp=2,cp=2,tp=2"], examples=12)
+test_clipped_pg_agrees = lossgate.suite(OURS["fused_linear_clipped_pg"], layouts=["single", "dp=2,cp=2,tp=2"], examples=12)
 test_grpo_agrees = lossgate.suite(OURS["fused_linear_grpo"], layouts=["single", "dp=2,cp=2,tp=2"], examples=12)
 
 
@@ -215,3 +216,93 @@ def test_an_unknown_sampler_is_not_corrected() -> None:
 def test_bad_arguments_of_grpo_are_told(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         grpo_loss(**rollout(**changes))
+
+
+# The clipped policy gradient
+
+
+def experience(**config: Any) -> dict[str, Any]:
+    batch, given = pack(), rollout()
+    return {
+        "logprobs": given["logprobs"],
+        "prev_logprobs": given["old_logprobs"],
+        "generation_logprobs": given["sampler_logprobs"],
+        "reference_logprobs": given["reference_logprobs"],
+        "advantages": given["advantages"],
+        **{name: batch[name] for name in ("mask", "sequence", "sample_mask")},
+        "valid_tokens": 9,
+        "valid_sequences": 4,
+        "rewards": torch.tensor([1.0, 0.0, 2.0, -1.0]),
+        "positive_tokens": 5,
+        "config": ClippedPGConfig(**config),
+    }
+
+
+GSPO: dict[str, Any] = {"token_level_loss": False, "sequence_level_importance_ratios": True}
+TRUNCATED: dict[str, Any] = {
+    "use_importance_sampling_correction": True,
+    "truncated_importance_sampling_type": "icepop",
+    "truncated_importance_sampling_ratio": 1.5,
+    "truncated_importance_sampling_ratio_min": 0.5,
+}
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prev_logprobs", "generation_logprobs", "reference_logprobs", "advantages"])
+@pytest.mark.parametrize("garbage", [float("nan"), float("-inf"), float("inf")])
+@pytest.mark.parametrize("config", [{}, GSPO | TRUNCATED, {"positive_example_nll_weight": 0.1, "use_cispo": True}], ids=["default", "gspo", "cispo"])
+def test_garbage_at_masked_tokens_has_no_effect_on_the_clipped_policy_gradient(name: str, garbage: float, config: dict[str, Any]) -> None:
+    given = experience(**config)
+    spoilt = given | {name: given[name].detach().masked_fill(~given["mask"], garbage)}
+    spoilt["logprobs"] = spoilt["logprobs"].detach().clone().requires_grad_()
+    (loss, metrics), (other, others) = clipped_pg_loss(**given), clipped_pg_loss(**spoilt)
+    loss.backward()
+    other.backward()
+    assert torch.equal(loss, other)
+    assert torch.equal(given["logprobs"].grad, spoilt["logprobs"].grad)
+    assert all(torch.equal(value, others[metric]) for metric, value in metrics.items())
+
+
+def test_the_nll_of_positive_examples_adds_up_over_sequences() -> None:
+    """P4: its normaliser is that of the whole batch."""
+    given = experience(positive_example_nll_weight=0.5, reference_policy_kl_penalty=0.0)
+    whole, _ = clipped_pg_loss(**given)
+    parts = [clipped_pg_loss(**{**given, "sample_mask": torch.arange(4) == i})[0] for i in range(4)]
+    torch.testing.assert_close(torch.stack(parts).sum(), whole)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"ratio_clip_min": -0.1}, "ratio_clip_min -0.1: expected 0 or more"),
+        ({"ratio_clip_c": 0.9}, "ratio_clip_c 0.9: expected more than 1"),
+        ({"kl_input_clamp_value": 0.0}, "kl_input_clamp_value 0.0: expected a positive number, or None"),
+        ({"reference_policy_kl_type": "k4"}, "reference_policy_kl_type 'k4': expected 'k1', 'k2' or 'k3'"),
+        ({"sequence_level_importance_ratios": True}, "token_level_loss True: expected False"),
+        ({"use_cispo": True, "ratio_clip_c": 3.0}, "use_cispo with ratio_clip_c"),
+        ({"use_cispo": True, "token_level_loss": False}, "use_cispo with token_level_loss False"),
+        ({"truncated_importance_sampling_ratio": 2.0}, "truncated_importance_sampling_ratio 2.0, _min None: name the type"),
+        (TRUNCATED | {"truncated_importance_sampling_type": "clip"}, "truncated_importance_sampling_type 'clip': expected 'tis'"),
+        (TRUNCATED | {"use_importance_sampling_correction": False}, "use_importance_sampling_correction False: expected True"),
+        (TRUNCATED | {"truncated_importance_sampling_ratio": None}, "truncated_importance_sampling_ratio None: expected a positive number"),
+        (TRUNCATED | {"truncated_importance_sampling_ratio_min": None}, "truncated_importance_sampling_ratio_min None: expected a number"),
+        (TRUNCATED | {"truncated_importance_sampling_ratio_min": 2.0}, "truncated_importance_sampling_ratio_min 2.0: expected at most 1.5"),
+        (GSPO | TRUNCATED | {"truncated_importance_sampling_type": "seq-mask-tis"}, "'seq-mask-tis': not with sequence_level"),
+    ],
+)
+def test_options_that_contradict_are_told(config: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        ClippedPGConfig(**config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"reference_logprobs": None}, "reference_logprobs is missing"),
+        ({"sequence": torch.zeros(5, dtype=torch.long)}, r"logprobs \[12\] and sequence \[5\]"),
+        ({"sample_mask": torch.ones(2, 2).bool()}, r"sample_mask \[2, 2\]: expected \[S\]"),
+        ({"rewards": None, "config": ClippedPGConfig(positive_example_nll_weight=0.1)}, "rewards or positive_tokens is missing"),
+    ],
+)
+def test_bad_arguments_of_the_clipped_policy_gradient_are_told(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        clipped_pg_loss(**{**experience(), **changes})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No kernel makes a tensor of tokens x vocabulary, in any of its branches, nor does what it holds at its peak grow with both."""
+"""No kernel makes a tensor of tokens x vocabulary, in any branch, nor grows with both at its peak; and what it sends is what it says."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 from fused_losses import (
     ClippedPGConfig,
+    Pack,
+    RhoCorrection,
     clipped_pg_loss,
     dpo_loss,
     grpo_loss,
@@ -20,6 +22,9 @@ from fused_losses import (
     linear_sft_loss,
     tiled_token_logprobs,
 )
+from lossgate.worlds import RankContext, SimulatedWorld
+
+MakeWorld = Callable[..., SimulatedWorld]
 
 WIDTH, VOCAB, CHUNK = 8, 1024, 6
 
@@ -145,3 +150,68 @@ def test_nothing_of_the_vocabularys_size_is_saved_but_the_head(name: str) -> Non
     assert max(t.numel() for t in saved) <= VOCAB * WIDTH
     own = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved if t.numel() < 160 * WIDTH}
     assert sum(own.values()) <= 160 * 8 * 20  # some numbers for each token
+
+
+def _sequence_grpo(batch: Batch, logprobs: Tensor, cp_group: Any) -> Tensor:
+    rho = RhoCorrection(sequence_level=True)
+    given: dict[str, Any] = {"advantages": batch.other, "mask": batch.mask, "valid_tokens": 7, "beta": 0.0, "sampler_logprobs": batch.other}
+    return grpo_loss(logprobs, **given, rho=rho, sequence=batch.sequence, sequences=4, cp_group=cp_group)[0]
+
+
+def _where(batch: Batch) -> dict[str, Any]:
+    return {"mask": batch.mask, "sequence": batch.sequence}
+
+
+OVER_CP: dict[str, tuple[Callable[[Batch, Tensor, Any], Tensor], list[str]]] = {
+    "dpo_loss": (
+        lambda b, logprobs, group: dpo_loss(logprobs, b.other, **_where(b), sample_mask=b.sample_mask, valid_pairs=2, cp_group=group)[0],
+        ["all_reduce SUM, [float32[3, 4]]"],
+    ),
+    "grpo_loss, rho of sequences": (_sequence_grpo, ["all_reduce SUM, [float32[3, 4]]"]),
+    "clipped_pg_loss, GSPO": (
+        lambda b, logprobs, group: clipped_pg_loss(
+            logprobs,
+            **dict.fromkeys(("prev_logprobs", "generation_logprobs", "reference_logprobs", "advantages"), b.other),
+            **_where(b),
+            sample_mask=b.sample_mask,
+            valid_tokens=7,
+            valid_sequences=4,
+            config=ClippedPGConfig(token_level_loss=False, sequence_level_importance_ratios=True),
+            cp_group=group,
+        )[0],
+        ["all_reduce SUM, [float32[5, 4]]", "all_reduce SUM, [float32[5, 4]]"],  # the second in backward
+    ),
+    "Pack.gather": (
+        lambda _, logprobs, group: Pack.of(torch.tensor([0, 32]), cp_group=group).gather(logprobs, group).sum(),
+        ["all_gather float32[16]"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OVER_CP)
+def test_what_is_sent_over_cp(make_world: MakeWorld, name: str) -> None:
+    loss, expected = OVER_CP[name]
+
+    def body(context: RankContext) -> None:
+        batch = Batch(16)
+        loss(batch, batch.other.clone().requires_grad_(), context.mesh.get_group("cp")).backward()
+
+    world = make_world("cp=2")
+    world.run(body)
+    sent = [f"{logged.collective} {logged.shown}" for logged in world.log if logged.rank == 0]
+    assert [entry.split(" -> ")[0] for entry in sent] == expected
+
+
+def test_what_is_sent_over_tp(make_world: MakeWorld) -> None:
+    """Of log-probabilities with everything that they can tell: 2 T, 3 T and T H numbers, whatever the chunks."""
+
+    def body(context: RankContext) -> None:
+        batch, group = Batch(16), context.mesh.get_group("tp")
+        weight = batch.weight[512 * group.rank() :][:512]
+        given: dict[str, Any] = {"entropy": True, "logit_range": True, "vocab_start": 512 * group.rank(), "tp_group": group, "chunk": 3}
+        linear_logprobs(batch.hidden, weight, batch.labels, **given).logprobs.sum().backward()
+
+    world = make_world("tp=2")
+    world.run(body)
+    sent = [(logged.shown, logged.bytes) for logged in world.log if logged.rank == 0]
+    assert sent == [("MAX, [float32[2, 16]]", 128), ("SUM, [float32[3, 16]]", 192), ("SUM, [float32[16, 8]]", 512)]

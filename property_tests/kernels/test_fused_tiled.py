@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An lm-head of any kind, tile by tile; and the defects of open-instruct's tiled loss, by their numbers."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import lossgate
+from fused_losses import backbone_and_lm_head, grpo_loss, tiled_token_logprobs
+from lossgate.engine.loading import load_candidates
+from lossgate.worlds import RankContext, SimulatedWorld
+
+MakeWorld = Callable[..., SimulatedWorld]
+
+OURS = {candidate.name: candidate for candidate in load_candidates(str(Path(__file__).parents[2] / "ci/candidates/ours.py"))}
+
+test_tiled_grpo_agrees = lossgate.suite(OURS["fused_tiled_grpo"], layouts=["single", "dp=2,cp=2"], examples=12)
+test_tiled_clipped_pg_agrees = lossgate.suite(OURS["fused_tiled_clipped_pg"], layouts=["single", "dp=2,cp=2"], examples=12)
+
+WIDTH, VOCAB = 4, 9
+
+
+class LoraHead(nn.Module):
+    """A wrapped linear layer with an adapter, as PEFT makes it: its trained parameters are those of its children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(WIDTH, VOCAB, dtype=torch.float64)
+        self.base_layer.requires_grad_(requires_grad=False)
+        self.lora_A = nn.Linear(WIDTH, 2, bias=False, dtype=torch.float64)
+        self.lora_B = nn.Linear(2, VOCAB, bias=False, dtype=torch.float64)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.base_layer(hidden) + 0.5 * self.lora_B(self.lora_A(hidden))
+
+
+def batch(tokens: int = 7) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(tokens, WIDTH, generator=generator, dtype=torch.float64), torch.randint(VOCAB, (tokens,), generator=generator)
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(6)
+        return make()
+
+
+def dense(head: nn.Module, hidden: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    log_p = torch.log_softmax(head(hidden) / temperature, 1)
+    return log_p.gather(1, labels[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(1)
+
+
+@pytest.mark.parametrize("tiles", [1, 3, 7, 100])
+@pytest.mark.parametrize("make", [LoraHead, lambda: nn.Linear(WIDTH, VOCAB, dtype=torch.float64)], ids=["LoRA", "linear"])
+def test_any_number_of_tiles_is_as_dense(make: Callable[[], nn.Module], tiles: int) -> None:
+    """O4, O9, O12: with every parameter of a LoRA head, any upstream gradient, more tiles than tokens."""
+    hidden, labels = batch()
+    head = seeded(make)
+    upstream = torch.linspace(-2, 3, 14, dtype=torch.float64)
+    gradients = []
+    for made in (tiled_token_logprobs(head, hidden.requires_grad_(), labels, temperature=0.7, tiles=tiles, entropy=True), None):
+        values = made or dense(head, hidden, labels, 0.7)
+        assert values[1] is not None
+        trained = [hidden, *(p for p in head.parameters() if p.requires_grad)]
+        gradients.append([*(v.detach() for v in values if v is not None), *torch.autograd.grad(torch.cat(values), trained, upstream)])
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_hooks_of_parameters_fire_once_and_in_backward() -> None:
+    """O3, O10: nothing is written to ``.grad`` in forward; what wrappers hang on parameters sees each complete gradient, once."""
+    hidden, labels = batch()
+    head, fired = seeded(LoraHead), list[str]()
+    for name, parameter in head.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
+    logprobs, _ = tiled_token_logprobs(head, hidden, labels, tiles=3)
+    assert all(parameter.grad is None for parameter in head.parameters())
+    logprobs.sum().backward()
+    assert sorted(fired) == ["lora_A.weight", "lora_B.weight"]
+
+
+def test_a_parameter_with_a_hook_of_its_own_is_refused() -> None:
+    """It would fire for every tile and once more."""
+    hidden, labels = batch()
+    head = nn.Linear(WIDTH, VOCAB, dtype=torch.float64)
+    head.weight.register_hook(lambda grad: 2 * grad)
+    with pytest.raises(ValueError, match="lm_head: its parameter weight has a hook that would fire for every tile"):
+        tiled_token_logprobs(head, hidden, labels)
+    with torch.no_grad():
+        tiled_token_logprobs(head, hidden, labels)
+
+
+def test_activation_checkpointing_and_two_backwards() -> None:
+    """O10: a second forward does not count a second time."""
+    hidden, labels = batch()
+    head = seeded(LoraHead)
+    trained = [p for p in head.parameters() if p.requires_grad]
+    plain = tiled_token_logprobs(head, hidden.requires_grad_(), labels, tiles=3)[0].sum()
+    expected = torch.autograd.grad(plain, trained, retain_graph=True)
+    again = checkpoint(lambda h: tiled_token_logprobs(head, h, labels, tiles=3)[0], hidden, use_reentrant=False)
+    assert isinstance(again, Tensor)
+    for other in (torch.autograd.grad(plain, trained), torch.autograd.grad(again.sum(), trained)):
+        assert all(torch.equal(a, b) for a, b in zip(expected, other, strict=True))
+
+
+def test_garbage_where_the_upstream_gradient_is_zero() -> None:
+    """O15."""
+    hidden, labels = batch()
+    head = seeded(LoraHead)
+    spoilt = hidden.clone()
+    spoilt[2] = torch.nan
+    for h in (hidden, spoilt):
+        logprobs, _ = tiled_token_logprobs(head, h.requires_grad_(), labels, tiles=3)
+        torch.where(torch.arange(7) == 2, 0.0, logprobs).sum().backward()
+    assert hidden.grad is not None
+    assert spoilt.grad is not None
+    assert torch.equal(hidden.grad, spoilt.grad)
+
+
+def test_nothing_is_saved_without_gradients() -> None:
+    """O8, O10: the pass for old log-probabilities."""
+    hidden, labels = batch()
+    head, saved = seeded(LoraHead), list[Tensor]()
+    with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+        assert not tiled_token_logprobs(head, hidden, labels)[0].requires_grad
+    assert not saved
+
+
+class ShardedHead(nn.Module):
+    """As ZeRO-3 has it: every rank keeps some rows, and calling it is a collective, in forward and in backward."""
+
+    def __init__(self, weight: Tensor, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(weight.tensor_split(group.size())[group.rank()].clone())
+        self.group = group
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weight = _GatherRows.apply(self.rows, self.group)
+        assert isinstance(weight, Tensor)
+        return hidden @ weight.T
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(rows) for _ in range(group.size())]
+        dist.all_gather(parts, rows.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        total = upstream.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total.tensor_split(ctx.group.size())[ctx.group.rank()], None
+
+
+def test_every_rank_calls_the_head_as_often(make_world: MakeWorld) -> None:
+    """O11, O13: a head that is gathered when called, with other numbers of tokens on each rank, and none on one."""
+    tokens = [5, 0, 1, 12]
+    weight = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def body(context: RankContext) -> Tensor:
+        hidden, labels = batch(tokens[context.rank])
+        head = ShardedHead(weight, context.mesh.get_group("dp"))
+        logprobs, _ = tiled_token_logprobs(head, hidden, labels % 8, tiles=4)
+        logprobs.sum().backward()
+        assert head.rows.grad is not None
+        return head.rows.grad
+
+    world = make_world("dp=4")
+    found = torch.cat(world.run(body))
+    whole = weight.clone().requires_grad_()
+    total = torch.zeros((), dtype=torch.float64)
+    for count in tokens:
+        hidden, labels = batch(count)
+        total = total + torch.log_softmax(hidden @ whole.T, 1).gather(1, labels[:, None] % 8).sum()
+    total.backward()
+    torch.testing.assert_close(found, whole.grad)
+    assert {sum(logged.rank == rank for logged in world.log) for rank in range(4)} == {4 + 4 + 4}  # forward, again in backward, reduced
+
+
+def test_a_split_loses_no_token() -> None:
+    """O1: labels that are shifted before the split score the same tokens on any number of ranks; after it, one is lost at each boundary."""
+    hidden, labels = batch(16)
+    head = seeded(LoraHead)
+    given: dict[str, Any] = {"beta": 0.0, "valid_tokens": 15}
+    advantages, mask = torch.linspace(0.5, 2, 16, dtype=torch.float64), torch.arange(16) < 15
+    whole = grpo_loss(tiled_token_logprobs(head, hidden, labels)[0], advantages=advantages, mask=mask, **given)[0]
+    parts = []
+    for rank in range(4):
+        own = slice(4 * rank, 4 * rank + 4)
+        logprobs, _ = tiled_token_logprobs(head, hidden[own], labels[own])
+        parts.append(grpo_loss(logprobs, advantages=advantages[own], mask=mask[own], **given)[0])
+    torch.testing.assert_close(torch.stack(parts).sum(), whole)
+
+
+def test_the_weights_gradient_is_added_up_in_float32() -> None:
+    """N2, for modules."""
+    head = nn.Linear(16, 32, bias=False, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    hidden, labels = torch.randn(512, 16, generator=generator).bfloat16(), torch.randint(32, (512,), generator=generator)
+    exact = copy.deepcopy(head).double()
+    dense(exact, hidden.double(), labels, 1.0)[0].mean().backward()
+    assert exact.weight.grad is not None
+    errors = []
+    for tiles in (1, 512):
+        head.weight.grad = None
+        tiled_token_logprobs(head, hidden, labels, tiles=tiles)[0].mean().backward()
+        assert head.weight.grad is not None
+        errors.append(float((head.weight.grad.double() - exact.weight.grad).norm() / exact.weight.grad.norm()))
+    assert errors[1] < 1.5 * errors[0]
+
+
+# Finding backbone and head
+
+
+class CausalLM(nn.Module):
+    """As transformers has them."""
+
+    base_model_prefix = "model"
+
+    def __init__(self, head: nn.Module | None = None) -> None:
+        super().__init__()
+        self.model = nn.Linear(WIDTH, WIDTH)
+        self.lm_head = head or nn.Linear(WIDTH, VOCAB)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+
+class Wrapped(nn.Module):
+    """As DistributedDataParallel and DeepSpeed engines have it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+class PeftModel(nn.Module):
+    """As PEFT has it: its base_model is a tuner, whose model is the causal language model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = nn.Module()
+        self.base_model.model = model
+
+    def get_base_model(self) -> nn.Module:
+        model = self.base_model.model
+        assert isinstance(model, nn.Module)
+        return model
+
+
+@pytest.mark.parametrize("head", [None, LoraHead()], ids=["linear", "LoRA"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda model: model,
+        Wrapped,
+        PeftModel,
+        lambda model: Wrapped(PeftModel(model)),
+        lambda model: PeftModel(Wrapped(model)),
+        lambda model: Wrapped(torch.compile(model, backend="eager")),
+    ],
+    ids=["plain", "DDP", "PEFT", "DDP of PEFT", "PEFT of DDP", "DDP of compiled"],
+)
+def test_backbone_and_head_are_found(wrap: Callable[[nn.Module], nn.Module], head: nn.Module | None) -> None:
+    """O5: never the causal language model itself, which would make logits."""
+    model = CausalLM(head)
+    backbone, found = backbone_and_lm_head(wrap(model))
+    assert backbone is model.model
+    assert found is model.lm_head
+
+
+def test_they_are_found_by_distributed_data_parallel_itself(make_world: MakeWorld) -> None:
+    model = CausalLM()
+
+    def body(context: RankContext) -> bool:
+        wrapped = nn.parallel.DistributedDataParallel(model, process_group=context.mesh.get_group("dp"), init_sync=False)
+        return backbone_and_lm_head(wrapped) == (model.model, model.lm_head)
+
+    assert make_world("single").run(body) == [True]
+
+
+def test_models_without_them_are_told() -> None:
+    with pytest.raises(ValueError, match="model Linear: has no lm-head"):
+        backbone_and_lm_head(nn.Linear(2, 3))
+    headed = nn.Module()
+    headed.lm_head = nn.Linear(2, 3)
+    with pytest.raises(ValueError, match=r"model Module: has no backbone \(model, transformer"):
+        backbone_and_lm_head(headed)
+    inner = nn.Module()
+    inner.lm_head = nn.Linear(2, 3)
+    outer = nn.Module()
+    outer.model, outer.lm_head = inner, inner.lm_head
+    with pytest.raises(ValueError, match="its model holds the lm-head, so it makes logits"):
+        backbone_and_lm_head(outer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"tiles": 0}, "tiles 0: expected a positive number"),
+        ({"temperature": 0.0}, "temperature 0.0: expected a positive number"),
+        ({"labels": torch.zeros(3, dtype=torch.long)}, r"hidden \[7, 4\] and labels \[3\]: expected \[tokens, H\] and \[tokens\]"),
+    ],
+)
+def test_bad_arguments_are_told(changes: dict[str, Any], told: str) -> None:
+    hidden, labels = batch()
+    with pytest.raises(ValueError, match=told):
+        tiled_token_logprobs(nn.Linear(WIDTH, VOCAB), **{"hidden": hidden, "labels": labels, **changes})
