@@ -2,7 +2,7 @@
 """Looks for a problem on which a candidate disagrees, and makes it small. Hypothesis draws and shrinks."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from zlib import crc32
 
 import hypothesis
@@ -12,26 +12,19 @@ from hypothesis.errors import Flaky, Unsatisfiable
 from lossgate.declaration.candidate import ANY
 from lossgate.engine.cell import Cell
 from lossgate.engine.examine import Examination, branches_of, examine
+from lossgate.engine.promising import DIFFERENCE, DRAWN, promising
 from lossgate.engine.settings import Settings
 from lossgate.engine.strategies import problems, quiet
 from lossgate.engine.told import differences
 from lossgate.errors import LossgateError, UsageError
 from lossgate.problems.problem import Problem
 from lossgate.specs import find_spec
-from lossgate.specs.contrasts import SIDES, Contrast, Side, contrasts
+from lossgate.specs.contrasts import Contrast, contrasts
 from lossgate.worlds import World
 from lossgate.worlds.base import Hang
 
-DRAWN, _EXAMINED = 80, 4
-"""Most problems that are drawn for one contrast or branch in each round, twice as many if none promises anything; and most that are examined."""
-
-_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.01}
-"""How much the other choice must change a result for a problem to be promising."""
-
-
-_IDLE: dict[str, set[str]] = {}
-"""Contrasts between which there was nothing to tell, by what a candidate supports. That hangs neither on the kernel nor on the layout, and takes
-long to find out."""
+_EXAMINED = 4
+"""Most problems that are examined for one contrast or branch in each round; ``DRAWN`` are drawn."""
 
 
 class _DisagreementError(Exception):
@@ -54,15 +47,13 @@ class Search:
     calls_after_failure: int = 0
     untold: dict[str, Contrast] = field(default_factory=dict)
     """The contrasts for which no problem has spoken."""
-    idle: set[str] = field(init=False)
+    idle: set[str] = field(default_factory=set)
     """Of them, those whose other choice changed no result of any problem that was drawn for them: there is nothing to tell."""
     _error: LossgateError | None = None
 
     def __post_init__(self) -> None:
         self._contrasts = contrasts(find_spec(self.cell.candidate.spec), self.cell.candidate)
         self.untold |= self._contrasts
-        candidate = self.cell.candidate
-        self.idle = _IDLE.setdefault(f"{candidate.spec} {candidate.head} {sorted(candidate.supports.items())}", set())
 
     def run(self, round_: int = 0) -> None:
         """Examine problems until one fails, then shrink it; another round draws others.
@@ -93,20 +84,35 @@ class Search:
         self._seek(f"{round_} {name}", lambda: name in self.missing_branches, lambda problem: float(name in branches_of(problem)))
 
     def _fill_contrast(self, name: str, contrast: Contrast, round_: int) -> None:
-        if name not in self.owed:
+        if name not in self.owed or self.failure is not None:
             return
-        found: list[dict[Side, float]] = []
+        focus = contrast if len({other.values for other in self._contrasts.values() if other.option == contrast.option}) > 1 else None
+        known = promising(self.cell.candidate, self.cell.dtype, self.settings.seed, contrast, focus)
+        if known.idle:
+            self.idle.add(name)
+            return
+        for problem in known.on(self.cell.layout) if round_ == 1 else ():
+            if name in self.untold:
+                self._try(problem, focus)
+            if self.failure is not None:
+                return
 
         def promise(problem: Problem) -> float:
-            found.append(differences(contrast, problem))
-            return found[-1][contrast.side] / _DIFFERENCE[self.cell.dtype]
+            return differences(contrast, problem)[contrast.side] / DIFFERENCE[self.cell.dtype]
 
-        focus = contrast if len({other.values for other in self._contrasts.values() if other.option == contrast.option}) > 1 else None
-        # The same problems for all contrasts of a choice: their tensors and references are made but once.
         self._seek(f"{round_} {focus.choice if focus else ''}", lambda: name in self.untold, promise, focus)
-        for side in SIDES:
-            if len(found) == 2 * DRAWN and not any(of[side] for of in found):
-                self.idle.add(str(replace(contrast, side=side)))
+
+    def _try(self, problem: Problem, focus: Contrast | None) -> None:
+        """Examine ``problem``; where the candidate fails on it, look for one like it that can be made smaller."""
+        try:
+            self._check(problem)
+        except (_DisagreementError, _Stop):
+            if self._error is not None:
+                raise self._error from None
+            found, self.failure = self.failure, None
+            if found is not None and found.failure != Hang.__name__:
+                self._search(f"{self.settings.seed} {self.cell} like one that failed", self._check, focus)
+            self.failure = self.failure or found
 
     def _seek(self, what: str, missing: Callable[[], bool], promise: Callable[[Problem], float], contrast: Contrast | None = None) -> None:
         """Examine problems that promise 1 or more, while there is something missing. Gives up later if none promises anything at all."""

@@ -95,13 +95,13 @@ def quiet(examples: int, *phases: Phase) -> hypothesis.settings:
     )
 
 
-def sample_problems(candidate: Candidate, layout: Layout, dtype: str, count: int, seed: int) -> list[Problem]:
-    """``count`` problems, the same for the same seed."""
+def sample_problems(candidate: Candidate, layout: Layout, dtype: str, count: int, seed: int, contrast: Contrast | None = None) -> list[Problem]:
+    """``count`` problems, or fewer where there are no more, the same for the same seed."""
     drawn: list[Problem] = []
 
     @hypothesis.seed(seed)
     @quiet(count, Phase.generate)
-    @hypothesis.given(problems(candidate, layout, dtype))
+    @hypothesis.given(problems(candidate, layout, dtype, contrast))
     def collect(problem: Problem) -> None:
         drawn.append(problem)
 

@@ -36,15 +36,22 @@ def told(contrasts: Iterable[Contrast], yardstick: Yardstick, dtypes: Mapping[st
 
 def differences(contrast: Contrast, problem: Problem) -> dict[Side, float]:
     """How much the other choice changes a value and a gradient, at most, relative to the largest entry; 0 where the contrast does not apply."""
+    return dict(_differences(replace(contrast, side="value"), problem.to_json()))
+
+
+@lru_cache(maxsize=4096)
+def _differences(contrast: Contrast, problem_json: str) -> dict[Side, float]:
+    """Of both sides: each is asked for in turn."""
+    problem = Problem.from_json(problem_json)
     other = contrast.swapped(problem)
     if other is None:
         return dict.fromkeys(SIDES, 0.0)
-    batch, own = _reference(problem.to_json())
+    batch, own = _reference(problem_json)
     swapped = run_reference(replace(batch, problem=other), ())
     return {side: max((_relative(own[name], swapped[name]) for name in outputs_of(side, batch)), default=0.0) for side in SIDES}
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=512)
 def _reference(problem: str) -> tuple[Batch, Mapping[str, Tensor]]:
     """Many contrasts are tried on the same problems. Those that are promising are made with more care."""
     batch = materialize(Problem.from_json(problem), settled=False)
