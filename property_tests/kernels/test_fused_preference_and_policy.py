@@ -14,9 +14,9 @@ from lossgate.engine.loading import load_candidates
 
 OURS = {candidate.name: candidate for candidate in load_candidates(str(Path(__file__).parents[2] / "ci/candidates/ours.py"))}
 
-test_dpo_agrees = lossgate.suite(OURS["fused_linear_dpo"], layouts=["single", "dp=2,cp=2,tp=2"], examples=12)
-test_clipped_pg_agrees = lossgate.suite(OURS["fused_linear_clipped_pg"], layouts=["single", "dp=2,cp=2,tp=2"], examples=12)
-test_grpo_agrees = lossgate.suite(OURS["fused_linear_grpo"], layouts=["single", "dp=2,cp=2,tp=2"], examples=12)
+test_dpo_agrees = lossgate.suite(OURS["fused_linear_dpo"], layouts=["dp=2,cp=2,tp=2"], examples=12)
+test_clipped_pg_agrees = lossgate.suite(OURS["fused_linear_clipped_pg"], layouts=["dp=2,cp=2,tp=2"], examples=12)
+test_grpo_agrees = lossgate.suite(OURS["fused_linear_grpo"], layouts=["dp=2,cp=2,tp=2"], examples=12)
 
 
 def pack() -> dict[str, Tensor]:

@@ -21,8 +21,8 @@ MakeWorld = Callable[..., SimulatedWorld]
 
 OURS = {candidate.name: candidate for candidate in load_candidates(str(Path(__file__).parents[2] / "ci/candidates/ours.py"))}
 
-test_tiled_grpo_agrees = lossgate.suite(OURS["fused_tiled_grpo"], layouts=["single", "dp=2,cp=2"], examples=12)
-test_tiled_clipped_pg_agrees = lossgate.suite(OURS["fused_tiled_clipped_pg"], layouts=["single", "dp=2,cp=2"], examples=12)
+test_tiled_grpo_agrees = lossgate.suite(OURS["fused_tiled_grpo"], layouts=["dp=2,cp=2"], examples=12)
+test_tiled_clipped_pg_agrees = lossgate.suite(OURS["fused_tiled_clipped_pg"], layouts=["dp=2,cp=2"], examples=12)
 
 WIDTH, VOCAB = 4, 9
 
