@@ -153,6 +153,14 @@ def test_a_pack_is_its_sequences(name: str) -> None:
         torch.testing.assert_close(found, whole(metric, parts[metric]))
 
 
+def test_labels_do_not_wrap_around() -> None:
+    """N4: the last token of a sequence has no label, neither its own first token nor the next sequence's."""
+    ids = torch.tensor([[1, 2, 3, 9], [4, 5, 9, 9], [6, 9, 9, 9]])
+    pack = Pack.of(starts([3, 2, 1]), starts([4, 2, 2]))
+    assert pack.labels(ids, fill=-100).tolist() == [2, 3, -100, -100, 5, -100, -100, -100]
+    assert pack.from_rows(ids, shift=0).tolist() == [1, 2, 3, 0, 4, 5, 6, 0]
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_lengths_that_are_padded_ones_throughout(name: str) -> None:
     """As production gives them (losses.md 2.2): masks alone tell padding then, and rows are shorter than the last sequence."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import lossgate
-from fused_losses import ClippedPGConfig, RhoCorrection, clipped_pg_loss, dpo_loss, grpo_loss, linear_logprobs
+from fused_losses import ClippedPGConfig, RhoCorrection, clipped_pg_loss, dpo_loss, grpo_loss, linear_cross_entropy, linear_logprobs
 from lossgate.engine.loading import load_candidates
 
 OURS = {candidate.name: candidate for candidate in load_candidates(str(Path(__file__).parents[2] / "ci/candidates/ours.py"))}
@@ -138,6 +138,24 @@ def test_any_upstream_gradient_of_a_tiled_loss(chunk: int) -> None:
 
     for a, b in zip(gradients(8.0, True), gradients(8.0, False), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("rho", [RhoCorrection(), RhoCorrection(mask_lower=0.9), RhoCorrection(sequence_level=True), RhoCorrection(clamp_upper=1.01)])
+def test_rho_is_not_ignored(rho: RhoCorrection) -> None:
+    """O6."""
+    assert grpo_loss(**rollout(rho=rho))[0] != grpo_loss(**rollout(rho=None))[0]
+
+
+def test_the_pass_of_a_reference_policy_has_the_numbers_of_training() -> None:
+    """N6: also where training makes its gradients in forward."""
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(n, 4, generator=generator).bfloat16().requires_grad_() for n in (12, 9))
+    labels = torch.randint(9, (12,), generator=generator)
+    trained = linear_logprobs(hidden, weight, labels, chunk=5).logprobs
+    with torch.no_grad():
+        reference = linear_logprobs(hidden, weight, labels, chunk=5).logprobs
+    assert torch.equal(trained, reference)
+    torch.testing.assert_close(linear_cross_entropy(hidden, weight, labels, chunk=5), -reference.mean())
 
 
 def test_a_rank_without_tokens_takes_part() -> None:

@@ -121,6 +121,7 @@ def run(program: Callable[[Batch], Tensor], tokens: int) -> Made:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_logits_never_exist(name: str) -> None:
+    """N10: a chunk bounds what is made, also where autograd would have kept every one; O8: in the passes of other policies too."""
     tokens = 160
     chunk = 64 if "default" in name else CHUNK
     assert max(run(PROGRAMS[name], tokens).sizes) <= max(VOCAB * WIDTH, chunk * VOCAB)
