@@ -63,7 +63,7 @@ class Share:
         return cls(
             pack=pack,
             ids=pack.from_rows(own.ids, shift=0),
-            labels=pack.labels(own.ids),
+            labels=pack.labels(own.ids, fill=0),  # dense losses look every label up
             mask=pack.from_rows(own.trained, shift=1),
             advantages=own.advantages[pack.sequence],
             trained_tokens=batch.trained.sum(),

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fused_losses.numerics import bounded_exp, check_tokens
 from fused_losses.ranks import is_first, sum_over_for_parts
 
 
@@ -28,7 +29,8 @@ class ClippedPGConfig:
     token_level_loss: bool = True
     """Mean over tokens, or over sequences of their means over tokens."""
     sequence_level_importance_ratios: bool = False
-    """GSPO (arXiv:2507.18071): a sequence's ratio is exp of its mean c - p, its importance weight exp of its sum of p - g."""
+    """GSPO (arXiv:2507.18071): a sequence's ratio is exp of its mean c - p, its importance weight exp of its sum of p - g. Where there
+    is no ratio, or it is 1 (the options above and ``force_on_policy_ratio``), the weight alone."""
     ratio_clip_min: float = 0.2
     ratio_clip_max: float = 0.2
     """The ratio is clamped to ``[1 - ratio_clip_min, 1 + ratio_clip_max]``."""
@@ -142,8 +144,11 @@ def clipped_pg_loss(
 
     Raises ``ValueError`` for what is missing or does not fit.
     """
-    _check(logprobs, sequence, sample_mask, config, reference_logprobs, rewards, positive_tokens)
+    policies = {"prev_logprobs": prev_logprobs, "generation_logprobs": generation_logprobs, "reference_logprobs": reference_logprobs}
+    check_tokens(logprobs, **policies, unfiltered_logprobs=unfiltered_logprobs, advantages=advantages, mask=mask, sequence=sequence)
+    _check(sample_mask, config, reference_logprobs, rewards, positive_tokens)
     o, c = config, logprobs
+    prev_logprobs, generation_logprobs, advantages = (x.to(c.dtype) for x in (prev_logprobs, generation_logprobs, advantages))
     p = c.detach() if o.force_on_policy_ratio else prev_logprobs
     counted = mask & sample_mask[sequence]
     scored = counted & (p != -torch.inf)
@@ -242,12 +247,12 @@ def _ratios(tokens: _Tokens, c: Tensor, o: ClippedPGConfig) -> tuple[Tensor, Ten
     if not o.has_ratio:
         return tokens.log_ratio, tokens.log_ratio
     if o.force_on_policy_ratio:
-        ratio = tokens.log_ratio.exp()
+        ratio = bounded_exp(tokens.log_ratio)
         return ratio, ratio
     log_ratio = tokens.log_ratio
     if o.sequence_level_importance_ratios:
         log_ratio = (tokens.sums[0] / tokens.divisor(tokens.sums[2].detach()))[tokens.sequence]
-    ratio = log_ratio.exp()
+    ratio = bounded_exp(log_ratio)
     return ratio, ratio.clamp(1 - o.ratio_clip_min, 1 + o.ratio_clip_max)
 
 
@@ -336,18 +341,16 @@ def _distances(c: Tensor, p: Tensor, generation: Tensor, tokens: _Tokens, o: Cli
 
 
 def _check(
-    logprobs: Tensor,
-    sequence: Tensor,
     sample_mask: Tensor,
     o: ClippedPGConfig,
     reference: Tensor | None,
     rewards: Tensor | None,
     positive_tokens: Tensor | int | None,
 ) -> None:
-    if logprobs.dim() != 1 or sequence.shape != logprobs.shape:
-        raise ValueError(f"logprobs {list(logprobs.shape)} and sequence {list(sequence.shape)}: expected [T] both, one for each token of a pack")
     if sample_mask.dim() != 1:
         raise ValueError(f"sample_mask {list(sample_mask.shape)}: expected [S], one for each sequence of the pack")
+    if rewards is not None and rewards.shape != sample_mask.shape:
+        raise ValueError(f"rewards {list(rewards.shape)}: expected {list(sample_mask.shape)}, one for each sequence, as sample_mask")
     if _has_kl(o) and reference is None:
         raise ValueError(
             f"reference_logprobs is missing: expected [T] with reference_policy_kl_penalty {o.reference_policy_kl_penalty}; or set that to 0"

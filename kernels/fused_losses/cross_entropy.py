@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fused_losses.linear_logprobs import linear_logprobs
-from fused_losses.lm_head import HeadGradients, LmHead, check_head, chunks_of, default_chunk, padded
-from fused_losses.softmax import TokenSoftmax
+from fused_losses.lm_head import HeadGradients, LmHead, check_head, chunks_of, default_chunk, padded, without_autocast
+from fused_losses.softmax import TokenSoftmax, add_at_labels_
 from fused_losses.vocab_parallel import vocab_parallel_logprobs
 
 
@@ -128,6 +128,8 @@ def vocab_parallel_cross_entropy(
 
 
 def _counted(labels: Tensor, mask: Tensor | None, ignore_index: int) -> Tensor:
+    if mask is not None and mask.shape != labels.shape:
+        raise ValueError(f"mask {list(mask.shape)} and labels {list(labels.shape)}: expected [T] both")
     counted = labels != ignore_index
     return counted if mask is None else counted & mask
 
@@ -171,8 +173,7 @@ class _Made:
         )  # z is exp(z - largest) now
         self.total.sub_(torch.where(live, softmax.logprobs, 0.0).sum())
         dz = z.mul_((live / softmax.total)[:, None])
-        here = ((labels[tokens] >= 0) & (labels[tokens] < dz.shape[1]) & live).nonzero().squeeze(1)
-        dz.index_put_((here, labels[tokens][here]), dz.new_tensor(-1.0), accumulate=True)
+        add_at_labels_(dz, labels[tokens], -live.to(dz.dtype))
         if capped is not None:
             head.uncap_(dz, capped)
         rounded = head.cast(dz)
@@ -185,6 +186,7 @@ class _LinearNLL(torch.autograd.Function):
     """``-sum_t counted_t log p(label_t)``, with its gradients made in forward."""
 
     @staticmethod
+    @without_autocast
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, counted: Tensor, head: LmHead, chunk: int) -> Tensor:
         made = _Made.of(hidden, labels, counted, head, chunk, ctx.needs_input_grad[:3])
         # Not among the saved tensors: backward gives them away rather than copy them.
@@ -195,12 +197,14 @@ class _LinearNLL(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, counted = ctx.saved_tensors
         head: LmHead = ctx.head
         made, ctx.made = ctx.made, None
         if made is None:  # a second backward, with retain_graph: the first has given them away
             made = _Made.of(hidden, labels, counted, head, ctx.chunk, ctx.needs_input_grad[:3])
-        scale = upstream / head.temperature
+        scale = upstream / head.temperature  # of one dim below: CUDA rounds a number of none to a bfloat16 gradient's dtype first
         leaves = ((made.hidden, hidden), (made.head.weight, weight), (made.head.bias, bias))
-        return (*(None if grad is None or like is None else padded(grad.mul_(scale), like) for grad, like in leaves), None, None, None, None)
+        gradients = (None if grad is None or like is None else padded(grad.mul_(scale.reshape(1)), like) for grad, like in leaves)
+        return (*gradients, None, None, None, None)

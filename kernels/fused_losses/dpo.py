@@ -42,7 +42,8 @@ def dpo_loss(
     With r_i the sum (or mean, by ``preference_average_log_probs``) over a sequence of log p - log p_ref, the loss of a pair is
     ``-log sigmoid(beta (r_2p - r_2p+1))`` (Rafailov et al. 2023), for ``"ipo"`` ``(r_2p - r_2p+1 - 1 / (2 beta))^2`` (Azar et al. 2023).
     Metrics, without gradients: ``preference_loss``, ``sft_loss`` (0 at weight 0), ``accuracy``, ``rewards_chosen_mean`` and
-    ``rewards_rejected_mean`` (in nats, without beta), each over valid_pairs, and ``num_valid_samples``, the pairs that count here.
+    ``rewards_rejected_mean`` (in nats, without beta), each over valid_pairs, and ``num_valid_samples``, half the sequences
+    of ``sample_mask`` here (NeMo-RL's definition).
 
     Raises ``ValueError`` for shapes and numbers that do not fit.
     """

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fused_losses.numerics import bounded_exp, check_tokens
 from fused_losses.ranks import sum_over
 
 _LARGEST_KL, _LARGEST_RHO = 40.0, 10.0
@@ -72,11 +73,13 @@ def grpo_loss(
 
     Raises ``ValueError`` for what is missing or does not fit.
     """
-    _check(logprobs, loss_fn, kl_estimator, beta, loss_denominator, reference_logprobs, sampler_logprobs, sequence, sequences, rho)
-    select = _Select(mask)
+    tokens = {"advantages": advantages, "mask": mask, "old_logprobs": old_logprobs, "sequence": sequence}
+    check_tokens(logprobs, **tokens, reference_logprobs=reference_logprobs, sampler_logprobs=sampler_logprobs)
+    _check(loss_fn, kl_estimator, beta, loss_denominator, reference_logprobs, sampler_logprobs, sequence, sequences, rho)
+    select = _Select(mask, logprobs.dtype)
     new, advantages = select(logprobs), select(advantages)
     old = new.detach() if old_logprobs is None else select(old_logprobs)
-    ratio = (new - old).exp()
+    ratio = bounded_exp(new - old)
     if loss_fn == "dapo":
         plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip_lower, 1 + clip_higher)
         policy, is_clipped = torch.maximum(plain, clipped), clipped > plain
@@ -87,13 +90,13 @@ def grpo_loss(
     weights = _Weights.none(x.exp()) if rho is None else _weigh(x, advantages, mask, sequence, sequences, rho, cp_group)
     estimates = _kl_estimates(new, ratio, new.detach() if reference_logprobs is None else select(reference_logprobs))
     weighted, kl = weights.weight * policy, beta * estimates[kl_estimator]
-    tokens = torch.as_tensor(valid_tokens, dtype=new.dtype, device=new.device).clamp(min=1)
+    count = torch.as_tensor(valid_tokens, dtype=new.dtype, device=new.device).clamp(min=1)
 
     def mean(x: Tensor) -> Tensor:
-        return select(x.detach()).sum() / tokens
+        return select(x.detach()).sum() / count
 
     total = select(weighted + kl).sum()
-    loss = loss_scale * total / (tokens if loss_denominator == "token" else loss_denominator)
+    loss = loss_scale * total / (count if loss_denominator == "token" else loss_denominator)
     detached = ratio.detach()
     metrics = {f"kl{k}": mean(estimate) for k, estimate in enumerate(estimates)}
     metrics |= {"kl_avg": mean(kl), "policy_avg": mean(weighted), "total_avg": mean(weighted + kl)}
@@ -111,11 +114,11 @@ _Mean = Callable[[Tensor], Tensor]
 class _Select:
     """0 in place of what is at tokens that don't count: never times 0, which NaN survives."""
 
-    def __init__(self, mask: Tensor) -> None:
-        self._mask = mask
+    def __init__(self, mask: Tensor, dtype: torch.dtype) -> None:
+        self._mask, self._dtype = mask, dtype
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.where(self._mask, x, 0.0)
+        return torch.where(self._mask, x.to(self._dtype), 0.0)
 
 
 def _kl_estimates(new: Tensor, ratio: Tensor, reference: Tensor) -> list[Tensor]:
@@ -185,7 +188,6 @@ def _weigh(
 
 
 def _check(
-    logprobs: Tensor,
     loss_fn: str,
     kl_estimator: int,
     beta: float,
@@ -196,8 +198,6 @@ def _check(
     sequences: int | None,
     rho: RhoCorrection | None,
 ) -> None:
-    if logprobs.dim() != 1:
-        raise ValueError(f"logprobs {list(logprobs.shape)}: expected [T], one for each token; flatten a batch of rows")
     if loss_fn not in ("dapo", "cispo"):
         raise ValueError(f"loss_fn {loss_fn!r}: expected 'dapo' or 'cispo'")
     if kl_estimator not in (0, 1, 2, 3):

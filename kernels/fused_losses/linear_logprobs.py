@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fused_losses.lm_head import HeadGradients, LmHead, check_head, chunks_of, default_chunk, gather_tokens, padded, scatter_tokens
+from fused_losses.lm_head import HeadGradients, LmHead, check_head, chunks_of, default_chunk, gather_tokens, padded, scatter_tokens, without_autocast
 from fused_losses.softmax import TokenLogprobs, TokenSoftmax, Upstream
 
 
@@ -63,10 +63,11 @@ def linear_logprobs(
     the tokens of this call, for the caller to add up over data and context parallelism.
 
     Matrix products are in ``matmul_dtype``, by default the inputs'; float32 for half-precision inputs is slower and rounds
-    less. All else is float32; the weight's gradient is added up in float32 over chunks, and rounded at the end.
+    less. All else is float32, also under ``torch.autocast``; the weight's gradient is added up in float32 over chunks, and rounded at the end.
 
     Memory: ``chunk`` tokens have logits at a time, ``chunk x local vocab`` of them, forward and backward; by default so many
-    that they are small beside the weight. Backward holds a float32 gradient of weight, and T H numbers. Saved for backward: the
+    that they are small beside the weight. Backward holds a float32 gradient of weight, and T H numbers, 2 T H with
+    ``sequence_parallel``; with a ``matmul_dtype`` other than the weight's both passes hold a copy of weight in it. Saved for backward: the
     inputs and T numbers, 2 T with entropy; nothing under ``torch.no_grad``. Collectives on ``tp_group``, whatever the chunks:
     forward one all-reduce MAX of T numbers (2 T with ``logit_range``) and one SUM of 2 T (3 T with entropy), backward one SUM of T H float32; with
     ``sequence_parallel`` an all-gather of hidden in forward and in backward, and a reduce-scatter in place of the last sum.
@@ -91,6 +92,7 @@ def linear_logprobs(
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, call: _Call) -> tuple[Tensor, ...]:
         softmax = token_softmax(hidden, labels, call.head(weight, bias), call)
         entropy, extremes = softmax.entropy, softmax.range(call.temperature)
@@ -102,6 +104,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, logsumexp, entropy = ctx.saved_tensors
         call: _Call = ctx.call
@@ -123,11 +126,11 @@ class _LinearLogprobs(torch.autograd.Function):
             gradients.add(dz, h, rounded)
             if grad_hidden is not None:
                 grad_hidden[tokens] = rounded @ matrix
-        unit = upstream.unit
+        unit = upstream.unit  # of one dim below: CUDA rounds a number of none to a half-precision gradient's dtype first
         return (
-            None if grad_hidden is None else _reduced(grad_hidden.mul_(unit), call, hidden.dtype),
-            None if gradients.weight is None else padded(gradients.weight.mul_(unit), weight),
-            None if gradients.bias is None or bias is None else padded(gradients.bias.mul_(unit), bias),
+            None if grad_hidden is None else _reduced(grad_hidden.mul_(unit.reshape(1)), call, hidden.dtype),
+            None if gradients.weight is None else padded(gradients.weight.mul_(unit.reshape(1)), weight),
+            None if gradients.bias is None or bias is None else padded(gradients.bias.mul_(unit.reshape(1)), bias),
             None,
             None,
         )

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank's rows of an lm-head: logits of some tokens, and their gradients back to hidden states, weight and bias."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -15,6 +16,13 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 _ROWS = 4096
 """Rows of the weight's gradient that are made at a time where it is not the matrix product itself that adds them up."""
+
+
+def _unit(hidden: Tensor) -> Tensor | None:
+    """``[1]``: by which to divide ``hidden [n, H]``, lest a sum of n of its rows is more than float16 holds; None for other dtypes."""
+    if hidden.dtype != torch.float16 or not hidden.numel():
+        return None
+    return (len(hidden) * hidden.abs().amax().float() / torch.finfo(torch.float16).max).clamp(min=1).reshape(1)
 
 
 @dataclass(frozen=True)
@@ -72,9 +80,25 @@ class HeadGradients:
         if rounded.dtype == self.weight.dtype:
             self.weight.addmm_(rounded.T, hidden)
             return
+        unit = _unit(hidden)
+        if unit is not None:
+            hidden = (hidden.float() / unit).half()
         for start in range(0, len(self.weight), _ROWS):
             rows = slice(start, start + _ROWS)
-            self.weight[rows] += rounded[:, rows].T @ hidden
+            product = rounded[:, rows].T @ hidden
+            self.weight[rows] += product if unit is None else product.float().mul_(unit)
+
+
+def without_autocast(pass_: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward or backward that says itself in which dtype it computes: autocast is on in the one, and not in the other."""
+
+    @wraps(pass_)
+    def as_written(ctx: Any, *given: Any) -> Any:
+        device = next((x.device.type for x in given if isinstance(x, Tensor)), "cpu")
+        with torch.autocast(device, enabled=False):
+            return pass_(ctx, *given)
+
+    return as_written
 
 
 def chunks_of(tokens: int, chunk: int) -> Iterator[slice]:

@@ -52,6 +52,7 @@ class MemorySnapshots:
     make_recorder: Callable[[], Recorder | None] = _cuda_recorder
     """None where there is nothing to record."""
     _recorder: Recorder | None = field(default=None, init=False, repr=False)
+    _step: int = field(default=-1, init=False, repr=False)
 
     def __post_init__(self) -> None:
         steps: Any = self.profile_steps  # from a configuration, as likely as not
@@ -91,9 +92,10 @@ class MemorySnapshots:
             warnings.warn(f"no memory snapshot of step {number}: CUDA is not available", RuntimeWarning, stacklevel=2)
             return
         recorder.start(self.max_entries)
-        self._recorder = recorder
+        self._recorder, self._step = recorder, number
 
     def on_step_end(self, number: int) -> None:
+        """Of the step that began; another number is not listened to."""
         self._finish(number, failed=False)
 
     def file(self, number: int, failed: bool = False) -> Path:
@@ -102,9 +104,10 @@ class MemorySnapshots:
         return Path(self.directory) / f"step{number}_{place}{'_failed' if failed else ''}.pickle"
 
     def _finish(self, number: int, failed: bool) -> None:
-        recorder, self._recorder = self._recorder, None
-        if recorder is None:
+        recorder = self._recorder
+        if recorder is None or number != self._step:
             return
+        self._recorder = None
         try:
             file = self.file(number, failed)
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,10 @@ _WRAPPED_IN = ("_orig_mod", "module", "_fsdp_wrapped_module")
 _BACKBONES = ("model", "transformer", "backbone", "gpt_neox", "base_model")
 
 
+_AFTER_THE_HEAD = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
+"""Fields of configurations (Gemma 2, Cohere, Granite), and the value at which they do nothing."""
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """The causal language model itself, out of torch.compile, DistributedDataParallel, FSDP, DeepSpeed engines and PEFT models, in any order."""
     while True:
@@ -32,7 +36,8 @@ def backbone_and_lm_head(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     prepares anything when it is called (DistributedDataParallel's bucket order, FSDP's root) must still be: call both inside the
     forward of the module that is wrapped.
 
-    Raises ``ValueError`` where either is not found, or the backbone holds the head, and so would make logits itself.
+    Raises ``ValueError`` where either is not found, where the backbone holds the head, and so would make logits itself, and where the model does
+    something to logits after its head (``final_logit_softcapping``, ``logit_scale``, ``logits_scaling``), which would be lost.
     """
     inner = unwrap(model)
     head = inner.get_output_embeddings() if callable(getattr(inner, "get_output_embeddings", None)) else None  # pyright: ignore[reportCallIssue]
@@ -40,6 +45,13 @@ def backbone_and_lm_head(model: nn.Module) -> tuple[nn.Module, nn.Module]:
         head = next((found for name in ("lm_head", "output_layer") if isinstance(found := getattr(inner, name, None), nn.Module)), None)
     if not isinstance(head, nn.Module):
         raise ValueError(f"model {type(inner).__name__}: has no lm-head (get_output_embeddings, lm_head, output_layer); pass the modules yourself")
+    config = getattr(inner, "config", None)
+    for name, nothing in _AFTER_THE_HEAD.items():
+        value = getattr(config, name, None)
+        if value not in (None, nothing):
+            raise ValueError(
+                f"model {type(inner).__name__}: its {name} of {value} comes after the lm-head; pass the modules yourself, and what it does"
+            )
     names = (str(getattr(inner, "base_model_prefix", "")), *_BACKBONES)
     for name in names:
         backbone = getattr(inner, name, None) if name else None

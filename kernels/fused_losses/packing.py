@@ -103,8 +103,8 @@ class Pack:
         values = rows[torch.where(here, self.sequence, 0), torch.where(here, column, 0)]
         return torch.where(here, values, torch.as_tensor(fill, dtype=rows.dtype, device=rows.device))
 
-    def labels(self, input_ids: Tensor, fill: int = 0) -> Tensor:
-        """``[B, width] -> [T]``: the next token's id, shifted before the split, ``fill`` where there is none."""
+    def labels(self, input_ids: Tensor, fill: int = -100) -> Tensor:
+        """``[B, width] -> [T]``: the next token's id, shifted before the split, ``fill`` (that which is ignored) where there is none."""
         return self.from_rows(input_ids, shift=1, fill=fill)
 
     def split(self, whole: Tensor) -> Tensor:
@@ -121,6 +121,8 @@ class Pack:
         """
         if local.shape != self.index.shape:
             raise ValueError(f"local {list(local.shape)}: expected a number for each of {len(self.index)} tokens")
+        if (1 if cp_group is None else cp_group.size()) != self.cp:
+            raise ValueError(f"cp_group of {1 if cp_group is None else cp_group.size()} ranks: this pack is split over {self.cp}")
         if alone(cp_group):
             return local
         return _Gather.apply(local, self.index, self._order, cp_group)  # type: ignore[return-value]

@@ -133,6 +133,9 @@ def linear_sft_loss(
     by their number. Statistics are this rank's too: add those of microbatches up, then ``reduce`` once. All are the same however
     tokens are split and padded. For statistics one all-reduce of 2 S numbers over cp_group, always; nothing is gathered.
     """
+    for name, x in {"mask": mask, "real": real, "sequence": sequence}.items():
+        if x.shape != labels.shape:
+            raise ValueError(f"{name} {list(x.shape)}: expected {list(labels.shape)}, one for each token, as labels")
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction {reduction!r}: expected 'mean' or 'sum'")
     tokens = linear_logprobs(

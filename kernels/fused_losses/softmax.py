@@ -32,6 +32,15 @@ class TokenLogprobs(NamedTuple):
         return cls(logprobs, entropy if wanted[0] else None, lowest if wanted[1] else None, largest if wanted[1] else None)
 
 
+def add_at_labels_(logits: Tensor, labels: Tensor, values: Tensor) -> Tensor:
+    """Add ``values [n]`` to the labels' entries of ``logits [n, rows]``, in place; nothing where the label is not among the rows."""
+    rows = logits.shape[1]
+    if not rows:
+        return logits
+    here = (labels >= 0) & (labels < rows)
+    return logits.scatter_add_(1, labels.long().clamp(0, rows - 1)[:, None], torch.where(here, values, 0.0)[:, None])
+
+
 @dataclass
 class TokenSoftmax:
     """Of the logits z of each token, in the dtype of computation; ``[tokens]`` each.
@@ -56,11 +65,12 @@ class TokenSoftmax:
         at = labels.clamp(0, logits.shape[1] - 1)[:, None]
         label = torch.where(here, logits.gather(1, at).squeeze(1), 0.0)
         largest, least = logits.amax(-1), logits.amin(-1) if lowest else None
-        shifted = logits.sub_(largest[:, None])
+        shifted = logits.sub_(torch.where(largest == -torch.inf, 0.0, largest)[:, None])  # where all are -inf the total is 0
         if not entropy:
             return cls(largest, shifted.exp_().sum(-1), label, lowest=least)
         exps = shifted.exp()
-        return cls(largest, exps.sum(-1), label, torch.linalg.vecdot(exps, shifted), least)
+        weighted = torch.linalg.vecdot(exps, shifted.clamp_(min=torch.finfo(shifted.dtype).min))  # 0 times -inf would be NaN
+        return cls(largest, exps.sum(-1), label, weighted, least)
 
     @classmethod
     def cat(cls, parts: Sequence["TokenSoftmax"]) -> "TokenSoftmax":
@@ -143,5 +153,4 @@ class Upstream:
             factor = surprise.mul_(self.of_entropy[:, None]).add_(self.of_logprobs[:, None]).neg_()
             d = log_p.exp_().mul_(factor.masked_fill_(log_p == 0, 0.0))  # 0 log 0 = 0
         d.masked_fill_(~live[:, None], 0.0)
-        here = ((labels >= 0) & (labels < d.shape[1])).nonzero().squeeze(1)
-        return d.index_put_((here, labels[here]), self.of_logprobs[here], accumulate=True)
+        return add_at_labels_(d, labels, self.of_logprobs)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fused_losses.lm_head import without_autocast
 from fused_losses.softmax import TokenLogprobs, TokenSoftmax, Upstream
 
 
@@ -33,11 +34,15 @@ def vocab_parallel_logprobs(
     entropy carry gradients, and any upstream gradient is right. The gradient of the logits is local, and rounded to
     their dtype. Collectives: forward one all-reduce MAX of T (2 T with ``logit_range``) and one SUM of 2 T
     float32 numbers (3 T with entropy), backward none. Saved for backward: the logits and T numbers, 2 T with entropy.
+
+    Raises ``ValueError`` for shapes and numbers that do not fit.
     """
     if logits.dim() != 2 or labels.shape != logits.shape[:1]:
         raise ValueError(f"logits {list(logits.shape)} and labels {list(labels.shape)}: expected [tokens, vocab] and [tokens]")
     if not temperature > 0:
         raise ValueError(f"temperature {temperature}: expected a positive number; for greedy decoding there is no log-probability")
+    if vocab_rows is not None and not 0 <= vocab_rows <= logits.shape[1]:
+        raise ValueError(f"vocab_rows {vocab_rows}: logits have {logits.shape[1]} columns")
     rows = logits.shape[1] if vocab_rows is None else vocab_rows
     found = _VocabParallelLogprobs.apply(logits, labels - vocab_start, temperature, rows, (entropy, logit_range), tp_group)
     return TokenLogprobs.of(*found, (entropy, logit_range))  # type: ignore[misc]
@@ -45,6 +50,7 @@ def vocab_parallel_logprobs(
 
 class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(ctx: Any, logits: Tensor, labels: Tensor, temperature: float, rows: int, wanted: tuple[bool, bool], group: Any) -> tuple[Tensor, ...]:
         softmax = TokenSoftmax.of(_tempered(logits, rows, temperature), labels, entropy=wanted[0], lowest=wanted[1])
         softmax.reduce(group)
@@ -57,6 +63,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         logits, labels, logsumexp, entropy = ctx.saved_tensors
         upstream = Upstream.of(of_logprobs, of_entropy if ctx.entropy else None, logsumexp, ctx.temperature, logsumexp.dtype)

@@ -101,6 +101,51 @@ def test_float16_gradients_of_small_losses_do_not_underflow() -> None:
         torch.testing.assert_close(leaf.grad.double() if leaf.grad is not None else None, expected.grad, rtol=0.02, atol=2.0**-24)
 
 
+@pytest.mark.parametrize("kernel", ["in forward", "log-probabilities"])
+def test_float16_weight_gradients_of_many_like_tokens_do_not_overflow(kernel: str) -> None:
+    """Their sum over a chunk is more than float16 holds; their mean is not."""
+    hidden, weight = torch.full((1024, 8), 100.0).half(), torch.zeros(16, 8).half().requires_grad_()
+    labels = torch.zeros(1024, dtype=torch.long)
+    if kernel == "in forward":
+        linear_cross_entropy(hidden, weight, labels, chunk=1024).backward()
+    else:
+        (-linear_logprobs(hidden, weight, labels, chunk=1024).logprobs.mean()).backward()
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad[0], torch.full((8,), -93.75).half(), rtol=2e-3, atol=0.0)
+
+
+@pytest.mark.parametrize("kernel", [linear_cross_entropy, lambda h, w, y: -linear_logprobs(h, w, y).logprobs.mean()])
+def test_autocast_changes_nothing(kernel: Callable[..., Tensor]) -> None:
+    hidden, weight, _, labels = example(64, 8, 96, torch.float32)
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = kernel(hidden.requires_grad_(), weight.requires_grad_(), labels)
+        results.append([loss.detach(), *torch.autograd.grad(loss, (hidden, weight))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_logits_of_minus_infinity_have_no_part(make_world: MakeWorld) -> None:
+    """Masked rows of a vocabulary, on one rank or on all of a rank's; the entropy too."""
+    logits = torch.tensor([[1.0, 2.0, -torch.inf, -torch.inf]])
+    expected = torch.log_softmax(logits[:, :2], 1)
+
+    def body(context: RankContext) -> None:
+        group = context.mesh.get_group("tp")
+        part = logits[:, 2 * group.rank() :][:, : 4 // group.size()].clone().requires_grad_()
+        given: Any = {"entropy": True, "vocab_start": 2 * group.rank(), "tp_group": group}
+        found = vocab_parallel_logprobs(part, torch.tensor([0]), **given)
+        assert found.entropy is not None
+        torch.testing.assert_close(found.logprobs, expected[:, 0])
+        torch.testing.assert_close(found.entropy, -(expected.exp() * expected).sum(1))
+        (found.logprobs + found.entropy).sum().backward()
+        assert part.grad is not None
+        assert part.grad.isfinite().all()
+
+    for layout in ("single", "tp=2"):
+        make_world(layout).run(body)
+
+
 def test_tied_weights() -> None:
     """N8: the weight may be the embedding too; both parts of its gradient arrive."""
     hidden, weight, _, labels = example()
@@ -305,6 +350,8 @@ def test_hidden_states_of_all_tokens_with_sequence_parallelism_are_refused(make_
         (lambda h, w, b, y: linear_logprobs(h, w, y, temperature=0.0), "temperature 0.0: expected a positive number"),
         (lambda h, w, b, y: linear_logprobs(h, w, y, vocab_rows=10), "vocab_rows 10: weight has 9 rows"),
         (lambda h, w, b, y: vocab_parallel_logprobs(h @ w.T, y[:5]), r"logits \[6, 9\] and labels \[5\]"),
+        (lambda h, w, b, y: vocab_parallel_logprobs(h @ w.T, y, vocab_rows=-1), "vocab_rows -1: logits have 9 columns"),
+        (lambda h, w, b, y: linear_cross_entropy(h, w, y, mask=torch.ones(6, 1).bool()), r"mask \[6, 1\] and labels \[6\]: expected \[T\] both"),
         (lambda h, w, b, y: vocab_parallel_logprobs(h @ w.T, y, temperature=-1.0), "temperature -1.0: expected a positive number"),
         (lambda h, w, b, y: linear_cross_entropy(h, w, y, reduction="none"), "reduction 'none': expected 'mean' or 'sum'"),
     ],

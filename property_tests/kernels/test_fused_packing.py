@@ -157,7 +157,7 @@ def test_labels_do_not_wrap_around() -> None:
     """N4: the last token of a sequence has no label, neither its own first token nor the next sequence's."""
     ids = torch.tensor([[1, 2, 3, 9], [4, 5, 9, 9], [6, 9, 9, 9]])
     pack = Pack.of(starts([3, 2, 1]), starts([4, 2, 2]))
-    assert pack.labels(ids, fill=-100).tolist() == [2, 3, -100, -100, 5, -100, -100, -100]
+    assert pack.labels(ids).tolist() == [2, 3, -100, -100, 5, -100, -100, -100]
     assert pack.from_rows(ids, shift=0).tolist() == [1, 2, 3, 0, 4, 5, 6, 0]
 
 
@@ -305,6 +305,7 @@ def test_filtered_tokens_have_no_part() -> None:
         (lambda: Pack.of(starts([4]), tokens=5), "tokens 5: cu_seqlens_padded ends at 4"),
         (lambda: Pack.of(starts([4])).split(torch.ones(5)), r"whole \[5\]: expected the 4 tokens"),
         (lambda: Pack.of(starts([4])).from_rows(torch.ones(4), shift=1), r"rows \[4\], shift 1: expected \[B, width\], and 0 or 1"),
+        (lambda: Pack.of(starts([4]), cp_group=_FakeGroup(2, 0)).gather(torch.ones(2), None), "cp_group of 1 ranks: this pack is split over 2"),  # type: ignore[arg-type]
         (lambda: Pack.of(starts([4])).gather(torch.ones(3), None), r"local \[3\]: expected a number for each of 4 tokens"),
     ],
 )

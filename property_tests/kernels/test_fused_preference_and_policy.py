@@ -171,6 +171,24 @@ def test_a_rank_without_tokens_takes_part() -> None:
     assert metrics["rho_min"] == float("inf")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_ratio_that_overflows_where_it_is_clipped_has_no_gradient(dtype: torch.dtype) -> None:
+    """Nor has it NaN, which would spoil all others."""
+    new, old = torch.tensor([-1.0, -2.0], dtype=dtype, requires_grad=True), torch.tensor([-1000.0, -2.0], dtype=dtype)
+    ones, mask, zeros = torch.ones(2, dtype=dtype), torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.long)
+    grpo, _ = grpo_loss(new, old_logprobs=old, advantages=ones, mask=mask, valid_tokens=2, beta=0.0)
+    others = {"prev_logprobs": old, "generation_logprobs": old, "reference_logprobs": old, "advantages": ones, "mask": mask, "sequence": zeros}
+    config = ClippedPGConfig(reference_policy_kl_penalty=0.0)
+    clipped, _ = clipped_pg_loss(new, **others, sample_mask=mask[:1], valid_tokens=2, valid_sequences=1, config=config)
+    for loss in (grpo, clipped):
+        torch.testing.assert_close(torch.autograd.grad(loss, new)[0], torch.tensor([0.0, -0.5], dtype=dtype))
+
+
+def test_what_would_broadcast_is_told() -> None:
+    with pytest.raises(ValueError, match=r"advantages \[12, 1\]: expected \[12\], one for each token, as logprobs"):
+        grpo_loss(**rollout(advantages=torch.zeros(12, 1)))
+
+
 def test_a_denominator_below_1_is_one() -> None:
     """O14."""
     whole, half = (grpo_loss(**rollout(loss_denominator=d))[0] for d in (1.0, 0.5))
@@ -316,7 +334,9 @@ def test_options_that_contradict_are_told(config: dict[str, Any], told: str) -> 
     ("changes", "told"),
     [
         ({"reference_logprobs": None}, "reference_logprobs is missing"),
-        ({"sequence": torch.zeros(5, dtype=torch.long)}, r"logprobs \[12\] and sequence \[5\]"),
+        ({"sequence": torch.zeros(5, dtype=torch.long)}, r"sequence \[5\]: expected \[12\], one for each token, as logprobs"),
+        ({"advantages": torch.zeros(12, 1)}, r"advantages \[12, 1\]: expected \[12\]"),
+        ({"rewards": torch.zeros(3)}, r"rewards \[3\]: expected \[4\], one for each sequence"),
         ({"sample_mask": torch.ones(2, 2).bool()}, r"sample_mask \[2, 2\]: expected \[S\]"),
         ({"rewards": None, "config": ClippedPGConfig(positive_example_nll_weight=0.1)}, "rewards or positive_tokens is missing"),
     ],

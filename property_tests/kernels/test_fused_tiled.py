@@ -188,6 +188,44 @@ def test_every_rank_calls_the_head_as_often(make_world: MakeWorld) -> None:
     assert {sum(logged.rank == rank for logged in world.log) for rank in range(4)} == {4 + 4 + 4}  # forward, again in backward, reduced
 
 
+class FlatHead(nn.Module):
+    """As FSDP has it without ``use_orig_params``: what it is called with is a view of a parameter of someone else."""
+
+    def __init__(self, flat: nn.Parameter) -> None:
+        super().__init__()
+        self.flat = [flat]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.flat[0].view(VOCAB, WIDTH).T
+
+
+def test_a_gradient_that_would_be_lost_is_told() -> None:
+    hidden, labels = batch()
+    logprobs, _ = tiled_token_logprobs(FlatHead(nn.Parameter(torch.zeros(VOCAB * WIDTH, dtype=torch.float64))), hidden.requires_grad_(), labels)
+    with pytest.raises(ValueError, match=r"lm_head: when called it uses a Parameter \[36\] that is none of its trained parameters"):
+        logprobs.sum().backward()
+
+
+def test_parameters_that_changed_are_told() -> None:
+    hidden, labels = batch()
+    head = seeded(LoraHead)
+    logprobs, _ = tiled_token_logprobs(head, hidden, labels)
+    with torch.no_grad():
+        next(p for p in head.parameters() if p.requires_grad).add_(1)
+    with pytest.raises(RuntimeError, match="lm_head: a parameter was changed in place after forward"):
+        logprobs.sum().backward()
+
+
+def test_autocast_is_the_same_in_both_passes() -> None:
+    hidden, labels = batch(40)
+    head = nn.Linear(WIDTH, VOCAB)
+    with torch.autocast("cpu", torch.bfloat16):
+        logprobs, _ = tiled_token_logprobs(head, hidden.bfloat16().requires_grad_(), labels, tiles=3)
+        expected, _ = dense(head, hidden.bfloat16(), labels, 1.0)
+    found = torch.autograd.grad(logprobs.sum(), [head.weight])[0]
+    torch.testing.assert_close(found, torch.autograd.grad(expected.sum(), [head.weight])[0], rtol=0.05, atol=0.05)
+
+
 def test_a_split_loses_no_token() -> None:
     """O1: labels that are shifted before the split score the same tokens on any number of ranks; after it, one is lost at each boundary."""
     hidden, labels = batch(16)
@@ -291,6 +329,10 @@ def test_they_are_found_by_distributed_data_parallel_itself(make_world: MakeWorl
 
 
 def test_models_without_them_are_told() -> None:
+    capped = CausalLM()
+    capped.config = type("Config", (), {"final_logit_softcapping": 30.0})()
+    with pytest.raises(ValueError, match=r"its final_logit_softcapping of 30.0 comes after the lm-head"):
+        backbone_and_lm_head(capped)
     with pytest.raises(ValueError, match="model Linear: has no lm-head"):
         backbone_and_lm_head(nn.Linear(2, 3))
     headed = nn.Module()

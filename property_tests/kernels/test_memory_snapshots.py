@@ -51,6 +51,7 @@ def test_callbacks(tmp_path: Path) -> None:
     memory = snapshots(recorder, tmp_path, profile_steps=[1])
     for step in range(3):
         memory.on_step_begin(step)
+        memory.on_step_end(step + 5)  # not that which began
         memory.on_step_end(step)
     assert recorder.calls == ["start 100000", "dump step1_dp0_cp0_tp0_pp0.pickle", "stop"]
 
