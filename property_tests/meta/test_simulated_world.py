@@ -325,6 +325,26 @@ def test_ranks_stay_alive_between_runs(make_world: MakeWorld) -> None:
 
 
 @pytest.mark.parametrize("order", ["rank", "permuted", "tree", "ring"])
+def test_groups_beside_one_another_add_in_the_same_order(make_world: MakeWorld, order: ReductionOrder) -> None:
+    """What each tp rank sums over its own cp group is the same on all of them, bit for bit, whatever the order."""
+
+    def body(context: RankContext) -> list[Tensor]:
+        cp, tp = context.mesh.get_group("cp"), context.mesh.get_group("tp")
+        sums = []
+        for call in range(5):
+            if tp.rank() == call % 2:  # other calls in between, of one of them alone
+                dist.all_reduce(torch.ones(1), group=context.mesh.get_group("dp"))
+            x = 0.1 * torch.randn(40, generator=torch.Generator().manual_seed(10 * call + cp.rank()))
+            dist.all_reduce(x, group=cp)
+            sums.append(x)
+        return sums
+
+    for seed in range(5):
+        first, *others = make_world("cp=5,tp=2").run(body, order=order, seed=seed)
+        assert all(torch.equal(torch.stack(first), torch.stack(other)) for other in others)
+
+
+@pytest.mark.parametrize("order", ["rank", "permuted", "tree", "ring"])
 def test_orders_agree_up_to_rounding_and_differ_in_it(make_world: MakeWorld, order: ReductionOrder) -> None:
     numbers = torch.randn(7, 501, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     world = make_world("tp=7")

@@ -269,7 +269,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def _reduce(self, parts: Sequence[Tensor], op: Any) -> Tensor:
         communicator = self.rendezvous.communicator
-        return reduce_tensors(parts, op, communicator.order, communicator.next_seed())
+        return reduce_tensors(parts, op, communicator.order, communicator.next_seed(self.rendezvous.ranks))
 
     def _collective(
         self,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the ranks of a group meet: pairs the n-th call of each member, checks that they agree, and completes them."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,21 +67,26 @@ class Communicator:
     order: ReductionOrder = "rank"
     seed: int = 0
     log: list[Logged] = field(default_factory=list)
-    reductions: int = 0
+    reductions: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    """So far, of the group of these ranks."""
     in_flight: list[tuple["Rendezvous", Call]] = field(default_factory=list)
     mail: dict["_Route", "_Mailbox"] = field(default_factory=dict)
 
     def start(self, order: ReductionOrder, seed: int) -> None:
-        self.order, self.seed, self.reductions = order, seed, 0
+        self.order, self.seed = order, seed
+        self.reductions.clear()
         self.log, self.in_flight, self.mail = [], [], {}
 
     def running_rank(self) -> int | None:
         """The rank in whose thread this is called, if it is one of this world's."""
         return self.lockstep.rank_of_this_thread()
 
-    def next_seed(self) -> int:
-        self.reductions += 1
-        return self.seed * 1_000_003 + self.reductions
+    def next_seed(self, ranks: Sequence[int]) -> int:
+        """Counted by group: groups beside one another, such as each tp rank's over cp, add the same numbers up in the same order, and what is
+        replicated over tp stays so, bit by bit."""
+        group = tuple(ranks)
+        self.reductions[group] += 1
+        return self.seed * 1_000_003 + self.reductions[group]
 
 
 @dataclass
