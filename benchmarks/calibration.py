@@ -132,7 +132,9 @@ def main() -> None:
         title=f"Correct kernels, seed {arguments.seed}",
     )
     seen = Table(
-        "bug", *(f"{dtype}: {style.name}" for dtype, styles in STYLES.items() for style in styles), title="Bugs caught, of those visible (of all)"
+        "bug",
+        *(f"{dtype}: {style.name}" for dtype, styles in STYLES.items() for style in styles),
+        title="Bugs caught, of those visible (of all)",
     )
     columns: list[dict[str, Caught]] = []
     total = alarms = 0
@@ -151,7 +153,9 @@ def main() -> None:
             f"{tally.pool_alarms} of {len(tally.pools)}, at most {tally.pool_margin:.2f}",
         )
         for alarm in tally.false_alarms:
-            console.print(f"FALSE ALARM  {style.name}  {'; '.join(alarm.findings)}\n  {alarm.problem.to_json()}", markup=False)
+            console.print(
+                f"FALSE ALARM  {style.name}  {'; '.join(alarm.findings)}\n  {alarm.problem.to_json()}", markup=False
+            )
         if style is not ALL_BFLOAT16:
             columns.append(bugs)
     console.print(quiet)
@@ -159,7 +163,13 @@ def main() -> None:
     if arguments.bug_problems:
         for bug in BUGS:
             cells = [column[bug] for column in columns]
-            seen.add_row(bug, *(f"{_share(c.visible_caught, c.visible)} of {c.visible} ({_share(c.caught, c.problems)})" for c in cells))
+            seen.add_row(
+                bug,
+                *(
+                    f"{_share(c.visible_caught, c.visible)} of {c.visible} ({_share(c.caught, c.problems)})"
+                    for c in cells
+                ),
+            )
         console.print(seen)
     console.print(f"{perf_counter() - start:.0f} s")
 

@@ -38,14 +38,23 @@ STYLES = {
         Style("fused, float32 logits, float32 dlogits", FLOAT32),
         Style("fused, float32 logits, bfloat16 dlogits", Precision(dlogits="bfloat16")),
         Style("online logsumexp, float32 logits", FLOAT32, online=True),
-        Style("eager, bfloat16 logits", Precision(logits="bfloat16", dlogits="bfloat16", reduce="bfloat16"), eager=True),
+        Style(
+            "eager, bfloat16 logits", Precision(logits="bfloat16", dlogits="bfloat16", reduce="bfloat16"), eager=True
+        ),
     ),
 }
 """Correct kernels, by dtype of their inputs. The last is what most trainers do: logits in the model's dtype, then float32."""
 
 ALL_BFLOAT16 = Style(
     "eager, bfloat16 throughout",
-    Precision(logits="bfloat16", logsumexp="bfloat16", logprobs="bfloat16", dlogits="bfloat16", reduce="bfloat16", loss="bfloat16"),
+    Precision(
+        logits="bfloat16",
+        logsumexp="bfloat16",
+        logprobs="bfloat16",
+        dlogits="bfloat16",
+        reduce="bfloat16",
+        loss="bfloat16",
+    ),
     eager=True,
 )
 """``cross_entropy`` of bfloat16 logits, as it is on CPU."""
@@ -175,10 +184,17 @@ class _Fused(torch.autograd.Function):
         grad_hidden = _rounder(at.style.precision.reduce)(d @ weight.float())
         if at.bug != "tp all-reduce missing":
             grad_hidden = _all_reduce(grad_hidden, at)
-        grad_weight = _accumulate_in_bfloat16(d, hidden) if at.bug == "bf16 accumulation of dW" else d.T @ hidden.float()
+        grad_weight = (
+            _accumulate_in_bfloat16(d, hidden) if at.bug == "bf16 accumulation of dW" else d.T @ hidden.float()
+        )
         grad_hidden = grad_hidden * (1.01 if at.bug == "dX x1.01" else 1.0)
         grad_weight = grad_weight * (0.99 if at.bug == "dW x0.99" else 1.0)
-        return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype), None if bias is None else d.sum(0).to(bias.dtype), None
+        return (
+            grad_hidden.to(hidden.dtype),
+            grad_weight.to(weight.dtype),
+            None if bias is None else d.sum(0).to(bias.dtype),
+            None,
+        )
 
 
 def _all_reduce(tensor: Tensor, at: _Settings) -> Tensor:

@@ -84,7 +84,11 @@ def inputs(tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> tuple[Te
 
 def peak_mib() -> float:
     """Of this process: ``ru_maxrss`` would be that of its parent, where that is larger."""
-    return next(int(line.split()[1]) / 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return next(
+        int(line.split()[1]) / 1024
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    )
 
 
 def forget_peak() -> None:
@@ -110,7 +114,9 @@ def measure(name: str, sizes: tuple[int, int, int], dtype: torch.dtype, repeats:
             taken.append(perf_counter() - start)
         assert h.grad is not None
         assert w.grad is not None
-        connection.send((min(taken), peak_mib() - before, float(loss.detach()), h.grad.double().numpy(), w.grad.double().numpy()))
+        connection.send(
+            (min(taken), peak_mib() - before, float(loss.detach()), h.grad.double().numpy(), w.grad.double().numpy())
+        )
     except Exception as error:
         connection.send(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
 
@@ -140,7 +146,9 @@ def run(name: str, sizes: tuple[int, int, int], dtype: torch.dtype, repeats: int
 
 
 def compare(sizes: tuple[int, int, int], dtype: torch.dtype, repeats: int, console: Console) -> None:
-    table = Table(title=f"{str(dtype).removeprefix('torch.')}, T={sizes[0]}, H={sizes[1]}, V={sizes[2]}", title_justify="left")
+    table = Table(
+        title=f"{str(dtype).removeprefix('torch.')}, T={sizes[0]}, H={sizes[1]}, V={sizes[2]}", title_justify="left"
+    )
     for heading in ("", "seconds", "MiB", "time / ours", "MiB / ours", "error of loss", "of dX", "of dW"):
         table.add_column(heading, justify="left" if not heading else "right")
     loss, *gradients = exact(sizes, dtype)
@@ -189,7 +197,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--vocab", type=int, default=32768)
-    parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16", "float16"), default=["float32", "bfloat16"])
+    parser.add_argument(
+        "--dtype", nargs="+", choices=("float32", "bfloat16", "float16"), default=["float32", "bfloat16"]
+    )
     parser.add_argument("--repeats", type=int, default=3, help="the fastest counts")
     parser.add_argument("--accuracy", action="store_true", help="the error of dW in bfloat16 as chunks shrink")
     given, console = parser.parse_args(), Console(width=160 if not sys.stdout.isatty() else None)

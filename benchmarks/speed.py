@@ -76,11 +76,15 @@ def worlds(spawns: int) -> None:
     simulated = seconds(lambda: world.run(body), 100)
     world.close()
     spawned = seconds(spawn, spawns)
-    print(f"tp=4 example: simulated {1e3 * simulated:.1f} ms, four gloo processes spawned {spawned:.2f} s: 1/{spawned / simulated:.0f}")
+    print(
+        f"tp=4 example: simulated {1e3 * simulated:.1f} ms, four gloo processes spawned {spawned:.2f} s: 1/{spawned / simulated:.0f}"
+    )
 
 
 def judging(candidate: Candidate, dtype: str) -> None:
-    problem = Problem(spec="nll", head="hidden", dtype=dtype, lengths=(TOKENS,), masks=("all",), hidden=WIDTH, vocab=301)
+    problem = Problem(
+        spec="nll", head="hidden", dtype=dtype, lengths=(TOKENS,), masks=("all",), hidden=WIDTH, vocab=301
+    )
     batch, world = materialize(problem), SimulatedWorld(Layout())
     result = execute(candidate, batch, world)
     run, reference = seconds(lambda: execute(candidate, batch, world), 100), seconds(lambda: run_reference(batch), 100)

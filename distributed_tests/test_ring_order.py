@@ -23,7 +23,9 @@ def part(rank: int, size: int, dtype: torch.dtype) -> Tensor:
 
 def all_reduce_everything(rank: int, ranks: int, store: str, out: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+    )
     sums = []
     for dtype in DTYPES:
         for size in SIZES:

@@ -56,7 +56,9 @@ class Course:
         return self._text[self._draw(0, len(self._text) - CONTEXT, count)[:, None] + torch.arange(CONTEXT)]
 
     def _text_batch(self) -> Batch:
-        return Batch(self._windows(4), self._draw(CONTEXT // 3, CONTEXT, 4), torch.ones(4, dtype=torch.long), torch.zeros(4))
+        return Batch(
+            self._windows(4), self._draw(CONTEXT // 3, CONTEXT, 4), torch.ones(4, dtype=torch.long), torch.zeros(4)
+        )
 
     def _pairs(self) -> Batch:
         """Chosen: what the text has after a prompt. Rejected: the same bytes in another order, without the last few."""
@@ -65,7 +67,9 @@ class Course:
         for row, prompt, length in zip(rejected, prompts.tolist(), lengths.tolist(), strict=True):
             row[prompt:length] = row[prompt:length][torch.randperm(length - prompt, generator=self._random)]
         both = torch.stack([lengths, lengths - self._draw(0, 7, 2)], dim=1).flatten()
-        return Batch(torch.stack([chosen, rejected], dim=1).flatten(0, 1), both, prompts.repeat_interleave(2), torch.zeros(4))
+        return Batch(
+            torch.stack([chosen, rejected], dim=1).flatten(0, 1), both, prompts.repeat_interleave(2), torch.zeros(4)
+        )
 
     def _rollouts(self) -> Batch:
         """Of each of two prompts a group of completions: that of the text, with more and more of its bytes random.

@@ -74,7 +74,9 @@ class FusedLosses:
         self.head: dict[str, Any] = {"vocab_start": vocab_start, "tp_group": ranks.tp, "chunk": CHUNK}
 
     def sft(self, hidden: Tensor, head: Tensor, share: Share) -> Tensor:
-        return linear_cross_entropy(hidden, head, share.labels, mask=share.mask, valid_tokens=share.trained_tokens, **self.head)
+        return linear_cross_entropy(
+            hidden, head, share.labels, mask=share.mask, valid_tokens=share.trained_tokens, **self.head
+        )
 
     def logprobs(self, hidden: Tensor, head: Tensor, share: Share, temperature: float) -> Tensor:
         return linear_logprobs(hidden, head, share.labels, temperature=temperature, **self.head).logprobs
@@ -139,4 +141,8 @@ class GradientTimesCp(FusedLosses):
         return times * loss - (times - 1) * loss.detach()
 
 
-FAULTS: dict[str, type[FusedLosses]] = {"boundary": LostBoundaryLabel, "temperature": TemperedLogprobs, "cp-gradient": GradientTimesCp}
+FAULTS: dict[str, type[FusedLosses]] = {
+    "boundary": LostBoundaryLabel,
+    "temperature": TemperedLogprobs,
+    "cp-gradient": GradientTimesCp,
+}

@@ -68,7 +68,10 @@ class Trainer:
             share = Share.of(batch, self.ranks)
             old, of_reference = (self._logprobs_now(policy, share, TEMPERATURE) for policy in (self.policy, reference))
             for _ in range(min(UPDATES, steps - number * UPDATES)):
-                self._update(optimizer, self.losses.grpo(self._logprobs(self.policy, share, TEMPERATURE), old, of_reference, share))
+                self._update(
+                    optimizer,
+                    self.losses.grpo(self._logprobs(self.policy, share, TEMPERATURE), old, of_reference, share),
+                )
 
     def _optimizer(self, phase: str) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.policy.parameters(), lr=LEARNING_RATES[phase])
@@ -200,26 +203,41 @@ class Finding:
 
 
 def compare(make_losses: MakeLosses, start: Policy, course: Course, yardstick: Yardstick) -> list[Finding]:
-    return [Finding.of(layout, train(Layout.parse(layout), make_losses, start, course), yardstick) for layout in LAYOUTS]
+    return [
+        Finding.of(layout, train(Layout.parse(layout), make_losses, start, course), yardstick) for layout in LAYOUTS
+    ]
 
 
 def table(yardstick: Yardstick, findings: Sequence[Finding]) -> Table:
-    shown = Table(title="Loss at the end of each phase; how far loss and gradient norm are at most from those of the dense run")
+    shown = Table(
+        title="Loss at the end of each phase; how far loss and gradient norm are at most from those of the dense run"
+    )
     for column in ("losses", "layout", *PHASES, "loss apart", "of allowed", "norm apart", "of allowed", "verdict"):
         shown.add_column(column, justify="left" if column in ("losses", "layout", "verdict") else "right")
     shown.add_row("dense", "single", *(f"{yardstick.dense[end, 0]:.6f}" for end in yardstick.ends))
     largest = yardstick.noise.amax(0)
-    shown.add_row("", "its noise", *(f"{yardstick.noise[end, 0]:.1e}" for end in yardstick.ends), f"{largest[0]:.1e}", "", f"{largest[1]:.1e}")
+    shown.add_row(
+        "",
+        "its noise",
+        *(f"{yardstick.noise[end, 0]:.1e}" for end in yardstick.ends),
+        f"{largest[0]:.1e}",
+        "",
+        f"{largest[1]:.1e}",
+    )
     for finding in findings:
         (loss, norm), (of_loss, of_norm) = finding.apart.amax(0), finding.share.amax(0)
         finals = [f"{finding.curve[end, 0]:.6f}" for end in yardstick.ends]
         verdict = "agrees" if finding.first_out is None else f"OUT from {finding.first_out}"
-        shown.add_row("fused", finding.layout, *finals, f"{loss:.1e}", f"{of_loss:.2g}", f"{norm:.1e}", f"{of_norm:.2g}", verdict)
+        shown.add_row(
+            "fused", finding.layout, *finals, f"{loss:.1e}", f"{of_loss:.2g}", f"{norm:.1e}", f"{of_norm:.2g}", verdict
+        )
     return shown
 
 
 def prepare(steps: Sequence[int], seed: int) -> tuple[Policy, Course]:
-    return Policy(seed), Course((Path(__file__).parent / "text.txt").read_bytes(), dict(zip(PHASES, steps, strict=True)), seed)
+    return Policy(seed), Course(
+        (Path(__file__).parent / "text.txt").read_bytes(), dict(zip(PHASES, steps, strict=True)), seed
+    )
 
 
 def positive(text: str) -> int:
@@ -230,7 +248,9 @@ def positive(text: str) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Training on fused losses beside training on dense ones.")
-    parser.add_argument("--steps", type=positive, nargs=3, default=[100, 50, 50], metavar=PHASES, help="updates in each phase")
+    parser.add_argument(
+        "--steps", type=positive, nargs=3, default=[100, 50, 50], metavar=PHASES, help="updates in each phase"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights and the batches")
     parser.add_argument("--fault", choices=sorted(FAULTS), help="a defect to put into the kernels")
     given = parser.parse_args(arguments)

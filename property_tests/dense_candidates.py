@@ -69,18 +69,27 @@ def local_values(spec: Spec, head: str, inputs: Any, options: Any, mesh: DeviceM
     """The stages before the loss, on this rank's tokens."""
     if head not in ("hidden", "logits"):
         return TokenValues(logprobs=getattr(inputs, head).float(), entropy=None)
-    part = inputs.logits.float() if hasattr(inputs, "logits") else linear_logits(*(x if x is None else x.float() for x in _linear(inputs)))
+    part = (
+        inputs.logits.float()
+        if hasattr(inputs, "logits")
+        else linear_logits(*(x if x is None else x.float() for x in _linear(inputs)))
+    )
     logits = gather(part[:, : inputs.vocab_end - inputs.vocab_start], 1, mesh.get_group("tp"))
     temperature = getattr(options, "temperature", 1.0)
     lowest, highest = logits.detach().aminmax(dim=1)
     if spec.kept is not None:
         given = (temperature, options.top_k, options.top_p)
-        logprobs, entropy = filtered_token_logprobs(logits, inputs.labels, *given), filtered_token_entropy(logits, *given)
+        logprobs, entropy = (
+            filtered_token_logprobs(logits, inputs.labels, *given),
+            filtered_token_entropy(logits, *given),
+        )
         return TokenValues(logprobs=logprobs, entropy=entropy)
     ids = getattr(inputs, spec.columns).unbind(1) if spec.columns else (inputs.labels,)
     logprobs = torch.stack([token_logprobs(logits, column, temperature) for column in ids], 1)
     entropy = token_entropy(logits, temperature)
-    return TokenValues(logprobs=logprobs if spec.columns else logprobs.squeeze(1), entropy=entropy, lowest=lowest, highest=highest)
+    return TokenValues(
+        logprobs=logprobs if spec.columns else logprobs.squeeze(1), entropy=entropy, lowest=lowest, highest=highest
+    )
 
 
 def _linear(inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -96,16 +105,31 @@ def dense_kernel(name: str, head: str, spoil: Spoil | None = None) -> Callable[[
 
     def kernel(inputs: Any, options: Any, mesh: DeviceMesh) -> Outputs:
         batch = {f.name: getattr(inputs, f.name) for f in fields(inputs)} | {"lengths": inputs.cu_seqlens.diff()}
-        per_token = {"labels", "mask", "sequence", *(field for field, dims in spec.fields.items() if dims[:1] == ("token",))}
+        per_token = {
+            "labels",
+            "mask",
+            "sequence",
+            *(field for field, dims in spec.fields.items() if dims[:1] == ("token",)),
+        }
         batch |= {field: whole_pack(batch[field], inputs, mesh) for field in per_token}
         if spoil is not None:
             options = spoil(batch, options)
         local = local_values(spec, head, inputs, options, mesh)
-        outputs: dict[str, Any] = {field: getattr(local, {"token_entropy": "entropy"}.get(field, field)) for field in spec.outputs if field != "loss"}
+        outputs: dict[str, Any] = {
+            field: getattr(local, {"token_entropy": "entropy"}.get(field, field))
+            for field in spec.outputs
+            if field != "loss"
+        }
         if spec.loss is None:
             return Outputs(**outputs)
-        given = {field: value for field in ("logprobs", "entropy", "lowest", "highest") if (value := getattr(local, field)) is not None}
-        values = given if head == "rewards" else {field: whole_pack(value, inputs, mesh) for field, value in given.items()}
+        given = {
+            field: value
+            for field in ("logprobs", "entropy", "lowest", "highest")
+            if (value := getattr(local, field)) is not None
+        }
+        values = (
+            given if head == "rewards" else {field: whole_pack(value, inputs, mesh) for field, value in given.items()}
+        )
         loss, metrics = spec.run(TokenValues(**{"entropy": None, **values}), batch, options)
         return Outputs(loss=loss, metrics=metrics, **outputs)
 
@@ -117,18 +141,25 @@ def dense_candidate(name: str, head: str, spoil: Spoil | None = None) -> Candida
     spec = SPECS[name]
     with_logits = head in ("hidden", "logits")
     features: Mapping[str, Any] = {feature: ANY for feature in spec.features if feature not in FEATURES or with_logits}
-    gradients: Mapping[str, Mapping[Any, Any]] = {"rewards": {"rewards": {"cp": "replicate"}}, "hidden": {"hidden": {"tp": "sum"}}}.get(head, {})
+    gradients: Mapping[str, Mapping[Any, Any]] = {
+        "rewards": {"rewards": {"cp": "replicate"}},
+        "hidden": {"hidden": {"tp": "sum"}},
+    }.get(head, {})
     return lossgate.candidate(
         name,
         head=head,
         axes=("dp", "cp", "tp"),
         dtypes=("float32",),
         supports=features,
-        contract=Contract(loss={"cp": "replicate"}, metrics={metric: {"cp": "replicate"} for metric in spec.metrics}, grads=gradients),  # type: ignore[arg-type]
+        contract=Contract(
+            loss={"cp": "replicate"}, metrics={metric: {"cp": "replicate"} for metric in spec.metrics}, grads=gradients
+        ),  # type: ignore[arg-type]
         differentiable=spec.outputs[:1] if name != "token_logprobs" else spec.outputs,
         name=f"dense_{name}_{head}" + ("_wrong" if spoil else ""),
     )(dense_kernel(name, head, spoil))
 
 
-globals().update({f"dense_{name}_{head}": dense_candidate(name, head) for name, spec in SPECS.items() for head in spec.inputs})
+globals().update(
+    {f"dense_{name}_{head}": dense_candidate(name, head) for name, spec in SPECS.items() for head in spec.inputs}
+)
 """One for each, so that ``lossgate verify property_tests/dense_candidates.py`` finds them."""

@@ -79,7 +79,12 @@ def test_the_loss_alone_does_not_tell_the_scale_of_a_gradient(run: Run) -> None:
 
 @pytest.mark.parametrize(("fault", "code"), [(None, 0), ("temperature", 1)])
 def test_the_command_prints_a_table_and_returns_whether_runs_agree(
-    tiny: Any, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fault: str | None, code: int
+    tiny: Any,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fault: str | None,
+    code: int,
 ) -> None:
     findings = run.findings(fault)
     monkeypatch.setattr(tiny.Yardstick, "measure", lambda *_: run.yardstick)

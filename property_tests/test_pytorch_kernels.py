@@ -17,7 +17,9 @@ KNOWN = [candidate for candidate in PYTORCH.values() if candidate.finding]
 
 test_cross_entropy = lossgate.suite(PYTORCH["torch_cross_entropy"], layouts=["single", "dp=2,cp=2"])
 test_linear_cross_entropy = lossgate.suite(PYTORCH["torch_linear_cross_entropy"], layouts=["single", "cp=2"])
-test_linear_cross_entropy_chunked = lossgate.suite(PYTORCH["torch_linear_cross_entropy_chunked"], layouts=["single", "dp=2"])
+test_linear_cross_entropy_chunked = lossgate.suite(
+    PYTORCH["torch_linear_cross_entropy_chunked"], layouts=["single", "dp=2"]
+)
 test_loss_parallel = lossgate.suite(PYTORCH["torch_loss_parallel"], layouts=["single", "tp=2", "dp=2,tp=3"])
 
 

@@ -27,7 +27,11 @@ def has_every_option(name: str, head: str, layout: str) -> bool:
 
 
 SETTINGS = Settings(examples=12, rounds=12)
-IDLE = {f"reference_layout={a} told from {b} by {side}" for a, b in (("next", "rolled"), ("rolled", "next")) for side in ("its value", "a gradient")}
+IDLE = {
+    f"reference_layout={a} told from {b} by {side}"
+    for a, b in (("next", "rolled"), ("rolled", "next"))
+    for side in ("its value", "a gradient")
+}
 """They differ at last tokens of sequences alone, which are never trained."""
 
 FAMILIES = [(name, head) for name, spec in SPECS.items() for head in spec.inputs]
@@ -39,7 +43,10 @@ def test_an_honest_candidate_agrees(name: str, head: str, layout: str) -> None:
     """Conclusively: every branch that the spec declares is visited, and every planted error seen."""
     candidate = dense_candidate(name, head)
     if not has_every_option(name, head, layout):
-        candidate = replace(candidate, supports={feature: values for feature, values in candidate.supports.items() if feature in FEATURES})
+        candidate = replace(
+            candidate,
+            supports={feature: values for feature, values in candidate.supports.items() if feature in FEATURES},
+        )
     result = run_cell(Cell(candidate, Layout.parse(layout), "float32"), SETTINGS)
     assert result.verdict is Verdict.AGREE, result.reasons
     assert not result.missing_branches
@@ -60,7 +67,15 @@ def every_sample(batch: dict[str, Any], options: Any) -> Any:
 
 def test_a_divergence_that_is_all_but_0_may_be_rounded() -> None:
     """The normaliser of a softmax is rounded however small a log-probability is; it spoils a divergence of 1e-5 by half a percent."""
-    near = {"head": "hidden", "dtype": "float32", "layout": Layout(dp=2), "lengths": (2,), "masks": ("all",), "hidden": 1, "vocab": 2}
+    near = {
+        "head": "hidden",
+        "dtype": "float32",
+        "layout": Layout(dp=2),
+        "lengths": (2,),
+        "masks": ("all",),
+        "hidden": 1,
+        "vocab": 2,
+    }
     problem = Problem(spec="distill", **near, scenario={"teacher": "near"}, reduction_order="permuted")
     found = examine(dense_candidate("distill", "hidden"), problem, SimulatedWorld(problem.layout))
     assert found.agrees, found.findings
@@ -82,7 +97,9 @@ SPOILT: dict[str, Spoil] = {
 @pytest.mark.parametrize("name", SPECS)
 def test_a_wrong_candidate_does_not(name: str) -> None:
     head = next(iter(SPECS[name].inputs))
-    result = run_cell(Cell(dense_candidate(name, head, SPOILT[name]), Layout(), "float32"), replace(SETTINGS, shrink_calls=20))
+    result = run_cell(
+        Cell(dense_candidate(name, head, SPOILT[name]), Layout(), "float32"), replace(SETTINGS, shrink_calls=20)
+    )
     assert result.verdict is Verdict.DISAGREE
     assert result.failure is not None
 
@@ -91,7 +108,9 @@ def without(option: Option) -> Spoil:
     """A kernel that knows one choice of an option, its default, whatever it is told."""
 
     def spoil(batch: dict[str, Any], options: Any) -> Any:
-        spec = next(spec for spec in SPECS.values() if option in spec.options and isinstance(options, spec.options_type))
+        spec = next(
+            spec for spec in SPECS.values() if option in spec.options and isinstance(options, spec.options_type)
+        )
         values = {o.name: getattr(options, o.name) for o in spec.options}
         changed = spec.with_choice(values, option.name, option.default)
         return options if changed is None else spec.options_type(**changed)
@@ -110,12 +129,22 @@ DISAGREEING = Settings(shrink_calls=1)
 
 @pytest.mark.parametrize(
     ("name", "option"),
-    [pytest.param(n, o, id=f"{n}-{o.name}") for n, spec in SPECS.items() for o in spec.options if len(set(o.choices)) != 1],
+    [
+        pytest.param(n, o, id=f"{n}-{o.name}")
+        for n, spec in SPECS.items()
+        for o in spec.options
+        if len(set(o.choices)) != 1
+    ],
 )
 def test_an_option_that_is_ignored_is_found(name: str, option: Option) -> None:
     head = list(SPECS[name].inputs)[-1]
     result = run_cell(
-        Cell(dense_candidate(name, head if option.name != "temperature" else "logits", without(option)), Layout(), "float32"), DISAGREEING
+        Cell(
+            dense_candidate(name, head if option.name != "temperature" else "logits", without(option)),
+            Layout(),
+            "float32",
+        ),
+        DISAGREEING,
     )
     assert result.verdict is Verdict.DISAGREE
 
@@ -135,7 +164,9 @@ def test_an_option_that_is_ignored_is_found(name: str, option: Option) -> None:
 )
 def test_a_choice_that_is_taken_for_another_is_found(name: str, wrong: Spoil) -> None:
     head = list(SPECS[name].inputs)[-1]
-    assert run_cell(Cell(dense_candidate(name, head, wrong), Layout(), "float32"), DISAGREEING).verdict is Verdict.DISAGREE
+    assert (
+        run_cell(Cell(dense_candidate(name, head, wrong), Layout(), "float32"), DISAGREEING).verdict is Verdict.DISAGREE
+    )
 
 
 def rewards_of_differences(inputs: Any, options: Any, _mesh: Any) -> torch.Tensor:
@@ -146,7 +177,9 @@ def rewards_of_differences(inputs: Any, options: Any, _mesh: Any) -> torch.Tenso
 
 def rewards_of_sums(inputs: Any, options: Any, _mesh: Any) -> torch.Tensor:
     """TRL's: the log-probabilities of whole sequences first."""
-    policy, reference = (sums(torch.where(inputs.mask, x, 0.0), inputs) for x in (inputs.logprobs, inputs.reference_logprobs))
+    policy, reference = (
+        sums(torch.where(inputs.mask, x, 0.0), inputs) for x in (inputs.logprobs, inputs.reference_logprobs)
+    )
     return dpo_of_rewards(policy - reference, inputs, options)
 
 
@@ -162,7 +195,9 @@ def dpo_of_rewards(rewards: torch.Tensor, inputs: Any, options: Any) -> torch.Te
 @pytest.mark.parametrize("kernel", [rewards_of_differences, rewards_of_sums])
 def test_either_order_of_sums_is_right(kernel: Any) -> None:
     """Log-probabilities of hundreds of nats that are summed apart lose digits that a sum of differences keeps."""
-    declared = lossgate.candidate("dpo", head="logprobs", dtypes=("float32",), supports={"reference_policy_kl_penalty": ANY})(kernel)
+    declared = lossgate.candidate(
+        "dpo", head="logprobs", dtypes=("float32",), supports={"reference_policy_kl_penalty": ANY}
+    )(kernel)
     result = run_cell(Cell(declared, Layout(), "float32"), Settings(examples=75))
     assert result.verdict is Verdict.AGREE, result.reasons
 

@@ -46,11 +46,20 @@ FINE = Precision()
 
 def _split(inputs: HiddenInputs | LogitsInputs, mesh: DeviceMesh) -> dict[str, Any]:
     """How the vocabulary is split, as the kernels want it."""
-    return {"vocab_start": inputs.vocab_start, "vocab_rows": inputs.vocab_end - inputs.vocab_start, "tp_group": mesh.get_group("tp")}
+    return {
+        "vocab_start": inputs.vocab_start,
+        "vocab_rows": inputs.vocab_end - inputs.vocab_start,
+        "tp_group": mesh.get_group("tp"),
+    }
 
 
 def _counted(inputs: NllHiddenInputs | NllLogitsInputs, options: NllOptions) -> dict[str, Any]:
-    return {"mask": inputs.mask, "valid_tokens": inputs.valid_tokens, "reduction": options.reduction, "temperature": options.temperature}
+    return {
+        "mask": inputs.mask,
+        "valid_tokens": inputs.valid_tokens,
+        "reduction": options.reduction,
+        "temperature": options.temperature,
+    }
 
 
 @candidate(
@@ -96,7 +105,10 @@ def fused_linear_sft(inputs: NllHiddenInputs, options: NllOptions, mesh: DeviceM
         **_split(inputs, mesh),
     )
     told = statistics.reduce(mesh.get_group("cp")).reduce(mesh.get_group("dp")).export()
-    return Outputs(loss=loss, metrics={name: value.to(loss.dtype) for name, value in {**told, "entropy": told["entropy_avg"]}.items()})
+    return Outputs(
+        loss=loss,
+        metrics={name: value.to(loss.dtype) for name, value in {**told, "entropy": told["entropy_avg"]}.items()},
+    )
 
 
 @candidate(
@@ -108,7 +120,9 @@ def fused_linear_sft(inputs: NllHiddenInputs, options: NllOptions, mesh: DeviceM
     good_for="SFT from tensor-parallel logits",
 )
 def fused_vocab_parallel_cross_entropy(inputs: NllLogitsInputs, options: NllOptions, mesh: DeviceMesh) -> Tensor:
-    return vocab_parallel_cross_entropy(inputs.logits, inputs.labels, **_counted(inputs, options), **_split(inputs, mesh))
+    return vocab_parallel_cross_entropy(
+        inputs.logits, inputs.labels, **_counted(inputs, options), **_split(inputs, mesh)
+    )
 
 
 _LOGPROBS: dict[str, Any] = {
@@ -127,7 +141,13 @@ _LOGPROBS: dict[str, Any] = {
     **_LOGPROBS,
 )
 def fused_linear_logprobs(inputs: HiddenInputs, options: TokenLogprobsOptions, mesh: DeviceMesh) -> Outputs:
-    given: dict[str, Any] = {"bias": inputs.bias, "temperature": options.temperature, "entropy": True, "chunk": CHUNK, **_split(inputs, mesh)}
+    given: dict[str, Any] = {
+        "bias": inputs.bias,
+        "temperature": options.temperature,
+        "entropy": True,
+        "chunk": CHUNK,
+        **_split(inputs, mesh),
+    }
     found = linear_logprobs(inputs.hidden, inputs.weight, inputs.labels, **given)
     return Outputs(logprobs=found.logprobs, token_entropy=found.entropy)
 
@@ -143,12 +163,23 @@ def fused_linear_logprobs(inputs: HiddenInputs, options: TokenLogprobsOptions, m
     good_for="the same with sequence parallelism, and float32 matrix products",
     **_LOGPROBS,
 )
-def fused_linear_logprobs_sequence_parallel(inputs: HiddenInputs, options: TokenLogprobsOptions, mesh: DeviceMesh) -> Outputs:
+def fused_linear_logprobs_sequence_parallel(
+    inputs: HiddenInputs, options: TokenLogprobsOptions, mesh: DeviceMesh
+) -> Outputs:
     group = mesh.get_group("tp")
     ranks, tokens = group.size(), len(inputs.labels)
     fill = -tokens % ranks
-    padded, labels = torch.nn.functional.pad(inputs.hidden, (0, 0, 0, fill)), torch.nn.functional.pad(inputs.labels, (0, fill))
-    given: dict[str, Any] = {"bias": inputs.bias, "temperature": options.temperature, "entropy": True, "chunk": CHUNK, **_split(inputs, mesh)}
+    padded, labels = (
+        torch.nn.functional.pad(inputs.hidden, (0, 0, 0, fill)),
+        torch.nn.functional.pad(inputs.labels, (0, fill)),
+    )
+    given: dict[str, Any] = {
+        "bias": inputs.bias,
+        "temperature": options.temperature,
+        "entropy": True,
+        "chunk": CHUNK,
+        **_split(inputs, mesh),
+    }
     own = padded.chunk(ranks)[group.rank()] if tokens else padded
     found = linear_logprobs(own, inputs.weight, labels, sequence_parallel=True, matmul_dtype=torch.float32, **given)
     assert found.entropy is not None
@@ -164,7 +195,9 @@ def fused_linear_logprobs_sequence_parallel(inputs: HiddenInputs, options: Token
     **_LOGPROBS,
 )
 def fused_vocab_parallel_logprobs(inputs: LogitsInputs, options: TokenLogprobsOptions, mesh: DeviceMesh) -> Outputs:
-    found = vocab_parallel_logprobs(inputs.logits, inputs.labels, temperature=options.temperature, entropy=True, **_split(inputs, mesh))
+    found = vocab_parallel_logprobs(
+        inputs.logits, inputs.labels, temperature=options.temperature, entropy=True, **_split(inputs, mesh)
+    )
     return Outputs(logprobs=found.logprobs, token_entropy=found.entropy)
 
 
@@ -174,12 +207,18 @@ def fused_vocab_parallel_logprobs(inputs: LogitsInputs, options: TokenLogprobsOp
     axes=("dp", "cp", "tp"),
     precision=TRAINED,
     contract=Contract(loss={"cp": "replicate"}, metrics={name: {"cp": "replicate"} for name in DPO.metrics}),
-    supports={option.name: ANY for option in DPO.options} | {"reference_layout": ("next", "rolled"), "bias": ANY, "vocab_split": ANY},
+    supports={option.name: ANY for option in DPO.options}
+    | {"reference_layout": ("next", "rolled"), "bias": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},
     good_for="DPO and IPO from hidden states, packed, with context parallelism",
 )
 def fused_linear_dpo(inputs: DpoHiddenInputs, options: DpoSpecOptions, mesh: DeviceMesh) -> Outputs:
-    given: dict[str, Any] = {"bias": inputs.bias, "temperature": options.temperature, "chunk": CHUNK, **_split(inputs, mesh)}
+    given: dict[str, Any] = {
+        "bias": inputs.bias,
+        "temperature": options.temperature,
+        "chunk": CHUNK,
+        **_split(inputs, mesh),
+    }
     logprobs = linear_logprobs(inputs.hidden, inputs.weight, inputs.labels, **given).logprobs
     loss, metrics = dpo_loss(
         logprobs,
@@ -210,8 +249,15 @@ def fused_linear_dpo(inputs: DpoHiddenInputs, options: DpoSpecOptions, mesh: Dev
     good_for="PPO, GRPO, REINFORCE, GSPO and CISPO from hidden states, packed, with context parallelism",
 )
 def fused_linear_clipped_pg(inputs: ClippedPGHiddenInputs, options: ClippedPGSpecOptions, mesh: DeviceMesh) -> Outputs:
-    given: dict[str, Any] = {"bias": inputs.bias, "temperature": options.temperature, "chunk": CHUNK, **_split(inputs, mesh)}
-    return _clipped_pg(linear_logprobs(inputs.hidden, inputs.weight, inputs.labels, **given).logprobs, inputs, options, mesh)
+    given: dict[str, Any] = {
+        "bias": inputs.bias,
+        "temperature": options.temperature,
+        "chunk": CHUNK,
+        **_split(inputs, mesh),
+    }
+    return _clipped_pg(
+        linear_logprobs(inputs.hidden, inputs.weight, inputs.labels, **given).logprobs, inputs, options, mesh
+    )
 
 
 @candidate(
@@ -239,7 +285,9 @@ def _as_module(inputs: HiddenHead) -> torch.nn.Linear:
     return head
 
 
-def _clipped_pg(logprobs: Tensor, inputs: ClippedPGHiddenInputs, options: ClippedPGSpecOptions, mesh: DeviceMesh) -> Outputs:
+def _clipped_pg(
+    logprobs: Tensor, inputs: ClippedPGHiddenInputs, options: ClippedPGSpecOptions, mesh: DeviceMesh
+) -> Outputs:
     loss, metrics = clipped_pg_loss(
         logprobs,
         prev_logprobs=inputs.prev_logprobs,
@@ -269,7 +317,12 @@ def _clipped_pg(logprobs: Tensor, inputs: ClippedPGHiddenInputs, options: Clippe
     good_for="GRPO with DAPO or CISPO from hidden states, as open-instruct's tiled lm-head loss",
 )
 def fused_linear_grpo(inputs: GrpoHiddenInputs, options: GrpoSpecOptions, mesh: DeviceMesh) -> Outputs:
-    given: dict[str, Any] = {"bias": inputs.bias, "temperature": options.temperature, "chunk": CHUNK, **_split(inputs, mesh)}
+    given: dict[str, Any] = {
+        "bias": inputs.bias,
+        "temperature": options.temperature,
+        "chunk": CHUNK,
+        **_split(inputs, mesh),
+    }
     return _grpo(linear_logprobs(inputs.hidden, inputs.weight, inputs.labels, **given).logprobs, inputs, options, mesh)
 
 

@@ -20,7 +20,9 @@ IGNORED = -100
 ON_CPU = {
     "float32": Precision(),
     # On CPU log_softmax keeps the sum of exponentials in the dtype of its input.
-    "bfloat16": Precision(logits="bfloat16", logsumexp="bfloat16", logprobs="bfloat16", dlogits="bfloat16", loss="bfloat16"),
+    "bfloat16": Precision(
+        logits="bfloat16", logsumexp="bfloat16", logprobs="bfloat16", dlogits="bfloat16", loss="bfloat16"
+    ),
 }
 
 
@@ -57,12 +59,19 @@ def torch_cross_entropy_mean(inputs: LogitsInputs, options: NllOptions, mesh: De
 
 def _linear(inputs: HiddenInputs, options: NllOptions, chunking: torch.nn.LinearCrossEntropyOptions | None) -> Tensor:
     targets = _targets(inputs)
-    total = F.linear_cross_entropy(inputs.hidden, inputs.weight, targets, linear_bias=inputs.bias, reduction="sum", options=chunking)
+    total = F.linear_cross_entropy(
+        inputs.hidden, inputs.weight, targets, linear_bias=inputs.bias, reduction="sum", options=chunking
+    )
     return _normalised(total, inputs, options)
 
 
 @candidate(
-    "nll", head="hidden", axes=("dp", "cp"), precision=ON_CPU, supports={"reduction": ANY, "bias": ANY}, good_for="hidden states; forms the logits"
+    "nll",
+    head="hidden",
+    axes=("dp", "cp"),
+    precision=ON_CPU,
+    supports={"reduction": ANY, "bias": ANY},
+    good_for="hidden states; forms the logits",
 )
 def torch_linear_cross_entropy(inputs: HiddenInputs, options: NllOptions, mesh: DeviceMesh) -> Tensor:
     return _linear(inputs, options, None)
@@ -84,7 +93,9 @@ CHUNK = 16
     good_for="hidden states in chunks; float32, or few chunks",
 )
 def torch_linear_cross_entropy_chunked(inputs: HiddenInputs, options: NllOptions, mesh: DeviceMesh) -> Tensor:
-    chunking = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=CHUNK, acc_policy="accurate", acc_dtype=_accumulate(inputs))
+    chunking = torch.nn.LinearCrossEntropyOptions(
+        batch_chunk_size=CHUNK, acc_policy="accurate", acc_dtype=_accumulate(inputs)
+    )
     return _linear(inputs, options, chunking)
 
 
@@ -107,13 +118,19 @@ def torch_linear_cross_entropy_default_chunks(inputs: HiddenInputs, options: Nll
 @candidate(
     "nll",
     head="hidden",
-    precision=Precision(loss="bfloat16", grads_in_forward=True),  # as its documentation has it: gradients accumulate in float32
+    precision=Precision(
+        loss="bfloat16", grads_in_forward=True
+    ),  # as its documentation has it: gradients accumulate in float32
     supports={"reduction": ANY, "bias": True},
     good_for="not many chunks in bfloat16",
     finding=Finding(name="torch-3", example=FINDINGS / "torch-3-chunked-gradients.json"),
 )
 def torch_linear_cross_entropy_many_chunks(inputs: HiddenInputs, options: NllOptions, mesh: DeviceMesh) -> Tensor:
-    return _linear(inputs, options, torch.nn.LinearCrossEntropyOptions(batch_chunk_size=4, acc_policy="balanced", acc_dtype=_accumulate(inputs)))
+    return _linear(
+        inputs,
+        options,
+        torch.nn.LinearCrossEntropyOptions(batch_chunk_size=4, acc_policy="balanced", acc_dtype=_accumulate(inputs)),
+    )
 
 
 # Entering the context registers handlers for the whole process; rank threads that entered and left it would take them from one another.
@@ -123,7 +140,9 @@ _loss_parallel.__enter__()
 
 def _parallel(inputs: LogitsInputs, options: NllOptions, mesh: DeviceMesh) -> Tensor:
     shape = torch.Size((len(inputs.labels), inputs.vocab_size))
-    logits = DTensor.from_local(inputs.logits, mesh["tp"], [Shard(1)], run_check=False, shape=shape, stride=(shape[1], 1))
+    logits = DTensor.from_local(
+        inputs.logits, mesh["tp"], [Shard(1)], run_check=False, shape=shape, stride=(shape[1], 1)
+    )
     total = F.cross_entropy(logits, _targets(inputs), reduction="sum")
     assert isinstance(total, DTensor)
     return _normalised(total.to_local(), inputs, options)

@@ -37,7 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from lossgate.errors import UsageError
 
     try:
-        code = app(sys.argv[1:] if arguments is None else arguments, exit_on_error=False, print_error=False, result_action="return_value")
+        code = app(
+            sys.argv[1:] if arguments is None else arguments,
+            exit_on_error=False,
+            print_error=False,
+            result_action="return_value",
+        )
     except (CycloptsError, UsageError) as error:
         print(f"lossgate: {' '.join(str(error).split())}", file=sys.stderr)
         code = Exit.USAGE

@@ -27,7 +27,9 @@ class Layout:
             if size < 1:
                 raise UsageError(f"layout: {axis}={size} is not a positive whole number")
         if self.ranks > MAX_RANKS:
-            raise UsageError(f"layout {self} has {self.ranks} ranks; at most {MAX_RANKS} can be simulated: choose a smaller one")
+            raise UsageError(
+                f"layout {self} has {self.ranks} ranks; at most {MAX_RANKS} can be simulated: choose a smaller one"
+            )
 
     @property
     def sizes(self) -> dict[Axis, int]:
@@ -58,7 +60,9 @@ class Layout:
             name, equals, size = part.strip().partition("=")
             axis: Axis | None = next((a for a in AXES if a == name), None)
             if axis is None or not equals or not size.isdigit() or axis in sizes:
-                raise UsageError(f"layout {text!r}: can't read {part.strip()!r}; expected 'single' or sizes of {', '.join(AXES)} such as 'tp=2,cp=2'")
+                raise UsageError(
+                    f"layout {text!r}: can't read {part.strip()!r}; expected 'single' or sizes of {', '.join(AXES)} such as 'tp=2,cp=2'"
+                )
             sizes[axis] = int(size)
         return cls(**sizes)
 

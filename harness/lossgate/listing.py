@@ -49,7 +49,9 @@ def candidates_table(target: str) -> Table:
     for candidate in load_candidates(target):
         supports = ", ".join(_supported(candidate))
         axes, dtypes = ", ".join(candidate.axes) or "none", ", ".join(candidate.dtypes)
-        table.add_row(candidate.name, candidate.spec, candidate.head, axes, dtypes, escape(supports), escape(candidate.good_for))
+        table.add_row(
+            candidate.name, candidate.spec, candidate.head, axes, dtypes, escape(supports), escape(candidate.good_for)
+        )
     return table
 
 

@@ -22,8 +22,14 @@ _EVIDENCE = "lossgate_evidence"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("lossgate", "verification of loss kernels")
-    group.addoption("--lossgate-profile", metavar="NAME", help="how much to verify: dev, ci, nightly, release, or one of pyproject.toml")
-    group.addoption("--lossgate-evidence", metavar="FILE", type=Path, help="append a JSON line for each item to this file")
+    group.addoption(
+        "--lossgate-profile",
+        metavar="NAME",
+        help="how much to verify: dev, ci, nightly, release, or one of pyproject.toml",
+    )
+    group.addoption(
+        "--lossgate-evidence", metavar="FILE", type=Path, help="append a JSON line for each item to this file"
+    )
     group.addoption("--lossgate-failures", metavar="DIR", default=".lossgate", help="folder for failure files")
 
 
@@ -66,7 +72,9 @@ def _settings(config: pytest.Config, marker: pytest.Mark) -> Settings:
 
 
 @pytest.fixture
-def lossgate_run(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> Callable[[Cell], None]:
+def lossgate_run(
+    request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
+) -> Callable[[Cell], None]:
     """Runs a cell; fails unless it agrees."""
     import os
 
@@ -124,7 +132,9 @@ class _Reports:
         cells = [json.loads(line) for line in self._lines]
         verdicts = [cell["verdict"] for cell in cells]
         counts = ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts))
-        terminalreporter.write_line(f"lossgate: {len(cells)} cells: {counts}; {sum(c['comparisons'] for c in cells)} comparisons")
+        terminalreporter.write_line(
+            f"lossgate: {len(cells)} cells: {counts}; {sum(c['comparisons'] for c in cells)} comparisons"
+        )
         if self._evidence is not None:
             with self._evidence.open("a") as file:
                 file.writelines(f"{line}\n" for line in self._lines)

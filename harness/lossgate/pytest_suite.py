@@ -26,10 +26,17 @@ def suite(
     ``profile``. An inconclusive cell fails. Items depend on nothing but their names, and so run under pytest-xdist.
     """
     if not isinstance(candidate, Candidate):  # pyright: ignore[reportUnnecessaryIsInstance]  an undecorated kernel is a likely slip
-        raise UsageError(f"suite({candidate!r}): expected a candidate; decorate the kernel with @lossgate.candidate(...)")
+        raise UsageError(
+            f"suite({candidate!r}): expected a candidate; decorate the kernel with @lossgate.candidate(...)"
+        )
     import pytest
 
-    settings = {"profile": profile, "layouts": tuple(layouts) if layouts else None, "dtypes": tuple(dtypes) if dtypes else None, "examples": examples}
+    settings = {
+        "profile": profile,
+        "layouts": tuple(layouts) if layouts else None,
+        "dtypes": tuple(dtypes) if dtypes else None,
+        "examples": examples,
+    }
 
     @pytest.mark.lossgate(candidate=candidate, settings=settings)
     def test(lossgate_cell: Any, lossgate_run: Callable[[Any], None]) -> None:

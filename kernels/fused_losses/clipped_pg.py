@@ -67,7 +67,11 @@ class ClippedPGConfig:
     @property
     def of_sequences(self) -> bool:
         """Whether anything is needed of whole sequences."""
-        return not self.token_level_loss or self.sequence_level_importance_ratios or self.truncated_importance_sampling_type == "seq-mask-tis"
+        return (
+            not self.token_level_loss
+            or self.sequence_level_importance_ratios
+            or self.truncated_importance_sampling_type == "seq-mask-tis"
+        )
 
     def __post_init__(self) -> None:
         for wrong, message in _mistakes(self):
@@ -82,30 +86,57 @@ def _mistakes(c: ClippedPGConfig) -> Iterator[tuple[bool, str]]:
     numbers["positive_example_nll_weight"] = c.positive_example_nll_weight
     for name, number in numbers.items():
         yield not number >= 0, f"{name} {number}: expected 0 or more"
-    for name, clamp in {"kl_input_clamp_value": c.kl_input_clamp_value, "kl_output_clamp_value": c.kl_output_clamp_value}.items():
+    for name, clamp in {
+        "kl_input_clamp_value": c.kl_input_clamp_value,
+        "kl_output_clamp_value": c.kl_output_clamp_value,
+    }.items():
         yield clamp is not None and not clamp > 0, f"{name} {clamp}: expected a positive number, or None for no bound"
     yield (
         c.reference_policy_kl_type not in ("k1", "k2", "k3"),
         f"reference_policy_kl_type {c.reference_policy_kl_type!r}: expected 'k1', 'k2' or 'k3'",
     )
-    yield c.ratio_clip_c is not None and not c.ratio_clip_c > 1, f"ratio_clip_c {c.ratio_clip_c}: expected more than 1, or None for no dual clip"
+    yield (
+        c.ratio_clip_c is not None and not c.ratio_clip_c > 1,
+        f"ratio_clip_c {c.ratio_clip_c}: expected more than 1, or None for no dual clip",
+    )
     yield gspo and c.token_level_loss, "token_level_loss True: expected False with sequence_level_importance_ratios"
     for name in ("disable_ppo_ratio", "force_on_policy_ratio", "sequence_level_importance_ratios", "ratio_clip_c"):
-        yield c.use_cispo and bool(getattr(c, name)), f"use_cispo with {name}: CISPO has a detached clamped ratio of each token; leave {name} out"
+        yield (
+            c.use_cispo and bool(getattr(c, name)),
+            f"use_cispo with {name}: CISPO has a detached clamped ratio of each token; leave {name} out",
+        )
     yield c.use_cispo and not c.token_level_loss, "use_cispo with token_level_loss False: expected True"
     if kind is None:
-        yield low is not None or high is not None, f"truncated_importance_sampling_ratio {high}, _min {low}: name the type that they bound"
+        yield (
+            low is not None or high is not None,
+            f"truncated_importance_sampling_ratio {high}, _min {low}: name the type that they bound",
+        )
         return
     expected = "'tis', 'icepop', 'seq-mask-tis' or None"
-    yield kind not in ("tis", "icepop", "seq-mask-tis"), f"truncated_importance_sampling_type {kind!r}: expected {expected}"
-    yield not c.use_importance_sampling_correction, "use_importance_sampling_correction False: expected True with a truncation"
-    yield high is None or not high > 0, f"truncated_importance_sampling_ratio {high}: expected a positive number with type {kind!r}"
-    yield low is None and kind != "tis", f"truncated_importance_sampling_ratio_min None: expected a number with type {kind!r}"
+    yield (
+        kind not in ("tis", "icepop", "seq-mask-tis"),
+        f"truncated_importance_sampling_type {kind!r}: expected {expected}",
+    )
+    yield (
+        not c.use_importance_sampling_correction,
+        "use_importance_sampling_correction False: expected True with a truncation",
+    )
+    yield (
+        high is None or not high > 0,
+        f"truncated_importance_sampling_ratio {high}: expected a positive number with type {kind!r}",
+    )
+    yield (
+        low is None and kind != "tis",
+        f"truncated_importance_sampling_ratio_min None: expected a number with type {kind!r}",
+    )
     yield (
         low is not None and high is not None and low > high,
         f"truncated_importance_sampling_ratio_min {low}: expected at most {high}, the upper bound",
     )
-    yield kind == "seq-mask-tis" and gspo, "truncated_importance_sampling_type 'seq-mask-tis': not with sequence_level_importance_ratios"
+    yield (
+        kind == "seq-mask-tis" and gspo,
+        "truncated_importance_sampling_type 'seq-mask-tis': not with sequence_level_importance_ratios",
+    )
 
 
 def clipped_pg_loss(
@@ -144,11 +175,24 @@ def clipped_pg_loss(
 
     Raises ``ValueError`` for what is missing or does not fit.
     """
-    policies = {"prev_logprobs": prev_logprobs, "generation_logprobs": generation_logprobs, "reference_logprobs": reference_logprobs}
-    check_tokens(logprobs, **policies, unfiltered_logprobs=unfiltered_logprobs, advantages=advantages, mask=mask, sequence=sequence)
+    policies = {
+        "prev_logprobs": prev_logprobs,
+        "generation_logprobs": generation_logprobs,
+        "reference_logprobs": reference_logprobs,
+    }
+    check_tokens(
+        logprobs,
+        **policies,
+        unfiltered_logprobs=unfiltered_logprobs,
+        advantages=advantages,
+        mask=mask,
+        sequence=sequence,
+    )
     _check(sample_mask, config, reference_logprobs, rewards, positive_tokens)
     o, c = config, logprobs
-    prev_logprobs, generation_logprobs, advantages = (x.to(c.dtype) for x in (prev_logprobs, generation_logprobs, advantages))
+    prev_logprobs, generation_logprobs, advantages = (
+        x.to(c.dtype) for x in (prev_logprobs, generation_logprobs, advantages)
+    )
     p = c.detach() if o.force_on_policy_ratio else prev_logprobs
     counted = mask & sample_mask[sequence]
     scored = counted & (p != -torch.inf)
@@ -174,7 +218,9 @@ def clipped_pg_loss(
     )
     ratio, clamped = _ratios(tokens, c, o)
     weight, weight_metrics = _weights(tokens, o)
-    policy = tokens.reduced(weight * _policy_loss(ratio, clamped, _at(acting, c), _at(acting, advantages), o), acting, o.token_level_loss)
+    policy = tokens.reduced(
+        weight * _policy_loss(ratio, clamped, _at(acting, c), _at(acting, advantages), o), acting, o.token_level_loss
+    )
     loss, kl, nll = policy, torch.zeros_like(policy), torch.zeros_like(policy)
     if _has_kl(o) and reference_logprobs is not None:
         q, g = (_at(tokens.penalised, x) for x in (reference_logprobs, generation_logprobs))
@@ -182,9 +228,15 @@ def clipped_pg_loss(
         kl = tokens.reduced(estimates, tokens.penalised, o.token_level_loss)
         loss = loss + o.reference_policy_kl_penalty * kl
     if o.positive_example_nll_weight and rewards is not None and positive_tokens is not None:
-        nll = -tokens.total(_at(acting, c), acting & (rewards > 0)[sequence]) / tokens.divisor(_count(positive_tokens, c))
+        nll = -tokens.total(_at(acting, c), acting & (rewards > 0)[sequence]) / tokens.divisor(
+            _count(positive_tokens, c)
+        )
         loss = loss + o.positive_example_nll_weight * nll
-    metrics = {"kl_penalty": kl, "positive_nll_loss": nll, "num_valid_samples": sample_mask.sum().to(c.dtype) * is_first(cp_group)}
+    metrics = {
+        "kl_penalty": kl,
+        "positive_nll_loss": nll,
+        "num_valid_samples": sample_mask.sum().to(c.dtype) * is_first(cp_group),
+    }
     metrics |= _range("probs_ratio", ratio, tokens) | _range("probs_ratio_clamped", clamped, tokens) | weight_metrics
     metrics |= _distances(_at(acting, c), _at(scored, p), generation_logprobs, tokens, o)
     return loss, {name: value.detach() for name, value in metrics.items()}
@@ -239,7 +291,9 @@ class _Tokens:
         if token_level:
             return self.mean(x, where)
         row = 2 if where is self.acting else 4
-        return (_at(where, x) / self.divisor(self.sums[row].detach())[self.sequence]).sum() / self.divisor(self.counts[1])
+        return (_at(where, x) / self.divisor(self.sums[row].detach())[self.sequence]).sum() / self.divisor(
+            self.counts[1]
+        )
 
 
 def _ratios(tokens: _Tokens, c: Tensor, o: ClippedPGConfig) -> tuple[Tensor, Tensor]:
@@ -282,8 +336,12 @@ def _weights(tokens: _Tokens, o: ClippedPGConfig) -> tuple[Tensor, dict[str, Ten
         weight = weight.masked_fill(outside[tokens.sequence], 0.0)
         metrics["is_oob_ratio"] = tokens.mean_of_sequences(outside.to(weight.dtype))
     if kind in ("tis", "icepop"):
-        metrics["is_oob_ratio"] = tokens.mean((outside[tokens.sequence] if gspo else outside).to(weight.dtype), tokens.scored)
-    metrics["sampling_importance_ratio"] = tokens.mean_of_sequences(weight) if gspo else tokens.mean(weight, tokens.scored)
+        metrics["is_oob_ratio"] = tokens.mean(
+            (outside[tokens.sequence] if gspo else outside).to(weight.dtype), tokens.scored
+        )
+    metrics["sampling_importance_ratio"] = (
+        tokens.mean_of_sequences(weight) if gspo else tokens.mean(weight, tokens.scored)
+    )
     if not o.use_importance_sampling_correction:
         return torch.ones_like(tokens.log_weight), metrics
     return _at(tokens.scored, weight[tokens.sequence] if gspo else weight), metrics
@@ -297,10 +355,16 @@ def _kl_penalty(u: Tensor, q: Tensor, g: Tensor, o: ClippedPGConfig) -> Tensor:
     d, bound = q - u, o.kl_input_clamp_value
     weight = _finite_exp(u - (g if o.use_on_policy_kl_approximation else u.detach()))
     if bound is not None:
-        weight = torch.where(d.abs() > bound, weight.detach(), weight)  # beyond the clamp a token has no gradient at all
+        weight = torch.where(
+            d.abs() > bound, weight.detach(), weight
+        )  # beyond the clamp a token has no gradient at all
         d = d.clamp(-bound, bound)
     estimate = weight * _kl_estimate(d, o)
-    return estimate if o.kl_output_clamp_value is None else estimate.clamp(-o.kl_output_clamp_value, o.kl_output_clamp_value)
+    return (
+        estimate
+        if o.kl_output_clamp_value is None
+        else estimate.clamp(-o.kl_output_clamp_value, o.kl_output_clamp_value)
+    )
 
 
 def _kl_estimate(d: Tensor, o: ClippedPGConfig) -> Tensor:
@@ -321,7 +385,9 @@ def _finite_exp(x: Tensor) -> Tensor:
 
 def _range(name: str, x: Tensor, tokens: _Tokens) -> dict[str, Tensor]:
     infinity = x.new_full((1,), torch.inf)
-    low, high = (torch.cat([sign * infinity, torch.where(tokens.acting, x.detach(), sign * infinity)]) for sign in (1, -1))
+    low, high = (
+        torch.cat([sign * infinity, torch.where(tokens.acting, x.detach(), sign * infinity)]) for sign in (1, -1)
+    )
     return {name: tokens.mean(x, tokens.acting), f"{name}_min": low.amin(), f"{name}_max": high.amax()}
 
 
@@ -337,7 +403,10 @@ def _distances(c: Tensor, p: Tensor, generation: Tensor, tokens: _Tokens, o: Cli
         "js_divergence_error": (to_p + to_g) / 2,
     }
     surprise = (c - _at(tokens.acting, generation)).exp() * -c
-    return {"approx_entropy": tokens.mean(surprise, tokens.acting), **{name: tokens.mean(x, tokens.scored) for name, x in metrics.items()}}
+    return {
+        "approx_entropy": tokens.mean(surprise, tokens.acting),
+        **{name: tokens.mean(x, tokens.scored) for name, x in metrics.items()},
+    }
 
 
 def _check(
@@ -350,10 +419,14 @@ def _check(
     if sample_mask.dim() != 1:
         raise ValueError(f"sample_mask {list(sample_mask.shape)}: expected [S], one for each sequence of the pack")
     if rewards is not None and rewards.shape != sample_mask.shape:
-        raise ValueError(f"rewards {list(rewards.shape)}: expected {list(sample_mask.shape)}, one for each sequence, as sample_mask")
+        raise ValueError(
+            f"rewards {list(rewards.shape)}: expected {list(sample_mask.shape)}, one for each sequence, as sample_mask"
+        )
     if _has_kl(o) and reference is None:
         raise ValueError(
             f"reference_logprobs is missing: expected [T] with reference_policy_kl_penalty {o.reference_policy_kl_penalty}; or set that to 0"
         )
     if o.positive_example_nll_weight and (rewards is None or positive_tokens is None):
-        raise ValueError("rewards or positive_tokens is missing: expected [S] and a number with positive_example_nll_weight; or set that to 0")
+        raise ValueError(
+            "rewards or positive_tokens is missing: expected [S] and a number with positive_example_nll_weight; or set that to 0"
+        )

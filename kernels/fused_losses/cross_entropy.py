@@ -53,7 +53,13 @@ def linear_cross_entropy(
         rows = weight.shape[0] if vocab_rows is None else vocab_rows
         leaves = (hidden, weight, bias)
         if torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves):
-            head = LmHead(weight[:rows].detach(), None if bias is None else bias[:rows].detach(), temperature, softcap, matmul_dtype or weight.dtype)
+            head = LmHead(
+                weight[:rows].detach(),
+                None if bias is None else bias[:rows].detach(),
+                temperature,
+                softcap,
+                matmul_dtype or weight.dtype,
+            )
             total = _LinearNLL.apply(*leaves, labels - vocab_start, counted, head, chunk or default_chunk(weight))
             return _divided(total, counted, valid_tokens, reduction)  # type: ignore[arg-type]
     logprobs = linear_logprobs(
@@ -96,7 +102,14 @@ class LinearCrossEntropyLoss(nn.Module):
             "chunk": chunk,
         }
 
-    def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, valid_tokens: Tensor | int | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        bias: Tensor | None = None,
+        valid_tokens: Tensor | int | None = None,
+    ) -> Tensor:
         """hidden: ``[T, H]``; weight: ``[vocab, H]``, that of the lm-head; labels: ``[T]``. Returns a scalar."""
         return linear_cross_entropy(hidden, weight, labels, bias=bias, valid_tokens=valid_tokens, **self.options)
 
@@ -121,7 +134,12 @@ def vocab_parallel_cross_entropy(
 
     See ``linear_cross_entropy`` for what counts, and ``vocab_parallel_logprobs`` for the other arguments.
     """
-    given: dict[str, Any] = {"temperature": temperature, "vocab_start": vocab_start, "vocab_rows": vocab_rows, "tp_group": tp_group}
+    given: dict[str, Any] = {
+        "temperature": temperature,
+        "vocab_start": vocab_start,
+        "vocab_rows": vocab_rows,
+        "tp_group": tp_group,
+    }
     logprobs = vocab_parallel_logprobs(logits, labels, **given).logprobs
     counted = _counted(labels, mask, ignore_index)
     return _divided(-torch.where(counted, logprobs, 0.0).sum(), counted, valid_tokens, reduction)
@@ -152,17 +170,25 @@ class _Made:
     head: HeadGradients
 
     @classmethod
-    def of(cls, hidden: Tensor, labels: Tensor, counted: Tensor, head: LmHead, chunk: int, needed: tuple[bool, bool, bool]) -> "_Made":
+    def of(
+        cls, hidden: Tensor, labels: Tensor, counted: Tensor, head: LmHead, chunk: int, needed: tuple[bool, bool, bool]
+    ) -> "_Made":
         """needed: the gradients of hidden, weight and bias."""
         dtype = torch.promote_types(head.matmul_dtype, hidden.dtype)
         grad_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if needed[0] else None
-        made = cls(torch.zeros((), dtype=head.dtype, device=hidden.device), grad_hidden, HeadGradients(head, needed[1], needed[2]))
+        made = cls(
+            torch.zeros((), dtype=head.dtype, device=hidden.device),
+            grad_hidden,
+            HeadGradients(head, needed[1], needed[2]),
+        )
         matrix = head.cast(head.weight)
         for tokens in chunks_of(len(hidden), chunk):
             made._add(hidden, labels, counted, head, matrix, tokens)
         return made
 
-    def _add(self, hidden: Tensor, labels: Tensor, counted: Tensor, head: LmHead, matrix: Tensor, tokens: slice) -> None:
+    def _add(
+        self, hidden: Tensor, labels: Tensor, counted: Tensor, head: LmHead, matrix: Tensor, tokens: slice
+    ) -> None:
         live = counted[tokens]
         h = torch.where(live[:, None], head.cast(hidden[tokens]), 0.0)
         z = head.logits(h, matrix)
@@ -187,7 +213,16 @@ class _LinearNLL(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, counted: Tensor, head: LmHead, chunk: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        counted: Tensor,
+        head: LmHead,
+        chunk: int,
+    ) -> Tensor:
         made = _Made.of(hidden, labels, counted, head, chunk, ctx.needs_input_grad[:3])
         # Not among the saved tensors: backward gives them away rather than copy them.
         ctx.made = made
@@ -204,7 +239,11 @@ class _LinearNLL(torch.autograd.Function):
         made, ctx.made = ctx.made, None
         if made is None:  # a second backward, with retain_graph: the first has given them away
             made = _Made.of(hidden, labels, counted, head, ctx.chunk, ctx.needs_input_grad[:3])
-        scale = upstream / head.temperature  # of one dim below: CUDA rounds a number of none to a bfloat16 gradient's dtype first
+        scale = (
+            upstream / head.temperature
+        )  # of one dim below: CUDA rounds a number of none to a bfloat16 gradient's dtype first
         leaves = ((made.hidden, hidden), (made.head.weight, weight), (made.head.bias, bias))
-        gradients = (None if grad is None or like is None else padded(grad.mul_(scale.reshape(1)), like) for grad, like in leaves)
+        gradients = (
+            None if grad is None or like is None else padded(grad.mul_(scale.reshape(1)), like) for grad, like in leaves
+        )
         return (*gradients, None, None, None, None)

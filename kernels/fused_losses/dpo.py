@@ -82,12 +82,24 @@ def dpo_loss(
     return loss, {name: value.detach() for name, value in metrics.items()}
 
 
-def _check(logprobs: Tensor, reference: Tensor, mask: Tensor, sequence: Tensor, sample_mask: Tensor, beta: float, loss_type: str) -> None:
+def _check(
+    logprobs: Tensor,
+    reference: Tensor,
+    mask: Tensor,
+    sequence: Tensor,
+    sample_mask: Tensor,
+    beta: float,
+    loss_type: str,
+) -> None:
     shapes = {"logprobs": logprobs, "reference_logprobs": reference, "mask": mask, "sequence": sequence}
     if any(x.shape != logprobs.shape[:1] for x in shapes.values()):
-        raise ValueError(f"{', '.join(f'{name} {list(x.shape)}' for name, x in shapes.items())}: expected [T] each, one number for each token")
+        raise ValueError(
+            f"{', '.join(f'{name} {list(x.shape)}' for name, x in shapes.items())}: expected [T] each, one number for each token"
+        )
     if sample_mask.dim() != 1 or len(sample_mask) % 2:
-        raise ValueError(f"sample_mask {list(sample_mask.shape)}: expected one for each of an even number of sequences, chosen and rejected in turn")
+        raise ValueError(
+            f"sample_mask {list(sample_mask.shape)}: expected one for each of an even number of sequences, chosen and rejected in turn"
+        )
     if loss_type not in ("sigmoid", "ipo"):
         raise ValueError(f"loss_type {loss_type!r}: expected 'sigmoid' or 'ipo'")
     if not beta >= 0 or (loss_type == "ipo" and beta == 0):

@@ -75,7 +75,9 @@ def grpo_loss(
     """
     tokens = {"advantages": advantages, "mask": mask, "old_logprobs": old_logprobs, "sequence": sequence}
     check_tokens(logprobs, **tokens, reference_logprobs=reference_logprobs, sampler_logprobs=sampler_logprobs)
-    _check(loss_fn, kl_estimator, beta, loss_denominator, reference_logprobs, sampler_logprobs, sequence, sequences, rho)
+    _check(
+        loss_fn, kl_estimator, beta, loss_denominator, reference_logprobs, sampler_logprobs, sequence, sequences, rho
+    )
     select = _Select(mask, logprobs.dtype)
     new, advantages = select(logprobs), select(advantages)
     old = new.detach() if old_logprobs is None else select(old_logprobs)
@@ -146,7 +148,12 @@ class _Weights:
         return self.low | self.high
 
     def metrics(self, mean: _Mean, mask: Tensor) -> dict[str, Tensor]:
-        shares = {"rho_clipfrac": self.clamped, "rho_drop_frac": self.dropped, "rho_drop_low_frac": self.low, "rho_drop_high_frac": self.high}
+        shares = {
+            "rho_clipfrac": self.clamped,
+            "rho_drop_frac": self.dropped,
+            "rho_drop_low_frac": self.low,
+            "rho_drop_high_frac": self.high,
+        }
         infinity = self.own.new_full((1,), float("inf"))
         return {
             "rho_mean": mean(self.own),
@@ -205,8 +212,12 @@ def _check(
     if denominator != "token" and (isinstance(denominator, str) or not denominator > 0):
         raise ValueError(f"loss_denominator {denominator!r}: expected 'token' or a positive number")
     if beta and reference is None:
-        raise ValueError(f"reference_logprobs is missing: expected [T] with beta {beta}; without a reference policy give beta=0")
+        raise ValueError(
+            f"reference_logprobs is missing: expected [T] with beta {beta}; without a reference policy give beta=0"
+        )
     if rho is not None and sampler is None:
         raise ValueError("sampler_logprobs is missing: expected [T] with rho; without them give rho=None")
     if rho is not None and (rho.sequence_level or rho.tv_divergence) and (sequence is None or sequences is None):
-        raise ValueError("sequence or sequences is missing: expected each token's sequence, and their number, where rho is a mean over sequences")
+        raise ValueError(
+            "sequence or sequences is missing: expected each token's sequence, and their number, where rho is a mean over sequences"
+        )

@@ -9,7 +9,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fused_losses.lm_head import HeadGradients, LmHead, check_head, chunks_of, default_chunk, gather_tokens, padded, scatter_tokens, without_autocast
+from fused_losses.lm_head import (
+    HeadGradients,
+    LmHead,
+    check_head,
+    chunks_of,
+    default_chunk,
+    gather_tokens,
+    padded,
+    scatter_tokens,
+    without_autocast,
+)
 from fused_losses.softmax import TokenLogprobs, TokenSoftmax, Upstream
 
 
@@ -28,7 +38,13 @@ class _Call:
     sequence_parallel: bool
 
     def head(self, weight: Tensor, bias: Tensor | None) -> LmHead:
-        return LmHead(weight[: self.rows], None if bias is None else bias[: self.rows], self.temperature, self.softcap, self.matmul_dtype)
+        return LmHead(
+            weight[: self.rows],
+            None if bias is None else bias[: self.rows],
+            self.temperature,
+            self.softcap,
+            self.matmul_dtype,
+        )
 
 
 def linear_logprobs(
@@ -87,13 +103,17 @@ def linear_logprobs(
         group=tp_group,
         sequence_parallel=ranks > 1,
     )
-    return TokenLogprobs.of(*_LinearLogprobs.apply(hidden, weight, bias, labels - vocab_start, call), (entropy, logit_range))  # type: ignore[misc]
+    return TokenLogprobs.of(
+        *_LinearLogprobs.apply(hidden, weight, bias, labels - vocab_start, call), (entropy, logit_range)
+    )  # type: ignore[misc]
 
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, call: _Call) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, call: _Call
+    ) -> tuple[Tensor, ...]:
         softmax = token_softmax(hidden, labels, call.head(weight, bias), call)
         entropy, extremes = softmax.entropy, softmax.range(call.temperature)
         ctx.save_for_backward(hidden, weight, bias, labels, softmax.logsumexp, entropy)
@@ -105,11 +125,15 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     @without_autocast
-    def backward(ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None, *_: None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, logsumexp, entropy = ctx.saved_tensors
         call: _Call = ctx.call
         head, (need_hidden, need_weight, need_bias) = call.head(weight, bias), ctx.needs_input_grad[:3]
-        upstream = Upstream.of(of_logprobs, of_entropy if call.entropy else None, logsumexp, call.temperature, call.matmul_dtype)
+        upstream = Upstream.of(
+            of_logprobs, of_entropy if call.entropy else None, logsumexp, call.temperature, call.matmul_dtype
+        )
         own = gather_tokens(hidden, call.group) if call.sequence_parallel and call.group is not None else hidden
         matrix = head.cast(head.weight)
         gradients = HeadGradients(head, need_weight, need_bias)
@@ -119,14 +143,18 @@ class _LinearLogprobs(torch.autograd.Function):
             h = torch.where(part.live[:, None], head.cast(own[tokens]), 0.0)
             z = head.logits(h, matrix)
             capped = None if head.softcap is None else z.clone()
-            dz = part.dlogits(z, labels[tokens], logsumexp[tokens], entropy[tokens] if part.of_entropy is not None else None)
+            dz = part.dlogits(
+                z, labels[tokens], logsumexp[tokens], entropy[tokens] if part.of_entropy is not None else None
+            )
             if capped is not None:
                 head.uncap_(dz, capped)
             rounded = head.cast(dz)
             gradients.add(dz, h, rounded)
             if grad_hidden is not None:
                 grad_hidden[tokens] = rounded @ matrix
-        unit = upstream.unit  # of one dim below: CUDA rounds a number of none to a half-precision gradient's dtype first
+        unit = (
+            upstream.unit
+        )  # of one dim below: CUDA rounds a number of none to a half-precision gradient's dtype first
         return (
             None if grad_hidden is None else _reduced(grad_hidden.mul_(unit.reshape(1)), call, hidden.dtype),
             None if gradients.weight is None else padded(gradients.weight.mul_(unit.reshape(1)), weight),
@@ -141,15 +169,24 @@ def token_softmax(hidden: Tensor, labels: Tensor, head: LmHead, call: _Call) -> 
     whole = gather_tokens(hidden, call.group) if call.sequence_parallel and call.group is not None else hidden
     matrix = head.cast(head.weight)
     wanted = {"entropy": call.entropy, "lowest": call.logit_range}
-    parts = [TokenSoftmax.of(head.logits(head.cast(whole[part]), matrix), labels[part], **wanted) for part in chunks_of(len(whole), call.chunk)]
-    softmax = TokenSoftmax.cat(parts) if parts else TokenSoftmax.of(whole.new_zeros(0, 1, dtype=head.dtype), labels, **wanted)
+    parts = [
+        TokenSoftmax.of(head.logits(head.cast(whole[part]), matrix), labels[part], **wanted)
+        for part in chunks_of(len(whole), call.chunk)
+    ]
+    softmax = (
+        TokenSoftmax.cat(parts) if parts else TokenSoftmax.of(whole.new_zeros(0, 1, dtype=head.dtype), labels, **wanted)
+    )
     softmax.reduce(call.group)
     return softmax
 
 
 def _held(call: _Call, head: LmHead) -> torch.dtype:
     """Of the gradient of hidden until it is complete: as it comes from the matrix product if nothing is added to it."""
-    return head.dtype if call.group is not None and call.group.size() > 1 else torch.promote_types(call.matmul_dtype, head.weight.dtype)
+    return (
+        head.dtype
+        if call.group is not None and call.group.size() > 1
+        else torch.promote_types(call.matmul_dtype, head.weight.dtype)
+    )
 
 
 def _reduced(grad_hidden: Tensor, call: _Call, dtype: torch.dtype) -> Tensor:

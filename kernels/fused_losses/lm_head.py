@@ -146,7 +146,9 @@ def check_head(
 ) -> None:
     """Raises ``ValueError`` that names the argument. ``ranks``: over which hidden's tokens are split."""
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(f"hidden {list(hidden.shape)} and weight {list(weight.shape)}: expected [tokens, H] and [vocab, H]")
+        raise ValueError(
+            f"hidden {list(hidden.shape)} and weight {list(weight.shape)}: expected [tokens, H] and [vocab, H]"
+        )
     if labels.shape != (len(hidden) * ranks,):
         split = f" (hidden {list(hidden.shape)} on each of {ranks} ranks, with sequence_parallel)" if ranks > 1 else ""
         raise ValueError(f"labels {list(labels.shape)}: expected one for each of {len(hidden) * ranks} tokens{split}")
@@ -155,7 +157,9 @@ def check_head(
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias {list(bias.shape)}: expected one for each of {weight.shape[0]} rows of weight")
     if not temperature > 0:
-        raise ValueError(f"temperature {temperature}: expected a positive number; for greedy decoding there is no log-probability")
+        raise ValueError(
+            f"temperature {temperature}: expected a positive number; for greedy decoding there is no log-probability"
+        )
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap {softcap}: expected a positive number, or None for no cap")
     if rows is not None and not 0 <= rows <= weight.shape[0]:

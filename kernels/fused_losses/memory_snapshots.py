@@ -56,10 +56,16 @@ class MemorySnapshots:
 
     def __post_init__(self) -> None:
         steps: Any = self.profile_steps  # from a configuration, as likely as not
-        if not isinstance(steps, Collection) or isinstance(steps, str) or not all(type(step) is int and step >= 0 for step in steps):
+        if (
+            not isinstance(steps, Collection)
+            or isinstance(steps, str)
+            or not all(type(step) is int and step >= 0 for step in steps)
+        ):
             raise ValueError(f"profile_steps {steps!r}: expected step numbers from 0, as [0, 1]")
         if type(self.max_entries) is not int or self.max_entries < 1:
-            raise ValueError(f"max_entries {self.max_entries!r}: expected a positive number of allocations and frees to keep")
+            raise ValueError(
+                f"max_entries {self.max_entries!r}: expected a positive number of allocations and frees to keep"
+            )
         unknown = sorted(set(self.ranks) - {"dp", "cp", "tp", "pp"})
         if unknown:
             raise ValueError(f"ranks {', '.join(unknown)}: expected dp, cp, tp, pp")

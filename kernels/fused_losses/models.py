@@ -16,7 +16,9 @@ _AFTER_THE_HEAD = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_
 def unwrap(model: nn.Module) -> nn.Module:
     """The causal language model itself, out of torch.compile, DistributedDataParallel, FSDP, DeepSpeed engines and PEFT models, in any order."""
     while True:
-        inner = next((found for name in _WRAPPED_IN if isinstance(found := getattr(model, name, None), nn.Module)), None)
+        inner = next(
+            (found for name in _WRAPPED_IN if isinstance(found := getattr(model, name, None), nn.Module)), None
+        )
         if inner is None and callable(getattr(model, "get_base_model", None)):
             base = model.get_base_model()  # pyright: ignore[reportCallIssue]
             inner = base if isinstance(base, nn.Module) and base is not model else None
@@ -42,9 +44,18 @@ def backbone_and_lm_head(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     inner = unwrap(model)
     head = inner.get_output_embeddings() if callable(getattr(inner, "get_output_embeddings", None)) else None  # pyright: ignore[reportCallIssue]
     if head is None:
-        head = next((found for name in ("lm_head", "output_layer") if isinstance(found := getattr(inner, name, None), nn.Module)), None)
+        head = next(
+            (
+                found
+                for name in ("lm_head", "output_layer")
+                if isinstance(found := getattr(inner, name, None), nn.Module)
+            ),
+            None,
+        )
     if not isinstance(head, nn.Module):
-        raise ValueError(f"model {type(inner).__name__}: has no lm-head (get_output_embeddings, lm_head, output_layer); pass the modules yourself")
+        raise ValueError(
+            f"model {type(inner).__name__}: has no lm-head (get_output_embeddings, lm_head, output_layer); pass the modules yourself"
+        )
     config = getattr(inner, "config", None)
     for name, nothing in _AFTER_THE_HEAD.items():
         value = getattr(config, name, None)
@@ -57,6 +68,10 @@ def backbone_and_lm_head(model: nn.Module) -> tuple[nn.Module, nn.Module]:
         backbone = getattr(inner, name, None) if name else None
         if isinstance(backbone, nn.Module) and backbone not in (inner, head):
             if any(part is head for part in backbone.modules()):
-                raise ValueError(f"model {type(inner).__name__}: its {name} holds the lm-head, so it makes logits; pass the modules yourself")
+                raise ValueError(
+                    f"model {type(inner).__name__}: its {name} holds the lm-head, so it makes logits; pass the modules yourself"
+                )
             return backbone, head
-    raise ValueError(f"model {type(inner).__name__}: has no backbone ({', '.join(dict.fromkeys(filter(None, names)))}); pass the modules yourself")
+    raise ValueError(
+        f"model {type(inner).__name__}: has no backbone ({', '.join(dict.fromkeys(filter(None, names)))}); pass the modules yourself"
+    )

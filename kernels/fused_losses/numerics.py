@@ -18,4 +18,6 @@ def check_tokens(logprobs: Tensor, **others: Tensor | None) -> None:
         raise ValueError(f"logprobs {list(logprobs.shape)}: expected [T], one for each token; flatten a batch of rows")
     for name, x in others.items():
         if x is not None and x.shape != logprobs.shape:
-            raise ValueError(f"{name} {list(x.shape)}: expected {list(logprobs.shape)}, one for each token, as logprobs")
+            raise ValueError(
+                f"{name} {list(x.shape)}: expected {list(logprobs.shape)}, one for each token, as logprobs"
+            )

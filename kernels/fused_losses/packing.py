@@ -64,9 +64,13 @@ class Pack:
         own = lengths // ranks
         count = int(own.sum())
         if tokens is not None and tokens != count:
-            raise ValueError(f"tokens {tokens}: cu_seqlens_padded ends at {int(padded[-1])}, which is {count} for each of {ranks} ranks")
+            raise ValueError(
+                f"tokens {tokens}: cu_seqlens_padded ends at {int(padded[-1])}, which is {count} for each of {ranks} ranks"
+            )
         sequence = torch.repeat_interleave(torch.arange(len(lengths), device=true.device), own, output_size=count)
-        local = torch.arange(count, device=true.device) - (own.cumsum(0) - own)[sequence]  # within what this rank holds of the sequence
+        local = (
+            torch.arange(count, device=true.device) - (own.cumsum(0) - own)[sequence]
+        )  # within what this rank holds of the sequence
         piece = (lengths // pieces)[sequence]
         if ranks > 1:
             second = local >= piece
@@ -97,7 +101,11 @@ class Pack:
         if rows.dim() != 2 or shift not in (0, 1):
             raise ValueError(f"rows {list(rows.shape)}, shift {shift}: expected [B, width], and 0 or 1")
         column = self.position + shift
-        here = (column < self.cu_seqlens.diff()[self.sequence]) & (column < rows.shape[1]) & (self.sequence < rows.shape[0])
+        here = (
+            (column < self.cu_seqlens.diff()[self.sequence])
+            & (column < rows.shape[1])
+            & (self.sequence < rows.shape[0])
+        )
         if not rows.numel():
             return rows.new_full(self.index.shape, fill)
         values = rows[torch.where(here, self.sequence, 0), torch.where(here, column, 0)]
@@ -110,7 +118,9 @@ class Pack:
     def split(self, whole: Tensor) -> Tensor:
         """``[padded pack, ...] -> [T, ...]``: this rank's tokens of a whole pack."""
         if len(whole) != int(self.cu_seqlens_padded[-1]):
-            raise ValueError(f"whole {list(whole.shape)}: expected the {int(self.cu_seqlens_padded[-1])} tokens of the padded pack")
+            raise ValueError(
+                f"whole {list(whole.shape)}: expected the {int(self.cu_seqlens_padded[-1])} tokens of the padded pack"
+            )
         return whole[self.index]
 
     def gather(self, local: Tensor, cp_group: dist.ProcessGroup | None) -> Tensor:
@@ -122,7 +132,9 @@ class Pack:
         if local.shape != self.index.shape:
             raise ValueError(f"local {list(local.shape)}: expected a number for each of {len(self.index)} tokens")
         if (1 if cp_group is None else cp_group.size()) != self.cp:
-            raise ValueError(f"cp_group of {1 if cp_group is None else cp_group.size()} ranks: this pack is split over {self.cp}")
+            raise ValueError(
+                f"cp_group of {1 if cp_group is None else cp_group.size()} ranks: this pack is split over {self.cp}"
+            )
         if alone(cp_group):
             return local
         return _Gather.apply(local, self.index, self._order, cp_group)  # type: ignore[return-value]
@@ -136,7 +148,11 @@ class Pack:
         piece = (lengths // (2 * self.cp))[of]
         number = position // piece.clamp(min=1)
         rank = torch.minimum(number, 2 * self.cp - 1 - number)
-        local = self.cu_seqlens_padded[:-1][of] // self.cp + position % piece.clamp(min=1) + torch.where(number >= self.cp, piece, 0)
+        local = (
+            self.cu_seqlens_padded[:-1][of] // self.cp
+            + position % piece.clamp(min=1)
+            + torch.where(number >= self.cp, piece, 0)
+        )
         return rank * len(self.index) + local
 
     def to_rows(self, local: Tensor, width: int, cp_group: dist.ProcessGroup | None) -> Tensor:
@@ -165,7 +181,9 @@ class _Gather(torch.autograd.Function):
 
 def _check(true: Tensor, padded: Tensor, pieces: int) -> None:
     if true.dim() != 1 or not len(true) or padded.shape != true.shape:
-        raise ValueError(f"cu_seqlens {list(true.shape)} and cu_seqlens_padded {list(padded.shape)}: expected [S + 1] both, from 0")
+        raise ValueError(
+            f"cu_seqlens {list(true.shape)} and cu_seqlens_padded {list(padded.shape)}: expected [S + 1] both, from 0"
+        )
     if int(true[0]) or int(padded[0]) or bool((true.diff() < 0).any()):
         raise ValueError(f"cu_seqlens {true.tolist()}: expected 0, and then no number below the one before")
     short = (padded.diff() < true.diff()).nonzero()

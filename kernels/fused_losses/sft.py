@@ -51,7 +51,9 @@ class SFTStatistics:
         cp_group, always, also on a rank without a trained token. Nothing here has a gradient.
         """
         if tokens.entropy is None or tokens.min_logits is None or tokens.max_logits is None:
-            raise ValueError("tokens has no entropy or no range: expected linear_logprobs(..., entropy=True, logit_range=True)")
+            raise ValueError(
+                "tokens has no entropy or no range: expected linear_logprobs(..., entropy=True, logit_range=True)"
+            )
         loss, trained, shown = -tokens.logprobs.detach().double(), mask, real
         per_token = torch.stack([torch.where(mask, loss, 0.0), mask.double()])
         of_sequences = sum_over(cp_group, loss.new_zeros(2, sequences).index_add(1, sequence, per_token))
@@ -67,13 +69,17 @@ class SFTStatistics:
         ]
         infinity = loss.new_full((1,), torch.inf)
         return cls(
-            torch.stack([count.to(loss.dtype) for count in counts] + [torch.where(where, x, 0.0).sum() for x, where in items]),
+            torch.stack(
+                [count.to(loss.dtype) for count in counts] + [torch.where(where, x, 0.0).sum() for x, where in items]
+            ),
             torch.stack([torch.cat([torch.where(where, x, torch.inf), infinity]).amin() for x, where in items]),
             torch.stack([torch.cat([torch.where(where, x, -torch.inf), -infinity]).amax() for x, where in items]),
         )
 
     def __add__(self, other: "SFTStatistics") -> "SFTStatistics":
-        return SFTStatistics(self.sums + other.sums, torch.minimum(self.minima, other.minima), torch.maximum(self.maxima, other.maxima))
+        return SFTStatistics(
+            self.sums + other.sums, torch.minimum(self.minima, other.minima), torch.maximum(self.maxima, other.maxima)
+        )
 
     def reduce(self, group: dist.ProcessGroup | None) -> "SFTStatistics":
         """Over the ranks that hold other tokens, data and context parallelism: always three all-reduces, SUM of 9, MIN and MAX of 5 numbers."""
@@ -154,7 +160,9 @@ def linear_sft_loss(
         matmul_dtype=matmul_dtype,
         chunk=chunk,
     )
-    statistics = SFTStatistics.of(tokens, mask=mask, real=real, sequence=sequence, sequences=sequences, cp_group=cp_group)
+    statistics = SFTStatistics.of(
+        tokens, mask=mask, real=real, sequence=sequence, sequences=sequences, cp_group=cp_group
+    )
     loss = -torch.where(mask, tokens.logprobs, 0.0).sum()
     if reduction == "mean":
         count = torch.as_tensor(valid_tokens, dtype=loss.dtype, device=loss.device)

@@ -27,9 +27,13 @@ class TokenLogprobs(NamedTuple):
     """The least and the greatest logit over the whole vocabulary, before the temperature; without gradients."""
 
     @classmethod
-    def of(cls, logprobs: Tensor, entropy: Tensor, lowest: Tensor, largest: Tensor, wanted: tuple[bool, bool]) -> "TokenLogprobs":
+    def of(
+        cls, logprobs: Tensor, entropy: Tensor, lowest: Tensor, largest: Tensor, wanted: tuple[bool, bool]
+    ) -> "TokenLogprobs":
         """wanted: the entropy, and the range."""
-        return cls(logprobs, entropy if wanted[0] else None, lowest if wanted[1] else None, largest if wanted[1] else None)
+        return cls(
+            logprobs, entropy if wanted[0] else None, lowest if wanted[1] else None, largest if wanted[1] else None
+        )
 
 
 def add_at_labels_(logits: Tensor, labels: Tensor, values: Tensor) -> Tensor:
@@ -65,11 +69,15 @@ class TokenSoftmax:
         at = labels.clamp(0, logits.shape[1] - 1)[:, None]
         label = torch.where(here, logits.gather(1, at).squeeze(1), 0.0)
         largest, least = logits.amax(-1), logits.amin(-1) if lowest else None
-        shifted = logits.sub_(torch.where(largest == -torch.inf, 0.0, largest)[:, None])  # where all are -inf the total is 0
+        shifted = logits.sub_(
+            torch.where(largest == -torch.inf, 0.0, largest)[:, None]
+        )  # where all are -inf the total is 0
         if not entropy:
             return cls(largest, shifted.exp_().sum(-1), label, lowest=least)
         exps = shifted.exp()
-        weighted = torch.linalg.vecdot(exps, shifted.clamp_(min=torch.finfo(shifted.dtype).min))  # 0 times -inf would be NaN
+        weighted = torch.linalg.vecdot(
+            exps, shifted.clamp_(min=torch.finfo(shifted.dtype).min)
+        )  # 0 times -inf would be NaN
         return cls(largest, exps.sum(-1), label, weighted, least)
 
     @classmethod
@@ -85,7 +93,9 @@ class TokenSoftmax:
         extremes = self.largest.clone() if self.lowest is None else torch.stack([self.largest, -self.lowest])
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
         largest = extremes if self.lowest is None else extremes[0]
-        moved = torch.where(self.total > 0, self.largest - largest, 0.0)  # a rank without rows has -inf here, and a total of 0
+        moved = torch.where(
+            self.total > 0, self.largest - largest, 0.0
+        )  # a rank without rows has -inf here, and a total of 0
         shrunk = moved.exp()
         sums = [self.total * shrunk, self.label]
         if self.weighted is not None:
@@ -125,7 +135,14 @@ class Upstream:
     of_entropy: Tensor | None
 
     @classmethod
-    def of(cls, of_logprobs: Tensor | None, of_entropy: Tensor | None, like: Tensor, temperature: float, products: torch.dtype) -> "Upstream":
+    def of(
+        cls,
+        of_logprobs: Tensor | None,
+        of_entropy: Tensor | None,
+        like: Tensor,
+        temperature: float,
+        products: torch.dtype,
+    ) -> "Upstream":
         """like: ``[tokens]``, of the dtype of computation. products: dtype of the matrix products to come."""
         unit = like.new_ones(())
         given = [upstream.abs().amax() for upstream in (of_logprobs, of_entropy) if upstream is not None and len(like)]
@@ -133,10 +150,16 @@ class Upstream:
             largest = torch.stack(given).amax()
             unit = torch.where(largest > 0, largest, 1.0)
         scale = 1 / (unit * temperature)
-        return cls(unit, torch.zeros_like(like) if of_logprobs is None else of_logprobs * scale, None if of_entropy is None else of_entropy * scale)
+        return cls(
+            unit,
+            torch.zeros_like(like) if of_logprobs is None else of_logprobs * scale,
+            None if of_entropy is None else of_entropy * scale,
+        )
 
     def part(self, tokens: slice) -> "Upstream":
-        return Upstream(self.unit, self.of_logprobs[tokens], None if self.of_entropy is None else self.of_entropy[tokens])
+        return Upstream(
+            self.unit, self.of_logprobs[tokens], None if self.of_entropy is None else self.of_entropy[tokens]
+        )
 
     @property
     def live(self) -> Tensor:

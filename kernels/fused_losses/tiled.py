@@ -50,15 +50,21 @@ def tiled_token_logprobs(
     every tile and once more; ``register_post_accumulate_grad_hook`` fires once.
     """
     if hidden.dim() != 2 or labels.shape != hidden.shape[:1]:
-        raise ValueError(f"hidden {list(hidden.shape)} and labels {list(labels.shape)}: expected [tokens, H] and [tokens]; flatten a batch of rows")
+        raise ValueError(
+            f"hidden {list(hidden.shape)} and labels {list(labels.shape)}: expected [tokens, H] and [tokens]; flatten a batch of rows"
+        )
     if tiles is not None and tiles < 1:
         raise ValueError(f"tiles {tiles}: expected a positive number, or None to choose one")
     if not temperature > 0:
-        raise ValueError(f"temperature {temperature}: expected a positive number; for greedy decoding there is no log-probability")
+        raise ValueError(
+            f"temperature {temperature}: expected a positive number; for greedy decoding there is no log-probability"
+        )
     parameters = [parameter for parameter in lm_head.parameters() if parameter.requires_grad]
     hooked = next((name for name, parameter in lm_head.named_parameters() if parameter._backward_hooks), None)
     if hooked is not None and torch.is_grad_enabled():
-        raise ValueError(f"lm_head: its parameter {hooked} has a hook that would fire for every tile; use register_post_accumulate_grad_hook")
+        raise ValueError(
+            f"lm_head: its parameter {hooked} has a hook that would fire for every tile; use register_post_accumulate_grad_hook"
+        )
     number = tiles or max(1, -(-len(hidden) // 256))
     logprobs, entropies = _TiledLogprobs.apply(lm_head, temperature, number, entropy, hidden, labels, *parameters)  # type: ignore[misc]
     return logprobs, entropies if entropy else None
@@ -73,15 +79,29 @@ def tiles_of(tokens: int, tiles: int) -> list[slice]:
 class _TiledLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, lm_head: nn.Module, temperature: float, tiles: int, entropy: bool, hidden: Tensor, labels: Tensor, *parameters: Tensor
+        ctx: Any,
+        lm_head: nn.Module,
+        temperature: float,
+        tiles: int,
+        entropy: bool,
+        hidden: Tensor,
+        labels: Tensor,
+        *parameters: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        parts = [_logprobs(lm_head, temperature, entropy, hidden[tile], labels[tile]) for tile in tiles_of(len(hidden), tiles)]
+        parts = [
+            _logprobs(lm_head, temperature, entropy, hidden[tile], labels[tile])
+            for tile in tiles_of(len(hidden), tiles)
+        ]
         ctx.save_for_backward(hidden, labels)
         ctx.lm_head, ctx.temperature, ctx.tiles, ctx.entropy = lm_head, temperature, tiles, entropy
         # Not among the saved tensors, which may come back as others: they must be those that the head uses.
         ctx.parameters, ctx.versions = parameters, [parameter._version for parameter in parameters]
         device = hidden.device.type
-        ctx.autocast = {"device_type": device, "enabled": torch.is_autocast_enabled(device), "dtype": torch.get_autocast_dtype(device)}
+        ctx.autocast = {
+            "device_type": device,
+            "enabled": torch.is_autocast_enabled(device),
+            "dtype": torch.get_autocast_dtype(device),
+        }
         ctx.set_materialize_grads(False)
         logprobs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
         return logprobs, entropies
@@ -92,11 +112,15 @@ class _TiledLogprobs(torch.autograd.Function):
         hidden, labels = ctx.saved_tensors
         parameters: Sequence[Tensor] = ctx.parameters
         if [parameter._version for parameter in parameters] != ctx.versions:
-            raise RuntimeError("lm_head: a parameter was changed in place after forward, which backward needs as it was; step the optimizer later")
+            raise RuntimeError(
+                "lm_head: a parameter was changed in place after forward, which backward needs as it was; step the optimizer later"
+            )
         need_hidden = ctx.needs_input_grad[4]
         given = [u for u in upstream[: 2 if ctx.entropy else 1] if u is not None]
         live = torch.stack([u != 0 for u in given]).any(0)
-        sums = [torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device) for p in parameters]
+        sums = [
+            torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device) for p in parameters
+        ]
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
         for tile in tiles_of(len(hidden), ctx.tiles):
             x = torch.where(live[tile, None], hidden[tile], 0.0).detach().requires_grad_(need_hidden)
@@ -106,7 +130,11 @@ class _TiledLogprobs(torch.autograd.Function):
             wanted = [x, *parameters] if need_hidden else list(parameters)
             if tile.start == 0:
                 _check_graph(outputs, wanted)
-            found = list(torch.autograd.grad([output for output, _ in pairs], wanted, [u for _, u in pairs], materialize_grads=True))
+            found = list(
+                torch.autograd.grad(
+                    [output for output, _ in pairs], wanted, [u for _, u in pairs], materialize_grads=True
+                )
+            )
             if grad_hidden is not None:
                 grad_hidden[tile] = found.pop(0)
             for total, grad in zip(sums, found, strict=True):
@@ -134,6 +162,8 @@ def _check_graph(outputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
         nodes += [following for following, _ in node.next_functions]
 
 
-def _logprobs(lm_head: nn.Module, temperature: float, entropy: bool, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def _logprobs(
+    lm_head: nn.Module, temperature: float, entropy: bool, hidden: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor]:
     found = vocab_parallel_logprobs(lm_head(hidden), labels, temperature=temperature, entropy=entropy)
     return found.logprobs, found.logprobs.new_zeros(0) if found.entropy is None else found.entropy

@@ -38,20 +38,28 @@ def vocab_parallel_logprobs(
     Raises ``ValueError`` for shapes and numbers that do not fit.
     """
     if logits.dim() != 2 or labels.shape != logits.shape[:1]:
-        raise ValueError(f"logits {list(logits.shape)} and labels {list(labels.shape)}: expected [tokens, vocab] and [tokens]")
+        raise ValueError(
+            f"logits {list(logits.shape)} and labels {list(labels.shape)}: expected [tokens, vocab] and [tokens]"
+        )
     if not temperature > 0:
-        raise ValueError(f"temperature {temperature}: expected a positive number; for greedy decoding there is no log-probability")
+        raise ValueError(
+            f"temperature {temperature}: expected a positive number; for greedy decoding there is no log-probability"
+        )
     if vocab_rows is not None and not 0 <= vocab_rows <= logits.shape[1]:
         raise ValueError(f"vocab_rows {vocab_rows}: logits have {logits.shape[1]} columns")
     rows = logits.shape[1] if vocab_rows is None else vocab_rows
-    found = _VocabParallelLogprobs.apply(logits, labels - vocab_start, temperature, rows, (entropy, logit_range), tp_group)
+    found = _VocabParallelLogprobs.apply(
+        logits, labels - vocab_start, temperature, rows, (entropy, logit_range), tp_group
+    )
     return TokenLogprobs.of(*found, (entropy, logit_range))  # type: ignore[misc]
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
     @without_autocast
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, temperature: float, rows: int, wanted: tuple[bool, bool], group: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, temperature: float, rows: int, wanted: tuple[bool, bool], group: Any
+    ) -> tuple[Tensor, ...]:
         softmax = TokenSoftmax.of(_tempered(logits, rows, temperature), labels, entropy=wanted[0], lowest=wanted[1])
         softmax.reduce(group)
         entropy, extremes = softmax.entropy, softmax.range(temperature)
@@ -64,10 +72,19 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     @without_autocast
-    def backward(ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None, *_: None
+    ) -> tuple[Tensor | None, ...]:
         logits, labels, logsumexp, entropy = ctx.saved_tensors
-        upstream = Upstream.of(of_logprobs, of_entropy if ctx.entropy else None, logsumexp, ctx.temperature, logsumexp.dtype)
-        d = upstream.dlogits(_tempered(logits, ctx.rows, ctx.temperature), labels, logsumexp, entropy if upstream.of_entropy is not None else None)
+        upstream = Upstream.of(
+            of_logprobs, of_entropy if ctx.entropy else None, logsumexp, ctx.temperature, logsumexp.dtype
+        )
+        d = upstream.dlogits(
+            _tempered(logits, ctx.rows, ctx.temperature),
+            labels,
+            logsumexp,
+            entropy if upstream.of_entropy is not None else None,
+        )
         grad = torch.zeros_like(logits)
         grad[:, : ctx.rows] = d
         return grad, None, None, None, None, None

@@ -14,24 +14,42 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import lossgate
-from fused_losses import LinearCrossEntropyLoss, linear_cross_entropy, linear_logprobs, vocab_parallel_cross_entropy, vocab_parallel_logprobs
+from fused_losses import (
+    LinearCrossEntropyLoss,
+    linear_cross_entropy,
+    linear_logprobs,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_logprobs,
+)
 from lossgate.engine.loading import load_candidates
 from lossgate.worlds import RankContext, SimulatedWorld
 
 MakeWorld = Callable[..., SimulatedWorld]
 
-OURS = {candidate.name: candidate for candidate in load_candidates(str(Path(__file__).parents[2] / "ci/candidates/ours.py"))}
+OURS = {
+    candidate.name: candidate for candidate in load_candidates(str(Path(__file__).parents[2] / "ci/candidates/ours.py"))
+}
 
-test_linear_nll_agrees = lossgate.suite(OURS["fused_linear_cross_entropy"], layouts=["single", "tp=3", "dp=2,cp=2,tp=2"], examples=15)
-test_vocab_parallel_nll_agrees = lossgate.suite(OURS["fused_vocab_parallel_cross_entropy"], layouts=["tp=3"], examples=15)
-test_linear_agrees = lossgate.suite(OURS["fused_linear_logprobs"], layouts=["single", "tp=3", "cp=2", "dp=2", "dp=2,cp=2,tp=2"], examples=15)
+test_linear_nll_agrees = lossgate.suite(
+    OURS["fused_linear_cross_entropy"], layouts=["single", "tp=3", "dp=2,cp=2,tp=2"], examples=15
+)
+test_vocab_parallel_nll_agrees = lossgate.suite(
+    OURS["fused_vocab_parallel_cross_entropy"], layouts=["tp=3"], examples=15
+)
+test_linear_agrees = lossgate.suite(
+    OURS["fused_linear_logprobs"], layouts=["single", "tp=3", "cp=2", "dp=2", "dp=2,cp=2,tp=2"], examples=15
+)
 test_sequence_parallel_agrees = lossgate.suite(
     OURS["fused_linear_logprobs_sequence_parallel"], layouts=["single", "tp=3", "dp=2,cp=2,tp=2"], examples=15
 )
-test_vocab_parallel_agrees = lossgate.suite(OURS["fused_vocab_parallel_logprobs"], layouts=["single", "tp=4", "dp=2,cp=2,tp=2"], examples=15)
+test_vocab_parallel_agrees = lossgate.suite(
+    OURS["fused_vocab_parallel_logprobs"], layouts=["single", "tp=4", "dp=2,cp=2,tp=2"], examples=15
+)
 
 
-def example(tokens: int = 6, width: int = 4, vocab: int = 9, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def example(
+    tokens: int = 6, width: int = 4, vocab: int = 9, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, width, generator=generator, dtype=torch.float64).to(dtype)
     weight = torch.randn(vocab, width, generator=generator, dtype=torch.float64).to(dtype)
@@ -55,19 +73,26 @@ def test_temperature_and_softcap_are_on_logits() -> None:
     """N1: a temperature that divides log-probabilities gives none of a distribution."""
     hidden, weight, bias, labels = example()
     logits = 2.0 * torch.tanh((hidden @ weight.T + bias) / 2.0) / 0.7
-    logprobs, entropy, *_ = linear_logprobs(hidden, weight, labels, bias=bias, temperature=0.7, softcap=2.0, entropy=True)
+    logprobs, entropy, *_ = linear_logprobs(
+        hidden, weight, labels, bias=bias, temperature=0.7, softcap=2.0, entropy=True
+    )
     expected = torch.log_softmax(logits, 1)
     torch.testing.assert_close(logprobs, expected.gather(1, labels[:, None]).squeeze(1))
     torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(1))
     everything = torch.stack(
-        [linear_logprobs(hidden, weight, torch.full((6,), label), bias=bias, temperature=0.7, softcap=2.0)[0] for label in range(9)]
+        [
+            linear_logprobs(hidden, weight, torch.full((6,), label), bias=bias, temperature=0.7, softcap=2.0)[0]
+            for label in range(9)
+        ]
     )
     torch.testing.assert_close(everything.exp().sum(0), torch.ones(6, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("in_forward", [True, False])
 @pytest.mark.parametrize("matmul_dtype", [None, torch.float32])
-def test_bfloat16_weight_gradients_do_not_suffer_from_small_chunks(in_forward: bool, matmul_dtype: torch.dtype | None) -> None:
+def test_bfloat16_weight_gradients_do_not_suffer_from_small_chunks(
+    in_forward: bool, matmul_dtype: torch.dtype | None
+) -> None:
     """N2: the running sum is float32. Added up in bfloat16, the error goes from 0.3% with one chunk to 1.8% with one for each token."""
     hidden, weight, _, labels = example(2048, 64, 256, torch.bfloat16)
     weight /= 8
@@ -98,7 +123,9 @@ def test_float16_gradients_of_small_losses_do_not_underflow() -> None:
     torch.log_softmax(exact[0] @ exact[1].T, 1).gather(1, labels[:, None]).squeeze(1).backward(upstream.double())
     linear_logprobs(*leaves, labels).logprobs.backward(upstream)
     for leaf, expected in zip(leaves, exact, strict=True):
-        torch.testing.assert_close(leaf.grad.double() if leaf.grad is not None else None, expected.grad, rtol=0.02, atol=2.0**-24)
+        torch.testing.assert_close(
+            leaf.grad.double() if leaf.grad is not None else None, expected.grad, rtol=0.02, atol=2.0**-24
+        )
 
 
 @pytest.mark.parametrize("kernel", ["in forward", "log-probabilities"])
@@ -165,7 +192,9 @@ def test_activation_checkpointing() -> None:
 
 
 def test_nothing_is_made_or_saved_without_gradients() -> None:
-    hidden, weight, bias, labels = (t.requires_grad_() if t.is_floating_point() else t for t in example(64, 8, 96, torch.float32))
+    hidden, weight, bias, labels = (
+        t.requires_grad_() if t.is_floating_point() else t for t in example(64, 8, 96, torch.float32)
+    )
     with torch.no_grad(), Made() as seen:
         loss = linear_cross_entropy(hidden, weight, labels, bias=bias, chunk=4)
         logprobs = linear_logprobs(hidden, weight, labels, bias=bias, chunk=4).logprobs
@@ -191,14 +220,18 @@ def test_as_torch_has_it(reduction: Any) -> None:
     expected = F.cross_entropy(hidden @ weight.T + bias, labels, reduction=reduction)
     found = linear_cross_entropy(hidden, weight, labels, bias=bias, reduction=reduction)
     torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(vocab_parallel_cross_entropy(hidden @ weight.T + bias, labels, reduction=reduction), expected)
+    torch.testing.assert_close(
+        vocab_parallel_cross_entropy(hidden @ weight.T + bias, labels, reduction=reduction), expected
+    )
 
 
 def test_as_a_module() -> None:
     hidden, weight, bias, labels = example()
     options: dict[str, Any] = {"reduction": "sum", "ignore_index": 3, "temperature": 0.7, "softcap": 5.0, "chunk": 2}
     module = LinearCrossEntropyLoss(**options)
-    torch.testing.assert_close(module(hidden, weight, labels, bias), linear_cross_entropy(hidden, weight, labels, bias=bias, **options))
+    torch.testing.assert_close(
+        module(hidden, weight, labels, bias), linear_cross_entropy(hidden, weight, labels, bias=bias, **options)
+    )
     assert "temperature=0.7, softcap=5.0" in str(module)
     assert not list(module.parameters())
 
@@ -207,7 +240,10 @@ def test_parts_of_a_batch_add_up() -> None:
     hidden, weight, _, labels = example()
     mask = torch.tensor([True, False, True, True, False, True])
     whole = linear_cross_entropy(hidden, weight, labels, mask=mask)
-    parts = [linear_cross_entropy(hidden[s], weight, labels[s], mask=mask[s], valid_tokens=4) for s in (slice(0, 1), slice(1, 6))]
+    parts = [
+        linear_cross_entropy(hidden[s], weight, labels[s], mask=mask[s], valid_tokens=4)
+        for s in (slice(0, 1), slice(1, 6))
+    ]
     torch.testing.assert_close(sum(parts), whole)
     assert linear_cross_entropy(hidden, weight, labels, mask=torch.zeros(6, dtype=torch.bool)) == 0
 
@@ -260,7 +296,12 @@ def test_garbage_at_masked_tokens_has_no_effect(garbage: float) -> None:
         loss = linear_cross_entropy(*leaves, labels, mask=mask, chunk=4)
         logits = (h @ weight.T).detach().requires_grad_()
         parallel = vocab_parallel_cross_entropy(logits, labels, mask=mask)
-        return [loss.detach(), *torch.autograd.grad(loss, leaves), parallel.detach(), *torch.autograd.grad(parallel, logits)]
+        return [
+            loss.detach(),
+            *torch.autograd.grad(loss, leaves),
+            parallel.detach(),
+            *torch.autograd.grad(parallel, logits),
+        ]
 
     for clean, dirty in zip(gradients(hidden), gradients(spoilt), strict=True):
         assert torch.equal(clean, dirty)
@@ -280,10 +321,14 @@ def test_inputs_are_left_as_they_were_and_backward_can_run_twice() -> None:
 def test_saved_for_backward() -> None:
     """The inputs, and two numbers for each token."""
     saved: list[int] = []
-    hidden, weight, bias, labels = (t.requires_grad_() if t.is_floating_point() else t for t in example(dtype=torch.float32))
+    hidden, weight, bias, labels = (
+        t.requires_grad_() if t.is_floating_point() else t for t in example(dtype=torch.float32)
+    )
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):  # type: ignore[func-returns-value]
         linear_logprobs(hidden, weight, labels, bias=bias, entropy=True)
-    assert len(set(saved) - {t.data_ptr() for t in (hidden, weight, bias)}) == 3  # labels, and two numbers for each token
+    assert (
+        len(set(saved) - {t.data_ptr() for t in (hidden, weight, bias)}) == 3
+    )  # labels, and two numbers for each token
 
 
 @pytest.mark.parametrize("chunk", [2, 64])
@@ -294,7 +339,9 @@ def test_collectives(make_world: MakeWorld, chunk: int) -> None:
     def body(context: RankContext) -> None:
         rank, group = context.rank, context.mesh.get_group("tp")
         local = weight[4 * rank : 4 * rank + 4].clone().requires_grad_()
-        linear_cross_entropy(hidden.clone().requires_grad_(), local, labels, vocab_start=4 * rank, tp_group=group, chunk=chunk).backward()
+        linear_cross_entropy(
+            hidden.clone().requires_grad_(), local, labels, vocab_start=4 * rank, tp_group=group, chunk=chunk
+        ).backward()
 
     world = make_world("tp=2")
     world.run(body)
@@ -310,7 +357,10 @@ def test_collectives_of_sequence_parallelism(make_world: MakeWorld) -> None:
 
     def body(context: RankContext) -> None:
         rank, group = context.rank, context.mesh.get_group("tp")
-        own, local = hidden[4 * rank : 4 * rank + 4].clone().requires_grad_(), weight[4 * rank : 4 * rank + 4].clone().requires_grad_()
+        own, local = (
+            hidden[4 * rank : 4 * rank + 4].clone().requires_grad_(),
+            weight[4 * rank : 4 * rank + 4].clone().requires_grad_(),
+        )
         given: Any = {"vocab_start": 4 * rank, "tp_group": group, "sequence_parallel": True, "chunk": 3}
         linear_logprobs(own, local, labels, entropy=True, **given).logprobs.sum().backward()
         assert own.grad is not None
@@ -318,7 +368,11 @@ def test_collectives_of_sequence_parallelism(make_world: MakeWorld) -> None:
 
     world = make_world("tp=2")
     world.run(body)
-    assert [e.collective.removesuffix("_single").removesuffix("_into_tensor").removesuffix("_tensor") for e in world.log if e.rank == 0] == [
+    assert [
+        e.collective.removesuffix("_single").removesuffix("_into_tensor").removesuffix("_tensor")
+        for e in world.log
+        if e.rank == 0
+    ] == [
         "all_gather",
         "all_reduce",
         "all_reduce",
@@ -332,7 +386,9 @@ def test_hidden_states_of_all_tokens_with_sequence_parallelism_are_refused(make_
     hidden, weight, _, labels = example(tokens=8, vocab=8)
 
     def body(context: RankContext) -> None:
-        with pytest.raises(ValueError, match=r"labels \[8\]: expected one for each of 16 tokens \(hidden \[8, 4\] on each of 2 ranks"):
+        with pytest.raises(
+            ValueError, match=r"labels \[8\]: expected one for each of 16 tokens \(hidden \[8, 4\] on each of 2 ranks"
+        ):
             linear_logprobs(hidden, weight[:4], labels, tp_group=context.mesh.get_group("tp"), sequence_parallel=True)
 
     make_world("tp=2").run(body)
@@ -341,19 +397,40 @@ def test_hidden_states_of_all_tokens_with_sequence_parallelism_are_refused(make_
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (lambda h, w, b, y: linear_logprobs(h, w.float(), y), "hidden is torch.float64 and weight torch.float32: expected one dtype"),
+        (
+            lambda h, w, b, y: linear_logprobs(h, w.float(), y),
+            "hidden is torch.float64 and weight torch.float32: expected one dtype",
+        ),
         (lambda h, w, b, y: linear_logprobs(h, w, y, softcap=0.0), "softcap 0.0: expected a positive number, or None"),
-        (lambda h, w, b, y: linear_cross_entropy(h, w, y, chunk=0), "chunk 0: expected a positive number of tokens, or None"),
-        (lambda h, w, b, y: linear_logprobs(h, w[:, :3], y), r"hidden \[6, 4\] and weight \[9, 3\]: expected \[tokens, H\] and \[vocab, H\]"),
+        (
+            lambda h, w, b, y: linear_cross_entropy(h, w, y, chunk=0),
+            "chunk 0: expected a positive number of tokens, or None",
+        ),
+        (
+            lambda h, w, b, y: linear_logprobs(h, w[:, :3], y),
+            r"hidden \[6, 4\] and weight \[9, 3\]: expected \[tokens, H\] and \[vocab, H\]",
+        ),
         (lambda h, w, b, y: linear_logprobs(h, w, y[:5]), r"labels \[5\]: expected one for each of 6 tokens"),
-        (lambda h, w, b, y: linear_logprobs(h, w, y, bias=b[:5]), r"bias \[5\]: expected one for each of 9 rows of weight"),
+        (
+            lambda h, w, b, y: linear_logprobs(h, w, y, bias=b[:5]),
+            r"bias \[5\]: expected one for each of 9 rows of weight",
+        ),
         (lambda h, w, b, y: linear_logprobs(h, w, y, temperature=0.0), "temperature 0.0: expected a positive number"),
         (lambda h, w, b, y: linear_logprobs(h, w, y, vocab_rows=10), "vocab_rows 10: weight has 9 rows"),
         (lambda h, w, b, y: vocab_parallel_logprobs(h @ w.T, y[:5]), r"logits \[6, 9\] and labels \[5\]"),
         (lambda h, w, b, y: vocab_parallel_logprobs(h @ w.T, y, vocab_rows=-1), "vocab_rows -1: logits have 9 columns"),
-        (lambda h, w, b, y: linear_cross_entropy(h, w, y, mask=torch.ones(6, 1).bool()), r"mask \[6, 1\] and labels \[6\]: expected \[T\] both"),
-        (lambda h, w, b, y: vocab_parallel_logprobs(h @ w.T, y, temperature=-1.0), "temperature -1.0: expected a positive number"),
-        (lambda h, w, b, y: linear_cross_entropy(h, w, y, reduction="none"), "reduction 'none': expected 'mean' or 'sum'"),
+        (
+            lambda h, w, b, y: linear_cross_entropy(h, w, y, mask=torch.ones(6, 1).bool()),
+            r"mask \[6, 1\] and labels \[6\]: expected \[T\] both",
+        ),
+        (
+            lambda h, w, b, y: vocab_parallel_logprobs(h @ w.T, y, temperature=-1.0),
+            "temperature -1.0: expected a positive number",
+        ),
+        (
+            lambda h, w, b, y: linear_cross_entropy(h, w, y, reduction="none"),
+            "reduction 'none': expected 'mean' or 'sum'",
+        ),
     ],
 )
 def test_bad_arguments_are_told(call: Callable[..., Any], told: str) -> None:

@@ -48,12 +48,18 @@ class Rows:
         return self.mask[:, 1:].sum(1)
 
 
-def nll(rows: Rows, pack: Pack, hidden: Tensor, weight: Tensor, cp_group: Any = None, **tp: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def nll(
+    rows: Rows, pack: Pack, hidden: Tensor, weight: Tensor, cp_group: Any = None, **tp: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
     mask = pack.from_rows(rows.mask, shift=1)
-    return linear_cross_entropy(hidden, weight, pack.labels(rows.ids), mask=mask, valid_tokens=rows.counted.sum(), chunk=3, **tp), {}
+    return linear_cross_entropy(
+        hidden, weight, pack.labels(rows.ids), mask=mask, valid_tokens=rows.counted.sum(), chunk=3, **tp
+    ), {}
 
 
-def dpo(rows: Rows, pack: Pack, hidden: Tensor, weight: Tensor, cp_group: Any = None, **tp: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def dpo(
+    rows: Rows, pack: Pack, hidden: Tensor, weight: Tensor, cp_group: Any = None, **tp: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
     return dpo_loss(
         linear_logprobs(hidden, weight, pack.labels(rows.ids), chunk=3, **tp).logprobs,
         pack.from_rows(rows.others[0], shift=1),
@@ -70,7 +76,9 @@ def dpo(rows: Rows, pack: Pack, hidden: Tensor, weight: Tensor, cp_group: Any = 
 CONFIGS = {
     "default": ClippedPGConfig(),
     "positive examples": ClippedPGConfig(positive_example_nll_weight=0.1),
-    "gspo": ClippedPGConfig(token_level_loss=False, sequence_level_importance_ratios=True, use_importance_sampling_correction=True),
+    "gspo": ClippedPGConfig(
+        token_level_loss=False, sequence_level_importance_ratios=True, use_importance_sampling_correction=True
+    ),
     "seq-mask-tis": ClippedPGConfig(
         use_importance_sampling_correction=True,
         truncated_importance_sampling_type="seq-mask-tis",
@@ -81,9 +89,13 @@ CONFIGS = {
 
 
 def clipped_pg(config: str) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
-    def loss(rows: Rows, pack: Pack, hidden: Tensor, weight: Tensor, cp_group: Any = None, **tp: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(
+        rows: Rows, pack: Pack, hidden: Tensor, weight: Tensor, cp_group: Any = None, **tp: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         sample_mask = torch.arange(pack.sequences) < len(rows.lengths)
-        given = dict(zip(("prev_logprobs", "generation_logprobs", "reference_logprobs"), rows.others, strict=True)) | {"advantages": rows.advantages}
+        given = dict(zip(("prev_logprobs", "generation_logprobs", "reference_logprobs"), rows.others, strict=True)) | {
+            "advantages": rows.advantages
+        }
         fields = {name: pack.from_rows(values, shift=1) for name, values in given.items()}
         rewards = torch.zeros(pack.sequences, dtype=torch.float64)
         rewards[: len(rows.rewards)] = rows.rewards
@@ -109,7 +121,11 @@ LOSSES = {"nll": nll, "dpo": dpo, **{f"clipped_pg, {name}": clipped_pg(name) for
 
 def one_by_one(loss: Any, rows: Rows, together: int = 1) -> tuple[Tensor, Tensor, dict[str, list[Tensor]]]:
     """The loss of each sequence (or pair) alone, in tensors of its own, added up: value, gradient of weight, and the parts of metrics."""
-    weight, total, parts = rows.weight.clone().requires_grad_(), torch.zeros((), dtype=torch.float64), dict[str, list[Tensor]]()
+    weight, total, parts = (
+        rows.weight.clone().requires_grad_(),
+        torch.zeros((), dtype=torch.float64),
+        dict[str, list[Tensor]](),
+    )
     valid = rows.counted.sum()
     for first in range(0, len(rows.lengths), together):
         own = Rows(rows.lengths[first : first + together], rows.ids.shape[1])
@@ -187,7 +203,9 @@ def test_a_pack_over_ranks_is_its_sequences(make_world: MakeWorld, name: str, la
         pack = Pack.of(starts(rows.lengths), starts(padded), cp_group=cp_group)
         start, end = (VOCAB * r // tp_group.size() for r in (tp_group.rank(), tp_group.rank() + 1))
         weight = rows.weight[start:end].clone().requires_grad_()
-        value, metrics = loss(rows, pack, rows.hidden(pack), weight, cp_group=cp_group, vocab_start=start, tp_group=tp_group)
+        value, metrics = loss(
+            rows, pack, rows.hidden(pack), weight, cp_group=cp_group, vocab_start=start, tp_group=tp_group
+        )
         value.backward()
         assert weight.grad is not None
         return value.detach(), weight.grad, metrics
@@ -199,7 +217,10 @@ def test_a_pack_over_ranks_is_its_sequences(make_world: MakeWorld, name: str, la
     first = [r for r, at in zip(results, ranks, strict=True) if at["tp"] == 0]
     replicated = name == "dpo"
     torch.testing.assert_close(first[0][0] if replicated else sum(r[0] for r in first), expected)
-    grads = [sum(r[1] for r, at in zip(results, ranks, strict=True) if at["tp"] == tp) for tp in range(Layout.parse(layout).tp)]
+    grads = [
+        sum(r[1] for r, at in zip(results, ranks, strict=True) if at["tp"] == tp)
+        for tp in range(Layout.parse(layout).tp)
+    ]
     torch.testing.assert_close(torch.cat([torch.as_tensor(g) for g in grads]), gradient)
     for metric in parts:
         found = first[0][2][metric] if replicated else whole(metric, [r[2][metric] for r in first])
@@ -215,10 +236,18 @@ def test_collectives_do_not_grow_with_sequences(make_world: MakeWorld, name: str
         world = make_world("cp=2,tp=2")
 
         def body(context: RankContext) -> None:
-            pack = Pack.of(starts(lengths), starts([-(-n // 4) * 4 for n in lengths]), cp_group=context.mesh.get_group("cp"))
+            pack = Pack.of(
+                starts(lengths), starts([-(-n // 4) * 4 for n in lengths]), cp_group=context.mesh.get_group("cp")
+            )
             tp_group = context.mesh.get_group("tp")
-            weight = rows.weight[5 * tp_group.rank() : 5 * tp_group.rank() + 5 + tp_group.rank()].clone().requires_grad_()
-            given: Any = {"cp_group": context.mesh.get_group("cp"), "vocab_start": 5 * tp_group.rank(), "tp_group": tp_group}
+            weight = (
+                rows.weight[5 * tp_group.rank() : 5 * tp_group.rank() + 5 + tp_group.rank()].clone().requires_grad_()
+            )
+            given: Any = {
+                "cp_group": context.mesh.get_group("cp"),
+                "vocab_start": 5 * tp_group.rank(),
+                "tp_group": tp_group,
+            }
             LOSSES[name](rows, pack, rows.hidden(pack).requires_grad_(), weight, **given)[0].backward()
 
         world.run(body)
@@ -283,7 +312,11 @@ def test_gathering_undoes_splitting_and_its_gradient_is_not_multiplied(make_worl
 def test_filtered_tokens_have_no_part() -> None:
     """P7: a token that top-k/p leaves out, of log-probability -inf, neither contributes -A nor has a weight of 1 / p_gen."""
     fields = {name: torch.full((4,), -1.0) for name in ("prev_logprobs", "generation_logprobs", "reference_logprobs")}
-    rest: dict[str, Any] = {"advantages": torch.ones(4), "sequence": torch.zeros(4, dtype=torch.long), "sample_mask": torch.ones(1).bool()}
+    rest: dict[str, Any] = {
+        "advantages": torch.ones(4),
+        "sequence": torch.zeros(4, dtype=torch.long),
+        "sample_mask": torch.ones(1).bool(),
+    }
     config = ClippedPGConfig(use_importance_sampling_correction=True, reference_policy_kl_penalty=0.0)
     results = []
     for filtered in (True, False):
@@ -301,12 +334,24 @@ def test_filtered_tokens_have_no_part() -> None:
     [
         (lambda: Pack.of(torch.tensor([1, 3])), r"cu_seqlens \[1, 3\]: expected 0, and then no number below"),
         (lambda: Pack.of(starts([4]), starts([3])), "sequence 0 has 3 tokens with padding and 4 without"),
-        (lambda: Pack.of(starts([4, 6]), cp_group=_FakeGroup(2, 0)), "sequence 1 has 6 tokens, expected a multiple of 4"),  # type: ignore[arg-type]
+        (
+            lambda: Pack.of(starts([4, 6]), cp_group=_FakeGroup(2, 0)),
+            "sequence 1 has 6 tokens, expected a multiple of 4",
+        ),  # type: ignore[arg-type]
         (lambda: Pack.of(starts([4]), tokens=5), "tokens 5: cu_seqlens_padded ends at 4"),
         (lambda: Pack.of(starts([4])).split(torch.ones(5)), r"whole \[5\]: expected the 4 tokens"),
-        (lambda: Pack.of(starts([4])).from_rows(torch.ones(4), shift=1), r"rows \[4\], shift 1: expected \[B, width\], and 0 or 1"),
-        (lambda: Pack.of(starts([4]), cp_group=_FakeGroup(2, 0)).gather(torch.ones(2), None), "cp_group of 1 ranks: this pack is split over 2"),  # type: ignore[arg-type]
-        (lambda: Pack.of(starts([4])).gather(torch.ones(3), None), r"local \[3\]: expected a number for each of 4 tokens"),
+        (
+            lambda: Pack.of(starts([4])).from_rows(torch.ones(4), shift=1),
+            r"rows \[4\], shift 1: expected \[B, width\], and 0 or 1",
+        ),
+        (
+            lambda: Pack.of(starts([4]), cp_group=_FakeGroup(2, 0)).gather(torch.ones(2), None),
+            "cp_group of 1 ranks: this pack is split over 2",
+        ),  # type: ignore[arg-type]
+        (
+            lambda: Pack.of(starts([4])).gather(torch.ones(3), None),
+            r"local \[3\]: expected a number for each of 4 tokens",
+        ),
     ],
 )
 def test_bad_packs_are_told(call: Callable[[], Any], told: str) -> None:

@@ -9,10 +9,20 @@ import torch
 from torch import Tensor
 
 import lossgate
-from fused_losses import ClippedPGConfig, RhoCorrection, clipped_pg_loss, dpo_loss, grpo_loss, linear_cross_entropy, linear_logprobs
+from fused_losses import (
+    ClippedPGConfig,
+    RhoCorrection,
+    clipped_pg_loss,
+    dpo_loss,
+    grpo_loss,
+    linear_cross_entropy,
+    linear_logprobs,
+)
 from lossgate.engine.loading import load_candidates
 
-OURS = {candidate.name: candidate for candidate in load_candidates(str(Path(__file__).parents[2] / "ci/candidates/ours.py"))}
+OURS = {
+    candidate.name: candidate for candidate in load_candidates(str(Path(__file__).parents[2] / "ci/candidates/ours.py"))
+}
 
 test_dpo_agrees = lossgate.suite(OURS["fused_linear_dpo"], layouts=["dp=2,cp=2,tp=2"], examples=12)
 test_clipped_pg_agrees = lossgate.suite(OURS["fused_linear_clipped_pg"], layouts=["dp=2,cp=2,tp=2"], examples=12)
@@ -25,13 +35,21 @@ def pack() -> dict[str, Tensor]:
     sequence = torch.repeat_interleave(torch.arange(4), torch.tensor([3, 2, 3, 4]))
     logprobs, reference = -torch.rand(2, 12, generator=generator, dtype=torch.float64)
     mask = torch.tensor([1, 1, 0, 1, 1, 0, 1, 1, 1, 1, 0, 1]).bool()
-    return {"logprobs": logprobs, "reference_logprobs": reference, "mask": mask, "sequence": sequence, "sample_mask": torch.ones(4, dtype=torch.bool)}
+    return {
+        "logprobs": logprobs,
+        "reference_logprobs": reference,
+        "mask": mask,
+        "sequence": sequence,
+        "sample_mask": torch.ones(4, dtype=torch.bool),
+    }
 
 
 # DPO
 
 
-@pytest.mark.parametrize("options", [{}, {"loss_type": "ipo"}, {"sft_loss_weight": 0.5}, {"preference_average_log_probs": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"loss_type": "ipo"}, {"sft_loss_weight": 0.5}, {"preference_average_log_probs": True}]
+)
 def test_garbage_at_masked_tokens_has_no_effect_on_dpo(options: dict[str, Any]) -> None:
     batch = pack()
     clean, dirty = (batch["logprobs"].clone().requires_grad_() for _ in range(2))
@@ -40,7 +58,9 @@ def test_garbage_at_masked_tokens_has_no_effect_on_dpo(options: dict[str, Any]) 
     with torch.no_grad():
         dirty[~batch["mask"]] = float("nan")
     spoilt = batch["reference_logprobs"].masked_fill(~batch["mask"], float("-inf"))
-    again, metrics_again = dpo_loss(**{**batch, "logprobs": dirty, "reference_logprobs": spoilt}, valid_pairs=2, **options)
+    again, metrics_again = dpo_loss(
+        **{**batch, "logprobs": dirty, "reference_logprobs": spoilt}, valid_pairs=2, **options
+    )
     again.backward()
     assert torch.equal(loss, again)
     assert clean.grad is not None
@@ -73,7 +93,10 @@ def test_the_order_of_pairs_does_not_matter() -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"sample_mask": torch.ones(3).bool()}, r"sample_mask \[3\]: expected one for each of an even number of sequences"),
+        (
+            {"sample_mask": torch.ones(3).bool()},
+            r"sample_mask \[3\]: expected one for each of an even number of sequences",
+        ),
         ({"mask": torch.ones(5).bool()}, r"mask \[5\]"),
         ({"loss_type": "hinge"}, "loss_type 'hinge': expected 'sigmoid' or 'ipo'"),
         ({"loss_type": "ipo", "beta": 0.0}, "beta 0.0: expected a positive number"),
@@ -140,7 +163,15 @@ def test_any_upstream_gradient_of_a_tiled_loss(chunk: int) -> None:
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("rho", [RhoCorrection(), RhoCorrection(mask_lower=0.9), RhoCorrection(sequence_level=True), RhoCorrection(clamp_upper=1.01)])
+@pytest.mark.parametrize(
+    "rho",
+    [
+        RhoCorrection(),
+        RhoCorrection(mask_lower=0.9),
+        RhoCorrection(sequence_level=True),
+        RhoCorrection(clamp_upper=1.01),
+    ],
+)
 def test_rho_is_not_ignored(rho: RhoCorrection) -> None:
     """O6."""
     assert grpo_loss(**rollout(rho=rho))[0] != grpo_loss(**rollout(rho=None))[0]
@@ -163,7 +194,9 @@ def test_a_rank_without_tokens_takes_part() -> None:
     hidden, weight = torch.zeros(0, 4, requires_grad=True), torch.ones(9, 4, requires_grad=True)
     logprobs = linear_logprobs(hidden, weight, torch.zeros(0, dtype=torch.long)).logprobs
     none = {name: torch.zeros(0) for name in ("old_logprobs", "reference_logprobs", "sampler_logprobs", "advantages")}
-    loss, metrics = grpo_loss(logprobs, **none, mask=torch.zeros(0, dtype=torch.bool), valid_tokens=9, rho=RhoCorrection())
+    loss, metrics = grpo_loss(
+        logprobs, **none, mask=torch.zeros(0, dtype=torch.bool), valid_tokens=9, rho=RhoCorrection()
+    )
     loss.backward()
     assert loss == 0
     assert weight.grad is not None
@@ -177,7 +210,14 @@ def test_a_ratio_that_overflows_where_it_is_clipped_has_no_gradient(dtype: torch
     new, old = torch.tensor([-1.0, -2.0], dtype=dtype, requires_grad=True), torch.tensor([-1000.0, -2.0], dtype=dtype)
     ones, mask, zeros = torch.ones(2, dtype=dtype), torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.long)
     grpo, _ = grpo_loss(new, old_logprobs=old, advantages=ones, mask=mask, valid_tokens=2, beta=0.0)
-    others = {"prev_logprobs": old, "generation_logprobs": old, "reference_logprobs": old, "advantages": ones, "mask": mask, "sequence": zeros}
+    others = {
+        "prev_logprobs": old,
+        "generation_logprobs": old,
+        "reference_logprobs": old,
+        "advantages": ones,
+        "mask": mask,
+        "sequence": zeros,
+    }
     config = ClippedPGConfig(reference_policy_kl_penalty=0.0)
     clipped, _ = clipped_pg_loss(new, **others, sample_mask=mask[:1], valid_tokens=2, valid_sequences=1, config=config)
     for loss in (grpo, clipped):
@@ -224,7 +264,9 @@ def test_losses_of_unequal_parts_add_up() -> None:
 def test_rho_of_sequences_is_each_document_s_own() -> None:
     """O17: not the mean over a whole pack."""
     given = rollout(rho=RhoCorrection(sequence_level=True, clamp_upper=0.0))
-    alone = {name: value[:3] if isinstance(value, Tensor) else value for name, value in given.items()} | {"sequences": 1}
+    alone = {name: value[:3] if isinstance(value, Tensor) else value for name, value in given.items()} | {
+        "sequences": 1
+    }
     _, metrics = grpo_loss(**{**given, "mask": given["mask"] & (given["sequence"] == 0)})
     torch.testing.assert_close(grpo_loss(**alone)[1]["rho_weight"], metrics["rho_weight"])
     x = (given["old_logprobs"] - given["sampler_logprobs"])[:2].mean()
@@ -283,10 +325,18 @@ TRUNCATED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", ["logprobs", "prev_logprobs", "generation_logprobs", "reference_logprobs", "advantages"])
+@pytest.mark.parametrize(
+    "name", ["logprobs", "prev_logprobs", "generation_logprobs", "reference_logprobs", "advantages"]
+)
 @pytest.mark.parametrize("garbage", [float("nan"), float("-inf"), float("inf")])
-@pytest.mark.parametrize("config", [{}, GSPO | TRUNCATED, {"positive_example_nll_weight": 0.1, "use_cispo": True}], ids=["default", "gspo", "cispo"])
-def test_garbage_at_masked_tokens_has_no_effect_on_the_clipped_policy_gradient(name: str, garbage: float, config: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "config",
+    [{}, GSPO | TRUNCATED, {"positive_example_nll_weight": 0.1, "use_cispo": True}],
+    ids=["default", "gspo", "cispo"],
+)
+def test_garbage_at_masked_tokens_has_no_effect_on_the_clipped_policy_gradient(
+    name: str, garbage: float, config: dict[str, Any]
+) -> None:
     given = experience(**config)
     spoilt = given | {name: given[name].detach().masked_fill(~given["mask"], garbage)}
     spoilt["logprobs"] = spoilt["logprobs"].detach().clone().requires_grad_()
@@ -316,13 +366,34 @@ def test_the_nll_of_positive_examples_adds_up_over_sequences() -> None:
         ({"sequence_level_importance_ratios": True}, "token_level_loss True: expected False"),
         ({"use_cispo": True, "ratio_clip_c": 3.0}, "use_cispo with ratio_clip_c"),
         ({"use_cispo": True, "token_level_loss": False}, "use_cispo with token_level_loss False"),
-        ({"truncated_importance_sampling_ratio": 2.0}, "truncated_importance_sampling_ratio 2.0, _min None: name the type"),
-        (TRUNCATED | {"truncated_importance_sampling_type": "clip"}, "truncated_importance_sampling_type 'clip': expected 'tis'"),
-        (TRUNCATED | {"use_importance_sampling_correction": False}, "use_importance_sampling_correction False: expected True"),
-        (TRUNCATED | {"truncated_importance_sampling_ratio": None}, "truncated_importance_sampling_ratio None: expected a positive number"),
-        (TRUNCATED | {"truncated_importance_sampling_ratio_min": None}, "truncated_importance_sampling_ratio_min None: expected a number"),
-        (TRUNCATED | {"truncated_importance_sampling_ratio_min": 2.0}, "truncated_importance_sampling_ratio_min 2.0: expected at most 1.5"),
-        (GSPO | TRUNCATED | {"truncated_importance_sampling_type": "seq-mask-tis"}, "'seq-mask-tis': not with sequence_level"),
+        (
+            {"truncated_importance_sampling_ratio": 2.0},
+            "truncated_importance_sampling_ratio 2.0, _min None: name the type",
+        ),
+        (
+            TRUNCATED | {"truncated_importance_sampling_type": "clip"},
+            "truncated_importance_sampling_type 'clip': expected 'tis'",
+        ),
+        (
+            TRUNCATED | {"use_importance_sampling_correction": False},
+            "use_importance_sampling_correction False: expected True",
+        ),
+        (
+            TRUNCATED | {"truncated_importance_sampling_ratio": None},
+            "truncated_importance_sampling_ratio None: expected a positive number",
+        ),
+        (
+            TRUNCATED | {"truncated_importance_sampling_ratio_min": None},
+            "truncated_importance_sampling_ratio_min None: expected a number",
+        ),
+        (
+            TRUNCATED | {"truncated_importance_sampling_ratio_min": 2.0},
+            "truncated_importance_sampling_ratio_min 2.0: expected at most 1.5",
+        ),
+        (
+            GSPO | TRUNCATED | {"truncated_importance_sampling_type": "seq-mask-tis"},
+            "'seq-mask-tis': not with sequence_level",
+        ),
     ],
 )
 def test_options_that_contradict_are_told(config: dict[str, Any], told: str) -> None:
@@ -334,11 +405,17 @@ def test_options_that_contradict_are_told(config: dict[str, Any], told: str) -> 
     ("changes", "told"),
     [
         ({"reference_logprobs": None}, "reference_logprobs is missing"),
-        ({"sequence": torch.zeros(5, dtype=torch.long)}, r"sequence \[5\]: expected \[12\], one for each token, as logprobs"),
+        (
+            {"sequence": torch.zeros(5, dtype=torch.long)},
+            r"sequence \[5\]: expected \[12\], one for each token, as logprobs",
+        ),
         ({"advantages": torch.zeros(12, 1)}, r"advantages \[12, 1\]: expected \[12\]"),
         ({"rewards": torch.zeros(3)}, r"rewards \[3\]: expected \[4\], one for each sequence"),
         ({"sample_mask": torch.ones(2, 2).bool()}, r"sample_mask \[2, 2\]: expected \[S\]"),
-        ({"rewards": None, "config": ClippedPGConfig(positive_example_nll_weight=0.1)}, "rewards or positive_tokens is missing"),
+        (
+            {"rewards": None, "config": ClippedPGConfig(positive_example_nll_weight=0.1)},
+            "rewards or positive_tokens is missing",
+        ),
     ],
 )
 def test_bad_arguments_of_the_clipped_policy_gradient_are_told(changes: dict[str, Any], told: str) -> None:

@@ -20,7 +20,9 @@ from lossgate.worlds import RankContext, SimulatedWorld
 
 MakeWorld = Callable[..., SimulatedWorld]
 
-OURS = {candidate.name: candidate for candidate in load_candidates(str(Path(__file__).parents[2] / "ci/candidates/ours.py"))}
+OURS = {
+    candidate.name: candidate for candidate in load_candidates(str(Path(__file__).parents[2] / "ci/candidates/ours.py"))
+}
 
 test_sft_agrees = lossgate.suite(OURS["fused_linear_sft"], layouts=["single", "dp=2,cp=2,tp=2"], examples=12)
 
@@ -43,7 +45,12 @@ class Corpus:
 
     def part(self, which: list[int]) -> "Corpus":
         own = Corpus([self.lengths[i] for i in which] or [0])
-        own.ids, own.mask, own.embedding, own.weight = self.ids[which], self.mask[which], self.embedding[which], self.weight
+        own.ids, own.mask, own.embedding, own.weight = (
+            self.ids[which],
+            self.mask[which],
+            self.embedding[which],
+            self.weight,
+        )
         own.lengths = [self.lengths[i] for i in which]
         return own
 
@@ -53,12 +60,16 @@ class Corpus:
         return int((self.mask[:, 1:] & inside).sum())
 
 
-def loss_of(corpus: Corpus, valid: int, weight: Tensor, multiple: int = 1, cp_group: Any = None, **tp: Any) -> tuple[Tensor, SFTStatistics]:
+def loss_of(
+    corpus: Corpus, valid: int, weight: Tensor, multiple: int = 1, cp_group: Any = None, **tp: Any
+) -> tuple[Tensor, SFTStatistics]:
     cp = 1 if cp_group is None else cp_group.size()
     unit = multiple * (2 * cp if cp > 1 else 1)
     true, padded = ([0, *(-(-n // u) * u for n in corpus.lengths)] for u in (1, unit))
     pack = Pack.of(torch.tensor(true).cumsum(0), torch.tensor(padded).cumsum(0), cp_group=cp_group)
-    hidden = torch.stack([pack.from_rows(corpus.embedding[:, :, i], shift=0, fill=float("nan")) for i in range(WIDTH)], 1)
+    hidden = torch.stack(
+        [pack.from_rows(corpus.embedding[:, :, i], shift=0, fill=float("nan")) for i in range(WIDTH)], 1
+    )
     return linear_sft_loss(
         hidden.requires_grad_(),
         weight,
@@ -87,15 +98,37 @@ def test_statistics_by_hand() -> None:
     weight = torch.eye(2, dtype=torch.float64)
     hidden = torch.tensor([[1.0, 0.0], [3.0, 0.0], [0.0, 2.0], [0.0, 0.0]], dtype=torch.float64)
     mask, sequence = torch.tensor([True, True, True, False]), torch.tensor([0, 1, 1, 1])
-    given: dict[str, Any] = {"mask": mask, "real": torch.tensor([True, True, True, True]), "sequence": sequence, "sequences": 3}
+    given: dict[str, Any] = {
+        "mask": mask,
+        "real": torch.tensor([True, True, True, True]),
+        "sequence": sequence,
+        "sequences": 3,
+    }
     loss, statistics = linear_sft_loss(hidden, weight, torch.zeros(4, dtype=torch.long), valid_tokens=3, **given)
     of_tokens = torch.tensor([1.0, 3.0, -2.0], dtype=torch.float64).neg().exp().add(1).log()
     ppl = torch.stack([of_tokens[0], of_tokens[1:].mean()]).exp()
     found = statistics.export()
     torch.testing.assert_close(loss, of_tokens.mean())
-    expected = {"n_seqs": 2, "n_tokens": 4, "n_valid_tokens": 3, "prompt_tokens": 1, "ppl_avg": ppl.mean(), "ppl_min": ppl.min()}
-    expected |= {"ppl_max": ppl.max(), "loss_avg": of_tokens.mean(), "loss_max": of_tokens.max(), "loss_min": of_tokens.min()}
-    expected |= {"vocab_min_logits_avg": 0.0, "vocab_max_logits_avg": 1.5, "vocab_max_logits_max": 3.0, "vocab_max_logits_min": 0.0}
+    expected = {
+        "n_seqs": 2,
+        "n_tokens": 4,
+        "n_valid_tokens": 3,
+        "prompt_tokens": 1,
+        "ppl_avg": ppl.mean(),
+        "ppl_min": ppl.min(),
+    }
+    expected |= {
+        "ppl_max": ppl.max(),
+        "loss_avg": of_tokens.mean(),
+        "loss_max": of_tokens.max(),
+        "loss_min": of_tokens.min(),
+    }
+    expected |= {
+        "vocab_min_logits_avg": 0.0,
+        "vocab_max_logits_avg": 1.5,
+        "vocab_max_logits_max": 3.0,
+        "vocab_max_logits_min": 0.0,
+    }
     for name, value in expected.items():
         torch.testing.assert_close(found[name], torch.as_tensor(value, dtype=torch.float64))
 
@@ -107,7 +140,9 @@ def test_nothing_depends_on_the_split(make_world: MakeWorld, layout: str) -> Non
 
     def body(context: RankContext) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         dp, cp, tp = (context.mesh.get_group(axis) for axis in ("dp", "cp", "tp"))
-        own = corpus.part([0, 1, 3, 4] if dp.rank() == 0 else [2, 5]) if dp.size() > 1 else corpus  # 2 and 5 are prompts alone
+        own = (
+            corpus.part([0, 1, 3, 4] if dp.rank() == 0 else [2, 5]) if dp.size() > 1 else corpus
+        )  # 2 and 5 are prompts alone
         start, end = (VOCAB * r // tp.size() for r in (tp.rank(), tp.rank() + 1))
         weight = corpus.weight[start:end].clone().requires_grad_()
         loss, statistics = loss_of(own, corpus.trained, weight, cp_group=cp, vocab_start=start, tp_group=tp)
@@ -119,8 +154,13 @@ def test_nothing_depends_on_the_split(make_world: MakeWorld, layout: str) -> Non
     results = world.run(body)
     loss, gradient, expected = alone(corpus)
     coordinates = [shape.coordinate(rank) for rank in range(shape.ranks)]
-    torch.testing.assert_close(torch.stack([r[0] for r, at in zip(results, coordinates, strict=True) if at["tp"] == 0]).sum(), loss)
-    shards = [torch.stack([r[1] for r, at in zip(results, coordinates, strict=True) if at["tp"] == tp]).sum(0) for tp in range(shape.tp)]
+    torch.testing.assert_close(
+        torch.stack([r[0] for r, at in zip(results, coordinates, strict=True) if at["tp"] == 0]).sum(), loss
+    )
+    shards = [
+        torch.stack([r[1] for r, at in zip(results, coordinates, strict=True) if at["tp"] == tp]).sum(0)
+        for tp in range(shape.tp)
+    ]
     torch.testing.assert_close(torch.cat(shards), gradient)
     for _, _, statistics in results:
         torch.testing.assert_close(statistics, expected)
@@ -159,14 +199,19 @@ def test_collectives_do_not_depend_on_data(make_world: MakeWorld) -> None:
 
         world = make_world("dp=2,cp=2")
         world.run(body)
-        return [[f"{logged.collective} {logged.shown}" for logged in world.log if logged.rank == rank] for rank in range(4)]
+        return [
+            [f"{logged.collective} {logged.shown}" for logged in world.log if logged.rank == rank] for rank in range(4)
+        ]
 
     both, untrained, empty = Corpus([4, 6]), Corpus([4, 6]).part([1]), Corpus([4, 6]).part([])
     untrained.mask = torch.zeros_like(untrained.mask)
     for train in (True, False):
         ranks = collectives([both, untrained], train)
         assert [len(rank) for rank in ranks] == [7] * 4  # 2 S numbers over cp, then three reductions over each
-        names = [[entry.split()[0] + entry.split()[1] for entry in rank] for rank in (*ranks, *collectives([both, empty], train))]
+        names = [
+            [entry.split()[0] + entry.split()[1] for entry in rank]
+            for rank in (*ranks, *collectives([both, empty], train))
+        ]
         assert all(rank == names[0] for rank in names)
         assert not any(",8]" in entry or f", {VOCAB}]" in entry for rank in ranks for entry in rank)
 
@@ -182,7 +227,12 @@ def test_a_rank_without_trained_tokens_has_a_loss_with_a_graph() -> None:
     assert weight.grad is not None
     assert not weight.grad.any()
     found = statistics.export()
-    assert (found["n_seqs"], found["ppl_avg"], found["loss_min"], found["loss_max"]) == (0, 0, float("inf"), -float("inf"))
+    assert (found["n_seqs"], found["ppl_avg"], found["loss_min"], found["loss_max"]) == (
+        0,
+        0,
+        float("inf"),
+        -float("inf"),
+    )
 
 
 def test_areals_epsilon() -> None:
@@ -190,10 +240,19 @@ def test_areals_epsilon() -> None:
     (loss, _), valid = loss_of(corpus, corpus.trained, corpus.weight), corpus.trained
     pack = Pack.of(torch.tensor([0, 5, 13]))
     hidden = torch.cat([corpus.embedding[0, :5], corpus.embedding[1]])
-    given: dict[str, Any] = {"mask": pack.from_rows(corpus.mask, shift=1), "real": pack.real, "sequence": pack.sequence, "sequences": 2}
-    other, _ = linear_sft_loss(hidden, corpus.weight, pack.labels(corpus.ids), valid_tokens=valid, epsilon=1e-5, **given)
+    given: dict[str, Any] = {
+        "mask": pack.from_rows(corpus.mask, shift=1),
+        "real": pack.real,
+        "sequence": pack.sequence,
+        "sequences": 2,
+    }
+    other, _ = linear_sft_loss(
+        hidden, corpus.weight, pack.labels(corpus.ids), valid_tokens=valid, epsilon=1e-5, **given
+    )
     torch.testing.assert_close(other * (valid + 1e-5), loss * valid)
-    summed, _ = linear_sft_loss(hidden, corpus.weight, pack.labels(corpus.ids), valid_tokens=valid, reduction="sum", **given)
+    summed, _ = linear_sft_loss(
+        hidden, corpus.weight, pack.labels(corpus.ids), valid_tokens=valid, reduction="sum", **given
+    )
     torch.testing.assert_close(summed, loss * valid)
 
 

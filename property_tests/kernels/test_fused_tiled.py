@@ -19,7 +19,9 @@ from lossgate.worlds import RankContext, SimulatedWorld
 
 MakeWorld = Callable[..., SimulatedWorld]
 
-OURS = {candidate.name: candidate for candidate in load_candidates(str(Path(__file__).parents[2] / "ci/candidates/ours.py"))}
+OURS = {
+    candidate.name: candidate for candidate in load_candidates(str(Path(__file__).parents[2] / "ci/candidates/ours.py"))
+}
 
 test_tiled_grpo_agrees = lossgate.suite(OURS["fused_tiled_grpo"], layouts=["dp=2,cp=2"], examples=12)
 test_tiled_clipped_pg_agrees = lossgate.suite(OURS["fused_tiled_clipped_pg"], layouts=["dp=2,cp=2"], examples=12)
@@ -43,7 +45,9 @@ class LoraHead(nn.Module):
 
 def batch(tokens: int = 7) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(5)
-    return torch.randn(tokens, WIDTH, generator=generator, dtype=torch.float64), torch.randint(VOCAB, (tokens,), generator=generator)
+    return torch.randn(tokens, WIDTH, generator=generator, dtype=torch.float64), torch.randint(
+        VOCAB, (tokens,), generator=generator
+    )
 
 
 def seeded(make: Callable[[], nn.Module]) -> nn.Module:
@@ -58,18 +62,25 @@ def dense(head: nn.Module, hidden: Tensor, labels: Tensor, temperature: float) -
 
 
 @pytest.mark.parametrize("tiles", [1, 3, 7, 100])
-@pytest.mark.parametrize("make", [LoraHead, lambda: nn.Linear(WIDTH, VOCAB, dtype=torch.float64)], ids=["LoRA", "linear"])
+@pytest.mark.parametrize(
+    "make", [LoraHead, lambda: nn.Linear(WIDTH, VOCAB, dtype=torch.float64)], ids=["LoRA", "linear"]
+)
 def test_any_number_of_tiles_is_as_dense(make: Callable[[], nn.Module], tiles: int) -> None:
     """O4, O9, O12: with every parameter of a LoRA head, any upstream gradient, more tiles than tokens."""
     hidden, labels = batch()
     head = seeded(make)
     upstream = torch.linspace(-2, 3, 14, dtype=torch.float64)
     gradients = []
-    for made in (tiled_token_logprobs(head, hidden.requires_grad_(), labels, temperature=0.7, tiles=tiles, entropy=True), None):
+    for made in (
+        tiled_token_logprobs(head, hidden.requires_grad_(), labels, temperature=0.7, tiles=tiles, entropy=True),
+        None,
+    ):
         values = made or dense(head, hidden, labels, 0.7)
         assert values[1] is not None
         trained = [hidden, *(p for p in head.parameters() if p.requires_grad)]
-        gradients.append([*(v.detach() for v in values if v is not None), *torch.autograd.grad(torch.cat(values), trained, upstream)])
+        gradients.append(
+            [*(v.detach() for v in values if v is not None), *torch.autograd.grad(torch.cat(values), trained, upstream)]
+        )
     for found, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(found, expected)
 
@@ -185,7 +196,9 @@ def test_every_rank_calls_the_head_as_often(make_world: MakeWorld) -> None:
         total = total + torch.log_softmax(hidden @ whole.T, 1).gather(1, labels[:, None] % 8).sum()
     total.backward()
     torch.testing.assert_close(found, whole.grad)
-    assert {sum(logged.rank == rank for logged in world.log) for rank in range(4)} == {4 + 4 + 4}  # forward, again in backward, reduced
+    assert {sum(logged.rank == rank for logged in world.log) for rank in range(4)} == {
+        4 + 4 + 4
+    }  # forward, again in backward, reduced
 
 
 class FlatHead(nn.Module):
@@ -201,8 +214,12 @@ class FlatHead(nn.Module):
 
 def test_a_gradient_that_would_be_lost_is_told() -> None:
     hidden, labels = batch()
-    logprobs, _ = tiled_token_logprobs(FlatHead(nn.Parameter(torch.zeros(VOCAB * WIDTH, dtype=torch.float64))), hidden.requires_grad_(), labels)
-    with pytest.raises(ValueError, match=r"lm_head: when called it uses a Parameter \[36\] that is none of its trained parameters"):
+    logprobs, _ = tiled_token_logprobs(
+        FlatHead(nn.Parameter(torch.zeros(VOCAB * WIDTH, dtype=torch.float64))), hidden.requires_grad_(), labels
+    )
+    with pytest.raises(
+        ValueError, match=r"lm_head: when called it uses a Parameter \[36\] that is none of its trained parameters"
+    ):
         logprobs.sum().backward()
 
 
@@ -245,7 +262,10 @@ def test_the_weights_gradient_is_added_up_in_float32() -> None:
     """N2, for modules."""
     head = nn.Linear(16, 32, bias=False, dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
-    hidden, labels = torch.randn(512, 16, generator=generator).bfloat16(), torch.randint(32, (512,), generator=generator)
+    hidden, labels = (
+        torch.randn(512, 16, generator=generator).bfloat16(),
+        torch.randint(32, (512,), generator=generator),
+    )
     exact = copy.deepcopy(head).double()
     dense(exact, hidden.double(), labels, 1.0)[0].mean().backward()
     assert exact.weight.grad is not None
@@ -322,7 +342,9 @@ def test_they_are_found_by_distributed_data_parallel_itself(make_world: MakeWorl
     model = CausalLM()
 
     def body(context: RankContext) -> bool:
-        wrapped = nn.parallel.DistributedDataParallel(model, process_group=context.mesh.get_group("dp"), init_sync=False)
+        wrapped = nn.parallel.DistributedDataParallel(
+            model, process_group=context.mesh.get_group("dp"), init_sync=False
+        )
         return backbone_and_lm_head(wrapped) == (model.model, model.lm_head)
 
     assert make_world("single").run(body) == [True]
@@ -352,7 +374,10 @@ def test_models_without_them_are_told() -> None:
     [
         ({"tiles": 0}, "tiles 0: expected a positive number"),
         ({"temperature": 0.0}, "temperature 0.0: expected a positive number"),
-        ({"labels": torch.zeros(3, dtype=torch.long)}, r"hidden \[7, 4\] and labels \[3\]: expected \[tokens, H\] and \[tokens\]"),
+        (
+            {"labels": torch.zeros(3, dtype=torch.long)},
+            r"hidden \[7, 4\] and labels \[3\]: expected \[tokens, H\] and \[tokens\]",
+        ),
     ],
 )
 def test_bad_arguments_are_told(changes: dict[str, Any], told: str) -> None:

@@ -52,7 +52,9 @@ class Batch:
 
 
 def _with_entropy(batch: Batch) -> Tensor:
-    found = linear_logprobs(*batch.head, bias=batch.bias, softcap=5.0, temperature=0.7, entropy=True, logit_range=True, chunk=CHUNK)
+    found = linear_logprobs(
+        *batch.head, bias=batch.bias, softcap=5.0, temperature=0.7, entropy=True, logit_range=True, chunk=CHUNK
+    )
     assert found.entropy is not None
     return (found.logprobs + found.entropy).sum()
 
@@ -66,7 +68,13 @@ def _frozen(batch: Batch) -> Tensor:
 
 
 def _sft(batch: Batch) -> Tensor:
-    given: dict[str, Any] = {"mask": batch.mask, "real": batch.mask, "sequence": batch.sequence, "sequences": 4, "valid_tokens": 7}
+    given: dict[str, Any] = {
+        "mask": batch.mask,
+        "real": batch.mask,
+        "sequence": batch.sequence,
+        "sequences": 4,
+        "valid_tokens": 7,
+    }
     return linear_sft_loss(*batch.head, chunk=CHUNK, **given)[0]
 
 
@@ -74,12 +82,20 @@ def _dpo(batch: Batch) -> Tensor:
     with torch.no_grad():
         reference = batch.logprobs()
     return dpo_loss(
-        batch.logprobs(), reference, mask=batch.mask, sequence=batch.sequence, sample_mask=batch.sample_mask, valid_pairs=2, sft_loss_weight=1.0
+        batch.logprobs(),
+        reference,
+        mask=batch.mask,
+        sequence=batch.sequence,
+        sample_mask=batch.sample_mask,
+        valid_pairs=2,
+        sft_loss_weight=1.0,
     )[0]
 
 
 def _grpo(batch: Batch, logprobs: Tensor) -> Tensor:
-    return grpo_loss(logprobs, advantages=batch.other, mask=batch.mask, valid_tokens=7, reference_logprobs=batch.other)[0]
+    return grpo_loss(logprobs, advantages=batch.other, mask=batch.mask, valid_tokens=7, reference_logprobs=batch.other)[
+        0
+    ]
 
 
 def _tiled_grpo(batch: Batch) -> Tensor:
@@ -143,7 +159,9 @@ def test_dense_logits_are_seen() -> None:
     assert (many.peak - few.peak) / 240 >= 4 * VOCAB
 
 
-@pytest.mark.parametrize("name", ["linear_logprobs", "linear_logprobs, of everything", "linear_sft_loss", "grpo_loss, tiled"])
+@pytest.mark.parametrize(
+    "name", ["linear_logprobs", "linear_logprobs, of everything", "linear_sft_loss", "grpo_loss, tiled"]
+)
 def test_nothing_of_the_vocabularys_size_is_saved_but_the_head(name: str) -> None:
     batch, saved = Batch(160), list[Tensor]()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
@@ -155,7 +173,13 @@ def test_nothing_of_the_vocabularys_size_is_saved_but_the_head(name: str) -> Non
 
 def _sequence_grpo(batch: Batch, logprobs: Tensor, cp_group: Any) -> Tensor:
     rho = RhoCorrection(sequence_level=True)
-    given: dict[str, Any] = {"advantages": batch.other, "mask": batch.mask, "valid_tokens": 7, "beta": 0.0, "sampler_logprobs": batch.other}
+    given: dict[str, Any] = {
+        "advantages": batch.other,
+        "mask": batch.mask,
+        "valid_tokens": 7,
+        "beta": 0.0,
+        "sampler_logprobs": batch.other,
+    }
     return grpo_loss(logprobs, **given, rho=rho, sequence=batch.sequence, sequences=4, cp_group=cp_group)[0]
 
 
@@ -165,7 +189,9 @@ def _where(batch: Batch) -> dict[str, Any]:
 
 OVER_CP: dict[str, tuple[Callable[[Batch, Tensor, Any], Tensor], list[str]]] = {
     "dpo_loss": (
-        lambda b, logprobs, group: dpo_loss(logprobs, b.other, **_where(b), sample_mask=b.sample_mask, valid_pairs=2, cp_group=group)[0],
+        lambda b, logprobs, group: dpo_loss(
+            logprobs, b.other, **_where(b), sample_mask=b.sample_mask, valid_pairs=2, cp_group=group
+        )[0],
         ["all_reduce SUM, [float32[3, 4]]"],
     ),
     "grpo_loss, rho of sequences": (_sequence_grpo, ["all_reduce SUM, [float32[3, 4]]"]),
@@ -209,7 +235,13 @@ def test_what_is_sent_over_tp(make_world: MakeWorld) -> None:
     def body(context: RankContext) -> None:
         batch, group = Batch(16), context.mesh.get_group("tp")
         weight = batch.weight[512 * group.rank() :][:512]
-        given: dict[str, Any] = {"entropy": True, "logit_range": True, "vocab_start": 512 * group.rank(), "tp_group": group, "chunk": 3}
+        given: dict[str, Any] = {
+            "entropy": True,
+            "logit_range": True,
+            "vocab_start": 512 * group.rank(),
+            "tp_group": group,
+            "chunk": 3,
+        }
         linear_logprobs(batch.hidden, weight, batch.labels, **given).logprobs.sum().backward()
 
     world = make_world("tp=2")

@@ -96,7 +96,10 @@ def test_a_blind_judge_is_inconclusive(agreed: CellResult) -> None:
 
 def test_a_bias_over_all_problems_disagrees(agreed: CellResult) -> None:
     biased = tuple(
-        replace(e, comparisons=tuple(replace(c, values=c.values and {**c.values, "scale": 0.003}) for c in e.comparisons)) for e in agreed.examined
+        replace(
+            e, comparisons=tuple(replace(c, values=c.values and {**c.values, "scale": 0.003}) for c in e.comparisons)
+        )
+        for e in agreed.examined
     )
     result = concluded(agreed, biased)
     assert result.verdict is Verdict.DISAGREE
@@ -111,7 +114,9 @@ def test_events() -> None:
     events = list(run([RIGHT], Settings(layouts=("single", "tp=2"), dtypes=("bfloat16",), examples=2, rounds=1)))
     assert [type(event) for event in events] == [RunStarted, CellFinished, CellFinished, RunFinished]
     assert isinstance(events[0], RunStarted)
-    assert [str(cell) for cell in events[0].cells] == [f"{RIGHT.name}[agreement-{layout}-bfloat16]" for layout in ("single", "tp=2")]
+    assert [str(cell) for cell in events[0].cells] == [
+        f"{RIGHT.name}[agreement-{layout}-bfloat16]" for layout in ("single", "tp=2")
+    ]
 
 
 def test_plan_keeps_to_what_a_candidate_can_do() -> None:
@@ -149,7 +154,9 @@ def test_a_finding_that_shows_no_more_is_no_pass() -> None:
     result = run_cell(cell, Settings())
     assert result.verdict is Verdict.DISAGREE
     assert not result.expected
-    assert result.reasons == ("known finding torch-2 shows no more: its frozen example agrees; verify the candidate without it",)
+    assert result.reasons == (
+        "known finding torch-2 shows no more: its frozen example agrees; verify the candidate without it",
+    )
 
 
 def test_a_finding_needs_an_example_that_disagrees_alone(tmp_path: Path) -> None:
@@ -165,8 +172,13 @@ def test_a_finding_that_shows_otherwise_is_no_pass() -> None:
     def broken(inputs: object, options: object, mesh: object) -> object:
         raise AttributeError("no such function")
 
-    gone = replace(RIGHT, kernel=broken, finding=Finding(name="torch-2", example=FINDINGS / "torch-2-chunked-loss.json"))
+    gone = replace(
+        RIGHT, kernel=broken, finding=Finding(name="torch-2", example=FINDINGS / "torch-2-chunked-loss.json")
+    )
     (cell,) = plan([gone], Settings())
     result = run_cell(cell, Settings())
     assert not result.expected
-    assert result.reasons[0] == "known finding torch-2 has changed: it was known by grad of weight and loss, not RankRaised"
+    assert (
+        result.reasons[0]
+        == "known finding torch-2 has changed: it was known by grad of weight and loss, not RankRaised"
+    )

@@ -45,11 +45,20 @@ def folder(tmp_path: Path) -> Path:
 
 def lossgate(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own, as a user runs it."""
-    return subprocess.run([sys.executable, "-m", "lossgate", *arguments], cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", "lossgate", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
 
 
 @pytest.fixture
-def here(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+def here(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
     """``here(*arguments) -> (exit code, stderr)``, in this process: loading torch each time would take most of it."""
 
     def call(*arguments: str) -> tuple[int, str]:
@@ -62,7 +71,9 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 
 
 def test_agree(folder: Path) -> None:
-    done = lossgate(folder, "verify", "kernels.py:right", "--layout", "single", "--layout", "dp=2", "--evidence", "out.jsonl")
+    done = lossgate(
+        folder, "verify", "kernels.py:right", "--layout", "single", "--layout", "dp=2", "--evidence", "out.jsonl"
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("4 cells\nAGREE  right  float32  single:  20 problems, 40 comparisons, at most ")
     assert "2, up to 2 ranks" in done.stdout
@@ -77,7 +88,9 @@ def test_agree(folder: Path) -> None:
 
 
 def test_disagree_and_replay(folder: Path) -> None:
-    done = lossgate(folder, "verify", "kernels.py:wrong", "--layout", "cp=2", "--dtype", "float32", "--evidence", "out.jsonl")
+    done = lossgate(
+        folder, "verify", "kernels.py:wrong", "--layout", "cp=2", "--dtype", "float32", "--evidence", "out.jsonl"
+    )
     assert done.returncode == 1
     told = done.stdout.split("DISAGREE  wrong  float32  cp=2\n")[1].splitlines()
     assert told[0].startswith("  loss: 1.01")
@@ -99,7 +112,9 @@ def test_disagree_and_replay(folder: Path) -> None:
 
 def test_inconclusive(folder: Path) -> None:
     (folder / "pyproject.toml").write_text("[tool.lossgate]\nrounds = 1\n")
-    done = lossgate(folder, "verify", "kernels.py:right", "--layout", "single", "--dtype", "bfloat16", "--examples", "1")
+    done = lossgate(
+        folder, "verify", "kernels.py:right", "--layout", "single", "--dtype", "bfloat16", "--examples", "1"
+    )
     assert done.returncode == 3
     assert "INCONCLUSIVE" in done.stdout
     assert "never visited" in done.stdout
@@ -107,8 +122,13 @@ def test_inconclusive(folder: Path) -> None:
 
 def test_side_by_side_gives_the_same(folder: Path) -> None:
     arguments = ("verify", "kernels.py:right", "--ranks", "2", "--dtype", "float32", "--examples", "5", "--evidence")
-    assert lossgate(folder, *arguments, "one.jsonl").returncode == lossgate(folder, *arguments, "two.jsonl", "--jobs", "2").returncode
-    one, two = ([json.loads(line) for line in (folder / name).read_text().splitlines()] for name in ("one.jsonl", "two.jsonl"))
+    assert (
+        lossgate(folder, *arguments, "one.jsonl").returncode
+        == lossgate(folder, *arguments, "two.jsonl", "--jobs", "2").returncode
+    )
+    one, two = (
+        [json.loads(line) for line in (folder / name).read_text().splitlines()] for name in ("one.jsonl", "two.jsonl")
+    )
     assert [c["layout"] for c in one] == [c["layout"] for c in two] == ["single", "cp=2", "dp=2"]
     assert [c["worst"] for c in one] == [c["worst"] for c in two]
 
@@ -128,11 +148,18 @@ def test_side_by_side_gives_the_same(folder: Path) -> None:
 )
 def test_the_exit_code_is_that_of_the_worst_cell(verdicts: str, code: Exit) -> None:
     """Known disagreements are no reason to fail, and excuse no other cell."""
-    assert exit_code(cell_result("DISAGREE" if word == "known" else word, expected=word == "known") for word in verdicts.split()) == code
+    assert (
+        exit_code(
+            cell_result("DISAGREE" if word == "known" else word, expected=word == "known") for word in verdicts.split()
+        )
+        == code
+    )
 
 
 def cell_result(verdict: str, expected: bool) -> CellResult:
-    cell = Cell(declare("nll", head="logits", name="a")(lambda inputs, options, mesh: inputs.logits.sum()), Layout(), "float32")
+    cell = Cell(
+        declare("nll", head="logits", name="a")(lambda inputs, options, mesh: inputs.logits.sum()), Layout(), "float32"
+    )
     return CellResult(cell=cell, verdict=Verdict(verdict), reasons=(), examined=(), expected=expected)
 
 
@@ -146,12 +173,27 @@ def cell_result(verdict: str, expected: bool) -> CellResult:
             ["verify", "kernels.py", "--layout", "tp=x"],
             "layout 'tp=x': can't read 'tp=x'; expected 'single' or sizes of dp, cp, tp such as 'tp=2,cp=2'",
         ),
-        (["verify", "kernels.py", "--layout", "dp=65"], "layout dp=65 has 65 ranks; at most 64 can be simulated: choose a smaller one"),
-        (["verify", "kernels.py:right", "--layout", "tp=2"], "candidate 'right': nothing to verify, with axes ('dp', 'cp')"),
-        (["verify", "kernels.py", "--dtype", "int8"], "unknown dtype 'int8'; expected any of float32, bfloat16, float16"),
-        (["verify", "kernels.py", "--profile", "huge"], "unknown profile 'huge'; expected one of dev, ci, nightly, release"),
+        (
+            ["verify", "kernels.py", "--layout", "dp=65"],
+            "layout dp=65 has 65 ranks; at most 64 can be simulated: choose a smaller one",
+        ),
+        (
+            ["verify", "kernels.py:right", "--layout", "tp=2"],
+            "candidate 'right': nothing to verify, with axes ('dp', 'cp')",
+        ),
+        (
+            ["verify", "kernels.py", "--dtype", "int8"],
+            "unknown dtype 'int8'; expected any of float32, bfloat16, float16",
+        ),
+        (
+            ["verify", "kernels.py", "--profile", "huge"],
+            "unknown profile 'huge'; expected one of dev, ci, nightly, release",
+        ),
         (["verify", "kernels.py", "--examples", "0"], "examples=0: expected a positive number"),
-        (["verify", "kernels.py", "--jobs", "-1"], "jobs=-1: expected a number of processes, or 0 for one on each core"),
+        (
+            ["verify", "kernels.py", "--jobs", "-1"],
+            "jobs=-1: expected a number of processes, or 0 for one on each core",
+        ),
         (
             ["verify", "kernels.py", "--evidence", "no/such/folder.jsonl"],
             "--evidence no/such/folder.jsonl: can't be written: No such file or directory",
@@ -202,7 +244,9 @@ def test_profiles_of_pyproject(folder: Path) -> None:
     done = lossgate(folder, "verify", "kernels.py:right", "--profile", "quick")
     assert done.stdout.startswith("1 cells\n")
     assert "float32  single:  3 problems" in done.stdout
-    assert "4 problems" in lossgate(folder, "verify", "kernels.py:right", "--profile", "quick", "--examples", "4").stdout
+    assert (
+        "4 problems" in lossgate(folder, "verify", "kernels.py:right", "--profile", "quick", "--examples", "4").stdout
+    )
 
 
 def test_list(folder: Path) -> None:
@@ -246,7 +290,9 @@ def test_bad_files_are_told(folder: Path, here: Callable[..., tuple[int, str]], 
 
 
 def test_a_failure_file_without_examples_is_told(folder: Path, here: Callable[..., tuple[int, str]]) -> None:
-    (folder / "empty.json").write_text('{"candidate": "kernels.py:right", "reasons": [], "examples": [], "pooled": false, "versions": {}}')
+    (folder / "empty.json").write_text(
+        '{"candidate": "kernels.py:right", "reasons": [], "examples": [], "pooled": false, "versions": {}}'
+    )
     assert here("replay", "empty.json") == (2, "lossgate: empty.json holds no example: expected at least one\n")
 
 
@@ -258,5 +304,7 @@ def test_a_kernel_from_elsewhere_is_found_again(folder: Path) -> None:
     (folder / "mine.py").write_text(f"import lossgate, library\n{declared}")
     done = lossgate(folder, "verify", "mine.py", "--layout", "single", "--jobs", "2")
     assert done.returncode == 1
-    replay = next(line for line in done.stdout.splitlines() if line.startswith("  replay: ")).removeprefix("  replay: lossgate ")
+    replay = next(line for line in done.stdout.splitlines() if line.startswith("  replay: ")).removeprefix(
+        "  replay: lossgate "
+    )
     assert lossgate(folder, *replay.split()).stdout.splitlines()[-1] == "  every statistic is the one in the file"

@@ -29,7 +29,10 @@ def kernel(inputs: Any, options: Any, mesh: Any) -> Any:
     [
         ({"axes": ("pp",)}, "unknown mesh axis 'pp'; expected any of dp, cp, tp"),
         ({"dtypes": ("int8",)}, "unknown dtype 'int8'; expected any of float32, bfloat16, float16"),
-        ({"precision": {"float32": Precision()}}, "no Precision for dtype 'bfloat16'; give one for each of float32, bfloat16, or one for all"),
+        (
+            {"precision": {"float32": Precision()}},
+            "no Precision for dtype 'bfloat16'; give one for each of float32, bfloat16, or one for all",
+        ),
     ],
 )
 def test_bad_declarations(changes: dict[str, Any], told: str) -> None:
@@ -42,18 +45,42 @@ def test_bad_declarations(changes: dict[str, Any], told: str) -> None:
     ("spec", "changes", "told"),
     [
         ("nope", {}, "unknown spec 'nope'; expected one of nll"),
-        ("nll", {"head": "embeddings"}, "candidate 'kernel': spec 'nll' has no head 'embeddings'; expected one of hidden, logits"),
+        (
+            "nll",
+            {"head": "embeddings"},
+            "candidate 'kernel': spec 'nll' has no head 'embeddings'; expected one of hidden, logits",
+        ),
         (
             "nll",
             {"supports": {"temprature": ANY}},
             "supports['temprature'] is no option of spec 'nll'; expected any of bias, vocab_split, reduction, temp",
         ),
-        ("nll", {"supports": {"temperature": (1.0, 9.0)}}, "supports['temperature'] allows 9.0, which spec 'nll' does not; expected 0.3 to 3"),
-        ("nll", {"supports": {"reduction": "none"}}, "supports['reduction'] allows 'none', which spec 'nll' does not; expected mean | sum"),
-        ("nll", {"contract": Contract(metrics={"accuracy": {}})}, "contract names metric 'accuracy'; spec 'nll' has entropy, n_seqs"),
-        ("nll", {"contract": Contract(grads={"logits": {}})}, "contract names the gradient of 'logits'; head 'hidden' has hidden, weight, bias"),
+        (
+            "nll",
+            {"supports": {"temperature": (1.0, 9.0)}},
+            "supports['temperature'] allows 9.0, which spec 'nll' does not; expected 0.3 to 3",
+        ),
+        (
+            "nll",
+            {"supports": {"reduction": "none"}},
+            "supports['reduction'] allows 'none', which spec 'nll' does not; expected mean | sum",
+        ),
+        (
+            "nll",
+            {"contract": Contract(metrics={"accuracy": {}})},
+            "contract names metric 'accuracy'; spec 'nll' has entropy, n_seqs",
+        ),
+        (
+            "nll",
+            {"contract": Contract(grads={"logits": {}})},
+            "contract names the gradient of 'logits'; head 'hidden' has hidden, weight, bias",
+        ),
         ("nll", {"tiles": {"batch": 4}}, "tiles names dim 'batch'; expected token, vocab or hidden"),
-        ("nll", {"differentiable": ("entropy",)}, "differentiable=('entropy',); expected 'loss', alone or with others of ('loss', 'logprobs')"),
+        (
+            "nll",
+            {"differentiable": ("entropy",)},
+            "differentiable=('entropy',); expected 'loss', alone or with others of ('loss', 'logprobs')",
+        ),
     ],
 )
 def test_declarations_that_do_not_fit_the_spec(spec: str, changes: dict[str, Any], told: str) -> None:
@@ -70,10 +97,16 @@ def test_declarations_that_do_not_fit_the_spec(spec: str, changes: dict[str, Any
         (lambda: Precision(chunk=0), "Precision(chunk=0): expected a positive number of tokens, or None"),
         (lambda: Precision(grads_in_forward="yes"), "Precision(grads_in_forward='yes'): expected True or False"),
         (lambda: Contract(loss={"pp": "sum"}), "Contract(loss): unknown mesh axis 'pp'; expected one of dp, cp, tp"),
-        (lambda: Contract(grads={"weight": {"dp": "mean"}}), "Contract(grads['weight']): dp='mean'; expected one of replicate, sum, avg, min, max"),
+        (
+            lambda: Contract(grads={"weight": {"dp": "mean"}}),
+            "Contract(grads['weight']): dp='mean'; expected one of replicate, sum, avg, min, max",
+        ),
         (lambda: suite(kernel), "expected a candidate; decorate the kernel with @lossgate.candidate(...)"),
         (lambda: load_candidates("nowhere.py"), "nowhere.py: no such file"),
-        (lambda: load_candidates("no.such.module"), "no.such.module: no such module; expected a file ending in .py or an importable module"),
+        (
+            lambda: load_candidates("no.such.module"),
+            "no.such.module: no such module; expected a file ending in .py or an importable module",
+        ),
         (lambda: load_candidates("json"), "json: no candidate in it; decorate a kernel with @lossgate.candidate(...)"),
         (lambda: read_failure(Path("nowhere.json")), "can't read nowhere.json: No such file or directory"),
     ],
@@ -91,7 +124,9 @@ def test_files_with_candidates(tmp_path: Path) -> None:
         "@lossgate.candidate('nll', head='hidden')\ndef one(inputs, options, mesh): ...\n"
         "@lossgate.candidate('nll', head='logits')\ndef two(inputs, options, mesh): ...\nalias = two\n"
     )
-    with pytest.raises(UsageError, match=r"mine\.py: can't be imported: ModuleNotFoundError: No module named 'neighbour'"):
+    with pytest.raises(
+        UsageError, match=r"mine\.py: can't be imported: ModuleNotFoundError: No module named 'neighbour'"
+    ):
         load_candidates(str(file))
     (tmp_path / "neighbour.py").write_text("")
     assert [found.name for found in load_candidates(str(file))] == ["one", "two"]
@@ -113,9 +148,18 @@ PROBLEM = Problem(spec="nll", head="hidden", dtype="float32", lengths=(3,), mask
         (lambda i: i.hidden.sum().bfloat16(), "returned loss in bfloat16; its Precision(loss=...) declares float32"),
         (lambda i: i.hidden.sum().detach(), "returned a detached loss, without a graph; it is declared differentiable"),
         (lambda i: Outputs(loss=1.0), "returned loss as float; expected a tensor"),  # type: ignore[arg-type]
-        (lambda i: Outputs(loss=i.hidden.sum(), logprobs=torch.zeros(2)), "returned logprobs of shape [2]; expected [3]"),
-        (lambda i: Outputs(loss=i.hidden.sum(), metrics={"acc": torch.tensor(1.0)}), "returned metric 'acc'; spec 'nll' has entropy, n_seqs"),
-        (lambda i: Outputs(loss=i.hidden.sum(), metrics={"entropy": torch.ones(1)}), "returned metric 'entropy' of shape [1]; expected []"),
+        (
+            lambda i: Outputs(loss=i.hidden.sum(), logprobs=torch.zeros(2)),
+            "returned logprobs of shape [2]; expected [3]",
+        ),
+        (
+            lambda i: Outputs(loss=i.hidden.sum(), metrics={"acc": torch.tensor(1.0)}),
+            "returned metric 'acc'; spec 'nll' has entropy, n_seqs",
+        ),
+        (
+            lambda i: Outputs(loss=i.hidden.sum(), metrics={"entropy": torch.ones(1)}),
+            "returned metric 'entropy' of shape [1]; expected []",
+        ),
     ],
 )
 def test_what_a_candidate_must_not_return(make_world: MakeWorld, returned: Callable[[Any], Any], told: str) -> None:
@@ -127,9 +171,14 @@ def test_what_a_candidate_must_not_return(make_world: MakeWorld, returned: Calla
 
 def test_log_probabilities_that_are_declared_differentiable_must_be(make_world: MakeWorld) -> None:
     declared = candidate("nll", head="hidden", differentiable=("loss", "logprobs"))
-    for outputs in (lambda i: Outputs(loss=i.hidden.sum()), lambda i: Outputs(loss=i.hidden.sum(), logprobs=torch.zeros(3))):
+    for outputs in (
+        lambda i: Outputs(loss=i.hidden.sum()),
+        lambda i: Outputs(loss=i.hidden.sum(), logprobs=torch.zeros(3)),
+    ):
         with pytest.raises(CandidateError, match="logprobs, without a graph; it is declared differentiable"):
-            execute(declared(lambda inputs, options, mesh, o=outputs: o(inputs)), materialize(PROBLEM), make_world("single"))
+            execute(
+                declared(lambda inputs, options, mesh, o=outputs: o(inputs)), materialize(PROBLEM), make_world("single")
+            )
 
 
 def test_contracts_that_leave_factors_to_the_caller_agree(make_world: MakeWorld) -> None:
@@ -146,10 +195,19 @@ def test_contracts_that_leave_factors_to_the_caller_agree(make_world: MakeWorld)
         return Outputs(loss=outputs.loss * mesh["dp"].size())
 
     dp: Any = {"dp": "avg"}
-    declared = candidate("nll", head="hidden", axes=("dp",), contract=Contract(loss=dp, grads={"hidden": dp, "weight": dp}))(averaged)
+    declared = candidate(
+        "nll", head="hidden", axes=("dp",), contract=Contract(loss=dp, grads={"hidden": dp, "weight": dp})
+    )(averaged)
     silent = candidate("nll", head="hidden", axes=("dp",))(averaged)
     problem = Problem(
-        spec="nll", head="hidden", dtype="float32", layout=make_world("dp=2").layout, lengths=(5, 4), masks=("all", "all"), hidden=4, vocab=9
+        spec="nll",
+        head="hidden",
+        dtype="float32",
+        layout=make_world("dp=2").layout,
+        lengths=(5, 4),
+        masks=("all", "all"),
+        hidden=4,
+        vocab=9,
     )
     world = make_world("dp=2")
     assert examine(declared, problem, world).agrees
@@ -165,7 +223,9 @@ def test_outputs_are_put_together_as_the_contract_says(make_world: MakeWorld) ->
     def of_its_rank(inputs: Any, options: Any, mesh: Any) -> Outputs:
         rank = float(mesh.get_local_rank("tp"))
         everything = 0.0 * inputs.hidden.sum() + 0.0 * inputs.weight.sum()
-        return Outputs(loss=everything, logprobs=torch.full(inputs.labels.shape, 1 + rank), metrics={"entropy": torch.tensor(3.0)})
+        return Outputs(
+            loss=everything, logprobs=torch.full(inputs.labels.shape, 1 + rank), metrics={"entropy": torch.tensor(3.0)}
+        )
 
     world = make_world("dp=2,tp=2")
     problem = replace(PROBLEM, layout=world.layout, lengths=(2, 2), masks=("all", "all"))
@@ -187,7 +247,9 @@ def test_a_rank_without_tokens_owes_no_gradient_of_them(make_world: MakeWorld) -
     world = make_world("dp=2")
     batch, declare = materialize(replace(PROBLEM, layout=world.layout)), candidate("nll", head="hidden", axes=("dp",))
     assert not execute(declare(leaves_early), batch, world).faults
-    assert execute(declare(forgets_the_weight), batch, world).faults == {"grad of weight": ("nothing reached it on rank 1",)}
+    assert execute(declare(forgets_the_weight), batch, world).faults == {
+        "grad of weight": ("nothing reached it on rank 1",)
+    }
 
 
 def test_a_finding_is_declared_with_its_example() -> None:

@@ -41,7 +41,21 @@ def test_the_seed_is_that_of_the_run() -> None:
 
 def test_the_cell_and_its_verdict_are_told() -> None:
     line = line_of()
-    told = {name: line[name] for name in ("candidate", "spec", "head", "property", "layout", "dtype", "verdict", "reasons", "finding", "problem")}
+    told = {
+        name: line[name]
+        for name in (
+            "candidate",
+            "spec",
+            "head",
+            "property",
+            "layout",
+            "dtype",
+            "verdict",
+            "reasons",
+            "finding",
+            "problem",
+        )
+    }
     assert told == {
         "candidate": "a",
         "spec": "nll",

@@ -117,17 +117,23 @@ def test_a_coarser_declaration_costs_power_alone(make_world: MakeWorld) -> None:
     ],
     ids=["dlogits in bfloat16", "loss in bfloat16", "all in float32", "not on the way"],
 )
-def test_rounding_on_the_way_to_a_gradient_may_hit_all_of_it_alike(make_world: MakeWorld, precision: Precision, output: str, agrees: bool) -> None:
+def test_rounding_on_the_way_to_a_gradient_may_hit_all_of_it_alike(
+    make_world: MakeWorld, precision: Precision, output: str, agrees: bool
+) -> None:
     """Though the gradient itself comes in float32. It may not hit what is not on that way."""
     kernel, batch = make(STYLES["float32"][1]), materialize(problem("float32"))
     result = execute(kernel, batch, make_world("single"))
     shifted = replace(result, outputs={name: tensor * (1 + 0.9 * 2**-8) for name, tensor in result.outputs.items()})
     declared = replace(kernel, precision={"float32": precision})
-    (comparison,) = (c for c in agreement.Yardstick(declared, batch, shifted.outputs).judge(shifted) if c.output == output)
+    (comparison,) = (
+        c for c in agreement.Yardstick(declared, batch, shifted.outputs).judge(shifted) if c.output == output
+    )
     assert comparison.agrees == agrees
 
 
-def result_of(problem_: Problem, change: Callable[[dict[str, Tensor]], None], world: SimulatedWorld) -> dict[str, Comparison]:
+def result_of(
+    problem_: Problem, change: Callable[[dict[str, Tensor]], None], world: SimulatedWorld
+) -> dict[str, Comparison]:
     """Judge a correct result after a change to its outputs."""
     kernel = make(STYLES[problem_.dtype][1])
     batch = materialize(problem_)
@@ -186,7 +192,15 @@ def test_a_missing_gradient_is_told(make_world: MakeWorld) -> None:
     ("statistic", "wrong"),
     [
         (SCALE, lambda k: k * 1.01),
-        (NOISE, lambda k: k + 3e-2 * k.abs().mean() * torch.randn(k.shape, generator=torch.Generator().manual_seed(0), dtype=k.dtype)),
+        (
+            NOISE,
+            lambda k: (
+                k
+                + 3e-2
+                * k.abs().mean()
+                * torch.randn(k.shape, generator=torch.Generator().manual_seed(0), dtype=k.dtype)
+            ),
+        ),
         (WORST, lambda k: k.index_put((torch.tensor(3), torch.tensor(5)), k.abs().max())),
         ("token", lambda k: k.index_copy(0, torch.tensor([5]), 1.05 * k[5:6])),
         ("sequence", lambda k: torch.cat([k[:40], 1.02 * k[40:]])),
@@ -309,7 +323,9 @@ def test_a_judge_that_is_blind_says_so(make_world: MakeWorld, monkeypatch: pytes
     assert power.blind_spots({"x1.01": 0.01}, {"x1.01": True}, 0.0, 0.004) == ()
     assert power.blind_spots({"x1.01": 0.01}, {"x1.01": False}, 0.0, 0.02) == ()
     monkeypatch.setattr(
-        agreement, "blind_spots", lambda scales, rejected, scale, limit: power.blind_spots(scales, dict.fromkeys(rejected, False), scale, limit)
+        agreement,
+        "blind_spots",
+        lambda scales, rejected, scale, limit: power.blind_spots(scales, dict.fromkeys(rejected, False), scale, limit),
     )
     found = examine(make(STYLES["bfloat16"][0]), problem("bfloat16"), make_world("single"))
     assert any(comparison.blind for comparison in found.comparisons)
@@ -396,7 +412,9 @@ def test_a_rounded_temperature_errs_alike_on_all_tokens() -> None:
     """A kernel holds 1 / 0.75 in float32. What errs for each token alone averages out over 400 of them."""
 
     def relative_error_of_the_sum(temperature: float) -> float:
-        drawn = problem("float32", lengths=(400,), masks=("all",), vocab=8, spread=30.0, options={"temperature": temperature})
+        drawn = problem(
+            "float32", lengths=(400,), masks=("all",), vocab=8, spread=30.0, options={"temperature": temperature}
+        )
         reference = run_reference(materialize(drawn))["logprobs"]
         off = noise_of("logprobs", drawn, make(STYLES["float32"][1]), 32).sum(1) / reference.sum()
         return float(off.square().mean().sqrt())
@@ -408,7 +426,9 @@ def test_a_rounded_temperature_errs_alike_on_all_tokens() -> None:
 def test_parts_that_the_caller_adds_are_rounded_to_the_dtype_in_which_they_are_returned() -> None:
     kernel = make(STYLES["bfloat16"][0])
     leaves_it = replace(kernel, contract=Contract(grads={"hidden": {"tp": "sum"}}))
-    own, callers = (float(noise_of("grad of hidden", problem("bfloat16", "tp=4"), k).square().mean()) for k in (kernel, leaves_it))
+    own, callers = (
+        float(noise_of("grad of hidden", problem("bfloat16", "tp=4"), k).square().mean()) for k in (kernel, leaves_it)
+    )
     assert callers > 2 * own
 
 
@@ -421,9 +441,14 @@ def test_parts_that_the_caller_adds_are_rounded_to_the_dtype_in_which_they_are_r
 )
 def test_entropy_is_as_noisy_as_a_kernel_that_subtracts_the_mean_logit_from_lse(logit: float, roundings: float) -> None:
     """With a vocabulary of one row both are the logit, and all of it cancels."""
-    drawn = problem("float32", head="logits", lengths=(2,), masks=("all",), vocab=1, spikes=((0, 0, logit),), options={})
+    drawn = problem(
+        "float32", head="logits", lengths=(2,), masks=("all",), vocab=1, spikes=((0, 0, logit),), options={}
+    )
     variance_of_one = (logit * FLOAT32.unit) ** 2 * 2 / 3
-    assert float(noise_of("entropy", drawn, make(STYLES["float32"][1]), 1000).square().mean()) > roundings * variance_of_one
+    assert (
+        float(noise_of("entropy", drawn, make(STYLES["float32"][1]), 1000).square().mean())
+        > roundings * variance_of_one
+    )
 
 
 # Words

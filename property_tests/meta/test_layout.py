@@ -9,7 +9,13 @@ from lossgate.layout import layouts_up_to
 
 @pytest.mark.parametrize(
     ("text", "layout"),
-    [("single", Layout()), ("tp=2", Layout(tp=2)), ("tp=2,cp=3", Layout(cp=3, tp=2)), (" dp=4 , tp=2 ", Layout(dp=4, tp=2)), ("cp=1", Layout())],
+    [
+        ("single", Layout()),
+        ("tp=2", Layout(tp=2)),
+        ("tp=2,cp=3", Layout(cp=3, tp=2)),
+        (" dp=4 , tp=2 ", Layout(dp=4, tp=2)),
+        ("cp=1", Layout()),
+    ],
 )
 def test_parse(text: str, layout: Layout) -> None:
     assert Layout.parse(text) == layout

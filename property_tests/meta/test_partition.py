@@ -28,7 +28,10 @@ def test_vocabulary_splits(vocab: int, tp: int, how: str, shards: list[tuple[int
 
 
 def test_more_ranks_than_rows() -> None:
-    with pytest.raises(UsageError, match="layout larger than the problem: a vocabulary of 3 has no row for each of tp=4 ranks; use tp <= 3"):
+    with pytest.raises(
+        UsageError,
+        match="layout larger than the problem: a vocabulary of 3 has no row for each of tp=4 ranks; use tp <= 3",
+    ):
         split_vocab(3, 4, "balanced")
     with pytest.raises(UsageError, match="a vocabulary of 5 does not split evenly over tp=2"):
         split_vocab(5, 2, "even")
@@ -60,7 +63,9 @@ DIMS = st.sampled_from([("token", "hidden"), ("vocab", "hidden"), ("vocab",), ("
 
 
 @given(LAYOUTS, LENGTHS, st.sampled_from(["balanced", "chunked", "padded"]), st.integers(1, 3), DIMS)
-def test_assembling_is_the_inverse_of_sharding(layout: Layout, lengths: tuple[int, ...], how: str, multiple: int, dims: Dims) -> None:
+def test_assembling_is_the_inverse_of_sharding(
+    layout: Layout, lengths: tuple[int, ...], how: str, multiple: int, dims: Dims
+) -> None:
     vocab, hidden = layout.tp + 3, 2
     partition = Partition(layout, lengths, vocab, how, multiple)  # type: ignore[arg-type]
     sizes = {"token": partition.tokens, "vocab": vocab, "hidden": hidden}
@@ -68,7 +73,9 @@ def test_assembling_is_the_inverse_of_sharding(layout: Layout, lengths: tuple[in
     padding = max(shard.padding for shard in partition.vocab_shards)
     filler = torch.zeros([padding if dim == "vocab" else sizes[dim] for dim in dims], dtype=torch.float64)
     parts = [partition.shard(tensor, dims, rank, filler) for rank in range(layout.ranks)]
-    assert [tuple(part.shape) for part in parts] == [partition.local_shape(dims, rank, hidden) for rank in range(layout.ranks)]
+    assert [tuple(part.shape) for part in parts] == [
+        partition.local_shape(dims, rank, hidden) for rank in range(layout.ranks)
+    ]
     whole = assemble(parts, dims, {}, partition, hidden)
     assert torch.equal(whole.tensor, tensor)
     assert not whole.faults
@@ -86,14 +93,20 @@ def test_sums_and_averages() -> None:
 def test_replicas_that_differ_are_told() -> None:
     partition = Partition(Layout(tp=3), (1,), vocab=3)
     parts = [torch.tensor([1.0]), torch.tensor([1.0]), torch.tensor([1.25])]
-    assert assemble(parts, ("token",), {"tp": "replicate"}, partition, 1).faults == ("ranks 0 and 2 should hold the same, and differ by up to 0.25",)
+    assert assemble(parts, ("token",), {"tp": "replicate"}, partition, 1).faults == (
+        "ranks 0 and 2 should hold the same, and differ by up to 0.25",
+    )
 
 
 def test_replicas_are_compared_bit_by_bit() -> None:
     partition = Partition(Layout(tp=2), (1,), vocab=2)
 
     def faults(first: float, second: float) -> int:
-        return len(assemble([torch.tensor([first]), torch.tensor([second])], ("token",), {"tp": "replicate"}, partition, 1).faults)
+        return len(
+            assemble(
+                [torch.tensor([first]), torch.tensor([second])], ("token",), {"tp": "replicate"}, partition, 1
+            ).faults
+        )
 
     assert faults(1.0, 1.0 + 2**-23) == 1  # neighbours in float32
     assert faults(0.0, 1e-45) == 1

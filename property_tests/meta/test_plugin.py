@@ -41,7 +41,11 @@ def test_items_evidence_and_failures(user: pytest.Pytester, workers: tuple[str, 
     result = user.runpytest_subprocess("-v", "-p", "no:cacheprovider", "--lossgate-evidence", "out.jsonl", *workers)
     result.assert_outcomes(passed=4, failed=2)
     output = result.stdout.str()
-    for item in ("test_right[agreement-single-float32]", "test_right[agreement-dp=2-bfloat16]", "test_wrong[agreement-single-float32]"):
+    for item in (
+        "test_right[agreement-single-float32]",
+        "test_right[agreement-dp=2-bfloat16]",
+        "test_wrong[agreement-single-float32]",
+    ):
         assert item in output
     result.stdout.fnmatch_lines(
         [
@@ -67,7 +71,9 @@ def test_a_known_finding_passes(pytester: pytest.Pytester) -> None:
     from lossgate.engine.loading import load_candidates
 
     source = f"{Path(__file__).parents[2]}/ci/candidates/pytorch.py:torch_loss_parallel_uneven"
-    assert load_candidates(source)  # here, since pytester forgets what is imported within, and torch can't be imported twice
+    assert load_candidates(
+        source
+    )  # here, since pytester forgets what is imported within, and torch can't be imported twice
     pytester.makepyfile(
         f"import lossgate\nfrom lossgate.engine.loading import load_candidates\ntest_known = lossgate.suite(*load_candidates({source!r}))\n"
     )
@@ -86,7 +92,10 @@ def test_the_profile_of_the_command_line_wins(user: pytest.Pytester) -> None:
     ("arguments", "told"),
     [
         (("--lossgate-profile", "huge"), "unknown profile 'huge'; expected one of dev, ci, nightly, release"),
-        (("--lossgate-evidence", "no/such/folder"), "--lossgate-evidence no/such/folder: can't be written: No such file or directory"),
+        (
+            ("--lossgate-evidence", "no/such/folder"),
+            "--lossgate-evidence no/such/folder: can't be written: No such file or directory",
+        ),
     ],
 )
 def test_bad_options_are_told(user: pytest.Pytester, arguments: tuple[str, ...], told: str) -> None:

@@ -14,7 +14,9 @@ from lossgate.judge.statistics import SCALE
 BFLOAT16 = 2.0**-8
 
 
-def comparisons(bias: float, sd: float, alike: float = 0.0, count: int = 100, seed: int = 0, unit: float = BFLOAT16) -> list[Comparison]:
+def comparisons(
+    bias: float, sd: float, alike: float = 0.0, count: int = 100, seed: int = 0, unit: float = BFLOAT16
+) -> list[Comparison]:
     """SCALEs with a bias, noise of ``sd`` that the ensemble knows of, and rounding of up to ``alike`` that it does not."""
     random_ = random.Random(seed)
     scales = [bias + random_.gauss(0, sd) + random_.uniform(-alike, alike) for _ in range(count)]

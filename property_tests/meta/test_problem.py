@@ -15,7 +15,16 @@ from lossgate.specs.materialize import materialize
 
 
 def problem(**changes: object) -> Problem:
-    plain = {"spec": "nll", "head": "hidden", "dtype": "bfloat16", "lengths": (4, 3), "masks": ("all", "all"), "hidden": 5, "vocab": 11, "seed": 7}
+    plain = {
+        "spec": "nll",
+        "head": "hidden",
+        "dtype": "bfloat16",
+        "lengths": (4, 3),
+        "masks": ("all", "all"),
+        "hidden": 5,
+        "vocab": 11,
+        "seed": 7,
+    }
     return Problem(**{**plain, **changes})  # type: ignore[arg-type]
 
 
@@ -46,7 +55,8 @@ def test_json_round_trip() -> None:
 
 
 @pytest.mark.parametrize(
-    ("example", "expected"), [(problem(), "e35e7b3f9bbd29ba"), (EXAMPLE, "26dcf3e48e0f7232"), (problem(head="logits"), "89a992c20bf6afae")]
+    ("example", "expected"),
+    [(problem(), "e35e7b3f9bbd29ba"), (EXAMPLE, "26dcf3e48e0f7232"), (problem(head="logits"), "89a992c20bf6afae")],
 )
 def test_the_same_tensors_on_every_machine(example: Problem, expected: str) -> None:
     """Digests written down once: another machine, another numpy or torch must give the same bits."""
@@ -150,7 +160,11 @@ def test_impossible_problems_are_told(changes: dict[str, object], told: str) -> 
 
 @pytest.mark.parametrize(
     ("text", "told"),
-    [("{}", "missing required field `spec`"), ("[", "Expected `object`"), (EXAMPLE.to_json().replace("response", "odd"), "Invalid enum value")],
+    [
+        ("{}", "missing required field `spec`"),
+        ("[", "Expected `object`"),
+        (EXAMPLE.to_json().replace("response", "odd"), "Invalid enum value"),
+    ],
 )
 def test_bad_json_is_told(text: str, told: str) -> None:
     with pytest.raises(UsageError, match=told):
@@ -159,7 +173,8 @@ def test_bad_json_is_told(text: str, told: str) -> None:
 
 def test_description_is_short_and_names_what_is_not_plain() -> None:
     assert (
-        problem().describe() == "7 tokens in 2 sequences [4, 3], masks all/all, hidden 5, vocab 11, layout single, bfloat16, logit spread 1, seed 7"
+        problem().describe()
+        == "7 tokens in 2 sequences [4, 3], masks all/all, hidden 5, vocab 11, layout single, bfloat16, logit spread 1, seed 7"
     )
     assert "temperature 0.5" in EXAMPLE.describe()
     assert "pins ((1, 10),)" in EXAMPLE.describe()

@@ -37,7 +37,9 @@ def last_row_is_wrong(inputs: HiddenInputs, options: object, mesh: object) -> Ou
 
 @pytest.mark.parametrize("layout", ["single", "tp=2", "dp=2,cp=2"])
 def test_a_bug_at_the_last_row_of_the_vocabulary_shrinks_to_a_handful_of_tokens(layout: str) -> None:
-    declare = candidate("nll", head="hidden", axes=("dp", "cp", "tp"), supports={"temperature": ANY, "reduction": ANY, "bias": ANY})
+    declare = candidate(
+        "nll", head="hidden", axes=("dp", "cp", "tp"), supports={"temperature": ANY, "reduction": ANY, "bias": ANY}
+    )
     found = search(declare(last_row_is_wrong), layout)
     assert found.failure is not None
     problem = found.failure.problem
@@ -67,7 +69,11 @@ def test_the_smallest_failure_is_kept_whatever_was_tried_last() -> None:
     found = Search(Cell(make(STYLES["float32"][1], "loss x1.01"), Layout(), "float32"), world, Settings())
     for tokens in (8, 3, 5):
         with pytest.raises(_DisagreementError):
-            found._check(Problem(spec="nll", head="hidden", dtype="float32", lengths=(tokens,), masks=("all",), hidden=2, vocab=5))
+            found._check(
+                Problem(
+                    spec="nll", head="hidden", dtype="float32", lengths=(tokens,), masks=("all",), hidden=2, vocab=5
+                )
+            )
     world.close()
     assert found.failure is not None
     assert found.failure.problem.tokens == 3

@@ -46,7 +46,12 @@ def test_ranks_know_who_they_are(make_world: MakeWorld) -> None:
     def who(context: RankContext) -> tuple[int, int, list[int], bool]:
         mesh = context.mesh
         assert mesh.mesh_dim_names == ("dp", "cp", "tp")
-        return dist.get_rank(), dist.get_world_size(), [mesh.get_local_rank(axis) for axis in ("dp", "cp", "tp")], dist.is_initialized()
+        return (
+            dist.get_rank(),
+            dist.get_world_size(),
+            [mesh.get_local_rank(axis) for axis in ("dp", "cp", "tp")],
+            dist.is_initialized(),
+        )
 
     told = make_world("dp=2,tp=3").run(who)
     assert told == [(rank, 6, [rank // 3, 0, rank % 3], True) for rank in range(6)]
@@ -156,7 +161,9 @@ def test_in_place_into_the_inputs_own_rows(make_world: MakeWorld) -> None:
 def test_batched_and_coalesced_calls(make_world: MakeWorld) -> None:
     def body(context: RankContext) -> list[float]:
         rank, received = context.rank, torch.empty(1)
-        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, of_rank(rank, 1), 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)]):
+        for work in dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, of_rank(rank, 1), 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)]
+        ):
             work.wait()
         a, b = of_rank(rank, 1), of_rank(10 * rank, 2)
         with dist._coalescing_manager():
@@ -388,11 +395,23 @@ def fails(world: SimulatedWorld, body: Callable[[RankContext], Any], kind: type[
 @pytest.mark.parametrize(
     ("bring", "told"),
     [
-        (lambda r: dist.all_reduce(torch.ones(2 + r)), ("all_reduce(SUM, [float32[2]])", "all_reduce(SUM, [float32[3]])")),
+        (
+            lambda r: dist.all_reduce(torch.ones(2 + r)),
+            ("all_reduce(SUM, [float32[2]])", "all_reduce(SUM, [float32[3]])"),
+        ),
         (lambda r: dist.all_reduce(torch.ones(2, 1) if r else torch.ones(2)), ("float32[2]", "float32[2, 1]")),
-        (lambda r: dist.all_reduce(torch.ones(1, dtype=torch.bfloat16 if r else torch.float32)), ("float32[1]", "bfloat16[1]")),
-        (lambda r: dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX if r else dist.ReduceOp.SUM), ("all_reduce(SUM", "all_reduce(MAX")),
-        (lambda r: dist.broadcast(torch.ones(1), src=0) if r else dist.all_reduce(torch.ones(1)), ("all_reduce(SUM", "broadcast(src=0")),
+        (
+            lambda r: dist.all_reduce(torch.ones(1, dtype=torch.bfloat16 if r else torch.float32)),
+            ("float32[1]", "bfloat16[1]"),
+        ),
+        (
+            lambda r: dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX if r else dist.ReduceOp.SUM),
+            ("all_reduce(SUM", "all_reduce(MAX"),
+        ),
+        (
+            lambda r: dist.broadcast(torch.ones(1), src=0) if r else dist.all_reduce(torch.ones(1)),
+            ("all_reduce(SUM", "broadcast(src=0"),
+        ),
         (lambda r: dist.broadcast(torch.ones(1), src=r), ("broadcast(src=0", "broadcast(src=1")),
         (lambda r: dist.barrier() if r else dist.all_reduce(torch.ones(1)), ("all_reduce(SUM", "barrier()")),
     ],
@@ -416,10 +435,16 @@ def test_splits_that_do_not_fit(make_world: MakeWorld) -> None:
 def test_local_misfits_are_told_at_once(make_world: MakeWorld) -> None:
     world = make_world("tp=2")
     cases: dict[str, Callable[[RankContext], Any]] = {
-        "output float32[3] is not 2 times input float32[2]": lambda _: dist.all_gather_into_tensor(torch.empty(3), torch.ones(2)),
-        "input float32[3] is not 2 times output float32[1]": lambda _: dist.reduce_scatter_tensor(torch.empty(1), torch.ones(3)),
+        "output float32[3] is not 2 times input float32[2]": lambda _: dist.all_gather_into_tensor(
+            torch.empty(3), torch.ones(2)
+        ),
+        "input float32[3] is not 2 times output float32[1]": lambda _: dist.reduce_scatter_tensor(
+            torch.empty(1), torch.ones(3)
+        ),
         "1 outputs for 2 ranks": lambda _: dist.all_gather([torch.empty(1)], torch.ones(1)),
-        "its own output slot is float32[2], its input float32[1]": lambda _: dist.all_gather([torch.empty(2)] * 2, torch.ones(1)),
+        "its own output slot is float32[2], its input float32[1]": lambda _: dist.all_gather(
+            [torch.empty(2)] * 2, torch.ones(1)
+        ),
         "1 inputs for 2 ranks": lambda _: dist.reduce_scatter(torch.empty(1), [torch.ones(1)]),
     }
     for told, body in cases.items():
@@ -490,7 +515,9 @@ def test_a_receive_that_is_never_waited_for(make_world: MakeWorld) -> None:
             dist.irecv(early, 0)
             assert early.isnan().all()
 
-    assert fails(make_world("tp=2"), body, CollectiveMisuse).startswith("rank 1 returned without wait() in recv(float32[2]) from rank 0 on world")
+    assert fails(make_world("tp=2"), body, CollectiveMisuse).startswith(
+        "rank 1 returned without wait() in recv(float32[2]) from rank 0 on world"
+    )
 
 
 def test_a_raising_rank_is_named(make_world: MakeWorld) -> None:
@@ -556,7 +583,10 @@ def test_use_of_another_ranks_group(make_world: MakeWorld) -> None:
         dist.all_reduce(torch.ones(1), group=cache.setdefault("tp", context.mesh.get_group("tp")))
 
     message = fails(world, body, CollectiveMisuse)
-    assert "rank 1 called all_reduce on the group object of rank 0 (tp[0, 1]): it leaked from one rank to another" in message
+    assert (
+        "rank 1 called all_reduce on the group object of rank 0 (tp[0, 1]): it leaked from one rank to another"
+        in message
+    )
     with pytest.raises(CollectiveMisuse, match="outside of its world's run"):
         dist.all_reduce(torch.ones(1), group=cache["tp"])
 

@@ -28,7 +28,15 @@ from lossgate.worlds import SimulatedWorld
 
 
 def problem(spec: str, **changes: Any) -> Problem:
-    plain = {"head": "logprobs", "dtype": "float32", "lengths": (9, 7), "masks": ("all", "all"), "hidden": 1, "vocab": 5, "seed": 7}
+    plain = {
+        "head": "logprobs",
+        "dtype": "float32",
+        "lengths": (9, 7),
+        "masks": ("all", "all"),
+        "hidden": 1,
+        "vocab": 5,
+        "seed": 7,
+    }
     return Problem(**{"spec": spec, **plain, **changes})
 
 
@@ -55,7 +63,9 @@ def test_a_tensor_of_sequences_is_split_over_dp_and_put_together_again() -> None
 @pytest.mark.parametrize(("reduction", "expected"), [("min", -2.0), ("max", 5.0)])
 def test_extrema_are_reduced_over_ranks(reduction: Any, expected: float) -> None:
     placements = Contract().of_metric("x", reduction)
-    parts = [torch.tensor(x) for x in (3.0, 3.0, -2.0, -2.0, 5.0, 5.0, 0.0, 0.0)]  # the last axis is tp, which replicates
+    parts = [
+        torch.tensor(x) for x in (3.0, 3.0, -2.0, -2.0, 5.0, 5.0, 0.0, 0.0)
+    ]  # the last axis is tp, which replicates
     assembled = assemble(parts, (), placements, Partition(Layout(dp=2, cp=2, tp=2), (8, 8), vocab=2), 1)
     assert (float(assembled.tensor), assembled.faults) == (expected, ())
     parts[1] = torch.tensor(4.0)
@@ -71,7 +81,9 @@ def log_ratios(batch: Any) -> Tensor:
 
 def test_tokens_whose_clip_hangs_on_rounding_are_masked() -> None:
     """At bfloat16, log-probabilities move by percents, and ratios placed 5% beyond the clip can't be told from those inside."""
-    batch = materialize(problem("clipped_pg", dtype="bfloat16", lengths=(64,), masks=("all",), scenario={"ratios": "everywhere"}))
+    batch = materialize(
+        problem("clipped_pg", dtype="bfloat16", lengths=(64,), masks=("all",), scenario={"ratios": "everywhere"})
+    )
     coarse, edge = 2.0**-8 / 3**0.5, float(torch.tensor(1.2).log())
     assert len(log_ratios(batch))
     assert bool(((log_ratios(batch) - edge).abs() > 3 * coarse).all())
@@ -143,8 +155,12 @@ def test_branches_out_of_reach_are_not_required() -> None:
         "label on a shard's last row",
         *(name for name in every if name.startswith("sequence ") and "the clip" in name),
     }
-    assert "token below the clip, A < 0" in spec.required(replace(honest, supports={"ratio_clip_min": (0.2, 1.5)}), Layout())
-    assert "token below the clip, A < 0" not in spec.required(replace(honest, supports={"ratio_clip_min": 1.5}), Layout())
+    assert "token below the clip, A < 0" in spec.required(
+        replace(honest, supports={"ratio_clip_min": (0.2, 1.5)}), Layout()
+    )
+    assert "token below the clip, A < 0" not in spec.required(
+        replace(honest, supports={"ratio_clip_min": 1.5}), Layout()
+    )
 
 
 def test_every_scenario_is_a_branch() -> None:
@@ -158,7 +174,9 @@ def test_every_scenario_is_a_branch() -> None:
 def test_a_rank_with_nothing_trained_is_a_branch() -> None:
     uneven = problem("clipped_pg", layout=Layout(dp=2), masks=("all", "none"))
     assert "rank with nothing trained" in SPECS["clipped_pg"].visited_by(materialize(uneven))
-    assert "rank with nothing trained" not in SPECS["clipped_pg"].visited_by(materialize(replace(uneven, masks=("all", "all"))))
+    assert "rank with nothing trained" not in SPECS["clipped_pg"].visited_by(
+        materialize(replace(uneven, masks=("all", "all")))
+    )
 
 
 # Contrasts: choices of options that must be seen to differ
@@ -178,7 +196,10 @@ def test_each_choice_is_held_against_every_other() -> None:
 def test_numbers_are_told_from_the_default_from_zero_and_from_none() -> None:
     asked = names("clipped_pg", kl_input_clamp_value=ANY, reference_policy_kl_penalty=ANY)
     assert {name for name in asked if "input_clamp" in name} == {
-        f"kl_input_clamp_value={a} told from {b}" for a in ("20.0", "None", "5.0") for b in ("20.0", "None", "5.0") if a != b
+        f"kl_input_clamp_value={a} told from {b}"
+        for a in ("20.0", "None", "5.0")
+        for b in ("20.0", "None", "5.0")
+        if a != b
     }
     assert "reference_policy_kl_penalty=0.5 told from 0.0" in asked
 
@@ -195,7 +216,11 @@ def test_numbers_too_near_to_tell_are_not_asked_for() -> None:
 
 def test_another_choice_takes_its_group_along() -> None:
     spec = SPECS["clipped_pg"]
-    clamped = {"use_importance_sampling_correction": True, "truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 2.0}
+    clamped = {
+        "use_importance_sampling_correction": True,
+        "truncated_importance_sampling_type": "tis",
+        "truncated_importance_sampling_ratio": 2.0,
+    }
     assert spec.with_choice(clamped, "use_cispo", False) == {**clamped, "use_cispo": False}
     changed = spec.with_choice(clamped, "truncated_importance_sampling_type", None)
     assert changed is not None
@@ -208,20 +233,28 @@ def test_another_choice_takes_its_group_along() -> None:
 def test_a_value_that_is_out_of_range_is_refused_by_name() -> None:
     told = r"supports\['ratio_clip_max'\] allows -2.0, which goes with no other options: ratio_clip_max=-2.0: expected"
     with pytest.raises(UsageError, match=told):
-        SPECS["clipped_pg"].check(replace(dense_candidate("clipped_pg", "logprobs"), supports={"ratio_clip_max": (0.2, -2.0)}))
+        SPECS["clipped_pg"].check(
+            replace(dense_candidate("clipped_pg", "logprobs"), supports={"ratio_clip_max": (0.2, -2.0)})
+        )
 
 
 def test_options_for_which_nothing_spoke_are_inconclusive() -> None:
-    result = run_cell(Cell(dense_candidate("clipped_pg", "logprobs"), Layout(), "float32"), Settings(examples=2, rounds=1))
+    result = run_cell(
+        Cell(dense_candidate("clipped_pg", "logprobs"), Layout(), "float32"), Settings(examples=2, rounds=1)
+    )
     assert result.verdict is Verdict.INCONCLUSIVE
     assert result.untold
-    assert any("option use_cispo=True: no problem would have told it from False (value)" in reason for reason in result.reasons)
+    assert any(
+        "option use_cispo=True: no problem would have told it from False (value)" in reason for reason in result.reasons
+    )
 
 
 def test_an_option_that_can_make_no_difference_is_not_owed() -> None:
     """Without a KL penalty its kind is of no account."""
     supports = {"reference_policy_kl_penalty": 0.0, "reference_policy_kl_type": ANY}
-    result = run_cell(Cell(replace(dense_candidate("clipped_pg", "logprobs"), supports=supports), Layout(), "float32"), Settings())
+    result = run_cell(
+        Cell(replace(dense_candidate("clipped_pg", "logprobs"), supports=supports), Layout(), "float32"), Settings()
+    )
     assert result.verdict is Verdict.AGREE, result.reasons
     assert "reference_policy_kl_type=k1 told from k2 by its value" in result.idle
 
@@ -236,7 +269,10 @@ def test_an_infinite_reference_wants_the_same() -> None:
     for wrong in (-3.0, float("inf"), float("nan")):
         result = reference.clone()
         result[1] = wrong
-        assert compare("logprobs", result, reference, members, 2.0**-24, 2.0**-24).faults[0] == "1 of 3 entries should be infinite, and are not"
+        assert (
+            compare("logprobs", result, reference, members, 2.0**-24, 2.0**-24).faults[0]
+            == "1 of 3 entries should be infinite, and are not"
+        )
 
 
 def test_what_is_too_large_for_the_dtype_may_be_infinite() -> None:
@@ -252,7 +288,9 @@ def test_cancelling_sums_are_as_noisy_as_adding_one_by_one_makes_them() -> None:
     batch = materialize(drawn)
     members = run_ensemble(dense_candidate("clipped_pg", "logprobs"), batch, 400, seed=1)["loss"]
     terms = batch.fields["advantages"][batch.fields["mask"]].abs().mean()
-    assert 0.2 < float(members.std() / (terms * 2.0**-24)) < 1  # of a mean over 199; rounding the terms alone makes 0.03
+    assert (
+        0.2 < float(members.std() / (terms * 2.0**-24)) < 1
+    )  # of a mean over 199; rounding the terms alone makes 0.03
 
 
 def test_what_is_computed_twice_comes_out_the_same_twice() -> None:
@@ -286,6 +324,8 @@ def test_a_kernel_may_compute_exp_less_1_in_two_steps() -> None:
 
     world = SimulatedWorld(Layout())
     for seed in range(8):
-        found = examine(replace(honest, kernel=two_steps), problem("clipped_pg", lengths=(2,), masks=("all",), seed=seed), world)
+        found = examine(
+            replace(honest, kernel=two_steps), problem("clipped_pg", lengths=(2,), masks=("all",), seed=seed), world
+        )
         assert found.agrees, found.findings
     assert torch.expm1 is exact

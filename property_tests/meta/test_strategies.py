@@ -11,13 +11,19 @@ from lossgate.specs.materialize import materialize
 
 
 def declared(**changes: object) -> Candidate:
-    plain = {"head": "hidden", "axes": ("dp", "cp", "tp"), "supports": {"temperature": ANY, "reduction": ANY, "bias": ANY, "vocab_split": ANY}}
+    plain = {
+        "head": "hidden",
+        "axes": ("dp", "cp", "tp"),
+        "supports": {"temperature": ANY, "reduction": ANY, "bias": ANY, "vocab_split": ANY},
+    }
     return candidate("nll", **{**plain, **changes})(lambda inputs, options, mesh: inputs.hidden.sum())  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
 def drawn() -> list[Problem]:
-    return sample_problems(declared(tiles={"token": 24, "vocab": 40}), Layout(dp=2, cp=2, tp=3), "bfloat16", 600, seed=0)
+    return sample_problems(
+        declared(tiles={"token": 24, "vocab": 40}), Layout(dp=2, cp=2, tp=3), "bfloat16", 600, seed=0
+    )
 
 
 REACHED: dict[str, Callable[[Problem], bool]] = {
@@ -42,7 +48,9 @@ REACHED: dict[str, Callable[[Problem], bool]] = {
     "nothing trained at all": lambda p: not materialize(p).fields["mask"].any(),
     "a dp rank without tokens": lambda p: not sum(p.lengths[s] for s in p.partition.sequences(1)),
     "a label forced to the last row": lambda p: any(row == p.vocab - 1 for _, row in p.pins),
-    "a label forced to a shard's first row": lambda p: any(row == p.partition.vocab_shards[1].start for _, row in p.pins),
+    "a label forced to a shard's first row": lambda p: any(
+        row == p.partition.vocab_shards[1].start for _, row in p.pins
+    ),
     "the coldest temperature": lambda p: p.options.get("temperature", 1) < 0.4,
     "the hottest temperature": lambda p: p.options.get("temperature", 1) > 2.9,
     "hardly any spread": lambda p: p.spread == min(SPREADS) == 0.1,

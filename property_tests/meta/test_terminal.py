@@ -23,7 +23,10 @@ def test_only_the_first_cells_of_a_candidate_are_told_in_full(tmp_path: Path) ->
         reason = f"{kernel.name} is wrong on tp={tp}"
         terminal(CellFinished(CellResult(cell=cell, verdict=Verdict.DISAGREE, reasons=(reason,), examined=())))
 
-    one, other = (candidate("nll", head="logits", name=name)(lambda inputs, options, mesh: inputs.logits.sum()) for name in ("one", "other"))
+    one, other = (
+        candidate("nll", head="logits", name=name)(lambda inputs, options, mesh: inputs.logits.sum())
+        for name in ("one", "other")
+    )
     for tp in range(2, 8):
         finish(one, tp)
     finish(other, 2)

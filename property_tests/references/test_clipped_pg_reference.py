@@ -18,7 +18,14 @@ from dense_losses.clipped_pg import ClippedPGOptions, clipped_pg
 from dense_losses.importance import exp_or_zero
 
 Example = dict[str, Any]
-PER_TOKEN = ("logprobs", "prev_logprobs", "generation_logprobs", "reference_logprobs", "advantages", "unfiltered_logprobs")
+PER_TOKEN = (
+    "logprobs",
+    "prev_logprobs",
+    "generation_logprobs",
+    "reference_logprobs",
+    "advantages",
+    "unfiltered_logprobs",
+)
 GSPO = {"token_level_loss": False, "sequence_level_importance_ratios": True}
 BY_SEQUENCE = {"token_level_loss": False}
 NO_KL = {"reference_policy_kl_penalty": 0.0}
@@ -133,11 +140,21 @@ def run(e: Example, options: dict[str, Any], **changed: Any) -> tuple[Tensor, di
 def everything(e: Example, options: dict[str, Any], **changed: Any) -> dict[str, Tensor]:
     """Loss, metrics, and the gradients to c and, where there is one, to u."""
     e = {**e, **changed}
-    leaves = {name: e[name].clone().requires_grad_() for name in ("logprobs", "unfiltered_logprobs") if e[name] is not None}
+    leaves = {
+        name: e[name].clone().requires_grad_() for name in ("logprobs", "unfiltered_logprobs") if e[name] is not None
+    }
     loss, metrics = run(e, options, **leaves)
-    gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True) if loss.requires_grad else ()
+    gradients = (
+        torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+        if loss.requires_grad
+        else ()
+    )
     assert not any(value.requires_grad for value in metrics.values())
-    return {"the loss": loss.detach(), **metrics, **{f"gradient of {name}": g for name, g in zip(leaves, gradients, strict=True)}}
+    return {
+        "the loss": loss.detach(),
+        **metrics,
+        **{f"gradient of {name}": g for name, g in zip(leaves, gradients, strict=True)},
+    }
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-13) -> None:
@@ -162,7 +179,8 @@ def loops(e: Example, options: dict[str, Any]) -> dict[str, Tensor]:
     n_tokens, n_sequences = int(e["valid_tokens"]) + eps, int(e["valid_sequences"]) + eps
     divide = lambda x, n: x / n if n else 0.0  # noqa: E731
     share = [  # of a token in the loss
-        1 / n_tokens if o.token_level_loss else divide(1.0, (len(members[SEQUENCE[t]]) + eps) * n_sequences) for t in tokens
+        1 / n_tokens if o.token_level_loss else divide(1.0, (len(members[SEQUENCE[t]]) + eps) * n_sequences)
+        for t in tokens
     ]
     kind, low, high = (
         o.truncated_importance_sampling_type,
@@ -177,7 +195,9 @@ def loops(e: Example, options: dict[str, Any]) -> dict[str, Tensor]:
     outside = [0.0 for _ in units]
     if kind in ("tis", "icepop"):
         outside = [float(not low <= w <= high) for w in units]
-        units = [min(max(w, low), high) if kind == "tis" else w * (1 - out) for w, out in zip(units, outside, strict=True)]
+        units = [
+            min(max(w, low), high) if kind == "tis" else w * (1 - out) for w, out in zip(units, outside, strict=True)
+        ]
     elif kind == "seq-mask-tis":
         geometric = [math.exp(divide(sum(p[t] - g[t] for t in members[i]), len(members[i]) + eps)) for i in sequences]
         outside = [float(not low <= x <= high) for x in geometric]
@@ -220,7 +240,9 @@ def loops(e: Example, options: dict[str, Any]) -> dict[str, Tensor]:
             slope = v * {"k1": 1.0, "k2": -d, "k3": 1 - math.exp(d)}[o.reference_policy_kl_type] + k
             kl += share[t] * min(max(k, -top), top)
             if abs(d) < bound and abs(k) < top:
-                (of_c if e["unfiltered_logprobs"] is None else of_u)[t] += share[t] * o.reference_policy_kl_penalty * slope
+                (of_c if e["unfiltered_logprobs"] is None else of_u)[t] += (
+                    share[t] * o.reference_policy_kl_penalty * slope
+                )
 
     mu, positive = o.positive_example_nll_weight, [t for t in tokens if TRAINED[t] and e["rewards"][SEQUENCE[t]] > 0]
     if mu:
@@ -254,7 +276,9 @@ def loops(e: Example, options: dict[str, Any]) -> dict[str, Tensor]:
         "gen_kl_error": mean(lambda t: kl_by_hand(g[t], p[t], o.reference_policy_kl_type)),
         "policy_kl_error": mean(lambda t: kl_by_hand(p[t], g[t], o.reference_policy_kl_type)),
         "js_divergence_error": mean(js),
-        "sampling_importance_ratio": mean_of_sequences(units) if o.sequence_level_importance_ratios else mean(lambda t: units[t]),
+        "sampling_importance_ratio": mean_of_sequences(units)
+        if o.sequence_level_importance_ratios
+        else mean(lambda t: units[t]),
     }
     if kind == "seq-mask-tis":
         result["is_oob_ratio"] = mean_of_sequences(outside)
@@ -281,11 +305,15 @@ def without_shape_checks() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
-SMOOTH = [name for name, options in CASES.items() if not options.get("use_cispo") and not options.get("force_on_policy_ratio")]
+SMOOTH = [
+    name for name, options in CASES.items() if not options.get("use_cispo") and not options.get("force_on_policy_ratio")
+]
 
 
 @pytest.mark.usefixtures("without_shape_checks")
-@pytest.mark.parametrize(("fast", "case"), [(True, case) for case in SMOOTH] + [(False, case) for case in SMOOTH if case in RICH])
+@pytest.mark.parametrize(
+    ("fast", "case"), [(True, case) for case in SMOOTH] + [(False, case) for case in SMOOTH if case in RICH]
+)
 def test_gradients_by_finite_differences(fast: bool, case: str) -> None:
     """Finite differences see through sg, so without it: it is left to the loops, and that of exp(u - sg(u)) to test_kl_reference."""
     options = {**CASES[case], "use_on_policy_kl_approximation": True, "kl_input_clamp_value": None}
@@ -388,16 +416,24 @@ def test_clips_by_hand(options: dict[str, Any], ratio: float, a: float, loss: fl
         (bounded("icepop", 0.75, 5.0, **GSPO), [0, 0, 4], 4 / 2, 2 / 3),
     ],
 )
-def test_importance_weights_by_hand(options: dict[str, Any], used: list[float], metric: float, outside: float | None) -> None:
+def test_importance_weights_by_hand(
+    options: dict[str, Any], used: list[float], metric: float, outside: float | None
+) -> None:
     """Weights of 1/2 and 1 in one sequence, whose geometric mean is 0.707, and of 4 in another. The slope of a token is -w A, over its share."""
     found = everything(tiny(weight=[0.5, 1.0, 4.0], sequence=[0, 0, 1]), {**NO_KL, **options})
-    share = torch.tensor([1 / 4, 1 / 4, 1 / 2] if options.get("token_level_loss") is False else [1 / 3] * 3, dtype=torch.float64)
+    share = torch.tensor(
+        [1 / 4, 1 / 4, 1 / 2] if options.get("token_level_loss") is False else [1 / 3] * 3, dtype=torch.float64
+    )
     slopes = -torch.tensor(used, dtype=torch.float64) * share
     if options.get("sequence_level_importance_ratios"):
         assert float(found["the loss"]) == pytest.approx(float(slopes.sum()), rel=1e-14)
     assert (found["gradient of logprobs"] - slopes).abs().max() < 1e-14
     assert float(found["sampling_importance_ratio"]) == pytest.approx(metric, rel=1e-14)
-    assert (float(found["is_oob_ratio"]) == pytest.approx(outside, rel=1e-14)) if outside is not None else "is_oob_ratio" not in found
+    assert (
+        (float(found["is_oob_ratio"]) == pytest.approx(outside, rel=1e-14))
+        if outside is not None
+        else "is_oob_ratio" not in found
+    )
 
 
 @pytest.mark.parametrize(
@@ -452,7 +488,11 @@ def test_metrics_by_hand() -> None:
 
 def test_positive_examples_by_hand() -> None:
     """Log-probs of -2; of three tokens two are of positive reward, of eight in the whole batch."""
-    e = {**tiny(a=[0.0, 0.0, 0.0]), "rewards": torch.tensor([1.0, 0.0, 0.1], dtype=torch.float64), "positive_tokens": torch.tensor(8)}
+    e = {
+        **tiny(a=[0.0, 0.0, 0.0]),
+        "rewards": torch.tensor([1.0, 0.0, 0.1], dtype=torch.float64),
+        "positive_tokens": torch.tensor(8),
+    }
     shared = everything(e, {**NO_KL, "positive_example_nll_weight": 0.5})
     assert shared["positive_nll_loss"] == 0.5
     assert shared["the loss"] == 0.25
@@ -507,7 +547,10 @@ def test_forced_on_policy_the_loss_is_minus_the_mean_advantage(seed: int, option
     expected = torch.where(trained, -e["advantages"] * share, 0)
     assert float(found["the loss"]) == pytest.approx(float(expected.sum()), rel=1e-13)
     assert (found["gradient of logprobs"] - expected).norm() <= 1e-14 * expected.norm()
-    assert_same(everything({**e, "prev_logprobs": e["prev_logprobs"] + 5}, {**NO_KL, "force_on_policy_ratio": True, **options}), found)
+    assert_same(
+        everything({**e, "prev_logprobs": e["prev_logprobs"] + 5}, {**NO_KL, "force_on_policy_ratio": True, **options}),
+        found,
+    )
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -549,7 +592,10 @@ def test_without_a_clip_negated_advantages_negate_the_loss(seed: int) -> None:
 @pytest.mark.parametrize("case", RICH)
 def test_no_advantage_no_policy_loss(case: str) -> None:
     e = example()
-    found = everything({**e, "advantages": torch.zeros(12, dtype=torch.float64)}, {**CASES[case], **NO_KL, "positive_example_nll_weight": 0.0})
+    found = everything(
+        {**e, "advantages": torch.zeros(12, dtype=torch.float64)},
+        {**CASES[case], **NO_KL, "positive_example_nll_weight": 0.0},
+    )
     assert found["the loss"] == 0
     assert not found["gradient of logprobs"].any()
 
@@ -562,7 +608,11 @@ def test_no_advantage_no_policy_loss(case: str) -> None:
 def test_garbage_at_a_masked_token_has_no_effect(case: str, garbage: float) -> None:
     e = example(filtered=True)
     dead = ~torch.tensor(TRAINED)
-    assert_same(everything({**e, **{name: torch.where(dead, garbage, e[name]) for name in PER_TOKEN}}, CASES[case]), loops(e, CASES[case]), 1e-12)
+    assert_same(
+        everything({**e, **{name: torch.where(dead, garbage, e[name]) for name in PER_TOKEN}}, CASES[case]),
+        loops(e, CASES[case]),
+        1e-12,
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -570,11 +620,18 @@ def test_garbage_of_all_kinds_at_masked_tokens_has_no_effect(case: str) -> None:
     """Other at each token and of each input."""
     e = example(filtered=True)
     values = torch.tensor([math.nan, math.inf, -math.inf], dtype=torch.float64).repeat(6)
-    garbage = {name: torch.where(torch.tensor(TRAINED), e[name], values[i : i + 12]) for i, name in enumerate(PER_TOKEN)}
+    garbage = {
+        name: torch.where(torch.tensor(TRAINED), e[name], values[i : i + 12]) for i, name in enumerate(PER_TOKEN)
+    }
     assert_same(everything({**e, **garbage}, CASES[case]), loops(e, CASES[case]), 1e-12)
 
 
-EXTREMA = {"probs_ratio_min": math.inf, "probs_ratio_max": -math.inf, "probs_ratio_clamped_min": math.inf, "probs_ratio_clamped_max": -math.inf}
+EXTREMA = {
+    "probs_ratio_min": math.inf,
+    "probs_ratio_max": -math.inf,
+    "probs_ratio_clamped_min": math.inf,
+    "probs_ratio_clamped_max": -math.inf,
+}
 
 
 ZERO = {name: torch.tensor(0) for name in ("valid_tokens", "valid_sequences", "positive_tokens")}
@@ -600,7 +657,10 @@ def test_no_token_trained_in_any_sequence(case: str) -> None:
 
 @pytest.mark.parametrize("case", RICH)
 def test_no_tokens_at_all(case: str) -> None:
-    e = {name: x[:0] if name in (*PER_TOKEN, "mask", "sequence") and x is not None else x for name, x in example().items()}
+    e = {
+        name: x[:0] if name in (*PER_TOKEN, "mask", "sequence") and x is not None else x
+        for name, x in example().items()
+    }
     found = everything(e, CASES[case])
     assert found["the loss"] == 0
     assert found["probs_ratio_min"] == math.inf
@@ -621,12 +681,22 @@ def part(e: Example, numbers: list[int]) -> Example:
     keep = torch.isin(e["sequence"], torch.tensor(numbers))
     new = torch.tensor([numbers.index(i) if i in numbers else -1 for i in range(len(SAMPLED))])
     tokens = {name: e[name][keep] for name in (*PER_TOKEN, "mask") if e[name] is not None}
-    return {**e, **tokens, "sequence": new[e["sequence"]][keep], "sample_mask": e["sample_mask"][numbers], "rewards": e["rewards"][numbers]}
+    return {
+        **e,
+        **tokens,
+        "sequence": new[e["sequence"]][keep],
+        "sample_mask": e["sample_mask"][numbers],
+        "rewards": e["rewards"][numbers],
+    }
 
 
 def combine(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
     reduce = {"min": torch.minimum, "max": torch.maximum}
-    return {name: reduce.get(name[-3:], torch.add)(value, b[name]) for name, value in a.items() if not name.startswith("gradient")}
+    return {
+        name: reduce.get(name[-3:], torch.add)(value, b[name])
+        for name, value in a.items()
+        if not name.startswith("gradient")
+    }
 
 
 @pytest.mark.parametrize("numbers", [[0, 4], []])
@@ -680,13 +750,18 @@ def test_under_vmap_and_vjp(case: str) -> None:
 def test_a_token_filtered_out_takes_no_part(case: str) -> None:
     """c = -inf, as p where it is read: as if masked, except in the penalty on u and in metrics of p and g."""
     e = example(filtered=True)
-    of_both = {**e, **{name: torch.where(torch.arange(12) == 5, -math.inf, e[name]) for name in ("logprobs", "prev_logprobs")}}
+    of_both = {
+        **e,
+        **{name: torch.where(torch.arange(12) == 5, -math.inf, e[name]) for name in ("logprobs", "prev_logprobs")},
+    }
     masked = {**e, "mask": e["mask"] & (torch.arange(12) != 5)}
     options = {**CASES[case], **NO_KL}
     assert_same(everything(of_both, options), everything(masked, options), tolerance=1e-14)
     with_kl = everything(of_both, {**CASES[case], "reference_policy_kl_penalty": 0.5})
     assert all(value.isfinite().all() for value in with_kl.values())
-    assert float(with_kl["kl_penalty"]) == pytest.approx(float(everything(e, {**CASES[case], "reference_policy_kl_penalty": 0.5})["kl_penalty"]))
+    assert float(with_kl["kl_penalty"]) == pytest.approx(
+        float(everything(e, {**CASES[case], "reference_policy_kl_penalty": 0.5})["kl_penalty"])
+    )
     of_none = everything({**of_both, "unfiltered_logprobs": None}, CASES[case])
     assert all(value.isfinite().all() for value in of_none.values())
     assert_same(of_none, everything({**masked, "unfiltered_logprobs": None}, CASES[case]), tolerance=1e-14)
@@ -710,7 +785,9 @@ def test_reinforce_without_weights_does_not_read_the_policy_before() -> None:
     filtered = {**e, "prev_logprobs": torch.where(torch.arange(12) == 5, -math.inf, e["prev_logprobs"])}
     assert_same({"": run(filtered, REINFORCE)[0]}, {"": run(e, REINFORCE)[0]})
     corrected = {**REINFORCE, **NO_KL, "use_importance_sampling_correction": True}
-    assert_same({"": run(filtered, corrected)[0]}, {"": run({**e, "mask": e["mask"] & (torch.arange(12) != 5)}, corrected)[0]})
+    assert_same(
+        {"": run(filtered, corrected)[0]}, {"": run({**e, "mask": e["mask"] & (torch.arange(12) != 5)}, corrected)[0]}
+    )
 
 
 def test_a_nan_at_a_trained_token_is_not_hidden() -> None:
@@ -779,7 +856,11 @@ def test_every_option_changes_the_loss(name: str) -> None:
 
 def test_the_defaults_are_those_of_the_original() -> None:
     assert ClippedPGOptions() == ClippedPGOptions(
-        ratio_clip_min=0.2, ratio_clip_max=0.2, reference_policy_kl_penalty=0.01, kl_input_clamp_value=20.0, kl_output_clamp_value=10.0
+        ratio_clip_min=0.2,
+        ratio_clip_max=0.2,
+        reference_policy_kl_penalty=0.01,
+        kl_input_clamp_value=20.0,
+        kl_output_clamp_value=10.0,
     )
 
 
@@ -815,7 +896,9 @@ def test_invalid_options_are_told(options: dict[str, Any], told: str) -> None:
         ClippedPGOptions(**options)
 
 
-@pytest.mark.parametrize("name", ["reference_policy_kl_type", "positive_nll_normaliser", "truncated_importance_sampling_type"])
+@pytest.mark.parametrize(
+    "name", ["reference_policy_kl_type", "positive_nll_normaliser", "truncated_importance_sampling_type"]
+)
 def test_unknown_names_are_told(name: str) -> None:
     """Past the check of types in the test run, which would tell first."""
     options = ClippedPGOptions()

@@ -28,12 +28,18 @@ TOKENS, VOCAB, K = len(SEQUENCE), 7, 3
 
 KINDS = ("forward", "reverse", "mixed")
 EVERY_OPTION = [
-    DistillOptions(kl_type=kind, mixed_kl_weight=0.3, zero_outside_topk=outside, temperature=temperature, log_infinitesimal=-5.0)
+    DistillOptions(
+        kl_type=kind, mixed_kl_weight=0.3, zero_outside_topk=outside, temperature=temperature, log_infinitesimal=-5.0
+    )
     for kind, outside, temperature in product(KINDS, (False, True), (1.0, 0.6))
 ]
 few = settings(max_examples=30, deadline=None)
-every_kind = pytest.mark.parametrize("options", EVERY_OPTION[1::2], ids=lambda o: f"{o.kl_type}-{o.zero_outside_topk}")  # temperature 0.6
-every_option = pytest.mark.parametrize("options", EVERY_OPTION, ids=lambda o: f"{o.kl_type}-{o.zero_outside_topk}-{o.temperature}")
+every_kind = pytest.mark.parametrize(
+    "options", EVERY_OPTION[1::2], ids=lambda o: f"{o.kl_type}-{o.zero_outside_topk}"
+)  # temperature 0.6
+every_option = pytest.mark.parametrize(
+    "options", EVERY_OPTION, ids=lambda o: f"{o.kl_type}-{o.zero_outside_topk}-{o.temperature}"
+)
 
 
 def example(seed: int = 0, k: int = K, spread: float = 2.0) -> dict[str, Any]:
@@ -72,7 +78,9 @@ def by_loops(e: dict[str, Any], o: DistillOptions) -> tuple[list[float], list[li
     p being 0 outside the top-k, r = p but for exp(log_infinitesimal) outside of it.
     """
     values, gradients = [], []
-    for z, u, indices in zip(e["logits"].tolist(), e["teacher_logits"].tolist(), e["teacher_indices"].tolist(), strict=True):
+    for z, u, indices in zip(
+        e["logits"].tolist(), e["teacher_logits"].tolist(), e["teacher_indices"].tolist(), strict=True
+    ):
         support = list(range(VOCAB)) if o.zero_outside_topk else indices
         q = dict(zip(support, softmax([z[v] / o.temperature for v in support]), strict=True))
         p = dict(zip(indices, softmax([x / o.temperature for x in u]), strict=True))
@@ -100,8 +108,12 @@ def test_gradients_by_finite_differences(options: DistillOptions, fast: bool) ->
 def test_value_and_gradient_by_loops(options: DistillOptions, seed: int) -> None:
     e = example(seed)
     values, gradients = by_loops(e, options)
-    assert distill_token_kl(e["logits"], e["teacher_logits"], e["teacher_indices"], options).tolist() == pytest.approx(values, rel=1e-12)
-    assert float(loss_of(e, options)) == pytest.approx(math.fsum(x for x, m in zip(values, MASK, strict=True) if m) / 4, rel=1e-12)
+    assert distill_token_kl(e["logits"], e["teacher_logits"], e["teacher_indices"], options).tolist() == pytest.approx(
+        values, rel=1e-12
+    )
+    assert float(loss_of(e, options)) == pytest.approx(
+        math.fsum(x for x, m in zip(values, MASK, strict=True) if m) / 4, rel=1e-12
+    )
     expected = torch.tensor(gradients, dtype=torch.float64) * torch.tensor(MASK)[:, None] / 4
     assert (gradient_of(e, options) - expected).abs().max() < 1e-14
 
@@ -137,7 +149,10 @@ def test_by_hand(options: DistillOptions, expected: float) -> None:
 def test_the_tail_is_what_nemo_rl_adds(kind: Any) -> None:
     """H_rest + 100 P_rest with H_all = sum q log q: its own arithmetic, less accurate for the difference of 1 and the mass of the top-k."""
     e, w = example(), 0.3
-    q, p = student_topk_logprobs(e["logits"], e["teacher_indices"], zero_outside_topk=True), teacher_topk_logprobs(e["teacher_logits"])
+    q, p = (
+        student_topk_logprobs(e["logits"], e["teacher_indices"], zero_outside_topk=True),
+        teacher_topk_logprobs(e["teacher_logits"]),
+    )
     everything = e["logits"].log_softmax(-1)
     tail = (everything.exp() * everything).sum(-1) - (q.exp() * q).sum(-1) + 100 * (1 - q.exp().sum(-1))
     assert (student_tail_kl(e["logits"], e["teacher_indices"]) - tail).abs().max() < 1e-12
@@ -171,7 +186,9 @@ def test_it_is_never_negative(seed: int, options: DistillOptions) -> None:
 @given(st.integers(0, 2**32 - 1), st.booleans(), st.floats(0, 1))
 def test_mixed_is_the_weighted_mean(seed: int, outside: bool, weight: float) -> None:
     e = example(seed)
-    forward, reverse, mixed = (loss_of(e, DistillOptions(kl_type=kind, mixed_kl_weight=weight, zero_outside_topk=outside)) for kind in KINDS)
+    forward, reverse, mixed = (
+        loss_of(e, DistillOptions(kl_type=kind, mixed_kl_weight=weight, zero_outside_topk=outside)) for kind in KINDS
+    )
     assert abs(forward - reverse) > 1e-9
     assert float(mixed) == pytest.approx(float(weight * forward + (1 - weight) * reverse), rel=1e-12)
 
@@ -185,7 +202,9 @@ def test_with_the_whole_vocabulary_it_is_the_full_divergence(kind: Any, outside:
     forward = torch.nn.functional.kl_div(student, teacher, log_target=True, reduction="none").sum(-1)
     reverse = torch.nn.functional.kl_div(teacher, student, log_target=True, reduction="none").sum(-1)
     expected = {"forward": forward, "reverse": reverse, "mixed": (forward + reverse) / 2}[kind]
-    found = distill_token_kl(e["logits"], e["teacher_logits"], e["teacher_indices"], DistillOptions(kl_type=kind, zero_outside_topk=outside))
+    found = distill_token_kl(
+        e["logits"], e["teacher_logits"], e["teacher_indices"], DistillOptions(kl_type=kind, zero_outside_topk=outside)
+    )
     assert (found - expected).abs().max() < 1e-13
 
 
@@ -193,14 +212,17 @@ def test_forward_outside_the_topk_adds_the_mass_the_student_has_elsewhere() -> N
     e = example()
     inside = student_topk_logprobs(e["logits"], e["teacher_indices"], zero_outside_topk=True).logsumexp(-1)
     renormalised, whole = (
-        distill_token_kl(e["logits"], e["teacher_logits"], e["teacher_indices"], DistillOptions(zero_outside_topk=x)) for x in (False, True)
+        distill_token_kl(e["logits"], e["teacher_logits"], e["teacher_indices"], DistillOptions(zero_outside_topk=x))
+        for x in (False, True)
     )
     assert (whole - renormalised + inside).abs().max() < 1e-13
 
 
 @few
 @given(st.sampled_from(EVERY_OPTION), st.integers(0, 2**32 - 1), st.floats(-50, 50))
-def test_a_constant_added_to_a_row_of_logits_changes_nothing(options: DistillOptions, seed: int, constant: float) -> None:
+def test_a_constant_added_to_a_row_of_logits_changes_nothing(
+    options: DistillOptions, seed: int, constant: float
+) -> None:
     e = example(seed)
     shift = torch.linspace(-1, 1, TOKENS, dtype=torch.float64)[:, None] * constant
     before = loss_of(e, options)
@@ -301,7 +323,9 @@ def test_a_teacher_that_excludes_a_token() -> None:
     excluded = torch.cat([e["teacher_logits"][:, :-1], torch.full((TOKENS, 1), -math.inf, dtype=torch.float64)], -1)
     fewer = {"teacher_logits": e["teacher_logits"][:, :-1], "teacher_indices": e["teacher_indices"][:, :-1]}
     options = DistillOptions(zero_outside_topk=True)
-    assert float(loss_of(e, options, teacher_logits=excluded)) == pytest.approx(float(loss_of(e, options, **fewer)), rel=1e-14)
+    assert float(loss_of(e, options, teacher_logits=excluded)) == pytest.approx(
+        float(loss_of(e, options, **fewer)), rel=1e-14
+    )
     assert (gradient_of(e, options, teacher_logits=excluded) - gradient_of(e, options, **fewer)).abs().max() < 1e-15
     assert loss_of(e, DistillOptions(kl_type="reverse"), teacher_logits=excluded) == math.inf
 

@@ -17,7 +17,16 @@ from dense_losses.filtering import filtered_token_entropy, filtered_token_logpro
 
 TOKENS, VOCAB, TAU = 5, 7, 0.7
 
-SETTINGS: list[tuple[int | None, float]] = [(None, 1.0), (3, 1.0), (1, 1.0), (None, 0.8), (None, 0.3), (4, 0.7), (VOCAB, 0.9), (VOCAB + 5, 0.6)]
+SETTINGS: list[tuple[int | None, float]] = [
+    (None, 1.0),
+    (3, 1.0),
+    (1, 1.0),
+    (None, 0.8),
+    (None, 0.3),
+    (4, 0.7),
+    (VOCAB, 0.9),
+    (VOCAB + 5, 0.6),
+]
 every_setting = pytest.mark.parametrize(("top_k", "top_p"), SETTINGS)
 few = settings(max_examples=50, deadline=None)
 seeds, ks, ps = st.integers(0, 2**32 - 1), st.none() | st.integers(1, VOCAB + 1), st.floats(0.05, 1.0)
@@ -57,7 +66,9 @@ def by_hand(z: Tensor, top_k: int | None, top_p: float, temperature: float) -> t
 
 @few
 @given(seeds, ks, ps, st.floats(0.3, 3.0))
-def test_values_and_gradients_by_sorting_and_a_closed_form(seed: int, top_k: int | None, top_p: float, temperature: float) -> None:
+def test_values_and_gradients_by_sorting_and_a_closed_form(
+    seed: int, top_k: int | None, top_p: float, temperature: float
+) -> None:
     """d log p(y)/dz = (onehot - p) / tau and dH/dz = -p (log p + H) / tau, both over the kept tokens."""
     z = logits_of(seed).requires_grad_()
     keep, p = by_hand(z.detach(), top_k, top_p, temperature)
@@ -89,8 +100,13 @@ def test_gradients_by_finite_differences(top_k: int | None, top_p: float, fast: 
 @pytest.mark.parametrize("top_k", [None, VOCAB, VOCAB + 1])
 @pytest.mark.parametrize("temperature", [1.0, TAU])
 def test_without_filtering_it_is_the_plain_one(top_k: int | None, temperature: float) -> None:
-    z, labels = logits_of() * 20, torch.arange(TOKENS)  # so peaked that a sum of all probabilities but the last few is 1
-    assert torch.equal(filtered_token_logprobs(z, labels, temperature, top_k, 1.0), token_logprobs(z, labels, temperature))
+    z, labels = (
+        logits_of() * 20,
+        torch.arange(TOKENS),
+    )  # so peaked that a sum of all probabilities but the last few is 1
+    assert torch.equal(
+        filtered_token_logprobs(z, labels, temperature, top_k, 1.0), token_logprobs(z, labels, temperature)
+    )
     assert torch.equal(filtered_token_entropy(z, temperature, top_k, 1.0), token_entropy(z, temperature))
 
 
@@ -123,12 +139,18 @@ def test_without_filtering_it_is_the_plain_one(top_k: int | None, temperature: f
         ((0.6, 0.4, 0.0, 0.0), 1.0, None, 0.99, (0.6, 0.4, 0, 0)),
     ],
 )
-def test_by_hand(probabilities: tuple[float, ...], temperature: float, top_k: int | None, top_p: float, expected: tuple[float, ...]) -> None:
+def test_by_hand(
+    probabilities: tuple[float, ...], temperature: float, top_k: int | None, top_p: float, expected: tuple[float, ...]
+) -> None:
     z = of(*probabilities).requires_grad_()
-    found = torch.cat([filtered_token_logprobs(z, torch.tensor([v]), temperature, top_k, top_p) for v in range(len(probabilities))])
+    found = torch.cat(
+        [filtered_token_logprobs(z, torch.tensor([v]), temperature, top_k, top_p) for v in range(len(probabilities))]
+    )
     assert found.exp().detach().tolist() == pytest.approx(expected, rel=1e-13, abs=0)
     entropy = filtered_token_entropy(z, temperature, top_k, top_p)
-    assert float(entropy.detach()) == pytest.approx(-math.fsum(p * math.log(p) for p in expected if p), rel=1e-13, abs=1e-15)
+    assert float(entropy.detach()) == pytest.approx(
+        -math.fsum(p * math.log(p) for p in expected if p), rel=1e-13, abs=1e-15
+    )
     for output in (found, entropy):
         assert torch.autograd.grad(output.sum(), z, retain_graph=True)[0].isfinite().all()
 
@@ -143,7 +165,9 @@ def test_each_option_matters(option: str, before: Any, after: Any) -> None:
         assert (function(**{option: before}) - function(**{option: after})).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(("option", "value"), [("top_k", 0), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.1), ("top_p", math.nan)])
+@pytest.mark.parametrize(
+    ("option", "value"), [("top_k", 0), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.1), ("top_p", math.nan)]
+)
 def test_wrong_options_are_told(option: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{option} is {value}; expected"):
         filtered_token_entropy(logits_of(), **{option: value})
@@ -151,7 +175,9 @@ def test_wrong_options_are_told(option: str, value: Any) -> None:
 
 @few
 @given(seeds, ks, ps, st.floats(-50, 50))
-def test_a_constant_added_to_a_row_of_logits_changes_nothing(seed: int, top_k: int | None, top_p: float, constant: float) -> None:
+def test_a_constant_added_to_a_row_of_logits_changes_nothing(
+    seed: int, top_k: int | None, top_p: float, constant: float
+) -> None:
     z, labels = logits_of(seed), torch.arange(TOKENS)
     before, after = (filtered_token_logprobs(x, labels, TAU, top_k, top_p) for x in (z, z + constant))
     assert torch.allclose(before, after, rtol=0, atol=1e-12)
@@ -171,7 +197,9 @@ def test_the_vocabulary_may_be_permuted(seed: int, top_k: int | None, top_p: flo
 @given(seeds, st.integers(1, VOCAB - 1), ps)
 def test_it_is_a_distribution_over_fewer_and_fewer(seed: int, top_k: int, top_p: float) -> None:
     z = logits_of(seed)
-    logprobs = torch.stack([filtered_token_logprobs(z, torch.full((TOKENS,), v), TAU, top_k, top_p) for v in range(VOCAB)], -1)
+    logprobs = torch.stack(
+        [filtered_token_logprobs(z, torch.full((TOKENS,), v), TAU, top_k, top_p) for v in range(VOCAB)], -1
+    )
     keep, plain = kept_tokens(z / TAU, top_k, top_p), torch.log_softmax(z / TAU, -1)
     assert (logprobs.exp().sum(-1) - 1).abs().max() < 1e-14
     assert torch.equal(logprobs > -math.inf, keep)
@@ -208,7 +236,10 @@ def test_garbage_in_a_row_stays_in_it(top_k: int | None, top_p: float, garbage: 
 @every_setting
 def test_under_vmap_and_vjp(top_k: int | None, top_p: float) -> None:
     many, labels = torch.stack([logits_of(seed) for seed in range(3)]), torch.arange(TOKENS)
-    for function in (lambda z: filtered_token_logprobs(z, labels, TAU, top_k, top_p), lambda z: filtered_token_entropy(z, TAU, top_k, top_p)):
+    for function in (
+        lambda z: filtered_token_logprobs(z, labels, TAU, top_k, top_p),
+        lambda z: filtered_token_entropy(z, TAU, top_k, top_p),
+    ):
         values, back = torch.func.vjp(torch.func.vmap(function), many)
         (gradients,) = back(torch.ones_like(values))
         for z, value, gradient in zip(many, values, gradients, strict=True):

@@ -20,13 +20,24 @@ Example = dict[str, Any]
 PER_TOKEN = ("logprobs", "old_logprobs", "reference_logprobs", "vllm_logprobs", "advantages")
 METRICS = {
     *("kl0", "kl1", "kl2", "kl3", "kl_avg", "policy_avg", "total_avg", "clipfrac", "ratio_mean", "ratio_square_mean"),
-    *("rho_mean", "rho_weight", "rho_clipfrac", "rho_drop_frac", "rho_drop_low_frac", "rho_drop_high_frac", "rho_min", "rho_max"),
+    *(
+        "rho_mean",
+        "rho_weight",
+        "rho_clipfrac",
+        "rho_drop_frac",
+        "rho_drop_low_frac",
+        "rho_drop_high_frac",
+        "rho_min",
+        "rho_max",
+    ),
 }
 EVERY_KIND = [
     GrpoOptions(),
     GrpoOptions(loss_fn="cispo"),
     GrpoOptions(use_rho_correction=False, kl_estimator=0, loss_denominator=0.25, loss_scale=4),
-    GrpoOptions(loss_fn="cispo", kl_estimator=1, rho_mask_lower_bound=0.7, rho_mask_upper_bound=1.5, loss_denominator=50.0),
+    GrpoOptions(
+        loss_fn="cispo", kl_estimator=1, rho_mask_lower_bound=0.7, rho_mask_upper_bound=1.5, loss_denominator=50.0
+    ),
     GrpoOptions(kl_estimator=3, rho_clamp_lower_bound=0.8, rho_clamp_upper_bound=1.2, beta=0.7),
     GrpoOptions(
         rho_mask_sequence_level=True,
@@ -37,9 +48,16 @@ EVERY_KIND = [
         clip_higher=0.05,
     ),
     GrpoOptions(
-        loss_fn="cispo", rho_mask_tv_divergence=True, rho_mask_lower_bound=0.29, rho_mask_upper_bound=0.31, rho_clamp_upper_bound=1.5, kl_estimator=3
+        loss_fn="cispo",
+        rho_mask_tv_divergence=True,
+        rho_mask_lower_bound=0.29,
+        rho_mask_upper_bound=0.31,
+        rho_clamp_upper_bound=1.5,
+        kl_estimator=3,
     ),
-    GrpoOptions(rho_mask_tv_divergence=True, rho_mask_sequence_level=True, rho_mask_upper_bound=0.3, rho_clamp_upper_bound=1.02),
+    GrpoOptions(
+        rho_mask_tv_divergence=True, rho_mask_sequence_level=True, rho_mask_upper_bound=0.3, rho_clamp_upper_bound=1.02
+    ),
 ]
 each_kind = pytest.mark.parametrize("options", EVERY_KIND, ids=range(len(EVERY_KIND)))
 
@@ -78,7 +96,9 @@ def long_example(seed: int) -> Example:
     return example(seed, lengths=(30, 1, 17, 60, 4, 6, 3))
 
 
-def tokens_of(r: float, rho: float | list[float], advantages: float | list[float] = 1.0, logprob: float = -2.0, d: float = 0.0) -> Example:
+def tokens_of(
+    r: float, rho: float | list[float], advantages: float | list[float] = 1.0, logprob: float = -2.0, d: float = 0.0
+) -> Example:
     """One sequence of trained tokens of ratio r and d = log p - log p_ref; each has its rho and its advantage."""
     rhos = rho if isinstance(rho, list) else [rho]
     each = advantages if isinstance(advantages, list) else [advantages] * len(rhos)
@@ -113,7 +133,14 @@ def pieces(e: Example) -> list[Example]:
     out = []
     for s in range(e["sequences"]):
         own = e["sequence"] == s
-        out.append({**e, **{name: e[name][own] for name in (*PER_TOKEN, "mask")}, "sequence": e["sequence"][own] * 0, "sequences": 1})
+        out.append(
+            {
+                **e,
+                **{name: e[name][own] for name in (*PER_TOKEN, "mask")},
+                "sequence": e["sequence"][own] * 0,
+                "sequences": 1,
+            }
+        )
     return out
 
 
@@ -126,12 +153,18 @@ def found(e: Example, options: GrpoOptions) -> tuple[Tensor, Tensor, dict[str, T
 
 def same(a: tuple[Tensor, Tensor, dict[str, Tensor]], b: tuple[Tensor, Tensor, dict[str, Tensor]]) -> bool:
     """Whether two of ``found`` are equal to the last bit."""
-    return torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) and all(torch.equal(a[2][name], b[2][name]) for name in METRICS)
+    return (
+        torch.equal(a[0], b[0])
+        and torch.equal(a[1], b[1])
+        and all(torch.equal(a[2][name], b[2][name]) for name in METRICS)
+    )
 
 
 def close(a: Tensor | float, b: Tensor | float) -> bool:
     """1e-12: sums of a few dozen float64 terms, in another order."""
-    return torch.allclose(torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(b, dtype=torch.float64), rtol=1e-12, atol=1e-13)
+    return torch.allclose(
+        torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(b, dtype=torch.float64), rtol=1e-12, atol=1e-13
+    )
 
 
 # ---- gradients and a second derivation
@@ -213,7 +246,12 @@ def derived(e: Example, o: GrpoOptions) -> dict[str, Any]:
         gradient[t] = o.loss_scale / denominator * (w * slope + o.beta * slopes[k])
         rows.append(
             {f"kl{i}": kls[i] for i in range(4)}
-            | {"kl_avg": o.beta * kls[k], "policy_avg": w * policy, "total_avg": total, "clipfrac": cut and not low and not high}
+            | {
+                "kl_avg": o.beta * kls[k],
+                "policy_avg": w * policy,
+                "total_avg": total,
+                "clipfrac": cut and not low and not high,
+            }
             | {"ratio_mean": r, "ratio_square_mean": r * r, "rho_mean": own, "rho_weight": w, "rho_clipfrac": clamped}
             | {"rho_drop_frac": low or high, "rho_drop_low_frac": low, "rho_drop_high_frac": high}
         )
@@ -306,7 +344,9 @@ def test_examples_visit_every_branch(seed: int) -> None:
         ("cispo", 1.1, -2.0, -4.4, 2.2, 0),
     ],
 )
-def test_clipping_by_hand(loss_fn: Any, r: float, advantage: float, loss: float, gradient: float, clipped: float) -> None:
+def test_clipping_by_hand(
+    loss_fn: Any, r: float, advantage: float, loss: float, gradient: float, clipped: float
+) -> None:
     got = found(tokens_of(r, 1.0, advantage), GrpoOptions(loss_fn=loss_fn, beta=0.0))
     assert close(got[0], loss)
     assert close(got[1], numbers(gradient))
@@ -363,13 +403,20 @@ def rho_metrics(metrics: dict[str, Tensor]) -> tuple[float, ...]:
         (1.4, {"rho_mask_upper_bound": 1.5}, 1.4, (0, 0, 0)),
         (0.3, {"rho_mask_upper_bound": 1.5}, 0.3, (0, 0, 0)),
         (5.0, {"rho_mask_upper_bound": 3.0}, 0.0, (1, 0, 1)),  # the clamp alters it as well
-        (0.3, {"rho_mask_lower_bound": 0.5, "rho_clamp_lower_bound": 0.9}, 0.0, (1, 1, 0)),  # the mask looks at rho before the clamp
+        (
+            0.3,
+            {"rho_mask_lower_bound": 0.5, "rho_clamp_lower_bound": 0.9},
+            0.0,
+            (1, 1, 0),
+        ),  # the mask looks at rho before the clamp
         (E(20), {"rho_clamp_upper_bound": 0.0}, E(10), (0, 0, 0)),
         (E(-20), {}, E(-10), (0, 0, 0)),
         (5.0, {"use_rho_correction": False, "rho_mask_upper_bound": 3.0}, 1.0, (0, 0, 0)),
     ],
 )
-def test_rho_by_hand(rho: float, options: dict[str, Any], weight: float, clipped_low_high: Any, advantage: float, loss_fn: Any) -> None:
+def test_rho_by_hand(
+    rho: float, options: dict[str, Any], weight: float, clipped_low_high: Any, advantage: float, loss_fn: Any
+) -> None:
     loss, gradient, metrics = found(tokens_of(1.0, rho, advantage), GrpoOptions(beta=0.0, loss_fn=loss_fn, **options))
     assert close(loss, -advantage * weight * (-2 if loss_fn == "cispo" else 1))
     assert close(gradient, numbers(-advantage * weight))
@@ -389,7 +436,10 @@ def weights_of(e: Example, **options: Any) -> list[float]:
 def test_mask_bounds_are_inclusive() -> None:
     for x in (-0.7, 0.7):
         e = tokens_of(1.0, 1.0)
-        e["old_logprobs"], e["vllm_logprobs"] = numbers(x), numbers(0.0)  # so that rho is the very number that is the bound
+        e["old_logprobs"], e["vllm_logprobs"] = (
+            numbers(x),
+            numbers(0.0),
+        )  # so that rho is the very number that is the bound
         at = float(numbers(x).exp())
         name = "rho_mask_lower_bound" if x < 0 else "rho_mask_upper_bound"
         beyond = math.nextafter(at, 1.0)
@@ -399,10 +449,17 @@ def test_mask_bounds_are_inclusive() -> None:
 
 def test_sequence_level_rho_by_hand() -> None:
     """Geometric means 1, 4, 1/4 and 2; the second sequence is dropped high, the third low. One document's rho is no other's."""
-    e = joined(*(tokens_of(1.0, rho, advantages=[1.0, -1.0, 1.0]) for rho in ([0.25, 1.0, 4.0], [4.0] * 3, [0.25] * 3, [1.0, 2.0, 4.0])))
+    e = joined(
+        *(
+            tokens_of(1.0, rho, advantages=[1.0, -1.0, 1.0])
+            for rho in ([0.25, 1.0, 4.0], [4.0] * 3, [0.25] * 3, [1.0, 2.0, 4.0])
+        )
+    )
     bounds = {"rho_mask_sequence_level": True, "rho_mask_lower_bound": 0.5, "rho_mask_upper_bound": 3.0}
     assert weights_of(e, **bounds) == pytest.approx([1.0] * 3 + [0.0] * 6 + [2.0] * 3, rel=1e-12)
-    assert weights_of(e, rho_mask_sequence_level=True, rho_clamp_upper_bound=1.5) == pytest.approx([1.0] * 3 + [1.5] * 3 + [0.25] * 3 + [1.5] * 3)
+    assert weights_of(e, rho_mask_sequence_level=True, rho_clamp_upper_bound=1.5) == pytest.approx(
+        [1.0] * 3 + [1.5] * 3 + [0.25] * 3 + [1.5] * 3
+    )
     metrics = found(e, GrpoOptions(**bounds))[2]  # type: ignore[arg-type]
     assert rho_metrics(metrics) == (0.25, 0.25, 0.25)
     assert close(metrics["rho_mean"], (5.25 + 12 + 0.75 + 7) / 12)  # tokens' own
@@ -428,9 +485,25 @@ def test_tv_mask_by_hand() -> None:
     tv = {"rho_mask_tv_divergence": True, "rho_clamp_upper_bound": 0.0}
     own = [0.25, 1.0, 4.0, 4.0, 4.0, 4.0, 0.1, 6.0, 6.0, 1.0, 0.1]
     kept = [1, 1, 1, 0, 1, 0, 0, 0, 1, 1, 1]
-    assert weights_of(e, **tv, rho_mask_upper_bound=2.0) == pytest.approx([w * k for w, k in zip(own, kept, strict=True)], rel=1e-12)
-    low = [1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1]  # the first sequence diverges too little: its one token that would increase it goes
-    assert weights_of(e, **tv, rho_mask_lower_bound=2.0) == pytest.approx([w * k for w, k in zip(own, low, strict=True)], rel=1e-12)
+    assert weights_of(e, **tv, rho_mask_upper_bound=2.0) == pytest.approx(
+        [w * k for w, k in zip(own, kept, strict=True)], rel=1e-12
+    )
+    low = [
+        1,
+        1,
+        0,
+        1,
+        1,
+        1,
+        1,
+        1,
+        1,
+        1,
+        1,
+    ]  # the first sequence diverges too little: its one token that would increase it goes
+    assert weights_of(e, **tv, rho_mask_lower_bound=2.0) == pytest.approx(
+        [w * k for w, k in zip(own, low, strict=True)], rel=1e-12
+    )
     metrics = found(e, GrpoOptions(**tv, rho_mask_upper_bound=2.0, rho_mask_lower_bound=1.5))[2]  # type: ignore[arg-type]
     assert rho_metrics(metrics) == (0, pytest.approx(1 / 11), pytest.approx(4 / 11))
 
@@ -438,7 +511,9 @@ def test_tv_mask_by_hand() -> None:
 def test_documents_do_not_share_their_rho() -> None:
     """open-instruct's average over a packed row would be 1 here, and nothing would be dropped."""
     a, b = tokens_of(1.0, [4.0, 4.0]), tokens_of(1.0, [0.25, 0.25])
-    assert weights_of(joined(a, b), rho_mask_sequence_level=True, rho_clamp_upper_bound=0.0) == pytest.approx([4.0, 4.0, 0.25, 0.25])
+    assert weights_of(joined(a, b), rho_mask_sequence_level=True, rho_clamp_upper_bound=0.0) == pytest.approx(
+        [4.0, 4.0, 0.25, 0.25]
+    )
     apart = weights_of(joined(a, b), rho_mask_sequence_level=True, rho_mask_upper_bound=3.0, rho_mask_lower_bound=0.5)
     assert apart == [0, 0, 0, 0]
     tv = weights_of(joined(a, tokens_of(1.0, [1.1, 1.1])), rho_mask_tv_divergence=True, rho_mask_upper_bound=2.0)
@@ -456,7 +531,11 @@ def test_nan_of_vllm_at_a_trained_token_means_no_correction() -> None:
 
 
 def test_no_gradient_flows_through_the_weights() -> None:
-    e = {name: x for name, x in tokens_of(1.0, 0.5).items() if name not in ("logprobs", "reference_logprobs", "valid_tokens")}
+    e = {
+        name: x
+        for name, x in tokens_of(1.0, 0.5).items()
+        if name not in ("logprobs", "reference_logprobs", "valid_tokens")
+    }
     weights = importance_weights(**{**e, "old_logprobs": e["old_logprobs"].requires_grad_()}, options=RhoOptions())
     assert not any(x.requires_grad for x in weights)
 
@@ -475,8 +554,23 @@ def test_loss_and_metrics_of_two_tokens_by_hand() -> None:
     first, second = 0.5 * -2 * 1.272, 1.5 * -0.5
     assert close(loss, 3 * (first + 0.05 + second - 0.05) / 0.5)
     assert close(gradient, numbers(0.1, -0.75 + 0.1) * 3 / 0.5)
-    expected = {"policy_avg": (first + second) / 2, "kl_avg": 0, "total_avg": (first + second) / 2, "kl0": 0, "kl1": 0.125, "kl3": (0.75 - 0.25) / 2}
-    expected |= {"clipfrac": 0.5, "ratio_mean": 1, "ratio_square_mean": 1.25, "rho_mean": 1, "rho_weight": 1, "rho_min": 0.5, "rho_max": 1.5}
+    expected = {
+        "policy_avg": (first + second) / 2,
+        "kl_avg": 0,
+        "total_avg": (first + second) / 2,
+        "kl0": 0,
+        "kl1": 0.125,
+        "kl3": (0.75 - 0.25) / 2,
+    }
+    expected |= {
+        "clipfrac": 0.5,
+        "ratio_mean": 1,
+        "ratio_square_mean": 1.25,
+        "rho_mean": 1,
+        "rho_weight": 1,
+        "rho_min": 0.5,
+        "rho_max": 1.5,
+    }
     assert all(close(metrics[name], value) for name, value in expected.items())
 
 
@@ -529,11 +623,15 @@ def test_kl_estimates_are_right_on_average() -> None:
     log_p, log_q = torch.log_softmax(z, 0), torch.log_softmax(other, 0)
     p, q = log_p.exp(), log_q.exp()
     kl, reverse_kl = (p * (log_p - log_q)).sum(), (q * (log_q - log_p)).sum()
-    gradients = {name: torch.autograd.grad(x, z, retain_graph=True)[0] for name, x in (("kl", kl), ("reverse", reverse_kl))}
+    gradients = {
+        name: torch.autograd.grad(x, z, retain_graph=True)[0] for name, x in (("kl", kl), ("reverse", reverse_kl))
+    }
     means = [(p.detach() * x).sum() for x in kl_estimates(log_p - log_q, p / p.detach())]
     assert all(close(means[k], kl) for k in (0, 2, 3))
     assert not close(means[1], kl)
-    for mean, expected in zip(means, (torch.zeros(5), gradients["kl"], gradients["reverse"], gradients["kl"]), strict=True):
+    for mean, expected in zip(
+        means, (torch.zeros(5), gradients["kl"], gradients["reverse"], gradients["kl"]), strict=True
+    ):
         assert close(torch.autograd.grad(mean, z, retain_graph=True)[0], expected)
 
 
@@ -542,16 +640,22 @@ def test_linear_in_the_inverse_of_the_denominator(options: GrpoOptions) -> None:
     e = example(seed=9)
     loss, gradient, metrics = found(e, dataclasses.replace(options, loss_denominator="token", loss_scale=1))
     for n in (1, 7, 1000):
-        scaled = found({**e, "valid_tokens": torch.tensor(n)}, dataclasses.replace(options, loss_denominator="token", loss_scale=1))
+        scaled = found(
+            {**e, "valid_tokens": torch.tensor(n)}, dataclasses.replace(options, loss_denominator="token", loss_scale=1)
+        )
         assert close(scaled[0] * n, loss * e["valid_tokens"])
         assert close(scaled[1] * n, gradient * e["valid_tokens"])
         for name in METRICS:
-            assert close(scaled[2][name], metrics[name] * (1 if name in ("rho_min", "rho_max") else int(e["valid_tokens"]) / n)), name
+            assert close(
+                scaled[2][name], metrics[name] * (1 if name in ("rho_min", "rho_max") else int(e["valid_tokens"]) / n)
+            ), name
     for constant in (0.001, 0.5, 300.0):
         scaled = found(e, dataclasses.replace(options, loss_denominator=constant, loss_scale=1))
         assert close(scaled[0] * constant, loss * e["valid_tokens"])
         assert close(scaled[1] * constant, gradient * e["valid_tokens"])
-        assert all(torch.equal(scaled[2][name], metrics[name]) for name in METRICS)  # metrics are means over tokens all the same
+        assert all(
+            torch.equal(scaled[2][name], metrics[name]) for name in METRICS
+        )  # metrics are means over tokens all the same
 
 
 def test_loss_scale_undoes_an_average_over_ranks() -> None:
@@ -643,7 +747,9 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {  # of each option: the others
 def test_every_option_has_an_effect_on_the_gradient(name: str) -> None:
     others, value = CHANGES[name]
     base = GrpoOptions(**others)
-    assert not close(found(long_example(0), base)[1], found(long_example(0), dataclasses.replace(base, **{name: value}))[1])
+    assert not close(
+        found(long_example(0), base)[1], found(long_example(0), dataclasses.replace(base, **{name: value}))[1]
+    )
 
 
 def test_clip_lower_has_no_effect_on_cispo() -> None:
@@ -692,10 +798,15 @@ def test_tv_bounds_are_in_their_own_unit() -> None:
 def test_under_vmap_and_vjp(options: GrpoOptions) -> None:
     e = example(seed=17)
     e["old_logprobs"] = None if options.kl_estimator == 3 else e["old_logprobs"]
-    batch = e["logprobs"] + torch.randn(2, len(e["logprobs"]), generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 0.1
+    batch = (
+        e["logprobs"]
+        + torch.randn(2, len(e["logprobs"]), generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 0.1
+    )
 
     def loss_gradient_and_metrics(logprobs: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        loss, pull, metrics = torch.func.vjp(lambda x: grpo(**{**e, "logprobs": x}, options=options), logprobs, has_aux=True)
+        loss, pull, metrics = torch.func.vjp(
+            lambda x: grpo(**{**e, "logprobs": x}, options=options), logprobs, has_aux=True
+        )
         return loss, pull(torch.ones_like(loss))[0], metrics
 
     losses, gradients, metrics = torch.func.vmap(loss_gradient_and_metrics)(batch)

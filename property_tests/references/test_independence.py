@@ -12,7 +12,9 @@ ROOT = Path(__file__).parents[2]
 def imports_of(file: Path) -> set[str]:
     nodes = list(ast.walk(ast.parse(file.read_text())))
     plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    return {name.split(".")[0] for name in plain | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}}
+    return {
+        name.split(".")[0] for name in plain | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    }
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,9 @@ def test_expected_gradients_by_samples(of: Callable[..., Tensor], kind: str, whi
     samples = values_and_gradients(theta, q, of, kind)[1][draws]
     for name, truth in expected_gradients(theta, q).items():
         worst = z_scores(samples, truth).abs().max()
-        assert worst < limit(OUTCOMES * len(GRADIENTS)) if name == which else worst > 2 * limit(OUTCOMES * len(GRADIENTS)), name
+        assert (
+            worst < limit(OUTCOMES * len(GRADIENTS)) if name == which else worst > 2 * limit(OUTCOMES * len(GRADIENTS))
+        ), name
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -220,7 +222,9 @@ def test_off_policy_weights_exactly(seed: int) -> None:
     of = lambda p, reference, kind: estimate(p, reference, kind, weights=(p - g).exp())  # noqa: E731
     for kind in ("k1", "k3"):
         values, gradients = values_and_gradients(theta, q, of, kind)
-        assert float((g.exp() * values).sum()) == pytest.approx(float(divergence(torch.log_softmax(theta, 0), q)), rel=1e-12)
+        assert float((g.exp() * values).sum()) == pytest.approx(
+            float(divergence(torch.log_softmax(theta, 0), q)), rel=1e-12
+        )
         assert (g.exp() @ gradients - gradient_of_divergence(theta, q)).norm() < 1e-13
 
 

@@ -28,7 +28,9 @@ def example(seed: int = 0, spread: float = 1.0) -> dict[str, Tensor]:
     }
 
 
-def loss_of(e: dict[str, Tensor], hidden: Tensor, weight: Tensor, bias: Tensor, temperature: float, reduction: str) -> Tensor:
+def loss_of(
+    e: dict[str, Tensor], hidden: Tensor, weight: Tensor, bias: Tensor, temperature: float, reduction: str
+) -> Tensor:
     logprobs = token_logprobs(linear_logits(hidden, weight, bias), e["labels"], temperature)
     return nll(logprobs, e["mask"], e["valid_tokens"], reduction)  # type: ignore[arg-type]
 
@@ -73,7 +75,10 @@ def test_value_by_mpmath(spread: float) -> None:
     with mpmath.workdps(50):
         total, entropies = mpmath.mpf(0), []
         for t in range(TOKENS):
-            z = [sum(mpmath.mpf(float(h)) * mpmath.mpf(float(w)) for h, w in zip(e["hidden"][t], row, strict=True)) / tau for row in e["weight"]]
+            z = [
+                sum(mpmath.mpf(float(h)) * mpmath.mpf(float(w)) for h, w in zip(e["hidden"][t], row, strict=True)) / tau
+                for row in e["weight"]
+            ]
             normaliser = sum(mpmath.exp(x) for x in z)
             p = [mpmath.exp(x) / normaliser for x in z]
             entropies.append(float(-sum(q * mpmath.log(q) for q in p if q)))
@@ -133,7 +138,9 @@ def test_gradient_of_the_loss_of_each_sequence(average: bool, garbage: float) ->
 @pytest.mark.parametrize("fast", [True, False])
 def test_gradient_of_the_loss_of_each_sequence_by_finite_differences(average: bool, fast: bool) -> None:
     logprobs = -torch.rand(6, dtype=torch.float64)
-    assert gradcheck(lambda x: sequence_nll(x, TRAINED, SEQUENCE, 3, average), (logprobs.requires_grad_(),), fast_mode=fast)
+    assert gradcheck(
+        lambda x: sequence_nll(x, TRAINED, SEQUENCE, 3, average), (logprobs.requires_grad_(),), fast_mode=fast
+    )
 
 
 def test_the_sequences_add_up_to_the_batch() -> None:
@@ -142,11 +149,16 @@ def test_the_sequences_add_up_to_the_batch() -> None:
         float(nll(logprobs, TRAINED, torch.tensor(3), "sum")), rel=1e-15
     )
     many = torch.stack([logprobs, logprobs * 2])
-    assert torch.equal(torch.func.vmap(lambda x: sequence_nll(x, TRAINED, SEQUENCE, 3))(many)[1], sequence_nll(many[1], TRAINED, SEQUENCE, 3))
+    assert torch.equal(
+        torch.func.vmap(lambda x: sequence_nll(x, TRAINED, SEQUENCE, 3))(many)[1],
+        sequence_nll(many[1], TRAINED, SEQUENCE, 3),
+    )
 
 
 def test_equal_logits_have_the_entropy_of_the_vocabulary() -> None:
-    assert float(token_entropy(torch.zeros(1, 8, dtype=torch.float64))) == pytest.approx(3 * torch.tensor(2.0, dtype=torch.float64).log().item())
+    assert float(token_entropy(torch.zeros(1, 8, dtype=torch.float64))) == pytest.approx(
+        3 * torch.tensor(2.0, dtype=torch.float64).log().item()
+    )
 
 
 def test_nothing_trained_is_zero_with_zero_gradient() -> None:

@@ -38,7 +38,15 @@ OPTIONS = {
 }
 REWARDS = torch.tensor([2.0, 1.0, -1.0, 3.0, 0.5, 0.5], dtype=torch.float64)
 with_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-METRICS = {"loss", "sft_loss", "preference_loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean", "num_valid_samples"}
+METRICS = {
+    "loss",
+    "sft_loss",
+    "preference_loss",
+    "accuracy",
+    "rewards_chosen_mean",
+    "rewards_rejected_mean",
+    "num_valid_samples",
+}
 
 
 def example(seed: int = 0) -> dict[str, Tensor]:
@@ -119,9 +127,14 @@ def test_gradients_by_a_closed_form(options: DpoOptions) -> None:
     """Each token by itself: +-L'(margin) m_t g_p / pairs, less the SFT term for chosen ones; divided by the count for means."""
     e = example()
     beta, pairs = options.reference_policy_kl_penalty, float(e["valid_sequences"]) / 2 + options.epsilon
-    ratio = (e["logprobs"] - align_reference(e["reference_logprobs"], SEQUENCE, options.reference_layout)).masked_fill(~MASK, 0)
+    ratio = (e["logprobs"] - align_reference(e["reference_logprobs"], SEQUENCE, options.reference_layout)).masked_fill(
+        ~MASK, 0
+    )
     counts = [max(1, int(MASK[tokens].sum())) for tokens in TOKENS_OF]
-    rewards = [float(ratio[TOKENS_OF[i]].sum()) / (counts[i] if options.preference_average_log_probs else 1) for i in range(len(LENGTHS))]
+    rewards = [
+        float(ratio[TOKENS_OF[i]].sum()) / (counts[i] if options.preference_average_log_probs else 1)
+        for i in range(len(LENGTHS))
+    ]
     derived = torch.zeros_like(ratio)
     for t, i in enumerate(SEQUENCE.tolist()):
         if not MASK[t] or not SAMPLE_MASK[i - i % 2]:
@@ -129,7 +142,13 @@ def test_gradients_by_a_closed_form(options: DpoOptions) -> None:
         margin = rewards[i - i % 2] - rewards[i - i % 2 + 1]
         slope = 2 * (margin - 0.5 / beta) if options.loss_type == "ipo" else -beta / (1 + math.exp(beta * margin))
         sign = -1 if i % 2 else 1
-        derived[t] = options.preference_loss_weight * sign * slope / pairs / (counts[i] if options.preference_average_log_probs else 1)
+        derived[t] = (
+            options.preference_loss_weight
+            * sign
+            * slope
+            / pairs
+            / (counts[i] if options.preference_average_log_probs else 1)
+        )
         if sign == 1:
             derived[t] -= options.sft_loss_weight / pairs / (counts[i] if options.sft_average_log_probs else 1)
     assert bool(derived.any()) == (beta > 0)
@@ -170,13 +189,19 @@ def test_values_by_mpmath(options: DpoOptions) -> None:
         for c, r, nll, valid in zip(rewards[::2], rewards[1::2], nlls[::2], SAMPLE_MASK[::2].tolist(), strict=True):
             if not valid:
                 continue
-            part = (c - r - 1 / (2 * beta)) ** 2 if options.loss_type == "ipo" else mpmath.log(1 + mpmath.exp(-beta * (c - r)))
+            part = (
+                (c - r - 1 / (2 * beta)) ** 2
+                if options.loss_type == "ipo"
+                else mpmath.log(1 + mpmath.exp(-beta * (c - r)))
+            )
             sums["preference_loss"] += part / pairs
             sums["sft_loss"] += nll / pairs if options.sft_loss_weight else 0
             sums["accuracy"] += int(c > r) / pairs
             sums["rewards_chosen_mean"] += c / pairs
             sums["rewards_rejected_mean"] += r / pairs
-        sums["loss"] = options.preference_loss_weight * sums["preference_loss"] + options.sft_loss_weight * sums["sft_loss"]
+        sums["loss"] = (
+            options.preference_loss_weight * sums["preference_loss"] + options.sft_loss_weight * sums["sft_loss"]
+        )
         sums["num_valid_samples"] = mpmath.mpf(3)
     loss, _, metrics = with_gradient(e, options)
     assert same(metrics, {name: torch.tensor(float(value), dtype=torch.float64) for name, value in sums.items()})
@@ -199,7 +224,13 @@ def test_by_hand() -> None:
     assert dpo(**e, options=DpoOptions(loss_type="ipo", reference_policy_kl_penalty=0.125))[0] == 4  # (2 - 4)^2
     assert dpo(**e, options=DpoOptions(loss_type="ipo", reference_policy_kl_penalty=0.25))[0] == 0  # at the target
     assert dpo(**e, options=DpoOptions(preference_loss_weight=0.0, sft_loss_weight=2.0))[0] == -1  # 2 * -(1.5 - 1)
-    assert dpo(**{**e, "valid_sequences": torch.tensor(8)}, options=DpoOptions(loss_type="ipo", reference_policy_kl_penalty=0.5))[0] == 0.25
+    assert (
+        dpo(
+            **{**e, "valid_sequences": torch.tensor(8)},
+            options=DpoOptions(loss_type="ipo", reference_policy_kl_penalty=0.5),
+        )[0]
+        == 0.25
+    )
 
 
 def test_means_by_hand() -> None:
@@ -262,7 +293,9 @@ def test_layouts_say_the_same(layout: Any) -> None:
     e, options = example(), DpoOptions(sft_loss_weight=0.5, reference_layout=layout)
     expected = with_gradient(e, replace(options, reference_layout="next"))
     over_the_pack = in_layout(e["reference_logprobs"], "token", 0.0).roll(-1 if layout == "rolled" else 0)
-    for reference in (in_layout(e["reference_logprobs"], layout, garbage) for garbage in (math.nan, math.inf, 0.0, -7.0)):
+    for reference in (
+        in_layout(e["reference_logprobs"], layout, garbage) for garbage in (math.nan, math.inf, 0.0, -7.0)
+    ):
         found = with_gradient({**e, "reference_logprobs": reference}, options)
         assert torch.equal(found[1], expected[1])
         assert same(found[2], expected[2])
@@ -286,7 +319,9 @@ def test_a_policy_equal_to_its_reference_loses_ln_2(beta: float, average: bool) 
 @given(st.floats(-20, 20), st.floats(-20, 20), st.floats(0, 5))
 def test_swapping_chosen_and_rejected_adds_the_margin(chosen: float, rejected: float, beta: float) -> None:
     options = DpoOptions(reference_policy_kl_penalty=beta)
-    there, back = (float(dpo(**one_pair(*pair), options=options)[0]) for pair in ((chosen, rejected), (rejected, chosen)))
+    there, back = (
+        float(dpo(**one_pair(*pair), options=options)[0]) for pair in ((chosen, rejected), (rejected, chosen))
+    )
     assert back == pytest.approx(there + beta * (chosen - rejected), rel=1e-12, abs=1e-12)
 
 
@@ -294,7 +329,9 @@ def test_swapping_chosen_and_rejected_adds_the_margin(chosen: float, rejected: f
 @given(st.floats(-20, 20), st.floats(-20, 20), st.floats(0.05, 5))
 def test_swapping_under_ipo_adds_two_margins_over_beta(chosen: float, rejected: float, beta: float) -> None:
     options = DpoOptions(loss_type="ipo", reference_policy_kl_penalty=beta)
-    there, back = (float(dpo(**one_pair(*pair), options=options)[0]) for pair in ((chosen, rejected), (rejected, chosen)))
+    there, back = (
+        float(dpo(**one_pair(*pair), options=options)[0]) for pair in ((chosen, rejected), (rejected, chosen))
+    )
     assert back == pytest.approx(there + 2 * (chosen - rejected) / beta, rel=1e-12, abs=1e-10)
 
 
@@ -308,7 +345,11 @@ def test_an_offset_common_to_policy_and_reference_changes_no_preference() -> Non
 def test_bradley_terry_is_dpo_of_one_token_at_beta_1() -> None:
     rewards = torch.tensor([0.3, -1.0, 2.0, 2.5, -0.5, -0.5], dtype=torch.float64)
     common = {"sample_mask": torch.tensor([1, 1, 1, 1, 1, 1]).bool(), "valid_sequences": torch.tensor(6)}
-    tokens = {"reference_logprobs": torch.zeros(6, dtype=torch.float64), "mask": torch.ones(6).bool(), "sequence": torch.arange(6)}
+    tokens = {
+        "reference_logprobs": torch.zeros(6, dtype=torch.float64),
+        "mask": torch.ones(6).bool(),
+        "sequence": torch.arange(6),
+    }
     loss, metrics = dpo(logprobs=rewards, **tokens, **common, options=DpoOptions(reference_policy_kl_penalty=1.0))
     found, found_metrics = preference(rewards=rewards, **common)
     assert found == loss
@@ -375,9 +416,16 @@ def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> No
 
 def test_pairs_need_an_even_number_of_sequences() -> None:
     with pytest.raises(ValueError, match="3 sequences; expected an even number"):
-        preference(rewards=torch.zeros(3, dtype=torch.float64), sample_mask=torch.ones(3).bool(), valid_sequences=torch.tensor(3))
+        preference(
+            rewards=torch.zeros(3, dtype=torch.float64),
+            sample_mask=torch.ones(3).bool(),
+            valid_sequences=torch.tensor(3),
+        )
     with pytest.raises(ValueError, match="1 sequences; expected an even number"):
-        dpo(**{**one_pair(0.0, 0.0), "sequence": torch.zeros(4, dtype=torch.long), "sample_mask": torch.ones(1).bool()}, options=DpoOptions())
+        dpo(
+            **{**one_pair(0.0, 0.0), "sequence": torch.zeros(4, dtype=torch.long), "sample_mask": torch.ones(1).bool()},
+            options=DpoOptions(),
+        )
 
 
 # Masks, counts and parts
@@ -393,7 +441,9 @@ def test_garbage_at_masked_tokens_has_no_effect(options: DpoOptions, garbage: li
     logprobs, reference = (torch.where(unused, rubbish, e[name]) for name in ("logprobs", "reference_logprobs"))
     e["reference_logprobs"] = in_layout(e["reference_logprobs"], options.reference_layout, 0.0)
     before = with_gradient(e, options)
-    after = with_gradient({**e, "logprobs": logprobs, "reference_logprobs": in_layout(reference, options.reference_layout)}, options)
+    after = with_gradient(
+        {**e, "logprobs": logprobs, "reference_logprobs": in_layout(reference, options.reference_layout)}, options
+    )
     assert torch.equal(before[1], after[1])
     assert before[2] == after[2]
 
@@ -411,7 +461,9 @@ def test_nothing_valid_is_zero_with_zero_gradient(options: DpoOptions) -> None:
 def test_pairs_without_a_trained_token_count_but_have_no_gradient() -> None:
     e = example()
     e["mask"], e["valid_sequences"] = torch.zeros_like(MASK), SAMPLE_MASK.sum()
-    loss, gradient, _ = with_gradient(e, DpoOptions(sft_loss_weight=1.0, sft_average_log_probs=True, preference_average_log_probs=True))
+    loss, gradient, _ = with_gradient(
+        e, DpoOptions(sft_loss_weight=1.0, sft_average_log_probs=True, preference_average_log_probs=True)
+    )
     assert close(loss, torch.tensor(2.0, dtype=torch.float64).log())
     assert not gradient.any()
 
@@ -444,7 +496,11 @@ def test_the_chosen_sequence_gates_its_pair(chosen: bool, rejected: bool) -> Non
 @pytest.mark.parametrize("chosen", [False, True])
 def test_the_chosen_reward_gates_its_pair(chosen: bool, rejected: bool) -> None:
     alike, found = (
-        preference(rewards=REWARDS, sample_mask=torch.tensor([1, 1, chosen, other, 1, 1]).bool(), valid_sequences=torch.tensor(6))[1]
+        preference(
+            rewards=REWARDS,
+            sample_mask=torch.tensor([1, 1, chosen, other, 1, 1]).bool(),
+            valid_sequences=torch.tensor(6),
+        )[1]
         for other in (chosen, rejected)
     )
     assert found.pop("num_valid_samples") == 2 + (chosen + rejected) / 2
@@ -455,9 +511,14 @@ def test_the_chosen_reward_gates_its_pair(chosen: bool, rejected: bool) -> None:
 @with_options
 def test_everything_is_linear_in_one_over_the_pairs(options: DpoOptions) -> None:
     factor, e, options = 7, example(), replace(options, epsilon=0.0)
-    before, after = with_gradient(e, options), with_gradient({**e, "valid_sequences": e["valid_sequences"] * factor}, options)
+    before, after = (
+        with_gradient(e, options),
+        with_gradient({**e, "valid_sequences": e["valid_sequences"] * factor}, options),
+    )
     assert close(before[1], after[1] * factor)
-    assert same(before[2], {name: value * (1 if name == "num_valid_samples" else factor) for name, value in after[2].items()})
+    assert same(
+        before[2], {name: value * (1 if name == "num_valid_samples" else factor) for name, value in after[2].items()}
+    )
 
 
 @with_options
@@ -484,7 +545,10 @@ def test_padding_changes_nothing() -> None:
     at = torch.tensor([0, 1, 1, 1, 2, 3, 3])
     padded = {**e, **{name: e[name][at] for name in ("logprobs", "reference_logprobs", "mask", "sequence")}}
     for layout in ("next", "rolled"):
-        assert dpo(**padded, options=DpoOptions(reference_layout=layout))[1] == dpo(**e, options=DpoOptions(reference_layout=layout))[1]
+        assert (
+            dpo(**padded, options=DpoOptions(reference_layout=layout))[1]
+            == dpo(**e, options=DpoOptions(reference_layout=layout))[1]
+        )
 
 
 # Transforms
@@ -495,7 +559,9 @@ def test_metrics_are_no_part_of_the_graph() -> None:
     e["logprobs"].requires_grad_()
     metrics = (
         dpo(**e, options=DpoOptions(sft_loss_weight=1.0))[1]
-        | preference(rewards=REWARDS.clone().requires_grad_(), sample_mask=torch.ones(6).bool(), valid_sequences=torch.tensor(6))[1]
+        | preference(
+            rewards=REWARDS.clone().requires_grad_(), sample_mask=torch.ones(6).bool(), valid_sequences=torch.tensor(6)
+        )[1]
     )
     assert not any(x.requires_grad for x in metrics.values())
 
@@ -528,7 +594,10 @@ def test_preference_by_hand() -> None:
     loss, metrics = preference(rewards=REWARDS, sample_mask=all_pairs, valid_sequences=torch.tensor(6))
     assert float(loss) == pytest.approx(sum(softplus) / 3, rel=1e-15)
     assert metrics.pop("loss") == loss
-    assert same(metrics, {name: torch.tensor(x, dtype=torch.float64) for name, x in zip(metrics, [1 / 3, 0.5, 1.5, 3], strict=True)})
+    assert same(
+        metrics,
+        {name: torch.tensor(x, dtype=torch.float64) for name, x in zip(metrics, [1 / 3, 0.5, 1.5, 3], strict=True)},
+    )
     two = torch.tensor([1, 1, 1, 1, 0, 0]).bool()
     loss, metrics = preference(rewards=REWARDS, sample_mask=two, valid_sequences=torch.tensor(4))
     assert float(loss) == pytest.approx(sum(softplus[:2]) / 2, rel=1e-15)
@@ -549,7 +618,9 @@ def test_preference_gradients(fast: bool) -> None:
 
 
 def test_preference_of_equal_rewards_is_ln_2() -> None:
-    loss, metrics = preference(rewards=torch.ones(4, dtype=torch.float64), sample_mask=torch.ones(4).bool(), valid_sequences=torch.tensor(4))
+    loss, metrics = preference(
+        rewards=torch.ones(4, dtype=torch.float64), sample_mask=torch.ones(4).bool(), valid_sequences=torch.tensor(4)
+    )
     assert loss == torch.tensor(2.0, dtype=torch.float64).log()
     assert metrics["accuracy"] == 0
 
@@ -570,7 +641,9 @@ def test_garbage_in_a_dropped_pair_has_no_effect(garbage: float) -> None:
 @pytest.mark.parametrize("epsilon", [0.0, 1e-8])
 def test_no_valid_pair_is_zero_with_zero_gradient(epsilon: float) -> None:
     rewards = REWARDS.clone().requires_grad_()
-    loss, metrics = preference(rewards=rewards, sample_mask=torch.zeros(6).bool(), valid_sequences=torch.tensor(0), epsilon=epsilon)
+    loss, metrics = preference(
+        rewards=rewards, sample_mask=torch.zeros(6).bool(), valid_sequences=torch.tensor(0), epsilon=epsilon
+    )
     assert metrics == dict.fromkeys(metrics, 0)
     assert not torch.autograd.grad(loss, rewards)[0].any()
 
@@ -578,7 +651,9 @@ def test_no_valid_pair_is_zero_with_zero_gradient(epsilon: float) -> None:
 def test_preference_parts_add_up_in_any_order() -> None:
     mask, n = torch.ones(6).bool(), torch.tensor(6)
     whole = preference(rewards=REWARDS, sample_mask=mask, valid_sequences=n)[1]
-    parts = [preference(rewards=REWARDS[p], sample_mask=mask[p], valid_sequences=n)[1] for p in (slice(2, 6), slice(0, 2))]
+    parts = [
+        preference(rewards=REWARDS[p], sample_mask=mask[p], valid_sequences=n)[1] for p in (slice(2, 6), slice(0, 2))
+    ]
     assert same({name: parts[0][name] + parts[1][name] for name in whole}, whole)
     assert same(preference(rewards=REWARDS[[4, 5, 0, 1, 2, 3]], sample_mask=mask, valid_sequences=n)[1], whole)
     half = preference(rewards=REWARDS, sample_mask=mask, valid_sequences=2 * n)[1]

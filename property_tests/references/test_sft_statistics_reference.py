@@ -99,14 +99,20 @@ def test_by_hand() -> None:
     }
     assert floats(sft_statistics(**e)) == pytest.approx(expected, rel=1e-14)
     half = {name: torch.tensor(2 * n) for name, n in (("valid_sequences", 2), ("real_tokens", 4), ("valid_tokens", 3))}
-    expected |= {f"{name}_avg": expected[f"{name}_avg"] / 2 for name in STATISTICS}  # the batch has as much again elsewhere
+    expected |= {
+        f"{name}_avg": expected[f"{name}_avg"] / 2 for name in STATISTICS
+    }  # the batch has as much again elsewhere
     assert floats(sft_statistics(**{**e, **half})) == pytest.approx(expected, rel=1e-14)
 
 
 def test_each_average_has_its_own_count() -> None:
     e = example()
     once = sft_statistics(**e)
-    for count, names in {"valid_sequences": STATISTICS[:1], "valid_tokens": STATISTICS[1:3], "real_tokens": STATISTICS[3:]}.items():
+    for count, names in {
+        "valid_sequences": STATISTICS[:1],
+        "valid_tokens": STATISTICS[1:3],
+        "real_tokens": STATISTICS[3:],
+    }.items():
         changed = sft_statistics(**{**e, count: 2 * e[count]})
         assert {name for name in once if once[name] != changed[name]} == {f"{name}_avg" for name in names}
 
@@ -115,7 +121,9 @@ def test_loss_and_entropy_are_those_of_the_loss() -> None:
     e = example()
     found = sft_statistics(**e)
     assert float(found["loss_avg"]) == pytest.approx(float(nll(e["logprobs"], e["mask"], e["valid_tokens"])), rel=1e-15)
-    assert float(found["entropy_avg"]) == pytest.approx(float(mean_entropy(e["entropy"], e["mask"], e["valid_tokens"])), rel=1e-15)
+    assert float(found["entropy_avg"]) == pytest.approx(
+        float(mean_entropy(e["entropy"], e["mask"], e["valid_tokens"])), rel=1e-15
+    )
 
 
 def test_perplexity_is_no_exp_of_the_average_loss() -> None:
@@ -178,7 +186,11 @@ def test_parts_combine_in_any_order() -> None:
     parts = []
     for i in (3, 1, 0, 2):
         own = e["sequence"] == i
-        parts.append(sft_statistics(**{**tokens_of(e, own), "sequence": torch.zeros(int(own.sum()), dtype=torch.long), "sequences": 1}))
+        parts.append(
+            sft_statistics(
+                **{**tokens_of(e, own), "sequence": torch.zeros(int(own.sum()), dtype=torch.long), "sequences": 1}
+            )
+        )
     for name, expected in floats(whole).items():
         reduce = {"min": min, "max": max}.get(name.rsplit("_", 1)[1], math.fsum)
         assert reduce(float(part[name]) for part in parts) == pytest.approx(expected, rel=1e-14), name
@@ -192,7 +204,9 @@ def test_under_vmap() -> None:
     many = [torch.stack([e[name], example(1)[name]]) for name in names]
     found = torch.func.vmap(lambda *x: sft_statistics(**{**e, **dict(zip(names, x, strict=True))}))(*many)
     for i in (0, 1):
-        assert {name: float(x[i]) for name, x in found.items()} == pytest.approx(floats(sft_statistics(**example(i))), rel=1e-14)
+        assert {name: float(x[i]) for name, x in found.items()} == pytest.approx(
+            floats(sft_statistics(**example(i))), rel=1e-14
+        )
 
 
 def test_statistics_carry_no_gradient() -> None:

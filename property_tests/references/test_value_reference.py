@@ -34,7 +34,13 @@ def example(seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     values, old_values, returns = torch.randn(3, TOKENS, generator=generator, dtype=torch.float64)
     mask = torch.arange(TOKENS) % 4 != 2
-    return {"values": values, "old_values": old_values, "returns": returns, "mask": mask, "valid_tokens": mask.sum() + 3}
+    return {
+        "values": values,
+        "old_values": old_values,
+        "returns": returns,
+        "mask": mask,
+        "valid_tokens": mask.sum() + 3,
+    }
 
 
 def with_gradient(e: dict[str, Tensor], options: ValueOptions) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -54,7 +60,13 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 def one_token(value: float, old_value: float, returned: float) -> dict[str, Tensor]:
     values, old_values, returns = (torch.tensor([x], dtype=torch.float64) for x in (value, old_value, returned))
-    return {"values": values, "old_values": old_values, "returns": returns, "mask": torch.tensor([True]), "valid_tokens": torch.tensor(1)}
+    return {
+        "values": values,
+        "old_values": old_values,
+        "returns": returns,
+        "mask": torch.tensor([True]),
+        "valid_tokens": torch.tensor(1),
+    }
 
 
 # Gradients
@@ -114,7 +126,10 @@ def test_values_by_numpy(options: ValueOptions, seed: int) -> None:
         trained.append(v)
     loss, _, metrics = with_gradient(e, options)
     assert loss == metrics["loss"]
-    expected = {name: math.fsum(values) / n for name, values in parts.items()} | {"values_min": min(trained), "values_max": max(trained)}
+    expected = {name: math.fsum(values) / n for name, values in parts.items()} | {
+        "values_min": min(trained),
+        "values_max": max(trained),
+    }
     assert same(metrics, {name: torch.tensor(x, dtype=torch.float64) for name, x in expected.items()})
 
 
@@ -142,7 +157,9 @@ def test_values_by_numpy(options: ValueOptions, seed: int) -> None:
         (1.25, 1.0, 1.25, 0.0, 0.0, False),
     ],
 )
-def test_every_side_of_the_clip_by_hand(value: float, old_value: float, returned: float, loss: float, gradient: float, clipped: bool) -> None:
+def test_every_side_of_the_clip_by_hand(
+    value: float, old_value: float, returned: float, loss: float, gradient: float, clipped: bool
+) -> None:
     e = one_token(value, old_value, returned)
     found, found_gradient, metrics = with_gradient(e, CLIPPED)
     assert (found, found_gradient, metrics["vf_clipfrac"]) == (loss, gradient, clipped)
@@ -190,7 +207,10 @@ def test_epsilon_counts_even_where_it_is_small() -> None:
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.floats(0.01, 3.0))
 def test_a_clip_raises_the_loss_the_more_the_narrower_it_is(seed: int, cliprange: float) -> None:
-    losses = [float(value_loss(**example(seed), options=ValueOptions(cliprange=c))[0]) for c in (cliprange, 2 * cliprange, None)]
+    losses = [
+        float(value_loss(**example(seed), options=ValueOptions(cliprange=c))[0])
+        for c in (cliprange, 2 * cliprange, None)
+    ]
     assert losses == sorted(losses, reverse=True)
 
 
@@ -199,7 +219,10 @@ def test_a_clip_raises_the_loss_the_more_the_narrower_it_is(seed: int, cliprange
 def test_an_offset_of_all_values_changes_nothing(seed: int, offset: float) -> None:
     e = example(seed)
     moved = {**e, **{name: e[name] + offset for name in INPUTS}}
-    (loss, gradient, metrics), (loss_moved, gradient_moved, metrics_moved) = with_gradient(e, CLIPPED), with_gradient(moved, CLIPPED)
+    (loss, gradient, metrics), (loss_moved, gradient_moved, metrics_moved) = (
+        with_gradient(e, CLIPPED),
+        with_gradient(moved, CLIPPED),
+    )
     assert float(loss_moved) == pytest.approx(float(loss), rel=1e-12)
     assert (gradient - gradient_moved).abs().max() < 1e-13
     assert metrics["vf_clipfrac"] == metrics_moved["vf_clipfrac"]
@@ -210,7 +233,10 @@ def test_units_cancel() -> None:
     e = example()
     for factor in (-1.0, 4.0):
         other = {**e, **{name: e[name] * factor for name in INPUTS}}
-        assert close(value_loss(**other, options=ValueOptions(cliprange=0.5 * abs(factor)))[0], value_loss(**e, options=CLIPPED)[0] * factor**2)
+        assert close(
+            value_loss(**other, options=ValueOptions(cliprange=0.5 * abs(factor)))[0],
+            value_loss(**e, options=CLIPPED)[0] * factor**2,
+        )
 
 
 def test_unmoved_values_are_not_clipped() -> None:
@@ -237,7 +263,9 @@ def test_explained_variance_by_hand() -> None:
     e = {**example(), "mask": torch.ones(TOKENS).bool(), "valid_tokens": torch.tensor(TOKENS)}
 
     def of(values: Tensor, returns: Tensor) -> float:
-        return float(explained_variance(value_loss(**{**e, "values": values, "returns": returns}, options=ValueOptions())[1]))
+        return float(
+            explained_variance(value_loss(**{**e, "values": values, "returns": returns}, options=ValueOptions())[1])
+        )
 
     returns = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(TOKENS // 2)
     assert of(returns, returns) == 1
@@ -270,7 +298,9 @@ def test_every_option_changes_loss_and_gradient(changed: dict[str, Any], base: V
 
 
 def test_scale_is_in_the_loss_alone() -> None:
-    before, after = (value_loss(**example(), options=ValueOptions(cliprange=0.5, scale=scale))[1] for scale in (1.0, 4.0))
+    before, after = (
+        value_loss(**example(), options=ValueOptions(cliprange=0.5, scale=scale))[1] for scale in (1.0, 4.0)
+    )
     assert after.pop("loss") == 4 * before.pop("loss")
     assert before == after
 
@@ -344,7 +374,9 @@ def test_order_does_not_matter(options: ValueOptions) -> None:
 @with_options
 def test_parts_add_up(options: ValueOptions) -> None:
     e = example()
-    parts = [value_loss(**{name: x[part] if x.ndim else x for name, x in e.items()}, options=options)[1] for part in halves()]
+    parts = [
+        value_loss(**{name: x[part] if x.ndim else x for name, x in e.items()}, options=options)[1] for part in halves()
+    ]
     whole = {name: parts[0][name] + parts[1][name] for name in SUMS}
     whole["values_min"] = torch.minimum(parts[0]["values_min"], parts[1]["values_min"])
     whole["values_max"] = torch.maximum(parts[0]["values_max"], parts[1]["values_max"])

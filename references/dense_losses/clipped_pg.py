@@ -89,7 +89,11 @@ class ClippedPGOptions:
         if self.truncated_importance_sampling_type is None or self.truncated_importance_sampling_ratio is None:
             return None
         minimum = self.truncated_importance_sampling_ratio_min or 0.0
-        return Truncation(type=self.truncated_importance_sampling_type, minimum=minimum, maximum=self.truncated_importance_sampling_ratio)
+        return Truncation(
+            type=self.truncated_importance_sampling_type,
+            minimum=minimum,
+            maximum=self.truncated_importance_sampling_ratio,
+        )
 
     def __post_init__(self) -> None:
         for true, name, expected in _requirements(self):
@@ -121,7 +125,11 @@ def _requirements(o: ClippedPGOptions) -> Iterator[tuple[bool, str, str]]:
 
 
 def _truncation_requirements(o: ClippedPGOptions) -> Iterator[tuple[bool, str, str]]:
-    kind, low, high = o.truncated_importance_sampling_type, o.truncated_importance_sampling_ratio_min, o.truncated_importance_sampling_ratio
+    kind, low, high = (
+        o.truncated_importance_sampling_type,
+        o.truncated_importance_sampling_ratio_min,
+        o.truncated_importance_sampling_ratio,
+    )
     given = f"with truncated_importance_sampling_type={kind!r}"
     if kind is None:
         yield high is None, "truncated_importance_sampling_ratio", f"None {given}"
@@ -130,8 +138,16 @@ def _truncation_requirements(o: ClippedPGOptions) -> Iterator[tuple[bool, str, s
     yield o.use_importance_sampling_correction, "use_importance_sampling_correction", f"True {given}"
     yield high is not None and high > 0, "truncated_importance_sampling_ratio", f"more than 0 {given}"
     yield low is not None or kind == "tis", "truncated_importance_sampling_ratio_min", f"a number {given}"
-    yield low is None or low <= (high or 0), "truncated_importance_sampling_ratio_min", f"at most truncated_importance_sampling_ratio={high}"
-    yield kind != "seq-mask-tis" or not o.sequence_level_importance_ratios, "sequence_level_importance_ratios", f"False {given}"
+    yield (
+        low is None or low <= (high or 0),
+        "truncated_importance_sampling_ratio_min",
+        f"at most truncated_importance_sampling_ratio={high}",
+    )
+    yield (
+        kind != "seq-mask-tis" or not o.sequence_level_importance_ratios,
+        "sequence_level_importance_ratios",
+        f"False {given}",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,8 +221,17 @@ def clipped_pg(
     )
     ratio, clamped = _ratios(c, p, actor, means, o)
     weights, weight_metrics = _policy_weights(p, generation_logprobs, scored, means, o)
-    policy = means.reduced(weights * _surrogate(ratio, clamped, select(actor, c), select(actor, advantages), o), actor, o.token_level_loss)
-    kl = _kl(c if unfiltered_logprobs is None else unfiltered_logprobs, reference_logprobs, generation_logprobs, trained, means, o)
+    policy = means.reduced(
+        weights * _surrogate(ratio, clamped, select(actor, c), select(actor, advantages), o), actor, o.token_level_loss
+    )
+    kl = _kl(
+        c if unfiltered_logprobs is None else unfiltered_logprobs,
+        reference_logprobs,
+        generation_logprobs,
+        trained,
+        means,
+        o,
+    )
     nll = _positive_nll(c, actor, rewards, positive_tokens, means, o)
     loss = policy + o.kl_penalty * kl + o.positive_example_nll_weight * nll
     metrics = {
@@ -245,16 +270,22 @@ def _surrogate(ratio: Tensor, clamped: Tensor, c: Tensor, advantages: Tensor, o:
     return torch.where(advantages < 0, torch.minimum(pessimistic, -advantages * o.ratio_clip_c), pessimistic)
 
 
-def _policy_weights(p: Tensor, g: Tensor, scored: Tensor, means: _Means, o: ClippedPGOptions) -> tuple[Tensor, dict[str, Tensor]]:
+def _policy_weights(
+    p: Tensor, g: Tensor, scored: Tensor, means: _Means, o: ClippedPGOptions
+) -> tuple[Tensor, dict[str, Tensor]]:
     """w of every token as it is in the loss, and what is told of it."""
     of_sequences = o.sequence_level_importance_ratios
     sequences = means.sample_mask.shape[0]
-    w, outside = importance_weights(p - g, scored, means.sequence, sequences, of_sequences=of_sequences, truncation=o.truncation, epsilon=o.epsilon)
+    w, outside = importance_weights(
+        p - g, scored, means.sequence, sequences, of_sequences=of_sequences, truncation=o.truncation, epsilon=o.epsilon
+    )
     metrics = {"sampling_importance_ratio": means.of_sequences(w) if of_sequences else means.of_tokens(w, scored)}
     if o.truncated_importance_sampling_type == "seq-mask-tis":
         metrics["is_oob_ratio"] = means.of_sequences(outside.to(w.dtype))
     elif o.truncated_importance_sampling_type is not None:
-        metrics["is_oob_ratio"] = means.of_tokens((outside[means.sequence] if of_sequences else outside).to(w.dtype), scored)
+        metrics["is_oob_ratio"] = means.of_tokens(
+            (outside[means.sequence] if of_sequences else outside).to(w.dtype), scored
+        )
     if not o.use_importance_sampling_correction:
         return torch.ones_like(p), metrics
     return select(scored, w[means.sequence] if of_sequences else w), metrics
@@ -277,12 +308,16 @@ def _kl(u: Tensor, q: Tensor, g: Tensor, trained: Tensor, means: _Means, o: Clip
     return means.reduced(estimates, kept, o.token_level_loss)
 
 
-def _positive_nll(c: Tensor, actor: Tensor, rewards: Tensor | None, positive_tokens: Tensor | None, means: _Means, o: ClippedPGOptions) -> Tensor:
+def _positive_nll(
+    c: Tensor, actor: Tensor, rewards: Tensor | None, positive_tokens: Tensor | None, means: _Means, o: ClippedPGOptions
+) -> Tensor:
     """The mean NLL of tokens in sequences of positive reward, 0 where it has no part in the loss."""
     if o.positive_example_nll_weight == 0:
         return c.new_zeros(())
     if rewards is None:
-        raise ValueError(f"rewards=None: expected a tensor with positive_example_nll_weight={o.positive_example_nll_weight}")
+        raise ValueError(
+            f"rewards=None: expected a tensor with positive_example_nll_weight={o.positive_example_nll_weight}"
+        )
     positive = actor & (rewards > 0)[means.sequence]
     count = positive.sum() if o.positive_nll_normaliser == "local" else positive_tokens
     if count is None:

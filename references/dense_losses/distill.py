@@ -58,7 +58,9 @@ class DistillOptions:
         if not 0 <= self.mixed_kl_weight <= 1:
             raise ValueError(f"mixed_kl_weight is {self.mixed_kl_weight}; expected a weight in [0, 1]")
         if not -math.inf < self.log_infinitesimal < 0:
-            raise ValueError(f"log_infinitesimal is {self.log_infinitesimal}; expected a finite log-probability below 0")
+            raise ValueError(
+                f"log_infinitesimal is {self.log_infinitesimal}; expected a finite log-probability below 0"
+            )
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature is {self.temperature}; expected a positive number")
         if not 0 <= self.epsilon < math.inf:
@@ -81,7 +83,10 @@ def distill(
     """
     rows = mask[:, None]
     token_kl = distill_token_kl(
-        torch.where(rows, logits, 0.0), torch.where(rows, teacher_logits, 0.0), torch.where(rows, teacher_indices, 0), options
+        torch.where(rows, logits, 0.0),
+        torch.where(rows, teacher_logits, 0.0),
+        torch.where(rows, teacher_indices, 0),
+        options,
     )
     return distill_mean(token_kl, mask, valid_tokens, options)
 
@@ -124,7 +129,9 @@ def student_topk_logprobs(
     return torch.log_softmax(logits.gather(-1, teacher_indices) / temperature, dim=-1)
 
 
-def teacher_topk_logprobs(teacher_logits: Float[Tensor, "tokens k"], temperature: float = 1.0) -> Float[Tensor, "tokens k"]:
+def teacher_topk_logprobs(
+    teacher_logits: Float[Tensor, "tokens k"], temperature: float = 1.0
+) -> Float[Tensor, "tokens k"]:
     """``log p``, renormalised over the k in either mode."""
     return torch.log_softmax(teacher_logits / temperature, dim=-1)
 
@@ -137,7 +144,9 @@ def student_tail_kl(
 ) -> Float[Tensor, " tokens"]:
     """``sum_{v outside} q_v (log q_v - log_infinitesimal)``, the reverse KL outside the top-k; 0 if k is the whole vocabulary."""
     logprobs = torch.log_softmax(logits / temperature, dim=-1)
-    outside = torch.ones_like(logits, dtype=torch.bool).scatter(-1, teacher_indices, torch.zeros_like(teacher_indices, dtype=torch.bool))
+    outside = torch.ones_like(logits, dtype=torch.bool).scatter(
+        -1, teacher_indices, torch.zeros_like(teacher_indices, dtype=torch.bool)
+    )
     return _kl(torch.where(outside, logprobs, -torch.inf), torch.full_like(logprobs, log_infinitesimal))
 
 
@@ -151,7 +160,11 @@ def topk_kl(
     if options.kl_type == "forward":
         return _kl(teacher, student)
     reverse = _kl(student, teacher) + tail
-    return reverse if options.kl_type == "reverse" else options.mixed_kl_weight * _kl(teacher, student) + (1 - options.mixed_kl_weight) * reverse
+    return (
+        reverse
+        if options.kl_type == "reverse"
+        else options.mixed_kl_weight * _kl(teacher, student) + (1 - options.mixed_kl_weight) * reverse
+    )
 
 
 def _kl(logp: Float[Tensor, "tokens n"], logq: Float[Tensor, "tokens n"]) -> Float[Tensor, " tokens"]:

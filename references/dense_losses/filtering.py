@@ -46,7 +46,9 @@ def filtered_token_entropy(
     return -(logprobs.exp() * torch.where(keep, logprobs, 0.0)).sum(dim=-1)
 
 
-def kept_tokens(tempered: Float[Tensor, "tokens vocab"], top_k: int | None = None, top_p: float = 1.0) -> Bool[Tensor, "tokens vocab"]:
+def kept_tokens(
+    tempered: Float[Tensor, "tokens vocab"], top_k: int | None = None, top_p: float = 1.0
+) -> Bool[Tensor, "tokens vocab"]:
     """Which tokens of each row stay; ``tempered`` logits are already divided by the temperature. Those of -inf (a padded vocabulary) never do."""
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k is {top_k}; expected a positive number of tokens, or None for all")

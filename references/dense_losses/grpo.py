@@ -60,8 +60,12 @@ class GrpoOptions(RhoOptions):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected a finite number, 0 or larger")
         if self.kl_estimator not in (0, 1, 2, 3):
             raise ValueError(f"kl_estimator is {self.kl_estimator!r}; expected 0, 1, 2 or 3")
-        if self.loss_denominator != "token" and (isinstance(self.loss_denominator, str) or not 0 < self.loss_denominator < float("inf")):
-            raise ValueError(f"loss_denominator is {self.loss_denominator!r}; expected 'token' or a finite positive number")
+        if self.loss_denominator != "token" and (
+            isinstance(self.loss_denominator, str) or not 0 < self.loss_denominator < float("inf")
+        ):
+            raise ValueError(
+                f"loss_denominator is {self.loss_denominator!r}; expected 'token' or a finite positive number"
+            )
         if not isinstance(self.loss_scale, int) or self.loss_scale < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"loss_scale is {self.loss_scale!r}; expected a positive integer")
 
@@ -116,7 +120,11 @@ def grpo(
     kls = kl_estimates(logprobs - reference_logprobs, ratio)
     penalty = options.beta * kls[options.kl_estimator]
 
-    denominator = valid_tokens if options.loss_denominator == "token" else torch.tensor(options.loss_denominator, dtype=logprobs.dtype)
+    denominator = (
+        valid_tokens
+        if options.loss_denominator == "token"
+        else torch.tensor(options.loss_denominator, dtype=logprobs.dtype)
+    )
     loss = options.loss_scale * token_mean(policy + penalty, mask, denominator)
 
     kept = ~correction.dropped_low & ~correction.dropped_high
@@ -154,7 +162,9 @@ def policy_loss(
     return torch.maximum(free, clipped), clipped > free
 
 
-def kl_estimates(log_ratio: Float[Tensor, " tokens"], ratio: Float[Tensor, " tokens"]) -> tuple[Float[Tensor, " tokens"], ...]:
+def kl_estimates(
+    log_ratio: Float[Tensor, " tokens"], ratio: Float[Tensor, " tokens"]
+) -> tuple[Float[Tensor, " tokens"], ...]:
     """Four estimates of KL(p || p_ref) at each token from ``log_ratio``, log p - log p_ref; in nats.
 
     Schulman's k1, k2 and k3, and k1 with the importance weight ``ratio``. On-policy and unclamped, 0, 2 and 3 have the mean KL(p || p_ref), but

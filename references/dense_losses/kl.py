@@ -54,4 +54,7 @@ def js_estimate(p: Float[Tensor, " tokens"], g: Float[Tensor, " tokens"]) -> Flo
     does not have the expectation KL(g || m) over tokens sampled from g. Both signs agree to second order in p - g.
     """
     m = torch.logaddexp(p, g) - math.log(2)
-    return kl_estimate(logprobs=p, reference_logprobs=m, kl_type="k3") / 2 + kl_estimate(logprobs=g, reference_logprobs=m, kl_type="k3") / 2
+    return (
+        kl_estimate(logprobs=p, reference_logprobs=m, kl_type="k3") / 2
+        + kl_estimate(logprobs=g, reference_logprobs=m, kl_type="k3") / 2
+    )

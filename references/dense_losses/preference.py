@@ -57,10 +57,14 @@ class DpoOptions:
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}")
         if self.loss_type == "ipo" and self.reference_policy_kl_penalty == 0:
-            raise ValueError("reference_policy_kl_penalty is 0; expected a positive number with loss_type 'ipo', whose target is 1 / (2 beta)")
+            raise ValueError(
+                "reference_policy_kl_penalty is 0; expected a positive number with loss_type 'ipo', whose target is 1 / (2 beta)"
+            )
 
 
-def align_reference(values: Float[Tensor, " tokens"], sequence: Int[Tensor, " tokens"], layout: ReferenceLayout) -> Float[Tensor, " tokens"]:
+def align_reference(
+    values: Float[Tensor, " tokens"], sequence: Int[Tensor, " tokens"], layout: ReferenceLayout
+) -> Float[Tensor, " tokens"]:
     """``values`` with the value at t belonging to the prediction of token t + 1, within each sequence.
 
     - ``"next"``: they are so already. Returned as they are.
@@ -79,7 +83,11 @@ def align_reference(values: Float[Tensor, " tokens"], sequence: Int[Tensor, " to
 
 
 def sequence_total(
-    x: Float[Tensor, " tokens"], mask: Bool[Tensor, " tokens"], sequence: Int[Tensor, " tokens"], sequences: int, average: bool
+    x: Float[Tensor, " tokens"],
+    mask: Bool[Tensor, " tokens"],
+    sequence: Int[Tensor, " tokens"],
+    sequences: int,
+    average: bool,
 ) -> Float[Tensor, " sequences"]:
     """The sum or the mean over each sequence's trained tokens; 0 for one without any. ``x`` is 0 at masked tokens."""
     return sequence_mean(x, mask, sequence, sequences) if average else sequence_sum(x, sequence, sequences)
@@ -88,11 +96,15 @@ def sequence_total(
 def pair_gate(sample_mask: Bool[Tensor, " sequences"]) -> Bool[Tensor, " pairs"]:
     """Whether a pair counts: the sample mask of its chosen sequence."""
     if sample_mask.shape[0] % 2:
-        raise ValueError(f"sample_mask has {sample_mask.shape[0]} sequences; expected an even number, chosen and rejected in turn")
+        raise ValueError(
+            f"sample_mask has {sample_mask.shape[0]} sequences; expected an even number, chosen and rejected in turn"
+        )
     return sample_mask[0::2]
 
 
-def pair_mean(x: Float[Tensor, " pairs"], gate: Bool[Tensor, " pairs"], valid_sequences: Int[Tensor, ""], epsilon: float) -> Float[Tensor, ""]:
+def pair_mean(
+    x: Float[Tensor, " pairs"], gate: Bool[Tensor, " pairs"], valid_sequences: Int[Tensor, ""], epsilon: float
+) -> Float[Tensor, ""]:
     """``sum_p g_p x_p / (N / 2 + epsilon)``."""
     return divide(select(gate, x).sum(), valid_sequences.to(x.dtype) / 2, epsilon)
 
@@ -106,7 +118,10 @@ def pair_loss(margin: Float[Tensor, " pairs"], beta: float, loss_type: LossType)
 
 
 def reward_metrics(
-    rewards: Float[Tensor, " sequences"], sample_mask: Bool[Tensor, " sequences"], valid_sequences: Int[Tensor, ""], epsilon: float
+    rewards: Float[Tensor, " sequences"],
+    sample_mask: Bool[Tensor, " sequences"],
+    valid_sequences: Int[Tensor, ""],
+    epsilon: float,
 ) -> dict[str, Float[Tensor, ""]]:
     """The metrics that ``dpo`` and ``preference`` have in common."""
     rewards, gate = rewards.detach(), pair_gate(sample_mask)
@@ -172,7 +187,9 @@ def dpo(
 
     average = options.preference_average_log_probs
     rewards = total(logprobs, average=average) - total(reference, average=average)
-    preference_loss = mean(pair_loss(rewards[0::2] - rewards[1::2], options.reference_policy_kl_penalty, options.loss_type))
+    preference_loss = mean(
+        pair_loss(rewards[0::2] - rewards[1::2], options.reference_policy_kl_penalty, options.loss_type)
+    )
     sft_loss = torch.zeros_like(preference_loss)
     if options.sft_loss_weight > 0:
         sft_loss = mean(-total(logprobs, average=options.sft_average_log_probs)[0::2])

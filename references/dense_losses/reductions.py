@@ -25,12 +25,16 @@ def divide(total: Float[Tensor, "..."], count: Num[Tensor, "..."], epsilon: floa
     return total / (count + epsilon if epsilon else torch.where(count == 0, 1, count))
 
 
-def token_mean(x: Float[Tensor, " tokens"], mask: Bool[Tensor, " tokens"], count: Num[Tensor, ""], epsilon: float = 0.0) -> Float[Tensor, ""]:
+def token_mean(
+    x: Float[Tensor, " tokens"], mask: Bool[Tensor, " tokens"], count: Num[Tensor, ""], epsilon: float = 0.0
+) -> Float[Tensor, ""]:
     """``sum_t m_t x_t / count``; count is the whole batch's, over every rank and microbatch, so that parts add up."""
     return divide(select(mask, x).sum(), count, epsilon)
 
 
-def sequence_sum(x: Float[Tensor, " tokens"], sequence: Int[Tensor, " tokens"], sequences: int) -> Float[Tensor, " sequences"]:
+def sequence_sum(
+    x: Float[Tensor, " tokens"], sequence: Int[Tensor, " tokens"], sequences: int
+) -> Float[Tensor, " sequences"]:
     """The sum over each sequence's tokens; 0 for an empty one."""
     return torch.zeros(sequences, dtype=x.dtype).index_add(0, sequence, x)
 

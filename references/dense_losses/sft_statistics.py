@@ -65,5 +65,11 @@ def vocab_range(logits: Float[Tensor, "tokens vocab"]) -> tuple[Float[Tensor, " 
     return logits.amin(dim=-1), logits.amax(dim=-1)
 
 
-def _summary(name: str, x: Float[Tensor, " n"], mask: Bool[Tensor, " n"], count: Int[Tensor, ""]) -> dict[str, Float[Tensor, ""]]:
-    return {f"{name}_avg": divide(select(mask, x).sum(), count), f"{name}_min": smallest(x, mask), f"{name}_max": largest(x, mask)}
+def _summary(
+    name: str, x: Float[Tensor, " n"], mask: Bool[Tensor, " n"], count: Int[Tensor, ""]
+) -> dict[str, Float[Tensor, ""]]:
+    return {
+        f"{name}_avg": divide(select(mask, x).sum(), count),
+        f"{name}_min": smallest(x, mask),
+        f"{name}_max": largest(x, mask),
+    }

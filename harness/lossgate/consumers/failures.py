@@ -22,7 +22,11 @@ class FailureFiles:
         self._written: dict[Cell, Path] = {}
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, CellFinished) and event.result.verdict is Verdict.DISAGREE and event.result.cell.candidate.finding is None:
+        if (
+            isinstance(event, CellFinished)
+            and event.result.verdict is Verdict.DISAGREE
+            and event.result.cell.candidate.finding is None
+        ):
             self._written[event.result.cell] = write_failure(event.result, self._folder)
 
     def of(self, cell: Cell) -> Path | None:

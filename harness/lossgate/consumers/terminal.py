@@ -82,7 +82,11 @@ def tell(result: CellResult, failure: Path | None) -> list[str]:
 
 
 def _marked(result: CellResult) -> str:
-    word = f"{result.verdict} (known: {result.cell.candidate.finding.name})" if result.expected and result.cell.candidate.finding else result.verdict
+    word = (
+        f"{result.verdict} (known: {result.cell.candidate.finding.name})"
+        if result.expected and result.cell.candidate.finding
+        else result.verdict
+    )
     return f"[{'cyan' if result.expected else _STYLES[result.verdict]}]{word}[/]"
 
 
@@ -97,13 +101,27 @@ def _line(result: CellResult) -> str:
 def verdict_table(results: Sequence[CellResult]) -> Table:
     """A row for each candidate and dtype, over all of its layouts."""
     table = Table(title="Verdicts", title_justify="left", box=SIMPLE)
-    for heading in ("candidate", "dtype", "layouts", "problems", "comparisons", "of limit", "sees", "verdict", "good for"):
+    for heading in (
+        "candidate",
+        "dtype",
+        "layouts",
+        "problems",
+        "comparisons",
+        "of limit",
+        "sees",
+        "verdict",
+        "good for",
+    ):
         right = heading in ("problems", "comparisons", "of limit", "sees")
         table.add_column(heading, justify="right" if right else "left", no_wrap=heading not in ("good for", "verdict"))
     for (candidate, dtype), group in groupby(results, key=lambda r: (r.cell.candidate, r.cell.dtype)):
         rows = list(group)
         verdicts = Counter(_marked(r) for r in rows)
-        layouts = str(rows[0].cell.layout) if len(rows) == 1 else f"{len(rows)}, up to {max(r.cell.layout.ranks for r in rows)} ranks"
+        layouts = (
+            str(rows[0].cell.layout)
+            if len(rows) == 1
+            else f"{len(rows)}, up to {max(r.cell.layout.ranks for r in rows)} ranks"
+        )
         table.add_row(
             candidate.name,
             dtype,
@@ -116,7 +134,8 @@ def verdict_table(results: Sequence[CellResult]) -> Table:
             escape(candidate.good_for),
         )
     table.caption = (
-        "of limit: the largest statistic, over 1 disagrees. sees: the least error in an output's scale that each cell's pool would have seen."
+        "of limit: the largest statistic, over 1 disagrees. "
+        "sees: the least error in an output's scale that each cell's pool would have seen."
     )
     table.caption_justify = "left"
     return table

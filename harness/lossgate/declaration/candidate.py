@@ -119,15 +119,23 @@ def candidate(
     """
     declared_in = sys._getframe(1).f_code.co_filename
     if unknown := [axis for axis in axes if axis not in AXES]:
-        raise UsageError(f"candidate(axes={axes!r}): unknown mesh axis {unknown[0]!r}; expected any of {', '.join(AXES)}")
+        raise UsageError(
+            f"candidate(axes={axes!r}): unknown mesh axis {unknown[0]!r}; expected any of {', '.join(AXES)}"
+        )
     if unknown := [dtype for dtype in dtypes if dtype not in DTYPES]:
-        raise UsageError(f"candidate(dtypes={dtypes!r}): unknown dtype {unknown[0]!r}; expected any of {', '.join(DTYPES)}")
+        raise UsageError(
+            f"candidate(dtypes={dtypes!r}): unknown dtype {unknown[0]!r}; expected any of {', '.join(DTYPES)}"
+        )
     for dim, size in (tiles or {}).items():
         if not all(isinstance(s, int) and s > 0 for s in (size if isinstance(size, tuple) else (size,))):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise UsageError(f"candidate(tiles={tiles!r}): {dim} is {size!r}; expected a positive number of rows, or a tuple of them")
+            raise UsageError(
+                f"candidate(tiles={tiles!r}): {dim} is {size!r}; expected a positive number of rows, or a tuple of them"
+            )
     per_dtype = dict(precision) if isinstance(precision, Mapping) else dict.fromkeys(dtypes, precision or Precision())
     if missing := [dtype for dtype in dtypes if dtype not in per_dtype]:
-        raise UsageError(f"candidate(precision=...): no Precision for dtype {missing[0]!r}; give one for each of {', '.join(dtypes)}, or one for all")
+        raise UsageError(
+            f"candidate(precision=...): no Precision for dtype {missing[0]!r}; give one for each of {', '.join(dtypes)}, or one for all"
+        )
 
     def declare(kernel: Kernel) -> Candidate:
         own_name = name or getattr(kernel, "__name__", None)
@@ -144,7 +152,9 @@ def candidate(
             contract=contract or Contract(),
             supports=MappingProxyType(dict(supports or {})),
             differentiable=tuple(differentiable or ()),
-            tiles=MappingProxyType({dim: size if isinstance(size, tuple) else (size,) for dim, size in (tiles or {}).items()}),
+            tiles=MappingProxyType(
+                {dim: size if isinstance(size, tuple) else (size,) for dim, size in (tiles or {}).items()}
+            ),
             good_for=good_for,
             finding=finding,
             source=f"{declared_in}:{own_name}",

@@ -35,13 +35,17 @@ class Contract:
 
     def __post_init__(self) -> None:
         named = {"loss": self.loss, "logprobs": self.logprobs}
-        named |= {f"metrics[{k!r}]": v for k, v in self.metrics.items()} | {f"grads[{k!r}]": v for k, v in self.grads.items()}
+        named |= {f"metrics[{k!r}]": v for k, v in self.metrics.items()} | {
+            f"grads[{k!r}]": v for k, v in self.grads.items()
+        }
         for name, placements in named.items():
             for axis, placement in placements.items():
                 if axis not in AXES:
                     raise UsageError(f"Contract({name}): unknown mesh axis {axis!r}; expected one of {', '.join(AXES)}")
                 if placement not in get_args(Placement):
-                    raise UsageError(f"Contract({name}): {axis}={placement!r}; expected one of {', '.join(get_args(Placement))}")
+                    raise UsageError(
+                        f"Contract({name}): {axis}={placement!r}; expected one of {', '.join(get_args(Placement))}"
+                    )
                 if placement in ("min", "max") and not name.startswith("metrics"):
                     raise UsageError(f"Contract({name}): {axis}={placement!r}; only metrics are combined so")
 

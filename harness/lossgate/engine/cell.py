@@ -92,13 +92,17 @@ class CellResult:
     @property
     def missing_branches(self) -> tuple[str, ...]:
         return tuple(
-            name for name in find_spec(self.cell.candidate.spec).required(self.cell.candidate, self.cell.layout) if name not in self.branches
+            name
+            for name in find_spec(self.cell.candidate.spec).required(self.cell.candidate, self.cell.layout)
+            if name not in self.branches
         )
 
     @property
     def median_mde(self) -> float:
         """Of the comparisons that could say something."""
-        return median([c.mde for e in self.examined for c in e.comparisons if c.values and not c.vacuous] or [float("inf")])
+        return median(
+            [c.mde for e in self.examined for c in e.comparisons if c.values and not c.vacuous] or [float("inf")]
+        )
 
 
 def conclude(
@@ -135,11 +139,16 @@ def conclude_known(cell: Cell, finding: Finding, frozen: Frozen, now: Examinatio
     """The verdict on a known finding: expected if its frozen example still disagrees, in the same outputs."""
     expected = now.symptoms == frozen.symptoms and not now.agrees
     if now.agrees:
-        reasons = (f"known finding {finding.name} shows no more: its frozen example agrees; verify the candidate without it",)
+        reasons = (
+            f"known finding {finding.name} shows no more: its frozen example agrees; verify the candidate without it",
+        )
     elif expected:
         reasons = now.findings
     else:
-        reasons = (f"known finding {finding.name} has changed: it was known by {_and(frozen.symptoms)}, not {_and(now.symptoms)}", *now.findings)
+        reasons = (
+            f"known finding {finding.name} has changed: it was known by {_and(frozen.symptoms)}, not {_and(now.symptoms)}",
+            *now.findings,
+        )
     return CellResult(
         cell=cell,
         verdict=Verdict.DISAGREE,
@@ -171,7 +180,9 @@ def _biases(pooled: Iterable[Pooled]) -> tuple[str, ...]:
     return tuple(explain_pooled(one) for one in pooled if not one.agrees)
 
 
-def _verdict(failure: Examination | None, pooled: tuple[Pooled, ...], doubts: tuple[str, ...]) -> tuple[Verdict, tuple[str, ...]]:
+def _verdict(
+    failure: Examination | None, pooled: tuple[Pooled, ...], doubts: tuple[str, ...]
+) -> tuple[Verdict, tuple[str, ...]]:
     if failure is not None:
         return Verdict.DISAGREE, failure.findings
     if biased := _biases(pooled):
@@ -179,13 +190,17 @@ def _verdict(failure: Examination | None, pooled: tuple[Pooled, ...], doubts: tu
     return (Verdict.INCONCLUSIVE if doubts else Verdict.AGREE), doubts
 
 
-def _doubts(cell: Cell, examined: Sequence[Examination], pooled: tuple[Pooled, ...], branches: frozenset[str]) -> Iterator[str]:
+def _doubts(
+    cell: Cell, examined: Sequence[Examination], pooled: tuple[Pooled, ...], branches: frozenset[str]
+) -> Iterator[str]:
     """What problems of any kind could still show."""
     spec = find_spec(cell.candidate.spec)
     for comparison in (c for e in examined for c in e.comparisons if c.blind):
         yield f"the judge missed planted errors: {', '.join(comparison.blind)} in {comparison.output}"
     for p in pooled:
-        if p.mde > LARGEST_MDE and (p.problems or p.output not in spec.metrics):  # a count of what an option would do may always be 0
+        if p.mde > LARGEST_MDE and (
+            p.problems or p.output not in spec.metrics
+        ):  # a count of what an option would do may always be 0
             yield f"{p.output}: an error of {LARGEST_MDE:.0%} in scale could have hidden (seen from {p.mde:.2g} on); try more problems"
     for name, branch in spec.required(cell.candidate, cell.layout).items():
         if name not in branches:

@@ -26,7 +26,12 @@ class Frozen:
     @classmethod
     def of(cls, examination: Examination) -> "Frozen":
         statistics = {comparison.output: dict(comparison.values) for comparison in examination.comparisons}
-        return cls(problem=examination.problem, statistics=statistics, findings=examination.findings, symptoms=examination.symptoms)
+        return cls(
+            problem=examination.problem,
+            statistics=statistics,
+            findings=examination.findings,
+            symptoms=examination.symptoms,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +48,12 @@ class FailureFile:
 
 
 def versions() -> dict[str, str]:
-    return {"lossgate": lossgate.__version__, "torch": str(torch.__version__), "python": platform.python_version(), "machine": platform.machine()}
+    return {
+        "lossgate": lossgate.__version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
 
 
 def read_failure(file: Path) -> FailureFile:

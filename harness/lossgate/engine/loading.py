@@ -24,12 +24,18 @@ def load_candidates(target: str) -> list[Candidate]:
     found: dict[str, Candidate] = {}
     for candidate in vars(module).values():
         if isinstance(candidate, Candidate) and found.setdefault(candidate.name, candidate) is not candidate:
-            raise UsageError(f"{place}: two candidates are named {candidate.name!r}; tell them apart by candidate(name=...)")
+            raise UsageError(
+                f"{place}: two candidates are named {candidate.name!r}; tell them apart by candidate(name=...)"
+            )
     if not found:
         raise UsageError(f"{place}: no candidate in it; decorate a kernel with @lossgate.candidate(...)")
     if name and name not in found:
         raise UsageError(f"{place}: no candidate named {name!r}; it has {', '.join(found)}")
-    chosen = [replace(candidate, source=f"{place}:{candidate.name}") for candidate in found.values() if name in ("", candidate.name)]
+    chosen = [
+        replace(candidate, source=f"{place}:{candidate.name}")
+        for candidate in found.values()
+        if name in ("", candidate.name)
+    ]
     for candidate in chosen:
         find_spec(candidate.spec).check(candidate)
     return chosen
@@ -42,7 +48,9 @@ def _load(place: str) -> ModuleType:
         return importlib.import_module(place)
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and error.name and place.startswith(error.name):
-            raise UsageError(f"{place}: no such module; expected a file ending in .py or an importable module") from None
+            raise UsageError(
+                f"{place}: no such module; expected a file ending in .py or an importable module"
+            ) from None
         raise _import_error(place, error) from error
 
 
@@ -69,4 +77,8 @@ def _load_file(file: Path) -> ModuleType:
 
 
 def _import_error(place: str, error: BaseException) -> UsageError:
-    return error if isinstance(error, UsageError) else UsageError(f"{place}: can't be imported: {type(error).__name__}: {error}")
+    return (
+        error
+        if isinstance(error, UsageError)
+        else UsageError(f"{place}: can't be imported: {type(error).__name__}: {error}")
+    )

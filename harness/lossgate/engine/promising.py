@@ -44,7 +44,13 @@ _DRAWN: dict[str, list[Problem]] = {}
 
 def promising(candidate: Candidate, dtype: str, seed: int, contrast: Contrast, focus: Contrast | None) -> Promising:
     """focus: whose choice the problems are to have, None for any; those of a choice are drawn but once for all its contrasts."""
-    given = (candidate.spec, candidate.head, candidate.axes, sorted(candidate.supports.items()), sorted(candidate.tiles.items()))
+    given = (
+        candidate.spec,
+        candidate.head,
+        candidate.axes,
+        sorted(candidate.supports.items()),
+        sorted(candidate.tiles.items()),
+    )
     key = f"{given} {candidate.differentiable} {dtype} {seed} {focus.choice if focus else ''}"
     told = f"{key} {contrast}"
     if told not in _FOUND:
@@ -67,7 +73,9 @@ def _find(candidate: Candidate, dtype: str, key: str, contrast: Contrast, focus:
 
 def _draw(candidate: Candidate, dtype: str, key: str, focus: Contrast | None) -> list[Problem]:
     if key not in _DRAWN:
-        layout = Layout(**dict.fromkeys(candidate.axes, 2))  # more than one rank of each, so that there is something on each
+        layout = Layout(
+            **dict.fromkeys(candidate.axes, 2)
+        )  # more than one rank of each, so that there is something on each
         try:
             _DRAWN[key] = sample_problems(candidate, layout, dtype, _BATCH, crc32(key.encode()), focus)
         except Unsatisfiable:  # nothing goes with that choice

@@ -46,5 +46,7 @@ def replay_failure(file: Path, candidate: str | None = None) -> Replayed:
     if exact:
         lines.append("  every statistic is the one in the file")
     elif candidate is None:
-        lines.append(f"  statistics differ from those in the file, written with {', '.join(f'{k} {v}' for k, v in failure.versions.items())}")
+        lines.append(
+            f"  statistics differ from those in the file, written with {', '.join(f'{k} {v}' for k, v in failure.versions.items())}"
+        )
     return Replayed(bool(reasons), tuple(lines), exact)

@@ -52,7 +52,11 @@ def plan(candidates: Iterable[Candidate], settings: Settings) -> list[Cell]:
             problem = _frozen(candidate.finding).problem
             cells.append(Cell(candidate, problem.layout, problem.dtype))
             continue
-        own = [Cell(candidate, layout, dtype) for dtype in settings.dtypes_of(candidate) for layout in settings.layouts_of(candidate)]
+        own = [
+            Cell(candidate, layout, dtype)
+            for dtype in settings.dtypes_of(candidate)
+            for layout in settings.layouts_of(candidate)
+        ]
         if not own:
             raise UsageError(
                 f"candidate {candidate.name!r}: nothing to verify, with axes {candidate.axes or 'none'} and dtypes "
@@ -70,7 +74,9 @@ def run_cell(cell: Cell, settings: Settings) -> CellResult:
     try:
         if finding := cell.candidate.finding:
             frozen = _frozen(finding)
-            return conclude_known(cell, finding, frozen, examine(cell.candidate, frozen.problem, world), perf_counter() - start)
+            return conclude_known(
+                cell, finding, frozen, examine(cell.candidate, frozen.problem, world), perf_counter() - start
+            )
         search = Search(cell, world, settings)
         search.run()
         result = _conclude(search, start)
@@ -101,7 +107,9 @@ def _conclude(search: Search, start: float) -> CellResult:
 def _frozen(finding: Finding) -> Frozen:
     failure = read_failure(finding.example)
     if failure.pooled:
-        raise UsageError(f"finding {finding.name}: the problems of {finding.example} disagree only together; expected one that does so alone")
+        raise UsageError(
+            f"finding {finding.name}: the problems of {finding.example} disagree only together; expected one that does so alone"
+        )
     return failure.examples[0]
 
 
@@ -126,7 +134,9 @@ def _run_side_by_side(cells: Sequence[Cell], settings: Settings, jobs: int) -> I
     """In fresh processes, which load the candidates again by name: kernels can't be pickled."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=_start_process) as pool:
-        futures = [pool.submit(_run_by_name, cell.candidate.source, cell.layout, cell.dtype, settings) for cell in cells]
+        futures = [
+            pool.submit(_run_by_name, cell.candidate.source, cell.layout, cell.dtype, settings) for cell in cells
+        ]
         try:
             for cell, future in zip(cells, futures, strict=True):
                 yield replace(future.result(), cell=cell)

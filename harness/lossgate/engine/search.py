@@ -71,7 +71,9 @@ class Search:
     def missing_branches(self) -> set[str]:
         """The branches that a problem must still visit."""
         spec = find_spec(self.cell.candidate.spec)
-        return set(spec.required(self.cell.candidate, self.cell.layout)).difference(*(e.branches for e in self.examined))
+        return set(spec.required(self.cell.candidate, self.cell.layout)).difference(
+            *(e.branches for e in self.examined)
+        )
 
     def fill_gaps(self, round_: int) -> None:
         """For each contrast that is owed, and each branch that is missing, look for a problem that shows it, and examine it, until one fails."""
@@ -81,12 +83,20 @@ class Search:
             self._fill_branch(name, round_)
 
     def _fill_branch(self, name: str, round_: int) -> None:
-        self._seek(f"{round_} {name}", lambda: name in self.missing_branches, lambda problem: float(name in branches_of(problem)))
+        self._seek(
+            f"{round_} {name}",
+            lambda: name in self.missing_branches,
+            lambda problem: float(name in branches_of(problem)),
+        )
 
     def _fill_contrast(self, name: str, contrast: Contrast, round_: int) -> None:
         if name not in self.owed or self.failure is not None:
             return
-        focus = contrast if len({other.values for other in self._contrasts.values() if other.option == contrast.option}) > 1 else None
+        focus = (
+            contrast
+            if len({other.values for other in self._contrasts.values() if other.option == contrast.option}) > 1
+            else None
+        )
         known = promising(self.cell.candidate, self.cell.dtype, self.settings.seed, contrast, focus)
         if known.idle:
             self.idle.add(name)
@@ -114,7 +124,13 @@ class Search:
                 self._search(f"{self.settings.seed} {self.cell} like one that failed", self._check, focus)
             self.failure = self.failure or found
 
-    def _seek(self, what: str, missing: Callable[[], bool], promise: Callable[[Problem], float], contrast: Contrast | None = None) -> None:
+    def _seek(
+        self,
+        what: str,
+        missing: Callable[[], bool],
+        promise: Callable[[Problem], float],
+        contrast: Contrast | None = None,
+    ) -> None:
         """Examine problems that promise 1 or more, while there is something missing. Gives up later if none promises anything at all."""
         if self.failure is not None or not missing():
             return
@@ -156,7 +172,11 @@ class Search:
     def _refused(self) -> UsageError:
         candidate = self.cell.candidate
         spec = find_spec(candidate.spec)
-        first = {option.name: values[0] for option in spec.options if (values := spec.supported(candidate, option.name)) is not ANY}
+        first = {
+            option.name: values[0]
+            for option in spec.options
+            if (values := spec.supported(candidate, option.name)) is not ANY
+        }
         told = f"no options go together with supports={dict(candidate.supports)!r}: {spec.refusal(first)}"
         return UsageError(f"candidate {candidate.name!r}: {told}")
 

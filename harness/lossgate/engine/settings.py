@@ -75,7 +75,9 @@ def load_settings(profile: str = "dev", start: Path | None = None, **flags: Any)
     configured = _read_pyproject(start or Path.cwd())
     profiles = configured.get("profiles", {})
     if profile not in {*PROFILES, *profiles}:
-        raise UsageError(f"unknown profile {profile!r}; expected one of {', '.join(dict.fromkeys([*PROFILES, *profiles]))}")
+        raise UsageError(
+            f"unknown profile {profile!r}; expected one of {', '.join(dict.fromkeys([*PROFILES, *profiles]))}"
+        )
     base = msgspec.to_builtins(PROFILES.get(profile, Settings()))
     common = {name: value for name, value in configured.items() if name != "profiles"}
     given = {name: value for name, value in flags.items() if value is not None}

@@ -46,11 +46,17 @@ _SEEDS = st.tuples(st.integers(0, 2**16 - 1), st.integers(0, 2**16 - 1)).map(lam
 
 
 @st.composite
-def problems(draw: DrawFn, candidate: Candidate, layout: Layout, dtype: str, contrast: Contrast | None = None) -> Problem:
+def problems(
+    draw: DrawFn, candidate: Candidate, layout: Layout, dtype: str, contrast: Contrast | None = None
+) -> Problem:
     """Problems that ``candidate`` says it can solve; with the option of ``contrast`` at a choice to which it applies."""
     spec = find_spec(candidate.spec)
     bias, split = (draw(_values(option, spec.supported(candidate, name))) for name, option in FEATURES.items())
-    at_hidden, with_logits, coarse = candidate.head == "hidden", candidate.head in ("hidden", "logits"), dtype != "float32"
+    at_hidden, with_logits, coarse = (
+        candidate.head == "hidden",
+        candidate.head in ("hidden", "logits"),
+        dtype != "float32",
+    )
     tokens = draw(_size(TOKENS, candidate.tiles.get("token", ())))
     vocab = draw(_vocab(candidate.tiles.get("vocab", ()), layout.tp, split))
     width = draw(_size(WIDTHS, candidate.tiles.get("hidden", ()))) if at_hidden else 1
@@ -75,7 +81,9 @@ def problems(draw: DrawFn, candidate: Candidate, layout: Layout, dtype: str, con
         spread=draw(_SETTLED_SPREADS if coarse and spec.kinks else _SPREADS),
         confidence=draw(_CONFIDENCES),
         pins=draw(_pins(tokens, vocab, layout.tp, split)),
-        spikes=() if (coarse and spec.kinks) or not with_logits else draw(_spikes(tokens, width if at_hidden else vocab)),
+        spikes=()
+        if (coarse and spec.kinks) or not with_logits
+        else draw(_spikes(tokens, width if at_hidden else vocab)),
         cotangent=draw(_cotangents(spec.differentiable(candidate))),
         reduction_order=draw(_ORDERS),
         seed=draw(_SEEDS),
@@ -95,7 +103,9 @@ def quiet(examples: int, *phases: Phase) -> hypothesis.settings:
     )
 
 
-def sample_problems(candidate: Candidate, layout: Layout, dtype: str, count: int, seed: int, contrast: Contrast | None = None) -> list[Problem]:
+def sample_problems(
+    candidate: Candidate, layout: Layout, dtype: str, count: int, seed: int, contrast: Contrast | None = None
+) -> list[Problem]:
     """``count`` problems, or fewer where there are no more, the same for the same seed."""
     drawn: list[Problem] = []
 
@@ -114,7 +124,10 @@ def _options(draw: DrawFn, candidate: Candidate, contrast: Contrast | None) -> d
     """Options that are not at their default, and that go together."""
     spec = find_spec(candidate.spec)
     options = {option.name: option for option in spec.options}
-    groups = [*spec.option_groups, *((name,) for name in options if name not in {n for group in spec.option_groups for n in group})]
+    groups = [
+        *spec.option_groups,
+        *((name,) for name in options if name not in {n for group in spec.option_groups for n in group}),
+    ]
     if contrast is not None:  # its own group first, since later ones give way
         groups.sort(key=lambda group: contrast.option not in group)
     chosen: dict[str, Any] = {}
@@ -124,14 +137,24 @@ def _options(draw: DrawFn, candidate: Candidate, contrast: Contrast | None) -> d
             (name,) = group
             chosen = _merged(spec, chosen, ((name, draw(_values(options[name], spec.supported(candidate, name)))),))
             continue
-        values = tuple(fixed if fixed and contrast and name == contrast.option else _finite(spec, candidate, name) for name in group)
+        values = tuple(
+            fixed if fixed and contrast and name == contrast.option else _finite(spec, candidate, name)
+            for name in group
+        )
         combinations = _combinations(spec, group, values)
         if not combinations:
             first = dict(zip(group, (value[0] for value in values), strict=True))
-            raise UsageError(f"candidate {candidate.name!r}: no values that it supports of {', '.join(group)} go together: {spec.refusal(first)}")
+            raise UsageError(
+                f"candidate {candidate.name!r}: no values that it supports of {', '.join(group)} go together: {spec.refusal(first)}"
+            )
         chosen = _merged(spec, chosen, draw(_choice(combinations) if fixed else _plain_or_any(combinations)))
     supported = {option.name: spec.supported(candidate, option.name) for option in spec.options}
-    assume(all(values is ANY or chosen.get(name, spec.features[name].default) in values for name, values in supported.items()))
+    assume(
+        all(
+            values is ANY or chosen.get(name, spec.features[name].default) in values
+            for name, values in supported.items()
+        )
+    )
     return chosen
 
 
@@ -216,7 +239,12 @@ def _masks(sequences: int) -> SearchStrategy[tuple[MaskPattern, ...]]:
 
 @cache
 def _pins(tokens: int, vocab: int, tp: int, split: VocabSplit) -> SearchStrategy[tuple[tuple[int, int], ...]]:
-    edges = {row for shard in split_vocab(vocab, tp, split) if shard.end > shard.start for row in (shard.start, shard.end - 1)}
+    edges = {
+        row
+        for shard in split_vocab(vocab, tp, split)
+        if shard.end > shard.start
+        for row in (shard.start, shard.end - 1)
+    }
     pin = st.tuples(st.integers(0, tokens - 1), st.sampled_from(sorted(edges)))
     return st.lists(pin, max_size=4).map(tuple)
 

@@ -48,7 +48,10 @@ def _differences(contrast: Contrast, problem_json: str) -> dict[Side, float]:
         return dict.fromkeys(SIDES, 0.0)
     batch, own = _reference(problem_json)
     swapped = run_reference(replace(batch, problem=other), ())
-    return {side: max((_relative(own[name], swapped[name]) for name in outputs_of(side, batch)), default=0.0) for side in SIDES}
+    return {
+        side: max((_relative(own[name], swapped[name]) for name in outputs_of(side, batch)), default=0.0)
+        for side in SIDES
+    }
 
 
 @lru_cache(maxsize=512)

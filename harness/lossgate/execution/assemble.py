@@ -20,7 +20,9 @@ class Assembled:
     faults: tuple[str, ...]
 
 
-def assemble(parts: Sequence[Tensor], dims: Dims, placements: Placements, partition: Partition, hidden: int) -> Assembled:
+def assemble(
+    parts: Sequence[Tensor], dims: Dims, placements: Placements, partition: Partition, hidden: int
+) -> Assembled:
     """Put one part from each rank together.
 
     Along an axis that splits one of ``dims`` parts are laid side by side; along another they are added, their minimum or
@@ -28,18 +30,24 @@ def assemble(parts: Sequence[Tensor], dims: Dims, placements: Placements, partit
     """
     sizes = {"token": partition.tokens, "vocab": partition.vocab, "hidden": hidden, "sequence": len(partition.lengths)}
     whole = torch.zeros([sizes[dim] for dim in dims], dtype=torch.float64)
-    replicated: list[Axis] = [a for a in AXES if not set(SHARDED_DIMS[a]) & set(dims) and placements.get(a, "replicate") == "replicate"]
+    replicated: list[Axis] = [
+        a for a in AXES if not set(SHARDED_DIMS[a]) & set(dims) and placements.get(a, "replicate") == "replicate"
+    ]
     averaged: list[Axis] = [a for a in AXES if placements.get(a) == "avg"]
     factor = 1.0
     for axis in averaged:
         factor /= partition.layout.sizes[axis]
     faults: list[str] = []
-    extremum = next((torch.minimum if p == "min" else torch.maximum for p in placements.values() if p in ("min", "max")), None)
+    extremum = next(
+        (torch.minimum if p == "min" else torch.maximum for p in placements.values() if p in ("min", "max")), None
+    )
     for rank, part in enumerate(parts):
         leader = _leader(rank, replicated, partition)
         if leader != rank:
             if not _equal(part, parts[leader]):
-                faults.append(f"ranks {leader} and {rank} should hold the same, and differ by up to {_distance(part, parts[leader]):.3g}")
+                faults.append(
+                    f"ranks {leader} and {rank} should hold the same, and differ by up to {_distance(part, parts[leader]):.3g}"
+                )
             continue
         at = partition.layout.coordinate(rank)
         target, local = whole, part.detach().double() * factor
@@ -48,7 +56,9 @@ def assemble(parts: Sequence[Tensor], dims: Dims, placements: Placements, partit
                 shard = partition.vocab_shards[at["tp"]]
                 real = shard.end - shard.start
                 if shard.padding and bool((local.narrow(dim, real, shard.padding) != 0).any()):
-                    faults.append(f"rank {rank}: the {shard.padding} padding rows of its vocabulary should be zero, and are not")
+                    faults.append(
+                        f"rank {rank}: the {shard.padding} padding rows of its vocabulary should be zero, and are not"
+                    )
                 target, local = target.narrow(dim, shard.start, real), local.narrow(dim, 0, real)
         if extremum is not None:
             whole = extremum(whole, local) if rank else local

@@ -61,7 +61,13 @@ def execute(candidate: Candidate, batch: Batch, world: World) -> Result:
             faults[name] = (f"{what} on rank {', '.join(map(str, missing))}",)
             continue
         present = [part for part in parts if part is not None]
-        whole = assemble(present, output_dims(name, candidate.head), _placements(candidate, spec, name), batch.partition, problem.hidden)
+        whole = assemble(
+            present,
+            output_dims(name, candidate.head),
+            _placements(candidate, spec, name),
+            batch.partition,
+            problem.hidden,
+        )
         outputs[name], dtypes[name], faults[name] = whole.tensor, present[0].dtype, whole.faults
     return Result(outputs, dtypes, {name: told for name, told in faults.items() if told})
 
@@ -86,7 +92,9 @@ def _on_rank(candidate: Candidate, spec: Spec, batch: Batch, context: RankContex
     outputs = _checked(returned, candidate, spec, batch, context)
     _backward(outputs, batch, context)
     returned_now = {name: getattr(outputs, name) for name in spec.outputs}
-    local: dict[str, Tensor | None] = {name: tensor.detach() for name, tensor in returned_now.items() if tensor is not None}
+    local: dict[str, Tensor | None] = {
+        name: tensor.detach() for name, tensor in returned_now.items() if tensor is not None
+    }
     local |= {name: metric.detach() for name, metric in outputs.metrics.items()}
     for name, leaf in leaves.items():
         empty = leaf.numel() == 0  # a rank without tokens has no gradient to miss
@@ -111,13 +119,17 @@ def _checked(returned: Any, candidate: Candidate, spec: Spec, batch: Batch, cont
     if isinstance(returned, Tensor):
         returned = Outputs(loss=returned)
     if not isinstance(returned, Outputs):
-        raise CandidateError(f"{who} returned {type(returned).__name__}; expected lossgate.Outputs, or the loss as a tensor")
+        raise CandidateError(
+            f"{who} returned {type(returned).__name__}; expected lossgate.Outputs, or the loss as a tensor"
+        )
     tokens = batch.partition.local_shape(("token",), context.rank, 0)
     expected: dict[str, tuple[Any, tuple[int, ...]]] = {}
     for name, shape in (("loss", ()), ("logprobs", tokens), ("token_entropy", tokens)):
         if (value := getattr(returned, name)) is not None:
             if name not in spec.outputs:
-                raise CandidateError(f"{who} returned {name}, which spec {spec.name!r} has not; expected any of {', '.join(spec.outputs)}")
+                raise CandidateError(
+                    f"{who} returned {name}, which spec {spec.name!r} has not; expected any of {', '.join(spec.outputs)}"
+                )
             expected[name] = (value, shape)
         elif name == spec.outputs[0]:
             raise CandidateError(f"{who} returned no {name}, which spec {spec.name!r} owes")
@@ -137,5 +149,7 @@ def _checked(returned: Any, candidate: Candidate, spec: Spec, batch: Batch, cont
     for name in spec.differentiable(candidate):
         output = getattr(returned, name)
         if output is None or not output.requires_grad:
-            raise CandidateError(f"{who} returned {'no' if output is None else 'a detached'} {name}, without a graph; it is declared differentiable")
+            raise CandidateError(
+                f"{who} returned {'no' if output is None else 'a detached'} {name}, without a graph; it is declared differentiable"
+            )
     return returned

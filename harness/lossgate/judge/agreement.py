@@ -56,7 +56,8 @@ class Comparison:
     def excess(self) -> dict[str, float]:
         """Each statistic as a share of its limit; over 1 is a disagreement."""
         return {
-            name: abs(value) / self.limits[name] if self.limits[name] else (float("inf") if value else 0.0) for name, value in self.values.items()
+            name: abs(value) / self.limits[name] if self.limits[name] else (float("inf") if value else 0.0)
+            for name, value in self.values.items()
         }
 
     @property
@@ -80,7 +81,9 @@ class Yardstick:
         """For the outputs ``wanted`` and every gradient that the candidate owes."""
         self.batch, self._candidate = batch, candidate
         self.reference = run_reference(batch, wanted)
-        self._ensemble = run_ensemble(candidate, batch, _members(batch), crc32(batch.problem.to_json().encode()), wanted)
+        self._ensemble = run_ensemble(
+            candidate, batch, _members(batch), crc32(batch.problem.to_json().encode()), wanted
+        )
         self._owed = tuple(grad_name(leaf) for leaf in batch.leaves)
 
     def judge(self, result: Result) -> list[Comparison]:
@@ -110,7 +113,14 @@ class Yardstick:
 
 
 def compare(
-    output: str, k: Tensor, r: Tensor, e: Tensor, unit: float, allowed: float, groupings: Sequence[Grouping] = (), faults: tuple[str, ...] = ()
+    output: str,
+    k: Tensor,
+    r: Tensor,
+    e: Tensor,
+    unit: float,
+    allowed: float,
+    groupings: Sequence[Grouping] = (),
+    faults: tuple[str, ...] = (),
 ) -> Comparison:
     """Result ``k`` against reference ``r`` and members ``e [M, *shape]``, all float64.
 
@@ -120,12 +130,17 @@ def compare(
         k, r, e, faults = _without_infinities(k, r, e, faults)
     if not bool(k.isfinite().all()):
         count = int((~k.isfinite()).sum())
-        return Comparison(output=output, faults=(*faults, f"{count} of {k.numel()} entries are not finite, where the reference is"))
+        return Comparison(
+            output=output, faults=(*faults, f"{count} of {k.numel()} entries are not finite, where the reference is")
+        )
     deviations = e - r
     low, high = deviations.amin(0), deviations.amax(0)
     dead = (r == 0) & (low == 0) & (high == 0)
     if leaks := int((k[dead] != 0).sum()):
-        faults = (*faults, f"{leaks} of {k.numel()} entries should be exactly zero and are up to {float(k[dead].abs().max()):.3g}")
+        faults = (
+            *faults,
+            f"{leaks} of {k.numel()} entries should be exactly zero and are up to {float(k[dead].abs().max()):.3g}",
+        )
     if bool(dead.all()):
         return Comparison(output=output, faults=faults, vacuous=True)
     size = float(torch.stack([r.abs().max(), -low.min(), high.max()]).max())
@@ -136,7 +151,9 @@ def compare(
     stack = torch.stack([k, *planted.values()]) - model.reference
     found = statistics(stack, model.reference, model.precision(), groupings, allowed)
     values = {name: float(statistic.values[0]) for name, statistic in found.items()}
-    rejected = {name: any(abs(float(found[s].values[i])) > limit[s] for s in found) for i, name in enumerate(planted, 1)}
+    rejected = {
+        name: any(abs(float(found[s].values[i])) > limit[s] for s in found) for i, name in enumerate(planted, 1)
+    }
     scales = {name: float(found[SCALE].values[i]) for i, name in enumerate(planted, 1)}
     return Comparison(
         output=output,
@@ -158,7 +175,9 @@ def _overflowed(k: Tensor, r: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(huge & k.isinf() & (k.sign() == r.sign()), r, k)
 
 
-def _without_infinities(k: Tensor, r: Tensor, e: Tensor, faults: tuple[str, ...]) -> tuple[Tensor, Tensor, Tensor, tuple[str, ...]]:
+def _without_infinities(
+    k: Tensor, r: Tensor, e: Tensor, faults: tuple[str, ...]
+) -> tuple[Tensor, Tensor, Tensor, tuple[str, ...]]:
     """Where the reference is infinite, as the log-probability of a label that a filter left out, the result must be the same; there
     is nothing else to compare."""
     finite = r.isfinite()

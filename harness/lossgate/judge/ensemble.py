@@ -26,7 +26,9 @@ from lossgate.specs.base import Spec, TokenValues
 from lossgate.specs.outputs import grad_name
 
 
-def run_ensemble(candidate: Candidate, batch: Batch, members: int, seed: int, wanted: Collection[str] | None = None) -> dict[str, Tensor]:
+def run_ensemble(
+    candidate: Candidate, batch: Batch, members: int, seed: int, wanted: Collection[str] | None = None
+) -> dict[str, Tensor]:
     """``members`` correct but rounded runs: each output, or those ``wanted``, as ``[members, *shape]``, by the names of ``Result``."""
     return _Ensemble(candidate, batch, members, Noise(seed), wanted).run()
 
@@ -47,7 +49,9 @@ _LEFT_OUT = -1e30
 
 
 class _Ensemble:
-    def __init__(self, candidate: Candidate, batch: Batch, members: int, noise: Noise, wanted: Collection[str] | None) -> None:
+    def __init__(
+        self, candidate: Candidate, batch: Batch, members: int, noise: Noise, wanted: Collection[str] | None
+    ) -> None:
         self.batch, self.members, self.noise, self.wanted = batch, members, noise, wanted
         self.spec: Spec = find_spec(candidate.spec)
         self.options = self.spec.make_options(batch.problem.options)
@@ -102,7 +106,9 @@ class _Ensemble:
         p = self.noise.round(logprobs.exp(), FLOAT32)
         chosen = logprobs.gather(-1, ids.expand(self.members, -1, -1)).masked_fill(left_out, float("-inf"))
         entropy = self._entropy(p, logprobs, logits, logsumexp.squeeze(-1))
-        values = TokenValues(logprobs=chosen if spec.columns else chosen.squeeze(-1), entropy=entropy, lowest=lowest, highest=highest)
+        values = TokenValues(
+            logprobs=chosen if spec.columns else chosen.squeeze(-1), entropy=entropy, lowest=lowest, highest=highest
+        )
         return _Softmax(p, logprobs, ids, left_out, values)
 
     def _entropy(self, p: Tensor, logprobs: Tensor, logits: Tensor, logsumexp: Tensor) -> Tensor:
@@ -143,8 +149,16 @@ class _Ensemble:
         """Loss and metrics ``[M]``; and the gradients of log-probabilities and entropies."""
         # Everything is expanded, so that what it meets is rounded by each member for itself.
         upstream = self.batch.cotangents.get("loss", torch.zeros((), dtype=torch.float64)).expand(self.members)
-        own = {name: field.expand(self.members, *field.shape) for name, field in self.batch.fields.items() if _is_a_number(field)}
-        given = {name: getattr(values, name) for name in ("entropy", "lowest", "highest") if getattr(values, name) is not None}
+        own = {
+            name: field.expand(self.members, *field.shape)
+            for name, field in self.batch.fields.items()
+            if _is_a_number(field)
+        }
+        given = {
+            name: getattr(values, name)
+            for name in ("entropy", "lowest", "highest")
+            if getattr(values, name) is not None
+        }
 
         def one_member(
             logprobs: Tensor, given: dict[str, Tensor], own: dict[str, Tensor], upstream: Tensor
@@ -152,11 +166,15 @@ class _Ensemble:
             fields, extremes = {**self.batch.fields, **own}, {name: given.get(name) for name in ("lowest", "highest")}
 
             def loss_of(logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-                return self.spec.run(TokenValues(logprobs=logprobs, entropy=entropy, **extremes), fields, self.options, self.wanted)
+                return self.spec.run(
+                    TokenValues(logprobs=logprobs, entropy=entropy, **extremes), fields, self.options, self.wanted
+                )
 
             primals = (logprobs, given["entropy"]) if "entropy" in given else (logprobs,)
             of = loss_of if "entropy" in given else lambda logprobs: loss_of(logprobs, None)
-            loss, backward, metrics = cast("tuple[Tensor, Any, dict[str, Tensor]]", torch.func.vjp(of, *primals, has_aux=True))
+            loss, backward, metrics = cast(
+                "tuple[Tensor, Any, dict[str, Tensor]]", torch.func.vjp(of, *primals, has_aux=True)
+            )
             gradient, *rest = backward(upstream)
             return loss, gradient, rest[0] if rest else torch.zeros_like(loss), metrics
 
@@ -190,7 +208,10 @@ class _Ensemble:
         if "logits" in leaves:
             gradients = {"logits": self.noise.round(dlogits, self.output_grid)}
         else:
-            gradients = {"hidden": self._grad_hidden(dlogits, leaves["weight"]), "weight": self._grad_weight(dlogits, leaves["hidden"])}
+            gradients = {
+                "hidden": self._grad_hidden(dlogits, leaves["weight"]),
+                "weight": self._grad_weight(dlogits, leaves["hidden"]),
+            }
         if "bias" in leaves:
             ones = torch.ones(dlogits.shape[1], 1, dtype=dlogits.dtype)
             gradients["bias"] = self._grad_weight(dlogits, ones).squeeze(-1)
@@ -213,8 +234,15 @@ class _Ensemble:
 
     def _grad_weight(self, dlogits: Tensor, hidden: Tensor) -> Tensor:
         """Each dp and cp rank multiplies its own tokens, chunk by chunk; the caller adds the ranks' parts."""
-        parts = [self._token_part(dlogits, hidden, tokens) for tokens in self.batch.partition.token_shards.values() if len(tokens)]
-        return sum((self.noise.round(part, self.output_grid) for part in parts[1:]), self.noise.round(parts[0], self.output_grid))
+        parts = [
+            self._token_part(dlogits, hidden, tokens)
+            for tokens in self.batch.partition.token_shards.values()
+            if len(tokens)
+        ]
+        return sum(
+            (self.noise.round(part, self.output_grid) for part in parts[1:]),
+            self.noise.round(parts[0], self.output_grid),
+        )
 
     def _token_part(self, dlogits: Tensor, hidden: Tensor, tokens: Tensor) -> Tensor:
         everything = len(tokens) == dlogits.shape[1]

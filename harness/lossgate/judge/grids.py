@@ -32,7 +32,9 @@ class Grid:
         return 2.0 ** (self.min_exponent if self.flushes else self.min_exponent + 1 - self.bits)
 
 
-GRIDS: Mapping[str, Grid] = MappingProxyType({"float32": Grid(24, -126, True), "bfloat16": Grid(8, -126, True), "float16": Grid(11, -14, False)})
+GRIDS: Mapping[str, Grid] = MappingProxyType(
+    {"float32": Grid(24, -126, True), "bfloat16": Grid(8, -126, True), "float16": Grid(11, -14, False)}
+)
 FLOAT32 = GRIDS["float32"]
 
 

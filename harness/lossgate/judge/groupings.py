@@ -46,11 +46,18 @@ def _token_parts(batch: Batch) -> dict[str, Tensor]:
 def _sequence_parts(batch: Batch) -> dict[str, Tensor]:
     partition = batch.partition
     sizes = torch.tensor([len(partition.sequences(rank)) for rank in range(partition.layout.dp)])
-    return {"sequence": torch.arange(len(partition.lengths)), "sequence shard": torch.repeat_interleave(torch.arange(len(sizes)), sizes)}
+    return {
+        "sequence": torch.arange(len(partition.lengths)),
+        "sequence shard": torch.repeat_interleave(torch.arange(len(sizes)), sizes),
+    }
 
 
 def _vocab_parts(batch: Batch, candidate: Candidate) -> dict[str, Tensor]:
     rows = torch.arange(batch.partition.vocab)
     sizes = torch.tensor([shard.end - shard.start for shard in batch.partition.vocab_shards])
     tile = candidate.tiles.get("vocab", (TILE,))[0]
-    return {"vocab row": rows, "vocab tile": rows // tile, "vocab shard": torch.repeat_interleave(torch.arange(len(sizes)), sizes)}
+    return {
+        "vocab row": rows,
+        "vocab tile": rows // tile,
+        "vocab shard": torch.repeat_interleave(torch.arange(len(sizes)), sizes),
+    }

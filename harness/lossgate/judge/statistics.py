@@ -86,7 +86,9 @@ class Statistic:
     where: Tensor | None = None
 
 
-def statistics(deviations: Tensor, reference: Tensor, precision: Tensor, groupings: Sequence[Grouping], allowed: float = 0.0) -> dict[str, Statistic]:
+def statistics(
+    deviations: Tensor, reference: Tensor, precision: Tensor, groupings: Sequence[Grouping], allowed: float = 0.0
+) -> dict[str, Statistic]:
     """Every statistic of a stack of results ``[n, *shape]``; for scalars SCALE alone.
 
     precision: 1 / s^2, ``[n, *shape]`` or ``[1, *shape]``. allowed: what rounding may do to a whole part alike,

@@ -44,7 +44,9 @@ class Batch:
         """What ``PackedBatch`` holds, and what the spec adds to it, for one rank."""
         at = self.partition.layout.coordinate(rank)
         shard, sequences = self.partition.vocab_shards[at["tp"]], self.partition.sequences(at["dp"])
-        token_fields = {name: self.partition.shard(self.fields[name], ("token",), rank) for name in ("labels", "mask", "input_ids")}
+        token_fields = {
+            name: self.partition.shard(self.fields[name], ("token",), rank) for name in ("labels", "mask", "input_ids")
+        }
         added = {name: self.partition.shard(self.fields[name], dims, rank) for name, dims in self.field_dims.items()}
         added = {name: value.float() if value.is_floating_point() else value for name, value in added.items()}
         return (
@@ -166,7 +168,9 @@ def _logits_head(problem: Problem, bits: Bits, partition: Partition, fields: Map
     return {"logits": _Packed(partition, bits, problem.vocab).scatter("logits padding", logits)}
 
 
-def _logprobs_head(problem: Problem, bits: Bits, partition: Partition, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _logprobs_head(
+    problem: Problem, bits: Bits, partition: Partition, fields: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """From a little below 0, a confident label, to some ``spread`` nats."""
     logprobs = -problem.spread * bits.uniform("logprobs", problem.tokens) - 2.0**-6
     return {"logprobs": _Packed(partition, bits, problem.vocab).scatter("logprobs padding", logprobs)}
@@ -177,11 +181,19 @@ def _values_head(problem: Problem, bits: Bits, partition: Partition, fields: Map
     return {"values": _Packed(partition, bits, problem.vocab).scatter("values padding", values)}
 
 
-def _rewards_head(problem: Problem, bits: Bits, partition: Partition, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _rewards_head(
+    problem: Problem, bits: Bits, partition: Partition, fields: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     return {"rewards": bits.normal("rewards", len(problem.lengths)) * problem.spread}
 
 
-_HEADS = {"hidden": _hidden_head, "logits": _logits_head, "logprobs": _logprobs_head, "values": _values_head, "rewards": _rewards_head}
+_HEADS = {
+    "hidden": _hidden_head,
+    "logits": _logits_head,
+    "logprobs": _logprobs_head,
+    "values": _values_head,
+    "rewards": _rewards_head,
+}
 
 
 def _boost(problem: Problem, bits: Bits) -> Tensor:
@@ -203,13 +215,17 @@ def _filler(problem: Problem, bits: Bits, partition: Partition) -> dict[str, Ten
     return {"weight": bits.normal("weight filler", rows, problem.hidden), "bias": bits.normal("bias filler", rows)}
 
 
-def cotangents(problem: Problem, fields: Mapping[str, Tensor], outputs: Collection[str] = ("loss", "logprobs")) -> dict[str, Tensor]:
+def cotangents(
+    problem: Problem, fields: Mapping[str, Tensor], outputs: Collection[str] = ("loss", "logprobs")
+) -> dict[str, Tensor]:
     """Random, never 1, of either sign, different for each token; eight bits long, so exact in every dtype."""
     bits = Bits(problem.to_json())
     wanted = {"loss": _eight_bits(bits, "loss cotangent", 1).squeeze(0)}
     for name in ("logprobs", "token_entropy"):
         tokens = _eight_bits(bits, f"{name} cotangent", len(fields["mask"])) * fields["mask"]
-        wanted[name] = tokens * 0.5 ** int(fields["valid_tokens"]).bit_length()  # about what a token mean gives each token
+        wanted[name] = (
+            tokens * 0.5 ** int(fields["valid_tokens"]).bit_length()
+        )  # about what a token mean gives each token
     return {name: value for name, value in wanted.items() if name in outputs and problem.cotangent in (name, "both")}
 
 

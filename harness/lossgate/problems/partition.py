@@ -50,10 +50,14 @@ class VocabShard:
 def split_vocab(vocab: int, tp: int, how: VocabSplit) -> list[VocabShard]:
     """The shard of each tp rank."""
     if how == "even" and vocab % tp:
-        raise UsageError(f"a vocabulary of {vocab} does not split evenly over tp={tp} ranks; use another size, or another vocab_split")
+        raise UsageError(
+            f"a vocabulary of {vocab} does not split evenly over tp={tp} ranks; use another size, or another vocab_split"
+        )
     if how in ("balanced", "even"):
         if vocab < tp:
-            raise UsageError(f"layout larger than the problem: a vocabulary of {vocab} has no row for each of tp={tp} ranks; use tp <= {vocab}")
+            raise UsageError(
+                f"layout larger than the problem: a vocabulary of {vocab} has no row for each of tp={tp} ranks; use tp <= {vocab}"
+            )
         ends = list(accumulate(vocab // tp + (rank < vocab % tp) for rank in range(tp)))
         return [VocabShard(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     size = -(-vocab // tp)
@@ -96,7 +100,9 @@ class Partition:
     @cached_property
     def real_tokens(self) -> Tensor:
         """Positions in the padded pack of the tokens that are no padding, in order; shape ``[sum(lengths)]``."""
-        return torch.tensor([s + i for s, n in zip(self.starts[:-1], self.lengths, strict=True) for i in range(n)], dtype=torch.long)
+        return torch.tensor(
+            [s + i for s, n in zip(self.starts[:-1], self.lengths, strict=True) for i in range(n)], dtype=torch.long
+        )
 
     @cached_property
     def sequence_of_token(self) -> Tensor:
@@ -116,7 +122,11 @@ class Partition:
     @cached_property
     def token_shards(self) -> dict[tuple[int, int], Tensor]:
         """``(dp rank, cp rank) -> `` positions in the padded pack, in the order in which that rank holds them."""
-        return {(dp, cp): torch.tensor(list(self._owned(dp, cp)), dtype=torch.long) for dp in range(self.layout.dp) for cp in range(self.layout.cp)}
+        return {
+            (dp, cp): torch.tensor(list(self._owned(dp, cp)), dtype=torch.long)
+            for dp in range(self.layout.dp)
+            for cp in range(self.layout.cp)
+        }
 
     def _owned(self, dp: int, cp: int) -> Sequence[int]:
         owned: list[int] = []
@@ -148,7 +158,11 @@ class Partition:
                 if shard.padding:
                     if filler is None:
                         raise ValueError("a padded vocabulary needs a filler for its padding rows")
-                    pad = filler if "token" not in dims else filler.index_select(dims.index("token"), self.token_shards[at["dp"], at["cp"]])
+                    pad = (
+                        filler
+                        if "token" not in dims
+                        else filler.index_select(dims.index("token"), self.token_shards[at["dp"], at["cp"]])
+                    )
                     part = torch.cat([part, pad.narrow(axis, 0, shard.padding)], axis)
                 tensor = part
         return tensor.clone(memory_format=torch.contiguous_format)

@@ -76,10 +76,14 @@ class Problem:
             raise UsageError("problem: it needs at least one token, and positive sizes of hidden, vocab and multiple")
         for token, row in self.pins:
             if not (0 <= token < self.tokens and 0 <= row < self.vocab):
-                raise UsageError(f"problem: pin ({token}, {row}) is outside of {self.tokens} tokens x {self.vocab} rows")
+                raise UsageError(
+                    f"problem: pin ({token}, {row}) is outside of {self.tokens} tokens x {self.vocab} rows"
+                )
         for token, column, _ in self.spikes:
             if not (0 <= token < self.tokens and 0 <= column < self.columns):
-                raise UsageError(f"problem: spike at ({token}, {column}) is outside of {self.tokens} tokens x {self.columns} columns")
+                raise UsageError(
+                    f"problem: spike at ({token}, {column}) is outside of {self.tokens} tokens x {self.columns} columns"
+                )
         self.partition.vocab_shards  # noqa: B018  raises where the layout is larger than the problem
 
     @property
@@ -99,7 +103,9 @@ class Problem:
         """Without what is at its default: a field that is added some day leaves the problems of today, and their numbers, as they are."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         plain = _defaults()
-        return msgspec.json.encode({name: value for name, value in values.items() if name not in plain or plain[name] != value}).decode()
+        return msgspec.json.encode(
+            {name: value for name, value in values.items() if name not in plain or plain[name] != value}
+        ).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Problem":
@@ -110,7 +116,10 @@ class Problem:
 
     def describe(self) -> str:
         """One line for people: sizes first, then whatever is not plain."""
-        parts = [f"{self.tokens} tokens in {len(self.lengths)} sequences {list(self.lengths)}", f"masks {'/'.join(self.masks)}"]
+        parts = [
+            f"{self.tokens} tokens in {len(self.lengths)} sequences {list(self.lengths)}",
+            f"masks {'/'.join(self.masks)}",
+        ]
         parts += [f"hidden {self.hidden}"] * (self.head == "hidden") + [f"vocab {self.vocab}"]
         parts += [f"layout {self.layout}", self.dtype, f"logit spread {self.spread:g}"]
         plain = _defaults()

@@ -14,7 +14,9 @@ from lossgate.specs.nll import NLL
 from lossgate.specs.token_logprobs import TOKEN_LOGPROBS
 from lossgate.specs.value import VALUE
 
-SPECS: Mapping[str, Spec] = MappingProxyType({spec.name: spec for spec in (NLL, DPO, PREFERENCE, CLIPPED_PG, GRPO, VALUE, DISTILL, TOKEN_LOGPROBS)})
+SPECS: Mapping[str, Spec] = MappingProxyType(
+    {spec.name: spec for spec in (NLL, DPO, PREFERENCE, CLIPPED_PG, GRPO, VALUE, DISTILL, TOKEN_LOGPROBS)}
+)
 
 
 def find_spec(name: str) -> Spec:

@@ -39,7 +39,11 @@ class Option:
     def allows(self, value: Any) -> bool:
         if self.interval:
             return isinstance(value, int | float) and self.interval[0] <= value <= self.interval[1]
-        number = isinstance(value, int | float) and not isinstance(value, bool) and any(isinstance(choice, float) for choice in self.choices)
+        number = (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and any(isinstance(choice, float) for choice in self.choices)
+        )
         return number or value in self.choices
 
     @property
@@ -49,12 +53,18 @@ class Option:
         if self.interval is None:
             return self.choices
         low, high = self.interval
-        exact = [float(torch.tensor(n / 10, dtype=torch.bfloat16)) for n in range(round(10 * low), round(10 * high) + 1)]
+        exact = [
+            float(torch.tensor(n / 10, dtype=torch.bfloat16)) for n in range(round(10 * low), round(10 * high) + 1)
+        ]
         return tuple(sorted({self.default, *(min(max(x, low), high) for x in exact)}))
 
     @property
     def domain(self) -> str:
-        return f"{self.interval[0]:g} to {self.interval[1]:g}" if self.interval else " | ".join(map(str, dict.fromkeys(self.choices)))
+        return (
+            f"{self.interval[0]:g} to {self.interval[1]:g}"
+            if self.interval
+            else " | ".join(map(str, dict.fromkeys(self.choices)))
+        )
 
 
 @dataclass(frozen=True)
@@ -80,7 +90,9 @@ HEADS: Mapping[str, Head] = MappingProxyType(
 
 FEATURES: Mapping[str, Option] = MappingProxyType(
     {
-        "bias": Option(name="bias", meaning="the lm-head has a bias (head hidden)", default=False, choices=(False, True)),
+        "bias": Option(
+            name="bias", meaning="the lm-head has a bias (head hidden)", default=False, choices=(False, True)
+        ),
         "vocab_split": Option(
             name="vocab_split",
             meaning="how tp splits the vocabulary: " + "; ".join(f"{k}: {v}" for k, v in VOCAB_SPLITS.items()),
@@ -213,7 +225,9 @@ class Spec:
         known = {option.name: option for option in self.options}
         for name, value in values.items():
             if name not in known:
-                raise UsageError(f"problem: {name!r} is no option of spec {self.name!r}; expected any of {', '.join(known)}")
+                raise UsageError(
+                    f"problem: {name!r} is no option of spec {self.name!r}; expected any of {', '.join(known)}"
+                )
             if not known[name].allows(value):
                 raise UsageError(f"problem: option {name} is {value!r}; spec {self.name!r} allows {known[name].domain}")
         try:
@@ -249,9 +263,17 @@ class Spec:
         changed = {**values, name: value}
         if self.allows(changed):
             return changed
-        own = {n: values.get(n, self.features[n].default) for n in next((group for group in self.option_groups if name in group), (name,))}
-        choices = ([own[n], *(v for v in self.features[n].choices if v != own[n])] if n != name else [value] for n in own)
-        groups = sorted((dict(zip(own, c, strict=True)) for c in product(*choices)), key=lambda group: sum(group[n] != own[n] for n in own))
+        own = {
+            n: values.get(n, self.features[n].default)
+            for n in next((group for group in self.option_groups if name in group), (name,))
+        }
+        choices = (
+            [own[n], *(v for v in self.features[n].choices if v != own[n])] if n != name else [value] for n in own
+        )
+        groups = sorted(
+            (dict(zip(own, c, strict=True)) for c in product(*choices)),
+            key=lambda group: sum(group[n] != own[n] for n in own),
+        )
         return next((both for group in groups if self.allows(both := {**values, **group})), None)
 
     def differentiable(self, candidate: Candidate) -> tuple[str, ...]:
@@ -264,7 +286,10 @@ class Spec:
     def every_branch(self) -> dict[str, Branch]:
         """Those that are declared, and one for each choice of the scenario."""
         chosen = ((choice.name, value) for choice in self.scenario for value in dict.fromkeys(choice.choices))
-        return {**self.branches, **{f"{name}: {value}": Branch(meaning=f"a problem with {name} {value!r}") for name, value in chosen}}
+        return {
+            **self.branches,
+            **{f"{name}: {value}": Branch(meaning=f"a problem with {name} {value!r}") for name, value in chosen},
+        }
 
     def visited_by(self, batch: Batch) -> set[str]:
         """The branches that a batch visits. Of its scenario, if anything is trained."""
@@ -278,35 +303,54 @@ class Spec:
         return {name: branch for name, branch in self.every_branch.items() if self._reaches(candidate, layout, branch)}
 
     def _reaches(self, candidate: Candidate, layout: Layout, branch: Branch) -> bool:
-        if (branch.heads and candidate.head not in branch.heads) or (branch.axes and not set(branch.axes) & set(layout.axes)):
+        if (branch.heads and candidate.head not in branch.heads) or (
+            branch.axes and not set(branch.axes) & set(layout.axes)
+        ):
             return False
         supported = {name: self.supported(candidate, name) for name in branch.barred_by}
-        return all(values is ANY or any(value not in branch.barred_by[name] for value in values) for name, values in supported.items())
+        return all(
+            values is ANY or any(value not in branch.barred_by[name] for value in values)
+            for name, values in supported.items()
+        )
 
     def check(self, candidate: Candidate) -> None:
         """Refuse a declaration that does not fit the spec."""
         who = f"candidate {candidate.name!r}"
         if candidate.head not in self.inputs:
-            raise UsageError(f"{who}: spec {self.name!r} has no head {candidate.head!r}; expected one of {', '.join(self.inputs)}")
+            raise UsageError(
+                f"{who}: spec {self.name!r} has no head {candidate.head!r}; expected one of {', '.join(self.inputs)}"
+            )
         for name, values in candidate.supports.items():
             option = self.features.get(name)
             if option is None:
-                raise UsageError(f"{who}: supports[{name!r}] is no option of spec {self.name!r}; expected any of {', '.join(self.features)}")
+                raise UsageError(
+                    f"{who}: supports[{name!r}] is no option of spec {self.name!r}; expected any of {', '.join(self.features)}"
+                )
             for value in () if values is ANY else values if isinstance(values, tuple) else (values,):
                 if not option.allows(value):
-                    raise UsageError(f"{who}: supports[{name!r}] allows {value!r}, which spec {self.name!r} does not; expected {option.domain}")
+                    raise UsageError(
+                        f"{who}: supports[{name!r}] allows {value!r}, which spec {self.name!r} does not; expected {option.domain}"
+                    )
                 if name in {o.name for o in self.options} and self.with_choice({}, name, value) is None:
-                    raise UsageError(f"{who}: supports[{name!r}] allows {value!r}, which goes with no other options: {self.refusal({name: value})}")
+                    raise UsageError(
+                        f"{who}: supports[{name!r}] allows {value!r}, which goes with no other options: {self.refusal({name: value})}"
+                    )
         if unknown := [metric for metric in candidate.contract.metrics if metric not in self.metrics]:
-            raise UsageError(f"{who}: contract names metric {unknown[0]!r}; spec {self.name!r} has {', '.join(self.metrics)}")
+            raise UsageError(
+                f"{who}: contract names metric {unknown[0]!r}; spec {self.name!r} has {', '.join(self.metrics)}"
+            )
         leaves = HEADS[candidate.head].leaves
         if unknown := [leaf for leaf in candidate.contract.grads if leaf not in leaves]:
-            raise UsageError(f"{who}: contract names the gradient of {unknown[0]!r}; head {candidate.head!r} has {', '.join(leaves)}")
+            raise UsageError(
+                f"{who}: contract names the gradient of {unknown[0]!r}; head {candidate.head!r} has {', '.join(leaves)}"
+            )
         if unknown := [dim for dim in candidate.tiles if dim not in ("token", "vocab", "hidden")]:
             raise UsageError(f"{who}: tiles names dim {unknown[0]!r}; expected token, vocab or hidden")
         differentiable = self.differentiable(candidate)
         if self.outputs[0] not in differentiable or set(differentiable) - set(self.outputs):
-            raise UsageError(f"{who}: differentiable={differentiable!r}; expected {self.outputs[0]!r}, alone or with others of {self.outputs!r}")
+            raise UsageError(
+                f"{who}: differentiable={differentiable!r}; expected {self.outputs[0]!r}, alone or with others of {self.outputs!r}"
+            )
 
     def supported(self, candidate: Candidate, name: str) -> Any:
         """What ``candidate`` supports of option ``name``: ``ANY`` or a tuple of values."""

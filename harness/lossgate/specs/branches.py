@@ -14,9 +14,15 @@ _LOGITS = ("hidden", "logits")
 TOKEN_BRANCHES: Mapping[str, Branch] = {
     "trained token": Branch(meaning="a token whose label is trained"),
     "masked token": Branch(meaning="a token whose label is not"),
-    "label on a shard's first row": Branch(meaning="a trained label on the first row of a tp rank's vocabulary", heads=_LOGITS),
-    "label on a shard's last row": Branch(meaning="a trained label on the last row of a tp rank's vocabulary", heads=_LOGITS),
-    "rank with nothing trained": Branch(meaning="a rank without any trained token, beside one that has some", axes=("dp", "cp")),
+    "label on a shard's first row": Branch(
+        meaning="a trained label on the first row of a tp rank's vocabulary", heads=_LOGITS
+    ),
+    "label on a shard's last row": Branch(
+        meaning="a trained label on the last row of a tp rank's vocabulary", heads=_LOGITS
+    ),
+    "rank with nothing trained": Branch(
+        meaning="a rank without any trained token, beside one that has some", axes=("dp", "cp")
+    ),
 }
 
 
@@ -46,7 +52,8 @@ def clip_sides(unit: str, barred: Mapping[str, Any], below: Mapping[str, Any] | 
     """A ratio of a ``unit`` on each side of its clip, for either sign of the advantage. ``below`` bars that side alone."""
     return {
         f"{unit} {side} the clip, A {sign} 0": Branch(
-            meaning=f"a {unit}'s ratio {side} the clip, with an advantage {sign} 0", barred_by={**barred, **(below or {} if side == "below" else {})}
+            meaning=f"a {unit}'s ratio {side} the clip, with an advantage {sign} 0",
+            barred_by={**barred, **(below or {} if side == "below" else {})},
         )
         for side in ("inside", "below", "above")
         for sign in "<>"
@@ -55,7 +62,11 @@ def clip_sides(unit: str, barred: Mapping[str, Any], below: Mapping[str, Any] | 
 
 def visited_sides(unit: str, log_ratio: Tensor, advantage: Tensor, low: float, high: float) -> Iterator[str]:
     """Of those of ``clip_sides``; all ``[n]``. low, high: where the logarithm of the ratio is clipped."""
-    for side, there in {"inside": (log_ratio > low) & (log_ratio < high), "below": log_ratio < low, "above": log_ratio > high}.items():
+    for side, there in {
+        "inside": (log_ratio > low) & (log_ratio < high),
+        "below": log_ratio < low,
+        "above": log_ratio > high,
+    }.items():
         for sign, signed in {"<": advantage < 0, ">": advantage > 0}.items():
             if bool((there & signed).any()):
                 yield f"{unit} {side} the clip, A {sign} 0"

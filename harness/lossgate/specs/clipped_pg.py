@@ -15,7 +15,16 @@ from lossgate.specs.base import AtLeast, Branch, Draft, Metric, Spec, TokenValue
 from lossgate.specs.branches import TOKEN_BRANCHES, clip_sides, trained_tokens, visited_sides, visited_tokens
 from lossgate.specs.inputs import HiddenHead, LogitsHead, LogprobsHead, PackedBatch
 from lossgate.specs.options import TEMPERATURE, Between, options_of
-from lossgate.specs.placement import NEAR, Span, advantages, clip_spans, of_tokens, place, reference_logprobs, sample_mask
+from lossgate.specs.placement import (
+    NEAR,
+    Span,
+    advantages,
+    clip_spans,
+    of_tokens,
+    place,
+    reference_logprobs,
+    sample_mask,
+)
 from lossgate.specs.scenarios import ADVANTAGES, GENERATION, RATIOS, REFERENCE, SAMPLES
 
 
@@ -67,8 +76,20 @@ class ClippedPGLogprobsInputs(LogprobsHead, ClippedPGBatch):
 _POLICIES = ("prev_logprobs", "generation_logprobs", "reference_logprobs")
 
 
-def _loss(values: TokenValues, batch: Mapping[str, Tensor], options: ClippedPGOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    names = (*_POLICIES, "advantages", "mask", "sequence", "sample_mask", "valid_tokens", "valid_sequences", "rewards", "positive_tokens")
+def _loss(
+    values: TokenValues, batch: Mapping[str, Tensor], options: ClippedPGOptions
+) -> tuple[Tensor, dict[str, Tensor]]:
+    names = (
+        *_POLICIES,
+        "advantages",
+        "mask",
+        "sequence",
+        "sample_mask",
+        "valid_tokens",
+        "valid_sequences",
+        "rewards",
+        "positive_tokens",
+    )
     loss, metrics = clipped_pg(logprobs=values.logprobs, options=options, **{name: batch[name] for name in names})
     del metrics["loss"]  # the loss itself
     return loss, metrics
@@ -92,18 +113,28 @@ def _log_ratios(draft: Draft) -> Tensor:
     """log p - log p_prev, ``[tokens]``."""
     o: ClippedPGOptions = draft.options
     edges = log(max(1 - o.ratio_clip_min, 0.05)), log(1 + o.ratio_clip_max)
-    spans = clip_spans(*edges, log(o.ratio_clip_c) if o.ratio_clip_c and log(o.ratio_clip_c) > edges[1] + 0.1 else max(log(3), edges[1] + 0.2))
+    spans = clip_spans(
+        *edges,
+        log(o.ratio_clip_c) if o.ratio_clip_c and log(o.ratio_clip_c) > edges[1] + 0.1 else max(log(3), edges[1] + 0.2),
+    )
     scenario: dict[str, list[Span]] = {
         "inside": [spans["inside"]],
         "everywhere": list(spans.values()),
         "on-policy": [(0.0, 0.0)],
-        "extreme": [(-40.0, -20.0), (10.0, 20.0), (28.0, 34.0), spans["inside"]],  # times exp of a far reference: within float32
+        "extreme": [
+            (-40.0, -20.0),
+            (10.0, 20.0),
+            (28.0, 34.0),
+            spans["inside"],
+        ],  # times exp of a far reference: within float32
     }
     chosen = scenario[draft.scenario["ratios"]]
     if not o.sequence_level_importance_ratios:
         return place(draft.bits, "ratios", draft.tokens, chosen)
     scatter = 0.0 if draft.scenario["ratios"] == "on-policy" else 0.02
-    return of_tokens(draft, place(draft.bits, "ratios", draft.sequences, chosen)) + scatter * draft.bits.normal("ratio scatter", draft.tokens)
+    return of_tokens(draft, place(draft.bits, "ratios", draft.sequences, chosen)) + scatter * draft.bits.normal(
+        "ratio scatter", draft.tokens
+    )
 
 
 def _log_weights(draft: Draft) -> Tensor:
@@ -114,9 +145,15 @@ def _log_weights(draft: Draft) -> Tensor:
     scenario: dict[str, Sequence[Span]] = {"near": NEAR, "equal": [(0.0, 0.0)], "everywhere": list(spans.values())}
     chosen = scenario[draft.scenario["generation"]]
     if o.truncated_importance_sampling_type == "seq-mask-tis":
-        scatter = 0.0 if draft.scenario["generation"] == "equal" else 0.5  # so that tokens lie on other sides than their sequence
-        return of_tokens(draft, place(draft.bits, "weights", draft.sequences, chosen)) + scatter * draft.bits.normal("weight scatter", draft.tokens)
-    if o.sequence_level_importance_ratios and draft.scenario["generation"] != "equal":  # their sum over a sequence counts
+        scatter = (
+            0.0 if draft.scenario["generation"] == "equal" else 0.5
+        )  # so that tokens lie on other sides than their sequence
+        return of_tokens(draft, place(draft.bits, "weights", draft.sequences, chosen)) + scatter * draft.bits.normal(
+            "weight scatter", draft.tokens
+        )
+    if (
+        o.sequence_level_importance_ratios and draft.scenario["generation"] != "equal"
+    ):  # their sum over a sequence counts
         lengths = torch.tensor(draft.batch.partition.padded_lengths).clamp(min=1)
         scatter = 0.2 * draft.bits.normal("weight scatter", draft.tokens)
         return of_tokens(draft, place(draft.bits, "weights", draft.sequences, chosen) / lengths) + scatter
@@ -145,7 +182,11 @@ def _visited(batch: Batch) -> set[str]:
     return seen
 
 
-_NO_RATIO = {"disable_ppo_ratio": (True,), "force_on_policy_ratio": (True,), "sequence_level_importance_ratios": (True,)}
+_NO_RATIO = {
+    "disable_ppo_ratio": (True,),
+    "force_on_policy_ratio": (True,),
+    "sequence_level_importance_ratios": (True,),
+}
 _NO_SEQUENCE_RATIO = {"sequence_level_importance_ratios": (False,)}
 _NOTHING_BELOW = {"ratio_clip_min": AtLeast(1)}
 _UNBOUNDED = {
@@ -210,7 +251,13 @@ CLIPPED_PG = Spec(
         },
     ),
     option_groups=(
-        ("token_level_loss", "sequence_level_importance_ratios", "use_cispo", "disable_ppo_ratio", "force_on_policy_ratio"),
+        (
+            "token_level_loss",
+            "sequence_level_importance_ratios",
+            "use_cispo",
+            "disable_ppo_ratio",
+            "force_on_policy_ratio",
+        ),
         (
             "use_importance_sampling_correction",
             "truncated_importance_sampling_type",
@@ -237,7 +284,8 @@ CLIPPED_PG = Spec(
         **clip_sides("sequence", _NO_SEQUENCE_RATIO, _NOTHING_BELOW),
         "weight above its bound": Branch(meaning="an importance weight above its bound", barred_by=_UNBOUNDED),
         "weight below its bound": Branch(
-            meaning="an importance weight below its bound", barred_by={**_UNBOUNDED, "truncated_importance_sampling_ratio_min": (None, 0.0)}
+            meaning="an importance weight below its bound",
+            barred_by={**_UNBOUNDED, "truncated_importance_sampling_ratio_min": (None, 0.0)},
         ),
     },
     visited=_visited,

@@ -53,7 +53,11 @@ class Contrast:
 
 def contrasts(spec: Spec, candidate: Candidate) -> Mapping[str, Contrast]:
     """Each choice that ``candidate`` supports, against every other one that the spec knows."""
-    return {str(contrast): contrast for option in spec.options for contrast in _of_option(option, spec.supported(candidate, option.name))}
+    return {
+        str(contrast): contrast
+        for option in spec.options
+        for contrast in _of_option(option, spec.supported(candidate, option.name))
+    }
 
 
 def _of_option(option: Option, supported: Any) -> Iterator[Contrast]:
@@ -70,7 +74,11 @@ def _kinds(values: tuple[Any, ...], default: Any) -> list[Kind]:
     """The default, 0 (which often switches something off) and each choice that is no number are kinds of their own; all other numbers are one."""
     distinct = tuple(dict.fromkeys(values))
     alone = [v for v in distinct if not isinstance(v, float) or v in (default, 0.0)]
-    numbers = tuple(v for v in distinct if not _within(v, tuple(alone)) and not (isinstance(default, float) and abs(v - default) < NEAREST))
+    numbers = tuple(
+        v
+        for v in distinct
+        if not _within(v, tuple(alone)) and not (isinstance(default, float) and abs(v - default) < NEAREST)
+    )
     return [(v,) for v in alone] + ([numbers] if numbers else [])
 
 
@@ -79,4 +87,6 @@ def _within(value: Any, values: Kind) -> bool:
 
 
 def _near(values: Kind, others: Kind) -> bool:
-    return all(isinstance(v, float) for v in (*values, *others)) and all(abs(v - o) < NEAREST for v in values for o in others)
+    return all(isinstance(v, float) for v in (*values, *others)) and all(
+        abs(v - o) < NEAREST for v in values for o in others
+    )

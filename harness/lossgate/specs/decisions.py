@@ -32,7 +32,9 @@ class _Decisions(TorchDispatchMode):
         if name in _COMPARISONS and args[0].is_floating_point():
             self._note(args[0] - args[1])
         elif name in ("clamp", "clamp_min", "clamp_max"):
-            bounds = dict(zip(("min", "max") if name != "clamp_max" else ("max",), args[1:], strict=False)) | dict(kwargs or {})
+            bounds = dict(zip(("min", "max") if name != "clamp_max" else ("max",), args[1:], strict=False)) | dict(
+                kwargs or {}
+            )
             for bound in bounds.values():
                 if bound is not None:
                     self._note(args[0] - bound)
@@ -42,7 +44,9 @@ class _Decisions(TorchDispatchMode):
         self.taken.append(difference.sign().nan_to_num_(0.0))
 
 
-def unsettled(spec: Spec, options: Any, values: TokenValues, probes: Sequence[Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
+def unsettled(
+    spec: Spec, options: Any, values: TokenValues, probes: Sequence[Tensor], batch: Batch
+) -> tuple[Tensor, Tensor]:
     """``([tokens] bool, [sequences] bool)``: where a comparison comes out otherwise for one of the probes, other log-probabilities."""
     tokens = torch.zeros(batch.partition.tokens, dtype=torch.bool)
     sequences = torch.zeros(len(batch.partition.lengths), dtype=torch.bool)

@@ -38,7 +38,9 @@ class DistillLogitsInputs(LogitsHead, DistillBatch):
     """Head "logits"."""
 
 
-def _loss(values: TokenValues, batch: Mapping[str, Tensor], options: DistillOptions) -> tuple[Tensor, dict[str, Tensor]]:
+def _loss(
+    values: TokenValues, batch: Mapping[str, Tensor], options: DistillOptions
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The reference's last stages, on log-probabilities in the whole vocabulary: ``[tokens, k]``."""
     assert values.entropy is not None
     rows = batch["mask"][:, None]
@@ -112,6 +114,9 @@ DISTILL = Spec(
     metrics={
         "num_unmasked_tokens": Metric(meaning="trained tokens"),
     },
-    branches={**TOKEN_BRANCHES, "top-k on one shard": Branch(meaning="a token whose teacher's top-k lies on one tp rank")},
+    branches={
+        **TOKEN_BRANCHES,
+        "top-k on one shard": Branch(meaning="a token whose teacher's top-k lies on one tp rank"),
+    },
     visited=_visited,
 )

@@ -76,16 +76,23 @@ class PreferenceInputs(RewardsHead, PairBatch):
     """Head "rewards"."""
 
 
-def _dpo_loss(values: TokenValues, batch: Mapping[str, Tensor], options: DpoOptions) -> tuple[Tensor, dict[str, Tensor]]:
+def _dpo_loss(
+    values: TokenValues, batch: Mapping[str, Tensor], options: DpoOptions
+) -> tuple[Tensor, dict[str, Tensor]]:
     names = ("reference_logprobs", "mask", "sequence", "sample_mask", "valid_sequences")
     loss, metrics = dpo(logprobs=values.logprobs, options=options, **{name: batch[name] for name in names})
     del metrics["loss"]  # the loss itself
     return loss, metrics
 
 
-def _preference_loss(values: TokenValues, batch: Mapping[str, Tensor], options: PreferenceOptions) -> tuple[Tensor, dict[str, Tensor]]:
+def _preference_loss(
+    values: TokenValues, batch: Mapping[str, Tensor], options: PreferenceOptions
+) -> tuple[Tensor, dict[str, Tensor]]:
     loss, metrics = preference(
-        rewards=values.logprobs, sample_mask=batch["sample_mask"], valid_sequences=batch["valid_sequences"], epsilon=options.epsilon
+        rewards=values.logprobs,
+        sample_mask=batch["sample_mask"],
+        valid_sequences=batch["valid_sequences"],
+        epsilon=options.epsilon,
     )
     del metrics["loss"]
     return loss, metrics

@@ -73,7 +73,9 @@ def _make_fields(draft: Draft) -> dict[str, Tensor]:
     }
     old = draft.logprobs - place(draft.bits, "ratios", draft.tokens, ratios[draft.scenario["ratios"]])
     vllm = old - _log_rho(draft)
-    unknown = draft.bits.uniform("unknown", draft.tokens) < (0.1 if draft.scenario["generation"] == "everywhere" else 0.0)
+    unknown = draft.bits.uniform("unknown", draft.tokens) < (
+        0.1 if draft.scenario["generation"] == "everywhere" else 0.0
+    )
     return {
         "old_logprobs": old,
         "reference_logprobs": reference_logprobs(draft),
@@ -85,12 +87,17 @@ def _make_fields(draft: Draft) -> dict[str, Tensor]:
 def _log_rho(draft: Draft) -> Tensor:
     """log p_old - log p_vllm, ``[tokens]``: on every side of the bounds of mask and clamp, and of the original's +-10 nats."""
     o: GrpoOptions = draft.options
-    low, high = o.rho_mask_lower_bound or o.rho_clamp_lower_bound or 0.3, o.rho_mask_upper_bound or o.rho_clamp_upper_bound or 3.0
+    low, high = (
+        o.rho_mask_lower_bound or o.rho_clamp_lower_bound or 0.3,
+        o.rho_mask_upper_bound or o.rho_clamp_upper_bound or 3.0,
+    )
     beyond = [*clip_spans(log(low), log(max(high, 1.05))).values(), (11.0, 12.0), (-12.0, -11.0)]
     scenario: dict[str, Sequence[Span]] = {"near": NEAR, "equal": [(0.0, 0.0)], "everywhere": beyond}
     chosen = scenario[draft.scenario["generation"]]
     if o.rho_mask_sequence_level or o.rho_mask_tv_divergence:
-        return of_tokens(draft, place(draft.bits, "rho", draft.sequences, chosen)) + 0.01 * draft.bits.normal("rho scatter", draft.tokens)
+        return of_tokens(draft, place(draft.bits, "rho", draft.sequences, chosen)) + 0.01 * draft.bits.normal(
+            "rho scatter", draft.tokens
+        )
     return place(draft.bits, "rho", draft.tokens, chosen)
 
 
@@ -105,7 +112,10 @@ def _visited(batch: Batch) -> set[str]:
     if o.use_rho_correction and bool(rho.isnan().any()):
         seen.add("sampler's log-prob not known")
     if o.use_rho_correction and not o.rho_mask_sequence_level and not o.rho_mask_tv_divergence:
-        upper, lower = o.rho_mask_upper_bound or o.rho_clamp_upper_bound, o.rho_mask_lower_bound or o.rho_clamp_lower_bound
+        upper, lower = (
+            o.rho_mask_upper_bound or o.rho_clamp_upper_bound,
+            o.rho_mask_lower_bound or o.rho_clamp_lower_bound,
+        )
         seen |= {"rho above its bounds"} if upper and bool((rho > log(upper)).any()) else set()
         seen |= {"rho below its bounds"} if lower and bool((rho < log(lower)).any()) else set()
         seen |= {"rho beyond 10 nats"} if bool((rho.abs() > 10).any()) else set()
@@ -172,14 +182,20 @@ GRPO = Spec(
         **TOKEN_BRANCHES,
         **clip_sides("token", {}, {"loss_fn": ("cispo",), "clip_lower": AtLeast(1)}),
         "rho above its bounds": Branch(
-            meaning="an importance weight above its bound", barred_by={**_OF_TOKENS, "rho_mask_upper_bound": (0.0,), "rho_clamp_upper_bound": (0.0,)}
+            meaning="an importance weight above its bound",
+            barred_by={**_OF_TOKENS, "rho_mask_upper_bound": (0.0,), "rho_clamp_upper_bound": (0.0,)},
         ),
         "rho below its bounds": Branch(
-            meaning="an importance weight below its bound", barred_by={**_OF_TOKENS, "rho_mask_lower_bound": (0.0,), "rho_clamp_lower_bound": (0.0,)}
+            meaning="an importance weight below its bound",
+            barred_by={**_OF_TOKENS, "rho_mask_lower_bound": (0.0,), "rho_clamp_lower_bound": (0.0,)},
         ),
         "rho beyond 10 nats": Branch(meaning="an importance weight whose logarithm is clamped", barred_by=_OF_TOKENS),
-        "sampler's log-prob not known": Branch(meaning="a NaN among the sampler's log-probabilities", barred_by=_UNCORRECTED),
-        "KL input clamped": Branch(meaning="a log-ratio to the reference beyond 40 nats, where it is clamped", barred_by={"beta": (0.0,)}),
+        "sampler's log-prob not known": Branch(
+            meaning="a NaN among the sampler's log-probabilities", barred_by=_UNCORRECTED
+        ),
+        "KL input clamped": Branch(
+            meaning="a log-ratio to the reference beyond 40 nats, where it is clamped", barred_by={"beta": (0.0,)}
+        ),
     },
     visited=_visited,
 )

@@ -10,4 +10,8 @@ from dense_losses import linear_logits
 
 def reference_logits(leaves: Mapping[str, Tensor]) -> Tensor:
     """``[T, V]``, before the temperature."""
-    return leaves["logits"] if "logits" in leaves else linear_logits(leaves["hidden"], leaves["weight"], leaves.get("bias"))
+    return (
+        leaves["logits"]
+        if "logits" in leaves
+        else linear_logits(leaves["hidden"], leaves["weight"], leaves.get("bias"))
+    )

@@ -36,7 +36,9 @@ def materialize(problem: Problem, settled: bool = True) -> Batch:
     if spec.make_fields is not None:
         policy = token_values(batch, spec, options).logprobs if spec.scenario else batch.policy
         scenario = {choice.name: choice.default for choice in spec.scenario} | problem.scenario
-        made = spec.make_fields(Draft(batch=batch, options=options, bits=Bits(problem.to_json()), scenario=scenario, logprobs=policy))
+        made = spec.make_fields(
+            Draft(batch=batch, options=options, bits=Bits(problem.to_json()), scenario=scenario, logprobs=policy)
+        )
         exact = {name: value.float().double() if value.is_floating_point() else value for name, value in made.items()}
         batch = _counted(replace(batch, fields={**batch.fields, **exact}, field_dims=spec.fields, policy=policy))
         if settled and spec.kinks and not any(scenario[name] == choice for name, choice in spec.ties.items()):
@@ -70,7 +72,10 @@ def _settle(batch: Batch, spec: Spec, options: object) -> Batch:
     values = token_values(batch, spec, options)
     for round_ in range(_ROUNDS):
         probes = [values.logprobs + gap, values.logprobs - gap]
-        probes += [values.logprobs + gap * bits.normal(f"probe {round_} {i}", *values.logprobs.shape).sign() for i in range(_PROBES - 2)]
+        probes += [
+            values.logprobs + gap * bits.normal(f"probe {round_} {i}", *values.logprobs.shape).sign()
+            for i in range(_PROBES - 2)
+        ]
         tokens, sequences = unsettled(spec, options, values, probes, batch)
         close = tokens | sequences[batch.fields["sequence"]]
         if not bool((close & batch.fields["mask"]).any()):

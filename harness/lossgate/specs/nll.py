@@ -104,7 +104,10 @@ NLL = Spec(
     loss=_loss,
     statistics=_statistics,
     options_type=NllOptions,
-    options=options_of(NllOptions, {"reduction": ("mean", "sum"), "temperature": Between(TEMPERATURE), "epsilon": (0.0, 1e-8, 1e-5, 0.5)}),
+    options=options_of(
+        NllOptions,
+        {"reduction": ("mean", "sum"), "temperature": Between(TEMPERATURE), "epsilon": (0.0, 1e-8, 1e-5, 0.5)},
+    ),
     inputs={"hidden": NllHiddenInputs, "logits": NllLogitsInputs, "logprobs": NllLogprobsInputs},
     fields={"real": ("token",), "real_tokens": (), "trained_sequences": ()},
     make_fields=_make_fields,

@@ -26,7 +26,11 @@ def place(bits: Bits, stream: str, count: int, spans: Sequence[Span]) -> Tensor:
 def clip_spans(low: float, high: float, beyond: float | None = None) -> dict[str, Span]:
     """Spans of a log-ratio that is clipped to ``[low, high]``, clear of both edges; ``beyond`` is a further edge above."""
     far = high + 0.7 if beyond is None else beyond - 0.1 * (beyond - high)
-    spans = {"inside": (0.8 * low, 0.8 * high), "below": (low - 0.7, low - 0.02), "above": (high + 0.1 * (far - high), far)}
+    spans = {
+        "inside": (0.8 * low, 0.8 * high),
+        "below": (low - 0.7, low - 0.02),
+        "above": (high + 0.1 * (far - high), far),
+    }
     spans |= {"just below": (low - 0.05, low - 0.01), "just above": (high + 0.01, high + min(0.05, 0.1 * (far - high)))}
     return spans if beyond is None else {**spans, "beyond": (beyond + 0.02, beyond + 0.8)}
 

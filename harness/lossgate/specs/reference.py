@@ -29,7 +29,9 @@ def run_reference(batch: Batch, wanted: Collection[str] | None = None) -> dict[s
         outputs |= {"loss": loss, **metrics}
     roots = [_finite(outputs[name]) for name in batch.cotangents]
     gradients = torch.autograd.grad(roots, list(leaves.values()), list(batch.cotangents.values()))
-    return {name: tensor.detach() for name, tensor in outputs.items()} | {grad_name(n): g for n, g in zip(leaves, gradients, strict=True)}
+    return {name: tensor.detach() for name, tensor in outputs.items()} | {
+        grad_name(n): g for n, g in zip(leaves, gradients, strict=True)
+    }
 
 
 def _finite(x: Tensor) -> Tensor:
@@ -47,7 +49,10 @@ def token_values(batch: Batch, spec: Spec, options: Any, leaves: Mapping[str, Te
     lowest, highest = logits.detach().aminmax(dim=-1)
     if spec.kept is not None:
         given = (temperature, options.top_k, options.top_p)
-        logprobs, entropy = filtered_token_logprobs(logits, batch.fields["labels"], *given), filtered_token_entropy(logits, *given)
+        logprobs, entropy = (
+            filtered_token_logprobs(logits, batch.fields["labels"], *given),
+            filtered_token_entropy(logits, *given),
+        )
         return TokenValues(logprobs=logprobs, entropy=entropy, lowest=lowest, highest=highest)
     if spec.columns is not None and spec.columns in batch.fields:
         columns = batch.fields[spec.columns]

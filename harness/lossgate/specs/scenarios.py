@@ -4,7 +4,12 @@
 from lossgate.specs.base import Option
 
 SAMPLES = Option(name="samples", meaning="which sequences count", default="all", choices=("all", "some"))
-ADVANTAGES = Option(name="advantages", meaning="signs of the advantages", default="mixed", choices=("mixed", "mixed", "positive", "negative", "zero"))
+ADVANTAGES = Option(
+    name="advantages",
+    meaning="signs of the advantages",
+    default="mixed",
+    choices=("mixed", "mixed", "positive", "negative", "zero"),
+)
 RATIOS = Option(
     name="ratios",
     meaning="where importance ratios lie: well inside the clip, on every side of every clip, all exactly 1, or near overflow",

@@ -48,7 +48,9 @@ def kept_logits(batch: Batch, options: TokenLogprobsOptions) -> tuple[Tensor, Te
     """``[T, V]`` bool, which logits stay; and ``[T]`` bool, whether that hangs on rounding."""
     tempered = reference_logits(batch.leaves) / options.temperature
     coarse = batch.problem.dtype != "float32"
-    margin = max(_MARGIN, 6 * torch.finfo(DTYPES[batch.problem.dtype]).eps * float(tempered.abs().max()) if coarse else 0.0)
+    margin = max(
+        _MARGIN, 6 * torch.finfo(DTYPES[batch.problem.dtype]).eps * float(tempered.abs().max()) if coarse else 0.0
+    )
     kept = kept_tokens(tempered, options.top_k, options.top_p)
     close = torch.zeros(len(kept), dtype=torch.bool)
     vocab = kept.shape[1]
@@ -58,7 +60,10 @@ def kept_logits(batch: Batch, options: TokenLogprobsOptions) -> tuple[Tensor, Te
         ordered = ordered[:, : options.top_k]
     if options.top_p < 1:
         close |= (ordered.softmax(1).cumsum(1) - options.top_p).abs().amin(1) < margin
-        close |= ((ordered[:, :-1] - ordered[:, 1:] < margin) & kept.sum(1, keepdim=True).eq(torch.arange(1, ordered.shape[1]))).any(1)
+        close |= (
+            (ordered[:, :-1] - ordered[:, 1:] < margin)
+            & kept.sum(1, keepdim=True).eq(torch.arange(1, ordered.shape[1]))
+        ).any(1)
     return kept, close
 
 
@@ -89,8 +94,12 @@ TOKEN_LOGPROBS = Spec(
     metrics={},
     branches={
         **TOKEN_BRANCHES,
-        "label filtered out": Branch(meaning="a trained label that top-k filters out, with log-probability -inf", barred_by=_UNFILTERED),
-        "label kept by a filter": Branch(meaning="a trained label among those that a filter keeps", barred_by=_UNFILTERED),
+        "label filtered out": Branch(
+            meaning="a trained label that top-k filters out, with log-probability -inf", barred_by=_UNFILTERED
+        ),
+        "label kept by a filter": Branch(
+            meaning="a trained label among those that a filter keeps", barred_by=_UNFILTERED
+        ),
     },
     visited=_visited,
 )

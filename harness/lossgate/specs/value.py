@@ -69,7 +69,9 @@ VALUE = Spec(
     inputs={"values": ValueInputs},
     fields={"old_values": ("token",), "returns": ("token",)},
     make_fields=_make_fields,
-    scenario=(Option(name="values", meaning="how far values moved", default="inside", choices=("inside", "everywhere")),),
+    scenario=(
+        Option(name="values", meaning="how far values moved", default="inside", choices=("inside", "everywhere")),
+    ),
     kinks=True,
     metrics={
         "vf_clipfrac": Metric(meaning="share of trained tokens whose clipped error is the larger"),
@@ -83,8 +85,12 @@ VALUE = Spec(
     branches={
         **TOKEN_BRANCHES,
         "inside the range": Branch(meaning="a value inside the clip range", barred_by=_UNCLIPPED),
-        "beyond the range, towards the return": Branch(meaning="a value beyond the clip range, nearer to its return", barred_by=_UNCLIPPED),
-        "beyond the range, away from the return": Branch(meaning="a value beyond the clip range, further from its return", barred_by=_UNCLIPPED),
+        "beyond the range, towards the return": Branch(
+            meaning="a value beyond the clip range, nearer to its return", barred_by=_UNCLIPPED
+        ),
+        "beyond the range, away from the return": Branch(
+            meaning="a value beyond the clip range, further from its return", barred_by=_UNCLIPPED
+        ),
     },
     visited=_visited,
 )

@@ -93,7 +93,12 @@ class SimulatedGroup(dist.ProcessGroup):
         """Nothing to free."""
 
     def new_group(
-        self, ranks: Sequence[int], timeout: Any = None, pg_options: Any = None, group_name: str = "", group_desc: str | None = None
+        self,
+        ranks: Sequence[int],
+        timeout: Any = None,
+        pg_options: Any = None,
+        group_name: str = "",
+        group_desc: str | None = None,
     ) -> Any:
         """Hook of ``dist.new_group`` and DeviceMesh: the new group's member for this rank, None if it is not in."""
         return self._spawn(tuple(ranks), group_name, group_desc)
@@ -109,7 +114,13 @@ class SimulatedGroup(dist.ProcessGroup):
                 _write(call.outputs, totals)
 
         return self._collective(
-            "all_reduce", (op_name(op), *map(show, tensors)), f"{op_name(op)}, {_list(tensors)}", tensors, tensors, complete, opts
+            "all_reduce",
+            (op_name(op), *map(show, tensors)),
+            f"{op_name(op)}, {_list(tensors)}",
+            tensors,
+            tensors,
+            complete,
+            opts,
         )
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> SimulatedWork:
@@ -122,7 +133,9 @@ class SimulatedGroup(dist.ProcessGroup):
             _write(calls[root].outputs, [self._reduce([call.inputs[0] for call in calls], op)])
 
         shown = f"{op_name(op)}, dst={self.rendezvous.ranks[root]}, {_list(tensors)}"
-        return self._collective("reduce", (op_name(op), root, *map(show, tensors)), shown, tensors, tensors, complete, opts)
+        return self._collective(
+            "reduce", (op_name(op), root, *map(show, tensors)), shown, tensors, tensors, complete, opts
+        )
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> SimulatedWork:
         root = opts.rootRank
@@ -140,18 +153,28 @@ class SimulatedGroup(dist.ProcessGroup):
         if len(slots) != self.size():
             raise CollectiveMismatch(self._bad("all_gather", f"{len(slots)} outputs for {self.size()} ranks"))
         if slots[self._group_rank].shape != own.shape:
-            raise CollectiveMismatch(self._bad("all_gather", f"its own output slot is {show(slots[self._group_rank])}, its input {show(own)}"))
+            raise CollectiveMismatch(
+                self._bad(
+                    "all_gather", f"its own output slot is {show(slots[self._group_rank])}, its input {show(own)}"
+                )
+            )
 
         def complete(calls: Sequence[Call]) -> None:
             sources = [call.inputs[0].clone() for call in calls]
             for call in calls:
                 _write(call.outputs, sources)
 
-        return self._collective("all_gather", tuple(map(show, slots)), f"{show(own)} -> {_list(slots)}", [own], list(slots), complete, opts)
+        return self._collective(
+            "all_gather", tuple(map(show, slots)), f"{show(own)} -> {_list(slots)}", [own], list(slots), complete, opts
+        )
 
     def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> SimulatedWork:
         if output.numel() != source.numel() * self.size() or output.dtype != source.dtype:
-            raise CollectiveMismatch(self._bad("all_gather_into_tensor", f"output {show(output)} is not {self.size()} times input {show(source)}"))
+            raise CollectiveMismatch(
+                self._bad(
+                    "all_gather_into_tensor", f"output {show(output)} is not {self.size()} times input {show(source)}"
+                )
+            )
 
         def complete(calls: Sequence[Call]) -> None:
             gathered = torch.cat([call.inputs[0].reshape(-1) for call in calls])
@@ -159,10 +182,18 @@ class SimulatedGroup(dist.ProcessGroup):
                 call.outputs[0].detach().copy_(gathered.view(call.outputs[0].shape))
 
         return self._collective(
-            "all_gather_into_tensor", (show(output), show(source)), f"{show(source)} -> {show(output)}", [source], [output], complete, opts
+            "all_gather_into_tensor",
+            (show(output), show(source)),
+            f"{show(source)} -> {show(output)}",
+            [source],
+            [output],
+            complete,
+            opts,
         )
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> SimulatedWork:
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> SimulatedWork:
         return _all_of([self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> SimulatedWork:
@@ -176,12 +207,18 @@ class SimulatedGroup(dist.ProcessGroup):
                 _write(call.outputs, [total])
 
         shown = f"{op_name(op)}, {_list(parts)} -> {show(own)}"
-        return self._collective("reduce_scatter", (op_name(op), *map(show, parts)), shown, list(parts), [own], complete, opts)
+        return self._collective(
+            "reduce_scatter", (op_name(op), *map(show, parts)), shown, list(parts), [own], complete, opts
+        )
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> SimulatedWork:
         op = opts.reduceOp if opts is not None else ReduceOp.SUM
         if source.numel() != output.numel() * self.size() or output.dtype != source.dtype:
-            raise CollectiveMismatch(self._bad("reduce_scatter_tensor", f"input {show(source)} is not {self.size()} times output {show(output)}"))
+            raise CollectiveMismatch(
+                self._bad(
+                    "reduce_scatter_tensor", f"input {show(source)} is not {self.size()} times output {show(output)}"
+                )
+            )
 
         def complete(calls: Sequence[Call]) -> None:
             total = self._reduce([call.inputs[0].reshape(len(calls), -1) for call in calls], op)
@@ -189,16 +226,32 @@ class SimulatedGroup(dist.ProcessGroup):
                 call.outputs[0].detach().copy_(part.view(call.outputs[0].shape))
 
         shown = f"{op_name(op)}, {show(source)} -> {show(output)}"
-        return self._collective("reduce_scatter_tensor", (op_name(op), show(output), show(source)), shown, [source], [output], complete, opts)
+        return self._collective(
+            "reduce_scatter_tensor",
+            (op_name(op), show(output), show(source)),
+            shown,
+            [source],
+            [output],
+            complete,
+            opts,
+        )
 
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> SimulatedWork:
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> SimulatedWork:
         return _all_of([self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)])
 
-    def all_to_all_single(self, output: Tensor, source: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None) -> SimulatedWork:
+    def all_to_all_single(
+        self, output: Tensor, source: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+    ) -> SimulatedWork:
         sent = list(input_splits) or [source.shape[0] // self.size()] * self.size()
         received = list(output_splits) or [output.shape[0] // self.size()] * self.size()
         if sum(sent) != source.shape[0] or sum(received) != output.shape[0]:
-            raise CollectiveMismatch(self._bad("all_to_all_single", f"splits {sent} -> {received} do not cover {show(source)} -> {show(output)}"))
+            raise CollectiveMismatch(
+                self._bad(
+                    "all_to_all_single", f"splits {sent} -> {received} do not cover {show(source)} -> {show(output)}"
+                )
+            )
 
         def complete(calls: Sequence[Call]) -> None:
             self._check_splits("all_to_all_single", calls)
@@ -208,7 +261,14 @@ class SimulatedGroup(dist.ProcessGroup):
 
         agreed = (str(source.dtype), tuple(source.shape[1:]))
         return self._collective(
-            "all_to_all_single", agreed, f"{show(source)}{sent} -> {show(output)}{received}", [source], [output], complete, opts, (sent, received)
+            "all_to_all_single",
+            agreed,
+            f"{show(source)}{sent} -> {show(output)}{received}",
+            [source],
+            [output],
+            complete,
+            opts,
+            (sent, received),
         )
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> SimulatedWork:
@@ -220,7 +280,14 @@ class SimulatedGroup(dist.ProcessGroup):
 
         splits = ([t.numel() for t in inputs], [t.numel() for t in outputs])
         return self._collective(
-            "all_to_all", (str(inputs[0].dtype),), f"{_list(inputs)} -> {_list(outputs)}", list(inputs), list(outputs), complete, opts, splits
+            "all_to_all",
+            (str(inputs[0].dtype),),
+            f"{_list(inputs)} -> {_list(outputs)}",
+            list(inputs),
+            list(outputs),
+            complete,
+            opts,
+            splits,
         )
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> SimulatedWork:
@@ -231,7 +298,9 @@ class SimulatedGroup(dist.ProcessGroup):
                 _write(call.outputs, [part])
 
         shown = f"src={self.rendezvous.ranks[root]}, {show(outputs[0])}"
-        return self._collective("scatter", (root, show(outputs[0])), shown, list(inputs[0]) if inputs else [], outputs, complete, opts)
+        return self._collective(
+            "scatter", (root, show(outputs[0])), shown, list(inputs[0]) if inputs else [], outputs, complete, opts
+        )
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> SimulatedWork:
         root = opts.rootRank
@@ -240,7 +309,9 @@ class SimulatedGroup(dist.ProcessGroup):
             _write(calls[root].outputs, [call.inputs[0].clone() for call in calls])
 
         shown = f"dst={self.rendezvous.ranks[root]}, {show(inputs[0])}"
-        return self._collective("gather", (root, show(inputs[0])), shown, inputs, list(outputs[0]) if outputs else [], complete, opts)
+        return self._collective(
+            "gather", (root, show(inputs[0])), shown, inputs, list(outputs[0]) if outputs else [], complete, opts
+        )
 
     def barrier(self, opts: Any = None) -> SimulatedWork:
         return self._collective("barrier", (), "", [], [], _nothing, opts)
@@ -254,7 +325,9 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> SimulatedWork:
         self._check_owner("recv")
-        return SimulatedWork(receive(self.rendezvous, self._global_rank, tensors[0], self.rendezvous.ranks[source], tag, call_site()))
+        return SimulatedWork(
+            receive(self.rendezvous, self._global_rank, tensors[0], self.rendezvous.ranks[source], tag, call_site())
+        )
 
     # Names of the same methods in other places of torch; the stubs give each its own parameter names
     _allgather_base: Any = all_gather_single

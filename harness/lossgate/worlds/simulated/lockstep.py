@@ -193,7 +193,11 @@ class Lockstep:
         thread = self._ranks[rank].thread
         assert thread is not None
         assert thread.ident is not None
-        self.fail(Hang(f"hang: rank {rank} neither reached a collective nor returned within {timeout:g} s; it is at\n{stack_of(thread)}"))
+        self.fail(
+            Hang(
+                f"hang: rank {rank} neither reached a collective nor returned within {timeout:g} s; it is at\n{stack_of(thread)}"
+            )
+        )
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Unwind))
         if not self._driver.acquire(timeout=1.0):
             self.dead = True

@@ -10,7 +10,12 @@ from types import FrameType
 import torch
 import typing_extensions
 
-_INNER = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), typing_extensions.__file__, threading.__file__)
+_INNER = (
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parents[2]),
+    typing_extensions.__file__,
+    threading.__file__,
+)
 """Torch, this package, and what wraps their functions."""
 
 

@@ -162,7 +162,9 @@ class Rendezvous:
         snapshots = {id(t): t.detach().clone() for t in [*inputs, *outputs]}
         call.inputs = [snapshots[id(t)] for t in inputs]
         call.outputs = [snapshots[id(t)] for t in outputs]  # in place: the very tensor of call.inputs
-        written = {t.untyped_storage().data_ptr() for t in outputs}  # of calls in place, such as all_gather into the input's own rows
+        written = {
+            t.untyped_storage().data_ptr() for t in outputs
+        }  # of calls in place, such as all_gather into the input's own rows
         unwritten = [(t, snapshots[id(t)].clone()) for t in inputs if t.untyped_storage().data_ptr() not in written]
         with torch.no_grad():
             for tensor in outputs:
@@ -177,7 +179,9 @@ class Rendezvous:
             self.communicator.in_flight.remove((self, call))
             for tensor, old in unwritten:
                 if not _same(tensor, old):
-                    raise CollectiveMisuse(f"rank {call.rank}: the input of {call} #{call.number} on {self} was changed before wait()  [{call.site}]")
+                    raise CollectiveMisuse(
+                        f"rank {call.rank}: the input of {call} #{call.number} on {self} was changed before wait()  [{call.site}]"
+                    )
             with torch.no_grad():
                 for tensor, result in zip(outputs, call.outputs, strict=True):
                     tensor.detach().copy_(result)
@@ -240,7 +244,9 @@ def send(rendezvous: Rendezvous, me: int, tensor: Tensor, to: int, tag: int, sit
     communicator.lockstep.check()
     mailbox = communicator.mail.setdefault(_Route(id(rendezvous), me, to, tag), _Mailbox())
     mailbox.sent.append((tensor.detach().clone(), f"{show(tensor)} to rank {to} on {rendezvous}, tag {tag}  [{site}]"))
-    communicator.log.append(Logged(me, str(rendezvous), "send", f"{show(tensor)} to rank {to}", tensor.numel() * tensor.element_size()))
+    communicator.log.append(
+        Logged(me, str(rendezvous), "send", f"{show(tensor)} to rank {to}", tensor.numel() * tensor.element_size())
+    )
     wait = communicator.lockstep.waits_for(to)
     if isinstance(wait, _Delivery) and wait.mailbox is mailbox and wait.arrived:
         communicator.lockstep.unblock(to)
@@ -251,7 +257,9 @@ def receive(rendezvous: Rendezvous, me: int, tensor: Tensor, source: int, tag: i
     communicator = rendezvous.communicator
     communicator.lockstep.check()
     mailbox = communicator.mail.setdefault(_Route(id(rendezvous), source, me, tag), _Mailbox())
-    delivery = _Delivery(f"in recv({show(tensor)}) from rank {source} on {rendezvous}, tag {tag}  [{site}]", mailbox, mailbox.received)
+    delivery = _Delivery(
+        f"in recv({show(tensor)}) from rank {source} on {rendezvous}, tag {tag}  [{site}]", mailbox, mailbox.received
+    )
     mailbox.unwaited[mailbox.received] = delivery.shown
     mailbox.received += 1
     with torch.no_grad():
@@ -276,7 +284,9 @@ def check_mail(communicator: Communicator) -> None:
         for shown in mailbox.unwaited.values():
             raise CollectiveMisuse(f"rank {route.to} returned without wait() {shown}")
         if len(mailbox.sent) > mailbox.received:
-            raise CollectiveMismatch(f"rank {route.source} sent what rank {route.to} never received: {mailbox.sent[mailbox.received][1]}")
+            raise CollectiveMismatch(
+                f"rank {route.source} sent what rank {route.to} never received: {mailbox.sent[mailbox.received][1]}"
+            )
 
 
 __all__ = ["Call", "Communicator", "Logged", "Rendezvous", "Unwind", "check_mail", "receive", "send", "show"]

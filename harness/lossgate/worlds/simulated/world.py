@@ -99,7 +99,9 @@ class _Ranks:
         """In a new rank thread: join the groups that every rank has."""
         everyone = tuple(range(self.layout.ranks))
         enter_rank_thread(self._join(everyone, rank, "world", ("world",)))
-        per_axis: list[dist.ProcessGroup] = [self._join(self._fiber(rank, axis), rank, name, (name,)) for axis, name in enumerate(AXES)]
+        per_axis: list[dist.ProcessGroup] = [
+            self._join(self._fiber(rank, axis), rank, name, (name,)) for axis, name in enumerate(AXES)
+        ]
         mesh = DeviceMesh.from_group(per_axis, "cpu", self.mesh, mesh_dim_names=AXES)
         return RankContext(rank, self.layout, mesh)
 
@@ -109,7 +111,9 @@ class _Ranks:
         index = [slice(None) if i == axis else at[i] for i in range(len(AXES))]
         return tuple(self.mesh[tuple(index)].tolist())
 
-    def _join(self, ranks: tuple[int, ...], rank: int, label: str, key: tuple[Any, ...], name: str = "") -> SimulatedGroup:
+    def _join(
+        self, ranks: tuple[int, ...], rank: int, label: str, key: tuple[Any, ...], name: str = ""
+    ) -> SimulatedGroup:
         rendezvous = self._rendezvous.setdefault((*key, ranks), Rendezvous(self.communicator, ranks, label))
         ours = not name
         name = name or f"{self.name}.rank{rank}.{label}"
