@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lossgate import Layout
-from lossgate.engine.examine import Examination, examine
-from lossgate.engine.strategies import sample_problems
+from lossgate.cases.examine import Examination, examine
+from lossgate.cases.strategies import sample_problems
 from lossgate.judge.pooling import pool
 from lossgate.judge.statistics import SCALE
 from lossgate.worlds import SimulatedWorld

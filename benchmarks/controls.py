@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lossgate import ANY, Candidate, Outputs, Precision, candidate
+from lossgate.losses.nll import NllOptions
 from lossgate.specs.inputs import HiddenInputs
-from lossgate.specs.nll import NllOptions
 
 TILE = 37
 """Rows per step of the online kernel."""

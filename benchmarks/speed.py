@@ -23,11 +23,11 @@ from controls import STYLES, make
 
 from fused_losses import linear_cross_entropy
 from lossgate import Candidate, Layout, Problem
-from lossgate.engine.loading import load_candidates
-from lossgate.execution.execute import execute
-from lossgate.judge.agreement import Yardstick
-from lossgate.specs.materialize import materialize
-from lossgate.specs.reference import run_reference
+from lossgate.cases.execute import execute
+from lossgate.cases.materialize import materialize
+from lossgate.cases.reference import run_reference
+from lossgate.declaration.loading import load_candidates
+from lossgate.judge.comparison import Yardstick
 from lossgate.worlds import RankContext, SimulatedWorld
 
 RANKS, TOKENS, WIDTH, VOCAB = 4, 64, 48, 304

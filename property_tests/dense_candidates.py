@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import lossgate
 from dense_losses import filtered_token_entropy, filtered_token_logprobs, linear_logits, token_entropy, token_logprobs
 from lossgate import ANY, Candidate, Contract, Outputs
-from lossgate.specs import SPECS
-from lossgate.specs.base import FEATURES, Spec, TokenValues
+from lossgate.losses import SPECS
+from lossgate.specs.spec import FEATURES, Spec, TokenValues
 
 
 class _Gather(torch.autograd.Function):

@@ -7,7 +7,7 @@ import pytest
 
 import lossgate
 from lossgate.declaration.candidate import Candidate
-from lossgate.engine.loading import load_candidates
+from lossgate.declaration.loading import load_candidates
 from lossgate.engine.run import plan, run_cell
 from lossgate.engine.settings import Settings
 

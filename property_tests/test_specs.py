@@ -10,12 +10,12 @@ from dense_candidates import Spoil, dense_candidate
 
 import lossgate
 from lossgate import ANY, Layout, Problem
+from lossgate.cases.examine import examine
 from lossgate.engine.cell import Cell, Verdict
-from lossgate.engine.examine import examine
 from lossgate.engine.run import run_cell
 from lossgate.engine.settings import Settings
-from lossgate.specs import SPECS
-from lossgate.specs.base import FEATURES, Option
+from lossgate.losses import SPECS
+from lossgate.specs.spec import FEATURES, Option
 from lossgate.worlds import SimulatedWorld
 
 LAYOUTS = ("single", "dp=2", "cp=2", "tp=2", "dp=2,cp=2,tp=2")

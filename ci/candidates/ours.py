@@ -22,12 +22,12 @@ from fused_losses import (
     vocab_parallel_logprobs,
 )
 from lossgate import ANY, Contract, Outputs, Precision, candidate
-from lossgate.specs.clipped_pg import CLIPPED_PG, ClippedPGHiddenInputs, ClippedPGSpecOptions
-from lossgate.specs.dpo import DPO, DpoHiddenInputs, DpoSpecOptions
-from lossgate.specs.grpo import GRPO, GrpoHiddenInputs, GrpoSpecOptions
+from lossgate.losses.clipped_pg import CLIPPED_PG, ClippedPGHiddenInputs, ClippedPGSpecOptions
+from lossgate.losses.dpo import DPO, DpoHiddenInputs, DpoSpecOptions
+from lossgate.losses.grpo import GRPO, GrpoHiddenInputs, GrpoSpecOptions
+from lossgate.losses.nll import NLL, NllHiddenInputs, NllLogitsInputs, NllOptions
+from lossgate.losses.token_logprobs import TokenLogprobsOptions
 from lossgate.specs.inputs import HiddenHead, HiddenInputs, LogitsInputs
-from lossgate.specs.nll import NLL, NllHiddenInputs, NllLogitsInputs, NllOptions
-from lossgate.specs.token_logprobs import TokenLogprobsOptions
 
 CHUNK = 16
 TILES = 3

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 from lossgate import ANY, Finding, Precision, candidate
+from lossgate.losses.nll import NllOptions
 from lossgate.specs.inputs import HiddenInputs, LogitsInputs
-from lossgate.specs.nll import NllOptions
 
 FINDINGS = Path(__file__).parent / "findings"
 IGNORED = -100

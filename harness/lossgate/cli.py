@@ -91,13 +91,13 @@ def verify(
         Folder for failure files.
     """
     from lossgate.consumers import Consumer
-    from lossgate.consumers.evidence import EvidenceFile
-    from lossgate.consumers.failures import FailureFiles
     from lossgate.consumers.terminal import Terminal
-    from lossgate.engine.loading import load_candidates
+    from lossgate.declaration.loading import load_candidates
     from lossgate.engine.run import RunFinished, run
     from lossgate.engine.settings import load_settings
     from lossgate.errors import UsageError
+    from lossgate.evidence.writer import EvidenceFile
+    from lossgate.reports.failure_files import FailureFiles
 
     if not targets:
         raise UsageError("verify: nothing named; expected files or modules with candidates, such as my_kernels.py")
@@ -157,7 +157,7 @@ def list_(*targets: str) -> int:
         Files (file.py) or modules (package.module); none for the specs.
     """
     from lossgate.console import make_console
-    from lossgate.listing import candidates_table, spec_tables
+    from lossgate.reports.listing import candidates_table, spec_tables
 
     console = make_console()
     for table in [candidates_table(target) for target in targets] if targets else spec_tables():

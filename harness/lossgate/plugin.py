@@ -51,7 +51,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     from lossgate.engine.run import plan
     from lossgate.errors import UsageError
-    from lossgate.specs import find_spec
+    from lossgate.losses import find_spec
 
     candidate = marker.kwargs["candidate"]
     try:
@@ -80,11 +80,11 @@ def lossgate_run(
 
     import torch
 
-    from lossgate.consumers.evidence import evidence_line
-    from lossgate.consumers.failures import FailureFiles
     from lossgate.consumers.terminal import tell
     from lossgate.engine.run import CellFinished, run_cell
     from lossgate.errors import UsageError
+    from lossgate.evidence.writer import evidence_line
+    from lossgate.reports.failure_files import FailureFiles
 
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)  # the workers share the cores

@@ -21,7 +21,7 @@ from fused_losses import (
     vocab_parallel_cross_entropy,
     vocab_parallel_logprobs,
 )
-from lossgate.engine.loading import load_candidates
+from lossgate.declaration.loading import load_candidates
 from lossgate.worlds import RankContext, SimulatedWorld
 
 MakeWorld = Callable[..., SimulatedWorld]

@@ -18,7 +18,7 @@ from fused_losses import (
     linear_cross_entropy,
     linear_logprobs,
 )
-from lossgate.engine.loading import load_candidates
+from lossgate.declaration.loading import load_candidates
 
 OURS = {
     candidate.name: candidate for candidate in load_candidates(str(Path(__file__).parents[2] / "ci/candidates/ours.py"))

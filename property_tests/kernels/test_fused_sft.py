@@ -15,7 +15,7 @@ from torch import Tensor
 import lossgate
 from fused_losses import Pack, SFTStatistics, linear_logprobs, linear_sft_loss
 from lossgate import Layout
-from lossgate.engine.loading import load_candidates
+from lossgate.declaration.loading import load_candidates
 from lossgate.worlds import RankContext, SimulatedWorld
 
 MakeWorld = Callable[..., SimulatedWorld]

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lossgate
 from fused_losses import backbone_and_lm_head, grpo_loss, tiled_token_logprobs
-from lossgate.engine.loading import load_candidates
+from lossgate.declaration.loading import load_candidates
 from lossgate.worlds import RankContext, SimulatedWorld
 
 MakeWorld = Callable[..., SimulatedWorld]

@@ -9,8 +9,8 @@ import pytest
 from controls import STYLES, make
 
 from lossgate import Candidate, Finding, Layout, UsageError
+from lossgate.cases.examine import Examination
 from lossgate.engine.cell import Cell, CellResult, Verdict, conclude
-from lossgate.engine.examine import Examination
 from lossgate.engine.run import CellFinished, RunFinished, RunStarted, plan, run, run_cell
 from lossgate.engine.settings import Settings
 
@@ -138,7 +138,7 @@ FINDINGS = Path(__file__).parents[2] / "ci/candidates/findings"
 
 
 def test_a_known_finding_is_expected() -> None:
-    from lossgate.engine.loading import load_candidates
+    from lossgate.declaration.loading import load_candidates
 
     (known,) = load_candidates(f"{FINDINGS.parent}/pytorch.py:torch_loss_parallel_uneven")
     (cell,) = plan([known], Settings())

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from lossgate import ANY, CandidateError, Contract, Finding, Outputs, Precision, Problem, UsageError, candidate, suite
-from lossgate.engine.failures import read_failure
-from lossgate.engine.loading import load_candidates
-from lossgate.execution.execute import execute
-from lossgate.specs import find_spec
-from lossgate.specs.materialize import materialize
+from lossgate.cases.execute import execute
+from lossgate.cases.materialize import materialize
+from lossgate.declaration.loading import load_candidates
+from lossgate.engine.failure_files import read_failure
+from lossgate.losses import find_spec
 from lossgate.worlds import SimulatedWorld
 
 MakeWorld = Callable[..., SimulatedWorld]
@@ -185,7 +185,7 @@ def test_contracts_that_leave_factors_to_the_caller_agree(make_world: MakeWorld)
     """A kernel whose loss and gradients are dp times too large, for a trainer that averages over dp (DDP, FSDP)."""
     from controls import STYLES, make
 
-    from lossgate.engine.examine import examine
+    from lossgate.cases.examine import examine
 
     right = make(STYLES["float32"][1])
 

@@ -5,9 +5,9 @@ import json
 from typing import Any
 
 from lossgate import Layout, candidate
-from lossgate.consumers.evidence import evidence_line
 from lossgate.engine.cell import Cell, CellResult, Verdict
-from lossgate.judge.agreement import Comparison
+from lossgate.evidence.writer import evidence_line
+from lossgate.judge.comparison import Comparison
 from lossgate.judge.pooling import pool
 from lossgate.judge.statistics import SCALE
 

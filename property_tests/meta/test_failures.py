@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from lossgate import Layout
-from lossgate.consumers.failures import write_failure
+from lossgate.declaration.loading import load_candidates
 from lossgate.engine.cell import Cell, CellResult, Verdict
-from lossgate.engine.failures import read_failure
-from lossgate.engine.loading import load_candidates
+from lossgate.engine.failure_files import read_failure
 from lossgate.engine.replay import replay_failure
 from lossgate.engine.run import run_cell
 from lossgate.engine.settings import Settings
+from lossgate.reports.failure_files import write_failure
 
 LEANING = """
 import torch, lossgate

@@ -10,19 +10,19 @@ from controls import ALL_BFLOAT16, BUGS, STYLES, Style, make
 from torch import Tensor
 
 from lossgate import Candidate, Contract, Layout, Outputs, Precision, Problem, candidate
-from lossgate.engine.examine import Examination, examine
-from lossgate.engine.strategies import sample_problems
-from lossgate.execution.execute import execute
-from lossgate.judge import agreement, power
-from lossgate.judge.agreement import Comparison, compare
+from lossgate.cases.examine import Examination, examine
+from lossgate.cases.execute import execute
+from lossgate.cases.materialize import materialize
+from lossgate.cases.reference import run_reference
+from lossgate.cases.strategies import sample_problems
+from lossgate.judge import comparison, power
+from lossgate.judge.blocks import groupings_of
+from lossgate.judge.comparison import Comparison, compare
 from lossgate.judge.ensemble import run_ensemble
 from lossgate.judge.explain import explain
-from lossgate.judge.grids import FLOAT32
-from lossgate.judge.groupings import groupings_of
 from lossgate.judge.statistics import NOISE, SCALE, WORST, Grouping, NoiseModel
+from lossgate.numerics.float_formats import FLOAT32
 from lossgate.specs.inputs import HiddenInputs
-from lossgate.specs.materialize import materialize
-from lossgate.specs.reference import run_reference
 from lossgate.worlds import SimulatedWorld
 
 MakeWorld = Callable[..., SimulatedWorld]
@@ -126,7 +126,7 @@ def test_rounding_on_the_way_to_a_gradient_may_hit_all_of_it_alike(
     shifted = replace(result, outputs={name: tensor * (1 + 0.9 * 2**-8) for name, tensor in result.outputs.items()})
     declared = replace(kernel, precision={"float32": precision})
     (comparison,) = (
-        c for c in agreement.Yardstick(declared, batch, shifted.outputs).judge(shifted) if c.output == output
+        c for c in comparison.Yardstick(declared, batch, shifted.outputs).judge(shifted) if c.output == output
     )
     assert comparison.agrees == agrees
 
@@ -140,7 +140,7 @@ def result_of(
     result = execute(kernel, batch, world)
     outputs = dict(result.outputs)
     change(outputs)
-    return {c.output: c for c in agreement.Yardstick(kernel, batch, outputs).judge(replace(result, outputs=outputs))}
+    return {c.output: c for c in comparison.Yardstick(kernel, batch, outputs).judge(replace(result, outputs=outputs))}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -323,7 +323,7 @@ def test_a_judge_that_is_blind_says_so(make_world: MakeWorld, monkeypatch: pytes
     assert power.blind_spots({"x1.01": 0.01}, {"x1.01": True}, 0.0, 0.004) == ()
     assert power.blind_spots({"x1.01": 0.01}, {"x1.01": False}, 0.0, 0.02) == ()
     monkeypatch.setattr(
-        agreement,
+        comparison,
         "blind_spots",
         lambda scales, rejected, scale, limit: power.blind_spots(scales, dict.fromkeys(rejected, False), scale, limit),
     )

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lossgate import Layout, UsageError
-from lossgate.execution.assemble import assemble
+from lossgate.cases.assemble import assemble
 from lossgate.layout import layouts_up_to
 from lossgate.problems.partition import Dims, Partition, VocabShard, split_vocab
 

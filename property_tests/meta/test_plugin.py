@@ -68,14 +68,14 @@ def test_an_inconclusive_item_fails(user: pytest.Pytester) -> None:
 
 
 def test_a_known_finding_passes(pytester: pytest.Pytester) -> None:
-    from lossgate.engine.loading import load_candidates
+    from lossgate.declaration.loading import load_candidates
 
     source = f"{Path(__file__).parents[2]}/ci/candidates/pytorch.py:torch_loss_parallel_uneven"
     assert load_candidates(
         source
     )  # here, since pytester forgets what is imported within, and torch can't be imported twice
     pytester.makepyfile(
-        f"import lossgate\nfrom lossgate.engine.loading import load_candidates\ntest_known = lossgate.suite(*load_candidates({source!r}))\n"
+        f"import lossgate\nfrom lossgate.declaration.loading import load_candidates\ntest_known = lossgate.suite(*load_candidates({source!r}))\n"
     )
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "--lossgate-evidence", "out.jsonl")
     result.assert_outcomes(passed=1)

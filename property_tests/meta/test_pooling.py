@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lossgate.judge.agreement import Comparison
+from lossgate.judge.comparison import Comparison
 from lossgate.judge.explain import explain_pooled
 from lossgate.judge.pooling import pool
 from lossgate.judge.statistics import SCALE

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lossgate import Layout, Problem, UsageError
+from lossgate.cases.materialize import materialize
 from lossgate.problems.batch import Batch
-from lossgate.problems.bits import Bits
-from lossgate.specs.materialize import materialize
+from lossgate.problems.random_streams import Bits
 
 
 def problem(**changes: object) -> Problem:

@@ -10,20 +10,20 @@ from dense_candidates import dense_candidate
 from torch import Tensor
 
 from lossgate import ANY, Contract, Layout, Problem, UsageError
+from lossgate.adequacy.option_mutants import contrasts
+from lossgate.cases.assemble import assemble
+from lossgate.cases.examine import examine
+from lossgate.cases.kinks import unsettled
+from lossgate.cases.materialize import materialize
+from lossgate.cases.reference import token_values
+from lossgate.cases.strategies import sample_problems
 from lossgate.engine.cell import Cell, Verdict
-from lossgate.engine.examine import examine
 from lossgate.engine.run import run_cell
 from lossgate.engine.settings import Settings
-from lossgate.engine.strategies import sample_problems
-from lossgate.execution.assemble import assemble
-from lossgate.judge.agreement import compare
+from lossgate.judge.comparison import compare
 from lossgate.judge.ensemble import run_ensemble
+from lossgate.losses import SPECS, find_spec
 from lossgate.problems.partition import Partition
-from lossgate.specs import SPECS, find_spec
-from lossgate.specs.contrasts import contrasts
-from lossgate.specs.decisions import unsettled
-from lossgate.specs.materialize import materialize
-from lossgate.specs.reference import token_values
 from lossgate.worlds import SimulatedWorld
 
 

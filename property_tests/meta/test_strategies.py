@@ -6,8 +6,8 @@ from collections.abc import Callable
 import pytest
 
 from lossgate import ANY, Candidate, Layout, Problem, candidate
-from lossgate.engine.strategies import SPREADS, sample_problems
-from lossgate.specs.materialize import materialize
+from lossgate.cases.materialize import materialize
+from lossgate.cases.strategies import SPREADS, sample_problems
 
 
 def declared(**changes: object) -> Candidate:

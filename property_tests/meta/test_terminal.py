@@ -7,10 +7,10 @@ from pathlib import Path
 from rich.console import Console
 
 from lossgate import Candidate, Layout, candidate
-from lossgate.consumers.failures import FailureFiles
 from lossgate.consumers.terminal import Terminal
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.run import CellFinished
+from lossgate.reports.failure_files import FailureFiles
 
 
 def test_only_the_first_cells_of_a_candidate_are_told_in_full(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from lossgate.console import make_console
-from lossgate.consumers.failures import FailureFiles
 from lossgate.engine.cell import CellResult, Verdict
 from lossgate.engine.run import CellFinished, Event, RunStarted
+from lossgate.reports.failure_files import FailureFiles
 
 _STYLES = {Verdict.AGREE: "green", Verdict.DISAGREE: "bold red", Verdict.INCONCLUSIVE: "yellow"}
 _SHOWN = 3

@@ -7,14 +7,14 @@ from enum import StrEnum
 from statistics import median
 from types import MappingProxyType
 
+from lossgate.adequacy.option_mutants import Contrast
+from lossgate.cases.examine import Examination
 from lossgate.declaration.candidate import Candidate, Finding
-from lossgate.engine.examine import Examination
-from lossgate.engine.failures import Frozen
+from lossgate.engine.failure_files import Frozen
 from lossgate.judge.explain import explain_pooled
 from lossgate.judge.pooling import Pooled, pool
 from lossgate.layout import Layout
-from lossgate.specs import find_spec
-from lossgate.specs.contrasts import Contrast
+from lossgate.losses import find_spec
 
 LARGEST_MDE = 0.01
 """A cell that could not have seen an error of 1% in an output's scale is inconclusive."""

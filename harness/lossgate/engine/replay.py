@@ -4,10 +4,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from lossgate.cases.examine import examine
+from lossgate.declaration.loading import load_candidates
 from lossgate.engine.cell import Cell, Verdict, biases
-from lossgate.engine.examine import examine
-from lossgate.engine.failures import Frozen, read_failure
-from lossgate.engine.loading import load_candidates
+from lossgate.engine.failure_files import Frozen, read_failure
 from lossgate.errors import UsageError
 from lossgate.worlds import SimulatedWorld
 

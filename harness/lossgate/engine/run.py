@@ -13,11 +13,11 @@ from typing import cast
 
 import torch
 
+from lossgate.cases.examine import examine
 from lossgate.declaration.candidate import Candidate, Finding
+from lossgate.declaration.loading import load_candidates
 from lossgate.engine.cell import Cell, CellResult, Verdict, conclude, conclude_known
-from lossgate.engine.examine import examine
-from lossgate.engine.failures import Frozen, read_failure
-from lossgate.engine.loading import load_candidates
+from lossgate.engine.failure_files import Frozen, read_failure
 from lossgate.engine.search import Search
 from lossgate.engine.settings import Settings
 from lossgate.errors import UsageError

@@ -9,17 +9,17 @@ import hypothesis
 from hypothesis import Phase
 from hypothesis.errors import Flaky, Unsatisfiable
 
+from lossgate.adequacy.killing_problems import DIFFERENCE, DRAWN, promising
+from lossgate.adequacy.kills import differences
+from lossgate.adequacy.option_mutants import Contrast, contrasts
+from lossgate.cases.examine import Examination, branches_of, examine
+from lossgate.cases.strategies import problems, quiet
 from lossgate.declaration.candidate import ANY
 from lossgate.engine.cell import Cell
-from lossgate.engine.examine import Examination, branches_of, examine
-from lossgate.engine.promising import DIFFERENCE, DRAWN, promising
 from lossgate.engine.settings import Settings
-from lossgate.engine.strategies import problems, quiet
-from lossgate.engine.told import differences
 from lossgate.errors import LossgateError, UsageError
+from lossgate.losses import find_spec
 from lossgate.problems.problem import Problem
-from lossgate.specs import find_spec
-from lossgate.specs.contrasts import Contrast, contrasts
 from lossgate.worlds import World
 from lossgate.worlds.base import Hang
 

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.precision import Precision
-from lossgate.judge.grids import FLOAT32, GRIDS, Grid, Noise
-from lossgate.judge.rounding import RoundEveryOperation
+from lossgate.losses import find_spec
+from lossgate.numerics.float_formats import FLOAT32, GRIDS, Grid, Noise
+from lossgate.numerics.rounding import RoundEveryOperation
 from lossgate.problems.batch import Batch
 from lossgate.problems.partition import VocabShard
-from lossgate.specs import find_spec
-from lossgate.specs.base import Spec, TokenValues
 from lossgate.specs.outputs import grad_name
+from lossgate.specs.spec import Spec, TokenValues
 
 
 def run_ensemble(

@@ -3,7 +3,7 @@
 
 from collections.abc import Iterator
 
-from lossgate.judge.agreement import Comparison
+from lossgate.judge.comparison import Comparison
 from lossgate.judge.pooling import Pooled
 from lossgate.judge.statistics import NOISE, SCALE, WORST
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf, sqrt
 
-from lossgate.judge.agreement import Comparison
+from lossgate.judge.comparison import Comparison
 from lossgate.judge.statistics import SCALE
 
 SIGMAS = 5.0

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lossgate.dtypes import DTYPES
-from lossgate.problems.bits import Bits
 from lossgate.problems.partition import Dims, Partition
 from lossgate.problems.problem import MaskPattern, Problem
+from lossgate.problems.random_streams import Bits
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,25 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The losses that lossgate knows."""
-
-from collections.abc import Mapping
-from types import MappingProxyType
-
-from lossgate.errors import UsageError
-from lossgate.specs.base import Spec
-from lossgate.specs.clipped_pg import CLIPPED_PG
-from lossgate.specs.distill import DISTILL
-from lossgate.specs.dpo import DPO, PREFERENCE
-from lossgate.specs.grpo import GRPO
-from lossgate.specs.nll import NLL
-from lossgate.specs.token_logprobs import TOKEN_LOGPROBS
-from lossgate.specs.value import VALUE
-
-SPECS: Mapping[str, Spec] = MappingProxyType(
-    {spec.name: spec for spec in (NLL, DPO, PREFERENCE, CLIPPED_PG, GRPO, VALUE, DISTILL, TOKEN_LOGPROBS)}
-)
-
-
-def find_spec(name: str) -> Spec:
-    if name not in SPECS:
-        raise UsageError(f"unknown spec {name!r}; expected one of {', '.join(SPECS)} (see 'lossgate list')")
-    return SPECS[name]
+"""What a spec is: a reference with its inputs, options and coverage goals."""

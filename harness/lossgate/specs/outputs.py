@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 
 from lossgate.problems.partition import Dims
-from lossgate.specs.base import HEADS
+from lossgate.specs.spec import HEADS
 
 OUTPUT_DIMS: Mapping[str, Dims] = {"loss": (), "logprobs": ("token",), "token_entropy": ("token",)}
 """Dims of the outputs that are no gradient; metrics are scalars."""

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Spec ``grpo``: open-instruct's group relative policy optimisation, with the policy losses of DAPO and CISPO."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from math import log
+
+import torch
+from torch import Tensor
+
+from dense_losses import GrpoOptions, grpo
+from dense_losses.rho import RhoOptions
+from lossgate.losses.policies import NEAR, Span, advantages, clip_spans, of_tokens, place, reference_logprobs
+from lossgate.losses.scenarios import ADVANTAGES, GENERATION, RATIOS, REFERENCE
+from lossgate.problems.batch import Batch
+from lossgate.specs.coverage import TOKEN_BRANCHES, clip_sides, trained_tokens, visited_sides, visited_tokens
+from lossgate.specs.inputs import HiddenHead, LogitsHead, LogprobsHead, PackedBatch
+from lossgate.specs.option import TEMPERATURE, Between, options_of
+from lossgate.specs.spec import AtLeast, Branch, Draft, Metric, Spec, TokenValues
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoSpecOptions(GrpoOptions):
+    """What a kernel of spec ``grpo`` is told."""
+
+    temperature: float = 1.0
+    """Divides the logits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoBatch(PackedBatch):
+    """What the spec adds to a packed batch."""
+
+    old_logprobs: Tensor
+    """``[T]``, of the policy before the update."""
+    reference_logprobs: Tensor
+    """``[T]``, of the reference policy."""
+    vllm_logprobs: Tensor
+    """``[T]``, of the engine that sampled; NaN at a token means that it is not known."""
+    advantages: Tensor
+    """``[T]``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoHiddenInputs(HiddenHead, GrpoBatch):
+    """Head "hidden"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoLogitsInputs(LogitsHead, GrpoBatch):
+    """Head "logits"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoLogprobsInputs(LogprobsHead, GrpoBatch):
+    """Head "logprobs"."""
+
+
+def _loss(values: TokenValues, batch: Mapping[str, Tensor], options: GrpoOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    names = ("old_logprobs", "reference_logprobs", "vllm_logprobs", "advantages", "mask", "sequence", "valid_tokens")
+    given = {name: batch[name] for name in names}
+    return grpo(logprobs=values.logprobs, sequences=len(batch["lengths"]), options=options, **given)
+
+
+def _make_fields(draft: Draft) -> dict[str, Tensor]:
+    o: GrpoOptions = draft.options
+    spans = clip_spans(log(max(1 - o.clip_lower, 0.05)), log(1 + o.clip_higher))
+    ratios: dict[str, list[Span]] = {
+        "inside": [spans["inside"]],
+        "everywhere": list(spans.values()),
+        "on-policy": [(0.0, 0.0)],
+        "extreme": [(-40.0, -20.0), (10.0, 20.0), (30.0, 42.0), spans["inside"]],
+    }
+    old = draft.logprobs - place(draft.bits, "ratios", draft.tokens, ratios[draft.scenario["ratios"]])
+    vllm = old - _log_rho(draft)
+    unknown = draft.bits.uniform("unknown", draft.tokens) < (
+        0.1 if draft.scenario["generation"] == "everywhere" else 0.0
+    )
+    return {
+        "old_logprobs": old,
+        "reference_logprobs": reference_logprobs(draft),
+        "vllm_logprobs": torch.where(unknown, float("nan"), vllm),
+        "advantages": advantages(draft),
+    }
+
+
+def _log_rho(draft: Draft) -> Tensor:
+    """log p_old - log p_vllm, ``[tokens]``: on every side of the bounds of mask and clamp, and of the original's +-10 nats."""
+    o: GrpoOptions = draft.options
+    low, high = (
+        o.rho_mask_lower_bound or o.rho_clamp_lower_bound or 0.3,
+        o.rho_mask_upper_bound or o.rho_clamp_upper_bound or 3.0,
+    )
+    beyond = [*clip_spans(log(low), log(max(high, 1.05))).values(), (11.0, 12.0), (-12.0, -11.0)]
+    scenario: dict[str, Sequence[Span]] = {"near": NEAR, "equal": [(0.0, 0.0)], "everywhere": beyond}
+    chosen = scenario[draft.scenario["generation"]]
+    if o.rho_mask_sequence_level or o.rho_mask_tv_divergence:
+        return of_tokens(draft, place(draft.bits, "rho", draft.sequences, chosen)) + 0.01 * draft.bits.normal(
+            "rho scatter", draft.tokens
+        )
+    return place(draft.bits, "rho", draft.tokens, chosen)
+
+
+def _visited(batch: Batch) -> set[str]:
+    o = GRPO.make_options(batch.problem.options)
+    fields, trained = batch.fields, trained_tokens(batch)
+    seen = visited_tokens(batch)
+    ratio, edges = batch.policy - fields["old_logprobs"], (log(max(1 - o.clip_lower, 0.05)), log(1 + o.clip_higher))
+    sides = set(visited_sides("token", ratio[trained], fields["advantages"][trained], *edges))
+    seen |= {side for side in sides if o.loss_fn == "dapo" or "below" not in side}
+    rho = (fields["old_logprobs"] - fields["vllm_logprobs"])[trained]
+    if o.use_rho_correction and bool(rho.isnan().any()):
+        seen.add("sampler's log-prob not known")
+    if o.use_rho_correction and not o.rho_mask_sequence_level and not o.rho_mask_tv_divergence:
+        upper, lower = (
+            o.rho_mask_upper_bound or o.rho_clamp_upper_bound,
+            o.rho_mask_lower_bound or o.rho_clamp_lower_bound,
+        )
+        seen |= {"rho above its bounds"} if upper and bool((rho > log(upper)).any()) else set()
+        seen |= {"rho below its bounds"} if lower and bool((rho < log(lower)).any()) else set()
+        seen |= {"rho beyond 10 nats"} if bool((rho.abs() > 10).any()) else set()
+    distance = (batch.policy - fields["reference_logprobs"])[trained].abs()
+    return seen | ({"KL input clamped"} if o.beta and bool((distance > 40).any()) else set())
+
+
+_UNCORRECTED = {"use_rho_correction": (False,)}
+_OF_TOKENS = {**_UNCORRECTED, "rho_mask_sequence_level": (True,), "rho_mask_tv_divergence": (True,)}
+_MEAN = "mean over trained tokens of"
+_SHARE = "share of trained tokens"
+_SWITCH = (False, True)
+
+GRPO = Spec(
+    name="grpo",
+    summary="group relative policy optimisation: DAPO or CISPO, with a KL penalty and corrections for the sampler",
+    source="open-instruct compute_grpo_loss",
+    loss=_loss,
+    options_type=GrpoSpecOptions,
+    options=options_of(
+        GrpoSpecOptions,
+        {
+            "use_rho_correction": (True, False),
+            "rho_clamp_lower_bound": (0.0, 0.5),
+            "rho_clamp_upper_bound": (2.0, 0.0, 1.5),
+            "rho_mask_lower_bound": (0.0, 0.4),
+            "rho_mask_upper_bound": (0.0, 3.0),
+            "rho_mask_sequence_level": _SWITCH,
+            "rho_mask_tv_divergence": _SWITCH,
+            "loss_fn": ("dapo", "cispo"),
+            "clip_lower": (0.2, 0.1, 0.4),
+            "clip_higher": (0.272, 0.2, 0.5),
+            "beta": (0.05, 0.0, 0.5),
+            "kl_estimator": (2, 0, 1, 3),
+            "loss_denominator": ("token", 7.0, 0.5, 512.0),
+            "loss_scale": (1, 4),
+            "temperature": Between(TEMPERATURE),
+        },
+    ),
+    option_groups=(tuple(f.name for f in fields(RhoOptions)),),
+    inputs={"hidden": GrpoHiddenInputs, "logits": GrpoLogitsInputs, "logprobs": GrpoLogprobsInputs},
+    fields=dict.fromkeys(("old_logprobs", "reference_logprobs", "vllm_logprobs", "advantages"), ("token",)),
+    make_fields=_make_fields,
+    scenario=(RATIOS, ADVANTAGES, REFERENCE, GENERATION),
+    kinks=True,
+    metrics={
+        **{f"kl{k}": Metric(meaning=f"{_MEAN} KL estimate {k}") for k in range(4)},
+        "kl_avg": Metric(meaning="beta times the mean of the chosen KL estimate"),
+        "policy_avg": Metric(meaning=f"{_MEAN} the weighted policy loss"),
+        "total_avg": Metric(meaning="policy_avg + kl_avg"),
+        "clipfrac": Metric(meaning=f"{_SHARE} that are clipped, to a larger loss in DAPO, from above in CISPO"),
+        "ratio_mean": Metric(meaning=f"{_MEAN} the importance ratio"),
+        "ratio_square_mean": Metric(meaning=f"{_MEAN} its square"),
+        "rho_mean": Metric(meaning=f"{_MEAN} rho"),
+        "rho_weight": Metric(meaning=f"{_MEAN} the weight made of it"),
+        "rho_clipfrac": Metric(meaning=f"{_SHARE} whose rho is clamped"),
+        "rho_drop_frac": Metric(meaning=f"{_SHARE} that are dropped"),
+        "rho_drop_low_frac": Metric(meaning=f"{_SHARE} that are dropped below"),
+        "rho_drop_high_frac": Metric(meaning=f"{_SHARE} that are dropped above"),
+        "rho_min": Metric(meaning="least rho, inf without tokens", reduction="min"),
+        "rho_max": Metric(meaning="greatest rho, -inf without tokens", reduction="max"),
+    },
+    branches={
+        **TOKEN_BRANCHES,
+        **clip_sides("token", {}, {"loss_fn": ("cispo",), "clip_lower": AtLeast(1)}),
+        "rho above its bounds": Branch(
+            meaning="an importance weight above its bound",
+            barred_by={**_OF_TOKENS, "rho_mask_upper_bound": (0.0,), "rho_clamp_upper_bound": (0.0,)},
+        ),
+        "rho below its bounds": Branch(
+            meaning="an importance weight below its bound",
+            barred_by={**_OF_TOKENS, "rho_mask_lower_bound": (0.0,), "rho_clamp_lower_bound": (0.0,)},
+        ),
+        "rho beyond 10 nats": Branch(meaning="an importance weight whose logarithm is clamped", barred_by=_OF_TOKENS),
+        "sampler's log-prob not known": Branch(
+            meaning="a NaN among the sampler's log-probabilities", barred_by=_UNCORRECTED
+        ),
+        "KL input clamped": Branch(
+            meaning="a log-ratio to the reference beyond 40 nats, where it is clamped", barred_by={"beta": (0.0,)}
+        ),
+    },
+    visited=_visited,
+)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Spec ``nll``: negative log-likelihood, the loss of supervised fine-tuning, with the statistics that its runs report."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dense_losses import mean_entropy, nll, sft_statistics
+from dense_losses.nll import Reduction
+from lossgate.specs.coverage import TOKEN_BRANCHES, visited_tokens
+from lossgate.specs.inputs import HiddenHead, LogitsHead, LogprobsHead, PackedBatch
+from lossgate.specs.option import TEMPERATURE, Between, options_of
+from lossgate.specs.spec import Draft, Metric, Spec, TokenValues
+
+
+@dataclass(frozen=True, kw_only=True)
+class NllOptions:
+    """What a kernel of spec ``nll`` is told."""
+
+    reduction: Reduction = "mean"
+    """Divide by the batch's trained tokens, or not."""
+    temperature: float = 1.0
+    """Divides the logits."""
+    epsilon: float = 0.0
+    """Added to the number of trained tokens: 1e-8 in NeMo-RL, 1e-5 in AReaL."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NllBatch(PackedBatch):
+    """What the spec adds to a packed batch: what its statistics count. The loss needs none of it."""
+
+    real: Tensor
+    """``[T]`` bool: the token is no padding."""
+    real_tokens: Tensor
+    """Scalar int64: tokens that are no padding, of the whole batch."""
+    trained_sequences: Tensor
+    """Scalar int64: sequences with a trained token, of the whole batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NllHiddenInputs(HiddenHead, NllBatch):
+    """Head "hidden"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NllLogitsInputs(LogitsHead, NllBatch):
+    """Head "logits"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NllLogprobsInputs(LogprobsHead, NllBatch):
+    """Head "logprobs"."""
+
+
+def _loss(values: TokenValues, batch: Mapping[str, Tensor], options: NllOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    mask, valid_tokens = batch["mask"], batch["valid_tokens"]
+    loss = nll(values.logprobs, mask, valid_tokens, options.reduction, options.epsilon)
+    return loss, {} if values.entropy is None else {"entropy": mean_entropy(values.entropy, mask, valid_tokens)}
+
+
+def _statistics(values: TokenValues, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    nothing = torch.zeros_like(values.logprobs)
+    statistics = sft_statistics(
+        logprobs=values.logprobs,
+        entropy=nothing if values.entropy is None else values.entropy,
+        vocab_min=nothing if values.lowest is None else values.lowest,
+        vocab_max=nothing if values.highest is None else values.highest,
+        mask=batch["mask"],
+        real=batch["real"],
+        sequence=batch["sequence"],
+        sequences=len(batch["lengths"]),
+        valid_sequences=batch["trained_sequences"],
+        real_tokens=batch["real_tokens"],
+        valid_tokens=batch["valid_tokens"],
+    )
+    if values.entropy is None:
+        return {name: value for name, value in statistics.items() if not name.startswith(("entropy", "vocab"))}
+    return statistics
+
+
+def _make_fields(draft: Draft) -> dict[str, Tensor]:
+    partition, mask = draft.batch.partition, draft.batch.fields["mask"]
+    real = torch.zeros(partition.tokens, dtype=torch.bool)
+    real[partition.real_tokens] = True
+    trained = torch.zeros(draft.sequences, dtype=torch.long).index_add(0, partition.sequence_of_token, mask.long())
+    return {"real": real, "real_tokens": real.sum(), "trained_sequences": (trained > 0).sum()}
+
+
+def _summary(name: str, meaning: str) -> dict[str, Metric]:
+    """``name_avg``, ``name_min``, ``name_max``."""
+    return {
+        f"{name}_avg": Metric(meaning=f"mean of {meaning}"),
+        f"{name}_min": Metric(meaning=f"least of {meaning}, inf without any", reduction="min"),
+        f"{name}_max": Metric(meaning=f"greatest of {meaning}, -inf without any", reduction="max"),
+    }
+
+
+NLL = Spec(
+    name="nll",
+    summary="negative log-likelihood of the labels, over trained tokens (SFT)",
+    source="NeMo-RL NLLLoss, AReaL sft_loss, torch cross_entropy",
+    loss=_loss,
+    statistics=_statistics,
+    options_type=NllOptions,
+    options=options_of(
+        NllOptions,
+        {"reduction": ("mean", "sum"), "temperature": Between(TEMPERATURE), "epsilon": (0.0, 1e-8, 1e-5, 0.5)},
+    ),
+    inputs={"hidden": NllHiddenInputs, "logits": NllLogitsInputs, "logprobs": NllLogprobsInputs},
+    fields={"real": ("token",), "real_tokens": (), "trained_sequences": ()},
+    make_fields=_make_fields,
+    metrics={
+        "entropy": Metric(meaning="entropy of the tempered distribution, mean over trained tokens, in nats"),
+        "n_seqs": Metric(meaning="sequences with a trained token"),
+        "n_tokens": Metric(meaning="tokens that are no padding"),
+        "n_valid_tokens": Metric(meaning="trained tokens"),
+        "prompt_tokens": Metric(meaning="tokens that are neither trained nor padding"),
+        **_summary("ppl", "the perplexity of sequences with a trained token"),
+        **_summary("loss", "the loss of trained tokens"),
+        **_summary("entropy", "the entropy at trained tokens"),
+        **_summary("vocab_min_logits", "the least logit of tokens that are no padding, before the temperature"),
+        **_summary("vocab_max_logits", "the greatest logit of tokens that are no padding"),
+    },
+    branches=TOKEN_BRANCHES,
+    visited=visited_tokens,
+)
