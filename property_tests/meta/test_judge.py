@@ -15,7 +15,8 @@ from lossgate.cases.execute import execute
 from lossgate.cases.materialize import materialize
 from lossgate.cases.reference import run_reference
 from lossgate.cases.strategies import sample_problems
-from lossgate.judge import comparison, power
+from lossgate.judge import comparison as comparison_module
+from lossgate.judge import power
 from lossgate.judge.blocks import groupings_of
 from lossgate.judge.comparison import Comparison, compare
 from lossgate.judge.ensemble import run_ensemble
@@ -126,7 +127,7 @@ def test_rounding_on_the_way_to_a_gradient_may_hit_all_of_it_alike(
     shifted = replace(result, outputs={name: tensor * (1 + 0.9 * 2**-8) for name, tensor in result.outputs.items()})
     declared = replace(kernel, precision={"float32": precision})
     (comparison,) = (
-        c for c in comparison.Yardstick(declared, batch, shifted.outputs).judge(shifted) if c.output == output
+        c for c in comparison_module.Yardstick(declared, batch, shifted.outputs).judge(shifted) if c.output == output
     )
     assert comparison.agrees == agrees
 
@@ -140,7 +141,9 @@ def result_of(
     result = execute(kernel, batch, world)
     outputs = dict(result.outputs)
     change(outputs)
-    return {c.output: c for c in comparison.Yardstick(kernel, batch, outputs).judge(replace(result, outputs=outputs))}
+    return {
+        c.output: c for c in comparison_module.Yardstick(kernel, batch, outputs).judge(replace(result, outputs=outputs))
+    }
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
