@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lossgate.worlds.base import CollectiveMismatch, CollectiveMisuse
-from lossgate.worlds.simulated.places import call_site
+from lossgate.worlds.simulated.call_sites import call_site
 from lossgate.worlds.simulated.reduction import op_name, reduce_tensors
 from lossgate.worlds.simulated.rendezvous import Call, Complete, Rendezvous, receive, send, show
 

@@ -17,7 +17,7 @@ import torch
 
 from lossgate.errors import LossgateError
 from lossgate.worlds.base import Deadlock, Hang, RankRaised
-from lossgate.worlds.simulated.places import raise_site, stack_of
+from lossgate.worlds.simulated.call_sites import raise_site, stack_of
 
 
 class Unwind(BaseException):
@@ -206,7 +206,7 @@ class Lockstep:
 
 
 def _as_failure(error: BaseException, rank: int) -> BaseException:
-    """An exception of a kernel, told with its rank and place; errors of ours pass as they are."""
+    """An exception of a kernel, told with its rank and call site; errors of ours pass as they are."""
     if isinstance(error, LossgateError):
         return error
     failure = RankRaised(f"rank {rank} raised {type(error).__name__}: {error}  [{raise_site(error)}]", rank)

@@ -216,7 +216,7 @@ class _Route:
 @dataclass
 class _Mailbox:
     sent: list[tuple[Tensor, str]] = field(default_factory=list)
-    """Messages, with the places that sent them."""
+    """Messages, with the call sites that sent them."""
     received: int = 0
     """Receives that were posted; the n-th gets the n-th message, whenever it is waited for."""
     unwaited: dict[int, str] = field(default_factory=dict)

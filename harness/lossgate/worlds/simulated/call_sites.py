@@ -23,13 +23,13 @@ def call_site() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_INNER):
         frame = frame.f_back
-    return _place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame else "unknown"
+    return _format_site(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame else "unknown"
 
 
 def raise_site(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     outer = [frame for frame in frames if not frame.filename.startswith(_INNER)] or list(frames)
-    return _place(outer[-1].filename, outer[-1].lineno or 0, outer[-1].name)
+    return _format_site(outer[-1].filename, outer[-1].lineno or 0, outer[-1].name)
 
 
 def stack_of(thread: threading.Thread) -> str:
@@ -40,6 +40,6 @@ def stack_of(thread: threading.Thread) -> str:
     return "".join(traceback.format_list(frames[first:]))
 
 
-def _place(file: str, line: int, function: str) -> str:
+def _format_site(file: str, line: int, function: str) -> str:
     path, here = Path(file), Path.cwd()
     return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line} in {function}"
