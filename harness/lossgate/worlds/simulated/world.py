@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of one layout, their groups and their meshes."""
+"""``SimulatedWorld``: the rank threads of one layout, with their groups and device meshes."""
 
 import itertools
 from typing import Any
@@ -11,16 +11,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from lossgate.layout import AXES, Layout
 from lossgate.problems.problem import ReductionOrder
 from lossgate.worlds.base import Body, CollectiveMisuse, RankContext, T
+from lossgate.worlds.simulated.communicator import Communicator, Logged
 from lossgate.worlds.simulated.group import SimulatedGroup
 from lossgate.worlds.simulated.lockstep import Lockstep
+from lossgate.worlds.simulated.messages import check_mail
 from lossgate.worlds.simulated.registry import enter_rank_thread, forget, install, register
-from lossgate.worlds.simulated.rendezvous import Communicator, Logged, Rendezvous, check_mail
+from lossgate.worlds.simulated.rendezvous import Rendezvous
 
 _serial = itertools.count()
 
 
 class SimulatedWorld:
-    """See the package. ``timeout``: seconds after which a rank that reaches no collective is taken to hang."""
+    """Runs bodies on every rank of a layout, with all ranks in this process.
+
+    The rank threads and their groups are made in the first run and serve later runs, until
+    ``close`` or until a failed run leaves them unusable. The next run then makes new ones.
+
+    Args:
+        layout: the sizes of the mesh axes.
+        timeout: seconds for which a rank may neither reach a collective nor return. The run then
+            fails with ``Hang``, after at most twice as long.
+    """
 
     def __init__(self, layout: Layout, timeout: float = 60.0) -> None:
         self.layout = layout
@@ -29,10 +40,24 @@ class SimulatedWorld:
 
     @property
     def log(self) -> list[Logged]:
-        """What the ranks sent in the last run, in order."""
+        """The collectives and sends of the last run, in the order in which ranks called them."""
         return self._ranks.communicator.log if self._ranks else []
 
     def run(self, body: Body[T], *, order: ReductionOrder = "rank", seed: int = 0) -> list[T]:
+        """Runs a body on every rank.
+
+        Args:
+            body: receives the context of its rank.
+            order: the order in which reductions add what the ranks bring.
+            seed: the seed of the permutations, if ``order`` is ``"permuted"``.
+
+        Returns:
+            What the body returned on each rank, by rank.
+
+        Raises:
+            RankFailure: the first failure of a rank. The world serves further runs.
+            LossgateError: the body raised one itself. It passes unchanged.
+        """
         if self._ranks is None:
             self._ranks = _Ranks(self.layout)
         try:
@@ -43,13 +68,14 @@ class SimulatedWorld:
             raise
 
     def close(self) -> None:
+        """Ends the rank threads and makes torch forget their groups."""
         if self._ranks is not None:
             self._ranks.close()
             self._ranks = None
 
 
 class _Ranks:
-    """Threads, groups and meshes, made once and kept."""
+    """The threads, groups and meshes of the ranks, which serve several runs."""
 
     def __init__(self, layout: Layout) -> None:
         install()
@@ -77,7 +103,7 @@ class _Ranks:
             if context is None:
                 context = self._contexts[rank] = self._enter(rank)
             result = body(context)
-            if left := [str(call) for _, call in communicator.in_flight if call.rank == rank]:
+            if left := [str(call) for call in communicator.in_flight if call.rank == rank]:
                 raise CollectiveMisuse(f"rank {rank} returned without wait() on {', '.join(left)}")
             return result
 
@@ -87,7 +113,11 @@ class _Ranks:
 
     @property
     def reusable(self) -> bool:
-        """After a failed run: no rank hangs, and none is left with a new group that the others did not make."""
+        """Whether another run can use these ranks after a failed one.
+
+        It can unless a rank hangs, or ranks made new groups in the failed run: another rank may
+        have failed before it made its member of the group.
+        """
         return not self.lockstep.dead and sum(self._spawned.values()) == self._spawned_at_start
 
     def close(self) -> None:
@@ -96,17 +126,17 @@ class _Ranks:
             forget(group)
 
     def _enter(self, rank: int) -> RankContext:
-        """In a new rank thread: join the groups that every rank has."""
+        """Joins the groups that every rank has. Called once in each rank thread."""
         everyone = tuple(range(self.layout.ranks))
         enter_rank_thread(self._join(everyone, rank, "world", ("world",)))
         per_axis: list[dist.ProcessGroup] = [
-            self._join(self._fiber(rank, axis), rank, name, (name,)) for axis, name in enumerate(AXES)
+            self._join(self._ranks_along(rank, axis), rank, name, (name,)) for axis, name in enumerate(AXES)
         ]
         mesh = DeviceMesh.from_group(per_axis, "cpu", self.mesh, mesh_dim_names=AXES)
         return RankContext(rank, self.layout, mesh)
 
-    def _fiber(self, rank: int, axis: int) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` along one mesh axis alone."""
+    def _ranks_along(self, rank: int, axis: int) -> tuple[int, ...]:
+        """Returns the ranks that differ from ``rank`` at most along one mesh axis."""
         at = list(self.layout.coordinate(rank).values())
         index = [slice(None) if i == axis else at[i] for i in range(len(AXES))]
         return tuple(self.mesh[tuple(index)].tolist())
@@ -115,16 +145,23 @@ class _Ranks:
         self, ranks: tuple[int, ...], rank: int, label: str, key: tuple[Any, ...], name: str = ""
     ) -> SimulatedGroup:
         rendezvous = self._rendezvous.setdefault((*key, ranks), Rendezvous(self.communicator, ranks, label))
-        ours = not name
+        to_register = not name  # groups of dist.new_group come with a name, and torch registers them
         name = name or f"{self.name}.rank{rank}.{label}"
         group = SimulatedGroup(rendezvous, ranks.index(rank), name, self._spawn)
         self._groups.append(group)
-        if ours:
+        if to_register:
             register(group, name, ranks, self._store)
         return group
 
     def _spawn(self, ranks: tuple[int, ...], name: str, label: str | None) -> SimulatedGroup | None:
-        """``dist.new_group`` in a rank: its n-th group of these ranks meets the n-th of the others."""
+        """Makes the running rank's member of a new group, for ``dist.new_group``.
+
+        The n-th group that a rank makes of these ranks is the n-th group that each other rank makes
+        of them.
+
+        Returns:
+            The member, or None if the running rank is not among ``ranks``.
+        """
         rank = self.lockstep.current
         if rank not in ranks:
             return None

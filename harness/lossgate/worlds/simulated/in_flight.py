@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asynchronous calls: detects a kernel that touches a tensor before ``wait()``.
+
+A kernel that reads an output too early reads NaN. A kernel that changes an input too early gets an
+error. In a real library its results would depend on timing.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lossgate.worlds.base import CollectiveMisuse
+from lossgate.worlds.simulated.calls import Call, Complete
+from lossgate.worlds.simulated.rendezvous import Rendezvous
+
+
+def post_in_flight(rendezvous: Rendezvous, call: Call, complete: Complete) -> Callable[[], None]:
+    """Adds a member's call without waiting for the others.
+
+    The collective works on copies of the inputs, taken now. The outputs are poisoned until the
+    wait, which writes the results into them.
+
+    Args:
+        rendezvous: the meeting point of the group.
+        call: the call; its inputs and outputs are replaced by copies.
+        complete: does the work, given the calls of all members.
+
+    Returns:
+        The wait. It blocks until the call is complete, and does nothing when called again. It
+        raises ``CollectiveMisuse`` if an input changed meanwhile that is no output as well.
+
+    Raises:
+        CollectiveMismatch: the call disagrees with one that another member has already made.
+        Unwind: the run has failed elsewhere.
+    """
+    communicator, inputs, outputs = rendezvous.communicator, call.inputs, call.outputs
+    snapshots = {id(t): t.detach().clone() for t in [*inputs, *outputs]}
+    call.inputs = [snapshots[id(t)] for t in inputs]
+    call.outputs = [snapshots[id(t)] for t in outputs]  # a tensor that is input and output stays one tensor
+    # Calls in place write to their own inputs, such as an all_gather from a slice of its output.
+    written = {t.untyped_storage().data_ptr() for t in outputs}
+    unwritten = [(t, snapshots[id(t)].clone()) for t in inputs if t.untyped_storage().data_ptr() not in written]
+    with torch.no_grad():
+        for tensor in outputs:
+            poison(tensor.detach())
+    communicator.in_flight.append(call)
+    rendezvous.post(call, complete)
+
+    def finish() -> None:
+        if call not in communicator.in_flight:
+            return
+        rendezvous.wait(call)
+        communicator.in_flight.remove(call)
+        for tensor, old in unwritten:
+            if not _equal_with_nan(tensor, old):
+                raise CollectiveMisuse(
+                    f"rank {call.rank}: the input of {call} #{call.number} on {rendezvous} was changed before wait()"
+                    f"  [{call.site}]"
+                )
+        with torch.no_grad():
+            for tensor, result in zip(outputs, call.outputs, strict=True):
+                tensor.detach().copy_(result)
+
+    return finish
+
+
+def poison(tensor: Tensor) -> None:
+    """Fills a tensor with NaN, or with the extreme value of its dtype if it has no NaN.
+
+    The extreme value is the least integer, or the greatest of an unsigned dtype, or True.
+    """
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(float("nan"))
+    elif tensor.dtype is torch.bool:
+        tensor.fill_(True)
+    else:
+        info = torch.iinfo(tensor.dtype)
+        tensor.fill_(info.min or info.max)
+
+
+def _equal_with_nan(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's membership of a group: its identity, its calls, and who may use the object."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lossgate.worlds.base import CollectiveMismatch, CollectiveMisuse
+from lossgate.worlds.simulated.call_sites import call_site
+from lossgate.worlds.simulated.calls import Call, Complete
+from lossgate.worlds.simulated.completion import Reduce
+from lossgate.worlds.simulated.in_flight import post_in_flight
+from lossgate.worlds.simulated.reduction import reduce_tensors
+from lossgate.worlds.simulated.registry import BACKEND
+from lossgate.worlds.simulated.rendezvous import Rendezvous
+from lossgate.worlds.simulated.work import SimulatedWork
+
+
+class Member(dist.ProcessGroup):
+    """One rank's object for a group, without the collectives.
+
+    Args:
+        rendezvous: the meeting point that the members share.
+        group_rank: the rank within the group.
+        name: the name under which functional collectives find this object.
+        spawn: makes the rank's member of a new group, given ranks, name and label.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, group_rank: int, name: str, spawn: Callable[..., Any]) -> None:
+        # The stub has another constructor.
+        super().__init__(group_rank, len(rendezvous.ranks))  # pyright: ignore[reportCallIssue]
+        self.rendezvous = rendezvous
+        self._group_rank = group_rank
+        self._name = name
+        self._spawn = spawn
+
+    def __repr__(self) -> str:
+        return f"SimulatedGroup({self.rendezvous}, rank {self._global_rank})"
+
+    def size(self) -> int:
+        return len(self.rendezvous.ranks)
+
+    def rank(self) -> int:
+        return self._group_rank
+
+    def getBackendName(self) -> str:  # noqa: N802  torch's name
+        return BACKEND
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def pg_name(self) -> str:
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self.rendezvous.label
+
+    def shutdown(self) -> None:
+        """Does nothing, because there is nothing to free."""
+
+    def new_group(
+        self,
+        ranks: Sequence[int],
+        timeout: Any = None,
+        pg_options: Any = None,
+        group_name: str = "",
+        group_desc: str | None = None,
+    ) -> Any:
+        """Makes this rank's member of a new group. ``dist.new_group`` and ``DeviceMesh`` call this.
+
+        Args:
+            ranks: the members of the new group, as ranks of the world.
+            timeout: ignored.
+            pg_options: ignored.
+            group_name: the name under which functional collectives find the new object.
+            group_desc: the label in messages and in the log.
+
+        Returns:
+            The member, or None if this rank is not in the new group.
+        """
+        return self._spawn(tuple(ranks), group_name, group_desc)
+
+    @property
+    def _global_rank(self) -> int:
+        return self.rendezvous.ranks[self._group_rank]
+
+    def _call(
+        self,
+        name: str,
+        agreed: tuple[Any, ...],
+        shown: str,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        complete: Complete,
+        opts: Any,
+        splits: tuple[list[int], list[int]] = ([], []),
+    ) -> SimulatedWork:
+        """Makes this member's call of a collective. Waits for the others, unless asynchronous.
+
+        Args:
+            opts: torch's options of the collective; ``asyncOp`` makes it asynchronous.
+
+        The other arguments are fields of ``Call``, and ``complete`` does the work once all members
+        have called.
+        """
+        self._check_owner(name)
+        call = Call(self._global_rank, name, agreed, shown, inputs, outputs, splits, site=call_site())
+        if opts is not None and getattr(opts, "asyncOp", False):
+            return SimulatedWork(post_in_flight(self.rendezvous, call, complete))
+        self.rendezvous.post(call, complete)
+        self.rendezvous.wait(call)
+        return SimulatedWork()
+
+    def _reducer(self, op: Any) -> Reduce:
+        """Returns the function that reduces by ``op`` in the order of the run."""
+
+        def reduce(parts: Sequence[Tensor]) -> Tensor:
+            communicator = self.rendezvous.communicator
+            return reduce_tensors(parts, op, communicator.order, communicator.next_seed(self.rendezvous.ranks))
+
+        return reduce
+
+    def _check_owner(self, name: str) -> None:
+        """Raises ``CollectiveMisuse`` unless the thread of this member's rank is running."""
+        current = self.rendezvous.communicator.running_rank()
+        if current is None:
+            raise CollectiveMisuse(f"{name} on {self.rendezvous} outside of its world's run")
+        if current != self._global_rank:
+            raise CollectiveMisuse(
+                f"rank {current} called {name} on the group object of rank {self._global_rank} ({self.rendezvous}): "
+                f"it leaked from one rank to another, perhaps by a cache or a global  [{call_site()}]"
+            )
+
+    def _check_arguments(self, name: str, mismatch: str | None) -> None:
+        """Raises ``CollectiveMismatch`` if this member's own arguments do not fit together."""
+        if mismatch is not None:
+            raise CollectiveMismatch(
+                f"rank {self._global_rank}: {name} on {self.rendezvous}: {mismatch}  [{call_site()}]"
+            )
