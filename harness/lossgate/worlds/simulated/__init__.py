@@ -1,8 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulated world: every rank in this process, with real DeviceMesh and ordinary torch.distributed calls.
+"""The simulated world: all ranks in this process, with real ``DeviceMesh`` objects.
 
-Deterministic, a few tenths of a millisecond per collective, and stricter than real libraries: mismatched calls,
-deadlocks, use of another rank's group, and results touched before ``wait()`` are errors at once.
+Kernels make ordinary ``torch.distributed`` calls. A run is deterministic, and a collective takes a
+few tenths of a millisecond. The world is stricter than real libraries. It raises at once if calls
+do not match, ranks deadlock, a rank uses another rank's group, or an input changes before
+``wait()``. An output that is read before ``wait()`` is NaN, or an extreme value of its dtype.
+
+Where to look:
+    world: the world and its ranks.
+    group, member: the process group that kernels use.
+    calls, arguments, completion: what a collective is called with, and what it does.
+    rendezvous, in_flight, messages: how calls of several ranks meet.
+    reduction: the order in which sums are added.
+    lockstep: the rank threads, deadlocks and hangs.
+    registry: how torch.distributed comes to know the rank threads.
+    call_sites: the line of the kernel that a message names.
 """
 
 from lossgate.worlds.simulated.world import SimulatedWorld

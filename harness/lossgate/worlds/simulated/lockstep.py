@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks as threads in lockstep: exactly one runs at any time, and hands the baton on when it blocks or ends.
+"""Runs ranks as threads in lockstep: one runs at a time, and passes a baton when it blocks or ends.
 
-So a run is deterministic, a deadlock shows at once (nobody can take the baton), and no lock is needed around what the
-ranks share. Threads, not greenlets: torch's grad mode is thread-local and would leak from rank to rank. The threads
-live from run to run, because a thread's first torch operations are slow.
+A run is therefore deterministic, a deadlock shows at once because no rank can take the baton, and
+shared state needs no lock. Ranks are threads, not greenlets, because torch's grad mode is
+thread-local and would leak from one greenlet to another. The threads live from run to run, because
+a thread's first torch operations are slow.
 """
 
 import ctypes
@@ -21,17 +22,20 @@ from lossgate.worlds.simulated.call_sites import raise_site, stack_of
 
 
 class Unwind(BaseException):
-    """Raised in ranks whose run has failed elsewhere, to end them; never reported as a cause.
+    """Ends a rank whose run has failed elsewhere. It is never reported as the cause.
 
-    Not an ``Exception``, so that a kernel's ``except Exception`` does not swallow it.
+    It is not an ``Exception``, so that a kernel's ``except Exception`` does not swallow it.
     """
 
 
 class Wait(Protocol):
-    """What a rank waits for."""
+    """Something that a blocked rank waits for."""
 
     def describe(self) -> str:
-        """For a deadlock's message: the pending call, who is missing, and the call site."""
+        """Returns the pending call, the ranks that it waits for, and its call site.
+
+        The message of a deadlock has this line for each blocked rank.
+        """
         ...
 
 
@@ -51,43 +55,61 @@ class _Rank:
 
 
 class Lockstep:
-    """``size`` rank threads. ``current`` is the rank that holds the baton."""
+    """The rank threads of a world, and the baton that lets one of them run.
+
+    Args:
+        size: the number of ranks.
+        name: the prefix of the threads' names.
+    """
 
     def __init__(self, size: int, name: str) -> None:
         self.size = size
         self.current = 0
+        """The rank that holds the baton."""
         self.failure: BaseException | None = None
+        """Why the run fails: the first failure of a rank."""
         self.dead = False
-        """A rank hangs in code that can't be interrupted; this lockstep will run nothing more."""
+        """True if a rank hangs in code that can't be interrupted. It can run nothing more."""
         self._name = name
         self._ranks = [_Rank(threading.Semaphore(0)) for _ in range(size)]
         self._driver = threading.Semaphore(0)
-        self._handed = 0
-        """How often the baton was; while that grows, no rank hangs."""
+        self._handovers = 0
+        """How often the baton was passed. No rank hangs while this grows."""
         self._body: Callable[[int], Any] | None = None
         for rank, slot in enumerate(self._ranks):
             slot.thread = threading.Thread(target=self._serve, args=(rank,), daemon=True, name=f"{name}-rank{rank}")
             slot.thread.start()
 
     def run(self, body: Callable[[int], Any], timeout: float) -> list[Any]:
-        """Run ``body(rank)`` on every rank. Raises the first failure, when every rank has been unwound."""
+        """Runs ``body(rank)`` on every rank.
+
+        Args:
+            body: receives the rank.
+            timeout: seconds after which a rank that keeps the baton is taken to hang.
+
+        Returns:
+            What the body returned, by rank.
+
+        Raises:
+            BaseException: the first failure, once every rank has ended.
+        """
         assert not self.dead
         self._body, self.failure = body, None
         for slot in self._ranks:
             slot.state, slot.waits_for, slot.result = _State.READY, None, None
         self._hand_to(0)
-        handed = 0
+        handovers = 0
         while not self._driver.acquire(timeout=timeout):
-            if handed == self._handed:
+            if handovers == self._handovers:
                 self._interrupt(timeout)
                 break
-            handed = self._handed
+            handovers = self._handovers
         if self.failure is not None:
             raise self.failure
         return [slot.result for slot in self._ranks]
 
     def close(self) -> None:
-        """End the threads. Those of a dead lockstep are daemons, and are left behind."""
+        """Ends the threads. Those of a dead lockstep are left behind; they are daemons."""
         self._body = None
         if not self.dead:
             for slot in self._ranks:
@@ -96,10 +118,17 @@ class Lockstep:
                 assert slot.thread is not None
                 slot.thread.join()
 
-    # In rank threads
+    # The methods below run in rank threads.
 
     def block(self, wait: Wait) -> None:
-        """Give the baton away until somebody calls ``unblock`` for this rank. Raises ``Unwind`` if the run fails meanwhile."""
+        """Passes the baton on, and returns once ``unblock`` was called for this rank.
+
+        Args:
+            wait: describes what the rank waits for, in case of a deadlock.
+
+        Raises:
+            Unwind: the run fails meanwhile, or fails now because no rank can take the baton.
+        """
         rank = self.current
         slot = self._ranks[rank]
         slot.state, slot.waits_for = _State.BLOCKED, wait
@@ -113,25 +142,27 @@ class Lockstep:
         self.check()
 
     def unblock(self, rank: int) -> None:
-        """Let a blocked rank have the baton again, in its turn."""
+        """Lets a blocked rank have the baton again in its turn. Does nothing to others."""
         if self._ranks[rank].state is _State.BLOCKED:
             self._ranks[rank].state = _State.READY
 
     def fail(self, failure: BaseException) -> None:
-        """Note why the run fails, unless it has failed already."""
+        """Records why the run fails, unless it has failed already."""
         if self.failure is None:
             self.failure = failure
 
     def check(self) -> None:
-        """Raise ``Unwind`` in a run that has failed."""
+        """Raises ``Unwind`` if the run has failed."""
         if self.failure is not None:
             raise Unwind
 
     def rank_of_this_thread(self) -> int | None:
+        """Returns the rank whose thread calls this, or None in any other thread."""
         here = threading.current_thread()
         return next((rank for rank, slot in enumerate(self._ranks) if slot.thread is here), None)
 
     def waits_for(self, rank: int) -> Wait | None:
+        """Returns what a rank waits for, or None if it is not blocked."""
         return self._ranks[rank].waits_for
 
     def _serve(self, rank: int) -> None:
@@ -146,7 +177,7 @@ class Lockstep:
                     slot.result = self._body(rank)
             except Unwind:
                 pass
-            except BaseException as error:  # whatever a kernel raises is its result
+            except BaseException as error:  # a kernel may raise anything, even SystemExit
                 self.fail(_as_failure(error, rank))
             slot.state = _State.DONE
             if self.dead:
@@ -154,7 +185,7 @@ class Lockstep:
             self._pass_on(rank)
 
     def _pass_on(self, rank: int) -> None:
-        """Called by a rank that is done."""
+        """Passes the baton on from a rank that is done, or ends the run if all are."""
         successor = self._successor(rank)
         if successor is not None:
             self._hand_to(successor)
@@ -165,7 +196,10 @@ class Lockstep:
             self._pass_on(rank)
 
     def _successor(self, rank: int) -> int | None:
-        """The next rank, round robin, that can run; in a failed run blocked ranks can, to unwind."""
+        """Returns the next rank, round robin, that can run, or None.
+
+        In a failed run blocked ranks can run too, in order to unwind.
+        """
         for step in range(1, self.size):
             candidate = (rank + step) % self.size
             state = self._ranks[candidate].state
@@ -175,7 +209,7 @@ class Lockstep:
 
     def _hand_to(self, rank: int) -> None:
         self.current = rank
-        self._handed += 1
+        self._handovers += 1
         self._ranks[rank].baton.release()
 
     def _deadlock_message(self) -> str:
@@ -185,28 +219,32 @@ class Lockstep:
             lines.append(f"  rank {rank}: {doing}")
         return "\n".join(lines)
 
-    # In the driver
+    # This method runs in the thread that called ``run``.
 
     def _interrupt(self, timeout: float) -> None:
-        """A rank has held the baton for too long: unwind it if it runs Python, give the threads up if it does not."""
+        """Fails the run because a rank has held the baton for too long.
+
+        Unwinds the rank if it runs Python code. Otherwise gives the threads up.
+        """
         rank = self.current
         thread = self._ranks[rank].thread
         assert thread is not None
         assert thread.ident is not None
         self.fail(
             Hang(
-                f"hang: rank {rank} neither reached a collective nor returned within {timeout:g} s; it is at\n{stack_of(thread)}"
+                f"hang: rank {rank} neither reached a collective nor returned within {timeout:g} s; "
+                f"it is at\n{stack_of(thread)}"
             )
         )
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Unwind))
         if not self._driver.acquire(timeout=1.0):
             self.dead = True
-            for other in self._ranks:  # they find the failure and end
+            for other in self._ranks:  # each finds the failure and ends
                 other.baton.release()
 
 
 def _as_failure(error: BaseException, rank: int) -> BaseException:
-    """An exception of a kernel, told with its rank and call site; errors of ours pass as they are."""
+    """Returns an exception of a kernel with its rank and line, or an error of lossgate as it is."""
     if isinstance(error, LossgateError):
         return error
     failure = RankRaised(f"rank {rank} raised {type(error).__name__}: {error}  [{raise_site(error)}]", rank)

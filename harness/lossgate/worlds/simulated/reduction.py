@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a simulated collective adds up the ranks' tensors, rounding at every step in the tensors' own dtype.
+"""Reduces the tensors of several ranks, rounding at every step in their own dtype.
 
-Real libraries add in an order that depends on topology and size; a kernel must be right in any of them.
+The order in which real libraries add depends on topology and size. A kernel must be right in any.
 """
 
 import random
@@ -25,12 +25,29 @@ _PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def op_name(op: Any) -> str:
-    """``"SUM"`` of a ``ReduceOp`` or a ``ReduceOp.RedOpType``, between which torch does not decide."""
+    """Returns the name of a reduce op, such as ``"SUM"``.
+
+    Args:
+        op: a ``ReduceOp`` or a ``ReduceOp.RedOpType``. Torch passes both.
+    """
     return getattr(op, "op", op).name
 
 
 def reduce_tensors(parts: Sequence[Tensor], op: Any, order: ReductionOrder, seed: int) -> Tensor:
-    """Reduce one tensor from each rank to a new one. ``seed`` picks the permutation of order ``"permuted"``."""
+    """Reduces one tensor from each rank to a new tensor.
+
+    Args:
+        parts: tensors of one shape and dtype, by rank.
+        op: the reduce op, a ``ReduceOp`` or a ``ReduceOp.RedOpType``.
+        order: the order in which ``SUM`` and ``AVG`` add. Other ops combine in the order of ranks.
+        seed: the seed of the permutation, if ``order`` is ``"permuted"``.
+
+    Returns:
+        A new tensor of the same shape and dtype.
+
+    Raises:
+        CollectiveMisuse: the op can't be simulated.
+    """
     name = op_name(op)
     if pairwise := _PAIRWISE.get(name):
         return _one_by_one(parts, pairwise)
@@ -66,9 +83,10 @@ def _sum_tree(parts: Sequence[Tensor], seed: int) -> Tensor:
 
 
 def _sum_ring(parts: Sequence[Tensor], seed: int) -> Tensor:
-    """Gloo's ring, bit for bit (``distributed_tests/test_ring_order.py``): piece c is summed from rank c - 1 downwards, rank c last.
+    """Adds as gloo's ring does, bit for bit (see ``distributed_tests/test_ring_order.py``).
 
-    A piece has ceil(n / ranks) elements, rounded up to an even number.
+    There is one piece per rank, with ceil(n / ranks) elements, rounded up to an even number. Piece
+    c is summed from rank c - 1 downwards, and rank c comes last.
     """
     ranks, flat = len(parts), [part.reshape(-1) for part in parts]
     count = flat[0].numel()

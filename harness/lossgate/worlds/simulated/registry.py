@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes torch.distributed aware of rank threads: each has its own default group; real groups in the process stay as they are."""
+"""Makes torch.distributed aware of rank threads, and leaves real groups as they are."""
 
 import itertools
 import threading
@@ -8,16 +8,17 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-_here = threading.local()
 BACKEND = "simulated"
+_of_thread = threading.local()
+"""The default group and the count of groups of each rank thread."""
 _serial = itertools.count()
 
 
 class _ThreadAwareWorld(c10d._World):
-    """c10d's state, of which a rank thread sees its own default group and its own count of groups.
+    """The state of c10d, in which each rank thread has its own default group and count of groups.
 
-    The registries keyed by group object are shared; group names, by which functional collectives find a group, must
-    therefore differ between ranks. The count makes them.
+    The other registries are shared by all threads. Functional collectives find a group there by its
+    name, so names must differ between ranks. Torch makes a name from the count of groups.
     """
 
     def __init__(self, real: c10d._World) -> None:
@@ -26,7 +27,7 @@ class _ThreadAwareWorld(c10d._World):
 
     @property
     def default_pg(self) -> Any:
-        return getattr(_here, "default_group", None) or self._real.default_pg
+        return getattr(_of_thread, "default_group", None) or self._real.default_pg
 
     @default_pg.setter
     def default_pg(self, value: Any) -> None:
@@ -34,12 +35,12 @@ class _ThreadAwareWorld(c10d._World):
 
     @property
     def group_count(self) -> int:
-        return _here.group_count if hasattr(_here, "group_count") else self._real.group_count
+        return _of_thread.group_count if hasattr(_of_thread, "group_count") else self._real.group_count
 
     @group_count.setter
     def group_count(self, value: int) -> None:
-        if hasattr(_here, "group_count"):
-            _here.group_count = value
+        if hasattr(_of_thread, "group_count"):
+            _of_thread.group_count = value
         else:
             self._real.group_count = value
 
@@ -49,22 +50,35 @@ class _ThreadAwareWorld(c10d._World):
 
 
 def install() -> None:
-    """Make torch.distributed thread-aware and tell it the name of our backend; again does nothing."""
+    """Makes torch.distributed aware of rank threads. A second call does nothing."""
     if not isinstance(c10d._world, _ThreadAwareWorld):
         c10d._world = _ThreadAwareWorld(c10d._world)
         dist.Backend.register_backend(BACKEND, lambda *_: None, devices=["cpu"])
 
 
 def enter_rank_thread(default_group: dist.ProcessGroup) -> None:
-    """Call once in each rank thread."""
-    _here.default_group = default_group
-    _here.group_count = next(_serial) * 1_000_000
+    """Gives the calling thread its default group. Each rank thread calls this once.
+
+    Args:
+        default_group: the thread's object for the group of all ranks.
+    """
+    _of_thread.default_group = default_group
+    _of_thread.group_count = next(_serial) * 1_000_000
 
 
 def register(group: dist.ProcessGroup, name: str, ranks: tuple[int, ...], store: dist.Store) -> None:
+    """Registers a group that ``dist.new_group`` did not make.
+
+    Args:
+        group: one rank's object for the group.
+        name: the name under which functional collectives find it, unique in the process.
+        ranks: the members, as ranks of the world.
+        store: the store that torch keeps with a group; no simulated collective uses it.
+    """
     mapping = {rank: i for i, rank in enumerate(ranks)}
     c10d._register_pg_in_world(group, BACKEND, store, name, f"cpu:{BACKEND}", rank_mapping=mapping)  # pyright: ignore
 
 
 def forget(group: dist.ProcessGroup) -> None:
+    """Removes a group from torch's registries."""
     c10d._cleanup_process_group_global_state(group)
