@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank that keeps running is an error after the timeout, with its stack."""
+
+import time
+
+import torch.distributed as dist
+
+from lossgate.worlds import RankContext
+from lossgate.worlds.base import Hang
+
+from .checks import MakeWorld, failure_of
+
+
+def test_a_hanging_rank_is_named_with_its_stack(make_world: MakeWorld) -> None:
+    def spin(context: RankContext) -> None:
+        while context.rank == 1:
+            pass
+
+    message = failure_of(make_world("tp=2", timeout=0.5), spin, Hang)
+    assert "hang: rank 1 neither reached a collective nor returned within 0.5 s" in message
+    assert "while context.rank == 1" in message
+
+
+def test_a_slow_run_that_makes_progress_is_no_hang(make_world: MakeWorld) -> None:
+    def body(context: RankContext) -> None:
+        for _ in range(8):
+            time.sleep(0.1)
+            dist.barrier()
+
+    make_world("tp=2", timeout=0.5).run(body)
+
+
+def test_a_rank_that_hangs_where_python_can_not_interrupt_it(make_world: MakeWorld) -> None:
+    def sleep(context: RankContext) -> None:
+        if context.rank == 0:
+            time.sleep(2.5)
+        dist.barrier()
+
+    assert "time.sleep(2.5)" in failure_of(make_world("tp=2", timeout=0.5), sleep, Hang)
