@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the code blocks and checks the commands of a Markdown page.
+
+A page is run in a folder of its own that holds a link to everything at the top of the repository, so that
+``ci/candidates/pytorch.py`` is found and what the page writes stays out of the repository. Its blocks run in order:
+
+============  ==================================================================================================
+``python``    Executed, in a namespace of its own.
+``text``      The output of the ``python`` block directly before it.
+``console``   Commands, each after ``$ ``, and the output of each below it.
+``sh``        Commands without output, one on each line. Each must succeed.
+``toml``      Parsed. ``[tool.lossgate]`` is read by the settings loader, profile by profile.
+indented      A formula. It must not look like a command.
+============  ==================================================================================================
+
+Any other block is an error. A command may continue on the next line after ``\\``. Standard output and standard error are
+compared together. In output, ``...`` stands for any text in a line, and a line of ``...`` for any number of lines.
+
+HTML comments directly before a block, which readers do not see, change how it runs:
+
+- ``<!-- continues -->``: the ``python`` block runs in the namespace of the ``python`` block before it.
+- ``<!-- setup: CODE -->``: CODE is executed in the block's namespace first.
+- ``<!-- file: NAME -->``: the block's text is saved as NAME in the page's folder, for later commands. It still runs.
+- ``<!-- exits: CODE -->``: the last command of the block exits with CODE. Without it every command must exit with 0.
+
+Some commands take minutes or need the network: ``ci/verify``, ``ci/test``, ``python benchmarks/*.py`` and ``pip``. They are
+not run. They must name a file that exists and flags that ``--help`` knows, and their output must not be shown. The
+same holds for commands in ``code spans`` in the text, which are never run; placeholders in capitals are allowed there.
+"""
+
+import io
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+import tomllib
+from collections.abc import Iterator
+from contextlib import chdir, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+from lossgate.engine.settings import load_settings
+from lossgate.errors import UsageError
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = ("lossgate", "python", "pip", "pytest", "torchrun", "ci/verify", "ci/test")
+"""What a code span or an indented block starts with if it is a command."""
+_NOT_RUN_HELP = {
+    "ci/verify": "lossgate verify --help",
+    "ci/test": "pytest --help",
+    "pip": "python -m pip install --help",
+}
+"""Commands that are not run, and the command that lists the flags they accept."""
+_DIRECTIVE = re.compile(r"<!--\s*(continues|setup|file|exits)\b:?(.*?)-->", re.DOTALL)
+_TIMEOUT_SECONDS = 300
+
+
+class PageError(Exception):
+    """A block or command of a page does not do what the page says."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A code block of a page.
+
+    Attributes:
+        kind: first word after the fence; ``"indented"`` for an indented block.
+        text: the code.
+        line: number of its first line in the page, from 1.
+        directives: the HTML comments directly before it, by name.
+    """
+
+    kind: str
+    text: str
+    line: int
+    directives: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of a block, its expected output, and the number of its line in the page."""
+
+    text: str
+    output: str
+    line: int
+
+
+def pages(root: Path = ROOT) -> list[Path]:
+    """README.md and every page of docs."""
+    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    """Yields the code blocks of a page in order.
+
+    Raises:
+        PageError: a directive does not stand directly before a block.
+    """
+    directives: dict[str, str] = {}
+    for token in _tokens(page):
+        line = token.map[0] + 1 if token.map else 0
+        if token.type == "html_block":
+            directives |= {name: textwrap.dedent(value).strip() for name, value in _DIRECTIVE.findall(token.content)}
+        elif token.type in ("fence", "code_block"):
+            kind = (token.info.split() or [""])[0] if token.type == "fence" else "indented"
+            yield Block(kind, token.content, line + (token.type == "fence"), directives)
+            directives = {}
+        elif directives:
+            raise PageError(
+                f"{page.name}:{line}: the comment <!-- {next(iter(directives))} --> stands before no code block"
+            )
+
+
+def code_spans_of(page: Path) -> Iterator[tuple[str, int]]:
+    """Yields the text of each code span, and the line on which its paragraph starts."""
+    for token in _tokens(page):
+        for child in token.children or ():
+            if child.type == "code_inline":
+                yield child.content, (token.map or [0])[0] + 1
+
+
+def run_page(page: Path, folder: Path, root: Path = ROOT) -> None:
+    """Runs every block of a page.
+
+    Args:
+        page: the Markdown file.
+        folder: an empty folder in which it runs.
+        root: the repository to which its commands refer.
+
+    Raises:
+        PageError: a block fails, shows another output than it has, or is of a kind that no rule covers.
+    """
+    for entry in root.iterdir():
+        if not entry.name.startswith(".") and entry.name != "pyproject.toml":
+            (folder / entry.name).symlink_to(entry)
+    namespace: dict[str, Any] = {}
+    printed: str | None = None
+    with chdir(folder):
+        for block in blocks_of(page):
+            where = f"{page.name}:{block.line}"
+            _save(block, folder, where)
+            if block.kind == "text":
+                if printed is None:
+                    raise PageError(
+                        f"{where}: a text block shows the output of the python block before it; there is none"
+                    )
+                _compare(printed, block.text, f"{where}: the python block before")
+                printed = None
+                continue
+            printed = None
+            if block.kind == "python":
+                if "continues" not in block.directives:
+                    namespace = {"__name__": "page"}
+                printed = _run_python(block, namespace, page)
+            elif block.kind in ("console", "sh"):
+                _run_commands(block, where, root)
+            elif block.kind == "toml":
+                _check_toml(block.text, where)
+            elif block.kind == "indented":
+                if commands := [
+                    line for line in block.text.splitlines() if is_command(line.strip().removeprefix("$ "))
+                ]:
+                    raise PageError(f"{where}: {commands[0].strip()!r} is a command; show it in a console or sh block")
+            else:
+                raise PageError(f"{where}: no rule covers a code block of kind {block.kind!r}; see markdown.py")
+
+
+def check_code_spans(page: Path, root: Path = ROOT) -> None:
+    """Checks the commands in code spans of a page: files must exist, and flags must be known.
+
+    Raises:
+        PageError: a command names a file or a flag that does not exist.
+    """
+    for text, line in code_spans_of(page):
+        if is_command(text) and " " in text:
+            check_without_running(text, f"{page.name}:{line}", root)
+
+
+def is_command(text: str) -> bool:
+    """Whether a line of text starts like a command rather than like a formula or a sentence."""
+    return (text.split() or [""])[0] in COMMANDS or text.startswith("$ ")
+
+
+def commands_of(block: Block, where: str) -> list[Command]:
+    """Splits a ``console`` or ``sh`` block into commands.
+
+    Raises:
+        PageError: a ``console`` block starts with output.
+    """
+    commands: list[Command] = []
+    continued = False
+    for number, line in enumerate(block.text.splitlines(), block.line):
+        starts = line.startswith("$ ") if block.kind == "console" else bool(line.strip()) and line[0] != "#"
+        if continued:
+            commands[-1] = Command(f"{commands[-1].text}\n{line}", "", commands[-1].line)
+        elif starts:
+            commands.append(Command(line.removeprefix("$ "), "", number))
+        elif block.kind == "console":
+            if not commands:
+                raise PageError(f"{where}: a console block starts with a command after '$ ', not with {line!r}")
+            commands[-1] = Command(commands[-1].text, f"{commands[-1].output}{line}\n", commands[-1].line)
+        continued = (continued or starts) and line.endswith("\\")
+    return commands
+
+
+def check_without_running(command: str, where: str, root: Path = ROOT) -> None:
+    """Checks that the files a command names exist and that its flags are known.
+
+    Raises:
+        PageError: one of them is not.
+    """
+    words = shlex.split(command, comments=True)
+    for word in words:
+        path = re.sub(r":\w+$", "", word)  # file.py:name
+        if "/" in path and not path.startswith("-") and not (root / path).exists():
+            raise PageError(f"{where}: {command!r} names {path}, which does not exist")
+    if flags := [word.partition("=")[0] for word in words if word.startswith("--")]:
+        asked = _help_command(words)
+        known = _run(asked, root)
+        if known.returncode:
+            raise PageError(f"{where}: {asked!r} exits with {known.returncode}:\n{known.stdout}")
+        for flag in flags:
+            if not re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", known.stdout):
+                raise PageError(f"{where}: {command!r} has the flag {flag}, which {asked!r} does not list")
+
+
+def matches(expected: str, found: str) -> bool:
+    """Whether output is what a page shows, with ``...`` for any text."""
+    pattern = "".join(
+        r"(?:.*\n)*?" if line == "..." else r".*?".join(map(re.escape, line.split("..."))) + r"\n"
+        for line in _lines(expected)
+    )
+    return re.fullmatch(pattern, "".join(f"{line}\n" for line in _lines(found))) is not None
+
+
+def _tokens(page: Path) -> list[Token]:
+    return MarkdownIt("commonmark").enable("table").parse(page.read_text())
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _compare(found: str, expected: str, what: str) -> None:
+    if not matches(expected, found):
+        raise PageError(f"{what} prints\n{found.rstrip()}\nand the page shows\n{expected.rstrip()}")
+
+
+def _save(block: Block, folder: Path, where: str) -> None:
+    if name := block.directives.get("file"):
+        if (folder / name).is_symlink():
+            raise PageError(f"{where}: file {name} is the name of something in the repository; choose another")
+        (folder / name).write_text(block.text)
+
+
+def _run_python(block: Block, namespace: dict[str, Any], page: Path) -> str:
+    """Returns what the block prints."""
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed):
+            if setup := block.directives.get("setup"):
+                exec(compile(setup, f"{page} (setup of line {block.line})", "exec"), namespace)
+            # Empty lines in front give the numbers of the page to a traceback.
+            exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), namespace)
+    except Exception as error:
+        raise PageError(f"{page.name}:{block.line}: the python block raises {type(error).__name__}: {error}") from error
+    return printed.getvalue()
+
+
+def _run_commands(block: Block, where: str, root: Path) -> None:
+    commands = commands_of(block, where)
+    for command in commands:
+        place = f"{where.rpartition(':')[0]}:{command.line}"
+        if _is_not_run(command.text):
+            check_without_running(command.text, place, root)
+            if command.output.strip():
+                raise PageError(f"{place}: {command.text!r} is not run by this test, so its output must not be shown")
+            continue
+        done = _run(command.text, Path.cwd())
+        status = int(block.directives.get("exits", 0)) if command is commands[-1] else 0
+        if done.returncode != status:
+            raise PageError(
+                f"{place}: {command.text!r} exits with {done.returncode}, expected {status}:\n{done.stdout}"
+            )
+        if block.kind == "console":
+            _compare(done.stdout, command.output, f"{place}: {command.text!r}")
+
+
+def _is_not_run(command: str) -> bool:
+    words = shlex.split(command, comments=True)
+    return words[0] in _NOT_RUN_HELP or (words[0] == "python" and words[1:2] != [] and "benchmarks/" in words[1])
+
+
+def _help_command(words: list[str]) -> str:
+    if words[0] in _NOT_RUN_HELP:
+        return _NOT_RUN_HELP[words[0]]
+    # The subcommand or the script, if there is one, has flags of its own.
+    return " ".join([words[0], *[word for word in words[1:2] if not word.startswith("-")], "--help"])
+
+
+def _run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    bash = shutil.which("bash")
+    if bash is None:
+        raise PageError("bash is not installed; the commands of the pages need it")
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+        "PYTHONWARNINGS": "ignore",
+        "COLUMNS": "180",  # no line of help is wrapped within a flag
+    }
+    return subprocess.run(
+        [bash, "-c", command],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=_TIMEOUT_SECONDS,
+        check=False,
+    )
+
+
+def _check_toml(text: str, where: str) -> None:
+    try:
+        parsed = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise PageError(f"{where}: {error}") from None
+    settings = parsed.get("tool", {}).get("lossgate")
+    if settings is None:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "pyproject.toml").write_text(text)
+        for profile in ("dev", *settings.get("profiles", {})):
+            try:
+                load_settings(profile, start=Path(folder))
+            except UsageError as error:
+                raise PageError(f"{where}: {error}") from None
