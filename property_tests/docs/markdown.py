@@ -1,31 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the code blocks and checks the commands of a Markdown page.
 
-A page is run in a folder of its own that holds a link to everything at the top of the repository, so that
-``ci/candidates/pytorch.py`` is found and what the page writes stays out of the repository. Its blocks run in order:
+A page runs in a folder of its own that holds a link to everything at the top of the repository. So
+it finds ``ci/candidates/pytorch.py``, and what it writes stays out of the repository. Its blocks
+run in order:
 
-============  ==================================================================================================
-``python``    Executed, in a namespace of its own.
-``text``      The output of the ``python`` block directly before it.
-``console``   Commands, each after ``$ ``, and the output of each below it.
-``sh``        Commands without output, one on each line. Each must succeed.
-``toml``      Parsed. ``[tool.lossgate]`` is read by the settings loader, profile by profile.
-indented      A formula. It must not look like a command.
-============  ==================================================================================================
+- ``python``: executed, in a namespace of its own.
+- ``text``: the output of the ``python`` block directly before it.
+- ``console``: commands, each after ``$ ``, and the output of each below it.
+- ``sh``: commands without output, one on each line.
+- ``toml``: parsed. The settings loader reads ``[tool.lossgate]``, profile by profile.
+- indented: a formula. It must not look like a command.
 
-Any other block is an error. A command may continue on the next line after ``\\``. Standard output and standard error are
-compared together. In output, ``...`` stands for any text in a line, and a line of ``...`` for any number of lines.
+Any other block is an error. A command continues on the next line after ``\\``. Standard output and
+standard error are compared together. In output, ``...`` stands for any text in a line, and a line
+of ``...`` for any number of lines.
 
 HTML comments directly before a block, which readers do not see, change how it runs:
 
-- ``<!-- continues -->``: the ``python`` block runs in the namespace of the ``python`` block before it.
+- ``<!-- continues -->``: the ``python`` block runs in the namespace of the one before it.
 - ``<!-- setup: CODE -->``: CODE is executed in the block's namespace first.
-- ``<!-- file: NAME -->``: the block's text is saved as NAME in the page's folder, for later commands. It still runs.
-- ``<!-- exits: CODE -->``: the last command of the block exits with CODE. Without it every command must exit with 0.
+- ``<!-- file: NAME -->``: the block's text is also saved as NAME, for later commands.
+- ``<!-- exits: CODE -->``: the last command of the block exits with CODE. Otherwise every command
+  must exit with 0.
 
-Some commands take minutes or need the network: ``ci/verify``, ``ci/test``, ``python benchmarks/*.py`` and ``pip``. They are
-not run. They must name a file that exists and flags that ``--help`` knows, and their output must not be shown. The
-same holds for commands in ``code spans`` in the text, which are never run; placeholders in capitals are allowed there.
+Some commands take minutes or need the network, and are not run: ``ci/verify``, ``ci/test``,
+``python benchmarks/*.py`` and ``pip``. They must name a file that exists and flags that ``--help``
+lists, and their output must not be shown. The same holds for commands in code spans in the text,
+none of which is run.
 """
 
 import io
@@ -136,7 +138,8 @@ def run_page(page: Path, folder: Path, root: Path = ROOT) -> None:
         root: the repository to which its commands refer.
 
     Raises:
-        PageError: a block fails, shows another output than it has, or is of a kind that no rule covers.
+        PageError: a block fails, prints something else than the page shows, or is of a kind that
+            no rule covers.
     """
     for entry in root.iterdir():
         if not entry.name.startswith(".") and entry.name != "pyproject.toml":

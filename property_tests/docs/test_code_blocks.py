@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every code block of README.md and docs runs, and every command in them exists. See markdown.py for the rules."""
+"""Every code block of README.md and docs runs. The rules are in markdown.py."""
 
 from collections.abc import Callable
 from pathlib import Path

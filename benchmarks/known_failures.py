@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures and prints the figures that the page of known failures states about PyTorch's kernels.
+
+    python benchmarks/known_failures.py
+
+The page states bounds, and the measured numbers depend on the processor. A test holds the page to
+the bounds and the measurements to them. "Problems" are the frozen example with the seeds 0 to 59.
+"""
+
+import argparse
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from statistics import median
+
+import torch
+from fused import exact, inputs
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn import functional as F
+
+from lossgate.engine.failures import read_failure
+from lossgate.engine.loading import load_candidates
+from lossgate.execution.execute import execute
+from lossgate.problems.batch import Batch
+from lossgate.specs.materialize import materialize
+from lossgate.specs.reference import run_reference
+from lossgate.worlds import SimulatedWorld
+
+CANDIDATES = Path(__file__).parents[1] / "ci/candidates"
+SEEDS = range(60)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number that the page states.
+
+    Attributes:
+        failure: the known failure it belongs to, such as ``"torch-2"``.
+        what: what is measured.
+        says: the words of the page that state the bound.
+        low, high: the bound.
+        value: the measured number.
+    """
+
+    failure: str
+    what: str
+    says: str
+    low: float
+    high: float
+    value: float
+
+    @property
+    def holds(self) -> bool:
+        return self.low <= self.value <= self.high
+
+
+@dataclass(frozen=True)
+class Run:
+    """Outputs of a candidate and of the float64 reference on one problem, by name."""
+
+    batch: Batch
+    found: dict[str, Tensor]
+    expected: dict[str, Tensor]
+
+    def vector_error(self, output: str) -> float:
+        """Relative error in norm."""
+        error = self.found[output] - self.expected[output]
+        return float(error.norm() / self.expected[output].norm())
+
+    def entry_error(self, output: str) -> float:
+        """Largest relative error of an entry that is not zero."""
+        found, expected = self.found[output], self.expected[output]
+        return float(((found - expected).abs() / expected.abs())[expected != 0].max())
+
+
+@cache
+def run(failure: str, seed: int | None = None) -> Run:
+    """Runs the candidate of a frozen example on its problem, with another seed if one is given."""
+    (file,) = CANDIDATES.rglob(f"{failure}-*.json")
+    frozen = read_failure(file)
+    name = frozen.candidate.rpartition(":")[2]
+    (candidate,) = load_candidates(f"{CANDIDATES / 'pytorch.py'}:{name}")
+    problem = frozen.examples[0].problem
+    batch = materialize(problem if seed is None else replace(problem, seed=seed))
+    world = SimulatedWorld(problem.layout)
+    try:
+        found = dict(execute(candidate, batch, world).outputs)
+    finally:
+        world.close()
+    return Run(batch, found, dict(run_reference(batch, list(found))))
+
+
+def in_one_chunk(chunked: Run) -> Run:
+    """The same problem by the same kernel of PyTorch, with all tokens in one chunk."""
+    leaves = _bfloat16_leaves(chunked.batch)
+    options = torch.nn.LinearCrossEntropyOptions(
+        batch_chunk_size=len(leaves["hidden"]), acc_policy="balanced", acc_dtype=torch.float32
+    )
+    loss = F.linear_cross_entropy(
+        leaves["hidden"],
+        leaves["weight"],
+        _targets(chunked.batch),
+        linear_bias=leaves["bias"],
+        reduction="sum",
+        options=options,
+    )
+    return _with_gradients(chunked, loss, leaves)
+
+
+def with_float32_logits(parallel: Run, convert: bool = True) -> Run:
+    """The same problem by ``F.cross_entropy``, whose logits are first converted to float32."""
+    leaves = _bfloat16_leaves(parallel.batch)
+    logits = leaves["logits"].float() if convert else leaves["logits"]
+    return _with_gradients(parallel, F.cross_entropy(logits, _targets(parallel.batch), reduction="sum"), leaves)
+
+
+def _targets(batch: Batch) -> Tensor:
+    return batch.fields["labels"].masked_fill(~batch.fields["mask"], -100)
+
+
+def _bfloat16_leaves(batch: Batch) -> dict[str, Tensor]:
+    return {name: leaf.bfloat16().requires_grad_() for name, leaf in batch.leaves.items()}
+
+
+def _with_gradients(like: Run, loss: Tensor, leaves: dict[str, Tensor]) -> Run:
+    loss.backward(like.batch.cotangents["loss"].to(loss.dtype))
+    found = {f"grad of {name}": leaf.grad.double() for name, leaf in leaves.items() if leaf.grad is not None}
+    return replace(like, found=found)
+
+
+def lost_label_entries(parallel: Run) -> tuple[int, int]:
+    """Counts labels with a probability over 0.9981, and those whose gradient is exactly zero.
+
+    Returns:
+        (how many are zero, how many there are).
+    """
+    fields = parallel.batch.fields
+    probability = torch.softmax(parallel.batch.leaves["logits"], 1).gather(1, fields["labels"][:, None]).squeeze(1)
+    confident = fields["mask"] & (probability > 0.9981)
+    of_label = parallel.found["grad of logits"].gather(1, fields["labels"][:, None]).squeeze(1)
+    return int((of_label[confident] == 0).sum()), int(confident.sum())
+
+
+def chunked_weight_error(chunk: int) -> float:
+    """Relative error in norm of the weight's gradient by PyTorch's chunked kernel.
+
+    bfloat16, 2048 tokens, hidden size 64, vocabulary 256: the sizes of ``fused.py --accuracy``.
+    """
+    hidden, weight, labels = inputs(2048, 64, 256, torch.bfloat16)
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk, acc_policy="balanced", acc_dtype=torch.float32)
+    F.linear_cross_entropy(hidden, weight, labels, options=options).backward()
+    assert weight.grad is not None
+    expected = exact((2048, 64, 256), torch.bfloat16)[2]
+    return float((weight.grad.double() - expected).norm() / expected.norm())
+
+
+def figures() -> Iterator[Figure]:
+    """Measures every figure of the page."""
+    yield from _loss_in_bfloat16()
+    yield from _sums_over_chunks()
+    yield from _confident_labels()
+
+
+def _loss_in_bfloat16() -> Iterator[Figure]:
+    runs = [run("torch-2", seed) for seed in SEEDS]
+    errors = [each.vector_error("loss") for each in runs]
+    yield Figure("torch-2", "loss, 60 problems, largest error", "more than 2%", 0.02, 0.1, max(errors))
+    exact_losses = [each.expected["loss"] for each in runs]
+    rounding = max(float((loss.bfloat16() / loss - 1).abs()) for loss in exact_losses)
+    yield Figure("torch-2", "the same, of rounding the exact loss once", "at most 0.4%", 0, 0.004, rounding)
+
+
+def _sums_over_chunks() -> Iterator[Figure]:
+    name = "torch-3"
+    runs = [run(name, seed) for seed in (None, *SEEDS)]
+    bias, weight = "grad of bias", "grad of weight"
+    vector = max(each.vector_error(output) for each in runs for output in (bias, weight))
+    yield Figure(name, f"{bias} and weight as vectors, largest error", "within 1%", 0, 0.01, vector)
+    entry = max(each.entry_error(bias) for each in runs)
+    yield Figure(name, f"{bias}, single entries, largest error", "more than 100%", 1, float("inf"), entry)
+    unchunked = max(in_one_chunk(each).entry_error(bias) for each in runs)
+    yield Figure(name, f"{bias}, single entries, one chunk", "every entry is within 1%", 0, 0.01, unchunked)
+    yield Figure(name, f"{bias} of the frozen example as a vector", "within 1%", 0, 0.01, runs[0].vector_error(bias))
+    for chunk, says, low, high in ((2048, "0.2% in one chunk", 0.001, 0.0025), (1, "over 3% in chunks", 0.03, 0.1)):
+        yield Figure(name, f"{weight}, 2048 tokens, chunk {chunk}", says, low, high, chunked_weight_error(chunk))
+
+
+def _confident_labels() -> Iterator[Figure]:
+    name, output = "torch-5", "grad of logits"
+    runs = [run(name, seed) for seed in (None, *SEEDS)]
+    vectors = [each.vector_error(output) for each in runs]
+    yield Figure(name, f"{output} as a vector, median error", "within 0.5%", 0, 0.005, median(vectors))
+    yield Figure(name, f"{output} of the frozen example as a vector", "within 0.5%", 0, 0.005, vectors[0])
+    yield Figure(name, f"{output} as a vector, largest error", "more than 50%", 0.5, float("inf"), max(vectors))
+    lost, confident = (sum(column) for column in zip(*map(lost_label_entries, runs), strict=True))
+    yield Figure(name, f"share of {confident} confident labels without gradient", "exactly 0", 1, 1, lost / confident)
+    converted = max(with_float32_logits(each).entry_error(output) for each in runs)
+    yield Figure(name, "F.cross_entropy(logits.float()), single entries", "within 10%", 0, 0.1, converted)
+    plain = [with_float32_logits(each, convert=False) for each in runs]
+    lost, confident = (sum(column) for column in zip(*map(lost_label_entries, plain), strict=True))
+    yield Figure(name, "F.cross_entropy(logits), the same share", "loses them as well", 1, 1, lost / confident)
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    warnings.simplefilter("ignore")
+    table = Table()
+    for heading in ("", "measured", "is", "the page says", "holds"):
+        table.add_column(heading, justify="right" if heading == "is" else "left")
+    for figure in figures():
+        table.add_row(figure.failure, figure.what, f"{figure.value:.3%}", figure.says, "yes" if figure.holds else "NO")
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    main()
