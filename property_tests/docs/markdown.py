@@ -129,6 +129,14 @@ def code_spans_of(page: Path) -> Iterator[tuple[str, int]]:
                 yield child.content, (token.map or [0])[0] + 1
 
 
+def links_of(page: Path) -> Iterator[str]:
+    """Yields the target of each link."""
+    for token in _tokens(page):
+        for child in token.children or ():
+            if child.type == "link_open":
+                yield str(child.attrs["href"])
+
+
 def run_page(page: Path, folder: Path, root: Path = ROOT) -> None:
     """Runs every block of a page.
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every code block of README.md and docs runs. The rules are in markdown.py."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from .markdown import ROOT as REPOSITORY
-from .markdown import Block, PageError, check_code_spans, commands_of, matches, pages, run_page
+from .markdown import Block, PageError, check_code_spans, commands_of, links_of, matches, pages, run_page
 
 NOT_YET_CONVERTED = ("README.md", "judge.md", "writing-a-candidate.md")
 """Pages that do not follow the rules yet. This must become empty."""
@@ -36,6 +37,15 @@ def test_lines_are_at_most_100_columns(page: Path) -> None:
     """Tables and links cannot be wrapped, so their lines may be longer."""
     lines = enumerate(page.read_text().splitlines(), 1)
     assert [f"{page.name}:{n}" for n, line in lines if len(line) > 100 and not line.startswith("|")] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_files_resolve(page: Path) -> None:
+    links = [link for link in links_of(page) if "://" not in link]
+    assert [link for link in links if not (page.parent / link.partition("#")[0]).exists()] == []
+    lines = page.read_text().splitlines()
+    headings = {re.sub(r"[^\w -]", "", line.lstrip("# ")).replace(" ", "-").lower() for line in lines}
+    assert [link for link in links if link.startswith("#") and link[1:] not in headings] == []
 
 
 # The rules themselves. A page is given as its text; ~~~ fences stand for ``` fences.

@@ -21,12 +21,11 @@ def measured() -> list[Figure]:
 
 
 def sections(page: Path) -> dict[str, str]:
-    """The text below each heading, by the heading up to its colon; without code blocks, on one line."""
+    """Maps each heading, up to its colon, to the text below it: no code blocks, on one line."""
     text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     parts = re.split(r"^#+ (.*)\n", text, flags=re.MULTILINE)[1:]
     return {
-        heading.partition(":")[0]: " ".join(body.split())
-        for heading, body in zip(parts[::2], parts[1::2], strict=True)
+        heading.partition(":")[0]: " ".join(body.split()) for heading, body in zip(parts[::2], parts[1::2], strict=True)
     }
 
 
