@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference of distillation: by gradcheck, by loops over tokens, by closed-form gradients, by hand, and by what must hold of it."""
+"""Tests of the reference of distillation.
+
+The methods are gradcheck, loops over tokens with closed-form gradients, hand computation and
+properties.
+"""
 
 import math
 from dataclasses import replace
@@ -34,19 +38,18 @@ EVERY_OPTION = [
     for kind, outside, temperature in product(KINDS, (False, True), (1.0, 0.6))
 ]
 few = settings(max_examples=30, deadline=None)
-every_kind = pytest.mark.parametrize(
-    "options", EVERY_OPTION[1::2], ids=lambda o: f"{o.kl_type}-{o.zero_outside_topk}"
-)  # temperature 0.6
+# These have temperature 0.6.
+every_kind = pytest.mark.parametrize("options", EVERY_OPTION[1::2], ids=lambda o: f"{o.kl_type}-{o.zero_outside_topk}")
 every_option = pytest.mark.parametrize(
     "options", EVERY_OPTION, ids=lambda o: f"{o.kl_type}-{o.zero_outside_topk}-{o.temperature}"
 )
 
 
-def example(seed: int = 0, k: int = K, spread: float = 2.0) -> dict[str, Any]:
+def example(seed: int = 0, k: int = K, logit_std: float = 2.0) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     return {
-        "logits": torch.randn(TOKENS, VOCAB, generator=generator, dtype=torch.float64) * spread,
-        "teacher_logits": torch.randn(TOKENS, k, generator=generator, dtype=torch.float64) * spread,
+        "logits": torch.randn(TOKENS, VOCAB, generator=generator, dtype=torch.float64) * logit_std,
+        "teacher_logits": torch.randn(TOKENS, k, generator=generator, dtype=torch.float64) * logit_std,
         "teacher_indices": torch.stack([torch.randperm(VOCAB, generator=generator)[:k] for _ in range(TOKENS)]),
         "mask": torch.tensor(MASK),
         "valid_tokens": torch.tensor(sum(MASK)),
@@ -72,10 +75,11 @@ def softmax(x: list[float]) -> list[float]:
 
 
 def by_loops(e: dict[str, Any], o: DistillOptions) -> tuple[list[float], list[list[float]]]:
-    """Divergence of each token and its gradient, derived by hand: plain Python, with quotients of exponentials.
+    """Computes the divergence of each token and its gradient in plain Python, derived by hand.
 
-    dF/dz_v = (q_v - p_v) / tau and dR/dz_v = q_v (log(q_v / r_v) - R) / tau, over the vocabulary that q is normalised over,
-    p being 0 outside the top-k, r = p but for exp(log_infinitesimal) outside of it.
+    dF/dz_v = (q_v - p_v) / tau and dR/dz_v = q_v (log(q_v / r_v) - R) / tau, for v in the
+    vocabulary that q is normalised over. p is 0 outside the top-k. r is p in the top-k, and
+    exp(log_infinitesimal) outside of it. Probabilities are quotients of exponentials.
     """
     values, gradients = [], []
     for z, u, indices in zip(
@@ -121,7 +125,8 @@ def test_value_and_gradient_by_loops(options: DistillOptions, seed: int) -> None
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        # student 1/2, 1/4, 1/4; the teacher knows the tokens 0 and 1, 1/2 each. Renormalised, the student gives them 2/3 and 1/3.
+        # The student has 1/2, 1/4, 1/4. The teacher has the tokens 0 and 1, with 1/2 each.
+        # Renormalised, the student gives these 2/3 and 1/3.
         (DistillOptions(), math.log(9 / 8) / 2),
         (DistillOptions(kl_type="reverse"), (5 / 3) * math.log(2) - math.log(3)),
         (DistillOptions(kl_type="mixed"), (math.log(9 / 8) / 2 + (5 / 3) * math.log(2) - math.log(3)) / 2),
@@ -129,7 +134,7 @@ def test_value_and_gradient_by_loops(options: DistillOptions, seed: int) -> None
         (DistillOptions(kl_type="reverse", zero_outside_topk=True), 25 - 0.75 * math.log(2)),
         (DistillOptions(kl_type="mixed", mixed_kl_weight=0.2, zero_outside_topk=True), 20 - 0.5 * math.log(2)),
         (DistillOptions(kl_type="reverse", zero_outside_topk=True, log_infinitesimal=-4.0), 1 - 0.75 * math.log(2)),
-        (DistillOptions(temperature=0.5), math.log(25 / 16) / 2),  # squares the odds of 2 to 1
+        (DistillOptions(temperature=0.5), math.log(25 / 16) / 2),  # squares the odds of 2 : 1
         (DistillOptions(epsilon=1e-8), math.log(9 / 8) / 2 / (1 + 1e-8)),
         (DistillOptions(epsilon=1.0), math.log(9 / 8) / 4),
     ],
@@ -146,8 +151,11 @@ def test_by_hand(options: DistillOptions, expected: float) -> None:
 
 
 @pytest.mark.parametrize("kind", ["reverse", "mixed"])
-def test_the_tail_is_what_nemo_rl_adds(kind: Any) -> None:
-    """H_rest + 100 P_rest with H_all = sum q log q: its own arithmetic, less accurate for the difference of 1 and the mass of the top-k."""
+def test_the_tail_equals_that_of_nemo_rl(kind: Any) -> None:
+    """NeMo-RL computes H_rest + 100 P_rest, with H_all = sum q log q.
+
+    That is less accurate, because it subtracts the mass of the top-k from 1.
+    """
     e, w = example(), 0.3
     q, p = (
         student_topk_logprobs(e["logits"], e["teacher_indices"], zero_outside_topk=True),
@@ -165,7 +173,7 @@ def test_the_tail_is_what_nemo_rl_adds(kind: Any) -> None:
 
 @few
 @given(st.integers(0, 2**32 - 1), st.sampled_from(KINDS), st.floats(0.3, 3.0))
-def test_a_student_that_is_its_teacher_has_no_loss_and_no_gradient(seed: int, kind: Any, temperature: float) -> None:
+def test_a_student_equal_to_its_teacher_has_no_loss_and_no_gradient(seed: int, kind: Any, temperature: float) -> None:
     e = example(seed)
     options = DistillOptions(kl_type=kind, temperature=temperature)
     teacher = e["logits"].gather(-1, e["teacher_indices"])
@@ -176,7 +184,10 @@ def test_a_student_that_is_its_teacher_has_no_loss_and_no_gradient(seed: int, ki
 @few
 @given(st.integers(0, 2**32 - 1), st.sampled_from(EVERY_OPTION))
 def test_it_is_never_negative(seed: int, options: DistillOptions) -> None:
-    """But for exp(log_infinitesimal), the mass the teacher has beyond 1 in the reverse KL, which is made negligible here."""
+    """The reverse KL could be negative, because the teacher's mass exceeds 1.
+
+    The excess is exp(log_infinitesimal) for each token outside the top-k; it is negligible here.
+    """
     e, options = example(seed), replace(options, log_infinitesimal=-100.0)
     found = distill_token_kl(e["logits"], e["teacher_logits"], e["teacher_indices"], options)
     assert (found > 0).all()
@@ -232,7 +243,7 @@ def test_a_constant_added_to_a_row_of_logits_changes_nothing(
 
 
 @every_kind
-def test_neither_the_order_of_the_topk_nor_of_the_vocabulary_matters(options: DistillOptions) -> None:
+def test_the_order_of_the_topk_and_of_the_vocabulary_does_not_matter(options: DistillOptions) -> None:
     e, order, k_order = example(), torch.randperm(VOCAB), torch.randperm(K)
     before = loss_of(e, options)
     turned = {"teacher_logits": e["teacher_logits"][:, k_order], "teacher_indices": e["teacher_indices"][:, k_order]}
@@ -257,7 +268,7 @@ def test_neither_the_order_of_the_topk_nor_of_the_vocabulary_matters(options: Di
         (DistillOptions(), DistillOptions(epsilon=1e-3)),
     ],
 )
-def test_each_option_matters(before: DistillOptions, after: DistillOptions) -> None:
+def test_every_option_has_an_effect(before: DistillOptions, after: DistillOptions) -> None:
     e = example()
     assert abs(loss_of(e, before) - loss_of(e, after)) > 1e-5
     assert (gradient_of(e, before) - gradient_of(e, after)).abs().max() > 1e-5
@@ -275,9 +286,9 @@ def test_each_option_matters(before: DistillOptions, after: DistillOptions) -> N
         ("epsilon", -1e-8),
     ],
 )
-def test_wrong_options_are_told(option: str, value: Any) -> None:
+def test_invalid_options_are_rejected(option: str, value: Any) -> None:
     options = DistillOptions()
-    object.__setattr__(options, option, value)  # beside the type checks of the test run, which refuse some before
+    object.__setattr__(options, option, value)  # bypasses the type checks of the test run
     with pytest.raises(ValueError, match=f"{option} is '?{value}'?; expected"):
         options.__post_init__()
 
@@ -308,7 +319,7 @@ def test_indices_out_of_range_at_masked_tokens_have_no_effect() -> None:
 
 @every_kind
 def test_a_padded_vocabulary_has_no_effect(options: DistillOptions) -> None:
-    """Its logits are -inf, so q = 0, q log q = 0; the original has NaN there."""
+    """Its logits are -inf, so that q = 0 and q log q = 0. NeMo-RL gives NaN there."""
     e = example()
     padded = torch.nn.functional.pad(e["logits"], (0, 2), value=-math.inf)
     assert float(loss_of(e, options, logits=padded)) == pytest.approx(float(loss_of(e, options)), rel=1e-14)
@@ -318,7 +329,10 @@ def test_a_padded_vocabulary_has_no_effect(options: DistillOptions) -> None:
 
 
 def test_a_teacher_that_excludes_a_token() -> None:
-    """Forward: 0 log 0 = 0, as if it were not among the top-k; reverse: infinite, since the student does not."""
+    """The forward KL ignores the token, as 0 log 0 = 0. The reverse KL is infinite.
+
+    It is infinite because the student gives the token some probability.
+    """
     e = example()
     excluded = torch.cat([e["teacher_logits"][:, :-1], torch.full((TOKENS, 1), -math.inf, dtype=torch.float64)], -1)
     fewer = {"teacher_logits": e["teacher_logits"][:, :-1], "teacher_indices": e["teacher_indices"][:, :-1]}
@@ -350,7 +364,7 @@ def test_it_is_linear_in_one_over_the_count(options: DistillOptions) -> None:
 
 @every_option
 def test_parts_add_up_in_any_order(options: DistillOptions) -> None:
-    """Each sequence for itself, last to first, with the counts of the whole."""
+    """Parts are single sequences, last to first, with the counts of the whole batch."""
     e = example()
     loss, metrics = distill(**e, options=options)
     found, gradients = [], torch.zeros_like(e["logits"])

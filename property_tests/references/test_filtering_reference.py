@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The references of filtered log-probabilities: by gradcheck, by a closed form, by the originals' sorting, by hand, and by what must hold."""
+"""Tests of the references of filtered log-probabilities.
+
+The methods are gradcheck, a closed form, sorting as in the originals, hand computation and
+properties.
+"""
 
 import math
 from typing import Any
@@ -41,7 +45,10 @@ def of(*probabilities: float) -> Tensor:
 
 
 def kept_by_sorting(tempered: Tensor, top_k: int | None, top_p: float) -> np.ndarray:
-    """vLLM, NeMo-RL, Hugging Face: sort upwards, drop what is below the k-th, then what the nucleus does without."""
+    """Filters as vLLM, NeMo-RL and Hugging Face do.
+
+    They sort upwards, drop what is below the k-th, then what the nucleus does not need.
+    """
     z = tempered.numpy()
     order = z.argsort(axis=-1, kind="stable")
     ordered = np.take_along_axis(z, order, -1)
@@ -58,7 +65,10 @@ def kept_by_sorting(tempered: Tensor, top_k: int | None, top_p: float) -> np.nda
 
 
 def by_hand(z: Tensor, top_k: int | None, top_p: float, temperature: float) -> tuple[np.ndarray, np.ndarray]:
-    """The kept tokens and the probabilities, 0 for those that went, as quotients of exponentials."""
+    """Returns the tokens that pass, and all probabilities as quotients of exponentials.
+
+    The probability of a filtered token is 0.
+    """
     keep = kept_by_sorting(z / temperature, top_k, top_p)
     exps = np.where(keep, np.exp(z.numpy() / temperature), 0)
     return keep, exps / exps.sum(-1, keepdims=True)
@@ -69,7 +79,7 @@ def by_hand(z: Tensor, top_k: int | None, top_p: float, temperature: float) -> t
 def test_values_and_gradients_by_sorting_and_a_closed_form(
     seed: int, top_k: int | None, top_p: float, temperature: float
 ) -> None:
-    """d log p(y)/dz = (onehot - p) / tau and dH/dz = -p (log p + H) / tau, both over the kept tokens."""
+    """d log p(y)/dz = (onehot - p) / tau and dH/dz = -p (log p + H) / tau, over passing tokens."""
     z = logits_of(seed).requires_grad_()
     keep, p = by_hand(z.detach(), top_k, top_p, temperature)
     assert np.array_equal(kept_tokens(z / temperature, top_k, top_p).numpy(), keep)
@@ -92,18 +102,16 @@ def test_values_and_gradients_by_sorting_and_a_closed_form(
 @every_setting
 def test_gradients_by_finite_differences(top_k: int | None, top_p: float, fast: bool) -> None:
     z = logits_of(tokens=3).requires_grad_()
-    labels = z.argmax(-1)  # always kept: the difference of two -inf is no number
+    labels = z.argmax(-1)  # always passes: the difference of two -inf is NaN
     assert gradcheck(lambda x: filtered_token_logprobs(x, labels, TAU, top_k, top_p), (z,), fast_mode=fast)
     assert gradcheck(lambda x: filtered_token_entropy(x, TAU, top_k, top_p), (z,), fast_mode=fast)
 
 
 @pytest.mark.parametrize("top_k", [None, VOCAB, VOCAB + 1])
 @pytest.mark.parametrize("temperature", [1.0, TAU])
-def test_without_filtering_it_is_the_plain_one(top_k: int | None, temperature: float) -> None:
-    z, labels = (
-        logits_of() * 20,
-        torch.arange(TOKENS),
-    )  # so peaked that a sum of all probabilities but the last few is 1
+def test_without_a_filter_it_equals_the_unfiltered_reference(top_k: int | None, temperature: float) -> None:
+    # The factor makes rows so peaked that the sum of all probabilities but the last few is 1.
+    z, labels = logits_of() * 20, torch.arange(TOKENS)
     assert torch.equal(
         filtered_token_logprobs(z, labels, temperature, top_k, 1.0), token_logprobs(z, labels, temperature)
     )
@@ -113,27 +121,28 @@ def test_without_filtering_it_is_the_plain_one(top_k: int | None, temperature: f
 @pytest.mark.parametrize(
     ("probabilities", "temperature", "top_k", "top_p", "expected"),
     [
-        # expected probabilities, 0 for tokens that went
+        # expected probabilities, 0 for filtered tokens
         ((0.4, 0.3, 0.2, 0.1), 1.0, 2, 1.0, (4 / 7, 3 / 7, 0, 0)),
         ((0.1, 0.2, 0.3, 0.4), 1.0, 3, 1.0, (0, 2 / 9, 3 / 9, 4 / 9)),
         ((0.4, 0.3, 0.2, 0.1), 1.0, 1, 1.0, (1, 0, 0, 0)),
         ((0.4, 0.3, 0.2, 0.1), 1.0, None, 0.69, (4 / 7, 3 / 7, 0, 0)),
         ((0.4, 0.3, 0.2, 0.1), 1.0, None, 0.71, (4 / 9, 3 / 9, 2 / 9, 0)),
-        ((0.4, 0.3, 0.2, 0.1), 1.0, None, 1e-6, (1, 0, 0, 0)),  # the most probable always stays
+        ((0.4, 0.3, 0.2, 0.1), 1.0, None, 1e-6, (1, 0, 0, 0)),  # the most probable token always passes
         ((0.4, 0.3, 0.2, 0.1), 1.0, None, 1.0, (0.4, 0.3, 0.2, 0.1)),
-        # top-p sees what top-k left, renormalised: 4/7 is above token 1, not 0.4
+        # top-p applies to what passed top-k, renormalised: the mass above token 1 is 4/7, not 0.4
         ((0.4, 0.3, 0.2, 0.1), 1.0, 2, 0.5, (1, 0, 0, 0)),
         ((0.4, 0.3, 0.2, 0.1), 1.0, None, 0.5, (4 / 7, 3 / 7, 0, 0)),
-        # temperature comes before: 1/2 squares the odds to 16 : 9 : 4 : 1, of which the first is more than 0.5
+        # the temperature comes first: 1/2 squares the odds to 16 : 9 : 4 : 1, the first above 0.5
         ((0.4, 0.3, 0.2, 0.1), 0.5, None, 0.5, (1, 0, 0, 0)),
         ((0.4, 0.3, 0.2, 0.1), 0.5, 2, 1.0, (16 / 25, 9 / 25, 0, 0)),
-        # ties stay together: at the k-th, and at the edge of the nucleus, where a sort would have kept one of the four
+        # ties pass as one: at the k-th, and at the edge of the nucleus
+        # (a sort would pass one of the four)
         ((0.5, 0.2, 0.2, 0.1), 1.0, 2, 1.0, (5 / 9, 2 / 9, 2 / 9, 0)),
         ((0.5, 0.125, 0.125, 0.125, 0.125), 1.0, None, 0.6, (0.5, 0.125, 0.125, 0.125, 0.125)),
         ((0.25, 0.25, 0.25, 0.25), 1.0, None, 0.1, (0.25, 0.25, 0.25, 0.25)),
-        # exactly top_p above: it goes
+        # a mass of exactly top_p above a token filters it
         ((0.5, 0.25, 0.125, 0.125), 1.0, None, 0.75, (2 / 3, 1 / 3, 0, 0)),
-        # a padded vocabulary never takes part
+        # a padded vocabulary never passes
         ((0.5, 0.5, 0.0, 0.0), 1.0, 3, 1.0, (0.5, 0.5, 0, 0)),
         ((0.6, 0.4, 0.0, 0.0), 1.0, None, 1.0, (0.6, 0.4, 0, 0)),
         ((0.6, 0.4, 0.0, 0.0), 1.0, None, 0.99, (0.6, 0.4, 0, 0)),
@@ -159,7 +168,7 @@ def test_by_hand(
     ("option", "before", "after"),
     [("temperature", 1.0, 0.9), ("top_k", None, 3), ("top_k", 3, 2), ("top_p", 1.0, 0.6), ("top_p", 0.9, 0.5)],
 )
-def test_each_option_matters(option: str, before: Any, after: Any) -> None:
+def test_every_option_has_an_effect(option: str, before: Any, after: Any) -> None:
     z, labels = logits_of(), logits_of().argmax(-1)
     for function in (lambda **o: filtered_token_logprobs(z, labels, **o), lambda **o: filtered_token_entropy(z, **o)):
         assert (function(**{option: before}) - function(**{option: after})).abs().max() > 1e-3
@@ -168,7 +177,7 @@ def test_each_option_matters(option: str, before: Any, after: Any) -> None:
 @pytest.mark.parametrize(
     ("option", "value"), [("top_k", 0), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.1), ("top_p", math.nan)]
 )
-def test_wrong_options_are_told(option: str, value: Any) -> None:
+def test_invalid_options_are_rejected(option: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{option} is {value}; expected"):
         filtered_token_entropy(logits_of(), **{option: value})
 
@@ -187,15 +196,15 @@ def test_a_constant_added_to_a_row_of_logits_changes_nothing(
 
 @few
 @given(seeds, ks, ps)
-def test_the_vocabulary_may_be_permuted(seed: int, top_k: int | None, top_p: float) -> None:
-    """Ties included: logits are rounded to integers here."""
+def test_a_permutation_of_the_vocabulary_permutes_the_result(seed: int, top_k: int | None, top_p: float) -> None:
+    """Logits are rounded to integers, so that there are ties."""
     z, order = logits_of(seed).round(), torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))
     assert torch.equal(kept_tokens(z, top_k, top_p)[:, order], kept_tokens(z[:, order], top_k, top_p))
 
 
 @few
 @given(seeds, st.integers(1, VOCAB - 1), ps)
-def test_it_is_a_distribution_over_fewer_and_fewer(seed: int, top_k: int, top_p: float) -> None:
+def test_tighter_filters_give_distributions_over_fewer_tokens(seed: int, top_k: int, top_p: float) -> None:
     z = logits_of(seed)
     logprobs = torch.stack(
         [filtered_token_logprobs(z, torch.full((TOKENS,), v), TAU, top_k, top_p) for v in range(VOCAB)], -1
@@ -209,7 +218,7 @@ def test_it_is_a_distribution_over_fewer_and_fewer(seed: int, top_k: int, top_p:
         assert not (fewer & ~keep).any()
 
 
-def test_a_filtered_label_that_is_masked_does_no_harm() -> None:
+def test_a_filtered_label_that_is_masked_has_no_effect() -> None:
     z = torch.cat([of(0.6, 0.4), of(0.6, 0.4)]).requires_grad_()
     logprobs = filtered_token_logprobs(z, torch.tensor([0, 1]), top_k=1)
     assert logprobs.tolist() == [0, -math.inf]

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An oracle that shares code with what it judges judges nothing."""
+"""The references, the kernels and the harness do not import each other, and references are short.
+
+An oracle that shared code with a kernel would share its bugs.
+"""
 
 import ast
 from pathlib import Path
@@ -25,14 +28,14 @@ def imports_of(file: Path) -> set[str]:
         ("harness/lossgate", {"fused_losses"}),
     ],
 )
-def test_packages_keep_apart(package: str, forbidden: set[str]) -> None:
+def test_packages_do_not_import_each_other(package: str, forbidden: set[str]) -> None:
     files = list((ROOT / package).rglob("*.py"))
     assert files
     assert not {str(file): imports_of(file) & forbidden for file in files if imports_of(file) & forbidden}
 
 
 def test_references_are_short() -> None:
-    """Each reads beside its formula: at most 40 lines of code, without docstrings, comments and imports."""
+    """A reference reads beside its formula: a function has at most 40 lines of code."""
     for file in (ROOT / "references/dense_losses").glob("*.py"):
         tree = ast.parse(file.read_text())
         for function in (node for node in tree.body if isinstance(node, ast.FunctionDef)):

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KL estimators: by hand, by gradcheck, and what they estimate: by exact sums over the outcomes, and by samples with a z test."""
+"""Tests of the KL estimators: hand computation, gradcheck, and what they estimate.
+
+The expectations are checked by exact sums over the outcomes, and by samples with a z test.
+"""
 
 import math
 from collections.abc import Callable
@@ -27,7 +30,7 @@ def estimate(logprobs: Tensor, reference: Tensor, kind: str, **rest: Any) -> Ten
 
 
 def weighted(logprobs: Tensor, reference: Tensor, kind: str, **rest: Any) -> Tensor:
-    """With the weight of value 1 that adds the score term."""
+    """Computes the estimate with the weight of value 1 that adds the score term."""
     return estimate(logprobs, reference, kind, weights=(logprobs - logprobs.detach()).exp(), **rest)
 
 
@@ -36,7 +39,7 @@ def gradient(of: Callable[..., Tensor], logprobs: Tensor, *rest: Any, **named: A
     return torch.autograd.grad(of(leaf, *rest, **named).sum(), leaf)[0]
 
 
-# One token each: log p = -1, and d = log q - log p.
+# Each case is one token with log p = -1 and d = log q - log p.
 @pytest.mark.parametrize(
     ("kind", "d", "value", "slope", "weighted_slope"),
     [
@@ -49,7 +52,7 @@ def gradient(of: Callable[..., Tensor], logprobs: Tensor, *rest: Any, **named: A
     ],
 )
 def test_by_hand(kind: str, d: float, value: float, slope: float, weighted_slope: float) -> None:
-    """Of k3 with the score term the slope is log p - log q: (1 - exp(d)) + (exp(d) - 1 - d) = -d."""
+    """With the score term k3 has the slope log p - log q: (1 - exp(d)) + (exp(d) - 1 - d) = -d."""
     p, q = f64(-1.0), f64(-1.0 + d)
     assert float(estimate(p, q, kind)) == pytest.approx(value, rel=1e-14)
     assert float(weighted(p, q, kind)) == pytest.approx(value, rel=1e-14)
@@ -57,7 +60,7 @@ def test_by_hand(kind: str, d: float, value: float, slope: float, weighted_slope
     assert float(gradient(weighted, p, q, kind)) == pytest.approx(weighted_slope, rel=1e-14)
 
 
-# The input is bounded to +- 2, the output to +- 3; weights are 1 with the score term.
+# The input is clamped to +- 2, the output to +- 3. Weights are 1 and add the score term.
 @pytest.mark.parametrize(
     ("kind", "d", "value", "slope"),
     [
@@ -68,20 +71,20 @@ def test_by_hand(kind: str, d: float, value: float, slope: float, weighted_slope
         ("k2", 5.0, 2.0, 0),
         ("k2", -5.0, 2.0, 0),
         ("k3", 1.0, math.e - 2, -1.0),
-        ("k3", 1.9, 3.0, 0),  # only the output is bounded: exp(1.9) - 2.9 = 3.79
+        ("k3", 1.9, 3.0, 0),  # only the output is clamped: exp(1.9) - 2.9 = 3.79
         ("k3", 5.0, 3.0, 0),
-        ("k3", -5.0, math.exp(-2) + 1, 0),  # only the input is
+        ("k3", -5.0, math.exp(-2) + 1, 0),  # only the input is clamped
     ],
 )
 def test_clamps_by_hand(kind: str, d: float, value: float, slope: float) -> None:
-    """Where a clamp acts, no gradient flows, nor through the weight."""
+    """No gradient flows where a clamp acts, not even through the weight."""
     p, q, bounds = f64(-6.0), f64(-6.0 + d), {"input_clamp_value": 2.0, "output_clamp_value": 3.0}
     assert float(weighted(p, q, kind, **bounds)) == pytest.approx(value, rel=1e-14)
     assert float(gradient(weighted, p, q, kind, **bounds)) == pytest.approx(slope, rel=1e-13, abs=1e-15)
 
 
-def test_the_output_clamp_is_of_the_weighted_estimate() -> None:
-    """k1 of 2 times a weight of 3 is 6, bounded to 5; of -2, to -5. Unbounded without."""
+def test_the_output_clamp_applies_to_the_weighted_estimate() -> None:
+    """k1 = 2 times a weight of 3 is 6, clamped to 5; k1 = -2 gives -5. Unclamped: 6 and -6."""
     p, q, w = f64(-1.0, -4.0), f64(-3.0, -2.0), f64(3.0, 3.0)
     assert estimate(p, q, "k1", weights=w, output_clamp_value=5.0).tolist() == [5, -5]
     assert estimate(p, q, "k1", weights=w).tolist() == [6, -6]
@@ -91,7 +94,10 @@ def test_the_output_clamp_is_of_the_weighted_estimate() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bounds", [{}, {"input_clamp_value": 1.0, "output_clamp_value": 0.6}])
 def test_gradients_by_finite_differences(kind: str, bounds: dict[str, float], fast: bool) -> None:
-    """The weight is exp(log p - a), a constant, so that its slope is seen; none is where d is bounded, and a weight there is a constant too."""
+    """The weight is exp(log p - a) with a constant a, so that finite differences see its slope.
+
+    With clamps there is no weight: where d is clamped, the weight is a constant by design.
+    """
     p, q = f64(-1.0, -2.0, -0.3, -2.5).requires_grad_(), f64(-1.4, -1.3, -1.0, -2.6)
     assert gradcheck(lambda x: estimate(x, q, kind, weights=(x - f64(-1.1, -1.7, -0.5, -2.2)).exp()), p, fast_mode=fast)
     assert gradcheck(lambda x: estimate(x, q, kind, **bounds), p, fast_mode=fast)
@@ -105,7 +111,7 @@ def test_k3_is_never_negative(p: float, q: float) -> None:
 
 
 @given(st.floats(-50, 0))
-def test_no_divergence_and_no_slope_at_equality(p: float) -> None:
+def test_at_equality_the_divergence_and_its_slope_are_zero(p: float) -> None:
     for kind in KINDS:
         assert estimate(f64(p), f64(p), kind) == 0
         assert gradient(weighted, f64(p), f64(p), kind) == (1 if kind == "k1" else 0)
@@ -113,7 +119,7 @@ def test_no_divergence_and_no_slope_at_equality(p: float) -> None:
     assert abs(js_estimate(f64(p), f64(p))) < 1e-14 * max(1, -p)
 
 
-# What they estimate. A softmax policy of theta and a reference, over OUTCOMES outcomes.
+# What the estimators estimate: a softmax policy of theta and a reference, over OUTCOMES outcomes.
 OUTCOMES, SAMPLES, ALPHA = 5, 200_000, 1e-6
 
 
@@ -124,24 +130,27 @@ def policies(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def divergence(p: Tensor, q: Tensor) -> Tensor:
-    """KL(p || q) of log-probs over all outcomes."""
+    """Computes KL(p || q) exactly from the log-probs of all outcomes."""
     return (p.exp() * (p - q)).sum()
 
 
 def gradient_of_divergence(theta: Tensor, q: Tensor, of_q: bool = False) -> Tensor:
-    """By hand. d KL(p || q) / d theta = p (log p/q - KL); d KL(q || p) / d theta = p - q."""
+    """Computes d KL(p || q) / d theta = p (log p/q - KL), or d KL(q || p) / d theta = p - q."""
     p = torch.log_softmax(theta, 0)
     return p.exp() - q.exp() if of_q else p.exp() * (p - q - divergence(p, q))
 
 
 def values_and_gradients(theta: Tensor, q: Tensor, of: Callable[..., Tensor], kind: str) -> tuple[Tensor, Tensor]:
-    """Of each outcome: the estimate, and its gradient to theta with the outcome held fixed, [outcomes, theta]."""
+    """Returns the estimate of each outcome, and its gradient with the outcome held fixed.
+
+    The gradient is with respect to theta, ``[outcomes, theta]``.
+    """
     jacobian = torch.autograd.functional.jacobian(lambda x: of(torch.log_softmax(x, 0), q, kind), theta)
     return of(torch.log_softmax(theta, 0), q, kind), jacobian  # type: ignore[return-value]
 
 
 GRADIENTS = [
-    # estimator, kind, what the expected gradient is: of KL(p || q), of KL(q || p), or neither
+    # estimator, kind, and which divergence has the expected gradient
     (estimate, "k1", "zero"),
     (estimate, "k2", "KL(p||q)"),
     (estimate, "k3", "KL(q||p)"),
@@ -181,12 +190,15 @@ def test_expected_gradients_exactly(seed: int, of: Callable[..., Tensor], kind: 
 
 
 def z_scores(samples: Tensor, truth: Tensor) -> Tensor:
-    """Of the mean of each column, about normal for so many samples."""
+    """Returns the z score of the mean of each column, which is about normal for so many samples."""
     return (samples.mean(0) - truth) / (samples.std(0) / math.sqrt(samples.shape[0]))
 
 
 def limit(tests: int) -> float:
-    """Of |z|, such that one of ``tests`` true hypotheses is rejected with a probability of ALPHA at most (Bonferroni)."""
+    """Returns the bound of |z| at which ``tests`` true hypotheses are all accepted.
+
+    The probability of rejecting any of them is at most ALPHA (Bonferroni).
+    """
     return NormalDist().inv_cdf(1 - ALPHA / tests / 2)
 
 
@@ -216,7 +228,10 @@ def test_expected_gradients_by_samples(of: Callable[..., Tensor], kind: str, whi
 
 @pytest.mark.parametrize("seed", range(5))
 def test_off_policy_weights_exactly(seed: int) -> None:
-    """Sampled from a third policy g, and weighted by p/g: the expectations are those of samples from p, score term and all."""
+    """Samples from a third policy g, weighted by p/g, have the expectations of samples from p.
+
+    This holds for the value and for the gradient with its score term.
+    """
     theta, q = policies(seed)
     g = policies(seed + 100)[1]
     of = lambda p, reference, kind: estimate(p, reference, kind, weights=(p - g).exp())  # noqa: E731
@@ -230,7 +245,10 @@ def test_off_policy_weights_exactly(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_jensen_shannon_half_exactly(seed: int) -> None:
-    """Over samples of g, the half for g has the expectation KL(g || m) / 2; with the sign of d turned round, as in NeMo-RL, it has not."""
+    """Over samples from g, the half for g has the expectation KL(g || m) / 2.
+
+    With the opposite sign of d, as in NeMo-RL, it has another one.
+    """
     theta, g = policies(seed)
     p = torch.log_softmax(theta, 0)
     m = torch.log((p.exp() + g.exp()) / 2)
@@ -241,6 +259,6 @@ def test_jensen_shannon_half_exactly(seed: int) -> None:
 
 
 def test_jensen_shannon_by_hand() -> None:
-    """p = 1/2, g = 1/6, m = 1/3: (2/3 - 1 - log(2/3)) / 2 + (2 - 1 - log 2) / 2."""
+    """With p = 1/2, g = 1/6, m = 1/3 it is (2/3 - 1 - log(2/3)) / 2 + (2 - 1 - log 2) / 2."""
     found = js_estimate(f64(math.log(1 / 2)), f64(math.log(1 / 6)))
     assert float(found) == pytest.approx((2 / 3 - math.log(2 / 3) - math.log(2)) / 2, rel=1e-13)

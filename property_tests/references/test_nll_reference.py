@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference of ``nll``: by gradcheck, by a closed form, by mpmath, by hand, and by what must hold of it."""
+"""Tests of the reference of ``nll``.
+
+The methods are gradcheck, closed forms, mpmath, hand computation and properties.
+"""
 
 import mpmath
 import pytest
@@ -15,12 +18,12 @@ from dense_losses.nll import sequence_nll
 TOKENS, WIDTH, VOCAB = 5, 3, 7
 
 
-def example(seed: int = 0, spread: float = 1.0) -> dict[str, Tensor]:
+def example(seed: int = 0, weight_std: float = 1.0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     mask = torch.tensor([True, False, True, True, False])
     return {
         "hidden": torch.randn(TOKENS, WIDTH, generator=generator, dtype=torch.float64),
-        "weight": torch.randn(VOCAB, WIDTH, generator=generator, dtype=torch.float64) * spread,
+        "weight": torch.randn(VOCAB, WIDTH, generator=generator, dtype=torch.float64) * weight_std,
         "bias": torch.randn(VOCAB, generator=generator, dtype=torch.float64),
         "labels": torch.randint(VOCAB, (TOKENS,), generator=generator),
         "mask": mask,
@@ -53,7 +56,7 @@ def test_gradient_of_entropy_by_finite_differences(fast: bool) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("temperature", [1.0, 0.3, 2.5])
 def test_gradients_by_a_closed_form(reduction: str, temperature: float) -> None:
-    """dL/dz = (p - onehot) m / (N tau), derived by hand; p as a quotient of exponentials, without log_softmax."""
+    """Compares with dL/dz = (p - onehot) m / (N tau), where p is a quotient of exponentials."""
     e = example(seed=1)
     hidden, weight, bias = (e[name].requires_grad_() for name in ("hidden", "weight", "bias"))
     found = torch.autograd.grad(loss_of(e, hidden, weight, bias, temperature, reduction), (hidden, weight, bias))
@@ -67,10 +70,10 @@ def test_gradients_by_a_closed_form(reduction: str, temperature: float) -> None:
         assert (a - b).norm() <= 1e-14 * b.norm()
 
 
-@pytest.mark.parametrize("spread", [0.1, 1.0, 30.0, 1e3])
-def test_value_by_mpmath(spread: float) -> None:
-    """Fifty digits, from the very same numbers."""
-    e, tau = example(seed=2, spread=spread), 0.7
+@pytest.mark.parametrize("weight_std", [0.1, 1.0, 30.0, 1e3])
+def test_value_by_mpmath(weight_std: float) -> None:
+    """Compares with fifty digits, computed from exactly the same inputs."""
+    e, tau = example(seed=2, weight_std=weight_std), 0.7
     logits = linear_logits(e["hidden"], e["weight"])
     with mpmath.workdps(50):
         total, entropies = mpmath.mpf(0), []
@@ -87,31 +90,31 @@ def test_value_by_mpmath(spread: float) -> None:
         expected = float(total / int(e["valid_tokens"]))
     found = nll(token_logprobs(logits, e["labels"], tau), e["mask"], e["valid_tokens"])
     assert float(found) == pytest.approx(expected, rel=1e-12)
-    assert token_entropy(logits, tau).tolist() == pytest.approx(entropies, rel=1e-9, abs=1e-12 * spread)
+    assert token_entropy(logits, tau).tolist() == pytest.approx(entropies, rel=1e-9, abs=1e-12 * weight_std)
 
 
 def test_by_hand() -> None:
     logprobs = torch.tensor([-1.0, -2.0, -4.0], dtype=torch.float64)
     mask = torch.tensor([True, False, True])
     assert nll(logprobs, mask, torch.tensor(2)) == 2.5
-    assert nll(logprobs, mask, torch.tensor(10)) == 0.5  # the batch has ten trained tokens, these are two of them
+    assert nll(logprobs, mask, torch.tensor(10)) == 0.5  # two of the ten trained tokens of the batch
     assert nll(logprobs, mask, torch.tensor(2), "sum") == 5.0
     assert mean_entropy(-logprobs, mask, torch.tensor(2)) == 2.5
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 1e-8, 1e-5])
 def test_epsilon_is_added_to_the_count(epsilon: float) -> None:
-    """NeMo-RL's 1e-8 and AReaL's 1e-5, which is 1e-5 of a loss of one token."""
+    """NeMo-RL adds 1e-8 and AReaL 1e-5, which lowers the loss of a batch of one token by 1e-5."""
     logprobs, mask = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True), torch.tensor([True, True])
     loss = nll(logprobs, mask, torch.tensor(1), epsilon=epsilon)
     assert float(loss.detach()) == pytest.approx(3 / (1 + epsilon), rel=1e-15, abs=0)
     assert torch.autograd.grad(loss, logprobs)[0].tolist() == pytest.approx([-1 / (1 + epsilon)] * 2, rel=1e-15, abs=0)
-    assert nll(logprobs, mask, torch.tensor(1), "sum", epsilon) == 3  # not of a sum
+    assert nll(logprobs, mask, torch.tensor(1), "sum", epsilon) == 3  # epsilon has no effect on a sum
     assert nll(logprobs, ~mask, torch.tensor(0), epsilon=epsilon) == 0
 
 
 SEQUENCE = torch.tensor([0, 0, 0, 1, 2, 2])
-TRAINED = torch.tensor([True, False, True, True, False, False])  # nothing of the last sequence
+TRAINED = torch.tensor([True, False, True, True, False, False])  # the last sequence has no trained token
 
 
 @pytest.mark.parametrize(("average", "expected"), [(False, [5, 3, 0]), (True, [2.5, 3, 0])])
@@ -125,7 +128,10 @@ def test_loss_of_each_sequence_by_hand(average: bool, expected: list[float]) -> 
 @pytest.mark.parametrize("average", [False, True])
 @pytest.mark.parametrize("garbage", [0.0, float("nan"), float("inf"), float("-inf")])
 def test_gradient_of_the_loss_of_each_sequence(average: bool, garbage: float) -> None:
-    """-m_t, over the sequence's trained tokens for the average; garbage at masked tokens has no effect. One sequence at a time, under vmap."""
+    """The gradient is -m_t, divided by the trained tokens of the sequence for the average.
+
+    Garbage at masked tokens has no effect. vmap takes the gradient of one sequence at a time.
+    """
     logprobs = torch.where(TRAINED, -torch.rand(6, dtype=torch.float64), garbage)
     values, back = torch.func.vjp(lambda x: sequence_nll(x, TRAINED, SEQUENCE, 3, average), logprobs)
     assert values.isfinite().all()
@@ -143,7 +149,7 @@ def test_gradient_of_the_loss_of_each_sequence_by_finite_differences(average: bo
     )
 
 
-def test_the_sequences_add_up_to_the_batch() -> None:
+def test_losses_of_sequences_add_up_to_the_loss_of_the_batch() -> None:
     logprobs = -torch.rand(6, dtype=torch.float64)
     assert float(sequence_nll(logprobs, TRAINED, SEQUENCE, 3).sum()) == pytest.approx(
         float(nll(logprobs, TRAINED, torch.tensor(3), "sum")), rel=1e-15
@@ -155,7 +161,7 @@ def test_the_sequences_add_up_to_the_batch() -> None:
     )
 
 
-def test_equal_logits_have_the_entropy_of_the_vocabulary() -> None:
+def test_equal_logits_have_the_log_of_the_vocabulary_size_as_entropy() -> None:
     assert float(token_entropy(torch.zeros(1, 8, dtype=torch.float64))) == pytest.approx(
         3 * torch.tensor(2.0, dtype=torch.float64).log().item()
     )
@@ -206,6 +212,6 @@ def test_probabilities_sum_to_one_at_any_temperature() -> None:
 
 
 def test_shapes_are_checked() -> None:
-    """The annotations are no decoration: the test run checks them."""
+    """The test run checks the shapes in the annotations."""
     with pytest.raises(Exception, match="labels"):
         token_logprobs(torch.zeros(3, 4, dtype=torch.float64), torch.zeros(2, dtype=torch.long))

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The references of ``dpo`` and ``preference``: by gradcheck, by closed forms, by mpmath in loops, by hand, and by what must hold of them."""
+"""Tests of the references of ``dpo`` and ``preference``.
+
+The methods are gradcheck, closed forms, mpmath in loops, hand computation and properties.
+"""
 
 import math
 from dataclasses import replace
@@ -18,8 +21,9 @@ from dense_losses.preference import DpoOptions, align_reference, dpo, preference
 LENGTHS = (3, 2, 4, 3, 2, 5, 3, 2)
 SEQUENCE = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
 TOKENS_OF = [[t for t, i in enumerate(SEQUENCE.tolist()) if i == number] for number in range(len(LENGTHS))]
+# Sequence 4 has no trained token.
 # fmt: off
-MASK = torch.tensor([1, 1, 0,  1, 0,  0, 1, 1, 0,  1, 1, 0,  0, 0,  1, 1, 0, 1, 0,  1, 1, 0,  1, 0]).bool()  # sequence 4 trains nothing
+MASK = torch.tensor([1, 1, 0,  1, 0,  0, 1, 1, 0,  1, 1, 0,  0, 0,  1, 1, 0, 1, 0,  1, 1, 0,  1, 0]).bool()
 # fmt: on
 SAMPLE_MASK = torch.tensor([1, 1, 1, 1, 1, 1, 0, 0]).bool()  # pair 3 is dropped
 
@@ -79,7 +83,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def of_pairs(e: dict[str, Tensor], *pairs: int) -> dict[str, Tensor]:
-    """These pairs, in this order, packed anew; the counts of the batch stay."""
+    """Packs these pairs alone, in this order; the counts are still those of the whole batch."""
     sequences = [i for p in pairs for i in (2 * p, 2 * p + 1)]
     tokens = torch.tensor([t for i in sequences for t in TOKENS_OF[i]], dtype=torch.long)
     return {
@@ -91,7 +95,7 @@ def of_pairs(e: dict[str, Tensor], *pairs: int) -> dict[str, Tensor]:
 
 
 def one_pair(chosen: float, rejected: float) -> dict[str, Tensor]:
-    """A pair with one trained token each, of these log-ratios to the reference."""
+    """Makes a pair with one trained token in each sequence, with these log-ratios."""
     return {
         "logprobs": torch.tensor([chosen - 1, 0, rejected - 2, 0], dtype=torch.float64),
         "reference_logprobs": torch.tensor([-1, 0, -2, 0], dtype=torch.float64),
@@ -103,7 +107,7 @@ def one_pair(chosen: float, rejected: float) -> dict[str, Tensor]:
 
 
 def in_layout(next_aligned: Tensor, layout: str, garbage: float = math.nan) -> Tensor:
-    """Laid out sequence by sequence; garbage where a layout has no value."""
+    """Lays values out sequence by sequence, with garbage where the layout has no value."""
     values: list[float] = []
     for tokens in TOKENS_OF:
         row = next_aligned[tokens].tolist()
@@ -124,7 +128,10 @@ def test_gradients_by_finite_differences(options: DpoOptions, fast: bool) -> Non
 
 @with_options
 def test_gradients_by_a_closed_form(options: DpoOptions) -> None:
-    """Each token by itself: +-L'(margin) m_t g_p / pairs, less the SFT term for chosen ones; divided by the count for means."""
+    """The gradient of a token is +-L'(margin) m_t g_p / pairs, minus the SFT term if it is chosen.
+
+    For means it is divided by the number of trained tokens of the sequence.
+    """
     e = example()
     beta, pairs = options.reference_policy_kl_penalty, float(e["valid_sequences"]) / 2 + options.epsilon
     ratio = (e["logprobs"] - align_reference(e["reference_logprobs"], SEQUENCE, options.reference_layout)).masked_fill(
@@ -168,7 +175,7 @@ def test_a_large_margin_saturates(chosen: float) -> None:
 
 @with_options
 def test_values_by_mpmath(options: DpoOptions) -> None:
-    """Token by token in thirty digits, the reference's values read from their place in the layout."""
+    """Computes everything token by token in thirty digits, with the reference in its layout."""
     e = example()
     next_aligned = e["reference_logprobs"]
     e["reference_logprobs"] = in_layout(next_aligned, options.reference_layout)
@@ -209,7 +216,7 @@ def test_values_by_mpmath(options: DpoOptions) -> None:
 
 
 def test_by_hand() -> None:
-    """r_chosen = 1.5, r_rejected = -0.5, margin 2."""
+    """The rewards are r_chosen = 1.5 and r_rejected = -0.5, with a margin of 2."""
     e = one_pair(1.5, -0.5)
     loss, metrics = dpo(**e, options=DpoOptions(reference_policy_kl_penalty=0.5))
     assert float(loss) == pytest.approx(0.31326168751822286, rel=1e-15)  # log(1 + 1/e)
@@ -234,7 +241,10 @@ def test_by_hand() -> None:
 
 
 def test_means_by_hand() -> None:
-    """Chosen: two trained tokens of ratios 1 and 3, log-probabilities -1 and -3. Rejected: one of ratio 1."""
+    """The chosen sequence has two trained tokens, with log-ratios 1 and 3 and log-probs -1 and -3.
+
+    The rejected sequence has one, with log-ratio 1.
+    """
     e = {
         "logprobs": torch.tensor([-1, -3, 0, -2, 0], dtype=torch.float64),
         "reference_logprobs": torch.tensor([-2, -6, 0, -3, 0], dtype=torch.float64),
@@ -253,7 +263,7 @@ def test_means_by_hand() -> None:
 
 
 def test_epsilon_counts_even_where_it_is_small() -> None:
-    """NeMo-RL's 1e-8 would vanish in float32."""
+    """NeMo-RL's 1e-8 would vanish beside a count in float32."""
     e, options = one_pair(1.5, -0.5), DpoOptions(loss_type="ipo", reference_policy_kl_penalty=0.5, epsilon=1e-8)
     assert float(dpo(**e, options=options)[0]) == pytest.approx(1 / (1 + 1e-8), rel=1e-15)
 
@@ -270,13 +280,13 @@ def test_epsilon_counts_even_where_it_is_small() -> None:
     ],
 )
 def test_alignment_by_hand(layout: Any, aligned: list[float]) -> None:
-    """Three sequences, of 3, 2 and 1 tokens."""
+    """The pack has three sequences, of 3, 2 and 1 tokens."""
     values = torch.tensor([10, 11, 12, 20, 21, 30], dtype=torch.float64)
     assert align_reference(values, torch.tensor([0, 0, 0, 1, 1, 2]), layout).tolist() == aligned
 
 
 def test_alignment_ends_at_the_end_of_the_pack() -> None:
-    """The last token's successor is not the first, of the same sequence though it is where there is but one."""
+    """A roll puts the first token behind the last one, here in the same sequence; it is dropped."""
     values = torch.tensor([1, 2, 3], dtype=torch.float64)
     assert align_reference(values, torch.tensor([0, 0, 0]), "token").tolist() == [2, 3, 0]
     assert align_reference(values, torch.tensor([0, 0, 0]), "rolled").tolist() == [1, 2, 0]
@@ -288,8 +298,8 @@ def test_alignment_of_an_empty_pack() -> None:
 
 
 @pytest.mark.parametrize("layout", ["token", "rolled"])
-def test_layouts_say_the_same(layout: Any) -> None:
-    """Any garbage where a layout has no value is as good as another; so is a roll over the whole pack."""
+def test_layouts_give_equal_results(layout: Any) -> None:
+    """Garbage where a layout has no value has no effect; nor has a roll over the whole pack."""
     e, options = example(), DpoOptions(sft_loss_weight=0.5, reference_layout=layout)
     expected = with_gradient(e, replace(options, reference_layout="next"))
     over_the_pack = in_layout(e["reference_logprobs"], "token", 0.0).roll(-1 if layout == "rolled" else 0)
@@ -307,7 +317,7 @@ def test_layouts_say_the_same(layout: Any) -> None:
 
 @pytest.mark.parametrize("average", [False, True])
 @pytest.mark.parametrize("beta", [0.0, 0.05, 3.0])
-def test_a_policy_equal_to_its_reference_loses_ln_2(beta: float, average: bool) -> None:
+def test_a_policy_equal_to_its_reference_has_loss_ln_2(beta: float, average: bool) -> None:
     e = example()
     e["reference_logprobs"], e["valid_sequences"] = e["logprobs"], SAMPLE_MASK.sum()
     loss, metrics = dpo(**e, options=DpoOptions(reference_policy_kl_penalty=beta, preference_average_log_probs=average))
@@ -336,7 +346,7 @@ def test_swapping_under_ipo_adds_two_margins_over_beta(chosen: float, rejected: 
 
 
 def test_an_offset_common_to_policy_and_reference_changes_no_preference() -> None:
-    """The prompt's log-probabilities, or a temperature that scales both alike at a token, cancel."""
+    """An offset cancels, such as one that the prompt adds to both."""
     e, offset = example(), example(seed=1)["logprobs"]
     moved = {**e, "logprobs": e["logprobs"] + offset, "reference_logprobs": e["reference_logprobs"] + offset}
     assert close(dpo(**moved, options=DpoOptions())[0], dpo(**e, options=DpoOptions())[0])
@@ -380,8 +390,8 @@ def test_every_option_changes_loss_and_gradient(changed: dict[str, Any], base: D
     assert not torch.equal(before[1], after[1])
 
 
-def test_the_rolled_layout_differs_from_next_where_the_mask_is_wrong() -> None:
-    """It is the same but for a sequence's last position, which has no reference."""
+def test_the_rolled_layout_differs_from_next_at_last_positions() -> None:
+    """A correct mask drops the last position of each sequence, which has no reference there."""
     e = example()
     e["mask"] = torch.ones_like(MASK)
     assert dpo(**e, options=DpoOptions())[0] != dpo(**e, options=DpoOptions(reference_layout="rolled"))[0]
@@ -406,10 +416,10 @@ def test_the_sft_loss_is_not_evaluated_at_weight_0() -> None:
     ],
     ids=str,
 )
-def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_rejected(options: dict[str, Any], message: str) -> None:
     made = DpoOptions()
     for name, value in options.items():
-        object.__setattr__(made, name, value)  # beside the type checks of the test run, which refuse some before
+        object.__setattr__(made, name, value)  # bypasses the type checks of the test run
     with pytest.raises(ValueError, match=message):
         made.__post_init__()
 
@@ -434,11 +444,11 @@ def test_pairs_need_an_even_number_of_sequences() -> None:
 @pytest.mark.parametrize("garbage", [[math.nan], [math.inf], [math.nan, math.inf, -math.inf]], ids=str)
 @with_options
 def test_garbage_at_masked_tokens_has_no_effect(options: DpoOptions, garbage: list[float]) -> None:
-    """Neither where the token mask is false, nor in a dropped pair; nor in both inputs at once."""
+    """The token mask or a dropped pair masks a token; both inputs have garbage at once."""
     e = example()
     unused = ~(MASK & SAMPLE_MASK[SEQUENCE])
-    rubbish = torch.tensor(garbage, dtype=torch.float64)[torch.arange(len(unused)) % len(garbage)]
-    logprobs, reference = (torch.where(unused, rubbish, e[name]) for name in ("logprobs", "reference_logprobs"))
+    replacement = torch.tensor(garbage, dtype=torch.float64)[torch.arange(len(unused)) % len(garbage)]
+    logprobs, reference = (torch.where(unused, replacement, e[name]) for name in ("logprobs", "reference_logprobs"))
     e["reference_logprobs"] = in_layout(e["reference_logprobs"], options.reference_layout, 0.0)
     before = with_gradient(e, options)
     after = with_gradient(
@@ -479,7 +489,10 @@ def test_a_rank_without_sequences() -> None:
 @pytest.mark.parametrize("rejected", [False, True])
 @pytest.mark.parametrize("chosen", [False, True])
 def test_the_chosen_sequence_gates_its_pair(chosen: bool, rejected: bool) -> None:
-    """Where the masks of a pair differ: loss, gradient and metrics go by the chosen one, the count of samples by both."""
+    """Where the masks of a pair differ, the chosen one decides for loss, gradient and metrics.
+
+    The count of samples counts both.
+    """
     e, options = example(), DpoOptions(sft_loss_weight=1.0)
     e["sample_mask"] = torch.tensor([1, 1, chosen, chosen, 1, 1, 0, 0]).bool()
     alike = with_gradient(e, options)
@@ -509,7 +522,7 @@ def test_the_chosen_reward_gates_its_pair(chosen: bool, rejected: bool) -> None:
 
 
 @with_options
-def test_everything_is_linear_in_one_over_the_pairs(options: DpoOptions) -> None:
+def test_all_is_linear_in_one_over_the_number_of_pairs(options: DpoOptions) -> None:
     factor, e, options = 7, example(), replace(options, epsilon=0.0)
     before, after = (
         with_gradient(e, options),
@@ -540,7 +553,7 @@ def test_parts_add_up(options: DpoOptions) -> None:
 
 
 def test_padding_changes_nothing() -> None:
-    """Masked tokens at the end of a sequence, whatever is there, also where the reference is shifted."""
+    """Padding is masked tokens at the end of a sequence, also with a shifted reference."""
     e = one_pair(1.5, -0.5)
     at = torch.tensor([0, 1, 1, 1, 2, 3, 3])
     padded = {**e, **{name: e[name][at] for name in ("logprobs", "reference_logprobs", "mask", "sequence")}}
@@ -554,7 +567,7 @@ def test_padding_changes_nothing() -> None:
 # Transforms
 
 
-def test_metrics_are_no_part_of_the_graph() -> None:
+def test_metrics_carry_no_gradient() -> None:
     e = example()
     e["logprobs"].requires_grad_()
     metrics = (
@@ -588,7 +601,7 @@ def test_vmap_and_vjp(options: DpoOptions) -> None:
 
 
 def test_preference_by_hand() -> None:
-    """Margins 1, -4 and 0, which is no success; the third pair is dropped, or not."""
+    """The margins are 1, -4 and 0, where a tie is not accurate; then the third pair is dropped."""
     softplus = [0.31326168751822286, 4.0181499279178094, 0.6931471805599453]
     all_pairs = torch.ones(6).bool()
     loss, metrics = preference(rewards=REWARDS, sample_mask=all_pairs, valid_sequences=torch.tensor(6))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The statistics of supervised fine-tuning: by plain Python, by hand, and by what must hold of them."""
+"""Tests of the statistics of supervised fine-tuning: plain Python, hand computation, properties."""
 
 import math
 from typing import Any
@@ -18,7 +18,12 @@ TOKENS, VOCAB, SEQUENCES = len(SEQUENCE), 5, 4
 
 COUNTS = ("n_seqs", "n_tokens", "n_valid_tokens", "prompt_tokens")
 STATISTICS = ("ppl", "loss", "entropy", "vocab_min_logits", "vocab_max_logits")
-PER_TOKEN = {"logprobs": MASK, "entropy": MASK, "vocab_min": REAL, "vocab_max": REAL}  # and where each of them counts
+PER_TOKEN = {
+    "logprobs": MASK,
+    "entropy": MASK,
+    "vocab_min": REAL,
+    "vocab_max": REAL,
+}  # inputs, and where each of them counts
 
 
 def example(seed: int = 0) -> dict[str, Any]:
@@ -75,7 +80,10 @@ def test_by_plain_python(seed: int) -> None:
 
 
 def test_by_hand() -> None:
-    """Two sequences: probabilities 1/2 and 1/8, so a perplexity of 4, and 1/10; a token of the prompt; a token of padding."""
+    """Two sequences, a prompt token and a padding token.
+
+    The probabilities are 1/2 and 1/8 in one sequence, a perplexity of 4, and 1/10 in the other.
+    """
     e = {
         "logprobs": torch.tensor([0.25, 0.5, 0.125, 0.1, 0.01], dtype=torch.float64).log(),
         "entropy": torch.tensor([9.0, 1.0, 2.0, 6.0, 9.0], dtype=torch.float64),
@@ -99,9 +107,8 @@ def test_by_hand() -> None:
     }
     assert floats(sft_statistics(**e)) == pytest.approx(expected, rel=1e-14)
     half = {name: torch.tensor(2 * n) for name, n in (("valid_sequences", 2), ("real_tokens", 4), ("valid_tokens", 3))}
-    expected |= {
-        f"{name}_avg": expected[f"{name}_avg"] / 2 for name in STATISTICS
-    }  # the batch has as much again elsewhere
+    # The batch has as much again elsewhere.
+    expected |= {f"{name}_avg": expected[f"{name}_avg"] / 2 for name in STATISTICS}
     assert floats(sft_statistics(**{**e, **half})) == pytest.approx(expected, rel=1e-14)
 
 
@@ -117,7 +124,7 @@ def test_each_average_has_its_own_count() -> None:
         assert {name for name in once if once[name] != changed[name]} == {f"{name}_avg" for name in names}
 
 
-def test_loss_and_entropy_are_those_of_the_loss() -> None:
+def test_loss_and_entropy_equal_nll_and_mean_entropy() -> None:
     e = example()
     found = sft_statistics(**e)
     assert float(found["loss_avg"]) == pytest.approx(float(nll(e["logprobs"], e["mask"], e["valid_tokens"])), rel=1e-15)
@@ -126,8 +133,11 @@ def test_loss_and_entropy_are_those_of_the_loss() -> None:
     )
 
 
-def test_perplexity_is_no_exp_of_the_average_loss() -> None:
-    """The mean of exps is larger than the exp of the mean; and a cut through a sequence changes it, though not the loss."""
+def test_perplexity_is_not_the_exp_of_the_average_loss() -> None:
+    """The mean of exps is larger than the exp of the mean.
+
+    A cut through a sequence changes the perplexity, but not the loss.
+    """
     e = example()
     found = sft_statistics(**e)
     assert found["ppl_avg"] > found["loss_avg"].exp() + 0.01
@@ -155,8 +165,8 @@ def test_garbage_at_tokens_that_do_not_count_has_no_effect(name: str, garbage: f
     assert floats(found) == floats(sft_statistics(**e))
 
 
-def test_nothing_here() -> None:
-    """A rank whose tokens are all padding: nothing to add, and extremes that no other rank's will lose to."""
+def test_a_rank_with_padding_alone() -> None:
+    """Such a rank adds nothing to sums, and its extremes lose to those of every other rank."""
     e = {**example(), "mask": torch.zeros(TOKENS, dtype=torch.bool), "real": torch.zeros(TOKENS, dtype=torch.bool)}
     found = floats(sft_statistics(**e))
     assert not any(found[name] for name in COUNTS)
@@ -168,8 +178,7 @@ def test_nothing_here() -> None:
     assert floats(sft_statistics(**{**e, **nowhere})) == found
 
 
-def test_nothing_trained() -> None:
-    """A rank whose tokens are all of prompts."""
+def test_a_rank_with_prompts_alone() -> None:
     e = {**example(), "mask": torch.zeros(TOKENS, dtype=torch.bool)}
     found = floats(sft_statistics(**e))
     assert [found[name] for name in COUNTS] == [0, 8, 0, 8]

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference of ``value_loss``: by gradcheck, by a closed form, by numpy in a loop, by hand, and by what must hold of it."""
+"""Tests of the reference of ``value_loss``.
+
+The methods are gradcheck, a closed form, numpy in a loop, hand computation and properties.
+"""
 
 import math
 from dataclasses import replace
@@ -76,7 +79,7 @@ def one_token(value: float, old_value: float, returned: float) -> dict[str, Tens
 @with_options
 def test_gradients_by_finite_differences(options: ValueOptions, fast: bool) -> None:
     e = example()
-    if options.cliprange:  # no kink is near
+    if options.cliprange:  # finite differences need every token away from the kinks
         moved, error = e["values"] - e["old_values"], e["values"] - e["returns"]
         edge_error = error - moved + options.cliprange * moved.sign()
         assert ((moved.abs() - options.cliprange).abs() > 1e-3).all()
@@ -87,7 +90,10 @@ def test_gradients_by_finite_differences(options: ValueOptions, fast: bool) -> N
 
 @with_options
 def test_gradients_by_a_closed_form(options: ValueOptions) -> None:
-    """scale (v - R) m / N, but 0 where v has left the range and the edge of the range is further from the return."""
+    """The gradient is scale (v - R) m / N, but 0 where the maximum takes the clipped error.
+
+    That is where v has left the range and the edge of the range is further from the return than v.
+    """
     e = example(seed=1)
     derived = torch.zeros(TOKENS, dtype=torch.float64)
     stopped = 0
@@ -167,7 +173,7 @@ def test_every_side_of_the_clip_by_hand(
     assert (plain, plain_gradient, metrics["vf_clipfrac"]) == ((value - returned) ** 2 / 2, value - returned, 0)
 
 
-def test_at_the_edge_of_the_range_a_one_sided_gradient_is_right() -> None:
+def test_at_the_edge_of_the_range_the_gradient_is_between_its_two_sides() -> None:
     for value, returned in ((1.5, 3.0), (0.5, -1.0)):
         gradient = float(with_gradient(one_token(value, 1.0, returned), CLIPPED)[1])
         assert min(0, value - returned) <= gradient <= max(0, value - returned)
@@ -196,7 +202,7 @@ def test_metrics_by_hand() -> None:
 
 
 def test_epsilon_counts_even_where_it_is_small() -> None:
-    """NeMo-RL's 1e-8 would vanish in float32."""
+    """NeMo-RL's 1e-8 would vanish beside a count in float32."""
     loss = value_loss(**one_token(2.0, 2.0, 0.0), options=ValueOptions(epsilon=1e-8))[0]
     assert float(loss) == pytest.approx(2 / (1 + 1e-8), rel=1e-15)
 
@@ -206,7 +212,7 @@ def test_epsilon_counts_even_where_it_is_small() -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.floats(0.01, 3.0))
-def test_a_clip_raises_the_loss_the_more_the_narrower_it_is(seed: int, cliprange: float) -> None:
+def test_a_narrower_clip_gives_a_larger_loss(seed: int, cliprange: float) -> None:
     losses = [
         float(value_loss(**example(seed), options=ValueOptions(cliprange=c))[0])
         for c in (cliprange, 2 * cliprange, None)
@@ -216,7 +222,7 @@ def test_a_clip_raises_the_loss_the_more_the_narrower_it_is(seed: int, cliprange
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.floats(-5, 5))
-def test_an_offset_of_all_values_changes_nothing(seed: int, offset: float) -> None:
+def test_an_offset_of_all_inputs_changes_nothing(seed: int, offset: float) -> None:
     e = example(seed)
     moved = {**e, **{name: e[name] + offset for name in INPUTS}}
     (loss, gradient, metrics), (loss_moved, gradient_moved, metrics_moved) = (
@@ -228,8 +234,8 @@ def test_an_offset_of_all_values_changes_nothing(seed: int, offset: float) -> No
     assert metrics["vf_clipfrac"] == metrics_moved["vf_clipfrac"]
 
 
-def test_units_cancel() -> None:
-    """Values, returns and the range in another unit: the loss goes by its square. A mirror image is as good."""
+def test_the_loss_scales_with_the_square_of_the_unit() -> None:
+    """Values, returns and the range are in another unit. A factor of -1 mirrors them."""
     e = example()
     for factor in (-1.0, 4.0):
         other = {**e, **{name: e[name] * factor for name in INPUTS}}
@@ -247,8 +253,8 @@ def test_unmoved_values_are_not_clipped() -> None:
     assert torch.equal(clipped[1], plain[1])
 
 
-def test_explained_variance_is_that_of_all_tokens() -> None:
-    """Of the summed moments; a mean of parts' own explained variances is another number."""
+def test_explained_variance_of_summed_moments_is_that_of_all_tokens() -> None:
+    """It needs summed moments: the mean of the explained variances of parts is another number."""
     e = example()
     e["valid_tokens"] = e["mask"].sum()
     values, returns = (e[name][e["mask"]].numpy() for name in ("values", "returns"))
@@ -269,7 +275,7 @@ def test_explained_variance_by_hand() -> None:
 
     returns = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(TOKENS // 2)
     assert of(returns, returns) == 1
-    assert of(returns + 7, returns) == pytest.approx(1, rel=1e-12)  # an offset is no variance
+    assert of(returns + 7, returns) == pytest.approx(1, rel=1e-12)  # an offset has no variance
     assert of(torch.full_like(returns, 0.5), returns) == pytest.approx(0, abs=1e-12)
     assert of(-returns, returns) == -3  # the residual is twice the returns
     assert of(returns / 2, returns) == 0.75
@@ -297,7 +303,7 @@ def test_every_option_changes_loss_and_gradient(changed: dict[str, Any], base: V
     assert not torch.equal(before[1], after[1])
 
 
-def test_scale_is_in_the_loss_alone() -> None:
+def test_scale_has_no_effect_on_other_metrics() -> None:
     before, after = (
         value_loss(**example(), options=ValueOptions(cliprange=0.5, scale=scale))[1] for scale in (1.0, 4.0)
     )
@@ -318,7 +324,7 @@ def test_scale_is_in_the_loss_alone() -> None:
     ],
     ids=str,
 )
-def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ValueOptions(**options)
 
@@ -336,8 +342,8 @@ def halves() -> tuple[Tensor, Tensor]:
 def test_garbage_at_masked_tokens_has_no_effect(options: ValueOptions, garbage: float) -> None:
     e = example()
     before = with_gradient(e, options)
-    for spoilt in (*((name,) for name in INPUTS), INPUTS):
-        after = with_gradient({**e, **{name: torch.where(e["mask"], e[name], garbage) for name in spoilt}}, options)
+    for corrupted in (*((name,) for name in INPUTS), INPUTS):
+        after = with_gradient({**e, **{name: torch.where(e["mask"], e[name], garbage) for name in corrupted}}, options)
         assert torch.equal(before[1], after[1])
         assert before[2] == after[2]
 
@@ -355,7 +361,7 @@ def test_nothing_trained_is_zero_with_zero_gradient(options: ValueOptions, token
 
 
 @with_options
-def test_everything_but_the_extremes_is_linear_in_one_over_the_tokens(options: ValueOptions) -> None:
+def test_all_but_the_extremes_are_linear_in_one_over_the_tokens(options: ValueOptions) -> None:
     e, options = example(), replace(options, epsilon=0.0)
     before, after = with_gradient(e, options), with_gradient({**e, "valid_tokens": e["valid_tokens"] * 7}, options)
     assert close(before[1], after[1] * 7)
@@ -404,7 +410,7 @@ def test_vmap_and_vjp(options: ValueOptions) -> None:
         assert same({name: x.expand(3)[k] for name, x in metrics.items()}, expected_metrics)
 
 
-def test_metrics_are_no_part_of_the_graph() -> None:
+def test_metrics_carry_no_gradient() -> None:
     e = example()
     _, metrics = value_loss(**{**e, "values": e["values"].requires_grad_()}, options=CLIPPED)
     assert not any(x.requires_grad for x in metrics.values())
