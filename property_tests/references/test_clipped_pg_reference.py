@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference of ``clipped_pg``: by loops with hand-derived gradients, by gradcheck, by hand, and by what must hold of it."""
+"""Tests of the reference of ``clipped_pg``.
+
+The methods are loops with gradients derived by hand, gradcheck, hand computation and properties.
+"""
 
 import dataclasses
 import math
@@ -86,7 +89,7 @@ CASES: dict[str, dict[str, Any]] = {
     "epsilon, seq-mask-tis": bounded("seq-mask-tis", 0.95, 1.2, epsilon=2.0, **BY_SEQUENCE),
 }
 
-# These stand for all where a check is about the flow of data rather than about formulas.
+# These stand for all cases in tests of the flow of data, as opposed to tests of formulas.
 RICH = [
     "dual clip by sequence",
     "REINFORCE by sequence",
@@ -101,7 +104,8 @@ RICH = [
     "VAPO, local",
 ]
 
-# Each token's sequence: of 4, 3, 1, 2 and 2 tokens, interleaved at the end. The last but one is not sampled, the last not trained at all.
+# The sequence of each token. Sequences have 4, 3, 1, 2 and 2 tokens; the last two are interleaved.
+# The last but one is not in the sample mask, and the last one has no trained token.
 SEQUENCE = [0, 0, 0, 0, 1, 1, 1, 2, 3, 4, 3, 4]
 MASK = [1, 1, 0, 1, 1, 1, 1, 1, 1, 0, 0, 0]
 SAMPLED = [1, 1, 1, 0, 1]
@@ -109,7 +113,10 @@ TRAINED = [bool(m and SAMPLED[i]) for m, i in zip(MASK, SEQUENCE, strict=True)]
 
 
 def example(seed: int = 0, filtered: bool = False) -> Example:
-    """Ratios from 0.5 to 2 on either side of the clip, of both advantage signs; the global counts are those of a batch of which this is a part."""
+    """Makes ratios from 0.5 to 2, on either side of the clip, with advantages of both signs.
+
+    The global counts are those of a larger batch, of which this example is a part.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def uniform(low: float, high: float) -> Tensor:
@@ -138,7 +145,7 @@ def run(e: Example, options: dict[str, Any], **changed: Any) -> tuple[Tensor, di
 
 
 def everything(e: Example, options: dict[str, Any], **changed: Any) -> dict[str, Tensor]:
-    """Loss, metrics, and the gradients to c and, where there is one, to u."""
+    """Returns the loss, the metrics, and the gradients with respect to c and, if given, to u."""
     e = {**e, **changed}
     leaves = {
         name: e[name].clone().requires_grad_() for name in ("logprobs", "unfiltered_logprobs") if e[name] is not None
@@ -169,7 +176,7 @@ def kl_by_hand(p: float, q: float, kind: str) -> float:
 
 
 def loops(e: Example, options: dict[str, Any]) -> dict[str, Tensor]:
-    """The second derivation: Python floats, token by token, with gradients by hand."""
+    """Computes everything token by token in Python floats, with gradients derived by hand."""
     o, eps = ClippedPGOptions(**options), options.get("epsilon", 0.0)
     c, p, g, q, a = (e[name].tolist() for name in PER_TOKEN[:5])
     u = c if e["unfiltered_logprobs"] is None else e["unfiltered_logprobs"].tolist()
@@ -178,7 +185,7 @@ def loops(e: Example, options: dict[str, Any]) -> dict[str, Tensor]:
     members = [[t for t in tokens if TRAINED[t] and SEQUENCE[t] == i] for i in sequences]
     n_tokens, n_sequences = int(e["valid_tokens"]) + eps, int(e["valid_sequences"]) + eps
     divide = lambda x, n: x / n if n else 0.0  # noqa: E731
-    share = [  # of a token in the loss
+    share = [  # the weight of each token in the loss
         1 / n_tokens if o.token_level_loss else divide(1.0, (len(members[SEQUENCE[t]]) + eps) * n_sequences)
         for t in tokens
     ]
@@ -299,7 +306,10 @@ def test_by_loops(case: str, filtered: bool) -> None:
 
 @pytest.fixture
 def without_shape_checks() -> Iterator[None]:
-    """They take most of the time of a small problem, and test_by_loops has them for every case."""
+    """Switches off the shape checks, which take most of the time of a small problem.
+
+    test_by_loops runs every case with them.
+    """
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
@@ -315,17 +325,20 @@ SMOOTH = [
     ("fast", "case"), [(True, case) for case in SMOOTH] + [(False, case) for case in SMOOTH if case in RICH]
 )
 def test_gradients_by_finite_differences(fast: bool, case: str) -> None:
-    """Finite differences see through sg, so without it: it is left to the loops, and that of exp(u - sg(u)) to test_kl_reference."""
+    """Finite differences see through sg, so these cases have none.
+
+    test_by_loops covers sg, and test_kl_reference that of exp(u - sg(u)).
+    """
     options = {**CASES[case], "use_on_policy_kl_approximation": True, "kl_input_clamp_value": None}
     e, o = part(example(seed=1, filtered=True), [0, 1]), ClippedPGOptions(**options)
     ratio = (e["logprobs"] - e["prev_logprobs"]).exp()
     for kink in (1 - o.ratio_clip_min, 1 + o.ratio_clip_max, o.ratio_clip_c or 1.0):
-        assert (ratio - kink).abs().min() > 1e-4  # for steps of 1e-6
+        assert (ratio - kink).abs().min() > 1e-4  # gradcheck takes steps of 1e-6
     c, u = (e[name].requires_grad_() for name in ("logprobs", "unfiltered_logprobs"))
     assert gradcheck(lambda c, u: run(e, options, logprobs=c, unfiltered_logprobs=u)[0], (c, u), fast_mode=fast)
 
 
-# By hand, one token or a few, N of them, without KL unless said.
+# Hand computation: N is the number of tokens, one or a few. There is no KL unless a test sets it.
 
 
 def tiny(
@@ -335,7 +348,10 @@ def tiny(
     sequence: list[int] | None = None,
     c: float = -2.0,
 ) -> Example:
-    """Tokens of log-prob ``c``, with these ratios c/p, advantages and weights p/g; each a sequence of its own unless told."""
+    """Makes tokens of log-prob ``c`` with these ratios c/p, advantages and weights p/g.
+
+    Each token is a sequence of its own, unless ``sequence`` is given.
+    """
     n = len(ratio or a or weight or [0])
     ratios, weights, advantages = (torch.tensor(x or [1.0] * n, dtype=torch.float64) for x in (ratio, weight, a))
     numbers = torch.tensor(sequence or list(range(n)))
@@ -402,7 +418,7 @@ def test_clips_by_hand(options: dict[str, Any], ratio: float, a: float, loss: fl
 @pytest.mark.parametrize(
     ("options", "used", "metric", "outside"),
     [
-        ({}, [1, 1, 1], 5.5 / 3, None),  # not used, but told
+        ({}, [1, 1, 1], 5.5 / 3, None),  # w has no effect on the loss, but is a metric
         ({"use_importance_sampling_correction": True}, [0.5, 1, 4], 5.5 / 3, None),
         (bounded("tis", None, 2.0), [0.5, 1, 2], 3.5 / 3, 1 / 3),
         (bounded("tis", 0.75, 2.0), [0.75, 1, 2], 3.75 / 3, 2 / 3),
@@ -419,7 +435,10 @@ def test_clips_by_hand(options: dict[str, Any], ratio: float, a: float, loss: fl
 def test_importance_weights_by_hand(
     options: dict[str, Any], used: list[float], metric: float, outside: float | None
 ) -> None:
-    """Weights of 1/2 and 1 in one sequence, whose geometric mean is 0.707, and of 4 in another. The slope of a token is -w A, over its share."""
+    """One sequence has weights of 1/2 and 1, whose geometric mean is 0.707; another has one of 4.
+
+    The slope of a token is -w A times its share.
+    """
     found = everything(tiny(weight=[0.5, 1.0, 4.0], sequence=[0, 0, 1]), {**NO_KL, **options})
     share = torch.tensor(
         [1 / 4, 1 / 4, 1 / 2] if options.get("token_level_loss") is False else [1 / 3] * 3, dtype=torch.float64
@@ -458,7 +477,7 @@ def test_penalties_by_hand(options: dict[str, Any], penalty: float, slope: float
 
 
 def test_metrics_by_hand() -> None:
-    """p = 1/2, g = 1/6 of one token of two; m = 1/3."""
+    """The first of two tokens has p = 1/2 and g = 1/6, hence m = 1/3."""
     e = tiny(ratio=[2.0, 0.25], weight=[3.0, 1.0], c=0.0)
     e["logprobs"], e["prev_logprobs"] = (torch.tensor(x, dtype=torch.float64).log() for x in ([1.0, 0.25], [0.5, 1.0]))
     e["generation_logprobs"] = torch.tensor([1 / 6, 1.0], dtype=torch.float64).log()
@@ -487,7 +506,10 @@ def test_metrics_by_hand() -> None:
 
 
 def test_positive_examples_by_hand() -> None:
-    """Log-probs of -2; of three tokens two are of positive reward, of eight in the whole batch."""
+    """All log-probs are -2. Two of the three tokens here have a positive reward.
+
+    The whole batch has eight such tokens.
+    """
     e = {
         **tiny(a=[0.0, 0.0, 0.0]),
         "rewards": torch.tensor([1.0, 0.0, 0.1], dtype=torch.float64),
@@ -503,7 +525,11 @@ def test_positive_examples_by_hand() -> None:
 
 
 def test_reductions_by_hand() -> None:
-    """Two tokens of loss -1 and one of -2: (1 + 1 + 2) / 3, or (1 + 2) / 2; and over all of a batch of 4 sequences."""
+    """Two tokens of one sequence have the loss -1, and one token of another has -2.
+
+    The mean is -(1 + 1 + 2) / 3 over tokens, -(1 + 2) / 2 over sequences, and -(1 + 2) / 4 in a
+    batch of 4 sequences.
+    """
     e = tiny(a=[1.0, 1.0, 2.0], sequence=[0, 0, 1])
     assert run(e, NO_KL)[0] == pytest.approx(-4 / 3, rel=1e-15)
     assert run(e, {**NO_KL, **BY_SEQUENCE})[0] == -1.5
@@ -513,7 +539,7 @@ def test_reductions_by_hand() -> None:
 
 
 def test_a_small_epsilon_is_not_lost() -> None:
-    """An int64 count plus 1e-8 would be a float32, in which it is nothing."""
+    """An int64 count plus 1e-8 would be a float32, in which 1e-8 vanishes."""
     e = example()
     plain, with_epsilon = (run(e, {"epsilon": x})[0] for x in (0.0, 1e-8))
     assert float(plain / with_epsilon - 1) == pytest.approx(1e-8 / 17, rel=1e-4)
@@ -538,7 +564,10 @@ def test_on_policy_the_gradient_is_that_of_reinforce(seed: int, options: dict[st
 @pytest.mark.parametrize("options", [{}, BY_SEQUENCE])
 @pytest.mark.parametrize("seed", range(2))
 def test_forced_on_policy_the_loss_is_minus_the_mean_advantage(seed: int, options: dict[str, Any]) -> None:
-    """Of value 1, not clipped, with the gradient of the log-prob; and what was before the update does not matter."""
+    """The ratio is 1 and not clipped, and its gradient is that of the log-prob.
+
+    The policy before the update has no effect.
+    """
     e = example(seed)
     found = everything(e, {**NO_KL, "force_on_policy_ratio": True, **options})
     trained = torch.tensor(TRAINED)
@@ -554,7 +583,7 @@ def test_forced_on_policy_the_loss_is_minus_the_mean_advantage(seed: int, option
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_gspo_of_single_tokens_is_the_loss_of_tokens_by_sequence(seed: int) -> None:
+def test_gspo_of_one_token_per_sequence_equals_the_token_ratio(seed: int) -> None:
     e = {**example(seed), "sequence": torch.arange(12), "sample_mask": torch.arange(12) % 5 != 4, "rewards": None}
     for options in ({}, {"ratio_clip_c": 1.5}, {"use_importance_sampling_correction": True}):
         single, tokens = (everything(e, {**way, **options}) for way in (GSPO, BY_SEQUENCE))
@@ -563,7 +592,7 @@ def test_gspo_of_single_tokens_is_the_loss_of_tokens_by_sequence(seed: int) -> N
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_gspo_has_the_same_ratio_for_a_sequence_whose_tokens_are_permuted(seed: int) -> None:
+def test_a_permutation_within_a_sequence_does_not_change_gspo(seed: int) -> None:
     e = example(seed)
     differences = e["logprobs"] - e["prev_logprobs"]
     differences[[0, 1, 3]] = differences[[3, 0, 1]]
@@ -590,7 +619,7 @@ def test_without_a_clip_negated_advantages_negate_the_loss(seed: int) -> None:
 
 
 @pytest.mark.parametrize("case", RICH)
-def test_no_advantage_no_policy_loss(case: str) -> None:
+def test_zero_advantages_give_zero_policy_loss(case: str) -> None:
     e = example()
     found = everything(
         {**e, "advantages": torch.zeros(12, dtype=torch.float64)},
@@ -600,7 +629,7 @@ def test_no_advantage_no_policy_loss(case: str) -> None:
     assert not found["gradient of logprobs"].any()
 
 
-# What must hold of every case.
+# Properties of every case.
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
@@ -617,7 +646,7 @@ def test_garbage_at_a_masked_token_has_no_effect(case: str, garbage: float) -> N
 
 @pytest.mark.parametrize("case", CASES)
 def test_garbage_of_all_kinds_at_masked_tokens_has_no_effect(case: str) -> None:
-    """Other at each token and of each input."""
+    """The kind of garbage differs between tokens and between inputs."""
     e = example(filtered=True)
     values = torch.tensor([math.nan, math.inf, -math.inf], dtype=torch.float64).repeat(6)
     garbage = {
@@ -646,7 +675,7 @@ def test_nothing_trained_is_zero_with_zero_gradient(case: str) -> None:
 
 @pytest.mark.parametrize("case", RICH)
 def test_no_token_trained_in_any_sequence(case: str) -> None:
-    """The sequences are counted still, the weight of an empty one being 1."""
+    """The sequences still count; an empty one has a weight of 1."""
     found = everything({**example(), **ZERO, **NO_MASK}, CASES[case])
     assert found.pop("num_valid_samples") == 4
     assert found.pop("sampling_importance_ratio") == (4 if case.startswith("GSPO") else 0)
@@ -668,7 +697,7 @@ def test_no_tokens_at_all(case: str) -> None:
 
 @pytest.mark.parametrize("case", [case for case in RICH if case != "VAPO, local"])
 def test_linear_in_one_over_the_counts(case: str) -> None:
-    """The split APIs of trainers run with counts of 1 and divide later."""
+    """Some trainers run the loss with counts of 1 and divide later."""
     counts = [{name: torch.tensor(n) for name in ZERO} for n in (1, 7)]
     one, seven = (everything({**example(), **n}, CASES[case]) for n in counts)
     for name, value in one.items():
@@ -677,7 +706,7 @@ def test_linear_in_one_over_the_counts(case: str) -> None:
 
 
 def part(e: Example, numbers: list[int]) -> Example:
-    """Only these sequences, renumbered."""
+    """Selects these sequences alone, and renumbers them."""
     keep = torch.isin(e["sequence"], torch.tensor(numbers))
     new = torch.tensor([numbers.index(i) if i in numbers else -1 for i in range(len(SAMPLED))])
     tokens = {name: e[name][keep] for name in (*PER_TOKEN, "mask") if e[name] is not None}
@@ -702,7 +731,10 @@ def combine(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("numbers", [[0, 4], []])
 @pytest.mark.parametrize("case", RICH)
 def test_parts_add_up(case: str, numbers: list[int]) -> None:
-    """With the counts of the whole, also where one has nothing; but not with a local count, which is why it is a defect."""
+    """Parts add up with the counts of the whole batch, also if a part is empty.
+
+    With a local count they do not, which is the defect of that normaliser.
+    """
     e = example(seed=3)
     rest = [i for i in range(len(SAMPLED)) if i not in numbers]
     parts = [everything(part(e, these), CASES[case]) for these in (numbers, rest)]
@@ -721,7 +753,7 @@ def test_parts_add_up(case: str, numbers: list[int]) -> None:
 @settings(max_examples=10, deadline=None)
 @given(st.permutations(range(12)), st.sampled_from(sorted(CASES)))
 def test_order_does_not_matter(order: list[int], case: str) -> None:
-    """Of sequences in the pack, nor of tokens."""
+    """Neither the order of sequences in the pack matters, nor that of tokens."""
     e = example(seed=4, filtered=True)
     shuffled = {name: x[order] if name in (*PER_TOKEN, "mask", "sequence") else x for name, x in e.items()}
     found, expected = everything(shuffled, CASES[case]), loops(e, CASES[case])
@@ -748,7 +780,7 @@ def test_under_vmap_and_vjp(case: str) -> None:
 
 @pytest.mark.parametrize("case", RICH)
 def test_a_token_filtered_out_takes_no_part(case: str) -> None:
-    """c = -inf, as p where it is read: as if masked, except in the penalty on u and in metrics of p and g."""
+    """A token whose c and p are -inf counts as masked, except in the KL penalty, which reads u."""
     e = example(filtered=True)
     of_both = {
         **e,
@@ -768,19 +800,19 @@ def test_a_token_filtered_out_takes_no_part(case: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prev_logprobs"])
-def test_a_token_filtered_out_of_one_has_no_ratio(name: str) -> None:
-    """The policy loss is as if masked; what is told of p and g is not, where only c is filtered."""
+def test_a_token_filtered_out_of_one_policy_has_no_ratio(name: str) -> None:
+    """The policy loss counts it as masked. The metrics of p and g do so only if p is filtered."""
     e = {**example(), "unfiltered_logprobs": example()["logprobs"]}
     options = {"use_importance_sampling_correction": True, **NO_KL}
     filtered = everything({**e, name: torch.where(torch.arange(12) == 5, -math.inf, e[name])}, options)
-    masked, kept = everything({**e, "mask": e["mask"] & (torch.arange(12) != 5)}, options), everything(e, options)
+    masked, unfiltered = everything({**e, "mask": e["mask"] & (torch.arange(12) != 5)}, options), everything(e, options)
     for of_ratios in ("the loss", "probs_ratio", "probs_ratio_min", "approx_entropy", "gradient of logprobs"):
         assert (filtered[of_ratios] - masked[of_ratios]).norm() <= 1e-15
     for of_p in ("gen_kl_error", "sampling_importance_ratio", "token_mult_prob_error"):
-        assert filtered[of_p] == (kept if name == "logprobs" else masked)[of_p]
+        assert filtered[of_p] == (unfiltered if name == "logprobs" else masked)[of_p]
 
 
-def test_reinforce_without_weights_does_not_read_the_policy_before() -> None:
+def test_reinforce_without_weights_does_not_read_the_previous_policy() -> None:
     e = example()
     filtered = {**e, "prev_logprobs": torch.where(torch.arange(12) == 5, -math.inf, e["prev_logprobs"])}
     assert_same({"": run(filtered, REINFORCE)[0]}, {"": run(e, REINFORCE)[0]})
@@ -811,7 +843,7 @@ def test_weights_that_overflow_are_zero_with_zero_gradient() -> None:
 
 @pytest.mark.parametrize("options", [BY_SEQUENCE, GSPO])
 def test_importance_weights_are_constants(options: dict[str, Any]) -> None:
-    """No gradient flows through them, nor to the log-probs they are computed from."""
+    """No gradient flows to the log-probs that the weights are computed from."""
     e = example()
     e["prev_logprobs"].requires_grad_()
     loss = run(e, {**NO_KL, **REINFORCE, "use_importance_sampling_correction": True, **options})[0]
@@ -865,7 +897,7 @@ def test_the_defaults_are_those_of_the_original() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"sequence_level_importance_ratios": True}, "token_level_loss=True"),
         ({"use_cispo": True, "disable_ppo_ratio": True}, "disable_ppo_ratio=True"),
@@ -891,27 +923,27 @@ def test_the_defaults_are_those_of_the_original() -> None:
         (bounded("seq-mask-tis", 0.5, 2.0, **GSPO), "sequence_level_importance_ratios=True"),
     ],
 )
-def test_invalid_options_are_told(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=f"^{told}: expected "):
+def test_invalid_options_are_rejected(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}: expected "):
         ClippedPGOptions(**options)
 
 
 @pytest.mark.parametrize(
     "name", ["reference_policy_kl_type", "positive_nll_normaliser", "truncated_importance_sampling_type"]
 )
-def test_unknown_names_are_told(name: str) -> None:
-    """Past the check of types in the test run, which would tell first."""
+def test_unknown_names_are_rejected(name: str) -> None:
+    """Bypasses the type checks of the test run, which would raise first."""
     options = ClippedPGOptions()
     object.__setattr__(options, name, "k4")
     with pytest.raises(ValueError, match=f"^{name}='k4': expected one of"):
         options.__post_init__()
 
 
-def test_missing_inputs_are_told() -> None:
+def test_missing_inputs_are_rejected() -> None:
     e = example()
-    with pytest.raises(ValueError, match="rewards=None: expected"):
+    with pytest.raises(ValueError, match=r"rewards=None: expected .*; pass one reward for each sequence"):
         run(e, {"positive_example_nll_weight": 0.1}, rewards=None)
-    with pytest.raises(ValueError, match="positive_tokens=None: expected"):
+    with pytest.raises(ValueError, match=r"positive_tokens=None: expected .*; pass the number of tokens"):
         run(e, {"positive_example_nll_weight": 0.1}, positive_tokens=None)
     run(e, {"positive_example_nll_weight": 0.1, "positive_nll_normaliser": "local"}, positive_tokens=None)
     run(e, {}, rewards=None, positive_tokens=None)

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference of ``grpo``: by gradcheck, token by token in plain Python with derivatives by hand, by hand, and by what must hold of it."""
+"""Tests of the reference of ``grpo``.
+
+The methods are gradcheck, plain Python token by token with derivatives by hand, hand computation
+and properties.
+"""
 
 import dataclasses
 import math
@@ -67,7 +71,10 @@ def numbers(*values: float) -> Tensor:
 
 
 def example(seed: int = 0, lengths: tuple[int, ...] = (6, 1, 8, 5), nan_share: float = 0.1) -> Example:
-    """Sequences of which a third is masked, log-probs of the policies about half a nat apart, some of vLLM's NaN."""
+    """Makes sequences with a third of the tokens masked and some log-probs of vLLM NaN.
+
+    The log-probs of the policies are about half a nat apart.
+    """
     generator = torch.Generator().manual_seed(seed)
     tokens = sum(lengths)
 
@@ -92,14 +99,17 @@ def example(seed: int = 0, lengths: tuple[int, ...] = (6, 1, 8, 5), nan_share: f
 
 
 def long_example(seed: int) -> Example:
-    """One that visits every branch of the options above."""
+    """Makes an example that covers every branch of the options above."""
     return example(seed, lengths=(30, 1, 17, 60, 4, 6, 3))
 
 
 def tokens_of(
     r: float, rho: float | list[float], advantages: float | list[float] = 1.0, logprob: float = -2.0, d: float = 0.0
 ) -> Example:
-    """One sequence of trained tokens of ratio r and d = log p - log p_ref; each has its rho and its advantage."""
+    """Makes one sequence of trained tokens with ratio r and d = log p - log p_ref.
+
+    Each token has its own rho and its own advantage.
+    """
     rhos = rho if isinstance(rho, list) else [rho]
     each = advantages if isinstance(advantages, list) else [advantages] * len(rhos)
     logprobs = torch.full((len(rhos),), logprob, dtype=torch.float64)
@@ -118,7 +128,7 @@ def tokens_of(
 
 
 def joined(*parts: Example) -> Example:
-    """The sequences of all parts, one after the other."""
+    """Packs the sequences of all parts, one after the other."""
     starts = [sum(p["sequences"] for p in parts[:i]) for i in range(len(parts) + 1)]
     return {
         **{name: torch.cat([p[name] for p in parts]) for name in (*PER_TOKEN, "mask")},
@@ -129,7 +139,7 @@ def joined(*parts: Example) -> Example:
 
 
 def pieces(e: Example) -> list[Example]:
-    """Each sequence by itself; the count of tokens stays the whole batch's."""
+    """Splits into single sequences; the count of tokens is still that of the whole batch."""
     out = []
     for s in range(e["sequences"]):
         own = e["sequence"] == s
@@ -145,14 +155,14 @@ def pieces(e: Example) -> list[Example]:
 
 
 def found(e: Example, options: GrpoOptions) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The loss, its gradient and the metrics."""
+    """Returns the loss, its gradient and the metrics."""
     logprobs = e["logprobs"].clone().requires_grad_()
     loss, metrics = grpo(**{**e, "logprobs": logprobs}, options=options)
     return loss.detach(), torch.autograd.grad(loss, logprobs)[0], metrics
 
 
 def same(a: tuple[Tensor, Tensor, dict[str, Tensor]], b: tuple[Tensor, Tensor, dict[str, Tensor]]) -> bool:
-    """Whether two of ``found`` are equal to the last bit."""
+    """Determines whether two results of ``found`` are equal to the last bit."""
     return (
         torch.equal(a[0], b[0])
         and torch.equal(a[1], b[1])
@@ -161,7 +171,7 @@ def same(a: tuple[Tensor, Tensor, dict[str, Tensor]], b: tuple[Tensor, Tensor, d
 
 
 def close(a: Tensor | float, b: Tensor | float) -> bool:
-    """1e-12: sums of a few dozen float64 terms, in another order."""
+    """Compares to 1e-12, because sums of a few dozen float64 terms are in another order."""
     return torch.allclose(
         torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(b, dtype=torch.float64), rtol=1e-12, atol=1e-13
     )
@@ -173,7 +183,7 @@ def close(a: Tensor | float, b: Tensor | float) -> bool:
 @pytest.mark.parametrize(("fast", "on_policy"), [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize("options", [o for o in EVERY_KIND if o.loss_fn == "dapo"])
 def test_gradients_by_finite_differences(options: GrpoOptions, fast: bool, on_policy: bool) -> None:
-    """On-policy: with the old log-probs at a copy of the new ones, which differences then leave alone."""
+    """On-policy the old log-probs are a copy of the new ones, which differences do not move."""
     e = example(seed=3, lengths=(3, 1, 4))
     e["old_logprobs"] = e["logprobs" if on_policy else "old_logprobs"].clone()
     logprobs = e["logprobs"].clone().requires_grad_()
@@ -183,7 +193,10 @@ def test_gradients_by_finite_differences(options: GrpoOptions, fast: bool, on_po
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("options", [o for o in EVERY_KIND if o.loss_fn == "cispo"])
 def test_gradients_of_cispo_by_finite_differences(options: GrpoOptions, fast: bool) -> None:
-    """Differences would move the detached ratio as well: of REINFORCE with its value and the weights as constants, plus the KL term."""
+    """Finite differences would move the detached ratio as well, so a substitute is differentiated.
+
+    It is REINFORCE with the value of the ratio and the weights as constants, plus the KL term.
+    """
     e = example(seed=3, lengths=(3, 1, 4))
     ratio = (e["logprobs"] - e["old_logprobs"]).exp().clamp(max=1 + options.clip_higher)
     factors = torch.where(e["mask"], -e["advantages"] * ratio * numbers(*derived(e, options)["weights"]), 0.0)
@@ -199,7 +212,7 @@ def test_gradients_of_cispo_by_finite_differences(options: GrpoOptions, fast: bo
 
 
 def derived(e: Example, o: GrpoOptions) -> dict[str, Any]:
-    """Everything token by token in plain Python, the gradient by hand."""
+    """Computes everything token by token in plain Python, with the gradient derived by hand."""
     values = {name: e[name].tolist() for name in (*PER_TOKEN, "mask", "sequence")}
     trained = [t for t, m in enumerate(values["mask"]) if m]
     new, old, ref, vllm, adv = (values[name] for name in PER_TOKEN)
@@ -310,7 +323,7 @@ def test_token_by_token_with_any_options(seed: int, options: GrpoOptions) -> Non
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_examples_visit_every_branch(seed: int) -> None:
+def test_examples_cover_every_branch(seed: int) -> None:
     e = long_example(seed)
     assert e["advantages"][e["mask"]].sign().unique().tolist() == [-1, 1]
     for options in EVERY_KIND:
@@ -328,15 +341,15 @@ def test_examples_visit_every_branch(seed: int) -> None:
 @pytest.mark.parametrize(
     ("loss_fn", "r", "advantage", "loss", "gradient", "clipped"),
     [
-        ("dapo", 1.5, 1.0, -1.272, 0.0, 1),  # above, and it would gain by more: stopped
-        ("dapo", 1.5, -1.0, 1.5, 1.5, 0),  # above, on its way back
+        ("dapo", 1.5, 1.0, -1.272, 0.0, 1),  # above, where a larger ratio would gain: stopped
+        ("dapo", 1.5, -1.0, 1.5, 1.5, 0),  # above, but moving back
         ("dapo", 0.5, 1.0, -0.5, -0.5, 0),
         ("dapo", 0.5, -1.0, 0.8, 0.0, 1),
         ("dapo", 1.1, 1.0, -1.1, -1.1, 0),
         ("dapo", 1.1, -2.0, 2.2, 2.2, 0),
         ("dapo", 0.9, 1.0, -0.9, -0.9, 0),
         ("dapo", 0.9, -1.0, 0.9, 0.9, 0),
-        ("cispo", 1.5, 1.0, 2.544, -1.272, 1),  # log p = -2; the clipped token keeps a gradient
+        ("cispo", 1.5, 1.0, 2.544, -1.272, 1),  # log p = -2; the clipped token has a gradient
         ("cispo", 1.5, -1.0, -2.544, 1.272, 1),
         ("cispo", 0.5, 1.0, 1.0, -0.5, 0),  # no clip below
         ("cispo", 0.5, -1.0, -1.0, 0.5, 0),
@@ -359,14 +372,14 @@ E = math.exp
 
 @pytest.mark.parametrize(
     ("d", "values", "slopes"),
-    # With r = 1.5, which estimator 3 has in its value and its gradient: d(r d) = r d + r.
+    # The ratio is r = 1.5. Estimator 3 contains it, with the derivative d(r d) = r d + r.
     [
         (0.0, (0, 0, 0, 0), (1, 0, 0, 1.5)),
         (0.5, (0.5, 0.125, E(-0.5) - 0.5, 0.75), (1, 0.5, 1 - E(-0.5), 2.25)),
         (-0.5, (-0.5, 0.125, E(0.5) - 1.5, -0.75), (1, -0.5, 1 - E(0.5), 0.75)),
         (39.0, (39, 760.5, E(-39) + 38, 58.5), (1, 39, 1 - E(-39), 60)),
         (-39.0, (-39, 760.5, E(39) - 40, -58.5), (1, -39, 1 - E(39), -57)),
-        (50.0, (40, 800, E(-40) + 39, 60), (0, 0, 0, 60)),  # clamped: only r's gradient is left
+        (50.0, (40, 800, E(-40) + 39, 60), (0, 0, 0, 60)),  # clamped: only the gradient of r is left
         (-50.0, (-40, 800, E(40) - 41, -60), (0, 0, 0, -60)),
     ],
 )
@@ -402,13 +415,9 @@ def rho_metrics(metrics: dict[str, Tensor]) -> tuple[float, ...]:
         (1.7, {"rho_mask_upper_bound": 1.5}, 0.0, (0, 0, 1)),
         (1.4, {"rho_mask_upper_bound": 1.5}, 1.4, (0, 0, 0)),
         (0.3, {"rho_mask_upper_bound": 1.5}, 0.3, (0, 0, 0)),
-        (5.0, {"rho_mask_upper_bound": 3.0}, 0.0, (1, 0, 1)),  # the clamp alters it as well
-        (
-            0.3,
-            {"rho_mask_lower_bound": 0.5, "rho_clamp_lower_bound": 0.9},
-            0.0,
-            (1, 1, 0),
-        ),  # the mask looks at rho before the clamp
+        (5.0, {"rho_mask_upper_bound": 3.0}, 0.0, (1, 0, 1)),  # the clamp changes it as well
+        # the mask applies to rho before the clamp
+        (0.3, {"rho_mask_lower_bound": 0.5, "rho_clamp_lower_bound": 0.9}, 0.0, (1, 1, 0)),
         (E(20), {"rho_clamp_upper_bound": 0.0}, E(10), (0, 0, 0)),
         (E(-20), {}, E(-10), (0, 0, 0)),
         (5.0, {"use_rho_correction": False, "rho_mask_upper_bound": 3.0}, 1.0, (0, 0, 0)),
@@ -428,7 +437,7 @@ def test_rho_by_hand(
 
 
 def weights_of(e: Example, **options: Any) -> list[float]:
-    """From the gradient, which at ratio 1 is -w A / N."""
+    """Computes the weights from the gradient, which at ratio 1 is -w A / N."""
     gradient = found(e, GrpoOptions(beta=0.0, **options))[1]
     return (-gradient * e["valid_tokens"] / e["advantages"]).tolist()
 
@@ -436,10 +445,7 @@ def weights_of(e: Example, **options: Any) -> list[float]:
 def test_mask_bounds_are_inclusive() -> None:
     for x in (-0.7, 0.7):
         e = tokens_of(1.0, 1.0)
-        e["old_logprobs"], e["vllm_logprobs"] = (
-            numbers(x),
-            numbers(0.0),
-        )  # so that rho is the very number that is the bound
+        e["old_logprobs"], e["vllm_logprobs"] = numbers(x), numbers(0.0)  # so that rho is exactly the bound
         at = float(numbers(x).exp())
         name = "rho_mask_lower_bound" if x < 0 else "rho_mask_upper_bound"
         beyond = math.nextafter(at, 1.0)
@@ -448,7 +454,10 @@ def test_mask_bounds_are_inclusive() -> None:
 
 
 def test_sequence_level_rho_by_hand() -> None:
-    """Geometric means 1, 4, 1/4 and 2; the second sequence is dropped high, the third low. One document's rho is no other's."""
+    """The geometric means are 1, 4, 1/4 and 2: the bounds drop the second and the third sequence.
+
+    The upper bound drops the second, the lower bound the third. No document affects another's rho.
+    """
     e = joined(
         *(
             tokens_of(1.0, rho, advantages=[1.0, -1.0, 1.0])
@@ -462,14 +471,14 @@ def test_sequence_level_rho_by_hand() -> None:
     )
     metrics = found(e, GrpoOptions(**bounds))[2]  # type: ignore[arg-type]
     assert rho_metrics(metrics) == (0.25, 0.25, 0.25)
-    assert close(metrics["rho_mean"], (5.25 + 12 + 0.75 + 7) / 12)  # tokens' own
+    assert close(metrics["rho_mean"], (5.25 + 12 + 0.75 + 7) / 12)  # each token's own rho
     assert close(metrics["rho_max"], 4)
     assert close(metrics["rho_min"], 0.25)
     token_level = weights_of(e, **(bounds | {"rho_mask_sequence_level": False}), rho_clamp_upper_bound=0.0)
     assert token_level == pytest.approx([0.0, 1.0, 0.0] + [0.0] * 6 + [1.0, 2.0, 0.0])
 
 
-def test_sequence_level_rho_counts_trained_tokens_alone() -> None:
+def test_sequence_level_rho_averages_trained_tokens_alone() -> None:
     e = tokens_of(1.0, [4.0, 9.0, 4.0, 1.0])
     e["mask"] = torch.tensor([True, False, True, False])
     e["valid_tokens"] = torch.tensor(2)
@@ -478,29 +487,21 @@ def test_sequence_level_rho_counts_trained_tokens_alone() -> None:
 
 
 def test_tv_mask_by_hand() -> None:
-    """Means of |rho - 1|: 1.25, 3 and (0.9 + 5 + 5 + 0) / 4 = 2.725. Only what moves rho further from 1 is dropped."""
+    """The means of |rho - 1| are 1.25, 3 and (0.9 + 5 + 5 + 0 + 0.9) / 5 = 2.36.
+
+    Only tokens whose update moves rho further from 1 are dropped.
+    """
     first, second = tokens_of(1.0, [0.25, 1.0, 4.0]), tokens_of(1.0, [4.0] * 3, [1.0, -1.0, 2.0])
     third = tokens_of(1.0, [0.1, 6.0, 6.0, 1.0, 0.1], [-1.0, 1.0, -1.0, -1.0, 1.0])
     e = joined(first, second, third)
     tv = {"rho_mask_tv_divergence": True, "rho_clamp_upper_bound": 0.0}
     own = [0.25, 1.0, 4.0, 4.0, 4.0, 4.0, 0.1, 6.0, 6.0, 1.0, 0.1]
-    kept = [1, 1, 1, 0, 1, 0, 0, 0, 1, 1, 1]
+    high = [1, 1, 1, 0, 1, 0, 0, 0, 1, 1, 1]
     assert weights_of(e, **tv, rho_mask_upper_bound=2.0) == pytest.approx(
-        [w * k for w, k in zip(own, kept, strict=True)], rel=1e-12
+        [w * k for w, k in zip(own, high, strict=True)], rel=1e-12
     )
-    low = [
-        1,
-        1,
-        0,
-        1,
-        1,
-        1,
-        1,
-        1,
-        1,
-        1,
-        1,
-    ]  # the first sequence diverges too little: its one token that would increase it goes
+    # The first sequence diverges too little: its one token that would increase tv is dropped.
+    low = [1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1]
     assert weights_of(e, **tv, rho_mask_lower_bound=2.0) == pytest.approx(
         [w * k for w, k in zip(own, low, strict=True)], rel=1e-12
     )
@@ -508,8 +509,8 @@ def test_tv_mask_by_hand() -> None:
     assert rho_metrics(metrics) == (0, pytest.approx(1 / 11), pytest.approx(4 / 11))
 
 
-def test_documents_do_not_share_their_rho() -> None:
-    """open-instruct's average over a packed row would be 1 here, and nothing would be dropped."""
+def test_documents_do_not_share_rho() -> None:
+    """open-instruct's average over a packed row would be 1 here, and would drop nothing."""
     a, b = tokens_of(1.0, [4.0, 4.0]), tokens_of(1.0, [0.25, 0.25])
     assert weights_of(joined(a, b), rho_mask_sequence_level=True, rho_clamp_upper_bound=0.0) == pytest.approx(
         [4.0, 4.0, 0.25, 0.25]
@@ -525,7 +526,9 @@ def test_nan_of_vllm_at_a_trained_token_means_no_correction() -> None:
     e["vllm_logprobs"][1] = nan
     assert weights_of(e, rho_clamp_upper_bound=0.0) == pytest.approx([4.0, 1.0, 0.25])
     e["vllm_logprobs"][2] = nan
-    assert weights_of(e, rho_mask_sequence_level=True) == pytest.approx([4 ** (1 / 3)] * 3)  # the two count as rho = 1
+    assert weights_of(e, rho_mask_sequence_level=True) == pytest.approx(
+        [4 ** (1 / 3)] * 3
+    )  # the two NaN count as rho = 1
     assert weights_of(e, rho_mask_tv_divergence=True, rho_mask_upper_bound=0.9) == pytest.approx([0, 1, 1])
     assert not any(metric.isnan() for metric in found(e, GrpoOptions())[2].values())
 
@@ -588,7 +591,7 @@ def test_on_policy_the_gradient_is_that_of_reinforce(loss_fn: Any) -> None:
         assert (metrics["ratio_mean"], metrics["ratio_square_mean"], metrics["clipfrac"]) == (1, 1, 0)
 
 
-def test_no_old_logprobs_are_the_new_ones() -> None:
+def test_absent_old_logprobs_equal_the_new_ones() -> None:
     e = example(seed=6)
     for options in EVERY_KIND:
         assert same(found({**e, "old_logprobs": None}, options), found({**e, "old_logprobs": e["logprobs"]}, options))
@@ -615,8 +618,12 @@ def test_estimate_2_is_zero_with_zero_gradient_at_equality() -> None:
     assert not gradient.any()
 
 
-def test_kl_estimates_are_right_on_average() -> None:
-    """The exact mean over a vocabulary of five: of values, KL(p || q) but for 1; of gradients, 0, KL(p || q), KL(q || p), KL(p || q)."""
+def test_expectations_of_kl_estimates() -> None:
+    """Takes exact means over a vocabulary of five.
+
+    The mean of the values is KL(p || q), except for estimate 1. The means of the gradients are 0,
+    and the gradients of KL(p || q), KL(q || p) and KL(p || q).
+    """
     generator = torch.Generator().manual_seed(0)
     z, other = torch.randn(2, 5, generator=generator, dtype=torch.float64)
     z = z.requires_grad_()
@@ -653,13 +660,12 @@ def test_linear_in_the_inverse_of_the_denominator(options: GrpoOptions) -> None:
         scaled = found(e, dataclasses.replace(options, loss_denominator=constant, loss_scale=1))
         assert close(scaled[0] * constant, loss * e["valid_tokens"])
         assert close(scaled[1] * constant, gradient * e["valid_tokens"])
-        assert all(
-            torch.equal(scaled[2][name], metrics[name]) for name in METRICS
-        )  # metrics are means over tokens all the same
+        # Metrics are means over tokens with any denominator.
+        assert all(torch.equal(scaled[2][name], metrics[name]) for name in METRICS)
 
 
 def test_loss_scale_undoes_an_average_over_ranks() -> None:
-    """Each of four ranks has a sequence; DeepSpeed averages what they compute."""
+    """Each of four ranks has one sequence, and DeepSpeed averages their losses."""
     e = example(seed=10)
     whole, parts = found(e, GrpoOptions()), [found(piece, GrpoOptions(loss_scale=4)) for piece in pieces(e)]
     assert close(sum(loss for loss, _, _ in parts) / 4, whole[0])
@@ -708,9 +714,9 @@ def test_garbage_at_masked_tokens_has_no_effect(options: GrpoOptions, name: str)
     e = example(seed=14)
     masked = (~e["mask"]).nonzero().squeeze(1)
     assert len(masked) >= 4
-    spoiled = e[name].index_put((masked,), numbers(nan, inf, -inf, 1e300).repeat(9)[: len(masked)])
+    corrupted = e[name].index_put((masked,), numbers(nan, inf, -inf, 1e300).repeat(9)[: len(masked)])
     e["old_logprobs"] = None if name == "logprobs" and options.loss_fn == "dapo" else e["old_logprobs"]
-    assert same(found(e, options), found({**e, name: spoiled}, options))
+    assert same(found(e, options), found({**e, name: corrupted}, options))
 
 
 @pytest.mark.parametrize("tokens", [0, 3])
@@ -725,7 +731,7 @@ def test_nothing_trained_is_zero_with_zero_gradient(options: GrpoOptions, tokens
     assert not any(metrics.values())
 
 
-CHANGES: dict[str, tuple[dict[str, Any], Any]] = {  # of each option: the others, and another value than the default
+CHANGES: dict[str, tuple[dict[str, Any], Any]] = {  # option -> (the other options, a value that is not the default)
     "loss_fn": ({}, "cispo"),
     "clip_lower": ({}, 0.1),
     "clip_higher": ({"loss_fn": "cispo"}, 0.1),
@@ -757,7 +763,7 @@ def test_clip_lower_has_no_effect_on_cispo() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"loss_fn": "ppo"}, "loss_fn is 'ppo'"),
         ({"clip_lower": 1.5}, "clip_lower is 1.5"),
@@ -777,15 +783,15 @@ def test_clip_lower_has_no_effect_on_cispo() -> None:
         ({"rho_mask_upper_bound": 0.5}, "rho_mask_upper_bound is 0.5; expected 0, or a finite number above 1"),
         (
             {"rho_mask_upper_bound": 0.5, "rho_mask_lower_bound": 0.5, "rho_mask_tv_divergence": True},
-            "rho_mask_upper_bound is 0.5.*more than the lower",
+            "rho_mask_upper_bound is 0.5.*more than rho_mask_lower_bound=0.5",
         ),
     ],
 )
-def test_bad_options_are_told(options: dict[str, Any], told: str) -> None:
-    unchecked = GrpoOptions()  # past the type checks of the test run, which users don't have
+def test_invalid_options_are_rejected(options: dict[str, Any], message: str) -> None:
+    unchecked = GrpoOptions()  # bypasses the type checks of the test run, which users do not have
     for name, value in options.items():
         object.__setattr__(unchecked, name, value)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         unchecked.__post_init__()
 
 

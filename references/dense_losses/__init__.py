@@ -1,8 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dense reference implementations of post-training losses.
 
-Written to be read beside their formulas and run in float64; nothing here is fast, fused or sharded. This package
-imports neither ``fused_losses`` nor ``lossgate``: an oracle that shares code with what it judges judges nothing.
+The modules are written to be read beside their formulas and to run in float64. Nothing here is
+fast, fused or sharded. The package imports neither ``fused_losses`` nor ``lossgate``: an oracle
+that shared code with a kernel would share its bugs.
+
+Conventions of all modules:
+
+- Sequences are packed: per-token tensors have the shape ``[tokens]``, sequence after sequence, and
+  ``sequence[t]`` is the number of the sequence that token t belongs to.
+- ``mask`` is true at trained tokens. Masked values are selected away, so that NaN or inf there has
+  no effect.
+- Counts that divide (``valid_tokens``, ``valid_sequences``) are those of the whole batch, over
+  every rank and microbatch, so that losses, gradients and metrics of parts add up.
+- Log-probabilities, entropies and divergences are in nats. Metrics carry no gradient.
 """
 
 from dense_losses.clipped_pg import ClippedPGOptions, clipped_pg

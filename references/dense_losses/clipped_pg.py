@@ -1,20 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo-RL's clipped policy gradient (``ClippedPGLossFn``): PPO, GRPO, DAPO, REINFORCE, GSPO, CISPO, with a KL penalty.
+"""NeMo-RL's clipped policy gradient (``ClippedPGLossFn``), with a KL penalty.
 
-Of each token: c its log-prob under the policy trained, p before the update, g when generated, q of the reference; u is c without top-k/p
-filtering; A its advantage. sg stops the gradient. R is the mean over tokens, or the mean over sequences of their means over tokens.
+PPO, GRPO, DAPO, REINFORCE, GSPO and CISPO are settings of it.
 
-    rho = exp(c - p)                                  GSPO: exp(mean_t(c - p)) of the sequence
-                                                      force_on_policy_ratio: exp(c - sg(c))       disable_ppo_ratio: c
-    l   = max(-A rho, -A clamp(rho))                  CISPO: -A sg(clamp(rho)) c                  dual clip: min(l, -A ratio_clip_c) where A < 0
-    L   = R(w l) + beta R(kl(u, q)) + mu nll          w: importance.py, kl: kl.py
+Symbols: c is the log-prob of a token under the policy being trained, p under the policy before the
+update, g under the policy that generated it, q under the reference policy. u is c without top-k/p
+filtering, A the advantage. sg stops the gradient. R is the mean over tokens, or the mean over
+sequences of each sequence's mean over its tokens.
+
+    rho = exp(c - p)                           PPO
+          exp(mean_t(c - p))                   GSPO, of the sequence
+          exp(c - sg(c))                       force_on_policy_ratio
+          c                                    disable_ppo_ratio (REINFORCE)
+    l   = max(-A rho, -A clamp(rho))           clamp to [1 - ratio_clip_min, 1 + ratio_clip_max]
+          min(l, -A ratio_clip_c)              dual clip, where A < 0
+          -A sg(clamp(rho)) c                  CISPO, in place of the maximum
     nll = - sum of c over tokens of sequences with a reward above 0 / their number
+    L   = R(w l) + beta R(kl(u, q)) + mu nll   w: importance.py, kl: kl.py
 
-Here the reference is right and the original is not: the normaliser of nll is global, where the original's is local, so that its parts do not
-add up to the loss of the batch (``positive_nll_normaliser``). A token filtered out by top-k/p, of c or p = -inf, takes no part in what
-is computed of c or p (nor in the mean over its sequence), where the original sets it to 0: a ratio of 1 and a loss of -A, and a
-weight of 1/p_gen. The global normalisers are the caller's and count what the caller counts. Masked NaN is
-selected away, where the original multiplies it by 0.
+The caller computes the global counts that divide, and decides what they count. We do not follow
+NeMo-RL in three points:
+
+- It divides nll by a local count, so that the losses of parts do not add up to that of the batch.
+  Here the count is global, unless ``positive_nll_normaliser`` says otherwise.
+- It sets the log-prob of a token that top-k/p filtered out (c or p is -inf) to 0, which gives a
+  ratio of 1, a loss of -A and a weight of 1/p_gen. Here such a token takes no part in what is
+  computed from c or p, nor in the mean over its sequence.
+- It multiplies masked values by 0, so that NaN there spoils the batch. Here they are selected away.
+
+Sources: NeMo-RL ``ClippedPGLossFn``; PPO (Schulman et al. 2017, arXiv 1707.06347, eq. 7), GRPO
+(Shao et al. 2024, arXiv 2402.03300), REINFORCE (as in arXiv 2402.14740), DAPO's two clip bounds
+(arXiv 2503.14476), GSPO (arXiv 2507.18071), CISPO (MiniMax-M1, arXiv 2506.13585), the dual clip (Ye
+et al. 2020, arXiv 1912.09729), VAPO's nll (arXiv 2504.05118, eq. 10).
 """
 
 from collections.abc import Iterator
@@ -34,58 +51,75 @@ PositiveNLLNormaliser = Literal["global", "local"]
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedPGOptions:
-    """Names and defaults are those of NeMo-RL's ``ClippedPGLossConfig``; the last two are ours."""
+    """The options of ``clipped_pg``.
+
+    Names and defaults are those of NeMo-RL's ``ClippedPGLossConfig``; the last two options are
+    ours.
+
+    Raises:
+        ValueError: An option is out of range, or does not go with another one.
+    """
 
     disable_ppo_ratio: bool = False
-    """REINFORCE: the log-prob takes the place of the ratio, and there is no clip. Ignored under ``force_on_policy_ratio``."""
+    """REINFORCE: uses the log-prob c in place of the ratio, without a clip.
+    ``force_on_policy_ratio`` overrides it."""
     token_level_loss: bool = True
-    """Mean over tokens; if not, mean over sequences of their means over tokens."""
+    """Whether R is the mean over tokens. If not, it is the mean over sequences of each sequence's
+    mean over its tokens."""
     sequence_level_importance_ratios: bool = False
-    """GSPO: one ratio for a sequence, of the *mean* of c - p; and one importance weight, of the *sum* of p - g."""
+    """GSPO: one ratio per sequence, from the *mean* of c - p, and one importance weight per
+    sequence, from the *sum* of p - g."""
     ratio_clip_min: float = 0.2
     """The ratio is clamped from below to 1 minus this."""
     ratio_clip_max: float = 0.2
     """The ratio is clamped from above to 1 plus this."""
     ratio_clip_c: float | None = None
-    """Dual clip: the loss of a token of negative advantage is at most -A times this, which is above 1. None: no such bound."""
+    """Dual clip: the loss of a token with a negative advantage is at most -A times this number,
+    which is above 1. None: no such bound."""
     reference_policy_kl_penalty: float = 0.01
     """beta, the weight of the KL penalty."""
     reference_policy_kl_type: KLType = "k3"
-    """The KL estimator, of the penalty and of the metrics ``gen_kl_error`` and ``policy_kl_error``."""
+    """The KL estimator of the penalty and of the metrics ``gen_kl_error`` and
+    ``policy_kl_error``."""
     kl_input_clamp_value: float | None = 20.0
-    """Bounds q - u to +- this many nats. None: no bound."""
+    """Clamps q - u to plus or minus this many nats. None: no clamp."""
     kl_output_clamp_value: float | None = 10.0
-    """Bounds the estimate, times its weight, to +- this many nats. None: no bound."""
+    """Clamps the weighted estimate to plus or minus this many nats. None: no clamp."""
     use_kl_in_reward: bool = False
-    """The penalty is in the reward, so beta is 0 here."""
+    """Whether the penalty is part of the reward already. If so, beta is 0 in the loss."""
     use_importance_sampling_correction: bool = False
-    """Weights the policy loss by w; if not, w is only a metric."""
+    """Whether w weights the policy loss. If not, w is only a metric."""
     truncated_importance_sampling_type: TruncationType | None = None
-    """How w is bounded. None: not at all."""
+    """How w is bounded; see importance.py. None: not at all."""
     truncated_importance_sampling_ratio: float | None = None
-    """The upper bound of w; for seq-mask-tis of the geometric mean of a sequence's."""
+    """The upper bound of w; for seq-mask-tis, of the geometric mean of w over a sequence."""
     truncated_importance_sampling_ratio_min: float | None = None
     """The lower bound. None: 0, for tis only."""
     use_on_policy_kl_approximation: bool = False
-    """The KL estimate is weighted by exp(u - g), which corrects for g; if not, by exp(u - sg(u)) = 1, which only adds the score term."""
+    """Whether the KL estimate is weighted by exp(u - g), which corrects for generation by g. If
+    not, its weight is exp(u - sg(u)) = 1, which only adds the score term."""
     force_on_policy_ratio: bool = False
-    """p := sg(c) everywhere: the ratio is 1, its gradient that of c, and there is no clip."""
+    """Replaces p by sg(c) everywhere: the ratio is 1, its gradient is that of c, and there is no
+    clip."""
     use_cispo: bool = False
-    """CISPO, with both sides clamped."""
+    """CISPO, with the ratio clamped on both sides."""
     positive_example_nll_weight: float = 0.0
-    """mu of VAPO, the weight of the mean NLL of tokens in sequences of positive reward."""
+    """mu of VAPO, the weight of the mean NLL of tokens in sequences with a positive reward."""
     positive_nll_normaliser: PositiveNLLNormaliser = "global"
-    """Divides that NLL by ``positive_tokens``, or as the original by the number among the tokens given: then parts do not add up."""
+    """``"global"`` divides that NLL by ``positive_tokens``. ``"local"`` divides it, as NeMo-RL
+    does, by the number of such tokens in this call; the losses of parts then do not add up."""
     epsilon: float = 0.0
-    """Added to every count that divides; 1e-8 in NeMo-RL's ``masked_mean``. 0: what has no counted token is 0."""
+    """Added to every count that divides; 1e-8 in NeMo-RL's ``masked_mean``. At 0, a mean over
+    nothing is 0."""
 
     @property
     def kl_penalty(self) -> float:
-        """beta as it is in the loss."""
+        """The weight of the KL penalty in the loss: beta, or 0 with ``use_kl_in_reward``."""
         return 0.0 if self.use_kl_in_reward else self.reference_policy_kl_penalty
 
     @property
     def truncation(self) -> Truncation | None:
+        """The bounds of the importance weights; None if they have none."""
         if self.truncated_importance_sampling_type is None or self.truncated_importance_sampling_ratio is None:
             return None
         minimum = self.truncated_importance_sampling_ratio_min or 0.0
@@ -102,7 +136,8 @@ class ClippedPGOptions:
 
 
 def _requirements(o: ClippedPGOptions) -> Iterator[tuple[bool, str, str]]:
-    """What must be true, else which option is wrong, and what was expected of it."""
+    """Yields, for each requirement: whether it holds, the option it is about, and what it
+    expects."""
     for name, choices in (
         ("reference_policy_kl_type", get_args(KLType)),
         ("truncated_importance_sampling_type", (None, *get_args(TruncationType))),
@@ -152,7 +187,7 @@ def _truncation_requirements(o: ClippedPGOptions) -> Iterator[tuple[bool, str, s
 
 @dataclass(frozen=True, kw_only=True)
 class _Means:
-    """The means of this family: sums over the tokens given, divided by counts of the whole batch."""
+    """The means of this loss: sums over the given tokens, divided by counts of the whole batch."""
 
     sequence: Tensor
     sample_mask: Tensor
@@ -170,7 +205,7 @@ class _Means:
         return sequence_mean(x, mask, self.sequence, self.sample_mask.shape[0], self.epsilon)
 
     def reduced(self, x: Tensor, mask: Tensor, token_level_loss: bool) -> Tensor:
-        """R of the module's formula."""
+        """Computes R of the module's formula."""
         return self.of_tokens(x, mask) if token_level_loss else self.of_sequences(self.within_sequences(x, mask))
 
 
@@ -191,27 +226,58 @@ def clipped_pg(
     rewards: Float[Tensor, " sequences"] | None = None,
     positive_tokens: Int[Tensor, ""] | None = None,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
-    """The loss and its metrics, for tokens of ``mask`` in sequences of ``sample_mask``.
+    """Computes the clipped policy-gradient loss and its metrics.
 
-    ``unfiltered_logprobs`` is u (None: c); ``rewards`` and ``positive_tokens``, the number of trained tokens in sequences of positive reward
-    over the whole batch, are needed where ``positive_example_nll_weight`` is above 0. Gradients flow through c and u.
+    A token is trained if it is in ``mask`` and its sequence is in ``sample_mask``.
 
-    Metrics, which carry no gradient; all but the extrema add up over ranks and microbatches to those of the whole batch:
-    - like the loss: ``loss``, and ``kl_penalty``, R(kl) without beta;
-    - means over tokens: ``probs_ratio``, ``probs_ratio_clamped`` (of c if ``disable_ppo_ratio``), ``approx_entropy`` -exp(c - g) c,
-      ``token_mult_prob_error`` exp|g - p|, ``gen_kl_error`` KL(g || p), ``policy_kl_error`` KL(p || g), ``js_divergence_error``;
-    - means over tokens, but over sequences for GSPO: ``sampling_importance_ratio``, w after truncation;
-    - means over tokens, but over sequences for seq-mask-tis, and only if truncated: ``is_oob_ratio``, the share of w out of bounds;
-    - sums: ``num_valid_samples``, and ``positive_nll_loss``, nll without mu (a mean of the part, which does not add up, if "local").
-    Extrema over tokens: ``probs_ratio_min``, ``probs_ratio_clamped_min``, inf if there is no token, to be reduced by min;
-    ``probs_ratio_max``, ``probs_ratio_clamped_max``, -inf if there is none, to be reduced by max.
+    Args:
+        logprobs: c ``[tokens]``, in nats. The loss is differentiable in it.
+        prev_logprobs: p ``[tokens]``, in nats.
+        generation_logprobs: g ``[tokens]``, in nats.
+        reference_logprobs: q ``[tokens]``, in nats.
+        advantages: A ``[tokens]``.
+        mask: ``[tokens]``, the token mask alone, without ``sample_mask``.
+        sequence: ``[tokens]``, the number of the sequence that each token belongs to.
+        sample_mask: ``[sequences]``.
+        valid_tokens: The number of trained tokens of the whole batch.
+        valid_sequences: The number of sequences in ``sample_mask`` of the whole batch.
+        options: See ``ClippedPGOptions``.
+        unfiltered_logprobs: u ``[tokens]``, in nats; None for c. The loss is differentiable in it.
+        rewards: ``[sequences]``, needed if ``positive_example_nll_weight`` is above 0.
+        positive_tokens: The number of trained tokens in sequences with a positive reward of the
+            whole batch. It is needed if ``positive_example_nll_weight`` is above 0 and
+            ``positive_nll_normaliser`` is ``"global"``.
+
+    Returns:
+        The loss and the metrics, which carry no gradient. All metrics but the extrema add up, over
+        ranks and microbatches, to those of the whole batch:
+
+        - ``loss``, and ``kl_penalty``, which is R(kl) without beta, or 0 if beta is 0;
+        - means over tokens: ``probs_ratio`` and ``probs_ratio_clamped`` (of c if
+          ``disable_ppo_ratio``), ``approx_entropy`` of -exp(c - g) c, ``token_mult_prob_error`` of
+          exp|g - p|, ``gen_kl_error`` KL(g || p), ``policy_kl_error`` KL(p || g) and
+          ``js_divergence_error``;
+        - ``sampling_importance_ratio``, the mean of w after truncation, over tokens, or over
+          sequences for GSPO;
+        - ``is_oob_ratio``, only if w is truncated: the share of w out of bounds, over tokens, or
+          over sequences for seq-mask-tis;
+        - ``num_valid_samples``, the number of sequences in ``sample_mask``;
+        - ``positive_nll_loss``, which is nll without mu. It does not add up if the normaliser is
+          ``"local"``.
+
+        Ranks take the minimum of ``probs_ratio_min`` and ``probs_ratio_clamped_min``, which are inf
+        without a trained token, and the maximum of ``probs_ratio_max`` and
+        ``probs_ratio_clamped_max``, which are -inf without one.
+
+    Raises:
+        ValueError: ``rewards`` or ``positive_tokens`` is None, but needed.
     """
     o = options
     c, p = logprobs, logprobs.detach() if o.force_on_policy_ratio else prev_logprobs
     trained = mask & sample_mask[sequence]
     scored = trained & ~p.isneginf()
     actor = (trained if o.disable_ppo_ratio else scored) & ~c.isneginf()
-    dtype = c.dtype  # of the counts as well: an int64 plus epsilon would be a float32
+    dtype = c.dtype  # the counts need it as well: an int64 plus epsilon would be a float32
     means = _Means(
         sequence=sequence,
         sample_mask=sample_mask,
@@ -249,7 +315,7 @@ def clipped_pg(
 
 
 def _ratios(c: Tensor, p: Tensor, actor: Tensor, means: _Means, o: ClippedPGOptions) -> tuple[Tensor, Tensor]:
-    """rho and clamp(rho); the same twice where there is no clip."""
+    """Computes rho and clamp(rho); they are the same if there is no clip."""
     if o.disable_ppo_ratio and not o.force_on_policy_ratio:
         ratio = select(actor, c)
         return ratio, ratio
@@ -261,7 +327,7 @@ def _ratios(c: Tensor, p: Tensor, actor: Tensor, means: _Means, o: ClippedPGOpti
 
 
 def _surrogate(ratio: Tensor, clamped: Tensor, c: Tensor, advantages: Tensor, o: ClippedPGOptions) -> Tensor:
-    """l."""
+    """Computes l of the module's formula."""
     if o.use_cispo:
         return -advantages * clamped.detach() * c
     pessimistic = torch.maximum(-advantages * ratio, -advantages * clamped)
@@ -273,7 +339,7 @@ def _surrogate(ratio: Tensor, clamped: Tensor, c: Tensor, advantages: Tensor, o:
 def _policy_weights(
     p: Tensor, g: Tensor, scored: Tensor, means: _Means, o: ClippedPGOptions
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """w of every token as it is in the loss, and what is told of it."""
+    """Computes the weight of every token in the loss, and the metrics of w."""
     of_sequences = o.sequence_level_importance_ratios
     sequences = means.sample_mask.shape[0]
     w, outside = importance_weights(
@@ -292,7 +358,7 @@ def _policy_weights(
 
 
 def _kl(u: Tensor, q: Tensor, g: Tensor, trained: Tensor, means: _Means, o: ClippedPGOptions) -> Tensor:
-    """R(kl(u, q)), 0 where it has no part in the loss."""
+    """Computes R(kl(u, q)); 0 if its weight in the loss is 0."""
     if o.kl_penalty == 0:
         return u.new_zeros(())
     kept = trained & ~u.isneginf()
@@ -311,17 +377,21 @@ def _kl(u: Tensor, q: Tensor, g: Tensor, trained: Tensor, means: _Means, o: Clip
 def _positive_nll(
     c: Tensor, actor: Tensor, rewards: Tensor | None, positive_tokens: Tensor | None, means: _Means, o: ClippedPGOptions
 ) -> Tensor:
-    """The mean NLL of tokens in sequences of positive reward, 0 where it has no part in the loss."""
+    """Computes the mean NLL of tokens in sequences with a positive reward; 0 if its weight is 0."""
     if o.positive_example_nll_weight == 0:
         return c.new_zeros(())
     if rewards is None:
         raise ValueError(
-            f"rewards=None: expected a tensor with positive_example_nll_weight={o.positive_example_nll_weight}"
+            f"rewards=None: expected a tensor with positive_example_nll_weight={o.positive_example_nll_weight}; "
+            "pass one reward for each sequence, or set the weight to 0"
         )
     positive = actor & (rewards > 0)[means.sequence]
     count = positive.sum() if o.positive_nll_normaliser == "local" else positive_tokens
     if count is None:
-        raise ValueError("positive_tokens=None: expected a count with positive_nll_normaliser='global'")
+        raise ValueError(
+            "positive_tokens=None: expected a count with positive_nll_normaliser='global'; "
+            "pass the number of tokens in sequences with a positive reward, over the whole batch"
+        )
     return token_mean(-c, positive, count.to(c.dtype), o.epsilon)
 
 
@@ -330,7 +400,8 @@ def _ratio_metrics(name: str, x: Tensor, actor: Tensor, means: _Means) -> dict[s
 
 
 def _mismatch_metrics(p: Tensor, g: Tensor, scored: Tensor, means: _Means, kl_type: KLType) -> dict[str, Tensor]:
-    """How far the policy before the update is from the one that generated: the exponential of their distance, and KL and JS divergences."""
+    """Computes the metrics of how far the policy before the update is from the one that
+    generated."""
     errors = {
         "token_mult_prob_error": (g - p).abs().exp(),
         "gen_kl_error": kl_estimate(logprobs=g, reference_logprobs=p, kl_type=kl_type),

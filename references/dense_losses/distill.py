@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distillation: Kullback-Leibler divergence to a teacher of whom only the top-k logits are known.
+"""Distillation: the Kullback-Leibler divergence to a teacher whose top-k logits alone are known.
 
-Symbols: z student logits, y_1..y_k the teacher's top-k tokens, u their teacher logits, tau temperature.
+Symbols: z student logits, y_1..y_k the teacher's top-k tokens, u their teacher logits, tau
+temperature, m the mask of trained tokens.
 
-    log p = log_softmax(u / tau)                            the teacher, over its k tokens
-    log q = log_softmax(z[y_1..y_k] / tau)                  the student, renormalised over the same k tokens
-            log_softmax(z / tau)[y_1..y_k]                  with zero_outside_topk: its share of the whole vocabulary
+    log p = log_softmax(u / tau)                 the teacher, over its k tokens
+    log q = log_softmax(z[y_1..y_k] / tau)       the student, renormalised over the same k tokens
+            log_softmax(z / tau)[y_1..y_k]       with zero_outside_topk: not renormalised
 
     forward  F = sum_k p (log p - log q)
-    reverse  R = sum_k q (log q - log p)  [+ sum_{v outside} q_v (log q_v - log_infinitesimal) with zero_outside_topk]
-    mixed    w F + (1 - w) R                                w = mixed_kl_weight
+    reverse  R = sum_k q (log q - log p) + tail
+          tail = sum_{v outside} q_v (log q_v - log_infinitesimal)    with zero_outside_topk, else 0
+    mixed    w F + (1 - w) R                                          w = mixed_kl_weight
 
-    L = sum_t m_t KL_t / N                                  N: trained tokens of the whole batch
+    L = sum_t m_t KL_t / N                       N: trained tokens of the whole batch
 
-``zero_outside_topk`` means a teacher that gives the tokens outside its top-k no probability. F does not see those: 0 log 0 = 0.
-R would be infinite, so there they get the probability exp(-100). NeMo-RL writes that as ``H_rest + 100 P_rest``, where its ``H_all``
-is sum_v q_v log q_v, the negative of an entropy. At student = teacher F is then -log q(top-k), not 0.
+``zero_outside_topk`` stands for a teacher that gives no probability to tokens outside its top-k.
+Their terms in F are 0, since 0 log 0 = 0. R would be infinite, so in R the teacher gives each of
+them the probability exp(log_infinitesimal). NeMo-RL writes the tail as ``H_rest + 100 P_rest``,
+where its ``H_all`` is sum_v q_v log q_v, the negative of an entropy. With ``zero_outside_topk``, F
+of a student whose logits are the teacher's is -log q(top-k), not 0.
+
 Source: NeMo-RL ``DistillationLossFn`` and ``get_distillation_topk_logprobs_from_logits``.
 """
 
@@ -32,25 +37,33 @@ from dense_losses.reductions import token_mean
 
 @dataclass(frozen=True, kw_only=True)
 class DistillOptions:
-    """The divergence."""
+    """The options of the divergence.
+
+    Raises:
+        ValueError: An option is out of range.
+    """
 
     kl_type: Literal["forward", "reverse", "mixed"] = "forward"
-    """``"forward"`` KL(teacher || student), ``"reverse"`` KL(student || teacher), or a weighted mean of both, ``"mixed"``."""
+    """``"forward"`` is KL(teacher || student), ``"reverse"`` is KL(student || teacher), ``"mixed"``
+    is a weighted mean of both."""
 
     mixed_kl_weight: float = 0.5
-    """The weight of the forward KL in ``"mixed"``, in [0, 1]; the reverse KL has the rest."""
+    """The weight of the forward KL in ``"mixed"``, in [0, 1]; the reverse KL has 1 minus that."""
 
     zero_outside_topk: bool = False
-    """Compare with the student's probabilities in the whole vocabulary; else both are renormalised over the teacher's top-k."""
+    """Whether the student's probabilities are those in the whole vocabulary. If not, both models
+    are renormalised over the teacher's top-k."""
 
     log_infinitesimal: float = -100.0
-    """In nats: the teacher's log-probability of each token outside its top-k, in the reverse KL with ``zero_outside_topk``."""
+    """The teacher's log-probability, in nats, of each token outside its top-k, in the reverse KL
+    with ``zero_outside_topk``."""
 
     temperature: float = 1.0
-    """Divides the student's and the teacher's logits. NeMo-RL's is that of generation, applied by the workers; there is no factor tau^2."""
+    """Divides the logits of the student and of the teacher; there is no factor tau^2. In NeMo-RL it
+    is the temperature of generation, which the workers apply."""
 
     epsilon: float = 0.0
-    """Added to the token count in the denominator: 1e-8 in NeMo-RL (``masked_mean``)."""
+    """Added to the token count in the denominator; 1e-8 in NeMo-RL's ``masked_mean``."""
 
     def __post_init__(self) -> None:
         if self.kl_type not in ("forward", "reverse", "mixed"):
@@ -62,9 +75,9 @@ class DistillOptions:
                 f"log_infinitesimal is {self.log_infinitesimal}; expected a finite log-probability below 0"
             )
         if not 0 < self.temperature < math.inf:
-            raise ValueError(f"temperature is {self.temperature}; expected a positive number")
+            raise ValueError(f"temperature is {self.temperature}; expected a finite positive number")
         if not 0 <= self.epsilon < math.inf:
-            raise ValueError(f"epsilon is {self.epsilon}; expected a number that is not negative")
+            raise ValueError(f"epsilon is {self.epsilon}; expected a finite number, 0 or larger")
 
 
 def distill(
@@ -76,10 +89,22 @@ def distill(
     valid_tokens: Int[Tensor, ""],
     options: DistillOptions,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
-    """The loss in nats per trained token, differentiable in ``logits``; the k teacher indices of a token are distinct.
+    """Computes the distillation loss and its metrics.
 
-    Metrics, which carry no gradient, both summed over ranks: ``loss``; ``num_unmasked_tokens``, the trained tokens here. NeMo-RL reports a
-    ``num_valid_samples`` instead, which counts the rows of the batch, even those that its ``sample_mask`` drops.
+    Args:
+        logits: z ``[tokens, vocab]``, of the student. The loss is differentiable in it.
+        teacher_logits: u ``[tokens, k]``.
+        teacher_indices: y_1..y_k ``[tokens, k]``, indices into the vocabulary, distinct within a
+            token.
+        mask: m ``[tokens]``, true at trained tokens.
+        valid_tokens: N, the number of trained tokens over every rank and microbatch.
+        options: See ``DistillOptions``.
+
+    Returns:
+        The loss, in nats per trained token, and the metrics, which ranks sum and which carry no
+        gradient: ``loss``, and ``num_unmasked_tokens``, the number of trained tokens here. NeMo-RL
+        reports a ``num_valid_samples`` instead, which counts the rows of the batch, even those that
+        its ``sample_mask`` drops.
     """
     rows = mask[:, None]
     token_kl = distill_token_kl(
@@ -97,7 +122,17 @@ def distill_mean(
     valid_tokens: Int[Tensor, ""],
     options: DistillOptions,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
-    """``sum_t m_t KL_t / N`` and the metrics: the last stage of ``distill``."""
+    """Computes ``sum_t m_t KL_t / N`` and the metrics, the last stage of ``distill``.
+
+    Args:
+        token_kl: KL ``[tokens]``, in nats, from ``distill_token_kl`` or ``topk_kl``.
+        mask: m ``[tokens]``, true at trained tokens.
+        valid_tokens: N, the number of trained tokens over every rank and microbatch.
+        options: See ``DistillOptions``; only ``epsilon`` is used.
+
+    Returns:
+        The loss and the metrics of ``distill``.
+    """
     loss = token_mean(token_kl, mask, valid_tokens, options.epsilon)
     return loss, {"loss": loss.detach(), "num_unmasked_tokens": mask.to(token_kl.dtype).sum()}
 
@@ -108,7 +143,17 @@ def distill_token_kl(
     teacher_indices: Int[Tensor, "tokens k"],
     options: DistillOptions,
 ) -> Float[Tensor, " tokens"]:
-    """The divergence of each token in nats, from the logits: all stages before the reduction."""
+    """Computes the divergence of each token from the logits: all stages before the reduction.
+
+    Args:
+        logits: z ``[tokens, vocab]``, of the student.
+        teacher_logits: u ``[tokens, k]``.
+        teacher_indices: y_1..y_k ``[tokens, k]``.
+        options: See ``DistillOptions``.
+
+    Returns:
+        KL ``[tokens]``, in nats.
+    """
     student = student_topk_logprobs(logits, teacher_indices, options.temperature, options.zero_outside_topk)
     teacher = teacher_topk_logprobs(teacher_logits, options.temperature)
     if not options.zero_outside_topk:
@@ -123,7 +168,18 @@ def student_topk_logprobs(
     temperature: float = 1.0,
     zero_outside_topk: bool = False,
 ) -> Float[Tensor, "tokens k"]:
-    """``log q`` of the teacher's tokens: in the whole vocabulary with ``zero_outside_topk``, else renormalised over the k."""
+    """Computes ``log q``, the student's log-probabilities of the teacher's top-k tokens.
+
+    Args:
+        logits: z ``[tokens, vocab]``.
+        teacher_indices: y_1..y_k ``[tokens, k]``.
+        temperature: tau, a positive number.
+        zero_outside_topk: Whether probabilities are those in the whole vocabulary. If not, they are
+            renormalised over the k tokens.
+
+    Returns:
+        ``[tokens, k]``, in nats.
+    """
     if zero_outside_topk:
         return torch.log_softmax(logits / temperature, dim=-1).gather(-1, teacher_indices)
     return torch.log_softmax(logits.gather(-1, teacher_indices) / temperature, dim=-1)
@@ -132,7 +188,17 @@ def student_topk_logprobs(
 def teacher_topk_logprobs(
     teacher_logits: Float[Tensor, "tokens k"], temperature: float = 1.0
 ) -> Float[Tensor, "tokens k"]:
-    """``log p``, renormalised over the k in either mode."""
+    """Computes ``log p``, the teacher's log-probabilities of its top-k tokens.
+
+    They are renormalised over the k tokens, also with ``zero_outside_topk``.
+
+    Args:
+        teacher_logits: u ``[tokens, k]``.
+        temperature: tau, a positive number.
+
+    Returns:
+        ``[tokens, k]``, in nats.
+    """
     return torch.log_softmax(teacher_logits / temperature, dim=-1)
 
 
@@ -142,7 +208,17 @@ def student_tail_kl(
     temperature: float = 1.0,
     log_infinitesimal: float = -100.0,
 ) -> Float[Tensor, " tokens"]:
-    """``sum_{v outside} q_v (log q_v - log_infinitesimal)``, the reverse KL outside the top-k; 0 if k is the whole vocabulary."""
+    """Computes the tail, ``sum_{v outside} q_v (log q_v - log_infinitesimal)``.
+
+    Args:
+        logits: z ``[tokens, vocab]``.
+        teacher_indices: y_1..y_k ``[tokens, k]``.
+        temperature: tau, a positive number.
+        log_infinitesimal: The teacher's log-probability of each token outside its top-k, in nats.
+
+    Returns:
+        The reverse KL outside the top-k ``[tokens]``, in nats; 0 if k is the whole vocabulary.
+    """
     logprobs = torch.log_softmax(logits / temperature, dim=-1)
     outside = torch.ones_like(logits, dtype=torch.bool).scatter(
         -1, teacher_indices, torch.zeros_like(teacher_indices, dtype=torch.bool)
@@ -156,7 +232,17 @@ def topk_kl(
     tail: Float[Tensor, " tokens"],
     options: DistillOptions,
 ) -> Float[Tensor, " tokens"]:
-    """The divergence of each token from the log-probabilities of the top-k; ``tail`` belongs to the reverse KL."""
+    """Computes the divergence of each token from the log-probabilities of the top-k.
+
+    Args:
+        student: log q ``[tokens, k]``, in nats.
+        teacher: log p ``[tokens, k]``, in nats.
+        tail: The part of the reverse KL outside the top-k ``[tokens]``, in nats.
+        options: See ``DistillOptions``.
+
+    Returns:
+        KL ``[tokens]``, in nats.
+    """
     if options.kl_type == "forward":
         return _kl(teacher, student)
     reverse = _kl(student, teacher) + tail
@@ -168,7 +254,10 @@ def topk_kl(
 
 
 def _kl(logp: Float[Tensor, "tokens n"], logq: Float[Tensor, "tokens n"]) -> Float[Tensor, " tokens"]:
-    """``sum_v p_v (log p_v - log q_v)``, where 0 log 0 = 0: a padded vocabulary has logits of -inf."""
+    """Computes ``sum_v p_v (log p_v - log q_v)``, where 0 log 0 = 0.
+
+    p_v is 0 for tokens of a padded vocabulary, whose logits are -inf.
+    """
     possible = logp > -torch.inf
-    logp = torch.where(possible, logp, 0.0)  # before the product, whose gradient would be NaN
+    logp = torch.where(possible, logp, 0.0)  # before the product, or its gradient would be NaN
     return torch.where(possible, logp.exp() * (logp - logq), 0.0).sum(dim=-1)

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities and entropies of the distribution that was sampled from: after temperature, top-k and top-p (nucleus) filtering.
+"""Log-probabilities and entropies after temperature, top-k and top-p (nucleus) filtering.
 
-Symbols: z logits, tau temperature, y label, K the kept tokens of a row.
+They belong to the distribution that a generation engine samples from. Symbols: z logits,
+tau temperature, y label, K the set of tokens of a row that pass both filters.
 
     z' = z / tau
-    top-k:  z'_v >= the k-th largest of the row
-    top-p:  the probability of all tokens above v, renormalised over what top-k kept, is less than top_p
-    log p(y) = z'_y - log sum_{v in K} exp(z'_v)  if y in K, else -inf;    H = - sum_{v in K} p_v log p_v
+    top-k:    v passes if z'_v >= the k-th largest z' of the row
+    top-p:    v passes if the probability of all tokens above v is less than top_p,
+              where probabilities are renormalised over the tokens that passed top-k
+    log p(y) = z'_y - log sum_{v in K} exp(z'_v)  if y in K, else -inf
+    H        = - sum_{v in K} p_v log p_v
 
-The order is that of vLLM, Hugging Face and NeMo-RL: temperature, top-k, top-p. The most probable token is always kept.
-Ties: tokens with equal logits are kept or filtered together. So more than k may stay, as in all three originals; and all tokens that tie with the
-least probable of the nucleus stay, whereas the originals, which sort, keep as many of those as they need, whichever the sort puts first.
-K is a constant: the gradient flows through the kept logits only.
+The order is that of vLLM, Hugging Face and NeMo-RL: temperature, top-k, top-p. The most probable
+token always passes. K is a constant: the gradient flows through the logits in K only.
+
+Ties: tokens with equal logits pass or fail as one. More than k tokens may therefore pass top-k, as
+in all three originals. All tokens that tie with the least probable of the nucleus pass top-p; the
+originals sort, and let only as many of these pass as they need, whichever the sort puts first.
 """
 
 import torch
@@ -26,9 +31,22 @@ def filtered_token_logprobs(
     top_k: int | None = None,
     top_p: float = 1.0,
 ) -> Float[Tensor, " tokens"]:
-    """``log p(y)`` over the kept tokens; -inf, without a gradient, for a label that was filtered out.
+    """Computes ``log p(y)`` of the filtered distribution.
 
-    NeMo-RL replaces such a -inf by 0 and trains the token none the less (as if its ratio were 1); a loss must mask it.
+    Args:
+        logits: z ``[tokens, vocab]``.
+        labels: y ``[tokens]``, indices into the vocabulary.
+        temperature: tau, a positive number.
+        top_k: How many tokens of each row pass top-k; None for all.
+        top_p: The probability mass of the nucleus, in (0, 1]; 1 for all.
+
+    Returns:
+        The log-probability of each label ``[tokens]``, in nats. It is -inf, without a gradient, for
+        a label that was filtered out. A loss must mask such a token: NeMo-RL replaces the -inf by 0
+        and trains the token nonetheless, as if its ratio were 1.
+
+    Raises:
+        ValueError: ``top_k`` or ``top_p`` is out of range.
     """
     keep, logprobs = _filtered_logprobs(logits, temperature, top_k, top_p)
     kept, of_label = (x.gather(-1, labels[:, None]).squeeze(-1) for x in (keep, logprobs))
@@ -41,7 +59,20 @@ def filtered_token_entropy(
     top_k: int | None = None,
     top_p: float = 1.0,
 ) -> Float[Tensor, " tokens"]:
-    """``H`` in nats of the filtered distribution; 0 where one token is left."""
+    """Computes the entropy ``H`` of the filtered distribution.
+
+    Args:
+        logits: z ``[tokens, vocab]``.
+        temperature: tau, a positive number.
+        top_k: How many tokens of each row pass top-k; None for all.
+        top_p: The probability mass of the nucleus, in (0, 1]; 1 for all.
+
+    Returns:
+        ``[tokens]``, in nats; 0 where a single token passes.
+
+    Raises:
+        ValueError: ``top_k`` or ``top_p`` is out of range.
+    """
     keep, logprobs = _filtered_logprobs(logits, temperature, top_k, top_p)
     return -(logprobs.exp() * torch.where(keep, logprobs, 0.0)).sum(dim=-1)
 
@@ -49,7 +80,20 @@ def filtered_token_entropy(
 def kept_tokens(
     tempered: Float[Tensor, "tokens vocab"], top_k: int | None = None, top_p: float = 1.0
 ) -> Bool[Tensor, "tokens vocab"]:
-    """Which tokens of each row stay; ``tempered`` logits are already divided by the temperature. Those of -inf (a padded vocabulary) never do."""
+    """Determines K: which tokens of each row pass both filters.
+
+    Args:
+        tempered: z' ``[tokens, vocab]``, logits already divided by the temperature. A logit of -inf
+            (a padded vocabulary) never passes.
+        top_k: How many tokens of each row pass top-k; None for all.
+        top_p: The probability mass of the nucleus, in (0, 1]; 1 for all.
+
+    Returns:
+        ``[tokens, vocab]``, true for tokens in K.
+
+    Raises:
+        ValueError: ``top_k`` is below 1, or ``top_p`` is not in (0, 1].
+    """
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k is {top_k}; expected a positive number of tokens, or None for all")
     if not 0 < top_p <= 1:
@@ -60,7 +104,7 @@ def kept_tokens(
         least = ordered[:, top_k - 1 : top_k]
         keep = keep & (tempered >= least)
         ordered = torch.where(ordered >= least, ordered, -torch.inf)
-    if top_p < 1:  # at 1 nothing goes, but rounding of the sum would drop some
+    if top_p < 1:  # at 1 every token passes, but the rounding of the sum would filter some
         p = torch.softmax(ordered, dim=-1)
         above = p.cumsum(dim=-1) - p
         least = torch.where(above < top_p, ordered, torch.inf).amin(dim=-1, keepdim=True)

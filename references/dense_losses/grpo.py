@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Group relative policy optimisation, with the policy losses of DAPO and CISPO: the objective of open-instruct.
+"""Group relative policy optimisation (GRPO) as in open-instruct, with DAPO's and CISPO's losses.
 
-With r = p / p_old, A the advantage, w the weight of ``importance_weights``, d = clamp(log p - log p_ref, -40, 40):
+With r = p / p_old, A the advantage, w the weight of ``importance_weights`` (rho.py) and
+d = clamp(log p - log p_ref, -40, 40):
 
     DAPO:   policy = max(-A r, -A clamp(r, 1 - clip_lower, 1 + clip_higher))
-    CISPO:  policy = -A min(sg(r), 1 + clip_higher) log p                       sg: no gradient flows through
+    CISPO:  policy = -A min(sg(r), 1 + clip_higher) log p         sg stops the gradient
     kl:     0: d     1: d^2 / 2     2: expm1(-d) + d     3: r d
     L = loss_scale * sum_t m_t (w policy + beta kl) / D
 
-D is the number of trained tokens of the whole batch, or a constant. CISPO clips above alone; NeMo-RL's also below. Where d
-is clamped it has no gradient, but estimator 3 keeps that of its r. The temperature divides logits, upstream of this.
+m is the mask of trained tokens. D is their number in the whole batch, or a constant. CISPO clips
+from above alone; NeMo-RL's CISPO clips from below too. Where d is clamped it has no gradient, but
+estimator 3 still has the gradient of its r. The temperature divides the logits, before this stage.
 
-open-instruct ``compute_grpo_loss`` and its tiled twin, whose bugs are not followed: the twin divides by at least 1, also where D is a
-smaller constant, and multiplies masked values by zero, so that infinities there spoil the batch (here they are selected away).
-Earlier versions of the twin reported no clipping by CISPO, and ignored rho and the choice of estimator. See rho.py for more.
+Sources: open-instruct ``compute_grpo_loss``; GRPO (Shao et al. 2024, arXiv 2402.03300), DAPO
+(arXiv 2503.14476), CISPO (MiniMax-M1, arXiv 2506.13585). We do not follow the bugs of
+open-instruct's tiled version of this loss. It divides by at least 1, even where D is a smaller
+constant, and it multiplies masked values by zero, so that infinities there spoil the batch; here
+they are selected away. Earlier tiled versions reported no clipping by CISPO, and ignored rho and
+the choice of estimator. rho.py lists more.
 """
 
 from dataclasses import dataclass
@@ -26,33 +31,43 @@ from torch import Tensor
 from dense_losses.reductions import divide, largest, select, smallest, token_mean
 from dense_losses.rho import Rho, RhoOptions, importance_weights
 
-KL_BOUND = 40.0  # in nats, open-instruct's
+KL_BOUND = 40.0  # nats; the value of open-instruct
 
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoOptions(RhoOptions):
-    """The options of ``grpo``, with those of ``importance_weights``; names and defaults are open-instruct's."""
+    """The options of ``grpo``, which include those of ``importance_weights``.
+
+    Names and defaults are open-instruct's.
+
+    Raises:
+        ValueError: An option is out of range.
+    """
 
     loss_fn: Literal["dapo", "cispo"] = "dapo"
     """The policy loss."""
     clip_lower: float = 0.2
-    """The ratio is clipped below at 1 - clip_lower, by DAPO alone. ``ratio_clip_min`` in NeMo-RL."""
+    """The ratio is clipped from below at 1 - clip_lower, by DAPO alone. ``ratio_clip_min`` in
+    NeMo-RL."""
     clip_higher: float = 0.272
-    """The ratio is clipped above at 1 + clip_higher. ``ratio_clip_max`` in NeMo-RL."""
+    """The ratio is clipped from above at 1 + clip_higher. ``ratio_clip_max`` in NeMo-RL."""
     beta: float = 0.05
-    """The factor of the KL term; 0 also for want of a reference policy, with any finite ``reference_logprobs``."""
+    """The factor of the KL term. Without a reference policy, set it to 0 and pass any finite
+    ``reference_logprobs``."""
     kl_estimator: Literal[0, 1, 2, 3] = 2
-    """Which estimate of KL(p || p_ref) is the KL term."""
+    """Which estimate of KL(p || p_ref) is the KL term; see ``kl_estimates``."""
     loss_denominator: Literal["token"] | float = "token"
-    """D: ``"token"`` for the number of trained tokens of the whole batch, or a positive constant, which Dr. GRPO has."""
+    """D: ``"token"`` for the number of trained tokens of the whole batch, or a positive constant,
+    as in Dr. GRPO."""
     loss_scale: int = 1
-    """The factor of the loss, not of metrics. ``world_size // sequence_parallel_size`` in open-instruct: DeepSpeed averages over
-    data-parallel ranks, so that each must have that many times its part for the average to be the batch's."""
+    """The factor of the loss, but not of metrics. It is ``world_size // sequence_parallel_size`` in
+    open-instruct: DeepSpeed averages over data-parallel ranks, so each rank must return that many
+    times its part for the average to be the loss of the batch."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.loss_fn not in ("dapo", "cispo"):
-            raise ValueError(f"loss_fn is {self.loss_fn!r}; expected dapo or cispo")
+            raise ValueError(f"loss_fn is {self.loss_fn!r}; expected 'dapo' or 'cispo'")
         if not 0 <= self.clip_lower <= 1:
             raise ValueError(f"clip_lower is {self.clip_lower!r}; expected a number between 0 and 1")
         for name in ("clip_higher", "beta"):
@@ -83,24 +98,42 @@ def grpo(
     valid_tokens: Int[Tensor, ""],
     options: GrpoOptions,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
-    """The loss, differentiable in ``logprobs``.
+    """Computes open-instruct's GRPO loss and its metrics.
 
-    old_logprobs: None means on-policy, those of ``logprobs`` without their gradient: the ratio is 1, its gradient is not 0.
-    vllm_logprobs: NaN at a trained token means no correction, rho = 1. Without ``use_rho_correction`` they have an effect on metrics alone.
-    sequence: sequences must be whole for rho's means over them (``rho_mask_sequence_level``, ``rho_mask_tv_divergence``), and each is one
-        document; open-instruct averages over the documents of a packed row together.
-    valid_tokens: the number of trained tokens, over every rank and microbatch. Metrics are divided by it whatever D is.
+    Args:
+        logprobs: log p ``[tokens]``, in nats. The loss is differentiable in it.
+        old_logprobs: log p_old ``[tokens]``, in nats. None means on-policy: ``logprobs`` without
+            their gradient, so that the ratio is 1 but its gradient is not 0.
+        reference_logprobs: log p_ref ``[tokens]``, in nats.
+        vllm_logprobs: ``[tokens]``, in nats. NaN at a trained token means no correction, rho = 1.
+            Without ``use_rho_correction`` they affect metrics alone.
+        advantages: A ``[tokens]``.
+        mask: m ``[tokens]``, true at trained tokens.
+        sequence: ``[tokens]``, the number of the sequence of each token. A sequence is one document
+            (open-instruct averages over all documents of a packed row), and it must be whole for
+            the means of ``rho_mask_sequence_level`` and ``rho_mask_tv_divergence``.
+        sequences: The number of sequences.
+        valid_tokens: The number of trained tokens over every rank and microbatch. It divides the
+            metrics, whatever D is.
+        options: See ``GrpoOptions``.
 
-    Metrics, each the sum over ranks of what they return, but for two extremes:
+    Returns:
+        The loss and the metrics, which carry no gradient. Ranks sum all metrics but two extremes:
 
-    - ``kl0`` .. ``kl3``, the means of the estimates; ``kl_avg``, beta times that of the chosen one; ``policy_avg``, of w policy; ``total_avg``,
-      the sum of the two. In open-instruct ``total_avg`` is a mean of microbatches' losses, in the scale of those.
-    - ``clipfrac``, the share of tokens that are clipped, in DAPO to a larger loss, in CISPO from above, and not dropped.
-    - ``ratio_mean`` and ``ratio_square_mean``, of r and r^2. Once they are summed over ranks, ``ratio_square_mean - ratio_mean^2`` is
-      the variance over tokens; ``ratio_var`` of open-instruct is that of microbatches' means.
-    - ``rho_mean``, of tokens' own rho; ``rho_weight``, of w; ``rho_clipfrac``, the share whose rho a clamp changed, dropped or not;
-      ``rho_drop_frac``, ``rho_drop_low_frac`` and ``rho_drop_high_frac``, the shares dropped.
-    - ``rho_min`` (min over ranks) and ``rho_max`` (max), of tokens' own rho, +inf and -inf without a trained token.
+        - ``kl0`` to ``kl3``: means of the four estimates.
+        - ``kl_avg``: mean of beta times the chosen estimate. ``policy_avg``: mean of w policy.
+          ``total_avg``: the sum of the two. In open-instruct ``total_avg`` is a mean over the
+          losses of microbatches, in their scale.
+        - ``clipfrac``: the share of tokens that are clipped (DAPO: to a larger loss; CISPO: from
+          above) and not dropped.
+        - ``ratio_mean`` and ``ratio_square_mean``: means of r and r^2. Once they are summed over
+          ranks, ``ratio_square_mean - ratio_mean^2`` is the variance over tokens. open-instruct's
+          ``ratio_var`` is the variance over the means of microbatches.
+        - ``rho_mean``: mean of each token's own rho. ``rho_weight``: mean of w.
+        - ``rho_clipfrac``: the share of tokens whose rho a clamp changed, dropped or not.
+        - ``rho_drop_frac``, ``rho_drop_low_frac``, ``rho_drop_high_frac``: the shares dropped.
+        - ``rho_min`` (ranks take the minimum) and ``rho_max`` (the maximum) of each token's own
+          rho: +inf and -inf without a trained token.
     """
     old_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
     inputs = (logprobs, old_logprobs, reference_logprobs, vllm_logprobs, advantages)
@@ -137,7 +170,7 @@ def grpo(
 
 
 def rho_statistics(correction: Rho) -> dict[str, Tensor]:
-    """What the metrics of rho are means of."""
+    """Returns the per-token values ``[tokens]`` that the metrics of rho average, by metric name."""
     return {
         "rho_mean": correction.rho,
         "rho_weight": correction.weight,
@@ -154,7 +187,17 @@ def policy_loss(
     advantages: Float[Tensor, " tokens"],
     options: GrpoOptions,
 ) -> tuple[Float[Tensor, " tokens"], Bool[Tensor, " tokens"]]:
-    """The policy loss of each token, without its weight, and whether it is clipped."""
+    """Computes the policy loss of each token, without its weight w.
+
+    Args:
+        logprobs: log p ``[tokens]``, in nats.
+        ratio: r ``[tokens]``.
+        advantages: A ``[tokens]``.
+        options: See ``GrpoOptions``.
+
+    Returns:
+        The losses ``[tokens]``, and whether each is clipped ``[tokens]``.
+    """
     highest = 1 + options.clip_higher
     if options.loss_fn == "cispo":
         return -advantages * torch.clamp(ratio.detach(), max=highest) * logprobs, ratio > highest
@@ -165,10 +208,18 @@ def policy_loss(
 def kl_estimates(
     log_ratio: Float[Tensor, " tokens"], ratio: Float[Tensor, " tokens"]
 ) -> tuple[Float[Tensor, " tokens"], ...]:
-    """Four estimates of KL(p || p_ref) at each token from ``log_ratio``, log p - log p_ref; in nats.
+    """Computes four estimates of KL(p || p_ref) at each token.
 
-    Schulman's k1, k2 and k3, and k1 with the importance weight ``ratio``. On-policy and unclamped, 0, 2 and 3 have the mean KL(p || p_ref), but
-    it is the gradients of 1 and 3 that have its gradient for their mean; that of 0 has the mean 0, that of 2 the gradient of KL(p_ref || p).
+    Estimates 0, 1 and 2 are Schulman's k1, k2 and k3; estimate 3 is k1 with the importance weight
+    r. On-policy and unclamped, the values of 0, 2 and 3 have the mean KL(p || p_ref). The gradients
+    have the means 0 for estimate 0, grad KL(p || p_ref) for 1 and 3, and grad KL(p_ref || p) for 2.
+
+    Args:
+        log_ratio: log p - log p_ref ``[tokens]``, in nats.
+        ratio: r ``[tokens]``.
+
+    Returns:
+        The four estimates, each ``[tokens]``, in nats.
     """
     d = torch.clamp(log_ratio, -KL_BOUND, KL_BOUND)
     return d, d**2 / 2, torch.expm1(-d) + d, ratio * d

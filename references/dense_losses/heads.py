@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stages in front of every loss: hidden states -> logits -> per-token log-probabilities and entropies.
+"""The stages in front of every loss: hidden states, logits, log-probabilities and entropies.
 
-Symbols: h hidden state, W output embedding (lm-head), z logits, y label, tau temperature, V vocabulary size.
+Symbols: h hidden state, W output embedding (lm-head), b bias, z logits, y label, tau temperature.
 """
 
 import torch
@@ -14,7 +14,16 @@ def linear_logits(
     weight: Float[Tensor, "vocab hidden"],
     bias: Float[Tensor, " vocab"] | None = None,
 ) -> Float[Tensor, "tokens vocab"]:
-    """``z = h W^T + b``, the output layer of a language model."""
+    """Computes ``z = h W^T + b``, the output layer of a language model.
+
+    Args:
+        hidden: h ``[tokens, hidden]``.
+        weight: W ``[vocab, hidden]``.
+        bias: b ``[vocab]``; None for an output layer without one.
+
+    Returns:
+        z ``[tokens, vocab]``.
+    """
     logits = hidden @ weight.T
     return logits if bias is None else logits + bias
 
@@ -24,16 +33,32 @@ def token_logprobs(
     labels: Int[Tensor, " tokens"],
     temperature: float = 1.0,
 ) -> Float[Tensor, " tokens"]:
-    """``log p(y) = z_y / tau - log sum_v exp(z_v / tau)``.
+    """Computes ``log p(y) = z_y / tau - log sum_v exp(z_v / tau)``.
 
-    The temperature divides the logits, before the softmax: dividing log-probabilities by it gives numbers that
-    no longer sum to one (NeMo-RL's fused path and prime-rl #697 did that).
+    The temperature divides the logits, before the softmax. Dividing log-probabilities by it gives
+    numbers that no longer sum to one (NeMo-RL's fused path and prime-rl #697 did that).
+
+    Args:
+        logits: z ``[tokens, vocab]``.
+        labels: y ``[tokens]``, indices into the vocabulary.
+        temperature: tau, a positive number.
+
+    Returns:
+        The log-probability of each label ``[tokens]``, in nats.
     """
     logprobs = torch.log_softmax(logits / temperature, dim=-1)
     return logprobs.gather(-1, labels[:, None]).squeeze(-1)
 
 
 def token_entropy(logits: Float[Tensor, "tokens vocab"], temperature: float = 1.0) -> Float[Tensor, " tokens"]:
-    """``H = - sum_v p_v log p_v`` in nats, of the tempered distribution ``p = softmax(z / tau)``."""
+    """Computes ``H = - sum_v p_v log p_v`` of the tempered distribution ``p = softmax(z / tau)``.
+
+    Args:
+        logits: z ``[tokens, vocab]``, finite.
+        temperature: tau, a positive number.
+
+    Returns:
+        The entropy of each token's distribution ``[tokens]``, in nats.
+    """
     logprobs = torch.log_softmax(logits / temperature, dim=-1)
     return -(logprobs.exp() * logprobs).sum(dim=-1)

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that correct for tokens having been sampled by another policy than the one trained, as NeMo-RL has them.
+"""NeMo-RL's importance weights, for tokens that another policy sampled than the one being trained.
 
-With x_t = log p_prev(t) - log p_gen(t), of the policy before the update and of the one that generated:
+With x_t = log p_prev(t) - log p_gen(t), where p_prev is the policy before the update and p_gen the
+one that generated:
 
-    of a token:     w_t = exp(x_t)          of a sequence (GSPO):  w_i = exp(sum_t x_t)
-    tis:            clamp(w, min, ratio)    min is 0 unless given
+    of a token:     w_t = exp(x_t)
+    of a sequence:  w_i = exp(sum_t x_t)                              GSPO
+    tis:            clamp(w, min, ratio)                              min is 0 unless given
     icepop:         w if min <= w <= ratio, else 0
-    seq-mask-tis:   w_t if min <= exp(mean_t x_t) <= ratio, else 0 for the whole sequence; w_t itself is not bounded
+    seq-mask-tis:   w_t if min <= exp(mean_t x_t) <= ratio, else 0    for the whole sequence
 
-A weight that is not finite is 0. Weights are constants: no gradient flows through them.
+seq-mask-tis does not bound w_t itself. A weight that is not finite is 0. Weights are constants: no
+gradient flows through them.
+
+Source: NeMo-RL ``ClippedPGLossFn``.
 """
 
 from dataclasses import dataclass
@@ -25,7 +30,7 @@ TruncationType = Literal["tis", "icepop", "seq-mask-tis"]
 
 @dataclass(frozen=True, kw_only=True)
 class Truncation:
-    """Bounds of importance weights: which ``type``, and the bounds ``minimum`` and ``maximum``."""
+    """How importance weights are bounded: the ``type``, and the inclusive bounds."""
 
     type: TruncationType
     minimum: float
@@ -36,7 +41,10 @@ class Truncation:
 
 
 def exp_or_zero(x: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """``exp(x)``, and 0 with zero gradient where that is not finite (NeMo-RL's ``nan_to_num`` has the gradient 0 * inf = NaN there)."""
+    """Computes ``exp(x)``, or 0 with zero gradient where that is not finite.
+
+    NeMo-RL calls ``nan_to_num``, whose gradient there is 0 * inf = NaN.
+    """
     return torch.where(x.exp().isfinite(), x, -torch.inf).exp()
 
 
@@ -50,9 +58,21 @@ def importance_weights(
     truncation: Truncation | None = None,
     epsilon: float = 0.0,
 ) -> tuple[Float[Tensor, " units"], Bool[Tensor, " outside"]]:
-    """The weights, and which lie out of bounds.
+    """Computes the importance weights, and which of them lie out of bounds.
 
-    Weights are of sequences if ``of_sequences``, else of tokens. So is what lies out of bounds, except for seq-mask-tis, where it is of sequences.
+    Args:
+        x: ``[tokens]``, log p_prev - log p_gen in nats.
+        mask: ``[tokens]``, true at tokens that count.
+        sequence: ``[tokens]``, the number of the sequence that each token belongs to.
+        sequences: The number of sequences.
+        of_sequences: Whether each sequence has one weight (GSPO), instead of each token.
+        truncation: The bounds; None for weights without bounds.
+        epsilon: Added to the count of each sequence in the mean of seq-mask-tis.
+
+    Returns:
+        The weights, ``[sequences]`` if ``of_sequences``, else ``[tokens]``; and whether each of
+        them is out of bounds, of the same shape, except for seq-mask-tis, where it is
+        ``[sequences]``.
     """
     x = select(mask, x).detach()
     w = exp_or_zero(sequence_sum(x, sequence, sequences) if of_sequences else x)

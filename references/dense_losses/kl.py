@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates, token by token, of the Kullback-Leibler divergence of a policy from a reference, from the sampled tokens' log-probs.
+"""Estimates of the Kullback-Leibler divergence, token by token, from the sampled tokens' log-probs.
 
 With d = log q(y) - log p(y), where y was sampled from the policy p and q is the reference:
 
     k1 = -d        k2 = d^2 / 2        k3 = exp(d) - 1 - d
 
-Values: E k1 = E k3 = KL(p || q), while E k2 is only near it. Gradients: E grad k1 = 0 and E grad k2 = grad KL, but
-E grad k3 = grad KL(q || p), since the tokens' own distribution is held fixed. A weight w = exp(log p - sg(log p)), of value 1, adds
-the missing score term: E grad (w k1) = E grad (w k3) = grad KL.
+Values: E k1 = E k3 = KL(p || q), while E k2 only approximates it.
+Gradients, with the sampled tokens held fixed: E grad k1 = 0, E grad k2 = grad KL(p || q), but
+E grad k3 = grad KL(q || p). A weight w = exp(log p - sg(log p)), whose value is 1, adds the score
+term that is missing: E grad (w k1) = E grad (w k3) = grad KL(p || q). sg stops the gradient.
 
-Sources: Schulman, "Approximating KL divergence" (2020); NeMo-RL ``calculate_kl``; arXiv 2506.09477 for the weight.
+Sources: Schulman, "Approximating KL divergence" (2020), for the estimators; NeMo-RL
+``calculate_kl`` for the clamps; Tang and Munos 2025 (arXiv 2506.09477) for the weight.
 """
 
 import math
@@ -31,10 +33,20 @@ def kl_estimate(
     input_clamp_value: float | None = None,
     output_clamp_value: float | None = None,
 ) -> Float[Tensor, " tokens"]:
-    """``clamp(w * k(clamp(d)))`` in nats, for each token; of the policy ``logprobs`` from the reference.
+    """Computes ``clamp(w * k(clamp(d)))`` for each token.
 
-    ``input_clamp_value`` bounds d to +- that many nats; a token whose d it changes has no gradient at all, neither through d nor through
-    its weight. ``output_clamp_value`` bounds the weighted estimate. None: no bound.
+    Args:
+        logprobs: log p ``[tokens]``, in nats, of the policy.
+        reference_logprobs: log q ``[tokens]``, in nats, of the reference.
+        kl_type: The estimator k.
+        weights: w ``[tokens]``; None for 1.
+        input_clamp_value: Clamps d to plus or minus this many nats. A token beyond the bound has no
+            gradient at all, neither through d nor through its weight. None: no clamp.
+        output_clamp_value: Clamps the weighted estimate to plus or minus this many nats. None: no
+            clamp.
+
+    Returns:
+        The estimates ``[tokens]``, in nats.
     """
     d = reference_logprobs - logprobs
     if input_clamp_value is not None:
@@ -48,10 +60,18 @@ def kl_estimate(
 
 
 def js_estimate(p: Float[Tensor, " tokens"], g: Float[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
-    """``k3(p || m) / 2 + k3(g || m) / 2`` in nats, with m the mixture ``log(exp(p) / 2 + exp(g) / 2)``, for each token.
+    """Computes ``k3(p || m) / 2 + k3(g || m) / 2``, with ``m = log(exp(p) / 2 + exp(g) / 2)``.
 
-    NeMo-RL has d = p - m and g - m here, the other sign, against its own ``calculate_kl`` and comment: that is k3(m || p), and its half for g
-    does not have the expectation KL(g || m) over tokens sampled from g. Both signs agree to second order in p - g.
+    NeMo-RL uses the other sign here, d = p - m and d = g - m, against its own ``calculate_kl`` and
+    its comment. That is k3(m || p), and over tokens sampled from g its half for g does not have the
+    expectation KL(g || m). Both signs agree to second order in p - g.
+
+    Args:
+        p: Log-probs ``[tokens]``, in nats, of the policy before the update.
+        g: Log-probs ``[tokens]``, in nats, of the policy that generated.
+
+    Returns:
+        Estimates of the Jensen-Shannon divergence ``[tokens]``, in nats.
     """
     m = torch.logaddexp(p, g) - math.log(2)
     return (

@@ -3,8 +3,10 @@
 
     mean:  L = - sum_t m_t log p(y_t) / N        sum:  L = - sum_t m_t log p(y_t)
 
-with N the number of trained tokens of the *whole* batch, over every rank and microbatch, so that the losses and
-gradients of parts add up to those of the batch (NeMo-RL ``global_valid_toks``, Megatron-LM per-token loss).
+m is the mask of trained tokens. N is the number of trained tokens of the *whole* batch, over every
+rank and microbatch, so that the losses and gradients of parts add up to those of the batch.
+
+Source: NeMo-RL ``NLLLoss`` (N is its ``global_valid_toks``); Megatron-LM's per-token loss.
 """
 
 from typing import Literal
@@ -24,11 +26,22 @@ def nll(
     reduction: Reduction = "mean",
     epsilon: float = 0.0,
 ) -> Float[Tensor, ""]:
-    """The loss, a scalar in nats (per token for ``"mean"``).
+    """Computes the negative log-likelihood of the trained tokens.
 
-    Masked tokens are selected away, never multiplied by zero, so that NaN or inf there does no harm. A batch
-    without a single trained token has loss 0, with zero gradient. ``epsilon`` is added to N in the mean: 0 divides by
-    max(N, 1); 1e-8 in NeMo-RL, 1e-5 in AReaL, which makes its loss smaller by a factor of N / (N + 1e-5).
+    Masked tokens are selected away, never multiplied by zero, so that NaN or inf there has no
+    effect.
+
+    Args:
+        logprobs: log p(y) ``[tokens]``, in nats. The loss is differentiable in it.
+        mask: m ``[tokens]``, true at trained tokens.
+        valid_tokens: N, a scalar.
+        reduction: ``"mean"`` divides by N, ``"sum"`` does not.
+        epsilon: Added to N in the mean. At 0 the mean divides by max(N, 1). It is 1e-8 in NeMo-RL
+            and 1e-5 in AReaL, whose loss is therefore smaller by a factor of N / (N + 1e-5).
+
+    Returns:
+        L, a scalar in nats (nats per trained token for ``"mean"``). It is 0, with zero gradient,
+        for a batch without a trained token.
     """
     total = -select(mask, logprobs).sum()
     return total if reduction == "sum" else divide(total, valid_tokens, epsilon)
@@ -41,9 +54,20 @@ def sequence_nll(
     sequences: int,
     average: bool = False,
 ) -> Float[Tensor, " sequences"]:
-    """The loss of each sequence, not reduced over them: ``- sum_t m_t log p(y_t)``, ``average`` divides it by the sequence's trained tokens.
+    """Computes ``- sum_t m_t log p(y_t)`` over the tokens of each sequence.
 
-    0 for a sequence without any. NeMo-RL's ``NLLLoss`` with ``dpo_loss``, and ``dpo_average_log_probs`` for the average: the SFT term of DPO.
+    It is the SFT term of DPO: NeMo-RL's ``NLLLoss`` with ``dpo_loss``, and with
+    ``dpo_average_log_probs`` for the average.
+
+    Args:
+        logprobs: log p(y) ``[tokens]``, in nats. The result is differentiable in it.
+        mask: m ``[tokens]``, true at trained tokens.
+        sequence: ``[tokens]``, the number of the sequence that each token belongs to.
+        sequences: The number of sequences.
+        average: Whether to divide by the number of trained tokens of each sequence.
+
+    Returns:
+        The loss of each sequence ``[sequences]``, in nats; 0 for one without a trained token.
     """
     if average:
         return -sequence_mean(logprobs, mask, sequence, sequences)
@@ -55,5 +79,14 @@ def mean_entropy(
     mask: Bool[Tensor, " tokens"],
     valid_tokens: Int[Tensor, ""],
 ) -> Float[Tensor, ""]:
-    """``sum_t m_t H_t / N``, a metric in nats per trained token; 0 for a batch without one."""
+    """Computes the metric ``sum_t m_t H_t / N``.
+
+    Args:
+        entropy: H ``[tokens]``, in nats.
+        mask: m ``[tokens]``, true at trained tokens.
+        valid_tokens: N, the number of trained tokens of the whole batch.
+
+    Returns:
+        A scalar in nats per trained token; 0 for a batch without one.
+    """
     return token_mean(entropy, mask, valid_tokens)

@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses on pairs of a chosen and a rejected response: DPO, IPO and the Bradley-Terry loss of reward models.
+"""Losses on pairs of a chosen and a rejected response: DPO, IPO and Bradley-Terry.
 
-Sequences are interleaved: 2p is the chosen one of pair p, 2p + 1 the rejected one. With N sequences of the whole batch,
-hence N / 2 pairs, g_p the sample mask of the chosen one, and r_i the reward of sequence i:
+The Bradley-Terry loss trains reward models.
 
-    DPO:            r_i = sum_t m_t log p_t - sum_t m_t log ref_t      L_pref = sum_p g_p (-log sigmoid(beta (r_2p - r_2p+1))) / (N / 2)
-    IPO:            the same r_i                                       L_pref = sum_p g_p (r_2p - r_2p+1 - 1 / (2 beta))^2 / (N / 2)
-    with SFT:       L_sft = sum_p g_p (-sum_t m_t log p_t of sequence 2p) / (N / 2),   L = w_pref L_pref + w_sft L_sft
-    Bradley-Terry:  r_i is given                                       L = sum_p g_p (-log sigmoid(r_2p - r_2p+1)) / (N / 2)
+Sequences are interleaved: 2p is the chosen one of pair p, 2p + 1 the rejected one. The whole batch
+has N sequences, hence N / 2 pairs. g_p is the sample mask of the chosen sequence, m the mask of
+trained tokens, and r_i the reward of sequence i.
 
-Rafailov et al. 2023 (DPO), Azar et al. 2023 (IPO); NeMo-RL ``DPOLossFn`` and ``PreferenceLossFn``, Hugging Face TRL ``DPOTrainer``.
-NeMo-RL multiplies masked values by zero, so that NaN there spoils the batch, and multiplies by the sample mask twice, which
-squares weights other than 0 and 1; here masked values are selected away and the mask is boolean.
+    DPO and IPO:    r_i    = sum_t m_t log p_t - sum_t m_t log ref_t
+    DPO:            L_pref = sum_p g_p (-log sigmoid(beta (r_2p - r_2p+1))) / (N / 2)
+    IPO:            L_pref = sum_p g_p (r_2p - r_2p+1 - 1 / (2 beta))^2 / (N / 2)
+    SFT term:       L_sft  = sum_p g_p (-sum_t m_t log p_t of sequence 2p) / (N / 2)
+                    L      = w_pref L_pref + w_sft L_sft
+    Bradley-Terry:  L      = sum_p g_p (-log sigmoid(r_2p - r_2p+1)) / (N / 2), where r_i is given
+
+Sources: Rafailov et al. 2023 (DPO, arXiv 2305.18290, eq. 7); Azar et al. 2023 (IPO, arXiv
+2310.12036, eq. 17, where beta is tau); NeMo-RL ``DPOLossFn`` and ``PreferenceLossFn``; Hugging Face
+TRL ``DPOTrainer``. NeMo-RL multiplies masked values by zero, so that NaN there spoils the batch,
+and multiplies by the sample mask twice, which squares weights other than 0 and 1. Here masked
+values are selected away and the mask is boolean.
 """
 
 from dataclasses import dataclass
@@ -30,24 +37,31 @@ ReferenceLayout = Literal["next", "token", "rolled"]
 
 @dataclass(frozen=True, kw_only=True)
 class DpoOptions:
-    """The options of ``dpo``; names and defaults are NeMo-RL's where it has them."""
+    """The options of ``dpo``; names and defaults are NeMo-RL's where it has them.
+
+    Raises:
+        ValueError: An option is out of range, or beta is 0 for IPO.
+    """
 
     reference_policy_kl_penalty: float = 0.05
-    """beta, in 1 / nat: how strongly the policy is held to the reference. ``beta`` in TRL."""
+    """beta, in 1 / nat: how strongly the loss holds the policy to the reference. ``beta`` in
+    TRL."""
     preference_loss_weight: float = 1.0
     """w_pref, the factor of the preference loss."""
     sft_loss_weight: float = 0.0
-    """w_sft, the factor of the NLL of the chosen responses; at 0 it is not evaluated."""
+    """w_sft, the factor of the NLL of the chosen responses. At 0 the NLL is not evaluated."""
     preference_average_log_probs: bool = False
-    """Rewards are means over the trained tokens of a sequence, not sums. TRL does so for IPO, and only there."""
+    """Rewards are means over the trained tokens of a sequence, not sums. TRL does so for IPO
+    only."""
     sft_average_log_probs: bool = False
     """The NLL of a chosen response is the mean over its trained tokens, not their sum."""
     loss_type: LossType = "sigmoid"
-    """``"sigmoid"`` is DPO, ``"ipo"`` is IPO. NeMo-RL has DPO alone."""
+    """``"sigmoid"`` is DPO, ``"ipo"`` is IPO. NeMo-RL has only DPO."""
     reference_layout: ReferenceLayout = "next"
-    """Where the reference's log-probabilities lie, see ``align_reference``."""
+    """Which prediction each of the reference's log-probabilities belongs to; see
+    ``align_reference``."""
     epsilon: float = 0.0
-    """Added to the number of pairs that the loss and the metrics are divided by: 1e-8 in NeMo-RL."""
+    """Added to the number of pairs, which divides the loss and the metrics; 1e-8 in NeMo-RL."""
 
     def __post_init__(self) -> None:
         for name in ("reference_policy_kl_penalty", "preference_loss_weight", "sft_loss_weight", "epsilon"):
@@ -58,22 +72,35 @@ class DpoOptions:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}")
         if self.loss_type == "ipo" and self.reference_policy_kl_penalty == 0:
             raise ValueError(
-                "reference_policy_kl_penalty is 0; expected a positive number with loss_type 'ipo', whose target is 1 / (2 beta)"
+                "reference_policy_kl_penalty is 0; expected a positive number with loss_type 'ipo', "
+                "whose target is 1 / (2 beta), or loss_type 'sigmoid'"
             )
 
 
 def align_reference(
     values: Float[Tensor, " tokens"], sequence: Int[Tensor, " tokens"], layout: ReferenceLayout
 ) -> Float[Tensor, " tokens"]:
-    """``values`` with the value at t belonging to the prediction of token t + 1, within each sequence.
+    """Brings per-token values to next-token alignment, within each sequence.
 
-    - ``"next"``: they are so already. Returned as they are.
-    - ``"token"``: the value at t belongs to the prediction of token t itself, that of a sequence's first token is a
-      placeholder (NeMo-RL ``get_logprobs``). Shifted left by one.
-    - ``"rolled"``: those, rolled left by one (NeMo-RL's DPO data, under the name that GRPO has for ``"token"``). What was
-      rolled round into a sequence's last position, from its own start or from the next sequence's, is dropped.
+    In the result, the value at t belongs to the prediction of token t + 1.
 
-    Both shifted layouts know nothing of the prediction after a sequence's last token, which gets 0 and must be masked.
+    Args:
+        values: ``[tokens]``, in one of three layouts:
+
+            - ``"next"``: already in next-token alignment. Returned unchanged.
+            - ``"token"``: the value at t belongs to the prediction of token t itself, and that of
+              a sequence's first token is a placeholder (NeMo-RL ``get_logprobs``). Shifted left by
+              one.
+            - ``"rolled"``: the ``"token"`` layout, rolled left by one (NeMo-RL's DPO data, under
+              the name that its GRPO uses for the ``"token"`` layout). The value that the roll
+              brought into a sequence's last position, from its own start or from the next
+              sequence's, is dropped.
+        sequence: ``[tokens]``, the number of the sequence that each token belongs to.
+        layout: The layout of ``values``.
+
+    Returns:
+        ``[tokens]``. The last two layouts have no value for the prediction after a sequence's last
+        token; it gets 0 and must be masked.
     """
     if layout == "next":
         return values
@@ -89,12 +116,33 @@ def sequence_total(
     sequences: int,
     average: bool,
 ) -> Float[Tensor, " sequences"]:
-    """The sum or the mean over each sequence's trained tokens; 0 for one without any. ``x`` is 0 at masked tokens."""
+    """Sums or averages ``x`` over the trained tokens of each sequence.
+
+    Args:
+        x: ``[tokens]``, already 0 at masked tokens.
+        mask: ``[tokens]``, true at trained tokens.
+        sequence: ``[tokens]``, the number of the sequence that each token belongs to.
+        sequences: The number of sequences.
+        average: Whether to return means instead of sums.
+
+    Returns:
+        ``[sequences]``; 0 for a sequence without a trained token.
+    """
     return sequence_mean(x, mask, sequence, sequences) if average else sequence_sum(x, sequence, sequences)
 
 
 def pair_gate(sample_mask: Bool[Tensor, " sequences"]) -> Bool[Tensor, " pairs"]:
-    """Whether a pair counts: the sample mask of its chosen sequence."""
+    """Determines which pairs count: those whose chosen sequence is in ``sample_mask``.
+
+    Args:
+        sample_mask: ``[sequences]``, chosen and rejected sequences in turn.
+
+    Returns:
+        g ``[pairs]``.
+
+    Raises:
+        ValueError: The number of sequences is odd.
+    """
     if sample_mask.shape[0] % 2:
         raise ValueError(
             f"sample_mask has {sample_mask.shape[0]} sequences; expected an even number, chosen and rejected in turn"
@@ -105,15 +153,24 @@ def pair_gate(sample_mask: Bool[Tensor, " sequences"]) -> Bool[Tensor, " pairs"]
 def pair_mean(
     x: Float[Tensor, " pairs"], gate: Bool[Tensor, " pairs"], valid_sequences: Int[Tensor, ""], epsilon: float
 ) -> Float[Tensor, ""]:
-    """``sum_p g_p x_p / (N / 2 + epsilon)``."""
+    """Computes ``sum_p g_p x_p / (N / 2 + epsilon)``, where N is ``valid_sequences``."""
     return divide(select(gate, x).sum(), valid_sequences.to(x.dtype) / 2, epsilon)
 
 
 def pair_loss(margin: Float[Tensor, " pairs"], beta: float, loss_type: LossType) -> Float[Tensor, " pairs"]:
-    """The loss of each pair, of its margin, the chosen reward less the rejected one."""
+    """Computes the preference loss of each pair.
+
+    Args:
+        margin: ``[pairs]``, the chosen reward minus the rejected one, in nats.
+        beta: In 1 / nat.
+        loss_type: ``"sigmoid"`` for DPO, ``"ipo"`` for IPO.
+
+    Returns:
+        ``[pairs]``, in nats for ``"sigmoid"`` and in squared nats for ``"ipo"``.
+    """
     if loss_type == "ipo":
         return (margin - 1 / (2 * beta)) ** 2
-    # -log sigmoid(x) = log(exp(0) + exp(-x)); the backward of F.logsigmoid does not run under vmap without a warning.
+    # -log sigmoid(x) = log(exp(0) + exp(-x)). The backward of F.logsigmoid warns under vmap.
     return torch.logaddexp(torch.zeros_like(margin), -beta * margin)
 
 
@@ -123,7 +180,7 @@ def reward_metrics(
     valid_sequences: Int[Tensor, ""],
     epsilon: float,
 ) -> dict[str, Float[Tensor, ""]]:
-    """The metrics that ``dpo`` and ``preference`` have in common."""
+    """Computes the metrics that ``dpo`` and ``preference`` have in common; see ``preference``."""
     rewards, gate = rewards.detach(), pair_gate(sample_mask)
     chosen, rejected = rewards[0::2], rewards[1::2]
     return {
@@ -141,14 +198,25 @@ def preference(
     valid_sequences: Int[Tensor, ""],
     epsilon: float = 0.0,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
-    """The Bradley-Terry loss of a reward model, differentiable in ``rewards``, the outputs of its scalar head.
+    """Computes the Bradley-Terry loss of a reward model and its metrics.
 
-    valid_sequences: N, the number of sequences with ``sample_mask``, over every rank and microbatch.
-    epsilon: added to the number of pairs; 1e-8 in NeMo-RL.
+    Args:
+        rewards: r ``[sequences]``, the outputs of a scalar head. The loss is differentiable in it.
+        sample_mask: ``[sequences]``. That of a pair's chosen sequence decides whether it counts.
+        valid_sequences: N, the number of sequences in ``sample_mask`` over every rank and
+            microbatch.
+        epsilon: Added to the number of pairs; 1e-8 in NeMo-RL.
 
-    Metrics, each the sum over ranks of what they return: ``loss``; ``accuracy``, the share of pairs whose chosen reward is the
-    larger, ties not; ``rewards_chosen_mean``, ``rewards_rejected_mean``; ``num_valid_samples``, half the number
-    of sequences with ``sample_mask``.
+    Returns:
+        The loss, in nats per pair, and the metrics, which ranks sum and which carry no gradient:
+
+        - ``loss``;
+        - ``accuracy``, the share of pairs whose chosen reward is the larger one (a tie is not);
+        - ``rewards_chosen_mean`` and ``rewards_rejected_mean``, over pairs;
+        - ``num_valid_samples``, half the number of sequences in ``sample_mask``.
+
+    Raises:
+        ValueError: The number of sequences is odd.
     """
     gate = pair_gate(sample_mask)
     rewards = select(gate.repeat_interleave(2), rewards)
@@ -166,17 +234,36 @@ def dpo(
     valid_sequences: Int[Tensor, ""],
     options: DpoOptions,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
-    """The DPO or IPO loss with an optional SFT term, differentiable in ``logprobs``.
+    """Computes the DPO or IPO loss, with an optional SFT term, and its metrics.
 
-    reference_logprobs: of the frozen reference policy, in ``options.reference_layout``.
-    mask: the token mask alone; ``sample_mask`` of a pair's chosen sequence decides whether the pair counts.
-    valid_sequences: N, the number of sequences with ``sample_mask``, over every rank and microbatch.
+    NeMo-RL averages the rejected rewards over the pairs whose rejected sequence is in
+    ``sample_mask``. Where the two masks of a pair differ, these are other pairs than those of the
+    loss; we do not reproduce that.
 
-    Metrics, each the sum over ranks of what they return: ``loss``; ``sft_loss`` and ``preference_loss``, its terms before their
-    weights (``sft_loss`` is 0 at weight 0); ``accuracy``, the share of pairs whose chosen reward is the larger, ties not;
-    ``rewards_chosen_mean``, ``rewards_rejected_mean``, in nats: without beta, which TRL multiplies by;
-    ``num_valid_samples``, half the number of sequences with ``sample_mask``. In NeMo-RL the mean of rejected rewards goes
-    by the sample mask of the rejected sequences, and is of other pairs than the loss where a pair's two masks differ.
+    Args:
+        logprobs: log p ``[tokens]``, in nats. The loss is differentiable in it.
+        reference_logprobs: log ref ``[tokens]``, in nats, of the frozen reference policy, in
+            ``options.reference_layout``.
+        mask: m ``[tokens]``, the token mask alone, without ``sample_mask``.
+        sequence: ``[tokens]``, the number of the sequence that each token belongs to.
+        sample_mask: ``[sequences]``. That of a pair's chosen sequence decides whether it counts.
+        valid_sequences: N, the number of sequences in ``sample_mask`` over every rank and
+            microbatch.
+        options: See ``DpoOptions``.
+
+    Returns:
+        The loss per pair and the metrics, which ranks sum and which carry no gradient:
+
+        - ``loss``;
+        - ``preference_loss`` and ``sft_loss``, its terms before their weights (``sft_loss`` is 0 if
+          its weight is 0);
+        - ``accuracy``, the share of pairs whose chosen reward is the larger one (a tie is not);
+        - ``rewards_chosen_mean`` and ``rewards_rejected_mean``, over pairs, in nats. TRL multiplies
+          them by beta;
+        - ``num_valid_samples``, half the number of sequences in ``sample_mask``.
+
+    Raises:
+        ValueError: The number of sequences is odd.
     """
     gate = pair_gate(sample_mask)
     mask = mask & gate.repeat_interleave(2)[sequence]

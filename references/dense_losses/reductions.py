@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masked sums and means over a pack of sequences laid end to end.
 
-``sequence[t]`` is the number of the sequence that token t belongs to. Masked values are selected away, never multiplied
-by zero, so that NaN or inf there does no harm; do so before anything else is computed of them, since the gradient
-of an unselected NaN is NaN.
+``sequence[t]`` is the number of the sequence that token t belongs to. Masked values are selected
+away, never multiplied by zero, so that NaN or inf there has no effect. Select before computing
+anything else from them: the gradient of a NaN that is selected away only later is NaN.
 """
 
 import torch
@@ -12,14 +12,22 @@ from torch import Tensor
 
 
 def select(mask: Bool[Tensor, " n"], x: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """``x`` where ``mask``, 0 elsewhere."""
+    """Returns ``x`` where ``mask`` is true, and 0 elsewhere; both have shape ``[n]``."""
     return torch.where(mask, x, 0.0)
 
 
 def divide(total: Float[Tensor, "..."], count: Num[Tensor, "..."], epsilon: float = 0.0) -> Float[Tensor, "..."]:
-    """``total / count``, 0 where nothing was counted; or ``total / (count + epsilon)`` where an original has one.
+    """Divides sums by counts.
 
-    epsilon: 1e-8 in NeMo-RL's ``masked_mean``, 1e-5 in AReaL's SFT loss.
+    Args:
+        total: The sums, of any shape.
+        count: The counts, of the same shape or a scalar.
+        epsilon: Added to the counts, for originals that do so: 1e-8 in NeMo-RL's ``masked_mean``,
+            1e-5 in AReaL's SFT loss.
+
+    Returns:
+        ``total / (count + epsilon)``. With epsilon 0, a count of 0 divides by 1, so that a sum over
+        nothing stays 0.
     """
     count = count.to(total.dtype)  # an int64 plus epsilon would be a float32, in which 1e-8 vanishes
     return total / (count + epsilon if epsilon else torch.where(count == 0, 1, count))
@@ -28,14 +36,33 @@ def divide(total: Float[Tensor, "..."], count: Num[Tensor, "..."], epsilon: floa
 def token_mean(
     x: Float[Tensor, " tokens"], mask: Bool[Tensor, " tokens"], count: Num[Tensor, ""], epsilon: float = 0.0
 ) -> Float[Tensor, ""]:
-    """``sum_t m_t x_t / count``; count is the whole batch's, over every rank and microbatch, so that parts add up."""
+    """Computes ``sum_t m_t x_t / count``.
+
+    Args:
+        x: ``[tokens]``.
+        mask: m ``[tokens]``.
+        count: The count of the whole batch, over every rank and microbatch, so that parts add up.
+        epsilon: Added to the count; see ``divide``.
+
+    Returns:
+        A scalar; 0 if nothing was counted.
+    """
     return divide(select(mask, x).sum(), count, epsilon)
 
 
 def sequence_sum(
     x: Float[Tensor, " tokens"], sequence: Int[Tensor, " tokens"], sequences: int
 ) -> Float[Tensor, " sequences"]:
-    """The sum over each sequence's tokens; 0 for an empty one."""
+    """Sums ``x`` over the tokens of each sequence; an empty sequence gets 0.
+
+    Args:
+        x: ``[tokens]``, already 0 at tokens that must not count.
+        sequence: ``[tokens]``, the number of the sequence that each token belongs to.
+        sequences: The number of sequences.
+
+    Returns:
+        ``[sequences]``.
+    """
     return torch.zeros(sequences, dtype=x.dtype).index_add(0, sequence, x)
 
 
@@ -46,17 +73,28 @@ def sequence_mean(
     sequences: int,
     epsilon: float = 0.0,
 ) -> Float[Tensor, " sequences"]:
-    """The mean over each sequence's unmasked tokens; 0 for one without any."""
+    """Averages ``x`` over the tokens of each sequence where ``mask`` is true.
+
+    Args:
+        x: ``[tokens]``.
+        mask: ``[tokens]``.
+        sequence: ``[tokens]``, the number of the sequence that each token belongs to.
+        sequences: The number of sequences.
+        epsilon: Added to the count of each sequence; see ``divide``.
+
+    Returns:
+        ``[sequences]``; 0 for a sequence whose tokens are all masked.
+    """
     total, count = (sequence_sum(values, sequence, sequences) for values in (select(mask, x), mask.to(x.dtype)))
     return divide(total, count, epsilon)
 
 
 def smallest(x: Float[Tensor, " n"], mask: Bool[Tensor, " n"]) -> Float[Tensor, ""]:
-    """``min x`` where ``mask``, +inf without any; also of nothing at all."""
+    """Returns ``min x`` where ``mask`` is true; +inf if it is true nowhere, or if n is 0."""
     infinity = torch.full((1,), torch.inf, dtype=x.dtype)
     return torch.cat((torch.where(mask, x, torch.inf), infinity)).amin()
 
 
 def largest(x: Float[Tensor, " n"], mask: Bool[Tensor, " n"]) -> Float[Tensor, ""]:
-    """``max x`` where ``mask``, -inf without any."""
+    """Returns ``max x`` where ``mask`` is true; -inf if it is true nowhere, or if n is 0."""
     return -smallest(-x, mask)

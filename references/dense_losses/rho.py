@@ -1,18 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""rho: importance weights that correct for the engine that sampled not being the one that trains.
+"""rho: importance weights that correct for sampling with another engine than the one that trains.
 
-    x_t = clamp(log p_old - log p_vllm, -10, 10),   rho_t = exp(x_t);   with rho_mask_sequence_level  rho_t = exp(mean of x over t's sequence)
+Both engines ran the same policy: p_old is the probability by the trainer, p_vllm by the sampler.
+
+    x_t       = clamp(log p_old - log p_vllm, -10, 10)
+    rho_t     = exp(x_t)
+                exp(mean of x over t's sequence)             with rho_mask_sequence_level
     dropped_t = rho_t < mask_lower or rho_t > mask_upper
-    with rho_mask_tv_divergence  dropped_t = (tv < mask_lower or tv > mask_upper) and sign(x_t) A_t > 0,
-                                 tv = mean of |exp(x) - 1| over t's sequence
-    w_t = 0 if dropped_t, else clamp(rho_t, clamp_lower, clamp_upper)
+                (tv < mask_lower or tv > mask_upper) and sign(x_t) A_t > 0,
+                tv = mean of |exp(x) - 1| over t's sequence  with rho_mask_tv_divergence
+    w_t       = 0 if dropped_t, else clamp(rho_t, clamp_lower, clamp_upper)
 
-No gradient flows through any of it. Both engines ran the same policy, p_old is the trainer's and p_vllm the sampler's probability.
+A is the advantage. No gradient flows through any of it.
 
-open-instruct ``compute_rho_correction``: truncated importance sampling (the clamp), IcePop (the mask), the sequence mask of
-DeepSeek-V3.2, the mask of VACO. Two bugs of it are not followed. It averages over a packed row, all its documents together, where
-it means a sequence; here each document is one. And it reads a NaN of vLLM as the log-probability 1, hence rho = exp(log p_old - 1);
-here the token has no correction: x = 0, and it counts so in means over its sequence.
+Source: open-instruct ``compute_rho_correction``. The clamp is truncated importance sampling, the
+mask is that of IcePop, the sequence-level mask is that of DeepSeek-V3.2, and the mask by tv is that
+of VACO. We do not follow two of its bugs:
+
+- It averages over all documents of a packed row, where it means one sequence. Here each document is
+  a sequence.
+- It reads a NaN of vLLM as the log-probability 1, hence rho = exp(log p_old - 1). Here such a token
+  has no correction: x = 0, and it counts as such in means over its sequence.
 """
 
 from dataclasses import dataclass
@@ -24,28 +32,38 @@ from torch import Tensor
 
 from dense_losses.reductions import sequence_mean
 
-LOG_RHO_BOUND = 10.0  # in nats, open-instruct's
+LOG_RHO_BOUND = 10.0  # nats; the value of open-instruct
 
 
 @dataclass(frozen=True, kw_only=True)
 class RhoOptions:
-    """The options of ``importance_weights``; names and defaults are open-instruct's. Bounds are inclusive, 0 disables one."""
+    """The options of ``importance_weights``; names and defaults are open-instruct's.
+
+    Bounds are inclusive, and a bound of 0 is disabled.
+
+    Raises:
+        ValueError: An option is out of range.
+    """
 
     use_rho_correction: bool = True
-    """Whether the policy loss is weighted at all; without, every weight is 1. Not for ``old_logprobs`` that are vLLM's own."""
+    """Whether the policy loss is weighted; if not, every weight is 1. Switch it off if
+    ``old_logprobs`` come from vLLM."""
     rho_clamp_lower_bound: float = 0.0
-    """Smallest weight of a token that is kept; below 1."""
+    """The smallest weight of a token that is not dropped; below 1."""
     rho_clamp_upper_bound: float = 2.0
-    """Largest weight; above 1."""
+    """The largest weight; above 1."""
     rho_mask_lower_bound: float = 0.0
-    """Tokens with a smaller rho are dropped; below 1. With ``rho_mask_tv_divergence``, in the unit of that, and any number."""
+    """Tokens with a smaller rho are dropped; below 1. With ``rho_mask_tv_divergence`` it bounds tv
+    instead, and any positive number is allowed."""
     rho_mask_upper_bound: float = 0.0
-    """Tokens with a larger rho are dropped; above 1. With ``rho_mask_tv_divergence``, in the unit of that, and any number, where
-    open-instruct still wants more than 1."""
+    """Tokens with a larger rho are dropped; above 1. With ``rho_mask_tv_divergence`` it bounds tv
+    instead, and any positive number is allowed; open-instruct still requires more than 1."""
     rho_mask_sequence_level: bool = False
-    """Every token has its sequence's rho, a geometric mean: for the mask and as its weight, though open-instruct documents the mask alone."""
+    """Every token has the rho of its sequence, a geometric mean, for the mask and as its weight.
+    open-instruct documents the mask alone, but its code does both."""
     rho_mask_tv_divergence: bool = False
-    """The mask bounds apply to the sequence's mean of |rho - 1|, of tokens' own rho, and drop only tokens whose update would increase it."""
+    """The mask bounds apply to tv, the mean over the sequence of |rho - 1| of each token's own rho.
+    Only tokens whose update would increase tv are dropped."""
 
     def __post_init__(self) -> None:
         below_1, above_1 = "0, or a number between 0 and 1", "0, or a finite number above 1"
@@ -61,21 +79,28 @@ class RhoOptions:
                 raise ValueError(f"{name} is {value!r}; expected {expected}")
         if 0 < self.rho_mask_upper_bound <= self.rho_mask_lower_bound:
             raise ValueError(
-                f"rho_mask_upper_bound is {self.rho_mask_upper_bound!r}; expected 0, or more than the lower, {self.rho_mask_lower_bound!r}"
+                f"rho_mask_upper_bound is {self.rho_mask_upper_bound!r}; "
+                f"expected 0 (no bound), or more than rho_mask_lower_bound={self.rho_mask_lower_bound!r}"
             )
 
 
 class Rho(NamedTuple):
-    """What ``importance_weights`` finds of each token; weight 1 and nothing clamped or dropped without ``use_rho_correction``."""
+    """The result of ``importance_weights`` for each token.
+
+    Without ``use_rho_correction`` every weight is 1, and nothing is clamped or dropped.
+    """
 
     weight: Float[Tensor, " tokens"]
-    """w, the factor of the policy loss."""
+    """w ``[tokens]``, the factor of the policy loss."""
     rho: Float[Tensor, " tokens"]
-    """exp(x), the token's own also with ``rho_mask_sequence_level``, neither clamped by options nor dropped."""
+    """exp(x) ``[tokens]`` of the token itself, also with ``rho_mask_sequence_level``. The clamp and
+    the mask do not change it."""
     clamped: Bool[Tensor, " tokens"]
-    """Whether a clamp bound changed it, dropped or not."""
+    """``[tokens]``: whether a clamp bound changed the rho of the token, dropped or not."""
     dropped_low: Bool[Tensor, " tokens"]
+    """``[tokens]``: whether the lower mask bound dropped the token."""
     dropped_high: Bool[Tensor, " tokens"]
+    """``[tokens]``: whether the upper mask bound dropped the token."""
 
 
 def importance_weights(
@@ -88,7 +113,22 @@ def importance_weights(
     sequences: int,
     options: RhoOptions,
 ) -> Rho:
-    """``rho`` of each token. Inputs at masked tokens must have been selected away; what is returned there means nothing."""
+    """Computes the importance weight of each token.
+
+    Args:
+        old_logprobs: log p_old ``[tokens]``, in nats, by the trainer.
+        vllm_logprobs: log p_vllm ``[tokens]``, in nats, by the sampler. NaN means no correction.
+        advantages: A ``[tokens]``.
+        mask: ``[tokens]``, true at trained tokens. Inputs at other tokens must be finite: the
+            caller has selected them away.
+        sequence: ``[tokens]``, the number of the sequence (document) of each token. Means over a
+            sequence need all of its tokens.
+        sequences: The number of sequences.
+        options: See ``RhoOptions``.
+
+    Returns:
+        The weights and what was done to them. Values at masked tokens have no meaning.
+    """
     old_logprobs = old_logprobs.detach()
     corrected = mask & ~vllm_logprobs.isnan()
     x = torch.where(corrected, torch.clamp(old_logprobs - vllm_logprobs, -LOG_RHO_BOUND, LOG_RHO_BOUND), 0.0)

@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run of supervised fine-tuning reports: counts of tokens, loss, perplexity, entropy, and the range of the logits.
+"""The statistics that a run of supervised fine-tuning reports.
 
-    ppl_i = exp(-mean_t log p(y_t))          of each sequence i with a trained token; the mean comes before the exp
-    x_avg = sum x / count                    count of the *whole* batch; x_min, x_max over the same items
+These are counts of tokens, loss, perplexity, entropy and the range of the logits.
 
-    statistic                                over
+    ppl_i = exp(-mean_t log p(y_t))          of each sequence i with a trained token
+    x_avg = sum x / count                    count of the *whole* batch
+    x_min, x_max                             over the same items
+
+    statistic                                items
     ppl                                      sequences with a trained token (AReaL's n_seqs)
     loss = -log p(y), entropy                trained tokens (n_valid_tokens)
     vocab_min_logits, vocab_max_logits       tokens that are not padding (n_tokens)
 
-Averages are linear in 1 / count, so they add up over ranks; the perplexity of a sequence needs all of its tokens, so a sequence that
-context parallelism has split must be put together first (AReaL #1223 did not, and reported ppl off by a quarter).
+Averages are linear in 1 / count, so they add up over ranks. The perplexity of a sequence needs all
+of its tokens before the exp, so a sequence that context parallelism has split must be put together
+first (AReaL #1223 did not, and reported perplexities off by up to a quarter).
+
 Source: AReaL ``compute_packed_sft_loss``.
 """
 
@@ -34,14 +39,31 @@ def sft_statistics(
     real_tokens: Int[Tensor, ""],
     valid_tokens: Int[Tensor, ""],
 ) -> dict[str, Float[Tensor, ""]]:
-    """All statistics, which carry no gradient.
+    """Computes all statistics, which carry no gradient.
 
-    ``real`` marks the tokens that are not padding; ``vocab_min`` and ``vocab_max`` are those of ``vocab_range``.
-    The three counts are the whole batch's: sequences with a trained token, tokens that are not padding, trained tokens.
+    Entropy is averaged over trained tokens, as in AReaL's RL trainer; AReaL's SFT trainer computes
+    the entropy and drops it.
 
-    Reduced by a sum: ``n_seqs``, ``n_tokens``, ``n_valid_tokens``, ``prompt_tokens`` (neither trained nor padding) and each ``_avg``,
-    which is 0 if the batch has nothing to average. By a minimum: each ``_min``, +inf if there is nothing here. By a maximum: each ``_max``, -inf.
-    Entropy is averaged over trained tokens, as in AReaL's RL trainer; its SFT trainer computes and drops it.
+    Args:
+        logprobs: log p(y) ``[tokens]``, in nats.
+        entropy: ``[tokens]``, in nats.
+        vocab_min: ``[tokens]``, the smallest logit of each token, from ``vocab_range``.
+        vocab_max: ``[tokens]``, the largest logit of each token, from ``vocab_range``.
+        mask: ``[tokens]``, true at trained tokens.
+        real: ``[tokens]``, true at tokens that are not padding.
+        sequence: ``[tokens]``, the number of the sequence that each token belongs to.
+        sequences: The number of sequences.
+        valid_sequences: The number of sequences with a trained token, of the whole batch.
+        real_tokens: The number of tokens that are not padding, of the whole batch.
+        valid_tokens: The number of trained tokens, of the whole batch.
+
+    Returns:
+        Scalars by name, which ranks reduce as follows:
+
+        - sum: ``n_seqs``, ``n_tokens``, ``n_valid_tokens``, ``prompt_tokens`` (neither trained nor
+          padding), and each ``_avg``, which is 0 if the batch has nothing to average;
+        - minimum: each ``_min``, +inf if there is nothing here;
+        - maximum: each ``_max``, -inf if there is nothing here.
     """
     logprobs, entropy, vocab_min, vocab_max = (x.detach() for x in (logprobs, entropy, vocab_min, vocab_max))
     trained_in = sequence_sum(mask.to(logprobs.dtype), sequence, sequences)
@@ -58,9 +80,16 @@ def sft_statistics(
 
 
 def vocab_range(logits: Float[Tensor, "tokens vocab"]) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
-    """The least and the greatest logit of each token, before any temperature, over the whole vocabulary.
+    """Finds the smallest and the largest logit of each token, before any temperature.
 
-    AReaL takes them over the tensor-parallel rank's shard, so that they depend on the number of ranks.
+    They are taken over the whole vocabulary. AReaL takes them over the shard of the tensor-parallel
+    rank, so that its numbers depend on the number of ranks.
+
+    Args:
+        logits: ``[tokens, vocab]``.
+
+    Returns:
+        The smallest and the largest logits, each ``[tokens]``.
     """
     return logits.amin(dim=-1), logits.amax(dim=-1)
 

@@ -2,15 +2,20 @@
 """The clipped squared error of a value model (critic), as in PPO.
 
     v_clip = clamp(v, v_old - c, v_old + c)
-    L = scale / 2 * sum_t m_t max((v - R)^2, (v_clip - R)^2) / N;    without a clip  L = scale / 2 * sum_t m_t (v - R)^2 / N
+    L = scale / 2 * sum_t m_t max((v - R)^2, (v_clip - R)^2) / N
+    L = scale / 2 * sum_t m_t (v - R)^2 / N                         without a clip
 
-with v the values, v_old those of the policy's rollout, R the returns, c the clip range and N the number of trained tokens of
-the whole batch. The maximum stops the gradient of a value that came nearer to its return by leaving the range, and keeps that
-of one that went further away.
+v are the values, v_old the values at the time of the rollout, R the returns, c the clip range, m
+the mask of trained tokens and N their number in the whole batch. Where the clipped error is the
+larger one, the maximum stops the gradient; this happens to values that left the range and are
+nearer to their return than the edge of the range is.
 
-NeMo-RL ``MseValueLossFn``. It multiplies masked values by zero, so that NaN there spoils the batch; reports 0 as the
-extreme values of a microbatch without trained tokens, which its min and max over microbatches then take for values; and
-counts sequences with their padding and masked ones as ``num_valid_samples``, which is left out here.
+Source: NeMo-RL ``MseValueLossFn``, which differs in three ways:
+
+- It multiplies masked values by zero, so that NaN there spoils the batch.
+- It reports 0 as the extreme values of a microbatch without trained tokens, and its minimum and
+  maximum over microbatches then take this 0 for a value.
+- It reports ``num_valid_samples``, which counts all rows, masked ones too. We leave it out.
 """
 
 from collections.abc import Mapping
@@ -26,14 +31,19 @@ from dense_losses.reductions import largest, select, smallest, token_mean
 
 @dataclass(frozen=True, kw_only=True)
 class ValueOptions:
-    """The options of ``value_loss``; names and defaults are NeMo-RL's."""
+    """The options of ``value_loss``; names and defaults are NeMo-RL's.
+
+    Raises:
+        ValueError: An option is out of range.
+    """
 
     cliprange: float | None = None
-    """c, in the unit of the values: how far from its old value a value may move; None for no clip, where NeMo-RL also takes 0."""
+    """c, in the unit of the values: how far a value may move from its old value. None: no clip.
+    NeMo-RL also takes 0 for no clip; here 0 is refused."""
     scale: float = 1.0
-    """The factor of the loss, beside the 1/2. Metrics other than ``loss`` are without it."""
+    """The factor of the loss, beside the 1/2. It scales no metric but ``loss``."""
     epsilon: float = 0.0
-    """Added to the number of tokens that the loss and the metrics are divided by: 1e-8 in NeMo-RL."""
+    """Added to N, which divides the loss and the metrics; 1e-8 in NeMo-RL."""
 
     def __post_init__(self) -> None:
         if self.cliprange is not None and not 0 < self.cliprange < float("inf"):
@@ -52,17 +62,30 @@ def value_loss(
     valid_tokens: Int[Tensor, ""],
     options: ValueOptions,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
-    """The loss, differentiable in ``values``; ``old_values`` are unused without a clip.
+    """Computes the clipped value loss and its metrics.
 
-    valid_tokens: N, the number of trained tokens, over every rank and microbatch.
+    Args:
+        values: v ``[tokens]``. The loss is differentiable in it.
+        old_values: v_old ``[tokens]``, unused without a clip.
+        returns: R ``[tokens]``.
+        mask: m ``[tokens]``, true at trained tokens.
+        valid_tokens: N, the number of trained tokens over every rank and microbatch.
+        options: See ``ValueOptions``.
 
-    Metrics, each the sum over ranks of what they return, but for the two extremes: ``loss``; ``vf_clipfrac``, the share of
-    tokens whose clipped error is the larger, those without gradient; ``returns_mean``, ``values_mean``; ``returns_sq_mean``, of
-    R^2; ``residual_sq_mean``, of (R - v)^2: the moments from which ``explained_variance`` is computed once they are summed;
-    ``values_min`` (min over ranks) and ``values_max`` (max), +inf and -inf without a trained token.
+    Returns:
+        The loss, in the squared unit of the values, and the metrics, which carry no gradient. Ranks
+        sum all metrics but the two extremes:
+
+        - ``loss``;
+        - ``vf_clipfrac``, the share of tokens whose clipped error is the larger one: these have no
+          gradient;
+        - ``returns_mean``, ``values_mean``, ``returns_sq_mean`` (of R^2) and ``residual_sq_mean``
+          (of (R - v)^2). Once summed, ``explained_variance`` is computed from these moments;
+        - ``values_min`` (ranks take the minimum) and ``values_max`` (the maximum), which are +inf
+          and -inf without a trained token.
     """
     values, old_values, returns = (select(mask, x) for x in (values, old_values, returns))
-    # The count in the values' dtype: an integer plus epsilon is a float32, in which 1e-8 vanishes.
+    # The count needs the dtype of the values: an int64 plus epsilon is a float32, which loses 1e-8.
     mean = partial(token_mean, mask=mask, count=valid_tokens.to(values.dtype), epsilon=options.epsilon)
 
     error = clipped_error = (values - returns) ** 2
@@ -84,10 +107,16 @@ def value_loss(
 
 
 def explained_variance(moments: Mapping[str, Float[Tensor, ""]]) -> Float[Tensor, ""]:
-    """``1 - Var(R - v) / Var(R)``, of the metrics of ``value_loss`` once they are summed over ranks and microbatches.
+    """Computes ``1 - Var(R - v) / Var(R)`` from summed moments.
 
-    1 where the values are the returns, 0 where they explain no more than a constant does; NaN where the returns don't
-    vary. It is not linear: a mean of ranks' own is not it. NeMo-RL divides by at least 1e-8.
+    It is not linear: the mean of the explained variances of ranks is a different number.
+
+    Args:
+        moments: The metrics of ``value_loss``, summed over ranks and microbatches.
+
+    Returns:
+        A scalar: 1 if the values are the returns, 0 if they explain no more than a constant does,
+        NaN if the returns do not vary. NeMo-RL divides by at least 1e-8 instead.
     """
     variance = moments["returns_sq_mean"] - moments["returns_mean"] ** 2
     residual_variance = moments["residual_sq_mean"] - (moments["returns_mean"] - moments["values_mean"]) ** 2
