@@ -175,6 +175,68 @@ def kl_by_hand(p: float, q: float, kind: str) -> float:
     return {"k1": p - q, "k2": (q - p) ** 2 / 2, "k3": math.exp(q - p) - 1 - (q - p)}[kind]
 
 
+def divide(x: float, n: float) -> float:
+    return x / n if n else 0.0
+
+
+def weights_by_loops(
+    o: ClippedPGOptions, p: list[float], g: list[float], members: list[list[int]], eps: float
+) -> tuple[list[float], list[float]]:
+    """Computes w and whether it is out of bounds, for tokens or sequences as the options say."""
+    kind, low, high = (
+        o.truncated_importance_sampling_type,
+        o.truncated_importance_sampling_ratio_min or 0.0,
+        o.truncated_importance_sampling_ratio,
+    )
+    if o.sequence_level_importance_ratios:
+        units = [math.exp(sum(p[t] - g[t] for t in own)) for own in members]
+    else:
+        units = [math.exp(p[t] - g[t]) for t in range(len(p))]
+    outside = [0.0 for _ in units]
+    if kind in ("tis", "icepop"):
+        outside = [float(not low <= w <= high) for w in units]
+        units = [
+            min(max(w, low), high) if kind == "tis" else w * (1 - out) for w, out in zip(units, outside, strict=True)
+        ]
+    elif kind == "seq-mask-tis":
+        geometric = [math.exp(divide(sum(p[t] - g[t] for t in own), len(own) + eps)) for own in members]
+        outside = [float(not low <= x <= high) for x in geometric]
+        units = [w * (1 - outside[SEQUENCE[t]]) for t, w in enumerate(units)]
+    return units, outside
+
+
+def ratios_by_hand(o: ClippedPGOptions, c: float, log_ratio: float) -> tuple[float, float]:
+    """Computes rho and clamp(rho) of a token."""
+    if o.force_on_policy_ratio:
+        return 1.0, 1.0
+    if o.disable_ppo_ratio:
+        return c, c
+    ratio = math.exp(log_ratio)
+    return ratio, min(max(ratio, 1 - o.ratio_clip_min), 1 + o.ratio_clip_max)
+
+
+def surrogate_by_hand(o: ClippedPGOptions, ratio: float, clamped: float, c: float, a: float) -> tuple[float, float]:
+    """Computes l of a token, and its slope in c - p (in c for CISPO and REINFORCE)."""
+    if o.use_cispo:
+        return -a * clamped * c, -a * clamped
+    value = max(-a * ratio, -a * clamped)
+    is_clipped = value != -a * ratio
+    slope = 0.0 if is_clipped else -a if o.disable_ppo_ratio else -a * ratio
+    if o.ratio_clip_c is not None and a < 0 and value > -a * o.ratio_clip_c:
+        return -a * o.ratio_clip_c, 0.0
+    return value, slope
+
+
+def penalty_by_hand(o: ClippedPGOptions, u: float, q: float, g: float) -> tuple[float, float]:
+    """Computes kl(u, q) of a token with its clamps, and its slope in u."""
+    d, v = q - u, math.exp(u - g) if o.use_on_policy_kl_approximation else 1.0
+    bound = math.inf if o.kl_input_clamp_value is None else o.kl_input_clamp_value
+    top = math.inf if o.kl_output_clamp_value is None else o.kl_output_clamp_value
+    k = v * kl_by_hand(0.0, min(max(d, -bound), bound), o.reference_policy_kl_type)
+    slope = v * {"k1": 1.0, "k2": -d, "k3": 1 - math.exp(d)}[o.reference_policy_kl_type] + k
+    return min(max(k, -top), top), slope if abs(d) < bound and abs(k) < top else 0.0
+
+
 def loops(e: Example, options: dict[str, Any]) -> dict[str, Tensor]:
     """Computes everything token by token in Python floats, with gradients derived by hand."""
     o, eps = ClippedPGOptions(**options), options.get("epsilon", 0.0)
@@ -184,31 +246,11 @@ def loops(e: Example, options: dict[str, Any]) -> dict[str, Tensor]:
     tokens, sequences = range(len(c)), range(len(SAMPLED))
     members = [[t for t in tokens if TRAINED[t] and SEQUENCE[t] == i] for i in sequences]
     n_tokens, n_sequences = int(e["valid_tokens"]) + eps, int(e["valid_sequences"]) + eps
-    divide = lambda x, n: x / n if n else 0.0  # noqa: E731
     share = [  # the weight of each token in the loss
         1 / n_tokens if o.token_level_loss else divide(1.0, (len(members[SEQUENCE[t]]) + eps) * n_sequences)
         for t in tokens
     ]
-    kind, low, high = (
-        o.truncated_importance_sampling_type,
-        o.truncated_importance_sampling_ratio_min or 0.0,
-        o.truncated_importance_sampling_ratio,
-    )
-
-    if o.sequence_level_importance_ratios:
-        units = [math.exp(sum(p[t] - g[t] for t in members[i])) for i in sequences]
-    else:
-        units = [math.exp(p[t] - g[t]) for t in tokens]
-    outside = [0.0 for _ in units]
-    if kind in ("tis", "icepop"):
-        outside = [float(not low <= w <= high) for w in units]
-        units = [
-            min(max(w, low), high) if kind == "tis" else w * (1 - out) for w, out in zip(units, outside, strict=True)
-        ]
-    elif kind == "seq-mask-tis":
-        geometric = [math.exp(divide(sum(p[t] - g[t] for t in members[i]), len(members[i]) + eps)) for i in sequences]
-        outside = [float(not low <= x <= high) for x in geometric]
-        units = [w * (1 - outside[SEQUENCE[t]]) for t, w in enumerate(units)]
+    units, outside = weights_by_loops(o, p, g, members, eps)
     weight = [units[SEQUENCE[t]] if o.sequence_level_importance_ratios else units[t] for t in tokens]
     used = weight if o.use_importance_sampling_correction else [1.0 for _ in tokens]
 
@@ -217,39 +259,20 @@ def loops(e: Example, options: dict[str, Any]) -> dict[str, Tensor]:
     for t in (t for t in tokens if TRAINED[t]):
         mates = members[SEQUENCE[t]]
         gspo = o.sequence_level_importance_ratios and not o.force_on_policy_ratio and not o.disable_ppo_ratio
-        if o.force_on_policy_ratio:
-            ratio = clamped = 1.0
-        elif o.disable_ppo_ratio:
-            ratio = clamped = c[t]
-        else:
-            x = sum(c[s] - p[s] for s in mates) / (len(mates) + eps) if gspo else c[t] - p[t]
-            ratio = math.exp(x)
-            clamped = min(max(ratio, 1 - o.ratio_clip_min), 1 + o.ratio_clip_max)
+        log_ratio = sum(c[s] - p[s] for s in mates) / (len(mates) + eps) if gspo else c[t] - p[t]
+        ratio, clamped = ratios_by_hand(o, c[t], log_ratio)
         ratios.append(ratio)
         clampeds.append(clamped)
-        if o.use_cispo:
-            value, slope = -a[t] * clamped * c[t], -a[t] * clamped
-        else:
-            value = max(-a[t] * ratio, -a[t] * clamped)
-            is_clipped = value != -a[t] * ratio
-            slope = 0.0 if is_clipped else -a[t] if o.disable_ppo_ratio else -a[t] * ratio
-            if o.ratio_clip_c is not None and a[t] < 0 and value > -a[t] * o.ratio_clip_c:
-                value, slope = -a[t] * o.ratio_clip_c, 0.0
+        value, slope = surrogate_by_hand(o, ratio, clamped, c[t], a[t])
         loss += share[t] * used[t] * value
         for s in mates if gspo else [t]:
             of_c[s] += share[t] * used[t] * slope / (len(mates) + eps if gspo else 1)
 
         if o.reference_policy_kl_penalty and not o.use_kl_in_reward:
-            d, v = q[t] - u[t], math.exp(u[t] - g[t]) if o.use_on_policy_kl_approximation else 1.0
-            bound = math.inf if o.kl_input_clamp_value is None else o.kl_input_clamp_value
-            top = math.inf if o.kl_output_clamp_value is None else o.kl_output_clamp_value
-            k = v * kl_by_hand(0.0, min(max(d, -bound), bound), o.reference_policy_kl_type)
-            slope = v * {"k1": 1.0, "k2": -d, "k3": 1 - math.exp(d)}[o.reference_policy_kl_type] + k
-            kl += share[t] * min(max(k, -top), top)
-            if abs(d) < bound and abs(k) < top:
-                (of_c if e["unfiltered_logprobs"] is None else of_u)[t] += (
-                    share[t] * o.reference_policy_kl_penalty * slope
-                )
+            penalty, slope = penalty_by_hand(o, u[t], q[t], g[t])
+            kl += share[t] * penalty
+            of_this = of_c if e["unfiltered_logprobs"] is None else of_u
+            of_this[t] += share[t] * o.reference_policy_kl_penalty * slope
 
     mu, positive = o.positive_example_nll_weight, [t for t in tokens if TRAINED[t] and e["rewards"][SEQUENCE[t]] > 0]
     if mu:
@@ -287,9 +310,9 @@ def loops(e: Example, options: dict[str, Any]) -> dict[str, Tensor]:
         if o.sequence_level_importance_ratios
         else mean(lambda t: units[t]),
     }
-    if kind == "seq-mask-tis":
+    if o.truncated_importance_sampling_type == "seq-mask-tis":
         result["is_oob_ratio"] = mean_of_sequences(outside)
-    elif kind is not None:
+    elif o.truncated_importance_sampling_type is not None:
         result["is_oob_ratio"] = mean(lambda t: outside[SEQUENCE[t] if o.sequence_level_importance_ratios else t])
     result["gradient of logprobs"] = of_c
     if e["unfiltered_logprobs"] is not None:
