@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loss kernels for LLM post-training that never form the ``[tokens, vocab]`` logits, split over ranks.
+"""Loss kernels for LLM post-training that never form the ``[tokens, vocab]`` logits.
 
-Plain PyTorch. Imports neither ``dense_losses`` nor ``lossgate``, which judges it.
+The kernels are plain PyTorch and run on one rank or split over tensor-, context- and
+data-parallel ranks. They import neither ``dense_losses`` nor ``lossgate``, which judges them.
 """
 
 from fused_losses.clipped_pg import ClippedPGConfig, clipped_pg_loss

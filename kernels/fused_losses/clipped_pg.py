@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clipped policy gradient on log-probabilities of single tokens: PPO, GRPO, DAPO, REINFORCE, GSPO, CISPO.
+"""The clipped policy gradient on log-probabilities of single tokens.
 
-Options are those of NeMo-RL's ``ClippedPGLossConfig``, by the same names.
+It covers PPO, GRPO, DAPO, REINFORCE, GSPO and CISPO. Its options are those of NeMo-RL's
+``ClippedPGLossConfig``, under the same names.
 """
 
 from collections.abc import Iterator
@@ -19,54 +20,82 @@ from fused_losses.ranks import is_first, sum_over_for_parts
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedPGConfig:
-    """With c the log-probability of a token, p that before the update, g that when it was generated, q the reference's, A the advantage.
+    """Options of ``clipped_pg_loss``.
 
-    Raises ``ValueError`` for options that contradict each other.
+    Below, c is the log-probability of a token, p the one before the update, g the one at
+    generation, q the one of the reference policy, and A the advantage.
+
+    Raises:
+        ValueError: Options contradict each other.
     """
 
     disable_ppo_ratio: bool = False
-    """REINFORCE: c in the place of the ratio, no clip. ``force_on_policy_ratio`` goes before it."""
+    """REINFORCE: c replaces the ratio and nothing is clipped.
+
+    ``force_on_policy_ratio`` takes precedence.
+    """
     token_level_loss: bool = True
-    """Mean over tokens, or over sequences of their means over tokens."""
+    """The loss is a mean over tokens; else a mean over sequences of their means over tokens."""
     sequence_level_importance_ratios: bool = False
-    """GSPO (arXiv:2507.18071): a sequence's ratio is exp of its mean c - p, its importance weight exp of its sum of p - g. Where there
-    is no ratio, or it is 1 (the options above and ``force_on_policy_ratio``), the weight alone."""
+    """GSPO (arXiv:2507.18071): ratios and importance weights belong to sequences.
+
+    The ratio of a sequence is exp of its mean of c - p, its importance weight exp of its sum of
+    p - g. With ``disable_ppo_ratio`` there is no ratio, and with ``force_on_policy_ratio`` it is 1;
+    then only the weight belongs to the sequence.
+    """
     ratio_clip_min: float = 0.2
+    """The ratio is clamped from below at ``1 - ratio_clip_min``."""
     ratio_clip_max: float = 0.2
-    """The ratio is clamped to ``[1 - ratio_clip_min, 1 + ratio_clip_max]``."""
+    """The ratio is clamped from above at ``1 + ratio_clip_max``."""
     ratio_clip_c: float | None = None
-    """Dual clip (arXiv:1912.09729): where A < 0 the loss is at most -A times this, which is above 1."""
+    """Dual clip (arXiv:1912.09729): where A < 0 the loss is at most ``-A ratio_clip_c``.
+
+    It is above 1; None for no dual clip.
+    """
     reference_policy_kl_penalty: float = 0.01
+    """Weight of the KL estimate in the loss."""
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
     kl_input_clamp_value: float | None = 20.0
-    """Bounds q - c, in nats."""
+    """Bound of ``|q - c|``, in nats; None for no bound."""
     kl_output_clamp_value: float | None = 10.0
+    """Bound of the absolute KL estimate of a token, in nats; None for no bound."""
     use_kl_in_reward: bool = False
-    """The penalty is in the rewards, and none in the loss."""
+    """The KL penalty is part of the rewards, so the loss has none."""
     use_importance_sampling_correction: bool = False
+    """The policy loss of a token has the importance weight exp(p - g), without gradient."""
     truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = None
+    """How importance weights are bounded; None for no bounds.
+
+    ``"tis"`` clamps them to the bounds. ``"icepop"`` sets weights outside of the bounds to zero.
+    ``"seq-mask-tis"`` sets all weights of a sequence to zero if their geometric mean is outside.
+    """
     truncated_importance_sampling_ratio: float | None = None
+    """Upper bound of importance weights."""
     truncated_importance_sampling_ratio_min: float | None = None
-    """Bounds of the importance weights: clamped to them (tis), zero outside (icepop), or a sequence's weights zero where their
-    geometric mean is outside (seq-mask-tis)."""
+    """Lower bound of importance weights."""
     use_on_policy_kl_approximation: bool = False
-    """The KL estimate has the weight exp(c - g), in place of exp(c - c), whose gradient is that of the score."""
+    """The KL estimate has the weight exp(c - g).
+
+    By default its weight is exp(c - c), where only the first c has a gradient: the value is 1, the
+    gradient that of the score function.
+    """
     force_on_policy_ratio: bool = False
-    """p is c, without its gradient; no clip."""
+    """p is c without its gradient, and nothing is clipped."""
     use_cispo: bool = False
-    """CISPO (arXiv:2506.13585), clamped on both sides."""
+    """CISPO (arXiv:2506.13585), with the ratio clamped on both sides."""
     positive_example_nll_weight: float = 0.0
-    """Of the NLL of sequences with a reward above 0 (VAPO, arXiv:2504.05118)."""
+    """Weight of the NLL of sequences with a reward above 0 (VAPO, arXiv:2504.05118)."""
     epsilon: float = 0.0
-    """Added to what divides; 1e-8 in NeMo-RL. Without it, a mean over nothing is 0."""
+    """Added to divisors; 1e-8 in NeMo-RL. If it is 0, a mean over nothing is 0."""
 
     @property
     def has_ratio(self) -> bool:
+        """Whether the policy loss has a ratio exp(c - p)."""
         return self.force_on_policy_ratio or not self.disable_ppo_ratio
 
     @property
     def of_sequences(self) -> bool:
-        """Whether anything is needed of whole sequences."""
+        """Whether an option needs sums over whole sequences."""
         return (
             not self.token_level_loss
             or self.sequence_level_importance_ratios
@@ -80,6 +109,7 @@ class ClippedPGConfig:
 
 
 def _mistakes(c: ClippedPGConfig) -> Iterator[tuple[bool, str]]:
+    """Yields, for every rule, whether the options break it, and the error message."""
     gspo, kind = c.sequence_level_importance_ratios, c.truncated_importance_sampling_type
     low, high = c.truncated_importance_sampling_ratio_min, c.truncated_importance_sampling_ratio
     numbers = {"ratio_clip_min": c.ratio_clip_min, "ratio_clip_max": c.ratio_clip_max, "epsilon": c.epsilon}
@@ -103,13 +133,13 @@ def _mistakes(c: ClippedPGConfig) -> Iterator[tuple[bool, str]]:
     for name in ("disable_ppo_ratio", "force_on_policy_ratio", "sequence_level_importance_ratios", "ratio_clip_c"):
         yield (
             c.use_cispo and bool(getattr(c, name)),
-            f"use_cispo with {name}: CISPO has a detached clamped ratio of each token; leave {name} out",
+            f"use_cispo with {name}: CISPO uses the detached clamped ratio of each token; leave {name} out",
         )
     yield c.use_cispo and not c.token_level_loss, "use_cispo with token_level_loss False: expected True"
     if kind is None:
         yield (
             low is not None or high is not None,
-            f"truncated_importance_sampling_ratio {high}, _min {low}: name the type that they bound",
+            f"truncated_importance_sampling_ratio {high}, _min {low}: set the type that they bound, or leave both None",
         )
         return
     expected = "'tis', 'icepop', 'seq-mask-tis' or None"
@@ -119,7 +149,7 @@ def _mistakes(c: ClippedPGConfig) -> Iterator[tuple[bool, str]]:
     )
     yield (
         not c.use_importance_sampling_correction,
-        "use_importance_sampling_correction False: expected True with a truncation",
+        f"use_importance_sampling_correction False: expected True with truncated_importance_sampling_type {kind!r}",
     )
     yield (
         high is None or not high > 0,
@@ -135,7 +165,7 @@ def _mistakes(c: ClippedPGConfig) -> Iterator[tuple[bool, str]]:
     )
     yield (
         kind == "seq-mask-tis" and gspo,
-        "truncated_importance_sampling_type 'seq-mask-tis': not with sequence_level_importance_ratios",
+        f"truncated_importance_sampling_type {kind!r}: expected another with sequence_level_importance_ratios",
     )
 
 
@@ -157,23 +187,47 @@ def clipped_pg_loss(
     positive_tokens: Tensor | int | None = None,
     cp_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss and its metrics, for a pack of sequences whose tokens may be split over ``cp_group``.
+    """Computes the clipped policy gradient loss and its metrics for a pack of sequences.
 
-    logprobs: ``[T]``, of the labels of this rank's tokens, from ``linear_logprobs``; gradients flow. prev_logprobs, generation_logprobs,
-    reference_logprobs (needed with a KL penalty), advantages: ``[T]``. mask: ``[T]`` bool, the tokens that count; sequence: ``[T]``
-    integers; sample_mask: ``[S]`` bool, the sequences that count; whatever is at other tokens has no effect. A token that top-k/p filtering
-    leaves out, of log-probability -inf, has no part in the policy loss; ``unfiltered_logprobs`` are those without filtering, for the KL.
-    valid_tokens, valid_sequences: the numbers of those that count in the whole batch, over every rank and microbatch. rewards ``[S]`` and
-    positive_tokens, those that count in sequences with a reward above 0, in the whole batch: needed with ``positive_example_nll_weight``.
+    The formulas are those of NeMo-RL's ``ClippedPGLossFn``; see ``ClippedPGConfig``.
 
-    Loss, gradients and metrics are this rank's parts, and add up over dp, cp and microbatches, but for the metrics ``.._min`` and
-    ``.._max``, infinite without tokens, to be reduced so. Metrics, without gradients: ``kl_penalty`` (reduced like the loss),
-    ``probs_ratio{,_clamped}{,_min,_max}``, ``approx_entropy``, ``token_mult_prob_error``, ``gen_kl_error``, ``policy_kl_error``,
-    ``js_divergence_error``, ``sampling_importance_ratio``, ``is_oob_ratio`` (with a truncation), ``positive_nll_loss``, ``num_valid_samples``.
+    Args:
+        logprobs: ``[tokens]``, log-probabilities of the labels of this rank's tokens, from
+            ``linear_logprobs``; gradients flow. A token that top-k or top-p filtering leaves out
+            has -inf here; it is not part of the policy loss.
+        prev_logprobs: ``[tokens]``, those of the policy before the update.
+        generation_logprobs: ``[tokens]``, those of the policy that generated the tokens.
+        advantages: ``[tokens]``.
+        mask: ``[tokens]`` bool, the tokens that count. Values at other tokens have no effect.
+        sequence: ``[tokens]`` integers, each token's sequence in the pack.
+        sample_mask: ``[sequences]`` bool, the sequences that count.
+        valid_tokens: the number of tokens that count in the whole batch, over every rank and
+            microbatch.
+        valid_sequences: the number of sequences that count in the whole batch.
+        config: the options.
+        reference_logprobs: ``[tokens]``, those of the reference policy; needed with a KL penalty.
+        unfiltered_logprobs: ``[tokens]``, ``logprobs`` without filtering, for the KL penalty; by
+            default ``logprobs``.
+        rewards: ``[sequences]``; needed with ``positive_example_nll_weight``.
+        positive_tokens: the number of tokens that count in sequences with a reward above 0, in the
+            whole batch; needed with ``positive_example_nll_weight``.
+        cp_group: the ranks over which the tokens of the pack are split.
 
-    Collectives on ``cp_group``: none for token-level options; else one all-reduce of 5 S numbers, and for GSPO one in backward.
+    Returns:
+        The loss, a scalar, and metrics without gradients. They are this rank's parts and add up
+        over dp, cp and microbatches, as do gradients. Exceptions are the metrics ``.._min`` and
+        ``.._max``, which are to be reduced by minimum and maximum and are infinite without tokens.
+        Metrics: ``kl_penalty`` (reduced like the loss), ``probs_ratio{,_clamped}{,_min,_max}``,
+        ``approx_entropy``, ``token_mult_prob_error``, ``gen_kl_error``, ``policy_kl_error``,
+        ``js_divergence_error``, ``sampling_importance_ratio``, ``is_oob_ratio`` (with a
+        truncation), ``positive_nll_loss`` and ``num_valid_samples``.
 
-    Raises ``ValueError`` for what is missing or does not fit.
+    Raises:
+        ValueError: An argument is missing or does not fit; the message names it.
+
+    Collectives:
+        On ``cp_group``, forward: none for options of single tokens; else one all-reduce SUM of
+        ``[5, sequences]``. Backward: the same once more for GSPO, else none.
     """
     policies = {
         "prev_logprobs": prev_logprobs,
@@ -243,7 +297,7 @@ def clipped_pg_loss(
 
 
 def _at(where: Tensor, x: Tensor) -> Tensor:
-    """0 elsewhere: never times 0, which NaN survives."""
+    """Returns x where the condition holds, else 0. Multiplying by 0 would keep NaN."""
     return torch.where(where, x, 0.0)
 
 
@@ -253,22 +307,31 @@ def _count(count: Tensor | int, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """This rank's tokens, ``[T]`` each, and how means over them, and over the sequences that they belong to, are taken."""
+    """This rank's tokens, and how to average over them and over their sequences.
+
+    Tensors are ``[tokens]``, unless said otherwise.
+    """
 
     log_ratio: Tensor
-    """c - p of those acting; c where there is no ratio."""
+    """c - p of acting tokens; c if there is no ratio."""
     log_weight: Tensor
-    """p - g of those scored."""
+    """p - g of scored tokens."""
     acting: Tensor
-    """With a part in the policy loss."""
+    """Bool: the token is part of the policy loss."""
     scored: Tensor
+    """Bool: the token counts and p is not -inf, so that it has an importance weight."""
     penalised: Tensor
-    """With a part in the KL penalty."""
+    """Bool: the token is part of the KL penalty."""
     sums: Tensor
-    """Of those five over each sequence, ``[5, S]``; over all of its tokens, on whichever rank, where an option needs that."""
+    """``[5, sequences]``: the sums of the five fields above over each sequence.
+
+    They cover this rank's tokens; all ranks' tokens if an option needs whole sequences.
+    """
     sequence: Tensor
     sample_mask: Tensor
+    """``[sequences]`` bool."""
     counts: tuple[Tensor, Tensor]
+    """The numbers of tokens and of sequences that count in the whole batch."""
     epsilon: float
     group: dist.ProcessGroup | None
 
@@ -279,15 +342,18 @@ class _Tokens:
         return _at(where, x).sum()
 
     def mean(self, x: Tensor, where: Tensor) -> Tensor:
-        """This rank's part of the mean over all tokens that count."""
+        """Computes this rank's part of the mean over all tokens that count."""
         return self.total(x, where) / self.divisor(self.counts[0])
 
     def mean_of_sequences(self, x: Tensor) -> Tensor:
-        """Of ``[S]`` numbers, which every rank of the group knows: the first one tells."""
+        """Computes the mean of ``[sequences]`` numbers that every rank of the group holds.
+
+        Only the first rank returns it, the others return 0, so that a sum over ranks is right.
+        """
         return _at(self.sample_mask, x).sum() / self.divisor(self.counts[1]) * is_first(self.group)
 
     def reduced(self, x: Tensor, where: Tensor, token_level: bool) -> Tensor:
-        """As the loss is."""
+        """Averages as the loss does: over tokens, or over sequences of their means."""
         if token_level:
             return self.mean(x, where)
         row = 2 if where is self.acting else 4
@@ -297,7 +363,7 @@ class _Tokens:
 
 
 def _ratios(tokens: _Tokens, c: Tensor, o: ClippedPGConfig) -> tuple[Tensor, Tensor]:
-    """And clamped."""
+    """Returns the ratios of the policy loss, unclamped and clamped."""
     if not o.has_ratio:
         return tokens.log_ratio, tokens.log_ratio
     if o.force_on_policy_ratio:
@@ -320,7 +386,10 @@ def _policy_loss(ratio: Tensor, clamped: Tensor, c: Tensor, advantages: Tensor, 
 
 
 def _weights(tokens: _Tokens, o: ClippedPGConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Of each token in the policy loss; constants."""
+    """Computes the importance weight of each token in the policy loss, and its metrics.
+
+    Weights have no gradient.
+    """
     gspo, kind = o.sequence_level_importance_ratios, o.truncated_importance_sampling_type
     low, high = o.truncated_importance_sampling_ratio_min or 0.0, o.truncated_importance_sampling_ratio or torch.inf
     weight = _finite_exp(tokens.sums[1].detach() if gspo else tokens.log_weight)
@@ -355,9 +424,8 @@ def _kl_penalty(u: Tensor, q: Tensor, g: Tensor, o: ClippedPGConfig) -> Tensor:
     d, bound = q - u, o.kl_input_clamp_value
     weight = _finite_exp(u - (g if o.use_on_policy_kl_approximation else u.detach()))
     if bound is not None:
-        weight = torch.where(
-            d.abs() > bound, weight.detach(), weight
-        )  # beyond the clamp a token has no gradient at all
+        # Beyond the clamp a token has no gradient, not even through its weight (as in NeMo-RL).
+        weight = torch.where(d.abs() > bound, weight.detach(), weight)
         d = d.clamp(-bound, bound)
     estimate = weight * _kl_estimate(d, o)
     return (
@@ -368,7 +436,10 @@ def _kl_penalty(u: Tensor, q: Tensor, g: Tensor, o: ClippedPGConfig) -> Tensor:
 
 
 def _kl_estimate(d: Tensor, o: ClippedPGConfig) -> Tensor:
-    """d: log-probability of the reference less that of the policy (Schulman 2020, "Approximating KL divergence")."""
+    """Estimates the KL divergence (Schulman 2020, "Approximating KL divergence").
+
+    d is the log-probability of the reference minus that of the policy.
+    """
     match o.reference_policy_kl_type:
         case "k1":
             return -d
@@ -379,11 +450,15 @@ def _kl_estimate(d: Tensor, o: ClippedPGConfig) -> Tensor:
 
 
 def _finite_exp(x: Tensor) -> Tensor:
-    """0 where it overflows, and there without a gradient, which would be 0 times infinity."""
+    """Computes ``exp(x)``, or 0 without gradient where that overflows.
+
+    A mask after ``exp`` would multiply an infinite gradient by 0, which is NaN.
+    """
     return x.masked_fill(~x.detach().exp().isfinite(), -torch.inf).exp()
 
 
 def _range(name: str, x: Tensor, tokens: _Tokens) -> dict[str, Tensor]:
+    """Metrics: mean, minimum and maximum of x over acting tokens."""
     infinity = x.new_full((1,), torch.inf)
     low, high = (
         torch.cat([sign * infinity, torch.where(tokens.acting, x.detach(), sign * infinity)]) for sign in (1, -1)
@@ -392,7 +467,7 @@ def _range(name: str, x: Tensor, tokens: _Tokens) -> dict[str, Tensor]:
 
 
 def _distances(c: Tensor, p: Tensor, generation: Tensor, tokens: _Tokens, o: ClippedPGConfig) -> dict[str, Tensor]:
-    """Between the policies that generate, were, and are."""
+    """Metrics of the distances between the generating, the previous and the current policy."""
     g = _at(tokens.scored, generation)
     mixture = torch.logaddexp(p, g) - log(2)
     to_p, to_g = ((mixture - x).expm1() - (mixture - x) for x in (p, g))
@@ -424,9 +499,11 @@ def _check(
         )
     if _has_kl(o) and reference is None:
         raise ValueError(
-            f"reference_logprobs is missing: expected [T] with reference_policy_kl_penalty {o.reference_policy_kl_penalty}; or set that to 0"
+            "reference_logprobs is missing: expected [T] with reference_policy_kl_penalty "
+            f"{o.reference_policy_kl_penalty}; or set that to 0"
         )
     if o.positive_example_nll_weight and (rewards is None or positive_tokens is None):
         raise ValueError(
-            "rewards or positive_tokens is missing: expected [S] and a number with positive_example_nll_weight; or set that to 0"
+            "rewards or positive_tokens is missing: expected [S] and a number with positive_example_nll_weight "
+            f"{o.positive_example_nll_weight}; or set that to 0"
         )

@@ -34,18 +34,50 @@ def linear_cross_entropy(
     matmul_dtype: torch.dtype | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """Cross-entropy of labels given hidden states and lm-head, without the ``[tokens, vocab]`` logits; a scalar in nats.
+    """Computes the cross-entropy of labels from hidden states and an lm-head.
 
-    A token counts if ``mask`` (``[T]`` bool, default all) has it and its label is not ``ignore_index``.
-    ``"mean"`` divides by ``valid_tokens``: give the number of counted tokens of the whole batch, over every data- and
-    context-parallel rank and microbatch, and the ranks' losses and gradients add up; without it, those of this call.
-    0 where no token counts. See ``linear_logprobs`` for the other arguments, dtypes and errors.
+    The ``[tokens, vocab]`` logits are never formed. A token counts if ``mask`` is true there and
+    its label is not ``ignore_index``.
 
-    Where the whole vocabulary is on this rank and a gradient is needed, it is made in forward, with three matrix products
-    for each chunk in place of four: forward holds a float32 gradient of weight and a gradient of hidden until backward, which
-    multiplies them by the upstream gradient, rounds them, and gives them away; a second backward (``retain_graph``) makes them again.
-    Nothing is written to ``.grad``, and forward may run twice (activation checkpointing). Else memory and collectives are those
-    of ``linear_logprobs``: over a split vocabulary it would take two all-reduces for each chunk to do the same.
+    If the whole vocabulary is on this rank and a gradient is needed, it is computed in forward.
+    This takes three matrix products for each chunk instead of four. Backward multiplies the result
+    by the upstream gradient, rounds it and hands it on; a second backward (``retain_graph``)
+    computes it again. Nothing is written to ``.grad``, so forward may run twice (activation
+    checkpointing). If the vocabulary is split, the same would take two all-reduces for each chunk,
+    so the loss goes through ``linear_logprobs`` instead.
+
+    Args:
+        hidden: ``[tokens, hidden]``. See ``linear_logprobs`` for ``sequence_parallel``.
+        weight: ``[local_vocab, hidden]``, this rank's rows of the lm-head.
+        labels: ``[tokens]`` integer ids in the whole vocabulary.
+        bias: ``[local_vocab]``, or None.
+        mask: ``[tokens]`` bool, the tokens that count; all by default.
+        valid_tokens: the divisor of ``"mean"``: the number of tokens that count in the whole batch,
+            over every data- and context-parallel rank and microbatch. Losses and gradients of ranks
+            and microbatches then add up. By default: the number of tokens that count in this call.
+        reduction: ``"mean"`` or ``"sum"``.
+        temperature: divides the logits; positive.
+        softcap: the cap of the logits, positive; None for no soft-cap.
+        ignore_index: the label of tokens that do not count.
+        vocab_start: id in the whole vocabulary of this rank's first row.
+        vocab_rows: number of leading rows that belong to the vocabulary; all by default.
+        tp_group: the ranks among which the vocabulary is split.
+        sequence_parallel: whether each rank of ``tp_group`` holds only its part of the tokens.
+        matmul_dtype: dtype of matrix products; that of the inputs by default.
+        chunk: number of tokens whose logits exist at a time.
+
+    Returns:
+        A scalar in nats; 0 if no token counts.
+
+    Raises:
+        ValueError: A shape, dtype or option does not fit; the message names it.
+
+    Collectives:
+        None with the whole vocabulary on this rank; else those of ``linear_logprobs``.
+
+    Memory:
+        With gradients in forward: a float32 gradient of weight and a gradient of hidden, held from
+        forward to backward, and ``[chunk, vocab]`` logits at a time. Else as ``linear_logprobs``.
     """
     counted = _counted(labels, mask, ignore_index)
     if tp_group is None or tp_group.size() == 1:
@@ -80,7 +112,18 @@ def linear_cross_entropy(
 
 
 class LinearCrossEntropyLoss(nn.Module):
-    """``linear_cross_entropy`` with its options held, as ``torch.nn.CrossEntropyLoss`` holds those of ``cross_entropy``. Has no parameters."""
+    """``linear_cross_entropy`` as a module that holds the options.
+
+    It corresponds to ``torch.nn.CrossEntropyLoss`` and has no parameters.
+
+    Args:
+        reduction: ``"mean"`` or ``"sum"``.
+        ignore_index: the label of tokens that do not count.
+        temperature: divides the logits; positive.
+        softcap: the cap of the logits, positive; None for no soft-cap.
+        matmul_dtype: dtype of matrix products; that of the inputs by default.
+        chunk: number of tokens whose logits exist at a time.
+    """
 
     def __init__(
         self,
@@ -110,10 +153,22 @@ class LinearCrossEntropyLoss(nn.Module):
         bias: Tensor | None = None,
         valid_tokens: Tensor | int | None = None,
     ) -> Tensor:
-        """hidden: ``[T, H]``; weight: ``[vocab, H]``, that of the lm-head; labels: ``[T]``. Returns a scalar."""
+        """Computes the loss.
+
+        Args:
+            hidden: ``[tokens, hidden]``.
+            weight: ``[vocab, hidden]``, that of the lm-head.
+            labels: ``[tokens]`` integer ids.
+            bias: ``[vocab]``, or None.
+            valid_tokens: the divisor of ``"mean"``; by default the number of tokens that count.
+
+        Returns:
+            A scalar in nats.
+        """
         return linear_cross_entropy(hidden, weight, labels, bias=bias, valid_tokens=valid_tokens, **self.options)
 
     def extra_repr(self) -> str:
+        """Returns the options for ``repr``."""
         return ", ".join(f"{name}={value}" for name, value in self.options.items())
 
 
@@ -130,9 +185,30 @@ def vocab_parallel_cross_entropy(
     vocab_rows: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Cross-entropy of labels given logits whose vocabulary is split over ``tp_group``; a scalar in nats.
+    """Computes the cross-entropy of labels from logits whose vocabulary is split over ranks.
 
-    See ``linear_cross_entropy`` for what counts, and ``vocab_parallel_logprobs`` for the other arguments.
+    A token counts if ``mask`` is true there and its label is not ``ignore_index``.
+
+    Args:
+        logits: ``[tokens, local_vocab]``, this rank's columns of the vocabulary.
+        labels: ``[tokens]`` integer ids in the whole vocabulary.
+        mask: ``[tokens]`` bool, the tokens that count; all by default.
+        valid_tokens: the divisor of ``"mean"``; see ``linear_cross_entropy``.
+        reduction: ``"mean"`` or ``"sum"``.
+        temperature: divides the logits; positive.
+        ignore_index: the label of tokens that do not count.
+        vocab_start: id in the whole vocabulary of this rank's first column.
+        vocab_rows: number of leading columns that belong to the vocabulary; all by default.
+        tp_group: the ranks among which the vocabulary is split.
+
+    Returns:
+        A scalar in nats, the same on every rank of ``tp_group``; 0 if no token counts.
+
+    Raises:
+        ValueError: A shape or option does not fit; the message names it.
+
+    Collectives:
+        Those of ``vocab_parallel_logprobs``.
     """
     given: dict[str, Any] = {
         "temperature": temperature,
@@ -146,8 +222,9 @@ def vocab_parallel_cross_entropy(
 
 
 def _counted(labels: Tensor, mask: Tensor | None, ignore_index: int) -> Tensor:
+    """Returns ``[tokens]`` bool: the token contributes to the loss."""
     if mask is not None and mask.shape != labels.shape:
-        raise ValueError(f"mask {list(mask.shape)} and labels {list(labels.shape)}: expected [T] both")
+        raise ValueError(f"mask {list(mask.shape)} and labels {list(labels.shape)}: expected [T] for both")
     counted = labels != ignore_index
     return counted if mask is None else counted & mask
 
@@ -162,8 +239,11 @@ def _divided(total: Tensor, counted: Tensor, valid_tokens: Tensor | int | None, 
 
 
 @dataclass(frozen=True)
-class _Made:
-    """``-sum_t counted_t log p(label_t)``, and its gradients but for the factor 1 / temperature."""
+class _LossAndGradients:
+    """The loss ``-sum_t counted_t log p(label_t)`` and its gradients.
+
+    The gradients lack the factor 1 / temperature.
+    """
 
     total: Tensor
     hidden: Tensor | None
@@ -172,8 +252,11 @@ class _Made:
     @classmethod
     def of(
         cls, hidden: Tensor, labels: Tensor, counted: Tensor, head: LmHead, chunk: int, needed: tuple[bool, bool, bool]
-    ) -> "_Made":
-        """needed: the gradients of hidden, weight and bias."""
+    ) -> "_LossAndGradients":
+        """Computes the loss and the gradients chunk by chunk.
+
+        ``needed`` says whether the gradients of hidden, weight and bias are needed.
+        """
         dtype = torch.promote_types(head.matmul_dtype, hidden.dtype)
         grad_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if needed[0] else None
         made = cls(
@@ -193,10 +276,7 @@ class _Made:
         h = torch.where(live[:, None], head.cast(hidden[tokens]), 0.0)
         z = head.logits(h, matrix)
         capped = None if head.softcap is None else z.clone()
-        softmax = TokenSoftmax.of(
-            z,
-            labels[tokens],
-        )  # z is exp(z - largest) now
+        softmax = TokenSoftmax.of(z, labels[tokens])  # This overwrites z by exp(z - largest).
         self.total.sub_(torch.where(live, softmax.logprobs, 0.0).sum())
         dz = z.mul_((live / softmax.total)[:, None])
         add_at_labels_(dz, labels[tokens], -live.to(dz.dtype))
@@ -209,7 +289,7 @@ class _Made:
 
 
 class _LinearNLL(torch.autograd.Function):
-    """``-sum_t counted_t log p(label_t)``, with its gradients made in forward."""
+    """The loss ``-sum_t counted_t log p(label_t)``, whose gradients are computed in forward."""
 
     @staticmethod
     @without_autocast
@@ -223,8 +303,8 @@ class _LinearNLL(torch.autograd.Function):
         head: LmHead,
         chunk: int,
     ) -> Tensor:
-        made = _Made.of(hidden, labels, counted, head, chunk, ctx.needs_input_grad[:3])
-        # Not among the saved tensors: backward gives them away rather than copy them.
+        made = _LossAndGradients.of(hidden, labels, counted, head, chunk, ctx.needs_input_grad[:3])
+        # The gradients are not saved tensors: backward hands them on without a copy.
         ctx.made = made
         ctx.save_for_backward(hidden, weight, bias, labels, counted)
         ctx.head, ctx.chunk = head, chunk
@@ -237,13 +317,10 @@ class _LinearNLL(torch.autograd.Function):
         hidden, weight, bias, labels, counted = ctx.saved_tensors
         head: LmHead = ctx.head
         made, ctx.made = ctx.made, None
-        if made is None:  # a second backward, with retain_graph: the first has given them away
-            made = _Made.of(hidden, labels, counted, head, ctx.chunk, ctx.needs_input_grad[:3])
-        scale = (
-            upstream / head.temperature
-        )  # of one dim below: CUDA rounds a number of none to a bfloat16 gradient's dtype first
+        if made is None:  # With retain_graph, the first backward has handed the gradients on.
+            made = _LossAndGradients.of(hidden, labels, counted, head, ctx.chunk, ctx.needs_input_grad[:3])
+        # CUDA rounds a 0-dim factor to a half-precision gradient's dtype first, but no 1-dim one.
+        scale = (upstream / head.temperature).reshape(1)
         leaves = ((made.hidden, hidden), (made.head.weight, weight), (made.head.bias, bias))
-        gradients = (
-            None if grad is None or like is None else padded(grad.mul_(scale.reshape(1)), like) for grad, like in leaves
-        )
+        gradients = (None if grad is None or like is None else padded(grad.mul_(scale), like) for grad, like in leaves)
         return (*gradients, None, None, None, None)

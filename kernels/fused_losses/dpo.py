@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Direct preference optimisation on the log-probabilities of a pack of sequences, whose tokens may be split over ranks."""
+"""Direct preference optimisation (DPO) on the log-probabilities of a pack of sequences.
+
+The tokens of the pack may be split over ranks.
+"""
 
 from typing import Literal
 
@@ -28,24 +31,47 @@ def dpo_loss(
     epsilon: float = 0.0,
     cp_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of DPO or IPO, with an optional SFT term on chosen sequences; and metrics.
+    """Computes the loss of DPO or IPO, with an optional SFT term on the chosen sequences.
 
-    logprobs, reference_logprobs: ``[T]``, of the labels of this rank's tokens, from ``linear_logprobs``; that of the reference model under
-    ``torch.no_grad``. mask: ``[T]`` bool, the tokens that count. sequence: ``[T]`` integers, each token's sequence in the pack: 2p is
-    the chosen, 2p + 1 the rejected one of pair p. sample_mask: ``[S]`` bool, of every sequence in the pack; that of the chosen
-    one decides about its pair. valid_pairs: the number of pairs that count in the whole batch, over every data-parallel rank and
-    microbatch; losses and metrics of those add up. epsilon is added to it.
+    r_i is the sum over sequence i of log p - log p_ref; with ``preference_average_log_probs`` it is
+    the mean. The loss of pair p is
 
-    cp_group: the ranks over which the tokens of the pack are split, in any way. Every rank of it returns the same loss
-    and metrics, and has the gradient of its own tokens. One all-reduce of 3 S numbers in forward, none in backward.
+    - ``"sigmoid"``: ``-log sigmoid(beta (r_2p - r_2p+1))`` (Rafailov et al. 2023),
+    - ``"ipo"``: ``(r_2p - r_2p+1 - 1 / (2 beta))^2`` (Azar et al. 2023).
 
-    With r_i the sum (or mean, by ``preference_average_log_probs``) over a sequence of log p - log p_ref, the loss of a pair is
-    ``-log sigmoid(beta (r_2p - r_2p+1))`` (Rafailov et al. 2023), for ``"ipo"`` ``(r_2p - r_2p+1 - 1 / (2 beta))^2`` (Azar et al. 2023).
-    Metrics, without gradients: ``preference_loss``, ``sft_loss`` (0 at weight 0), ``accuracy``, ``rewards_chosen_mean`` and
-    ``rewards_rejected_mean`` (in nats, without beta), each over valid_pairs, and ``num_valid_samples``, half the sequences
-    of ``sample_mask`` here (NeMo-RL's definition).
+    Args:
+        logprobs: ``[tokens]``, log-probabilities of the labels of this rank's tokens, from
+            ``linear_logprobs``; gradients flow.
+        reference_logprobs: ``[tokens]``, those of the reference model, without gradient.
+        mask: ``[tokens]`` bool, the tokens that count.
+        sequence: ``[tokens]`` integers, each token's sequence in the pack. Sequence 2p is the
+            chosen one of pair p, sequence 2p + 1 the rejected one.
+        sample_mask: ``[sequences]`` bool, for every sequence in the pack. That of the chosen
+            sequence decides whether its pair counts.
+        valid_pairs: the number of pairs that count in the whole batch, over every data-parallel
+            rank and microbatch. Losses and metrics of those then add up.
+        beta: the weight of the reference, in 1 / nat.
+        loss_type: ``"sigmoid"`` or ``"ipo"``.
+        preference_loss_weight: weight of the preference term.
+        sft_loss_weight: weight of the SFT term, the negative log-likelihood of chosen sequences.
+        preference_average_log_probs: whether r_i is a mean over tokens instead of a sum.
+        sft_average_log_probs: whether the SFT term takes the mean over a sequence's tokens.
+        epsilon: added to ``valid_pairs``.
+        cp_group: the ranks over which the tokens of the pack are split, in any way.
 
-    Raises ``ValueError`` for shapes and numbers that do not fit.
+    Returns:
+        The loss, a scalar, and metrics without gradients. Both are the same on every rank of
+        ``cp_group``; each rank has the gradient of its own tokens. The metrics ``preference_loss``,
+        ``sft_loss`` (0 at weight 0), ``accuracy``, ``rewards_chosen_mean`` and
+        ``rewards_rejected_mean`` (in nats, without beta) are divided by ``valid_pairs``;
+        ``num_valid_samples`` is half the number of sequences with ``sample_mask`` here, as in
+        NeMo-RL.
+
+    Raises:
+        ValueError: A shape or option does not fit; the message names it.
+
+    Collectives:
+        Forward: one all-reduce SUM of ``[3, sequences]`` over ``cp_group``. Backward: none.
     """
     _check(logprobs, reference_logprobs, mask, sequence, sample_mask, beta, loss_type)
     gate = sample_mask[0::2]
@@ -94,13 +120,17 @@ def _check(
     shapes = {"logprobs": logprobs, "reference_logprobs": reference, "mask": mask, "sequence": sequence}
     if any(x.shape != logprobs.shape[:1] for x in shapes.values()):
         raise ValueError(
-            f"{', '.join(f'{name} {list(x.shape)}' for name, x in shapes.items())}: expected [T] each, one number for each token"
+            f"{', '.join(f'{name} {list(x.shape)}' for name, x in shapes.items())}: "
+            "expected [T] each, one number for each token"
         )
     if sample_mask.dim() != 1 or len(sample_mask) % 2:
         raise ValueError(
-            f"sample_mask {list(sample_mask.shape)}: expected one for each of an even number of sequences, chosen and rejected in turn"
+            f"sample_mask {list(sample_mask.shape)}: expected one for each of an even number of sequences, "
+            "chosen and rejected in turn"
         )
     if loss_type not in ("sigmoid", "ipo"):
         raise ValueError(f"loss_type {loss_type!r}: expected 'sigmoid' or 'ipo'")
     if not beta >= 0 or (loss_type == "ipo" and beta == 0):
-        raise ValueError(f"beta {beta}: expected a positive number (0 is allowed for 'sigmoid', and trains nothing)")
+        raise ValueError(
+            f"beta {beta}: expected a positive number (0 is allowed for 'sigmoid', where nothing is learned)"
+        )

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Group relative policy optimisation on log-probabilities of single tokens, with the policy losses of DAPO and CISPO."""
+"""Group relative policy optimisation (GRPO) on log-probabilities of single tokens.
+
+The policy loss is that of DAPO or CISPO.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,24 +16,33 @@ from fused_losses.numerics import bounded_exp, check_tokens
 from fused_losses.ranks import sum_over
 
 _LARGEST_KL, _LARGEST_RHO = 40.0, 10.0
-"""Nats: bounds of log-ratios to the reference and to the sampler, as in open-instruct."""
+"""Bounds, in nats, of log-ratios to the reference and to the sampler, as in open-instruct."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RhoCorrection:
-    """How the policy loss is weighted for the engine that sampled, which is not quite the old policy; 0 disables a bound.
+    """Weights of the policy loss that correct for the engine that sampled the tokens.
 
-    rho is p_old / p_sampler of each token, or with ``sequence_level`` the geometric mean over its sequence. A token is dropped
-    where rho is outside of ``[mask_lower, mask_upper]``; with ``tv_divergence`` where its sequence's mean of |rho - 1| is, and its own
-    update would increase that. The weight is rho in ``[clamp_lower, clamp_upper]``.
+    That engine's policy is not quite the old policy. rho is p_old / p_sampler. The policy loss of a
+    token has the weight rho, clamped to ``[clamp_lower, clamp_upper]``; the token is dropped if rho
+    is outside of ``[mask_lower, mask_upper]``. A bound of 0 is disabled.
     """
 
     clamp_lower: float = 0.0
+    """Lower bound of the weight."""
     clamp_upper: float = 2.0
+    """Upper bound of the weight."""
     mask_lower: float = 0.0
+    """Tokens with a smaller rho are dropped."""
     mask_upper: float = 0.0
+    """Tokens with a larger rho are dropped."""
     sequence_level: bool = False
+    """rho is the geometric mean over the token's sequence."""
     tv_divergence: bool = False
+    """The mask bounds apply to the mean of ``|rho - 1|`` over the token's sequence instead.
+
+    Only tokens whose own update would increase that mean are dropped.
+    """
 
 
 def grpo_loss(
@@ -54,24 +66,53 @@ def grpo_loss(
     loss_scale: float = 1.0,
     cp_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """open-instruct's objective; with ``linear_logprobs`` it is its tiled lm-head loss, without its defects.
+    """Computes the GRPO objective of open-instruct, with the policy loss of DAPO or CISPO.
 
-    logprobs: ``[T]``, of the labels of this rank's tokens; gradients flow. old_logprobs: of the policy before the update, by default these ones.
-    reference_logprobs: needed where ``beta`` is not 0. sampler_logprobs: of the engine that sampled, NaN where not known (no
-    correction there); needed with ``rho``. advantages ``[T]``, mask ``[T]`` bool: the tokens that count; whatever else is at
-    others has no effect, NaN and infinities included. sequence ``[T]`` and their number ``sequences``: needed where rho is a mean over each
-    sequence; cp_group: the ranks over which its tokens are split.
+    The loss is ``loss_scale sum_t m_t (w_t policy_t + beta kl_t) / D``, where m is the mask and w
+    the weight from ``rho``. D is ``valid_tokens``, or the number ``loss_denominator``, which may be
+    below 1. With ``linear_logprobs`` in front, it replaces open-instruct's tiled lm-head loss.
 
-    valid_tokens: the tokens that count in the whole batch, over every rank and microbatch: parts of loss, gradients and metrics add up.
-    The loss is ``loss_scale sum_t m_t (w policy + beta kl) / D``, where D is valid_tokens or the number ``loss_denominator``, also one below 1.
-    ``loss_scale`` is for trainers that average over data-parallel ranks: their number.
+    Args:
+        logprobs: ``[tokens]``, log-probabilities of the labels of this rank's tokens; gradients
+            flow.
+        advantages: ``[tokens]``.
+        mask: ``[tokens]`` bool, the tokens that count. Values at other tokens have no effect, not
+            even NaN or infinity.
+        valid_tokens: the number of tokens that count in the whole batch, over every rank and
+            microbatch. Losses, gradients and metrics of those then add up.
+        old_logprobs: ``[tokens]``, those of the policy before the update; ``logprobs`` by default.
+        reference_logprobs: ``[tokens]``; needed unless ``beta`` is 0.
+        sampler_logprobs: ``[tokens]``, those of the engine that sampled; needed with ``rho``. NaN
+            where they are not known; there is no correction there.
+        sequence: ``[tokens]`` integers, each token's sequence; needed if ``rho`` has
+            ``sequence_level`` or ``tv_divergence``.
+        sequences: the number of sequences in the pack; needed with ``sequence``.
+        loss_fn: ``"dapo"`` or ``"cispo"``.
+        clip_lower: the ratio is clipped from below at ``1 - clip_lower``, by DAPO alone.
+        clip_higher: the ratio is clipped from above at ``1 + clip_higher``.
+        beta: weight of the KL estimate.
+        kl_estimator: with d = log p - log p_ref, bounded to 40 nats, and the ratio r of the policy
+            to the old policy: 0 is d, 1 is d^2 / 2, 2 is exp(-d) - 1 + d, 3 is r d.
+        rho: the correction for the engine that sampled; None for none.
+        loss_denominator: ``"token"`` for ``valid_tokens``, or a positive number.
+        loss_scale: factor of the loss. Trainers that average over data-parallel ranks pass their
+            number.
+        cp_group: the ranks over which the tokens of sequences are split.
 
-    Metrics, without gradients, are parts of means over valid_tokens, to be summed over ranks: ``kl0 .. kl3``, ``kl_avg``,
-    ``policy_avg``, ``total_avg``, ``clipfrac``, ``ratio_mean``, ``ratio_square_mean``, ``rho_mean``, ``rho_weight``,
-    ``rho_clipfrac``, ``rho_drop_frac``, ``rho_drop_low_frac``, ``rho_drop_high_frac``; ``rho_min`` and ``rho_max`` (infinite
-    without tokens) to be reduced so. With a cp_group and rho over sequences one all-reduce of 3 S numbers, else no collectives.
+    Returns:
+        This rank's part of the loss, a scalar, and of metrics without gradients. The metrics
+        ``kl0 .. kl3``, ``kl_avg``, ``policy_avg``, ``total_avg``, ``clipfrac``, ``ratio_mean``,
+        ``ratio_square_mean``, ``rho_mean``, ``rho_weight``, ``rho_clipfrac``, ``rho_drop_frac``,
+        ``rho_drop_low_frac`` and ``rho_drop_high_frac`` are parts of means over ``valid_tokens``,
+        to be summed over ranks. ``rho_min`` and ``rho_max`` are to be reduced by minimum and
+        maximum; they are infinite without tokens.
 
-    Raises ``ValueError`` for what is missing or does not fit.
+    Raises:
+        ValueError: An argument is missing or does not fit; the message names it.
+
+    Collectives:
+        Forward: one all-reduce SUM of ``[3, sequences]`` over ``cp_group`` if ``rho`` averages over
+        sequences; else none. Backward: none.
     """
     tokens = {"advantages": advantages, "mask": mask, "old_logprobs": old_logprobs, "sequence": sequence}
     check_tokens(logprobs, **tokens, reference_logprobs=reference_logprobs, sampler_logprobs=sampler_logprobs)
@@ -114,7 +155,10 @@ _Mean = Callable[[Tensor], Tensor]
 
 
 class _Select:
-    """0 in place of what is at tokens that don't count: never times 0, which NaN survives."""
+    """Replaces values of tokens that do not count by 0.
+
+    Multiplying by 0 would keep NaN.
+    """
 
     def __init__(self, mask: Tensor, dtype: torch.dtype) -> None:
         self._mask, self._dtype = mask, dtype
@@ -124,19 +168,24 @@ class _Select:
 
 
 def _kl_estimates(new: Tensor, ratio: Tensor, reference: Tensor) -> list[Tensor]:
+    """Computes the estimates 0 to 3 of the KL divergence from the reference."""
     d = (new - reference).clamp(-_LARGEST_KL, _LARGEST_KL)
     return [d, d.square() / 2, torch.expm1(-d) + d, ratio * d]
 
 
 @dataclass(frozen=True)
 class _Weights:
-    """Of the policy loss, ``[T]`` each, without gradients. ``low`` and ``high``: dropped, since too small or too large."""
+    """Weights of the policy loss, ``[tokens]`` each, without gradients."""
 
     own: Tensor
+    """rho of the token itself."""
     weight: Tensor
     clamped: Tensor
+    """Bool: the weight was clamped."""
     low: Tensor
+    """Bool: the token was dropped because rho was too small."""
     high: Tensor
+    """Bool: the token was dropped because rho was too large."""
 
     @classmethod
     def none(cls, own: Tensor) -> "_Weights":
@@ -165,7 +214,7 @@ class _Weights:
 
 
 def _log_rho(old: Tensor, sampler: Tensor, mask: Tensor) -> Tensor:
-    """log p_old - log p_sampler; 0 where the latter is not known."""
+    """Computes log p_old - log p_sampler; 0 where the sampler's log-probability is NaN."""
     return torch.where(mask & ~sampler.isnan(), (old - sampler).clamp(-_LARGEST_RHO, _LARGEST_RHO), 0.0)
 
 
@@ -180,16 +229,16 @@ def _weigh(
 ) -> _Weights:
     own = x.exp()
     rho = bounded = own
-    concerned = mask
+    droppable = mask
     if (o.sequence_level or o.tv_divergence) and sequence is not None and sequences is not None:
         per_token = torch.where(mask, torch.stack([x, (own - 1).abs(), torch.ones_like(x)]), 0.0)
         sums = sum_over(group, x.new_zeros(3, sequences).index_add(1, sequence, per_token))
         mean_x, tv = (sums[:2] / sums[2].clamp(min=1))[:, sequence]
         rho = bounded = mean_x.exp() if o.sequence_level else own
         if o.tv_divergence:
-            bounded, concerned = tv, mask & (x.sign() * advantages > 0)
-    low = concerned & (bounded < o.mask_lower) if o.mask_lower else torch.zeros_like(mask)
-    high = concerned & (bounded > o.mask_upper) if o.mask_upper else torch.zeros_like(mask)
+            bounded, droppable = tv, mask & (x.sign() * advantages > 0)
+    low = droppable & (bounded < o.mask_lower) if o.mask_lower else torch.zeros_like(mask)
+    high = droppable & (bounded > o.mask_upper) if o.mask_upper else torch.zeros_like(mask)
     weight = rho.clamp(o.clamp_lower or None, o.clamp_upper or None) if o.clamp_lower or o.clamp_upper else rho
     return _Weights(own, torch.where(low | high, 0.0, weight), mask & (weight != rho), low, high)
 
@@ -219,5 +268,6 @@ def _check(
         raise ValueError("sampler_logprobs is missing: expected [T] with rho; without them give rho=None")
     if rho is not None and (rho.sequence_level or rho.tv_divergence) and (sequence is None or sequences is None):
         raise ValueError(
-            "sequence or sequences is missing: expected each token's sequence, and their number, where rho is a mean over sequences"
+            "sequence or sequences is missing: expected [T] integers and the number of sequences with "
+            "sequence_level or tv_divergence; pass both, or set these options of rho to False"
         )

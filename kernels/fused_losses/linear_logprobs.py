@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities of labels from hidden states and lm-head, without the ``[tokens, vocab]`` logits."""
+"""Log-probabilities of labels from hidden states and an lm-head.
+
+The ``[tokens, vocab]`` logits are never formed.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +28,7 @@ from fused_losses.softmax import TokenLogprobs, TokenSoftmax, Upstream
 
 @dataclass(frozen=True)
 class _Call:
-    """What is no tensor."""
+    """The arguments of a call that are not tensors."""
 
     rows: int
     temperature: float
@@ -64,31 +67,65 @@ def linear_logprobs(
     matmul_dtype: torch.dtype | None = None,
     chunk: int | None = None,
 ) -> TokenLogprobs:
-    """``log p(label)`` and the entropy of ``p = softmax(softcap(hidden weight^T + bias) / temperature)``, token by token.
+    """Computes ``log p(label)`` of each token from hidden states.
 
-    hidden: ``[T, H]``, the same on every rank of ``tp_group``; with ``sequence_parallel`` ``[T / tp, H]``, this rank's part of
-    the tokens, in the order of ranks. weight: ``[local vocab, H]``, bias ``[local vocab]``: this rank's rows of the lm-head, of
-    which the first ``vocab_rows`` (default: all) belong to the vocabulary, from row ``vocab_start`` of it on; further ones are
-    padding, and get a gradient of zero. labels: ``[T]`` integer ids in the whole vocabulary; a label outside of it, such as -100,
-    is owned by no rank, and its value means nothing. softcap: ``softcap(x) = cap tanh(x / cap)``, or None.
+    ``p = softmax(softcap(hidden weight^T + bias) / temperature)``, where
+    ``softcap(x) = cap tanh(x / cap)`` (Gemma 2, arXiv:2408.00118). NeMo-RL computes the same, with
+    neither bias, soft-cap nor temperature, as "linear CE fusion". The vocabulary is split as in
+    Megatron-LM (arXiv:1909.08053).
 
-    Returns logprobs ``[T]``, and if asked for (else None) entropy ``[T]`` in nats, and with ``logit_range`` the least and the greatest logit
-    ``[T]``, before the temperature; all the same on every rank, in float32 (float64 for float64 inputs). Logprobs and entropy carry
-    gradients, any upstream gradient is right, and a token whose upstream gradient is zero takes no part whatever its hidden state. The
-    gradient of hidden is complete on every rank (with ``sequence_parallel``: for its own tokens); those of weight and bias are for
-    the tokens of this call, for the caller to add up over data and context parallelism.
+    Any upstream gradient is supported. A token whose upstream gradient is zero does not contribute,
+    even if its hidden state is NaN or infinite.
 
-    Matrix products are in ``matmul_dtype``, by default the inputs'; float32 for half-precision inputs is slower and rounds
-    less. All else is float32, also under ``torch.autocast``; the weight's gradient is added up in float32 over chunks, and rounded at the end.
+    Args:
+        hidden: ``[tokens, hidden]``, the same on every rank of ``tp_group``. With
+            ``sequence_parallel``: ``[tokens / tp, hidden]``, this rank's tokens, in rank order.
+        weight: ``[local_vocab, hidden]``, this rank's rows of the lm-head, in the dtype of hidden.
+        labels: ``[tokens]`` integer ids in the whole vocabulary. No rank owns a label outside of
+            it, such as -100; the result for such a token is meaningless.
+        bias: ``[local_vocab]``, or None.
+        temperature: divides the logits; positive.
+        softcap: the cap, positive; None for no soft-cap.
+        entropy: whether to return the entropy of p.
+        logit_range: whether to return the smallest and the largest logit.
+        vocab_start: id in the whole vocabulary of this rank's first row.
+        vocab_rows: number of leading rows that belong to the vocabulary; all by default. The
+            remaining ones are padding and get a gradient of zero.
+        tp_group: the ranks among which the vocabulary is split; None if it is whole here.
+        sequence_parallel: whether each rank of ``tp_group`` holds only its part of the tokens.
+        matmul_dtype: dtype of matrix products; that of the inputs by default. float32 for inputs in
+            half precision rounds less. All else is float32 (float64 for float64 inputs), also under
+            ``torch.autocast``.
+        chunk: number of tokens whose logits exist at a time; by default few enough that their
+            logits are small beside the weight.
 
-    Memory: ``chunk`` tokens have logits at a time, ``chunk x local vocab`` of them, forward and backward; by default so many
-    that they are small beside the weight. Backward holds a float32 gradient of weight, and T H numbers, 2 T H with
-    ``sequence_parallel``; with a ``matmul_dtype`` other than the weight's both passes hold a copy of weight in it. Saved for backward: the
-    inputs and T numbers, 2 T with entropy; nothing under ``torch.no_grad``. Collectives on ``tp_group``, whatever the chunks:
-    forward one all-reduce MAX of T numbers (2 T with ``logit_range``) and one SUM of 2 T (3 T with entropy), backward one SUM of T H float32; with
-    ``sequence_parallel`` an all-gather of hidden in forward and in backward, and a reduce-scatter in place of the last sum.
+    Returns:
+        ``logprobs`` and, if asked for, ``entropy`` in nats, ``min_logits`` and ``max_logits``
+        (before the temperature); else None. Each is ``[tokens]`` in float32 (float64 for float64
+        inputs) and the same on every rank of ``tp_group``. Log-probabilities and entropies carry
+        gradients. The gradient of hidden is complete on every rank (with ``sequence_parallel``: for
+        the rank's own tokens). Those of weight and bias cover the tokens of this call; the caller
+        adds them up over data and context parallelism.
 
-    Raises ``ValueError`` for shapes, dtypes and numbers that do not fit.
+    Raises:
+        ValueError: A shape, dtype or number does not fit; the message names the argument.
+
+    Collectives:
+        All are on ``tp_group``, and their number does not depend on the chunks.
+        Forward: one all-reduce MAX of ``[tokens]`` (``[2, tokens]`` with ``logit_range``) and one
+        all-reduce SUM of ``[2, tokens]`` (``[3, tokens]`` with ``entropy``). Backward: one
+        all-reduce SUM of ``[tokens, hidden]`` if hidden needs a gradient. All are in the compute
+        dtype, float32 or float64.
+        With ``sequence_parallel``: forward and backward each begin with an all-gather of hidden,
+        and a reduce-scatter takes the place of backward's all-reduce.
+
+    Memory:
+        ``[chunk, local_vocab]`` logits at a time, in forward and in backward. Backward holds a
+        float32 gradient of weight, which is rounded once at the end, and ``[tokens, hidden]``
+        numbers (twice that with ``sequence_parallel``). With a ``matmul_dtype`` other than the
+        weight's, both passes hold a copy of weight in it.
+        Saved for backward: the inputs and one number for each token (two with ``entropy``); nothing
+        under ``torch.no_grad``.
     """
     ranks = tp_group.size() if sequence_parallel and tp_group is not None else 1
     check_head(hidden, weight, labels, bias, temperature, softcap, vocab_rows, chunk, ranks)
@@ -103,9 +140,8 @@ def linear_logprobs(
         group=tp_group,
         sequence_parallel=ranks > 1,
     )
-    return TokenLogprobs.of(
-        *_LinearLogprobs.apply(hidden, weight, bias, labels - vocab_start, call), (entropy, logit_range)
-    )  # type: ignore[misc]
+    found = _LinearLogprobs.apply(hidden, weight, bias, labels - vocab_start, call)
+    return TokenLogprobs.of(*found, (entropy, logit_range))  # type: ignore[misc]
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -152,20 +188,22 @@ class _LinearLogprobs(torch.autograd.Function):
             gradients.add(dz, h, rounded)
             if grad_hidden is not None:
                 grad_hidden[tokens] = rounded @ matrix
-        unit = (
-            upstream.unit
-        )  # of one dim below: CUDA rounds a number of none to a half-precision gradient's dtype first
+        # CUDA rounds a 0-dim factor to a half-precision gradient's dtype first, but no 1-dim one.
+        unit = upstream.unit.reshape(1)
         return (
-            None if grad_hidden is None else _reduced(grad_hidden.mul_(unit.reshape(1)), call, hidden.dtype),
-            None if gradients.weight is None else padded(gradients.weight.mul_(unit.reshape(1)), weight),
-            None if gradients.bias is None or bias is None else padded(gradients.bias.mul_(unit.reshape(1)), bias),
+            None if grad_hidden is None else _reduced(grad_hidden.mul_(unit), call, hidden.dtype),
+            None if gradients.weight is None else padded(gradients.weight.mul_(unit), weight),
+            None if gradients.bias is None or bias is None else padded(gradients.bias.mul_(unit), bias),
             None,
             None,
         )
 
 
 def token_softmax(hidden: Tensor, labels: Tensor, head: LmHead, call: _Call) -> TokenSoftmax:
-    """Of every token, over every rank's rows. ``labels`` count from this rank's first row."""
+    """Computes the softmax statistics of every token over all ranks' rows.
+
+    ``labels`` are counted from this rank's first row.
+    """
     whole = gather_tokens(hidden, call.group) if call.sequence_parallel and call.group is not None else hidden
     matrix = head.cast(head.weight)
     wanted = {"entropy": call.entropy, "lowest": call.logit_range}
@@ -181,7 +219,11 @@ def token_softmax(hidden: Tensor, labels: Tensor, head: LmHead, call: _Call) -> 
 
 
 def _held(call: _Call, head: LmHead) -> torch.dtype:
-    """Of the gradient of hidden until it is complete: as it comes from the matrix product if nothing is added to it."""
+    """Returns the dtype that holds the gradient of hidden until it is complete.
+
+    With several ranks, their parts are summed in the compute dtype. On one rank nothing is added to
+    the results of the matrix products, so their dtype is enough.
+    """
     return (
         head.dtype
         if call.group is not None and call.group.size() > 1
@@ -190,6 +232,7 @@ def _held(call: _Call, head: LmHead) -> torch.dtype:
 
 
 def _reduced(grad_hidden: Tensor, call: _Call, dtype: torch.dtype) -> Tensor:
+    """Sums the gradient of hidden over ``call.group`` and rounds it to ``dtype``."""
     if call.group is not None and call.group.size() > 1:
         if call.sequence_parallel:
             return scatter_tokens(grad_hidden, call.group).to(dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's rows of an lm-head: logits of some tokens, and their gradients back to hidden states, weight and bias."""
+"""One rank's rows of an lm-head: logits, and gradients of hidden states, weight and bias."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,16 +10,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Newer versions of torch warn of the second names.
+from fused_losses.numerics import check_temperature
+
+# Newer versions of torch warn about the second names, older ones lack the first.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # pyright: ignore[reportDeprecated]
 
 _ROWS = 4096
-"""Rows of the weight's gradient that are made at a time where it is not the matrix product itself that adds them up."""
+"""Rows of the weight's gradient that are computed at a time.
+
+This applies if the matrix product itself cannot accumulate them in float32.
+"""
 
 
 def _unit(hidden: Tensor) -> Tensor | None:
-    """``[1]``: by which to divide ``hidden [n, H]``, lest a sum of n of its rows is more than float16 holds; None for other dtypes."""
+    """Returns the divisor ``[1]`` that keeps sums over tokens in the range of float16.
+
+    Args:
+        hidden: ``[n, hidden]``.
+
+    Returns:
+        A number of at least 1 such that a sum of n rows of ``hidden / divisor`` cannot overflow;
+        None for other dtypes and for empty tensors.
+    """
     if hidden.dtype != torch.float16 or not hidden.numel():
         return None
     return (len(hidden) * hidden.abs().amax().float() / torch.finfo(torch.float16).max).clamp(min=1).reshape(1)
@@ -27,29 +40,39 @@ def _unit(hidden: Tensor) -> Tensor | None:
 
 @dataclass(frozen=True)
 class LmHead:
-    """``z = softcap(hidden weight^T + bias) / temperature``, where ``softcap(x) = cap tanh(x / cap)`` (Gemma 2, arXiv:2408.00118).
+    """The lm-head ``z = softcap(hidden weight^T + bias) / temperature``.
 
-    Matrix products in ``matmul_dtype``, everything else in float32 (float64 for float64 inputs).
+    ``softcap(x) = cap tanh(x / cap)`` is that of Gemma 2 (arXiv:2408.00118). Matrix products run in
+    ``matmul_dtype``, everything else in float32 (float64 for float64 inputs).
     """
 
     weight: Tensor
-    """``[rows, H]``, in its own dtype."""
+    """``[rows, hidden]``, in its own dtype."""
     bias: Tensor | None
+    """``[rows]``, in its own dtype."""
     temperature: float
     softcap: float | None
     matmul_dtype: torch.dtype
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of computation."""
+        """Compute dtype: float32, or float64 for float64 inputs."""
         return torch.promote_types(self.weight.dtype, torch.float32)
 
     def cast(self, x: Tensor) -> Tensor:
-        """To the dtype of matrix products."""
+        """Converts to the dtype of matrix products."""
         return x.to(self.matmul_dtype)
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """``[n, rows]``, a new tensor. ``hidden [n, H]`` and ``weight [rows, H]``: both ``cast``."""
+        """Computes logits.
+
+        Args:
+            hidden: ``[n, hidden]``, already ``cast``.
+            weight: ``[rows, hidden]``, already ``cast``.
+
+        Returns:
+            ``[n, rows]``, a new tensor in the compute dtype.
+        """
         z = (hidden @ weight.T).to(self.dtype)
         if self.bias is not None:
             z += self.bias
@@ -58,13 +81,21 @@ class LmHead:
         return z.div_(self.temperature) if self.temperature != 1.0 else z
 
     def uncap_(self, dz: Tensor, z: Tensor) -> None:
-        """Make ``dz``, the gradient of what comes out of the soft-cap, that of what goes in. ``z``: the logits, which are overwritten."""
+        """Backpropagates through the soft-cap, in place.
+
+        Args:
+            dz: ``[n, rows]``, the gradient of the soft-cap's output; becomes that of its input.
+            z: ``[n, rows]`` logits; overwritten.
+        """
         assert self.softcap is not None
         dz *= z.mul_(self.temperature / self.softcap).square_().neg_().add_(1)
 
 
 class HeadGradients:
-    """Adds up the gradients of weight and bias over chunks of tokens, in float32 whatever the inputs' dtype and the chunks."""
+    """Accumulates the gradients of weight and bias over chunks of tokens.
+
+    Sums are float32 (float64 for float64 inputs) for every input dtype and chunk size.
+    """
 
     def __init__(self, head: LmHead, weight: bool, bias: bool) -> None:
         self._head = head
@@ -72,7 +103,13 @@ class HeadGradients:
         self.bias = torch.zeros(len(head.weight), dtype=head.dtype, device=head.weight.device) if bias else None
 
     def add(self, dlogits: Tensor, hidden: Tensor, rounded: Tensor) -> None:
-        """Those of ``dlogits [n, rows]``, with ``rounded`` the same in the dtype of matrix products, and ``hidden [n, H]`` in that dtype too."""
+        """Adds the gradients from one chunk of tokens.
+
+        Args:
+            dlogits: ``[n, rows]``, in the compute dtype.
+            hidden: ``[n, hidden]``, in the dtype of matrix products.
+            rounded: ``dlogits`` in the dtype of matrix products.
+        """
         if self.bias is not None:
             self.bias += dlogits.sum(0)
         if self.weight is None:
@@ -90,7 +127,11 @@ class HeadGradients:
 
 
 def without_autocast(pass_: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward or backward that says itself in which dtype it computes: autocast is on in the one, and not in the other."""
+    """Disables autocast inside a forward or backward.
+
+    These passes choose their dtypes themselves. Autocast is on in forward but not in backward, so
+    it would make the two disagree.
+    """
 
     @wraps(pass_)
     def as_written(ctx: Any, *given: Any) -> Any:
@@ -102,30 +143,37 @@ def without_autocast(pass_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def chunks_of(tokens: int, chunk: int) -> Iterator[slice]:
+    """Yields consecutive slices of at most ``chunk`` tokens."""
     return (slice(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk))
 
 
 def default_chunk(weight: Tensor) -> int:
-    """Tokens, so that a chunk's logits take about a quarter of what the weight's gradient does."""
+    """Returns a number of tokens whose logits take about a quarter of the weight's gradient."""
     return max(64, weight.shape[1] // 4)
 
 
 def gather_tokens(hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``[T / tp, H] -> [T, H]``: one all-gather."""
+    """Gathers every rank's ``[tokens / tp, hidden]`` into ``[tokens, hidden]``: one all-gather."""
     whole = hidden.new_empty(len(hidden) * group.size(), hidden.shape[1])
     _all_gather(whole, hidden.contiguous(), group=group)
     return whole
 
 
 def scatter_tokens(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``[T, H] -> [T / tp, H]``, summed over ranks: one reduce-scatter."""
+    """Sums ``[tokens, hidden]`` over ranks and returns this rank's ``[tokens / tp, hidden]``.
+
+    It takes one reduce-scatter.
+    """
     part = grad.new_empty(len(grad) // group.size(), grad.shape[1])
     _reduce_scatter(part, grad, group=group)
     return part
 
 
 def padded(grad: Tensor, like: Tensor) -> Tensor:
-    """In the dtype and with the rows of ``like``; those of padding are zero."""
+    """Converts a gradient to the dtype of ``like`` and appends zero rows up to its shape.
+
+    The appended rows are the gradient of padding rows.
+    """
     if grad.shape == like.shape:
         return grad.to(like.dtype)
     whole = torch.zeros_like(like)
@@ -144,7 +192,14 @@ def check_head(
     chunk: int | None,
     ranks: int,
 ) -> None:
-    """Raises ``ValueError`` that names the argument. ``ranks``: over which hidden's tokens are split."""
+    """Checks the arguments of kernels that start from hidden states.
+
+    ``rows`` is the argument ``vocab_rows``; ``ranks`` is the number of ranks among which the tokens
+    of hidden are split.
+
+    Raises:
+        ValueError: A shape, dtype or number does not fit; the message names it.
+    """
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"hidden {list(hidden.shape)} and weight {list(weight.shape)}: expected [tokens, H] and [vocab, H]"
@@ -156,13 +211,12 @@ def check_head(
         raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}: expected one dtype; cast one of them")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias {list(bias.shape)}: expected one for each of {weight.shape[0]} rows of weight")
-    if not temperature > 0:
-        raise ValueError(
-            f"temperature {temperature}: expected a positive number; for greedy decoding there is no log-probability"
-        )
+    check_temperature(temperature)
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap {softcap}: expected a positive number, or None for no cap")
     if rows is not None and not 0 <= rows <= weight.shape[0]:
-        raise ValueError(f"vocab_rows {rows}: weight has {weight.shape[0]} rows")
+        raise ValueError(
+            f"vocab_rows {rows}: weight has {weight.shape[0]} rows; expected 0 to {weight.shape[0]}, or None for all"
+        )
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk {chunk}: expected a positive number of tokens, or None to choose one")

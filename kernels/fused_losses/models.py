@@ -1,20 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finding the backbone and the lm-head of a causal language model, through whatever it is wrapped in."""
+"""Finds the backbone and the lm-head of a causal language model inside its wrappers."""
 
 from torch import nn
 
 _WRAPPED_IN = ("_orig_mod", "module", "_fsdp_wrapped_module")
-"""What torch.compile, DistributedDataParallel and DeepSpeed, and FSDP call the module that they wrap."""
+"""Attributes that hold the wrapped module.
+
+They are those of torch.compile, of DistributedDataParallel and DeepSpeed, and of FSDP.
+"""
 
 _BACKBONES = ("model", "transformer", "backbone", "gpt_neox", "base_model")
 
-
 _AFTER_THE_HEAD = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
-"""Fields of configurations (Gemma 2, Cohere, Granite), and the value at which they do nothing."""
+"""Fields of configurations that change logits after the head, and the value without effect.
+
+They are those of Gemma 2, Cohere and Granite.
+"""
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The causal language model itself, out of torch.compile, DistributedDataParallel, FSDP, DeepSpeed engines and PEFT models, in any order."""
+    """Returns the causal language model itself, without its wrappers.
+
+    Wrappers of torch.compile, DistributedDataParallel, FSDP, DeepSpeed engines and PEFT models are
+    removed, in any order.
+    """
     while True:
         inner = next(
             (found for name in _WRAPPED_IN if isinstance(found := getattr(model, name, None), nn.Module)), None
@@ -28,18 +37,27 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def backbone_and_lm_head(model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """What makes the last hidden states, and what makes logits of them: call the one, and give the other to ``tiled_token_logprobs``.
+    """Returns the module that computes the last hidden states, and the one that computes logits.
 
-    The head is ``get_output_embeddings()`` where there is such a method (transformers), else ``lm_head`` or ``output_layer``; it may be a
-    LoRA layer, which is left whole. The backbone is the attribute that ``base_model_prefix`` names, else ``model``, ``transformer``, ``backbone``,
-    ``gpt_neox`` or ``base_model``.
+    Call the first, and pass the second to ``tiled_token_logprobs``.
 
-    Gradients of data-parallel wrappers are reduced by hooks on parameters, which fire however the parameters are used; but a wrapper that
-    prepares anything when it is called (DistributedDataParallel's bucket order, FSDP's root) must still be: call both inside the
-    forward of the module that is wrapped.
+    The head is the result of ``get_output_embeddings()`` if the model has that method, as in
+    transformers; else ``lm_head`` or ``output_layer``. It may be a LoRA layer, which is returned as
+    a whole. The backbone is the attribute that ``base_model_prefix`` names; else ``model``,
+    ``transformer``, ``backbone``, ``gpt_neox`` or ``base_model``.
 
-    Raises ``ValueError`` where either is not found, where the backbone holds the head, and so would make logits itself, and where the model does
-    something to logits after its head (``final_logit_softcapping``, ``logit_scale``, ``logits_scaling``), which would be lost.
+    Data-parallel wrappers reduce gradients by hooks on parameters, which fire however the
+    parameters are used. But a wrapper that prepares something when it is called
+    (DistributedDataParallel's bucket order, FSDP's root) must still be called: call both modules
+    inside the forward of the wrapped module.
+
+    Args:
+        model: a causal language model, wrapped or not.
+
+    Raises:
+        ValueError: There is no head or no backbone; the backbone holds the head, so it would
+            compute logits itself; or the model changes logits after its head
+            (``final_logit_softcapping``, ``logit_scale``, ``logits_scaling``), which would be lost.
     """
     inner = unwrap(model)
     head = inner.get_output_embeddings() if callable(getattr(inner, "get_output_embeddings", None)) else None  # pyright: ignore[reportCallIssue]
@@ -54,14 +72,16 @@ def backbone_and_lm_head(model: nn.Module) -> tuple[nn.Module, nn.Module]:
         )
     if not isinstance(head, nn.Module):
         raise ValueError(
-            f"model {type(inner).__name__}: has no lm-head (get_output_embeddings, lm_head, output_layer); pass the modules yourself"
+            f"model {type(inner).__name__}: has no lm-head (get_output_embeddings, lm_head, output_layer); "
+            "pass backbone and head to the kernel yourself"
         )
     config = getattr(inner, "config", None)
     for name, nothing in _AFTER_THE_HEAD.items():
         value = getattr(config, name, None)
         if value not in (None, nothing):
             raise ValueError(
-                f"model {type(inner).__name__}: its {name} of {value} comes after the lm-head; pass the modules yourself, and what it does"
+                f"model {type(inner).__name__}: its {name} of {value} comes after the lm-head and would be lost; "
+                f"pass the kernel a head that applies {name} itself"
             )
     names = (str(getattr(inner, "base_model_prefix", "")), *_BACKBONES)
     for name in names:
@@ -69,9 +89,11 @@ def backbone_and_lm_head(model: nn.Module) -> tuple[nn.Module, nn.Module]:
         if isinstance(backbone, nn.Module) and backbone not in (inner, head):
             if any(part is head for part in backbone.modules()):
                 raise ValueError(
-                    f"model {type(inner).__name__}: its {name} holds the lm-head, so it makes logits; pass the modules yourself"
+                    f"model {type(inner).__name__}: its {name} holds the lm-head, so it makes logits; "
+                    "pass backbone and head to the kernel yourself"
                 )
             return backbone, head
     raise ValueError(
-        f"model {type(inner).__name__}: has no backbone ({', '.join(dict.fromkeys(filter(None, names)))}); pass the modules yourself"
+        f"model {type(inner).__name__}: has no backbone ({', '.join(dict.fromkeys(filter(None, names)))}); "
+        "pass backbone and head to the kernel yourself"
     )

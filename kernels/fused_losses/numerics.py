@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exponentials of log-ratios, whose gradients stay finite."""
+"""Exponentials with finite gradients, and checks that several kernels share."""
 
 from math import floor, log
 
@@ -8,12 +8,26 @@ from torch import Tensor
 
 
 def bounded_exp(x: Tensor) -> Tensor:
-    """``exp(x)``, bounded by what its dtype holds, without a gradient there: that of a clip is 0, and 0 times infinity would be NaN."""
+    """Computes ``exp(x)``, bounded by the largest number that the dtype of ``x`` holds.
+
+    At the bound the gradient is 0. Without the bound it would be infinite, and a clip, whose own
+    gradient is 0, would turn it into 0 times infinity, which is NaN.
+    """
     return x.clamp(max=floor(8 * log(torch.finfo(x.dtype).max)) / 8).exp()
 
 
 def check_tokens(logprobs: Tensor, **others: Tensor | None) -> None:
-    """Raises ``ValueError`` that names what is not ``[T]``: it would broadcast."""
+    """Checks that every tensor has one number for each token.
+
+    A tensor of another shape, such as ``[tokens, 1]``, would broadcast silently.
+
+    Args:
+        logprobs: ``[tokens]``.
+        others: tensors by argument name, ``[tokens]`` each; None is skipped.
+
+    Raises:
+        ValueError: A tensor has another shape; the message names it.
+    """
     if logprobs.dim() != 1:
         raise ValueError(f"logprobs {list(logprobs.shape)}: expected [T], one for each token; flatten a batch of rows")
     for name, x in others.items():
@@ -21,3 +35,15 @@ def check_tokens(logprobs: Tensor, **others: Tensor | None) -> None:
             raise ValueError(
                 f"{name} {list(x.shape)}: expected {list(logprobs.shape)}, one for each token, as logprobs"
             )
+
+
+def check_temperature(temperature: float) -> None:
+    """Checks that a temperature is positive.
+
+    Raises:
+        ValueError: It is 0, negative or NaN.
+    """
+    if not temperature > 0:
+        raise ValueError(
+            f"temperature {temperature}: expected a positive number; greedy decoding (0) has no log-probabilities"
+        )

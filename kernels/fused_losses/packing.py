@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs of sequences, laid end to end and split over the ranks of context parallelism: where each token is.
+"""Packs of sequences that are split over the ranks of context parallelism.
 
-The split is the zigzag of Megatron-LM, NeMo-RL and AReaL: of ``2 cp`` equal pieces of each padded sequence, rank r holds
-pieces r and ``2 cp - 1 - r``, so that causal attention costs every rank the same.
+Sequences lie end to end in a pack. The split is the zigzag of Megatron-LM, NeMo-RL and AReaL: each
+padded sequence is cut into ``2 cp`` equal pieces, and rank r holds the pieces r and
+``2 cp - 1 - r``, so that causal attention costs every rank the same.
 """
 
 from dataclasses import dataclass
@@ -17,26 +18,27 @@ from fused_losses.ranks import alone
 
 @dataclass(frozen=True)
 class Pack:
-    """This rank's tokens of a pack, ``[T]`` each, in the order in which it holds them. Make one with ``Pack.of``.
+    """This rank's tokens of a pack, in the order in which the rank holds them.
 
-    With it, one call of a kernel and one of a loss serve all sequences of the pack, whatever their number: give ``labels`` to
+    Make one with ``Pack.of``. Fields are ``[tokens]``, unless said otherwise. One call of a kernel
+    and one call of a loss then serve all sequences of the pack: pass ``labels`` to
     ``linear_logprobs``, and ``sequence`` to ``clipped_pg_loss``, ``dpo_loss`` or ``grpo_loss``.
     """
 
     index: Tensor
-    """Of each token in the whole padded pack."""
+    """Index of the token in the whole padded pack."""
     sequence: Tensor
-    """The number of its sequence."""
+    """Number of the token's sequence."""
     position: Tensor
-    """In its sequence."""
+    """Position of the token in its sequence."""
     real: Tensor
-    """Bool: it is no padding."""
+    """Bool: the token is not padding."""
     cu_seqlens: Tensor
-    """``[S + 1]`` int64: where the sequences would start without padding."""
+    """``[sequences + 1]`` int64: where the sequences would start without padding."""
     cu_seqlens_padded: Tensor
-    """``[S + 1]`` int64: where they start in the padded pack."""
+    """``[sequences + 1]`` int64: where the sequences start in the padded pack."""
     cp: int
-    """Ranks that the pack is split over."""
+    """Number of ranks over which the pack is split."""
 
     @classmethod
     def of(
@@ -47,13 +49,23 @@ class Pack:
         cp_group: dist.ProcessGroup | None = None,
         tokens: int | None = None,
     ) -> "Pack":
-        """cu_seqlens: ``[S + 1]`` integers from 0, the true lengths added up. cu_seqlens_padded: the padded ones, by default the true.
+        """Makes the pack of this rank from the lengths of the sequences.
 
-        Sequences may be empty, and their padding of any length: the last one's may fill the bin; a tail that belongs to no sequence
-        is one more, of true length 0. Where padded lengths are all that is known they may be given for the true ones:
-        then ``real`` is true everywhere, and it is for masks to tell padding. tokens: of this rank, to be checked.
+        Sequences may be empty. Padding may have any length: that of the last sequence may fill the
+        bin, and a tail that belongs to no sequence is one more sequence of true length 0. If only
+        the padded lengths are known, pass them as the true ones. ``real`` is then true everywhere,
+        and masks must exclude padding.
 
-        Raises ``ValueError`` where these do not fit: with a cp_group every padded length must be a multiple of ``2 cp``.
+        Args:
+            cu_seqlens: ``[sequences + 1]`` integers, the true lengths added up from 0.
+            cu_seqlens_padded: ``[sequences + 1]`` integers, the padded lengths added up from 0; the
+                true ones by default. With a ``cp_group``, every padded length must be a multiple of
+                twice its number of ranks.
+            cp_group: the ranks over which the pack is split; None for no split.
+            tokens: the expected number of this rank's tokens, to be checked; None for no check.
+
+        Raises:
+            ValueError: Lengths do not fit each other, the number of ranks, or ``tokens``.
         """
         ranks, rank = (1, 0) if cp_group is None else (cp_group.size(), cp_group.rank())
         true = cu_seqlens.to(torch.long)
@@ -65,12 +77,12 @@ class Pack:
         count = int(own.sum())
         if tokens is not None and tokens != count:
             raise ValueError(
-                f"tokens {tokens}: cu_seqlens_padded ends at {int(padded[-1])}, which is {count} for each of {ranks} ranks"
+                f"tokens {tokens}: cu_seqlens_padded ends at {int(padded[-1])}, "
+                f"so each of {ranks} ranks has {count}; pass that number, or None"
             )
         sequence = torch.repeat_interleave(torch.arange(len(lengths), device=true.device), own, output_size=count)
-        local = (
-            torch.arange(count, device=true.device) - (own.cumsum(0) - own)[sequence]
-        )  # within what this rank holds of the sequence
+        # Position among this rank's tokens of the sequence.
+        local = torch.arange(count, device=true.device) - (own.cumsum(0) - own)[sequence]
         piece = (lengths // pieces)[sequence]
         if ranks > 1:
             second = local >= piece
@@ -89,14 +101,28 @@ class Pack:
 
     @property
     def sequences(self) -> int:
+        """Number of sequences, empty ones included."""
         return len(self.cu_seqlens) - 1
 
     def from_rows(self, rows: Tensor, *, shift: int, fill: float = 0) -> Tensor:
-        """``[B, width] -> [T]``: at position t of sequence b what ``rows[b, t + shift]`` has, ``fill`` where that is padding.
+        """Lays rows out like this rank's tokens of the pack.
 
-        shift: 1 where rows tell of a token and the pack of the next one's prediction: ids for ``labels``, token masks, advantages and
-        log-probabilities with a leading 0 (NeMo-RL); 0 where rows are shifted already. Sequences without a row, as a tail is, and positions
-        beyond the width, as those of an inflated last sequence, get ``fill``. So nothing wraps around at the end of a sequence.
+        The token at position t of sequence b gets ``rows[b, t + shift]``. It gets ``fill`` where
+        that is padding, beyond the width (an inflated last sequence), or in a sequence that has no
+        row (a tail). So nothing wraps around at the end of a sequence.
+
+        Args:
+            rows: ``[rows, width]``.
+            shift: 1 if rows describe a token, while the pack needs the prediction of the next one:
+                ids for ``labels``, token masks, and NeMo-RL's advantages and log-probabilities with
+                a leading 0. 0 if rows are shifted already.
+            fill: the value of tokens without an entry.
+
+        Returns:
+            ``[tokens]``, in the dtype of rows.
+
+        Raises:
+            ValueError: ``rows`` or ``shift`` does not fit.
         """
         if rows.dim() != 2 or shift not in (0, 1):
             raise ValueError(f"rows {list(rows.shape)}, shift {shift}: expected [B, width], and 0 or 1")
@@ -112,11 +138,31 @@ class Pack:
         return torch.where(here, values, torch.as_tensor(fill, dtype=rows.dtype, device=rows.device))
 
     def labels(self, input_ids: Tensor, fill: int = -100) -> Tensor:
-        """``[B, width] -> [T]``: the next token's id, shifted before the split, ``fill`` (that which is ignored) where there is none."""
+        """Returns the id of the next token for each of this rank's tokens.
+
+        Ids are shifted before the split, so the end of a rank's piece has the right label.
+
+        Args:
+            input_ids: ``[rows, width]``.
+            fill: the label where there is no next token; ``linear_cross_entropy`` ignores -100.
+
+        Returns:
+            ``[tokens]``, in the dtype of ``input_ids``.
+        """
         return self.from_rows(input_ids, shift=1, fill=fill)
 
     def split(self, whole: Tensor) -> Tensor:
-        """``[padded pack, ...] -> [T, ...]``: this rank's tokens of a whole pack."""
+        """Selects this rank's tokens of a whole pack.
+
+        Args:
+            whole: ``[padded_tokens, ...]``.
+
+        Returns:
+            ``[tokens, ...]``.
+
+        Raises:
+            ValueError: ``whole`` is not as long as the padded pack.
+        """
         if len(whole) != int(self.cu_seqlens_padded[-1]):
             raise ValueError(
                 f"whole {list(whole.shape)}: expected the {int(self.cu_seqlens_padded[-1])} tokens of the padded pack"
@@ -124,16 +170,33 @@ class Pack:
         return whole[self.index]
 
     def gather(self, local: Tensor, cp_group: dist.ProcessGroup | None) -> Tensor:
-        """``[T] -> [padded pack]`` on every rank: one all-gather of T numbers, and none in backward.
+        """Gathers numbers of single tokens, such as log-probabilities, on every rank.
 
-        Of log-probabilities and other numbers of single tokens, never of logits. For a loss that every rank of the group computes whole: the
-        gradient of a rank's own tokens is that of the loss as it is. (``torch.distributed.nn`` makes it too large by cp.)
+        It is for a loss that every rank of the group computes in full: the gradient of a rank's own
+        tokens is the gradient of the loss, unchanged. ``torch.distributed.nn`` makes it too large
+        by a factor of cp.
+
+        Args:
+            local: ``[tokens]``, of this rank.
+            cp_group: the group that ``Pack.of`` was given.
+
+        Returns:
+            ``[padded_tokens]``, the whole pack in order.
+
+        Raises:
+            ValueError: ``local`` or ``cp_group`` does not fit the pack.
+
+        Collectives:
+            Forward: one all-gather of ``[tokens]``. Backward: none.
         """
         if local.shape != self.index.shape:
-            raise ValueError(f"local {list(local.shape)}: expected a number for each of {len(self.index)} tokens")
+            raise ValueError(
+                f"local {list(local.shape)}: expected a number for each of {len(self.index)} tokens of this rank"
+            )
         if (1 if cp_group is None else cp_group.size()) != self.cp:
             raise ValueError(
-                f"cp_group of {1 if cp_group is None else cp_group.size()} ranks: this pack is split over {self.cp}"
+                f"cp_group of {1 if cp_group is None else cp_group.size()} ranks: this pack is split over {self.cp}; "
+                "pass the cp_group that Pack.of was given"
             )
         if alone(cp_group):
             return local
@@ -141,7 +204,7 @@ class Pack:
 
     @property
     def _order(self) -> Tensor:
-        """Of each token of the padded pack in what the ranks hold, one rank after the other."""
+        """Index of each token of the padded pack in the concatenation of all ranks' tokens."""
         lengths = self.cu_seqlens_padded.diff()
         of = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
         position = torch.arange(len(of), device=lengths.device) - self.cu_seqlens_padded[:-1][of]
@@ -156,7 +219,22 @@ class Pack:
         return rank * len(self.index) + local
 
     def to_rows(self, local: Tensor, width: int, cp_group: dist.ProcessGroup | None) -> Tensor:
-        """``[T] -> [S, width]`` on every rank: position t of sequence b in ``[b, t]``, 0 at padding. See ``gather``."""
+        """Gathers numbers of single tokens as one row for each sequence, on every rank.
+
+        Args:
+            local: ``[tokens]``, of this rank.
+            width: number of columns; positions beyond it are dropped.
+            cp_group: the group that ``Pack.of`` was given.
+
+        Returns:
+            ``[sequences, width]``: position t of sequence b at ``[b, t]``, 0 at padding.
+
+        Raises:
+            ValueError: ``local`` or ``cp_group`` does not fit the pack.
+
+        Collectives:
+            Those of ``gather``.
+        """
         lengths = self.cu_seqlens_padded.diff()
         whole = self.gather(torch.where(self.real, local, 0), cp_group)
         of = torch.repeat_interleave(torch.arange(self.sequences, device=lengths.device), lengths)
@@ -182,20 +260,25 @@ class _Gather(torch.autograd.Function):
 def _check(true: Tensor, padded: Tensor, pieces: int) -> None:
     if true.dim() != 1 or not len(true) or padded.shape != true.shape:
         raise ValueError(
-            f"cu_seqlens {list(true.shape)} and cu_seqlens_padded {list(padded.shape)}: expected [S + 1] both, from 0"
+            f"cu_seqlens {list(true.shape)} and cu_seqlens_padded {list(padded.shape)}: "
+            "expected [S + 1] for both, starting at 0"
         )
     if int(true[0]) or int(padded[0]) or bool((true.diff() < 0).any()):
-        raise ValueError(f"cu_seqlens {true.tolist()}: expected 0, and then no number below the one before")
+        raise ValueError(
+            f"cu_seqlens {true.tolist()}: expected 0 first (in cu_seqlens_padded too), "
+            "and then no number below the one before"
+        )
     short = (padded.diff() < true.diff()).nonzero()
     if len(short):
         number = int(short[0])
         raise ValueError(
-            f"cu_seqlens_padded: sequence {number} has {int(padded.diff()[number])} tokens with padding and {int(true.diff()[number])} without"
+            f"cu_seqlens_padded: sequence {number} has {int(padded.diff()[number])} tokens with padding and "
+            f"{int(true.diff()[number])} without; expected at least as many with padding"
         )
     uneven = (padded.diff() % pieces).nonzero()
     if len(uneven):
         number = int(uneven[0])
         raise ValueError(
-            f"cu_seqlens_padded: sequence {number} has {int(padded.diff()[number])} tokens, expected a multiple of {pieces}, twice the ranks "
-            "of cp_group; pad it"
+            f"cu_seqlens_padded: sequence {number} has {int(padded.diff()[number])} tokens, "
+            f"expected a multiple of {pieces}, twice the number of ranks of cp_group; pad it"
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums over ranks that gradients flow through."""
+"""Sums over ranks with the right gradient."""
 
 from typing import Any
 
@@ -9,26 +9,54 @@ from torch import Tensor
 
 
 def sum_over(group: dist.ProcessGroup | None, x: Tensor) -> Tensor:
-    """The sum of every rank's ``x``, on every rank: one all-reduce. ``x`` itself without a group, or alone in it.
+    """Sums ``x`` over ranks, for a loss that every rank of the group computes in full.
 
-    For a loss that every rank of ``group`` computes whole, from sums to which each contributes: the gradient of a rank's own
-    ``x`` is then that of the sum as it is. (Adding it up over ranks, as ``torch.distributed.nn`` does, makes it too
-    large by their number.)
+    Each rank's contribution enters the same loss once, so the gradient of a rank's own ``x`` is
+    the gradient of the sum, unchanged. ``torch.distributed.nn`` adds that gradient up over ranks,
+    which makes it too large by their number.
+
+    Args:
+        group: the ranks to sum over; None for this rank alone.
+        x: this rank's contribution, of any shape, the same on every rank.
+
+    Returns:
+        The sum, on every rank; ``x`` itself without a group or in a group of one rank.
+
+    Collectives:
+        One all-reduce SUM of ``x`` in forward; none in backward.
     """
     return x if alone(group) else _SumOver.apply(x, group, False)  # type: ignore[return-value]
 
 
 def sum_over_for_parts(group: dist.ProcessGroup | None, x: Tensor) -> Tensor:
-    """The same for a loss of which every rank computes a part: backward adds the gradients of the parts up, by one all-reduce more."""
+    """Sums ``x`` over ranks, for a loss of which every rank computes its own part.
+
+    Each part depends on every rank's ``x``, so backward adds up the gradients of the parts.
+
+    Args:
+        group: the ranks to sum over; None for this rank alone.
+        x: this rank's contribution, of any shape, the same on every rank.
+
+    Returns:
+        The sum, on every rank; ``x`` itself without a group or in a group of one rank.
+
+    Collectives:
+        One all-reduce SUM of ``x`` in forward, and one in backward.
+    """
     return x if alone(group) else _SumOver.apply(x, group, True)  # type: ignore[return-value]
 
 
 def alone(group: dist.ProcessGroup | None) -> bool:
+    """Returns whether this rank has nobody to communicate with in ``group``."""
     return group is None or group.size() == 1
 
 
 def is_first(group: dist.ProcessGroup | None) -> bool:
-    """Whether this rank tells what every rank of ``group`` knows whole, so that a sum over them counts it once."""
+    """Returns whether this rank is the first of ``group``; always true without a group.
+
+    A number that every rank of the group holds in full is reported by the first one alone, so
+    that a sum over ranks counts it once.
+    """
     return group is None or group.rank() == 0
 
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Supervised fine-tuning on each rank's own tokens: the loss, and the statistics that a run reports, without gathering any logits."""
+"""Supervised fine-tuning (SFT) on each rank's own tokens: the loss and the statistics of a run.
+
+No logits are gathered.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -20,18 +23,23 @@ _AVERAGED = {
     "vocab_min_logits": "n_tokens",
     "vocab_max_logits": "n_tokens",
 }
-"""And which count their average is over."""
+"""Statistics with an average, and the count that divides it."""
 
 
 @dataclass(frozen=True)
 class SFTStatistics:
-    """Sums, minima and maxima over some tokens, in float64. Those of more microbatches: ``a + b``; of all ranks: ``reduce``."""
+    """Sums, minima and maxima of SFT statistics over some tokens, in float64.
+
+    The statistics are those of AReaL; see ``export``. Add those of microbatches up (``a + b``),
+    then ``reduce`` once over ranks.
+    """
 
     sums: Tensor
-    """``[9]``: the four counts, then of ppl, loss, entropy, least and greatest logit."""
+    """``[9]``: the four counts, then the sums of the five statistics."""
     minima: Tensor
-    """``[5]``, infinite over nothing."""
+    """``[5]``, one for each statistic; +inf over nothing."""
     maxima: Tensor
+    """``[5]``, one for each statistic; -inf over nothing."""
 
     @classmethod
     def of(
@@ -44,28 +52,43 @@ class SFTStatistics:
         sequences: int,
         cp_group: dist.ProcessGroup | None = None,
     ) -> "SFTStatistics":
-        """tokens: of ``linear_logprobs`` with ``entropy`` and ``logit_range``. mask: ``[T]`` bool, the label is trained; real: the token is no
-        padding; sequence: ``[T]`` integers below ``sequences``.
+        """Computes the statistics of this rank's tokens, without gradients.
 
-        A sequence's perplexity is exp of its mean loss, which is taken over all of its tokens first: one all-reduce of 2 S numbers over
-        cp_group, always, also on a rank without a trained token. Nothing here has a gradient.
+        The perplexity of a sequence is exp of its mean loss. The mean is taken over all of its
+        tokens first, on whichever rank they are.
+
+        Args:
+            tokens: the result of ``linear_logprobs`` with ``entropy`` and ``logit_range``.
+            mask: ``[tokens]`` bool, the label is trained.
+            real: ``[tokens]`` bool, the token is not padding.
+            sequence: ``[tokens]`` integers below ``sequences``, each token's sequence.
+            sequences: the number of sequences in the pack.
+            cp_group: the ranks over which the tokens of sequences are split.
+
+        Raises:
+            ValueError: ``tokens`` lacks the entropy or the range of logits.
+
+        Collectives:
+            One all-reduce SUM of ``[2, sequences]`` over ``cp_group``, always, also on a rank
+            without trained tokens.
         """
         if tokens.entropy is None or tokens.min_logits is None or tokens.max_logits is None:
             raise ValueError(
                 "tokens has no entropy or no range: expected linear_logprobs(..., entropy=True, logit_range=True)"
             )
-        loss, trained, shown = -tokens.logprobs.detach().double(), mask, real
+        loss = -tokens.logprobs.detach().double()
         per_token = torch.stack([torch.where(mask, loss, 0.0), mask.double()])
         of_sequences = sum_over(cp_group, loss.new_zeros(2, sequences).index_add(1, sequence, per_token))
-        told = (of_sequences[1] > 0) & is_first(cp_group)  # by one rank of those that share the sequence
+        # All ranks that share a sequence know its perplexity; the first one reports it.
+        reported = (of_sequences[1] > 0) & is_first(cp_group)
         ppl = (of_sequences[0] / of_sequences[1].clamp(min=1)).exp()
-        counts = [told.sum(), real.sum(), mask.sum(), (real & ~mask).sum()]
+        counts = [reported.sum(), real.sum(), mask.sum(), (real & ~mask).sum()]
         items = [
-            (ppl, told),
-            (loss, trained),
-            (tokens.entropy.detach().double(), trained),
-            (tokens.min_logits.double(), shown),
-            (tokens.max_logits.double(), shown),
+            (ppl, reported),
+            (loss, mask),
+            (tokens.entropy.detach().double(), mask),
+            (tokens.min_logits.double(), real),
+            (tokens.max_logits.double(), real),
         ]
         infinity = loss.new_full((1,), torch.inf)
         return cls(
@@ -77,12 +100,23 @@ class SFTStatistics:
         )
 
     def __add__(self, other: "SFTStatistics") -> "SFTStatistics":
+        """Merges the statistics of two microbatches."""
         return SFTStatistics(
             self.sums + other.sums, torch.minimum(self.minima, other.minima), torch.maximum(self.maxima, other.maxima)
         )
 
     def reduce(self, group: dist.ProcessGroup | None) -> "SFTStatistics":
-        """Over the ranks that hold other tokens, data and context parallelism: always three all-reduces, SUM of 9, MIN and MAX of 5 numbers."""
+        """Merges the statistics of ranks that hold different tokens.
+
+        Call it for context parallelism and for data parallelism.
+
+        Args:
+            group: the ranks; None for this rank alone.
+
+        Collectives:
+            With a group always three all-reduces: SUM of ``[9]``, MIN of ``[5]`` and MAX of
+            ``[5]``.
+        """
         if group is None:
             return self
         reduced = SFTStatistics(self.sums.clone(), self.minima.clone(), self.maxima.clone())
@@ -92,11 +126,15 @@ class SFTStatistics:
         return reduced
 
     def export(self) -> dict[str, Tensor]:
-        """AReaL's names: ``n_seqs`` (with a trained token), ``n_tokens`` (no padding), ``n_valid_tokens`` (trained), ``prompt_tokens``; and
-        ``_avg``, ``_min``, ``_max`` of ``ppl`` over sequences, ``loss`` and ``entropy`` over trained tokens, ``vocab_min_logits`` and
-        ``vocab_max_logits`` over tokens. An average over nothing is 0, its extrema are infinite.
+        """Returns the statistics under AReaL's names, scalars in float64.
 
-        ``loss_avg`` of all microbatches and ranks is the loss of an evaluation.
+        Counts are ``n_seqs`` (sequences with a trained token), ``n_tokens`` (tokens without
+        padding), ``n_valid_tokens`` (trained tokens) and ``prompt_tokens`` (neither trained nor
+        padding). ``_avg``, ``_min`` and ``_max`` are given for ``ppl`` over sequences, ``loss`` and
+        ``entropy`` in nats over trained tokens, and ``vocab_min_logits`` and ``vocab_max_logits``
+        over tokens without padding. An average over nothing is 0; its extrema are infinite.
+
+        ``loss_avg`` over all microbatches and ranks is the loss of an evaluation.
         """
         counts = dict(zip(_COUNTS, self.sums, strict=False))
         found = dict(counts)
@@ -129,15 +167,44 @@ def linear_sft_loss(
     matmul_dtype: torch.dtype | None = None,
     chunk: int | None = None,
 ) -> tuple[Tensor, SFTStatistics]:
-    """The loss of supervised fine-tuning and its statistics, from this rank's tokens of a pack alone.
+    """Computes the SFT loss and its statistics from this rank's tokens of a pack.
 
-    labels, mask, real, sequence: ``[T]``, of this rank's tokens, shifted before the pack was split (see ``Pack``). valid_tokens: the trained
-    tokens of the whole batch, over every data- and context-parallel rank and microbatch; ``epsilon`` is added to it (AReaL: 1e-5). For the
-    rest see ``linear_logprobs``.
+    Results do not depend on how tokens are split and padded. The statistics are those of AReaL.
 
-    Loss and gradients are this rank's parts and add up over dp, cp and microbatches; a trainer that averages over ranks must multiply
-    by their number. Statistics are this rank's too: add those of microbatches up, then ``reduce`` once. All are the same however
-    tokens are split and padded. For statistics one all-reduce of 2 S numbers over cp_group, always; nothing is gathered.
+    Args:
+        hidden: ``[tokens, hidden]``; see ``linear_logprobs``.
+        weight: ``[local_vocab, hidden]``, this rank's rows of the lm-head.
+        labels: ``[tokens]`` integer ids, shifted before the pack was split; see ``Pack.labels``.
+        mask: ``[tokens]`` bool, the label is trained.
+        real: ``[tokens]`` bool, the token is not padding.
+        sequence: ``[tokens]`` integers below ``sequences``, each token's sequence.
+        sequences: the number of sequences in the pack.
+        valid_tokens: the number of trained tokens in the whole batch, over every data- and
+            context-parallel rank and microbatch.
+        reduction: ``"mean"`` divides by ``valid_tokens``; ``"sum"`` does not.
+        epsilon: added to ``valid_tokens``; 1e-5 in AReaL.
+        bias: ``[local_vocab]``, or None.
+        temperature: divides the logits; positive.
+        softcap: the cap of the logits, positive; None for no soft-cap.
+        vocab_start: id in the whole vocabulary of this rank's first row.
+        vocab_rows: number of leading rows that belong to the vocabulary; all by default.
+        tp_group: the ranks among which the vocabulary is split.
+        cp_group: the ranks over which the tokens of sequences are split.
+        sequence_parallel: whether each rank of ``tp_group`` holds only its part of the tokens.
+        matmul_dtype: dtype of matrix products; that of the inputs by default.
+        chunk: number of tokens whose logits exist at a time.
+
+    Returns:
+        The loss, a scalar in nats, and the statistics. Both are this rank's parts. Losses and
+        gradients add up over dp, cp and microbatches; a trainer that averages over ranks must
+        multiply by their number. Add the statistics of microbatches up, then ``reduce`` once.
+
+    Raises:
+        ValueError: A shape or option does not fit; the message names it.
+
+    Collectives:
+        Those of ``linear_logprobs`` over ``tp_group``, and one all-reduce SUM of
+        ``[2, sequences]`` over ``cp_group``, always.
     """
     for name, x in {"mask": mask, "real": real, "sequence": sequence}.items():
         if x.shape != labels.shape:

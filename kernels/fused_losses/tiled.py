@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities through an lm-head that is a module of any kind: tile by tile, by calling it.
+"""Log-probabilities through an lm-head that is any module, by calling it tile by tile.
 
-For heads that ``linear_logprobs`` can't take, since they are no plain weight: with LoRA adapters, wrapped, or collective when called.
-As open-instruct's tiled lm-head loss, without its defects: gradients reach the parameters through autograd, so that hooks of data-parallel
-wrappers fire once, after they are complete, and any upstream gradient multiplies them all.
+This is for heads that are more than the weight that ``linear_logprobs`` takes: with LoRA adapters,
+wrapped, or collective when called. Together with ``grpo_loss`` it replaces open-instruct's tiled
+lm-head loss. Unlike there, gradients reach the parameters through autograd. So hooks of
+data-parallel wrappers fire once, after the gradient is complete, and any upstream gradient
+multiplies all gradients.
 """
 
 from collections.abc import Sequence
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fused_losses.numerics import check_temperature
 from fused_losses.vocab_parallel import vocab_parallel_logprobs
 
 
@@ -26,44 +29,63 @@ def tiled_token_logprobs(
     tiles: int | None = None,
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """``log p(label)`` and the entropy of ``p = softmax(lm_head(hidden) / temperature)``, token by token.
+    """Computes ``log p(label)`` of each token through an lm-head module.
 
-    lm_head: maps ``[n, H]`` to logits ``[n, vocab]``, each token for itself and without randomness, also for n = 0. hidden: ``[T, H]``;
-    labels: ``[T]`` integer ids; one outside of the vocabulary, such as -100, means nothing.
+    The distribution is ``p = softmax(lm_head(hidden) / temperature)``. A token whose upstream
+    gradient is zero does not contribute to any gradient. Under ``torch.no_grad`` nothing is saved;
+    use that for old log-probabilities and the reference policy.
 
-    tiles: how many times the head is called in forward, and again in backward; by default one for every 256 tokens. Where calling it is
-    collective give the same number on every rank: it is called that many times whatever the number of tokens, also with none.
-    A rank on which nothing needs a gradient, or that calls no backward, makes no second pass, and the others would wait for it.
+    Gradients are computed for the head's parameters as they are when the head is called. The model
+    may be wrapped in DistributedDataParallel, or in FSDP that leaves the head to its root module
+    (``use_orig_params=True``). Backward raises if something else takes the place of the parameters
+    during the call: FSDP's flat parameter, DTensors of an FSDP2 module of its own, or parameters
+    that ZeRO-3 partitions. Gather them around forward and backward.
 
-    Returns logprobs ``[T]``, and entropy ``[T]`` in nats if asked for (else None), in float32 (float64 for float64 logits). Both carry gradients to
-    hidden and to every parameter of the head that needs one, added up over tiles in float32 and rounded once.
-    A token whose upstream gradient is zero takes no part. Under ``torch.no_grad`` nothing is saved: the pass for old
-    log-probabilities and the reference policy.
+    Args:
+        lm_head: maps ``[n, hidden]`` to logits ``[n, vocab]``, also for n = 0. It treats each token
+            on its own and uses no random numbers.
+        hidden: ``[tokens, hidden]``.
+        labels: ``[tokens]`` integer ids. A label outside of the vocabulary, such as -100, has a
+            meaningless result.
+        temperature: divides the logits; positive.
+        tiles: how many times the head is called in forward, and again in backward; by default once
+            for every 256 tokens. If calling the head is collective, pass the same number on every
+            rank: the head is called that often for any number of tokens, also for none. A rank on
+            which nothing needs a gradient, or that does not call backward, makes no second pass,
+            and the other ranks would wait for it.
+        entropy: whether to return the entropy of p.
 
-    Memory: the logits of a tile and their gradient, in backward a float32 gradient of every parameter. Saved: hidden and labels.
+    Returns:
+        Log-probabilities ``[tokens]``, and entropies ``[tokens]`` in nats if asked for, else None;
+        in float32 (float64 for float64 logits). Both carry gradients to hidden and to every
+        parameter of the head that needs one. Gradients of parameters are added up over tiles in
+        float32 and rounded once.
 
-    Gradients are made for the head's parameters as they are when it is called: the wrapper of the model may be DistributedDataParallel, or FSDP that
-    leaves the head to its root (``use_orig_params=True``). Where something else takes their place during the call (FSDP's flat parameter,
-    DTensors of an FSDP2 module of its own, what ZeRO-3 puts aside) backward raises: gather them around forward and backward.
+    Raises:
+        ValueError: A shape or number does not fit, or a parameter has hooks of its own
+            (``register_hook``), which would fire for every tile and once more. A hook by
+            ``register_post_accumulate_grad_hook`` fires once and is allowed. In backward: the head
+            uses a tensor whose gradient would be lost.
+        RuntimeError: In backward: a parameter was changed in place after forward.
 
-    Raises ``ValueError`` for shapes and numbers that do not fit, and for a parameter with hooks of its own (``register_hook``), which would fire for
-    every tile and once more; ``register_post_accumulate_grad_hook`` fires once.
+    Memory:
+        The logits of one tile and their gradient; in backward a float32 gradient of every
+        parameter. Saved for backward: hidden and labels.
     """
     if hidden.dim() != 2 or labels.shape != hidden.shape[:1]:
         raise ValueError(
-            f"hidden {list(hidden.shape)} and labels {list(labels.shape)}: expected [tokens, H] and [tokens]; flatten a batch of rows"
+            f"hidden {list(hidden.shape)} and labels {list(labels.shape)}: expected [tokens, H] and [tokens]; "
+            "flatten a batch of rows"
         )
     if tiles is not None and tiles < 1:
         raise ValueError(f"tiles {tiles}: expected a positive number, or None to choose one")
-    if not temperature > 0:
-        raise ValueError(
-            f"temperature {temperature}: expected a positive number; for greedy decoding there is no log-probability"
-        )
+    check_temperature(temperature)
     parameters = [parameter for parameter in lm_head.parameters() if parameter.requires_grad]
     hooked = next((name for name, parameter in lm_head.named_parameters() if parameter._backward_hooks), None)
     if hooked is not None and torch.is_grad_enabled():
         raise ValueError(
-            f"lm_head: its parameter {hooked} has a hook that would fire for every tile; use register_post_accumulate_grad_hook"
+            f"lm_head: its parameter {hooked} has a hook that would fire for every tile; "
+            "use register_post_accumulate_grad_hook"
         )
     number = tiles or max(1, -(-len(hidden) // 256))
     logprobs, entropies = _TiledLogprobs.apply(lm_head, temperature, number, entropy, hidden, labels, *parameters)  # type: ignore[misc]
@@ -71,7 +93,10 @@ def tiled_token_logprobs(
 
 
 def tiles_of(tokens: int, tiles: int) -> list[slice]:
-    """So many parts of a number of tokens, their sizes at most one apart, some of them empty where there are fewer tokens."""
+    """Cuts a number of tokens into ``tiles`` slices.
+
+    Their sizes differ by one at most. Some are empty if there are fewer tokens than tiles.
+    """
     edges = [tokens * i // tiles for i in range(tiles + 1)]
     return [slice(start, end) for start, end in pairwise(edges)]
 
@@ -94,7 +119,8 @@ class _TiledLogprobs(torch.autograd.Function):
         ]
         ctx.save_for_backward(hidden, labels)
         ctx.lm_head, ctx.temperature, ctx.tiles, ctx.entropy = lm_head, temperature, tiles, entropy
-        # Not among the saved tensors, which may come back as others: they must be those that the head uses.
+        # Saved tensors may come back as other objects. These must be the objects that the head
+        # uses.
         ctx.parameters, ctx.versions = parameters, [parameter._version for parameter in parameters]
         device = hidden.device.type
         ctx.autocast = {
@@ -113,7 +139,8 @@ class _TiledLogprobs(torch.autograd.Function):
         parameters: Sequence[Tensor] = ctx.parameters
         if [parameter._version for parameter in parameters] != ctx.versions:
             raise RuntimeError(
-                "lm_head: a parameter was changed in place after forward, which backward needs as it was; step the optimizer later"
+                "lm_head: a parameter was changed in place after forward, but backward needs its value in forward; "
+                "step the optimizer after backward"
             )
         need_hidden = ctx.needs_input_grad[4]
         given = [u for u in upstream[: 2 if ctx.entropy else 1] if u is not None]
@@ -144,7 +171,13 @@ class _TiledLogprobs(torch.autograd.Function):
 
 
 def _check_graph(outputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
-    """Raises where what a head's outputs hang on is not what gradients are made for: they would be lost."""
+    """Checks that the outputs of a head depend on no other leaf than the wanted ones.
+
+    The gradient of another leaf would be lost.
+
+    Raises:
+        ValueError: There is another leaf.
+    """
     known = {id(tensor) for tensor in wanted}
     nodes: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
     seen = set[Any]()
@@ -156,8 +189,9 @@ def _check_graph(outputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
         leaf = getattr(node, "variable", None)
         if leaf is not None and id(leaf) not in known:
             raise ValueError(
-                f"lm_head: when called it uses a {type(leaf).__name__} {list(leaf.shape)} that is none of its trained parameters(), and whose "
-                "gradient would be lost; with FSDP give use_orig_params=True and leave the head to the root, or gather parameters around both passes"
+                f"lm_head: when called it uses a {type(leaf).__name__} {list(leaf.shape)} that is none of its trained "
+                "parameters(), so its gradient would be lost; with FSDP pass use_orig_params=True and leave the head "
+                "to the root module, or gather parameters around forward and backward"
             )
         nodes += [following for following, _ in node.next_functions]
 

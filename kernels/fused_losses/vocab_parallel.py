@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities of labels from logits whose vocabulary is split over ranks, without gathering them."""
+"""Log-probabilities of labels from logits whose vocabulary is split over ranks.
+
+The logits are never gathered.
+"""
 
 from typing import Any
 
@@ -9,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fused_losses.lm_head import without_autocast
+from fused_losses.numerics import check_temperature
 from fused_losses.softmax import TokenLogprobs, TokenSoftmax, Upstream
 
 
@@ -23,30 +27,51 @@ def vocab_parallel_logprobs(
     vocab_rows: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
 ) -> TokenLogprobs:
-    """``log p(label)`` and the entropy of ``p = softmax(logits / temperature)``, token by token.
+    """Computes ``log p(label)`` of each token, where ``p = softmax(logits / temperature)``.
 
-    logits: ``[T, local vocab]``, of which the first ``vocab_rows`` columns (default: all) belong to the vocabulary,
-    from ``vocab_start`` of it on; further ones are padding, and get a gradient of zero. labels: ``[T]`` integer ids
-    in the whole vocabulary; a label outside of it, such as -100, is owned by no rank, and its value means nothing.
+    Any upstream gradient is supported. The vocabulary is split as in Megatron-LM
+    (arXiv:1909.08053).
 
-    Returns logprobs ``[T]``, and if asked for (else None) entropy ``[T]`` in nats, and with ``logit_range`` the least and the greatest
-    logit ``[T]``, before the temperature; all the same on every rank of ``tp_group``, in float32 (float64 for float64 logits). Logprobs and
-    entropy carry gradients, and any upstream gradient is right. The gradient of the logits is local, and rounded to
-    their dtype. Collectives: forward one all-reduce MAX of T (2 T with ``logit_range``) and one SUM of 2 T
-    float32 numbers (3 T with entropy), backward none. Saved for backward: the logits and T numbers, 2 T with entropy.
+    Args:
+        logits: ``[tokens, local_vocab]``, this rank's columns of the vocabulary.
+        labels: ``[tokens]`` integer ids in the whole vocabulary. No rank owns a label outside of
+            it, such as -100; the result for such a token is meaningless.
+        temperature: divides the logits; positive.
+        entropy: whether to return the entropy of p.
+        logit_range: whether to return the smallest and the largest logit.
+        vocab_start: id in the whole vocabulary of this rank's first column.
+        vocab_rows: number of leading columns that belong to the vocabulary; all by default. The
+            remaining ones are padding and get a gradient of zero.
+        tp_group: the ranks among which the vocabulary is split; None if it is whole here.
 
-    Raises ``ValueError`` for shapes and numbers that do not fit.
+    Returns:
+        ``logprobs`` and, if asked for, ``entropy`` in nats, ``min_logits`` and ``max_logits``
+        (before the temperature); else None. Each is ``[tokens]`` in float32 (float64 for float64
+        logits) and the same on every rank of ``tp_group``. Log-probabilities and entropies carry
+        gradients. The gradient of the logits is local, in their dtype.
+
+    Raises:
+        ValueError: A shape, ``temperature`` or ``vocab_rows`` does not fit.
+
+    Collectives:
+        Forward: one all-reduce MAX of ``[tokens]`` (``[2, tokens]`` with ``logit_range``) and one
+        all-reduce SUM of ``[2, tokens]`` (``[3, tokens]`` with ``entropy``), in the dtype of the
+        results. Backward: none.
+
+    Memory:
+        Saved for backward: the logits, the labels and one number for each token (two with
+        ``entropy``).
     """
     if logits.dim() != 2 or labels.shape != logits.shape[:1]:
         raise ValueError(
             f"logits {list(logits.shape)} and labels {list(labels.shape)}: expected [tokens, vocab] and [tokens]"
         )
-    if not temperature > 0:
-        raise ValueError(
-            f"temperature {temperature}: expected a positive number; for greedy decoding there is no log-probability"
-        )
+    check_temperature(temperature)
     if vocab_rows is not None and not 0 <= vocab_rows <= logits.shape[1]:
-        raise ValueError(f"vocab_rows {vocab_rows}: logits have {logits.shape[1]} columns")
+        raise ValueError(
+            f"vocab_rows {vocab_rows}: logits have {logits.shape[1]} columns; "
+            f"expected 0 to {logits.shape[1]}, or None for all"
+        )
     rows = logits.shape[1] if vocab_rows is None else vocab_rows
     found = _VocabParallelLogprobs.apply(
         logits, labels - vocab_start, temperature, rows, (entropy, logit_range), tp_group
@@ -91,6 +116,6 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
 
 def _tempered(logits: Tensor, rows: int, temperature: float) -> Tensor:
-    """A new tensor, in the dtype of computation."""
+    """Returns logits over temperature without padding: a new tensor in the compute dtype."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     return torch.div(logits[:, :rows].to(dtype), temperature)
