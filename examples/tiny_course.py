@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the transformer of tiny_training.py learns: batches of three kinds, from a text."""
+"""Batches for the transformer of tiny_training.py: three kinds, all made from one text."""
 
 from dataclasses import dataclass
 
@@ -9,36 +9,53 @@ from torch import Tensor
 VOCAB, CONTEXT = 256, 64
 PHASES = ("SFT", "DPO", "GRPO")
 GROUP, UPDATES = 4, 5
-"""Completions of a prompt, and GRPO's updates on the same completions: ratios are 1 at the first of them only."""
+"""Completions of each prompt, and GRPO's updates on the same completions.
+
+Ratios are 1 at the first update alone, so one update would not test them.
+"""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences, one in a row, as a data loader has them; the same on every rank."""
+    """Sequences, one in each row, as a data loader returns them; the same on every rank."""
 
     ids: Tensor
-    """``[B, CONTEXT]``, whatever beyond a sequence's length."""
+    """``[sequences, CONTEXT]`` token ids; arbitrary beyond the length of a sequence."""
     lengths: Tensor
-    """``[B]``, from 2 to CONTEXT."""
+    """``[sequences]``, from 2 to CONTEXT."""
     prompts: Tensor
-    """``[B]``: how many of its first tokens are not trained; at least 1, since nothing predicts the first."""
+    """``[sequences]``: the number of leading tokens that are not trained.
+
+    It is at least 1, since nothing predicts the first token.
+    """
     advantages: Tensor
-    """``[B]``, 0 where there are none."""
+    """``[sequences]``; 0 outside of GRPO."""
 
     @property
     def trained(self) -> Tensor:
-        """``[B, CONTEXT]`` bool."""
+        """``[sequences, CONTEXT]`` bool: the token is trained."""
         column = torch.arange(CONTEXT)
         return (column >= self.prompts[:, None]) & (column < self.lengths[:, None])
 
     def part(self, number: int, of: int) -> "Batch":
-        """Whole sequences, and so whole pairs where there are that many."""
+        """Returns part ``number`` of ``of`` parts of the sequences.
+
+        With two pairs and at most two parts, no pair is cut.
+        """
         rows = slice(len(self.ids) * number // of, len(self.ids) * (number + 1) // of)
         return Batch(self.ids[rows], self.lengths[rows], self.prompts[rows], self.advantages[rows])
 
 
 class Course:
-    """What is learnt: batches, drawn up front from a seed. No batch is sampled from the model, so every run has the same ones."""
+    """All batches of a run, drawn in advance from a seed.
+
+    No batch is sampled from the model, so every run has the same ones.
+
+    Args:
+        text: the bytes to learn.
+        steps: the number of updates in each of ``PHASES``.
+        seed: the seed of all batches.
+    """
 
     def __init__(self, text: bytes, steps: dict[str, int], seed: int) -> None:
         self._text = torch.tensor(list(text))
@@ -49,7 +66,7 @@ class Course:
         self.rollouts = [self._rollouts() for _ in range(-(-steps["GRPO"] // UPDATES))]
 
     def _draw(self, low: int, high: int, count: int) -> Tensor:
-        """``[count]`` from low to high, both included."""
+        """Draws ``[count]`` integers from low to high, both included."""
         return torch.randint(low, high + 1, (count,), generator=self._random)
 
     def _windows(self, count: int) -> Tensor:
@@ -61,7 +78,11 @@ class Course:
         )
 
     def _pairs(self) -> Batch:
-        """Chosen: what the text has after a prompt. Rejected: the same bytes in another order, without the last few."""
+        """Draws two pairs of responses.
+
+        The chosen one is what follows the prompt in the text. The rejected one has the same bytes
+        in another order, without the last few.
+        """
         chosen, prompts, lengths = self._windows(2), self._draw(8, 16, 2), self._draw(40, CONTEXT, 2)
         rejected = chosen.clone()
         for row, prompt, length in zip(rejected, prompts.tolist(), lengths.tolist(), strict=True):
@@ -72,10 +93,11 @@ class Course:
         )
 
     def _rollouts(self) -> Batch:
-        """Of each of two prompts a group of completions: that of the text, with more and more of its bytes random.
+        """Draws a group of completions for each of two prompts.
 
-        They stand for samples of a model, which would differ from run to run with its rounding. The reward is the share of lower-case letters;
-        advantages are rewards normalised within the group.
+        They start from the completion in the text; more and more of their bytes are random. They
+        stand for samples of a model, which would differ from run to run by its rounding. The reward
+        is the share of lower-case letters; advantages are rewards normalised within the group.
         """
         ids = self._windows(2).repeat_interleave(GROUP, dim=0)
         count = len(ids)

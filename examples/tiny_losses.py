@@ -13,12 +13,16 @@ from dense_losses import DpoOptions, GrpoOptions, dpo, grpo, linear_logits, nll,
 from fused_losses import dpo_loss, grpo_loss, linear_cross_entropy, linear_logprobs
 
 CHUNK = 48
-"""Tokens that have logits at a time in the kernels: fewer than a batch has."""
+"""Number of tokens whose logits exist at a time in the kernels; fewer than a batch has."""
 DPO_BETA, GRPO_BETA = 0.1, 0.05
 
 
 class Losses(Protocol):
-    """The losses of the three phases. hidden: ``[T, WIDTH]``; head: this rank's rows; log-probabilities: ``[T]``, of the labels."""
+    """The losses of the three phases.
+
+    hidden is ``[tokens, WIDTH]``, head is this rank's rows of the lm-head, and log-probabilities
+    are ``[tokens]``, those of the labels.
+    """
 
     def sft(self, hidden: Tensor, head: Tensor, share: Share) -> Tensor: ...
     def logprobs(self, hidden: Tensor, head: Tensor, share: Share, temperature: float) -> Tensor: ...
@@ -27,7 +31,7 @@ class Losses(Protocol):
 
 
 class DenseLosses:
-    """The references: log-softmax of all logits. For one rank."""
+    """The reference losses, from the log-softmax of all logits, for one rank."""
 
     def __init__(self, ranks: Ranks, vocab_start: int) -> None:
         assert ranks.dp.size() == ranks.cp.size() == ranks.tp.size() == 1
@@ -67,7 +71,11 @@ class DenseLosses:
 
 
 class FusedLosses:
-    """The kernels, for any ranks. Losses are this rank's part of the batch's, but for DPO's, which is whole on every cp rank."""
+    """The kernels, for any number of ranks.
+
+    Losses are this rank's part of the batch loss. That of DPO is the same on every cp rank, since
+    every one of them computes it in full.
+    """
 
     def __init__(self, ranks: Ranks, vocab_start: int) -> None:
         self.ranks = ranks
@@ -108,11 +116,11 @@ class FusedLosses:
         return loss
 
 
-# Defects that such kernels have had, to see them told
+# Defects that such kernels have had, to show that they are found
 
 
 class LostBoundaryLabel(FusedLosses):
-    """No rank takes the first label of the second part of the vocabulary for its own (``>`` for ``>=``)."""
+    """No rank owns the first label of the vocabulary's second part (``>`` instead of ``>=``)."""
 
     def sft(self, hidden: Tensor, head: Tensor, share: Share) -> Tensor:
         return super().sft(hidden, head, self._lost(share))
@@ -126,14 +134,17 @@ class LostBoundaryLabel(FusedLosses):
 
 
 class TemperedLogprobs(FusedLosses):
-    """The temperature divides log-probabilities, and not logits."""
+    """The temperature divides log-probabilities instead of logits."""
 
     def logprobs(self, hidden: Tensor, head: Tensor, share: Share, temperature: float) -> Tensor:
         return super().logprobs(hidden, head, share, 1.0) / temperature
 
 
 class GradientTimesCp(FusedLosses):
-    """Gradients come back from every cp rank and are added up, where each has the whole already (``torch.distributed.nn``)."""
+    """Gradients of all cp ranks are added up, although each rank has the whole gradient already.
+
+    ``torch.distributed.nn`` does that.
+    """
 
     def dpo(self, logprobs: Tensor, reference: Tensor, share: Share) -> Tensor:
         loss = super().dpo(logprobs, reference, share)

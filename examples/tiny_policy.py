@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transformer of tiny_training.py, and how it and its batches are split over ranks.
 
-dp splits the sequences of a batch, cp the tokens of each sequence, tp the rows of the lm-head; the rest of the model is whole on every rank.
+dp splits the sequences of a batch, cp the tokens of each sequence, and tp the rows of the lm-head.
+The rest of the model is whole on every rank.
 """
 
 import copy
@@ -19,12 +20,15 @@ from lossgate.worlds import RankContext
 
 WIDTH, HEADS, LAYERS = 32, 4, 2
 SPLIT = ord("i")
-"""Where two tp ranks split the vocabulary. The text is ASCII: of the upper half of the bytes it has none."""
+"""The id at which two tp ranks split the vocabulary.
+
+The text is ASCII, so a split in the middle of the 256 bytes would leave the second rank unused.
+"""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The groups that this rank is in, of one rank each where nothing is split."""
+    """The groups of this rank; each has one rank if nothing is split along its axis."""
 
     dp: dist.ProcessGroup
     cp: dist.ProcessGroup
@@ -36,23 +40,27 @@ class Ranks:
 
 
 def starts(lengths: Tensor) -> Tensor:
+    """Returns where sequences start that lie end to end, and where the last one ends."""
     return F.pad(lengths.cumsum(0), (1, 0))
 
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's tokens of a batch: its sequences by dp, packed, and its part of each of them by cp. ``[T]`` each."""
+    """This rank's tokens of a batch, ``[tokens]`` each, unless said otherwise.
+
+    dp chooses the sequences, which are packed, and cp the tokens of each of them.
+    """
 
     pack: Pack
     ids: Tensor
     labels: Tensor
     mask: Tensor
-    """The label is trained."""
+    """Bool: the label is trained."""
     advantages: Tensor
     trained_tokens: Tensor
-    """Of the whole batch: dividing by it, the losses of ranks add up."""
+    """Number of trained tokens in the whole batch. Divided by it, the losses of ranks add up."""
     sequences: int
-    """Of the whole batch."""
+    """Number of sequences in the whole batch."""
 
     @classmethod
     def of(cls, batch: Batch, ranks: Ranks) -> "Share":
@@ -63,7 +71,7 @@ class Share:
         return cls(
             pack=pack,
             ids=pack.from_rows(own.ids, shift=0),
-            labels=pack.labels(own.ids, fill=0),  # dense losses look every label up
+            labels=pack.labels(own.ids, fill=0),  # Dense losses look up every label, so -100 would fail.
             mask=pack.from_rows(own.trained, shift=1),
             advantages=own.advantages[pack.sequence],
             trained_tokens=batch.trained.sum(),
@@ -72,9 +80,10 @@ class Share:
 
 
 class GatherTokens(torch.autograd.Function):
-    """``[T, ...] -> [cp T, ...]``: the tokens of every cp rank, one rank after the other.
+    """Gathers ``[tokens, ...]`` of every cp rank into ``[cp tokens, ...]``, in rank order.
 
-    Each rank uses all of them for its own part of the loss, so backward adds up what the ranks have for the gradient of a token.
+    Each rank uses all tokens for its own part of the loss, so backward adds up all ranks' gradients
+    of a token.
     """
 
     @staticmethod
@@ -96,16 +105,29 @@ def gather_tokens(own: Tensor, cp: dist.ProcessGroup) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention and a multilayer perceptron, each on normalised input and added to it."""
+    """A transformer block: attention and a multilayer perceptron, each with a residual connection.
+
+    Both work on normalised input.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        # Without biases: that of keys has a gradient of 0 but for rounding, which Adam would make steps of full size.
+        # There are no biases. That of keys has a gradient of 0 up to rounding, from which Adam
+        # would make steps of full size.
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor, seen: Tensor, cp: dist.ProcessGroup) -> Tensor:
-        """x: ``[T, WIDTH]``. seen: ``[T, cp T]`` bool, what each of this rank's tokens attends to."""
+        """Computes the block.
+
+        Args:
+            x: ``[tokens, WIDTH]``.
+            seen: ``[tokens, cp tokens]`` bool, the tokens to which each token of this rank attends.
+            cp: the ranks over which the tokens of sequences are split.
+
+        Returns:
+            ``[tokens, WIDTH]``.
+        """
         q, k, v = self.qkv(F.rms_norm(x, (WIDTH,))).view(len(x), 3, HEADS, -1).unbind(1)
         k, v = gather_tokens(torch.stack([k, v], dim=1), cp).unbind(1)
         scores = torch.einsum("qhd,khd->hqk", q, k) / k.shape[-1] ** 0.5
@@ -115,7 +137,10 @@ class Block(nn.Module):
 
 
 class Policy(nn.Module):
-    """The transformer, whole on every rank, and this rank's rows of the lm-head. Its result is hidden states: logits are the loss's matter."""
+    """The transformer, whole on every rank, and this rank's rows of the lm-head.
+
+    It returns hidden states; the losses compute logits.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -128,7 +153,7 @@ class Policy(nn.Module):
             nn.init.normal_(parameter, std=0.5 / WIDTH**0.5, generator=random)
 
     def forward(self, share: Share, cp: dist.ProcessGroup) -> Tensor:
-        """``[T, WIDTH]``."""
+        """Returns the hidden states of this rank's tokens, ``[tokens, WIDTH]``."""
         pack = share.pack
         of, at = gather_tokens(torch.stack([pack.sequence, pack.position], dim=1), cp).unbind(1)
         seen = (pack.sequence[:, None] == of) & (pack.position[:, None] >= at)
@@ -138,7 +163,7 @@ class Policy(nn.Module):
         return F.rms_norm(x, (WIDTH,))
 
     def on(self, tp: dist.ProcessGroup) -> "Policy":
-        """A copy for a rank of ``tp``."""
+        """Returns a copy with the lm-head rows of this rank of ``tp``."""
         bounds = {1: (0, VOCAB), 2: (0, SPLIT, VOCAB)}[tp.size()]
         policy = copy.deepcopy(self)
         policy.vocab_start, end = bounds[tp.rank() : tp.rank() + 2]
@@ -146,10 +171,11 @@ class Policy(nn.Module):
         return policy
 
     def frozen(self) -> "Policy":
+        """Returns a copy without gradients."""
         return copy.deepcopy(self).requires_grad_(False)
 
     def nudged(self, seed: int) -> "Policy":
-        """A copy, every weight of which is the next number above or below."""
+        """Returns a copy in which every weight is the next number above or below, at random."""
         random = torch.Generator().manual_seed(seed)
         policy = copy.deepcopy(self)
         with torch.no_grad():

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training on fused losses, split over ranks, follows the curve of training on dense losses: a whole run, small enough to watch.
+"""Training on fused losses, split over ranks, follows the curve of training on dense losses.
 
     python examples/tiny_training.py [--steps 100 50 50] [--seed 0] [--fault boundary]
 
-A two-layer causal transformer on bytes learns ``text.txt``, the Declaration of Independence of the United States (1776, in the
-public domain): SFT, then DPO, then GRPO. It does so with the dense losses of ``references`` on one rank, and with the kernels of
-``kernels`` on one rank and on four simulated ones, dp=2,tp=2 and cp=2,tp=2. The curves of the loss and of the gradient's norm must agree
-at every step within noise, which is measured and stated (see ``Yardstick``). Prints a table; the exit code is 1 if a run is out, which with
-``--fault``, a defect put into the kernels, one is.
+A two-layer causal transformer on bytes learns ``text.txt``, the Declaration of Independence of the
+United States (1776, in the public domain): SFT, then DPO, then GRPO. It does so with the dense
+losses of ``references`` on one rank, and with the kernels of ``kernels`` on one rank and on four
+simulated ones, dp=2,tp=2 and cp=2,tp=2. The curves of the loss and of the gradient norm must agree
+at every step within noise, which is measured (see ``Baseline``).
 
-The norm is there because Adam does not see the scale of a gradient: with all gradients doubled the loss has the same curve.
+The command prints a table. Its exit code is 1 if a run disagrees. ``--fault`` puts a defect into
+the kernels, so that one does.
+
+The gradient norm is compared because Adam does not depend on the scale of gradients: with all
+gradients doubled, the loss has the same curve.
 """
 
 import argparse
@@ -34,27 +38,32 @@ from lossgate.worlds import RankContext, SimulatedWorld
 LAYOUTS = ("single", "dp=2,tp=2", "cp=2,tp=2")
 LEARNING_RATES = {"SFT": 3e-3, "DPO": 3e-4, "GRPO": 5e-4}
 TEMPERATURE = 0.8
-"""Of the policy in GRPO: it divides logits."""
+"""Temperature of the policy in GRPO; it divides logits."""
 NUDGED_RUNS = 5
+"""Number of dense runs with nudged initial weights, by which noise is measured."""
 NOISE_FACTOR, LAST_PLACES = 2.0, 4.0
-"""See ``Yardstick``."""
+"""How far a run may be from the dense one; see ``Baseline``."""
 
 
 class Trainer:
-    """One rank's part of a run. ``curve`` has the batch's loss and gradient norm at every step."""
+    """One rank's part of a run.
+
+    ``curve`` has the loss and the gradient norm of the whole batch at every step.
+    """
 
     def __init__(self, ranks: Ranks, policy: Policy, losses: Losses) -> None:
         self.ranks, self.policy, self.losses = ranks, policy, losses
         self.curve: list[tuple[float, float]] = []
 
     def sft(self, batches: list[Batch]) -> None:
+        """Trains by SFT, one step for each batch."""
         optimizer = self._optimizer("SFT")
         for batch in batches:
             share = Share.of(batch, self.ranks)
             self._update(optimizer, self.losses.sft(self.policy(share, self.ranks.cp), self.policy.head, share))
 
     def dpo(self, batches: list[Batch]) -> None:
-        """The reference is the policy after SFT."""
+        """Trains by DPO, one step for each batch; the reference is the policy after SFT."""
         optimizer, reference = self._optimizer("DPO"), self.policy.frozen()
         for batch in batches:
             share = Share.of(batch, self.ranks)
@@ -62,7 +71,11 @@ class Trainer:
             self._update(optimizer, loss, whole_on_cp=True)
 
     def grpo(self, rollouts: list[Batch], steps: int) -> None:
-        """The reference is the policy after DPO; the old policy, in the place of that which sampled, the one that begins on these completions."""
+        """Trains by GRPO, up to UPDATES steps on the same completions.
+
+        The reference is the policy after DPO. The old policy is the policy before the first update
+        on these completions; it stands for the policy that sampled them.
+        """
         optimizer, reference = self._optimizer("GRPO"), self.policy.frozen()
         for number, batch in enumerate(rollouts):
             share = Share.of(batch, self.ranks)
@@ -87,8 +100,9 @@ class Trainer:
         optimizer.zero_grad()
         loss.backward()
         gradients = [parameter.grad for parameter in self.policy.parameters() if parameter.grad is not None]
-        # Of this rank's tokens alone, also where the loss is the whole batch's, so dp and cp add up. Over tp nothing is to be added: the head's
-        # rows are this rank's own, and the kernels return the whole gradient of hidden, of which the rest follows.
+        # Gradients are those of this rank's tokens, even if it computes the loss of the whole
+        # batch, so they add up over dp and cp. Nothing is added over tp: the rows of the head are
+        # this rank's own, and the kernels return the whole gradient of hidden.
         total = torch.cat([gradient.flatten() for gradient in gradients])
         for group in (self.ranks.dp, self.ranks.cp):
             dist.all_reduce(total, group=group)
@@ -104,7 +118,10 @@ class Trainer:
         return loss.item()
 
     def _norm(self) -> float:
-        """Of the gradient of the transformer, which tp ranks share, and of the head, of which each has its rows."""
+        """Returns the norm of the whole gradient.
+
+        tp ranks have the same gradient of the transformer, but each has its own rows of the head.
+        """
         of_head = self.policy.head.new_zeros(())
         of_rest = self.policy.head.new_zeros(())
         for name, parameter in self.policy.named_parameters():
@@ -118,7 +135,20 @@ MakeLosses = Callable[[Ranks, int], Losses]
 
 
 def train(layout: Layout, make_losses: MakeLosses, start: Policy, course: Course) -> Tensor:
-    """The curve, ``[steps, 2]``; every rank of the layout must have the same."""
+    """Trains on every rank of a layout.
+
+    Args:
+        layout: how many ranks there are along each axis.
+        make_losses: makes the losses of a rank from its groups and its first id of the vocabulary.
+        start: the initial policy.
+        course: the batches.
+
+    Returns:
+        The curve ``[steps, 2]``: loss and gradient norm.
+
+    Raises:
+        RuntimeError: Ranks of the layout return different curves.
+    """
 
     def body(context: RankContext) -> Tensor:
         ranks = Ranks.of(context)
@@ -135,31 +165,38 @@ def train(layout: Layout, make_losses: MakeLosses, start: Policy, course: Course
     finally:
         world.close()
     if not all(torch.equal(first, other) for other in others):
-        raise RuntimeError(f"{layout}: ranks have different curves of what must be the same on each")
+        raise RuntimeError(f"{layout}: ranks have different curves, expected the same loss and norm on every rank")
     return first
 
 
 @dataclass(frozen=True)
-class Yardstick:
-    """The dense run, and how far from it another run of the same course may be: NOISE_FACTOR times the noise, and LAST_PLACES.
+class Baseline:
+    """The dense run, and how far from it another run of the same course may be.
 
-    The noise of a step is the largest distance so far, since its phase began, between the dense run and other dense ones: NUDGED_RUNS whose
-    initial weights are each the next number above or below, which tell how training amplifies rounding; and one in float64,
-    which tells of rounding that a nudge leaves as it is, as that of a sum of 50 log-probabilities, much coarser than they are.
+    The allowed distance is NOISE_FACTOR times the noise, plus LAST_PLACES units in the last place.
 
-    A fused run rounds as a dense one does, elsewhere: its distance is another draw of what the noise is the largest of few draws of, hence the
-    factor. LAST_PLACES are float32's, of the loss or of 1, whichever is larger; they matter in a phase's first steps, where runs may all
-    agree. (Where rounding decides whether GRPO clips a token curves part, which is rare and proves nothing: take another seed.)
+    The noise of a step is the largest distance so far in its phase between the dense run and other
+    dense runs. In NUDGED_RUNS of these, each initial weight is the next number above or below; they
+    show how training amplifies rounding. One more is in float64; it shows rounding that a nudge
+    leaves unchanged, such as that of a sum of 50 log-probabilities, which is much coarser than they
+    are.
+
+    A fused run rounds as a dense run does, but in other places. Its distance is one more draw from
+    the distribution of which the noise is the largest of a few draws, hence the factor. The units
+    in the last place are those of float32, for the loss or for 1, whichever is larger. They matter
+    in the first steps of a phase, where all runs may agree. In rare cases rounding decides whether
+    GRPO clips a token; then curves part, which proves nothing: take another seed.
     """
 
     dense: Tensor
-    """``[steps, 2]``, as all here."""
+    """The curve of the dense run, ``[steps, 2]``."""
     noise: Tensor
+    """``[steps, 2]``."""
     steps: tuple[int, ...]
-    """Of the phases."""
+    """The number of steps of each phase."""
 
     @classmethod
-    def measure(cls, start: Policy, course: Course) -> "Yardstick":
+    def measure(cls, start: Policy, course: Course) -> "Baseline":
         dense = train(Layout(), DenseLosses, start, course)
         others = [train(Layout(), DenseLosses, start.nudged(seed), course) for seed in range(NUDGED_RUNS)]
         others.append(train(Layout(), DenseLosses, copy.deepcopy(start).double(), course))
@@ -169,6 +206,7 @@ class Yardstick:
 
     @property
     def allowed(self) -> Tensor:
+        """The largest distance at which a run agrees, ``[steps, 2]``."""
         return NOISE_FACTOR * self.noise + LAST_PLACES * torch.finfo(torch.float32).eps * self.dense.abs().clamp(min=1)
 
     @property
@@ -176,90 +214,104 @@ class Yardstick:
         """The last step of each phase."""
         return [sum(self.steps[: number + 1]) - 1 for number in range(len(self.steps))]
 
-    def place(self, step: int) -> str:
+    def name(self, step: int) -> str:
+        """Names a step by its phase."""
         number = next(number for number, end in enumerate(self.ends) if step <= end)
         return f"{PHASES[number]} step {step - sum(self.steps[:number])}"
 
 
 @dataclass(frozen=True)
-class Finding:
-    """A fused run beside the dense one."""
+class Comparison:
+    """A fused run compared with the dense one."""
 
     layout: str
     curve: Tensor
-    apart: Tensor
     """``[steps, 2]``."""
+    apart: Tensor
+    """Distance from the dense run, ``[steps, 2]``."""
     share: Tensor
-    """``[steps, 2]``: of what is allowed."""
+    """Distance over the allowed distance, ``[steps, 2]``; above 1 the runs disagree."""
     first_out: str | None
-    """None: it agrees."""
+    """The first step at which the runs disagree; None if they agree."""
 
     @classmethod
-    def of(cls, layout: str, curve: Tensor, yardstick: Yardstick) -> "Finding":
-        apart = (curve - yardstick.dense).abs()
-        share = apart / yardstick.allowed
-        out = (~(share <= 1)).any(1).nonzero()  # NaN is out
-        return cls(layout, curve, apart, share, yardstick.place(int(out[0])) if len(out) else None)
+    def of(cls, layout: str, curve: Tensor, baseline: Baseline) -> "Comparison":
+        apart = (curve - baseline.dense).abs()
+        share = apart / baseline.allowed
+        out = (~(share <= 1)).any(1).nonzero()  # The negation makes NaN disagree.
+        return cls(layout, curve, apart, share, baseline.name(int(out[0])) if len(out) else None)
 
 
-def compare(make_losses: MakeLosses, start: Policy, course: Course, yardstick: Yardstick) -> list[Finding]:
+def compare(make_losses: MakeLosses, start: Policy, course: Course, baseline: Baseline) -> list[Comparison]:
+    """Trains on every layout and compares each run with the dense one."""
     return [
-        Finding.of(layout, train(Layout.parse(layout), make_losses, start, course), yardstick) for layout in LAYOUTS
+        Comparison.of(layout, train(Layout.parse(layout), make_losses, start, course), baseline) for layout in LAYOUTS
     ]
 
 
-def table(yardstick: Yardstick, findings: Sequence[Finding]) -> Table:
+def table(baseline: Baseline, comparisons: Sequence[Comparison]) -> Table:
+    """Makes the table of all runs."""
     shown = Table(
-        title="Loss at the end of each phase; how far loss and gradient norm are at most from those of the dense run"
+        title="Loss at the end of each phase; largest distance of loss and gradient norm from those of the dense run"
     )
     for column in ("losses", "layout", *PHASES, "loss apart", "of allowed", "norm apart", "of allowed", "verdict"):
         shown.add_column(column, justify="left" if column in ("losses", "layout", "verdict") else "right")
-    shown.add_row("dense", "single", *(f"{yardstick.dense[end, 0]:.6f}" for end in yardstick.ends))
-    largest = yardstick.noise.amax(0)
+    shown.add_row("dense", "single", *(f"{baseline.dense[end, 0]:.6f}" for end in baseline.ends))
+    largest = baseline.noise.amax(0)
     shown.add_row(
         "",
         "its noise",
-        *(f"{yardstick.noise[end, 0]:.1e}" for end in yardstick.ends),
+        *(f"{baseline.noise[end, 0]:.1e}" for end in baseline.ends),
         f"{largest[0]:.1e}",
         "",
         f"{largest[1]:.1e}",
     )
-    for finding in findings:
-        (loss, norm), (of_loss, of_norm) = finding.apart.amax(0), finding.share.amax(0)
-        finals = [f"{finding.curve[end, 0]:.6f}" for end in yardstick.ends]
-        verdict = "agrees" if finding.first_out is None else f"OUT from {finding.first_out}"
+    for comparison in comparisons:
+        (loss, norm), (of_loss, of_norm) = comparison.apart.amax(0), comparison.share.amax(0)
+        finals = [f"{comparison.curve[end, 0]:.6f}" for end in baseline.ends]
+        verdict = "agrees" if comparison.first_out is None else f"OUT from {comparison.first_out}"
         shown.add_row(
-            "fused", finding.layout, *finals, f"{loss:.1e}", f"{of_loss:.2g}", f"{norm:.1e}", f"{of_norm:.2g}", verdict
+            "fused",
+            comparison.layout,
+            *finals,
+            f"{loss:.1e}",
+            f"{of_loss:.2g}",
+            f"{norm:.1e}",
+            f"{of_norm:.2g}",
+            verdict,
         )
     return shown
 
 
 def prepare(steps: Sequence[int], seed: int) -> tuple[Policy, Course]:
+    """Makes the initial policy and the batches from a seed."""
     return Policy(seed), Course(
         (Path(__file__).parent / "text.txt").read_bytes(), dict(zip(PHASES, steps, strict=True)), seed
     )
 
 
 def positive(text: str) -> int:
+    """Parses a positive integer of the command line."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a positive whole number")
     return int(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
     parser = argparse.ArgumentParser(description="Training on fused losses beside training on dense ones.")
     parser.add_argument(
         "--steps", type=positive, nargs=3, default=[100, 50, 50], metavar=PHASES, help="updates in each phase"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the initial weights and the batches")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the initial weights and the batches")
     parser.add_argument("--fault", choices=sorted(FAULTS), help="a defect to put into the kernels")
     given = parser.parse_args(arguments)
-    torch.set_num_threads(1)  # the tensors are tiny
+    torch.set_num_threads(1)  # The tensors are so small that more threads would only cost time.
     start, course = prepare(given.steps, given.seed)
-    yardstick = Yardstick.measure(start, course)
-    findings = compare(FAULTS[given.fault] if given.fault else FusedLosses, start, course, yardstick)
-    make_console().print(table(yardstick, findings))
-    return int(any(finding.first_out is not None for finding in findings))
+    baseline = Baseline.measure(start, course)
+    comparisons = compare(FAULTS[given.fault] if given.fault else FusedLosses, start, course, baseline)
+    make_console().print(table(baseline, comparisons))
+    return int(any(comparison.first_out is not None for comparison in comparisons))
 
 
 if __name__ == "__main__":

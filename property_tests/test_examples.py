@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples do what they say: training on fused losses follows training on dense ones, and with a defect in them it does not."""
+"""Tests of the example: training on fused losses follows training on dense ones.
+
+With a defect in the fused losses it does not.
+"""
 
 import importlib
 from collections.abc import Iterator
@@ -25,19 +28,19 @@ def tiny() -> Iterator[ModuleType]:
 
 
 class Run:
-    """What all runs start from, the dense one with its noise, and the findings on others."""
+    """The baseline, and the comparisons of other runs with it, each made once."""
 
     def __init__(self, tiny: Any) -> None:
         self._tiny = tiny
         self._start, self._course = tiny.prepare(STEPS, seed=0)
-        self.yardstick = tiny.Yardstick.measure(self._start, self._course)
-        self._found: dict[str | None, list[Any]] = {}
+        self.baseline = tiny.Baseline.measure(self._start, self._course)
+        self._compared: dict[str | None, list[Any]] = {}
 
-    def findings(self, fault: str | None = None) -> list[Any]:
-        if fault not in self._found:
+    def comparisons(self, fault: str | None = None) -> list[Any]:
+        if fault not in self._compared:
             losses = self._tiny.FAULTS[fault] if fault else self._tiny.FusedLosses
-            self._found[fault] = self._tiny.compare(losses, self._start, self._course, self.yardstick)
-        return self._found[fault]
+            self._compared[fault] = self._tiny.compare(losses, self._start, self._course, self.baseline)
+        return self._compared[fault]
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +49,16 @@ def run(tiny: Any) -> Run:
 
 
 def test_training_on_fused_losses_follows_training_on_dense_ones(run: Run) -> None:
-    findings = run.findings()
-    assert [finding.layout for finding in findings] == ["single", "dp=2,tp=2", "cp=2,tp=2"]
-    assert all(finding.curve.shape == (sum(STEPS), 2) for finding in findings)
-    assert [finding.first_out for finding in findings] == [None] * 3
+    comparisons = run.comparisons()
+    assert [comparison.layout for comparison in comparisons] == ["single", "dp=2,tp=2", "cp=2,tp=2"]
+    assert all(comparison.curve.shape == (sum(STEPS), 2) for comparison in comparisons)
+    assert [comparison.first_out for comparison in comparisons] == [None] * 3
 
 
 def test_noise_is_that_of_float32(run: Run) -> None:
-    """So that a pass means something: the yardstick is neither 0 nor wide."""
-    assert 0 < run.yardstick.noise.amax() < 1e-5
-    assert run.yardstick.allowed.amax() < 3e-5
+    """The allowed distance is neither 0 nor large; else an agreement would mean nothing."""
+    assert 0 < run.baseline.noise.amax() < 1e-5
+    assert run.baseline.allowed.amax() < 3e-5
 
 
 @pytest.mark.parametrize(
@@ -66,14 +69,14 @@ def test_noise_is_that_of_float32(run: Run) -> None:
         ("cp-gradient", [None, None, "DPO step 0"]),
     ],
 )
-def test_a_defect_is_told_where_it_is(run: Run, fault: str, first_out: list[str | None]) -> None:
-    """Only on layouts that have it, and from the first step of the phase that has it."""
-    assert [finding.first_out for finding in run.findings(fault)] == first_out
+def test_a_defect_is_found_on_its_layouts_and_in_its_phase(run: Run, fault: str, first_out: list[str | None]) -> None:
+    """Only layouts with the defect disagree, from the first step of the phase with the defect."""
+    assert [comparison.first_out for comparison in run.comparisons(fault)] == first_out
 
 
-def test_the_loss_alone_does_not_tell_the_scale_of_a_gradient(run: Run) -> None:
-    """Which is why the norm has a curve: Adam undoes the factor."""
-    split_over_cp = run.findings("cp-gradient")[-1]
+def test_the_loss_alone_does_not_reveal_the_scale_of_a_gradient(run: Run) -> None:
+    """Adam undoes the factor, so the gradient norm must be compared too."""
+    split_over_cp = run.comparisons("cp-gradient")[-1]
     assert split_over_cp.share[:, 0].amax() <= 1 < split_over_cp.share[:, 1].amax()
 
 
@@ -86,9 +89,9 @@ def test_the_command_prints_a_table_and_returns_whether_runs_agree(
     fault: str | None,
     code: int,
 ) -> None:
-    findings = run.findings(fault)
-    monkeypatch.setattr(tiny.Yardstick, "measure", lambda *_: run.yardstick)
-    monkeypatch.setattr(tiny, "compare", lambda *_: findings)
+    comparisons = run.comparisons(fault)
+    monkeypatch.setattr(tiny.Baseline, "measure", lambda *_: run.baseline)
+    monkeypatch.setattr(tiny, "compare", lambda *_: comparisons)
     assert tiny.main(["--steps", *map(str, STEPS), *(["--fault", fault] if fault else [])]) == code
     shown = capsys.readouterr().out
     assert shown.count("agrees") == (0 if fault else 3)
