@@ -259,15 +259,15 @@ class _LossAndGradients:
         """
         dtype = torch.promote_types(head.matmul_dtype, hidden.dtype)
         grad_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if needed[0] else None
-        made = cls(
+        computed = cls(
             torch.zeros((), dtype=head.dtype, device=hidden.device),
             grad_hidden,
             HeadGradients(head, needed[1], needed[2]),
         )
         matrix = head.cast(head.weight)
         for tokens in chunks_of(len(hidden), chunk):
-            made._add(hidden, labels, counted, head, matrix, tokens)
-        return made
+            computed._add(hidden, labels, counted, head, matrix, tokens)
+        return computed
 
     def _add(
         self, hidden: Tensor, labels: Tensor, counted: Tensor, head: LmHead, matrix: Tensor, tokens: slice
@@ -303,12 +303,12 @@ class _LinearNLL(torch.autograd.Function):
         head: LmHead,
         chunk: int,
     ) -> Tensor:
-        made = _LossAndGradients.of(hidden, labels, counted, head, chunk, ctx.needs_input_grad[:3])
+        computed = _LossAndGradients.of(hidden, labels, counted, head, chunk, ctx.needs_input_grad[:3])
         # The gradients are not saved tensors: backward hands them on without a copy.
-        ctx.made = made
+        ctx.computed = computed
         ctx.save_for_backward(hidden, weight, bias, labels, counted)
         ctx.head, ctx.chunk = head, chunk
-        return made.total
+        return computed.total
 
     @staticmethod
     @once_differentiable
@@ -316,11 +316,11 @@ class _LinearNLL(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, counted = ctx.saved_tensors
         head: LmHead = ctx.head
-        made, ctx.made = ctx.made, None
-        if made is None:  # With retain_graph, the first backward has handed the gradients on.
-            made = _LossAndGradients.of(hidden, labels, counted, head, ctx.chunk, ctx.needs_input_grad[:3])
+        computed, ctx.computed = ctx.computed, None
+        if computed is None:  # With retain_graph, the first backward has handed the gradients on.
+            computed = _LossAndGradients.of(hidden, labels, counted, head, ctx.chunk, ctx.needs_input_grad[:3])
         # CUDA rounds a 0-dim factor to a half-precision gradient's dtype first, but no 1-dim one.
         scale = (upstream / head.temperature).reshape(1)
-        leaves = ((made.hidden, hidden), (made.head.weight, weight), (made.head.bias, bias))
+        leaves = ((computed.hidden, hidden), (computed.head.weight, weight), (computed.head.bias, bias))
         gradients = (None if grad is None or like is None else padded(grad.mul_(scale), like) for grad, like in leaves)
         return (*gradients, None, None, None, None)

@@ -265,8 +265,8 @@ def _check(true: Tensor, padded: Tensor, pieces: int) -> None:
         )
     if int(true[0]) or int(padded[0]) or bool((true.diff() < 0).any()):
         raise ValueError(
-            f"cu_seqlens {true.tolist()}: expected 0 first (in cu_seqlens_padded too), "
-            "and then no number below the one before"
+            f"cu_seqlens {true.tolist()}: expected 0, and then no number below the one before; "
+            "cu_seqlens_padded starts at 0 too"
         )
     short = (padded.diff() < true.diff()).nonzero()
     if len(short):
