@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear cross-entropy, forward and backward: time, peak memory and error of our kernels and their peers, in one run.
+"""Measures linear cross-entropy, forward and backward: time, peak memory and error.
 
-    python benchmarks/fused.py [--tokens 4096 --hidden 1024 --vocab 32768] [--dtype float32 bfloat16] [--repeats 3] [--accuracy]
+One run covers our kernels and their peers.
 
-Each runs in a process of its own, on two threads. Memory is what the process grew by at its peak beyond the inputs; errors are
-against a float64 computation in chunks. Ratios are to ours of the same dtype. Peers that are not installed are left out:
-``pip install --no-deps liger-kernel cut-cross-entropy``, after torch.
+    python benchmarks/fused.py [--tokens 4096 --hidden 1024 --vocab 32768]
+        [--dtype float32 bfloat16] [--repeats 3] [--accuracy]
 
-``--accuracy``: the error of the weight's gradient in bfloat16, as chunks shrink.
+Each kernel runs in a process of its own, on two threads. Memory is the growth of the process at its
+peak beyond the inputs. Errors are relative to a float64 computation in chunks. Ratios are relative
+to ``linear_cross_entropy`` in the same dtype. The row of a peer that is not installed shows the
+import error; after torch, install them with
+``pip install --no-deps liger-kernel cut-cross-entropy``.
+
+``--accuracy`` prints the error of the weight's gradient in bfloat16 as chunks shrink.
 """
 
 import argparse
@@ -45,10 +50,13 @@ def _torch(hidden: Tensor, weight: Tensor, labels: Tensor, chunked: bool) -> Ten
 
 
 def _liger(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Its chunked losses have no cross-entropy; on policy and with advantages of 1, its GRPO has the same gradients (its loss is -1)."""
+    """Runs Liger's GRPO, since its chunked losses have no cross-entropy.
+
+    On policy and with advantages of 1, its gradients are those of cross-entropy; its loss is -1.
+    """
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
-    rows = max(1, len(labels) // 256)  # it takes a row at a time
+    rows = max(1, len(labels) // 256)  # Liger processes one row at a time.
     loss = LigerFusedLinearGRPOLoss(beta=0.0, compiled=False, use_ref_model=False, loss_type="bnpo")
     ones = torch.ones(rows, len(labels) // rows)
     return loss(hidden.view(rows, -1, hidden.shape[1]), weight, labels.view(rows, -1), ones, ones[:, 0])[0]
@@ -71,11 +79,12 @@ KERNELS: dict[str, Loss] = {
     "Liger chunked GRPO, of the same gradients": _liger,
 }
 
-
 OF_ANOTHER_LOSS = {"Liger chunked GRPO, of the same gradients"}
+"""Kernels whose loss cannot be compared, only their gradients."""
 
 
 def inputs(tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Draws states ``[tokens, hidden]``, a weight ``[vocab, hidden]`` and labels ``[tokens]``."""
     generator = torch.Generator().manual_seed(0)
     h = torch.randn(tokens, hidden, generator=generator).to(dtype)
     w = (torch.randn(vocab, hidden, generator=generator) / hidden**0.5).to(dtype)
@@ -83,7 +92,10 @@ def inputs(tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> tuple[Te
 
 
 def peak_mib() -> float:
-    """Of this process: ``ru_maxrss`` would be that of its parent, where that is larger."""
+    """Returns the peak memory of this process.
+
+    ``ru_maxrss`` would return that of the parent process if it is larger.
+    """
     return next(
         int(line.split()[1]) / 1024
         for line in Path("/proc/self/status").read_text().splitlines()
@@ -92,16 +104,19 @@ def peak_mib() -> float:
 
 
 def forget_peak() -> None:
-    """What is held now is the peak from now on."""
+    """Resets the peak to the memory that this process holds now."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def measure(name: str, sizes: tuple[int, int, int], dtype: torch.dtype, repeats: int, connection: Any) -> None:
-    """In a process of its own: seconds, MiB, loss, and the gradients."""
+    """Measures a kernel inside its own process.
+
+    It sends seconds, MiB, loss and gradients through the connection, or else the error as a string.
+    """
     warnings.simplefilter("ignore")
     torch.set_num_threads(2)
     try:
-        KERNELS[name](*inputs(8, 16, 32, dtype)).backward()  # imports and compiles
+        KERNELS[name](*inputs(8, 16, 32, dtype)).backward()  # This imports and compiles.
         h, w, y = inputs(*sizes, dtype)
         forget_peak()
         before, taken = peak_mib(), []
@@ -122,6 +137,7 @@ def measure(name: str, sizes: tuple[int, int, int], dtype: torch.dtype, repeats:
 
 
 def exact(sizes: tuple[int, int, int], dtype: torch.dtype) -> tuple[float, Tensor, Tensor]:
+    """Computes loss and gradients in float64, in chunks."""
     h, w, y = (t.detach().double() if t.is_floating_point() else t for t in inputs(*sizes, dtype))
     loss, grad_h, grad_w = 0.0, torch.zeros_like(h), torch.zeros_like(w)
     for start in range(0, len(h), 256):
@@ -135,6 +151,7 @@ def exact(sizes: tuple[int, int, int], dtype: torch.dtype) -> tuple[float, Tenso
 
 
 def run(name: str, sizes: tuple[int, int, int], dtype: torch.dtype, repeats: int) -> Any:
+    """Runs ``measure`` in a new process and returns what it sends."""
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe(duplex=False)
     process = context.Process(target=measure, args=(name, sizes, dtype, repeats, theirs))
@@ -146,6 +163,7 @@ def run(name: str, sizes: tuple[int, int, int], dtype: torch.dtype, repeats: int
 
 
 def compare(sizes: tuple[int, int, int], dtype: torch.dtype, repeats: int, console: Console) -> None:
+    """Prints the table of all kernels for one dtype."""
     table = Table(
         title=f"{str(dtype).removeprefix('torch.')}, T={sizes[0]}, H={sizes[1]}, V={sizes[2]}", title_justify="left"
     )
@@ -173,7 +191,11 @@ def compare(sizes: tuple[int, int, int], dtype: torch.dtype, repeats: int, conso
 
 
 def accuracy(console: Console) -> None:
-    """Of dW in bfloat16, T=2048, H=64, V=256: the sizes at which an accumulator in bfloat16 was measured to go from 0.30% to 1.84%."""
+    """Prints the error of dW in bfloat16 as chunks shrink, at T=2048, H=64, V=256.
+
+    At these sizes, the error with an accumulator in bfloat16 was measured to grow from 0.30% with
+    one chunk to 1.84% with one chunk for each token.
+    """
     table = Table(title="relative error of dW in bfloat16, T=2048, H=64, V=256", title_justify="left")
     for heading in ("chunk", "cross-entropy", "log-probabilities", "both, float32 products"):
         table.add_column(heading, justify="right")
@@ -193,6 +215,7 @@ def accuracy(console: Console) -> None:
 
 
 def main() -> None:
+    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=1024)
@@ -200,8 +223,8 @@ def main() -> None:
     parser.add_argument(
         "--dtype", nargs="+", choices=("float32", "bfloat16", "float16"), default=["float32", "bfloat16"]
     )
-    parser.add_argument("--repeats", type=int, default=3, help="the fastest counts")
-    parser.add_argument("--accuracy", action="store_true", help="the error of dW in bfloat16 as chunks shrink")
+    parser.add_argument("--repeats", type=int, default=3, help="number of runs, of which the fastest counts")
+    parser.add_argument("--accuracy", action="store_true", help="print the error of dW in bfloat16 as chunks shrink")
     given, console = parser.parse_args(), Console(width=160 if not sys.stdout.isatty() else None)
     if given.accuracy:
         accuracy(console)

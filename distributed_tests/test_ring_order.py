@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduction order ``ring`` is gloo's, bit for bit: the simulated sum against that of real processes."""
+"""The simulated reduction order ``ring`` equals that of gloo on real processes, bit for bit."""
 
 import subprocess
 import sys
