@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our own kernels: verified as candidates, and what a verdict does not speak of: memory, communication, frozen inputs, errors."""
+"""Tests of the cross-entropy kernels and of the log-probabilities that they are made of.
+
+lossgate verifies the kernels as candidates. The other tests cover what its verdict does not:
+dtypes, saved tensors, collectives, frozen inputs, upstream gradients and errors.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -70,7 +74,10 @@ def test_gradcheck(temperature: float, softcap: float | None) -> None:
 
 
 def test_temperature_and_softcap_are_on_logits() -> None:
-    """N1: a temperature that divides log-probabilities gives none of a distribution."""
+    """Temperature and soft-cap change logits, so the probabilities of all labels sum to 1.
+
+    NeMo-RL's fused path divided log-probabilities by the temperature instead.
+    """
     hidden, weight, bias, labels = example()
     logits = 2.0 * torch.tanh((hidden @ weight.T + bias) / 2.0) / 0.7
     logprobs, entropy, *_ = linear_logprobs(
@@ -93,7 +100,11 @@ def test_temperature_and_softcap_are_on_logits() -> None:
 def test_bfloat16_weight_gradients_do_not_suffer_from_small_chunks(
     in_forward: bool, matmul_dtype: torch.dtype | None
 ) -> None:
-    """N2: the running sum is float32. Added up in bfloat16, the error goes from 0.3% with one chunk to 1.8% with one for each token."""
+    """The running sum is float32, so small chunks do not cost accuracy.
+
+    With a sum in bfloat16, as in NeMo-RL's kernel, the error grows from 0.3% with one chunk to 1.8%
+    with one chunk for each token.
+    """
     hidden, weight, _, labels = example(2048, 64, 256, torch.bfloat16)
     weight /= 8
     exact = weight.double().requires_grad_()
@@ -110,7 +121,8 @@ def test_bfloat16_weight_gradients_do_not_suffer_from_small_chunks(
         return float((leaf.grad.double() - exact.grad).norm() / exact.grad.norm())
 
     whole, errors = error(2048), [error(chunk) for chunk in (256, 16, 1)]
-    # Each chunk's product is rounded once to bfloat16 before it is added, and the sum once more: sqrt(2) at most, whatever the chunk.
+    # Each chunk's product is rounded to bfloat16 once, before it is added, and the sum once more.
+    # So the error is at most sqrt(2) times that of one chunk, for any chunk size.
     assert max(errors) < (1.42 if matmul_dtype is None else 1.02) * whole
     assert max(errors) < 1.02 * min(errors)
 
@@ -130,7 +142,7 @@ def test_float16_gradients_of_small_losses_do_not_underflow() -> None:
 
 @pytest.mark.parametrize("kernel", ["in forward", "log-probabilities"])
 def test_float16_weight_gradients_of_many_like_tokens_do_not_overflow(kernel: str) -> None:
-    """Their sum over a chunk is more than float16 holds; their mean is not."""
+    """The sum over a chunk overflows float16; the mean does not."""
     hidden, weight = torch.full((1024, 8), 100.0).half(), torch.zeros(16, 8).half().requires_grad_()
     labels = torch.zeros(1024, dtype=torch.long)
     if kernel == "in forward":
@@ -152,8 +164,8 @@ def test_autocast_changes_nothing(kernel: Callable[..., Tensor]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_logits_of_minus_infinity_have_no_part(make_world: MakeWorld) -> None:
-    """Masked rows of a vocabulary, on one rank or on all of a rank's; the entropy too."""
+def test_logits_of_minus_infinity_do_not_contribute(make_world: MakeWorld) -> None:
+    """Masked entries of the vocabulary do not contribute, even if they are all that a rank has."""
     logits = torch.tensor([[1.0, 2.0, -torch.inf, -torch.inf]])
     expected = torch.log_softmax(logits[:, :2], 1)
 
@@ -174,7 +186,10 @@ def test_logits_of_minus_infinity_have_no_part(make_world: MakeWorld) -> None:
 
 
 def test_tied_weights() -> None:
-    """N8: the weight may be the embedding too; both parts of its gradient arrive."""
+    """The weight may also be the embedding; both parts of its gradient arrive.
+
+    With tied embeddings, the output layer of Megatron-LM has no weight of its own.
+    """
     hidden, weight, _, labels = example()
     tied, dense = (weight.clone().requires_grad_() for _ in range(2))
     linear_cross_entropy(tied[labels] + hidden, tied, labels).backward()
@@ -186,12 +201,12 @@ def test_activation_checkpointing() -> None:
     hidden, weight, _, labels = example()
     leaves = hidden.requires_grad_(), weight.requires_grad_()
     plain = torch.autograd.grad(linear_cross_entropy(*leaves, labels), leaves)
-    kept: Any = checkpoint(lambda h, w: linear_cross_entropy(h, w, labels), *leaves, use_reentrant=False)
-    for a, b in zip(plain, torch.autograd.grad(kept, leaves), strict=True):
+    checkpointed: Any = checkpoint(lambda h, w: linear_cross_entropy(h, w, labels), *leaves, use_reentrant=False)
+    for a, b in zip(plain, torch.autograd.grad(checkpointed, leaves), strict=True):
         assert torch.equal(a, b)
 
 
-def test_nothing_is_made_or_saved_without_gradients() -> None:
+def test_nothing_is_computed_or_saved_for_backward_without_gradients() -> None:
     hidden, weight, bias, labels = (
         t.requires_grad_() if t.is_floating_point() else t for t in example(64, 8, 96, torch.float32)
     )
@@ -200,11 +215,14 @@ def test_nothing_is_made_or_saved_without_gradients() -> None:
         logprobs = linear_logprobs(hidden, weight, labels, bias=bias, chunk=4).logprobs
     assert loss.grad_fn is None
     assert logprobs.grad_fn is None
-    assert max(seen.sizes) == 8 * 96  # the weight, cut to its rows
+    assert max(seen.sizes) == 8 * 96  # That is the weight, cut to its rows.
 
 
 def test_every_upstream_scale_reaches_every_gradient() -> None:
-    """O9: a loss that is scaled after the kernel scales all gradients, not those of hidden alone."""
+    """Scaling the loss after the kernel scales all gradients, not those of hidden alone.
+
+    In open-instruct's tiled loss it does not scale those of the head (O9 in docs/losses.md).
+    """
     hidden, weight, bias, labels = example()
     leaves = tuple(leaf.requires_grad_() for leaf in (hidden, weight, bias))
     once = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels, bias=bias), leaves)
@@ -214,7 +232,7 @@ def test_every_upstream_scale_reaches_every_gradient() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_as_torch_has_it(reduction: Any) -> None:
+def test_the_loss_is_that_of_torch(reduction: Any) -> None:
     hidden, weight, bias, labels = example()
     labels[2] = -100
     expected = F.cross_entropy(hidden @ weight.T + bias, labels, reduction=reduction)
@@ -225,7 +243,7 @@ def test_as_torch_has_it(reduction: Any) -> None:
     )
 
 
-def test_as_a_module() -> None:
+def test_the_module_passes_its_options_on() -> None:
     hidden, weight, bias, labels = example()
     options: dict[str, Any] = {"reduction": "sum", "ignore_index": 3, "temperature": 0.7, "softcap": 5.0, "chunk": 2}
     module = LinearCrossEntropyLoss(**options)
@@ -250,7 +268,7 @@ def test_parts_of_a_batch_add_up() -> None:
 
 @pytest.mark.parametrize("frozen", [(), ("hidden",), ("weight",), ("bias",), ("hidden", "bias"), ("hidden", "weight")])
 def test_frozen_inputs(frozen: tuple[str, ...]) -> None:
-    """Each gradient is right whatever else is frozen, and frozen inputs get none."""
+    """Each gradient is right if other inputs are frozen, and frozen inputs get none."""
     leaves = dict(zip(("hidden", "weight", "bias"), example()[:3], strict=True))
     labels = example()[3]
     for name, leaf in leaves.items():
@@ -307,7 +325,7 @@ def test_garbage_at_masked_tokens_has_no_effect(garbage: float) -> None:
         assert torch.equal(clean, dirty)
 
 
-def test_inputs_are_left_as_they_were_and_backward_can_run_twice() -> None:
+def test_inputs_do_not_change_and_backward_can_run_twice() -> None:
     hidden, weight, bias, labels = example(dtype=torch.bfloat16)
     leaves = [leaf.requires_grad_() for leaf in (hidden, weight, bias)]
     before = [leaf.detach().clone() for leaf in leaves]
@@ -319,21 +337,24 @@ def test_inputs_are_left_as_they_were_and_backward_can_run_twice() -> None:
 
 
 def test_saved_for_backward() -> None:
-    """The inputs, and two numbers for each token."""
+    """Only the inputs and two numbers for each token are saved."""
     saved: list[int] = []
     hidden, weight, bias, labels = (
         t.requires_grad_() if t.is_floating_point() else t for t in example(dtype=torch.float32)
     )
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):  # type: ignore[func-returns-value]
         linear_logprobs(hidden, weight, labels, bias=bias, entropy=True)
-    assert (
-        len(set(saved) - {t.data_ptr() for t in (hidden, weight, bias)}) == 3
-    )  # labels, and two numbers for each token
+    # The labels, and two numbers for each token.
+    assert len(set(saved) - {t.data_ptr() for t in (hidden, weight, bias)}) == 3
 
 
 @pytest.mark.parametrize("chunk", [2, 64])
 def test_collectives(make_world: MakeWorld, chunk: int) -> None:
-    """As documented, whatever the chunks: forward a MAX of T and a SUM of 2 T numbers, backward a SUM of T H."""
+    """Collectives are those documented, for any number of chunks.
+
+    Forward: a MAX of ``[tokens]`` and a SUM of ``[2, tokens]``. Backward: a SUM of
+    ``[tokens, hidden]``.
+    """
     hidden, weight, _, labels = example(tokens=8, vocab=8, dtype=torch.bfloat16)
 
     def body(context: RankContext) -> None:
@@ -382,7 +403,10 @@ def test_collectives_of_sequence_parallelism(make_world: MakeWorld) -> None:
 
 
 def test_hidden_states_of_all_tokens_with_sequence_parallelism_are_refused(make_world: MakeWorld) -> None:
-    """N3: forward would be right, and backward fail, or worse."""
+    """Sequence parallelism refuses hidden states that every rank has in full.
+
+    In NeMo-RL's kernel, forward then returns right log-probabilities and backward fails.
+    """
     hidden, weight, _, labels = example(tokens=8, vocab=8)
 
     def body(context: RankContext) -> None:
@@ -395,7 +419,7 @@ def test_hidden_states_of_all_tokens_with_sequence_parallelism_are_refused(make_
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "message"),
     [
         (
             lambda h, w, b, y: linear_logprobs(h, w.float(), y),
@@ -421,7 +445,7 @@ def test_hidden_states_of_all_tokens_with_sequence_parallelism_are_refused(make_
         (lambda h, w, b, y: vocab_parallel_logprobs(h @ w.T, y, vocab_rows=-1), "vocab_rows -1: logits have 9 columns"),
         (
             lambda h, w, b, y: linear_cross_entropy(h, w, y, mask=torch.ones(6, 1).bool()),
-            r"mask \[6, 1\] and labels \[6\]: expected \[T\] both",
+            r"mask \[6, 1\] and labels \[6\]: expected \[T\] for both",
         ),
         (
             lambda h, w, b, y: vocab_parallel_logprobs(h @ w.T, y, temperature=-1.0),
@@ -433,6 +457,6 @@ def test_hidden_states_of_all_tokens_with_sequence_parallelism_are_refused(make_
         ),
     ],
 )
-def test_bad_arguments_are_told(call: Callable[..., Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_bad_arguments_raise_errors_that_name_them(call: Callable[..., Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         call(*example())

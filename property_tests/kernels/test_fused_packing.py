@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs: one call of a kernel and of a loss, as sequence by sequence; and the defects of fused sequence packing, by their numbers."""
+"""Tests of packs: one call of a kernel and a loss for a pack equals one call for each sequence.
+
+They also cover the defects that NeMo-RL's fused sequence packing has had.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +27,11 @@ def starts(lengths: list[int]) -> Tensor:
 
 
 class Rows:
-    """Rows ``[B, width]`` as a trainer has them, each token's own: ids, a token mask, advantages, log-probabilities with a leading 0."""
+    """Rows ``[sequences, width]`` as a trainer has them.
+
+    Ids, the token mask, advantages and log-probabilities belong to a token, not to the prediction
+    of the next one. The first entry of log-probabilities is unused; NeMo-RL has a 0 there.
+    """
 
     def __init__(self, lengths: list[int], width: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -39,12 +46,12 @@ class Rows:
         self.embedding = torch.randn(VOCAB, WIDTH, generator=generator, dtype=torch.float64)
 
     def hidden(self, pack: Pack) -> Tensor:
-        """Of the pack's tokens; whatever at padding."""
+        """Returns hidden states of the pack's tokens, with arbitrary values at padding."""
         return self.embedding[pack.from_rows(self.ids, shift=0)] * (1 + pack.position[:, None])
 
     @property
     def counted(self) -> Tensor:
-        """``[B]``: labels that are trained: the first token of a sequence is no label."""
+        """``[sequences]``: number of trained labels; the first token of a sequence is no label."""
         return self.mask[:, 1:].sum(1)
 
 
@@ -119,24 +126,28 @@ def clipped_pg(config: str) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
 LOSSES = {"nll": nll, "dpo": dpo, **{f"clipped_pg, {name}": clipped_pg(name) for name in CONFIGS}}
 
 
-def one_by_one(loss: Any, rows: Rows, together: int = 1) -> tuple[Tensor, Tensor, dict[str, list[Tensor]]]:
-    """The loss of each sequence (or pair) alone, in tensors of its own, added up: value, gradient of weight, and the parts of metrics."""
+def one_by_one(loss: Any, rows: Rows, group_size: int = 1) -> tuple[Tensor, Tensor, dict[str, list[Tensor]]]:
+    """Computes the loss of each group of ``group_size`` sequences in tensors of its own.
+
+    Returns:
+        The sum of the losses, its gradient of the weight, and each group's metrics by name.
+    """
     weight, total, parts = (
         rows.weight.clone().requires_grad_(),
         torch.zeros((), dtype=torch.float64),
         dict[str, list[Tensor]](),
     )
     valid = rows.counted.sum()
-    for first in range(0, len(rows.lengths), together):
-        own = Rows(rows.lengths[first : first + together], rows.ids.shape[1])
+    for first in range(0, len(rows.lengths), group_size):
+        own = Rows(rows.lengths[first : first + group_size], rows.ids.shape[1])
         for name, value in vars(rows).items():
             if isinstance(value, Tensor) and len(value) == len(rows.lengths):
-                setattr(own, name, value[first : first + together])
-        own.others = [other[first : first + together] for other in rows.others]
+                setattr(own, name, value[first : first + group_size])
+        own.others = [other[first : first + group_size] for other in rows.others]
         own.weight, own.embedding = rows.weight, rows.embedding
         pack = Pack.of(starts(own.lengths))
         value, metrics = loss(own, pack, own.hidden(pack), weight)
-        if loss is nll:  # which divides by what its rows count
+        if loss is nll:  # It divides by the number of trained labels of the rows it gets.
             value = value * own.counted.sum() / valid
         total = total + value
         for name, metric in metrics.items():
@@ -147,30 +158,40 @@ def one_by_one(loss: Any, rows: Rows, together: int = 1) -> tuple[Tensor, Tensor
 
 
 def whole(name: str, parts: list[Tensor]) -> Tensor:
+    """Reduces the parts of a metric."""
     stacked = torch.stack(parts)
     return stacked.amin() if name.endswith("_min") else stacked.amax() if name.endswith("_max") else stacked.sum()
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_pack_is_its_sequences(name: str) -> None:
-    """P1, P4, P5: in value, gradient and every metric, with padding, an empty sequence, an inflated last one, and a tail that has no row."""
+def test_a_pack_equals_its_sequences(name: str) -> None:
+    """Value, gradient and every metric equal those of single sequences.
+
+    The pack has padding, an empty sequence, an inflated last one (which once crashed NeMo-RL) and a
+    tail without a row. The gradient must not be zero: a packing that cuts the graph goes unnoticed
+    otherwise. The NLL of positive examples is divided by the count of the whole batch; in NeMo-RL a
+    microbatch's own count made a pack differ from its sequences.
+    """
     rows, loss = Rows([4, 1, 7, 2, 0, 5], 7), LOSSES[name]
     pack = Pack.of(starts([*rows.lengths, 0, 0]), starts([4, 2, 8, 2, 0, 13, 3, 0]))
     weight = rows.weight.clone().requires_grad_()
     hidden = rows.hidden(pack).masked_fill(~pack.real[:, None], float("nan")).requires_grad_()
     value, metrics = loss(rows, pack, hidden, weight)
     value.backward()
-    expected, gradient, parts = one_by_one(loss, rows, together=2 if name == "dpo" else 1)
+    expected, gradient, parts = one_by_one(loss, rows, group_size=2 if name == "dpo" else 1)
     torch.testing.assert_close(value.detach(), expected)
     assert weight.grad is not None
-    assert gradient.abs().max() > 0  # a graph that was cut would agree with one that was cut
+    assert gradient.abs().max() > 0  # Two graphs that are both cut would agree.
     torch.testing.assert_close(weight.grad, gradient)
     for metric, found in metrics.items():
         torch.testing.assert_close(found, whole(metric, parts[metric]))
 
 
 def test_labels_do_not_wrap_around() -> None:
-    """N4: the last token of a sequence has no label, neither its own first token nor the next sequence's."""
+    """The last token of a sequence has no label.
+
+    Rolled labels, as in NeMo-RL's kernel, end with the first token of the row instead.
+    """
     ids = torch.tensor([[1, 2, 3, 9], [4, 5, 9, 9], [6, 9, 9, 9]])
     pack = Pack.of(starts([3, 2, 1]), starts([4, 2, 2]))
     assert pack.labels(ids).tolist() == [2, 3, -100, -100, 5, -100, -100, -100]
@@ -178,8 +199,11 @@ def test_labels_do_not_wrap_around() -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_lengths_that_are_padded_ones_throughout(name: str) -> None:
-    """As production gives them (losses.md 2.2): masks alone tell padding then, and rows are shorter than the last sequence."""
+def test_padded_lengths_may_be_given_as_the_true_ones(name: str) -> None:
+    """Masks alone exclude padding then, and rows are shorter than the last sequence.
+
+    NeMo-RL passes lengths in this way in production.
+    """
     rows, loss = Rows([4, 1, 7, 2], 7), LOSSES[name]
     results = []
     for pack in (Pack.of(starts(rows.lengths), starts([4, 2, 8, 12])), Pack.of(starts([4, 2, 8, 12]))):
@@ -192,8 +216,11 @@ def test_lengths_that_are_padded_ones_throughout(name: str) -> None:
 
 @pytest.mark.parametrize("layout", ["cp=2", "tp=2", "cp=2,tp=2", "cp=3"])
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_pack_over_ranks_is_its_sequences(make_world: MakeWorld, name: str, layout: str) -> None:
-    """P6: in value, gradients and metrics, and their scale."""
+def test_a_pack_over_ranks_equals_its_sequences(make_world: MakeWorld, name: str, layout: str) -> None:
+    """Value, gradients and metrics on several ranks equal those of single sequences, in scale too.
+
+    A split that rounds lengths down, as NeMo-RL's does without a check, would lose tokens.
+    """
     rows, loss, cp = Rows([4, 1, 7, 2, 0, 5], 7), LOSSES[name], Layout.parse(layout).cp
     padded = [-(-length // (2 * cp)) * 2 * cp for length in rows.lengths]
     padded[-1] += 4 * cp
@@ -212,7 +239,7 @@ def test_a_pack_over_ranks_is_its_sequences(make_world: MakeWorld, name: str, la
 
     world = make_world(layout)
     results = world.run(body)
-    expected, gradient, parts = one_by_one(loss, rows, together=2 if name == "dpo" else 1)
+    expected, gradient, parts = one_by_one(loss, rows, group_size=2 if name == "dpo" else 1)
     ranks = [Layout.parse(layout).coordinate(rank) for rank in range(Layout.parse(layout).ranks)]
     first = [r for r, at in zip(results, ranks, strict=True) if at["tp"] == 0]
     replicated = name == "dpo"
@@ -229,7 +256,7 @@ def test_a_pack_over_ranks_is_its_sequences(make_world: MakeWorld, name: str, la
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_collectives_do_not_grow_with_sequences(make_world: MakeWorld, name: str) -> None:
-    """Nor with chunks; those over cp are of S numbers, and none where only tokens matter."""
+    """The number of collectives over cp depends on the options alone; most losses have none."""
 
     def collectives(lengths: list[int]) -> list[str]:
         rows = Rows(lengths, max(lengths))
@@ -261,7 +288,7 @@ def test_collectives_do_not_grow_with_sequences(make_world: MakeWorld, name: str
 
 @hypothesis.given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(1, 4), st.integers(1, 3))
 def test_the_split_is_the_zigzag(lengths: list[int], cp: int, multiple: int) -> None:
-    """As the partition of problems has it, which is another implementation."""
+    """The split equals lossgate's partition of problems, an independent implementation."""
     partition = Partition(Layout(cp=cp), tuple(lengths), vocab=7, multiple=multiple)
     for rank in range(cp):
         group = _FakeGroup(cp, rank)
@@ -284,7 +311,10 @@ class _FakeGroup:
 
 @pytest.mark.parametrize("layout", ["single", "cp=2", "cp=3"])
 def test_gathering_undoes_splitting_and_its_gradient_is_not_multiplied(make_world: MakeWorld, layout: str) -> None:
-    """A4 and 2.3: a loss that every rank computes whole needs no division by cp."""
+    """A loss that every rank computes in full needs no division by cp.
+
+    In NeMo-RL and AReaL, the gradient through the gather is too large by cp and must be corrected.
+    """
     cp = Layout.parse(layout).cp
     true, padded = starts([4, 0, 7, 1]), starts([12, 0, 12, 12])
     whole_pack = torch.randn(36, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -306,11 +336,14 @@ def test_gathering_undoes_splitting_and_its_gradient_is_not_multiplied(make_worl
         torch.testing.assert_close(rows[3, 1:], torch.zeros(6, dtype=torch.float64))
     gathers = [logged.shown for logged in world.log if logged.rank == 0]
     assert len(gathers) == (2 if cp > 1 else 0)
-    assert all("," not in shown.split("[")[-1] for shown in gathers)  # of one dim
+    assert all("," not in shown.split("[")[-1] for shown in gathers)  # One dim: no logits.
 
 
-def test_filtered_tokens_have_no_part() -> None:
-    """P7: a token that top-k/p leaves out, of log-probability -inf, neither contributes -A nor has a weight of 1 / p_gen."""
+def test_filtered_tokens_do_not_contribute() -> None:
+    """A token that top-k or top-p leaves out has log-probability -inf and does not contribute.
+
+    In NeMo-RL it contributes -A to the loss, with an importance weight of 1 / p_generation.
+    """
     fields = {name: torch.full((4,), -1.0) for name in ("prev_logprobs", "generation_logprobs", "reference_logprobs")}
     rest: dict[str, Any] = {
         "advantages": torch.ones(4),
@@ -323,14 +356,14 @@ def test_filtered_tokens_have_no_part() -> None:
         mask = torch.ones(4, dtype=torch.bool)
         c = torch.full((4,), -1.0)
         c[2] = fields["prev_logprobs"][2] = -torch.inf if filtered else -1.0
-        mask[2] = filtered  # or it is simply not there
+        mask[2] = filtered  # In the other run, the token is masked.
         given = {**fields, **rest, "mask": mask}
         results.append(clipped_pg_loss(c, **given, valid_tokens=4, valid_sequences=1, config=config))
     torch.testing.assert_close(results[0], results[1])
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "message"),
     [
         (lambda: Pack.of(torch.tensor([1, 3])), r"cu_seqlens \[1, 3\]: expected 0, and then no number below"),
         (lambda: Pack.of(starts([4]), starts([3])), "sequence 0 has 3 tokens with padding and 4 without"),
@@ -354,7 +387,7 @@ def test_filtered_tokens_have_no_part() -> None:
         ),
     ],
 )
-def test_bad_packs_are_told(call: Callable[[], Any], told: str) -> None:
-    """P5, P6."""
-    with pytest.raises(ValueError, match=told):
+def test_bad_packs_raise_errors_that_name_the_argument(call: Callable[[], Any], message: str) -> None:
+    """NeMo-RL does not check that cp divides lengths; integer division drops the tail."""
+    with pytest.raises(ValueError, match=message):
         call()

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DPO, GRPO and the clipped policy gradient on fused log-probabilities: verified as candidates, and defects of the originals, by number."""
+"""Tests of DPO, GRPO and the clipped policy gradient on fused log-probabilities.
+
+lossgate verifies them as candidates. The other tests cover the defects that the originals have had;
+O1 to O18 refer to the list of open-instruct's defects in docs/losses.md.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +34,7 @@ test_grpo_agrees = lossgate.suite(OURS["fused_linear_grpo"], layouts=["dp=2,cp=2
 
 
 def pack() -> dict[str, Tensor]:
-    """Two pairs, of 3, 2, 3 and 4 tokens."""
+    """Makes a pack of two pairs, with 3, 2, 3 and 4 tokens."""
     generator = torch.Generator().manual_seed(1)
     sequence = torch.repeat_interleave(torch.arange(4), torch.tensor([3, 2, 3, 4]))
     logprobs, reference = -torch.rand(2, 12, generator=generator, dtype=torch.float64)
@@ -69,8 +73,11 @@ def test_garbage_at_masked_tokens_has_no_effect_on_dpo(options: dict[str, Any]) 
     assert all(torch.equal(value, metrics_again[name]) for name, value in metrics.items())
 
 
-def test_a_rank_without_pairs_takes_part_in_backward() -> None:
-    """A15: a constant without a graph would hang the ranks that wait for its gradient."""
+def test_a_rank_without_pairs_has_zero_gradients() -> None:
+    """Its loss has a graph; ranks that wait for the gradient of a constant would hang.
+
+    AReaL's DPO returns such a constant.
+    """
     batch = pack() | {"sample_mask": torch.zeros(4, dtype=torch.bool)}
     logprobs = batch["logprobs"].requires_grad_()
     loss, _ = dpo_loss(**batch, valid_pairs=3, sft_loss_weight=1.0)
@@ -91,7 +98,7 @@ def test_the_order_of_pairs_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         (
             {"sample_mask": torch.ones(3).bool()},
@@ -102,8 +109,8 @@ def test_the_order_of_pairs_does_not_matter() -> None:
         ({"loss_type": "ipo", "beta": 0.0}, "beta 0.0: expected a positive number"),
     ],
 )
-def test_bad_arguments_of_dpo_are_told(changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_bad_arguments_of_dpo_raise_errors_that_name_them(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         dpo_loss(**{**pack(), "valid_pairs": 2, **changes})
 
 
@@ -130,15 +137,15 @@ def rollout(**changes: Any) -> dict[str, Any]:
 
 
 def test_cispo_reports_its_clipping() -> None:
-    """O2."""
+    """The tiled path of open-instruct once reported a fraction of 0 (O2)."""
     given = rollout(loss_fn="cispo", rho=None)
     given["old_logprobs"] = given["logprobs"].detach() - 1.0
     assert grpo_loss(**given)[1]["clipfrac"] == 1
 
 
 @pytest.mark.parametrize("estimator", [0, 1, 2, 3])
-def test_each_estimator_is_the_one_that_is_asked_for(estimator: Any) -> None:
-    """O7."""
+def test_the_chosen_estimator_is_in_the_loss(estimator: Any) -> None:
+    """open-instruct's tiled path once used estimator 2 for every choice (O7)."""
     loss, metrics = grpo_loss(**rollout(beta=0.5, kl_estimator=estimator))
     torch.testing.assert_close(metrics["kl_avg"], 0.5 * metrics[f"kl{estimator}"])
     torch.testing.assert_close(loss.detach(), metrics["policy_avg"] + metrics["kl_avg"])
@@ -146,7 +153,11 @@ def test_each_estimator_is_the_one_that_is_asked_for(estimator: Any) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 5, 1000])
 def test_any_upstream_gradient_of_a_tiled_loss(chunk: int) -> None:
-    """O9, O10, O12: gradients of hidden states and lm-head go by autograd alone; more chunks than tokens or fewer, twice or once."""
+    """Gradients of hidden states and lm-head go through autograd alone.
+
+    So any upstream gradient scales both (O9), forward writes nothing to ``.grad`` (O10), and there
+    may be more or fewer chunks than tokens (O12).
+    """
     generator = torch.Generator().manual_seed(3)
     hidden, weight = torch.randn(12, 4, generator=generator).double(), torch.randn(9, 4, generator=generator).double()
     labels, given = torch.randint(9, (12,), generator=generator), rollout()
@@ -173,12 +184,15 @@ def test_any_upstream_gradient_of_a_tiled_loss(chunk: int) -> None:
     ],
 )
 def test_rho_is_not_ignored(rho: RhoCorrection) -> None:
-    """O6."""
+    """open-instruct's tiled path once ignored the correction (O6)."""
     assert grpo_loss(**rollout(rho=rho))[0] != grpo_loss(**rollout(rho=None))[0]
 
 
-def test_the_pass_of_a_reference_policy_has_the_numbers_of_training() -> None:
-    """N6: also where training makes its gradients in forward."""
+def test_log_probabilities_of_a_reference_policy_equal_those_of_training() -> None:
+    """That holds for kernels with gradients in forward, too.
+
+    NeMo-RL's agreement test left out the pass for reference log-probabilities.
+    """
     generator = torch.Generator().manual_seed(3)
     hidden, weight = (torch.randn(n, 4, generator=generator).bfloat16().requires_grad_() for n in (12, 9))
     labels = torch.randint(9, (12,), generator=generator)
@@ -189,8 +203,8 @@ def test_the_pass_of_a_reference_policy_has_the_numbers_of_training() -> None:
     torch.testing.assert_close(linear_cross_entropy(hidden, weight, labels, chunk=5), -reference.mean())
 
 
-def test_a_rank_without_tokens_takes_part() -> None:
-    """O11."""
+def test_a_rank_without_tokens_has_zero_gradients() -> None:
+    """A number of tiles that follows the number of tokens would be 0 here, and fail (O11)."""
     hidden, weight = torch.zeros(0, 4, requires_grad=True), torch.ones(9, 4, requires_grad=True)
     logprobs = linear_logprobs(hidden, weight, torch.zeros(0, dtype=torch.long)).logprobs
     none = {name: torch.zeros(0) for name in ("old_logprobs", "reference_logprobs", "sampler_logprobs", "advantages")}
@@ -206,7 +220,7 @@ def test_a_rank_without_tokens_takes_part() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_ratio_that_overflows_where_it_is_clipped_has_no_gradient(dtype: torch.dtype) -> None:
-    """Nor has it NaN, which would spoil all others."""
+    """A gradient of NaN would spoil those of all other tokens."""
     new, old = torch.tensor([-1.0, -2.0], dtype=dtype, requires_grad=True), torch.tensor([-1000.0, -2.0], dtype=dtype)
     ones, mask, zeros = torch.ones(2, dtype=dtype), torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.long)
     grpo, _ = grpo_loss(new, old_logprobs=old, advantages=ones, mask=mask, valid_tokens=2, beta=0.0)
@@ -224,13 +238,13 @@ def test_a_ratio_that_overflows_where_it_is_clipped_has_no_gradient(dtype: torch
         torch.testing.assert_close(torch.autograd.grad(loss, new)[0], torch.tensor([0.0, -0.5], dtype=dtype))
 
 
-def test_what_would_broadcast_is_told() -> None:
+def test_tensors_that_would_broadcast_are_refused() -> None:
     with pytest.raises(ValueError, match=r"advantages \[12, 1\]: expected \[12\], one for each token, as logprobs"):
         grpo_loss(**rollout(advantages=torch.zeros(12, 1)))
 
 
-def test_a_denominator_below_1_is_one() -> None:
-    """O14."""
+def test_a_denominator_below_1_is_not_clamped() -> None:
+    """open-instruct's tiled path clamps it to at least 1 (O14)."""
     whole, half = (grpo_loss(**rollout(loss_denominator=d))[0] for d in (1.0, 0.5))
     torch.testing.assert_close(half, 2 * whole)
 
@@ -238,7 +252,7 @@ def test_a_denominator_below_1_is_one() -> None:
 @pytest.mark.parametrize("name", ["logprobs", "old_logprobs", "reference_logprobs", "sampler_logprobs", "advantages"])
 @pytest.mark.parametrize("garbage", [float("nan"), float("-inf")])
 def test_garbage_at_masked_tokens_has_no_effect_on_grpo(name: str, garbage: float) -> None:
-    """O15."""
+    """Masked values are selected away; multiplied by 0, infinity would become NaN (O15)."""
     given = rollout(rho=RhoCorrection(sequence_level=True))
     spoilt = given | {name: given[name].detach().masked_fill(~given["mask"], garbage)}
     spoilt["logprobs"] = spoilt["logprobs"].detach().clone().requires_grad_()
@@ -251,7 +265,7 @@ def test_garbage_at_masked_tokens_has_no_effect_on_grpo(name: str, garbage: floa
 
 
 def test_losses_of_unequal_parts_add_up() -> None:
-    """O16: parts are divided by the tokens of the whole batch, not each by its own."""
+    """Parts are divided by the tokens of the whole batch, not each by its own (O16)."""
     given = rollout()
     whole, _ = grpo_loss(**given)
     parts = []
@@ -261,8 +275,8 @@ def test_losses_of_unequal_parts_add_up() -> None:
     torch.testing.assert_close(parts[0] + parts[1], whole)
 
 
-def test_rho_of_sequences_is_each_document_s_own() -> None:
-    """O17: not the mean over a whole pack."""
+def test_rho_of_a_sequence_does_not_depend_on_its_pack() -> None:
+    """It is not the mean over a whole pack (O17)."""
     given = rollout(rho=RhoCorrection(sequence_level=True, clamp_upper=0.0))
     alone = {name: value[:3] if isinstance(value, Tensor) else value for name, value in given.items()} | {
         "sequences": 1
@@ -273,15 +287,15 @@ def test_rho_of_sequences_is_each_document_s_own() -> None:
     torch.testing.assert_close(metrics["rho_weight"], x.exp() * 2 / 9)
 
 
-def test_an_unknown_sampler_is_not_corrected() -> None:
-    """O18."""
+def test_tokens_without_sampler_logprobs_are_not_corrected() -> None:
+    """NaN means no correction; open-instruct replaces it by a log-probability of 1 (O18)."""
     given = rollout(mask=torch.ones(12, dtype=torch.bool), valid_tokens=12, beta=0.0)
     corrected, _ = grpo_loss(**{**given, "sampler_logprobs": torch.full((12,), float("nan"), dtype=torch.float64)})
     torch.testing.assert_close(corrected, grpo_loss(**{**given, "rho": None})[0])
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"loss_fn": "ppo"}, "loss_fn 'ppo': expected 'dapo' or 'cispo'"),
         ({"kl_estimator": 4}, "kl_estimator 4: expected 0, 1, 2 or 3"),
@@ -291,8 +305,8 @@ def test_an_unknown_sampler_is_not_corrected() -> None:
         ({"sequence": None, "rho": RhoCorrection(tv_divergence=True)}, "sequence or sequences is missing"),
     ],
 )
-def test_bad_arguments_of_grpo_are_told(changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_bad_arguments_of_grpo_raise_errors_that_name_them(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         grpo_loss(**rollout(**changes))
 
 
@@ -349,7 +363,7 @@ def test_garbage_at_masked_tokens_has_no_effect_on_the_clipped_policy_gradient(
 
 
 def test_the_nll_of_positive_examples_adds_up_over_sequences() -> None:
-    """P4: its normaliser is that of the whole batch."""
+    """Its divisor is the count of the whole batch; NeMo-RL divides by that of a microbatch."""
     given = experience(positive_example_nll_weight=0.5, reference_policy_kl_penalty=0.0)
     whole, _ = clipped_pg_loss(**given)
     parts = [clipped_pg_loss(**{**given, "sample_mask": torch.arange(4) == i})[0] for i in range(4)]
@@ -357,7 +371,7 @@ def test_the_nll_of_positive_examples_adds_up_over_sequences() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "message"),
     [
         ({"ratio_clip_min": -0.1}, "ratio_clip_min -0.1: expected 0 or more"),
         ({"ratio_clip_c": 0.9}, "ratio_clip_c 0.9: expected more than 1"),
@@ -368,7 +382,7 @@ def test_the_nll_of_positive_examples_adds_up_over_sequences() -> None:
         ({"use_cispo": True, "token_level_loss": False}, "use_cispo with token_level_loss False"),
         (
             {"truncated_importance_sampling_ratio": 2.0},
-            "truncated_importance_sampling_ratio 2.0, _min None: name the type",
+            "truncated_importance_sampling_ratio 2.0, _min None: set the type",
         ),
         (
             TRUNCATED | {"truncated_importance_sampling_type": "clip"},
@@ -392,17 +406,17 @@ def test_the_nll_of_positive_examples_adds_up_over_sequences() -> None:
         ),
         (
             GSPO | TRUNCATED | {"truncated_importance_sampling_type": "seq-mask-tis"},
-            "'seq-mask-tis': not with sequence_level",
+            "'seq-mask-tis': expected another with sequence_level",
         ),
     ],
 )
-def test_options_that_contradict_are_told(config: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_options_that_contradict_each_other_raise_errors_that_name_them(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         ClippedPGConfig(**config)
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"reference_logprobs": None}, "reference_logprobs is missing"),
         (
@@ -418,6 +432,8 @@ def test_options_that_contradict_are_told(config: dict[str, Any], told: str) -> 
         ),
     ],
 )
-def test_bad_arguments_of_the_clipped_policy_gradient_are_told(changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_bad_arguments_of_the_clipped_policy_gradient_raise_errors_that_name_them(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
         clipped_pg_loss(**{**experience(), **changes})

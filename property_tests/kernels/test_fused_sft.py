@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SFT on each rank's own tokens: loss, gradients and statistics do not depend on how tokens are split; AReaL's defects, by their numbers."""
+"""Tests of SFT on each rank's own tokens: nothing depends on how tokens are split.
+
+They cover loss, gradients and statistics, and the defects that AReaL has had.
+"""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -30,7 +33,7 @@ VOCAB, WIDTH = 9, 4
 
 
 class Corpus:
-    """Sequences with prompts, of which some have nothing to train."""
+    """Sequences with prompts; some sequences have no trained tokens."""
 
     def __init__(self, lengths: list[int]) -> None:
         generator = torch.Generator().manual_seed(4)
@@ -94,7 +97,7 @@ def alone(corpus: Corpus) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 
 def test_statistics_by_hand() -> None:
-    """A3: of two sequences of one and two trained tokens; the mean comes before the exp."""
+    """Two sequences have one and two trained tokens; perplexity takes the mean before the exp."""
     weight = torch.eye(2, dtype=torch.float64)
     hidden = torch.tensor([[1.0, 0.0], [3.0, 0.0], [0.0, 2.0], [0.0, 0.0]], dtype=torch.float64)
     mask, sequence = torch.tensor([True, True, True, False]), torch.tensor([0, 1, 1, 1])
@@ -135,14 +138,19 @@ def test_statistics_by_hand() -> None:
 
 @pytest.mark.parametrize("layout", ["cp=2", "tp=3", "dp=2", "dp=2,cp=2,tp=2", "cp=3,tp=2"])
 def test_nothing_depends_on_the_split(make_world: MakeWorld, layout: str) -> None:
-    """A1, A2, A3, A4, A8, A10: loss, gradients and all statistics, with a dp rank that has nothing to train."""
+    """Loss, gradients and statistics are those of one rank, also if a dp rank trains nothing.
+
+    In AReaL, counts were once too small by a factor of cp, loss and perplexity were those of one cp
+    rank's tokens, extrema of logits cover one tp shard, and inputs other than labels and masks were
+    not split. The perplexity is right only if exp comes after the sum over cp, and the loss of an
+    evaluation only if its reduction fits how the loss is split.
+    """
     corpus, shape = Corpus([5, 8, 3, 1, 7, 2]), Layout.parse(layout)
 
     def body(context: RankContext) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         dp, cp, tp = (context.mesh.get_group(axis) for axis in ("dp", "cp", "tp"))
-        own = (
-            corpus.part([0, 1, 3, 4] if dp.rank() == 0 else [2, 5]) if dp.size() > 1 else corpus
-        )  # 2 and 5 are prompts alone
+        # Sequences 2 and 5 consist of a prompt alone.
+        own = corpus.part([0, 1, 3, 4] if dp.rank() == 0 else [2, 5]) if dp.size() > 1 else corpus
         start, end = (VOCAB * r // tp.size() for r in (tp.rank(), tp.rank() + 1))
         weight = corpus.weight[start:end].clone().requires_grad_()
         loss, statistics = loss_of(own, corpus.trained, weight, cp_group=cp, vocab_start=start, tp_group=tp)
@@ -168,7 +176,10 @@ def test_nothing_depends_on_the_split(make_world: MakeWorld, layout: str) -> Non
 
 @hypothesis.given(st.permutations(range(6)), st.lists(st.integers(0, 6), max_size=3), st.integers(1, 5))
 def test_nothing_depends_on_microbatches_or_padding(order: list[int], cuts: list[int], multiple: int) -> None:
-    """A13: also with empty microbatches; an evaluation adds statistics up and reports ``loss_avg``."""
+    """That includes empty microbatches and ``loss_avg``, the loss of an evaluation.
+
+    Megatron-LM divides losses by the number of microbatches, which AReaL must undo.
+    """
     corpus = Corpus([5, 8, 3, 1, 7, 2])
     weight = corpus.weight.clone().requires_grad_()
     edges = [0, *sorted(cuts), 6]
@@ -186,7 +197,12 @@ def test_nothing_depends_on_microbatches_or_padding(order: list[int], cuts: list
 
 
 def test_collectives_do_not_depend_on_data(make_world: MakeWorld) -> None:
-    """A7, A12: the same on a rank without a trained token, and on one without tokens; A9: no logits are gathered, training or not."""
+    """A rank without trained tokens or without any tokens calls the same collectives.
+
+    In AReaL, such a rank skipped the loss function, so ranks called different collectives. Its
+    forward-only path over cp pairs labels with the wrong logits, because it does not gather them.
+    Here no logits are gathered, in training or evaluation, and none need to be.
+    """
 
     def collectives(corpora: list[Corpus], train: bool) -> list[list[str]]:
         def body(context: RankContext) -> None:
@@ -207,7 +223,8 @@ def test_collectives_do_not_depend_on_data(make_world: MakeWorld) -> None:
     untrained.mask = torch.zeros_like(untrained.mask)
     for train in (True, False):
         ranks = collectives([both, untrained], train)
-        assert [len(rank) for rank in ranks] == [7] * 4  # 2 S numbers over cp, then three reductions over each
+        # One sum of [2, sequences] over cp, then three reductions over each of cp and dp.
+        assert [len(rank) for rank in ranks] == [7] * 4
         names = [
             [entry.split()[0] + entry.split()[1] for entry in rank]
             for rank in (*ranks, *collectives([both, empty], train))
@@ -217,7 +234,7 @@ def test_collectives_do_not_depend_on_data(make_world: MakeWorld) -> None:
 
 
 def test_a_rank_without_trained_tokens_has_a_loss_with_a_graph() -> None:
-    """A7, A15."""
+    """AReaL skips the SFT loss function there, and its DPO returns a constant without a graph."""
     corpus = Corpus([4, 6])
     corpus.mask = torch.zeros_like(corpus.mask)
     weight = corpus.weight.clone().requires_grad_()
@@ -235,7 +252,7 @@ def test_a_rank_without_trained_tokens_has_a_loss_with_a_graph() -> None:
     )
 
 
-def test_areals_epsilon() -> None:
+def test_epsilon_is_added_to_the_count_and_a_sum_is_not_divided() -> None:
     corpus = Corpus([5, 8])
     (loss, _), valid = loss_of(corpus, corpus.trained, corpus.weight), corpus.trained
     pack = Pack.of(torch.tensor([0, 5, 13]))
@@ -256,7 +273,7 @@ def test_areals_epsilon() -> None:
     torch.testing.assert_close(summed, loss * valid)
 
 
-def test_bad_arguments_are_told() -> None:
+def test_bad_arguments_raise_errors_that_name_them() -> None:
     corpus = Corpus([4])
     hidden, labels = torch.zeros(4, WIDTH, dtype=torch.float64), torch.zeros(4, dtype=torch.long)
     given: dict[str, Any] = {"mask": labels == 0, "real": labels == 0, "sequence": labels, "sequences": 1}

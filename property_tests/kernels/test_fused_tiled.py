@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An lm-head of any kind, tile by tile; and the defects of open-instruct's tiled loss, by their numbers."""
+"""Tests of log-probabilities through an lm-head that is any module, tile by tile.
+
+They cover the defects of open-instruct's tiled loss; O1 to O18 refer to the list in docs/losses.md.
+"""
 
 import copy
 from collections.abc import Callable
@@ -30,7 +33,7 @@ WIDTH, VOCAB = 4, 9
 
 
 class LoraHead(nn.Module):
-    """A wrapped linear layer with an adapter, as PEFT makes it: its trained parameters are those of its children."""
+    """A wrapped linear layer with an adapter, as in PEFT; its children have the parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,8 +68,11 @@ def dense(head: nn.Module, hidden: Tensor, labels: Tensor, temperature: float) -
 @pytest.mark.parametrize(
     "make", [LoraHead, lambda: nn.Linear(WIDTH, VOCAB, dtype=torch.float64)], ids=["LoRA", "linear"]
 )
-def test_any_number_of_tiles_is_as_dense(make: Callable[[], nn.Module], tiles: int) -> None:
-    """O4, O9, O12: with every parameter of a LoRA head, any upstream gradient, more tiles than tokens."""
+def test_any_number_of_tiles_agrees_with_dense(make: Callable[[], nn.Module], tiles: int) -> None:
+    """Gradients reach every parameter of a LoRA head (O4), for any upstream gradient (O9).
+
+    There may be more tiles than tokens (O12).
+    """
     hidden, labels = batch()
     head = seeded(make)
     upstream = torch.linspace(-2, 3, 14, dtype=torch.float64)
@@ -86,7 +92,10 @@ def test_any_number_of_tiles_is_as_dense(make: Callable[[], nn.Module], tiles: i
 
 
 def test_hooks_of_parameters_fire_once_and_in_backward() -> None:
-    """O3, O10: nothing is written to ``.grad`` in forward; what wrappers hang on parameters sees each complete gradient, once."""
+    """Hooks of data-parallel wrappers see each complete gradient once (O3).
+
+    Forward writes nothing to ``.grad`` (O10).
+    """
     hidden, labels = batch()
     head, fired = seeded(LoraHead), list[str]()
     for name, parameter in head.named_parameters():
@@ -99,7 +108,7 @@ def test_hooks_of_parameters_fire_once_and_in_backward() -> None:
 
 
 def test_a_parameter_with_a_hook_of_its_own_is_refused() -> None:
-    """It would fire for every tile and once more."""
+    """Such a hook would fire for every tile and once more."""
     hidden, labels = batch()
     head = nn.Linear(WIDTH, VOCAB, dtype=torch.float64)
     head.weight.register_hook(lambda grad: 2 * grad)
@@ -110,7 +119,7 @@ def test_a_parameter_with_a_hook_of_its_own_is_refused() -> None:
 
 
 def test_activation_checkpointing_and_two_backwards() -> None:
-    """O10: a second forward does not count a second time."""
+    """A second forward does not add its gradients a second time (O10)."""
     hidden, labels = batch()
     head = seeded(LoraHead)
     trained = [p for p in head.parameters() if p.requires_grad]
@@ -122,8 +131,8 @@ def test_activation_checkpointing_and_two_backwards() -> None:
         assert all(torch.equal(a, b) for a, b in zip(expected, other, strict=True))
 
 
-def test_garbage_where_the_upstream_gradient_is_zero() -> None:
-    """O15."""
+def test_garbage_has_no_effect_where_the_upstream_gradient_is_zero() -> None:
+    """A token whose upstream gradient is 0 is selected away, not multiplied by 0 (O15)."""
     hidden, labels = batch()
     head = seeded(LoraHead)
     spoilt = hidden.clone()
@@ -137,7 +146,7 @@ def test_garbage_where_the_upstream_gradient_is_zero() -> None:
 
 
 def test_nothing_is_saved_without_gradients() -> None:
-    """O8, O10: the pass for old log-probabilities."""
+    """That is the pass for old log-probabilities (O8, O10)."""
     hidden, labels = batch()
     head, saved = seeded(LoraHead), list[Tensor]()
     with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
@@ -146,7 +155,10 @@ def test_nothing_is_saved_without_gradients() -> None:
 
 
 class ShardedHead(nn.Module):
-    """As ZeRO-3 has it: every rank keeps some rows, and calling it is a collective, in forward and in backward."""
+    """A head as in ZeRO-3: every rank stores some rows, and each call is a collective.
+
+    There is one collective in forward and one in backward.
+    """
 
     def __init__(self, weight: Tensor, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -174,8 +186,11 @@ class _GatherRows(torch.autograd.Function):
         return total.tensor_split(ctx.group.size())[ctx.group.rank()], None
 
 
-def test_every_rank_calls_the_head_as_often(make_world: MakeWorld) -> None:
-    """O11, O13: a head that is gathered when called, with other numbers of tokens on each rank, and none on one."""
+def test_every_rank_calls_the_head_equally_often(make_world: MakeWorld) -> None:
+    """The head is gathered when called, and ranks have different numbers of tokens (O13).
+
+    One rank has none (O11).
+    """
     tokens = [5, 0, 1, 12]
     weight = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -196,13 +211,12 @@ def test_every_rank_calls_the_head_as_often(make_world: MakeWorld) -> None:
         total = total + torch.log_softmax(hidden @ whole.T, 1).gather(1, labels[:, None] % 8).sum()
     total.backward()
     torch.testing.assert_close(found, whole.grad)
-    assert {sum(logged.rank == rank for logged in world.log) for rank in range(4)} == {
-        4 + 4 + 4
-    }  # forward, again in backward, reduced
+    # Four tiles gather the head in forward and again in backward, and reduce its gradient.
+    assert {sum(logged.rank == rank for logged in world.log) for rank in range(4)} == {4 + 4 + 4}
 
 
 class FlatHead(nn.Module):
-    """As FSDP has it without ``use_orig_params``: what it is called with is a view of a parameter of someone else."""
+    """A head as in FSDP without ``use_orig_params``: it uses a view of a foreign parameter."""
 
     def __init__(self, flat: nn.Parameter) -> None:
         super().__init__()
@@ -212,7 +226,7 @@ class FlatHead(nn.Module):
         return hidden @ self.flat[0].view(VOCAB, WIDTH).T
 
 
-def test_a_gradient_that_would_be_lost_is_told() -> None:
+def test_a_gradient_that_would_be_lost_raises_an_error() -> None:
     hidden, labels = batch()
     logprobs, _ = tiled_token_logprobs(
         FlatHead(nn.Parameter(torch.zeros(VOCAB * WIDTH, dtype=torch.float64))), hidden.requires_grad_(), labels
@@ -223,7 +237,7 @@ def test_a_gradient_that_would_be_lost_is_told() -> None:
         logprobs.sum().backward()
 
 
-def test_parameters_that_changed_are_told() -> None:
+def test_changed_parameters_raise_an_error() -> None:
     hidden, labels = batch()
     head = seeded(LoraHead)
     logprobs, _ = tiled_token_logprobs(head, hidden, labels)
@@ -244,7 +258,10 @@ def test_autocast_is_the_same_in_both_passes() -> None:
 
 
 def test_a_split_loses_no_token() -> None:
-    """O1: labels that are shifted before the split score the same tokens on any number of ranks; after it, one is lost at each boundary."""
+    """Labels that are shifted before the split score the same tokens on any number of ranks.
+
+    A shift after the split loses one token at each boundary (O1).
+    """
     hidden, labels = batch(16)
     head = seeded(LoraHead)
     given: dict[str, Any] = {"beta": 0.0, "valid_tokens": 15}
@@ -259,7 +276,7 @@ def test_a_split_loses_no_token() -> None:
 
 
 def test_the_weights_gradient_is_added_up_in_float32() -> None:
-    """N2, for modules."""
+    """In bfloat16, the sum over tiles would lose accuracy with every tile."""
     head = nn.Linear(16, 32, bias=False, dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
     hidden, labels = (
@@ -282,7 +299,7 @@ def test_the_weights_gradient_is_added_up_in_float32() -> None:
 
 
 class CausalLM(nn.Module):
-    """As transformers has them."""
+    """A causal language model as in transformers."""
 
     base_model_prefix = "model"
 
@@ -296,7 +313,7 @@ class CausalLM(nn.Module):
 
 
 class Wrapped(nn.Module):
-    """As DistributedDataParallel and DeepSpeed engines have it."""
+    """A wrapper as in DistributedDataParallel and DeepSpeed engines."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -304,7 +321,7 @@ class Wrapped(nn.Module):
 
 
 class PeftModel(nn.Module):
-    """As PEFT has it: its base_model is a tuner, whose model is the causal language model."""
+    """A PEFT model: its base_model is a tuner, whose model is the causal language model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -331,14 +348,14 @@ class PeftModel(nn.Module):
     ids=["plain", "DDP", "PEFT", "DDP of PEFT", "PEFT of DDP", "DDP of compiled"],
 )
 def test_backbone_and_head_are_found(wrap: Callable[[nn.Module], nn.Module], head: nn.Module | None) -> None:
-    """O5: never the causal language model itself, which would make logits."""
+    """The backbone is never the causal language model itself, which would compute logits (O5)."""
     model = CausalLM(head)
     backbone, found = backbone_and_lm_head(wrap(model))
     assert backbone is model.model
     assert found is model.lm_head
 
 
-def test_they_are_found_by_distributed_data_parallel_itself(make_world: MakeWorld) -> None:
+def test_backbone_and_head_are_found_in_the_real_distributed_data_parallel(make_world: MakeWorld) -> None:
     model = CausalLM()
 
     def body(context: RankContext) -> bool:
@@ -350,7 +367,7 @@ def test_they_are_found_by_distributed_data_parallel_itself(make_world: MakeWorl
     assert make_world("single").run(body) == [True]
 
 
-def test_models_without_them_are_told() -> None:
+def test_models_without_backbone_or_head_are_refused() -> None:
     capped = CausalLM()
     capped.config = type("Config", (), {"final_logit_softcapping": 30.0})()
     with pytest.raises(ValueError, match=r"its final_logit_softcapping of 30.0 comes after the lm-head"):
@@ -370,7 +387,7 @@ def test_models_without_them_are_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"tiles": 0}, "tiles 0: expected a positive number"),
         ({"temperature": 0.0}, "temperature 0.0: expected a positive number"),
@@ -380,7 +397,7 @@ def test_models_without_them_are_told() -> None:
         ),
     ],
 )
-def test_bad_arguments_are_told(changes: dict[str, Any], told: str) -> None:
+def test_bad_arguments_raise_errors_that_name_them(changes: dict[str, Any], message: str) -> None:
     hidden, labels = batch()
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         tiled_token_logprobs(nn.Linear(WIDTH, VOCAB), **{"hidden": hidden, "labels": labels, **changes})

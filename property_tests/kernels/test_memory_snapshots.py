@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory snapshots, by a recorder that stands in for CUDA's; and by CUDA's own where there is a GPU."""
+"""Tests of memory snapshots, with a recorder that replaces that of CUDA.
+
+With a GPU, CUDA's own recorder is tested too.
+"""
 
 import pickle
 from pathlib import Path
@@ -12,7 +15,7 @@ from fused_losses import MemorySnapshots
 
 
 class Recorder:
-    """Writes down what is asked of it."""
+    """Logs the calls of its methods."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -51,7 +54,7 @@ def test_callbacks(tmp_path: Path) -> None:
     memory = snapshots(recorder, tmp_path, profile_steps=[1])
     for step in range(3):
         memory.on_step_begin(step)
-        memory.on_step_end(step + 5)  # not that which began
+        memory.on_step_end(step + 5)  # No such step has begun.
         memory.on_step_end(step)
     assert recorder.calls == ["start 100000", "dump step1_dp0_cp0_tp0_pp0.pickle", "stop"]
 
@@ -63,7 +66,7 @@ def test_a_step_that_fails_leaves_its_file_and_its_error(tmp_path: Path) -> None
     assert recorder.calls[1:] == ["dump step0_dp0_cp0_tp0_pp0_failed.pickle", "stop"]
 
 
-def test_recording_stops_where_the_file_cannot_be_written(tmp_path: Path) -> None:
+def test_recording_stops_if_the_file_cannot_be_written(tmp_path: Path) -> None:
     recorder = Recorder()
     (tmp_path / "snapshots").write_text("in the way")
     with pytest.raises(FileExistsError), snapshots(recorder, tmp_path).step(0):
@@ -71,7 +74,7 @@ def test_recording_stops_where_the_file_cannot_be_written(tmp_path: Path) -> Non
     assert recorder.calls[-1] == "stop"
 
 
-def test_off_when_absent(tmp_path: Path) -> None:
+def test_without_a_section_nothing_is_recorded(tmp_path: Path) -> None:
     recorder = Recorder()
     memory = MemorySnapshots.from_config(None, make_recorder=lambda: recorder)
     with memory.step(0):
@@ -99,7 +102,7 @@ def test_with_cuda(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({"profile_steps": "01"}, "profile_steps '01': expected step numbers from 0"),
         ({"profile_steps": [-1]}, r"profile_steps \[-1\]: expected step numbers from 0"),
@@ -108,14 +111,14 @@ def test_with_cuda(tmp_path: Path) -> None:
         ({"ranks": {"ep": 1}}, "ranks ep: expected dp, cp, tp, pp"),
     ],
 )
-def test_bad_settings_are_told(given: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_bad_settings_raise_errors_that_name_them(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         MemorySnapshots(**given)
     if "ranks" not in given:
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             MemorySnapshots.from_config(given)
 
 
-def test_an_unknown_setting_is_told() -> None:
+def test_an_unknown_setting_raises_an_error() -> None:
     with pytest.raises(ValueError, match="memory snapshots: steps: expected profile_steps, max_entries, directory"):
         MemorySnapshots.from_config({"steps": [0]})

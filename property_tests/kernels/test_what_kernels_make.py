@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No kernel makes a tensor of tokens x vocabulary, in any branch, nor grows with both at its peak; and what it sends is what it says."""
+"""Tests of the memory and the communication of kernels.
+
+No kernel makes a tensor of tokens x vocabulary, in any branch, and peak memory does not grow with
+both. Kernels call the collectives that they document.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +34,7 @@ WIDTH, VOCAB, CHUNK = 8, 1024, 6
 
 
 class Batch:
-    """So many tokens in four sequences, with everything that a loss may want."""
+    """Tokens in four sequences, with the inputs of every loss."""
 
     def __init__(self, tokens: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -101,7 +105,7 @@ def _grpo(batch: Batch, logprobs: Tensor) -> Tensor:
 def _tiled_grpo(batch: Batch) -> Tensor:
     head = nn.Linear(WIDTH, VOCAB)
     tiles = -(-len(batch.labels) // CHUNK)
-    with torch.no_grad():  # the old log-probabilities, made anew
+    with torch.no_grad():  # This is the pass for old log-probabilities.
         tiled_token_logprobs(head, batch.hidden, batch.labels, tiles=tiles)
     return _grpo(batch, tiled_token_logprobs(head, batch.hidden, batch.labels, tiles=tiles)[0])
 
@@ -119,7 +123,7 @@ PROGRAMS: dict[str, Callable[[Batch], Tensor]] = {
     "linear_cross_entropy, bfloat16": _half,
     "linear_cross_entropy, frozen weight": _frozen,
     "linear_logprobs": lambda batch: batch.logprobs().sum(),
-    "linear_logprobs, of everything": _with_entropy,
+    "linear_logprobs, all statistics": _with_entropy,
     "linear_sft_loss": _sft,
     "dpo_loss": _dpo,
     "grpo_loss": lambda batch: _grpo(batch, batch.logprobs()),
@@ -137,7 +141,11 @@ def run(program: Callable[[Batch], Tensor], tokens: int) -> Made:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_logits_never_exist(name: str) -> None:
-    """N10: a chunk bounds what is made, also where autograd would have kept every one; O8: in the passes of other policies too."""
+    """No tensor exceeds a chunk of logits or the weight.
+
+    A loop over chunks under ordinary autograd would save every chunk of logits. The passes of other
+    policies are included, since open-instruct's once made all logits (O8 in docs/losses.md).
+    """
     tokens = 160
     chunk = 64 if "default" in name else CHUNK
     assert max(run(PROGRAMS[name], tokens).sizes) <= max(VOCAB * WIDTH, chunk * VOCAB)
@@ -145,12 +153,15 @@ def test_the_logits_never_exist(name: str) -> None:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_memory_at_the_peak_grows_with_tokens_x_hidden_alone(name: str) -> None:
-    """By less than a tenth of a row of logits for a token: 4 tensors of its width, and some 50 numbers for it alone."""
+    """Each token costs at most 4 tensors of its width and 50 numbers of its own.
+
+    That is less than a tenth of its row of logits.
+    """
     few, many = 120, 360
     assert (run(PROGRAMS[name], many).peak - run(PROGRAMS[name], few).peak) / (many - few) < 4 * (4 * WIDTH + 50)
 
 
-def test_dense_logits_are_seen() -> None:
+def test_the_observer_sees_dense_logits() -> None:
     def dense(batch: Batch) -> Tensor:
         return F.cross_entropy(batch.hidden @ batch.weight.T, batch.labels)
 
@@ -160,15 +171,15 @@ def test_dense_logits_are_seen() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["linear_logprobs", "linear_logprobs, of everything", "linear_sft_loss", "grpo_loss, tiled"]
+    "name", ["linear_logprobs", "linear_logprobs, all statistics", "linear_sft_loss", "grpo_loss, tiled"]
 )
-def test_nothing_of_the_vocabularys_size_is_saved_but_the_head(name: str) -> None:
+def test_no_saved_tensor_but_the_head_grows_with_the_vocabulary(name: str) -> None:
     batch, saved = Batch(160), list[Tensor]()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
         PROGRAMS[name](batch)
     assert max(t.numel() for t in saved) <= VOCAB * WIDTH
     own = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved if t.numel() < 160 * WIDTH}
-    assert sum(own.values()) <= 160 * 8 * 20  # some numbers for each token
+    assert sum(own.values()) <= 160 * 8 * 20  # That is 20 numbers of 8 bytes for each token.
 
 
 def _sequence_grpo(batch: Batch, logprobs: Tensor, cp_group: Any) -> Tensor:
@@ -206,7 +217,7 @@ OVER_CP: dict[str, tuple[Callable[[Batch, Tensor, Any], Tensor], list[str]]] = {
             config=ClippedPGConfig(token_level_loss=False, sequence_level_importance_ratios=True),
             cp_group=group,
         )[0],
-        ["all_reduce SUM, [float32[5, 4]]", "all_reduce SUM, [float32[5, 4]]"],  # the second in backward
+        ["all_reduce SUM, [float32[5, 4]]", "all_reduce SUM, [float32[5, 4]]"],  # The second is in backward.
     ),
     "Pack.gather": (
         lambda _, logprobs, group: Pack.of(torch.tensor([0, 32]), cp_group=group).gather(logprobs, group).sum(),
@@ -216,7 +227,7 @@ OVER_CP: dict[str, tuple[Callable[[Batch, Tensor, Any], Tensor], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", OVER_CP)
-def test_what_is_sent_over_cp(make_world: MakeWorld, name: str) -> None:
+def test_collectives_over_cp(make_world: MakeWorld, name: str) -> None:
     loss, expected = OVER_CP[name]
 
     def body(context: RankContext) -> None:
@@ -229,8 +240,8 @@ def test_what_is_sent_over_cp(make_world: MakeWorld, name: str) -> None:
     assert [entry.split(" -> ")[0] for entry in sent] == expected
 
 
-def test_what_is_sent_over_tp(make_world: MakeWorld) -> None:
-    """Of log-probabilities with everything that they can tell: 2 T, 3 T and T H numbers, whatever the chunks."""
+def test_collectives_over_tp(make_world: MakeWorld) -> None:
+    """Log-probabilities with all statistics send 2 T, 3 T and T H numbers, for any chunk size."""
 
     def body(context: RankContext) -> None:
         batch, group = Batch(16), context.mesh.get_group("tp")
