@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often does the judge reject a correct kernel, and which bugs does it see? Prints both, with seeds.
+"""Counts how often the judge rejects a correct kernel, and which known bugs it catches.
 
-    python benchmarks/calibration.py                        20,000 comparisons of correct kernels, and every bug
-    python benchmarks/calibration.py --problems 50          a quick look
+    python benchmarks/calibration.py                 over 20,000 comparisons, and every bug
+    python benchmarks/calibration.py --problems 50   a quick look
 
-Random problems over several layouts. A bug is visible in a problem if it shifts the SCALE of an output by more than
-the minimum detectable effect that the correct kernel's comparison states.
+The problems are random, over several layouts; the seed is printed. A bug is visible in a problem if
+it shifts the SCALE of an output by more than the minimum detectable effect that the judge states
+for the correct kernel.
 """
 
 import argparse
@@ -17,15 +18,20 @@ from statistics import median
 from time import perf_counter
 
 import torch
-from controls import ALL_BFLOAT16, BUGS, STYLES, Style, make
 from rich.console import Console
 from rich.table import Table
 
-from lossgate import Layout
-from lossgate.cases.examine import Examination, examine
+from lossgate import Candidate, Layout, Problem
+from lossgate.audit.bugs import CROSS_ENTROPY_BUGS, cross_entropy_with
+from lossgate.audit.cross_entropy import ALL_BFLOAT16, STYLES, Style, make
+from lossgate.cases.case import Case
 from lossgate.cases.strategies import sample_problems
+from lossgate.engine.case_result import CaseResult, run_case
+from lossgate.judge.comparison import Comparison
 from lossgate.judge.pooling import pool
 from lossgate.judge.statistics import SCALE
+from lossgate.properties import PROPERTIES
+from lossgate.specs.outputs import Output
 from lossgate.worlds import SimulatedWorld
 
 LAYOUTS = ("single", "tp=2", "cp=2", "dp=2", "tp=3", "dp=2,cp=2,tp=2")
@@ -34,92 +40,136 @@ POOL = 100
 
 
 @dataclass
-class Tally:
-    """Of one style and dtype."""
+class CorrectCounts:
+    """What came of the correct kernel of one style, in one dtype."""
 
     problems: int = 0
     comparisons: int = 0
-    false_alarms: list[Examination] = field(default_factory=list)
+    false_alarms: list[CaseResult] = field(default_factory=list)
     margin: float = 0.0
+    """The largest statistic, as a share of its limit."""
     mdes: list[float] = field(default_factory=list)
-    pools: list[float] = field(default_factory=list)
+    """The minimum detectable effect of each comparison."""
+    pool_mdes: list[float] = field(default_factory=list)
     pool_alarms: int = 0
     pool_margin: float = 0.0
+    """The largest pooled scale, as a share of its limit."""
+
+    def add(self, result: CaseResult) -> None:
+        self.problems += 1
+        self.comparisons += len(result.comparisons)
+        self.margin = max([self.margin, *(c.margin for c in result.comparisons)])
+        self.mdes += [c.mde for c in result.comparisons if c.values and not c.vacuous]
+        if not result.agrees:
+            self.false_alarms.append(result)
+
+    def add_pools(self, output: Output, comparisons: list[Comparison]) -> None:
+        """Pools the comparisons of one output, so many at a time; a rest is left out."""
+        for start in range(0, len(comparisons) - POOL + 1, POOL):
+            pooled = pool(output, comparisons[start : start + POOL])
+            self.pool_mdes.append(pooled.mde)
+            self.pool_alarms += not pooled.agrees
+            self.pool_margin = max(self.pool_margin, abs(pooled.scale) / pooled.limit)
 
 
 @dataclass
-class Caught:
-    """Of one bug in one style."""
+class BugCounts:
+    """What came of the kernels of one style with one bug."""
 
-    visible: int = 0
-    visible_caught: int = 0
     problems: int = 0
     caught: int = 0
+    visible: int = 0
+    visible_caught: int = 0
+
+    def add(self, right: CaseResult, wrong: CaseResult) -> None:
+        """Counts a problem, from the results of the correct kernel and of the one with the bug."""
+        visible = any(
+            abs(w.values[SCALE] - r.values[SCALE]) > r.mde
+            for r, w in zip(right.comparisons, wrong.comparisons, strict=False)
+            if r.output == w.output and r.values and w.values and not r.vacuous
+        )
+        self.problems += 1
+        self.caught += not wrong.agrees
+        self.visible += visible
+        self.visible_caught += visible and not wrong.agrees
+
+    def __str__(self) -> str:
+        shares = share(self.visible_caught, self.visible), share(self.caught, self.problems)
+        return f"{shares[0]} of {self.visible} ({shares[1]})"
 
 
-def measure(style: Style, dtype: str, counts: tuple[int, int], seed: int, bugs: dict[str, Caught]) -> Tally:
-    """Judge the correct kernel on so many problems, and every bug on so many of them."""
-    tally, correct = Tally(), make(style)
-    mutants = {bug: make(style, bug) for bug in bugs}
-    waiting: dict[str, list] = defaultdict(list)
+def share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f}%" if whole else "-"
+
+
+def run(candidate: Candidate, problem: Problem, world: SimulatedWorld) -> CaseResult:
+    return run_case(Case(candidate, problem, world), PROPERTIES["agreement"])
+
+
+def measure(style: Style, dtype: str, counts: tuple[int, int], seed: int, bugs: dict[str, BugCounts]) -> CorrectCounts:
+    """Judges the correct kernel of a style, and the same kernel with each bug.
+
+    Args:
+        style: how the kernel computes.
+        dtype: of its inputs.
+        counts: the number of problems, and of those on which each bug is judged too.
+        seed: of the problems.
+        bugs: the bugs; their counts are added to.
+    """
+    found, correct = CorrectCounts(), make(style)
+    with_bug = {bug: cross_entropy_with(style, bug) for bug in bugs}
+    by_output: dict[Output, list[Comparison]] = defaultdict(list)
     for layout in map(Layout.parse, LAYOUTS):
         world = SimulatedWorld(layout)
         each, each_with_bugs = (-(-count // len(LAYOUTS)) for count in counts)
         for i, problem in enumerate(sample_problems(correct, layout, dtype, each, seed)):
-            right = examine(correct, problem, world)
-            _add(tally, right)
+            right = run(correct, problem, world)
+            found.add(right)
             for comparison in right.comparisons:
-                waiting[comparison.output].append(comparison)
-            for bug, caught in bugs.items() if i < each_with_bugs else ():
-                _compare(caught, right, examine(mutants[bug], problem, world))
+                by_output[comparison.output].append(comparison)
+            for bug, counted in bugs.items() if i < each_with_bugs else ():
+                counted.add(right, run(with_bug[bug], problem, world))
         world.close()
-    for output, comparisons in waiting.items():
-        for start in range(0, len(comparisons) - POOL + 1, POOL):
-            pooled = pool(output, comparisons[start : start + POOL])
-            tally.pools.append(pooled.mde)
-            tally.pool_alarms += not pooled.agrees
-            tally.pool_margin = max(tally.pool_margin, abs(pooled.scale) / pooled.limit)
-    return tally
+    for output, comparisons in by_output.items():
+        found.add_pools(output, comparisons)
+    return found
 
 
-def _add(tally: Tally, right: Examination) -> None:
-    tally.problems += 1
-    tally.comparisons += len(right.comparisons)
-    tally.margin = max([tally.margin, *(c.margin for c in right.comparisons)])
-    tally.mdes += [c.mde for c in right.comparisons if c.values and not c.vacuous]
-    if not right.agrees:
-        tally.false_alarms.append(right)
-
-
-def _compare(caught: Caught, right: Examination, wrong: Examination) -> None:
-    effects = [
-        abs(w.values[SCALE] - r.values[SCALE]) > r.mde
-        for r, w in zip(right.comparisons, wrong.comparisons, strict=False)
-        if r.output == w.output and r.values and w.values and not r.vacuous
-    ]
-    caught.problems += 1
-    caught.caught += not wrong.agrees
-    caught.visible += any(effects)
-    caught.visible_caught += any(effects) and not wrong.agrees
-
-
-def rows(counts: tuple[int, int], seed: int) -> Iterator[tuple[str, Style, Tally, dict[str, Caught]]]:
+def measure_all(counts: tuple[int, int], seed: int) -> Iterator[tuple[str, Style, CorrectCounts, dict[str, BugCounts]]]:
+    """Yields dtype, style and what came of it, for every style."""
     for dtype, styles in STYLES.items():
         for style in styles + ((ALL_BFLOAT16,) if dtype == "bfloat16" else ()):
-            bugs = {bug: Caught() for bug in BUGS} if counts[1] and style is not ALL_BFLOAT16 else {}
+            with_bugs = counts[1] and style is not ALL_BFLOAT16
+            bugs = {bug: BugCounts() for bug in CROSS_ENTROPY_BUGS} if with_bugs else {}
             yield dtype, style, measure(style, dtype, counts, seed, bugs), bugs
+
+
+def row_of(dtype: str, style: Style, found: CorrectCounts) -> list[str]:
+    """Returns what the table of correct kernels shows of a style."""
+    pools = f"{median(found.pool_mdes):.2g} (largest {max(found.pool_mdes):.2g})" if found.pool_mdes else "-"
+    return [
+        dtype,
+        style.name,
+        str(found.problems),
+        str(found.comparisons),
+        str(len(found.false_alarms)),
+        f"{found.margin:.2f}",
+        f"{median(found.mdes):.2g}",
+        pools,
+        f"{found.pool_alarms} of {len(found.pool_mdes)}, at most {found.pool_margin:.2f}",
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--problems", type=int, default=640, help="for each kernel")
+    parser.add_argument("--problems", type=int, default=640, help="problems for each kernel")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--bug-problems", type=int, default=120, help="of these, so many with each bug")
+    parser.add_argument("--bug-problems", type=int, default=120, help="how many of them each bug is judged on")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     console, start = Console(width=150, highlight=False), perf_counter()
-    quiet = Table(
+    of_correct = Table(
         "dtype",
         "correct kernel",
         "problems",
@@ -131,51 +181,29 @@ def main() -> None:
         "pool alarms",
         title=f"Correct kernels, seed {arguments.seed}",
     )
-    seen = Table(
+    of_bugs = Table(
         "bug",
         *(f"{dtype}: {style.name}" for dtype, styles in STYLES.items() for style in styles),
         title="Bugs caught, of those visible (of all)",
     )
-    columns: list[dict[str, Caught]] = []
+    columns: list[dict[str, BugCounts]] = []
     total = alarms = 0
-    for dtype, style, tally, bugs in rows((arguments.problems, arguments.bug_problems), arguments.seed):
-        total, alarms = total + tally.comparisons, alarms + len(tally.false_alarms)
-        pools = f"{median(tally.pools):.2g} (largest {max(tally.pools):.2g})" if tally.pools else "-"
-        quiet.add_row(
-            dtype,
-            style.name,
-            str(tally.problems),
-            str(tally.comparisons),
-            str(len(tally.false_alarms)),
-            f"{tally.margin:.2f}",
-            f"{median(tally.mdes):.2g}",
-            pools,
-            f"{tally.pool_alarms} of {len(tally.pools)}, at most {tally.pool_margin:.2f}",
-        )
-        for alarm in tally.false_alarms:
+    for dtype, style, found, bugs in measure_all((arguments.problems, arguments.bug_problems), arguments.seed):
+        total, alarms = total + found.comparisons, alarms + len(found.false_alarms)
+        of_correct.add_row(*row_of(dtype, style, found))
+        for alarm in found.false_alarms:
             console.print(
                 f"FALSE ALARM  {style.name}  {'; '.join(alarm.findings)}\n  {alarm.problem.to_json()}", markup=False
             )
         if style is not ALL_BFLOAT16:
             columns.append(bugs)
-    console.print(quiet)
+    console.print(of_correct)
     console.print(f"{alarms} false alarms in {total} comparisons of correct kernels")
     if arguments.bug_problems:
-        for bug in BUGS:
-            cells = [column[bug] for column in columns]
-            seen.add_row(
-                bug,
-                *(
-                    f"{_share(c.visible_caught, c.visible)} of {c.visible} ({_share(c.caught, c.problems)})"
-                    for c in cells
-                ),
-            )
-        console.print(seen)
+        for bug in CROSS_ENTROPY_BUGS:
+            of_bugs.add_row(bug, *(str(column[bug]) for column in columns))
+        console.print(of_bugs)
     console.print(f"{perf_counter() - start:.0f} s")
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f}%" if whole else "-"
 
 
 if __name__ == "__main__":

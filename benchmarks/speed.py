@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What verification costs, as ratios of times taken in one run.
+"""Measures what verification costs, as ratios of times taken in one run.
 
     python benchmarks/speed.py
 
-1. A loss-and-gradient example on tp=4 simulated ranks, against the same example by spawning four gloo processes, as
-   distributed tests commonly do.
-2. Judging a problem, ensemble included, against running candidate and reference on it, at T=64, H=48, V=301.
+1. Loss and gradients of a small example on the simulated ranks of tp=4, compared with the same
+   example on four gloo processes that are spawned for it, as distributed tests commonly do.
+2. Judging a problem, ensemble included, compared with running candidate and reference on it.
 """
 
 import argparse
@@ -19,22 +19,23 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from controls import STYLES, make
 
 from fused_losses import linear_cross_entropy
 from lossgate import Candidate, Layout, Problem
-from lossgate.cases.execute import execute
-from lossgate.cases.materialize import materialize
+from lossgate.audit.cross_entropy import STYLES, make
+from lossgate.cases.assemble import Assembled, assemble
+from lossgate.cases.bound_problem import BoundProblem
+from lossgate.cases.oracle import Oracle
 from lossgate.cases.reference import run_reference
+from lossgate.cases.task import RankTask
 from lossgate.declaration.loading import load_candidates
-from lossgate.judge.comparison import Yardstick
 from lossgate.worlds import RankContext, SimulatedWorld
 
 RANKS, TOKENS, WIDTH, VOCAB = 4, 64, 48, 304
 
 
 def example(rank: int, group: dist.ProcessGroup | None) -> None:
-    """Loss and gradients of one rank."""
+    """Computes loss and gradients of one rank."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(TOKENS, WIDTH, generator=generator).requires_grad_()
     weight = torch.randn(VOCAB, WIDTH, generator=generator)
@@ -45,6 +46,7 @@ def example(rank: int, group: dist.ProcessGroup | None) -> None:
 
 
 def in_process(rank: int, store: str) -> None:
+    """Runs the example on one gloo process."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     example(rank, dist.group.WORLD)
@@ -52,12 +54,13 @@ def in_process(rank: int, store: str) -> None:
 
 
 def spawn() -> None:
+    """Runs the example on processes that are spawned for it."""
     with TemporaryDirectory() as folder:
         mp.spawn(in_process, (str(Path(folder) / "store"),), nprocs=RANKS)
 
 
 def seconds(call: Callable[[], object], repeats: int) -> float:
-    """Median of so many calls, after one to warm up."""
+    """Returns the median time of so many calls, after one to warm up."""
     call()
     times: list[float] = []
     for _ in range(repeats):
@@ -67,46 +70,59 @@ def seconds(call: Callable[[], object], repeats: int) -> float:
     return median(times)
 
 
-def worlds(spawns: int) -> None:
+def compare_worlds(spawns: int) -> None:
+    """Prints what the example takes on simulated ranks and on spawned processes."""
     world = SimulatedWorld(Layout(tp=RANKS))
 
-    def body(context: RankContext) -> None:
+    def on_rank(context: RankContext) -> None:
         example(context.rank, context.mesh.get_group("tp"))
 
-    simulated = seconds(lambda: world.run(body), 100)
+    simulated = seconds(lambda: world.run(on_rank), 100)
     world.close()
     spawned = seconds(spawn, spawns)
     print(
-        f"tp=4 example: simulated {1e3 * simulated:.1f} ms, four gloo processes spawned {spawned:.2f} s: 1/{spawned / simulated:.0f}"
+        f"tp=4 example: simulated {1e3 * simulated:.1f} ms, four gloo processes spawned {spawned:.2f} s: "
+        f"1/{spawned / simulated:.0f}"
     )
 
 
-def judging(candidate: Candidate, dtype: str) -> None:
+def measure_judge(candidate: Candidate, dtype: str) -> None:
+    """Prints what judging a candidate takes, and what running it and the reference takes."""
     problem = Problem(
         spec="nll", head="hidden", dtype=dtype, lengths=(TOKENS,), masks=("all",), hidden=WIDTH, vocab=301
     )
-    batch, world = materialize(problem), SimulatedWorld(Layout())
-    result = execute(candidate, batch, world)
-    run, reference = seconds(lambda: execute(candidate, batch, world), 100), seconds(lambda: run_reference(batch), 100)
-    judged = seconds(lambda: Yardstick(candidate, batch, result.outputs).judge(result), 50)
+    bound, world = BoundProblem(candidate.spec, problem), SimulatedWorld(Layout())
+
+    def run() -> Assembled:
+        return assemble(world.run(RankTask(candidate, bound)), candidate, bound.batch.partition, problem.hidden)
+
+    result = run()
+
+    def judge() -> None:
+        oracle = Oracle(candidate, bound, result.outputs)
+        for output, tensor in result.outputs.items():
+            oracle.compare(output, tensor, result.dtypes[output])
+
+    ran, judged = seconds(run, 100), seconds(judge, 50)
+    reference = seconds(lambda: run_reference(bound.batch, problem.head, bound.bound), 100)
     world.close()
     print(
-        f"judging {candidate.name} in {dtype}: candidate {1e3 * run:.1f} ms, reference {1e3 * reference:.1f} ms, "
-        f"judge {1e3 * judged:.1f} ms: {judged / (run + reference):.1f} times both"
+        f"judging {candidate.name} in {dtype}: candidate {1e3 * ran:.1f} ms, reference {1e3 * reference:.1f} ms, "
+        f"judge {1e3 * judged:.1f} ms: {judged / (ran + reference):.1f} times both"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--spawns", type=int, default=5)
+    parser.add_argument("--spawns", type=int, default=5, help="how often the gloo processes are spawned")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    worlds(arguments.spawns)
-    ours = load_candidates(str(Path(__file__).parents[1] / "ci/candidates/ours.py"))[0]
+    compare_worlds(arguments.spawns)
+    fused_losses = load_candidates(str(Path(__file__).parents[1] / "ci/candidates/ours.py"))[0]
     for dtype, styles in STYLES.items():
-        for candidate in (ours, make(styles[1])):
-            judging(candidate, dtype)
+        for candidate in (fused_losses, make(styles[1])):
+            measure_judge(candidate, dtype)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dense_losses import DpoOptions, GrpoOptions, dpo, grpo, linear_logits, nll, token_logprobs
 from fused_losses import dpo_loss, grpo_loss, linear_cross_entropy, linear_logprobs
+from lossgate.audit.bugs import lose_label, scale_gradient, temper_logprobs
 
 CHUNK = 48
 """Number of tokens whose logits exist at a time in the kernels; fewer than a batch has."""
@@ -116,7 +117,7 @@ class FusedLosses:
         return loss
 
 
-# Defects that such kernels have had, to show that they are found
+# Defects from the bank of known bugs, to show that training with them goes astray
 
 
 class LostBoundaryLabel(FusedLosses):
@@ -129,15 +130,16 @@ class LostBoundaryLabel(FusedLosses):
         return super().logprobs(hidden, head, self._lost(share), temperature)
 
     def _lost(self, share: Share) -> Share:
-        lost = (share.labels == SPLIT) & (self.ranks.tp.size() > 1)
-        return replace(share, labels=torch.where(lost, VOCAB, share.labels))
+        if self.ranks.tp.size() == 1:
+            return share
+        return replace(share, labels=lose_label(share.labels, SPLIT, VOCAB))
 
 
 class TemperedLogprobs(FusedLosses):
     """The temperature divides log-probabilities instead of logits."""
 
     def logprobs(self, hidden: Tensor, head: Tensor, share: Share, temperature: float) -> Tensor:
-        return super().logprobs(hidden, head, share, 1.0) / temperature
+        return temper_logprobs(super().logprobs(hidden, head, share, 1.0), temperature)
 
 
 class GradientTimesCp(FusedLosses):
@@ -147,9 +149,7 @@ class GradientTimesCp(FusedLosses):
     """
 
     def dpo(self, logprobs: Tensor, reference: Tensor, share: Share) -> Tensor:
-        loss = super().dpo(logprobs, reference, share)
-        times = self.ranks.cp.size()
-        return times * loss - (times - 1) * loss.detach()
+        return scale_gradient(super().dpo(logprobs, reference, share), self.ranks.cp.size())
 
 
 FAULTS: dict[str, type[FusedLosses]] = {

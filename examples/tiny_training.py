@@ -32,7 +32,7 @@ from tiny_policy import Policy, Ranks, Share
 from torch import Tensor
 
 from lossgate import Layout
-from lossgate.console import make_console
+from lossgate.reports.console import make_console
 from lossgate.worlds import RankContext, SimulatedWorld
 
 LAYOUTS = ("single", "dp=2,tp=2", "cp=2,tp=2")

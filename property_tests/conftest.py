@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Common to all tests."""
+"""What all tests share."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -16,7 +16,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 @pytest.fixture
 def make_world() -> Iterator[Callable[..., SimulatedWorld]]:
-    """``make_world("tp=2", timeout=...)``: a simulated world that is closed after the test."""
+    """Returns ``make_world("tp=2", timeout=...)``, which makes a simulated world.
+
+    It is closed after the test.
+    """
     worlds: list[SimulatedWorld] = []
 
     def make(layout: str, **options: float) -> SimulatedWorld:

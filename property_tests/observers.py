@@ -10,7 +10,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class Made(TorchDispatchMode):
-    """Of everything that is made while it is on. Does not see what a single operator of PyTorch makes and drops inside."""
+    """Of everything that is made while it is on.
+
+    Does not see what a single operator of PyTorch makes and drops inside.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of ``fused_losses``, as candidates. Chunks are small, so that small problems turn every loop."""
+"""The kernels of ``fused_losses``, as candidates.
+
+Chunks are small, so that small problems turn every loop.
+"""
 
 from dataclasses import fields, replace
 from typing import Any

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cross-entropy kernels that come with PyTorch 2.13, as candidates; and what lossgate found in them (docs/findings.md)."""
+"""Cross-entropy kernels that come with PyTorch 2.13, as candidates; and what lossgate found in them
+(docs/known_failures.md).
+"""
 
 from pathlib import Path
 
@@ -10,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
-from lossgate import ANY, Finding, Precision, candidate
+from lossgate import ANY, KnownFailure, Precision, candidate
 from lossgate.losses.nll import NllOptions
 from lossgate.specs.inputs import HiddenInputs, LogitsInputs
 
-FINDINGS = Path(__file__).parent / "findings"
+KNOWN_FAILURES = Path(__file__).parent / "known_failures"
 IGNORED = -100
 
 ON_CPU = {
@@ -51,7 +53,7 @@ def torch_cross_entropy(inputs: LogitsInputs, options: NllOptions, mesh: DeviceM
     head="logits",
     precision=ON_CPU,
     good_for="single-rank means with at least one trained token",
-    finding=Finding(name="torch-1", example=FINDINGS / "torch-1-mean-of-nothing.json"),
+    known_failure=KnownFailure(name="torch-1", example=KNOWN_FAILURES / "torch-1-mean-of-nothing.json"),
 )
 def torch_cross_entropy_mean(inputs: LogitsInputs, options: NllOptions, mesh: DeviceMesh) -> Tensor:
     return F.cross_entropy(inputs.logits, _targets(inputs))
@@ -109,7 +111,7 @@ def _accumulate(inputs: HiddenInputs) -> torch.dtype:
     precision=Precision(loss="bfloat16", grads_in_forward=True),
     supports={"reduction": ANY},
     good_for="not the value of a bfloat16 loss",
-    finding=Finding(name="torch-2", example=FINDINGS / "torch-2-chunked-loss.json"),
+    known_failure=KnownFailure(name="torch-2", example=KNOWN_FAILURES / "torch-2-chunked-loss.json"),
 )
 def torch_linear_cross_entropy_default_chunks(inputs: HiddenInputs, options: NllOptions, mesh: DeviceMesh) -> Tensor:
     return _linear(inputs, options, torch.nn.LinearCrossEntropyOptions())
@@ -123,7 +125,7 @@ def torch_linear_cross_entropy_default_chunks(inputs: HiddenInputs, options: Nll
     ),  # as its documentation has it: gradients accumulate in float32
     supports={"reduction": ANY, "bias": True},
     good_for="not many chunks in bfloat16",
-    finding=Finding(name="torch-3", example=FINDINGS / "torch-3-chunked-gradients.json"),
+    known_failure=KnownFailure(name="torch-3", example=KNOWN_FAILURES / "torch-3-chunked-gradients.json"),
 )
 def torch_linear_cross_entropy_many_chunks(inputs: HiddenInputs, options: NllOptions, mesh: DeviceMesh) -> Tensor:
     return _linear(
@@ -133,7 +135,8 @@ def torch_linear_cross_entropy_many_chunks(inputs: HiddenInputs, options: NllOpt
     )
 
 
-# Entering the context registers handlers for the whole process; rank threads that entered and left it would take them from one another.
+# Entering the context registers handlers for the whole process; rank threads that entered and left
+# it would take them from one another.
 _loss_parallel = loss_parallel()
 _loss_parallel.__enter__()
 
@@ -167,7 +170,7 @@ def torch_loss_parallel(inputs: LogitsInputs, options: NllOptions, mesh: DeviceM
     dtypes=("float32",),
     supports={"reduction": ANY, "vocab_split": "chunked"},
     good_for="not vocabularies that leave a rank without a row",
-    finding=Finding(name="torch-4", example=FINDINGS / "torch-4-empty-shard.json"),
+    known_failure=KnownFailure(name="torch-4", example=KNOWN_FAILURES / "torch-4-empty-shard.json"),
 )
 def torch_loss_parallel_uneven(inputs: LogitsInputs, options: NllOptions, mesh: DeviceMesh) -> Tensor:
     return _parallel(inputs, options, mesh)
@@ -181,7 +184,7 @@ def torch_loss_parallel_uneven(inputs: LogitsInputs, options: NllOptions, mesh: 
     precision=Precision(logprobs="bfloat16", dlogits="bfloat16", loss="bfloat16"),
     supports={"reduction": ANY, "vocab_split": "even"},
     good_for="not confident labels in bfloat16",
-    finding=Finding(name="torch-5", example=FINDINGS / "torch-5-confident-label.json"),
+    known_failure=KnownFailure(name="torch-5", example=KNOWN_FAILURES / "torch-5-confident-label.json"),
 )
 def torch_loss_parallel_bfloat16(inputs: LogitsInputs, options: NllOptions, mesh: DeviceMesh) -> Tensor:
     return _parallel(inputs, options, mesh)

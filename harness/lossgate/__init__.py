@@ -1,39 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
 """lossgate judges whether an LLM post-training loss kernel computes the loss it claims to.
 
-Declare a kernel with ``candidate``, then run ``lossgate verify FILE`` or, in a pytest file, ``test = lossgate.suite(kernel)``.
+Declare a kernel with ``candidate``, then run ``lossgate verify FILE`` or, in a pytest file, ``test
+= lossgate.suite(kernel)``.
 
-Public names are imported when they are used: pytest loads this package's plugin in every project, and torch is heavy.
+Public names are imported when they are used, because pytest loads this package's plugin in every
+project, and importing torch takes seconds.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lossgate.declaration.candidate import ANY, Candidate, Finding, Outputs, candidate
+    from lossgate.declaration.any_value import ANY
+    from lossgate.declaration.candidate import Candidate, Outputs, candidate
     from lossgate.declaration.contract import Contract
+    from lossgate.declaration.known_failure import KnownFailure
     from lossgate.declaration.precision import Precision
     from lossgate.errors import CandidateError, LossgateError, UsageError
     from lossgate.layout import Layout
     from lossgate.problems.problem import Problem
-    from lossgate.pytest_suite import suite
+    from lossgate.properties.registry import Property, property
+    from lossgate.pytest_plugin.suite import suite
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "ANY": "declaration.candidate",
+    "ANY": "declaration.any_value",
     "Candidate": "declaration.candidate",
     "CandidateError": "errors",
     "Contract": "declaration.contract",
-    "Finding": "declaration.candidate",
+    "KnownFailure": "declaration.known_failure",
     "Layout": "layout",
     "LossgateError": "errors",
     "Outputs": "declaration.candidate",
     "Precision": "declaration.precision",
     "Problem": "problems.problem",
+    "Property": "properties.registry",
     "UsageError": "errors",
     "candidate": "declaration.candidate",
-    "suite": "pytest_suite",
+    "property": "properties.registry",
+    "suite": "pytest_plugin.suite",
 }
 
 __all__ = [
@@ -41,14 +48,16 @@ __all__ = [
     "Candidate",
     "CandidateError",
     "Contract",
-    "Finding",
+    "KnownFailure",
     "Layout",
     "LossgateError",
     "Outputs",
     "Precision",
     "Problem",
+    "Property",
     "UsageError",
     "candidate",
+    "property",
     "suite",
 ]
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: ``lossgate verify | replay | list``.
 
-Exit codes: 0 agree, 1 disagree, 2 usage or configuration, 3 inconclusive (nothing wrong seen, not enough seen).
+Exit codes: 0 agree, 1 disagree, 2 usage or configuration, 3 inconclusive (nothing wrong seen, not
+enough seen).
 
 What a command needs is imported in it: torch takes seconds to load, and a typing error should not.
 """
@@ -33,7 +34,10 @@ class Exit(IntEnum):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point; exits. An error of the user's is one line on stderr. ``arguments`` are those of the process by default."""
+    """Entry point; exits.
+
+    An error of the user's is one line on stderr. ``arguments`` are those of the process by default.
+    """
     from lossgate.errors import UsageError
 
     try:
@@ -65,39 +69,29 @@ def verify(
 ) -> int:
     """Judge candidates against the references of their specs, on simulated ranks.
 
-    Parameters
-    ----------
-    targets
-        Files (file.py), modules (package.module), or one candidate of either (file.py:name).
-    layout
-        Such as tp=2,cp=2, or single; may be repeated. By default every one of at most --ranks ranks.
-    dtype
-        float32, bfloat16 or float16; may be repeated. By default all that a candidate takes.
-    profile
-        dev, ci, nightly, release, or one of [tool.lossgate.profiles] in pyproject.toml.
-    examples
-        Problems for each cell: a candidate on a layout in a dtype.
-    ranks
-        Largest layout.
-    seed
-        Another seed draws other problems.
-    timeout
-        Seconds until a silent rank is taken to hang.
-    jobs
-        Processes side by side; 0 for one on each core.
-    evidence
-        Append a JSON line for each cell to this file.
-    failures
-        Folder for failure files.
+    Args:
+        targets: Files (file.py), modules (package.module), or one candidate of either
+            (file.py:name).
+        layout: Such as tp=2,cp=2, or single; may be repeated. By default every layout of at most
+            --ranks ranks.
+        dtype: float32, bfloat16 or float16; may be repeated. By default all that a candidate takes.
+        profile: dev, ci, nightly, release, or one of [tool.lossgate.profiles] in pyproject.toml.
+        examples: Problems for each cell: a candidate on a layout in a dtype.
+        ranks: Ranks of the largest layout.
+        seed: Another seed draws other problems.
+        timeout: Seconds after which a silent rank counts as hanging.
+        jobs: Processes side by side; 0 for one on each core.
+        evidence: Append a JSON line for each cell to this file.
+        failures: Folder for failure files.
     """
-    from lossgate.consumers import Consumer
-    from lossgate.consumers.terminal import Terminal
     from lossgate.declaration.loading import load_candidates
-    from lossgate.engine.run import RunFinished, run
+    from lossgate.engine.events import Consumer, RunFinished
+    from lossgate.engine.run import run
     from lossgate.engine.settings import load_settings
     from lossgate.errors import UsageError
     from lossgate.evidence.writer import EvidenceFile
-    from lossgate.reports.failure_files import FailureFiles
+    from lossgate.reports.failures import FailureFiles
+    from lossgate.reports.terminal import Terminal
 
     if not targets:
         raise UsageError("verify: nothing named; expected files or modules with candidates, such as my_kernels.py")
@@ -133,12 +127,9 @@ def exit_code(results: Iterable[CellResult]) -> Exit:
 def replay(file: Path, /, *, candidate: str | None = None) -> int:
     """Judge the problem of a failure file again.
 
-    Parameters
-    ----------
-    file
-        A failure file, as verify writes it.
-    candidate
-        Judge this one (file.py:name) instead of the one that the file names.
+    Args:
+        file: A failure file, as verify writes it.
+        candidate: Judge this one (file.py:name) instead of the one that the file names.
     """
     from lossgate.engine.replay import replay_failure
 
@@ -149,17 +140,15 @@ def replay(file: Path, /, *, candidate: str | None = None) -> int:
 
 @app.command(name="list")
 def list_(*targets: str) -> int:
-    """List the specs with their options, or the candidates of files and modules.
+    """List specs with their options, and properties; or the candidates of files and modules.
 
-    Parameters
-    ----------
-    targets
-        Files (file.py) or modules (package.module); none for the specs.
+    Args:
+        targets: Files (file.py) or modules (package.module); none for specs and properties.
     """
-    from lossgate.console import make_console
-    from lossgate.reports.listing import candidates_table, spec_tables
+    from lossgate.reports.console import make_console
+    from lossgate.reports.listing import candidates_table, properties_table, spec_tables
 
     console = make_console()
-    for table in [candidates_table(target) for target in targets] if targets else spec_tables():
+    for table in [*map(candidates_table, targets)] if targets else [*spec_tables(), properties_table()]:
         console.print(table)
     return Exit.AGREE

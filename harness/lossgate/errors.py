@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that a user can cause and mend. Each message names the argument, its value, what was expected and the way out."""
+"""Errors that a user can cause and mend.
+
+Each message names the argument, its value, what was expected and the way out.
+"""
 
 
 class LossgateError(Exception):
@@ -7,8 +10,13 @@ class LossgateError(Exception):
 
 
 class UsageError(LossgateError):
-    """Bad input: a wrong name, value, file or declaration. The command line turns it into one line and exit code 2."""
+    """Bad input: a wrong name, value, file or declaration.
+
+    The command line turns it into one line and exit code 2.
+    """
 
 
 class CandidateError(UsageError):
-    """The candidate broke its declared interface: wrong type, shape or dtype, or a loss without a graph."""
+    """The candidate broke its declared interface: wrong type, shape or dtype, or a loss without a
+    graph.
+    """

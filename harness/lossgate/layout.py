@@ -11,12 +11,15 @@ Axis = Literal["dp", "cp", "tp"]
 AXES: tuple[Axis, ...] = ("dp", "cp", "tp")
 
 MAX_RANKS = 64
-"""The most ranks that a layout may have: what one process can simulate in a few milliseconds a collective."""
+"""The most ranks that a layout may have: what one process can simulate in a few milliseconds a
+collective."""
 
 
 @dataclass(frozen=True, order=True)
 class Layout:
-    """A mesh of ``dp x cp x tp`` ranks, numbered row by row: tp varies fastest, as in Megatron-LM and DeviceMesh."""
+    """A mesh of ``dp x cp x tp`` ranks, numbered row by row: tp varies fastest, as in Megatron-LM
+    and DeviceMesh.
+    """
 
     dp: int = 1
     cp: int = 1
@@ -61,14 +64,17 @@ class Layout:
             axis: Axis | None = next((a for a in AXES if a == name), None)
             if axis is None or not equals or not size.isdigit() or axis in sizes:
                 raise UsageError(
-                    f"layout {text!r}: can't read {part.strip()!r}; expected 'single' or sizes of {', '.join(AXES)} such as 'tp=2,cp=2'"
+                    f"layout {text!r}: can't read {part.strip()!r}; "
+                    f"expected 'single' or sizes of {', '.join(AXES)} such as 'tp=2,cp=2'"
                 )
             sizes[axis] = int(size)
         return cls(**sizes)
 
 
 def layouts_up_to(ranks: int, axes: Iterable[Axis] = AXES) -> Iterator[Layout]:
-    """Every layout of at most ``ranks`` ranks that splits no other axes than ``axes``, smallest first."""
+    """Every layout of at most ``ranks`` ranks that splits no other axes than ``axes``, smallest
+    first.
+    """
     allowed = set(axes)
     sizes = {axis: range(1, ranks + 1 if axis in allowed else 2) for axis in AXES}
     found = ((dp, cp, tp) for dp in sizes["dp"] for cp in sizes["cp"] for tp in sizes["tp"] if dp * cp * tp <= ranks)

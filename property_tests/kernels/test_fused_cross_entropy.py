@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from observers import Made
 from torch import Tensor
 from torch.autograd import gradcheck
 from torch.nn import functional as F
@@ -27,6 +26,7 @@ from fused_losses import (
 )
 from lossgate.declaration.loading import load_candidates
 from lossgate.worlds import RankContext, SimulatedWorld
+from property_tests.observers import Made
 
 MakeWorld = Callable[..., SimulatedWorld]
 

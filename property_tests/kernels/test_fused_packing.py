@@ -289,7 +289,7 @@ def test_collectives_do_not_grow_with_sequences(make_world: MakeWorld, name: str
 @hypothesis.given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(1, 4), st.integers(1, 3))
 def test_the_split_is_the_zigzag(lengths: list[int], cp: int, multiple: int) -> None:
     """The split equals lossgate's partition of problems, an independent implementation."""
-    partition = Partition(Layout(cp=cp), tuple(lengths), vocab=7, multiple=multiple)
+    partition = Partition(Layout(cp=cp), tuple(lengths), vocab=7, pad_to_multiple=multiple)
     for rank in range(cp):
         group = _FakeGroup(cp, rank)
         pack = Pack.of(starts(lengths), torch.tensor(partition.starts), cp_group=group)  # type: ignore[arg-type]

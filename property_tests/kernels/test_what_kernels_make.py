@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from observers import Made
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -27,6 +26,7 @@ from fused_losses import (
     tiled_token_logprobs,
 )
 from lossgate.worlds import RankContext, SimulatedWorld
+from property_tests.observers import Made
 
 MakeWorld = Callable[..., SimulatedWorld]
 

@@ -1,21 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verdicts: what makes a cell agree, disagree, or say nothing."""
+"""Tests of verdicts: what makes a cell AGREE, DISAGREE or INCONCLUSIVE."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from controls import STYLES, make
 
-from lossgate import Candidate, Finding, Layout, UsageError
-from lossgate.cases.examine import Examination
-from lossgate.engine.cell import Cell, CellResult, Verdict, conclude
-from lossgate.engine.run import CellFinished, RunFinished, RunStarted, plan, run, run_cell
+from lossgate import Candidate, KnownFailure, Layout, UsageError
+from lossgate.audit.bugs import cross_entropy_with
+from lossgate.audit.cross_entropy import STYLES, make
+from lossgate.declaration.loading import load_candidates
+from lossgate.engine.case_result import CaseResult
+from lossgate.engine.cell import Cell, CellResult, Verdict
+from lossgate.engine.events import CellFinished, RunFinished, RunStarted
+from lossgate.engine.plan import plan
+from lossgate.engine.run import run, run_cell
 from lossgate.engine.settings import Settings
+from lossgate.engine.verdict import conclude
 
 RIGHT = make(STYLES["bfloat16"][0])
-WRONG = make(STYLES["bfloat16"][0], "dX x1.01")
+WRONG = cross_entropy_with(STYLES["bfloat16"][0], "dX x1.01")
 
 
 def verified(candidate: Candidate, layout: str = "single", **settings: int) -> CellResult:
@@ -27,8 +33,8 @@ def agreed() -> CellResult:
     return verified(RIGHT)
 
 
-def concluded(result: CellResult, examined: tuple[Examination, ...], failure: Examination | None = None) -> CellResult:
-    return conclude(result.cell, examined, failure, 0, 0.0)
+def concluded(result: CellResult, cases: tuple[CaseResult, ...]) -> CellResult:
+    return conclude(result.cell, cases, failure=None, shrink_calls=0, seconds=0.0)
 
 
 def test_a_right_kernel_agrees(agreed: CellResult) -> None:
@@ -37,7 +43,7 @@ def test_a_right_kernel_agrees(agreed: CellResult) -> None:
     assert agreed.margin < 1
     assert agreed.mde < 0.01
     assert agreed.comparisons > 90
-    assert not agreed.missing_branches
+    assert not agreed.missing_goals
     assert agreed.power["zero"] == 1
 
 
@@ -49,68 +55,71 @@ def test_a_wrong_kernel_disagrees_on_a_small_problem() -> None:
     assert result.reasons == result.failure.findings
 
 
-def test_few_problems_are_inconclusive(agreed: CellResult) -> None:
+def test_few_problems_are_inconclusive() -> None:
     result = verified(RIGHT, examples=1, rounds=1)
     assert result.verdict is Verdict.INCONCLUSIVE
-    assert any("never visited" in reason for reason in result.reasons)
+    assert any(re.fullmatch(r"no problem had .*; raise --examples", reason) for reason in result.reasons)
 
 
 def test_no_more_rounds_are_tried_than_allowed() -> None:
     first, second = (verified(RIGHT, examples=1, rounds=rounds) for rounds in (1, 2))
     assert first.verdict is second.verdict is Verdict.INCONCLUSIVE
-    assert len(first.examined) == 1
-    assert 2 <= len(second.examined) < 10
+    assert len(first.cases) == 1
+    assert 2 <= len(second.cases) < 10
 
 
-def test_more_are_tried_while_a_cell_is_inconclusive() -> None:
+def test_more_problems_are_tried_while_a_cell_is_inconclusive() -> None:
     result = verified(RIGHT, examples=3, rounds=20)
     assert result.verdict is Verdict.AGREE
-    assert len(result.examined) > 3
+    assert len(result.cases) > 3
 
 
-def test_what_could_not_be_seen_is_inconclusive(agreed: CellResult) -> None:
-    examined = tuple(replace(e, comparisons=tuple(replace(c, sd=1.0) for c in e.comparisons)) for e in agreed.examined)
-    result = concluded(agreed, examined)
+def test_an_error_that_would_not_have_been_detected_is_inconclusive(agreed: CellResult) -> None:
+    cases = tuple(
+        replace(case, comparisons=tuple(replace(c, sd=1.0) for c in case.comparisons)) for case in agreed.cases
+    )
+    result = concluded(agreed, cases)
     assert result.verdict is Verdict.INCONCLUSIVE
-    assert "an error of 1% in scale could have hidden" in result.reasons[0]
+    assert "an error of 1% in its scale would not have been detected" in result.reasons[0]
 
 
-def test_a_branch_that_was_never_visited_is_inconclusive(agreed: CellResult) -> None:
-    examined = tuple(replace(e, branches=frozenset({"trained token"})) for e in agreed.examined)
-    result = concluded(agreed, examined)
+def test_a_missing_coverage_goal_is_inconclusive(agreed: CellResult) -> None:
+    cases = tuple(replace(case, covered=frozenset({"trained token"})) for case in agreed.cases)
+    result = concluded(agreed, cases)
     assert result.verdict is Verdict.INCONCLUSIVE
     assert result.reasons == (
-        "never visited: a token whose label is not; try more problems",
-        "never visited: a trained label on the first row of a tp rank's vocabulary; try more problems",
-        "never visited: a trained label on the last row of a tp rank's vocabulary; try more problems",
+        "no problem had a token whose label is not trained; raise --examples",
+        "no problem had a trained label on the first row of a tp rank's vocabulary; raise --examples",
+        "no problem had a trained label on the last row of a tp rank's vocabulary; raise --examples",
     )
 
 
 def test_a_blind_judge_is_inconclusive(agreed: CellResult) -> None:
-    first = agreed.examined[-1]
-    blind = replace(first, comparisons=tuple(replace(c, blind=("x1.01",)) for c in first.comparisons))
-    result = concluded(agreed, (*agreed.examined, blind))
+    last = agreed.cases[-1]
+    blind = replace(last, comparisons=tuple(replace(c, blind=("x1.01",)) for c in last.comparisons))
+    result = concluded(agreed, (*agreed.cases, blind))
     assert result.verdict is Verdict.INCONCLUSIVE
-    assert result.reasons[0] == "the judge missed planted errors: x1.01 in loss"
+    assert result.reasons[0] == "the judge accepted planted errors: x1.01 in loss"
 
 
-def test_a_bias_over_all_problems_disagrees(agreed: CellResult) -> None:
+def test_a_bias_of_the_pooled_scale_disagrees(agreed: CellResult) -> None:
     biased = tuple(
         replace(
-            e, comparisons=tuple(replace(c, values=c.values and {**c.values, "scale": 0.003}) for c in e.comparisons)
+            case,
+            comparisons=tuple(replace(c, values=c.values and {**c.values, "scale": 0.003}) for c in case.comparisons),
         )
-        for e in agreed.examined
+        for case in agreed.cases
     )
     result = concluded(agreed, biased)
     assert result.verdict is Verdict.DISAGREE
     assert result.failure is None
-    assert "problems together 1.003 times the reference" in result.reasons[0]
+    assert "problems it is 1.003 times the reference" in result.reasons[0]
 
 
-# The engine
+# The plan and the run
 
 
-def test_events() -> None:
+def test_a_run_reports_its_start_each_cell_and_its_end() -> None:
     events = list(run([RIGHT], Settings(layouts=("single", "tp=2"), dtypes=("bfloat16",), examples=2, rounds=1)))
     assert [type(event) for event in events] == [RunStarted, CellFinished, CellFinished, RunFinished]
     assert isinstance(events[0], RunStarted)
@@ -127,58 +136,57 @@ def test_plan_keeps_to_what_a_candidate_can_do() -> None:
     assert [str(cell.layout) for cell in plan([narrow], Settings(layouts=("cp=2", "tp=2")))] == ["tp=2"]
 
 
-def test_a_candidate_without_a_cell_is_told() -> None:
-    with pytest.raises(UsageError, match="nothing to verify, with axes none and dtypes bfloat16, on layouts cp=2"):
+def test_a_candidate_without_a_cell_raises_an_error() -> None:
+    message = "nothing to verify; it has axes none and dtypes bfloat16, and the run has layouts cp=2"
+    with pytest.raises(UsageError, match=message):
         plan([replace(RIGHT, axes=(), dtypes=("bfloat16",))], Settings(layouts=("cp=2",)))
 
 
-# Known findings
+# Known failures
 
-FINDINGS = Path(__file__).parents[2] / "ci/candidates/findings"
+KNOWN_FAILURES = Path(__file__).parents[2] / "ci/candidates/known_failures"
+TORCH_2 = KnownFailure(name="torch-2", example=KNOWN_FAILURES / "torch-2-chunked-loss.json")
 
 
-def test_a_known_finding_is_expected() -> None:
-    from lossgate.declaration.loading import load_candidates
-
-    (known,) = load_candidates(f"{FINDINGS.parent}/pytorch.py:torch_loss_parallel_uneven")
+def test_a_known_failure_that_still_disagrees_is_expected() -> None:
+    (known,) = load_candidates(f"{KNOWN_FAILURES.parent}/pytorch.py:torch_loss_parallel_uneven")
     (cell,) = plan([known], Settings())
     result = run_cell(cell, Settings())
     assert result.verdict is Verdict.DISAGREE
     assert result.expected
-    assert len(result.examined) == 1
+    assert len(result.cases) == 1
 
 
-def test_a_finding_that_shows_no_more_is_no_pass() -> None:
-    mended = replace(RIGHT, finding=Finding(name="torch-2", example=FINDINGS / "torch-2-chunked-loss.json"))
-    (cell,) = plan([mended], Settings())
+def test_a_known_failure_that_is_gone_is_no_pass() -> None:
+    (cell,) = plan([replace(RIGHT, known_failure=TORCH_2)], Settings())
     result = run_cell(cell, Settings())
     assert result.verdict is Verdict.DISAGREE
     assert not result.expected
     assert result.reasons == (
-        "known finding torch-2 shows no more: its frozen example agrees; verify the candidate without it",
+        "known failure torch-2 is gone: its frozen example agrees now; remove known_failure and verify again",
     )
 
 
-def test_a_finding_needs_an_example_that_disagrees_alone(tmp_path: Path) -> None:
-    frozen = json.loads((FINDINGS / "torch-2-chunked-loss.json").read_text())
+def test_a_known_failure_needs_an_example_that_disagrees_on_its_own(tmp_path: Path) -> None:
+    frozen = json.loads(TORCH_2.example.read_text())
     (tmp_path / "pooled.json").write_text(json.dumps({**frozen, "pooled": True}))
-    with pytest.raises(UsageError, match=r"finding x: the problems of .*pooled.json disagree only together"):
-        plan([replace(RIGHT, finding=Finding(name="x", example=tmp_path / "pooled.json"))], Settings())
+    with pytest.raises(
+        UsageError,
+        match=r"known failure x: no single problem in .*pooled.json disagrees; only their pooled statistic does",
+    ):
+        plan([replace(RIGHT, known_failure=KnownFailure(name="x", example=tmp_path / "pooled.json"))], Settings())
 
 
-def test_a_finding_that_shows_otherwise_is_no_pass() -> None:
+def test_a_known_failure_that_has_changed_is_no_pass() -> None:
     """Such as a kernel that no longer runs at all."""
 
     def broken(inputs: object, options: object, mesh: object) -> object:
         raise AttributeError("no such function")
 
-    gone = replace(
-        RIGHT, kernel=broken, finding=Finding(name="torch-2", example=FINDINGS / "torch-2-chunked-loss.json")
-    )
-    (cell,) = plan([gone], Settings())
+    (cell,) = plan([replace(RIGHT, kernel=broken, known_failure=TORCH_2)], Settings())
     result = run_cell(cell, Settings())
     assert not result.expected
-    assert (
-        result.reasons[0]
-        == "known finding torch-2 has changed: it was known by grad of weight and loss, not RankRaised"
+    assert result.reasons[0] == (
+        "known failure torch-2 has changed: it was in grad of weight and loss, and now is in RankRaised; "
+        "freeze it again"
     )

@@ -1,23 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Declarations and what a candidate returns: each slip is told in one clear line."""
+"""Every slip of a declaration is a UsageError at the decorator, before there is a kernel."""
 
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lossgate import ANY, CandidateError, Contract, Finding, Outputs, Precision, Problem, UsageError, candidate, suite
-from lossgate.cases.execute import execute
-from lossgate.cases.materialize import materialize
-from lossgate.declaration.loading import load_candidates
-from lossgate.engine.failure_files import read_failure
-from lossgate.losses import find_spec
-from lossgate.worlds import SimulatedWorld
+from lossgate import ANY, Contract, KnownFailure, Precision, UsageError, candidate
+from lossgate.losses import SPECS
 
-MakeWorld = Callable[..., SimulatedWorld]
+BOTH = {"float32": Precision(), "bfloat16": Precision()}
 
 
 def kernel(inputs: Any, options: Any, mesh: Any) -> Any:
@@ -25,233 +18,130 @@ def kernel(inputs: Any, options: Any, mesh: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("slip", "message"),
     [
-        ({"axes": ("pp",)}, "unknown mesh axis 'pp'; expected any of dp, cp, tp"),
-        ({"dtypes": ("int8",)}, "unknown dtype 'int8'; expected any of float32, bfloat16, float16"),
+        # Names
+        ({"spec": "nl"}, "unknown spec 'nl'; did you mean 'nll'? (expected one of nll, dpo, preference"),
+        ({"spec": "nope"}, "unknown spec 'nope'; expected one of nll, dpo, preference"),
+        ({"head": "hiden"}, "candidate(head='hiden'): spec 'nll' has no such head; did you mean 'hidden'?"),
+        ({"head": "embeddings"}, "spec 'nll' has no such head; expected one of hidden, logits, logprobs"),
+        ({"spec": "value"}, "candidate(head='hidden'): spec 'value' has no such head; expected one of values"),
+        ({"axes": ("pp",)}, "candidate(axes=('pp',)): unknown mesh axis 'pp'; expected one of dp, cp, tp"),
+        ({"axes": ("dp", "dp")}, "candidate(axes=('dp', 'dp')): 'dp' is named twice; name each mesh axis once"),
+        ({"dtypes": ("bfloat",)}, "candidate(dtypes=('bfloat',)): unknown dtype 'bfloat'; did you mean 'bfloat16'?"),
+        ({"dtypes": ("int8",)}, "unknown dtype 'int8'; expected one of float32, bfloat16, float16"),
+        ({"dtypes": (torch.float32,)}, "unknown dtype torch.float32; did you mean 'float32'?"),
+        ({"dtypes": ()}, "candidate(dtypes=()): expected at least one of float32, bfloat16, float16"),
+        (
+            {"tiles": {"vocabulary": 4}},
+            "candidate(tiles={'vocabulary': 4}): unknown dim 'vocabulary'; did you mean 'vocab'",
+        ),
+        ({"tiles": {"batch": 4}}, "unknown dim 'batch'; expected one of token, vocab, hidden"),
+        ({"differentiable": ("los",)}, "unknown output 'los'; did you mean 'loss'? (expected one of loss, logprobs)"),
+        ({"differentiable": ("entropy",)}, "unknown output 'entropy'; expected one of loss, logprobs"),
+        ({"differentiable": ("loss", "loss")}, "'loss' is named twice; name each output once"),
+        (
+            {"differentiable": ("logprobs",)},
+            "candidate(differentiable=('logprobs',)): spec 'nll' requires 'loss' among them",
+        ),
+        ({"differentiable": ()}, "candidate(differentiable=()): spec 'nll' requires 'loss' among them"),
+        # Options
+        (
+            {"supports": {"temprature": 1}},
+            (
+                "candidate(supports={'temprature': 1}): spec 'nll' has no option 'temprature'; "
+                "did you mean 'temperature'? "
+                "(expected one of bias, vocab_split, reduction, temperature, epsilon)"
+            ),
+        ),
+        (
+            {"supports": {"temperature": (1.0, 9.0)}},
+            "candidate(supports={'temperature': (1.0, 9.0)}): spec 'nll' does not allow 9.0; expected 0.3 to 3",
+        ),
+        (
+            {"supports": {"reduction": "none"}},
+            "candidate(supports={'reduction': 'none'}): spec 'nll' does not allow 'none'; expected mean | sum",
+        ),
+        (
+            {"supports": {"temperature": ()}},
+            (
+                "candidate(supports={'temperature': ()}): no value is left; "
+                "expected ANY, a value or a tuple of values: 0.3 to 3"
+            ),
+        ),
+        (
+            {"supports": {"reduction": ["mean", "sum"]}},
+            "its values are a list; expected ANY, a value or a tuple of values: mean | sum",
+        ),
+        ({"supports": {"temperature": True}}, "spec 'nll' does not allow True; expected 0.3 to 3"),
+        ({"supports": {"temperature": (ANY,)}}, "spec 'nll' does not allow lossgate.ANY; expected 0.3 to 3"),
+        ({"supports": {"epsilon": float("nan")}}, "spec 'nll' does not allow nan; expected 0.0 | 1e-08 | 1e-05 | 0.5"),
+        (
+            {"supports": {"bias": 1}},
+            "candidate(supports={'bias': 1}): spec 'nll' does not allow 1; expected False | True",
+        ),
+        ({"supports": {"reduction": torch.ones(2)}}, "expected mean | sum"),
+        (
+            {"spec": "clipped_pg", "supports": {"ratio_clip_max": (0.2, -2.0)}},
+            "-2.0 is not valid with any other options: ratio_clip_max=-2.0: expected",
+        ),
+        # Precision and contract
         (
             {"precision": {"float32": Precision()}},
-            "no Precision for dtype 'bfloat16'; give one for each of float32, bfloat16, or one for all",
-        ),
-    ],
-)
-def test_bad_declarations(changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(UsageError) as error:
-        candidate("nll", head="hidden", **changes)
-    assert told in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("spec", "changes", "told"),
-    [
-        ("nope", {}, "unknown spec 'nope'; expected one of nll"),
-        (
-            "nll",
-            {"head": "embeddings"},
-            "candidate 'kernel': spec 'nll' has no head 'embeddings'; expected one of hidden, logits",
+            (
+                "candidate(precision=...): no Precision for dtype 'bfloat16'; "
+                "give one for each of float32, bfloat16, or one for all"
+            ),
         ),
         (
-            "nll",
-            {"supports": {"temprature": ANY}},
-            "supports['temprature'] is no option of spec 'nll'; expected any of bias, vocab_split, reduction, temp",
+            {"precision": BOTH | {"bfloat61": Precision()}},
+            (
+                "candidate(precision=...): a Precision for 'bfloat61', which is not one of "
+                "dtypes=('float32', 'bfloat16'); did you mean 'bfloat16'?"
+            ),
+        ),
+        ({"precision": BOTH | {"float16": Precision()}}, "a Precision for 'float16', which is not one of dtypes="),
+        (
+            {"contract": Contract(metrics={"entrpy": {}})},
+            "candidate(contract=...): spec 'nll' has no metric 'entrpy'; did you mean 'entropy'? (expected one of en",
         ),
         (
-            "nll",
-            {"supports": {"temperature": (1.0, 9.0)}},
-            "supports['temperature'] allows 9.0, which spec 'nll' does not; expected 0.3 to 3",
+            {"contract": Contract(grads={"wieght": {}})},
+            (
+                "candidate(contract=...): head 'hidden' has no gradient of 'wieght'; did you mean 'weight'? "
+                "(expected one of hidden, weight, bias)"
+            ),
         ),
         (
-            "nll",
-            {"supports": {"reduction": "none"}},
-            "supports['reduction'] allows 'none', which spec 'nll' does not; expected mean | sum",
-        ),
-        (
-            "nll",
-            {"contract": Contract(metrics={"accuracy": {}})},
-            "contract names metric 'accuracy'; spec 'nll' has entropy, n_seqs",
-        ),
-        (
-            "nll",
             {"contract": Contract(grads={"logits": {}})},
-            "contract names the gradient of 'logits'; head 'hidden' has hidden, weight, bias",
+            "head 'hidden' has no gradient of 'logits'; expected one of hidden, weight, bias",
         ),
-        ("nll", {"tiles": {"batch": 4}}, "tiles names dim 'batch'; expected token, vocab or hidden"),
         (
-            "nll",
-            {"differentiable": ("entropy",)},
-            "differentiable=('entropy',); expected 'loss', alone or with others of ('loss', 'logprobs')",
+            {"contract": Contract(metrics={"loss_min": {"dp": "sum"}})},
+            (
+                "metric 'loss_min' has dp='sum', cp='min', tp='replicate', which mixes min and sum; "
+                "name one of them for every axis that does not replicate"
+            ),
         ),
     ],
 )
-def test_declarations_that_do_not_fit_the_spec(spec: str, changes: dict[str, Any], told: str) -> None:
-    declared = candidate(spec, **{"head": "hidden", **changes})(kernel)
+def test_a_slip_is_refused_at_the_decorator(slip: dict[str, Any], message: str) -> None:
+    declaration = {"spec": "nll", "head": "hidden", **slip}
     with pytest.raises(UsageError) as error:
-        find_spec(declared.spec).check(declared)
-    assert told in str(error.value)
+        candidate(declaration.pop("spec"), **declaration)
+    assert message in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("make", "told"),
-    [
-        (lambda: Precision(logits="fp32"), "Precision(logits='fp32'): expected one of float32, bfloat16, float16"),
-        (lambda: Precision(chunk=0), "Precision(chunk=0): expected a positive number of tokens, or None"),
-        (lambda: Precision(grads_in_forward="yes"), "Precision(grads_in_forward='yes'): expected True or False"),
-        (lambda: Contract(loss={"pp": "sum"}), "Contract(loss): unknown mesh axis 'pp'; expected one of dp, cp, tp"),
-        (
-            lambda: Contract(grads={"weight": {"dp": "mean"}}),
-            "Contract(grads['weight']): dp='mean'; expected one of replicate, sum, avg, min, max",
-        ),
-        (lambda: suite(kernel), "expected a candidate; decorate the kernel with @lossgate.candidate(...)"),
-        (lambda: load_candidates("nowhere.py"), "nowhere.py: no such file"),
-        (
-            lambda: load_candidates("no.such.module"),
-            "no.such.module: no such module; expected a file ending in .py or an importable module",
-        ),
-        (lambda: load_candidates("json"), "json: no candidate in it; decorate a kernel with @lossgate.candidate(...)"),
-        (lambda: read_failure(Path("nowhere.json")), "can't read nowhere.json: No such file or directory"),
-    ],
-)
-def test_other_bad_input(make: Callable[[], Any], told: str) -> None:
-    with pytest.raises(UsageError) as error:
-        make()
-    assert told in str(error.value)
-
-
-def test_files_with_candidates(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "import lossgate, neighbour\n"
-        "@lossgate.candidate('nll', head='hidden')\ndef one(inputs, options, mesh): ...\n"
-        "@lossgate.candidate('nll', head='logits')\ndef two(inputs, options, mesh): ...\nalias = two\n"
-    )
-    with pytest.raises(
-        UsageError, match=r"mine\.py: can't be imported: ModuleNotFoundError: No module named 'neighbour'"
-    ):
-        load_candidates(str(file))
-    (tmp_path / "neighbour.py").write_text("")
-    assert [found.name for found in load_candidates(str(file))] == ["one", "two"]
-    (two,) = load_candidates(f"{file}:two")
-    assert two.source == f"{file}:two"
-    assert load_candidates(two.source) == [two]
-    with pytest.raises(UsageError, match="no candidate named 'three'"):
-        load_candidates(f"{file}:three")
-
-
-PROBLEM = Problem(spec="nll", head="hidden", dtype="float32", lengths=(3,), masks=("all",), hidden=2, vocab=4)
-
-
-@pytest.mark.parametrize(
-    ("returned", "told"),
-    [
-        (lambda i: 3.0, "returned float; expected lossgate.Outputs, or the loss as a tensor"),
-        (lambda i: i.hidden.sum(0), "returned loss of shape [2]; expected []"),
-        (lambda i: i.hidden.sum().bfloat16(), "returned loss in bfloat16; its Precision(loss=...) declares float32"),
-        (lambda i: i.hidden.sum().detach(), "returned a detached loss, without a graph; it is declared differentiable"),
-        (lambda i: Outputs(loss=1.0), "returned loss as float; expected a tensor"),  # type: ignore[arg-type]
-        (
-            lambda i: Outputs(loss=i.hidden.sum(), logprobs=torch.zeros(2)),
-            "returned logprobs of shape [2]; expected [3]",
-        ),
-        (
-            lambda i: Outputs(loss=i.hidden.sum(), metrics={"acc": torch.tensor(1.0)}),
-            "returned metric 'acc'; spec 'nll' has entropy, n_seqs",
-        ),
-        (
-            lambda i: Outputs(loss=i.hidden.sum(), metrics={"entropy": torch.ones(1)}),
-            "returned metric 'entropy' of shape [1]; expected []",
-        ),
-    ],
-)
-def test_what_a_candidate_must_not_return(make_world: MakeWorld, returned: Callable[[Any], Any], told: str) -> None:
-    declared = candidate("nll", head="hidden")(lambda inputs, options, mesh: returned(inputs))
-    with pytest.raises(CandidateError) as error:
-        execute(declared, materialize(PROBLEM), make_world("single"))
-    assert str(error.value).startswith(f"candidate '<lambda>' on rank 0 {told}")
-
-
-def test_log_probabilities_that_are_declared_differentiable_must_be(make_world: MakeWorld) -> None:
-    declared = candidate("nll", head="hidden", differentiable=("loss", "logprobs"))
-    for outputs in (
-        lambda i: Outputs(loss=i.hidden.sum()),
-        lambda i: Outputs(loss=i.hidden.sum(), logprobs=torch.zeros(3)),
-    ):
-        with pytest.raises(CandidateError, match="logprobs, without a graph; it is declared differentiable"):
-            execute(
-                declared(lambda inputs, options, mesh, o=outputs: o(inputs)), materialize(PROBLEM), make_world("single")
-            )
-
-
-def test_contracts_that_leave_factors_to_the_caller_agree(make_world: MakeWorld) -> None:
-    """A kernel whose loss and gradients are dp times too large, for a trainer that averages over dp (DDP, FSDP)."""
-    from controls import STYLES, make
-
-    from lossgate.cases.examine import examine
-
-    right = make(STYLES["float32"][1])
-
-    def averaged(inputs: Any, options: Any, mesh: Any) -> Outputs:
-        outputs = right(inputs, options, mesh)
-        assert isinstance(outputs, Outputs)
-        return Outputs(loss=outputs.loss * mesh["dp"].size())
-
-    dp: Any = {"dp": "avg"}
+def test_a_declaration_without_slips_is_kept() -> None:
+    known = KnownFailure(name="x-1", example=Path("x.json"))
     declared = candidate(
-        "nll", head="hidden", axes=("dp",), contract=Contract(loss=dp, grads={"hidden": dp, "weight": dp})
-    )(averaged)
-    silent = candidate("nll", head="hidden", axes=("dp",))(averaged)
-    problem = Problem(
-        spec="nll",
-        head="hidden",
-        dtype="float32",
-        layout=make_world("dp=2").layout,
-        lengths=(5, 4),
-        masks=("all", "all"),
-        hidden=4,
-        vocab=9,
-    )
-    world = make_world("dp=2")
-    assert examine(declared, problem, world).agrees
-    wrong = examine(silent, problem, world)
-    assert wrong.findings[0].startswith("loss: 2 times the reference")
-
-
-def test_outputs_are_put_together_as_the_contract_says(make_world: MakeWorld) -> None:
-    """By default a metric is summed over dp, and log-probabilities are the same on every tp rank."""
-    contract = Contract(metrics={"entropy": {"dp": "avg"}}, logprobs={"tp": "sum"})
-
-    @candidate("nll", head="hidden", axes=("dp", "tp"), contract=contract)
-    def of_its_rank(inputs: Any, options: Any, mesh: Any) -> Outputs:
-        rank = float(mesh.get_local_rank("tp"))
-        everything = 0.0 * inputs.hidden.sum() + 0.0 * inputs.weight.sum()
-        return Outputs(
-            loss=everything, logprobs=torch.full(inputs.labels.shape, 1 + rank), metrics={"entropy": torch.tensor(3.0)}
-        )
-
-    world = make_world("dp=2,tp=2")
-    problem = replace(PROBLEM, layout=world.layout, lengths=(2, 2), masks=("all", "all"))
-    result = execute(of_its_rank, materialize(problem), world)
-    assert not result.faults
-    assert result.outputs["entropy"].item() == 3
-    assert result.outputs["logprobs"].tolist() == [3, 3, 3, 3]
-
-
-def test_a_rank_without_tokens_owes_no_gradient_of_them(make_world: MakeWorld) -> None:
-    """That of the weight, of which it has its share, it owes."""
-
-    def leaves_early(inputs: Any, options: Any, mesh: Any) -> Any:
-        return inputs.weight.sum() if not len(inputs.labels) else inputs.hidden.sum() + inputs.weight.sum()
-
-    def forgets_the_weight(inputs: Any, options: Any, mesh: Any) -> Any:
-        return inputs.hidden.sum() if not len(inputs.labels) else leaves_early(inputs, options, mesh)
-
-    world = make_world("dp=2")
-    batch, declare = materialize(replace(PROBLEM, layout=world.layout)), candidate("nll", head="hidden", axes=("dp",))
-    assert not execute(declare(leaves_early), batch, world).faults
-    assert execute(declare(forgets_the_weight), batch, world).faults == {
-        "grad of weight": ("nothing reached it on rank 1",)
-    }
-
-
-def test_a_finding_is_declared_with_its_example() -> None:
-    known = Finding(name="x-1", example=Path("x.json"))
-    assert candidate("nll", head="hidden", finding=known)(kernel).finding is known
+        SPECS["nll"], head="hidden", known_failure=known, tiles={"vocab": 4}, supports={"temperature": (1, 2.0)}
+    )(kernel)
+    assert declared.known_failure is known
+    assert declared.spec is SPECS["nll"]
+    assert declared.supported("temperature") == (1, 2.0)
+    assert declared.supported("reduction") == ("mean",)
+    assert declared.tiles == {"vocab": (4,)}
+    assert declared.differentiable == ("loss",)
+    assert declared.precision == BOTH
+    assert declared.name == "kernel"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evidence: what a gate reads of a cell."""
+"""Tests of evidence: what a gate reads of a cell."""
 
 import json
 from typing import Any
@@ -10,26 +10,31 @@ from lossgate.evidence.writer import evidence_line
 from lossgate.judge.comparison import Comparison
 from lossgate.judge.pooling import pool
 from lossgate.judge.statistics import SCALE
+from lossgate.specs.outputs import LOSS, metric_output
 
 
 def line_of(seed: int = 0) -> dict[str, Any]:
-    """Of a cell whose loss was seen, and whose metric was zero wherever it was."""
+    """Returns the evidence of a cell.
+
+    Its loss was compared, and its metric was zero on every problem.
+    """
     kernel = candidate("nll", head="logits", name="a")(lambda inputs, options, mesh: inputs.logits.sum())
-    seen = Comparison(output="loss", values={SCALE: 0.0}, limits={SCALE: 1e-6}, sd=1e-7, unit=2**-24)
-    unseen = Comparison(output="entropy", vacuous=True)
+    entropy = metric_output("entropy")
+    seen = Comparison(output=LOSS, values={SCALE: 0.0}, limits={SCALE: 1e-6}, sd=1e-7, unit=2**-24)
+    unseen = Comparison(output=entropy, vacuous=True)
     result = CellResult(
         cell=Cell(kernel, Layout(tp=2), "float32"),
         verdict=Verdict.INCONCLUSIVE,
         reasons=("too little",),
-        examined=(),
-        pooled=(pool("loss", [seen]), pool("entropy", [unseen])),
+        cases=(),
+        pooled=(pool(LOSS, [seen]), pool(entropy, [unseen])),
     )
     line = evidence_line(result, seed)
     assert b"\n" not in line
     return json.loads(line, parse_constant=lambda word: f"{word} is no JSON")
 
 
-def test_an_output_of_which_nothing_could_be_seen_has_no_detectable_effect() -> None:
+def test_an_output_that_was_zero_on_every_problem_has_no_detectable_effect() -> None:
     effects = line_of()["mde"]
     assert 0 < effects["loss"] < 1e-5
     assert effects["entropy"] is None
@@ -39,9 +44,9 @@ def test_the_seed_is_that_of_the_run() -> None:
     assert line_of(seed=7)["seed"] == 7
 
 
-def test_the_cell_and_its_verdict_are_told() -> None:
+def test_the_line_names_the_cell_and_its_verdict() -> None:
     line = line_of()
-    told = {
+    named = {
         name: line[name]
         for name in (
             "candidate",
@@ -52,11 +57,11 @@ def test_the_cell_and_its_verdict_are_told() -> None:
             "dtype",
             "verdict",
             "reasons",
-            "finding",
+            "known_failure",
             "problem",
         )
     }
-    assert told == {
+    assert named == {
         "candidate": "a",
         "spec": "nll",
         "head": "logits",
@@ -65,6 +70,6 @@ def test_the_cell_and_its_verdict_are_told() -> None:
         "dtype": "float32",
         "verdict": "INCONCLUSIVE",
         "reasons": ["too little"],
-        "finding": None,
+        "known_failure": None,
         "problem": None,
     }

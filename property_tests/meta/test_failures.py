@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Failure files: what a run found wrong can be shown again, also what no single problem shows."""
+"""Tests of failure files: any disagreement can be shown again, also one of pooled problems only."""
 
 from pathlib import Path
 
@@ -8,13 +8,12 @@ import pytest
 from lossgate import Layout
 from lossgate.declaration.loading import load_candidates
 from lossgate.engine.cell import Cell, CellResult, Verdict
-from lossgate.engine.failure_files import read_failure
+from lossgate.engine.failure_files import read_failure, write_failure
 from lossgate.engine.replay import replay_failure
 from lossgate.engine.run import run_cell
 from lossgate.engine.settings import Settings
-from lossgate.reports.failure_files import write_failure
 
-LEANING = """
+KERNELS = """
 import torch, lossgate
 
 @lossgate.candidate("nll", head="logits")
@@ -24,38 +23,38 @@ def right(inputs, options, mesh):
     return total / inputs.valid_tokens.clamp(min=1)
 
 @lossgate.candidate("nll", head="logits")
-def leaning(inputs, options, mesh):
+def biased(inputs, options, mesh):
     loss = right(inputs, options, mesh)
     return loss + 0.003 * (loss - loss.detach())
 """
-"""A gradient that is 0.3% too large: less than one rounding to bfloat16 may do, in each problem."""
+"""The gradient of ``biased`` is 0.3% too large; one rounding to bfloat16 may change it by more."""
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("failures") / "kernels.py"
-    file.write_text(LEANING)
+    file.write_text(KERNELS)
     return file
 
 
 @pytest.fixture(scope="module")
-def biased(kernels: Path) -> CellResult:
-    (leaning,) = load_candidates(f"{kernels}:leaning")
-    return run_cell(Cell(leaning, Layout(), "bfloat16"), Settings(examples=30))
+def pooled(kernels: Path) -> CellResult:
+    (biased,) = load_candidates(f"{kernels}:biased")
+    return run_cell(Cell(biased, Layout(), "bfloat16"), Settings(examples=30))
 
 
-def test_a_bias_that_only_many_problems_show_is_written_with_all_of_them(biased: CellResult, tmp_path: Path) -> None:
-    assert biased.verdict is Verdict.DISAGREE
-    assert all(examination.agrees for examination in biased.examined)
-    written = read_failure(write_failure(biased, tmp_path))
+def test_a_bias_that_only_pooled_problems_show_is_written_with_all_of_them(pooled: CellResult, tmp_path: Path) -> None:
+    assert pooled.verdict is Verdict.DISAGREE
+    assert all(case.agrees for case in pooled.cases)
+    written = read_failure(write_failure(pooled, tmp_path))
     assert written.pooled
-    assert [example.problem for example in written.examples] == [examination.problem for examination in biased.examined]
+    assert [example.problem for example in written.examples] == [case.problem for case in pooled.cases]
 
 
-def test_a_bias_that_only_many_problems_show_is_replayed(biased: CellResult, kernels: Path, tmp_path: Path) -> None:
-    file = write_failure(biased, tmp_path)
+def test_a_bias_that_only_pooled_problems_show_is_replayed(pooled: CellResult, kernels: Path, tmp_path: Path) -> None:
+    file = write_failure(pooled, tmp_path)
     again = replay_failure(file)
     assert again.disagrees
     assert again.exact
-    assert again.lines[1:3] == (f"  {biased.reasons[0]}", "  on: 30 problems together")
+    assert again.lines[1:3] == (f"  {pooled.reasons[0]}", "  on: 30 problems, pooled")
     assert not replay_failure(file, f"{kernels}:right").disagrees

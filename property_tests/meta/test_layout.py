@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts: reading, writing, numbering."""
+"""Layouts are read and written as text, and their ranks are numbered row by row."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def test_parse(text: str, layout: Layout) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("tp", "layout 'tp': can't read 'tp'; expected 'single' or sizes of dp, cp, tp such as 'tp=2,cp=2'"),
         ("pp=2", "can't read 'pp=2'"),
@@ -33,10 +33,10 @@ def test_parse(text: str, layout: Layout) -> None:
         ("dp=8,cp=3,tp=3", "layout dp=8,cp=3,tp=3 has 72 ranks; at most 64 can be simulated: choose a smaller one"),
     ],
 )
-def test_bad_layouts_are_told(text: str, told: str) -> None:
+def test_bad_layouts_are_refused(text: str, message: str) -> None:
     with pytest.raises(UsageError) as error:
         Layout.parse(text)
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 def test_tp_varies_fastest() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pytest plugin: ``lossgate.suite`` in a user's test file."""
+"""Tests of the pytest plugin: ``lossgate.suite`` in a user's test file."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,8 @@ import torch, lossgate
 
 def cross_entropy(inputs):
     targets = inputs.labels.masked_fill(~inputs.mask, -100)
-    return torch.nn.functional.cross_entropy(inputs.logits.float(), targets, reduction="sum") / inputs.valid_tokens.clamp(min=1)
+    total = torch.nn.functional.cross_entropy(inputs.logits.float(), targets, reduction="sum")
+    return total / inputs.valid_tokens.clamp(min=1)
 
 @lossgate.candidate("nll", head="logits", axes=("dp",))
 def right(inputs, options, mesh):
@@ -51,7 +52,7 @@ def test_items_evidence_and_failures(user: pytest.Pytester, workers: tuple[str, 
         [
             "DISAGREE  wrong  float32  single",
             "  loss: 1.01* times the reference, where rounding explains 1 +- *",
-            "  on: * tokens in 1 sequences *",
+            "  on: * tokens in 1 sequence *",
             "  replay: lossgate replay .lossgate/failure-wrong-float32-single-*.json",
         ]
     )
@@ -64,23 +65,20 @@ def test_items_evidence_and_failures(user: pytest.Pytester, workers: tuple[str, 
 def test_an_inconclusive_item_fails(user: pytest.Pytester) -> None:
     result = user.runpytest_subprocess("-p", "no:cacheprovider", "-k", "few")
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["INCONCLUSIVE  right  bfloat16  single", "  *never visited: *; try more problems"])
+    result.stdout.fnmatch_lines(["INCONCLUSIVE  right  bfloat16  single", "  no problem had *; raise --examples"])
 
 
-def test_a_known_finding_passes(pytester: pytest.Pytester) -> None:
-    from lossgate.declaration.loading import load_candidates
-
+def test_a_known_failure_passes(pytester: pytest.Pytester) -> None:
     source = f"{Path(__file__).parents[2]}/ci/candidates/pytorch.py:torch_loss_parallel_uneven"
-    assert load_candidates(
-        source
-    )  # here, since pytester forgets what is imported within, and torch can't be imported twice
     pytester.makepyfile(
-        f"import lossgate\nfrom lossgate.declaration.loading import load_candidates\ntest_known = lossgate.suite(*load_candidates({source!r}))\n"
+        "import lossgate\n"
+        "from lossgate.declaration.loading import load_candidates\n"
+        f"test_known = lossgate.suite(*load_candidates({source!r}))\n"
     )
-    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "--lossgate-evidence", "out.jsonl")
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "--lossgate-evidence", "out.jsonl")
     result.assert_outcomes(passed=1)
     (cell,) = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
-    assert (cell["verdict"], cell["finding"]) == ("DISAGREE", "torch-4")
+    assert (cell["verdict"], cell["known_failure"]) == ("DISAGREE", "torch-4")
 
 
 def test_the_profile_of_the_command_line_wins(user: pytest.Pytester) -> None:
@@ -89,7 +87,7 @@ def test_the_profile_of_the_command_line_wins(user: pytest.Pytester) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("--lossgate-profile", "huge"), "unknown profile 'huge'; expected one of dev, ci, nightly, release"),
         (
@@ -98,10 +96,12 @@ def test_the_profile_of_the_command_line_wins(user: pytest.Pytester) -> None:
         ),
     ],
 )
-def test_bad_options_are_told(user: pytest.Pytester, arguments: tuple[str, ...], told: str) -> None:
+def test_bad_options_end_the_run_with_a_message(
+    user: pytest.Pytester, arguments: tuple[str, ...], message: str
+) -> None:
     result = user.runpytest_subprocess("-p", "no:cacheprovider", *arguments)
     assert result.ret != 0
-    assert told in result.stdout.str() + result.stderr.str()
+    assert message in result.stdout.str() + result.stderr.str()
 
 
 def test_nothing_is_printed_and_torch_not_loaded_without_items(pytester: pytest.Pytester) -> None:

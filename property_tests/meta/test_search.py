@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Searching a cell: bugs are found, and the problem that shows one is small."""
+"""Tests of the search: it finds bugs, and makes the problem that shows one small."""
 
 import time
 
 import pytest
 import torch
-from controls import FLOAT32, STYLES, Style, make
 
 from lossgate import ANY, Candidate, CandidateError, Layout, Outputs, Problem, candidate
+from lossgate.audit.bugs import cross_entropy_with
+from lossgate.audit.cross_entropy import FLOAT32, STYLES, Style, make
 from lossgate.engine.cell import Cell
 from lossgate.engine.search import Search, _DisagreementError
 from lossgate.engine.settings import Settings
@@ -27,12 +28,17 @@ def search(kernel: Candidate, layout: str = "single", examples: int = 200, **set
     return found
 
 
-def last_row_is_wrong(inputs: HiddenInputs, options: object, mesh: object) -> Outputs:
-    """Right, but for labels on the last row of the vocabulary."""
+def right_loss(inputs: HiddenInputs, options: object, mesh: object) -> torch.Tensor:
     outputs = RIGHT(inputs, options, mesh)  # type: ignore[arg-type]
     assert isinstance(outputs, Outputs)
+    assert outputs.loss is not None
+    return outputs.loss
+
+
+def last_row_is_wrong(inputs: HiddenInputs, options: object, mesh: object) -> Outputs:
+    """Returns the right loss, but for labels on the last row of the vocabulary."""
     wrong = inputs.mask & (inputs.labels == inputs.vocab_size - 1)
-    return Outputs(loss=outputs.loss + 0.1 * wrong.sum())
+    return Outputs(loss=right_loss(inputs, options, mesh) + 0.1 * wrong.sum())
 
 
 @pytest.mark.parametrize("layout", ["single", "tp=2", "dp=2,cp=2"])
@@ -51,14 +57,14 @@ def test_a_bug_at_the_last_row_of_the_vocabulary_shrinks_to_a_handful_of_tokens(
     assert found.calls_after_failure < 200
 
 
-def test_a_right_kernel_is_examined_on_every_problem() -> None:
+def test_a_right_kernel_is_run_on_every_problem() -> None:
     found = search(RIGHT, examples=30)
     assert found.failure is None
-    assert len(found.examined) == 30
+    assert len(found.cases) == 30
 
 
 def test_shrinking_stops_at_its_limit_with_the_smallest_problem_so_far() -> None:
-    found = search(make(STYLES["float32"][1], "temperature missing in backward"), shrink_calls=5)
+    found = search(cross_entropy_with(STYLES["float32"][1], "temperature missing in backward"), shrink_calls=5)
     assert found.failure is not None
     assert found.calls_after_failure == 6
     assert not found.failure.agrees
@@ -66,7 +72,8 @@ def test_shrinking_stops_at_its_limit_with_the_smallest_problem_so_far() -> None
 
 def test_the_smallest_failure_is_kept_whatever_was_tried_last() -> None:
     world = SimulatedWorld(Layout())
-    found = Search(Cell(make(STYLES["float32"][1], "loss x1.01"), Layout(), "float32"), world, Settings())
+    wrong = cross_entropy_with(STYLES["float32"][1], "loss x1.01")
+    found = Search(Cell(wrong, Layout(), "float32"), world, Settings())
     for tokens in (8, 3, 5):
         with pytest.raises(_DisagreementError):
             found._check(
@@ -79,15 +86,13 @@ def test_the_smallest_failure_is_kept_whatever_was_tried_last() -> None:
     assert found.failure.problem.tokens == 3
 
 
-def test_a_kernel_that_is_not_deterministic_is_told() -> None:
+def test_a_kernel_that_is_not_deterministic_disagrees_with_the_reason() -> None:
     calls = [0]
 
     @candidate("nll", head="hidden")
     def moody(inputs: HiddenInputs, options: object, mesh: object) -> Outputs:
         calls[0] += 1
-        outputs = RIGHT(inputs, options, mesh)  # type: ignore[arg-type]
-        assert isinstance(outputs, Outputs)
-        return Outputs(loss=outputs.loss * (2 if calls[0] % 3 == 0 else 1))
+        return Outputs(loss=right_loss(inputs, options, mesh) * (2 if calls[0] % 3 == 0 else 1))
 
     found = search(moody, examples=60)
     assert found.failure is not None
@@ -134,13 +139,13 @@ def test_a_broken_interface_ends_the_search_at_once() -> None:
     assert calls[0] == 1
 
 
-def test_problems_hang_on_the_seed_and_the_round() -> None:
+def test_problems_depend_on_the_seed_and_the_round() -> None:
     def first_seeds(seed: int, round_: int) -> list[int]:
         world = SimulatedWorld(Layout())
         found = Search(Cell(make(Style("plain", FLOAT32)), Layout(), "float32"), world, Settings(examples=8, seed=seed))
         found.run(round_)
         world.close()
-        return [examination.problem.seed for examination in found.examined]
+        return [case.problem.seed for case in found.cases]
 
     assert first_seeds(0, 0) == first_seeds(0, 0)
     assert first_seeds(0, 0) != first_seeds(1, 0)

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings: where they are looked for, and which wins."""
+"""Tests of settings: where they are looked for, and which wins."""
 
 from pathlib import Path
 
 from lossgate.engine.settings import PROFILES, load_settings
 
 
-def test_a_flag_wins_over_the_profile_s_table_over_the_common_one_over_what_comes_with_lossgate(tmp_path: Path) -> None:
+def test_a_flag_wins_over_the_profile_over_the_common_table_over_the_built_in_profile(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text(
-        "[tool.lossgate]\nexamples = 2\nrounds = 2\nranks = 2\n[tool.lossgate.profiles.nightly]\nexamples = 3\nrounds = 3\n"
+        "[tool.lossgate]\nexamples = 2\nrounds = 2\nranks = 2\n"
+        "[tool.lossgate.profiles.nightly]\nexamples = 3\nrounds = 3\n"
     )
     found = load_settings("nightly", tmp_path, examples=4, ranks=None)
     assert (found.examples, found.rounds, found.ranks, found.jobs) == (4, 3, 2, PROFILES["nightly"].jobs)

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drawn problems: they reach the boundaries where bugs sit, and shrink."""
+"""Tests of drawn problems: they reach the boundaries where bugs sit."""
 
 from collections.abc import Callable
 
 import pytest
 
 from lossgate import ANY, Candidate, Layout, Problem, candidate
-from lossgate.cases.materialize import materialize
-from lossgate.cases.strategies import SPREADS, sample_problems
+from lossgate.cases.bound_problem import BoundProblem
+from lossgate.cases.strategies import LOGIT_STDS, sample_problems
+from lossgate.losses import find_spec
 
 
 def declared(**changes: object) -> Candidate:
@@ -45,22 +46,22 @@ REACHED: dict[str, Callable[[Problem], bool]] = {
     "an empty sequence": lambda p: 0 in p.lengths,
     "a sequence of one token": lambda p: 1 in p.lengths and p.tokens > 1,
     "a sequence masked whole": lambda p: "none" in p.masks,
-    "nothing trained at all": lambda p: not materialize(p).fields["mask"].any(),
+    "nothing trained at all": lambda p: not BoundProblem(find_spec(p.spec), p).batch.fields["mask"].any(),
     "a dp rank without tokens": lambda p: not sum(p.lengths[s] for s in p.partition.sequences(1)),
-    "a label forced to the last row": lambda p: any(row == p.vocab - 1 for _, row in p.pins),
+    "a label forced to the last row": lambda p: any(row == p.vocab - 1 for _, row in p.forced_labels),
     "a label forced to a shard's first row": lambda p: any(
-        row == p.partition.vocab_shards[1].start for _, row in p.pins
+        row == p.partition.vocab_shards[1].start for _, row in p.forced_labels
     ),
     "the coldest temperature": lambda p: p.options.get("temperature", 1) < 0.4,
     "the hottest temperature": lambda p: p.options.get("temperature", 1) > 2.9,
-    "hardly any spread": lambda p: p.spread == min(SPREADS) == 0.1,
-    "a huge spread": lambda p: p.spread == max(SPREADS) == 30,
-    "confident labels": lambda p: p.confidence > 10,
-    "spikes": lambda p: len(p.spikes) > 1,
+    "nearly equal logits": lambda p: p.logit_std == min(LOGIT_STDS) == 0.1,
+    "a huge logit_std": lambda p: p.logit_std == max(LOGIT_STDS) == 30,
+    "confident labels": lambda p: p.label_boost > 10,
+    "outliers": lambda p: len(p.outliers) > 1,
     "a bias": lambda p: p.bias,
     "a sum": lambda p: p.options.get("reduction") == "sum",
-    "padding beyond need": lambda p: p.multiple > 1,
-    "every reduction order": lambda p: p.reduction_order == "ring",
+    "padding beyond need": lambda p: p.pad_to_multiple > 1,
+    "the last reduction order": lambda p: p.reduction_order == "ring",
 }
 
 

@@ -34,6 +34,22 @@ def test_packages_do_not_import_each_other(package: str, forbidden: set[str]) ->
     assert not {str(file): imports_of(file) & forbidden for file in files if imports_of(file) & forbidden}
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import lossgate",
+        "import torch, lossgate.errors as e",
+        "from lossgate.engine import run",
+        "def late():\n    from lossgate import Layout",
+        "if TYPE_CHECKING:\n    import lossgate.layout",
+    ],
+)
+def test_an_import_is_found_wherever_it_stands(source: str, tmp_path: Path) -> None:
+    file = tmp_path / "made_up.py"
+    file.write_text(source)
+    assert "lossgate" in imports_of(file)
+
+
 def test_references_are_short() -> None:
     """A reference reads beside its formula: a function has at most 40 lines of code."""
     for file in (ROOT / "references/dense_losses").glob("*.py"):

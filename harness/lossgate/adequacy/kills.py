@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For which contrasts a problem speaks: would a kernel that takes one choice of an option for another be rejected on it?"""
+"""Which option mutants a problem kills: would the judge reject what the mutant gives on it?"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -8,57 +8,62 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lossgate.adequacy.option_mutants import SIDES, Contrast, Side
-from lossgate.cases.materialize import materialize
-from lossgate.cases.reference import run_reference
-from lossgate.judge.comparison import Yardstick
-from lossgate.problems.batch import Batch
+from lossgate.adequacy.option_mutants import SIDES, OptionMutant, Side
+from lossgate.cases.bound_problem import BoundProblem
+from lossgate.cases.case import Case
+from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.problem import Problem
-from lossgate.specs.outputs import grad_name
+from lossgate.specs.heads import HEADS
+from lossgate.specs.outputs import Output
+from lossgate.specs.spec import Spec
 
 
-def told(contrasts: Iterable[Contrast], yardstick: Yardstick, dtypes: Mapping[str, torch.dtype]) -> Iterator[Contrast]:
-    """Those of ``contrasts`` for which the problem speaks. ``dtypes``: of the candidate's results."""
-    batch = yardstick.batch
-    swapped: dict[tuple[str, str], Mapping[str, Tensor]] = {}
-    for contrast in contrasts:
-        other = contrast.swapped(batch.problem)
-        if other is None:
+def killed_mutants(mutants: Iterable[OptionMutant], case: Case) -> Iterator[OptionMutant]:
+    """Yields the mutants that a case kills. The candidate must have run on it."""
+    bound, dtypes = case.bound, case.result.dtypes
+    mutated: dict[tuple[str, str], Mapping[Output, Tensor]] = {}
+    for mutant in mutants:
+        options = mutant.mutate(bound.bound)
+        if options is None:
             continue
-        choice = contrast.option, repr(contrast.other)
-        if choice not in swapped:
-            swapped[choice] = run_reference(replace(batch, problem=other), ())
-        given = ((name, swapped[choice][name]) for name in outputs_of(contrast.side, batch) if name in dtypes)
-        changed = ((name, output) for name, output in given if not torch.equal(output, yardstick.reference[name]))
-        if not all(yardstick.compare(name, output, dtypes[name]).agrees for name, output in changed):
-            yield contrast
+        choice = mutant.option, repr(mutant.other)
+        if choice not in mutated:
+            mutated[choice] = bound.reference_with(options, bound.batch)
+        given = ((o, mutated[choice][o]) for o in _shown_in(mutant.side, bound.batch, bound) if o in dtypes)
+        changed = ((o, tensor) for o, tensor in given if not torch.equal(tensor, case.oracle.reference[o]))
+        if not all(case.oracle.compare(o, tensor, dtypes[o]).agrees for o, tensor in changed):
+            yield mutant
 
 
-def differences(contrast: Contrast, problem: Problem) -> dict[Side, float]:
-    """How much the other choice changes a value and a gradient, at most, relative to the largest entry; 0 where the contrast does not apply."""
-    return dict(_differences(replace(contrast, side="value"), problem.to_json()))
+def score(mutant: OptionMutant, problem: Problem, spec: Spec) -> float:
+    """Returns how much a mutant changes a value or gradient of a problem, at most, relative to its
+    largest entry.
+
+    It takes no candidate and no noise, and so is quick. It is 0 where the problem has another
+    choice of the option.
+    """
+    both = _scores(replace(mutant, side="value"), problem.to_json(), spec)
+    return both[mutant.side]
 
 
 @lru_cache(maxsize=4096)
-def _differences(contrast: Contrast, problem_json: str) -> dict[Side, float]:
-    """Of both sides: each is asked for in turn."""
-    problem = Problem.from_json(problem_json)
-    other = contrast.swapped(problem)
-    if other is None:
+def _scores(mutant: OptionMutant, problem_json: str, spec: Spec) -> Mapping[Side, float]:
+    """Compares values and gradients together, because callers ask for one right after the other."""
+    bound = _bound_problem(problem_json, spec)
+    options = mutant.mutate(bound.bound)
+    if options is None:
         return dict.fromkeys(SIDES, 0.0)
-    batch, own = _reference(problem_json)
-    swapped = run_reference(replace(batch, problem=other), ())
+    own, mutated = bound.unmasked_reference, bound.reference_with(options, bound.unmasked)
     return {
-        side: max((_relative(own[name], swapped[name]) for name in outputs_of(side, batch)), default=0.0)
+        side: max((_relative(own[o], mutated[o]) for o in _shown_in(side, bound.unmasked, bound)), default=0.0)
         for side in SIDES
     }
 
 
 @lru_cache(maxsize=512)
-def _reference(problem: str) -> tuple[Batch, Mapping[str, Tensor]]:
-    """Many contrasts are tried on the same problems. Those that are promising are made with more care."""
-    batch = materialize(Problem.from_json(problem), settled=False)
-    return batch, run_reference(batch, ())
+def _bound_problem(problem_json: str, spec: Spec) -> BoundProblem:
+    """Keeps problems and their references, because many mutants are tried on the same problems."""
+    return BoundProblem(spec, Problem.from_json(problem_json))
 
 
 def _relative(own: Tensor, other: Tensor) -> float:
@@ -71,6 +76,10 @@ def _relative(own: Tensor, other: Tensor) -> float:
     return float((own - other).abs().max() / torch.maximum(own.abs().max(), other.abs().max()))
 
 
-def outputs_of(side: Side, batch: Batch) -> Iterator[str]:
-    """What a contrast may show in: the values from which gradients start, or the gradients."""
-    yield from batch.cotangents if side == "value" else map(grad_name, batch.leaves)
+def _shown_in(side: Side, batch: GlobalBatch, bound: BoundProblem) -> list[Output]:
+    """Returns the outputs in which a mutant may show: those from which gradients start, or the
+    gradients.
+    """
+    if side == "value":
+        return [bound.spec.output(name) for name in batch.cotangents]
+    return list(HEADS[bound.problem.head].gradients(batch.leaves).values())

@@ -1,79 +1,130 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the ranks' local results back to the whole tensor, as the candidate's contract says."""
+"""From the ranks' local outputs back to whole tensors, as the candidate's contract says."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lossgate.cases.task import RankOutputs
+from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.contract import Placements
 from lossgate.layout import AXES, Axis
 from lossgate.problems.partition import SHARDED_DIMS, Dims, Partition
+from lossgate.specs.outputs import Output
 
 
 @dataclass(frozen=True)
 class Assembled:
-    """The whole tensor in float64, and what is wrong with its parts, in words."""
+    """Whole outputs of a candidate in float64, the dtype in which each came, and what is wrong with
+    them in words.
+    """
 
-    tensor: Tensor
-    faults: tuple[str, ...]
+    outputs: Mapping[Output, Tensor]
+    dtypes: Mapping[Output, torch.dtype]
+    faults: Mapping[Output, tuple[str, ...]]
 
 
-def assemble(
+def assemble(ranks: Sequence[RankOutputs], candidate: Candidate, partition: Partition, hidden: int) -> Assembled:
+    """Puts the outputs of all ranks together.
+
+    Args:
+        ranks: what each rank returned, by rank.
+        candidate: whose contract says how.
+        partition: how the problem was split.
+        hidden: width of the hidden states.
+    """
+    outputs: dict[Output, Tensor] = {}
+    dtypes: dict[Output, torch.dtype] = {}
+    faults: dict[Output, tuple[str, ...]] = {}
+    for output in dict.fromkeys(output for local in ranks for output in local):
+        parts = [local.get(output) for local in ranks]
+        if missing := [rank for rank, part in enumerate(parts) if part is None]:
+            faults[output] = (_missing(output, missing),)
+            continue
+        present = [part for part in parts if part is not None]
+        whole, wrong = assemble_tensor(present, output.dims, candidate.placements(output), partition, hidden)
+        outputs[output], dtypes[output] = whole, present[0].dtype
+        if wrong:
+            faults[output] = wrong
+    return Assembled(outputs, dtypes, faults)
+
+
+def _missing(output: Output, ranks: Sequence[int]) -> str:
+    where = f"on rank {', '.join(map(str, ranks))}"
+    if output.kind == "gradient":
+        return f"backward did not reach it {where}; it is None there"
+    return f"it is missing {where}, and other ranks return it"
+
+
+def assemble_tensor(
     parts: Sequence[Tensor], dims: Dims, placements: Placements, partition: Partition, hidden: int
-) -> Assembled:
-    """Put one part from each rank together.
+) -> tuple[Tensor, tuple[str, ...]]:
+    """Puts one part from each rank together.
 
-    Along an axis that splits one of ``dims`` parts are laid side by side; along another they are added, their minimum or
-    maximum is taken, or they must be equal bit for bit. Padding rows of the vocabulary must be zero and are dropped.
+    Along an axis that splits one of ``dims``, parts are laid side by side. Along another they are
+    added, their minimum or maximum is taken, or they must be equal bit for bit. Padding rows of the
+    vocabulary must be zero and are dropped.
+
+    Returns:
+        The whole tensor in float64, and what is wrong with its parts, in words.
     """
     sizes = {"token": partition.tokens, "vocab": partition.vocab, "hidden": hidden, "sequence": len(partition.lengths)}
     whole = torch.zeros([sizes[dim] for dim in dims], dtype=torch.float64)
-    replicated: list[Axis] = [
-        a for a in AXES if not set(SHARDED_DIMS[a]) & set(dims) and placements.get(a, "replicate") == "replicate"
-    ]
-    averaged: list[Axis] = [a for a in AXES if placements.get(a) == "avg"]
+    replicated: list[Axis] = [a for a in AXES if not set(SHARDED_DIMS[a]) & set(dims) and _replicated(placements, a)]
     factor = 1.0
+    averaged: list[Axis] = [a for a in AXES if placements.get(a) == "avg"]
     for axis in averaged:
         factor /= partition.layout.sizes[axis]
     faults: list[str] = []
-    extremum = next(
-        (torch.minimum if p == "min" else torch.maximum for p in placements.values() if p in ("min", "max")), None
-    )
+    extremum = next((_EXTREMA[p] for p in placements.values() if p in _EXTREMA), None)
     for rank, part in enumerate(parts):
         leader = _leader(rank, replicated, partition)
         if leader != rank:
             if not _equal(part, parts[leader]):
-                faults.append(
-                    f"ranks {leader} and {rank} should hold the same, and differ by up to {_distance(part, parts[leader]):.3g}"
-                )
+                difference = _distance(part, parts[leader])
+                faults.append(f"ranks {leader} and {rank} should hold the same, and differ by up to {difference:.3g}")
             continue
-        at = partition.layout.coordinate(rank)
-        target, local = whole, part.detach().double() * factor
-        for dim, name in enumerate(dims):
-            if name == "vocab":
-                shard = partition.vocab_shards[at["tp"]]
-                real = shard.end - shard.start
-                if shard.padding and bool((local.narrow(dim, real, shard.padding) != 0).any()):
-                    faults.append(
-                        f"rank {rank}: the {shard.padding} padding rows of its vocabulary should be zero, and are not"
-                    )
-                target, local = target.narrow(dim, shard.start, real), local.narrow(dim, 0, real)
+        local = part.detach().double() * factor
         if extremum is not None:
             whole = extremum(whole, local) if rank else local
-        elif "sequence" in dims:
-            own = partition.sequences(at["dp"])
-            target.narrow(dims.index("sequence"), own.start, len(own)).add_(local)
-        elif "token" in dims:
-            target.index_add_(dims.index("token"), partition.token_shards[at["dp"], at["cp"]], local)
         else:
-            target += local
-    return Assembled(whole, tuple(faults))
+            faults += _add(whole, local, dims, partition, rank)
+    return whole, tuple(faults)
+
+
+_EXTREMA = {"min": torch.minimum, "max": torch.maximum}
+
+
+def _replicated(placements: Placements, axis: Axis) -> bool:
+    return placements.get(axis, "replicate") == "replicate"
+
+
+def _add(whole: Tensor, local: Tensor, dims: Dims, partition: Partition, rank: int) -> list[str]:
+    """Adds a rank's part to its place in the whole; returns what is wrong with its padding rows."""
+    at, faults, target = partition.layout.coordinate(rank), list[str](), whole
+    for dim, name in enumerate(dims):
+        if name == "vocab":
+            shard = partition.vocab_shards[at["tp"]]
+            real = shard.end - shard.start
+            if shard.padding and bool((local.narrow(dim, real, shard.padding) != 0).any()):
+                faults.append(
+                    f"rank {rank}: the {shard.padding} padding rows of its vocabulary should be zero, and are not"
+                )
+            target, local = target.narrow(dim, shard.start, real), local.narrow(dim, 0, real)
+    if "sequence" in dims:
+        own = partition.sequences(at["dp"])
+        target.narrow(dims.index("sequence"), own.start, len(own)).add_(local)
+    elif "token" in dims:
+        target.index_add_(dims.index("token"), partition.token_shards[at["dp"], at["cp"]], local)
+    else:
+        target += local
+    return faults
 
 
 def _leader(rank: int, replicated: Sequence[Axis], partition: Partition) -> int:
-    """The first of the ranks that hold the same as ``rank``."""
+    """Returns the first of the ranks that hold the same as ``rank``."""
     layout, at = partition.layout, dict(partition.layout.coordinate(rank))
     at.update(dict.fromkeys(replicated, 0))
     return (at["dp"] * layout.cp + at["cp"]) * layout.tp + at["tp"]

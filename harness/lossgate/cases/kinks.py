@@ -1,71 +1,132 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which comparisons a loss makes, and whether rounding could change their outcome.
+"""Masks tokens near a kink, where the loss is not differentiable and rounding decides which
+gradient a kernel finds.
 
-The loss is run under a dispatch mode that notes the outcome of every clamp, minimum, maximum and comparison. Exact ties,
-such as a ratio of exactly 1 in on-policy training, are no decision: both sides give the same value there.
+The loss is run under a dispatch mode that records the outcome of every clamp, minimum, maximum and
+comparison. Exact ties, such as a ratio of exactly 1 in on-policy training, are no kink: both sides
+give the same value there.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import sqrt
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lossgate.problems.batch import Batch
-from lossgate.specs.spec import Spec, TokenValues
+from lossgate.dtypes import DTYPES
+from lossgate.problems.batch import GlobalBatch
+from lossgate.problems.problem import Problem
+from lossgate.problems.random_streams import RandomStreams
+from lossgate.specs.heads import HEADS
+from lossgate.specs.spec import BoundSpec
+from lossgate.specs.token_values import TokenValues
+
+_SIGMAS = 6
+"""Standard deviations of rounding that comparisons stay clear of."""
+
+_PROBES = 4
+"""Moves of all log-probabilities: up, down, and two at random."""
+
+_ROUNDS = 5
+"""Masking a token moves the means over its sequence, and with them other comparisons. So masking is
+repeated up to this often."""
 
 _COMPARISONS = frozenset(["gt", "lt", "ge", "le", "maximum", "minimum"])
 
 
-class _Decisions(TorchDispatchMode):
-    """Notes, for each comparison in turn, the sign of the difference."""
+def mask_near_kinks(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> GlobalBatch:
+    """Masks the tokens at which rounding could change the outcome of a comparison.
+
+    At a kink either one-sided gradient is right, and no noise tells which of them a kernel finds.
+    So the loss is run with log-probabilities moved by as much as rounding in the problem's dtype
+    may move them. Where a clip or a comparison then comes out otherwise, its token, or its whole
+    sequence, is masked.
+
+    Returns:
+        The batch with a smaller mask; the batch itself for a loss without kinks and for scenarios
+        that are ties.
+    """
+    spec = bound.spec
+    scenario = {choice.name: choice.default for choice in spec.scenarios} | problem.scenario
+    if not spec.kinks or any(scenario[name] == choice for name, choice in spec.tie_scenarios.items()):
+        return batch
+    streams, gap = RandomStreams(problem.to_json()), _SIGMAS * _rounding_error(batch, problem, bound)
+    values = bound.token_values(problem.head, batch.leaves, batch.fields)
+    for round_ in range(_ROUNDS):
+        probes = [values.logprobs + gap, values.logprobs - gap]
+        for i in range(_PROBES - 2):
+            probes.append(values.logprobs + gap * streams.normal(f"probe {round_} {i}", *values.logprobs.shape).sign())
+        tokens, sequences = _near_kinks(batch, bound, values, probes)
+        near = tokens | sequences[batch.fields["sequence"]]
+        if not bool((near & batch.fields["mask"]).any()):
+            break
+        fields = {**batch.fields, "mask": batch.fields["mask"] & ~near}
+        batch = replace(batch, fields={**fields, **spec.counts(fields)})
+    return batch
+
+
+def _rounding_error(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> Tensor:
+    """Returns the standard deviation of a log-probability, were everything rounded to the problem's
+    dtype.
+    """
+    head = HEADS[problem.head]
+    largest = head.logits(batch.leaves).abs().max().clamp(min=1)
+    return head.rounding_unit(DTYPES[batch.dtype]) * largest / bound.temperature / sqrt(3)
+
+
+def _near_kinks(
+    batch: GlobalBatch, bound: BoundSpec, values: TokenValues, probes: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Returns ``([tokens] bool, [sequences] bool)``: where a comparison comes out otherwise for one
+    of the probes.
+    """
+    tokens = torch.zeros(batch.partition.tokens, dtype=torch.bool)
+    sequences = torch.zeros(len(batch.partition.lengths), dtype=torch.bool)
+    group_size = batch.partition.group_size
+    for outcome in _outcomes(batch, bound, values, torch.stack([values.logprobs, *probes])):
+        changed = ((outcome != outcome[0]) & (outcome[0] != 0)).any(0)
+        if changed.shape == tokens.shape:
+            tokens |= changed
+        elif changed.shape == sequences.shape:
+            sequences |= changed
+        elif len(changed) * group_size == len(sequences):
+            sequences |= changed.repeat_interleave(group_size)
+    return tokens, sequences
+
+
+def _outcomes(batch: GlobalBatch, bound: BoundSpec, values: TokenValues, probes: Tensor) -> list[Tensor]:
+    """Returns, for each comparison that depends on log-probabilities, ``[probes, tokens or
+    sequences or groups]``.
+    """
+    loss = bound.spec.loss
+    assert loss is not None
+    with torch.no_grad(), _RecordComparisons() as record:
+        torch.vmap(lambda logprobs: loss(replace(values, logprobs=logprobs), batch.fields, bound.options)[0])(probes)
+    return [outcome for outcome in record.outcomes if outcome.dim() == 2 and len(outcome) == len(probes)]
+
+
+class _RecordComparisons(TorchDispatchMode):
+    """Records, for each comparison in turn, the sign of the difference."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.taken: list[Tensor] = []
+        self.outcomes: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
         if name in _COMPARISONS and args[0].is_floating_point():
-            self._note(args[0] - args[1])
+            self._record(args[0] - args[1])
         elif name in ("clamp", "clamp_min", "clamp_max"):
-            bounds = dict(zip(("min", "max") if name != "clamp_max" else ("max",), args[1:], strict=False)) | dict(
-                kwargs or {}
-            )
+            names = ("max",) if name == "clamp_max" else ("min", "max")
+            bounds = dict(zip(names, args[1:], strict=False)) | dict(kwargs or {})
             for bound in bounds.values():
                 if bound is not None:
-                    self._note(args[0] - bound)
+                    self._record(args[0] - bound)
         return result
 
-    def _note(self, difference: Tensor) -> None:
-        self.taken.append(difference.sign().nan_to_num_(0.0))
-
-
-def unsettled(
-    spec: Spec, options: Any, values: TokenValues, probes: Sequence[Tensor], batch: Batch
-) -> tuple[Tensor, Tensor]:
-    """``([tokens] bool, [sequences] bool)``: where a comparison comes out otherwise for one of the probes, other log-probabilities."""
-    tokens = torch.zeros(batch.partition.tokens, dtype=torch.bool)
-    sequences = torch.zeros(len(batch.partition.lengths), dtype=torch.bool)
-    together = batch.partition.together
-    for taken in _decisions(spec, options, values, torch.stack([values.logprobs, *probes]), batch):
-        changed = ((taken != taken[0]) & (taken[0] != 0)).any(0)
-        if changed.shape == tokens.shape:
-            tokens |= changed
-        elif changed.shape == sequences.shape:
-            sequences |= changed
-        elif len(changed) * together == len(sequences):
-            sequences |= changed.repeat_interleave(together)
-    return tokens, sequences
-
-
-def _decisions(spec: Spec, options: Any, values: TokenValues, probes: Tensor, batch: Batch) -> list[Tensor]:
-    """For each comparison that hangs on the log-probabilities, ``[probes, tokens or sequences or pairs]``."""
-    stage = spec.loss
-    assert stage is not None
-    with torch.no_grad(), _Decisions() as decisions:
-        torch.vmap(lambda logprobs: stage(replace(values, logprobs=logprobs), batch.fields, options)[0])(probes)
-    return [taken for taken in decisions.taken if taken.dim() == 2 and len(taken) == len(probes)]
+    def _record(self, difference: Tensor) -> None:
+        self.outcomes.append(difference.sign().nan_to_num_(0.0))

@@ -1,67 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How Hypothesis draws problems: structure only, simplest choices first, so that shrinking ends small.
+"""How Hypothesis draws problems: structure only, simplest choices first, so that shrinking ends
+small.
 
-Bugs of kernels sit at boundaries: sizes of 1, primes, powers of two and one beside them, one beside a tile, labels on
-the first and last rows of a shard, empty sequences, ranks without tokens. These are drawn on purpose, not by luck.
+Bugs of kernels sit at boundaries: sizes of 1, primes, powers of two and their neighbours, sizes
+next to a tile, labels on the first and last rows of a shard, empty sequences, ranks without tokens.
+These are drawn on purpose, not by luck.
 
-Strategies are cached: making and validating them afresh for every problem takes longer than drawing from them.
+Strategies are cached: making and validating them afresh for every problem takes longer than drawing
+from them.
 """
 
 from functools import cache
-from itertools import product
 from typing import Any
 
 import hypothesis
-from hypothesis import HealthCheck, Phase, assume
+from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from lossgate.adequacy.option_mutants import Contrast
-from lossgate.declaration.candidate import ANY, Candidate
-from lossgate.errors import UsageError
+from lossgate.cases.option_strategies import ForcedOption, draw_options, draw_value, one_of
+from lossgate.declaration.candidate import Candidate
 from lossgate.layout import Layout
-from lossgate.losses import find_spec
+from lossgate.problems.masks import MASK_PATTERNS, MaskPattern
 from lossgate.problems.partition import VocabSplit, split_vocab
-from lossgate.problems.problem import MASK_PATTERNS, MaskPattern, Problem
-from lossgate.specs.spec import FEATURES, Option, Spec
+from lossgate.problems.problem import Problem
+from lossgate.specs.spec import COMMON_OPTIONS
 
 TOKENS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 32, 33, 64, 67)
 WIDTHS = (1, 2, 3, 7, 8, 16, 17, 32, 48, 61)
 VOCABS = (1, 2, 3, 7, 8, 13, 16, 17, 31, 32, 33, 64, 97, 128, 129, 256, 257, 301, 509)
-"""Sizes: 1, 2, primes, powers of two and one beside them."""
+"""Sizes: 1, 2, primes, powers of two and their neighbours."""
 
-SPREADS = (1.0, 3.0, 10.0, 30.0, 0.1)
+LOGIT_STDS = (1.0, 3.0, 10.0, 30.0, 0.1)
 """Standard deviations of the logits."""
 
-_SPREADS = st.sampled_from(SPREADS)
-_SETTLED_SPREADS = st.sampled_from((1.0, 0.3, 0.1))
-"""Where log-probabilities round coarsely, and clips must come out the same for all that."""
+_LOGIT_STDS = st.sampled_from(LOGIT_STDS)
+_SMALL_LOGIT_STDS = st.sampled_from((1.0, 0.3, 0.1))
+"""For losses with kinks in coarse dtypes: large log-probabilities round so coarsely that most
+tokens would lie near a kink."""
 
-_CONFIDENCES = st.sampled_from((0.0, 4.0, 12.0))
-_SPIKES = st.sampled_from((8.0, -8.0, 30.0, -30.0))
+_LABEL_BOOSTS = st.sampled_from((0.0, 4.0, 12.0))
+_OUTLIERS = st.sampled_from((8.0, -8.0, 30.0, -30.0))
 _MULTIPLES = st.sampled_from((1, 1, 3))
 _ORDERS = st.sampled_from(("rank", "permuted", "tree", "ring"))
 _SEEDS = st.tuples(st.integers(0, 2**16 - 1), st.integers(0, 2**16 - 1)).map(lambda halves: halves[0] << 16 | halves[1])
-"""Two halves, because Hypothesis draws numbers from a small range evenly, and large ones mostly small."""
+"""Two halves, because Hypothesis draws numbers from a small range evenly, and large ones mostly
+small."""
 
 
 @st.composite
 def problems(
-    draw: DrawFn, candidate: Candidate, layout: Layout, dtype: str, contrast: Contrast | None = None
+    draw: DrawFn, candidate: Candidate, layout: Layout, dtype: str, target: ForcedOption | None = None
 ) -> Problem:
-    """Problems that ``candidate`` says it can solve; with the option of ``contrast`` at a choice to which it applies."""
-    spec = find_spec(candidate.spec)
-    bias, split = (draw(_values(option, spec.supported(candidate, name))) for name, option in FEATURES.items())
-    at_hidden, with_logits, coarse = (
-        candidate.head == "hidden",
-        candidate.head in ("hidden", "logits"),
-        dtype != "float32",
-    )
+    """Draws problems that a candidate says it can solve.
+
+    Args:
+        draw: given by Hypothesis.
+        candidate: whose declaration is followed.
+        layout: the ranks.
+        dtype: of the inputs.
+        target: an option that must have one of some values; None for none.
+    """
+    spec, head, coarse = candidate.spec, candidate.starts_at, dtype != "float32"
+    bias, split = (draw(draw_value(option, candidate.supported(name))) for name, option in COMMON_OPTIONS.items())
     tokens = draw(_size(TOKENS, candidate.tiles.get("token", ())))
     vocab = draw(_vocab(candidate.tiles.get("vocab", ()), layout.tp, split))
-    width = draw(_size(WIDTHS, candidate.tiles.get("hidden", ()))) if at_hidden else 1
+    width = draw(_size(WIDTHS, candidate.tiles.get("hidden", ()))) if "hidden" in head.leaves else 1
     lengths = draw(_lengths(tokens, 2 * layout.dp + 2))
-    lengths += (0,) * (-len(lengths) % spec.together)
+    lengths += (0,) * (-len(lengths) % spec.group_size)
     masks = draw(_masks(len(lengths)))
     return Problem(
         spec=spec.name,
@@ -70,28 +76,31 @@ def problems(
         layout=layout,
         lengths=lengths,
         masks=masks,
-        multiple=draw(_MULTIPLES),
+        pad_to_multiple=draw(_MULTIPLES),
         hidden=width,
         vocab=vocab,
         vocab_split=split,
-        bias=bias and at_hidden,
-        options=draw(_options(candidate, contrast)),
-        scenario={c.name: value for c in spec.scenario if (value := draw(_choice(c.choices))) != c.default},
-        together=spec.together,
-        spread=draw(_SETTLED_SPREADS if coarse and spec.kinks else _SPREADS),
-        confidence=draw(_CONFIDENCES),
-        pins=draw(_pins(tokens, vocab, layout.tp, split)),
-        spikes=()
-        if (coarse and spec.kinks) or not with_logits
-        else draw(_spikes(tokens, width if at_hidden else vocab)),
-        cotangent=draw(_cotangents(spec.differentiable(candidate))),
+        bias=bias and "bias" in head.leaves,
+        options=draw(draw_options(candidate, target)),
+        scenario={c.name: value for c in spec.scenarios if (value := draw(one_of(c.choices))) != c.default},
+        group_size=spec.group_size,
+        logit_std=draw(_SMALL_LOGIT_STDS if coarse and spec.kinks else _LOGIT_STDS),
+        label_boost=draw(_LABEL_BOOSTS),
+        forced_labels=draw(_forced_labels(tokens, vocab, layout.tp, split)),
+        outliers=()
+        if (coarse and spec.kinks) or not head.has_logits
+        else draw(_outliers(tokens, width if "hidden" in head.leaves else vocab)),
+        cotangent=draw(_cotangents(candidate.differentiable)),
         reduction_order=draw(_ORDERS),
         seed=draw(_SEEDS),
     )
 
 
 def quiet(examples: int, *phases: Phase) -> hypothesis.settings:
-    """Hypothesis without database, deadlines and health checks: it is used as an engine, not as a test."""
+    """Returns settings without database, deadlines and health checks:
+
+    Hypothesis is used as an engine, not as a test.
+    """
     return hypothesis.settings(
         max_examples=examples,
         database=None,
@@ -104,14 +113,14 @@ def quiet(examples: int, *phases: Phase) -> hypothesis.settings:
 
 
 def sample_problems(
-    candidate: Candidate, layout: Layout, dtype: str, count: int, seed: int, contrast: Contrast | None = None
+    candidate: Candidate, layout: Layout, dtype: str, count: int, seed: int, target: ForcedOption | None = None
 ) -> list[Problem]:
-    """``count`` problems, or fewer where there are no more, the same for the same seed."""
+    """Returns ``count`` problems, or all if there are fewer; the same for the same seed."""
     drawn: list[Problem] = []
 
     @hypothesis.seed(seed)
     @quiet(count, Phase.generate)
-    @hypothesis.given(problems(candidate, layout, dtype, contrast))
+    @hypothesis.given(problems(candidate, layout, dtype, target))
     def collect(problem: Problem) -> None:
         drawn.append(problem)
 
@@ -119,99 +128,9 @@ def sample_problems(
     return drawn
 
 
-@st.composite
-def _options(draw: DrawFn, candidate: Candidate, contrast: Contrast | None) -> dict[str, Any]:
-    """Options that are not at their default, and that go together."""
-    spec = find_spec(candidate.spec)
-    options = {option.name: option for option in spec.options}
-    groups = [
-        *spec.option_groups,
-        *((name,) for name in options if name not in {n for group in spec.option_groups for n in group}),
-    ]
-    if contrast is not None:  # its own group first, since later ones give way
-        groups.sort(key=lambda group: contrast.option not in group)
-    chosen: dict[str, Any] = {}
-    for group in groups:
-        fixed = contrast.values if contrast is not None and contrast.option in group else None
-        if len(group) == 1 and fixed is None:
-            (name,) = group
-            chosen = _merged(spec, chosen, ((name, draw(_values(options[name], spec.supported(candidate, name)))),))
-            continue
-        values = tuple(
-            fixed if fixed and contrast and name == contrast.option else _finite(spec, candidate, name)
-            for name in group
-        )
-        combinations = _combinations(spec, group, values)
-        if not combinations:
-            first = dict(zip(group, (value[0] for value in values), strict=True))
-            raise UsageError(
-                f"candidate {candidate.name!r}: no values that it supports of {', '.join(group)} go together: {spec.refusal(first)}"
-            )
-        chosen = _merged(spec, chosen, draw(_choice(combinations) if fixed else _plain_or_any(combinations)))
-    supported = {option.name: spec.supported(candidate, option.name) for option in spec.options}
-    assume(
-        all(
-            values is ANY or chosen.get(name, spec.features[name].default) in values
-            for name, values in supported.items()
-        )
-    )
-    return chosen
-
-
-def _merged(spec: Spec, chosen: dict[str, Any], more: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    """With more options, unless they don't go together with those chosen before."""
-    both = chosen | {name: value for name, value in more if value != spec.features[name].default}
-    return both if spec.allows(both) else chosen
-
-
-def _finite(spec: Spec, candidate: Candidate, name: str) -> tuple[Any, ...]:
-    supported = spec.supported(candidate, name)
-    values = spec.features[name].choices if supported is ANY else supported
-    default = spec.features[name].default
-    return (default, *(value for value in values if value != default)) if default in values else values
-
-
-_Combination = tuple[tuple[str, Any], ...]
-
-
-@cache
-def _combinations(spec: Spec, group: tuple[str, ...], values: tuple[tuple[Any, ...], ...]) -> tuple[_Combination, ...]:
-    """Of a group's options, those that go together; the plainest first."""
-    every = (tuple(zip(group, combination, strict=True)) for combination in product(*values))
-    return tuple(combination for combination in every if spec.allows(dict(combination)))
-
-
-def _values(option: Option, supported: Any) -> SearchStrategy[Any]:
-    if supported is not ANY:
-        return _choice(supported)
-    return _choice(option.choices) if option.interval is None else _number(option)
-
-
-def _choice(values: tuple[Any, ...]) -> SearchStrategy[Any]:
-    return _typed_choice(values, tuple(map(type, values)))
-
-
-@cache
-def _typed_choice(values: tuple[Any, ...], types: tuple[type, ...]) -> SearchStrategy[Any]:
-    """``types`` tell (False,) from (0.0,), which are one key to a cache."""
-    return st.sampled_from(values)
-
-
-@cache
-def _plain_or_any(values: tuple[Any, ...]) -> SearchStrategy[Any]:
-    """The first as often as any other: of many combinations few are the usual one."""
-    return st.just(values[0]) | st.sampled_from(values)
-
-
-@cache
-def _number(option: Option) -> SearchStrategy[float]:
-    """The default as often as any other."""
-    return st.just(option.default) | st.sampled_from(option.drawn)
-
-
 @cache
 def _size(usual: tuple[int, ...], tiles: tuple[int, ...], at_least: int = 1) -> SearchStrategy[int]:
-    """A usual size, or one beside a boundary of a tile."""
+    """A usual size, or one next to a boundary of a tile."""
     near = {n for tile in tiles for n in (tile - 1, tile, tile + 1, 2 * tile, 2 * tile + 1)}
     return st.sampled_from(sorted(n for n in {*usual, *near} if n >= at_least))
 
@@ -225,34 +144,34 @@ def _vocab(tiles: tuple[int, ...], tp: int, split: VocabSplit) -> SearchStrategy
 
 @cache
 def _lengths(tokens: int, most: int) -> SearchStrategy[tuple[int, ...]]:
-    """Cut ``tokens`` into at most ``most`` sequences, some of them empty."""
+    """Cuts ``tokens`` into at most ``most`` sequences, some of them empty."""
     cuts = st.lists(st.integers(0, tokens), max_size=most - 1).map(sorted)
     return cuts.map(lambda at: tuple(b - a for a, b in zip([0, *at], [*at, tokens], strict=True)))
 
 
 @cache
 def _masks(sequences: int) -> SearchStrategy[tuple[MaskPattern, ...]]:
-    """One for each sequence. A sequence alone is never masked whole: nothing would be left to compare."""
+    """One pattern for each sequence.
+
+    A single sequence is never masked whole: nothing would be left to compare.
+    """
     patterns = [pattern for pattern in MASK_PATTERNS if sequences > 1 or pattern != "none"]
     return st.tuples(*[st.sampled_from(patterns)] * sequences)
 
 
 @cache
-def _pins(tokens: int, vocab: int, tp: int, split: VocabSplit) -> SearchStrategy[tuple[tuple[int, int], ...]]:
-    edges = {
-        row
-        for shard in split_vocab(vocab, tp, split)
-        if shard.end > shard.start
-        for row in (shard.start, shard.end - 1)
-    }
-    pin = st.tuples(st.integers(0, tokens - 1), st.sampled_from(sorted(edges)))
-    return st.lists(pin, max_size=4).map(tuple)
+def _forced_labels(tokens: int, vocab: int, tp: int, split: VocabSplit) -> SearchStrategy[tuple[tuple[int, int], ...]]:
+    """Labels on the first or last row of a shard."""
+    shards = [shard for shard in split_vocab(vocab, tp, split) if shard.end > shard.start]
+    edges = {row for shard in shards for row in (shard.start, shard.end - 1)}
+    forced = st.tuples(st.integers(0, tokens - 1), st.sampled_from(sorted(edges)))
+    return st.lists(forced, max_size=4).map(tuple)
 
 
 @cache
-def _spikes(tokens: int, columns: int) -> SearchStrategy[tuple[tuple[int, int, float], ...]]:
-    spike = st.tuples(st.integers(0, tokens - 1), st.integers(0, columns - 1), _SPIKES)
-    return st.lists(spike, max_size=2).map(tuple)
+def _outliers(tokens: int, columns: int) -> SearchStrategy[tuple[tuple[int, int, float], ...]]:
+    outlier = st.tuples(st.integers(0, tokens - 1), st.integers(0, columns - 1), _OUTLIERS)
+    return st.lists(outlier, max_size=2).map(tuple)
 
 
 @cache

@@ -1,74 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user writes: a kernel, declared as a candidate for a spec.
 
-The declaration says what can't be seen from outside: where the kernel starts, over which mesh axes it can be
-split, in which precision it computes and how its local results make the global one.
+The declaration says what cannot be seen from outside: where the kernel starts, over which mesh axes
+it can be sharded, in which precision it computes and how its local results make the global one.
 """
 
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lossgate.declaration.contract import Contract
+from lossgate.declaration.any_value import ANY
+from lossgate.declaration.arguments import (
+    check_axes,
+    check_dtypes,
+    check_known_failure,
+    check_name,
+    check_precision,
+    check_text,
+    check_tiles,
+)
+from lossgate.declaration.checks import (
+    check_contract,
+    check_differentiable,
+    check_head,
+    check_kernel,
+    check_spec,
+    check_supports,
+)
+from lossgate.declaration.contract import Contract, Placements
+from lossgate.declaration.known_failure import KnownFailure
 from lossgate.declaration.precision import Precision
-from lossgate.dtypes import DTYPES
-from lossgate.errors import UsageError
-from lossgate.layout import AXES, Axis
-
-
-class _Any:
-    """The type of ``ANY``."""
-
-    def __repr__(self) -> str:
-        return "lossgate.ANY"
-
-
-ANY: Final = _Any()
-"""In ``supports``: every value that the spec allows."""
+from lossgate.layout import Axis
+from lossgate.specs.heads import HEADS
+from lossgate.specs.heads.base import Head
+from lossgate.specs.outputs import Output
+from lossgate.specs.spec import Spec
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """What a candidate returns on each rank, if more than the loss.
-
-    loss: scalar; specs without a loss have none. logprobs, token_entropy: ``[local tokens]``, log-probability of each label and
-    entropy of each distribution; values at masked tokens are ignored. metrics: scalars, by the names that the spec gives them.
-    """
+    """What a candidate returns on each rank, if more than the loss."""
 
     loss: Tensor | None = None
+    """Scalar. Specs without a loss have none."""
     logprobs: Tensor | None = None
+    """``[local tokens]``: the log-probability of each label. Masked tokens are ignored."""
     token_entropy: Tensor | None = None
+    """``[local tokens]``: the entropy of each token's distribution, in nats. Values at masked
+    tokens are ignored."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """A disagreement that is known: the candidate is not searched, its frozen example is judged, and must still disagree.
-
-    name: as in the document that describes it. example: a failure file, as ``lossgate verify`` writes it.
-    """
-
-    name: str
-    example: Path
+    """Scalars, by the names that the spec gives them."""
 
 
 Kernel = Callable[[Any, Any, DeviceMesh], Outputs | Tensor]
-"""``(inputs, options, mesh) -> Outputs`` or the loss alone; see the spec for its inputs and options."""
+"""``(inputs, options, mesh) -> Outputs``, or the loss alone. The spec says what inputs and options
+hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A kernel and its declaration. Calling it calls the kernel."""
+    """A kernel and its declaration.
+
+    Calling it calls the kernel. It pickles as the place it can be loaded from.
+    """
 
     kernel: Kernel
     name: str
-    spec: str
+    spec: Spec
     head: str
     axes: tuple[Axis, ...]
     dtypes: tuple[str, ...]
@@ -76,19 +79,39 @@ class Candidate:
     contract: Contract
     supports: Mapping[str, Any]
     differentiable: tuple[str, ...]
-    """As declared; see ``Spec.differentiable``."""
+    """The outputs that carry gradients."""
     tiles: Mapping[str, tuple[int, ...]]
     good_for: str
-    finding: Finding | None
+    known_failure: KnownFailure | None
     source: str
     """Where it can be loaded from, as ``file.py:name`` or ``package.module:name``."""
 
     def __call__(self, inputs: Any, options: Any, mesh: DeviceMesh) -> Outputs | Tensor:
         return self.kernel(inputs, options, mesh)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        from lossgate.declaration.loading import load_candidate  # it finds candidates, and so knows this class
+
+        return load_candidate, (self.source,)
+
+    @property
+    def starts_at(self) -> Head:
+        return HEADS[self.head]
+
+    def supported(self, name: str) -> Any:
+        """Returns what the candidate supports of an option: ``ANY`` or a tuple of values."""
+        values = self.supports.get(name, self.spec.supported_options[name].default)
+        return values if values is ANY or isinstance(values, tuple) else (values,)
+
+    def placements(self, output: Output) -> Placements:
+        """Returns how the ranks' parts of an output make the whole."""
+        if output.kind == "metric":
+            return self.contract.placements(output, self.spec.metrics[output.name].reduction)
+        return self.contract.placements(output)
+
 
 def candidate(
-    spec: str,
+    spec: str | Spec,
     *,
     head: str,
     axes: tuple[Axis, ...] = (),
@@ -99,65 +122,53 @@ def candidate(
     differentiable: tuple[str, ...] | None = None,
     tiles: Mapping[str, int | tuple[int, ...]] | None = None,
     good_for: str = "",
-    finding: Finding | None = None,
+    known_failure: KnownFailure | None = None,
     name: str | None = None,
 ) -> Callable[[Kernel], Candidate]:
-    """Declare the decorated function a candidate for ``spec``.
+    """Declares the decorated function a candidate for a spec.
 
-    spec, head: what it computes and from where, see ``lossgate list``.
-    axes: the mesh axes over which it can be split; none for a kernel of a single rank.
-    dtypes: of the inputs it takes.
-    precision: where it rounds; one for all dtypes, or by dtype. By default float32 inside, whatever the inputs.
-    contract: how the ranks' results make the whole.
-    supports: which values each option of the spec may take: ``ANY``, one value, or a tuple of them. An option that
-        is not named is left at its default.
-    differentiable: the outputs through which gradients flow: "loss" (the default, in specs that have one), "logprobs", "token_entropy".
-    tiles: sizes at which its loops turn, by dim ("token", "vocab", "hidden"); problems are drawn on both sides of them.
-    good_for: a few words for the verdict table.
-    finding: a disagreement that is known and expected.
-    name: by default the function's.
+    Args:
+        spec: the loss that it computes, by name or as the object; see ``lossgate list``.
+        head: where it starts: "hidden", "logits" or "logprobs"; "values" or "rewards" for critics
+            and reward models.
+        axes: the mesh axes over which it can be sharded, of "dp", "cp", "tp"; none for a kernel of
+            a single rank.
+        dtypes: the dtypes of inputs that it takes.
+        precision: where it rounds; one for all dtypes, or one for each. The default is float32
+            inside, whatever the inputs.
+        contract: how the ranks' results make the whole.
+        supports: which values each option of the spec may take: ``ANY``, one value, or a tuple of
+            them. An option that is not named stays at its default.
+        differentiable: the outputs that carry gradients: "loss" (the default, in specs that have
+            one), "logprobs", "token_entropy".
+        tiles: the sizes at which its loops turn, by dim ("token", "vocab", "hidden"). Problems are
+            drawn on both sides of them.
+        good_for: a few words for the verdict table.
+        known_failure: a disagreement that is known and expected.
+        name: by default the function's.
+
+    Raises:
+        UsageError: if the declaration contradicts itself or the spec. The message names the nearest
+            right spelling.
     """
     declared_in = sys._getframe(1).f_code.co_filename
-    if unknown := [axis for axis in axes if axis not in AXES]:
-        raise UsageError(
-            f"candidate(axes={axes!r}): unknown mesh axis {unknown[0]!r}; expected any of {', '.join(AXES)}"
-        )
-    if unknown := [dtype for dtype in dtypes if dtype not in DTYPES]:
-        raise UsageError(
-            f"candidate(dtypes={dtypes!r}): unknown dtype {unknown[0]!r}; expected any of {', '.join(DTYPES)}"
-        )
-    for dim, size in (tiles or {}).items():
-        if not all(isinstance(s, int) and s > 0 for s in (size if isinstance(size, tuple) else (size,))):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise UsageError(
-                f"candidate(tiles={tiles!r}): {dim} is {size!r}; expected a positive number of rows, or a tuple of them"
-            )
-    per_dtype = dict(precision) if isinstance(precision, Mapping) else dict.fromkeys(dtypes, precision or Precision())
-    if missing := [dtype for dtype in dtypes if dtype not in per_dtype]:
-        raise UsageError(
-            f"candidate(precision=...): no Precision for dtype {missing[0]!r}; give one for each of {', '.join(dtypes)}, or one for all"
-        )
+    own_spec, own_dtypes, own_name = check_spec(spec), check_dtypes(dtypes), check_name(name)
+    declaration: dict[str, Any] = {
+        "spec": own_spec,
+        "head": check_head(own_spec, head),
+        "axes": check_axes(axes),
+        "dtypes": own_dtypes,
+        "precision": MappingProxyType(check_precision(precision, own_dtypes)),
+        "contract": check_contract(own_spec, head, contract),
+        "supports": MappingProxyType(check_supports(own_spec, supports)),
+        "differentiable": check_differentiable(own_spec, differentiable),
+        "tiles": MappingProxyType(check_tiles(tiles)),
+        "good_for": check_text("good_for", good_for),
+        "known_failure": check_known_failure(known_failure),
+    }
 
     def declare(kernel: Kernel) -> Candidate:
-        own_name = name or getattr(kernel, "__name__", None)
-        if own_name is None:
-            raise UsageError(f"candidate(...) of {kernel!r}, which has no name; give it one: candidate(name=...)")
-        return Candidate(
-            kernel=kernel,
-            name=own_name,
-            spec=spec,
-            head=head,
-            axes=tuple(axes),
-            dtypes=tuple(dtypes),
-            precision=MappingProxyType(per_dtype),
-            contract=contract or Contract(),
-            supports=MappingProxyType(dict(supports or {})),
-            differentiable=tuple(differentiable or ()),
-            tiles=MappingProxyType(
-                {dim: size if isinstance(size, tuple) else (size,) for dim, size in (tiles or {}).items()}
-            ),
-            good_for=good_for,
-            finding=finding,
-            source=f"{declared_in}:{own_name}",
-        )
+        called = check_kernel(kernel, own_name)
+        return Candidate(kernel=kernel, name=called, source=f"{declared_in}:{called}", **declaration)
 
     return declare

@@ -3,63 +3,84 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from lossgate.errors import UsageError
 from lossgate.layout import AXES, Axis
+from lossgate.specs.outputs import Output
+from lossgate.spelling import nearest
 
 Placement = Literal["replicate", "sum", "avg", "min", "max"]
 Placements = Mapping[Axis, Placement]
 
 _DEFAULT: Placements = {"dp": "sum", "cp": "sum", "tp": "replicate"}
 
+_EXAMPLES = {"metrics": "{'entropy': {'dp': 'avg'}}", "grads": "{'weight': {'dp': 'avg'}}"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Contract:
     """How local results make the global one, in DTensor's words, axis by axis.
 
-    ``"replicate"``: every rank has it (checked, bit by bit). ``"sum"``, ``"avg"``: the sum, the mean over the ranks
-    is it; ``"min"``, ``"max"`` likewise, for metrics. What is left out keeps its default: loss and metrics are summed over
-    dp and cp (of a metric that is an extremum, the extremum is taken) and replicated over tp; so is the gradient of weight
-    and bias, and that of hidden is replicated over tp.
+    ``"replicate"``: every rank has it, which is checked bit by bit. ``"sum"``, ``"avg"``: it is the
+    sum or the mean over the ranks. ``"min"``, ``"max"``: likewise, for metrics. What is left out
+    keeps its default: loss and metrics are summed over dp and cp (an extremum stays one) and
+    replicated over tp; so are the gradients of weight and bias; the gradient of the hidden states
+    is replicated over tp.
 
-    Every rank's loss gets the same upstream gradient, as a trainer calls ``loss.backward()`` on each. Along an axis
-    that splits a tensor's own dim its gradient is concatenated; ``"avg"`` there divides by the axis's size, for
-    kernels that leave that factor to the optimizer (Megatron-LM, FSDP).
+    Every rank's loss gets the same upstream gradient, as if a trainer called ``loss.backward()`` on
+    each. Along an axis that splits a tensor's own dim, its gradient is concatenated. There
+    ``"avg"`` divides by the axis's size, for kernels that leave that factor to the optimizer
+    (Megatron-LM, FSDP).
+
+    Raises:
+        UsageError: if an axis or placement is unknown, or "min" or "max" is used for anything but a
+            metric.
     """
 
     loss: Placements = field(default_factory=dict)
     logprobs: Placements = field(default_factory=dict)
+    """Of log-probabilities, and of entropies if the spec has them."""
     metrics: Mapping[str, Placements] = field(default_factory=dict)
     grads: Mapping[str, Placements] = field(default_factory=dict)
+    """By the name of the input: "hidden", "weight", "bias", "logits", ..."""
 
     def __post_init__(self) -> None:
-        named = {"loss": self.loss, "logprobs": self.logprobs}
-        named |= {f"metrics[{k!r}]": v for k, v in self.metrics.items()} | {
-            f"grads[{k!r}]": v for k, v in self.grads.items()
-        }
-        for name, placements in named.items():
-            for axis, placement in placements.items():
-                if axis not in AXES:
-                    raise UsageError(f"Contract({name}): unknown mesh axis {axis!r}; expected one of {', '.join(AXES)}")
-                if placement not in get_args(Placement):
-                    raise UsageError(
-                        f"Contract({name}): {axis}={placement!r}; expected one of {', '.join(get_args(Placement))}"
-                    )
-                if placement in ("min", "max") and not name.startswith("metrics"):
-                    raise UsageError(f"Contract({name}): {axis}={placement!r}; only metrics are combined so")
+        _check("loss", self.loss)
+        _check("logprobs", self.logprobs)
+        for name, by_name in (("metrics", self.metrics), ("grads", self.grads)):
+            if not isinstance(by_name, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise UsageError(
+                    f"Contract({name}={by_name!r}): expected placements by name, such as {_EXAMPLES[name]}"
+                )
+            for key, placements in by_name.items():
+                _check(f"{name}[{key!r}]", placements)
 
-    def of_loss(self) -> Placements:
-        return {**_DEFAULT, **self.loss}
+    def placements(self, output: Output, reduction: Literal["sum", "min", "max"] = "sum") -> Placements:
+        """Returns how the ranks' parts of an output make the whole.
 
-    def of_token_values(self) -> Placements:
-        """Of log-probabilities, and of entropies if they are an output."""
-        return {"tp": "replicate", **self.logprobs}
+        Args:
+            output: the output.
+            reduction: of a metric, the spec's, over the ranks that share the batch.
+        """
+        if output.kind == "loss":
+            return {**_DEFAULT, **self.loss}
+        if output.kind == "token value":
+            return {"tp": "replicate", **self.logprobs}
+        if output.kind == "gradient":
+            return {**_DEFAULT, **self.grads.get(output.name, {})}
+        return {"dp": reduction, "cp": reduction, "tp": "replicate", **self.metrics.get(output.name, {})}
 
-    def of_metric(self, name: str, reduction: Literal["sum", "min", "max"] = "sum") -> Placements:
-        """``reduction``: the spec's, over the ranks that share the batch."""
-        return {"dp": reduction, "cp": reduction, "tp": "replicate", **self.metrics.get(name, {})}
 
-    def of_grad(self, leaf: str) -> Placements:
-        """Of the gradient of an input: "hidden", "weight", "bias" or "logits"."""
-        return {**_DEFAULT, **self.grads.get(leaf, {})}
+def _check(name: str, placements: Any) -> None:
+    """Checks the placements of one output."""
+    if not isinstance(placements, Mapping):
+        raise UsageError(f"Contract({name}={placements!r}): expected placements by axis, such as {{'dp': 'sum'}}")
+    known = get_args(Placement)
+    for axis, placement in placements.items():
+        if axis not in AXES:
+            raise UsageError(f"Contract({name}): unknown mesh axis {axis!r}; {nearest(axis, AXES)}")
+        if placement not in known:
+            raise UsageError(f"Contract({name}): {axis}={placement!r}; {nearest(placement, known)}")
+        if placement in ("min", "max") and not name.startswith("metrics"):
+            raise UsageError(f"Contract({name}): {axis}={placement!r}; only metrics may be combined this way")

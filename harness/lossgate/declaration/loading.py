@@ -5,53 +5,62 @@ import importlib
 import importlib.util
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from zlib import crc32
 
 from lossgate.declaration.candidate import Candidate
 from lossgate.errors import UsageError
-from lossgate.losses import find_spec
+from lossgate.spelling import nearest
 
 
 def load_candidates(target: str) -> list[Candidate]:
-    """Every candidate of ``file.py``, ``package.module``, or one: ``file.py:name``, ``package.module:name``.
+    """Loads candidates, in the order of their definition.
 
-    In the order of definition, each checked against its spec, and with ``target`` as its source.
+    Args:
+        target: ``file.py`` or ``package.module`` for all, ``file.py:name`` or
+            ``package.module:name`` for one.
+
+    Raises:
+        UsageError: if there is no such file, module or candidate, or it cannot be imported.
     """
-    place, _, name = target.rpartition(":") if ":" in target else (target, "", "")
-    module = _load(place)
+    location, _, name = target.rpartition(":") if ":" in target else (target, "", "")
+    module = _load(location)
     found: dict[str, Candidate] = {}
     for candidate in vars(module).values():
         if isinstance(candidate, Candidate) and found.setdefault(candidate.name, candidate) is not candidate:
             raise UsageError(
-                f"{place}: two candidates are named {candidate.name!r}; tell them apart by candidate(name=...)"
+                f"{location}: two candidates are named {candidate.name!r}; tell them apart with candidate(name=...)"
             )
     if not found:
-        raise UsageError(f"{place}: no candidate in it; decorate a kernel with @lossgate.candidate(...)")
+        raise UsageError(f"{location}: no candidate in it; decorate a kernel with @lossgate.candidate(...)")
     if name and name not in found:
-        raise UsageError(f"{place}: no candidate named {name!r}; it has {', '.join(found)}")
-    chosen = [
-        replace(candidate, source=f"{place}:{candidate.name}")
-        for candidate in found.values()
-        if name in ("", candidate.name)
-    ]
-    for candidate in chosen:
-        find_spec(candidate.spec).check(candidate)
-    return chosen
+        raise UsageError(f"{location}: no candidate named {name!r}; {nearest(name, found)}")
+    chosen = [candidate for candidate in found.values() if name in ("", candidate.name)]
+    return [replace(candidate, source=f"{location}:{candidate.name}") for candidate in chosen]
 
 
-def _load(place: str) -> ModuleType:
-    if place.endswith(".py"):
-        return _load_file(Path(place))
+@cache
+def load_candidate(source: str) -> Candidate:
+    """Loads the one candidate of a source; the same object each time, as the other side of
+    pickling.
+    """
+    (candidate,) = load_candidates(source)
+    return candidate
+
+
+def _load(location: str) -> ModuleType:
+    if location.endswith(".py"):
+        return _load_file(Path(location))
     try:
-        return importlib.import_module(place)
+        return importlib.import_module(location)
     except (Exception, SystemExit) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name and place.startswith(error.name):
+        if isinstance(error, ModuleNotFoundError) and error.name and location.startswith(error.name):
             raise UsageError(
-                f"{place}: no such module; expected a file ending in .py or an importable module"
+                f"{location}: no such module; expected a file ending in .py or an importable module"
             ) from None
-        raise _import_error(place, error) from error
+        raise _import_error(location, error) from error
 
 
 def _load_file(file: Path) -> ModuleType:
@@ -65,7 +74,7 @@ def _load_file(file: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    sys.path.insert(0, str(file.resolve().parent))  # its neighbours, as if it were run
+    sys.path.insert(0, str(file.resolve().parent))  # it can import its neighbours, as if it were run
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -76,9 +85,7 @@ def _load_file(file: Path) -> ModuleType:
     return module
 
 
-def _import_error(place: str, error: BaseException) -> UsageError:
-    return (
-        error
-        if isinstance(error, UsageError)
-        else UsageError(f"{place}: can't be imported: {type(error).__name__}: {error}")
-    )
+def _import_error(location: str, error: BaseException) -> UsageError:
+    if isinstance(error, UsageError):
+        return error
+    return UsageError(f"{location}: can't be imported: {type(error).__name__}: {error}")

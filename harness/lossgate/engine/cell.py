@@ -1,27 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cell of the verdict table: one candidate on one layout in one dtype, and what came of it."""
+"""A cell of the verdict table, and what came of it."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
-from types import MappingProxyType
 
-from lossgate.adequacy.option_mutants import Contrast
-from lossgate.cases.examine import Examination
-from lossgate.declaration.candidate import Candidate, Finding
-from lossgate.engine.failure_files import Frozen
-from lossgate.judge.explain import explain_pooled
-from lossgate.judge.pooling import Pooled, pool
+from lossgate.adequacy.coverage import required_goals
+from lossgate.declaration.candidate import Candidate
+from lossgate.engine.case_result import CaseResult
+from lossgate.judge.pooling import Pooled
 from lossgate.layout import Layout
-from lossgate.losses import find_spec
-
-LARGEST_MDE = 0.01
-"""A cell that could not have seen an error of 1% in an output's scale is inconclusive."""
+from lossgate.properties import PROPERTIES, Property
 
 
 class Verdict(StrEnum):
-    """Of a cell. INCONCLUSIVE: nothing wrong was seen, and not enough was seen."""
+    """The verdict on a cell. INCONCLUSIVE: nothing wrong was seen, and not enough was seen."""
 
     AGREE = "AGREE"
     DISAGREE = "DISAGREE"
@@ -30,12 +23,15 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """What is verified: the property "agreement" with the reference, for now the only one."""
+    """What is verified: one candidate, held to one property, on one layout, in one dtype, in one
+    world.
+    """
 
     candidate: Candidate
     layout: Layout
     dtype: str
-    property: str = "agreement"
+    property: Property = PROPERTIES["agreement"]
+    world: str = "simulated"
 
     def __str__(self) -> str:
         return f"{self.candidate.name}[{self.property}-{self.layout}-{self.dtype}]"
@@ -49,168 +45,57 @@ class CellResult:
     verdict: Verdict
     reasons: tuple[str, ...]
     """In words, why the verdict is not AGREE."""
-    examined: tuple[Examination, ...]
-    """The problems that count, in order."""
-    failure: Examination | None = None
-    """The smallest problem found on which the candidate disagrees."""
+    cases: tuple[CaseResult, ...]
+    """The cases that count, in order."""
+    failure: CaseResult | None = None
+    """The smallest case found that disagrees."""
     shrink_calls: int = 0
+    """Problems that were tried to make it smaller."""
     pooled: tuple[Pooled, ...] = ()
-    branches: frozenset[str] = frozenset()
-    untold: tuple[str, ...] = ()
-    """The contrasts between choices of options for which no problem spoke; see ``specs.contrasts``."""
-    idle: tuple[str, ...] = ()
-    """Contrasts that made no difference on any problem that the candidate can be given, and so are not asked for."""
-    doubts: tuple[str, ...] = ()
+    covered: frozenset[str] = frozenset()
+    """The coverage goals that were reached."""
+    surviving: tuple[str, ...] = ()
+    """The option mutants that no problem killed, by name."""
+    equivalent: tuple[str, ...] = ()
+    """Option mutants that changed nothing on any problem that the candidate can be given. They need
+    not be killed."""
+    gaps: tuple[str, ...] = ()
     """In words, what else was not seen enough of."""
     seconds: float = 0.0
     expected: bool = False
-    """It disagrees, as a known finding says."""
+    """It disagrees as a known failure says."""
 
     @property
     def comparisons(self) -> int:
-        return sum(len(examination.comparisons) for examination in self.examined)
+        return sum(len(case.comparisons) for case in self.cases)
 
     @property
     def margin(self) -> float:
         """The largest statistic of any comparison, as a share of its limit."""
-        return max((c.margin for e in self.examined for c in e.comparisons), default=0.0)
+        return max((c.margin for case in self.cases for c in case.comparisons), default=0.0)
 
     @property
     def mde(self) -> float:
-        """Of the pool of the output that was seen least sharply."""
+        """The minimum detectable effect of the output with the least power (pooled)."""
         return max((pooled.mde for pooled in self.pooled), default=float("inf"))
 
     @property
-    def power(self) -> dict[str, float]:
-        """The share of the planted errors that were seen, by kind."""
-        seen: dict[str, list[bool]] = {}
-        for comparison in (c for e in self.examined for c in e.comparisons):
-            for name, rejected in comparison.rejected.items():
-                seen.setdefault(name, []).append(rejected)
-        return {name: sum(told) / len(told) for name, told in seen.items()}
-
-    @property
-    def missing_branches(self) -> tuple[str, ...]:
-        return tuple(
-            name
-            for name in find_spec(self.cell.candidate.spec).required(self.cell.candidate, self.cell.layout)
-            if name not in self.branches
-        )
-
-    @property
     def median_mde(self) -> float:
-        """Of the comparisons that could say something."""
-        return median(
-            [c.mde for e in self.examined for c in e.comparisons if c.values and not c.vacuous] or [float("inf")]
-        )
+        """The median over the comparisons that can say something."""
+        mdes = [c.mde for case in self.cases for c in case.comparisons if c.values and not c.vacuous]
+        return median(mdes or [float("inf")])
 
+    @property
+    def power(self) -> dict[str, float]:
+        """The share of the planted errors that were rejected, by kind."""
+        rejected: dict[str, list[bool]] = {}
+        for comparison in (c for case in self.cases for c in case.comparisons):
+            for name, was_rejected in comparison.rejected.items():
+                rejected.setdefault(name, []).append(was_rejected)
+        return {name: sum(each) / len(each) for name, each in rejected.items()}
 
-def conclude(
-    cell: Cell,
-    examined: Sequence[Examination],
-    failure: Examination | None,
-    shrink_calls: int,
-    seconds: float,
-    untold: Mapping[str, Contrast] = MappingProxyType({}),
-    idle: Collection[str] = (),
-) -> CellResult:
-    """The verdict on what was examined."""
-    pooled = _pool(examined)
-    branches = frozenset[str]().union(*(e.branches for e in examined))
-    doubts = tuple(_doubts(cell, examined, pooled, branches))
-    verdict, reasons = _verdict(failure, pooled, (*doubts, *_untold(untold.values())))
-    return CellResult(
-        cell=cell,
-        verdict=verdict,
-        reasons=reasons,
-        examined=tuple(examined),
-        failure=failure,
-        shrink_calls=shrink_calls,
-        pooled=pooled,
-        branches=branches,
-        untold=tuple(untold),
-        idle=tuple(sorted(idle)),
-        doubts=doubts,
-        seconds=seconds,
-    )
-
-
-def conclude_known(cell: Cell, finding: Finding, frozen: Frozen, now: Examination, seconds: float) -> CellResult:
-    """The verdict on a known finding: expected if its frozen example still disagrees, in the same outputs."""
-    expected = now.symptoms == frozen.symptoms and not now.agrees
-    if now.agrees:
-        reasons = (
-            f"known finding {finding.name} shows no more: its frozen example agrees; verify the candidate without it",
-        )
-    elif expected:
-        reasons = now.findings
-    else:
-        reasons = (
-            f"known finding {finding.name} has changed: it was known by {_and(frozen.symptoms)}, not {_and(now.symptoms)}",
-            *now.findings,
-        )
-    return CellResult(
-        cell=cell,
-        verdict=Verdict.DISAGREE,
-        reasons=reasons,
-        examined=(now,),
-        failure=None if now.agrees else now,
-        pooled=_pool([now]),
-        branches=now.branches,
-        seconds=seconds,
-        expected=expected,
-    )
-
-
-def _and(words: Sequence[str]) -> str:
-    return " and ".join(words)
-
-
-def _pool(examined: Sequence[Examination]) -> tuple[Pooled, ...]:
-    outputs = dict.fromkeys(c.output for e in examined for c in e.comparisons)
-    return tuple(pool(output, (c for e in examined for c in e.comparisons if c.output == output)) for output in outputs)
-
-
-def biases(examined: Sequence[Examination]) -> tuple[str, ...]:
-    """What shows only when the problems are taken together, in words."""
-    return _biases(_pool(examined))
-
-
-def _biases(pooled: Iterable[Pooled]) -> tuple[str, ...]:
-    return tuple(explain_pooled(one) for one in pooled if not one.agrees)
-
-
-def _verdict(
-    failure: Examination | None, pooled: tuple[Pooled, ...], doubts: tuple[str, ...]
-) -> tuple[Verdict, tuple[str, ...]]:
-    if failure is not None:
-        return Verdict.DISAGREE, failure.findings
-    if biased := _biases(pooled):
-        return Verdict.DISAGREE, biased
-    return (Verdict.INCONCLUSIVE if doubts else Verdict.AGREE), doubts
-
-
-def _doubts(
-    cell: Cell, examined: Sequence[Examination], pooled: tuple[Pooled, ...], branches: frozenset[str]
-) -> Iterator[str]:
-    """What problems of any kind could still show."""
-    spec = find_spec(cell.candidate.spec)
-    for comparison in (c for e in examined for c in e.comparisons if c.blind):
-        yield f"the judge missed planted errors: {', '.join(comparison.blind)} in {comparison.output}"
-    for p in pooled:
-        if p.mde > LARGEST_MDE and (
-            p.problems or p.output not in spec.metrics
-        ):  # a count of what an option would do may always be 0
-            yield f"{p.output}: an error of {LARGEST_MDE:.0%} in scale could have hidden (seen from {p.mde:.2g} on); try more problems"
-    for name, branch in spec.required(cell.candidate, cell.layout).items():
-        if name not in branches:
-            yield f"never visited: {branch.meaning}; try more problems"
-
-
-def _untold(contrasts: Iterable[Contrast]) -> Iterator[str]:
-    """One line for each choice of an option."""
-    others: dict[str, list[str]] = {}
-    for contrast in contrasts:
-        others.setdefault(contrast.choice, []).append(f"{contrast.other} ({contrast.side})")
-    for choice, told in others.items():
-        yield f"option {choice}: no problem would have told it from {', '.join(told)}; try more problems, or don't support it"
+    @property
+    def missing_goals(self) -> tuple[str, ...]:
+        """The required coverage goals that no problem reached."""
+        required = required_goals(self.cell.candidate, self.cell.layout)
+        return tuple(name for name in required if name not in self.covered)

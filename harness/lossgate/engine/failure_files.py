@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Failure files: a disagreement, frozen so that ``lossgate replay`` shows it again, number for number."""
+"""Failure files, written and read: a disagreement, frozen for ``lossgate replay``."""
 
 import platform
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from zlib import crc32
 
 import msgspec
 import torch
 
 import lossgate
-from lossgate.cases.examine import Examination
+from lossgate.declaration.candidate import Candidate
+from lossgate.engine.case_result import CaseResult
+from lossgate.engine.cell import CellResult
 from lossgate.errors import UsageError
 from lossgate.problems.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
-class Frozen:
+class FrozenCase:
     """One problem, and the statistics of each output on it."""
 
     problem: Problem
@@ -24,30 +28,26 @@ class Frozen:
     symptoms: tuple[str, ...]
 
     @classmethod
-    def of(cls, examination: Examination) -> "Frozen":
-        statistics = {comparison.output: dict(comparison.values) for comparison in examination.comparisons}
-        return cls(
-            problem=examination.problem,
-            statistics=statistics,
-            findings=examination.findings,
-            symptoms=examination.symptoms,
-        )
+    def of(cls, case: CaseResult) -> "FrozenCase":
+        statistics = {str(comparison.output): dict(comparison.values) for comparison in case.comparisons}
+        return cls(problem=case.problem, statistics=statistics, findings=case.findings, symptoms=case.symptoms)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureFile:
-    """What a failure file holds: one problem, or all those that disagree only together."""
+    """What a failure file holds: one problem, or all problems that disagree only when pooled."""
 
     candidate: str
     """``file.py:name``, the file relative to the working folder if it lies below."""
     reasons: tuple[str, ...]
-    examples: tuple[Frozen, ...]
+    examples: tuple[FrozenCase, ...]
     pooled: bool
     """The examples disagree only when pooled."""
     versions: dict[str, str]
 
 
 def versions() -> dict[str, str]:
+    """Returns the versions that numbers may depend on."""
     return {
         "lossgate": lossgate.__version__,
         "torch": str(torch.__version__),
@@ -57,12 +57,55 @@ def versions() -> dict[str, str]:
 
 
 def read_failure(file: Path) -> FailureFile:
+    """Reads a failure file.
+
+    Raises:
+        UsageError: if the file cannot be read or is no failure file.
+    """
     try:
-        failure = msgspec.json.decode(file.read_bytes(), type=FailureFile)
+        values = msgspec.json.decode(file.read_bytes())
+        failure = msgspec.convert(values, FailureFile)
+        for example in values["examples"]:
+            Problem.from_builtins(example["problem"])  # refuses fields that it does not know
     except OSError as error:
         raise UsageError(f"can't read {file}: {error.strerror}") from None
-    except msgspec.MsgspecError as error:
-        raise UsageError(f"{file} is no failure file: {error}") from None
+    except (msgspec.MsgspecError, UsageError) as error:
+        raise UsageError(f"{file} is no failure file of this version of lossgate: {error}") from None
     if not failure.examples:
-        raise UsageError(f"{file} holds no example: expected at least one")
+        raise UsageError(f"{file} holds no example; expected at least one")
     return failure
+
+
+def write_failure(result: CellResult, folder: Path) -> Path:
+    """Writes the failure of a cell into a folder, under a name that contains the cell, and returns
+    the file.
+
+    Raises:
+        UsageError: if the folder cannot be written.
+    """
+    cases = (result.failure,) if result.failure is not None else result.cases
+    content = FailureFile(
+        candidate=_portable(result.cell.candidate),
+        reasons=result.reasons,
+        examples=tuple(FrozenCase.of(case) for case in cases),
+        pooled=result.failure is None,
+        versions=versions(),
+    )
+    text = msgspec.json.format(msgspec.json.encode(content), indent=1)
+    cell = result.cell
+    stem = re.sub(r"[^\w=,.-]", "_", f"failure-{cell.candidate.name}-{cell.dtype}-{cell.layout}")
+    file = folder / f"{stem}-{crc32(text):08x}.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(".partial")
+        partial.write_bytes(text)
+        partial.rename(file)
+    except OSError as error:
+        raise UsageError(f"can't write {file}: {error.strerror}; choose another folder with --failures") from None
+    return file
+
+
+def _portable(candidate: Candidate) -> str:
+    file, _, name = candidate.source.rpartition(":")
+    path = Path(file)
+    return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{name}"

@@ -1,82 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans cells, runs them and tells what happens. Knows nobody who listens."""
+"""Runs cells and reports what happens."""
 
 import multiprocessing
 import os
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import cast
 
 import torch
 
-from lossgate.cases.examine import examine
-from lossgate.declaration.candidate import Candidate, Finding
-from lossgate.declaration.loading import load_candidates
-from lossgate.engine.cell import Cell, CellResult, Verdict, conclude, conclude_known
-from lossgate.engine.failure_files import Frozen, read_failure
+from lossgate.cases.case import Case
+from lossgate.declaration.candidate import Candidate
+from lossgate.engine.case_result import run_case
+from lossgate.engine.cell import Cell, CellResult, Verdict
+from lossgate.engine.events import CellFinished, Event, RunFinished, RunStarted
+from lossgate.engine.plan import frozen_case, plan
 from lossgate.engine.search import Search
 from lossgate.engine.settings import Settings
-from lossgate.errors import UsageError
-from lossgate.layout import Layout
-from lossgate.worlds import SimulatedWorld
-
-
-@dataclass(frozen=True)
-class RunStarted:
-    cells: tuple[Cell, ...]
-    settings: Settings
-
-
-@dataclass(frozen=True)
-class CellFinished:
-    result: CellResult
-
-
-@dataclass(frozen=True)
-class RunFinished:
-    results: tuple[CellResult, ...]
-
-
-Event = RunStarted | CellFinished | RunFinished
-
-
-def plan(candidates: Iterable[Candidate], settings: Settings) -> list[Cell]:
-    """The cells to verify. Raises ``UsageError`` if a candidate has none."""
-    cells: list[Cell] = []
-    for candidate in candidates:
-        if candidate.finding is not None:
-            problem = _frozen(candidate.finding).problem
-            cells.append(Cell(candidate, problem.layout, problem.dtype))
-            continue
-        own = [
-            Cell(candidate, layout, dtype)
-            for dtype in settings.dtypes_of(candidate)
-            for layout in settings.layouts_of(candidate)
-        ]
-        if not own:
-            raise UsageError(
-                f"candidate {candidate.name!r}: nothing to verify, with axes {candidate.axes or 'none'} and dtypes "
-                f"{', '.join(candidate.dtypes)}, on layouts {', '.join(settings.layouts) or f'of {settings.ranks} ranks'} "
-                f"in {', '.join(settings.dtypes) or 'any dtype'}"
-            )
-        cells += own
-    return cells
+from lossgate.engine.verdict import conclude, conclude_known
+from lossgate.worlds import make_world
 
 
 def run_cell(cell: Cell, settings: Settings) -> CellResult:
-    """Verify one cell; more problems are tried while they leave it inconclusive."""
+    """Verifies one cell. More problems are tried as long as they leave it inconclusive."""
     start = perf_counter()
-    world = SimulatedWorld(cell.layout, settings.timeout)
+    world = make_world(cell.world, cell.layout, settings.timeout)
     try:
-        if finding := cell.candidate.finding:
-            frozen = _frozen(finding)
-            return conclude_known(
-                cell, finding, frozen, examine(cell.candidate, frozen.problem, world), perf_counter() - start
-            )
+        if known := cell.candidate.known_failure:
+            frozen = frozen_case(known)
+            now = run_case(Case(cell.candidate, frozen.problem, world), cell.property)
+            return conclude_known(cell, known, frozen, now, perf_counter() - start)
         search = Search(cell, world, settings)
         search.run()
         result = _conclude(search, start)
@@ -84,7 +39,7 @@ def run_cell(cell: Cell, settings: Settings) -> CellResult:
             if result.verdict is Verdict.INCONCLUSIVE:
                 search.fill_gaps(round_)
                 result = _conclude(search, start)
-            if result.verdict is Verdict.INCONCLUSIVE and result.doubts:
+            if result.verdict is Verdict.INCONCLUSIVE and result.gaps:
                 search.run(round_)
                 result = _conclude(search, start)
         return result
@@ -95,26 +50,17 @@ def run_cell(cell: Cell, settings: Settings) -> CellResult:
 def _conclude(search: Search, start: float) -> CellResult:
     return conclude(
         search.cell,
-        search.examined,
+        search.cases,
         search.failure,
         search.calls_after_failure,
         perf_counter() - start,
-        search.owed,
-        search.idle & search.untold.keys(),
+        search.still_to_kill,
+        search.equivalent & search.surviving.keys(),
     )
 
 
-def _frozen(finding: Finding) -> Frozen:
-    failure = read_failure(finding.example)
-    if failure.pooled:
-        raise UsageError(
-            f"finding {finding.name}: the problems of {finding.example} disagree only together; expected one that does so alone"
-        )
-    return failure.examples[0]
-
-
 def run(candidates: Iterable[Candidate], settings: Settings) -> Iterator[Event]:
-    """Verify candidates; yields what happens, in the order of the plan."""
+    """Verifies candidates; yields what happens, in the order of the plan."""
     cells = plan(candidates, settings)
     yield RunStarted(tuple(cells), settings)
     jobs = min(settings.jobs or os.cpu_count() or 1, len(cells))
@@ -131,25 +77,17 @@ def _run_here(cells: Sequence[Cell], settings: Settings) -> Iterator[CellResult]
 
 
 def _run_side_by_side(cells: Sequence[Cell], settings: Settings, jobs: int) -> Iterator[CellResult]:
-    """In fresh processes, which load the candidates again by name: kernels can't be pickled."""
+    """Runs cells in fresh processes, which load the candidates again from their sources."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=_start_process) as pool:
-        futures = [
-            pool.submit(_run_by_name, cell.candidate.source, cell.layout, cell.dtype, settings) for cell in cells
-        ]
+        futures = [pool.submit(run_cell, cell, settings) for cell in cells]
         try:
-            for cell, future in zip(cells, futures, strict=True):
-                yield replace(future.result(), cell=cell)
+            for future in futures:
+                yield future.result()
         finally:
             pool.shutdown(cancel_futures=True)
 
 
 def _start_process() -> None:
     torch.set_num_threads(1)  # the processes share the cores
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupted user wants no traceback from each of them
-
-
-def _run_by_name(source: str, layout: Layout, dtype: str, settings: Settings) -> CellResult:
-    (candidate,) = load_candidates(source)
-    result = run_cell(Cell(candidate, layout, dtype), settings)
-    return replace(result, cell=cast("Cell", None))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # without this each of them prints a traceback when interrupted

@@ -1,38 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks for a problem on which a candidate disagrees, and makes it small. Hypothesis draws and shrinks."""
+"""Looks for a problem on which a candidate disagrees, and makes it small.
+
+Hypothesis draws and shrinks.
+"""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from zlib import crc32
 
 import hypothesis
 from hypothesis import Phase
 from hypothesis.errors import Flaky, Unsatisfiable
 
-from lossgate.adequacy.killing_problems import DIFFERENCE, DRAWN, promising
-from lossgate.adequacy.kills import differences
-from lossgate.adequacy.option_mutants import Contrast, contrasts
-from lossgate.cases.examine import Examination, branches_of, examine
+from lossgate.adequacy.coverage import required_goals
+from lossgate.adequacy.killing_problems import DRAWN, LEAST_SCORE, killing_problems
+from lossgate.adequacy.kills import score
+from lossgate.adequacy.option_mutants import OptionMutant, option_mutants
+from lossgate.cases.bound_problem import BoundProblem
+from lossgate.cases.case import Case
+from lossgate.cases.option_strategies import ForcedOption
 from lossgate.cases.strategies import problems, quiet
-from lossgate.declaration.candidate import ANY
+from lossgate.declaration.any_value import ANY
+from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.engine.cell import Cell
 from lossgate.engine.settings import Settings
 from lossgate.errors import LossgateError, UsageError
-from lossgate.losses import find_spec
 from lossgate.problems.problem import Problem
-from lossgate.worlds import World
-from lossgate.worlds.base import Hang
+from lossgate.worlds.base import Hang, World
 
-_EXAMINED = 4
-"""Most problems that are examined for one contrast or branch in each round; ``DRAWN`` are drawn."""
+_RUN_PER_GAP = 4
+"""The most problems that are run for one option mutant or coverage goal in each round; up to
+``DRAWN`` are drawn."""
 
 
 class _DisagreementError(Exception):
-    """Tells Hypothesis that a problem fails; one type and one line, so that all failures are one to it."""
+    """Tells Hypothesis that a problem fails.
+
+    It has one type and one line, so that Hypothesis sees a single failure.
+    """
 
 
-class _Stop(BaseException):
-    """Ends the search at once; not an Exception, so that Hypothesis lets it through."""
+class _StopSearch(BaseException):
+    """Ends the search at once. It is not an Exception, so that Hypothesis lets it through."""
 
 
 @dataclass
@@ -42,176 +51,178 @@ class Search:
     cell: Cell
     world: World
     settings: Settings
-    examined: list[Examination] = field(default_factory=list)
-    failure: Examination | None = None
+    cases: list[CaseResult] = field(default_factory=list)
+    """The cases that count, in order."""
+    failure: CaseResult | None = None
+    """The smallest case that disagrees."""
     calls_after_failure: int = 0
-    untold: dict[str, Contrast] = field(default_factory=dict)
-    """The contrasts for which no problem has spoken."""
-    idle: set[str] = field(default_factory=set)
-    """Of them, those whose other choice changed no result of any problem that was drawn for them: there is nothing to tell."""
+    """Problems that were tried to make it smaller."""
+    surviving: dict[str, OptionMutant] = field(default_factory=dict)
+    """The option mutants that no problem has killed."""
+    equivalent: set[str] = field(default_factory=set)
+    """Those of them that changed no result of any problem that was drawn for them."""
     _error: LossgateError | None = None
 
     def __post_init__(self) -> None:
-        self._contrasts = contrasts(find_spec(self.cell.candidate.spec), self.cell.candidate)
-        self.untold |= self._contrasts
+        self._mutants = option_mutants(self.cell.candidate)
+        self.surviving |= self._mutants
+
+    @property
+    def still_to_kill(self) -> dict[str, OptionMutant]:
+        """The mutants that a problem must still kill."""
+        return {name: mutant for name, mutant in self.surviving.items() if name not in self.equivalent}
+
+    @property
+    def missing_goals(self) -> set[str]:
+        """The coverage goals that a problem must still reach."""
+        required = set(required_goals(self.cell.candidate, self.cell.layout))
+        return required.difference(*(case.covered for case in self.cases))
 
     def run(self, round_: int = 0) -> None:
-        """Examine problems until one fails, then shrink it; another round draws others.
+        """Runs problems until one fails, then shrinks it. Another round draws other problems.
 
-        Raises ``CandidateError`` if the candidate breaks its interface.
+        Raises:
+            CandidateError: if the candidate breaks its declared interface.
+            UsageError: if no valid options are left for the candidate.
         """
         self._search(f"{self.settings.seed} {round_} {self.cell}", self._check)
 
-    @property
-    def owed(self) -> dict[str, Contrast]:
-        """The contrasts for which a problem must still speak."""
-        return {name: contrast for name, contrast in self.untold.items() if name not in self.idle}
-
-    @property
-    def missing_branches(self) -> set[str]:
-        """The branches that a problem must still visit."""
-        spec = find_spec(self.cell.candidate.spec)
-        return set(spec.required(self.cell.candidate, self.cell.layout)).difference(
-            *(e.branches for e in self.examined)
-        )
-
     def fill_gaps(self, round_: int) -> None:
-        """For each contrast that is owed, and each branch that is missing, look for a problem that shows it, and examine it, until one fails."""
-        for name, contrast in self.owed.items():
-            self._fill_contrast(name, contrast, round_)
-        for name in sorted(self.missing_branches):
-            self._fill_branch(name, round_)
+        """Looks for problems that kill each surviving mutant and reach each missing goal, until one
+        fails.
+        """
+        for name, mutant in self.still_to_kill.items():
+            self._kill(name, mutant, round_)
+        for name in sorted(self.missing_goals):
+            self._reach(name, round_)
 
-    def _fill_branch(self, name: str, round_: int) -> None:
-        self._seek(
-            f"{round_} {name}",
-            lambda: name in self.missing_branches,
-            lambda problem: float(name in branches_of(problem)),
-        )
+    def _reach(self, goal: str, round_: int) -> None:
+        spec = self.cell.candidate.spec
 
-    def _fill_contrast(self, name: str, contrast: Contrast, round_: int) -> None:
-        if name not in self.owed or self.failure is not None:
+        def likely(problem: Problem) -> float:
+            return float(goal in BoundProblem(spec, problem).likely_coverage)
+
+        self._seek(f"{round_} {goal}", lambda: goal in self.missing_goals, likely)
+
+    def _kill(self, name: str, mutant: OptionMutant, round_: int) -> None:
+        if name not in self.still_to_kill or self.failure is not None:
             return
-        focus = (
-            contrast
-            if len({other.values for other in self._contrasts.values() if other.option == contrast.option}) > 1
-            else None
-        )
-        known = promising(self.cell.candidate, self.cell.dtype, self.settings.seed, contrast, focus)
-        if known.idle:
-            self.idle.add(name)
+        candidate, dtype = self.cell.candidate, self.cell.dtype
+        choices = {other.values for other in self._mutants.values() if other.option == mutant.option}
+        target = mutant.target if len(choices) > 1 else None
+        known = killing_problems(candidate, dtype, self.settings.seed, mutant, target)
+        if known.equivalent:
+            self.equivalent.add(name)
             return
         for problem in known.on(self.cell.layout) if round_ == 1 else ():
-            if name in self.untold:
-                self._try(problem, focus)
+            if name in self.surviving:
+                self._try(problem, target)
             if self.failure is not None:
                 return
 
-        def promise(problem: Problem) -> float:
-            return differences(contrast, problem)[contrast.side] / DIFFERENCE[self.cell.dtype]
+        def likely(problem: Problem) -> float:
+            return score(mutant, problem, candidate.spec) / LEAST_SCORE[dtype]
 
-        self._seek(f"{round_} {focus.choice if focus else ''}", lambda: name in self.untold, promise, focus)
+        self._seek(f"{round_} {target or ''}", lambda: name in self.surviving, likely, target)
 
-    def _try(self, problem: Problem, focus: Contrast | None) -> None:
-        """Examine ``problem``; where the candidate fails on it, look for one like it that can be made smaller."""
+    def _try(self, problem: Problem, target: ForcedOption | None) -> None:
+        """Runs one problem.
+
+        If the candidate fails on it, looks for one like it that can be made smaller.
+        """
         try:
             self._check(problem)
-        except (_DisagreementError, _Stop):
+        except (_DisagreementError, _StopSearch):
             if self._error is not None:
                 raise self._error from None
             found, self.failure = self.failure, None
             if found is not None and found.failure != Hang.__name__:
-                self._search(f"{self.settings.seed} {self.cell} like one that failed", self._check, focus)
+                self._search(f"{self.settings.seed} {self.cell} like one that failed", self._check, target)
             self.failure = self.failure or found
 
     def _seek(
         self,
         what: str,
         missing: Callable[[], bool],
-        promise: Callable[[Problem], float],
-        contrast: Contrast | None = None,
+        likely: Callable[[Problem], float],
+        target: ForcedOption | None = None,
     ) -> None:
-        """Examine problems that promise 1 or more, while there is something missing. Gives up later if none promises anything at all."""
+        """Runs problems that are likely (1 or more) to fill a gap, as long as it is there.
+
+        It gives up later if none of the problems drawn has any chance at all.
+        """
         if self.failure is not None or not missing():
             return
-        promises: list[float] = []
-        first = len(self.examined)
+        scores: list[float] = []
+        first = len(self.cases)
 
         def check(problem: Problem) -> None:
             if self.failure is None:
-                patience = DRAWN if any(promises) else 2 * DRAWN
-                if len(promises) >= patience or len(self.examined) - first == _EXAMINED or not missing():
-                    raise _Stop
-                promises.append(promise(problem))
-                hypothesis.assume(promises[-1] >= 1)
+                patience = DRAWN if any(scores) else 2 * DRAWN
+                if len(scores) >= patience or len(self.cases) - first == _RUN_PER_GAP or not missing():
+                    raise _StopSearch
+                scores.append(likely(problem))
+                hypothesis.assume(scores[-1] >= 1)
             self._check(problem)
 
-        self._search(f"{self.settings.seed} {self.cell} {what}", check, contrast)
+        self._search(f"{self.settings.seed} {self.cell} {what}", check, target)
 
-    def _search(self, seed: str, check_problem: Callable[[Problem], None], contrast: Contrast | None = None) -> None:
-        candidate, layout, dtype = self.cell.candidate, self.cell.layout, self.cell.dtype
-
+    def _search(self, seed: str, check_problem: Callable[[Problem], None], target: ForcedOption | None = None) -> None:
         @hypothesis.seed(crc32(seed.encode()))
         @quiet(self.settings.examples, Phase.generate, Phase.shrink)
-        @hypothesis.given(problems(candidate, layout, dtype, contrast))
+        @hypothesis.given(problems(self.cell.candidate, self.cell.layout, self.cell.dtype, target))
         def check(problem: Problem) -> None:
             check_problem(problem)
 
         try:
             check()
-        except (_DisagreementError, _Stop):
+        except (_DisagreementError, _StopSearch):
             pass
         except Flaky:
-            self._note_flaky()
+            self._add_flaky()
         except Unsatisfiable:
-            if contrast is None:
-                raise self._refused() from None
+            if target is None:
+                raise self._no_valid_options() from None
         if self._error is not None:
             raise self._error
 
-    def _refused(self) -> UsageError:
+    def _no_valid_options(self) -> UsageError:
         candidate = self.cell.candidate
-        spec = find_spec(candidate.spec)
-        first = {
-            option.name: values[0]
-            for option in spec.options
-            if (values := spec.supported(candidate, option.name)) is not ANY
-        }
-        told = f"no options go together with supports={dict(candidate.supports)!r}: {spec.refusal(first)}"
-        return UsageError(f"candidate {candidate.name!r}: {told}")
+        given = ((option.name, candidate.supported(option.name)) for option in candidate.spec.options)
+        first = {name: values[0] for name, values in given if values is not ANY}
+        return UsageError(
+            f"candidate {candidate.name!r}: supports={dict(candidate.supports)!r} leaves no valid combination of "
+            f"options: {candidate.spec.conflict(first)}. Add values to supports, or drop some"
+        )
 
     def _check(self, problem: Problem) -> None:
         if self.failure is not None:
             self.calls_after_failure += 1
             if self.calls_after_failure > self.settings.shrink_calls:
-                raise _Stop
+                raise _StopSearch
         try:
-            sought = list(self.untold.values()) if self.failure is None else ()
-            examination = examine(self.cell.candidate, problem, self.world, sought)
+            case = Case(self.cell.candidate, problem, self.world)
+            mutants = list(self.surviving.values()) if self.failure is None else ()
+            result = run_case(case, self.cell.property, mutants)
         except LossgateError as error:
             self._error = error
-            raise _Stop from None
+            raise _StopSearch from None
         if self.failure is None:
-            self.examined.append(examination)
-            for name in examination.told:
-                del self.untold[name]
-        if examination.agrees:
+            self.cases.append(result)
+            for name in result.killed:
+                del self.surviving[name]
+        if result.agrees:
             return
         if self.failure is None or _size(problem) <= _size(self.failure.problem):
-            self.failure = examination
-        if examination.failure == Hang.__name__:  # each further try would cost a time-out
-            raise _Stop
+            self.failure = result
+        if result.failure == Hang.__name__:  # each further try would cost a time-out
+            raise _StopSearch
         raise _DisagreementError
 
-    def _note_flaky(self) -> None:
+    def _add_flaky(self) -> None:
         assert self.failure is not None
-        told = "the candidate is not deterministic: the same problem, run again, gave another result"
-        self.failure = Examination(
-            problem=self.failure.problem,
-            comparisons=self.failure.comparisons,
-            findings=(*self.failure.findings, told),
-            branches=self.failure.branches,
-        )
+        finding = "the candidate is not deterministic: the same problem, run again, gave another result"
+        self.failure = replace(self.failure, findings=(*self.failure.findings, finding), failure=None)
 
 
 def _size(problem: Problem) -> tuple[int, int, int, int]:

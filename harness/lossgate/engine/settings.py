@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much to verify: profiles, and ``[tool.lossgate]`` in pyproject.toml.
 
-A flag wins over the profile in pyproject.toml, which wins over the profile that comes with lossgate.
+A flag wins over the profile in pyproject.toml, which wins over the built-in profile.
 """
 
 import tomllib
@@ -20,16 +20,18 @@ from lossgate.layout import Layout, layouts_up_to
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Of a run."""
+    """The settings of a run."""
 
     examples: int = 20
     """Problems per cell (candidate, layout, dtype)."""
     rounds: int = 4
-    """While the cell is inconclusive: how often that many more are tried, and some are looked for that show what is missing."""
+    """While the cell is inconclusive: how often that many more are tried, and some are looked for
+    that show what is missing."""
     ranks: int = 4
     """Largest layout, where none is named."""
     layouts: tuple[str, ...] = ()
-    """The layouts to verify on; by default every one of at most ``ranks`` ranks that the candidate's axes allow."""
+    """The layouts to verify on; by default every one of at most ``ranks`` ranks that the
+    candidate's axes allow."""
     dtypes: tuple[str, ...] = ()
     """The dtypes to verify; by default all that the candidate takes."""
     seed: int = 0
@@ -71,7 +73,10 @@ PROFILES: Mapping[str, Settings] = {
 
 
 def load_settings(profile: str = "dev", start: Path | None = None, **flags: Any) -> Settings:
-    """The settings of a profile, with ``flags`` that are not None on top. ``start`` is where pyproject.toml is looked for."""
+    """The settings of a profile, with ``flags`` that are not None on top.
+
+    ``start`` is where pyproject.toml is looked for.
+    """
     configured = _read_pyproject(start or Path.cwd())
     profiles = configured.get("profiles", {})
     if profile not in {*PROFILES, *profiles}:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evidence: one JSON line per cell, for a gate to read."""
+"""Writes evidence: one JSON line per cell."""
 
 import platform
 import subprocess
@@ -11,15 +11,18 @@ from pathlib import Path
 import msgspec
 
 from lossgate.engine.cell import CellResult
+from lossgate.engine.events import CellFinished, Event
 from lossgate.engine.failure_files import versions
-from lossgate.engine.run import CellFinished, Event
 from lossgate.errors import UsageError
 from lossgate.problems.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What is known of a cell. Statistics are shares of their limits: over 1 is a disagreement."""
+    """What is known about a cell.
+
+    Statistics are shares of their limits: over 1 is a disagreement.
+    """
 
     candidate: str
     source: str
@@ -31,22 +34,24 @@ class Evidence:
     world: str
     device: str
     verdict: str
-    finding: str | None
+    known_failure: str | None
     reasons: tuple[str, ...]
     problems: int
     comparisons: int
     worst: dict[str, dict[str, float]]
-    """By output and statistic."""
+    """The largest share of its limit, by output and statistic."""
     mde: dict[str, float | None]
-    """Least error in scale that the pool would have seen, by output; null if it could see none."""
+    """The minimum detectable effect of each output, pooled over problems; null if no problem says
+    anything about it."""
     planted: dict[str, float]
-    """Share of the planted errors that were seen, by kind."""
-    branches: tuple[str, ...]
-    missing_branches: tuple[str, ...]
-    untold_options: tuple[str, ...]
-    """Choices of options that no problem would have told from another; see ``specs.contrasts``."""
-    idle_options: tuple[str, ...]
-    """Those between which there was nothing to tell, in any problem that the candidate can be given."""
+    """The share of the planted errors that were rejected, by kind."""
+    covered: tuple[str, ...]
+    """The coverage goals that were reached."""
+    missing_goals: tuple[str, ...]
+    surviving_mutants: tuple[str, ...]
+    """The option mutants that no problem killed."""
+    equivalent_mutants: tuple[str, ...]
+    """Those that no problem can kill."""
     problem: Problem | None
     seed: int
     seconds: float
@@ -57,7 +62,10 @@ class Evidence:
 
 
 class EvidenceFile:
-    """Appends to a file; opened at once, so that a path that can't be written is known before the work is done."""
+    """Appends to a file.
+
+    It is opened at once, so that a path that cannot be written is reported before the work is done.
+    """
 
     def __init__(self, path: Path, seed: int) -> None:
         self._seed = seed
@@ -76,7 +84,7 @@ class EvidenceFile:
 
 
 def evidence_line(result: CellResult, seed: int) -> bytes:
-    """The JSON of one cell, on one line."""
+    """Returns the JSON of one cell, on one line."""
     return msgspec.json.encode(_evidence(result, seed))
 
 
@@ -85,25 +93,25 @@ def _evidence(result: CellResult, seed: int) -> Evidence:
     return Evidence(
         candidate=candidate.name,
         source=candidate.source,
-        spec=candidate.spec,
+        spec=candidate.spec.name,
         head=candidate.head,
-        property=cell.property,
+        property=cell.property.name,
         layout=str(cell.layout),
         dtype=cell.dtype,
-        world="simulated",
+        world=cell.world,
         device="cpu",
         verdict=result.verdict,
-        finding=candidate.finding.name if candidate.finding else None,
+        known_failure=candidate.known_failure.name if candidate.known_failure else None,
         reasons=result.reasons,
-        problems=len(result.examined),
+        problems=len(result.cases),
         comparisons=result.comparisons,
         worst=_worst(result),
-        mde={p.output: p.mde if p.problems else None for p in result.pooled},
+        mde={str(p.output): p.mde if p.problems else None for p in result.pooled},
         planted=result.power,
-        branches=tuple(sorted(result.branches)),
-        missing_branches=result.missing_branches,
-        untold_options=result.untold,
-        idle_options=result.idle,
+        covered=tuple(sorted(result.covered)),
+        missing_goals=result.missing_goals,
+        surviving_mutants=result.surviving,
+        equivalent_mutants=result.equivalent,
         problem=result.failure.problem if result.failure else None,
         seed=seed,
         seconds=round(result.seconds, 3),
@@ -116,16 +124,16 @@ def _evidence(result: CellResult, seed: int) -> Evidence:
 
 def _worst(result: CellResult) -> dict[str, dict[str, float]]:
     worst: dict[str, dict[str, float]] = {}
-    for comparison in (c for e in result.examined for c in e.comparisons):
-        own = worst.setdefault(comparison.output, {})
-        for name, share in comparison.excess.items():
+    for comparison in (c for case in result.cases for c in case.comparisons):
+        own = worst.setdefault(str(comparison.output), {})
+        for name, share in comparison.shares.items():
             own[name] = max(own.get(name, 0.0), share)
     return worst
 
 
 @cache
 def _commit() -> str | None:
-    """Of the working folder, if it is a git checkout."""
+    """Returns the commit of the working folder, if it is a git checkout."""
     try:
         done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

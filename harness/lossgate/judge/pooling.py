@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scale of an output over many problems: errors too small for one comparison, such as a bias of 0.2% in bf16.
+"""The scale of an output over many problems: errors too small for one comparison, such as a bias of
+0.2% in bf16.
 
-The problems' SCALEs are averaged with weights, as results of studies are in a meta-analysis: random effects, by
-DerSimonian and Laird (1986). The between-problem variance is what rounding does to a whole result alike, which the
-ensemble does not show and no single comparison can tell from a bias.
+The problems' SCALEs are averaged with weights, as results of studies are in a meta-analysis: random
+effects, by DerSimonian and Laird (1986). The between-problem variance is what rounding does to a
+whole result alike, which the ensemble does not show and no single comparison can tell from a bias.
 """
 
 from collections.abc import Iterable
@@ -12,23 +13,26 @@ from math import inf, sqrt
 
 from lossgate.judge.comparison import Comparison
 from lossgate.judge.statistics import SCALE
+from lossgate.specs.outputs import Output
 
 SIGMAS = 5.0
-"""Of the pooled scale; more for few problems, whose scatter tells little of the scatter that there is."""
+"""Standard deviations of the pooled scale that are allowed. Few problems get more, because their
+scatter is itself uncertain."""
 
 FLOOR = 1 / 64
-"""Of the output's unit roundoff: the smallest bias that is held against a kernel. See ``docs/judge.md`` for the pools of
-correct kernels that set it."""
+"""The smallest bias that counts against a kernel, as a share of the output's unit roundoff. The
+pools of correct kernels in ``docs/judge.md`` set it."""
 
 FLOAT32_FLOOR = 2.0**-25
-"""Kernels compute in float32 at the best, with approximations of exp and log that are off by that much."""
+"""The same for kernels that compute in float32: their approximations of exp and log are off by that
+much."""
 
 
 @dataclass(frozen=True)
 class Pooled:
     """One output over the problems of a cell."""
 
-    output: str
+    output: Output
     problems: int
     scale: float
     sd: float
@@ -40,12 +44,14 @@ class Pooled:
 
     @property
     def mde(self) -> float:
-        """The minimum detectable effect: had every result been larger or smaller by more than this, the pool would have been rejected."""
+        """The minimum detectable effect: the pool rejects results that are all larger or smaller by
+        more than this.
+        """
         return self.limit + abs(self.scale)
 
 
-def pool(output: str, comparisons: Iterable[Comparison]) -> Pooled:
-    """Pool comparisons of one output; those that could say nothing of its scale are left out."""
+def pool(output: Output, comparisons: Iterable[Comparison]) -> Pooled:
+    """Pools comparisons of one output. Those that say nothing about its scale are left out."""
     used = [c for c in comparisons if c.values and not c.vacuous]
     if not used:
         return Pooled(output, 0, 0.0, inf, inf)

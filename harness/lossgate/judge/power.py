@@ -1,46 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The self-check of a comparison: errors planted in its own result, which it must reject where its limits say so."""
+"""The self-check of a comparison: errors planted in its own result, which it must reject where its
+limits say so.
+"""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from lossgate.judge.statistics import Grouping
+from lossgate.judge.statistics import Blocks
 
 PLANTED = {
     "x1.01": "scaled by 1.01",
     "x0.99": "scaled by 0.99",
     "zero": "zero",
-    "token dropped": "without one token's part",
-    "vocab tile dropped": "without one vocabulary tile's part",
+    "token dropped": "without the part of one token",
+    "vocab tile dropped": "without the part of one vocabulary tile",
 }
 
 
-def plant(result: Tensor, reference: Tensor, groupings: Sequence[Grouping]) -> dict[str, Tensor]:
-    """Copies of a result, each with one error. What is dropped is the part of middle size, neither the plainest nor the least."""
+def plant(result: Tensor, reference: Tensor, blocks: Sequence[Blocks]) -> dict[str, Tensor]:
+    """Returns copies of a result, each with one error.
+
+    The block that is dropped is the one of median size.
+    """
     planted = {"x1.01": result * 1.01, "x0.99": result * 0.99, "zero": torch.zeros_like(result)}
-    for grouping in groupings:
-        name = f"{grouping.name} dropped"
+    for cut in blocks:
+        name = f"{cut.name} dropped"
         if name in PLANTED:
-            planted[name] = result.index_fill(grouping.dim, _middle_part(reference, grouping), 0.0)
+            planted[name] = result.index_fill(cut.dim, _median_block(reference, cut), 0.0)
     return planted
 
 
-def _middle_part(reference: Tensor, grouping: Grouping) -> Tensor:
-    """The slices of the part whose norm is the median of those that are not zero."""
-    others = [d for d in range(reference.dim()) if d != grouping.dim]
+def _median_block(reference: Tensor, cut: Blocks) -> Tensor:
+    """Returns the slices of the block whose norm is the median of those that are not zero."""
+    others = [d for d in range(reference.dim()) if d != cut.dim]
     squares = reference.square().sum(others) if others else reference.square()
-    norms = squares.new_zeros(grouping.parts).index_add_(0, grouping.index, squares)
+    norms = squares.new_zeros(cut.count).index_add_(0, cut.index, squares)
     present = norms.nonzero().squeeze(1)
     middle = present[norms[present].argsort()[len(present) // 2]]
-    return (grouping.index == middle).nonzero().squeeze(1)
+    return (cut.index == middle).nonzero().squeeze(1)
 
 
 def blind_spots(scales: dict[str, float], rejected: dict[str, bool], scale: float, limit: float) -> tuple[str, ...]:
-    """Planted errors that shift SCALE by more than could hide in the limit, and were accepted all the same.
+    """Returns the planted errors that shift SCALE by more than the limit hides, and were accepted
+    all the same.
 
-    scales: SCALE of each planted result; scale: of the result itself. A judge without a fault has none.
+    A judge without a fault has none.
+
+    Args:
+        scales: SCALE of each planted result.
+        rejected: whether each was rejected.
+        scale: SCALE of the result itself.
+        limit: of SCALE.
     """
     visible = limit + abs(scale)
     return tuple(name for name, value in scales.items() if abs(value - scale) > visible and not rejected[name])

@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deviations from the reference, in units of the noise that a correct kernel may have.
 
-R is the reference, E_m the ensemble's members, K a result, d = K - R, and s the noise of each entry. All statistics
-are computed for a stack of results at once, along the first dim.
+R is the reference, E_m the ensemble's members, K a result, d = K - R, and s the noise of each
+entry. All statistics are computed for a stack of results at once, along the first dim.
 
-    SCALE  <d, R / s^2> / <R, R / s^2>           by how much the whole is too large
+    SCALE  <d, R / s^2> / <R, R / s^2>          by how much the whole is too large
     NOISE  rms(d / s)                           how noisy it is
     WORST  max |d / s|                          its worst entry
-    ROW    max_G |<d, R / s^2>_G| / |R / s|_G       its worst part: a token, a sequence, a vocabulary tile, a rank's shard
+    BLOCK  max_B |<d, R / s^2>_B| / |R / s|_B   its worst block (token, vocabulary tile, shard)
 
-s^2 is the members' mean square deviation, pooled over rows and columns for a matrix (a product of row mean and column
-mean: a dozen members alone would give each entry a variance of its own that is far too uncertain), plus the rounding
-of the output itself. Weighting SCALE by it makes it as sharp as it can be (Aitken's generalised least squares).
+s^2 is the members' mean square deviation, pooled over rows and columns for a matrix (a product of
+row mean and column mean: a dozen members alone would give each entry a variance of its own that is
+far too uncertain), plus the rounding of the output itself. Weighting SCALE by it makes it as sharp
+as it can be (Aitken's generalised least squares).
 
-Rounding may do the same to a whole part: in a token mean the gradient of every label's logit is nearly the same
-number, and is rounded alike. The ensemble's members round each for themselves and don't show it, so that one unit
-roundoff is allowed for it: added to SCALE's limit, and taken off a result's ROW.
+Rounding may do the same to a whole block: in a token mean the gradient of every label's logit is
+nearly the same number, and is rounded alike. The ensemble's members each round for themselves and
+do not show it. So one unit roundoff is allowed for it: it is added to SCALE's limit, and subtracted
+from a result's BLOCK.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,31 +29,31 @@ from torch import Tensor
 SCALE, NOISE, WORST = "scale", "noise", "worst"
 
 FACTORS: Mapping[str, float] = {NOISE: 2.5, WORST: 3.0}
-ROW_FACTOR = 3.0
-"""Limits: these factors of the largest value among the members. With them, and ``scale_sigmas``, no correct kernel of
-``benchmarks/calibration.py`` is rejected; ``docs/judge.md`` has its figures."""
+BLOCK_FACTOR = 3.0
+"""Limits: these factors of the largest value among the members. With them, and ``scale_sigmas``, no
+correct kernel of ``benchmarks/calibration.py`` is rejected; ``docs/judge.md`` has its figures."""
 
 _TINY = 1e-200
 """Squares below this are taken for zero; results are scaled so that the largest is 1."""
 
 
 @dataclass(frozen=True)
-class Grouping:
-    """Parts of a tensor along one dim: ``index[i]`` is the part to which slice ``i`` belongs."""
+class Blocks:
+    """One way to cut a tensor into blocks along a dim. Slice ``i`` is in block ``index[i]``."""
 
     name: str
     dim: int
     index: Tensor
-    parts: int
+    count: int
 
 
 @dataclass(frozen=True)
 class NoiseModel:
-    """What the ensemble says of one output."""
+    """The deviations of an ensemble of correct runs in one output."""
 
     reference: Tensor
     deviations: Tensor
-    """``[M, *shape]``: E_m - R."""
+    """``[M, *shape]``: each member minus the reference."""
     unit: float
     """Unit roundoff of the output's dtype."""
 
@@ -60,16 +62,19 @@ class NoiseModel:
         return len(self.deviations)
 
     def precision(self) -> Tensor:
-        """1 / s^2 from every member, ``[1, *shape]``; 0 where there is no noise at all."""
+        """Returns 1 / s^2 from every member, ``[1, *shape]``; 0 where there is no noise at all."""
         return self._pooled(self.deviations.square().sum(0, keepdim=True), self.members)
 
     def precision_without_each(self) -> Tensor:
-        """1 / s^2 for each member from all others, so that none is judged by noise that it helped to make. ``[M, *shape]``."""
+        """Returns 1 / s^2 for each member from all others, ``[M, *shape]``.
+
+        No member is judged by noise that it helped to make.
+        """
         squares = self.deviations.square()
         return self._pooled(squares.sum(0) - squares, max(self.members - 1, 1))
 
     def _pooled(self, squares: Tensor, members: int) -> Tensor:
-        """From sums of squares over that many members, ``[n, *shape]``."""
+        """Returns 1 / s^2 from sums of squares over so many members, ``[n, *shape]``."""
         if squares.dim() == 3:
             rows, columns = squares.mean(2, keepdim=True), squares.mean(1, keepdim=True)
             grand = rows.mean(1, keepdim=True).clamp(min=_TINY)
@@ -80,19 +85,25 @@ class NoiseModel:
 
 @dataclass(frozen=True)
 class Statistic:
-    """One statistic of a stack of results: its values ``[n]``, and which entry or part of each is the worst ``[n]``."""
+    """One statistic of a stack of results."""
 
     values: Tensor
+    """``[n]``."""
     where: Tensor | None = None
+    """``[n]``: the number of the worst entry or block of each result."""
 
 
 def statistics(
-    deviations: Tensor, reference: Tensor, precision: Tensor, groupings: Sequence[Grouping], allowed: float = 0.0
+    deviations: Tensor, reference: Tensor, precision: Tensor, blocks: Sequence[Blocks], allowed: float = 0.0
 ) -> dict[str, Statistic]:
-    """Every statistic of a stack of results ``[n, *shape]``; for scalars SCALE alone.
+    """Returns every statistic of a stack of results; for scalars SCALE only.
 
-    precision: 1 / s^2, ``[n, *shape]`` or ``[1, *shape]``. allowed: what rounding may do to a whole part alike,
-    relative to it.
+    Args:
+        deviations: ``[n, *shape]``, results minus the reference.
+        reference: ``[*shape]``.
+        precision: 1 / s^2, ``[n, *shape]`` or ``[1, *shape]``.
+        blocks: the ways to cut the output into blocks.
+        allowed: what rounding may do to a whole block alike, relative to it.
     """
     weighted = reference * precision
     pull, size = deviations * weighted, reference * weighted
@@ -105,14 +116,14 @@ def statistics(
     worst, entry = squares.max(1)
     found[WORST] = Statistic(worst.sqrt(), entry)
     slices: dict[int, tuple[Tensor, Tensor]] = {}
-    for grouping in groupings:
-        if grouping.dim not in slices:
-            others = [d + 1 for d in range(reference.dim()) if d != grouping.dim]
-            slices[grouping.dim] = (pull.sum(others), size.sum(others)) if others else (pull, size)
-        part_pull, part_size = (_add_up(tensor, grouping) for tensor in slices[grouping.dim])
-        norm = part_size.sqrt()
-        worst, part = (_ratio(part_pull.abs(), norm) - allowed * norm).max(1)
-        found[grouping.name] = Statistic(worst.clamp(min=0), part)
+    for cut in blocks:
+        if cut.dim not in slices:
+            others = [d + 1 for d in range(reference.dim()) if d != cut.dim]
+            slices[cut.dim] = (pull.sum(others), size.sum(others)) if others else (pull, size)
+        block_pull, block_size = (_add_up(tensor, cut) for tensor in slices[cut.dim])
+        norm = block_size.sqrt()
+        worst, block = (_ratio(block_pull.abs(), norm) - allowed * norm).max(1)
+        found[cut.name] = Statistic(worst.clamp(min=0), block)
     return found
 
 
@@ -121,28 +132,30 @@ def _total(stack: Tensor) -> Tensor:
 
 
 def _ratio(above: Tensor, below: Tensor) -> Tensor:
-    """0 where there is nothing to compare with."""
+    """Returns the ratio, and 0 where there is nothing to compare with."""
     return torch.where(below > 0, above / below, 0.0)
 
 
-def _add_up(slices: Tensor, grouping: Grouping) -> Tensor:
-    """``[n, slices] -> [n, parts]``."""
-    return slices.new_zeros(len(slices), grouping.parts).index_add_(1, grouping.index, slices)
+def _add_up(slices: Tensor, cut: Blocks) -> Tensor:
+    """Sums ``[n, slices]`` to ``[n, blocks]``."""
+    return slices.new_zeros(len(slices), cut.count).index_add_(1, cut.index, slices)
 
 
-def limits(model: NoiseModel, groupings: Sequence[Grouping], allowed: float) -> tuple[dict[str, float], float]:
-    """The limit of every statistic; and the standard deviation of SCALE over the ensemble."""
-    members = statistics(model.deviations, model.reference, model.precision_without_each(), groupings)
+def limits(model: NoiseModel, blocks: Sequence[Blocks], allowed: float) -> tuple[dict[str, float], float]:
+    """Returns the limit of each statistic, and the standard deviation of SCALE in the ensemble."""
+    members = statistics(model.deviations, model.reference, model.precision_without_each(), blocks)
     sd = float(members[SCALE].values.square().mean().sqrt())
-    limit = {name: FACTORS.get(name, ROW_FACTOR) * float(statistic.values.max()) for name, statistic in members.items()}
+    limit = {
+        name: FACTORS.get(name, BLOCK_FACTOR) * float(statistic.values.max()) for name, statistic in members.items()
+    }
     limit[SCALE] = allowed + scale_sigmas(model.members) * sd
     return limit, sd
 
 
 def scale_sigmas(members: int) -> float:
-    """Standard deviations of SCALE that are allowed.
+    """Returns how many standard deviations of SCALE are allowed.
 
-    Five, and more because the standard deviation is itself an estimate from few members: within a tenth of the
-    quantile of Student's t at 1e-6, from twelve members on.
+    It is five, and more because the standard deviation is itself estimated from few members. From
+    twelve members on the result is within a tenth of the quantile of Student's t at 1e-6.
     """
     return 5 * (1 + 8 / members)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The losses that lossgate knows."""
+"""The losses that lossgate knows, one file each.
+
+A new one is added here and in its own file, nowhere else.
+"""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -13,6 +16,7 @@ from lossgate.losses.nll import NLL
 from lossgate.losses.token_logprobs import TOKEN_LOGPROBS
 from lossgate.losses.value import VALUE
 from lossgate.specs.spec import Spec
+from lossgate.spelling import nearest
 
 SPECS: Mapping[str, Spec] = MappingProxyType(
     {spec.name: spec for spec in (NLL, DPO, PREFERENCE, CLIPPED_PG, GRPO, VALUE, DISTILL, TOKEN_LOGPROBS)}
@@ -20,6 +24,11 @@ SPECS: Mapping[str, Spec] = MappingProxyType(
 
 
 def find_spec(name: str) -> Spec:
+    """Returns the spec of a name.
+
+    Raises:
+        UsageError: if there is none; the message gives the nearest spelling.
+    """
     if name not in SPECS:
-        raise UsageError(f"unknown spec {name!r}; expected one of {', '.join(SPECS)} (see 'lossgate list')")
+        raise UsageError(f"unknown spec {name!r}; {nearest(name, SPECS)}. 'lossgate list' describes them")
     return SPECS[name]

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spec ``clipped_pg``: the clipped policy gradient of NeMo-RL, which holds PPO, GRPO, DAPO, REINFORCE, GSPO and CISPO."""
+"""Spec ``clipped_pg``: the clipped policy gradient of NeMo-RL.
+
+Its options cover PPO, GRPO, DAPO, REINFORCE, GSPO and CISPO.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,27 +13,39 @@ from torch import Tensor
 
 from dense_losses import ClippedPGOptions, clipped_pg
 from dense_losses.reductions import sequence_mean
-from lossgate.losses.policies import (
+from lossgate.losses.shared.clips import clip_goals, covered_clip_goals
+from lossgate.losses.shared.policies import (
+    ADVANTAGES,
+    GENERATION,
     NEAR,
+    RATIOS,
+    REFERENCE,
     Span,
-    advantages,
     clip_spans,
-    of_tokens,
+    draw_advantages,
+    draw_reference_logprobs,
+    on_tokens,
     place,
-    reference_logprobs,
-    sample_mask,
 )
-from lossgate.losses.scenarios import ADVANTAGES, GENERATION, RATIOS, REFERENCE, SAMPLES
-from lossgate.problems.batch import Batch
-from lossgate.specs.coverage import TOKEN_BRANCHES, clip_sides, trained_tokens, visited_sides, visited_tokens
+from lossgate.losses.shared.samples import (
+    EVERY_SEQUENCE_COUNTS,
+    SAMPLES,
+    count_samples,
+    draw_sample_mask,
+    trained_tokens,
+)
+from lossgate.problems.batch import GlobalBatch
+from lossgate.specs.coverage import TOKEN_GOALS, AtLeast, CoverageGoal, covered_token_goals
 from lossgate.specs.inputs import HiddenHead, LogitsHead, LogprobsHead, PackedBatch
+from lossgate.specs.mistakes import fixed_option, mistaken_choice
 from lossgate.specs.option import TEMPERATURE, Between, options_of
-from lossgate.specs.spec import AtLeast, Branch, Draft, Metric, Spec, TokenValues
+from lossgate.specs.spec import FieldContext, Metric, Spec
+from lossgate.specs.token_values import TokenValues
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedPGSpecOptions(ClippedPGOptions):
-    """What a kernel of spec ``clipped_pg`` is told."""
+    """The options of spec ``clipped_pg``."""
 
     temperature: float = 1.0
     """Divides the logits."""
@@ -55,22 +70,23 @@ class ClippedPGBatch(PackedBatch):
     valid_sequences: Tensor
     """Scalar int64: sequences that count, of the whole batch."""
     positive_tokens: Tensor
-    """Scalar int64: trained tokens in sequences that count and have a reward above 0, of the whole batch."""
+    """Scalar int64: trained tokens in sequences that count and have a reward above 0, of the whole
+    batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedPGHiddenInputs(HiddenHead, ClippedPGBatch):
-    """Head "hidden"."""
+    """The inputs at head "hidden"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedPGLogitsInputs(LogitsHead, ClippedPGBatch):
-    """Head "logits"."""
+    """The inputs at head "logits"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedPGLogprobsInputs(LogprobsHead, ClippedPGBatch):
-    """Head "logprobs"."""
+    """The inputs at head "logprobs"."""
 
 
 _POLICIES = ("prev_logprobs", "generation_logprobs", "reference_logprobs")
@@ -95,91 +111,83 @@ def _loss(
     return loss, metrics
 
 
-def _make_fields(draft: Draft) -> dict[str, Tensor]:
-    prev = draft.logprobs - _log_ratios(draft)
-    before = draft.logprobs if draft.options.force_on_policy_ratio else prev  # what takes its place
+def _make_fields(context: FieldContext) -> dict[str, Tensor]:
+    prev = context.logprobs - _log_ratios(context)
+    before = context.logprobs if context.options.force_on_policy_ratio else prev
     return {
         "prev_logprobs": prev,
-        "generation_logprobs": before - _log_weights(draft),
-        "reference_logprobs": reference_logprobs(draft, draft.options.kl_input_clamp_value),
-        "advantages": advantages(draft),
-        "rewards": draft.bits.integers("rewards", 3, draft.sequences) - 1.0,
-        "sample_mask": sample_mask(draft),
-        "positive_tokens": torch.tensor(0),
+        "generation_logprobs": before - _log_weights(context),
+        "reference_logprobs": draw_reference_logprobs(context, context.options.kl_input_clamp_value),
+        "advantages": draw_advantages(context),
+        "rewards": context.streams.integers("rewards", 3, context.sequences) - 1.0,
+        "sample_mask": draw_sample_mask(context),
     }
 
 
-def _log_ratios(draft: Draft) -> Tensor:
-    """log p - log p_prev, ``[tokens]``."""
-    o: ClippedPGOptions = draft.options
+def _counts(fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    positive = (fields["rewards"] > 0)[fields["sequence"]]
+    return {**count_samples(fields), "positive_tokens": (trained_tokens(fields) & positive).sum()}
+
+
+def _log_ratios(context: FieldContext) -> Tensor:
+    """Draws log p - log p_prev, ``[tokens]``."""
+    o: ClippedPGOptions = context.options
     edges = log(max(1 - o.ratio_clip_min, 0.05)), log(1 + o.ratio_clip_max)
-    spans = clip_spans(
-        *edges,
-        log(o.ratio_clip_c) if o.ratio_clip_c and log(o.ratio_clip_c) > edges[1] + 0.1 else max(log(3), edges[1] + 0.2),
-    )
+    dual_clip = log(o.ratio_clip_c) if o.ratio_clip_c else 0.0
+    spans = clip_spans(*edges, dual_clip if dual_clip > edges[1] + 0.1 else max(log(3), edges[1] + 0.2))
     scenario: dict[str, list[Span]] = {
         "inside": [spans["inside"]],
         "everywhere": list(spans.values()),
         "on-policy": [(0.0, 0.0)],
-        "extreme": [
-            (-40.0, -20.0),
-            (10.0, 20.0),
-            (28.0, 34.0),
-            spans["inside"],
-        ],  # times exp of a far reference: within float32
+        # These ratios times exp of the distance to a far reference stay within float32.
+        "extreme": [(-40.0, -20.0), (10.0, 20.0), (28.0, 34.0), spans["inside"]],
     }
-    chosen = scenario[draft.scenario["ratios"]]
+    chosen = scenario[context.scenario["ratios"]]
     if not o.sequence_level_importance_ratios:
-        return place(draft.bits, "ratios", draft.tokens, chosen)
-    scatter = 0.0 if draft.scenario["ratios"] == "on-policy" else 0.02
-    return of_tokens(draft, place(draft.bits, "ratios", draft.sequences, chosen)) + scatter * draft.bits.normal(
-        "ratio scatter", draft.tokens
-    )
+        return place(context.streams, "ratios", context.tokens, chosen)
+    scatter = 0.0 if context.scenario["ratios"] == "on-policy" else 0.02
+    per_sequence = on_tokens(context, place(context.streams, "ratios", context.sequences, chosen))
+    return per_sequence + scatter * context.streams.normal("ratio scatter", context.tokens)
 
 
-def _log_weights(draft: Draft) -> Tensor:
-    """log p_prev - log p_generation, ``[tokens]``."""
-    o: ClippedPGOptions = draft.options
+def _log_weights(context: FieldContext) -> Tensor:
+    """Draws log p_prev - log p_generation, ``[tokens]``."""
+    o: ClippedPGOptions = context.options
     low, high = o.truncated_importance_sampling_ratio_min or 0.1, o.truncated_importance_sampling_ratio or 3.0
     spans = clip_spans(log(low), log(high))
     scenario: dict[str, Sequence[Span]] = {"near": NEAR, "equal": [(0.0, 0.0)], "everywhere": list(spans.values())}
-    chosen = scenario[draft.scenario["generation"]]
+    chosen = scenario[context.scenario["generation"]]
     if o.truncated_importance_sampling_type == "seq-mask-tis":
-        scatter = (
-            0.0 if draft.scenario["generation"] == "equal" else 0.5
-        )  # so that tokens lie on other sides than their sequence
-        return of_tokens(draft, place(draft.bits, "weights", draft.sequences, chosen)) + scatter * draft.bits.normal(
-            "weight scatter", draft.tokens
-        )
-    if (
-        o.sequence_level_importance_ratios and draft.scenario["generation"] != "equal"
-    ):  # their sum over a sequence counts
-        lengths = torch.tensor(draft.batch.partition.padded_lengths).clamp(min=1)
-        scatter = 0.2 * draft.bits.normal("weight scatter", draft.tokens)
-        return of_tokens(draft, place(draft.bits, "weights", draft.sequences, chosen) / lengths) + scatter
-    return place(draft.bits, "weights", draft.tokens, chosen)
+        # Some tokens lie on another side of the bounds than their sequence does.
+        scatter = 0.0 if context.scenario["generation"] == "equal" else 0.5
+        per_sequence = on_tokens(context, place(context.streams, "weights", context.sequences, chosen))
+        return per_sequence + scatter * context.streams.normal("weight scatter", context.tokens)
+    if o.sequence_level_importance_ratios and context.scenario["generation"] != "equal":
+        # The sum over a sequence is what counts.
+        lengths = torch.tensor(context.batch.partition.padded_lengths).clamp(min=1)
+        scatter = 0.2 * context.streams.normal("weight scatter", context.tokens)
+        return on_tokens(context, place(context.streams, "weights", context.sequences, chosen) / lengths) + scatter
+    return place(context.streams, "weights", context.tokens, chosen)
 
 
-def _visited(batch: Batch) -> set[str]:
-    options = CLIPPED_PG.make_options(batch.problem.options)
-    fields, trained = batch.fields, trained_tokens(batch)
-    seen = visited_tokens(batch)
-    seen |= {"sequence that does not count"} if not fields["sample_mask"].all() else set()
-    # log p - log p_prev again, from what was made of it
+def _covered(batch: GlobalBatch, options: ClippedPGSpecOptions) -> set[str]:
+    fields, trained = batch.fields, trained_tokens(batch.fields)
+    covered = covered_token_goals(batch, trained)
+    covered |= {"sequence that does not count"} if not fields["sample_mask"].all() else set()
     ratio, advantage = batch.policy - fields["prev_logprobs"], fields["advantages"]
     edges = log(max(1 - options.ratio_clip_min, 1e-9)), log(1 + options.ratio_clip_max)
     if options.sequence_level_importance_ratios:
         ratio = sequence_mean(ratio, fields["mask"], fields["sequence"], len(fields["lengths"]))[fields["sequence"]]
-        seen |= set(visited_sides("sequence", ratio[trained], advantage[trained], *edges))
+        covered |= set(covered_clip_goals("sequence", ratio[trained], advantage[trained], *edges))
     elif not options.disable_ppo_ratio and not options.force_on_policy_ratio:
-        seen |= set(visited_sides("token", ratio[trained], advantage[trained], *edges))
+        covered |= set(covered_clip_goals("token", ratio[trained], advantage[trained], *edges))
     if options.truncation and not options.sequence_level_importance_ratios:
         before = batch.policy if options.force_on_policy_ratio else fields["prev_logprobs"]
         outside = (before - fields["generation_logprobs"])[trained]
-        seen |= {"weight above its bound"} if bool((outside > log(options.truncation.maximum)).any()) else set()
+        covered |= {"weight above its bound"} if bool((outside > log(options.truncation.maximum)).any()) else set()
         if options.truncation.minimum and bool((outside < log(options.truncation.minimum)).any()):
-            seen.add("weight below its bound")
-    return seen
+            covered.add("weight below its bound")
+    return covered
 
 
 _NO_RATIO = {
@@ -200,10 +208,10 @@ _METRICS = {
     "kl_penalty": Metric(meaning="the KL penalty before its weight, reduced like the loss"),
     "probs_ratio": Metric(meaning=f"{_MEAN} the importance ratio"),
     "probs_ratio_clamped": Metric(meaning=f"{_MEAN} the clamped ratio"),
-    "probs_ratio_min": Metric(meaning="least ratio, inf without tokens", reduction="min"),
-    "probs_ratio_max": Metric(meaning="greatest ratio, -inf without tokens", reduction="max"),
-    "probs_ratio_clamped_min": Metric(meaning="least clamped ratio", reduction="min"),
-    "probs_ratio_clamped_max": Metric(meaning="greatest clamped ratio", reduction="max"),
+    "probs_ratio_min": Metric(meaning="smallest ratio, inf without tokens", reduction="min"),
+    "probs_ratio_max": Metric(meaning="largest ratio, -inf without tokens", reduction="max"),
+    "probs_ratio_clamped_min": Metric(meaning="smallest clamped ratio", reduction="min"),
+    "probs_ratio_clamped_max": Metric(meaning="largest clamped ratio", reduction="max"),
     "approx_entropy": Metric(meaning=f"{_MEAN} -exp(c - g) c"),
     "token_mult_prob_error": Metric(meaning=f"{_MEAN} exp |g - p|"),
     "gen_kl_error": Metric(meaning=f"{_MEAN} KL(g || p)"),
@@ -222,6 +230,7 @@ CLIPPED_PG = Spec(
     summary="clipped policy gradient: PPO, GRPO, DAPO, REINFORCE, GSPO, CISPO, with KL penalty and off-policy weights",
     source="NeMo-RL ClippedPGLossFn",
     loss=_loss,
+    temperature=lambda options: options.temperature,
     options_type=ClippedPGSpecOptions,
     options=options_of(
         ClippedPGSpecOptions,
@@ -274,19 +283,32 @@ CLIPPED_PG = Spec(
         "positive_tokens": (),
     },
     make_fields=_make_fields,
-    scenario=(RATIOS, ADVANTAGES, REFERENCE, GENERATION, SAMPLES),
+    counts=_counts,
+    trains=lambda fields: bool(trained_tokens(fields).any()),
+    scenarios=(RATIOS, ADVANTAGES, REFERENCE, GENERATION, SAMPLES),
+    mistakes=(
+        fixed_option("ratio_clip_max", 10.0, "ratios are practically never clipped from above"),
+        mistaken_choice("truncated_importance_sampling_type", "seq-mask-tis", "icepop"),
+        mistaken_choice("truncated_importance_sampling_type", "icepop", "tis"),
+        mistaken_choice("kl_input_clamp_value", None, 20.0),
+        mistaken_choice("ratio_clip_max", 0.2, 0.28),
+        mistaken_choice("reference_policy_kl_type", "k2", "k1"),
+        EVERY_SEQUENCE_COUNTS,
+    ),
     kinks=True,
     metrics=_METRICS,
-    branches={
-        **TOKEN_BRANCHES,
-        "sequence that does not count": Branch(meaning="a sequence that the sample mask leaves out"),
-        **clip_sides("token", _NO_RATIO, _NOTHING_BELOW),
-        **clip_sides("sequence", _NO_SEQUENCE_RATIO, _NOTHING_BELOW),
-        "weight above its bound": Branch(meaning="an importance weight above its bound", barred_by=_UNBOUNDED),
-        "weight below its bound": Branch(
+    goals={
+        **TOKEN_GOALS,
+        "sequence that does not count": CoverageGoal(meaning="a sequence that the sample mask leaves out"),
+        **clip_goals("token", _NO_RATIO, _NOTHING_BELOW),
+        **clip_goals("sequence", _NO_SEQUENCE_RATIO, _NOTHING_BELOW),
+        "weight above its bound": CoverageGoal(
+            meaning="an importance weight above its bound", unreachable_if=_UNBOUNDED
+        ),
+        "weight below its bound": CoverageGoal(
             meaning="an importance weight below its bound",
-            barred_by={**_UNBOUNDED, "truncated_importance_sampling_ratio_min": (None, 0.0)},
+            unreachable_if={**_UNBOUNDED, "truncated_importance_sampling_ratio_min": (None, 0.0)},
         ),
     },
-    visited=_visited,
+    covered=_covered,
 )

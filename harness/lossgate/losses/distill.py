@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spec ``distill``: the Kullback-Leibler divergence to a teacher of whom the top-k logits are known."""
+"""Spec ``distill``: the Kullback-Leibler divergence to a teacher whose top-k logits are known."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from dense_losses import DistillOptions, distill_mean, teacher_topk_logprobs, topk_kl
-from lossgate.problems.batch import Batch
-from lossgate.specs.coverage import TOKEN_BRANCHES, visited_tokens
+from dense_losses import (
+    DistillOptions,
+    distill_mean,
+    teacher_topk_logprobs,
+    token_entropy,
+    token_logprobs,
+    topk_kl,
+)
+from lossgate.problems.batch import GlobalBatch
+from lossgate.specs.coverage import TOKEN_GOALS, CoverageGoal, covered_by_mask
 from lossgate.specs.inputs import HiddenHead, LogitsHead, PackedBatch
-from lossgate.specs.logits import reference_logits
-from lossgate.specs.option import TEMPERATURE, Between, options_of
-from lossgate.specs.spec import Branch, Draft, Metric, Option, Spec, TokenValues
+from lossgate.specs.mistakes import Mistake, mistaken_choice
+from lossgate.specs.option import TEMPERATURE, Between, Option, options_of
+from lossgate.specs.spec import FieldContext, Metric, Spec
+from lossgate.specs.token_values import TokenValues, logit_range
 
 TOP_K = 4
 
@@ -30,18 +38,26 @@ class DistillBatch(PackedBatch):
 
 @dataclass(frozen=True, kw_only=True)
 class DistillHiddenInputs(HiddenHead, DistillBatch):
-    """Head "hidden"."""
+    """The inputs at head "hidden"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistillLogitsInputs(LogitsHead, DistillBatch):
-    """Head "logits"."""
+    """The inputs at head "logits"."""
+
+
+def _token_values(logits: Tensor, fields: Mapping[str, Tensor], options: DistillOptions) -> TokenValues:
+    columns = fields["teacher_indices"].unbind(1)
+    logprobs = torch.stack([token_logprobs(logits, ids, options.temperature) for ids in columns], 1)
+    return TokenValues(logprobs=logprobs, entropy=token_entropy(logits, options.temperature), **logit_range(logits))
 
 
 def _loss(
     values: TokenValues, batch: Mapping[str, Tensor], options: DistillOptions
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The reference's last stages, on log-probabilities in the whole vocabulary: ``[tokens, k]``."""
+    """Runs the reference's last stages on log-probabilities ``[tokens, k]`` in the whole
+    vocabulary.
+    """
     assert values.entropy is not None
     rows = batch["mask"][:, None]
     student = torch.where(rows, values.logprobs, 0.0)
@@ -58,31 +74,34 @@ def _loss(
     return loss, metrics
 
 
-def _make_fields(draft: Draft) -> dict[str, Tensor]:
-    """Teachers that say nearly or exactly what the student says, and others without any relation to it, of any confidence."""
-    scenario, vocab = draft.scenario["teacher"], draft.batch.problem.vocab
+def _make_fields(context: FieldContext) -> dict[str, Tensor]:
+    """Draws teachers that nearly or exactly agree with the student, and others that are unrelated
+    to it.
+    """
+    scenario, vocab = context.scenario["teacher"], context.batch.partition.vocab
     k = min(TOP_K, vocab)
-    noise = draft.bits.normal("teacher", draft.tokens, k)
+    noise = context.streams.normal("teacher", context.tokens, k)
     if scenario in ("near", "equal"):
-        student, indices = reference_logits(draft.batch.leaves).topk(k)
+        student, indices = context.logits().topk(k)
         return {"teacher_indices": indices, "teacher_logits": student + (0.5 * noise if scenario == "near" else 0.0)}
-    indices = draft.bits.uniform("teacher indices", draft.tokens, vocab).argsort(1)[:, :k]
+    indices = context.streams.uniform("teacher indices", context.tokens, vocab).argsort(1)[:, :k]
     return {"teacher_indices": indices, "teacher_logits": {"other": 1.0, "sure": 8.0, "flat": 0.0}[scenario] * noise}
 
 
-def _visited(batch: Batch) -> set[str]:
+def _covered(batch: GlobalBatch, options: DistillOptions) -> set[str]:
     own = batch.fields["teacher_indices"][batch.fields["mask"]]
-    seen = visited_tokens(batch)
+    covered = covered_by_mask(batch, options)
     shards = [s for s in batch.partition.vocab_shards if s.end > s.start]
     for row in own:
         held = {i for i, s in enumerate(shards) if bool(((row >= s.start) & (row < s.end)).any())}
-        seen |= {"top-k on several shards"} if len(held) > 1 else {"top-k on one shard"}
-    return seen
+        covered |= {"top-k on several shards"} if len(held) > 1 else {"top-k on one shard"}
+    return covered
 
 
 _TEACHER = Option(
     name="teacher",
-    meaning="one who nearly or exactly agrees with the student on its own top-k, or another one on tokens at random: usual, sure, or indifferent",
+    meaning="it nearly or exactly agrees with the student on the student's top-k; "
+    "or it knows tokens at random, with usual, sure, or flat logits",
     default="other",
     choices=("other", "near", "near", "equal", "sure", "flat"),
 )
@@ -93,6 +112,7 @@ DISTILL = Spec(
     summary="distillation: forward, reverse or mixed KL over the teacher's top-k",
     source="NeMo-RL DistillationLossFn",
     loss=_loss,
+    temperature=lambda options: options.temperature,
     options_type=DistillOptions,
     options=options_of(
         DistillOptions,
@@ -109,14 +129,23 @@ DISTILL = Spec(
     inputs={"hidden": DistillHiddenInputs, "logits": DistillLogitsInputs},
     fields={"teacher_logits": ("token", "topk"), "teacher_indices": ("token", "topk")},
     make_fields=_make_fields,
-    scenario=(_TEACHER,),
-    columns="teacher_indices",
+    scenarios=(_TEACHER,),
+    token_values=_token_values,
+    gathered_ids="teacher_indices",
+    mistakes=(
+        Mistake(
+            name="KL reversed",
+            sentence="the reverse KL is computed for the forward one, and the forward one for all others",
+            options=lambda o: replace(o, kl_type="reverse" if o.kl_type == "forward" else "forward"),
+        ),
+        mistaken_choice("kl_type", "mixed", "forward"),
+    ),
     metrics={
         "num_unmasked_tokens": Metric(meaning="trained tokens"),
     },
-    branches={
-        **TOKEN_BRANCHES,
-        "top-k on one shard": Branch(meaning="a token whose teacher's top-k lies on one tp rank"),
+    goals={
+        **TOKEN_GOALS,
+        "top-k on one shard": CoverageGoal(meaning="a token whose teacher's top-k lies on one tp rank"),
     },
-    visited=_visited,
+    covered=_covered,
 )

@@ -2,26 +2,35 @@
 """Specs ``dpo`` and ``preference``: losses on pairs of a chosen and a rejected response."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dense_losses import DpoOptions, dpo, preference
-from lossgate.losses.policies import of_tokens, sample_mask
-from lossgate.losses.scenarios import SAMPLES
-from lossgate.problems.batch import Batch
+from lossgate.losses.shared.policies import on_tokens
+from lossgate.losses.shared.samples import (
+    EVERY_SEQUENCE_COUNTS,
+    SAMPLES,
+    count_samples,
+    draw_sample_mask,
+    trained_tokens,
+)
+from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Dims
-from lossgate.specs.coverage import TOKEN_BRANCHES, visited_tokens
+from lossgate.specs.coverage import TOKEN_GOALS, CoverageGoal, covered_token_goals
 from lossgate.specs.inputs import HiddenHead, LogitsHead, LogprobsHead, PackedBatch, RewardsHead
-from lossgate.specs.option import TEMPERATURE, Between, options_of
-from lossgate.specs.spec import Branch, Draft, Metric, Option, Spec, TokenValues
+from lossgate.specs.mistakes import Mistake
+from lossgate.specs.option import TEMPERATURE, Between, Option, options_of
+from lossgate.specs.spec import FieldContext, Metric, Spec
+from lossgate.specs.token_values import TokenValues
 
 
 @dataclass(frozen=True, kw_only=True)
 class DpoSpecOptions(DpoOptions):
-    """What a kernel of spec ``dpo`` is told."""
+    """The options of spec ``dpo``."""
 
     temperature: float = 1.0
     """Divides the logits."""
@@ -29,51 +38,53 @@ class DpoSpecOptions(DpoOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceOptions:
-    """What a kernel of spec ``preference`` is told."""
+    """The options of spec ``preference``."""
 
     epsilon: float = 0.0
-    """Added to the number of pairs that the loss and the metrics are divided by: 1e-8 in NeMo-RL."""
+    """Added to the number of pairs that divides the loss and the metrics: 1e-8 in NeMo-RL."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairBatch(PackedBatch):
-    """What both specs add to a packed batch: sequences 2p and 2p + 1 are the chosen and the rejected one of pair p, on one dp rank.
+    """What both specs add to a packed batch. S is the number of this dp rank's sequences.
 
-    S is the number of this dp rank's sequences.
+    Sequences 2p and 2p + 1 are the chosen and the rejected response of pair p, on one dp rank.
     """
 
     sample_mask: Tensor
-    """``[S]`` bool: the sequence counts. That of the chosen one decides about the pair. ``mask`` is the token mask alone."""
+    """``[S]`` bool: the sequence counts. The chosen response's entry decides about the pair.
+    ``mask`` is the token mask only."""
     valid_sequences: Tensor
-    """Scalar int64: sequences that count, of the whole batch; twice the pairs that losses and metrics are divided by."""
+    """Scalar int64: sequences that count, of the whole batch. Losses and metrics are divided by
+    half of it, the pairs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DpoBatch(PairBatch):
-    """What ``dpo`` adds."""
+    """What spec ``dpo`` adds to a batch of pairs."""
 
     reference_logprobs: Tensor
-    """``[T]``, of the reference policy, in the layout that the option ``reference_layout`` names."""
+    """``[T]``, of the reference policy, in the layout of the option ``reference_layout``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DpoHiddenInputs(HiddenHead, DpoBatch):
-    """Head "hidden"."""
+    """The inputs at head "hidden"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DpoLogitsInputs(LogitsHead, DpoBatch):
-    """Head "logits"."""
+    """The inputs at head "logits"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DpoLogprobsInputs(LogprobsHead, DpoBatch):
-    """Head "logprobs"."""
+    """The inputs at head "logprobs"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceInputs(RewardsHead, PairBatch):
-    """Head "rewards"."""
+    """The inputs at head "rewards"."""
 
 
 def _dpo_loss(
@@ -106,54 +117,65 @@ _REFERENCE = Option(
 )
 
 
-def _make_dpo_fields(draft: Draft) -> dict[str, Tensor]:
-    size = {"near": 0.3, "far": 2.0, "equal": 0.0}[draft.scenario["reference"]]
-    tilt = of_tokens(draft, draft.bits.normal("reference tilt", draft.sequences))
-    near = draft.logprobs + size * (draft.bits.normal("reference", draft.tokens) + tilt)
-    return _make_pair_fields(draft) | {"reference_logprobs": _laid_out(near, draft)}
+def _make_dpo_fields(context: FieldContext) -> dict[str, Tensor]:
+    size = {"near": 0.3, "far": 2.0, "equal": 0.0}[context.scenario["reference"]]
+    tilt = on_tokens(context, context.streams.normal("reference tilt", context.sequences))
+    near = context.logprobs + size * (context.streams.normal("reference", context.tokens) + tilt)
+    return _make_pair_fields(context) | {"reference_logprobs": _in_layout(near, context)}
 
 
-def _make_pair_fields(draft: Draft) -> dict[str, Tensor]:
-    """A pair counts whole or not at all: what an original does otherwise is a matter of its own."""
-    samples = sample_mask(draft)
+def _make_pair_fields(context: FieldContext) -> dict[str, Tensor]:
+    """Masks a pair as a whole.
+
+    NeMo-RL masks its rewards by the rejected response alone; we do not reproduce that.
+    """
+    samples = draw_sample_mask(context)
     return {"sample_mask": samples[0::2].repeat_interleave(2)}
 
 
-def _laid_out(values: Tensor, draft: Draft) -> Tensor:
-    """From the alignment of the labels to that of the option; sequences are shifted in their padded length."""
-    if draft.options.reference_layout == "next":
+def _in_layout(values: Tensor, context: FieldContext) -> Tensor:
+    """Moves values from the alignment of the labels to that of the option, within each padded
+    sequence.
+    """
+    if context.options.reference_layout == "next":
         return values
-    shifted, starts = values.clone(), draft.batch.partition.starts
+    shifted, starts = values.clone(), context.batch.partition.starts
     for start, end in pairwise(starts):
         part = values[start:end]
-        if draft.options.reference_layout == "token" and end > start:
+        if context.options.reference_layout == "token" and end > start:
             shifted[start:end] = torch.cat([part.new_zeros(1), part[:-1]])
         elif end > start:
             shifted[start:end] = torch.cat([part[:-1], part[:1]])  # rolled round from the start
     return shifted
 
 
-def _visited_pairs(batch: Batch) -> set[str]:
+def _any_pair(fields: Mapping[str, Tensor]) -> bool:
+    return bool(fields["sample_mask"].any())
+
+
+def _covered_pairs(batch: GlobalBatch) -> set[str]:
     samples = batch.fields["sample_mask"]
-    seen = {"pair that counts"} if samples.any() else set[str]()
-    return seen | ({"pair that does not count"} if not samples.all() else set())
+    covered = {"pair that counts"} if samples.any() else set[str]()
+    return covered | ({"pair that does not count"} if not samples.all() else set())
 
 
-def _visited_dpo(batch: Batch) -> set[str]:
-    options, fields = DPO.make_options(batch.problem.options), batch.fields
-    outputs = _dpo_loss(TokenValues(logprobs=batch.policy, entropy=None), fields, options)[1]
-    seen = visited_tokens(batch) | _visited_pairs(batch)
+def _covered_dpo(batch: GlobalBatch, options: DpoSpecOptions) -> set[str]:
+    fields = batch.fields
+    outputs = _dpo_loss(TokenValues(logprobs=batch.policy), fields, options)[1]
+    covered = covered_token_goals(batch, trained_tokens(fields)) | _covered_pairs(batch)
     if bool(fields["sample_mask"].any()):
-        seen |= {"chosen preferred"} if outputs["accuracy"] > 0 else set()
-        seen |= {"rejected preferred"} if outputs["rewards_rejected_mean"] > outputs["rewards_chosen_mean"] else set()
-    return seen
+        covered |= {"chosen preferred"} if outputs["accuracy"] > 0 else set()
+        covered |= (
+            {"rejected preferred"} if outputs["rewards_rejected_mean"] > outputs["rewards_chosen_mean"] else set()
+        )
+    return covered
 
 
-def _visited_preference(batch: Batch) -> set[str]:
+def _covered_preference(batch: GlobalBatch, _options: Any) -> set[str]:
     rewards = batch.leaves["rewards"] * batch.fields["sample_mask"]
-    seen = _visited_pairs(batch)
-    seen |= {"chosen preferred"} if bool((rewards[0::2] > rewards[1::2]).any()) else set()
-    return seen | ({"rejected preferred"} if bool((rewards[0::2] < rewards[1::2]).any()) else set())
+    covered = _covered_pairs(batch)
+    covered |= {"chosen preferred"} if bool((rewards[0::2] > rewards[1::2]).any()) else set()
+    return covered | ({"rejected preferred"} if bool((rewards[0::2] < rewards[1::2]).any()) else set())
 
 
 _METRICS = {
@@ -163,10 +185,10 @@ _METRICS = {
     "num_valid_samples": Metric(meaning="pairs that count"),
 }
 _PAIRS = {
-    "pair that counts": Branch(meaning="a pair of sequences that the sample mask keeps"),
-    "pair that does not count": Branch(meaning="a pair of sequences that the sample mask leaves out"),
-    "chosen preferred": Branch(meaning="a pair whose chosen sequence has the larger reward"),
-    "rejected preferred": Branch(meaning="a pair whose rejected sequence has the larger reward"),
+    "pair that counts": CoverageGoal(meaning="a pair of sequences that the sample mask keeps"),
+    "pair that does not count": CoverageGoal(meaning="a pair of sequences that the sample mask leaves out"),
+    "chosen preferred": CoverageGoal(meaning="a pair whose chosen sequence has the larger reward"),
+    "rejected preferred": CoverageGoal(meaning="a pair whose rejected sequence has the larger reward"),
 }
 _PAIR_FIELDS: Mapping[str, Dims] = {"sample_mask": ("sequence",), "valid_sequences": ()}
 _SWITCH = (False, True)
@@ -176,6 +198,7 @@ DPO = Spec(
     summary="direct preference optimisation and IPO, with an optional SFT term",
     source="NeMo-RL DPOLossFn, TRL DPOTrainer",
     loss=_dpo_loss,
+    temperature=lambda options: options.temperature,
     options_type=DpoSpecOptions,
     options=options_of(
         DpoSpecOptions,
@@ -194,17 +217,27 @@ DPO = Spec(
     inputs={"hidden": DpoHiddenInputs, "logits": DpoLogitsInputs, "logprobs": DpoLogprobsInputs},
     fields={**_PAIR_FIELDS, "reference_logprobs": ("token",)},
     make_fields=_make_dpo_fields,
-    scenario=(_REFERENCE, SAMPLES),
-    together=2,
+    scenarios=(_REFERENCE, SAMPLES),
+    group_size=2,
+    counts=count_samples,
+    trains=_any_pair,
     kinks=True,
-    ties={"reference": "equal"},  # only the accuracy compares
+    tie_scenarios={"reference": "equal"},  # only the accuracy compares
+    mistakes=(
+        Mistake(
+            name="sums and means swapped",
+            sentence="log-probabilities are averaged where they should be summed, and the other way round",
+            options=lambda o: replace(o, preference_average_log_probs=not o.preference_average_log_probs),
+        ),
+        EVERY_SEQUENCE_COUNTS,
+    ),
     metrics={
         "sft_loss": Metric(meaning="the SFT term before its weight"),
         "preference_loss": Metric(meaning="the preference term before its weight"),
         **_METRICS,
     },
-    branches={**TOKEN_BRANCHES, **_PAIRS},
-    visited=_visited_dpo,
+    goals={**TOKEN_GOALS, **_PAIRS},
+    covered=_covered_dpo,
 )
 
 PREFERENCE = Spec(
@@ -218,10 +251,13 @@ PREFERENCE = Spec(
     inputs={"rewards": PreferenceInputs},
     fields=_PAIR_FIELDS,
     make_fields=_make_pair_fields,
-    scenario=(SAMPLES,),
-    together=2,
+    scenarios=(SAMPLES,),
+    group_size=2,
+    counts=count_samples,
+    trains=_any_pair,
     kinks=True,
+    mistakes=(EVERY_SEQUENCE_COUNTS,),
     metrics=_METRICS,
-    branches=_PAIRS,
-    visited=_visited_preference,
+    goals=_PAIRS,
+    covered=_covered_preference,
 )

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spec ``grpo``: open-instruct's group relative policy optimisation, with the policy losses of DAPO and CISPO."""
+"""Spec ``grpo``: open-instruct's group relative policy optimisation, with the policy losses of DAPO
+and CISPO.
+"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import log
 
 import torch
@@ -10,18 +12,32 @@ from torch import Tensor
 
 from dense_losses import GrpoOptions, grpo
 from dense_losses.rho import RhoOptions
-from lossgate.losses.policies import NEAR, Span, advantages, clip_spans, of_tokens, place, reference_logprobs
-from lossgate.losses.scenarios import ADVANTAGES, GENERATION, RATIOS, REFERENCE
-from lossgate.problems.batch import Batch
-from lossgate.specs.coverage import TOKEN_BRANCHES, clip_sides, trained_tokens, visited_sides, visited_tokens
+from lossgate.losses.shared.clips import clip_goals, covered_clip_goals
+from lossgate.losses.shared.policies import (
+    ADVANTAGES,
+    GENERATION,
+    NEAR,
+    RATIOS,
+    REFERENCE,
+    Span,
+    clip_spans,
+    draw_advantages,
+    draw_reference_logprobs,
+    on_tokens,
+    place,
+)
+from lossgate.problems.batch import GlobalBatch
+from lossgate.specs.coverage import TOKEN_GOALS, AtLeast, CoverageGoal, covered_by_mask
 from lossgate.specs.inputs import HiddenHead, LogitsHead, LogprobsHead, PackedBatch
+from lossgate.specs.mistakes import Mistake, mistaken_choice
 from lossgate.specs.option import TEMPERATURE, Between, options_of
-from lossgate.specs.spec import AtLeast, Branch, Draft, Metric, Spec, TokenValues
+from lossgate.specs.spec import FieldContext, Metric, Spec
+from lossgate.specs.token_values import TokenValues
 
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoSpecOptions(GrpoOptions):
-    """What a kernel of spec ``grpo`` is told."""
+    """The options of spec ``grpo``."""
 
     temperature: float = 1.0
     """Divides the logits."""
@@ -43,17 +59,17 @@ class GrpoBatch(PackedBatch):
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoHiddenInputs(HiddenHead, GrpoBatch):
-    """Head "hidden"."""
+    """The inputs at head "hidden"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoLogitsInputs(LogitsHead, GrpoBatch):
-    """Head "logits"."""
+    """The inputs at head "logits"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoLogprobsInputs(LogprobsHead, GrpoBatch):
-    """Head "logprobs"."""
+    """The inputs at head "logprobs"."""
 
 
 def _loss(values: TokenValues, batch: Mapping[str, Tensor], options: GrpoOptions) -> tuple[Tensor, dict[str, Tensor]]:
@@ -62,8 +78,8 @@ def _loss(values: TokenValues, batch: Mapping[str, Tensor], options: GrpoOptions
     return grpo(logprobs=values.logprobs, sequences=len(batch["lengths"]), options=options, **given)
 
 
-def _make_fields(draft: Draft) -> dict[str, Tensor]:
-    o: GrpoOptions = draft.options
+def _make_fields(context: FieldContext) -> dict[str, Tensor]:
+    o: GrpoOptions = context.options
     spans = clip_spans(log(max(1 - o.clip_lower, 0.05)), log(1 + o.clip_higher))
     ratios: dict[str, list[Span]] = {
         "inside": [spans["inside"]],
@@ -71,56 +87,57 @@ def _make_fields(draft: Draft) -> dict[str, Tensor]:
         "on-policy": [(0.0, 0.0)],
         "extreme": [(-40.0, -20.0), (10.0, 20.0), (30.0, 42.0), spans["inside"]],
     }
-    old = draft.logprobs - place(draft.bits, "ratios", draft.tokens, ratios[draft.scenario["ratios"]])
-    vllm = old - _log_rho(draft)
-    unknown = draft.bits.uniform("unknown", draft.tokens) < (
-        0.1 if draft.scenario["generation"] == "everywhere" else 0.0
+    old = context.logprobs - place(context.streams, "ratios", context.tokens, ratios[context.scenario["ratios"]])
+    vllm = old - _log_rho(context)
+    unknown = context.streams.uniform("unknown", context.tokens) < (
+        0.1 if context.scenario["generation"] == "everywhere" else 0.0
     )
     return {
         "old_logprobs": old,
-        "reference_logprobs": reference_logprobs(draft),
+        "reference_logprobs": draw_reference_logprobs(context),
         "vllm_logprobs": torch.where(unknown, float("nan"), vllm),
-        "advantages": advantages(draft),
+        "advantages": draw_advantages(context),
     }
 
 
-def _log_rho(draft: Draft) -> Tensor:
-    """log p_old - log p_vllm, ``[tokens]``: on every side of the bounds of mask and clamp, and of the original's +-10 nats."""
-    o: GrpoOptions = draft.options
+def _log_rho(context: FieldContext) -> Tensor:
+    """log p_old - log p_vllm, ``[tokens]``: on every side of the bounds of mask and clamp, and of
+    the original's +-10 nats.
+    """
+    o: GrpoOptions = context.options
     low, high = (
         o.rho_mask_lower_bound or o.rho_clamp_lower_bound or 0.3,
         o.rho_mask_upper_bound or o.rho_clamp_upper_bound or 3.0,
     )
     beyond = [*clip_spans(log(low), log(max(high, 1.05))).values(), (11.0, 12.0), (-12.0, -11.0)]
     scenario: dict[str, Sequence[Span]] = {"near": NEAR, "equal": [(0.0, 0.0)], "everywhere": beyond}
-    chosen = scenario[draft.scenario["generation"]]
+    chosen = scenario[context.scenario["generation"]]
     if o.rho_mask_sequence_level or o.rho_mask_tv_divergence:
-        return of_tokens(draft, place(draft.bits, "rho", draft.sequences, chosen)) + 0.01 * draft.bits.normal(
-            "rho scatter", draft.tokens
-        )
-    return place(draft.bits, "rho", draft.tokens, chosen)
+        return on_tokens(
+            context, place(context.streams, "rho", context.sequences, chosen)
+        ) + 0.01 * context.streams.normal("rho scatter", context.tokens)
+    return place(context.streams, "rho", context.tokens, chosen)
 
 
-def _visited(batch: Batch) -> set[str]:
-    o = GRPO.make_options(batch.problem.options)
-    fields, trained = batch.fields, trained_tokens(batch)
-    seen = visited_tokens(batch)
+def _covered(batch: GlobalBatch, o: GrpoSpecOptions) -> set[str]:
+    fields, trained = batch.fields, batch.fields["mask"]
+    covered = covered_by_mask(batch, o)
     ratio, edges = batch.policy - fields["old_logprobs"], (log(max(1 - o.clip_lower, 0.05)), log(1 + o.clip_higher))
-    sides = set(visited_sides("token", ratio[trained], fields["advantages"][trained], *edges))
-    seen |= {side for side in sides if o.loss_fn == "dapo" or "below" not in side}
+    sides = set(covered_clip_goals("token", ratio[trained], fields["advantages"][trained], *edges))
+    covered |= {side for side in sides if o.loss_fn == "dapo" or "below" not in side}
     rho = (fields["old_logprobs"] - fields["vllm_logprobs"])[trained]
     if o.use_rho_correction and bool(rho.isnan().any()):
-        seen.add("sampler's log-prob not known")
+        covered.add("sampler's log-prob not known")
     if o.use_rho_correction and not o.rho_mask_sequence_level and not o.rho_mask_tv_divergence:
         upper, lower = (
             o.rho_mask_upper_bound or o.rho_clamp_upper_bound,
             o.rho_mask_lower_bound or o.rho_clamp_lower_bound,
         )
-        seen |= {"rho above its bounds"} if upper and bool((rho > log(upper)).any()) else set()
-        seen |= {"rho below its bounds"} if lower and bool((rho < log(lower)).any()) else set()
-        seen |= {"rho beyond 10 nats"} if bool((rho.abs() > 10).any()) else set()
+        covered |= {"rho above its bounds"} if upper and bool((rho > log(upper)).any()) else set()
+        covered |= {"rho below its bounds"} if lower and bool((rho < log(lower)).any()) else set()
+        covered |= {"rho beyond 10 nats"} if bool((rho.abs() > 10).any()) else set()
     distance = (batch.policy - fields["reference_logprobs"])[trained].abs()
-    return seen | ({"KL input clamped"} if o.beta and bool((distance > 40).any()) else set())
+    return covered | ({"KL input clamped"} if o.beta and bool((distance > 40).any()) else set())
 
 
 _UNCORRECTED = {"use_rho_correction": (False,)}
@@ -134,6 +151,7 @@ GRPO = Spec(
     summary="group relative policy optimisation: DAPO or CISPO, with a KL penalty and corrections for the sampler",
     source="open-instruct compute_grpo_loss",
     loss=_loss,
+    temperature=lambda options: options.temperature,
     options_type=GrpoSpecOptions,
     options=options_of(
         GrpoSpecOptions,
@@ -159,7 +177,16 @@ GRPO = Spec(
     inputs={"hidden": GrpoHiddenInputs, "logits": GrpoLogitsInputs, "logprobs": GrpoLogprobsInputs},
     fields=dict.fromkeys(("old_logprobs", "reference_logprobs", "vllm_logprobs", "advantages"), ("token",)),
     make_fields=_make_fields,
-    scenario=(RATIOS, ADVANTAGES, REFERENCE, GENERATION),
+    scenarios=(RATIOS, ADVANTAGES, REFERENCE, GENERATION),
+    mistakes=(
+        Mistake(
+            name="lower clip too wide",
+            sentence="the lower clip is 0.05 too wide",
+            options=lambda o: replace(o, clip_lower=o.clip_lower + 0.05),
+        ),
+        mistaken_choice("kl_estimator", 3, 2),
+        mistaken_choice("rho_clamp_upper_bound", 0.0, 2.0),
+    ),
     kinks=True,
     metrics={
         **{f"kl{k}": Metric(meaning=f"{_MEAN} KL estimate {k}") for k in range(4)},
@@ -175,27 +202,29 @@ GRPO = Spec(
         "rho_drop_frac": Metric(meaning=f"{_SHARE} that are dropped"),
         "rho_drop_low_frac": Metric(meaning=f"{_SHARE} that are dropped below"),
         "rho_drop_high_frac": Metric(meaning=f"{_SHARE} that are dropped above"),
-        "rho_min": Metric(meaning="least rho, inf without tokens", reduction="min"),
-        "rho_max": Metric(meaning="greatest rho, -inf without tokens", reduction="max"),
+        "rho_min": Metric(meaning="smallest rho, inf without tokens", reduction="min"),
+        "rho_max": Metric(meaning="largest rho, -inf without tokens", reduction="max"),
     },
-    branches={
-        **TOKEN_BRANCHES,
-        **clip_sides("token", {}, {"loss_fn": ("cispo",), "clip_lower": AtLeast(1)}),
-        "rho above its bounds": Branch(
+    goals={
+        **TOKEN_GOALS,
+        **clip_goals("token", {}, {"loss_fn": ("cispo",), "clip_lower": AtLeast(1)}),
+        "rho above its bounds": CoverageGoal(
             meaning="an importance weight above its bound",
-            barred_by={**_OF_TOKENS, "rho_mask_upper_bound": (0.0,), "rho_clamp_upper_bound": (0.0,)},
+            unreachable_if={**_OF_TOKENS, "rho_mask_upper_bound": (0.0,), "rho_clamp_upper_bound": (0.0,)},
         ),
-        "rho below its bounds": Branch(
+        "rho below its bounds": CoverageGoal(
             meaning="an importance weight below its bound",
-            barred_by={**_OF_TOKENS, "rho_mask_lower_bound": (0.0,), "rho_clamp_lower_bound": (0.0,)},
+            unreachable_if={**_OF_TOKENS, "rho_mask_lower_bound": (0.0,), "rho_clamp_lower_bound": (0.0,)},
         ),
-        "rho beyond 10 nats": Branch(meaning="an importance weight whose logarithm is clamped", barred_by=_OF_TOKENS),
-        "sampler's log-prob not known": Branch(
-            meaning="a NaN among the sampler's log-probabilities", barred_by=_UNCORRECTED
+        "rho beyond 10 nats": CoverageGoal(
+            meaning="an importance weight whose logarithm is clamped", unreachable_if=_OF_TOKENS
         ),
-        "KL input clamped": Branch(
-            meaning="a log-ratio to the reference beyond 40 nats, where it is clamped", barred_by={"beta": (0.0,)}
+        "sampler's log-prob not known": CoverageGoal(
+            meaning="a NaN among the sampler's log-probabilities", unreachable_if=_UNCORRECTED
+        ),
+        "KL input clamped": CoverageGoal(
+            meaning="a log-ratio to the reference beyond 40 nats, where it is clamped", unreachable_if={"beta": (0.0,)}
         ),
     },
-    visited=_visited,
+    covered=_covered,
 )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spec ``nll``: negative log-likelihood, the loss of supervised fine-tuning, with the statistics that its runs report."""
+"""Spec ``nll``: negative log-likelihood, the loss of supervised fine-tuning, and the statistics
+that its runs report.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,18 +11,20 @@ from torch import Tensor
 
 from dense_losses import mean_entropy, nll, sft_statistics
 from dense_losses.nll import Reduction
-from lossgate.specs.coverage import TOKEN_BRANCHES, visited_tokens
+from lossgate.specs.coverage import TOKEN_GOALS, covered_by_mask
 from lossgate.specs.inputs import HiddenHead, LogitsHead, LogprobsHead, PackedBatch
+from lossgate.specs.mistakes import Mistake
 from lossgate.specs.option import TEMPERATURE, Between, options_of
-from lossgate.specs.spec import Draft, Metric, Spec, TokenValues
+from lossgate.specs.spec import FieldContext, Metric, Spec
+from lossgate.specs.token_values import TokenValues
 
 
 @dataclass(frozen=True, kw_only=True)
 class NllOptions:
-    """What a kernel of spec ``nll`` is told."""
+    """The options of spec ``nll``."""
 
     reduction: Reduction = "mean"
-    """Divide by the batch's trained tokens, or not."""
+    """Whether the sum is divided by the trained tokens of the whole batch."""
     temperature: float = 1.0
     """Divides the logits."""
     epsilon: float = 0.0
@@ -29,7 +33,10 @@ class NllOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class NllBatch(PackedBatch):
-    """What the spec adds to a packed batch: what its statistics count. The loss needs none of it."""
+    """What the spec adds to a packed batch, for its statistics.
+
+    The loss itself needs none of it.
+    """
 
     real: Tensor
     """``[T]`` bool: the token is no padding."""
@@ -41,17 +48,17 @@ class NllBatch(PackedBatch):
 
 @dataclass(frozen=True, kw_only=True)
 class NllHiddenInputs(HiddenHead, NllBatch):
-    """Head "hidden"."""
+    """The inputs at head "hidden"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NllLogitsInputs(LogitsHead, NllBatch):
-    """Head "logits"."""
+    """The inputs at head "logits"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NllLogprobsInputs(LogprobsHead, NllBatch):
-    """Head "logprobs"."""
+    """The inputs at head "logprobs"."""
 
 
 def _loss(values: TokenValues, batch: Mapping[str, Tensor], options: NllOptions) -> tuple[Tensor, dict[str, Tensor]]:
@@ -60,7 +67,7 @@ def _loss(values: TokenValues, batch: Mapping[str, Tensor], options: NllOptions)
     return loss, {} if values.entropy is None else {"entropy": mean_entropy(values.entropy, mask, valid_tokens)}
 
 
-def _statistics(values: TokenValues, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _extra_metrics(values: TokenValues, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     nothing = torch.zeros_like(values.logprobs)
     statistics = sft_statistics(
         logprobs=values.logprobs,
@@ -80,20 +87,24 @@ def _statistics(values: TokenValues, batch: Mapping[str, Tensor]) -> dict[str, T
     return statistics
 
 
-def _make_fields(draft: Draft) -> dict[str, Tensor]:
-    partition, mask = draft.batch.partition, draft.batch.fields["mask"]
+def _make_fields(context: FieldContext) -> dict[str, Tensor]:
+    partition, mask = context.batch.partition, context.batch.fields["mask"]
     real = torch.zeros(partition.tokens, dtype=torch.bool)
     real[partition.real_tokens] = True
-    trained = torch.zeros(draft.sequences, dtype=torch.long).index_add(0, partition.sequence_of_token, mask.long())
+    trained = torch.zeros(context.sequences, dtype=torch.long).index_add(0, partition.sequence_of_token, mask.long())
     return {"real": real, "real_tokens": real.sum(), "trained_sequences": (trained > 0).sum()}
 
 
-def _summary(name: str, meaning: str) -> dict[str, Metric]:
-    """``name_avg``, ``name_min``, ``name_max``."""
+def _summary(name: str, meaning: str, *, uses_entropy: bool = False) -> dict[str, Metric]:
+    """Returns the metrics ``name_avg``, ``name_min`` and ``name_max``."""
     return {
-        f"{name}_avg": Metric(meaning=f"mean of {meaning}"),
-        f"{name}_min": Metric(meaning=f"least of {meaning}, inf without any", reduction="min"),
-        f"{name}_max": Metric(meaning=f"greatest of {meaning}, -inf without any", reduction="max"),
+        f"{name}_avg": Metric(meaning=f"mean of {meaning}", uses_entropy=uses_entropy),
+        f"{name}_min": Metric(
+            meaning=f"smallest of {meaning}, inf without any", reduction="min", uses_entropy=uses_entropy
+        ),
+        f"{name}_max": Metric(
+            meaning=f"largest of {meaning}, -inf without any", reduction="max", uses_entropy=uses_entropy
+        ),
     }
 
 
@@ -102,7 +113,7 @@ NLL = Spec(
     summary="negative log-likelihood of the labels, over trained tokens (SFT)",
     source="NeMo-RL NLLLoss, AReaL sft_loss, torch cross_entropy",
     loss=_loss,
-    statistics=_statistics,
+    extra_metrics=_extra_metrics,
     options_type=NllOptions,
     options=options_of(
         NllOptions,
@@ -112,17 +123,27 @@ NLL = Spec(
     fields={"real": ("token",), "real_tokens": (), "trained_sequences": ()},
     make_fields=_make_fields,
     metrics={
-        "entropy": Metric(meaning="entropy of the tempered distribution, mean over trained tokens, in nats"),
+        "entropy": Metric(
+            meaning="entropy of the tempered distribution, mean over trained tokens, in nats", uses_entropy=True
+        ),
         "n_seqs": Metric(meaning="sequences with a trained token"),
         "n_tokens": Metric(meaning="tokens that are no padding"),
         "n_valid_tokens": Metric(meaning="trained tokens"),
         "prompt_tokens": Metric(meaning="tokens that are neither trained nor padding"),
         **_summary("ppl", "the perplexity of sequences with a trained token"),
         **_summary("loss", "the loss of trained tokens"),
-        **_summary("entropy", "the entropy at trained tokens"),
-        **_summary("vocab_min_logits", "the least logit of tokens that are no padding, before the temperature"),
-        **_summary("vocab_max_logits", "the greatest logit of tokens that are no padding"),
+        **_summary("entropy", "the entropy at trained tokens", uses_entropy=True),
+        **_summary("vocab_min_logits", "the smallest logit of tokens that are no padding, before the temperature"),
+        **_summary("vocab_max_logits", "the largest logit of tokens that are no padding"),
     },
-    branches=TOKEN_BRANCHES,
-    visited=visited_tokens,
+    temperature=lambda options: options.temperature,
+    mistakes=(
+        Mistake(
+            name="mask shifted by one",
+            sentence="the neighbours of the trained tokens are trained in their place",
+            inputs=lambda inputs: {"mask": inputs.mask.roll(1)},
+        ),
+    ),
+    goals=TOKEN_GOALS,
+    covered=covered_by_mask,
 )

@@ -7,17 +7,19 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dense_losses import ValueOptions, value_loss
-from lossgate.losses.policies import Span, place
-from lossgate.problems.batch import Batch
-from lossgate.specs.coverage import TOKEN_BRANCHES, visited_tokens
+from lossgate.losses.shared.policies import Span, place
+from lossgate.problems.batch import GlobalBatch
+from lossgate.specs.coverage import TOKEN_GOALS, CoverageGoal, covered_by_mask
 from lossgate.specs.inputs import PackedBatch, ValuesHead
-from lossgate.specs.option import options_of
-from lossgate.specs.spec import Branch, Draft, Metric, Option, Spec, TokenValues
+from lossgate.specs.mistakes import fixed_option
+from lossgate.specs.option import Option, options_of
+from lossgate.specs.spec import FieldContext, Metric, Spec
+from lossgate.specs.token_values import TokenValues
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValueInputs(ValuesHead, PackedBatch):
-    """Head "values"."""
+    """The inputs at head "values"."""
 
     old_values: Tensor
     """``[T]``, at the time of the rollout."""
@@ -32,27 +34,29 @@ def _loss(values: TokenValues, batch: Mapping[str, Tensor], options: ValueOption
     return loss, metrics
 
 
-def _make_fields(draft: Draft) -> dict[str, Tensor]:
-    """Values inside the clip range and beyond it on either side, and returns on either side of them."""
-    reach = draft.options.cliprange or 0.2
+def _make_fields(context: FieldContext) -> dict[str, Tensor]:
+    """Places old values so that values lie inside the clip range and beyond it, and returns on
+    either side of them.
+    """
+    reach = context.options.cliprange or 0.2
     spans: dict[str, list[Span]] = {"inside": [(-0.8 * reach, 0.8 * reach)]}
     spans["everywhere"] = [*spans["inside"], (1.3 * reach, 3 * reach), (-3 * reach, -1.3 * reach)]
-    old = draft.logprobs - place(draft.bits, "moves", draft.tokens, spans[draft.scenario["values"]])
-    return {"old_values": old, "returns": old + (0.5 + 3 * reach) * draft.bits.normal("returns", draft.tokens)}
+    old = context.logprobs - place(context.streams, "moves", context.tokens, spans[context.scenario["values"]])
+    return {"old_values": old, "returns": old + (0.5 + 3 * reach) * context.streams.normal("returns", context.tokens)}
 
 
-def _visited(batch: Batch) -> set[str]:
-    fields, seen = batch.fields, visited_tokens(batch)
-    reach = VALUE.make_options(batch.problem.options).cliprange
+def _covered(batch: GlobalBatch, options: ValueOptions) -> set[str]:
+    fields, covered = batch.fields, covered_by_mask(batch, options)
+    reach = options.cliprange
     if reach is None:
-        return seen
+        return covered
     trained = fields["mask"]
     moved = (batch.policy - fields["old_values"])[trained]
     nearer = (fields["returns"] - fields["old_values"])[trained] * moved > 0
     clamped = moved.abs() > reach
-    seen |= {"beyond the range, towards the return"} if bool((clamped & nearer).any()) else set()
-    seen |= {"beyond the range, away from the return"} if bool((clamped & ~nearer).any()) else set()
-    return seen | ({"inside the range"} if bool((~clamped).any()) else set())
+    covered |= {"beyond the range, towards the return"} if bool((clamped & nearer).any()) else set()
+    covered |= {"beyond the range, away from the return"} if bool((clamped & ~nearer).any()) else set()
+    return covered | ({"inside the range"} if bool((~clamped).any()) else set())
 
 
 _UNCLIPPED = {"cliprange": (None,)}
@@ -69,9 +73,10 @@ VALUE = Spec(
     inputs={"values": ValueInputs},
     fields={"old_values": ("token",), "returns": ("token",)},
     make_fields=_make_fields,
-    scenario=(
+    scenarios=(
         Option(name="values", meaning="how far values moved", default="inside", choices=("inside", "everywhere")),
     ),
+    mistakes=(fixed_option("cliprange", None, "values are never clipped"),),
     kinks=True,
     metrics={
         "vf_clipfrac": Metric(meaning="share of trained tokens whose clipped error is the larger"),
@@ -79,18 +84,18 @@ VALUE = Spec(
         "values_mean": Metric(meaning=f"{_MEAN} the value"),
         "returns_sq_mean": Metric(meaning=f"{_MEAN} the squared return"),
         "residual_sq_mean": Metric(meaning=f"{_MEAN} the squared difference of return and value"),
-        "values_min": Metric(meaning="least value, inf without tokens", reduction="min"),
-        "values_max": Metric(meaning="greatest value, -inf without tokens", reduction="max"),
+        "values_min": Metric(meaning="smallest value, inf without tokens", reduction="min"),
+        "values_max": Metric(meaning="largest value, -inf without tokens", reduction="max"),
     },
-    branches={
-        **TOKEN_BRANCHES,
-        "inside the range": Branch(meaning="a value inside the clip range", barred_by=_UNCLIPPED),
-        "beyond the range, towards the return": Branch(
-            meaning="a value beyond the clip range, nearer to its return", barred_by=_UNCLIPPED
+    goals={
+        **TOKEN_GOALS,
+        "inside the range": CoverageGoal(meaning="a value inside the clip range", unreachable_if=_UNCLIPPED),
+        "beyond the range, towards the return": CoverageGoal(
+            meaning="a value beyond the clip range, nearer to its return", unreachable_if=_UNCLIPPED
         ),
-        "beyond the range, away from the return": Branch(
-            meaning="a value beyond the clip range, further from its return", barred_by=_UNCLIPPED
+        "beyond the range, away from the return": CoverageGoal(
+            meaning="a value beyond the clip range, further from its return", unreachable_if=_UNCLIPPED
         ),
     },
-    visited=_visited,
+    covered=_covered,
 )

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Float formats, and random rounding of float64 numbers as if to them."""
+"""Float formats, and float64 arithmetic with random errors as large as those of rounding."""

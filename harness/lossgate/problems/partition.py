@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who owns what: the split of a packed batch and of a vocabulary over the ranks of a layout.
 
-dp splits the sequences, in order. cp splits the tokens of each padded sequence in a zigzag: of ``2 cp`` equal
-pieces, rank ``r`` owns pieces ``r`` and ``2 cp - 1 - r``, so that causal attention costs every rank the same
-(Megatron-LM, NeMo-RL, AReaL). tp splits the rows of the vocabulary.
+dp splits the sequences, in order. cp splits the tokens of each padded sequence in a zigzag: of ``2
+cp`` equal pieces, rank ``r`` owns pieces ``r`` and ``2 cp - 1 - r``, so that causal attention costs
+every rank the same (Megatron-LM, NeMo-RL, AReaL). tp splits the rows of the vocabulary.
 
 Every tensor names its dims; a tensor without an axis's dim is replicated over that axis.
 """
@@ -51,12 +51,14 @@ def split_vocab(vocab: int, tp: int, how: VocabSplit) -> list[VocabShard]:
     """The shard of each tp rank."""
     if how == "even" and vocab % tp:
         raise UsageError(
-            f"a vocabulary of {vocab} does not split evenly over tp={tp} ranks; use another size, or another vocab_split"
+            f"a vocabulary of {vocab} does not split evenly over tp={tp} ranks; "
+            "use another size, or another vocab_split"
         )
     if how in ("balanced", "even"):
         if vocab < tp:
             raise UsageError(
-                f"layout larger than the problem: a vocabulary of {vocab} has no row for each of tp={tp} ranks; use tp <= {vocab}"
+                f"layout larger than the problem: a vocabulary of {vocab} has no row for each of tp={tp} ranks; "
+                f"use tp <= {vocab}"
             )
         ends = list(accumulate(vocab // tp + (rank < vocab % tp) for rank in range(tp)))
         return [VocabShard(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
@@ -71,20 +73,21 @@ def split_vocab(vocab: int, tp: int, how: VocabSplit) -> list[VocabShard]:
 class Partition:
     """The split of sequences of ``lengths`` tokens, and of ``vocab`` rows, over ``layout``.
 
-    ``multiple`` pads each sequence to a multiple of that many tokens, on top of the ``2 cp`` that zigzag needs.
-    A sequence of no tokens stays empty. dp keeps so many neighbours ``together``: the two sequences of a preference pair.
+    ``pad_to_multiple`` pads each sequence to a multiple of that many tokens, on top of the ``2 cp``
+    that zigzag needs. A sequence of no tokens stays empty. dp keeps ``group_size`` neighbours on
+    one rank, such as the two sequences of a preference pair.
     """
 
     layout: Layout
     lengths: tuple[int, ...]
     vocab: int
     vocab_split: VocabSplit = "balanced"
-    multiple: int = 1
-    together: int = 1
+    pad_to_multiple: int = 1
+    group_size: int = 1
 
     @cached_property
     def padded_lengths(self) -> tuple[int, ...]:
-        unit = self.multiple * (2 * self.layout.cp if self.layout.cp > 1 else 1)
+        unit = self.pad_to_multiple * (2 * self.layout.cp if self.layout.cp > 1 else 1)
         return tuple(-(-length // unit) * unit for length in self.lengths)
 
     @cached_property
@@ -99,7 +102,9 @@ class Partition:
 
     @cached_property
     def real_tokens(self) -> Tensor:
-        """Positions in the padded pack of the tokens that are no padding, in order; shape ``[sum(lengths)]``."""
+        """Positions in the padded pack of the tokens that are no padding, in order; shape
+        ``[sum(lengths)]``.
+        """
         return torch.tensor(
             [s + i for s, n in zip(self.starts[:-1], self.lengths, strict=True) for i in range(n)], dtype=torch.long
         )
@@ -114,14 +119,18 @@ class Partition:
         return split_vocab(self.vocab, self.layout.tp, self.vocab_split)
 
     def sequences(self, dp_rank: int) -> range:
-        """The sequences of a dp rank, the first ranks one more (pair) than the last where they don't divide."""
-        count, extra = divmod(len(self.lengths) // self.together, self.layout.dp)
+        """The sequences of a dp rank, the first ranks one more (pair) than the last where they
+        don't divide.
+        """
+        count, extra = divmod(len(self.lengths) // self.group_size, self.layout.dp)
         start = dp_rank * count + min(dp_rank, extra)
-        return range(start * self.together, (start + count + (dp_rank < extra)) * self.together)
+        return range(start * self.group_size, (start + count + (dp_rank < extra)) * self.group_size)
 
     @cached_property
     def token_shards(self) -> dict[tuple[int, int], Tensor]:
-        """``(dp rank, cp rank) -> `` positions in the padded pack, in the order in which that rank holds them."""
+        """``(dp rank, cp rank) -> `` positions in the padded pack, in the order in which that rank
+        holds them.
+        """
         return {
             (dp, cp): torch.tensor(list(self._owned(dp, cp)), dtype=torch.long)
             for dp in range(self.layout.dp)
@@ -140,10 +149,11 @@ class Partition:
                 owned.extend(range(start + index * piece, start + (index + 1) * piece))
         return owned
 
-    def shard(self, tensor: Tensor, dims: Dims, rank: int, filler: Tensor | None = None) -> Tensor:
+    def shard(self, tensor: Tensor, dims: Dims, rank: int, vocab_padding: Tensor | None = None) -> Tensor:
         """The part of a full tensor that ``rank`` holds, as a new tensor.
 
-        ``filler`` supplies the padding rows of a ``"padded"`` vocabulary: same dims, one row for each.
+        ``vocab_padding`` supplies the padding rows of a ``"padded"`` vocabulary: same dims, one row
+        for each.
         """
         at = self.layout.coordinate(rank)
         for axis, dim in enumerate(dims):
@@ -156,12 +166,12 @@ class Partition:
                 shard = self.vocab_shards[at["tp"]]
                 part = tensor.narrow(axis, shard.start, shard.end - shard.start)
                 if shard.padding:
-                    if filler is None:
-                        raise ValueError("a padded vocabulary needs a filler for its padding rows")
+                    if vocab_padding is None:
+                        raise ValueError("a padded vocabulary needs vocab_padding for its padding rows")
                     pad = (
-                        filler
+                        vocab_padding
                         if "token" not in dims
-                        else filler.index_select(dims.index("token"), self.token_shards[at["dp"], at["cp"]])
+                        else vocab_padding.index_select(dims.index("token"), self.token_shards[at["dp"], at["cp"]])
                     )
                     part = torch.cat([part, pad.narrow(axis, 0, shard.padding)], axis)
                 tensor = part

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A problem: the small, JSON-able description from which every tensor of one example is made.
+"""A problem: the small description, as JSON, from which every tensor of one example is made.
 
-The structure (sizes, masks, options, regimes) is drawn and shrunk; the numbers come from one seed. The same problem
-gives the same tensors, bit for bit, on every machine.
+The structure (sizes, masks, options, scenarios) is drawn and shrunk; the numbers come from one
+seed. The same problem gives the same tensors, bit for bit, on every machine.
 """
 
 from dataclasses import MISSING, dataclass, field, fields
@@ -13,15 +13,9 @@ import msgspec
 
 from lossgate.errors import UsageError
 from lossgate.layout import Layout
+from lossgate.problems.masks import MaskPattern
 from lossgate.problems.partition import Partition, VocabSplit
-
-MaskPattern = Literal["all", "none", "response", "holes"]
-MASK_PATTERNS: dict[MaskPattern, str] = {
-    "all": "every token that has a next one in its sequence",
-    "none": "no token",
-    "response": "the tail of the sequence, from a random token on",
-    "holes": "tokens at random, about six in ten",
-}
+from lossgate.spelling import nearest
 
 Cotangent = Literal["loss", "logprobs", "token_entropy", "both"]
 ReductionOrder = Literal["rank", "permuted", "tree", "ring"]
@@ -29,60 +23,75 @@ ReductionOrder = Literal["rank", "permuted", "tree", "ring"]
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """See the module. Tokens are counted over the sequences put end to end, without padding."""
+    """One problem. Tokens are counted over the sequences end to end, without padding.
+
+    Raises:
+        UsageError: if sizes contradict each other, or the layout is larger than the problem.
+    """
 
     spec: str
     head: str
     dtype: str
-    """Of hidden, weight, bias or logits."""
+    """The dtype of the differentiable inputs: hidden states, weight and bias; logits; or values."""
     layout: Layout = field(default_factory=Layout)
     lengths: tuple[int, ...]
     """Tokens of each sequence; 0 for an empty one."""
     masks: tuple[MaskPattern, ...]
     """Which tokens of each sequence are trained."""
-    multiple: int = 1
+    pad_to_multiple: int = 1
     """Each sequence is padded to a multiple of this, on top of what the layout needs."""
     hidden: int
-    """Width of the hidden states; unused at head "logits"."""
+    """Width of the hidden states; used at head "hidden" only."""
     vocab: int
     vocab_split: VocabSplit = "balanced"
     bias: bool = False
     options: dict[str, Any] = field(default_factory=dict)
-    """Options of the spec that are not at their default."""
+    """The options of the spec that are not at their default."""
     scenario: dict[str, str] = field(default_factory=dict)
-    """How the spec's further inputs are made, where not plainly: ``Spec.scenario``."""
-    together: int = 1
+    """How the spec's further inputs are made; choices that are at their default are left out."""
+    group_size: int = 1
     """Neighbouring sequences that dp keeps on one rank; 2 for preference pairs."""
-    spread: float = 1.0
+    logit_std: float = 1.0
     """Standard deviation of the logits, before the temperature."""
-    confidence: float = 0.0
-    """Nats added to the label's tempered logit, at every other token or so."""
-    pins: tuple[tuple[int, int], ...] = ()
+    label_boost: float = 0.0
+    """Nats added to the label's tempered logit at about every other token, which makes those labels
+    confident."""
+    forced_labels: tuple[tuple[int, int], ...] = ()
     """``(token, row)``: the label of that token is that row of the vocabulary."""
-    spikes: tuple[tuple[int, int, float], ...] = ()
-    """``(token, column, value)``: that entry of hidden, or of the logits, is that value."""
+    outliers: tuple[tuple[int, int, float], ...] = ()
+    """``(token, column, value)``: that entry of the hidden states, or of the logits, has that
+    value."""
     cotangent: Cotangent = "loss"
     """The outputs that get an upstream gradient."""
     reduction_order: ReductionOrder = "rank"
-    """In which order a simulated world adds up what the ranks bring to a collective."""
+    """The order in which a simulated world adds up what the ranks bring to a collective."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         if len(self.masks) != len(self.lengths):
             raise UsageError(f"problem: {len(self.masks)} masks for {len(self.lengths)} sequences; give one for each")
-        if len(self.lengths) % self.together:
-            raise UsageError(f"problem: {len(self.lengths)} sequences do not make groups of {self.together}")
-        if sum(self.lengths) < 1 or min(self.lengths) < 0 or self.hidden < 1 or self.vocab < 1 or self.multiple < 1:
-            raise UsageError("problem: it needs at least one token, and positive sizes of hidden, vocab and multiple")
-        for token, row in self.pins:
+        sizes = (self.hidden, self.vocab, self.pad_to_multiple, self.group_size)
+        if sum(self.lengths) < 1 or min(self.lengths) < 0 or min(sizes) < 1:
+            raise UsageError(
+                f"problem: lengths={self.lengths}, hidden={self.hidden}, vocab={self.vocab}, "
+                f"pad_to_multiple={self.pad_to_multiple}; expected at least one token and positive sizes"
+            )
+        if len(self.lengths) % self.group_size:
+            raise UsageError(
+                f"problem: group_size={self.group_size} does not divide {len(self.lengths)} sequences; "
+                "add empty sequences (length 0)"
+            )
+        for token, row in self.forced_labels:
             if not (0 <= token < self.tokens and 0 <= row < self.vocab):
                 raise UsageError(
-                    f"problem: pin ({token}, {row}) is outside of {self.tokens} tokens x {self.vocab} rows"
+                    f"problem: forced_labels has ({token}, {row}); expected a token below {self.tokens} "
+                    f"and a row below {self.vocab}"
                 )
-        for token, column, _ in self.spikes:
-            if not (0 <= token < self.tokens and 0 <= column < self.columns):
+        for token, column, _ in self.outliers:
+            if not (0 <= token < self.tokens and 0 <= column < self.outlier_columns):
                 raise UsageError(
-                    f"problem: spike at ({token}, {column}) is outside of {self.tokens} tokens x {self.columns} columns"
+                    f"problem: outliers has ({token}, {column}); expected a token below {self.tokens} "
+                    f"and a column below {self.outlier_columns}"
                 )
         self.partition.vocab_shards  # noqa: B018  raises where the layout is larger than the problem
 
@@ -91,39 +100,62 @@ class Problem:
         return sum(self.lengths)
 
     @property
-    def columns(self) -> int:
-        """Columns of the tensor that spikes hit."""
+    def outlier_columns(self) -> int:
+        """Columns of the tensor that holds the outliers."""
         return self.hidden if self.head == "hidden" else self.vocab
 
     @property
     def partition(self) -> Partition:
-        return Partition(self.layout, self.lengths, self.vocab, self.vocab_split, self.multiple, self.together)
+        """How the problem's layout splits it."""
+        return Partition(self.layout, self.lengths, self.vocab, self.vocab_split, self.pad_to_multiple, self.group_size)
 
     def to_json(self) -> str:
-        """Without what is at its default: a field that is added some day leaves the problems of today, and their numbers, as they are."""
+        """Returns the problem as JSON, without fields at their default.
+
+        A field that is added later thus leaves the JSON of today's problems, and the numbers drawn
+        from it, unchanged.
+        """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         plain = _defaults()
-        return msgspec.json.encode(
-            {name: value for name, value in values.items() if name not in plain or plain[name] != value}
-        ).decode()
+        given = {name: value for name, value in values.items() if name not in plain or plain[name] != value}
+        return msgspec.json.encode(given).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Problem":
+        """Reads what ``to_json`` wrote.
+
+        Raises:
+            UsageError: if the text is no problem; the message says where.
+        """
         try:
-            return msgspec.json.decode(text, type=Problem)
+            return cls.from_builtins(msgspec.json.decode(text))
         except msgspec.MsgspecError as error:
             raise UsageError(f"problem: {error}") from None
 
+    @classmethod
+    def from_builtins(cls, values: Any) -> "Problem":
+        """Makes a problem of what JSON holds.
+
+        Raises:
+            UsageError: if a field is unknown, so that a file of another version of lossgate is not
+                taken for another problem.
+            msgspec.ValidationError: if a value does not fit its field.
+        """
+        known = [f.name for f in fields(cls)]
+        for name in values if isinstance(values, dict) else ():
+            if name not in known:
+                raise UsageError(f"problem: unknown field {name!r}; {nearest(name, known)}")
+        return msgspec.convert(values, cls)
+
     def describe(self) -> str:
-        """One line for people: sizes first, then whatever is not plain."""
-        parts = [
-            f"{self.tokens} tokens in {len(self.lengths)} sequences {list(self.lengths)}",
-            f"masks {'/'.join(self.masks)}",
-        ]
+        """Returns one line for people: sizes first, then what is not at its default."""
+        sequences = "sequence" if len(self.lengths) == 1 else "sequences"
+        parts = [f"{self.tokens} tokens in {len(self.lengths)} {sequences} {list(self.lengths)}"]
+        parts += [f"masks {'/'.join(self.masks)}"]
         parts += [f"hidden {self.hidden}"] * (self.head == "hidden") + [f"vocab {self.vocab}"]
-        parts += [f"layout {self.layout}", self.dtype, f"logit spread {self.spread:g}"]
+        parts += [f"layout {self.layout}", self.dtype, f"logit_std {self.logit_std:g}"]
         plain = _defaults()
-        for name in ("multiple", "vocab_split", "bias", "confidence", "pins", "spikes", "cotangent"):
+        for name in ("pad_to_multiple", "vocab_split", "bias", "label_boost", "forced_labels", "outliers", "cotangent"):
             if (value := getattr(self, name)) != plain[name]:
                 parts.append(f"{name} {value}")
         parts += [f"{name} {value}" for name, value in (self.options | self.scenario).items()]
@@ -132,6 +164,6 @@ class Problem:
 
 @cache
 def _defaults() -> dict[str, Any]:
-    """Of the fields that have one."""
+    """Returns the default of each field that has one."""
     made = {f.name: f.default_factory() for f in fields(Problem) if f.default_factory is not MISSING}
     return made | {f.name: f.default for f in fields(Problem) if f.default is not MISSING}

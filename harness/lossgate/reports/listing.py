@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What there is: specs, and the candidates of a file, as tables."""
+"""Tables of the specs, of the properties, and of the candidates of a file."""
 
 from collections.abc import Iterator
 
@@ -7,42 +7,67 @@ from rich.box import SIMPLE
 from rich.markup import escape
 from rich.table import Table
 
-from lossgate.declaration.candidate import ANY, Candidate
+from lossgate.declaration.any_value import ANY
+from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.loading import load_candidates
-from lossgate.losses import SPECS, find_spec
+from lossgate.losses import SPECS
+from lossgate.properties import PROPERTIES
+from lossgate.specs.heads import HEADS
 from lossgate.specs.option import field_meanings
-from lossgate.specs.spec import HEADS
+from lossgate.specs.spec import COMMON_OPTIONS, Spec
 
 
 def spec_tables() -> Iterator[Table]:
-    """One for each spec."""
+    """Yields a table for each spec."""
     for spec in SPECS.values():
-        table = Table(title=f"{spec.name}: {spec.summary}  (source: {spec.source})", title_justify="left", box=SIMPLE)
-        for heading in ("", "name", "values", "default", "meaning"):
-            table.add_column(heading)
-        for name in spec.inputs:
-            head = HEADS[name]
-            leaves = "; ".join(f"{leaf}[{', '.join(dims)}]" for leaf, dims in head.leaves.items())
-            table.add_row("head", name, escape(leaves), "", head.meaning)
-        for option in spec.options:
-            table.add_row("option", option.name, option.domain, str(option.default), escape(option.meaning))
-        for name, feature in spec.features.items():
-            if feature not in spec.options:
-                table.add_row("feature", name, feature.domain, str(feature.default), feature.meaning)
-        meanings = dict(field_meanings(next(iter(spec.inputs.values()))))
-        for name, dims in spec.fields.items():
-            table.add_row("input", name, escape(f"[{', '.join(dims)}]"), "", escape(meanings[name]))
-        for name, metric in spec.metrics.items():
-            table.add_row("metric", name, "", "", f"{metric.meaning} (ranks: {metric.reduction})")
-        for choice in spec.scenario:
-            table.add_row("scenario", choice.name, choice.domain, str(choice.default), choice.meaning)
-        for name, branch in spec.every_branch.items():
-            table.add_row("branch", name, "", "", branch.meaning)
+        title = f"{spec.name}: {spec.summary}  (source: {spec.source})"
+        table = Table("", "name", "values", "default", "meaning", title=title, title_justify="left", box=SIMPLE)
+        for row in (*_heads(spec), *_options(spec), *_inputs(spec), *_goals(spec)):
+            table.add_row(*map(escape, row))
         yield table
 
 
+Row = tuple[str, str, str, str, str]
+
+
+def _heads(spec: Spec) -> Iterator[Row]:
+    for name in spec.inputs:
+        leaves = "; ".join(f"{leaf}[{', '.join(dims)}]" for leaf, dims in HEADS[name].leaves.items())
+        yield "head", name, leaves, "", HEADS[name].meaning
+
+
+def _options(spec: Spec) -> Iterator[Row]:
+    for option in spec.options:
+        yield "option", option.name, option.domain, str(option.default), option.meaning
+    for option in COMMON_OPTIONS.values():
+        yield "common option", option.name, option.domain, str(option.default), option.meaning
+
+
+def _inputs(spec: Spec) -> Iterator[Row]:
+    meanings = dict(field_meanings(next(iter(spec.inputs.values()))))
+    for name, dims in spec.fields.items():
+        yield "input", name, f"[{', '.join(dims)}]", "", meanings[name]
+    for name, metric in spec.metrics.items():
+        yield "metric", name, "", "", f"{metric.meaning} (ranks: {metric.reduction})"
+
+
+def _goals(spec: Spec) -> Iterator[Row]:
+    for choice in spec.scenarios:
+        yield "scenario", choice.name, choice.domain, str(choice.default), choice.meaning
+    for name, goal in spec.all_goals.items():
+        yield "coverage goal", name, "", "", goal.meaning
+
+
+def properties_table() -> Table:
+    """Returns a table of the properties that candidates are held to."""
+    table = Table("property", "what it asks", "runs per problem", title="properties", title_justify="left", box=SIMPLE)
+    for held_to in PROPERTIES.values():
+        table.add_row(held_to.name, escape(held_to.summary), str(held_to.runs))
+    return table
+
+
 def candidates_table(target: str) -> Table:
-    """The candidates of a file or module."""
+    """Returns a table of the candidates of a file or module."""
     table = Table(title=target, title_justify="left")
     for heading in ("candidate", "spec", "head", "axes", "dtypes", "supports", "good for"):
         table.add_column(heading)
@@ -50,13 +75,18 @@ def candidates_table(target: str) -> Table:
         supports = ", ".join(_supported(candidate))
         axes, dtypes = ", ".join(candidate.axes) or "none", ", ".join(candidate.dtypes)
         table.add_row(
-            candidate.name, candidate.spec, candidate.head, axes, dtypes, escape(supports), escape(candidate.good_for)
+            candidate.name,
+            candidate.spec.name,
+            candidate.head,
+            axes,
+            dtypes,
+            escape(supports),
+            escape(candidate.good_for),
         )
     return table
 
 
 def _supported(candidate: Candidate) -> Iterator[str]:
-    spec = find_spec(candidate.spec)
     for name in candidate.supports:
-        values = spec.supported(candidate, name)
+        values = candidate.supported(name)
         yield f"{name} {'any' if values is ANY else '/'.join(map(str, values))}"

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel is given on each rank: the local shards of one packed batch, and what is known of the whole."""
+"""What a kernel is given on each rank: the local shards of one packed batch, and what is known of
+the whole.
+"""
 
 from dataclasses import dataclass
 
@@ -10,31 +12,36 @@ from torch import Tensor
 class PackedBatch:
     """Common to every spec and head. T is the number of this rank's tokens, padding included.
 
-    Labels and mask are shifted on the full sequence before it is split: position t's label is token t + 1. The raw
-    ids are there for kernels that shift themselves.
+    Labels and mask are shifted on the full sequence before it is split: position t's label is token
+    t + 1. The raw ids are there for kernels that shift themselves.
     """
 
     labels: Tensor
-    """``[T]`` int64 ids in the whole vocabulary. Where ``mask`` is false they mean nothing, but are valid ids."""
+    """``[T]`` int64 ids in the whole vocabulary. Where ``mask`` is false they mean nothing, but are
+    valid ids."""
     mask: Tensor
-    """``[T]`` bool: the label is trained. Never true for the last token of a sequence, nor for padding."""
+    """``[T]`` bool: the label is trained. Never true for the last token of a sequence, nor for
+    padding."""
     input_ids: Tensor
     """``[T]`` int64."""
     sequence: Tensor
     """``[T]`` int64: the number of each token's sequence, among those of this dp rank."""
     cu_seqlens: Tensor
-    """``[sequences + 1]`` int32: where the sequences of this dp rank would start, end to end without padding."""
+    """``[sequences + 1]`` int32: where the sequences of this dp rank would start, end to end
+    without padding."""
     cu_seqlens_padded: Tensor
-    """``[sequences + 1]`` int32: where they start in this dp rank's padded pack, before cp splits it."""
+    """``[sequences + 1]`` int32: where they start in this dp rank's padded pack, before cp splits
+    it."""
     valid_tokens: Tensor
-    """Scalar int64: trained tokens of the whole batch, over every rank. The normaliser of a token mean; may be 0."""
+    """Scalar int64: trained tokens of the whole batch, over every rank. The normaliser of a token
+    mean; may be 0."""
     vocab_size: int
     """Of the whole vocabulary, over every tp rank, without padding rows."""
     vocab_start: int
     """First row of the vocabulary that this rank owns."""
     vocab_end: int
-    """One past the last. Rows beyond ``vocab_end - vocab_start`` of the local weight or logits are padding, and take
-    no part in the softmax."""
+    """One past the last. Rows beyond ``vocab_end - vocab_start`` of the local weight or logits are
+    padding, and take no part in the softmax."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +85,8 @@ class RewardsHead:
     """What head "rewards" gives."""
 
     rewards: Tensor
-    """``[S]``, of the reward model, one for each of this dp rank's sequences; requires grad. Equal on all cp and tp ranks."""
+    """``[S]``, of the reward model, one for each of this dp rank's sequences; requires grad. Equal
+    on all cp and tp ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,21 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names and dims of what a candidate gives: "loss", "logprobs", "token_entropy", a metric's name, and "grad of <leaf>"."""
+"""The outputs that are compared: loss, per-token values, metrics, and the gradient of each
+differentiable input.
+"""
 
-from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 from lossgate.problems.partition import Dims
-from lossgate.specs.spec import HEADS
 
-OUTPUT_DIMS: Mapping[str, Dims] = {"loss": (), "logprobs": ("token",), "token_entropy": ("token",)}
-"""Dims of the outputs that are no gradient; metrics are scalars."""
+Kind = Literal["loss", "token value", "metric", "gradient"]
 
 
-def grad_name(leaf: str) -> str:
-    return f"grad of {leaf}"
+@dataclass(frozen=True)
+class Output:
+    """One tensor that a candidate gives back."""
+
+    kind: Kind
+    name: str
+    """As in ``lossgate.Outputs``: "loss", "logprobs", "token_entropy" or a metric's name; for a
+    gradient the input's name."""
+    dims: Dims = ()
+
+    def __str__(self) -> str:
+        return f"grad of {self.name}" if self.kind == "gradient" else self.name
 
 
-def output_dims(name: str, head: str) -> Dims:
-    for leaf, dims in HEADS[head].leaves.items():
-        if name == grad_name(leaf):
-            return dims
-    return OUTPUT_DIMS.get(name, ())
+LOSS = Output("loss", "loss")
+LOGPROBS = Output("token value", "logprobs", ("token",))
+TOKEN_ENTROPY = Output("token value", "token_entropy", ("token",))
+
+RETURNED = {output.name: output for output in (LOSS, LOGPROBS, TOKEN_ENTROPY)}
+"""The outputs that a candidate may return beside metrics, by their name in ``lossgate.Outputs``."""
+
+
+def metric_output(name: str) -> Output:
+    return Output("metric", name)
+
+
+def gradient_output(leaf: str, dims: Dims) -> Output:
+    """Returns the output that is the gradient of a differentiable input, which has the input's
+    dims.
+    """
+    return Output("gradient", leaf, dims)

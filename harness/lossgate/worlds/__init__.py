@@ -1,7 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where candidates run: a world gives every rank a device mesh and runs a body on all of them."""
+"""Where candidates run: a world gives every rank a device mesh and runs a task on all of them."""
 
-from lossgate.worlds.base import Body, RankContext, RankFailure, World
+from lossgate.errors import UsageError
+from lossgate.layout import Layout
+from lossgate.spelling import nearest
+from lossgate.worlds.base import RankContext, RankFailure, Task, World
 from lossgate.worlds.simulated import SimulatedWorld
 
-__all__ = ["Body", "RankContext", "RankFailure", "SimulatedWorld", "World"]
+WORLDS = {"simulated": SimulatedWorld}
+"""The worlds, by name. A new one is added here and in its own folder."""
+
+
+def make_world(name: str, layout: Layout, timeout: float = 60.0) -> World:
+    """Returns a world of some ranks.
+
+    Args:
+        name: which kind of world.
+        layout: its ranks.
+        timeout: seconds after which a rank that reaches no collective counts as hanging.
+
+    Raises:
+        UsageError: if there is no such world.
+    """
+    if name not in WORLDS:
+        raise UsageError(f"unknown world {name!r}; {nearest(name, WORLDS)}")
+    return WORLDS[name](layout, timeout)
+
+
+__all__ = ["WORLDS", "RankContext", "RankFailure", "SimulatedWorld", "Task", "World", "make_world"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of a world, and how the failure of its ranks is told."""
+"""The interface of a world, and how the failures of its ranks are reported."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,27 +14,36 @@ from lossgate.problems.problem import ReductionOrder
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a body knows of the rank that it runs on."""
+    """What a task knows about the rank that it runs on."""
 
     rank: int
     layout: Layout
     mesh: DeviceMesh
-    """Dims ``dp``, ``cp``, ``tp``."""
+    """Its dims are ``dp``, ``cp``, ``tp``."""
 
 
 T = TypeVar("T")
-Body = Callable[[RankContext], T]
+Task = Callable[[RankContext], T]
+"""What a rank is asked to do. A task is data: worlds whose ranks are other processes pickle it."""
 
 
 class World(Protocol):
-    """Runs a body on every rank of a layout."""
+    """Runs a task on every rank of a layout."""
 
     layout: Layout
 
-    def run(self, body: Body[T], *, order: ReductionOrder = "rank", seed: int = 0) -> list[T]:
-        """The results, by rank. Raises ``RankFailure`` if a rank failed; the world then serves the next body.
+    def run(self, task: Task[T], *, order: ReductionOrder = "rank", seed: int = 0) -> list[T]:
+        """Runs a task on every rank.
 
-        order, seed: how a simulated world adds up what ranks bring to a collective.
+        Args:
+            task: what to run.
+            order, seed: how a simulated world adds up what ranks bring to a collective.
+
+        Returns:
+            The results, by rank.
+
+        Raises:
+            RankFailure: if a rank failed. The world then serves the next task.
         """
         ...
 
@@ -42,7 +51,7 @@ class World(Protocol):
 
 
 class RankFailure(LossgateError):
-    """Ranks failed while they ran a body; the message names them, and where."""
+    """Ranks failed while they ran a task. The message names them, and where."""
 
 
 class RankRaised(RankFailure):
@@ -62,7 +71,9 @@ class Deadlock(RankFailure):
 
 
 class CollectiveMisuse(RankFailure):
-    """A rank used another rank's group, an output before ``wait()``, or changed an input in flight."""
+    """A rank used another rank's group, used an output before ``wait()``, or changed an input in
+    flight.
+    """
 
 
 class Hang(RankFailure):

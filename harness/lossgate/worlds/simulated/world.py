@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lossgate.layout import AXES, Layout
 from lossgate.problems.problem import ReductionOrder
-from lossgate.worlds.base import Body, CollectiveMisuse, RankContext, T
+from lossgate.worlds.base import CollectiveMisuse, RankContext, T, Task
 from lossgate.worlds.simulated.communicator import Communicator, Logged
 from lossgate.worlds.simulated.group import SimulatedGroup
 from lossgate.worlds.simulated.lockstep import Lockstep
@@ -43,25 +43,25 @@ class SimulatedWorld:
         """The collectives and sends of the last run, in the order in which ranks called them."""
         return self._ranks.communicator.log if self._ranks else []
 
-    def run(self, body: Body[T], *, order: ReductionOrder = "rank", seed: int = 0) -> list[T]:
-        """Runs a body on every rank.
+    def run(self, task: Task[T], *, order: ReductionOrder = "rank", seed: int = 0) -> list[T]:
+        """Runs a task on every rank.
 
         Args:
-            body: receives the context of its rank.
+            task: receives the context of its rank.
             order: the order in which reductions add what the ranks bring.
             seed: the seed of the permutations, if ``order`` is ``"permuted"``.
 
         Returns:
-            What the body returned on each rank, by rank.
+            What the task returned on each rank, by rank.
 
         Raises:
             RankFailure: the first failure of a rank. The world serves further runs.
-            LossgateError: the body raised one itself. It passes unchanged.
+            LossgateError: the task raised one itself. It passes unchanged.
         """
         if self._ranks is None:
             self._ranks = _Ranks(self.layout)
         try:
-            return self._ranks.run(body, order, seed, self.timeout)
+            return self._ranks.run(task, order, seed, self.timeout)
         except BaseException:
             if not self._ranks.reusable:
                 self.close()
@@ -91,7 +91,7 @@ class _Ranks:
         self._contexts: list[RankContext | None] = [None] * layout.ranks
         self.mesh = torch.arange(layout.ranks).view(layout.dp, layout.cp, layout.tp)
 
-    def run(self, body: Body[T], order: ReductionOrder, seed: int, timeout: float) -> list[T]:
+    def run(self, task: Task[T], order: ReductionOrder, seed: int, timeout: float) -> list[T]:
         communicator = self.communicator
         communicator.start(order, seed)
         self._spawned_at_start = sum(self._spawned.values())
@@ -102,7 +102,7 @@ class _Ranks:
             context = self._contexts[rank]
             if context is None:
                 context = self._contexts[rank] = self._enter(rank)
-            result = body(context)
+            result = task(context)
             if left := [str(call) for call in communicator.in_flight if call.rank == rank]:
                 raise CollectiveMisuse(f"rank {rank} returned without wait() on {', '.join(left)}")
             return result

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A correct candidate for every spec at every head: dense float32 torch, which gathers whatever is
+sharded.
+
+Logits are gathered over tp and values per token over cp. Then every rank of a dp group computes the
+loss of all of its sequences.
+
+    lossgate verify lossgate.audit.dense_candidates:dense_dpo_logprobs --layout cp=2
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lossgate.declaration.any_value import ANY
+from lossgate.declaration.candidate import Candidate, Kernel, Outputs, candidate
+from lossgate.declaration.contract import Contract, Placements
+from lossgate.losses import SPECS
+from lossgate.specs.heads import HEADS
+from lossgate.specs.spec import COMMON_OPTIONS, BoundSpec, Spec
+from lossgate.specs.token_values import TokenValues
+
+
+class _Gather(torch.autograd.Function):
+    """Lays the parts of a group end to end.
+
+    Every rank computes the same of the whole, and takes its own part of the gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        size, rank = group.size(), group.rank()
+        lengths = [torch.zeros(1, dtype=torch.long) for _ in range(size)]
+        dist.all_gather(lengths, torch.tensor([part.shape[dim]]), group=group)
+        moved = part.detach().movedim(dim, 0).contiguous()
+        parts = [moved.new_empty(int(n), *moved.shape[1:]) for n in lengths]
+        dist.all_gather(parts, moved, group=group)
+        ctx.place = dim, sum(int(n) for n in lengths[:rank]), part.shape[dim]
+        return torch.cat(parts).movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return gradient.narrow(*ctx.place), None, None
+
+
+def gather(part: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    return part if group.size() == 1 else _Gather.apply(part, dim, group)  # pyright: ignore[reportReturnType]
+
+
+def zigzag_order(starts: list[int], cp: int) -> Tensor:
+    """Returns where the tokens of all cp ranks, rank after rank, belong in the padded pack."""
+    if cp == 1:
+        return torch.arange(starts[-1])
+    order: list[int] = []
+    for rank in range(cp):
+        for start, end in pairwise(starts):
+            piece = (end - start) // (2 * cp)
+            for index in (rank, 2 * cp - 1 - rank):
+                order.extend(range(start + index * piece, start + (index + 1) * piece))
+    return torch.tensor(order, dtype=torch.long)
+
+
+def whole_pack(part: Tensor, inputs: Any, mesh: DeviceMesh) -> Tensor:
+    """Returns a tensor per token of this dp rank's whole padded pack."""
+    order = zigzag_order(inputs.cu_seqlens_padded.tolist(), mesh["cp"].size())
+    return gather(part, 0, mesh.get_group("cp"))[order.argsort()]
+
+
+def local_values(bound: BoundSpec, head: str, inputs: Any, mesh: DeviceMesh) -> TokenValues:
+    """Runs the stages before the loss on this rank's tokens."""
+    start = HEADS[head]
+    leaves = {name: leaf.float() for name in start.leaves if (leaf := getattr(inputs, name)) is not None}
+    if not start.has_logits:
+        return bound.token_values(head, leaves, {})
+    part = start.logits(leaves)[:, : inputs.vocab_end - inputs.vocab_start]
+    logits = gather(part, 1, mesh.get_group("tp"))
+    return bound.token_values("logits", {"logits": logits}, vars(inputs))
+
+
+def dense_kernel(spec: Spec, head: str) -> Kernel:
+    """Returns a dense kernel of a spec at a head."""
+
+    def kernel(inputs: Any, options: Any, mesh: DeviceMesh) -> Outputs:
+        batch = {f.name: getattr(inputs, f.name) for f in fields(inputs)} | {"lengths": inputs.cu_seqlens.diff()}
+        added = [name for name, dims in spec.fields.items() if dims[:1] == ("token",)]
+        batch |= {name: whole_pack(batch[name], inputs, mesh) for name in ("labels", "mask", "sequence", *added)}
+        bound = BoundSpec(spec=spec, values={}, options=options)
+        local = local_values(bound, head, inputs, mesh)
+        outputs = {name: _VALUES[name](local) for name in spec.outputs if name != "loss"}
+        if spec.loss is None:
+            return Outputs(**outputs)
+        values = local if head == "rewards" else _whole_values(local, inputs, mesh)
+        loss, metrics = bound.loss(values, batch)
+        return Outputs(loss=loss, metrics=metrics, **outputs)
+
+    return kernel
+
+
+_VALUES: Mapping[str, Callable[[TokenValues], Any]] = {
+    "logprobs": lambda values: values.logprobs,
+    "token_entropy": lambda values: values.entropy,
+}
+
+
+def _whole_values(local: TokenValues, inputs: Any, mesh: DeviceMesh) -> TokenValues:
+    given = {f.name: value for f in fields(local) if (value := getattr(local, f.name)) is not None}
+    return TokenValues(**{name: whole_pack(value, inputs, mesh) for name, value in given.items()})
+
+
+_GRADIENTS: Mapping[str, Mapping[str, Placements]] = {
+    "rewards": {"rewards": {"cp": "replicate"}},
+    "hidden": {"hidden": {"tp": "sum"}},
+}
+
+
+@cache
+def dense_candidate(spec: Spec, head: str) -> Candidate:
+    """Returns the candidate of a spec at a head, on every axis and with every option."""
+    supported = [name for name in spec.supported_options if name not in COMMON_OPTIONS or HEADS[head].has_logits]
+    gradients = _GRADIENTS.get(head, {})
+    declare = candidate(
+        spec,
+        head=head,
+        axes=("dp", "cp", "tp"),
+        dtypes=("float32",),
+        supports=dict.fromkeys(supported, ANY),
+        contract=Contract(
+            loss={"cp": "replicate"}, metrics={name: {"cp": "replicate"} for name in spec.metrics}, grads=gradients
+        ),
+        differentiable=spec.outputs[:1] if spec.loss is not None else spec.outputs,
+        name=f"dense_{spec.name}_{head}",
+    )
+    return declare(dense_kernel(spec, head))
+
+
+globals().update(
+    {f"dense_{name}_{head}": dense_candidate(spec, head) for name, spec in SPECS.items() for head in spec.inputs}
+)
+"""One for each, so that ``lossgate verify lossgate.audit.dense_candidates`` finds them."""

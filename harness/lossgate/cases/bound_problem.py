@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A problem bound to its spec: its tensors and references, each made once, when asked for."""
+
+from collections.abc import Collection, Mapping
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from lossgate.cases.kinks import mask_near_kinks
+from lossgate.cases.materialize import materialize, with_cotangents
+from lossgate.cases.reference import run_reference
+from lossgate.problems.batch import GlobalBatch
+from lossgate.problems.problem import Problem
+from lossgate.specs.outputs import Output
+from lossgate.specs.spec import Spec
+
+
+class BoundProblem:
+    """Nothing in it depends on a candidate or on who runs it.
+
+    Raises:
+        UsageError: if the spec does not allow the problem's options.
+    """
+
+    def __init__(self, spec: Spec, problem: Problem) -> None:
+        self.spec, self.problem = spec, problem
+        self.bound = spec.bind(problem.options)
+
+    @cached_property
+    def unmasked(self) -> GlobalBatch:
+        """The batch before tokens near a kink are masked. It takes far less time to make."""
+        return materialize(self.problem, self.bound)
+
+    @cached_property
+    def batch(self) -> GlobalBatch:
+        """The batch on which a candidate is run and judged."""
+        masked = mask_near_kinks(self.unmasked, self.problem, self.bound)
+        return with_cotangents(masked, self.problem, self.bound)
+
+    @cached_property
+    def unmasked_reference(self) -> Mapping[Output, Tensor]:
+        """The reference loss and gradients of the batch before tokens near a kink are masked."""
+        return self.reference_with(self.bound.values, self.unmasked)
+
+    @cached_property
+    def coverage(self) -> frozenset[str]:
+        """The coverage goals that the problem reaches."""
+        return self._covered(self.batch)
+
+    @cached_property
+    def likely_coverage(self) -> frozenset[str]:
+        """The coverage goals that it reaches unless the tokens in question lie near a kink; quick
+        to compute.
+        """
+        return self._covered(self.unmasked)
+
+    def _covered(self, batch: GlobalBatch) -> frozenset[str]:
+        covered = self.spec.covered(batch, self.bound.options)
+        if self.spec.trains(batch.fields):
+            chosen = self.problem.scenario
+            covered |= {f"{c.name}: {chosen.get(c.name, c.default)}" for c in self.spec.scenarios}
+        return frozenset(covered)
+
+    def reference(self, returned: Collection[Output]) -> Mapping[Output, Tensor]:
+        """Computes the reference for a candidate that returns some outputs."""
+        return run_reference(self.batch, self.problem.head, self.bound.returning(returned))
+
+    def reference_with(self, options: Mapping[str, Any], batch: GlobalBatch) -> dict[Output, Tensor]:
+        """Computes what a kernel with other options would return on a batch of this problem: loss
+        and gradients.
+        """
+        return run_reference(batch, self.problem.head, self.spec.bind(options).returning(()))

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks what a candidate returned against its declared interface."""
+
+from typing import Any
+
+from torch import Tensor
+
+from lossgate.declaration.candidate import Candidate, Outputs
+from lossgate.dtypes import DTYPES
+from lossgate.errors import CandidateError
+from lossgate.problems.batch import GlobalBatch
+from lossgate.specs.outputs import RETURNED
+from lossgate.spelling import nearest
+
+
+def check_returned(returned: Any, candidate: Candidate, batch: GlobalBatch, rank: int) -> Outputs:
+    """Returns the outputs of a rank.
+
+    Raises:
+        CandidateError: if a type, shape or dtype is not as declared, an output is unknown to the
+            spec or required and missing, or an output that is declared differentiable has no graph.
+    """
+    who = f"candidate {candidate.name!r} on rank {rank}"
+    if isinstance(returned, Tensor):
+        returned = Outputs(loss=returned)
+    if not isinstance(returned, Outputs):
+        raise CandidateError(
+            f"{who} returned {type(returned).__name__}; expected lossgate.Outputs, or the loss as a tensor"
+        )
+    expected = _values(returned, candidate, batch, rank, who) | _metrics(returned, candidate, who)
+    dtype = DTYPES[candidate.precision[batch.dtype].loss]
+    for name, (tensor, shape) in expected.items():
+        if not isinstance(tensor, Tensor):
+            raise CandidateError(f"{who} returned {name} as {type(tensor).__name__}; expected a tensor")
+        if tuple(tensor.shape) != shape:
+            raise CandidateError(f"{who} returned {name} of shape {list(tensor.shape)}; expected {list(shape)}")
+        if tensor.dtype != dtype:
+            got, want = (str(d).removeprefix("torch.") for d in (tensor.dtype, dtype))
+            raise CandidateError(f"{who} returned {name} in {got}; its Precision(loss=...) declares {want}")
+    _check_graphs(returned, candidate, who)
+    return returned
+
+
+def _values(
+    returned: Outputs, candidate: Candidate, batch: GlobalBatch, rank: int, who: str
+) -> dict[str, tuple[Any, tuple[int, ...]]]:
+    """Returns each output beside metrics, and the shape that it must have."""
+    spec, found = candidate.spec, dict[str, tuple[Any, tuple[int, ...]]]()
+    for name, output in RETURNED.items():
+        if (value := getattr(returned, name)) is not None:
+            if name not in spec.outputs:
+                expected = ", ".join(spec.outputs)
+                raise CandidateError(f"{who} returned {name}; spec {spec.name!r} has only {expected}")
+            found[name] = (value, batch.partition.local_shape(output.dims, rank, 0))
+        elif name == spec.outputs[0]:
+            raise CandidateError(f"{who} returned no {name}; spec {spec.name!r} requires it")
+    return found
+
+
+def _metrics(returned: Outputs, candidate: Candidate, who: str) -> dict[str, tuple[Any, tuple[int, ...]]]:
+    spec = candidate.spec
+    for name in returned.metrics:
+        if name not in spec.metrics:
+            raise CandidateError(
+                f"{who} returned metric {name!r}, which spec {spec.name!r} does not have; {nearest(name, spec.metrics)}"
+            )
+    return {f"metric {name!r}": (metric, ()) for name, metric in returned.metrics.items()}
+
+
+def _check_graphs(returned: Outputs, candidate: Candidate, who: str) -> None:
+    for name in candidate.differentiable:
+        output = getattr(returned, name)
+        if output is None or not output.requires_grad:
+            raise CandidateError(
+                f"{who} returned {'no' if output is None else 'a detached'} {name}, without a graph; "
+                "it is declared differentiable"
+            )

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every rank is asked to do: run a candidate, forward and backward, on its shard."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lossgate.cases.bound_problem import BoundProblem
+from lossgate.cases.returned import check_returned
+from lossgate.declaration.candidate import Candidate, Outputs
+from lossgate.problems.batch import GlobalBatch
+from lossgate.problems.problem import Problem
+from lossgate.specs.outputs import RETURNED, Output, metric_output
+from lossgate.worlds.base import RankContext
+
+RankOutputs = Mapping[Output, Tensor | None]
+"""Outputs of one rank. A gradient is None if backward did not reach its leaf."""
+
+
+@dataclass(frozen=True)
+class RankTask:
+    """A task for the ranks of a world.
+
+    It is data: it pickles as the candidate's source and the problem's JSON.
+    """
+
+    candidate: Candidate
+    bound: BoundProblem
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickle, (self.candidate, self.bound.problem.to_json())
+
+    def __call__(self, context: RankContext) -> RankOutputs:
+        """Runs the candidate on this rank.
+
+        Raises:
+            CandidateError: if it breaks its declared interface.
+        """
+        candidate, batch = self.candidate, self.bound.batch
+        dims = candidate.starts_at.leaves
+        leaves = {name: batch.local_leaf(name, dims[name], context.rank).requires_grad_() for name in batch.leaves}
+        absent = dict.fromkeys(set(dims) - set(leaves))
+        local = candidate.spec.inputs[candidate.head](**batch.local_fields(context.rank), **leaves, **absent)
+        returned = candidate(local, self.bound.bound.options, context.mesh)
+        outputs = check_returned(returned, candidate, batch, context.rank)
+        _backward(outputs, batch, context.rank)
+        return _collect(outputs, candidate, leaves)
+
+
+def _unpickle(candidate: Candidate, problem: str) -> RankTask:
+    return RankTask(candidate, BoundProblem(candidate.spec, Problem.from_json(problem)))
+
+
+def _collect(outputs: Outputs, candidate: Candidate, leaves: Mapping[str, Tensor]) -> RankOutputs:
+    returned = {candidate.spec.output(name): getattr(outputs, name) for name in candidate.spec.outputs}
+    local: dict[Output, Tensor | None] = {o: tensor.detach() for o, tensor in returned.items() if tensor is not None}
+    local |= {metric_output(name): metric.detach() for name, metric in outputs.metrics.items()}
+    for leaf, output in candidate.starts_at.gradients(leaves).items():
+        tensor = leaves[leaf]
+        empty = tensor.numel() == 0  # a rank without tokens has no gradient to miss
+        local[output] = torch.zeros_like(tensor) if tensor.grad is None and empty else tensor.grad
+    return local
+
+
+def _backward(outputs: Outputs, batch: GlobalBatch, rank: int) -> None:
+    roots: list[Tensor] = []
+    upstream: list[Tensor] = []
+    for name, cotangent in batch.cotangents.items():
+        root: Tensor | None = getattr(outputs, name)
+        if root is not None:
+            roots.append(root)
+            upstream.append(batch.partition.shard(cotangent, RETURNED[name].dims, rank).to(root.dtype))
+    torch.autograd.backward(roots, upstream)

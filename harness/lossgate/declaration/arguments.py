@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks the arguments of a declaration that do not depend on the spec."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lossgate.declaration.known_failure import KnownFailure
+from lossgate.declaration.precision import Precision
+from lossgate.dtypes import DTYPES
+from lossgate.errors import UsageError
+from lossgate.layout import AXES, Axis
+from lossgate.spelling import nearest
+
+_TILED_DIMS = ("token", "vocab", "hidden")
+
+
+def check_type(argument: str, given: Any, wanted: type, expected: str) -> Any:
+    """Returns what was given, if it is of the type that is wanted.
+
+    Raises:
+        UsageError: naming the argument, its value and what was expected.
+    """
+    if not isinstance(given, wanted):
+        raise UsageError(f"candidate({argument}={given!r}): expected {expected}")
+    return given
+
+
+def check_names(argument: str, given: Any, known: Iterable[str], what: str) -> tuple[Any, ...]:
+    """Returns a tuple of names, each of them known and none twice.
+
+    Raises:
+        UsageError: naming the argument and the nearest right spelling.
+    """
+    choices = tuple(known)
+    if isinstance(given, str):
+        raise UsageError(f"candidate({argument}={given!r}): expected a tuple; write {argument}=({given!r},)")
+    if not isinstance(given, tuple | list):
+        raise UsageError(f"candidate({argument}={given!r}): expected a tuple of {', '.join(choices)}")
+    names = tuple[Any, ...](given)
+    for name in names:
+        if name not in choices:
+            raise UsageError(f"candidate({argument}={given!r}): unknown {what} {name!r}; {nearest(name, choices)}")
+        if names.count(name) > 1:
+            raise UsageError(f"candidate({argument}={given!r}): {name!r} is named twice; name each {what} once")
+    return names
+
+
+def check_mapping(argument: str, given: Any, example: str) -> Mapping[Any, Any]:
+    """Returns a mapping; an empty one for None.
+
+    Raises:
+        UsageError: giving the example of a right one.
+    """
+    return check_type(argument, {} if given is None else given, Mapping, f"a mapping, such as {example}")
+
+
+def check_axes(axes: Any) -> tuple[Axis, ...]:
+    return check_names("axes", axes, AXES, "mesh axis")
+
+
+def check_dtypes(dtypes: Any) -> tuple[str, ...]:
+    names = check_names("dtypes", dtypes, DTYPES, "dtype")
+    if not names:
+        raise UsageError(f"candidate(dtypes={dtypes!r}): expected at least one of {', '.join(DTYPES)}")
+    return names
+
+
+def check_name(name: Any) -> str | None:
+    """Returns the name, or None for the function's."""
+    if name is not None and (not check_type("name", name, str, "a string") or ":" in name):
+        raise UsageError(
+            f"candidate(name={name!r}): expected at least one character, and no ':', which ends the file in "
+            "'lossgate verify FILE:NAME'"
+        )
+    return name
+
+
+def check_text(argument: str, text: Any) -> str:
+    if "\n" in check_type(argument, text, str, "a string"):
+        raise UsageError(f"candidate({argument}={text!r}): expected a single line, for the verdict table")
+    return text
+
+
+def check_known_failure(known_failure: Any) -> KnownFailure | None:
+    if known_failure is None:
+        return None
+    expected = "lossgate.KnownFailure(name=..., example=Path(...))"
+    return check_type("known_failure", known_failure, KnownFailure, expected)
+
+
+def check_precision(precision: Any, dtypes: tuple[str, ...]) -> dict[str, Precision]:
+    """Returns the precision for each dtype."""
+    expected = "lossgate.Precision(...), or a mapping with one for each dtype"
+    if not isinstance(precision, Mapping):
+        whole: Precision = check_type("precision", Precision() if precision is None else precision, Precision, expected)
+        return dict.fromkeys(dtypes, whole)
+    for dtype, one in precision.items():
+        if dtype not in dtypes:
+            raise UsageError(
+                f"candidate(precision=...): a Precision for {dtype!r}, which is not one of dtypes={dtypes!r}; "
+                f"{nearest(dtype, dtypes)}"
+            )
+        check_type(f"precision[{dtype!r}]", one, Precision, "lossgate.Precision(...)")
+    if missing := [dtype for dtype in dtypes if dtype not in precision]:
+        raise UsageError(
+            f"candidate(precision=...): no Precision for dtype {missing[0]!r}; "
+            f"give one for each of {', '.join(dtypes)}, or one for all"
+        )
+    return dict(precision)
+
+
+def check_tiles(tiles: Any) -> dict[str, tuple[int, ...]]:
+    """Returns the tile sizes by dim."""
+    checked: dict[str, tuple[int, ...]] = {}
+    for dim, size in check_mapping("tiles", tiles, "tiles={'vocab': 128}").items():
+        if dim not in _TILED_DIMS:
+            raise UsageError(f"candidate(tiles={tiles!r}): unknown dim {dim!r}; {nearest(dim, _TILED_DIMS)}")
+        sizes: tuple[Any, ...] = size if isinstance(size, tuple) else (size,)
+        if not sizes or not all(type(s) is int and s > 0 for s in sizes):
+            raise UsageError(
+                f"candidate(tiles={tiles!r}): {dim} is {size!r}; expected a positive number of rows, or a tuple of them"
+            )
+        checked[dim] = sizes
+    return checked

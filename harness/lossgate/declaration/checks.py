@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks a declaration against its spec.
+
+This is done where the declaration is made, so that a slip is reported there, not after minutes
+of work.
+"""
+
+from typing import Any
+
+from lossgate.declaration.any_value import ANY
+from lossgate.declaration.arguments import check_mapping, check_names, check_type
+from lossgate.declaration.contract import Contract
+from lossgate.errors import UsageError
+from lossgate.losses import find_spec
+from lossgate.specs.heads import HEADS
+from lossgate.specs.outputs import metric_output
+from lossgate.specs.spec import Spec
+from lossgate.spelling import nearest
+
+
+def check_spec(spec: Any) -> Spec:
+    if isinstance(spec, Spec):
+        return spec
+    return find_spec(check_type("spec", spec, str, "the name of a loss or a Spec; 'lossgate list' describes them"))
+
+
+def check_head(spec: Spec, head: Any) -> str:
+    if not isinstance(head, str) or head not in spec.inputs:
+        raise UsageError(f"candidate(head={head!r}): spec {spec.name!r} has no such head; {nearest(head, spec.inputs)}")
+    return head
+
+
+def check_kernel(kernel: Any, name: str | None) -> str:
+    """Returns the candidate's name: the one that was given, or the kernel's own."""
+    if not callable(kernel):
+        raise UsageError(f"candidate(...) decorates {kernel!r}; expected a function of inputs, options and mesh")
+    own_name = name if name is not None else getattr(kernel, "__name__", None)
+    if own_name is None:
+        raise UsageError(
+            f"candidate(...) decorates a {type(kernel).__name__}, which has no name; give it one: candidate(name=...)"
+        )
+    return own_name
+
+
+def check_supports(spec: Spec, supports: Any) -> dict[str, Any]:
+    """Returns the supported values by option."""
+    by_option = dict(check_mapping("supports", supports, "supports={'temperature': lossgate.ANY}"))
+    for name, values in by_option.items():
+        where = f"candidate(supports={{{name!r}: {values!r}}})"
+        if name not in spec.supported_options:
+            raise UsageError(
+                f"{where}: spec {spec.name!r} has no option {name!r}; {nearest(name, spec.supported_options)}"
+            )
+        _check_values(spec, name, values, where)
+    return by_option
+
+
+def _check_values(spec: Spec, name: str, values: Any, where: str) -> None:
+    option = spec.supported_options[name]
+    nothing = isinstance(values, tuple) and not values
+    if nothing or isinstance(values, list | set | frozenset):
+        what = "no value is left" if nothing else f"its values are a {type(values).__name__}"
+        raise UsageError(f"{where}: {what}; expected ANY, a value or a tuple of values: {option.domain}")
+    own = name in {o.name for o in spec.options}
+    for value in () if values is ANY else values if isinstance(values, tuple) else (values,):
+        if not option.allows(value):
+            raise UsageError(f"{where}: spec {spec.name!r} does not allow {value!r}; expected {option.domain}")
+        if own and spec.with_choice({}, name, value) is None:
+            raise UsageError(f"{where}: {value!r} is not valid with any other options: {spec.conflict({name: value})}")
+
+
+def check_differentiable(spec: Spec, differentiable: Any) -> tuple[str, ...]:
+    """Returns the outputs that carry gradients; by default the one that the spec requires."""
+    if differentiable is None:
+        return spec.outputs[:1]
+    names = check_names("differentiable", differentiable, spec.outputs, "output")
+    if spec.outputs[0] not in names:
+        raise UsageError(
+            f"candidate(differentiable={differentiable!r}): spec {spec.name!r} requires {spec.outputs[0]!r} among them"
+        )
+    return names
+
+
+def check_contract(spec: Spec, head: str, contract: Any) -> Contract:
+    """Returns the contract, if every metric and gradient that it names exists."""
+    own: Contract = check_type(
+        "contract", Contract() if contract is None else contract, Contract, "lossgate.Contract(...)"
+    )
+    for metric in own.metrics:
+        if metric not in spec.metrics:
+            raise UsageError(
+                f"candidate(contract=...): spec {spec.name!r} has no metric {metric!r}; {nearest(metric, spec.metrics)}"
+            )
+        _check_one_reduction(spec, metric, own)
+    leaves = HEADS[head].leaves
+    for leaf in own.grads:
+        if leaf not in leaves:
+            raise UsageError(
+                f"candidate(contract=...): head {head!r} has no gradient of {leaf!r}; {nearest(leaf, leaves)}"
+            )
+    return own
+
+
+def _check_one_reduction(spec: Spec, metric: str, contract: Contract) -> None:
+    """Checks that a metric's parts are not added over one axis and compared over another."""
+    placements = contract.placements(metric_output(metric), spec.metrics[metric].reduction)
+    reductions = sorted({placement for placement in placements.values() if placement != "replicate"})
+    if len(reductions) > 1 and {"min", "max"} & set(reductions):
+        given = ", ".join(f"{axis}={placement!r}" for axis, placement in placements.items())
+        raise UsageError(
+            f"candidate(contract=...): metric {metric!r} has {given}, which mixes {' and '.join(reductions)}; "
+            "name one of them for every axis that does not replicate"
+        )

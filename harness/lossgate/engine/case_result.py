@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Holds one case to a property, and records what came of it."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from lossgate.adequacy.kills import killed_mutants
+from lossgate.adequacy.option_mutants import OptionMutant
+from lossgate.cases.case import Case
+from lossgate.judge.comparison import Comparison
+from lossgate.problems.problem import Problem
+from lossgate.properties import Property
+from lossgate.worlds.base import RankFailure
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseResult:
+    """What came of one case.
+
+    It holds no tensors, so that it can be kept and sent to another process.
+    """
+
+    problem: Problem
+    comparisons: tuple[Comparison, ...] = ()
+    findings: tuple[str, ...] = ()
+    """What is wrong, in words; nothing if the property holds."""
+    covered: frozenset[str] = field(default_factory=frozenset)
+    """The coverage goals that the problem reaches."""
+    killed: frozenset[str] = field(default_factory=frozenset)
+    """The option mutants that it kills, by name."""
+    failure: str | None = None
+    """The kind of ``RankFailure`` that ended it before its outputs could be compared."""
+
+    @property
+    def symptoms(self) -> tuple[str, ...]:
+        """What identifies the disagreement: the outputs that disagree, or how the ranks failed."""
+        if self.failure:
+            return (self.failure,)
+        return tuple(sorted(str(c.output) for c in self.comparisons if not c.agrees))
+
+    @property
+    def agrees(self) -> bool:
+        return not self.findings
+
+
+def run_case(case: Case, held_to: Property, mutants: Iterable[OptionMutant] = ()) -> CaseResult:
+    """Runs a case and checks a property.
+
+    Args:
+        case: the candidate, the problem and the world.
+        held_to: the property.
+        mutants: the option mutants that no problem has killed yet.
+
+    Raises:
+        CandidateError: if the candidate breaks its declared interface.
+    """
+    try:
+        checked = held_to.check(case)
+    except RankFailure as failure:
+        return CaseResult(problem=case.problem, findings=(str(failure),), failure=type(failure).__name__)
+    return CaseResult(
+        problem=case.problem,
+        comparisons=checked.comparisons,
+        findings=checked.findings,
+        covered=case.bound.coverage,
+        killed=frozenset(str(mutant) for mutant in killed_mutants(mutants, case)),
+    )

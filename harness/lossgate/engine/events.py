@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine reports while it runs, and who listens."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lossgate.engine.cell import Cell, CellResult
+from lossgate.engine.settings import Settings
+
+
+@dataclass(frozen=True)
+class RunStarted:
+    cells: tuple[Cell, ...]
+    settings: Settings
+
+
+@dataclass(frozen=True)
+class CellFinished:
+    result: CellResult
+
+
+@dataclass(frozen=True)
+class RunFinished:
+    results: tuple[CellResult, ...]
+
+
+Event = RunStarted | CellFinished | RunFinished
+
+Consumer = Callable[[Event], None]
+"""Listens to a run: the terminal, evidence, failure files. The engine knows none of them."""

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What makes a cell AGREE, DISAGREE or INCONCLUSIVE."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+from lossgate.adequacy.coverage import required_goals
+from lossgate.adequacy.option_mutants import OptionMutant
+from lossgate.declaration.known_failure import KnownFailure
+from lossgate.engine.case_result import CaseResult
+from lossgate.engine.cell import Cell, CellResult, Verdict
+from lossgate.engine.failure_files import FrozenCase
+from lossgate.judge.explain import explain_pooled
+from lossgate.judge.pooling import Pooled, pool
+
+LARGEST_MDE = 0.01
+"""A cell that would not have detected an error of 1% in an output's scale is inconclusive."""
+
+
+def conclude(
+    cell: Cell,
+    cases: Sequence[CaseResult],
+    failure: CaseResult | None,
+    shrink_calls: int,
+    seconds: float,
+    surviving: Mapping[str, OptionMutant] = MappingProxyType({}),
+    equivalent: Collection[str] = (),
+) -> CellResult:
+    """Returns the verdict on the cases that were tried.
+
+    Args:
+        cell: what was verified.
+        cases: the cases that count, in order.
+        failure: the smallest case that disagrees, if any.
+        shrink_calls: problems that were tried to make it smaller.
+        seconds: how long it took.
+        surviving: the option mutants that no problem killed.
+        equivalent: names of option mutants that no problem can kill.
+    """
+    pooled = _pool(cases)
+    covered = frozenset[str]().union(*(case.covered for case in cases))
+    gaps = tuple(_gaps(cell, cases, pooled, covered))
+    verdict, reasons = _verdict(failure, pooled, (*gaps, *_survivors(surviving.values())))
+    return CellResult(
+        cell=cell,
+        verdict=verdict,
+        reasons=reasons,
+        cases=tuple(cases),
+        failure=failure,
+        shrink_calls=shrink_calls,
+        pooled=pooled,
+        covered=covered,
+        surviving=tuple(surviving),
+        equivalent=tuple(sorted(equivalent)),
+        gaps=gaps,
+        seconds=seconds,
+    )
+
+
+def conclude_known(cell: Cell, known: KnownFailure, frozen: FrozenCase, now: CaseResult, seconds: float) -> CellResult:
+    """Returns the verdict on a known failure: expected if its frozen example still disagrees, in
+    the same outputs.
+    """
+    expected = now.symptoms == frozen.symptoms and not now.agrees
+    if now.agrees:
+        reasons = (
+            f"known failure {known.name} is gone: its frozen example agrees now; remove known_failure and verify again",
+        )
+    elif expected:
+        reasons = now.findings
+    else:
+        was, is_now = " and ".join(frozen.symptoms), " and ".join(now.symptoms)
+        changed = f"known failure {known.name} has changed: it was in {was}, and now is in {is_now}; freeze it again"
+        reasons = (changed, *now.findings)
+    return CellResult(
+        cell=cell,
+        verdict=Verdict.DISAGREE,
+        reasons=reasons,
+        cases=(now,),
+        failure=None if now.agrees else now,
+        pooled=_pool([now]),
+        covered=now.covered,
+        seconds=seconds,
+        expected=expected,
+    )
+
+
+def pooled_disagreements(cases: Sequence[CaseResult]) -> tuple[str, ...]:
+    """Returns in words what disagrees only when the problems are pooled."""
+    return _biases(_pool(cases))
+
+
+def _pool(cases: Sequence[CaseResult]) -> tuple[Pooled, ...]:
+    outputs = dict.fromkeys(c.output for case in cases for c in case.comparisons)
+    return tuple(
+        pool(output, (c for case in cases for c in case.comparisons if c.output == output)) for output in outputs
+    )
+
+
+def _biases(pooled: Iterable[Pooled]) -> tuple[str, ...]:
+    return tuple(explain_pooled(one) for one in pooled if not one.agrees)
+
+
+def _verdict(
+    failure: CaseResult | None, pooled: tuple[Pooled, ...], gaps: tuple[str, ...]
+) -> tuple[Verdict, tuple[str, ...]]:
+    if failure is not None:
+        return Verdict.DISAGREE, failure.findings
+    if biased := _biases(pooled):
+        return Verdict.DISAGREE, biased
+    return (Verdict.INCONCLUSIVE if gaps else Verdict.AGREE), gaps
+
+
+def _gaps(
+    cell: Cell, cases: Sequence[CaseResult], pooled: tuple[Pooled, ...], covered: frozenset[str]
+) -> Iterator[str]:
+    """Yields in words what was not seen enough of, beside option mutants that survive."""
+    for comparison in (c for case in cases for c in case.comparisons if c.blind):
+        yield f"the judge accepted planted errors: {', '.join(comparison.blind)} in {comparison.output}"
+    for p in pooled:
+        # A metric may be zero on every problem: the share of tokens that are clipped, say.
+        if not p.problems and p.output.kind != "metric":
+            yield f"{p.output}: no problem says anything about its scale; raise --examples"
+        elif p.problems and p.mde > LARGEST_MDE:
+            yield (
+                f"{p.output}: an error of {LARGEST_MDE:.0%} in its scale would not have been detected "
+                f"(the least that would is {p.mde:.2g}); raise --examples"
+            )
+    for name, goal in required_goals(cell.candidate, cell.layout).items():
+        if name not in covered:
+            yield f"no problem had {goal.meaning}; raise --examples"
+
+
+def _survivors(mutants: Iterable[OptionMutant]) -> Iterator[str]:
+    """Yields one line for each choice of an option whose mutants survive."""
+    others: dict[str, list[str]] = {}
+    options: dict[str, str] = {}
+    for mutant in mutants:
+        seen_in = "in a value" if mutant.side == "value" else "in a gradient"
+        others.setdefault(mutant.choice, []).append(f"{mutant.other} ({seen_in})")
+        options[mutant.choice] = mutant.option
+    for choice, taken_for in others.items():
+        yield (
+            f"a kernel that computes {choice} as {', '.join(taken_for)} would have passed every problem; "
+            f"raise --examples, or drop {options[choice]} from supports"
+        )

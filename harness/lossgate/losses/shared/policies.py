@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The log-probabilities of other policies, placed relative to those of the policy itself, on every
+side of every clip.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lossgate.problems.random_streams import RandomStreams
+from lossgate.specs.option import Option
+from lossgate.specs.spec import FieldContext
+
+Span = tuple[float, float]
+"""The ends of an interval of log-ratios, in nats."""
+
+NEAR: Sequence[Span] = ((-0.3, -0.1), (0.1, 0.3))
+"""For log-ratios whose square counts: not so close to 0 that nothing but rounding is left of it."""
+
+ADVANTAGES = Option(
+    name="advantages",
+    meaning="signs of the advantages",
+    default="mixed",
+    choices=("mixed", "mixed", "positive", "negative", "zero"),
+)
+RATIOS = Option(
+    name="ratios",
+    meaning="where importance ratios lie: well inside the clip, on every side of every clip, all exactly 1, "
+    "or near overflow",
+    default="inside",
+    choices=("inside", "everywhere", "everywhere", "everywhere", "on-policy", "extreme"),
+)
+REFERENCE = Option(
+    name="reference",
+    meaning="the reference policy: near, equal to the policy, or so far off that estimates are clamped",
+    default="near",
+    choices=("near", "far", "far", "equal"),
+)
+GENERATION = Option(
+    name="generation",
+    meaning="the policy that generated: near, equal to the one before the update, or on every side of every truncation",
+    default="near",
+    choices=("near", "everywhere", "everywhere", "equal"),
+)
+
+
+def place(streams: RandomStreams, stream: str, count: int, spans: Sequence[Span]) -> Tensor:
+    """Draws ``[count]`` numbers, each evenly from one of ``spans`` at random."""
+    which = streams.integers(f"{stream} span", len(spans), count)
+    low, high = (torch.tensor([span[i] for span in spans], dtype=torch.float64)[which] for i in (0, 1))
+    return low + (high - low) * streams.uniform(stream, count)
+
+
+def clip_spans(low: float, high: float, beyond: float | None = None) -> dict[str, Span]:
+    """Returns spans of a log-ratio that is clipped to ``[low, high]``, clear of both edges.
+
+    Args:
+        low, high: the edges, in nats.
+        beyond: a further edge above, if there is one.
+    """
+    far = high + 0.7 if beyond is None else beyond - 0.1 * (beyond - high)
+    spans = {
+        "inside": (0.8 * low, 0.8 * high),
+        "below": (low - 0.7, low - 0.02),
+        "above": (high + 0.1 * (far - high), far),
+    }
+    spans |= {
+        "just below": (low - 0.05, low - 0.01),
+        "just above": (high + 0.01, high + min(0.05, 0.1 * (far - high))),
+    }
+    return spans if beyond is None else {**spans, "beyond": (beyond + 0.02, beyond + 0.8)}
+
+
+def on_tokens(context: FieldContext, per_sequence: Tensor) -> Tensor:
+    """Copies a number per sequence to each of its tokens."""
+    return per_sequence[context.batch.partition.sequence_of_token]
+
+
+def draw_advantages(context: FieldContext) -> Tensor:
+    """Draws ``[tokens]`` advantages, bounded away from 0, or all 0."""
+    size = 0.25 + 2 * context.streams.uniform("advantages", context.tokens)
+    sign = context.streams.integers("advantage signs", 2, context.tokens) * 2.0 - 1
+    drawn = {"mixed": sign * size, "positive": size, "negative": -size, "zero": 0 * size}
+    return drawn[context.scenario["advantages"]]
+
+
+def draw_reference_logprobs(context: FieldContext, clamp: float | None = None) -> Tensor:
+    """Draws ``[tokens]`` log-probabilities of the reference policy.
+
+    They are near, equal, or so far that KL estimates are clamped, at ``clamp`` or 40 nats or less.
+    """
+    far = max(45.0, (clamp or 0.0) + 5)
+    spans: dict[str, Sequence[Span]] = {
+        "near": NEAR,
+        "equal": [(0.0, 0.0)],
+        "far": [(-0.8, 0.8), (-far - 3, -far), (far, far + 3), (5.2, 9.0), (-9.0, -5.2), (1.5, 2.3), (-30.0, -25.0)],
+    }
+    chosen = spans[context.scenario["reference"]]
+    return context.logprobs + place(context.streams, "reference", context.tokens, chosen)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The registry of properties."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lossgate.cases.case import Case
+from lossgate.declaration.candidate import Candidate
+from lossgate.errors import UsageError
+from lossgate.judge.comparison import Comparison
+from lossgate.judge.explain import explain
+from lossgate.spelling import nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """What a property found on one case."""
+
+    comparisons: tuple[Comparison, ...] = ()
+    """Outputs that were compared by the judge; those that disagree are findings."""
+    faults: tuple[str, ...] = ()
+    """What else is wrong, in words."""
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """Everything that is wrong, in words; nothing if the property holds."""
+        return (*self.faults, *(line for comparison in self.comparisons for line in explain(comparison)))
+
+
+Check = Callable[[Case], Checked]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Property:
+    """Something that every correct kernel keeps, as a check of a case."""
+
+    name: str
+    summary: str
+    """One line of documentation: the check's docstring up to the first full stop."""
+    check: Check
+    applies: Callable[[Candidate], bool]
+    runs: int
+    """How often a check runs the candidate on every rank: its cost."""
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return find_property, (self.name,)
+
+
+PROPERTIES: dict[str, Property] = {}
+"""All registered properties, by name."""
+
+
+def property(
+    name: str, *, applies: Callable[[Candidate], bool] = lambda candidate: True, runs: int = 1
+) -> Callable[[Check], Property]:
+    """Registers the decorated check as a property.
+
+    Args:
+        name: under which cells name it.
+        applies: whether a candidate is held to it; by default every candidate is.
+        runs: how often a check runs the candidate on every rank.
+
+    Raises:
+        UsageError: if the name is taken, or the check has no docstring.
+    """
+
+    def register(check: Check) -> Property:
+        if name in PROPERTIES:
+            raise UsageError(f"property({name!r}): there is one of that name already; choose another name")
+        summary = (check.__doc__ or "").strip().partition(".")[0]
+        if not summary:
+            raise UsageError(f"property({name!r}): the check has no docstring; say in its first line what it asks")
+        PROPERTIES[name] = Property(name=name, summary=summary, check=check, applies=applies, runs=runs)
+        return PROPERTIES[name]
+
+    return register
+
+
+def find_property(name: str) -> Property:
+    """Returns the property of a name.
+
+    Raises:
+        UsageError: if there is none; the message gives the nearest spelling.
+    """
+    if name not in PROPERTIES:
+        raise UsageError(f"unknown property {name!r}; {nearest(name, PROPERTIES)}")
+    return PROPERTIES[name]

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pytest plugin: runs ``lossgate.suite`` items and writes their evidence.
+
+Torch is imported only if there is such an item.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from lossgate.engine.cell import Cell, CellResult
+    from lossgate.engine.settings import Settings
+
+_EVIDENCE = "lossgate_evidence"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("lossgate", "verification of loss kernels")
+    group.addoption(
+        "--lossgate-profile",
+        metavar="NAME",
+        help="how much to verify: dev, ci, nightly, release, or one of pyproject.toml",
+    )
+    group.addoption(
+        "--lossgate-evidence", metavar="FILE", type=Path, help="append a JSON line for each item to this file"
+    )
+    group.addoption("--lossgate-failures", metavar="DIR", default=".lossgate", help="folder for failure files")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "lossgate(candidate, settings): an item of lossgate.suite")
+    evidence: Path | None = config.getoption("--lossgate-evidence")
+    if evidence is not None:
+        try:
+            evidence.open("ab").close()
+        except OSError as error:
+            raise pytest.UsageError(f"--lossgate-evidence {evidence}: can't be written: {error.strerror}") from None
+    if not hasattr(config, "workerinput"):  # pytest-xdist's workers send their reports to the controller
+        config.pluginmanager.register(_Reports(evidence), "lossgate-reports")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    marker = metafunc.definition.get_closest_marker("lossgate")
+    if marker is None or "lossgate_cell" not in metafunc.fixturenames:
+        return
+    from lossgate.engine.plan import plan
+    from lossgate.errors import UsageError
+
+    candidate = marker.kwargs["candidate"]
+    try:
+        cells = plan([candidate], _settings(metafunc.config, marker))
+    except UsageError as error:
+        raise pytest.UsageError(str(error)) from None
+    metafunc.parametrize("lossgate_cell", cells, ids=[f"{c.property}-{c.layout}-{c.dtype}" for c in cells])
+
+
+def _settings(config: pytest.Config, marker: pytest.Mark) -> Settings:
+    from lossgate.engine.settings import load_settings
+
+    given = dict(marker.kwargs["settings"])
+    profile = config.getoption("--lossgate-profile") or given.pop("profile")
+    given.pop("profile", None)
+    return load_settings(profile, config.rootpath, **given)
+
+
+@pytest.fixture
+def lossgate_run(
+    request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
+) -> Callable[[Cell], None]:
+    """Runs a cell, and fails the item unless it agrees."""
+    import os
+
+    import torch
+
+    from lossgate.engine.events import CellFinished
+    from lossgate.engine.run import run_cell
+    from lossgate.errors import UsageError
+    from lossgate.evidence.writer import evidence_line
+    from lossgate.reports.failures import FailureFiles
+    from lossgate.reports.terminal import describe_cell
+
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)  # the workers share the cores
+    settings = _settings(request.config, request.node.get_closest_marker("lossgate"))
+    folder = Path(str(request.config.getoption("--lossgate-failures")))
+
+    def run(cell: Cell) -> None:
+        try:
+            result = run_cell(cell, settings)
+        except UsageError as error:
+            pytest.fail(str(error), pytrace=False)
+        failures = FailureFiles(folder)
+        failures(CellFinished(result))
+        record_property(_EVIDENCE, evidence_line(result, settings.seed).decode())
+        if not _passes(result):
+            pytest.fail("\n".join(_plain(line) for line in describe_cell(result, failures.of(cell))), pytrace=False)
+
+    return run
+
+
+def _passes(result: CellResult) -> bool:
+    return result.verdict == "AGREE" or result.expected
+
+
+def _plain(line: str) -> str:
+    from rich.text import Text
+
+    return Text.from_markup(line).plain
+
+
+class _Reports:
+    """Collects the items' evidence where their reports arrive: under pytest-xdist, in the
+    controller.
+    """
+
+    def __init__(self, evidence: Path | None) -> None:
+        self._evidence = evidence
+        self._lines: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call":
+            self._lines += [str(value) for name, value in report.user_properties if name == _EVIDENCE]
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if not self._lines:
+            return
+        cells = [json.loads(line) for line in self._lines]
+        verdicts = [cell["verdict"] for cell in cells]
+        counts = ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts))
+        terminalreporter.write_line(
+            f"lossgate: {len(cells)} cells: {counts}; {sum(c['comparisons'] for c in cells)} comparisons"
+        )
+        if self._evidence is not None:
+            with self._evidence.open("a") as file:
+                file.writelines(f"{line}\n" for line in self._lines)
+            terminalreporter.write_line(f"lossgate: evidence added to {self._evidence}")

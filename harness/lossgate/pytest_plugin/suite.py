@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Candidates as pytest items: one for each property, layout and dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from lossgate.declaration.candidate import Candidate
+from lossgate.errors import UsageError
+
+
+def suite(
+    candidate: Candidate,
+    *,
+    profile: str = "dev",
+    layouts: Iterable[str] | None = None,
+    dtypes: Iterable[str] | None = None,
+    examples: int | None = None,
+) -> Callable[..., None]:
+    """Returns a test function that verifies a candidate; assign it to a name that pytest collects.
+
+        test_my_kernel = lossgate.suite(my_kernel)
+
+    profile, layouts, dtypes, examples: as for ``lossgate verify``; pytest's option
+    ``--lossgate-profile`` wins over ``profile``. An inconclusive cell fails. Items depend on
+    nothing but their names, and so run under pytest-xdist.
+    """
+    if not isinstance(candidate, Candidate):  # pyright: ignore[reportUnnecessaryIsInstance]  an undecorated kernel is a likely slip
+        raise UsageError(
+            f"suite({candidate!r}): expected a candidate; decorate the kernel with @lossgate.candidate(...)"
+        )
+    import pytest
+
+    settings = {
+        "profile": profile,
+        "layouts": tuple(layouts) if layouts else None,
+        "dtypes": tuple(dtypes) if dtypes else None,
+        "examples": examples,
+    }
+
+    @pytest.mark.lossgate(candidate=candidate, settings=settings)
+    def test(lossgate_cell: Any, lossgate_run: Callable[[Any], None]) -> None:
+        lossgate_run(lossgate_cell)
+
+    test.__doc__ = f"{candidate.name} keeps every property of spec {candidate.spec.name}"
+    return test

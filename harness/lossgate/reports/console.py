@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the console for what people read."""
+
+from rich.console import Console
+
+_WIDTH = 180
+"""Width without a terminal. All columns of the verdict table fit, with names of 45 characters."""
+
+
+def make_console() -> Console:
+    """Makes a console for standard output.
+
+    Returns:
+        A console as wide as the terminal, with colours unless ``NO_COLOR`` is set. Without a
+        terminal it has a fixed width and no colours, so that a log reads the same everywhere.
+    """
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_WIDTH)

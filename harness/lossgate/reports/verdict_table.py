@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verdict table: it says its verdict at every width."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import NamedTuple, Self
+
+from rich.box import SIMPLE
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import measure_renderables
+from rich.table import Column, Table
+from rich.text import Text
+
+from lossgate.engine.cell import CellResult, Verdict
+from lossgate.layout import Layout
+
+_STYLES = {Verdict.AGREE: "green", Verdict.DISAGREE: "bold red", Verdict.INCONCLUSIVE: "yellow"}
+_KNOWN_STYLE = "cyan"
+_WORST_FIRST = (Verdict.DISAGREE, Verdict.INCONCLUSIVE, Verdict.AGREE)
+_MARK = " <--"
+"""Marks a disagreement in the table, because AGREE and DISAGREE look alike without colours."""
+_GAP = 2
+"""Columns of the console between two columns of the table."""
+_READABLE_NAME = 24
+"""Names are folded down to this width before dtype and layouts share a column."""
+_READABLE_TEXT = 20
+"""``good for`` is shown only if it can have this width. A narrower one makes very tall rows."""
+_CAPTION = (
+    "'worst / limit' is the largest statistic of any comparison, divided by its limit; a comparison disagrees above 1. "
+    "'detects' says from which size on an error in the scale of any output would have been found in every cell of the "
+    "row: in percent, or as a fraction if it has no % sign; 'nothing' means that an error of 100% could have stayed "
+    "hidden."
+)
+
+
+_BEFORE_NOTE = r"(?<= )(?=\(known: )"
+_IN_LAYOUTS = r"(?<=up to )|(?<=,)(?=\w)"
+
+
+class ShownVerdict(NamedTuple):
+    """How the verdict of a cell is shown. ``note`` names the known failure of an expected one."""
+
+    word: Verdict
+    expected: bool
+    note: str
+
+    @property
+    def style(self) -> str:
+        return _KNOWN_STYLE if self.expected else _STYLES[self.word]
+
+    @property
+    def wrong(self) -> bool:
+        return self.word is Verdict.DISAGREE and not self.expected
+
+    @property
+    def order(self) -> tuple[int, bool]:
+        """Sorts the worst verdict first, and a known failure after other disagreements."""
+        return _WORST_FIRST.index(self.word), self.expected
+
+
+def verdict_of(result: CellResult) -> ShownVerdict:
+    known = result.cell.candidate.known_failure
+    note = f"(known: {known.name})" if result.expected and known else ""
+    return ShownVerdict(result.verdict, result.expected, note)
+
+
+def verdict_table(results: Sequence[CellResult]) -> "VerdictTable":
+    """Makes the table with a row for each candidate and dtype, over all layouts of the row.
+
+    Args:
+        results: the cells; those of one candidate and dtype follow each other.
+
+    Returns:
+        What ``rich`` prints. It chooses its columns by the width of the console that prints it.
+    """
+    groups = groupby(results, key=lambda r: (r.cell.candidate, r.cell.dtype))
+    return VerdictTable([_Row.of(list(group)) for _, group in groups])
+
+
+def summary(results: Sequence[CellResult]) -> str:
+    """Counts the cells by verdict, in one line."""
+    counts = Counter("known failure" if r.expected else str(r.verdict) for r in results)
+    verdicts = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
+    return f"{len(results)} cells: {verdicts}; {sum(r.seconds for r in results):.0f} s"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """What the table shows of one candidate in one dtype."""
+
+    name: str
+    verdicts: tuple[tuple[int, ShownVerdict], ...]
+    """Number of cells with each verdict, the worst verdict first."""
+    dtype: str
+    layouts: str
+    worst: str
+    detects: str
+    problems: int
+    comparisons: int
+    good_for: str
+
+    @classmethod
+    def of(cls, results: Sequence[CellResult]) -> Self:
+        """Makes the row of the cells of one candidate and dtype."""
+        cell = results[0].cell
+        counts = Counter(map(verdict_of, results))
+        return cls(
+            name=cell.candidate.name,
+            verdicts=tuple((counts[shown], shown) for shown in sorted(counts, key=lambda shown: shown.order)),
+            dtype=cell.dtype,
+            layouts=_layouts([r.cell.layout for r in results]),
+            worst=share(max(r.margin for r in results)),
+            detects=percent(max(r.mde for r in results)),
+            problems=sum(len(r.cases) for r in results),
+            comparisons=sum(r.comparisons for r in results),
+            good_for=cell.candidate.good_for,
+        )
+
+    @property
+    def candidate(self) -> Text:
+        return Text(self.name, style=_STYLES[Verdict.DISAGREE] if self.wrong else "")
+
+    @property
+    def wrong(self) -> bool:
+        return any(shown.wrong for _, shown in self.verdicts)
+
+    def verdict(self, *, notes: bool) -> Text:
+        """Makes one line for each verdict, with the number of its cells if there are several."""
+        lines = [
+            (f"{count} x " if len(self.verdicts) > 1 else "")
+            + shown.word
+            + (_MARK if shown.wrong else "")
+            + (f" {shown.note}" if notes and shown.note else "")
+            for count, shown in self.verdicts
+        ]
+        styles = [shown.style for _, shown in self.verdicts]
+        return Text("\n").join(map(Text, lines, styles))
+
+
+def _layouts(layouts: Sequence[Layout]) -> str:
+    if len(layouts) == 1:
+        return str(layouts[0])
+    return f"{len(layouts)}, up to {max(layout.ranks for layout in layouts)} ranks"
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A column of the table. ``least`` is its smallest width (default: that of its whole text)."""
+
+    heading: str
+    cells: Sequence[Text]
+    least: int | None = None
+    breaks: str = r"(?<= )"
+    """A pattern of the places where a line that is too long is broken."""
+    right: bool = False
+
+    def folded(self, width: int) -> list[Text]:
+        return [_fold(cell, width, self.breaks) for cell in self.cells]
+
+
+def _fold(text: Text, width: int, breaks: str) -> Text:
+    """Breaks lines that are wider than ``width``, at the last possible places that match."""
+    lines: list[Text] = []
+    for line in text.split("\n"):
+        lines.append(Text())
+        places = [match.start() for match in re.finditer(breaks, line.plain)] if line.cell_len > width else []
+        for piece in line.divide(places):
+            if lines[-1] and lines[-1].cell_len + cell_len(piece.plain.rstrip()) > width:
+                lines.append(Text())
+            lines[-1].append_text(piece)
+    for line in lines:
+        line.rstrip()
+    return Text("\n").join(lines)
+
+
+class VerdictTable:
+    """The verdicts as a table that fits the console, with a caption below it.
+
+    As the console narrows, ``good for`` goes first, then ``comparisons``, then ``problems``. Then
+    the names are folded and the layouts wrapped. Last, dtype and layouts share a column. Verdicts
+    and numbers stay whole down to a width of 60.
+    """
+
+    def __init__(self, rows: Sequence[_Row]) -> None:
+        self._rows = rows
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns, widths = self._fitting(console, options)
+        table = Table(
+            *(
+                Column(column.heading, justify="right" if column.right else "left", overflow="fold", width=width)
+                for column, width in zip(columns, widths, strict=True)
+            ),
+            title="Verdicts",
+            title_justify="left",
+            box=SIMPLE,
+            show_edge=False,
+            pad_edge=False,
+            padding=(0, _GAP - 1, 0, 0),  # the box puts one more space between columns
+        )
+        folded = [column.folded(width) for column, width in zip(columns, widths, strict=True)]
+        for cells in zip(*folded, strict=True):
+            table.add_row(*cells)
+        yield ""
+        yield table
+        yield Text(f"\n{_CAPTION}\n", style="dim")
+
+    def _fitting(self, console: Console, options: ConsoleOptions) -> tuple[list[_Column], list[int]]:
+        """Finds the richest choice of columns that fits, or else the poorest, and its widths."""
+        columns: list[_Column] = []
+        widths: list[int] = []
+        for columns in self._choices(console, options):
+            room = options.max_width - _GAP * (len(columns) - 1)
+            whole = [_width(console, options, Text(column.heading), *column.cells) for column in columns]
+            least = [w if c.least is None else min(c.least, w) for c, w in zip(columns, whole, strict=True)]
+            widths = _share_room(room, least, whole)
+            if sum(least) <= room:
+                break
+        return columns, widths
+
+    def _choices(self, console: Console, options: ConsoleOptions) -> Iterator[list[_Column]]:
+        """Choices of columns, from the richest to the poorest."""
+        rows = self._rows
+        candidate = partial(_Column, "candidate", [row.candidate for row in rows], breaks=r"(?<=[\s_.-])")
+        verdict = partial(_Column, "verdict", [row.verdict(notes=True) for row in rows], breaks=_BEFORE_NOTE)
+        dtype = _Column("dtype", [Text(row.dtype) for row in rows])
+        layouts = partial(_Column, "layouts", [Text(row.layouts) for row in rows], breaks=_IN_LAYOUTS)
+        figures = [
+            _Column("worst /\nlimit", [Text(row.worst) for row in rows], right=True),
+            _Column("detects", [Text(row.detects) for row in rows], right=True),
+        ]
+        problems = _Column("problems", [Text(str(row.problems)) for row in rows], right=True)
+        comparisons = _Column("comparisons", [Text(str(row.comparisons)) for row in rows], right=True)
+        good_for = _Column("good for", [Text(row.good_for) for row in rows], least=_READABLE_TEXT)
+
+        heading, words = Text("verdict"), [row.verdict(notes=False) for row in rows]
+        two_lines = _width(console, options, heading, *verdict().folded(0))
+        always = [candidate(), verdict(least=two_lines), dtype, layouts(), *figures]
+        if any(row.good_for for row in rows):
+            yield [*always, problems, comparisons, good_for]
+        yield [*always, problems, comparisons]
+        yield [*always, problems]
+        yield always
+
+        least = _width(console, options, Text("layouts"), *layouts().folded(0))
+        folded = [candidate(least=_READABLE_NAME), verdict(least=two_lines), dtype, layouts(least=least), *figures]
+        yield folded
+        both = [Text(f"{row.dtype}\n{row.layouts}") for row in rows]
+        least = _width(console, options, *_Column("", both, breaks=_IN_LAYOUTS).folded(0))
+        shared = _Column("dtype,\nlayouts", both, least=least, breaks=_IN_LAYOUTS)
+        yield [candidate(least=1), verdict(least=_width(console, options, heading, *words)), shared, *figures]
+
+
+def _width(console: Console, options: ConsoleOptions, *texts: Text) -> int:
+    """Width of the longest line of all texts."""
+    return measure_renderables(console, options, texts).maximum
+
+
+def _share_room(room: int, least: Sequence[int], whole: Sequence[int]) -> list[int]:
+    """Gives each column its least width, and what is left to the columns from left to right."""
+    spare = room - sum(least)
+    widths: list[int] = []
+    for low, high in zip(least, whole, strict=True):
+        more = max(0, min(spare, high - low))
+        spare -= more
+        widths.append(low + more)
+    return widths
+
+
+def share(margin: float) -> str:
+    return f"{margin:.2f}" if margin < 10 else f"{margin:.2g}"
+
+
+def percent(mde: float) -> str:
+    """A pool that could be off by more than itself detects nothing."""
+    return "nothing" if mde > 1 else f"{mde:.2g}" if mde < 1e-4 else f"{float(f'{100 * mde:.2g}'):g}%"

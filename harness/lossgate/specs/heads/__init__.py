@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads: the points at which a kernel may start. One file each."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from lossgate.specs.heads.base import Head
+from lossgate.specs.heads.hidden import HiddenHead
+from lossgate.specs.heads.logits import LogitsHead
+from lossgate.specs.heads.logprobs import LogprobsHead
+from lossgate.specs.heads.rewards import RewardsHead
+from lossgate.specs.heads.values import ValuesHead
+
+HEADS: Mapping[str, Head] = MappingProxyType(
+    {head.name: head for head in (HiddenHead(), LogitsHead(), LogprobsHead(), ValuesHead(), RewardsHead())}
+)

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a head is: the differentiable inputs from which a kernel starts, and the stages from them to
+the logits.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lossgate.numerics.rounded_run import RoundedRun
+from lossgate.problems.partition import Dims, Partition
+from lossgate.problems.problem import Problem
+from lossgate.problems.random_streams import RandomStreams
+from lossgate.problems.tokens import Packer
+from lossgate.specs.outputs import Output, gradient_output
+
+
+@dataclass(frozen=True)
+class HeadContext:
+    """What a head draws its inputs from."""
+
+    problem: Problem
+    fields: Mapping[str, Tensor]
+    """The fields of ``problems.tokens.draw_tokens``."""
+    temperature: float
+    """The number that divides the logits; 1 for a spec without a temperature."""
+    streams: RandomStreams
+
+    @property
+    def packer(self) -> Packer:
+        return Packer(self.problem.partition, self.streams, self.problem.vocab)
+
+    @property
+    def labels(self) -> Tensor:
+        """The labels of the tokens that are no padding, ``[problem.tokens]``."""
+        return self.fields["labels"][self.problem.partition.real_tokens]
+
+    def label_boost(self) -> Tensor:
+        """Returns what to add to the label's logit, ``[problem.tokens]``: nothing at about every
+        other token.
+        """
+        chosen = self.streams.uniform("confident", self.problem.tokens) < 0.5
+        return chosen.double() * (self.problem.label_boost * self.temperature)
+
+    def put_outliers(self, tensor: Tensor) -> None:
+        """Writes the problem's outliers into a tensor ``[problem.tokens, columns]``."""
+        for token, column, value in self.problem.outliers:
+            tensor[token, column] = value
+
+
+class Head(ABC):
+    """A point at which a kernel may start.
+
+    Heads without logits give the loss its per-token values directly.
+    """
+
+    name: ClassVar[str]
+    meaning: ClassVar[str]
+    leaves: ClassVar[Mapping[str, Dims]]
+    """The differentiable inputs and their dims."""
+    has_logits: ClassVar[bool] = False
+
+    @abstractmethod
+    def draw(self, context: HeadContext) -> dict[str, Tensor]:
+        """Draws the leaves in float64, of the whole padded pack."""
+
+    def draw_vocab_padding(self, problem: Problem, streams: RandomStreams) -> dict[str, Tensor]:
+        """Draws the padding rows of a padded vocabulary, for each leaf that has them."""
+        return {}
+
+    def gradients(self, leaves: Mapping[str, Tensor]) -> dict[str, Output]:
+        """Returns the output that is the gradient of each leaf."""
+        return {leaf: gradient_output(leaf, self.leaves[leaf]) for leaf in leaves}
+
+    @abstractmethod
+    def logits(self, leaves: Mapping[str, Tensor]) -> Tensor:
+        """Returns the reference's logits ``[tokens, vocab]``; at heads without logits, the values
+        themselves.
+        """
+
+    def rounding_unit(self, dtype: torch.dtype) -> float:
+        """Returns the unit roundoff of what this head gives to the loss, were everything rounded to
+        ``dtype``.
+
+        Heads without logits give exact values, which a kernel takes on in float32.
+        """
+        return torch.finfo(dtype if self.has_logits else torch.float32).eps / 2
+
+    def rounded_logits(self, leaves: Mapping[str, Tensor], run: RoundedRun) -> Tensor:
+        """Returns the logits of rounded runs, ``[members, tokens, vocab]``."""
+        raise TypeError(f"head {self.name!r} has no logits")
+
+    def rounded_gradients(
+        self, leaves: Mapping[str, Tensor], dlogits: Tensor, partition: Partition, run: RoundedRun
+    ) -> dict[str, Tensor]:
+        """Returns the gradient of each leaf from that of the logits, ``[members, *shape]`` each."""
+        raise TypeError(f"head {self.name!r} has no logits")
+
+
+class ValueHead(Head):
+    """A head without logits: one leaf that the loss takes as it is."""
+
+    def logits(self, leaves: Mapping[str, Tensor]) -> Tensor:
+        return next(iter(leaves.values()))

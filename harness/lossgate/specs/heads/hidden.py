@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Head "hidden": the kernel starts from the last hidden states and the lm-head."""
+
+from collections.abc import Mapping
+from math import sqrt
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dense_losses import linear_logits
+from lossgate.numerics.float_formats import FLOAT32
+from lossgate.numerics.rounded_run import RoundedRun
+from lossgate.problems.partition import Dims, Partition, VocabShard
+from lossgate.problems.problem import Problem
+from lossgate.problems.random_streams import RandomStreams
+from lossgate.specs.heads.base import Head, HeadContext
+
+
+class HiddenHead(Head):
+    """The logits are ``hidden @ weight.T + bias``.
+
+    Each tp rank has its own rows of weight and bias.
+    """
+
+    name = "hidden"
+    meaning = "from the last hidden states and the lm-head"
+    leaves: ClassVar[Mapping[str, Dims]] = {
+        "hidden": ("token", "hidden"),
+        "weight": ("vocab", "hidden"),
+        "bias": ("vocab",),
+    }
+    has_logits = True
+
+    def draw(self, context: HeadContext) -> dict[str, Tensor]:
+        problem, streams = context.problem, context.streams
+        weight = streams.normal("weight", problem.vocab, problem.hidden) * (problem.logit_std / sqrt(problem.hidden))
+        # A row of weight has a squared norm of about logit_std^2: moving the hidden state along it
+        # by c / logit_std^2 raises its logit by c.
+        along_label = context.label_boost()[:, None] / problem.logit_std**2 * weight[context.labels]
+        hidden = streams.normal("hidden", problem.tokens, problem.hidden) + along_label
+        context.put_outliers(hidden)
+        leaves = {"hidden": context.packer.pack("hidden padding", hidden), "weight": weight}
+        if problem.bias:
+            leaves["bias"] = streams.normal("bias", problem.vocab) * (0.3 * problem.logit_std)
+        return leaves
+
+    def draw_vocab_padding(self, problem: Problem, streams: RandomStreams) -> dict[str, Tensor]:
+        rows = max(shard.padding for shard in problem.partition.vocab_shards)
+        if not rows:
+            return {}
+        return {
+            "weight": streams.normal("weight vocab padding", rows, problem.hidden),
+            "bias": streams.normal("bias vocab padding", rows),
+        }
+
+    def logits(self, leaves: Mapping[str, Tensor]) -> Tensor:
+        return linear_logits(leaves["hidden"], leaves["weight"], leaves.get("bias"))
+
+    def rounded_logits(self, leaves: Mapping[str, Tensor], run: RoundedRun) -> Tensor:
+        logits = run.round(run.matmul(leaves["hidden"], leaves["weight"].T), run.stages.logits)
+        if (bias := leaves.get("bias")) is not None:
+            logits = run.round(logits + bias, run.stages.logits)
+        return logits
+
+    def rounded_gradients(
+        self, leaves: Mapping[str, Tensor], dlogits: Tensor, partition: Partition, run: RoundedRun
+    ) -> dict[str, Tensor]:
+        gradients = {
+            "hidden": _grad_hidden(dlogits, leaves["weight"], partition, run),
+            "weight": _grad_weight(dlogits, leaves["hidden"], partition, run),
+        }
+        if "bias" in leaves:
+            ones = torch.ones(dlogits.shape[1], 1, dtype=dlogits.dtype)
+            gradients["bias"] = _grad_weight(dlogits, ones, partition, run).squeeze(-1)
+        return gradients
+
+
+def _grad_hidden(dlogits: Tensor, weight: Tensor, partition: Partition, run: RoundedRun) -> Tensor:
+    """Each tp rank multiplies its own rows of the vocabulary, then the parts are added."""
+    shards = [shard for shard in partition.vocab_shards if shard.end > shard.start]
+    parts = [_vocab_part(dlogits, weight, shard, run) for shard in shards]
+    if len(parts) == 1:
+        return run.noise.round(parts[0], run.stages.inputs)
+    return run.noise.round(run.running_sum(parts, run.stages.reduce_hidden), run.stages.inputs)
+
+
+def _vocab_part(dlogits: Tensor, weight: Tensor, shard: VocabShard, run: RoundedRun) -> Tensor:
+    return run.matmul(dlogits[..., shard.start : shard.end], weight[shard.start : shard.end])
+
+
+def _grad_weight(dlogits: Tensor, hidden: Tensor, partition: Partition, run: RoundedRun) -> Tensor:
+    """Each dp and cp rank multiplies its own tokens, chunk by chunk; the caller adds the ranks'
+    parts.
+    """
+    parts = [_token_part(dlogits, hidden, tokens, run) for tokens in partition.token_shards.values() if len(tokens)]
+    total = run.noise.round(parts[0], run.stages.inputs)
+    for part in parts[1:]:
+        total = total + run.noise.round(part, run.stages.inputs)
+    return total
+
+
+def _token_part(dlogits: Tensor, hidden: Tensor, tokens: Tensor, run: RoundedRun) -> Tensor:
+    everything = len(tokens) == dlogits.shape[1]
+    left = (dlogits if everything else dlogits[:, tokens]).transpose(-1, -2)
+    right = hidden if everything else hidden[tokens]
+    chunk = run.stages.chunk or len(tokens)
+    if run.stages.accumulate == FLOAT32 or chunk >= len(tokens):
+        return run.matmul(left, right)
+    steps = [left[..., i : i + chunk] @ right[i : i + chunk] for i in range(0, len(tokens), chunk)]
+    return run.running_sum(steps, run.stages.accumulate)

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Head "logits": the kernel starts from the logits."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lossgate.numerics.rounded_run import RoundedRun
+from lossgate.problems.partition import Dims, Partition
+from lossgate.problems.problem import Problem
+from lossgate.problems.random_streams import RandomStreams
+from lossgate.specs.heads.base import Head, HeadContext
+
+
+class LogitsHead(Head):
+    """Each tp rank has its own columns of the logits, before the temperature."""
+
+    name = "logits"
+    meaning = "from the logits, before the temperature"
+    leaves: ClassVar[Mapping[str, Dims]] = {"logits": ("token", "vocab")}
+    has_logits = True
+
+    def draw(self, context: HeadContext) -> dict[str, Tensor]:
+        problem = context.problem
+        logits = context.streams.normal("logits", problem.tokens, problem.vocab) * problem.logit_std
+        logits[torch.arange(problem.tokens), context.labels] += context.label_boost()
+        context.put_outliers(logits)
+        return {"logits": context.packer.pack("logits padding", logits)}
+
+    def draw_vocab_padding(self, problem: Problem, streams: RandomStreams) -> dict[str, Tensor]:
+        rows = max(shard.padding for shard in problem.partition.vocab_shards)
+        if not rows:
+            return {}
+        return {"logits": streams.normal("logits vocab padding", problem.partition.tokens, rows) * problem.logit_std}
+
+    def logits(self, leaves: Mapping[str, Tensor]) -> Tensor:
+        return leaves["logits"]
+
+    def rounded_logits(self, leaves: Mapping[str, Tensor], run: RoundedRun) -> Tensor:
+        return leaves["logits"].expand(run.members, -1, -1)
+
+    def rounded_gradients(
+        self, leaves: Mapping[str, Tensor], dlogits: Tensor, partition: Partition, run: RoundedRun
+    ) -> dict[str, Tensor]:
+        return {"logits": run.noise.round(dlogits, run.stages.inputs)}

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistakes that kernels of a spec have made, or easily make, in its options and fields.
+
+``audit.bugs`` makes kernels of them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mistake:
+    """A correct kernel makes it if it is given other options or other inputs."""
+
+    name: str
+    sentence: str
+    """What the kernel does, for people."""
+    options: Callable[[Any], Any] = lambda options: options
+    """``options -> `` those that the kernel works with."""
+    inputs: Callable[[Any], Mapping[str, Tensor]] = lambda inputs: {}
+    """``inputs of a rank -> `` the fields of them that the kernel replaces."""
+
+
+def mistaken_choice(option: str, value: Any, other: Any) -> Mistake:
+    """Returns the mistake of taking one choice of an option for another."""
+    return Mistake(
+        name=f"{option}: {value} as {other}",
+        sentence=f"computes {option}={value} as {other}",
+        options=lambda o: replace(o, **{option: other}) if getattr(o, option) == value else o,
+    )
+
+
+def fixed_option(option: str, value: Any, sentence: str) -> Mistake:
+    """Returns the mistake of computing with one value of an option whatever is asked for."""
+    return Mistake(name=f"{option} always {value}", sentence=sentence, options=lambda o: replace(o, **{option: value}))

@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Help for misspelt names."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """Returns the part of a message that names what was expected, and the nearest spelling first if
+    there is one.
+    """
+    choices = list(known)
+    close = get_close_matches(str(name), choices, n=1)
+    expected = f"expected one of {', '.join(choices)}" if choices else "there are none"
+    return f"did you mean {close[0]!r}? ({expected})" if close else expected

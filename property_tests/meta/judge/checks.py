@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of the judge share."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lossgate import Candidate, Layout, Precision, Problem
+from lossgate.audit.cross_entropy import ALL_BFLOAT16, STYLES, make
+from lossgate.cases.bound_problem import BoundProblem
+from lossgate.cases.case import Case
+from lossgate.cases.reference import run_reference
+from lossgate.engine.case_result import CaseResult, run_case
+from lossgate.judge.comparison import Comparison
+from lossgate.judge.ensemble import run_ensemble
+from lossgate.losses import find_spec
+from lossgate.properties import PROPERTIES
+from lossgate.worlds import SimulatedWorld
+
+MakeWorld = Callable[..., SimulatedWorld]
+"""The type of the fixture ``make_world``."""
+
+Change = Callable[[dict[str, Tensor]], None]
+"""Changes the outputs of a correct kernel, which are given by name."""
+
+ALL_STYLES = [(dtype, style) for dtype, styles in STYLES.items() for style in styles] + [("bfloat16", ALL_BFLOAT16)]
+IDS = [f"{dtype} {style.name}" for dtype, style in ALL_STYLES]
+
+
+def make_problem(dtype: str, layout: str = "dp=1", **changes: object) -> Problem:
+    """Returns a middle-sized problem of spec ``nll``, with some fields changed."""
+    fields = {
+        "spec": "nll",
+        "head": "hidden",
+        "dtype": dtype,
+        "layout": Layout.parse(layout),
+        "lengths": (40, 24),
+        "masks": ("all", "holes"),
+        "hidden": 24,
+        "vocab": 97,
+        "options": {"temperature": 0.75},
+        "cotangent": "both",
+        "seed": 3,
+    }
+    return Problem(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def bind(problem: Problem) -> BoundProblem:
+    return BoundProblem(find_spec(problem.spec), problem)
+
+
+def run(candidate: Candidate, problem: Problem, world: SimulatedWorld) -> CaseResult:
+    """Runs a candidate on a problem and compares its outputs with the reference."""
+    return run_case(Case(candidate, problem, world), PROPERTIES["agreement"])
+
+
+def by_output(comparisons: tuple[Comparison, ...]) -> dict[str, Comparison]:
+    return {str(comparison.output): comparison for comparison in comparisons}
+
+
+def judge_changed(
+    problem: Problem, world: SimulatedWorld, change: Change, precision: Precision | None = None
+) -> dict[str, Comparison]:
+    """Judges the outputs of a correct kernel after a change.
+
+    Args:
+        problem: the problem.
+        world: where the kernel runs.
+        change: what is done to the outputs.
+        precision: what the judge takes for declared; by default what the kernel declares.
+
+    Returns:
+        The comparison of each output, by its name.
+    """
+    kernel = make(STYLES[problem.dtype][1])
+    result = Case(kernel, problem, world).result
+    outputs = {str(output): tensor for output, tensor in result.outputs.items()}
+    change(outputs)
+    declared = kernel if precision is None else replace(kernel, precision={problem.dtype: precision})
+    case = Case(declared, problem, world)
+    case.result = replace(result, outputs={output: outputs[str(output)] for output in result.outputs})
+    return by_output(case.comparisons)
+
+
+def members_of(candidate: Candidate, problem: Problem, count: int) -> dict[str, Tensor]:
+    """Returns each output of ``count`` members of the ensemble of a problem, ``[count, *shape]``.
+
+    A run of the ensemble has at most 32 members. More come from runs on the same tensors with other
+    seeds of the noise.
+    """
+    bound = bind(problem)
+    runs: list[dict[str, Tensor]] = []
+    found = 0
+    while found < count:
+        seeded = replace(problem, seed=problem.seed + len(runs))  # only the noise depends on it
+        outputs = run_ensemble(candidate, seeded, bound.batch, bound.bound)
+        runs.append({str(output): members for output, members in outputs.items()})
+        found += len(next(iter(outputs.values())))
+    return {name: torch.cat([run[name] for run in runs])[:count] for name in runs[0]}
+
+
+def reference_of(problem: Problem) -> dict[str, Tensor]:
+    """Returns every output of the reference, by its name."""
+    bound = bind(problem)
+    outputs = run_reference(bound.batch, problem.head, bound.bound)
+    return {str(output): tensor for output, tensor in outputs.items()}

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels with known bugs disagree, and the report says what differs."""
+
+import pytest
+
+from lossgate.audit.bugs import CROSS_ENTROPY_BUGS, cross_entropy_with
+from lossgate.audit.cross_entropy import STYLES, Style, make
+
+from .checks import ALL_STYLES, IDS, MakeWorld, make_problem, run
+
+
+@pytest.mark.parametrize("bug", CROSS_ENTROPY_BUGS)
+@pytest.mark.parametrize(("dtype", "style"), ALL_STYLES[:-1], ids=IDS[:-1])
+def test_bugs_disagree(make_world: MakeWorld, dtype: str, style: Style, bug: str) -> None:
+    """Each bug shows on one middle-sized problem.
+
+    ``benchmarks/calibration.py`` counts how often it shows on random problems.
+    """
+    layout = {"tp all-reduce missing": "tp=2", "cp gradient x cp": "cp=2"}.get(bug, "single")
+    changes: dict[str, object] = {}
+    if bug == "bf16 accumulation of dW":  # its errors need many tokens to add up
+        changes = {"lengths": (160,), "masks": ("all",), "vocab": 32, "hidden": 16}
+    problem, world = make_problem(dtype, layout, **changes), make_world(layout)
+    assert not run(cross_entropy_with(style, bug), problem, world).agrees
+    assert run(make(style), problem, world).agrees
+
+
+def test_a_disagreement_in_words(make_world: MakeWorld) -> None:
+    wrong = cross_entropy_with(STYLES["bfloat16"][0], "dX x1.01")
+    result = run(wrong, make_problem("bfloat16"), make_world("single"))
+    # The bug rounds the gradient to bfloat16 once more, after it is multiplied by 1.01.
+    assert result.findings[0].startswith("grad of hidden: 1.009")
+    assert "times the reference, where rounding explains 1 +- 0.004" in result.findings[0]

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A case runs its candidate once and keeps what came of it. Its tasks pickle as data."""
+
+import copy
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lossgate import ANY, Candidate, Layout, Outputs, Problem, UsageError
+from lossgate.audit.dense_candidates import dense_candidate
+from lossgate.cases.bound_problem import BoundProblem
+from lossgate.cases.case import Case
+from lossgate.cases.task import RankOutputs, RankTask
+from lossgate.declaration.loading import load_candidate
+from lossgate.engine.case_result import run_case
+from lossgate.engine.cell import Cell
+from lossgate.losses import SPECS
+from lossgate.properties import PROPERTIES
+from lossgate.worlds import SimulatedWorld
+
+MakeWorld = Callable[..., SimulatedWorld]
+
+PROBLEM = Problem(
+    spec="nll",
+    head="hidden",
+    dtype="float32",
+    layout=Layout(dp=2),
+    lengths=(4, 3),
+    masks=("all", "holes"),
+    hidden=3,
+    vocab=5,
+    seed=7,
+    options={"temperature": 0.5},
+)
+
+FILE = """
+import torch
+import lossgate
+from lossgate.audit.dense_candidates import dense_kernel
+from lossgate.losses import SPECS
+
+declare = lossgate.candidate(
+    "nll",
+    head="hidden",
+    axes=("dp",),
+    dtypes=("float32",),
+    contract=lossgate.Contract(grads={"hidden": {"tp": "sum"}}),
+    supports={"temperature": lossgate.ANY},
+    name="in_a_file",
+)
+in_a_file = declare(dense_kernel(SPECS["nll"], "hidden"))
+"""
+
+
+def counting(calls: list[int]) -> Candidate:
+    """Returns a right candidate that notes on which rank it is called."""
+    dense = dense_candidate(SPECS["nll"], "hidden")
+
+    def kernel(inputs: Any, options: Any, mesh: Any) -> Outputs | torch.Tensor:
+        calls.append(mesh.get_rank())
+        return dense.kernel(inputs, options, mesh)
+
+    return replace(dense, kernel=kernel)
+
+
+def same(one: Sequence[RankOutputs], other: Sequence[RankOutputs]) -> bool:
+    """Returns whether two runs gave the same outputs on every rank, bit for bit."""
+    return len(one) == len(other) and all(
+        a.keys() == b.keys() and all(torch.equal(a[output], b[output]) for output in a)  # type: ignore[arg-type]
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def test_a_case_runs_its_candidate_once(make_world: MakeWorld) -> None:
+    calls: list[int] = []
+    case = Case(counting(calls), PROBLEM, make_world("dp=2"))
+    assert case.bound.coverage
+    assert not calls  # neither a case nor its coverage needs a run
+    for _ in range(2):
+        assert len(case.ranks) == 2
+        assert case.result.outputs
+        assert case.oracle.reference
+        assert all(comparison.agrees for comparison in case.comparisons)
+        assert run_case(case, PROPERTIES["agreement"]).agrees
+    assert sorted(calls) == [0, 1]
+
+
+def test_another_case_runs_its_candidate_again(make_world: MakeWorld) -> None:
+    calls: list[int] = []
+    world, candidate = make_world("dp=2"), counting(calls)
+    first, second = Case(candidate, PROBLEM, world).ranks, Case(candidate, PROBLEM, world).ranks
+    assert sorted(calls) == [0, 0, 1, 1]
+    assert same(first, second)
+
+
+def test_a_case_keeps_what_each_rank_returned(make_world: MakeWorld) -> None:
+    case = Case(counting([]), PROBLEM, make_world("dp=2"))
+    assert case.ranks is case.ranks
+    assert case.result is case.result
+    assert case.comparisons is case.comparisons
+    for output, whole in case.result.outputs.items():
+        if str(output) in ("loss", "grad of weight"):  # by default they are the sum over dp
+            parts = [local[output] for local in case.ranks]
+            assert torch.equal(parts[0].double() + parts[1].double(), whole)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"spec": "token_logprobs"},
+            "has spec 'nll', and the problem has 'token_logprobs'; choose a candidate of spec 'tok",
+        ),
+        ({"head": "logits"}, "has head 'hidden', and the problem has 'logits'; choose a candidate of head 'logits'"),
+    ],
+)
+def test_a_problem_of_another_spec_or_head_is_refused(
+    make_world: MakeWorld, changes: dict[str, Any], message: str
+) -> None:
+    calls: list[int] = []
+    with pytest.raises(UsageError) as error:
+        Case(counting(calls), replace(PROBLEM, **changes), make_world("dp=2"))
+    assert str(error.value).startswith(f"candidate 'dense_nll_hidden' {message}")
+    assert not calls
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> RankTask:
+    file = tmp_path / "file_with_candidate.py"
+    file.write_text(FILE)
+    candidate = load_candidate(f"{file}:in_a_file")
+    return RankTask(candidate, BoundProblem(candidate.spec, PROBLEM))
+
+
+def test_a_task_is_data(task: RankTask, make_world: MakeWorld) -> None:
+    _ = task.bound.batch
+    pickled = pickle.dumps(task)
+    assert len(pickled) < 1000  # neither tensors nor code
+    again = pickle.loads(pickled)
+    assert again.candidate is task.candidate
+    assert again.bound.problem == task.bound.problem
+    world = make_world("dp=2")
+    assert same(world.run(task), world.run(again))
+
+
+RUN_TASK = """
+import pickle, sys
+from pathlib import Path
+
+task = pickle.loads(Path(sys.argv[1]).read_bytes())
+from lossgate.worlds import SimulatedWorld
+world = SimulatedWorld(task.bound.problem.layout)
+Path(sys.argv[2]).write_bytes(pickle.dumps(world.run(task)))
+world.close()
+"""
+
+
+def test_a_task_gives_the_same_in_a_fresh_process(task: RankTask, make_world: MakeWorld, tmp_path: Path) -> None:
+    """The process knows neither the candidate nor lossgate before it loads the task."""
+    given, returned = tmp_path / "task.pickle", tmp_path / "returned.pickle"
+    given.write_bytes(pickle.dumps(task))
+    subprocess.run([sys.executable, "-c", RUN_TASK, str(given), str(returned)], check=True, timeout=120)
+    assert same(make_world("dp=2").run(task), pickle.loads(returned.read_bytes()))
+
+
+def test_a_cell_is_data(task: RankTask) -> None:
+    cell = Cell(task.candidate, Layout(dp=2), "float32", PROPERTIES["agreement"])
+    again = pickle.loads(pickle.dumps(cell))
+    assert str(again) == str(cell) == "in_a_file[agreement-dp=2-float32]"
+    assert again.candidate is cell.candidate
+    assert again.property is PROPERTIES["agreement"]
+    assert (again.layout, again.dtype, again.world) == (cell.layout, cell.dtype, cell.world)
+
+
+def test_any_stays_the_same_object() -> None:
+    assert pickle.loads(pickle.dumps(ANY)) is ANY
+    assert pickle.loads(pickle.dumps({"temperature": (ANY, ANY)}))["temperature"] == (ANY, ANY)
+    assert copy.deepcopy(ANY) is ANY
+    assert repr(ANY) == "lossgate.ANY"

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a candidate returns is checked, and assembled as its contract says."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lossgate import CandidateError, Contract, Outputs, Problem, candidate
+from lossgate.audit.cross_entropy import STYLES, make
+from lossgate.cases.case import Case
+from lossgate.engine.case_result import run_case
+from lossgate.properties import PROPERTIES
+from lossgate.specs.outputs import gradient_output
+from lossgate.worlds import SimulatedWorld
+
+MakeWorld = Callable[..., SimulatedWorld]
+
+PROBLEM = Problem(spec="nll", head="hidden", dtype="float32", lengths=(3,), masks=("all",), hidden=2, vocab=4)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda i: 3.0, "returned float; expected lossgate.Outputs, or the loss as a tensor"),
+        (lambda i: i.hidden.sum(0), "returned loss of shape [2]; expected []"),
+        (lambda i: i.hidden.sum().bfloat16(), "returned loss in bfloat16; its Precision(loss=...) declares float32"),
+        (lambda i: i.hidden.sum().detach(), "returned a detached loss, without a graph; it is declared differentiable"),
+        (lambda i: Outputs(), "returned no loss; spec 'nll' requires it"),
+        (lambda i: Outputs(loss=1.0), "returned loss as float; expected a tensor"),  # type: ignore[arg-type]
+        (
+            lambda i: Outputs(loss=i.hidden.sum(), logprobs=torch.zeros(2)),
+            "returned logprobs of shape [2]; expected [3]",
+        ),
+        (
+            lambda i: Outputs(loss=i.hidden.sum(), token_entropy=torch.zeros(3)),
+            "returned token_entropy; spec 'nll' has only loss, logprobs",
+        ),
+        (
+            lambda i: Outputs(loss=i.hidden.sum(), metrics={"acc": torch.tensor(1.0)}),
+            "returned metric 'acc', which spec 'nll' does not have; expected one of entropy, n_seqs",
+        ),
+        (
+            lambda i: Outputs(loss=i.hidden.sum(), metrics={"entrpy": torch.tensor(1.0)}),
+            "returned metric 'entrpy', which spec 'nll' does not have; did you mean 'entropy'?",
+        ),
+        (
+            lambda i: Outputs(loss=i.hidden.sum(), metrics={"entropy": torch.ones(1)}),
+            "returned metric 'entropy' of shape [1]; expected []",
+        ),
+    ],
+)
+def test_what_a_candidate_must_not_return(make_world: MakeWorld, returned: Callable[[Any], Any], message: str) -> None:
+    declared = candidate("nll", head="hidden")(lambda inputs, options, mesh: returned(inputs))
+    with pytest.raises(CandidateError) as error:
+        _ = Case(declared, PROBLEM, make_world("single")).result
+    assert str(error.value).startswith(f"candidate '<lambda>' on rank 0 {message}")
+
+
+def test_log_probabilities_that_are_declared_differentiable_must_be(make_world: MakeWorld) -> None:
+    declared = candidate("nll", head="hidden", differentiable=("loss", "logprobs"))
+    for outputs in (
+        lambda i: Outputs(loss=i.hidden.sum()),
+        lambda i: Outputs(loss=i.hidden.sum(), logprobs=torch.zeros(3)),
+    ):
+        case = Case(declared(lambda inputs, options, mesh, o=outputs: o(inputs)), PROBLEM, make_world("single"))
+        with pytest.raises(CandidateError, match="logprobs, without a graph; it is declared differentiable"):
+            _ = case.result
+
+
+def test_contracts_that_leave_factors_to_the_caller_agree(make_world: MakeWorld) -> None:
+    """Loss and gradients are dp times too large, as for a trainer that averages over dp."""
+    right = make(STYLES["float32"][1])
+
+    def averaged(inputs: Any, options: Any, mesh: Any) -> Outputs:
+        outputs = right(inputs, options, mesh)
+        assert isinstance(outputs, Outputs)
+        return Outputs(loss=outputs.loss * mesh["dp"].size())
+
+    dp: Any = {"dp": "avg"}
+    contract = Contract(loss=dp, grads={"hidden": dp, "weight": dp})
+    declared = candidate("nll", head="hidden", axes=("dp",), contract=contract)(averaged)
+    without_contract = candidate("nll", head="hidden", axes=("dp",))(averaged)
+    world = make_world("dp=2")
+    problem = replace(PROBLEM, layout=world.layout, lengths=(5, 4), masks=("all", "all"), hidden=4, vocab=9)
+    assert run_case(Case(declared, problem, world), PROPERTIES["agreement"]).agrees
+    wrong = run_case(Case(without_contract, problem, world), PROPERTIES["agreement"])
+    assert wrong.findings[0].startswith("loss: 2 times the reference")
+
+
+def test_outputs_are_assembled_as_the_contract_says(make_world: MakeWorld) -> None:
+    """By default a metric is summed over dp, and log-probabilities are replicated over tp."""
+    contract = Contract(metrics={"entropy": {"dp": "avg"}}, logprobs={"tp": "sum"})
+
+    @candidate("nll", head="hidden", axes=("dp", "tp"), contract=contract)
+    def by_rank(inputs: Any, options: Any, mesh: Any) -> Outputs:
+        rank = float(mesh.get_local_rank("tp"))
+        everything = 0.0 * inputs.hidden.sum() + 0.0 * inputs.weight.sum()
+        return Outputs(
+            loss=everything, logprobs=torch.full(inputs.labels.shape, 1 + rank), metrics={"entropy": torch.tensor(3.0)}
+        )
+
+    world = make_world("dp=2,tp=2")
+    result = Case(by_rank, replace(PROBLEM, layout=world.layout, lengths=(2, 2), masks=("all", "all")), world).result
+    outputs = {str(output): tensor for output, tensor in result.outputs.items()}
+    assert not result.faults
+    assert outputs["entropy"].item() == 3
+    assert outputs["logprobs"].tolist() == [3, 3, 3, 3]
+
+
+def test_a_rank_without_tokens_need_not_give_their_gradient(make_world: MakeWorld) -> None:
+    """It must give the gradient of the weight, of which it has its share."""
+
+    def leaves_early(inputs: Any, options: Any, mesh: Any) -> Any:
+        return inputs.weight.sum() if not len(inputs.labels) else inputs.hidden.sum() + inputs.weight.sum()
+
+    def forgets_the_weight(inputs: Any, options: Any, mesh: Any) -> Any:
+        return inputs.hidden.sum() if not len(inputs.labels) else leaves_early(inputs, options, mesh)
+
+    world = make_world("dp=2")
+    problem, declare = replace(PROBLEM, layout=world.layout), candidate("nll", head="hidden", axes=("dp",))
+    assert not Case(declare(leaves_early), problem, world).result.faults
+    assert Case(declare(forgets_the_weight), problem, world).result.faults == {
+        gradient_output("weight", ("vocab", "hidden")): ("backward did not reach it on rank 1; it is None there",)
+    }
