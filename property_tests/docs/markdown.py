@@ -5,7 +5,7 @@ A page runs in a folder of its own that holds a link to everything at the top of
 it finds ``ci/candidates/pytorch.py``, and what it writes stays out of the repository. Its blocks
 run in order:
 
-- ``python``: executed, in a namespace of its own.
+- ``python``: executed, in a namespace of its own. It can import files that the page has saved.
 - ``text``: the output of the ``python`` block directly before it.
 - ``console``: commands, each after ``$ ``, and the output of each below it.
 - ``sh``: commands without output, one on each line.
@@ -27,9 +27,10 @@ HTML comments directly before a block, which readers do not see, change how it r
 Some commands take minutes or need the network, and are not run: ``ci/verify``, ``ci/test``,
 ``python benchmarks/*.py`` and ``pip``. They must name a file that exists and flags that ``--help``
 lists, and their output must not be shown. The same holds for commands in code spans in the text,
-none of which is run.
+none of which is run. Other code spans that name a path in the repository must name one that exists.
 """
 
+import importlib
 import io
 import os
 import re
@@ -41,7 +42,7 @@ import tempfile
 import textwrap
 import tomllib
 from collections.abc import Iterator
-from contextlib import chdir, redirect_stdout
+from contextlib import chdir, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,8 +97,8 @@ class Command:
 
 
 def pages(root: Path = ROOT) -> list[Path]:
-    """README.md and every page of docs."""
-    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    """Returns the pages at the top of the repository and every page of docs."""
+    return [*sorted(root.glob("*.md")), *sorted((root / "docs").glob("*.md"))]
 
 
 def blocks_of(page: Path) -> Iterator[Block]:
@@ -154,7 +155,7 @@ def run_page(page: Path, folder: Path, root: Path = ROOT) -> None:
             (folder / entry.name).symlink_to(entry)
     namespace: dict[str, Any] = {}
     printed: str | None = None
-    with chdir(folder):
+    with chdir(folder), _importable(folder):
         for block in blocks_of(page):
             where = f"{page.name}:{block.line}"
             _save(block, folder, where)
@@ -185,14 +186,19 @@ def run_page(page: Path, folder: Path, root: Path = ROOT) -> None:
 
 
 def check_code_spans(page: Path, root: Path = ROOT) -> None:
-    """Checks the commands in code spans of a page: files must exist, and flags must be known.
+    """Checks code spans of a page: paths must exist, and the flags of commands must be known.
+
+    A path is what starts with the name of a folder at the top of the repository.
 
     Raises:
-        PageError: a command names a file or a flag that does not exist.
+        PageError: a path or a flag does not exist.
     """
+    folders = {entry.name for entry in root.iterdir() if entry.is_dir()}
     for text, line in code_spans_of(page):
         if is_command(text) and " " in text:
             check_without_running(text, f"{page.name}:{line}", root)
+        elif text.partition("/")[0] in folders and not any(root.glob(text)):
+            raise PageError(f"{page.name}:{line}: {text!r} does not exist")
 
 
 def is_command(text: str) -> bool:
@@ -265,11 +271,26 @@ def _compare(found: str, expected: str, what: str) -> None:
         raise PageError(f"{what} prints\n{found.rstrip()}\nand the page shows\n{expected.rstrip()}")
 
 
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """Lets code import the modules of a folder, and forgets them afterwards."""
+    before = set(sys.modules)
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        for name in set(sys.modules) - before:
+            if Path(getattr(sys.modules[name], "__file__", None) or "/").is_relative_to(folder):
+                del sys.modules[name]
+
+
 def _save(block: Block, folder: Path, where: str) -> None:
     if name := block.directives.get("file"):
         if (folder / name).is_symlink():
             raise PageError(f"{where}: file {name} is the name of something in the repository; choose another")
         (folder / name).write_text(block.text)
+        importlib.invalidate_caches()
 
 
 def _run_python(block: Block, namespace: dict[str, Any], page: Path) -> str:

@@ -2,6 +2,7 @@
 """Every code block of README.md and docs runs. The rules are in markdown.py."""
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from .markdown import ROOT as REPOSITORY
 from .markdown import Block, PageError, check_code_spans, commands_of, links_of, matches, pages, run_page
 
-NOT_YET_CONVERTED = ("README.md", "judge.md", "writing-a-candidate.md")
+NOT_YET_CONVERTED: tuple[str, ...] = ()
 """Pages that do not follow the rules yet. This must become empty."""
 
 PAGES = [page for page in pages() if page.name not in NOT_YET_CONVERTED]
@@ -40,12 +41,19 @@ def test_lines_are_at_most_100_columns(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_to_files_resolve(page: Path) -> None:
-    links = [link for link in links_of(page) if "://" not in link]
-    assert [link for link in links if not (page.parent / link.partition("#")[0]).exists()] == []
-    lines = page.read_text().splitlines()
-    headings = {re.sub(r"[^\w -]", "", line.lstrip("# ")).replace(" ", "-").lower() for line in lines}
-    assert [link for link in links if link.startswith("#") and link[1:] not in headings] == []
+def test_links_to_files_and_headings_resolve(page: Path) -> None:
+    for link in links_of(page):
+        name, _, heading = link.partition("#")
+        if "://" not in link:
+            target = page.parent / name if name else page
+            assert target.exists(), link
+            assert not heading or heading in headings_of(target), link
+
+
+def headings_of(page: Path) -> set[str]:
+    """Returns the headings of a page as links name them."""
+    lines = [line for line in page.read_text().splitlines() if line.startswith("#")]
+    return {re.sub(r"[^\w -]", "", line.lstrip("# ")).replace(" ", "-").lower() for line in lines}
 
 
 # The rules themselves. A page is given as its text; ~~~ fences stand for ``` fences.
@@ -61,6 +69,7 @@ RIGHT = {
     "status": "<!-- exits: 3 -->\n~~~console\n$ echo a\na\n$ exit 3\n~~~\n",
     "standard error": "~~~console\n$ echo a >&2\na\n~~~\n",
     "file": "<!-- file: said.py -->\n~~~python\nprint('said')\n~~~\n\n~~~console\n$ python said.py\nsaid\n~~~\n",
+    "import": "<!-- file: saved.py -->\n~~~python\nx = 2\n~~~\n\n~~~python\nimport saved\n\nassert saved.x == 2\n~~~\n",
     "sh": "~~~sh\n# a comment\ntest -e ci/verify\n\necho a\n~~~\n",
     "not run": "~~~sh\nci/verify --profile nightly  # takes long\nci/test -k docs\n~~~\n",
     "benchmark": "~~~console\n$ python benchmarks/fused.py --accuracy\n~~~\n",
@@ -69,6 +78,7 @@ RIGHT = {
     "formula": "A loss:\n\n    L = - sum_t m_t log p_t\n",
     "in a list": "- Text.\n\n  ~~~python\n  print(1)\n  ~~~\n\n  ~~~text\n  1\n  ~~~\n",
     "span": "Run `lossgate verify my_kernels.py --profile ci` or `python benchmarks/fused.py`; `lossgate` is a tool.\n",
+    "path": "See `harness/lossgate/judge`, `docs/*.md` and `property_tests/docs/markdown.py`; `x/y` is a fraction.\n",
 }
 
 WRONG = {
@@ -134,6 +144,7 @@ def test_pages_that_are_wrong(run: Callable[[str], None], text: str, message: st
     ("span", "message"),
     [
         ("lossgate verify my.py --profil ci", "--profil, which 'lossgate verify --help' does not list"),
+        ("property_tests/docs/none.py", "page.md:1: 'property_tests/docs/none.py' does not exist"),
         ("lossgate replay ci/candidates/none.json", "names ci/candidates/none.json, which does not exist"),
         ("python benchmarks/fused.py --fast", "--fast, which 'python benchmarks/fused.py --help' does not list"),
     ],
@@ -144,6 +155,12 @@ def test_commands_in_the_text_that_are_wrong(tmp_path: Path, span: str, message:
     with pytest.raises(PageError) as raised:
         check_code_spans(page)
     assert message in str(raised.value)
+
+
+def test_a_page_leaves_its_modules_behind(run: Callable[[str], None]) -> None:
+    page = RIGHT["import"]
+    run(page)
+    assert "saved" not in sys.modules
 
 
 def test_a_page_leaves_the_repository_alone(run: Callable[[str], None]) -> None:

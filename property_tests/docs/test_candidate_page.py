@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/writing-a-candidate.md agrees with the code: arguments, defaults, profiles."""
+
+import ast
+import re
+from dataclasses import fields
+from inspect import Parameter, signature
+
+import pytest
+
+import lossgate
+from lossgate import Contract, Precision
+from lossgate.engine.settings import PROFILES, Settings
+from lossgate.layout import AXES
+from lossgate.problems.partition import SHARDED_DIMS
+from lossgate.specs.heads import HEADS
+from lossgate.specs.outputs import LOGPROBS, LOSS, Output, gradient_output
+from lossgate.specs.spec import COMMON_OPTIONS
+
+from .markdown import ROOT
+
+TEXT = (ROOT / "docs/writing-a-candidate.md").read_text()
+
+
+def table(*headings: str) -> list[list[str]]:
+    """Returns the cells below a row of headings."""
+    head = re.escape(f"| {' | '.join(headings)} |\n")
+    (found,) = re.findall(rf"^{head}\|[-|]+\n((?:\|.*\n)+)", TEXT, flags=re.MULTILINE)
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in found.splitlines()]
+
+
+def test_arguments_of_a_candidate() -> None:
+    parameters = signature(lossgate.candidate).parameters.values()
+    rows = {name.strip("`"): default for name, default, _ in table("argument", "default", "meaning")}
+    assert list(rows) == [p.name for p in parameters]
+    required = [p.name for p in parameters if p.default is Parameter.empty]
+    assert [name for name, default in rows.items() if default == "required"] == required
+    assert rows["dtypes"].split(", ") == list(signature(lossgate.candidate).parameters["dtypes"].default)
+
+
+def test_fields_of_precision() -> None:
+    rows = {row[0].strip("`"): row[1] for row in table("field", "default", "dtype to which the kernel rounds")}
+    stated = {name: ast.literal_eval(default.strip("`")) for name, default in rows.items()}
+    assert stated == {f.name: f.default for f in fields(Precision)}
+
+
+def default_placements(output: Output) -> tuple[str, str]:
+    """Returns what happens by default over dp and cp, and over tp, in the words of the page."""
+    placements = Contract().placements(output)
+    words = {a: "split" if set(SHARDED_DIMS[a]) & set(output.dims) else placements[a] for a in AXES}
+    if words["dp"] != words["cp"]:
+        return f"{words['dp']} over dp, {words['cp']} over cp", words["tp"]
+    return words["dp"], words["tp"]
+
+
+def test_defaults_of_the_contract() -> None:
+    stated: dict[str, tuple[str, str]] = {}
+    for row in table("output", "default over dp and cp", "default over tp"):
+        stated |= dict.fromkeys(re.findall(r"`([^`]+)`", row[0]), (row[1], row[2]))
+    assert {f.name for f in fields(Contract)} <= set(stated)
+    assert stated["loss"] == default_placements(LOSS)
+    of_leaves = {leaf: dims for head in HEADS.values() for leaf, dims in head.leaves.items()}
+    gradients = {leaf: default_placements(gradient_output(leaf, dims)) for leaf, dims in of_leaves.items()}
+    assert {leaf: stated[leaf] for leaf in gradients} == gradients
+    assert stated["logprobs"] == default_placements(LOGPROBS)
+
+
+def test_profiles() -> None:
+    columns = ("examples", "ranks", "jobs")
+    rows = table("profile", *(f"`{name}`" for name in columns))
+    stated = {row[0].split()[0].strip("`"): [int(number) for number in row[1:]] for row in rows}
+    assert stated == {name: [getattr(profile, c) for c in columns] for name, profile in PROFILES.items()}
+
+
+def test_settings_that_are_the_same_in_every_profile() -> None:
+    (block,) = re.findall(r"```toml\n(.*?)```", TEXT, flags=re.DOTALL)
+    stated = dict(re.findall(r"^(\w+) = ([\d.]+)", block, flags=re.MULTILINE))
+    named = {f.name: f.default for f in fields(Settings) if f.name not in ("layouts", "dtypes")}
+    assert list(stated) == ["seed", *(name for name in stated if name != "seed")]
+    assert stated.keys() == named.keys()
+    ci = PROFILES["ci"]
+    assert {name: type(default)(stated[name]) for name, default in named.items()} == {
+        name: getattr(ci, name) for name in named
+    }
+
+
+@pytest.mark.parametrize("option", COMMON_OPTIONS)
+def test_common_options(option: str) -> None:
+    assert f"`{option}` says" in TEXT

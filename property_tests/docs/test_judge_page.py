@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/judge.md states the constants of the judge."""
+
+from math import log2
+
+import pytest
+
+from lossgate.adequacy.killing_problems import DRAWN
+from lossgate.adequacy.option_mutants import NEAREST
+from lossgate.cases import kinks
+from lossgate.engine.verdict import LARGEST_MDE
+from lossgate.judge import ensemble, pooling
+from lossgate.judge.power import PLANTED
+from lossgate.judge.statistics import BLOCK_FACTOR, FACTORS, NOISE, WORST, scale_sigmas
+from lossgate.numerics.float_formats import FLOAT32
+
+from .markdown import ROOT
+
+TEXT = " ".join((ROOT / "docs/judge.md").read_text().split())
+NUMBERS = {4: "four", 6: "six"}
+
+STATED = {
+    "members": f"an ensemble of {ensemble._FEWEST} to {ensemble._MOST} runs",
+    "fewest members": f"at least {ensemble._FEWEST} runs",
+    "float32": f"the unit roundoff of float32, 2^{log2(FLOAT32.unit):.0f}",
+    "noise": f"| NOISE | `rms(d/s)` | {FACTORS[NOISE]:g} times the largest of the runs |",
+    "worst": f"| WORST | `max abs(d/s)` | {FACTORS[WORST]:g} times the largest of the runs |",
+    "block": f"at least 0 | {BLOCK_FACTOR:g} times the largest of the runs |",
+    "kinks": f"by {NUMBERS[kinks._SIGMAS]} standard deviations of what rounding",
+    "pooled": f"{pooling.SIGMAS:g} (1 + 60 / n^2) standard deviations of the pooled scale",
+    "floor": f"a {1 / pooling.FLOOR:.0f}th of the unit roundoff, and at least 2^{log2(pooling.FLOAT32_FLOOR):.0f}",
+    "mde": f"An error of {LARGEST_MDE:.0%} in the scale",
+    "equivalent": f"on each of {2 * DRAWN} problems",
+    "nearest": f"within {NEAREST:g} of each other",
+}
+
+
+@pytest.mark.parametrize("words", STATED.values(), ids=STATED)
+def test_constants(words: str) -> None:
+    assert words in TEXT
+
+
+@pytest.mark.parametrize("runs", [12, 32])
+def test_the_limit_of_the_scale(runs: int) -> None:
+    assert "v + 5 (1 + 8/M) standard deviations of the M runs" in TEXT
+    assert scale_sigmas(runs) == 5 * (1 + 8 / runs)
+
+
+def test_planted_errors() -> None:
+    said = "the result times 1.01, times 0.99, zero, and without the part of one token or of one vocabulary tile"
+    assert said in TEXT
+    assert list(PLANTED) == ["x1.01", "x0.99", "zero", "token dropped", "vocab tile dropped"]
