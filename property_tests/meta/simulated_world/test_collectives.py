@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lossgate.worlds import RankContext
+
 from .checks import MakeWorld, of_rank
 
 # Each body runs on one of three ranks, calls one collective, and returns what it got.
@@ -123,3 +125,14 @@ def test_all_collectives_in_one_run(make_world: MakeWorld) -> None:
     found = make_world("tp=3").run(lambda context: [body(context.rank) for body, _ in COLLECTIVES.values()])
     for rank in range(3):
         assert found[rank] == [expected[rank] for _, expected in COLLECTIVES.values()]
+
+
+def test_all_to_all_in_place(make_world: MakeWorld) -> None:
+    """Every rank's input is read before any output is written, even where both are one tensor."""
+
+    def task(context: RankContext) -> list[float]:
+        tensor = torch.tensor([0.0, 1.0]) + 10 * context.rank
+        dist.all_to_all_single(tensor, tensor, group=context.mesh.get_group("tp"))
+        return tensor.tolist()
+
+    assert make_world("tp=2").run(task) == [[0.0, 10.0], [1.0, 11.0]]

@@ -2,8 +2,8 @@
 """The work of each collective, done once all members have called it.
 
 Each function takes the calls of all members by group rank, reads their inputs and writes their
-outputs. ``root`` is a group rank. All but ``all_to_all_single`` read every input before they write
-an output, because a tensor can be both.
+outputs. ``root`` is a group rank. Each reads every input before it writes an output, because a
+tensor can be both.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,7 +58,7 @@ def reduce_scatter_tensor(calls: Sequence[Call], reduce: Reduce) -> None:
 
 
 def all_to_all_single(calls: Sequence[Call]) -> None:
-    parts = [call.inputs[0].split(call.splits[0]) for call in calls]
+    parts = [call.inputs[0].clone().split(call.splits[0]) for call in calls]
     for i, call in enumerate(calls):
         call.outputs[0].detach().copy_(torch.cat([part[i] for part in parts]))
 
