@@ -107,10 +107,12 @@ def fused_linear_sft(inputs: NllHiddenInputs, options: NllOptions, mesh: DeviceM
         chunk=CHUNK,
         **_split(inputs, mesh),
     )
-    told = statistics.reduce(mesh.get_group("cp")).reduce(mesh.get_group("dp")).export()
+    reported = statistics.reduce(mesh.get_group("cp")).reduce(mesh.get_group("dp")).export()
     return Outputs(
         loss=loss,
-        metrics={name: value.to(loss.dtype) for name, value in {**told, "entropy": told["entropy_avg"]}.items()},
+        metrics={
+            name: value.to(loss.dtype) for name, value in {**reported, "entropy": reported["entropy_avg"]}.items()
+        },
     )
 
 

@@ -42,12 +42,12 @@ class _Gather(torch.autograd.Function):
         moved = part.detach().movedim(dim, 0).contiguous()
         parts = [moved.new_empty(int(n), *moved.shape[1:]) for n in lengths]
         dist.all_gather(parts, moved, group=group)
-        ctx.place = dim, sum(int(n) for n in lengths[:rank]), part.shape[dim]
+        ctx.part = dim, sum(int(n) for n in lengths[:rank]), part.shape[dim]
         return torch.cat(parts).movedim(0, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return gradient.narrow(*ctx.place), None, None
+        return gradient.narrow(*ctx.part), None, None
 
 
 def gather(part: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:

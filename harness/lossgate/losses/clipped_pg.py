@@ -23,9 +23,9 @@ from lossgate.losses.shared.policies import (
     Span,
     clip_spans,
     draw_advantages,
+    draw_in_spans,
     draw_reference_logprobs,
     on_tokens,
-    place,
 )
 from lossgate.losses.shared.samples import (
     EVERY_SEQUENCE_COUNTS,
@@ -144,9 +144,9 @@ def _log_ratios(context: FieldContext) -> Tensor:
     }
     chosen = scenario[context.scenario["ratios"]]
     if not o.sequence_level_importance_ratios:
-        return place(context.streams, "ratios", context.tokens, chosen)
+        return draw_in_spans(context.streams, "ratios", context.tokens, chosen)
     scatter = 0.0 if context.scenario["ratios"] == "on-policy" else 0.02
-    per_sequence = on_tokens(context, place(context.streams, "ratios", context.sequences, chosen))
+    per_sequence = on_tokens(context, draw_in_spans(context.streams, "ratios", context.sequences, chosen))
     return per_sequence + scatter * context.streams.normal("ratio scatter", context.tokens)
 
 
@@ -160,14 +160,16 @@ def _log_weights(context: FieldContext) -> Tensor:
     if o.truncated_importance_sampling_type == "seq-mask-tis":
         # Some tokens lie on another side of the bounds than their sequence does.
         scatter = 0.0 if context.scenario["generation"] == "equal" else 0.5
-        per_sequence = on_tokens(context, place(context.streams, "weights", context.sequences, chosen))
+        per_sequence = on_tokens(context, draw_in_spans(context.streams, "weights", context.sequences, chosen))
         return per_sequence + scatter * context.streams.normal("weight scatter", context.tokens)
     if o.sequence_level_importance_ratios and context.scenario["generation"] != "equal":
         # The sum over a sequence is what counts.
         lengths = torch.tensor(context.batch.partition.padded_lengths).clamp(min=1)
         scatter = 0.2 * context.streams.normal("weight scatter", context.tokens)
-        return on_tokens(context, place(context.streams, "weights", context.sequences, chosen) / lengths) + scatter
-    return place(context.streams, "weights", context.tokens, chosen)
+        return (
+            on_tokens(context, draw_in_spans(context.streams, "weights", context.sequences, chosen) / lengths) + scatter
+        )
+    return draw_in_spans(context.streams, "weights", context.tokens, chosen)
 
 
 def _covered(batch: GlobalBatch, options: ClippedPGSpecOptions) -> set[str]:

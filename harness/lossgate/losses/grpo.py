@@ -22,9 +22,9 @@ from lossgate.losses.shared.policies import (
     Span,
     clip_spans,
     draw_advantages,
+    draw_in_spans,
     draw_reference_logprobs,
     on_tokens,
-    place,
 )
 from lossgate.problems.batch import GlobalBatch
 from lossgate.specs.coverage import TOKEN_GOALS, AtLeast, CoverageGoal, covered_by_mask
@@ -87,7 +87,9 @@ def _make_fields(context: FieldContext) -> dict[str, Tensor]:
         "on-policy": [(0.0, 0.0)],
         "extreme": [(-40.0, -20.0), (10.0, 20.0), (30.0, 42.0), spans["inside"]],
     }
-    old = context.logprobs - place(context.streams, "ratios", context.tokens, ratios[context.scenario["ratios"]])
+    old = context.logprobs - draw_in_spans(
+        context.streams, "ratios", context.tokens, ratios[context.scenario["ratios"]]
+    )
     vllm = old - _log_rho(context)
     unknown = context.streams.uniform("unknown", context.tokens) < (
         0.1 if context.scenario["generation"] == "everywhere" else 0.0
@@ -114,9 +116,9 @@ def _log_rho(context: FieldContext) -> Tensor:
     chosen = scenario[context.scenario["generation"]]
     if o.rho_mask_sequence_level or o.rho_mask_tv_divergence:
         return on_tokens(
-            context, place(context.streams, "rho", context.sequences, chosen)
+            context, draw_in_spans(context.streams, "rho", context.sequences, chosen)
         ) + 0.01 * context.streams.normal("rho scatter", context.tokens)
-    return place(context.streams, "rho", context.tokens, chosen)
+    return draw_in_spans(context.streams, "rho", context.tokens, chosen)
 
 
 def _covered(batch: GlobalBatch, o: GrpoSpecOptions) -> set[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dense_losses import ValueOptions, value_loss
-from lossgate.losses.shared.policies import Span, place
+from lossgate.losses.shared.policies import Span, draw_in_spans
 from lossgate.problems.batch import GlobalBatch
 from lossgate.specs.coverage import TOKEN_GOALS, CoverageGoal, covered_by_mask
 from lossgate.specs.inputs import PackedBatch, ValuesHead
@@ -41,7 +41,7 @@ def _make_fields(context: FieldContext) -> dict[str, Tensor]:
     reach = context.options.cliprange or 0.2
     spans: dict[str, list[Span]] = {"inside": [(-0.8 * reach, 0.8 * reach)]}
     spans["everywhere"] = [*spans["inside"], (1.3 * reach, 3 * reach), (-3 * reach, -1.3 * reach)]
-    old = context.logprobs - place(context.streams, "moves", context.tokens, spans[context.scenario["values"]])
+    old = context.logprobs - draw_in_spans(context.streams, "moves", context.tokens, spans[context.scenario["values"]])
     return {"old_values": old, "returns": old + (0.5 + 3 * reach) * context.streams.normal("returns", context.tokens)}
 
 

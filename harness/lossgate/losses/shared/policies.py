@@ -45,7 +45,7 @@ GENERATION = Option(
 )
 
 
-def place(streams: RandomStreams, stream: str, count: int, spans: Sequence[Span]) -> Tensor:
+def draw_in_spans(streams: RandomStreams, stream: str, count: int, spans: Sequence[Span]) -> Tensor:
     """Draws ``[count]`` numbers, each evenly from one of ``spans`` at random."""
     which = streams.integers(f"{stream} span", len(spans), count)
     low, high = (torch.tensor([span[i] for span in spans], dtype=torch.float64)[which] for i in (0, 1))
@@ -97,4 +97,4 @@ def draw_reference_logprobs(context: FieldContext, clamp: float | None = None) -
         "far": [(-0.8, 0.8), (-far - 3, -far), (far, far + 3), (5.2, 9.0), (-9.0, -5.2), (1.5, 2.3), (-30.0, -25.0)],
     }
     chosen = spans[context.scenario["reference"]]
-    return context.logprobs + place(context.streams, "reference", context.tokens, chosen)
+    return context.logprobs + draw_in_spans(context.streams, "reference", context.tokens, chosen)
