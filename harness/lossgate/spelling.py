@@ -6,9 +6,7 @@ from difflib import get_close_matches
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """Returns the part of a message that names what was expected, and the nearest spelling first if
-    there is one.
-    """
+    """Returns how a message ends: the nearest spelling, if any, and what was expected."""
     choices = list(known)
     close = get_close_matches(str(name), choices, n=1)
     expected = f"expected one of {', '.join(choices)}" if choices else "there are none"

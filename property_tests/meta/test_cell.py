@@ -99,7 +99,7 @@ def test_a_blind_judge_is_inconclusive(agreed: CellResult) -> None:
     blind = replace(last, comparisons=tuple(replace(c, blind=("x1.01",)) for c in last.comparisons))
     result = concluded(agreed, (*agreed.cases, blind))
     assert result.verdict is Verdict.INCONCLUSIVE
-    assert result.reasons[0] == "the judge accepted planted errors: x1.01 in loss"
+    assert result.reasons[0] == "the judge accepted planted errors: x1.01 in loss; please report this fault of lossgate"
 
 
 def test_a_bias_of_the_pooled_scale_disagrees(agreed: CellResult) -> None:
@@ -137,7 +137,7 @@ def test_plan_keeps_to_what_a_candidate_can_do() -> None:
 
 
 def test_a_candidate_without_a_cell_raises_an_error() -> None:
-    message = "nothing to verify; it has axes none and dtypes bfloat16, and the run has layouts cp=2"
+    message = "nothing to verify; it has no axes and dtypes bfloat16, and the run has layouts cp=2"
     with pytest.raises(UsageError, match=message):
         plan([replace(RIGHT, axes=(), dtypes=("bfloat16",))], Settings(layouts=("cp=2",)))
 
@@ -172,7 +172,7 @@ def test_a_known_failure_needs_an_example_that_disagrees_on_its_own(tmp_path: Pa
     (tmp_path / "pooled.json").write_text(json.dumps({**frozen, "pooled": True}))
     with pytest.raises(
         UsageError,
-        match=r"known failure x: no single problem in .*pooled.json disagrees; only their pooled statistic does",
+        match=r"known failure x: the problems in .*pooled.json disagree only when pooled; freeze one that",
     ):
         plan([replace(RIGHT, known_failure=KnownFailure(name="x", example=tmp_path / "pooled.json"))], Settings())
 

@@ -65,7 +65,7 @@ def kernel(inputs: Any, options: Any, mesh: Any) -> Any:
         (
             {"supports": {"temperature": ()}},
             (
-                "candidate(supports={'temperature': ()}): no value is left; "
+                "candidate(supports={'temperature': ()}): an empty tuple supports no value; "
                 "expected ANY, a value or a tuple of values: 0.3 to 3"
             ),
         ),

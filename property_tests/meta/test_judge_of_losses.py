@@ -20,7 +20,7 @@ from lossgate.judge.comparison import Comparison, compare
 from lossgate.judge.ensemble import _Ensemble
 from lossgate.losses import SPECS
 from lossgate.numerics.noise import Noise
-from lossgate.numerics.rounded_run import RoundedRun
+from lossgate.numerics.rounded_arithmetic import RoundedRun
 from lossgate.properties import PROPERTIES
 from lossgate.specs.outputs import LOGPROBS
 from lossgate.worlds import SimulatedWorld

@@ -27,7 +27,7 @@ PROBLEM = Problem(spec="nll", head="hidden", dtype="float32", lengths=(3,), mask
         (lambda i: 3.0, "returned float; expected lossgate.Outputs, or the loss as a tensor"),
         (lambda i: i.hidden.sum(0), "returned loss of shape [2]; expected []"),
         (lambda i: i.hidden.sum().bfloat16(), "returned loss in bfloat16; its Precision(loss=...) declares float32"),
-        (lambda i: i.hidden.sum().detach(), "returned a detached loss, without a graph; it is declared differentiable"),
+        (lambda i: i.hidden.sum().detach(), "returned loss without a graph (detached?); it is declared differentiable"),
         (lambda i: Outputs(), "returned no loss; spec 'nll' requires it"),
         (lambda i: Outputs(loss=1.0), "returned loss as float; expected a tensor"),  # type: ignore[arg-type]
         (
@@ -61,12 +61,15 @@ def test_what_a_candidate_must_not_return(make_world: MakeWorld, returned: Calla
 
 def test_log_probabilities_that_are_declared_differentiable_must_be(make_world: MakeWorld) -> None:
     declared = candidate("nll", head="hidden", differentiable=("loss", "logprobs"))
-    for outputs in (
-        lambda i: Outputs(loss=i.hidden.sum()),
-        lambda i: Outputs(loss=i.hidden.sum(), logprobs=torch.zeros(3)),
+    for outputs, message in (
+        (lambda i: Outputs(loss=i.hidden.sum()), "returned no logprobs, which is declared differentiable"),
+        (
+            lambda i: Outputs(loss=i.hidden.sum(), logprobs=torch.zeros(3)),
+            r"returned logprobs without a graph \(detached\?\); it is declared differentiable",
+        ),
     ):
         case = Case(declared(lambda inputs, options, mesh, o=outputs: o(inputs)), PROBLEM, make_world("single"))
-        with pytest.raises(CandidateError, match="logprobs, without a graph; it is declared differentiable"):
+        with pytest.raises(CandidateError, match=message):
             _ = case.result
 
 

@@ -1,4 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the problems tried are enough: the coverage goals that they reach, and the option mutants
-that they kill.
-"""
+"""Whether enough problems were tried: which goals they reach and which mutants they kill."""

@@ -36,8 +36,7 @@ def killed_mutants(mutants: Iterable[OptionMutant], case: Case) -> Iterator[Opti
 
 
 def score(mutant: OptionMutant, problem: Problem, spec: Spec) -> float:
-    """Returns how much a mutant changes a value or gradient of a problem, at most, relative to its
-    largest entry.
+    """Returns a mutant's largest change of a value or gradient, relative to its largest entry.
 
     It takes no candidate and no noise, and so is quick. It is 0 where the problem has another
     choice of the option.
@@ -77,9 +76,7 @@ def _relative(own: Tensor, other: Tensor) -> float:
 
 
 def _shown_in(side: Side, batch: GlobalBatch, bound: BoundProblem) -> list[Output]:
-    """Returns the outputs in which a mutant may show: those from which gradients start, or the
-    gradients.
-    """
+    """Returns the outputs that can reveal a mutant: differentiated values, or gradients."""
     if side == "value":
         return [bound.spec.output(name) for name in batch.cotangents]
     return list(HEADS[bound.problem.head].gradients(batch.leaves).values())

@@ -64,9 +64,7 @@ class OptionMutant:
 
 
 def option_mutants(candidate: Candidate) -> Mapping[str, OptionMutant]:
-    """Returns a mutant for each choice that a candidate supports and each other one that its spec
-    knows, by name.
-    """
+    """Returns, by name, a mutant for each supported choice taken for each other known one."""
     found = (m for option in candidate.spec.options for m in _of_option(option, candidate.supported(option.name)))
     return {str(mutant): mutant for mutant in found}
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bank of known bugs: what real kernels got wrong, each as a wrapper that puts it into a
-correct kernel.
+"""The bank of known bugs: each wraps a correct kernel and makes it wrong.
 
 A bug changes what a kernel is given, what it returns, or the gradients that flow back through
 either. The few that only the inside of a kernel can have are switches of ``audit.cross_entropy``.
@@ -207,9 +206,7 @@ def cross_entropy_with(style: Style, bug: str) -> Candidate:
 
 
 def ignores(option: Option, spec: Spec) -> Bug:
-    """Returns the bug of a kernel that knows one choice of an option, its default, whatever it is
-    given.
-    """
+    """Returns the bug of a kernel that computes with the option's default, whatever it is given."""
 
     def at_default(options: Any) -> Any:
         values = {o.name: getattr(options, o.name) for o in spec.options}
@@ -220,7 +217,7 @@ def ignores(option: Option, spec: Spec) -> Bug:
 
 
 def bugs_of(spec: Spec) -> list[Bug]:
-    """Returns the bugs that are mistakes in the spec's options and fields, the plainest first."""
+    """Returns a bug for each of the spec's mistakes, in their order (the plainest first)."""
     return [Bug(mistake.name, mistake.sentence, _made_by(mistake)) for mistake in spec.mistakes]
 
 

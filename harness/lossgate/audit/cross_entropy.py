@@ -70,9 +70,7 @@ Switch = Literal["drop vocab tile", "skip temperature in backward", "skip tp all
 
 
 def make(style: Style, switch: Switch | None = None) -> Candidate:
-    """Returns the kernel of a style, correct or with one bug switched on, declared as the correct
-    one.
-    """
+    """Returns a style's kernel, correct or with one bug switched on; declared as correct."""
 
     def kernel(inputs: HiddenInputs, options: NllOptions, mesh: DeviceMesh) -> Outputs:
         logprobs = _logprobs(inputs, options, mesh, style, switch).to(getattr(torch, style.precision.loss))

@@ -17,9 +17,7 @@ from lossgate.specs.outputs import Output
 
 @dataclass(frozen=True)
 class Assembled:
-    """Whole outputs of a candidate in float64, the dtype in which each came, and what is wrong with
-    them in words.
-    """
+    """A candidate's whole outputs in float64, their original dtypes, and their faults in words."""
 
     outputs: Mapping[Output, Tensor]
     dtypes: Mapping[Output, torch.dtype]

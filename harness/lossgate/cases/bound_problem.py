@@ -50,9 +50,7 @@ class BoundProblem:
 
     @cached_property
     def likely_coverage(self) -> frozenset[str]:
-        """The coverage goals that it reaches unless the tokens in question lie near a kink; quick
-        to compute.
-        """
+        """The goals that the problem reaches if no token near a kink has to be masked."""
         return self._covered(self.unmasked)
 
     def _covered(self, batch: GlobalBatch) -> frozenset[str]:
@@ -67,7 +65,5 @@ class BoundProblem:
         return run_reference(self.batch, self.problem.head, self.bound.returning(returned))
 
     def reference_with(self, options: Mapping[str, Any], batch: GlobalBatch) -> dict[Output, Tensor]:
-        """Computes what a kernel with other options would return on a batch of this problem: loss
-        and gradients.
-        """
+        """Computes the loss and gradients that other options would give on a batch."""
         return run_reference(batch, self.problem.head, self.spec.bind(options).returning(()))

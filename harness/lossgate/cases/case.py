@@ -18,12 +18,11 @@ from lossgate.worlds.base import World
 class Case:
     """A problem bound to a candidate and a world.
 
-    Each part is made at most once, and only when asked for.
-
-    It keeps what each rank returned, so that a second look runs nothing again.
+    Each part is made at most once, when asked for. What each rank returned is kept, so that a
+    second look runs nothing again.
 
     Raises:
-        UsageError: if the problem is one of another spec or head.
+        UsageError: if the problem is for another spec or head.
     """
 
     def __init__(self, candidate: Candidate, problem: Problem, world: World) -> None:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks tokens near a kink, where the loss is not differentiable and rounding decides which
-gradient a kernel finds.
+"""Masks tokens near a kink, such as the edge of a clip, where rounding decides the gradient.
 
 The loss is run under a dispatch mode that records the outcome of every clamp, minimum, maximum and
 comparison. Exact ties, such as a ratio of exactly 1 in on-policy training, are no kink: both sides
@@ -80,9 +79,7 @@ def _rounding_error(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> T
 def _near_kinks(
     batch: GlobalBatch, bound: BoundSpec, values: TokenValues, probes: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Returns ``([tokens] bool, [sequences] bool)``: where a comparison comes out otherwise for one
-    of the probes.
-    """
+    """Returns the tokens and the sequences with a comparison that some probe decides otherwise."""
     tokens = torch.zeros(batch.partition.tokens, dtype=torch.bool)
     sequences = torch.zeros(len(batch.partition.lengths), dtype=torch.bool)
     group_size = batch.partition.group_size

@@ -82,16 +82,14 @@ def _group_combinations(
         first = dict(zip(group, (value[0] for value in values), strict=True))
         why = candidate.spec.conflict(first)
         raise UsageError(
-            f"candidate {candidate.name!r}: supports={{...}} leaves no valid combination of {', '.join(group)}: {why}. "
-            "Add values to supports, or drop some"
+            f"candidate {candidate.name!r}: supports={dict(candidate.supports)!r} leaves no valid combination of "
+            f"{', '.join(group)}: {why}. Change supports so that one combination is valid"
         )
     return combinations
 
 
 def _merged(spec: Spec, chosen: dict[str, Any], more: _Combination) -> dict[str, Any]:
-    """Returns the options with more of them, unless those are not valid with the ones chosen
-    before.
-    """
+    """Adds more options to those chosen before, unless they are not valid together."""
     both = chosen | {name: value for name, value in more if value != spec.supported_options[name].default}
     return chosen if spec.conflict(both) else both
 

@@ -22,10 +22,12 @@ class Oracle:
     """Judges any tensor as an output of one candidate on one problem."""
 
     def __init__(self, candidate: Candidate, bound: BoundProblem, returned: Collection[Output]) -> None:
-        """Args:
-        candidate: says in which precision it computes.
-        bound: the problem.
-        returned: the outputs that the candidate returns; its gradients are judged in any case.
+        """Prepares to judge the outputs of a candidate on a problem.
+
+        Args:
+            candidate: says in which precision it computes.
+            bound: the problem.
+            returned: the outputs that the candidate returns; its gradients are judged in any case.
         """
         self.bound, self._candidate, self._returned = bound, candidate, returned
 
@@ -41,7 +43,7 @@ class Oracle:
 
     @cached_property
     def noise(self) -> Mapping[Output, Tensor]:
-        """Each output of an ensemble of correct but rounded runs, ``[members, *shape]``."""
+        """Every output as correct but rounded runs give it, ``[members, *shape]``."""
         return run_ensemble(
             self._candidate, self.bound.problem, self.bound.batch, self.bound.bound.returning(self._returned)
         )
@@ -68,8 +70,7 @@ class Oracle:
 
 
 def _without_overflow(result: Tensor, reference: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the result, with the reference in place of infinities where the dtype can hardly hold
-    the number.
+    """Replaces infinities by the reference where the dtype can hardly hold the number.
 
     Perplexities of hopeless sequences are that large.
     """

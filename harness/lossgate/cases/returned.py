@@ -70,8 +70,7 @@ def _metrics(returned: Outputs, candidate: Candidate, who: str) -> dict[str, tup
 def _check_graphs(returned: Outputs, candidate: Candidate, who: str) -> None:
     for name in candidate.differentiable:
         output = getattr(returned, name)
-        if output is None or not output.requires_grad:
-            raise CandidateError(
-                f"{who} returned {'no' if output is None else 'a detached'} {name}, without a graph; "
-                "it is declared differentiable"
-            )
+        if output is None:
+            raise CandidateError(f"{who} returned no {name}, which is declared differentiable")
+        if not output.requires_grad:
+            raise CandidateError(f"{who} returned {name} without a graph (detached?); it is declared differentiable")

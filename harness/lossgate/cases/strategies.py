@@ -97,7 +97,7 @@ def problems(
 
 
 def quiet(examples: int, *phases: Phase) -> hypothesis.settings:
-    """Returns settings without database, deadlines and health checks:
+    """Returns settings for Hypothesis as an engine: no database, deadlines or health checks.
 
     Hypothesis is used as an engine, not as a test.
     """

@@ -59,7 +59,7 @@ def _check_values(spec: Spec, name: str, values: Any, where: str) -> None:
     option = spec.supported_options[name]
     nothing = isinstance(values, tuple) and not values
     if nothing or isinstance(values, list | set | frozenset):
-        what = "no value is left" if nothing else f"its values are a {type(values).__name__}"
+        what = "an empty tuple supports no value" if nothing else f"its values are a {type(values).__name__}"
         raise UsageError(f"{where}: {what}; expected ANY, a value or a tuple of values: {option.domain}")
     own = name in {o.name for o in spec.options}
     for value in () if values is ANY else values if isinstance(values, tuple) else (values,):

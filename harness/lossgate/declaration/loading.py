@@ -43,9 +43,7 @@ def load_candidates(target: str) -> list[Candidate]:
 
 @cache
 def load_candidate(source: str) -> Candidate:
-    """Loads the one candidate of a source; the same object each time, as the other side of
-    pickling.
-    """
+    """Loads the one candidate of a source, the same object each time; unpickling calls it."""
     (candidate,) = load_candidates(source)
     return candidate
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from lossgate.dtypes import DTYPES
 from lossgate.errors import UsageError
 from lossgate.numerics.float_formats import FLOAT_FORMATS
-from lossgate.numerics.rounded_run import Stages
+from lossgate.numerics.rounded_arithmetic import Stages
 from lossgate.spelling import nearest
 
 

@@ -70,7 +70,9 @@ def read_failure(file: Path) -> FailureFile:
     except OSError as error:
         raise UsageError(f"can't read {file}: {error.strerror}") from None
     except (msgspec.MsgspecError, UsageError) as error:
-        raise UsageError(f"{file} is no failure file of this version of lossgate: {error}") from None
+        raise UsageError(
+            f"{file} is no failure file of this version of lossgate: {error}. Run verify again to write a new one"
+        ) from None
     if not failure.examples:
         raise UsageError(f"{file} holds no example; expected at least one")
     return failure

@@ -9,6 +9,7 @@ from lossgate.engine.cell import Cell
 from lossgate.engine.failure_files import FrozenCase, read_failure
 from lossgate.engine.settings import Settings
 from lossgate.errors import UsageError
+from lossgate.layout import Layout, layouts_up_to
 from lossgate.properties import PROPERTIES
 
 
@@ -24,10 +25,10 @@ def plan(candidates: Iterable[Candidate], settings: Settings) -> list[Cell]:
     for candidate in candidates:
         own = list(_cells(candidate, settings))
         if not own:
-            axes = ", ".join(candidate.axes) or "none"
-            layouts = ", ".join(settings.layouts) or f"of {settings.ranks} ranks"
+            axes = f"axes {', '.join(candidate.axes)}" if candidate.axes else "no axes"
+            layouts = ", ".join(settings.layouts) or f"of up to {settings.ranks} ranks"
             raise UsageError(
-                f"candidate {candidate.name!r}: nothing to verify; it has axes {axes} and dtypes "
+                f"candidate {candidate.name!r}: nothing to verify; it has {axes} and dtypes "
                 f"{', '.join(candidate.dtypes)}, and the run has layouts {layouts} and dtypes "
                 f"{', '.join(settings.dtypes) or 'of any kind'}. Change --layout or --dtype, or leave the candidate out"
             )
@@ -42,9 +43,22 @@ def _cells(candidate: Candidate, settings: Settings) -> Iterator[Cell]:
         return
     for held_to in PROPERTIES.values():
         if held_to.applies(candidate):
-            for dtype in settings.dtypes_of(candidate):
-                for layout in settings.layouts_of(candidate):
+            for dtype in dtypes_of(candidate, settings):
+                for layout in layouts_of(candidate, settings):
                     yield Cell(candidate, layout, dtype, held_to)
+
+
+def layouts_of(candidate: Candidate, settings: Settings) -> list[Layout]:
+    """Returns the layouts on which a candidate is verified: the named ones, or all up to a size."""
+    if not settings.layouts:
+        return list(layouts_up_to(settings.ranks, candidate.axes))
+    layouts = [Layout.parse(text) for text in settings.layouts]
+    return [layout for layout in layouts if set(layout.axes) <= set(candidate.axes)]
+
+
+def dtypes_of(candidate: Candidate, settings: Settings) -> list[str]:
+    """Returns the dtypes in which a candidate is verified."""
+    return [dtype for dtype in settings.dtypes or candidate.dtypes if dtype in candidate.dtypes]
 
 
 def frozen_case(known: KnownFailure) -> FrozenCase:
@@ -56,7 +70,7 @@ def frozen_case(known: KnownFailure) -> FrozenCase:
     failure = read_failure(known.example)
     if failure.pooled:
         raise UsageError(
-            f"known failure {known.name}: no single problem in {known.example} disagrees; only their pooled statistic "
-            "does. Freeze a problem that disagrees on its own"
+            f"known failure {known.name}: the problems in {known.example} disagree only when pooled; "
+            "freeze one that disagrees on its own"
         )
     return failure.examples[0]

@@ -88,9 +88,7 @@ class Search:
         self._search(f"{self.settings.seed} {round_} {self.cell}", self._check)
 
     def fill_gaps(self, round_: int) -> None:
-        """Looks for problems that kill each surviving mutant and reach each missing goal, until one
-        fails.
-        """
+        """Looks for problems that kill survivors or reach missing goals, until one fails."""
         for name, mutant in self.still_to_kill.items():
             self._kill(name, mutant, round_)
         for name in sorted(self.missing_goals):
@@ -192,7 +190,7 @@ class Search:
         first = {name: values[0] for name, values in given if values is not ANY}
         return UsageError(
             f"candidate {candidate.name!r}: supports={dict(candidate.supports)!r} leaves no valid combination of "
-            f"options: {candidate.spec.conflict(first)}. Add values to supports, or drop some"
+            f"options: {candidate.spec.conflict(first)}. Change supports so that one combination is valid"
         )
 
     def _check(self, problem: Problem) -> None:

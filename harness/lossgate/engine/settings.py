@@ -12,10 +12,9 @@ from typing import Any
 
 import msgspec
 
-from lossgate.declaration.candidate import Candidate
 from lossgate.dtypes import DTYPES
 from lossgate.errors import UsageError
-from lossgate.layout import Layout, layouts_up_to
+from lossgate.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +53,6 @@ class Settings:
         for layout in self.layouts:
             Layout.parse(layout)
 
-    def layouts_of(self, candidate: Candidate) -> list[Layout]:
-        if not self.layouts:
-            return list(layouts_up_to(self.ranks, candidate.axes))
-        layouts = [Layout.parse(text) for text in self.layouts]
-        return [layout for layout in layouts if set(layout.axes) <= set(candidate.axes)]
-
-    def dtypes_of(self, candidate: Candidate) -> list[str]:
-        return [dtype for dtype in self.dtypes or candidate.dtypes if dtype in candidate.dtypes]
-
 
 PROFILES: Mapping[str, Settings] = {
     "dev": Settings(),
@@ -88,11 +78,11 @@ def load_settings(profile: str = "dev", start: Path | None = None, **flags: Any)
     given = {name: value for name, value in flags.items() if value is not None}
     values = base | common | profiles.get(profile, {}) | given
     if unknown := set(values) - set(base):
-        raise UsageError(f"[tool.lossgate]: unknown setting {min(unknown)!r}; expected any of {', '.join(base)}")
+        raise UsageError(f"settings: unknown setting {min(unknown)!r}; expected any of {', '.join(base)}")
     try:
         return msgspec.convert(values, Settings)
     except msgspec.ValidationError as error:
-        raise UsageError(f"[tool.lossgate]: {error}") from None
+        raise UsageError(f"settings: {error}") from None
 
 
 def _read_pyproject(start: Path) -> dict[str, Any]:

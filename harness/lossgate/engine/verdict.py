@@ -58,9 +58,7 @@ def conclude(
 
 
 def conclude_known(cell: Cell, known: KnownFailure, frozen: FrozenCase, now: CaseResult, seconds: float) -> CellResult:
-    """Returns the verdict on a known failure: expected if its frozen example still disagrees, in
-    the same outputs.
-    """
+    """Returns the verdict on a known failure: expected if the same outputs still disagree."""
     expected = now.symptoms == frozen.symptoms and not now.agrees
     if now.agrees:
         reasons = (
@@ -116,11 +114,14 @@ def _gaps(
 ) -> Iterator[str]:
     """Yields in words what was not seen enough of, beside option mutants that survive."""
     for comparison in (c for case in cases for c in case.comparisons if c.blind):
-        yield f"the judge accepted planted errors: {', '.join(comparison.blind)} in {comparison.output}"
+        yield (
+            f"the judge accepted planted errors: {', '.join(comparison.blind)} in {comparison.output}; "
+            "please report this fault of lossgate"
+        )
     for p in pooled:
         # A metric may be zero on every problem: the share of tokens that are clipped, say.
         if not p.problems and p.output.kind != "metric":
-            yield f"{p.output}: no problem says anything about its scale; raise --examples"
+            yield f"{p.output}: it was zero in every problem, so that its scale was never compared; raise --examples"
         elif p.problems and p.mde > LARGEST_MDE:
             yield (
                 f"{p.output}: an error of {LARGEST_MDE:.0%} in its scale would not have been detected "

@@ -54,9 +54,7 @@ class Comparison:
 
     @property
     def mde(self) -> float:
-        """The minimum detectable effect: this result, scaled by 1 + e or 1 - e, is rejected for
-        every e above it.
-        """
+        """The least e for which this result, scaled by 1 + e or 1 - e, is surely rejected."""
         if self.vacuous or not self.values:
             return float("inf")
         return self.limits[SCALE] + abs(self.values[SCALE])
@@ -149,8 +147,7 @@ def _judge(
 def _without_infinities(
     result: Tensor, reference: Tensor, members: Tensor, faults: tuple[str, ...]
 ) -> tuple[Tensor, Tensor, Tensor, tuple[str, ...]]:
-    """Replaces entries by zero where the reference is infinite, and adds a fault where the result
-    is not the same there.
+    """Zeroes entries whose reference is infinite; adds a fault where the result differs there.
 
     The log-probability of a label that a filter left out is -inf.
     """

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An ensemble of runs that are correct but rounded, as the candidate declares: the noise that a
-correct kernel may have.
+"""The noise of a correct kernel: an ensemble of runs that round as the candidate declares.
 
 The stages from the head to the log-probabilities are spelled out in primitive operations, forward
 and backward, for all members at once, with random rounding errors: of the declared dtype at the
@@ -21,8 +20,8 @@ from torch import Tensor
 from lossgate.declaration.candidate import Candidate
 from lossgate.numerics.float_formats import FLOAT32
 from lossgate.numerics.noise import Noise
-from lossgate.numerics.rounded_run import RoundedRun, Stages
-from lossgate.numerics.rounding import RoundEveryOperation
+from lossgate.numerics.round_every_operation import RoundEveryOperation
+from lossgate.numerics.rounded_arithmetic import RoundedRun, Stages
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.problem import Problem
 from lossgate.specs.heads.base import Head

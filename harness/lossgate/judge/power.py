@@ -43,8 +43,7 @@ def _median_block(reference: Tensor, cut: Blocks) -> Tensor:
 
 
 def blind_spots(scales: dict[str, float], rejected: dict[str, bool], scale: float, limit: float) -> tuple[str, ...]:
-    """Returns the planted errors that shift SCALE by more than the limit hides, and were accepted
-    all the same.
+    """Returns the planted errors that were accepted although they shift SCALE visibly.
 
     A judge without a fault has none.
 

@@ -153,9 +153,9 @@ def limits(model: NoiseModel, blocks: Sequence[Blocks], allowed: float) -> tuple
 
 
 def scale_sigmas(members: int) -> float:
-    """Returns how many standard deviations of SCALE are allowed.
+    """Returns how many standard deviations of SCALE are allowed: five, and more for few members.
 
-    It is five, and more because the standard deviation is itself estimated from few members. From
-    twelve members on the result is within a tenth of the quantile of Student's t at 1e-6.
+    The standard deviation is itself estimated. With twelve members or more, the result is within a
+    tenth of the quantile of Student's t at 1e-6.
     """
     return 5 * (1 + 8 / members)

@@ -119,9 +119,7 @@ class Partition:
         return split_vocab(self.vocab, self.layout.tp, self.vocab_split)
 
     def sequences(self, dp_rank: int) -> range:
-        """The sequences of a dp rank, the first ranks one more (pair) than the last where they
-        don't divide.
-        """
+        """The sequences of a dp rank; the first ranks get one (pair) more if they don't divide."""
         count, extra = divmod(len(self.lengths) // self.group_size, self.layout.dp)
         start = dp_rank * count + min(dp_rank, extra)
         return range(start * self.group_size, (start + count + (dp_rank < extra)) * self.group_size)

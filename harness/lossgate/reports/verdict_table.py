@@ -181,9 +181,9 @@ def _fold(text: Text, width: int, breaks: str) -> Text:
 class VerdictTable:
     """The verdicts as a table that fits the console, with a caption below it.
 
-    As the console narrows, ``good for`` goes first, then ``comparisons``, then ``problems``. Then
-    the names are folded and the layouts wrapped. Last, dtype and layouts share a column. Verdicts
-    and numbers stay whole down to a width of 60.
+    As the console narrows, ``good for`` is dropped first, then ``comparisons``, then ``problems``.
+    Then the names are folded and the layouts wrapped. Last, dtype and layouts share a column.
+    Verdicts and numbers stay whole down to a width of 60.
     """
 
     def __init__(self, rows: Sequence[_Row]) -> None:

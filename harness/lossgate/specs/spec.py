@@ -180,7 +180,7 @@ class Spec:
         return {**self.goals, **by_scenario}
 
     def output(self, name: str) -> Output:
-        """Returns what a candidate returns under a name:
+        """Returns the output of a name: "loss", "logprobs", "token_entropy" or a metric's.
 
         "loss", "logprobs", "token_entropy" or a metric's name.
         """

@@ -101,5 +101,5 @@ def test_a_receive_that_is_never_waited_for(make_world: MakeWorld) -> None:
             assert early.isnan().all()
 
     assert failure_of(make_world("tp=2"), body, CollectiveMisuse).startswith(
-        "rank 1 returned without wait() in recv(float32[2]) from rank 0 on world"
+        "rank 1 returned without wait() on recv(float32[2]) from rank 0 on world"
     )

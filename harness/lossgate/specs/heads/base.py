@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lossgate.numerics.rounded_run import RoundedRun
+from lossgate.numerics.rounded_arithmetic import RoundedRun
 from lossgate.problems.partition import Dims, Partition
 from lossgate.problems.problem import Problem
 from lossgate.problems.random_streams import RandomStreams

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dense_losses import linear_logits
 from lossgate.numerics.float_formats import FLOAT32
-from lossgate.numerics.rounded_run import RoundedRun
+from lossgate.numerics.rounded_arithmetic import RoundedRun
 from lossgate.problems.partition import Dims, Partition, VocabShard
 from lossgate.problems.problem import Problem
 from lossgate.problems.random_streams import RandomStreams

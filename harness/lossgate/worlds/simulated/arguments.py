@@ -26,7 +26,7 @@ def parts_mismatch(parts: Sequence[Tensor], ranks: int) -> str | None:
 
 
 def size_mismatch(whole_name: str, whole: Tensor, part_name: str, part: Tensor, ranks: int) -> str | None:
-    """Checks that the whole has as many elements as one part per rank, and the same dtype."""
+    """Checks that the whole is as large as the parts of all ranks together, and has their dtype."""
     if whole.numel() != part.numel() * ranks or whole.dtype != part.dtype:
         return f"{whole_name} {show(whole)} is not {ranks} times {part_name} {show(part)}"
     return None
@@ -35,7 +35,7 @@ def size_mismatch(whole_name: str, whole: Tensor, part_name: str, part: Tensor, 
 def cover_mismatch(source: Tensor, sent: list[int], output: Tensor, received: list[int]) -> str | None:
     """Checks that the splits of an all_to_all_single add up to the rows of input and output."""
     if sum(sent) != source.shape[0] or sum(received) != output.shape[0]:
-        return f"splits {sent} -> {received} do not cover {show(source)} -> {show(output)}"
+        return f"splits {sent} do not add up to the rows of {show(source)}, or {received} to those of {show(output)}"
     return None
 
 

@@ -109,7 +109,7 @@ def check_mail(communicator: Communicator) -> None:
     """
     for route, mailbox in communicator.mail.items():
         for shown in mailbox.unwaited.values():
-            raise CollectiveMisuse(f"rank {route.to} returned without wait() {shown}")
+            raise CollectiveMisuse(f"rank {route.to} returned without wait() on {shown.removeprefix('in ')}")
         if len(mailbox.sent) > mailbox.received:
             raise CollectiveMismatch(
                 f"rank {route.source} sent what rank {route.to} never received: {mailbox.sent[mailbox.received][1]}"
