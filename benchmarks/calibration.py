@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lossgate import Candidate, Layout, Problem
-from lossgate.audit.bugs import CROSS_ENTROPY_BUGS, cross_entropy_with
-from lossgate.audit.cross_entropy import ALL_BFLOAT16, STYLES, Style, make
+from lossgate.bank.bugs import CROSS_ENTROPY_BUGS, cross_entropy_with
+from lossgate.bank.cross_entropy import ALL_BFLOAT16, STYLES, Style, make
 from lossgate.cases.case import Case
 from lossgate.cases.strategies import sample_problems
 from lossgate.engine.case_result import CaseResult, run_case

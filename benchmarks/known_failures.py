@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from lossgate import Candidate
 from lossgate.cases.case import Case
 from lossgate.declaration.loading import load_candidates
-from lossgate.engine.plan import frozen_case
+from lossgate.engine.plan import read_known_failure
 from lossgate.problems.batch import GlobalBatch
 from lossgate.worlds import SimulatedWorld
 
@@ -90,7 +90,7 @@ def run(failure: str, **changes: Any) -> Run:
     """Runs the candidate of a frozen example on its problem, with other values of some fields."""
     candidate = known_failures()[failure]
     assert candidate.known_failure is not None
-    problem = replace(frozen_case(candidate.known_failure).problem, **changes)
+    problem = replace(read_known_failure(candidate.known_failure).examples[0].problem, **changes)
     world = SimulatedWorld(problem.layout)
     try:
         case = Case(candidate, problem, world)

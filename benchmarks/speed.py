@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 
 from fused_losses import linear_cross_entropy
 from lossgate import Candidate, Layout, Problem
-from lossgate.audit.cross_entropy import STYLES, make
+from lossgate.bank.cross_entropy import STYLES, make
 from lossgate.cases.assemble import Assembled, assemble
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.oracle import Oracle

@@ -13,8 +13,8 @@ import torch
 
 import lossgate
 from lossgate import ANY, Layout, Problem
-from lossgate.audit.bugs import Bug, bugs_of, ignores
-from lossgate.audit.dense_candidates import dense_candidate
+from lossgate.bank.bugs import Bug, bugs_of, ignores
+from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.case import Case
 from lossgate.engine.case_result import run_case
 from lossgate.engine.cell import Cell, Verdict

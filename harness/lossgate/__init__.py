@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lossgate.cases.case import Case
     from lossgate.declaration.any_value import ANY
     from lossgate.declaration.candidate import Candidate, Outputs, candidate
     from lossgate.declaration.contract import Contract
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from lossgate.errors import CandidateError, LossgateError, UsageError
     from lossgate.layout import Layout
     from lossgate.problems.problem import Problem
-    from lossgate.properties.registry import Property, property
+    from lossgate.properties.registry import Checked, Property, property
     from lossgate.pytest_plugin.suite import suite
 
 __version__ = "0.1.0"
@@ -29,6 +30,8 @@ _HOMES = {
     "ANY": "declaration.any_value",
     "Candidate": "declaration.candidate",
     "CandidateError": "errors",
+    "Case": "cases.case",
+    "Checked": "properties.registry",
     "Contract": "declaration.contract",
     "KnownFailure": "declaration.known_failure",
     "Layout": "layout",
@@ -47,6 +50,8 @@ __all__ = [
     "ANY",
     "Candidate",
     "CandidateError",
+    "Case",
+    "Checked",
     "Contract",
     "KnownFailure",
     "Layout",

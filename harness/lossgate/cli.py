@@ -76,7 +76,7 @@ def verify(
             --ranks ranks.
         dtype: float32, bfloat16 or float16; may be repeated. By default all that a candidate takes.
         profile: dev, ci, nightly, release, or one of [tool.lossgate.profiles] in pyproject.toml.
-        examples: Problems for each cell: a candidate on a layout in a dtype.
+        examples: Problems for each cell: a candidate, held to a property, on a layout, in a dtype.
         ranks: Ranks of the largest layout.
         seed: Another seed draws other problems.
         timeout: Seconds after which a silent rank counts as hanging.
@@ -114,10 +114,10 @@ def verify(
 
 
 def exit_code(results: Iterable[CellResult]) -> Exit:
-    """The worst of the cells; known disagreements count as agreed."""
+    """Returns the code of the worst cell; known failures count as agreed."""
     from lossgate.engine.cell import Verdict
 
-    verdicts = {Verdict.AGREE if result.expected else result.verdict for result in results}
+    verdicts = {Verdict.AGREE if result.passes else result.verdict for result in results}
     if Verdict.DISAGREE in verdicts:
         return Exit.DISAGREE
     return Exit.INCONCLUSIVE if Verdict.INCONCLUSIVE in verdicts else Exit.AGREE

@@ -12,7 +12,7 @@ import pytest
 from lossgate import Candidate, Layout
 from lossgate.adequacy.coverage import required_goals
 from lossgate.adequacy.option_mutants import option_mutants
-from lossgate.audit.dense_candidates import dense_candidate
+from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.losses import SPECS
 
 # family, head: all goals, required on dp=2,cp=2,tp=2, required on a single rank, option mutants

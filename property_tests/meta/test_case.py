@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lossgate import ANY, Candidate, Layout, Outputs, Problem, UsageError
-from lossgate.audit.dense_candidates import dense_candidate
+from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.task import RankOutputs, RankTask
@@ -24,6 +24,7 @@ from lossgate.engine.cell import Cell
 from lossgate.losses import SPECS
 from lossgate.properties import PROPERTIES
 from lossgate.worlds import SimulatedWorld
+from lossgate.worlds.base import RankRaised
 
 MakeWorld = Callable[..., SimulatedWorld]
 
@@ -43,7 +44,7 @@ PROBLEM = Problem(
 FILE = """
 import torch
 import lossgate
-from lossgate.audit.dense_candidates import dense_kernel
+from lossgate.bank.dense_candidates import dense_kernel
 from lossgate.losses import SPECS
 
 declare = lossgate.candidate(
@@ -131,6 +132,47 @@ def test_a_problem_of_another_spec_or_head_is_refused(
     assert not calls
 
 
+@pytest.mark.parametrize(
+    ("changes", "world", "message"),
+    [
+        ({"dtype": "bfloat16"}, "dp=2", "takes float32, and the problem is in bfloat16; choose a candidate that"),
+        (
+            {"layout": Layout(cp=2)},
+            "cp=2",
+            "is not sharded over cp, and the problem's layout is cp=2; declare axes=('dp', 'cp')",
+        ),
+    ],
+)
+def test_a_problem_outside_of_the_declaration_is_refused(
+    task: RankTask, make_world: MakeWorld, changes: dict[str, Any], world: str, message: str
+) -> None:
+    with pytest.raises(UsageError) as error:
+        Case(task.candidate, replace(PROBLEM, **changes), make_world(world))
+    assert str(error.value).startswith(f"candidate 'in_a_file' {message}")
+
+
+def test_a_world_of_other_ranks_is_refused(task: RankTask, make_world: MakeWorld) -> None:
+    with pytest.raises(UsageError, match="the world has layout single, and the problem dp=2; make a world of it"):
+        Case(task.candidate, PROBLEM, make_world("single"))
+
+
+def test_a_failure_of_the_ranks_is_kept(make_world: MakeWorld) -> None:
+    """A second look at a hang must not wait again."""
+    calls: list[int] = []
+
+    def kernel(inputs: Any, options: Any, mesh: Any) -> Outputs:
+        calls.append(mesh.get_rank())
+        raise ValueError("no kernel today")
+
+    case = Case(replace(counting(calls), kernel=kernel), PROBLEM, make_world("dp=2"))
+    for _ in range(2):
+        with pytest.raises(RankRaised, match="no kernel today") as failure:
+            _ = case.ranks
+    assert len(calls) <= 2
+    again = pickle.loads(pickle.dumps(failure.value))
+    assert (str(again), again.rank) == (str(failure.value), failure.value.rank)
+
+
 @pytest.fixture
 def task(tmp_path: Path) -> RankTask:
     file = tmp_path / "file_with_candidate.py"
@@ -156,6 +198,7 @@ from pathlib import Path
 
 task = pickle.loads(Path(sys.argv[1]).read_bytes())
 from lossgate.worlds import SimulatedWorld
+from lossgate.worlds.base import RankRaised
 world = SimulatedWorld(task.bound.problem.layout)
 Path(sys.argv[2]).write_bytes(pickle.dumps(world.run(task)))
 world.close()

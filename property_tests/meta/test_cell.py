@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lossgate import Candidate, KnownFailure, Layout, UsageError
-from lossgate.audit.bugs import cross_entropy_with
-from lossgate.audit.cross_entropy import STYLES, make
+from lossgate.bank.bugs import cross_entropy_with
+from lossgate.bank.cross_entropy import STYLES, make
 from lossgate.declaration.loading import load_candidates
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, CellResult, Verdict

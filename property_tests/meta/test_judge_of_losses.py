@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lossgate import Candidate, Layout, Problem
-from lossgate.audit.dense_candidates import dense_candidate
+from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.engine.case_result import CaseResult, run_case

@@ -6,7 +6,7 @@ from typing import Any
 
 from lossgate import ANY, Layout
 from lossgate.adequacy.option_mutants import option_mutants
-from lossgate.audit.dense_candidates import dense_candidate
+from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.run import run_cell
 from lossgate.engine.settings import Settings

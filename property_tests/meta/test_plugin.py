@@ -53,7 +53,7 @@ def test_items_evidence_and_failures(user: pytest.Pytester, workers: tuple[str, 
             "DISAGREE  wrong  float32  single",
             "  loss: 1.01* times the reference, where rounding explains 1 +- *",
             "  on: * tokens in 1 sequence *",
-            "  replay: lossgate replay .lossgate/failure-wrong-float32-single-*.json",
+            "  replay: lossgate replay .lossgate/failure-wrong-agreement-float32-single-*.json",
         ]
     )
     result.stdout.fnmatch_lines(["lossgate: 6 cells: *", "lossgate: evidence added to out.jsonl"])

@@ -3,15 +3,19 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 import lossgate
 from lossgate import Layout, Property, UsageError
-from lossgate.audit.dense_candidates import dense_candidate
+from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.case import Case
+from lossgate.declaration.loading import load_candidates
 from lossgate.engine.cell import Cell, Verdict
+from lossgate.engine.failure_files import write_failure
 from lossgate.engine.plan import plan
+from lossgate.engine.replay import replay_failure
 from lossgate.engine.run import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.losses import SPECS
@@ -32,7 +36,10 @@ def _clean_registry() -> Iterator[None]:
 
 
 def nothing_wrong(case: Case) -> Checked:
-    """The check finds nothing. It says no more than that."""
+    """The check finds nothing, e.g. no fault.
+
+    It says no more than that.
+    """
     return Checked()
 
 
@@ -45,7 +52,7 @@ def test_a_property_is_registered_with_one_line_of_documentation() -> None:
     made = lossgate.property("harmless")(nothing_wrong)
     assert isinstance(made, Property)
     assert PROPERTIES["harmless"] is made is find_property("harmless")
-    assert (str(made), made.summary, made.runs) == ("harmless", "The check finds nothing", 1)
+    assert (str(made), made.summary, made.runs) == ("harmless", "The check finds nothing, e.g. no fault", 1)
     assert made.check is nothing_wrong
     assert made.applies(NLL)
     assert made.applies(DPO)
@@ -112,3 +119,31 @@ def test_a_property_without_faults_does_not_disagree() -> None:
     result = run_cell(Cell(NLL, Layout(), "float32", harmless), SETTINGS)
     assert result.verdict is not Verdict.DISAGREE
     assert not result.failure
+
+
+def test_a_file_that_is_imported_twice_may_register_its_property_again() -> None:
+    lossgate.property("harmless")(nothing_wrong)
+    again = lossgate.property("harmless", runs=2)(nothing_wrong)
+    assert PROPERTIES["harmless"] is again
+
+
+def test_only_a_property_that_needs_adequacy_asks_for_coverage() -> None:
+    """A kernel with one problem agrees with a property of its own, and not with the reference."""
+    settings = replace(SETTINGS, examples=1)
+    own = lossgate.property("harmless", runs=0)(nothing_wrong)
+    assert run_cell(Cell(NLL, Layout(), "float32", own), settings).verdict is Verdict.AGREE
+    assert run_cell(Cell(NLL, Layout(), "float32"), settings).verdict is Verdict.INCONCLUSIVE
+
+
+def test_a_failure_of_another_property_replays_as_what_it_is(tmp_path: Path) -> None:
+    """Replay must not hold the candidate to agreement, which it keeps."""
+    wrong = lossgate.property("harmful")(always_wrong)
+    (candidate,) = load_candidates("lossgate.bank.dense_candidates:dense_nll_logprobs")
+    result = run_cell(Cell(candidate, Layout(), "float32", wrong), SETTINGS)
+    assert result.failure is not None
+    assert result.failure.symptoms == result.failure.faults
+    file = write_failure(result, tmp_path)
+    assert "harmful" in file.name
+    again = replay_failure(file)
+    assert again.disagrees
+    assert again.exact

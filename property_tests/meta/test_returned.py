@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lossgate import CandidateError, Contract, Outputs, Problem, candidate
-from lossgate.audit.cross_entropy import STYLES, make
+from lossgate.bank.cross_entropy import STYLES, make
 from lossgate.cases.case import Case
 from lossgate.engine.case_result import run_case
 from lossgate.properties import PROPERTIES

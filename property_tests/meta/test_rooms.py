@@ -23,13 +23,13 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("specs",),
     ("losses",),
     ("declaration",),
+    ("bank",),
     ("judge",),
     ("worlds",),
     ("cases",),
     ("properties",),
     ("adequacy",),
     ("engine",),
-    ("audit",),
     ("evidence",),
     ("reports",),
     ("pytest_plugin",),
@@ -125,7 +125,7 @@ def test_the_list_is_that_of_the_page() -> None:
         ("import lossgate\nlossgate.suite(1)", "pytest_plugin.suite"),
         ("def late():\n    from lossgate.engine.cell import Cell", "engine.cell"),
         ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from lossgate.cli import main", "cli"),
-        ("class A:\n    def b(self):\n        if 1:\n            import lossgate.audit.bugs", "audit.bugs"),
+        ("class A:\n    def b(self):\n        if 1:\n            import lossgate.engine.run", "engine.run"),
     ],
 )
 def test_an_import_from_a_higher_room_is_found(source: str, name: str) -> None:

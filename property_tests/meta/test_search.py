@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lossgate import ANY, Candidate, CandidateError, Layout, Outputs, Problem, candidate
-from lossgate.audit.bugs import cross_entropy_with
-from lossgate.audit.cross_entropy import FLOAT32, STYLES, Style, make
+from lossgate.bank.bugs import cross_entropy_with
+from lossgate.bank.cross_entropy import FLOAT32, STYLES, Style, make
 from lossgate.engine.cell import Cell
 from lossgate.engine.search import Search, _DisagreementError
 from lossgate.engine.settings import Settings
@@ -150,3 +150,13 @@ def test_problems_depend_on_the_seed_and_the_round() -> None:
     assert first_seeds(0, 0) == first_seeds(0, 0)
     assert first_seeds(0, 0) != first_seeds(1, 0)
     assert first_seeds(0, 0) != first_seeds(0, 1)
+
+
+def test_the_smallest_failing_case_is_kept_for_a_second_look() -> None:
+    """It holds what each rank returned, so that a diagnosis runs nothing again."""
+    wrong = candidate("nll", head="hidden", name="last row")(last_row_is_wrong)
+    found = search(wrong)
+    assert found.failure is not None
+    assert found.failing_case is not None
+    assert found.failing_case.problem == found.failure.problem
+    assert len(found.failing_case.ranks) == 1

@@ -2,8 +2,12 @@
 """Tests of settings: where they are looked for, and which wins."""
 
 from pathlib import Path
+from typing import Any
 
-from lossgate.engine.settings import PROFILES, load_settings
+import pytest
+
+from lossgate.engine.settings import PROFILES, Settings, load_settings
+from lossgate.errors import UsageError
 
 
 def test_a_flag_wins_over_the_profile_over_the_common_table_over_the_built_in_profile(tmp_path: Path) -> None:
@@ -25,3 +29,17 @@ def test_pyproject_toml_is_found_from_a_folder_below_it(tmp_path: Path) -> None:
     (below.parent / "pyproject.toml").write_text("[tool.lossgate]\nexamples = 8\n")
     assert load_settings(start=below).examples == 8
     assert load_settings(start=tmp_path).examples == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"timeout": -1.0}, "timeout=-1.0: expected a positive number"),
+        ({"examples": 0}, "examples=0: expected a positive number"),
+        ({"shrink_calls": -1}, "shrink_calls=-1: expected a number of problems, or 0 for none"),
+    ],
+)
+def test_impossible_settings_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        Settings(**changes)
+    assert str(error.value) == message

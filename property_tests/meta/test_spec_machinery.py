@@ -9,7 +9,7 @@ import torch
 
 from lossgate import Candidate, Contract, Layout, Problem, UsageError, candidate
 from lossgate.adequacy.coverage import required_goals
-from lossgate.audit.dense_candidates import dense_candidate, dense_kernel
+from lossgate.bank.dense_candidates import dense_candidate, dense_kernel
 from lossgate.cases.assemble import assemble_tensor
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.strategies import sample_problems

@@ -19,6 +19,7 @@ from lossgate.declaration.candidate import Candidate
 from lossgate.errors import UsageError
 from lossgate.layout import Layout
 from lossgate.problems.problem import Problem
+from lossgate.specs.spec import Spec
 
 DRAWN, _WANTED, _BATCH = 80, 1, 10
 """The most problems that are drawn for one mutant (twice as many if it changes nothing on any of
@@ -41,8 +42,9 @@ class KillingProblems:
         return [fitting for problem in self.problems if (fitting := _on(problem, layout)) is not None]
 
 
-_FOUND: dict[str, KillingProblems] = {}
-_DRAWN: dict[str, list[Problem]] = {}
+_FOUND: dict[tuple[Spec, str], KillingProblems] = {}
+_DRAWN: dict[tuple[Spec, str], list[Problem]] = {}
+"""By the spec itself, as two specs may have one name, and by all else that problems depend on."""
 
 
 def killing_problems(
@@ -66,7 +68,7 @@ def killing_problems(
         sorted(candidate.tiles.items()),
     )
     key = f"{declared} {candidate.differentiable} {dtype} {seed} {target or ''}"
-    name = f"{key} {mutant}"
+    name = candidate.spec, f"{key} {mutant}"
     if name not in _FOUND:
         _FOUND[name] = _find(candidate, dtype, key, mutant, target)
     return _FOUND[name]
@@ -88,13 +90,14 @@ def _find(
 
 
 def _draw(candidate: Candidate, dtype: str, key: str, target: ForcedOption | None) -> list[Problem]:
-    if key not in _DRAWN:
+    name = candidate.spec, key
+    if name not in _DRAWN:
         layout = Layout(**dict.fromkeys(candidate.axes, 2))  # several ranks of each axis, so that each has something
         try:
-            _DRAWN[key] = sample_problems(candidate, layout, dtype, _BATCH, crc32(key.encode()), target)
+            _DRAWN[name] = sample_problems(candidate, layout, dtype, _BATCH, crc32(key.encode()), target)
         except Unsatisfiable:  # no valid options have that choice
-            _DRAWN[key] = []
-    return _DRAWN[key]
+            _DRAWN[name] = []
+    return _DRAWN[name]
 
 
 def _on(problem: Problem, layout: Layout) -> Problem | None:

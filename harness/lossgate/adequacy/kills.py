@@ -20,7 +20,7 @@ from lossgate.specs.spec import Spec
 
 def killed_mutants(mutants: Iterable[OptionMutant], case: Case) -> Iterator[OptionMutant]:
     """Yields the mutants that a case kills. The candidate must have run on it."""
-    bound, dtypes = case.bound, case.result.dtypes
+    bound = case.bound
     mutated: dict[tuple[str, str], Mapping[Output, Tensor]] = {}
     for mutant in mutants:
         options = mutant.mutate(bound.bound)
@@ -29,6 +29,7 @@ def killed_mutants(mutants: Iterable[OptionMutant], case: Case) -> Iterator[Opti
         choice = mutant.option, repr(mutant.other)
         if choice not in mutated:
             mutated[choice] = bound.reference_with(options, bound.batch)
+        dtypes = case.result.dtypes
         given = ((o, mutated[choice][o]) for o in _shown_in(mutant.side, bound.batch, bound) if o in dtypes)
         changed = ((o, tensor) for o, tensor in given if not torch.equal(tensor, case.oracle.reference[o]))
         if not all(case.oracle.compare(o, tensor, dtypes[o]).agrees for o, tensor in changed):

@@ -12,7 +12,7 @@ from lossgate.declaration.candidate import Candidate
 from lossgate.errors import UsageError
 from lossgate.judge.comparison import Comparison
 from lossgate.problems.problem import Problem
-from lossgate.worlds.base import World
+from lossgate.worlds.base import RankFailure, World
 
 
 class Case:
@@ -22,20 +22,24 @@ class Case:
     second look runs nothing again.
 
     Raises:
-        UsageError: if the problem is for another spec or head.
+        UsageError: if the problem is for another spec, head, dtype or layout.
     """
 
     def __init__(self, candidate: Candidate, problem: Problem, world: World) -> None:
-        for what, own, needed in (("spec", candidate.spec.name, problem.spec), ("head", candidate.head, problem.head)):
-            if own != needed:
-                raise UsageError(
-                    f"candidate {candidate.name!r} has {what} {own!r}, and the problem has {needed!r}; "
-                    f"choose a candidate of {what} {needed!r}"
-                )
+        _check_fit(candidate, problem, world)
         self.candidate, self.problem, self.world = candidate, problem, world
         self.bound = BoundProblem(candidate.spec, problem)
 
     @cached_property
+    def _outcome(self) -> Sequence[RankOutputs] | RankFailure:
+        self.bound.batch  # noqa: B018  made here, once, and not by each rank
+        task = RankTask(self.candidate, self.bound)
+        try:
+            return self.world.run(task, order=self.problem.reduction_order, seed=self.problem.seed)
+        except RankFailure as failure:
+            return failure
+
+    @property
     def ranks(self) -> Sequence[RankOutputs]:
         """What the candidate returned on each rank.
 
@@ -43,9 +47,9 @@ class Case:
             RankFailure: if a rank failed.
             CandidateError: if the candidate broke its declared interface.
         """
-        self.bound.batch  # noqa: B018  made here, once, and not by each rank
-        task = RankTask(self.candidate, self.bound)
-        return self.world.run(task, order=self.problem.reduction_order, seed=self.problem.seed)
+        if isinstance(self._outcome, RankFailure):
+            raise self._outcome
+        return self._outcome
 
     @cached_property
     def result(self) -> Assembled:
@@ -72,3 +76,25 @@ class Case:
                 yield self.oracle.compare(output, result.outputs[output], result.dtypes[output], faults)
             else:
                 yield Comparison(output=output, faults=faults)
+
+
+def _check_fit(candidate: Candidate, problem: Problem, world: World) -> None:
+    """Refuses a problem that the candidate was not declared for, or a world of other ranks."""
+    who = f"candidate {candidate.name!r}"
+    for what, own, needed in (("spec", candidate.spec.name, problem.spec), ("head", candidate.head, problem.head)):
+        if own != needed:
+            raise UsageError(
+                f"{who} has {what} {own!r}, and the problem has {needed!r}; choose a candidate of {what} {needed!r}"
+            )
+    if problem.dtype not in candidate.precision:
+        raise UsageError(
+            f"{who} takes {', '.join(candidate.dtypes)}, and the problem is in {problem.dtype}; "
+            f"choose a candidate that takes {problem.dtype}"
+        )
+    if extra := [axis for axis in problem.layout.axes if axis not in candidate.axes]:
+        raise UsageError(
+            f"{who} is not sharded over {', '.join(extra)}, and the problem's layout is {problem.layout}; "
+            f"declare axes={(*candidate.axes, *extra)!r} or choose another candidate"
+        )
+    if world.layout != problem.layout:
+        raise UsageError(f"the world has layout {world.layout}, and the problem {problem.layout}; make a world of it")

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from dense_losses import token_logprobs
 from lossgate.dtypes import DTYPES
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.cotangents import draw_cotangents
@@ -17,7 +18,6 @@ from lossgate.problems.tokens import draw_tokens
 from lossgate.specs.heads import HEADS
 from lossgate.specs.heads.base import HeadContext
 from lossgate.specs.spec import BoundSpec, FieldContext
-from lossgate.specs.token_values import label_values
 
 
 def materialize(problem: Problem, bound: BoundSpec) -> GlobalBatch:
@@ -73,4 +73,4 @@ def _policy_logprobs(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> 
     """Returns the log-probabilities of the labels, or what the head gives in their place."""
     head = HEADS[problem.head]
     given = head.logits(batch.leaves)
-    return label_values(given, batch.fields["labels"], bound.temperature).logprobs if head.has_logits else given
+    return token_logprobs(given, batch.fields["labels"], bound.temperature) if head.has_logits else given

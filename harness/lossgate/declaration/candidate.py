@@ -94,6 +94,12 @@ class Candidate:
 
         return load_candidate, (self.source,)
 
+    def __copy__(self) -> "Candidate":
+        return self
+
+    def __deepcopy__(self, memo: Any) -> "Candidate":
+        return self
+
     @property
     def starts_at(self) -> Head:
         return HEADS[self.head]

@@ -41,10 +41,15 @@ def load_candidates(target: str) -> list[Candidate]:
     return [replace(candidate, source=f"{location}:{candidate.name}") for candidate in chosen]
 
 
-@cache
 def load_candidate(source: str) -> Candidate:
     """Loads the one candidate of a source, the same object each time; unpickling calls it."""
-    (candidate,) = load_candidates(source)
+    location, _, name = source.rpartition(":")
+    return _load_candidate(str(Path(location).resolve()) if location.endswith(".py") else location, name)
+
+
+@cache
+def _load_candidate(location: str, name: str) -> Candidate:
+    (candidate,) = load_candidates(f"{location}:{name}")
     return candidate
 
 

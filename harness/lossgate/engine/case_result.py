@@ -28,15 +28,17 @@ class CaseResult:
     """The coverage goals that the problem reaches."""
     killed: frozenset[str] = field(default_factory=frozenset)
     """The option mutants that it kills, by name."""
+    faults: tuple[str, ...] = ()
+    """The findings that are no comparison of outputs."""
     failure: str | None = None
     """The kind of ``RankFailure`` that ended it before its outputs could be compared."""
 
     @property
     def symptoms(self) -> tuple[str, ...]:
-        """What identifies the disagreement: the outputs that disagree, or how the ranks failed."""
+        """What identifies it: outputs that disagree, other faults, or how the ranks failed."""
         if self.failure:
             return (self.failure,)
-        return tuple(sorted(str(c.output) for c in self.comparisons if not c.agrees))
+        return (*sorted(str(c.output) for c in self.comparisons if not c.agrees), *self.faults)
 
     @property
     def agrees(self) -> bool:
@@ -56,6 +58,7 @@ def run_case(case: Case, held_to: Property, mutants: Iterable[OptionMutant] = ()
     """
     try:
         checked = held_to.check(case)
+        killed = frozenset(str(mutant) for mutant in killed_mutants(mutants, case))
     except RankFailure as failure:
         return CaseResult(problem=case.problem, findings=(str(failure),), failure=type(failure).__name__)
     return CaseResult(
@@ -63,5 +66,6 @@ def run_case(case: Case, held_to: Property, mutants: Iterable[OptionMutant] = ()
         comparisons=checked.comparisons,
         findings=checked.findings,
         covered=case.bound.coverage,
-        killed=frozenset(str(mutant) for mutant in killed_mutants(mutants, case)),
+        killed=killed,
+        faults=checked.faults,
     )

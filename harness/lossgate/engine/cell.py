@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A cell of the verdict table, and what came of it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from statistics import median
+from functools import cached_property
 
 from lossgate.adequacy.coverage import required_goals
 from lossgate.declaration.candidate import Candidate
@@ -11,6 +12,7 @@ from lossgate.engine.case_result import CaseResult
 from lossgate.judge.pooling import Pooled
 from lossgate.layout import Layout
 from lossgate.properties import PROPERTIES, Property
+from lossgate.specs.coverage import CoverageGoal
 
 
 class Verdict(StrEnum):
@@ -32,6 +34,11 @@ class Cell:
     dtype: str
     property: Property = PROPERTIES["agreement"]
     world: str = "simulated"
+
+    @cached_property
+    def required_goals(self) -> Mapping[str, CoverageGoal]:
+        """The coverage goals that problems must reach, by name."""
+        return required_goals(self.candidate, self.layout) if self.property.needs_adequacy else {}
 
     def __str__(self) -> str:
         return f"{self.candidate.name}[{self.property}-{self.layout}-{self.dtype}]"
@@ -80,12 +87,6 @@ class CellResult:
         return max((pooled.mde for pooled in self.pooled), default=float("inf"))
 
     @property
-    def median_mde(self) -> float:
-        """The median over the comparisons that can say something."""
-        mdes = [c.mde for case in self.cases for c in case.comparisons if c.values and not c.vacuous]
-        return median(mdes or [float("inf")])
-
-    @property
     def power(self) -> dict[str, float]:
         """The share of the planted errors that were rejected, by kind."""
         rejected: dict[str, list[bool]] = {}
@@ -97,5 +98,9 @@ class CellResult:
     @property
     def missing_goals(self) -> tuple[str, ...]:
         """The required coverage goals that no problem reached."""
-        required = required_goals(self.cell.candidate, self.cell.layout)
-        return tuple(name for name in required if name not in self.covered)
+        return tuple(name for name in self.cell.required_goals if name not in self.covered)
+
+    @property
+    def passes(self) -> bool:
+        """Whether the cell agrees, or disagrees as a known failure says."""
+        return self.verdict is Verdict.AGREE or self.expected

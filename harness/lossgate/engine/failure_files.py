@@ -44,6 +44,10 @@ class FailureFile:
     pooled: bool
     """The examples disagree only when pooled."""
     versions: dict[str, str]
+    property: str = "agreement"
+    """What the candidate was held to."""
+    world: str = "simulated"
+    """Where it ran."""
 
 
 def versions() -> dict[str, str]:
@@ -92,10 +96,12 @@ def write_failure(result: CellResult, folder: Path) -> Path:
         examples=tuple(FrozenCase.of(case) for case in cases),
         pooled=result.failure is None,
         versions=versions(),
+        property=result.cell.property.name,
+        world=result.cell.world,
     )
     text = msgspec.json.format(msgspec.json.encode(content), indent=1)
     cell = result.cell
-    stem = re.sub(r"[^\w=,.-]", "_", f"failure-{cell.candidate.name}-{cell.dtype}-{cell.layout}")
+    stem = re.sub(r"[^\w=,.-]", "_", f"failure-{cell.candidate.name}-{cell.property}-{cell.dtype}-{cell.layout}")
     file = folder / f"{stem}-{crc32(text):08x}.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.known_failure import KnownFailure
 from lossgate.engine.cell import Cell
-from lossgate.engine.failure_files import FrozenCase, read_failure
+from lossgate.engine.failure_files import FailureFile, read_failure
 from lossgate.engine.settings import Settings
 from lossgate.errors import UsageError
 from lossgate.layout import Layout, layouts_up_to
-from lossgate.properties import PROPERTIES
+from lossgate.properties import PROPERTIES, find_property
 
 
 def plan(candidates: Iterable[Candidate], settings: Settings) -> list[Cell]:
@@ -38,8 +38,9 @@ def plan(candidates: Iterable[Candidate], settings: Settings) -> list[Cell]:
 
 def _cells(candidate: Candidate, settings: Settings) -> Iterator[Cell]:
     if candidate.known_failure is not None:
-        problem = frozen_case(candidate.known_failure).problem
-        yield Cell(candidate, problem.layout, problem.dtype)
+        known = read_known_failure(candidate.known_failure)
+        problem = known.examples[0].problem
+        yield Cell(candidate, problem.layout, problem.dtype, find_property(known.property), known.world)
         return
     for held_to in PROPERTIES.values():
         if held_to.applies(candidate):
@@ -61,8 +62,8 @@ def dtypes_of(candidate: Candidate, settings: Settings) -> list[str]:
     return [dtype for dtype in settings.dtypes or candidate.dtypes if dtype in candidate.dtypes]
 
 
-def frozen_case(known: KnownFailure) -> FrozenCase:
-    """Returns the frozen example of a known failure.
+def read_known_failure(known: KnownFailure) -> FailureFile:
+    """Reads the failure file of a known failure; its first example is the frozen one.
 
     Raises:
         UsageError: if the file cannot be read, or its problems disagree only when pooled.
@@ -73,4 +74,4 @@ def frozen_case(known: KnownFailure) -> FrozenCase:
             f"known failure {known.name}: the problems in {known.example} disagree only when pooled; "
             "freeze one that disagrees on its own"
         )
-    return failure.examples[0]
+    return failure

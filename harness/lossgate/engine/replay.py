@@ -11,6 +11,7 @@ from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.failure_files import FrozenCase, read_failure
 from lossgate.engine.verdict import pooled_disagreements
 from lossgate.errors import UsageError
+from lossgate.properties import find_property
 from lossgate.worlds import make_world
 
 
@@ -39,13 +40,9 @@ def replay_failure(file: Path, candidate: str | None = None) -> Replayed:
     failure = read_failure(file)
     found = load_candidates(candidate or failure.candidate)
     if len(found) != 1:
-        raise UsageError(f"--candidate {candidate}: {len(found)} candidates in it; name one, as file.py:name")
+        raise UsageError(f"{candidate or failure.candidate}: {len(found)} candidates in it; name one, as file.py:name")
     problem = failure.examples[0].problem
-    if problem.dtype not in found[0].precision:
-        raise UsageError(
-            f"candidate {found[0].name!r} takes {', '.join(found[0].dtypes)}; the problem needs {problem.dtype}"
-        )
-    cell = Cell(found[0], problem.layout, problem.dtype)
+    cell = Cell(found[0], problem.layout, problem.dtype, find_property(failure.property), failure.world)
     world = make_world(cell.world, cell.layout)
     try:
         cases = [run_case(Case(cell.candidate, frozen.problem, world), cell.property) for frozen in failure.examples]

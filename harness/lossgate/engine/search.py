@@ -12,7 +12,6 @@ import hypothesis
 from hypothesis import Phase
 from hypothesis.errors import Flaky, Unsatisfiable
 
-from lossgate.adequacy.coverage import required_goals
 from lossgate.adequacy.killing_problems import DRAWN, LEAST_SCORE, killing_problems
 from lossgate.adequacy.kills import score
 from lossgate.adequacy.option_mutants import OptionMutant, option_mutants
@@ -54,7 +53,9 @@ class Search:
     cases: list[CaseResult] = field(default_factory=list)
     """The cases that count, in order."""
     failure: CaseResult | None = None
-    """The smallest case that disagrees."""
+    """What came of the smallest case that disagrees."""
+    failing_case: Case | None = None
+    """That case itself, with what each rank returned, for a second look."""
     calls_after_failure: int = 0
     """Problems that were tried to make it smaller."""
     surviving: dict[str, OptionMutant] = field(default_factory=dict)
@@ -64,7 +65,7 @@ class Search:
     _error: LossgateError | None = None
 
     def __post_init__(self) -> None:
-        self._mutants = option_mutants(self.cell.candidate)
+        self._mutants = option_mutants(self.cell.candidate) if self.cell.property.needs_adequacy else {}
         self.surviving |= self._mutants
 
     @property
@@ -75,8 +76,7 @@ class Search:
     @property
     def missing_goals(self) -> set[str]:
         """The coverage goals that a problem must still reach."""
-        required = set(required_goals(self.cell.candidate, self.cell.layout))
-        return required.difference(*(case.covered for case in self.cases))
+        return set(self.cell.required_goals).difference(*(case.covered for case in self.cases))
 
     def run(self, round_: int = 0) -> None:
         """Runs problems until one fails, then shrinks it. Another round draws other problems.
@@ -134,9 +134,11 @@ class Search:
             if self._error is not None:
                 raise self._error from None
             found, self.failure = self.failure, None
+            found_case = self.failing_case
             if found is not None and found.failure != Hang.__name__:
                 self._search(f"{self.settings.seed} {self.cell} like one that failed", self._check, target)
-            self.failure = self.failure or found
+            if self.failure is None:
+                self.failure, self.failing_case = found, found_case
 
     def _seek(
         self,
@@ -199,23 +201,31 @@ class Search:
             if self.calls_after_failure > self.settings.shrink_calls:
                 raise _StopSearch
         try:
-            case = Case(self.cell.candidate, problem, self.world)
-            mutants = list(self.surviving.values()) if self.failure is None else ()
-            result = run_case(case, self.cell.property, mutants)
+            result = self._run(problem)
         except LossgateError as error:
             self._error = error
             raise _StopSearch from None
+        if result.agrees:
+            return
+        if result.failure == Hang.__name__:  # each further try would cost a time-out
+            raise _StopSearch
+        raise _DisagreementError
+
+    def _run(self, problem: Problem) -> CaseResult:
+        """Runs a problem and records what came of it.
+
+        Of all cases only the smallest one that fails is kept, because a case holds tensors.
+        """
+        case = Case(self.cell.candidate, problem, self.world)
+        mutants = list(self.surviving.values()) if self.failure is None else ()
+        result = run_case(case, self.cell.property, mutants)
         if self.failure is None:
             self.cases.append(result)
             for name in result.killed:
                 del self.surviving[name]
-        if result.agrees:
-            return
-        if self.failure is None or _size(problem) <= _size(self.failure.problem):
-            self.failure = result
-        if result.failure == Hang.__name__:  # each further try would cost a time-out
-            raise _StopSearch
-        raise _DisagreementError
+        if not result.agrees and (self.failure is None or _size(problem) <= _size(self.failure.problem)):
+            self.failure, self.failing_case = result, case
+        return result
 
     def _add_flaky(self) -> None:
         assert self.failure is not None

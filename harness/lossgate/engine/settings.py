@@ -22,7 +22,7 @@ class Settings:
     """The settings of a run."""
 
     examples: int = 20
-    """Problems per cell (candidate, layout, dtype)."""
+    """Problems per cell: a candidate, held to a property, on a layout, in a dtype."""
     rounds: int = 4
     """While the cell is inconclusive: how often that many more are tried, and some are looked for
     that show what is missing."""
@@ -43,9 +43,11 @@ class Settings:
     """Most problems tried to make a failing one smaller."""
 
     def __post_init__(self) -> None:
-        for name in ("examples", "rounds", "ranks"):
-            if getattr(self, name) < 1:
+        for name in ("examples", "rounds", "ranks", "timeout"):
+            if not getattr(self, name) > 0:
                 raise UsageError(f"{name}={getattr(self, name)}: expected a positive number")
+        if self.shrink_calls < 0:
+            raise UsageError(f"shrink_calls={self.shrink_calls}: expected a number of problems, or 0 for none")
         if self.jobs < 0:
             raise UsageError(f"jobs={self.jobs}: expected a number of processes, or 0 for one on each core")
         if unknown := [dtype for dtype in self.dtypes if dtype not in DTYPES]:

@@ -4,7 +4,6 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from lossgate.adequacy.coverage import required_goals
 from lossgate.adequacy.option_mutants import OptionMutant
 from lossgate.declaration.known_failure import KnownFailure
 from lossgate.engine.case_result import CaseResult
@@ -118,7 +117,7 @@ def _gaps(
             f"the judge accepted planted errors: {', '.join(comparison.blind)} in {comparison.output}; "
             "please report this fault of lossgate"
         )
-    for p in pooled:
+    for p in pooled if cell.property.needs_adequacy else ():
         # A metric may be zero on every problem: the share of tokens that are clipped, say.
         if not p.problems and p.output.kind != "metric":
             yield f"{p.output}: it was zero in every problem, so that its scale was never compared; raise --examples"
@@ -127,7 +126,7 @@ def _gaps(
                 f"{p.output}: an error of {LARGEST_MDE:.0%} in its scale would not have been detected "
                 f"(the least that would is {p.mde:.2g}); raise --examples"
             )
-    for name, goal in required_goals(cell.candidate, cell.layout).items():
+    for name, goal in cell.required_goals.items():
         if name not in covered:
             yield f"no problem had {goal.meaning}; raise --examples"
 

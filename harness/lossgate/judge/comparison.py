@@ -32,7 +32,7 @@ class Comparison:
     faults: tuple[str, ...] = ()
     """What is wrong whatever the noise, in words."""
     vacuous: bool = False
-    """The reference is zero everywhere, so that a result of zero tells nothing."""
+    """The reference is zero, or so far below its noise that no error in its scale could show."""
     rejected: Mapping[str, bool] = field(default_factory=dict)
     """For each planted error, whether the comparison rejected it."""
     blind: tuple[str, ...] = ()
@@ -122,7 +122,7 @@ def _judge(
     It is scaled as the model's reference is.
     """
     limit, sd = limits(model, blocks, allowed)
-    planted = plant(result, model.reference, blocks) if bool((unscaled != 0).any()) else {}
+    planted = plant(result, model.reference, blocks) if model.says_something else {}
     stack = torch.stack([result, *planted.values()]) - model.reference
     found = statistics(stack, model.reference, model.precision(), blocks, allowed)
     values = {name: float(statistic.values[0]) for name, statistic in found.items()}

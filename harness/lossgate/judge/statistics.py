@@ -61,6 +61,11 @@ class NoiseModel:
     def members(self) -> int:
         return len(self.deviations)
 
+    @property
+    def says_something(self) -> bool:
+        """Whether the reference is not zero, nor so far below its noise that its square is."""
+        return float(self.reference.abs().max()) ** 2 >= _TINY
+
     def precision(self) -> Tensor:
         """Returns 1 / s^2 from every member, ``[1, *shape]``; 0 where there is no noise at all."""
         return self._pooled(self.deviations.square().sum(0, keepdim=True), self.members)

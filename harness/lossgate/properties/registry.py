@@ -37,11 +37,14 @@ class Property:
 
     name: str
     summary: str
-    """One line of documentation: the check's docstring up to the first full stop."""
+    """One line of documentation: the first line of the check's docstring."""
     check: Check
     applies: Callable[[Candidate], bool]
     runs: int
     """How often a check runs the candidate on every rank: its cost."""
+    needs_adequacy: bool
+    """A verdict counts only if problems reach every coverage goal, kill every option mutant, and
+    would have detected an error of 1% in any output."""
 
     def __str__(self) -> str:
         return self.name
@@ -55,7 +58,11 @@ PROPERTIES: dict[str, Property] = {}
 
 
 def property(
-    name: str, *, applies: Callable[[Candidate], bool] = lambda candidate: True, runs: int = 1
+    name: str,
+    *,
+    applies: Callable[[Candidate], bool] = lambda candidate: True,
+    runs: int = 1,
+    needs_adequacy: bool = False,
 ) -> Callable[[Check], Property]:
     """Registers the decorated check as a property.
 
@@ -63,21 +70,31 @@ def property(
         name: under which cells name it.
         applies: whether a candidate is held to it; by default every candidate is.
         runs: how often a check runs the candidate on every rank.
+        needs_adequacy: whether a verdict counts only if the problems reach every coverage goal and
+            kill every option mutant. That is for checks that compare outputs with the reference.
 
     Raises:
         UsageError: if the name is taken, or the check has no docstring.
     """
 
     def register(check: Check) -> Property:
-        if name in PROPERTIES:
+        if name in PROPERTIES and _defined_at(PROPERTIES[name].check) != _defined_at(check):
             raise UsageError(f"property({name!r}): there is one of that name already; choose another name")
-        summary = (check.__doc__ or "").strip().partition(".")[0]
+        summary = (check.__doc__ or "").strip().partition("\n")[0].rstrip(".")
         if not summary:
             raise UsageError(f"property({name!r}): the check has no docstring; say in its first line what it asks")
-        PROPERTIES[name] = Property(name=name, summary=summary, check=check, applies=applies, runs=runs)
+        PROPERTIES[name] = Property(
+            name=name, summary=summary, check=check, applies=applies, runs=runs, needs_adequacy=needs_adequacy
+        )
         return PROPERTIES[name]
 
     return register
+
+
+def _defined_at(check: Check) -> tuple[str, str]:
+    """Returns where a check is written. A file that is imported twice defines it twice."""
+    code = getattr(check, "__code__", None)
+    return (code.co_filename, code.co_qualname) if code is not None else ("", repr(check))
 
 
 def find_property(name: str) -> Property:

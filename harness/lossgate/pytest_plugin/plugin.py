@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from lossgate.engine.cell import Cell, CellResult
+    from lossgate.engine.cell import Cell
     from lossgate.engine.settings import Settings
 
 _EVIDENCE = "lossgate_evidence"
@@ -98,14 +98,10 @@ def lossgate_run(
         failures = FailureFiles(folder)
         failures(CellFinished(result))
         record_property(_EVIDENCE, evidence_line(result, settings.seed).decode())
-        if not _passes(result):
+        if not result.passes:
             pytest.fail("\n".join(_plain(line) for line in describe_cell(result, failures.of(cell))), pytrace=False)
 
     return run
-
-
-def _passes(result: CellResult) -> bool:
-    return result.verdict == "AGREE" or result.expected
 
 
 def _plain(line: str) -> str:

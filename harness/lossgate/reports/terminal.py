@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 from rich.text import Text
 
-from lossgate.engine.cell import CellResult, Verdict
+from lossgate.engine.cell import CellResult
 from lossgate.engine.events import CellFinished, Event, RunStarted
 from lossgate.reports.console import make_console
 from lossgate.reports.failures import FailureFiles
@@ -73,7 +73,7 @@ class Terminal:
             self._progress.update(self._progress.task_ids[0], advance=1, description=escape(str(result.cell)))
         else:
             self.console.print(_line(result), soft_wrap=True)
-        if result.verdict is not Verdict.AGREE and not result.expected:
+        if not result.passes:
             self._described[candidate] += 1
             if self._described[candidate] <= _DESCRIBED:
                 for line in describe_cell(result, self._failures.of(result.cell)):

@@ -70,16 +70,17 @@ def verdict_of(result: CellResult) -> ShownVerdict:
 
 
 def verdict_table(results: Sequence[CellResult]) -> "VerdictTable":
-    """Makes the table with a row for each candidate and dtype, over all layouts of the row.
+    """Makes the table with a row for each candidate, property and dtype, over all layouts.
 
     Args:
-        results: the cells; those of one candidate and dtype follow each other.
+        results: the cells; those of one candidate, property and dtype follow each other.
 
     Returns:
         What ``rich`` prints. It chooses its columns by the width of the console that prints it.
     """
-    groups = groupby(results, key=lambda r: (r.cell.candidate, r.cell.dtype))
-    return VerdictTable([_Row.of(list(group)) for _, group in groups])
+    groups = groupby(results, key=lambda r: (r.cell.candidate, r.cell.property, r.cell.dtype))
+    several = len({result.cell.property for result in results}) > 1
+    return VerdictTable([_Row.of(list(group), name_property=several) for _, group in groups])
 
 
 def summary(results: Sequence[CellResult]) -> str:
@@ -105,12 +106,12 @@ class _Row:
     good_for: str
 
     @classmethod
-    def of(cls, results: Sequence[CellResult]) -> Self:
-        """Makes the row of the cells of one candidate and dtype."""
+    def of(cls, results: Sequence[CellResult], *, name_property: bool = False) -> Self:
+        """Makes the row of the cells of one candidate, property and dtype."""
         cell = results[0].cell
         counts = Counter(map(verdict_of, results))
         return cls(
-            name=cell.candidate.name,
+            name=f"{cell.candidate.name} {cell.property}" if name_property else cell.candidate.name,
             verdicts=tuple((counts[shown], shown) for shown in sorted(counts, key=lambda shown: shown.order)),
             dtype=cell.dtype,
             layouts=_layouts([r.cell.layout for r in results]),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistakes that kernels of a spec have made, or easily make, in its options and fields.
 
-``audit.bugs`` makes kernels of them.
+``bank.bugs`` makes kernels of them.
 """
 
 from collections.abc import Callable, Mapping

@@ -211,6 +211,12 @@ class Spec:
             raise UsageError(f"problem: {error}") from None
         return BoundSpec(spec=self, values=values, options=options)
 
+    def bind_options(self, options: Any) -> "BoundSpec":
+        """Returns the spec with an object of ``options_type``."""
+        given = {option.name: getattr(options, option.name) for option in self.options}
+        changed = {o.name: given[o.name] for o in self.options if given[o.name] != o.default}
+        return BoundSpec(spec=self, values=changed, options=options)
+
     def conflict(self, values: Mapping[str, Any]) -> str:
         """Returns why these options are not valid together; empty if they are."""
         try:

@@ -61,6 +61,9 @@ class RankRaised(RankFailure):
         super().__init__(message)
         self.rank = rank
 
+    def __reduce__(self) -> tuple[type["RankRaised"], tuple[str, int]]:
+        return type(self), (str(self), self.rank)
+
 
 class CollectiveMismatch(RankFailure):
     """Ranks brought different calls to the same collective."""

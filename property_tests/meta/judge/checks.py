@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lossgate import Candidate, Layout, Precision, Problem
-from lossgate.audit.cross_entropy import ALL_BFLOAT16, STYLES, make
+from lossgate.bank.cross_entropy import ALL_BFLOAT16, STYLES, make
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.reference import run_reference

@@ -7,7 +7,7 @@ import pytest
 from torch import Tensor
 
 from lossgate import Candidate
-from lossgate.audit.cross_entropy import STYLES, make
+from lossgate.bank.cross_entropy import STYLES, make
 from lossgate.judge.blocks import blocks_of
 from lossgate.specs.outputs import gradient_output
 

@@ -3,7 +3,7 @@
 
 import pytest
 
-from lossgate.audit.cross_entropy import Style, make
+from lossgate.bank.cross_entropy import Style, make
 from lossgate.cases.strategies import sample_problems
 
 from .checks import ALL_STYLES, IDS, MakeWorld, make_problem, run

@@ -7,7 +7,7 @@ import pytest
 from torch import Tensor
 
 from lossgate import Precision
-from lossgate.audit.cross_entropy import ALL_BFLOAT16, STYLES, make
+from lossgate.bank.cross_entropy import ALL_BFLOAT16, STYLES, make
 
 from .checks import MakeWorld, by_output, judge_changed, make_problem, run
 

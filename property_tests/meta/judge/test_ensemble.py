@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lossgate import Candidate, Contract, Precision, Problem
-from lossgate.audit.cross_entropy import STYLES, Style, make
+from lossgate.bank.cross_entropy import STYLES, Style, make
 from lossgate.judge.ensemble import run_ensemble
 from lossgate.numerics.float_formats import FLOAT32
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lossgate import Outputs, candidate
-from lossgate.audit.cross_entropy import STYLES, make
+from lossgate.bank.cross_entropy import STYLES, make
 from lossgate.judge.explain import explain
 from lossgate.specs.inputs import HiddenInputs
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lossgate.audit.cross_entropy import STYLES, make
+from lossgate.bank.cross_entropy import STYLES, make
 from lossgate.judge import comparison as comparison_module
 from lossgate.judge import power
 from lossgate.judge.comparison import Comparison, compare
@@ -78,3 +78,13 @@ def test_a_comparison_without_a_reference_is_vacuous() -> None:
     assert judged(zero).vacuous
     assert judged(zero).mde == float("inf")
     assert not judged(zero + 1e-9).agrees
+
+
+def test_a_reference_far_below_its_noise_is_vacuous() -> None:
+    """Its square is zero even in float64, so that no error in its scale could show."""
+    reference = torch.full((3, 2), 1e-170, dtype=torch.float64)
+    members = torch.randn(9, 3, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rows = [Blocks("token", 0, torch.arange(3), 3)]
+    judged = compare(metric_output("x"), members[0], reference, members[1:], unit=2**-24, allowed=2**-24, blocks=rows)
+    assert judged.vacuous
+    assert judged.mde == float("inf")

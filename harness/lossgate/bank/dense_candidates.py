@@ -5,7 +5,7 @@ sharded.
 Logits are gathered over tp and values per token over cp. Then every rank of a dp group computes the
 loss of all of its sequences.
 
-    lossgate verify lossgate.audit.dense_candidates:dense_dpo_logprobs --layout cp=2
+    lossgate verify lossgate.bank.dense_candidates:dense_dpo_logprobs --layout cp=2
 """
 
 from collections.abc import Callable, Mapping
@@ -91,7 +91,7 @@ def dense_kernel(spec: Spec, head: str) -> Kernel:
         batch = {f.name: getattr(inputs, f.name) for f in fields(inputs)} | {"lengths": inputs.cu_seqlens.diff()}
         added = [name for name, dims in spec.fields.items() if dims[:1] == ("token",)]
         batch |= {name: whole_pack(batch[name], inputs, mesh) for name in ("labels", "mask", "sequence", *added)}
-        bound = BoundSpec(spec=spec, values={}, options=options)
+        bound = spec.bind_options(options)
         local = local_values(bound, head, inputs, mesh)
         outputs = {name: _VALUES[name](local) for name in spec.outputs if name != "loss"}
         if spec.loss is None:
@@ -143,4 +143,4 @@ def dense_candidate(spec: Spec, head: str) -> Candidate:
 globals().update(
     {f"dense_{name}_{head}": dense_candidate(spec, head) for name, spec in SPECS.items() for head in spec.inputs}
 )
-"""One for each, so that ``lossgate verify lossgate.audit.dense_candidates`` finds them."""
+"""One for each, so that ``lossgate verify lossgate.bank.dense_candidates`` finds them."""

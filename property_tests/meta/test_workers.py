@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cells that are verified side by side, in other processes."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lossgate import UsageError, candidate
+from lossgate.adequacy.killing_problems import killing_problems
+from lossgate.adequacy.option_mutants import option_mutants
+from lossgate.bank.dense_candidates import dense_candidate
+from lossgate.declaration.loading import load_candidate, load_candidates
+from lossgate.engine.events import CellFinished, RunStarted
+from lossgate.engine.run import run
+from lossgate.engine.settings import Settings
+from lossgate.losses import SPECS
+
+SETTINGS = Settings(layouts=("single",), dtypes=("float32",), examples=2, rounds=1, jobs=2)
+
+KERNEL = """
+import lossgate
+
+@lossgate.candidate("nll", head="logprobs")
+def {name}(inputs, options, mesh):
+    return -(inputs.logprobs * inputs.mask).sum() / inputs.valid_tokens.clamp(min=1)
+"""
+
+
+def test_results_have_the_cells_of_the_plan(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.py").write_text(KERNEL.format(name=name))
+    kernels = [load_candidates(str(tmp_path / f"{name}.py"))[0] for name in ("one", "two")]
+    events = list(run(kernels, SETTINGS))
+    assert isinstance(events[0], RunStarted)
+    finished = [event.result.cell for event in events if isinstance(event, CellFinished)]
+    assert all(cell is planned for cell, planned in zip(finished, events[0].cells, strict=True))
+
+
+def test_a_candidate_that_no_source_holds_is_refused() -> None:
+    """Another process could not load it, or would load another one of its file."""
+    kernels = [
+        candidate("nll", head="logprobs", name=f"local {i}")(lambda inputs, options, mesh: inputs.logprobs.sum())
+        for i in range(2)
+    ]
+    with pytest.raises(UsageError, match=r"no candidate named 'local 0'|no candidate in it"):
+        list(run(kernels, SETTINGS))
+
+
+def test_sources_are_known_by_their_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "kernel.py").write_text(KERNEL.format(name="same"))
+    monkeypatch.chdir(tmp_path / "a")
+    first = load_candidate("kernel.py:same")
+    monkeypatch.chdir(tmp_path / "b")
+    assert load_candidate("kernel.py:same") is not first
+
+
+def test_specs_of_one_name_do_not_share_problems() -> None:
+    """Else a mutant that is equivalent for one loss would not be asked for in the other."""
+    real = dense_candidate(SPECS["nll"], "logprobs")
+    flat_spec = replace(SPECS["nll"], loss=lambda values, fields, options: (0 * values.logprobs.sum(), {}))
+    name, mutant = next((n, m) for n, m in option_mutants(real).items() if m.option == "reduction")
+    assert "reduction" in name
+    flat = killing_problems(replace(real, spec=flat_spec), "float32", 1, mutant, None)
+    assert flat.equivalent
+    assert not killing_problems(real, "float32", 1, mutant, None).equivalent
