@@ -72,11 +72,11 @@ def verify(
     Args:
         targets: Files (file.py), modules (package.module), or one candidate of either
             (file.py:name).
-        layout: Such as tp=2,cp=2, or single; may be repeated. By default every layout of at most
-            --ranks ranks.
+        layout: A layout, such as tp=2,cp=2 or single; may be repeated. By default every layout of
+            at most --ranks ranks.
         dtype: float32, bfloat16 or float16; may be repeated. By default all that a candidate takes.
         profile: dev, ci, nightly, release, or one of [tool.lossgate.profiles] in pyproject.toml.
-        examples: Problems for each cell: a candidate, held to a property, on a layout, in a dtype.
+        examples: Problems for each cell. A cell is one candidate, property, layout and dtype.
         ranks: Ranks of the largest layout.
         seed: Another seed draws other problems.
         timeout: Seconds after which a silent rank counts as hanging.

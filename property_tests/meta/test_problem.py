@@ -162,11 +162,11 @@ def test_real_tokens_are_the_same_on_every_layout(cp: int, pad_to_multiple: int,
         (
             {"lengths": (0, 0)},
             (
-                "problem: lengths=(0, 0), hidden=5, vocab=11, pad_to_multiple=1; "
-                "expected at least one token and positive sizes"
+                "problem: lengths=(0, 0), hidden=5, vocab=11, pad_to_multiple=1, group_size=1; "
+                "expected at least one token, no negative length, and positive sizes"
             ),
         ),
-        ({"vocab": 0}, "vocab=0, pad_to_multiple=1; expected at least one token and positive sizes"),
+        ({"vocab": 0}, "vocab=0, pad_to_multiple=1, group_size=1; expected at least one token, no negative length"),
         (
             {"forced_labels": ((9, 0),)},
             "problem: forced_labels has (9, 0); expected a token below 7 and a row below 11",

@@ -37,10 +37,11 @@ def killed_mutants(mutants: Iterable[OptionMutant], case: Case) -> Iterator[Opti
 
 
 def score(mutant: OptionMutant, problem: Problem, spec: Spec) -> float:
-    """Returns a mutant's largest change of a value or gradient, relative to its largest entry.
+    """Returns how much a mutant changes the values or gradients of a problem.
 
-    It takes no candidate and no noise, and so is quick. It is 0 where the problem has another
-    choice of the option.
+    This is the largest change in any output, relative to the output's largest entry. It is 0 if
+    the problem has another choice of the option than the one that the mutant mistakes. It needs
+    neither a candidate nor noise, and so is quick.
     """
     both = _scores(replace(mutant, side="value"), problem.to_json(), spec)
     return both[mutant.side]

@@ -68,8 +68,9 @@ def mask_near_kinks(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> G
 
 
 def _rounding_error(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> Tensor:
-    """Returns the standard deviation of a log-probability, were everything rounded to the problem's
-    dtype.
+    """Returns the standard deviation that rounding gives a log-probability.
+
+    It assumes that everything is rounded to the problem's dtype.
     """
     head = HEADS[problem.head]
     largest = head.logits(batch.leaves).abs().max().clamp(min=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a problem to all of its tensors.
+"""Makes all the tensors of a problem.
 
 The same problem gives the same tensors, bit for bit, on every machine.
 """

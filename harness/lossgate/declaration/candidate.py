@@ -58,8 +58,10 @@ class Outputs:
 
 
 Kernel = Callable[[Any, Any, DeviceMesh], Outputs | Tensor]
-"""``(inputs, options, mesh) -> Outputs``, or the loss alone. The spec says what inputs and options
-hold."""
+"""A function of inputs, options and mesh that returns ``Outputs``, or the loss alone.
+
+The spec says what inputs and options hold.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,7 +74,8 @@ class Problem:
         if sum(self.lengths) < 1 or min(self.lengths) < 0 or min(sizes) < 1:
             raise UsageError(
                 f"problem: lengths={self.lengths}, hidden={self.hidden}, vocab={self.vocab}, "
-                f"pad_to_multiple={self.pad_to_multiple}; expected at least one token and positive sizes"
+                f"pad_to_multiple={self.pad_to_multiple}, group_size={self.group_size}; "
+                "expected at least one token, no negative length, and positive sizes"
             )
         if len(self.lengths) % self.group_size:
             raise UsageError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the console for what people read."""
+"""Makes the console that prints reports for people to read."""
 
 from rich.console import Console
 

@@ -225,7 +225,7 @@ class VerdictTable:
         return columns, widths
 
     def _choices(self, console: Console, options: ConsoleOptions) -> Iterator[list[_Column]]:
-        """Choices of columns, from the richest to the poorest."""
+        """Yields the sets of columns to try, from the most detailed to the least."""
         rows = self._rows
         candidate = partial(_Column, "candidate", [row.candidate for row in rows], breaks=r"(?<=[\s_.-])")
         verdict = partial(_Column, "verdict", [row.verdict(notes=True) for row in rows], breaks=_BEFORE_NOTE)

@@ -30,8 +30,10 @@ class CoverageGoal:
 
     meaning: str
     unreachable_if: Mapping[str, Container[Any]] = field(default_factory=dict)
-    """No problem reaches it for a candidate whose values of one of these options all lie in the
-    container."""
+    """Containers of values, by option.
+
+    A candidate that supports only values in one of these containers cannot reach the goal.
+    """
     heads: tuple[str, ...] = ()
     """The heads at which it can be reached; empty for all."""
     axes: tuple[Axis, ...] = ()

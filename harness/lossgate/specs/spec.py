@@ -150,7 +150,7 @@ class Spec:
     """The field ``[tokens, k]`` of vocabulary ids whose log-probabilities the loss needs, if not
     the labels'."""
     logit_filter: str | None = None
-    """The field ``[tokens, vocab]`` that says which logits take part in the softmax, if not all."""
+    """The field ``[tokens, vocab]`` that says which logits enter the softmax. None: all do."""
 
     goals: Mapping[str, CoverageGoal] = field(default_factory=dict)
     covered: Covered

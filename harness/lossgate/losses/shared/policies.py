@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log-probabilities of other policies, placed relative to those of the policy itself, on every
-side of every clip.
+"""Draws the log-probabilities of other policies.
+
+Their ratios to the policy's own probabilities can fall on every side of every clip.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads: the points at which a kernel may start. One file each."""
+"""The heads, which are the points at which a kernel may start. Each has a file of its own."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -77,7 +77,7 @@ class HiddenHead(Head):
 
 
 def _grad_hidden(dlogits: Tensor, weight: Tensor, partition: Partition, run: RoundedRun) -> Tensor:
-    """Each tp rank multiplies its own rows of the vocabulary, then the parts are added."""
+    """Multiplies each tp rank's rows of the vocabulary separately, then adds the products."""
     shards = [shard for shard in partition.vocab_shards if shard.end > shard.start]
     parts = [_vocab_part(dlogits, weight, shard, run) for shard in shards]
     if len(parts) == 1:

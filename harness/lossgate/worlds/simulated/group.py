@@ -23,8 +23,8 @@ class SimulatedGroup(Member):
 
     ``torch.distributed`` functions, functional collectives and DTensor call these methods, in
     forward and in backward. Names and arguments are those of ``torch.distributed.ProcessGroup``.
-    Torch documents what they do under the names that error messages and the log use: ``allreduce``
-    is ``torch.distributed.all_reduce``, and ``all_gather_single`` is ``all_gather_into_tensor``.
+    Error messages and the log use the names under which torch documents the calls, such as
+    ``all_reduce`` for ``allreduce`` and ``all_gather_into_tensor`` for ``all_gather_single``.
 
     They raise ``CollectiveMisuse`` if another rank's thread calls them, and
     ``CollectiveMismatch`` if arguments do not fit together. They block, and so can fail with
