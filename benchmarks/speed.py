@@ -104,7 +104,7 @@ def measure_judge(candidate: Candidate, dtype: str) -> None:
             oracle.compare(output, tensor, result.dtypes[output])
 
     ran, judged = seconds(run, 100), seconds(judge, 50)
-    reference = seconds(lambda: run_reference(bound.batch, problem.head, bound.bound), 100)
+    reference = seconds(lambda: run_reference(bound.batch, problem.head, bound.bound_spec), 100)
     world.close()
     print(
         f"judging {candidate.name} in {dtype}: candidate {1e3 * ran:.1f} ms, reference {1e3 * reference:.1f} ms, "

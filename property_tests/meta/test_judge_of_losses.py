@@ -40,7 +40,7 @@ def noise(example: Problem, members: int) -> dict[str, Tensor]:
     spec = SPECS[example.spec]
     dense, bound = dense_candidate(spec, example.head), BoundProblem(spec, example)
     stages = dense.precision[example.dtype].stages(example.dtype, caller_reduces_hidden=False)
-    ensemble = _Ensemble(dense.starts_at, bound.batch, bound.bound, RoundedRun(Noise(1), members, stages))
+    ensemble = _Ensemble(dense.starts_at, bound.batch, bound.bound_spec, RoundedRun(Noise(1), members, stages))
     return {str(output): tensor for output, tensor in ensemble.run().items()}
 
 

@@ -35,7 +35,7 @@ def test_tokens_whose_clip_depends_on_rounding_are_masked() -> None:
 
 def test_a_kink_is_found_where_a_probe_crosses_it() -> None:
     bound = bind(scenario={"ratios": "everywhere"})
-    batch, spec = bound.batch, bound.bound
+    batch, spec = bound.batch, bound.bound_spec
     values = spec.token_values("logprobs", batch.leaves, batch.fields)
     none, _ = _near_kinks(batch, spec, values, [values.logprobs + 1e-9])
     assert not none.any()

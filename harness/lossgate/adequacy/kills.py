@@ -23,7 +23,7 @@ def killed_mutants(mutants: Iterable[OptionMutant], case: Case) -> Iterator[Opti
     bound = case.bound
     mutated: dict[tuple[str, str], Mapping[Output, Tensor]] = {}
     for mutant in mutants:
-        options = mutant.mutate(bound.bound)
+        options = mutant.mutate(bound.bound_spec)
         if options is None:
             continue
         choice = mutant.option, repr(mutant.other)
@@ -51,7 +51,7 @@ def score(mutant: OptionMutant, problem: Problem, spec: Spec) -> float:
 def _scores(mutant: OptionMutant, problem_json: str, spec: Spec) -> Mapping[Side, float]:
     """Compares values and gradients together, because callers ask for one right after the other."""
     bound = _bound_problem(problem_json, spec)
-    options = mutant.mutate(bound.bound)
+    options = mutant.mutate(bound.bound_spec)
     if options is None:
         return dict.fromkeys(SIDES, 0.0)
     own, mutated = bound.unmasked_reference, bound.reference_with(options, bound.unmasked)

@@ -25,23 +25,23 @@ class BoundProblem:
 
     def __init__(self, spec: Spec, problem: Problem) -> None:
         self.spec, self.problem = spec, problem
-        self.bound = spec.bind(problem.options)
+        self.bound_spec = spec.bind(problem.options)
 
     @cached_property
     def unmasked(self) -> GlobalBatch:
         """The batch before tokens near a kink are masked. It takes far less time to make."""
-        return materialize(self.problem, self.bound)
+        return materialize(self.problem, self.bound_spec)
 
     @cached_property
     def batch(self) -> GlobalBatch:
         """The batch on which a candidate is run and judged."""
-        masked = mask_near_kinks(self.unmasked, self.problem, self.bound)
-        return with_cotangents(masked, self.problem, self.bound)
+        masked = mask_near_kinks(self.unmasked, self.problem, self.bound_spec)
+        return with_cotangents(masked, self.problem, self.bound_spec)
 
     @cached_property
     def unmasked_reference(self) -> Mapping[Output, Tensor]:
         """The reference loss and gradients of the batch before tokens near a kink are masked."""
-        return self.reference_with(self.bound.values, self.unmasked)
+        return self.reference_with(self.bound_spec.values, self.unmasked)
 
     @cached_property
     def coverage(self) -> frozenset[str]:
@@ -54,7 +54,7 @@ class BoundProblem:
         return self._covered(self.unmasked)
 
     def _covered(self, batch: GlobalBatch) -> frozenset[str]:
-        covered = self.spec.covered(batch, self.bound.options)
+        covered = self.spec.covered(batch, self.bound_spec.options)
         if self.spec.trains(batch.fields):
             chosen = self.problem.scenario
             covered |= {f"{c.name}: {chosen.get(c.name, c.default)}" for c in self.spec.scenarios}
@@ -62,7 +62,7 @@ class BoundProblem:
 
     def reference(self, returned: Collection[Output]) -> Mapping[Output, Tensor]:
         """Computes the reference for a candidate that returns some outputs."""
-        return run_reference(self.batch, self.problem.head, self.bound.returning(returned))
+        return run_reference(self.batch, self.problem.head, self.bound_spec.returning(returned))
 
     def reference_with(self, options: Mapping[str, Any], batch: GlobalBatch) -> dict[Output, Tensor]:
         """Computes the loss and gradients that other options would give on a batch."""

@@ -45,7 +45,7 @@ class Oracle:
     def noise(self) -> Mapping[Output, Tensor]:
         """Every output as correct but rounded runs give it, ``[members, *shape]``."""
         return run_ensemble(
-            self._candidate, self.bound.problem, self.bound.batch, self.bound.bound.returning(self._returned)
+            self._candidate, self.bound.problem, self.bound.batch, self.bound.bound_spec.returning(self._returned)
         )
 
     def compare(self, output: Output, result: Tensor, dtype: torch.dtype, faults: tuple[str, ...] = ()) -> Comparison:

@@ -44,7 +44,7 @@ class RankTask:
         leaves = {name: batch.local_leaf(name, dims[name], context.rank).requires_grad_() for name in batch.leaves}
         absent = dict.fromkeys(set(dims) - set(leaves))
         local = candidate.spec.inputs[candidate.head](**batch.local_fields(context.rank), **leaves, **absent)
-        returned = candidate(local, self.bound.bound.options, context.mesh)
+        returned = candidate(local, self.bound.bound_spec.options, context.mesh)
         outputs = check_returned(returned, candidate, batch, context.rank)
         _backward(outputs, batch, context.rank)
         return _collect(outputs, candidate, leaves)

@@ -95,7 +95,7 @@ def members_of(candidate: Candidate, problem: Problem, count: int) -> dict[str, 
     found = 0
     while found < count:
         seeded = replace(problem, seed=problem.seed + len(runs))  # only the noise depends on it
-        outputs = run_ensemble(candidate, seeded, bound.batch, bound.bound)
+        outputs = run_ensemble(candidate, seeded, bound.batch, bound.bound_spec)
         runs.append({str(output): members for output, members in outputs.items()})
         found += len(next(iter(outputs.values())))
     return {name: torch.cat([run[name] for run in runs])[:count] for name in runs[0]}
@@ -104,5 +104,5 @@ def members_of(candidate: Candidate, problem: Problem, count: int) -> dict[str, 
 def reference_of(problem: Problem) -> dict[str, Tensor]:
     """Returns every output of the reference, by its name."""
     bound = bind(problem)
-    outputs = run_reference(bound.batch, problem.head, bound.bound)
+    outputs = run_reference(bound.batch, problem.head, bound.bound_spec)
     return {str(output): tensor for output, tensor in outputs.items()}

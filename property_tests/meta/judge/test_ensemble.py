@@ -42,7 +42,7 @@ def test_members_are_the_same_for_the_same_problem() -> None:
     problem, kernel = make_problem("bfloat16"), make(STYLES["bfloat16"][3])
     bound = bind(problem)
     one, again, other = (
-        {str(o): m for o, m in run_ensemble(kernel, replace(problem, seed=seed), bound.batch, bound.bound).items()}
+        {str(o): m for o, m in run_ensemble(kernel, replace(problem, seed=seed), bound.batch, bound.bound_spec).items()}
         for seed in (1, 1, 2)
     )
     assert all(torch.equal(one[name], again[name]) for name in one)
