@@ -66,7 +66,7 @@ def test_defaults_of_the_contract() -> None:
 
 
 def test_profiles() -> None:
-    columns = ("examples", "ranks", "jobs")
+    columns = ("examples", "rounds", "ranks", "jobs")
     rows = table("profile", *(f"`{name}`" for name in columns))
     stated = {row[0].split()[0].strip("`"): [int(number) for number in row[1:]] for row in rows}
     assert stated == {name: [getattr(profile, c) for c in columns] for name, profile in PROFILES.items()}

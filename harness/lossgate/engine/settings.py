@@ -58,8 +58,8 @@ class Settings:
 
 PROFILES: Mapping[str, Settings] = {
     "dev": Settings(),
-    # With 4 rounds 1 or 2 of ci/verify's 889 cells stay inconclusive by luck of the draw: clipped_pg in
-    # bfloat16 has 136 option mutants, of which a problem kills few.
+    # With 4 rounds 1 or 2 of ci/verify's 889 cells stay inconclusive by luck of the draw:
+    # clipped_pg has 136 option mutants, and in bfloat16 a problem kills few of them.
     "ci": Settings(examples=12, rounds=8, ranks=8, jobs=0),
     "nightly": Settings(examples=100, ranks=16, jobs=0),
     "release": Settings(examples=300, ranks=16, jobs=0),
