@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of the command line as a user meets it: exit codes, output, evidence, replay."""
 
+import inspect
 import json
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import docstring_parser
 import pytest
 
 from lossgate import Layout
 from lossgate import candidate as declare
-from lossgate.cli import Exit, exit_code, main
+from lossgate.cli import Exit, exit_code, main, replay, verify
 from lossgate.engine.cell import Cell, CellResult, Verdict
 
 KERNELS = """
@@ -319,3 +321,15 @@ def test_a_kernel_from_elsewhere_is_found_again(folder: Path) -> None:
         "  replay: lossgate "
     )
     assert lossgate(folder, *replay.split()).stdout.splitlines()[-1] == "  every statistic is the one in the file"
+
+
+@pytest.mark.parametrize("command", [verify, replay])
+def test_help_gives_the_meaning_of_each_parameter(command: Callable[..., int]) -> None:
+    """cyclopts reads the meanings from the docstring.
+
+    One that it cannot read would be shown as a single paragraph.
+    """
+    parsed = docstring_parser.parse(command.__doc__ or "")
+    described = {parameter.arg_name for parameter in parsed.params if parameter.description}
+    assert described == set(inspect.signature(command).parameters)
+    assert parsed.long_description is None
