@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Help for misspelt names."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from typing import TypeVar
+
+from lossgate.errors import UsageError
+
+T = TypeVar("T")
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
@@ -11,3 +16,19 @@ def nearest(name: object, known: Iterable[str]) -> str:
     close = get_close_matches(str(name), choices, n=1)
     expected = f"expected one of {', '.join(choices)}" if choices else "there are none"
     return f"did you mean {close[0]!r}? ({expected})" if close else expected
+
+
+def look_up(what: str, name: str, known: Mapping[str, T]) -> T:
+    """Returns what is registered under a name.
+
+    Args:
+        what: the kind of thing, for the message.
+        name: its name.
+        known: everything of that kind, by name.
+
+    Raises:
+        UsageError: if there is none of that name; the message gives the nearest spelling.
+    """
+    if name not in known:
+        raise UsageError(f"unknown {what} {name!r}; {nearest(name, known)}")
+    return known[name]

@@ -36,6 +36,8 @@ class BoundProblem:
     def batch(self) -> GlobalBatch:
         """The batch on which a candidate is run and judged."""
         masked = mask_near_kinks(self.unmasked, self.problem, self.bound_spec)
+        if masked is self.unmasked:  # its upstream gradients fit already
+            return masked
         return with_cotangents(masked, self.problem, self.bound_spec)
 
     @cached_property

@@ -32,7 +32,7 @@ class Case:
 
     @cached_property
     def _outcome(self) -> Sequence[RankOutputs] | RankFailure:
-        self.bound.batch  # noqa: B018  made here, once, and not by each rank
+        _ = self.bound.batch  # made here, once, and not by each rank
         task = RankTask(self.candidate, self.bound)
         try:
             return self.world.run(task, order=self.problem.reduction_order, seed=self.problem.seed)

@@ -7,7 +7,6 @@ A new one is added here and in its own file, nowhere else.
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from lossgate.errors import UsageError
 from lossgate.losses.clipped_pg import CLIPPED_PG
 from lossgate.losses.distill import DISTILL
 from lossgate.losses.dpo import DPO, PREFERENCE
@@ -16,7 +15,7 @@ from lossgate.losses.nll import NLL
 from lossgate.losses.token_logprobs import TOKEN_LOGPROBS
 from lossgate.losses.value import VALUE
 from lossgate.specs.spec import Spec
-from lossgate.spelling import nearest
+from lossgate.spelling import look_up
 
 SPECS: Mapping[str, Spec] = MappingProxyType(
     {spec.name: spec for spec in (NLL, DPO, PREFERENCE, CLIPPED_PG, GRPO, VALUE, DISTILL, TOKEN_LOGPROBS)}
@@ -24,11 +23,5 @@ SPECS: Mapping[str, Spec] = MappingProxyType(
 
 
 def find_spec(name: str) -> Spec:
-    """Returns the spec of a name.
-
-    Raises:
-        UsageError: if there is none; the message gives the nearest spelling.
-    """
-    if name not in SPECS:
-        raise UsageError(f"unknown spec {name!r}; {nearest(name, SPECS)}. 'lossgate list' describes them")
-    return SPECS[name]
+    """Returns the spec of a name; ``UsageError`` with the nearest spelling if there is none."""
+    return look_up("spec", name, SPECS)

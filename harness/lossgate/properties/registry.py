@@ -10,7 +10,7 @@ from lossgate.declaration.candidate import Candidate
 from lossgate.errors import UsageError
 from lossgate.judge.comparison import Comparison
 from lossgate.judge.explain import explain
-from lossgate.spelling import nearest
+from lossgate.spelling import look_up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +98,5 @@ def _defined_at(check: Check) -> tuple[str, str]:
 
 
 def find_property(name: str) -> Property:
-    """Returns the property of a name.
-
-    Raises:
-        UsageError: if there is none; the message gives the nearest spelling.
-    """
-    if name not in PROPERTIES:
-        raise UsageError(f"unknown property {name!r}; {nearest(name, PROPERTIES)}")
-    return PROPERTIES[name]
+    """Returns the property of a name; ``UsageError`` with the nearest spelling if there is none."""
+    return look_up("property", name, PROPERTIES)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where candidates run: a world gives every rank a device mesh and runs a task on all of them."""
 
-from lossgate.errors import UsageError
 from lossgate.layout import Layout
-from lossgate.spelling import nearest
+from lossgate.spelling import look_up
 from lossgate.worlds.base import RankContext, RankFailure, Task, World
 from lossgate.worlds.simulated import SimulatedWorld
 
@@ -22,9 +21,7 @@ def make_world(name: str, layout: Layout, timeout: float = 60.0) -> World:
     Raises:
         UsageError: if there is no such world.
     """
-    if name not in WORLDS:
-        raise UsageError(f"unknown world {name!r}; {nearest(name, WORLDS)}")
-    return WORLDS[name](layout, timeout)
+    return look_up("world", name, WORLDS)(layout, timeout)
 
 
 __all__ = ["WORLDS", "RankContext", "RankFailure", "SimulatedWorld", "Task", "World", "make_world"]

@@ -3,7 +3,7 @@
 
 import pytest
 
-from lossgate.bank.bugs import CROSS_ENTROPY_BUGS, cross_entropy_with
+from lossgate.bank.bugs import BUGS, CROSS_ENTROPY_BUGS, cross_entropy_with
 from lossgate.bank.cross_entropy import STYLES, Style, make
 
 from .checks import ALL_STYLES, IDS, MakeWorld, make_problem, run
@@ -23,6 +23,16 @@ def test_bugs_disagree(make_world: MakeWorld, dtype: str, style: Style, bug: str
     problem, world = make_problem(dtype, layout, **changes), make_world(layout)
     assert not run(cross_entropy_with(style, bug), problem, world).agrees
     assert run(make(style), problem, world).agrees
+
+
+@pytest.mark.parametrize("bug", [name for name in BUGS if name not in CROSS_ENTROPY_BUGS])
+def test_bugs_that_need_several_ranks_disagree_on_them_alone(make_world: MakeWorld, bug: str) -> None:
+    """Every bug of the bank is seen. On one rank these are no bugs."""
+    layout = {"label at a shard boundary lost": "tp=2", "local denominator": "dp=2"}[bug]
+    wrong = BUGS[bug].put_into(make(STYLES["float32"][1]))
+    for where, agrees in ((layout, False), ("single", True)):
+        split = {"lengths": (12, 9), "masks": ("all", "holes"), "vocab": 32, "forced_labels": ((2, 16),)}
+        assert run(wrong, make_problem("float32", where, **split), make_world(where)).agrees is agrees
 
 
 def test_a_disagreement_in_words(make_world: MakeWorld) -> None:
