@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lossgate import Layout
+from lossgate import Layout, UsageError
 from lossgate.declaration.loading import load_candidates
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.failure_files import read_failure, write_failure
@@ -58,3 +58,13 @@ def test_a_bias_that_only_pooled_problems_show_is_replayed(pooled: CellResult, k
     assert again.exact
     assert again.lines[1:3] == (f"  {pooled.reasons[0]}", "  on: 30 problems, pooled")
     assert not replay_failure(file, f"{kernels}:right").disagrees
+
+
+def test_a_file_of_a_version_with_other_fields_is_refused(kernels: Path, tmp_path: Path) -> None:
+    """Ignoring a field would replay another problem: one without the label boost, say."""
+    (wrong,) = load_candidates(f"{kernels}:biased")
+    result = run_cell(Cell(wrong, Layout(), "bfloat16"), Settings(examples=40))
+    file = write_failure(result, tmp_path)
+    file.write_text(file.read_text().replace('"label_boost"', '"confidence"'))
+    with pytest.raises(UsageError, match="no failure file of this version of lossgate: problem: unknown field 'confi"):
+        read_failure(file)

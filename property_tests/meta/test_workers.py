@@ -9,6 +9,7 @@ import pytest
 from lossgate import UsageError, candidate
 from lossgate.adequacy.killing_problems import killing_problems
 from lossgate.adequacy.option_mutants import option_mutants
+from lossgate.bank.bugs import BUGS
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.declaration.loading import load_candidate, load_candidates
 from lossgate.engine.events import CellFinished, RunStarted
@@ -45,6 +46,14 @@ def test_a_candidate_that_no_source_holds_is_refused() -> None:
     ]
     with pytest.raises(UsageError, match=r"no candidate named 'local 0'|no candidate in it"):
         list(run(kernels, SETTINGS))
+
+
+def test_a_wrong_copy_of_a_candidate_is_not_taken_for_it() -> None:
+    """Its source holds the right one, which a worker would verify in its place."""
+    (right,) = load_candidates("lossgate.bank.dense_candidates:dense_nll_logprobs")
+    wrong = BUGS["loss x1.01"].put_into(right)
+    with pytest.raises(UsageError, match=r"holds 'dense_nll_logprobs', not 'dense_nll_logprobs; loss x1.01'; define"):
+        list(run([wrong, right], SETTINGS))
 
 
 def test_sources_are_known_by_their_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
