@@ -17,7 +17,7 @@ from lossgate.specs.spec import Spec
 
 
 class BoundProblem:
-    """Nothing in it depends on a candidate or on who runs it.
+    """A problem of a spec. Nothing in it depends on a candidate or on who runs it.
 
     Raises:
         UsageError: if the spec does not allow the problem's options.
