@@ -25,7 +25,7 @@ from lossgate import Candidate, Layout, Problem
 from lossgate.bank.bugs import CROSS_ENTROPY_BUGS, cross_entropy_with
 from lossgate.bank.cross_entropy import ALL_BFLOAT16, STYLES, Style, make
 from lossgate.cases.case import Case
-from lossgate.cases.strategies import sample_problems
+from lossgate.cases.placement import sample_problems
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.judge.comparison import Comparison
 from lossgate.judge.pooling import pool

@@ -14,28 +14,32 @@ from lossgate.adequacy.coverage import required_goals
 from lossgate.adequacy.option_mutants import option_mutants
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.losses import SPECS
+from lossgate.specs.sharding_goals import IDS_GOALS, SHARDING_GOALS
 
 # family, head: all goals, required on dp=2,cp=2,tp=2, required on a single rank, option mutants
 COUNTS = {
-    ("nll", "hidden"): (5, 5, 4, 12),
-    ("nll", "logits"): (5, 5, 4, 12),
-    ("nll", "logprobs"): (5, 3, 2, 12),
-    ("dpo", "hidden"): (14, 14, 13, 44),
-    ("dpo", "logits"): (14, 14, 13, 44),
-    ("dpo", "logprobs"): (14, 12, 11, 44),
-    ("preference", "rewards"): (6, 6, 6, 4),
-    ("clipped_pg", "hidden"): (36, 36, 35, 136),
-    ("clipped_pg", "logits"): (36, 36, 35, 136),
-    ("clipped_pg", "logprobs"): (36, 34, 33, 136),
-    ("grpo", "hidden"): (30, 30, 29, 96),
-    ("grpo", "logits"): (30, 30, 29, 96),
-    ("grpo", "logprobs"): (30, 28, 27, 96),
-    ("value", "values"): (10, 8, 7, 12),
-    ("distill", "hidden"): (11, 11, 10, 32),
-    ("distill", "logits"): (11, 11, 10, 32),
-    ("token_logprobs", "hidden"): (7, 7, 6, 32),
-    ("token_logprobs", "logits"): (7, 7, 6, 32),
+    ("nll", "hidden"): (13, 13, 4, 12),
+    ("nll", "logits"): (13, 13, 4, 12),
+    ("nll", "logprobs"): (13, 6, 2, 12),
+    ("dpo", "hidden"): (22, 22, 13, 44),
+    ("dpo", "logits"): (22, 22, 13, 44),
+    ("dpo", "logprobs"): (22, 15, 11, 44),
+    ("preference", "rewards"): (15, 8, 6, 4),
+    ("clipped_pg", "hidden"): (44, 44, 35, 136),
+    ("clipped_pg", "logits"): (44, 44, 35, 136),
+    ("clipped_pg", "logprobs"): (44, 37, 33, 136),
+    ("grpo", "hidden"): (38, 38, 29, 96),
+    ("grpo", "logits"): (38, 38, 29, 96),
+    ("grpo", "logprobs"): (38, 31, 27, 96),
+    ("value", "values"): (18, 11, 7, 12),
+    ("distill", "hidden"): (20, 20, 9, 32),
+    ("distill", "logits"): (20, 20, 9, 32),
+    ("token_logprobs", "hidden"): (15, 15, 6, 32),
+    ("token_logprobs", "logits"): (15, 15, 6, 32),
 }
+
+_OF_VOCABULARY = {name for name, goal in SHARDING_GOALS.items() if goal.axes == ("tp",)}
+_OF_TOKENS = {"rank with nothing trained", "trained on several cp ranks"}
 
 
 def counts(candidate: Candidate) -> tuple[int, int, int, int]:
@@ -55,6 +59,23 @@ def test_every_family_and_head_is_counted() -> None:
 def test_as_many_goals_and_mutants_as_written_down(family: str, head: str) -> None:
     """The dense candidate supports every option, so nothing is out of its reach."""
     assert counts(dense_candidate(SPECS[family], head)) == COUNTS[family, head]
+
+
+@pytest.mark.parametrize(
+    ("family", "head", "without", "beside"),
+    [
+        ("nll", "hidden", set(), set()),
+        ("distill", "logits", set(), set(IDS_GOALS)),
+        ("value", "values", _OF_VOCABULARY, set()),
+        ("dpo", "logprobs", _OF_VOCABULARY, set()),
+        ("preference", "rewards", {*_OF_VOCABULARY, *_OF_TOKENS}, set()),
+    ],
+)
+def test_several_ranks_add_the_goals_of_layouts(family: str, head: str, without: set[str], beside: set[str]) -> None:
+    """Heads without a vocabulary have none of tp, and a loss of whole sequences none of cp."""
+    dense = dense_candidate(SPECS[family], head)
+    added = set(required_goals(dense, Layout(dp=2, cp=2, tp=2))) - set(required_goals(dense, Layout()))
+    assert added == set(SHARDING_GOALS) - without | beside
 
 
 def test_a_lost_goal_or_mutant_is_noticed() -> None:

@@ -17,6 +17,7 @@ from lossgate import ANY, Candidate, Layout, Outputs, Problem, UsageError
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
+from lossgate.cases.placed_problem import PlacedProblem
 from lossgate.cases.task import RankOutputs, RankTask
 from lossgate.declaration.loading import load_candidate
 from lossgate.engine.case_result import run_case
@@ -178,16 +179,16 @@ def task(tmp_path: Path) -> RankTask:
     file = tmp_path / "file_with_candidate.py"
     file.write_text(FILE)
     candidate = load_candidate(f"{file}:in_a_file")
-    return RankTask(candidate, BoundProblem(candidate.spec, PROBLEM))
+    return RankTask(candidate, PlacedProblem(BoundProblem(candidate.spec, PROBLEM), PROBLEM))
 
 
 def test_a_task_is_data(task: RankTask, make_world: MakeWorld) -> None:
-    _ = task.bound.batch
+    _ = task.placed.batch
     pickled = pickle.dumps(task)
     assert len(pickled) < 1000  # neither tensors nor code
     again = pickle.loads(pickled)
     assert again.candidate is task.candidate
-    assert again.bound.problem == task.bound.problem
+    assert again.placed.problem == task.placed.problem
     world = make_world("dp=2")
     assert same(world.run(task), world.run(again))
 
@@ -199,7 +200,7 @@ from pathlib import Path
 task = pickle.loads(Path(sys.argv[1]).read_bytes())
 from lossgate.worlds import SimulatedWorld
 from lossgate.worlds.base import RankRaised
-world = SimulatedWorld(task.bound.problem.layout)
+world = SimulatedWorld(task.placed.problem.layout)
 Path(sys.argv[2]).write_bytes(pickle.dumps(world.run(task)))
 world.close()
 """

@@ -3,15 +3,18 @@
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lossgate import Candidate, KnownFailure, Layout, UsageError
+from lossgate.adequacy.deck import Placed
 from lossgate.bank.bugs import cross_entropy_with
 from lossgate.bank.cross_entropy import STYLES, make
 from lossgate.declaration.loading import load_candidates
+from lossgate.engine import search
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.events import CellFinished, RunFinished, RunStarted
@@ -19,6 +22,7 @@ from lossgate.engine.plan import plan
 from lossgate.engine.run import run, run_cell
 from lossgate.engine.settings import Settings
 from lossgate.engine.verdict import conclude
+from lossgate.specs.coverage import CoverageGoal
 
 RIGHT = make(STYLES["bfloat16"][0])
 WRONG = cross_entropy_with(STYLES["bfloat16"][0], "dX x1.01")
@@ -55,23 +59,45 @@ def test_a_wrong_kernel_disagrees_on_a_small_problem() -> None:
     assert result.reasons == result.failure.findings
 
 
-def test_few_problems_are_inconclusive() -> None:
+def only_one(placed: Sequence[Placed], *_: object) -> list[Placed]:
+    """Chooses one problem, with as few goals as any, in place of all problems that are needed."""
+    return [min(placed, key=lambda one: len(one.goals))]
+
+
+def test_one_problem_is_inconclusive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "choose", only_one)
     result = verified(RIGHT, examples=1, rounds=1)
+    assert len(result.cases) == 1
     assert result.verdict is Verdict.INCONCLUSIVE
     assert any(re.fullmatch(r"no problem had .*; raise --examples", reason) for reason in result.reasons)
 
 
-def test_no_more_rounds_are_tried_than_allowed() -> None:
-    first, second = (verified(RIGHT, examples=1, rounds=rounds) for rounds in (1, 2))
-    assert first.verdict is second.verdict is Verdict.INCONCLUSIVE
-    assert len(first.cases) == 1
-    assert 2 <= len(second.cases) < 10
+def test_no_more_rounds_are_tried_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A goal that no problem reaches asks for more in every round."""
+    monkeypatch.setattr(search, "choose", only_one)
+    never = {**RIGHT.spec.goals, "never": CoverageGoal(meaning="what no problem has")}
+    needy = replace(RIGHT, spec=replace(RIGHT.spec, goals=never))
+    first, second, third = (verified(needy, examples=1, rounds=rounds) for rounds in (1, 2, 3))
+    assert first.verdict is second.verdict is third.verdict is Verdict.INCONCLUSIVE
+    assert "no problem had what no problem has; raise --examples" in third.reasons
+    assert len(first.cases) == 1 < len(second.cases) < len(third.cases)
+    assert second.cases[:1] == first.cases
+    assert third.cases[: len(second.cases)] == second.cases
 
 
-def test_more_problems_are_tried_while_a_cell_is_inconclusive() -> None:
-    result = verified(RIGHT, examples=3, rounds=20)
+def test_more_problems_are_tried_while_a_cell_is_inconclusive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "choose", only_one)
+    result = verified(RIGHT, examples=1, rounds=20)
     assert result.verdict is Verdict.AGREE
-    assert len(result.cases) > 3
+    assert len(result.cases) > 1
+
+
+def test_as_many_problems_are_tried_as_goals_and_mutants_need() -> None:
+    """The number of examples is a floor."""
+    result = verified(RIGHT, examples=1, rounds=1)
+    assert len(result.cases) > 1
+    assert not result.missing_goals
+    assert not result.surviving
 
 
 def test_an_error_that_would_not_have_been_detected_is_inconclusive(agreed: CellResult) -> None:
@@ -89,8 +115,8 @@ def test_a_missing_coverage_goal_is_inconclusive(agreed: CellResult) -> None:
     assert result.verdict is Verdict.INCONCLUSIVE
     assert result.reasons == (
         "no problem had a token whose label is not trained; raise --examples",
-        "no problem had a trained label on the first row of a tp rank's vocabulary; raise --examples",
-        "no problem had a trained label on the last row of a tp rank's vocabulary; raise --examples",
+        "no problem had a trained label on the first row of the vocabulary; raise --examples",
+        "no problem had a trained label on the last row of the vocabulary; raise --examples",
     )
 
 

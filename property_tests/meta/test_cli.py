@@ -115,14 +115,23 @@ def test_disagree_and_replay(folder: Path) -> None:
     assert cell["problem"]["layout"] == {"dp": 1, "cp": 2, "tp": 1}
 
 
+NEEDY = """
+from dataclasses import replace
+from kernels import right
+from lossgate.specs.coverage import CoverageGoal
+
+goals = {**right.spec.goals, "never": CoverageGoal(meaning="what no problem has")}
+needy = replace(right, name="needy", spec=replace(right.spec, goals=goals))
+"""
+
+
 def test_inconclusive(folder: Path) -> None:
     (folder / "pyproject.toml").write_text("[tool.lossgate]\nrounds = 1\n")
-    done = lossgate(
-        folder, "verify", "kernels.py:right", "--layout", "single", "--dtype", "bfloat16", "--examples", "1"
-    )
-    assert done.returncode == 3
-    assert "INCONCLUSIVE" in done.stdout
-    assert "no problem had" in done.stdout
+    (folder / "needy.py").write_text(NEEDY)
+    done = lossgate(folder, "verify", "needy.py:needy", "--layout", "single", "--dtype", "bfloat16", "--examples", "1")
+    assert done.returncode == 3, done.stderr
+    assert "INCONCLUSIVE  needy  bfloat16  single" in done.stdout
+    assert "no problem had what no problem has; raise --examples" in done.stdout
 
 
 def test_side_by_side_gives_the_same(folder: Path) -> None:

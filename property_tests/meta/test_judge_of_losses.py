@@ -16,7 +16,7 @@ from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.engine.case_result import CaseResult, run_case
-from lossgate.judge.comparison import Comparison, compare
+from lossgate.judge.comparison import Comparison, Tolerance
 from lossgate.judge.ensemble import _Ensemble
 from lossgate.losses import SPECS
 from lossgate.numerics.noise import Noise
@@ -36,12 +36,15 @@ def held_to_agreement(kernel: Candidate, example: Problem) -> CaseResult:
 
 
 def noise(example: Problem, members: int) -> dict[str, Tensor]:
-    """Returns each output of an ensemble of so many members on a problem, ``[members, *shape]``."""
+    """Returns each output of an ensemble of so many members on a problem, ``[members, *shape]``.
+
+    Gradients are left out.
+    """
     spec = SPECS[example.spec]
     dense, bound = dense_candidate(spec, example.head), BoundProblem(spec, example)
     stages = dense.precision[example.dtype].stages(example.dtype, caller_reduces_hidden=False)
     ensemble = _Ensemble(dense.starts_at, bound.batch, bound.bound_spec, RoundedRun(Noise(1), members, stages))
-    return {str(output): tensor for output, tensor in ensemble.run().items()}
+    return {str(output): tensor for output, tensor in ensemble.run().outputs.items()}
 
 
 def test_an_infinite_reference_wants_the_same() -> None:
@@ -49,7 +52,8 @@ def test_an_infinite_reference_wants_the_same() -> None:
     members = torch.stack([reference, reference]) + torch.tensor([[1e-7, 0.0, -1e-7], [-1e-7, 0.0, 1e-7]])
 
     def compared(result: Tensor) -> Comparison:
-        return compare(LOGPROBS, result, reference, members, unit=2.0**-24, allowed=2.0**-24)
+        tolerance = Tolerance(LOGPROBS, reference, members, unit=2.0**-24, allowed=2.0**-24)
+        return tolerance.compare(result)
 
     assert compared(reference.clone()).agrees
     for wrong in (-3.0, float("inf"), float("nan")):

@@ -4,9 +4,12 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from lossgate import ANY, Layout
 from lossgate.adequacy.option_mutants import option_mutants
 from lossgate.bank.dense_candidates import dense_candidate
+from lossgate.engine import search
 from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.run import run_cell
 from lossgate.engine.settings import Settings
@@ -49,7 +52,8 @@ def test_numbers_that_are_too_near_have_no_mutant() -> None:
     assert "epsilon=1e-08" not in " ".join(mutants("nll", epsilon=ANY))
 
 
-def test_surviving_mutants_are_inconclusive() -> None:
+def test_surviving_mutants_are_inconclusive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "choose", lambda placed, *_: placed[:2])
     cell = Cell(dense_candidate(SPECS["clipped_pg"], "logprobs"), Layout(), "float32")
     result = run_cell(cell, Settings(examples=2, rounds=1))
     assert result.verdict is Verdict.INCONCLUSIVE

@@ -9,7 +9,7 @@ import pytest
 pytest_plugins = ["pytester"]
 
 TESTS = """
-import torch, lossgate
+import pytest, torch, lossgate
 
 def cross_entropy(inputs):
     targets = inputs.labels.masked_fill(~inputs.mask, -100)
@@ -27,6 +27,11 @@ def wrong(inputs, options, mesh):
 test_right = lossgate.suite(right, layouts=["single", "dp=2"])
 test_wrong = lossgate.suite(wrong, dtypes=["float32"])
 test_few = lossgate.suite(right, layouts=["single"], dtypes=["bfloat16"], profile="few")
+
+@pytest.fixture(autouse=True)
+def _few_problems(request, monkeypatch):
+    if request.node.originalname == "test_few":  # only one in each round, beside what is looked for
+        monkeypatch.setattr("lossgate.engine.search.choose", lambda placed, *_: placed[:1])
 """
 
 

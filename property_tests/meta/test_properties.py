@@ -12,6 +12,7 @@ from lossgate import Layout, Property, UsageError
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.case import Case
 from lossgate.declaration.loading import load_candidates
+from lossgate.engine import search
 from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.failure_files import write_failure
 from lossgate.engine.plan import plan
@@ -127,8 +128,9 @@ def test_a_file_that_is_imported_twice_may_register_its_property_again() -> None
     assert PROPERTIES["harmless"] is again
 
 
-def test_only_a_property_that_needs_adequacy_asks_for_coverage() -> None:
+def test_only_a_property_that_needs_adequacy_asks_for_coverage(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel with one problem agrees with a property of its own, and not with the reference."""
+    monkeypatch.setattr(search, "choose", lambda placed, *_: placed[:1])
     settings = replace(SETTINGS, examples=1)
     own = lossgate.property("harmless", runs=0)(nothing_wrong)
     assert run_cell(Cell(NLL, Layout(), "float32", own), settings).verdict is Verdict.AGREE

@@ -12,13 +12,15 @@ from lossgate.adequacy.coverage import required_goals
 from lossgate.bank.dense_candidates import dense_candidate, dense_kernel
 from lossgate.cases.assemble import assemble_tensor
 from lossgate.cases.bound_problem import BoundProblem
-from lossgate.cases.strategies import sample_problems
+from lossgate.cases.placed_problem import PlacedProblem
+from lossgate.cases.placement import sample_problems
 from lossgate.engine.cell import Cell
 from lossgate.engine.run import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.losses import SPECS
 from lossgate.problems.partition import Partition
 from lossgate.specs.outputs import metric_output
+from lossgate.specs.sharding_goals import SHARDING_GOALS
 
 CLIPPED_PG = SPECS["clipped_pg"]
 
@@ -30,6 +32,10 @@ def problem(spec: str, **changes: Any) -> Problem:
 
 def coverage(example: Problem) -> frozenset[str]:
     return BoundProblem(SPECS[example.spec], example).coverage
+
+
+def placed_coverage(example: Problem) -> frozenset[str]:
+    return PlacedProblem(BoundProblem(SPECS[example.spec], example), example).coverage
 
 
 def declare(supports: dict[str, Any]) -> Candidate:
@@ -149,15 +155,15 @@ def test_a_value_that_is_out_of_range_is_refused_by_name() -> None:
 
 
 def test_goals_out_of_reach_are_not_required() -> None:
-    every = required_goals(dense_candidate(CLIPPED_PG, "hidden"), Layout(dp=2))
+    every = required_goals(dense_candidate(CLIPPED_PG, "hidden"), Layout(dp=2, cp=2, tp=2))
     assert every == CLIPPED_PG.all_goals
     plain = required_goals(declare({}), Layout())
     assert set(every) - set(plain) == {
-        "rank with nothing trained",
+        *SHARDING_GOALS,
         "weight above its bound",
         "weight below its bound",
-        "label on a shard's first row",
-        "label on a shard's last row",
+        "label on the first row",
+        "label on the last row",
         *(name for name in every if name.startswith("sequence ") and "the clip" in name),
     }
     assert "token below the clip, A < 0" in required_goals(declare({"ratio_clip_min": (0.2, 1.5)}), Layout())
@@ -173,5 +179,6 @@ def test_every_scenario_is_a_goal() -> None:
 
 def test_a_rank_with_nothing_trained_is_a_goal() -> None:
     uneven = problem("clipped_pg", layout=Layout(dp=2), masks=("all", "none"))
-    assert "rank with nothing trained" in coverage(uneven)
-    assert "rank with nothing trained" not in coverage(replace(uneven, masks=("all", "all")))
+    assert "rank with nothing trained" in placed_coverage(uneven)
+    assert "rank with nothing trained" not in placed_coverage(replace(uneven, masks=("all", "all")))
+    assert "rank with nothing trained" not in coverage(uneven)  # without its layout

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lossgate import UsageError, candidate
-from lossgate.adequacy.killing_problems import killing_problems
+from lossgate.adequacy.deck import deck_of
 from lossgate.adequacy.option_mutants import option_mutants
 from lossgate.bank.bugs import BUGS
 from lossgate.bank.dense_candidates import dense_candidate
@@ -70,8 +70,7 @@ def test_specs_of_one_name_do_not_share_problems() -> None:
     """Else a mutant that is equivalent for one loss would not be asked for in the other."""
     real = dense_candidate(SPECS["nll"], "logprobs")
     flat_spec = replace(SPECS["nll"], loss=lambda values, fields, options: (0 * values.logprobs.sum(), {}))
-    name, mutant = next((n, m) for n, m in option_mutants(real).items() if m.option == "reduction")
-    assert "reduction" in name
-    flat = killing_problems(replace(real, spec=flat_spec), "float32", 1, mutant, None)
-    assert flat.equivalent
-    assert not killing_problems(real, "float32", 1, mutant, None).equivalent
+    name = next(name for name, mutant in option_mutants(real).items() if mutant.option == "reduction")
+    flat = deck_of(replace(real, spec=flat_spec), "float32", 1)
+    assert name in flat.equivalent
+    assert name not in deck_of(real, "float32", 1).equivalent

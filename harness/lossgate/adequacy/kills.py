@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which option mutants a problem kills: would the judge reject what the mutant gives on it?"""
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,65 +10,99 @@ from torch import Tensor
 from lossgate.adequacy.option_mutants import SIDES, OptionMutant, Side
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
-from lossgate.problems.batch import GlobalBatch
-from lossgate.problems.problem import Problem
+from lossgate.cases.reference import DenseRun, LossStage
 from lossgate.specs.heads import HEADS
 from lossgate.specs.outputs import Output
-from lossgate.specs.spec import Spec
 
 
 def killed_mutants(mutants: Iterable[OptionMutant], case: Case) -> Iterator[OptionMutant]:
     """Yields the mutants that a case kills. The candidate must have run on it."""
-    bound = case.bound
-    mutated: dict[tuple[str, str], Mapping[Output, Tensor]] = {}
+    mutated: dict[OptionMutant, Mapping[Output, Tensor]] = {}
     for mutant in mutants:
-        options = mutant.mutate(bound.bound_spec)
-        if options is None:
+        options = mutant.mutate(case.bound.bound_spec)
+        if options is not None:
+            mutated[mutant] = case.bound.mutated(options)
+    for side in SIDES:
+        left = [mutant for mutant in mutated if mutant.side == side]
+        for output in _shown_in(side, case.bound):
+            if output in case.result.dtypes and left:
+                rejected = _rejected([mutated[mutant][output] for mutant in left], output, case)
+                yield from (mutant for mutant, killed in zip(left, rejected, strict=True) if killed)
+                left = [mutant for mutant, killed in zip(left, rejected, strict=True) if not killed]
+
+
+def _rejected(results: Sequence[Tensor], output: Output, case: Case) -> list[bool]:
+    """Returns which results the judge rejects. Those that are the reference's own are not asked."""
+    own = case.oracle.reference[output]
+    changed = [not torch.equal(result, own) for result in results]
+    if not any(changed):
+        return changed
+    rejected = case.oracle.rejects(output, torch.stack(list(results)), case.result.dtypes[output])
+    return [a and b for a, b in zip(changed, rejected.tolist(), strict=True)]
+
+
+def changes(
+    mutants: Iterable[OptionMutant], bound: BoundProblem, *, unmasked: bool = False
+) -> dict[OptionMutant, float]:
+    """Returns how much each mutant changes the values or the gradients of a problem.
+
+    This is the largest change in any output, relative to the output's largest entry. Mutants of
+    another choice than the problem has are left out. It needs neither a candidate nor noise, and so
+    is quick.
+
+    Args:
+        mutants: the mutants.
+        bound: the problem.
+        unmasked: ask the problem as it is before tokens near a kink are masked, which is quicker.
+    """
+    dense = bound.unmasked_dense if unmasked else bound.dense
+    found: dict[OptionMutant, float] = {}
+    by_choice: dict[tuple[str, str], Mapping[Side, float]] = {}
+    for mutant in mutants:
+        if not mutant.mistakes(bound.bound_spec):
             continue
         choice = mutant.option, repr(mutant.other)
-        if choice not in mutated:
-            mutated[choice] = bound.reference_with(options, bound.batch)
-        dtypes = case.result.dtypes
-        given = ((o, mutated[choice][o]) for o in _shown_in(mutant.side, bound.batch, bound) if o in dtypes)
-        changed = ((o, tensor) for o, tensor in given if not torch.equal(tensor, case.oracle.reference[o]))
-        if not all(case.oracle.compare(o, tensor, dtypes[o]).agrees for o, tensor in changed):
-            yield mutant
+        if choice not in by_choice:
+            options = mutant.mutate(bound.bound_spec)
+            by_choice[choice] = _changes(options, bound, dense) if options is not None else {}
+        if mutant.side in by_choice[choice]:
+            found[mutant] = by_choice[choice][mutant.side]
+    return found
 
 
-def score(mutant: OptionMutant, problem: Problem, spec: Spec) -> float:
-    """Returns how much a mutant changes the values or gradients of a problem.
-
-    This is the largest change in any output, relative to the output's largest entry. It is 0 if
-    the problem has another choice of the option than the one that the mutant mistakes. It needs
-    neither a candidate nor noise, and so is quick.
-    """
-    both = _scores(replace(mutant, side="value"), problem.to_json(), spec)
-    return both[mutant.side]
-
-
-@lru_cache(maxsize=4096)
-def _scores(mutant: OptionMutant, problem_json: str, spec: Spec) -> Mapping[Side, float]:
-    """Compares values and gradients together, because callers ask for one right after the other."""
-    bound = _bound_problem(problem_json, spec)
-    options = mutant.mutate(bound.bound_spec)
-    if options is None:
-        return dict.fromkeys(SIDES, 0.0)
-    own, mutated = bound.unmasked_reference, bound.reference_with(options, bound.unmasked)
+def _changes(options: Mapping[str, Any], bound: BoundProblem, dense: DenseRun) -> Mapping[Side, float]:
+    own, other = bound.bound_spec.returning(()), bound.spec.bind(options).returning(())
+    if own.token_stage != other.token_stage:
+        outputs = dense.outputs(own), dense.outputs(other)
+        return {side: _largest(*([o[name] for name in _shown_in(side, bound)] for o in outputs)) for side in SIDES}
+    stages = dense.loss_stage(own), dense.loss_stage(other)
+    weight = _reach(stages[0], bound)
+    names = {name: None for stage in stages for name in stage.upstream}
+    zero = torch.zeros((), dtype=torch.float64)
     return {
-        side: max((_relative(own[o], mutated[o]) for o in _shown_in(side, bound.unmasked, bound)), default=0.0)
-        for side in SIDES
+        "value": _largest(*([stage.outputs[output] for output in _shown_in("value", bound)] for stage in stages)),
+        "gradient": _largest(*([stage.upstream.get(name, zero) * weight for name in names] for stage in stages)),
     }
 
 
-@lru_cache(maxsize=512)
-def _bound_problem(problem_json: str, spec: Spec) -> BoundProblem:
-    """Keeps problems and their references, because many mutants are tried on the same problems."""
-    return BoundProblem(spec, Problem.from_json(problem_json))
+def _reach(stage: LossStage, bound: BoundProblem) -> Tensor | float:
+    """Returns how far the gradient of each token's log-probabilities reaches, 0 to 1.
+
+    That of a label whose probability is nearly 1 hardly reaches its logits.
+    """
+    if not HEADS[bound.problem.head].has_logits:
+        return 1.0
+    return 1 - stage.logprobs.exp()
+
+
+def _largest(own: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+    return max((_relative(a, b) for a, b in zip(own, other, strict=True)), default=0.0)
 
 
 def _relative(own: Tensor, other: Tensor) -> float:
     if torch.equal(own, other):
         return 0.0
+    own, other = torch.broadcast_tensors(own, other)
     finite = own.isfinite() & other.isfinite()
     if not bool((own[~finite] == other[~finite]).all()):
         return float("inf")
@@ -77,8 +110,9 @@ def _relative(own: Tensor, other: Tensor) -> float:
     return float((own - other).abs().max() / torch.maximum(own.abs().max(), other.abs().max()))
 
 
-def _shown_in(side: Side, batch: GlobalBatch, bound: BoundProblem) -> list[Output]:
+def _shown_in(side: Side, bound: BoundProblem) -> list[Output]:
     """Returns the outputs that can reveal a mutant: differentiated values, or gradients."""
+    batch = bound.unmasked
     if side == "value":
         return [bound.spec.output(name) for name in batch.cotangents]
     return list(HEADS[bound.problem.head].gradients(batch.leaves).values())

@@ -57,10 +57,12 @@ class OptionMutant:
         Returns None where the problem's choice is none of ``values``, or no valid options have the
         other choice.
         """
+        return bound.spec.with_choice(bound.values, self.option, self.other) if self.mistakes(bound) else None
+
+    def mistakes(self, bound: BoundSpec) -> bool:
+        """Returns whether the problem's choice is one of ``values``."""
         default = bound.spec.supported_options[self.option].default
-        if not _within(bound.values.get(self.option, default), self.values):
-            return None
-        return bound.spec.with_choice(bound.values, self.option, self.other)
+        return _within(bound.values.get(self.option, default), self.values)
 
 
 def option_mutants(candidate: Candidate) -> Mapping[str, OptionMutant]:

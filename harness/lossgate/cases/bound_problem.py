@@ -1,31 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A problem bound to its spec: its tensors and references, each made once, when asked for."""
+"""A problem bound to its spec: its tensors, references and noise, each made once, when asked for.
+
+Nothing of it hangs on a layout; ``PlacedProblem`` adds what does.
+"""
 
 from collections.abc import Collection, Mapping
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lossgate.cases.kinks import mask_near_kinks
 from lossgate.cases.materialize import materialize, with_cotangents
-from lossgate.cases.reference import run_reference
+from lossgate.cases.reference import DenseRun
+from lossgate.judge.comparison import Tolerance
+from lossgate.judge.ensemble import Ensemble, gradient_on, run_ensemble
+from lossgate.numerics.rounded_arithmetic import Stages
 from lossgate.problems.batch import GlobalBatch
+from lossgate.problems.partition import Partition
 from lossgate.problems.problem import Problem
+from lossgate.specs.heads import HEADS
 from lossgate.specs.outputs import Output
+from lossgate.specs.sharding_goals import Trained
 from lossgate.specs.spec import Spec
 
 
 class BoundProblem:
-    """A problem of a spec. Nothing in it depends on a candidate or on who runs it.
+    """A problem of a spec, without its layout. Nothing in it depends on a candidate's code.
 
     Raises:
         UsageError: if the spec does not allow the problem's options.
     """
 
     def __init__(self, spec: Spec, problem: Problem) -> None:
-        self.spec, self.problem = spec, problem
+        self.spec, self.problem = spec, problem.unsharded
         self.bound_spec = spec.bind(problem.options)
+        self._references: dict[frozenset[Output], Mapping[Output, Tensor]] = {}
+        self._mutated: dict[str, Mapping[Output, Tensor]] = {}
+        self._ensembles: dict[tuple[Stages, frozenset[Output]], Ensemble] = {}
+        self._gradients: dict[str, Tensor] = {}
+        self.tolerances: dict[Any, Tolerance] = {}
+        """Those of outputs that are the same on every layout, kept by ``Oracle``."""
 
     @cached_property
     def unmasked(self) -> GlobalBatch:
@@ -41,31 +57,81 @@ class BoundProblem:
         return with_cotangents(masked, self.problem, self.bound_spec)
 
     @cached_property
-    def unmasked_reference(self) -> Mapping[Output, Tensor]:
-        """The reference loss and gradients of the batch before tokens near a kink are masked."""
-        return self.reference_with(self.bound_spec.values, self.unmasked)
-
-    @cached_property
     def coverage(self) -> frozenset[str]:
-        """The coverage goals that the problem reaches."""
-        return self._covered(self.batch)
-
-    @cached_property
-    def likely_coverage(self) -> frozenset[str]:
-        """The goals that the problem reaches if no token near a kink has to be masked."""
-        return self._covered(self.unmasked)
-
-    def _covered(self, batch: GlobalBatch) -> frozenset[str]:
-        covered = self.spec.covered(batch, self.bound_spec.options)
-        if self.spec.trains(batch.fields):
+        """The coverage goals that the problem reaches on any layout."""
+        covered = self.spec.covered(self.batch, self.bound_spec.options)
+        if bool(self.spec.trained(self.batch.fields).any()):
             chosen = self.problem.scenario
             covered |= {f"{c.name}: {chosen.get(c.name, c.default)}" for c in self.spec.scenarios}
         return frozenset(covered)
 
+    @cached_property
+    def trained(self) -> Trained:
+        """What is trained."""
+        fields, spec = self.batch.fields, self.spec
+        chosen = spec.trained(fields).nonzero().squeeze(1)
+        if spec.trained_dim == "sequence":
+            return Trained(chosen.numpy(), torch.zeros_like(chosen).numpy(), chosen[:, None][:, :0].numpy())
+        sequence, lengths = fields["sequence"][chosen], fields["lengths"]
+        ids = fields[spec.gathered_ids] if spec.gathered_ids else fields["labels"][:, None]
+        starts = lengths.cumsum(0) - lengths
+        return Trained(sequence.numpy(), (chosen - starts[sequence]).numpy(), ids[chosen].numpy())
+
+    @cached_property
+    def dense(self) -> DenseRun:
+        """The reference, with any options."""
+        return DenseRun(self.batch, self.problem.head)
+
+    @cached_property
+    def unmasked_dense(self) -> DenseRun:
+        """The reference before tokens near a kink are masked."""
+        return DenseRun(self.unmasked, self.problem.head)
+
     def reference(self, returned: Collection[Output]) -> Mapping[Output, Tensor]:
         """Computes the reference for a candidate that returns some outputs."""
-        return run_reference(self.batch, self.problem.head, self.bound_spec.returning(returned))
+        key = frozenset(returned)
+        if key not in self._references:
+            self._references[key] = self.dense.outputs(self.bound_spec.returning(key))
+        return self._references[key]
 
-    def reference_with(self, options: Mapping[str, Any], batch: GlobalBatch) -> dict[Output, Tensor]:
-        """Computes the loss and gradients that other options would give on a batch."""
-        return run_reference(batch, self.problem.head, self.spec.bind(options).returning(()))
+    def mutated(self, options: Mapping[str, Any]) -> Mapping[Output, Tensor]:
+        """Computes the loss and gradients that other options would give."""
+        key = repr(sorted(options.items()))
+        if key not in self._mutated:
+            self._mutated[key] = self.dense.outputs(self.spec.bind(options).returning(()))
+        return self._mutated[key]
+
+    def noise_on(self, partition: Partition, stages: Stages, returned: Collection[Output]) -> Mapping[Output, Tensor]:
+        """Returns what correct kernels that round alike give on a layout, ``[members, *shape]``.
+
+        A gradient hangs on the layout only by the dims that its leaf does not have. So what is made
+        for one layout is kept for others.
+
+        Args:
+            partition: how the layout splits the problem.
+            stages: the formats to which the kernels round.
+            returned: the outputs that the candidate returns.
+        """
+        ensemble, outputs = self._ensemble(stages, returned), HEADS[self.problem.head].gradients(self.batch.leaves)
+        if ensemble.dlogits is None:
+            return ensemble.outputs
+        gradients: dict[Output, Tensor] = {}
+        for leaf, output in outputs.items():
+            key = repr((leaf, partition.shards_without(output.dims), sorted(map(str, returned)), stages))
+            if key not in self._gradients:
+                self._gradients[key] = self._gradient_on(partition, leaf, ensemble.dlogits, stages, key)
+            gradients[output] = self._gradients[key]
+        return {**ensemble.outputs, **gradients}
+
+    def _gradient_on(self, partition: Partition, leaf: str, dlogits: Tensor, stages: Stages, key: str) -> Tensor:
+        head, seed = HEADS[self.problem.head], f"{self.problem.to_json()} {key}"
+        return gradient_on(partition, leaf, head, self.batch, dlogits, stages, seed)
+
+    def _ensemble(self, stages: Stages, returned: Collection[Output]) -> Ensemble:
+        key = stages, frozenset(returned)
+        if key not in self._ensembles:
+            bound = self.bound_spec.returning(key[1])
+            self._ensembles[key] = run_ensemble(
+                HEADS[self.problem.head], self.batch, bound, stages, self.problem.to_json()
+            )
+        return self._ensembles[key]

@@ -7,6 +7,7 @@ from functools import cached_property
 from lossgate.cases.assemble import Assembled, assemble
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.oracle import Oracle
+from lossgate.cases.placed_problem import PlacedProblem
 from lossgate.cases.task import RankOutputs, RankTask
 from lossgate.declaration.candidate import Candidate
 from lossgate.errors import UsageError
@@ -25,15 +26,24 @@ class Case:
         UsageError: if the problem is for another spec, head, dtype or layout.
     """
 
-    def __init__(self, candidate: Candidate, problem: Problem, world: World) -> None:
+    def __init__(self, candidate: Candidate, problem: Problem, world: World, bound: BoundProblem | None = None) -> None:
+        """Binds a problem.
+
+        Args:
+            candidate: the kernel.
+            problem: with its layout.
+            world: where the ranks run.
+            bound: the problem without its layout, if somebody has bound it already.
+        """
         _check_fit(candidate, problem, world)
         self.candidate, self.problem, self.world = candidate, problem, world
-        self.bound = BoundProblem(candidate.spec, problem)
+        self.bound = bound or BoundProblem(candidate.spec, problem)
+        self.placed = PlacedProblem(self.bound, problem)
 
     @cached_property
     def _outcome(self) -> Sequence[RankOutputs] | RankFailure:
-        _ = self.bound.batch  # made here, once, and not by each rank
-        task = RankTask(self.candidate, self.bound)
+        _ = self.placed.batch  # made here, once, and not by each rank
+        task = RankTask(self.candidate, self.placed)
         try:
             return self.world.run(task, order=self.problem.reduction_order, seed=self.problem.seed)
         except RankFailure as failure:
@@ -54,12 +64,12 @@ class Case:
     @cached_property
     def result(self) -> Assembled:
         """The whole outputs. Raises what ``ranks`` raises."""
-        return assemble(self.ranks, self.candidate, self.bound.batch.partition, self.problem.hidden)
+        return assemble(self.ranks, self.candidate, self.placed.partition, self.problem.hidden)
 
     @cached_property
     def oracle(self) -> Oracle:
         """The reference and the noise that results are compared with."""
-        return Oracle(self.candidate, self.bound, self.result.outputs)
+        return Oracle(self.candidate, self.placed, self.result.outputs)
 
     @cached_property
     def comparisons(self) -> tuple[Comparison, ...]:

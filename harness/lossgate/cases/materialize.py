@@ -12,6 +12,7 @@ from dense_losses import token_logprobs
 from lossgate.dtypes import DTYPES
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.cotangents import draw_cotangents
+from lossgate.problems.packing import pack
 from lossgate.problems.problem import Problem
 from lossgate.problems.random_streams import RandomStreams
 from lossgate.problems.tokens import draw_tokens
@@ -21,7 +22,7 @@ from lossgate.specs.spec import BoundSpec, FieldContext
 
 
 def materialize(problem: Problem, bound: BoundSpec) -> GlobalBatch:
-    """Draws every tensor of a problem.
+    """Draws every tensor of a problem, on one rank and without padding.
 
     Ids and masks depend on the seed alone. All other numbers depend on the whole problem:
     Hypothesis makes many problems by changing one thing in another, and pooling over problems
@@ -31,6 +32,7 @@ def materialize(problem: Problem, bound: BoundSpec) -> GlobalBatch:
         problem: the problem.
         bound: its spec with its options.
     """
+    problem = problem.unsharded
     streams, fields = RandomStreams(problem.to_json()), draw_tokens(problem)
     head, dtype = HEADS[problem.head], DTYPES[problem.dtype]
     leaves = head.draw(HeadContext(problem, fields, bound.temperature, streams))
@@ -39,7 +41,6 @@ def materialize(problem: Problem, bound: BoundSpec) -> GlobalBatch:
         partition=problem.partition,
         leaves={name: leaf.to(dtype).double() for name, leaf in leaves.items()},
         fields=fields,
-        vocab_padding=head.draw_vocab_padding(problem, streams),
     )
     return with_cotangents(_with_fields(batch, problem, bound, streams), problem, bound)
 
@@ -47,6 +48,17 @@ def materialize(problem: Problem, bound: BoundSpec) -> GlobalBatch:
 def with_cotangents(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> GlobalBatch:
     """Returns the batch with the upstream gradients that fit its mask."""
     return replace(batch, cotangents=draw_cotangents(problem, batch.fields, bound.spec.outputs))
+
+
+def lay_out(batch: GlobalBatch, problem: Problem) -> GlobalBatch:
+    """Returns the batch as the ranks of the problem's layout hold it, with padding.
+
+    Args:
+        batch: of the unsharded problem.
+        problem: with its layout.
+    """
+    head, streams, partition = HEADS[problem.head], RandomStreams(problem.to_json()), problem.partition
+    return pack(batch, partition, head.leaves, head.draw_vocab_padding(problem, streams), streams)
 
 
 def _with_fields(batch: GlobalBatch, problem: Problem, bound: BoundSpec, streams: RandomStreams) -> GlobalBatch:

@@ -21,7 +21,7 @@ from lossgate.specs.spec import Spec
 
 @dataclass(frozen=True)
 class ForcedOption:
-    """An option that must have one of some values."""
+    """An option or scenario that must have one of some values."""
 
     option: str
     values: tuple[Any, ...]

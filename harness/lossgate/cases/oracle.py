@@ -5,15 +5,16 @@ may have.
 
 from collections.abc import Collection, Mapping
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lossgate.cases.bound_problem import BoundProblem
+from lossgate.cases.placed_problem import PlacedProblem
 from lossgate.declaration.candidate import Candidate
 from lossgate.judge.blocks import blocks_of
-from lossgate.judge.comparison import Comparison, compare
-from lossgate.judge.ensemble import run_ensemble
+from lossgate.judge.comparison import Comparison, Tolerance
+from lossgate.judge.ensemble import stages_of
 from lossgate.numerics.float_formats import FLOAT_FORMATS, float_format_of
 from lossgate.specs.outputs import Output
 
@@ -21,51 +22,77 @@ from lossgate.specs.outputs import Output
 class Oracle:
     """Judges any tensor as an output of one candidate on one problem."""
 
-    def __init__(self, candidate: Candidate, bound: BoundProblem, returned: Collection[Output]) -> None:
+    def __init__(self, candidate: Candidate, placed: PlacedProblem, returned: Collection[Output]) -> None:
         """Prepares to judge the outputs of a candidate on a problem.
 
         Args:
             candidate: says in which precision it computes.
-            bound: the problem.
+            placed: the problem on its layout.
             returned: the outputs that the candidate returns; its gradients are judged in any case.
         """
-        self.bound, self._candidate, self._returned = bound, candidate, returned
+        self._candidate, self._placed, self._bound = candidate, placed, placed.bound
+        self._returned = frozenset(returned)
+        self._stages = stages_of(candidate, placed.problem.dtype)
+        self._tolerances: dict[Any, Tolerance] = {}
 
     @property
     def gradients(self) -> tuple[Output, ...]:
         """The gradients that the candidate must give."""
-        return tuple(self._candidate.starts_at.gradients(self.bound.batch.leaves).values())
+        return tuple(self._candidate.starts_at.gradients(self._bound.batch.leaves).values())
 
     @cached_property
     def reference(self) -> Mapping[Output, Tensor]:
         """The reference outputs, in float64."""
-        return self.bound.reference(self._returned)
+        return self._bound.reference(self._returned)
 
     @cached_property
     def noise(self) -> Mapping[Output, Tensor]:
         """Every output as correct but rounded runs give it, ``[members, *shape]``."""
-        return run_ensemble(
-            self._candidate, self.bound.problem, self.bound.batch, self.bound.bound_spec.returning(self._returned)
-        )
+        return self._bound.noise_on(self._placed.partition, self._stages, self._returned)
 
     def compare(self, output: Output, result: Tensor, dtype: torch.dtype, faults: tuple[str, ...] = ()) -> Comparison:
         """Compares a whole float64 tensor, which came in ``dtype``, with the reference output."""
-        precision, batch = self._candidate.precision[self.bound.problem.dtype], self.bound.batch
+        compared = self._compared(output)
+        result = _without_overflow(result, self.reference[output], dtype)
+        return self._tolerance(output, dtype).compare(result if compared is None else result[compared], faults)
+
+    def rejects(self, output: Output, results: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns which of ``[n, *shape]`` results disagree with the reference output, ``[n]``
+        bool.
+        """
+        compared = self._compared(output)
+        return self._tolerance(output, dtype).rejects(results if compared is None else results[:, compared])
+
+    def _compared(self, output: Output) -> Tensor | None:
+        """Returns which tokens count; None for all."""
+        return self._bound.batch.fields["mask"] if output.kind == "token value" else None
+
+    def _tolerance(self, output: Output, dtype: torch.dtype) -> Tolerance:
+        """Returns the tolerance of an output that comes in ``dtype``.
+
+        That of a number is the same on every layout, and is kept with the problem.
+        """
+        everywhere = not output.dims
+        kept = self._bound.tolerances if everywhere else self._tolerances
+        key = (output, dtype, self._stages, self._returned) if everywhere else (output, dtype)
+        if key not in kept:
+            kept[key] = self._make_tolerance(output, dtype)
+        return kept[key]
+
+    def _make_tolerance(self, output: Output, dtype: torch.dtype) -> Tolerance:
+        precision, compared = self._candidate.precision[self._placed.problem.dtype], self._compared(output)
         reference, noise = self.reference[output], self.noise[output]
-        trained = batch.fields["mask"] if output.kind == "token value" else None
-        if trained is not None:
-            result, reference, noise = result[trained], reference[trained], noise[:, trained]
+        if compared is not None:
+            reference, noise = reference[compared], noise[:, compared]
         unit = float_format_of(dtype).unit
         on_the_way = (precision.dlogits, precision.loss) if output.kind == "gradient" else ()
-        return compare(
+        return Tolerance(
             output,
-            _without_overflow(result, reference, dtype),
             reference,
             noise,
             unit=unit,
             allowed=max([unit, *(FLOAT_FORMATS[dtype].unit for dtype in on_the_way)]),
-            blocks=blocks_of(output, batch, self._candidate.tiles, trained),
-            faults=faults,
+            blocks=blocks_of(output, self._placed.partition, self._candidate.tiles, compared),
         )
 
 

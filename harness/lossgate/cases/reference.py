@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the dense reference of a spec in float64 on the whole batch."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
 import torch
 from torch import Tensor
 
@@ -8,6 +11,7 @@ from lossgate.problems.batch import GlobalBatch
 from lossgate.specs.heads import HEADS
 from lossgate.specs.outputs import LOGPROBS, LOSS, TOKEN_ENTROPY, Output, metric_output
 from lossgate.specs.spec import BoundSpec
+from lossgate.specs.token_values import TokenValues
 
 
 def run_reference(batch: GlobalBatch, head: str, bound: BoundSpec) -> dict[Output, Tensor]:
@@ -18,18 +22,74 @@ def run_reference(batch: GlobalBatch, head: str, bound: BoundSpec) -> dict[Outpu
         head: where the kernel starts.
         bound: the spec with options, and with the outputs that will be compared.
     """
-    leaves = {name: leaf.clone().requires_grad_() for name, leaf in batch.leaves.items()}
-    values = bound.token_values(head, leaves, batch.fields)
-    outputs: dict[Output, Tensor] = {LOGPROBS: values.logprobs} if "logprobs" in bound.spec.outputs else {}
-    if "token_entropy" in bound.spec.outputs and values.entropy is not None:
-        outputs[TOKEN_ENTROPY] = values.entropy
-    if bound.spec.loss is not None:
-        loss, metrics = bound.loss(values, batch.fields)
-        outputs |= {LOSS: loss, **{metric_output(name): metric for name, metric in metrics.items()}}
-    roots = [_finite(outputs[bound.spec.output(name)]) for name in batch.cotangents]
-    gradients = torch.autograd.grad(roots, list(leaves.values()), list(batch.cotangents.values()))
-    found = {output: tensor.detach() for output, tensor in outputs.items()}
-    return found | dict(zip(HEADS[head].gradients(leaves).values(), gradients, strict=True))
+    return DenseRun(batch, head).outputs(bound)
+
+
+@dataclass(frozen=True)
+class LossStage:
+    """The reference from the values per token on."""
+
+    outputs: Mapping[Output, Tensor]
+    """Values and metrics."""
+    upstream: Mapping[str, Tensor]
+    """The gradient of each of the values per token, by its name in ``TokenValues``."""
+    logprobs: Tensor
+    """Of ``TokenValues``."""
+
+
+class DenseRun:
+    """The reference on one batch, with any options.
+
+    The stages up to the values per token are run once for all options that share them. Others that
+    differ in the loss alone then cost little.
+    """
+
+    def __init__(self, batch: GlobalBatch, head: str) -> None:
+        self._batch, self._head = batch, head
+        self._leaves = {name: leaf.clone().requires_grad_() for name, leaf in batch.leaves.items()}
+        self._values: dict[str, TokenValues] = {}
+        self._stages: dict[str, LossStage] = {}
+
+    def outputs(self, bound: BoundSpec) -> dict[Output, Tensor]:
+        """Computes values, metrics, and the gradient of each leaf.
+
+        Args:
+            bound: the spec with options, and with the outputs that will be compared.
+        """
+        stage, values, leaves = self.loss_stage(bound), self._token_values(bound), self._leaves
+        roots = [getattr(values, name) for name in stage.upstream]
+        gradients = torch.autograd.grad(roots, list(leaves.values()), list(stage.upstream.values()), retain_graph=True)
+        return {**stage.outputs, **dict(zip(HEADS[self._head].gradients(leaves).values(), gradients, strict=True))}
+
+    def loss_stage(self, bound: BoundSpec) -> LossStage:
+        """Computes values and metrics, and the gradients of the values per token."""
+        key = f"{bound.options} {bound.returned}"
+        if key not in self._stages:
+            self._stages[key] = self._run_loss(bound)
+        return self._stages[key]
+
+    def _run_loss(self, bound: BoundSpec) -> LossStage:
+        whole = self._token_values(bound)
+        given = {f.name: value for f in fields(whole) if isinstance(value := getattr(whole, f.name), Tensor)}
+        per_token = {name: value.detach().requires_grad_() for name, value in given.items() if value.requires_grad}
+        values = replace(whole, **per_token)
+        outputs: dict[Output, Tensor] = {LOGPROBS: values.logprobs} if "logprobs" in bound.spec.outputs else {}
+        if "token_entropy" in bound.spec.outputs and values.entropy is not None:
+            outputs[TOKEN_ENTROPY] = values.entropy
+        if bound.spec.loss is not None:
+            loss, metrics = bound.loss(values, self._batch.fields)
+            outputs |= {LOSS: loss, **{metric_output(name): metric for name, metric in metrics.items()}}
+        roots = [_finite(outputs[bound.spec.output(name)]) for name in self._batch.cotangents]
+        cotangents = list(self._batch.cotangents.values())
+        gradients = torch.autograd.grad(roots, list(per_token.values()), cotangents, allow_unused=True)
+        found = {output: tensor.detach() for output, tensor in outputs.items()}
+        upstream = {n: g for n, g in zip(per_token, gradients, strict=True) if g is not None}  # pyright: ignore[reportUnnecessaryComparison]
+        return LossStage(found, upstream, whole.logprobs.detach())
+
+    def _token_values(self, bound: BoundSpec) -> TokenValues:
+        if bound.token_stage not in self._values:
+            self._values[bound.token_stage] = bound.token_values(self._head, self._leaves, self._batch.fields)
+        return self._values[bound.token_stage]
 
 
 def _finite(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lossgate.cases.bound_problem import BoundProblem
+from lossgate.cases.placed_problem import PlacedProblem
 from lossgate.cases.returned import check_returned
 from lossgate.declaration.candidate import Candidate, Outputs
 from lossgate.problems.batch import GlobalBatch
@@ -28,10 +29,10 @@ class RankTask:
     """
 
     candidate: Candidate
-    bound: BoundProblem
+    placed: PlacedProblem
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, (self.candidate, self.bound.problem.to_json())
+        return _unpickle, (self.candidate, self.placed.problem.to_json())
 
     def __call__(self, context: RankContext) -> RankOutputs:
         """Runs the candidate on this rank.
@@ -39,19 +40,20 @@ class RankTask:
         Raises:
             CandidateError: if it breaks its declared interface.
         """
-        candidate, batch = self.candidate, self.bound.batch
+        candidate, batch = self.candidate, self.placed.batch
         dims = candidate.starts_at.leaves
         leaves = {name: batch.local_leaf(name, dims[name], context.rank).requires_grad_() for name in batch.leaves}
         absent = dict.fromkeys(set(dims) - set(leaves))
         local = candidate.spec.inputs[candidate.head](**batch.local_fields(context.rank), **leaves, **absent)
-        returned = candidate(local, self.bound.bound_spec.options, context.mesh)
+        returned = candidate(local, self.placed.bound.bound_spec.options, context.mesh)
         outputs = check_returned(returned, candidate, batch, context.rank)
         _backward(outputs, batch, context.rank)
         return _collect(outputs, candidate, leaves)
 
 
 def _unpickle(candidate: Candidate, problem: str) -> RankTask:
-    return RankTask(candidate, BoundProblem(candidate.spec, Problem.from_json(problem)))
+    given = Problem.from_json(problem)
+    return RankTask(candidate, PlacedProblem(BoundProblem(candidate.spec, given), given))
 
 
 def _collect(outputs: Outputs, candidate: Candidate, leaves: Mapping[str, Tensor]) -> RankOutputs:

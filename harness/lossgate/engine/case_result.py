@@ -65,7 +65,7 @@ def run_case(case: Case, held_to: Property, mutants: Iterable[OptionMutant] = ()
         problem=case.problem,
         comparisons=checked.comparisons,
         findings=checked.findings,
-        covered=case.bound.coverage,
+        covered=case.placed.coverage,
         killed=killed,
         faults=checked.faults,
     )

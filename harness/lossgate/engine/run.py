@@ -4,8 +4,9 @@
 import multiprocessing
 import os
 import signal
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, fields
 from functools import partial
 from time import perf_counter
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lossgate.adequacy.deck import deck_key
 from lossgate.cases.case import Case
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.loading import load_candidate
@@ -27,30 +29,41 @@ from lossgate.errors import UsageError
 from lossgate.layout import Layout
 from lossgate.properties import find_property
 from lossgate.worlds import make_world
+from lossgate.worlds.base import World
 
 
 def run_cell(cell: Cell, settings: Settings) -> CellResult:
-    """Verifies one cell. More problems are tried as long as they leave it inconclusive."""
+    """Verifies one cell. More problems are tried as long as they leave it inconclusive.
+
+    It computes with one thread, because the numbers of many threads depend on how many there are.
+    """
     start = perf_counter()
     world = make_world(cell.world, cell.layout, settings.timeout)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
-        if known := cell.candidate.known_failure:
-            frozen = read_known_failure(known).examples[0]
-            now = run_case(Case(cell.candidate, frozen.problem, world), cell.property)
-            return conclude_known(cell, known, frozen, now, perf_counter() - start)
-        search = Search(cell, world, settings)
-        search.run()
-        result = _conclude(search, start)
-        for round_ in range(1, settings.rounds):
-            if result.verdict is Verdict.INCONCLUSIVE:
-                search.fill_gaps(round_)
-                result = _conclude(search, start)
-            if result.verdict is Verdict.INCONCLUSIVE and result.gaps:
-                search.run(round_)
-                result = _conclude(search, start)
-        return result
+        return _run_in(world, cell, settings, start)
     finally:
+        torch.set_num_threads(threads)
         world.close()
+
+
+def _run_in(world: World, cell: Cell, settings: Settings, start: float) -> CellResult:
+    if known := cell.candidate.known_failure:
+        frozen = read_known_failure(known).examples[0]
+        now = run_case(Case(cell.candidate, frozen.problem, world), cell.property)
+        return conclude_known(cell, known, frozen, now, perf_counter() - start)
+    search = Search(cell, world, settings)
+    search.run()
+    result = _conclude(search, start)
+    for round_ in range(1, settings.rounds):
+        if result.verdict is Verdict.INCONCLUSIVE:
+            search.fill_gaps(round_)
+            result = _conclude(search, start)
+        if result.verdict is Verdict.INCONCLUSIVE and result.gaps:
+            search.run(round_)
+            result = _conclude(search, start)
+    return result
 
 
 def _conclude(search: Search, start: float) -> CellResult:
@@ -61,7 +74,7 @@ def _conclude(search: Search, start: float) -> CellResult:
         search.calls_after_failure,
         perf_counter() - start,
         search.still_to_kill,
-        search.equivalent & search.surviving.keys(),
+        search.equivalent.intersection(search.surviving),
     )
 
 
@@ -83,16 +96,54 @@ def _run_here(cells: Sequence[Cell], settings: Settings) -> Iterator[CellResult]
 
 
 def _run_side_by_side(cells: Sequence[Cell], settings: Settings, jobs: int) -> Iterator[CellResult]:
-    """Runs cells in fresh processes, which load the candidates again from their sources."""
+    """Runs cells in fresh processes, which load the candidates again from their sources.
+
+    Cells that share a deck run in one process, as far as possible, so that it is drawn once.
+    """
     sources = tuple(dict.fromkeys(cell.candidate.source for cell in cells))
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_start_process) as pool:
-        futures = [pool.submit(_run_by_name, CellName.of(cell), sources, settings) for cell in cells]
-        try:
-            for cell, future in zip(cells, futures, strict=True):
-                yield CellResult(cell=cell, **future.result())
-        finally:
-            pool.shutdown(cancel_futures=True)
+    workers = [ProcessPoolExecutor(1, mp_context=context, initializer=_start_process) for _ in range(jobs)]
+    queue, finished, idle = _Queue(cells), dict[int, CellResult](), list(range(jobs))
+    running: dict[Future[dict[str, Any]], tuple[int, int]] = {}
+    try:
+        for due, _ in enumerate(cells):
+            while due not in finished:
+                for worker in [w for w in idle if queue]:
+                    number = queue.take(worker)
+                    name = CellName.of(cells[number])
+                    running[workers[worker].submit(_run_by_name, name, sources, settings)] = worker, number
+                    idle.remove(worker)
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    worker, number = running.pop(future)
+                    finished[number] = CellResult(cell=cells[number], **future.result())
+                    idle.append(worker)
+            yield finished.pop(due)
+    finally:
+        for worker in workers:
+            worker.shutdown(cancel_futures=True)
+
+
+class _Queue:
+    """The cells that wait, by the deck that they share."""
+
+    def __init__(self, cells: Sequence[Cell]) -> None:
+        self._waiting: dict[str, deque[int]] = {}
+        for number, cell in enumerate(cells):
+            self._waiting.setdefault(deck_key(cell.candidate, cell.dtype), deque()).append(number)
+        self._decks: dict[int, str] = {}
+
+    def __bool__(self) -> bool:
+        return any(self._waiting.values())
+
+    def take(self, worker: int) -> int:
+        """Returns the next cell for a worker: of its deck, of one that nobody has, or of the one
+        with the most cells left.
+        """
+        if not self._waiting.get(self._decks.get(worker, "")):
+            left = [deck for deck, cells in self._waiting.items() if cells]
+            free = [deck for deck in left if deck not in self._decks.values()]
+            self._decks[worker] = free[0] if free else max(left, key=lambda deck: len(self._waiting[deck]))
+        return self._waiting[self._decks[worker]].popleft()
 
 
 @dataclass(frozen=True)

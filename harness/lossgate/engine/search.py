@@ -1,35 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Looks for a problem on which a candidate disagrees, and makes it small.
 
-Hypothesis draws and shrinks.
+Problems come from a deck, which all layouts share; Hypothesis draws and shrinks them.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from zlib import crc32
+from random import Random
 
 import hypothesis
-from hypothesis import Phase
 from hypothesis.errors import Flaky, Unsatisfiable
 
-from lossgate.adequacy.killing_problems import DRAWN, LEAST_SCORE, killing_problems
-from lossgate.adequacy.kills import score
-from lossgate.adequacy.option_mutants import OptionMutant, option_mutants
+from lossgate.adequacy.deck import WANTED, Entry, Placed, deck_of
+from lossgate.adequacy.option_mutants import OptionMutant
+from lossgate.adequacy.selection import choose
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
-from lossgate.cases.option_strategies import ForcedOption
-from lossgate.cases.strategies import problems, quiet
+from lossgate.cases.placement import splits_of
 from lossgate.declaration.any_value import ANY
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.engine.cell import Cell
 from lossgate.engine.settings import Settings
 from lossgate.errors import LossgateError, UsageError
 from lossgate.problems.problem import Problem
+from lossgate.specs.sharding_goals import IDS_GOALS, SHARDING_GOALS
 from lossgate.worlds.base import Hang, World
-
-_RUN_PER_GAP = 4
-"""The most problems that are run for one option mutant or coverage goal in each round; up to
-``DRAWN`` are drawn."""
 
 
 class _DisagreementError(Exception):
@@ -60,13 +55,17 @@ class Search:
     """Problems that were tried to make it smaller."""
     surviving: dict[str, OptionMutant] = field(default_factory=dict)
     """The option mutants that no problem has killed."""
-    equivalent: set[str] = field(default_factory=set)
+    equivalent: frozenset[str] = frozenset()
     """Those of them that changed no result of any problem that was drawn for them."""
+    _used: set[int] = field(default_factory=set)
+    """The problems of the deck that were run, by the identity of what was drawn."""
     _error: LossgateError | None = None
 
     def __post_init__(self) -> None:
-        self._mutants = option_mutants(self.cell.candidate) if self.cell.property.needs_adequacy else {}
-        self.surviving |= self._mutants
+        self._deck = deck_of(self.cell.candidate, self.cell.dtype, self.settings.seed)
+        self._splits = splits_of(self.cell.candidate)
+        if self.cell.property.needs_adequacy:
+            self.surviving |= self._deck.mutants
 
     @property
     def still_to_kill(self) -> dict[str, OptionMutant]:
@@ -79,112 +78,113 @@ class Search:
         return set(self.cell.required_goals).difference(*(case.covered for case in self.cases))
 
     def run(self, round_: int = 0) -> None:
-        """Runs problems until one fails, then shrinks it. Another round draws other problems.
+        """Runs problems until one fails, then shrinks it. Another round runs other problems.
 
         Raises:
             CandidateError: if the candidate breaks its declared interface.
             UsageError: if no valid options are left for the candidate.
         """
-        self._search(f"{self.settings.seed} {round_} {self.cell}", self._check)
+        entries, least = self._entries(), len(self.cases) + self.settings.examples
+        if self.cell.property.needs_adequacy:
+            self.equivalent = self._deck.equivalent
+        chance, drawn = Random(f"{self.settings.seed} {round_} {self.cell}"), 0
+        while True:
+            placed = self._on_layout(entries)
+            unused = [one for one in placed if id(one.entry.drawn) not in self._used]
+            wanted = {*self.still_to_kill, *self.missing_goals}
+            self._run_all(choose(unused, wanted, least - len(self.cases), chance))
+            nothing_fits = not placed and drawn > 0
+            if self.failure is not None or len(self.cases) >= least or nothing_fits:
+                return
+            entries, drawn = self._deck.more(drawn), drawn + 1
 
     def fill_gaps(self, round_: int) -> None:
-        """Looks for problems that kill survivors or reach missing goals, until one fails."""
-        for name, mutant in self.still_to_kill.items():
-            self._kill(name, mutant, round_)
-        for name in sorted(self.missing_goals):
-            self._reach(name, round_)
+        """Runs problems that are likely to kill survivors or reach missing goals, until one
+        fails.
+        """
+        for name in sorted(self.still_to_kill):
+            if name in self.surviving:
+                self._kill(name, round_)
+        for goal in sorted(self.missing_goals):
+            self._reach(goal, round_)
+
+    def _kill(self, name: str, round_: int) -> None:
+        known = [entry for entry in self._unused(self._entries()) if name in entry.kills]
+        known.sort(key=lambda entry: -entry.kills[name])
+        for entry in self._unused(known or self._deck.killing(name, round_))[:WANTED]:
+            if name in self.surviving:
+                self._run_all(self._on_layout([entry])[:1])
 
     def _reach(self, goal: str, round_: int) -> None:
-        spec = self.cell.candidate.spec
+        known = [placed for placed in self._on_layout(self._unused(self._entries())) if goal in placed.goals]
+        if not known:
+            drawn = self._unused(self._draw_reaching(goal, round_))
+            known = [placed for placed in self._on_layout(drawn) if goal in placed.goals]
+        for placed in known[:WANTED]:
+            if goal in self.missing_goals:
+                self._run_all([placed])
 
-        def likely(problem: Problem) -> float:
-            return float(goal in BoundProblem(spec, problem).likely_coverage)
+    def _draw_reaching(self, goal: str, round_: int) -> Sequence[Entry]:
+        if goal in SHARDING_GOALS or goal in IDS_GOALS:
+            return self._deck.reaching_on(self.cell.layout, self._splits, goal, round_)
+        return self._deck.reaching(goal, round_)
 
-        self._seek(f"{round_} {goal}", lambda: goal in self.missing_goals, likely)
+    def _entries(self) -> Sequence[Entry]:
+        try:
+            return self._deck.entries
+        except Unsatisfiable:
+            raise self._no_valid_options() from None
 
-    def _kill(self, name: str, mutant: OptionMutant, round_: int) -> None:
-        if name not in self.still_to_kill or self.failure is not None:
-            return
-        candidate, dtype = self.cell.candidate, self.cell.dtype
-        choices = {other.values for other in self._mutants.values() if other.option == mutant.option}
-        target = mutant.target if len(choices) > 1 else None
-        known = killing_problems(candidate, dtype, self.settings.seed, mutant, target)
-        if known.equivalent:
-            self.equivalent.add(name)
-            return
-        for problem in known.on(self.cell.layout) if round_ == 1 else ():
-            if name in self.surviving:
-                self._try(problem, target)
+    def _unused(self, entries: Iterable[Entry]) -> list[Entry]:
+        return [entry for entry in entries if id(entry.drawn) not in self._used]
+
+    def _on_layout(self, entries: Sequence[Entry]) -> list[Placed]:
+        return self._deck.on(self.cell.layout, self._splits, entries)
+
+    def _run_all(self, placed: Iterable[Placed]) -> None:
+        for one in placed:
             if self.failure is not None:
                 return
+            self._used.add(id(one.entry.drawn))
+            self._try(one)
 
-        def likely(problem: Problem) -> float:
-            return score(mutant, problem, candidate.spec) / LEAST_SCORE[dtype]
-
-        self._seek(f"{round_} {target or ''}", lambda: name in self.surviving, likely, target)
-
-    def _try(self, problem: Problem, target: ForcedOption | None) -> None:
-        """Runs one problem.
-
-        If the candidate fails on it, looks for one like it that can be made smaller.
-        """
+    def _try(self, placed: Placed) -> None:
+        """Runs one problem. If the candidate fails on it, makes the problem smaller."""
         try:
-            self._check(problem)
-        except (_DisagreementError, _StopSearch):
-            if self._error is not None:
-                raise self._error from None
-            found, self.failure = self.failure, None
-            found_case = self.failing_case
-            if found is not None and found.failure != Hang.__name__:
-                self._search(f"{self.settings.seed} {self.cell} like one that failed", self._check, target)
-            if self.failure is None:
-                self.failure, self.failing_case = found, found_case
-
-    def _seek(
-        self,
-        what: str,
-        missing: Callable[[], bool],
-        likely: Callable[[Problem], float],
-        target: ForcedOption | None = None,
-    ) -> None:
-        """Runs problems that are likely (1 or more) to fill a gap, as long as it is there.
-
-        It gives up later if none of the problems drawn has any chance at all.
-        """
-        if self.failure is not None or not missing():
-            return
-        scores: list[float] = []
-        first = len(self.cases)
-
-        def check(problem: Problem) -> None:
-            if self.failure is None:
-                patience = DRAWN if any(scores) else 2 * DRAWN
-                if len(scores) >= patience or len(self.cases) - first == _RUN_PER_GAP or not missing():
-                    raise _StopSearch
-                scores.append(likely(problem))
-                hypothesis.assume(scores[-1] >= 1)
-            self._check(problem)
-
-        self._search(f"{self.settings.seed} {self.cell} {what}", check, target)
-
-    def _search(self, seed: str, check_problem: Callable[[Problem], None], target: ForcedOption | None = None) -> None:
-        @hypothesis.seed(crc32(seed.encode()))
-        @quiet(self.settings.examples, Phase.generate, Phase.shrink)
-        @hypothesis.given(problems(self.cell.candidate, self.cell.layout, self.cell.dtype, target))
-        def check(problem: Problem) -> None:
-            check_problem(problem)
-
-        try:
-            check()
-        except (_DisagreementError, _StopSearch):
+            self._check(placed.problem, placed.entry)
+        except _StopSearch:
             pass
-        except Flaky:
-            self._add_flaky()
-        except Unsatisfiable:
-            if target is None:
-                raise self._no_valid_options() from None
+        except _DisagreementError:
+            self._shrink(placed)
         if self._error is not None:
             raise self._error
+
+    def _shrink(self, placed: Placed) -> None:
+        """Has Hypothesis draw the problem again, and make it smaller on its own layout."""
+        placement, reached = placed.placement, False
+        plainest = placement.plainest(self._splits)
+        try:
+            if plainest.fits(placed.entry.bound.problem):
+                self._check(plainest.put(placed.entry.bound.problem))
+        except _DisagreementError:
+            placement = plainest
+        except _StopSearch:
+            return
+
+        def check(problem: Problem) -> None:
+            nonlocal reached
+            reached = reached or problem == placed.entry.drawn
+            if reached:
+                hypothesis.assume(placement.vocab_split == "even" or placement.fits(problem))
+                self._check(placement.put(problem))
+
+        try:
+            placed.entry.draws.each(check, shrink=True)
+        except (_DisagreementError, _StopSearch):
+            return
+        except Flaky:
+            pass
+        self._add_flaky()  # what failed once did not fail again
 
     def _no_valid_options(self) -> UsageError:
         candidate = self.cell.candidate
@@ -195,13 +195,14 @@ class Search:
             f"options: {candidate.spec.conflict(first)}. Change supports so that one combination is valid"
         )
 
-    def _check(self, problem: Problem) -> None:
+    def _check(self, problem: Problem, entry: Entry | None = None) -> None:
+        """Runs a problem; raises if the candidate disagrees, or if nothing more is to be tried."""
         if self.failure is not None:
             self.calls_after_failure += 1
             if self.calls_after_failure > self.settings.shrink_calls:
                 raise _StopSearch
         try:
-            result = self._run(problem)
+            result = self._run(problem, entry)
         except LossgateError as error:
             self._error = error
             raise _StopSearch from None
@@ -211,14 +212,15 @@ class Search:
             raise _StopSearch
         raise _DisagreementError
 
-    def _run(self, problem: Problem) -> CaseResult:
+    def _run(self, problem: Problem, entry: Entry | None) -> CaseResult:
         """Runs a problem and records what came of it.
 
         Of all cases only the smallest one that fails is kept, because a case holds tensors.
         """
-        case = Case(self.cell.candidate, problem, self.world)
-        mutants = list(self.surviving.values()) if self.failure is None else ()
-        result = run_case(case, self.cell.property, mutants)
+        bound = entry.bound if entry is not None else BoundProblem(self.cell.candidate.spec, problem)
+        case = Case(self.cell.candidate, problem, self.world, bound)
+        likely = [self.surviving[name] for name in entry.kills if name in self.surviving] if entry is not None else ()
+        result = run_case(case, self.cell.property, likely if self.failure is None else ())
         if self.failure is None:
             self.cases.append(result)
             for name in result.killed:

@@ -22,7 +22,7 @@ class Settings:
     """The settings of a run."""
 
     examples: int = 20
-    """Problems per cell: a candidate, held to a property, on a layout, in a dtype."""
+    """The least problems per cell: a candidate, held to a property, on a layout, in a dtype."""
     rounds: int = 4
     """While the cell is inconclusive: how often that many more are tried, and some are looked for
     that show what is missing."""
@@ -58,8 +58,6 @@ class Settings:
 
 PROFILES: Mapping[str, Settings] = {
     "dev": Settings(),
-    # With 4 rounds 1 or 2 of ci/verify's 889 cells stay inconclusive by luck of the draw:
-    # clipped_pg has 136 option mutants, and in bfloat16 a problem kills few of them.
     "ci": Settings(examples=12, rounds=8, ranks=8, jobs=0),
     "nightly": Settings(examples=100, ranks=16, jobs=0),
     "release": Settings(examples=300, ranks=16, jobs=0),

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lossgate.judge.statistics import Blocks
-from lossgate.problems.batch import GlobalBatch
-from lossgate.problems.partition import Dim
+from lossgate.problems.partition import Dim, Partition
 from lossgate.specs.outputs import Output
 
 TILE = 32
@@ -18,19 +17,19 @@ TILE = 32
 
 
 def blocks_of(
-    output: Output, batch: GlobalBatch, tiles: Mapping[str, tuple[int, ...]], compared: Tensor | None = None
+    output: Output, partition: Partition, tiles: Mapping[str, tuple[int, ...]], compared: Tensor | None = None
 ) -> list[Blocks]:
     """Returns every way to cut an output into blocks.
 
     Args:
-        output: the output.
-        batch: the whole batch.
+        output: the output, without padding.
+        partition: how a layout splits it.
         tiles: the candidate's tile sizes, by dim.
         compared: which slices along the first dim are compared; None for all.
     """
     found: list[Blocks] = []
     for dim, name in enumerate(output.dims):
-        for block, every_index in _cuts(name, batch, tiles).items():
+        for block, every_index in _cuts(name, partition, tiles).items():
             index = every_index if compared is None else every_index[compared]
             count = int(index.max()) + 1 if len(index) else 0
             if count > 1:  # a single block is the whole, which SCALE looks at
@@ -38,31 +37,30 @@ def blocks_of(
     return found
 
 
-def _cuts(dim: Dim, batch: GlobalBatch, tiles: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+def _cuts(dim: Dim, partition: Partition, tiles: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     if dim == "token":
-        return _token_cuts(batch)
+        return _token_cuts(partition)
     if dim == "sequence":
-        return _sequence_cuts(batch)
-    return _vocab_cuts(batch, tiles) if dim == "vocab" else {}
+        return _sequence_cuts(partition)
+    return _vocab_cuts(partition, tiles) if dim == "vocab" else {}
 
 
-def _token_cuts(batch: GlobalBatch) -> dict[str, Tensor]:
-    partition = batch.partition
-    owner = torch.zeros(partition.tokens, dtype=torch.long)
-    for i, tokens in enumerate(partition.token_shards.values()):
+def _token_cuts(partition: Partition) -> dict[str, Tensor]:
+    sequence = torch.repeat_interleave(torch.arange(len(partition.lengths)), torch.tensor(partition.lengths))
+    owner = torch.zeros(len(sequence), dtype=torch.long)
+    for i, tokens in enumerate(partition.real_token_shards):
         owner[tokens] = i
-    return {"token": torch.arange(partition.tokens), "sequence": partition.sequence_of_token, "token shard": owner}
+    return {"token": torch.arange(len(sequence)), "sequence": sequence, "token shard": owner}
 
 
-def _sequence_cuts(batch: GlobalBatch) -> dict[str, Tensor]:
-    partition = batch.partition
+def _sequence_cuts(partition: Partition) -> dict[str, Tensor]:
     sizes = torch.tensor([len(partition.sequences(rank)) for rank in range(partition.layout.dp)])
     shards = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
     return {"sequence": torch.arange(len(partition.lengths)), "sequence shard": shards}
 
 
-def _vocab_cuts(batch: GlobalBatch, tiles: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    rows = torch.arange(batch.partition.vocab)
-    sizes = torch.tensor([shard.end - shard.start for shard in batch.partition.vocab_shards])
+def _vocab_cuts(partition: Partition, tiles: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    rows = torch.arange(partition.vocab)
+    sizes = torch.tensor([shard.end - shard.start for shard in partition.vocab_shards])
     shards = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
     return {"vocab row": rows, "vocab tile": rows // tiles.get("vocab", (TILE,))[0], "vocab shard": shards}

@@ -5,12 +5,13 @@ runs.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from lossgate.judge.power import blind_spots, plant
-from lossgate.judge.statistics import SCALE, WORST, Blocks, NoiseModel, limits, statistics
+from lossgate.judge.statistics import SCALE, WORST, Blocks, Limits, NoiseModel, Statistic, limits, statistics
 from lossgate.specs.outputs import Output
 
 
@@ -27,6 +28,8 @@ class Comparison:
     """The number of the worst entry or block, by statistic."""
     sd: float = 0.0
     """Standard deviation of SCALE over the ensemble."""
+    mean: float = 0.0
+    """Mean of SCALE over the ensemble: rounding makes the largest of many numbers larger."""
     unit: float = 0.0
     """Unit roundoff of the output's dtype."""
     faults: tuple[str, ...] = ()
@@ -66,96 +69,152 @@ def _share(value: float, limit: float) -> float:
     return float("inf") if value else 0.0
 
 
-def compare(
-    output: Output,
-    result: Tensor,
-    reference: Tensor,
-    members: Tensor,
-    *,
-    unit: float,
-    allowed: float,
-    blocks: Sequence[Blocks] = (),
-    faults: tuple[str, ...] = (),
-) -> Comparison:
-    """Compares a result with the reference. All tensors are float64.
+class Tolerance:
+    """What one output of one problem may be, given the noise of correct runs.
 
-    Args:
-        output: what the result is.
-        result, reference: of the same shape.
-        members: ``[M, *shape]``, correct but rounded runs.
-        unit: unit roundoff of the output's dtype.
-        allowed: what rounding may do to the whole result alike, relative to it.
-        blocks: the ways to cut the output into blocks.
-        faults: what is already known to be wrong, in words.
+    Its limits are computed once, and any number of results are held to them.
     """
-    if not bool(reference.isfinite().all()):
-        result, reference, members, faults = _without_infinities(result, reference, members, faults)
-    if not bool(result.isfinite().all()):
-        count = int((~result.isfinite()).sum())
-        fault = f"{count} of {result.numel()} entries are not finite, where the reference is"
-        return Comparison(output=output, faults=(*faults, fault))
-    deviations = members - reference
-    low, high = deviations.amin(0), deviations.amax(0)
-    exactly_zero = (reference == 0) & (low == 0) & (high == 0)
-    if leaks := int((result[exactly_zero] != 0).sum()):
-        largest = float(result[exactly_zero].abs().max())
-        fault = f"{leaks} of {result.numel()} entries should be exactly zero and are up to {largest:.3g}"
-        faults = (*faults, fault)
-    if bool(exactly_zero.all()):
-        return Comparison(output=output, faults=faults, vacuous=True)
-    size = float(torch.stack([reference.abs().max(), -low.min(), high.max()]).max())
-    model = NoiseModel(reference / size, deviations.div_(size), unit)
-    return _judge(output, result / size, model, allowed, blocks, faults, reference)
 
+    def __init__(
+        self,
+        output: Output,
+        reference: Tensor,
+        members: Tensor,
+        *,
+        unit: float,
+        allowed: float,
+        blocks: Sequence[Blocks] = (),
+    ) -> None:
+        """Prepares to compare results with a reference. All tensors are float64.
 
-def _judge(
-    output: Output,
-    result: Tensor,
-    model: NoiseModel,
-    allowed: float,
-    blocks: Sequence[Blocks],
-    faults: tuple[str, ...],
-    unscaled: Tensor,
-) -> Comparison:
-    """Measures a result, and with it copies in which errors are planted.
+        Args:
+            output: what the results are.
+            reference: its shape is that of each result.
+            members: ``[M, *shape]``, correct but rounded runs.
+            unit: unit roundoff of the output's dtype.
+            allowed: what rounding may do to a whole result alike, relative to it.
+            blocks: the ways to cut the output into blocks.
+        """
+        self._output, self._reference, self._allowed, self._blocks = output, reference, allowed, blocks
+        self._finite = reference.isfinite()
+        self._all_finite = bool(self._finite.all())
+        self._known = self._zeroed(reference)
+        deviations = self._zeroed(members) - self._known
+        low, high = deviations.amin(0), deviations.amax(0)
+        self._exactly_zero = (self._known == 0) & (low == 0) & (high == 0)
+        self.vacuous = bool(self._exactly_zero.all())
+        """Nothing is left to compare: every entry is exactly zero in every run."""
+        if not self.vacuous:
+            self._size = float(torch.stack([self._known.abs().max(), -low.min(), high.max()]).max())
+            self._model = NoiseModel(self._known / self._size, deviations.div_(self._size), unit)
 
-    It is scaled as the model's reference is.
-    """
-    limit, sd = limits(model, blocks, allowed)
-    planted = plant(result, model.reference, blocks) if model.says_something else {}
-    stack = torch.stack([result, *planted.values()]) - model.reference
-    found = statistics(stack, model.reference, model.precision(), blocks, allowed)
-    values = {name: float(statistic.values[0]) for name, statistic in found.items()}
-    rejected = {
-        name: any(abs(float(found[s].values[i])) > limit[s] for s in found) for i, name in enumerate(planted, 1)
-    }
-    scales = {name: float(found[SCALE].values[i]) for i, name in enumerate(planted, 1)}
-    return Comparison(
-        output=output,
-        values=values,
-        limits=limit,
-        where={name: _number(int(s.where[0]), name, unscaled) for name, s in found.items() if s.where is not None},
-        sd=sd,
-        unit=model.unit,
-        faults=faults,
-        vacuous=not planted,
-        rejected=rejected,
-        blind=blind_spots(scales, rejected, values[SCALE], limit[SCALE]),
-    )
+    def _zeroed(self, x: Tensor) -> Tensor:
+        """Zeroes the entries whose reference is infinite, such as the log-probability of a label
+        that a filter left out.
+        """
+        return x if self._all_finite else torch.where(self._finite, x, 0.0)
 
+    @cached_property
+    def _limits(self) -> Limits:
+        return limits(self._model, self._blocks, self._allowed)
 
-def _without_infinities(
-    result: Tensor, reference: Tensor, members: Tensor, faults: tuple[str, ...]
-) -> tuple[Tensor, Tensor, Tensor, tuple[str, ...]]:
-    """Zeroes entries whose reference is infinite; adds a fault where the result differs there.
+    @cached_property
+    def _precision(self) -> Tensor:
+        return self._model.precision()
 
-    The log-probability of a label that a filter left out is -inf.
-    """
-    finite = reference.isfinite()
-    if wrong := int((result[~finite] != reference[~finite]).sum()):
-        faults = (*faults, f"{wrong} of {result.numel()} entries should be infinite, and are not")
-    zeroed = [torch.where(finite, x, 0.0) for x in (result, reference, members)]
-    return zeroed[0], zeroed[1], zeroed[2], faults
+    def compare(self, result: Tensor, faults: tuple[str, ...] = ()) -> Comparison:
+        """Compares a result with the reference.
+
+        Args:
+            result: of the reference's shape.
+            faults: what is already known to be wrong, in words.
+        """
+        if not self._all_finite:
+            if wrong := int((result[~self._finite] != self._reference[~self._finite]).sum()):
+                faults = (*faults, f"{wrong} of {result.numel()} entries should be infinite, and are not")
+            result = self._zeroed(result)
+        if not bool(result.isfinite().all()):
+            count = int((~result.isfinite()).sum())
+            fault = f"{count} of {result.numel()} entries are not finite, where the reference is"
+            return Comparison(output=self._output, faults=(*faults, fault))
+        leaked = result[self._exactly_zero]
+        if leaks := int((leaked != 0).sum()):
+            largest = float(leaked.abs().max())
+            fault = f"{leaks} of {result.numel()} entries should be exactly zero and are up to {largest:.3g}"
+            faults = (*faults, fault)
+        if self.vacuous:
+            return Comparison(output=self._output, faults=faults, vacuous=True)
+        return self._measure(result / self._size, faults)
+
+    def _measure(self, result: Tensor, faults: tuple[str, ...]) -> Comparison:
+        """Measures a result, and with it copies in which errors are planted.
+
+        It is scaled as the model's reference is.
+        """
+        if not result.dim():
+            return self._measure_number(float(result), faults)
+        limit = self._limits.of
+        planted = plant(result, self._model.reference, self._blocks) if self._model.says_something else {}
+        found = self._statistics(torch.stack([result, *planted.values()]))
+        values = {name: float(statistic.values[0]) for name, statistic in found.items()}
+        over = self._over(found)
+        rejected = {name: bool(over[i]) for i, name in enumerate(planted, 1)}
+        scales = {name: float(found[SCALE].values[i]) for i, name in enumerate(planted, 1)}
+        where = ((name, s.where) for name, s in found.items() if s.where is not None)
+        return Comparison(
+            output=self._output,
+            values=values,
+            limits=limit,
+            where={name: _number(int(entries[0]), name, self._reference) for name, entries in where},
+            sd=self._limits.sd,
+            mean=self._limits.mean,
+            unit=self._model.unit,
+            faults=faults,
+            vacuous=not planted,
+            rejected=rejected,
+            blind=blind_spots(scales, rejected, values[SCALE], limit[SCALE]),
+        )
+
+    def _measure_number(self, result: float, faults: tuple[str, ...]) -> Comparison:
+        """Does what ``_measure`` does for a number, which has SCALE alone, in far less time."""
+        limits, known = self._limits, float(self._model.reference)
+        weight = known * float(self._precision)
+        size = known * weight  # 0 if there is no noise, or nearly nothing but noise
+        planted = {"x1.01": result * 1.01, "x0.99": result * 0.99, "zero": 0.0} if self._model.says_something else {}
+        scales = {name: (value - known) * weight / size if size > 0 else 0.0 for name, value in planted.items()}
+        scale = (result - known) * weight / size if size > 0 else 0.0
+        rejected = {name: abs(value) > limits.of[SCALE] for name, value in scales.items()}
+        return Comparison(
+            output=self._output,
+            values={SCALE: scale},
+            limits=limits.of,
+            sd=limits.sd,
+            mean=limits.mean,
+            unit=self._model.unit,
+            faults=faults,
+            vacuous=not planted,
+            rejected=rejected,
+            blind=blind_spots(scales, rejected, scale, limits.of[SCALE]),
+        )
+
+    def rejects(self, results: Tensor) -> Tensor:
+        """Returns for each of ``[n, *shape]`` results whether ``compare`` would disagree, ``[n]``
+        bool.
+        """
+        flat = results.reshape(len(results), -1)
+        known, zero = self._finite.flatten(), self._exactly_zero.flatten()
+        wrong = (flat[:, ~known] != self._reference.flatten()[~known]).any(1)
+        wrong |= ~flat[:, known].isfinite().all(1) | (flat[:, zero & known] != 0).any(1)
+        results = self._zeroed(results)
+        return wrong if self.vacuous else wrong | self._over(self._statistics(results / self._size))
+
+    def _statistics(self, results: Tensor) -> dict[str, Statistic]:
+        reference = self._model.reference
+        return statistics(results - reference, reference, self._precision, self._blocks, self._allowed)
+
+    def _over(self, found: Mapping[str, Statistic]) -> Tensor:
+        limit = self._limits.of
+        return torch.stack([~(s.values.abs() <= limit[name]) for name, s in found.items()]).any(0)
 
 
 def _number(index: int, statistic: str, reference: Tensor) -> str:

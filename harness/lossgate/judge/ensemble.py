@@ -10,8 +10,8 @@ states.) The loss itself runs as the reference has it, with float32 noise on eve
 torch dispatches.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
 from zlib import crc32
 
 import torch
@@ -23,7 +23,7 @@ from lossgate.numerics.noise import Noise
 from lossgate.numerics.round_every_operation import RoundEveryOperation
 from lossgate.numerics.rounded_arithmetic import RoundedRun, Stages
 from lossgate.problems.batch import GlobalBatch
-from lossgate.problems.problem import Problem
+from lossgate.problems.partition import Partition
 from lossgate.specs.heads.base import Head
 from lossgate.specs.outputs import LOGPROBS, LOSS, TOKEN_ENTROPY, Output, metric_output
 from lossgate.specs.spec import BoundSpec
@@ -37,24 +37,59 @@ _FILTERED = -1e30
 """The logit of what a filter leaves out: as good as -inf, and safe to compute with."""
 
 
-def run_ensemble(candidate: Candidate, problem: Problem, batch: GlobalBatch, bound: BoundSpec) -> dict[Output, Tensor]:
-    """Runs the ensemble of a candidate on a problem.
+@dataclass(frozen=True)
+class Ensemble:
+    """What correct runs give on one rank: the same whatever the layout.
+
+    What hangs on a layout is added by ``gradient_on``.
+    """
+
+    outputs: Mapping[Output, Tensor]
+    """Each output ``[members, *shape]`` in float64; no gradients at heads with logits."""
+    dlogits: Tensor | None
+    """``[members, T, V]``, at heads with logits."""
+
+
+def stages_of(candidate: Candidate, dtype: str) -> Stages:
+    """Returns the float format of each stage of a candidate, for inputs of a dtype."""
+    hidden_gradient = candidate.contract.grads.get("hidden", {})
+    return candidate.precision[dtype].stages(
+        dtype, caller_reduces_hidden=hidden_gradient.get("tp", "replicate") != "replicate"
+    )
+
+
+def run_ensemble(head: Head, batch: GlobalBatch, bound: BoundSpec, stages: Stages, seed: str) -> Ensemble:
+    """Runs the ensemble of kernels that round alike on a problem.
 
     Args:
-        candidate: says where it starts and in which precision it computes.
-        problem: its JSON is the seed of the noise.
-        batch: the problem's tensors.
+        head: where the kernels start.
+        batch: the tensors of the unsharded problem.
         bound: the spec with options, and with the outputs that will be compared.
-
-    Returns:
-        Each output as ``[members, *shape]``, in float64.
+        stages: the formats to which the kernels round.
+        seed: of the noise.
     """
-    hidden_gradient = candidate.contract.grads.get("hidden", {})
-    stages = candidate.precision[problem.dtype].stages(
-        problem.dtype, caller_reduces_hidden=hidden_gradient.get("tp", "replicate") != "replicate"
-    )
-    noise = Noise(crc32(problem.to_json().encode()))
-    return _Ensemble(candidate.starts_at, batch, bound, RoundedRun(noise, _members(batch), stages)).run()
+    return _Ensemble(head, batch, bound, _rounded(batch, stages, seed)).run()
+
+
+def gradient_on(
+    partition: Partition, leaf: str, head: Head, batch: GlobalBatch, dlogits: Tensor, stages: Stages, seed: str
+) -> Tensor:
+    """Returns the gradient of a leaf as the ranks of a layout give it, ``[members, *shape]``.
+
+    Args:
+        partition: of the layout, whose ranks' parts are rounded and added up.
+        leaf: the leaf.
+        head, batch, stages: as for ``run_ensemble``.
+        dlogits: of the ensemble.
+        seed: of the noise.
+    """
+    run = _rounded(batch, stages, seed)
+    gradient = head.rounded_gradient(leaf, batch.leaves, dlogits, partition, run)
+    return run.noise.round(gradient, stages.inputs) if stages.grads_in_forward else gradient
+
+
+def _rounded(batch: GlobalBatch, stages: Stages, seed: str) -> RoundedRun:
+    return RoundedRun(Noise(crc32(seed.encode())), _members(batch), stages)
 
 
 def _members(batch: GlobalBatch) -> int:
@@ -93,16 +128,16 @@ class _Ensemble:
     def stages(self) -> Stages:
         return self.rounded.stages
 
-    def run(self) -> dict[Output, Tensor]:
+    def run(self) -> Ensemble:
         leaves = self.batch.leaves
-        gradients = self.head.gradients(leaves)
         if not self.head.has_logits:
             ((name, leaf),) = leaves.items()
             stage = self._loss(TokenValues(logprobs=leaf.expand(self.members, *leaf.shape)))
-            return stage.outputs | {gradients[name]: self.noise.round(stage.of_logprobs, self.stages.inputs)}
+            gradient = self.noise.round(stage.of_logprobs, self.stages.inputs)
+            return Ensemble(stage.outputs | {self.head.gradients(leaves)[name]: gradient}, None)
         softmax = self._softmax(self._tempered(self.head.rounded_logits(leaves, self.rounded)))
         stage = self._loss(softmax.values)
-        return stage.outputs | {gradients[name]: grad for name, grad in self._gradients(softmax, stage).items()}
+        return Ensemble(stage.outputs, self._dlogits(softmax, stage.of_logprobs, stage.of_entropy))
 
     # Forward
 
@@ -179,34 +214,27 @@ class _Ensemble:
         own = {n: field.expand(self.members, *field.shape) for n, field in self.batch.fields.items() if _rounds(field)}
         given = {n: v for n in ("entropy", "lowest", "highest") if (v := getattr(values, n)) is not None}
 
+        primals = [values.logprobs.detach().requires_grad_()]
+        if "entropy" in given:
+            primals.append(given.pop("entropy").detach().requires_grad_())
+
         def one_member(
-            logprobs: Tensor, given: dict[str, Tensor], own: dict[str, Tensor], upstream: Tensor
-        ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-            fields = {**self.batch.fields, **own}
+            given: dict[str, Tensor], own: dict[str, Tensor], logprobs: Tensor, entropy: Tensor | None = None
+        ) -> tuple[Tensor, dict[str, Tensor]]:
             extremes = {name: given.get(name) for name in ("lowest", "highest")}
-
-            def loss_of(logprobs: Tensor, entropy: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-                return self.bound.loss(TokenValues(logprobs=logprobs, entropy=entropy, **extremes), fields)
-
-            primals = (logprobs, given["entropy"]) if "entropy" in given else (logprobs,)
-            vjp = cast("tuple[Tensor, Any, dict[str, Tensor]]", torch.func.vjp(loss_of, *primals, has_aux=True))
-            loss, backward, metrics = vjp
-            gradient, *rest = backward(upstream)
-            return loss, gradient, rest[0] if rest else torch.zeros_like(loss), metrics
+            per_token = TokenValues(logprobs=logprobs, entropy=entropy, **extremes)
+            return self.bound.loss(per_token, {**self.batch.fields, **own})
 
         with RoundEveryOperation(self.noise, self.stages.loss):
-            loss, gradient, of_entropy, metrics = torch.vmap(one_member)(values.logprobs, given, own, upstream)
+            loss, metrics = torch.vmap(one_member)(given, own, *primals)
+            gradients = torch.autograd.grad(loss, primals, upstream, allow_unused=True)
+        gradient, of_entropy = (*gradients, None)[:2]
+        assert gradient is not None
         scalars = {LOSS: loss, **{metric_output(name): metric for name, metric in metrics.items()}}
-        return scalars, gradient, of_entropy if bool(of_entropy.any()) else None
+        scalars = {output: tensor.detach() for output, tensor in scalars.items()}
+        return scalars, gradient, of_entropy if of_entropy is not None and bool(of_entropy.any()) else None
 
     # Backward
-
-    def _gradients(self, softmax: _Softmax, stage: _LossStage) -> dict[str, Tensor]:
-        dlogits = self._dlogits(softmax, stage.of_logprobs, stage.of_entropy)
-        gradients = self.head.rounded_gradients(self.batch.leaves, dlogits, self.batch.partition, self.rounded)
-        if self.stages.grads_in_forward:
-            return {name: self.noise.round(gradient, self.stages.inputs) for name, gradient in gradients.items()}
-        return gradients
 
     def _dlogits(self, softmax: _Softmax, of_logprobs: Tensor, of_entropy: Tensor | None) -> Tensor:
         """Returns the gradient of the logits, ``[M, T, V]``.

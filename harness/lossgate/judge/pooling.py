@@ -61,9 +61,11 @@ def pool(output: Output, comparisons: Iterable[Comparison]) -> Pooled:
     weights = [1 / (v + between) for v in variances]
     scale = sum(w * s for w, s in zip(weights, scales, strict=True)) / sum(weights)
     sd = 1 / sqrt(sum(weights))
+    # What rounding itself does to the scale: it makes the largest of many numbers larger.
+    expected = abs(sum(w * c.mean for w, c in zip(weights, used, strict=True)) / sum(weights))
     if len(used) == 1:  # nothing tells what rounding did to all of it alike: it is judged by its own limit
-        return Pooled(output, 1, scale, sd, max(floor + SIGMAS * sd, used[0].limits[SCALE]))
-    return Pooled(output, len(used), scale, sd, floor + SIGMAS * (1 + 60 / len(used) ** 2) * sd)
+        return Pooled(output, 1, scale, sd, max(floor + expected + SIGMAS * sd, used[0].limits[SCALE]))
+    return Pooled(output, len(used), scale, sd, floor + expected + SIGMAS * (1 + 60 / len(used) ** 2) * sd)
 
 
 def _between_variance(scales: list[float], variances: list[float]) -> float:

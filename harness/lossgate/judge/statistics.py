@@ -146,15 +146,27 @@ def _add_up(slices: Tensor, cut: Blocks) -> Tensor:
     return slices.new_zeros(len(slices), cut.count).index_add_(1, cut.index, slices)
 
 
-def limits(model: NoiseModel, blocks: Sequence[Blocks], allowed: float) -> tuple[dict[str, float], float]:
-    """Returns the limit of each statistic, and the standard deviation of SCALE in the ensemble."""
+@dataclass(frozen=True)
+class Limits:
+    """What the ensemble says of each statistic."""
+
+    of: Mapping[str, float]
+    """The limit of each statistic."""
+    sd: float
+    """Root mean square of SCALE over the members."""
+    mean: float
+    """Mean of SCALE over the members."""
+
+
+def limits(model: NoiseModel, blocks: Sequence[Blocks], allowed: float) -> Limits:
+    """Returns the limit of each statistic."""
     members = statistics(model.deviations, model.reference, model.precision_without_each(), blocks)
     sd = float(members[SCALE].values.square().mean().sqrt())
     limit = {
         name: FACTORS.get(name, BLOCK_FACTOR) * float(statistic.values.max()) for name, statistic in members.items()
     }
     limit[SCALE] = allowed + scale_sigmas(model.members) * sd
-    return limit, sd
+    return Limits(limit, sd, float(members[SCALE].values.mean()))
 
 
 def scale_sigmas(members: int) -> float:

@@ -164,7 +164,7 @@ def _log_weights(context: FieldContext) -> Tensor:
         return per_sequence + scatter * context.streams.normal("weight scatter", context.tokens)
     if o.sequence_level_importance_ratios and context.scenario["generation"] != "equal":
         # The sum over a sequence is what counts.
-        lengths = torch.tensor(context.batch.partition.padded_lengths).clamp(min=1)
+        lengths = torch.tensor(context.batch.partition.lengths).clamp(min=1)
         scatter = 0.2 * context.streams.normal("weight scatter", context.tokens)
         return (
             on_tokens(context, draw_in_spans(context.streams, "weights", context.sequences, chosen) / lengths) + scatter
@@ -286,7 +286,7 @@ CLIPPED_PG = Spec(
     },
     make_fields=_make_fields,
     counts=_counts,
-    trains=lambda fields: bool(trained_tokens(fields).any()),
+    trained=trained_tokens,
     scenarios=(RATIOS, ADVANTAGES, REFERENCE, GENERATION, SAMPLES),
     mistakes=(
         fixed_option("ratio_clip_max", 10.0, "ratios are practically never clipped from above"),

@@ -15,11 +15,11 @@ from dense_losses import (
     token_logprobs,
     topk_kl,
 )
-from lossgate.problems.batch import GlobalBatch
-from lossgate.specs.coverage import TOKEN_GOALS, CoverageGoal, covered_by_mask
+from lossgate.specs.coverage import TOKEN_GOALS, covered_by_mask
 from lossgate.specs.inputs import HiddenHead, LogitsHead, PackedBatch
 from lossgate.specs.mistakes import Mistake, mistaken_choice
 from lossgate.specs.option import TEMPERATURE, Between, Option, options_of
+from lossgate.specs.sharding_goals import IDS_GOALS
 from lossgate.specs.spec import FieldContext, Metric, Spec
 from lossgate.specs.token_values import TokenValues, logit_range
 
@@ -88,16 +88,6 @@ def _make_fields(context: FieldContext) -> dict[str, Tensor]:
     return {"teacher_indices": indices, "teacher_logits": {"other": 1.0, "sure": 8.0, "flat": 0.0}[scenario] * noise}
 
 
-def _covered(batch: GlobalBatch, options: DistillOptions) -> set[str]:
-    own = batch.fields["teacher_indices"][batch.fields["mask"]]
-    covered = covered_by_mask(batch, options)
-    shards = [s for s in batch.partition.vocab_shards if s.end > s.start]
-    for row in own:
-        held = {i for i, s in enumerate(shards) if bool(((row >= s.start) & (row < s.end)).any())}
-        covered |= {"top-k on several shards"} if len(held) > 1 else {"top-k on one shard"}
-    return covered
-
-
 _TEACHER = Option(
     name="teacher",
     meaning="it nearly or exactly agrees with the student on the student's top-k; "
@@ -143,9 +133,6 @@ DISTILL = Spec(
     metrics={
         "num_unmasked_tokens": Metric(meaning="trained tokens"),
     },
-    goals={
-        **TOKEN_GOALS,
-        "top-k on one shard": CoverageGoal(meaning="a token whose teacher's top-k lies on one tp rank"),
-    },
-    covered=_covered,
+    goals={**TOKEN_GOALS, **IDS_GOALS},
+    covered=covered_by_mask,
 )

@@ -134,9 +134,7 @@ def _make_pair_fields(context: FieldContext) -> dict[str, Tensor]:
 
 
 def _in_layout(values: Tensor, context: FieldContext) -> Tensor:
-    """Moves values from the alignment of the labels to that of the option, within each padded
-    sequence.
-    """
+    """Moves values from the alignment of the labels to that of the option, within each sequence."""
     if context.options.reference_layout == "next":
         return values
     shifted, starts = values.clone(), context.batch.partition.starts
@@ -147,10 +145,6 @@ def _in_layout(values: Tensor, context: FieldContext) -> Tensor:
         elif end > start:
             shifted[start:end] = torch.cat([part[:-1], part[:1]])  # rolled round from the start
     return shifted
-
-
-def _any_pair(fields: Mapping[str, Tensor]) -> bool:
-    return bool(fields["sample_mask"].any())
 
 
 def _covered_pairs(batch: GlobalBatch) -> set[str]:
@@ -220,7 +214,7 @@ DPO = Spec(
     scenarios=(_REFERENCE, SAMPLES),
     group_size=2,
     counts=count_samples,
-    trains=_any_pair,
+    trained=trained_tokens,
     kinks=True,
     tie_scenarios={"reference": "equal"},  # only the accuracy compares
     mistakes=(
@@ -254,7 +248,8 @@ PREFERENCE = Spec(
     scenarios=(SAMPLES,),
     group_size=2,
     counts=count_samples,
-    trains=_any_pair,
+    trained=lambda fields: fields["sample_mask"],
+    trained_dim="sequence",
     kinks=True,
     mistakes=(EVERY_SEQUENCE_COUNTS,),
     metrics=_METRICS,

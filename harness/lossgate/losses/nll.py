@@ -89,8 +89,7 @@ def _extra_metrics(values: TokenValues, batch: Mapping[str, Tensor]) -> dict[str
 
 def _make_fields(context: FieldContext) -> dict[str, Tensor]:
     partition, mask = context.batch.partition, context.batch.fields["mask"]
-    real = torch.zeros(partition.tokens, dtype=torch.bool)
-    real[partition.real_tokens] = True
+    real = torch.ones(context.tokens, dtype=torch.bool)
     trained = torch.zeros(context.sequences, dtype=torch.long).index_add(0, partition.sequence_of_token, mask.long())
     return {"real": real, "real_tokens": real.sum(), "trained_sequences": (trained > 0).sum()}
 

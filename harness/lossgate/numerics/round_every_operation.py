@@ -74,6 +74,11 @@ class RoundEveryOperation(TorchDispatchMode):
         super().__init__()
         self.noise, self.to = noise, to
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keeps torch from importing its compiler, which takes seconds and is of no use here."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
         if name in _COMPARISONS and isinstance(args[1], Tensor) and args[0].dtype is torch.float64:

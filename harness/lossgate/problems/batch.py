@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every tensor of a problem, before it is split over ranks, and the shards of each rank."""
+"""Every tensor of a problem, unsplit, and the shards of each rank."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,10 @@ from lossgate.problems.partition import Dims, Partition
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalBatch:
-    """Every tensor of a problem, unsplit. T counts the tokens of the padded pack."""
+    """Every tensor of a problem, unsplit.
+
+    T counts its tokens: those of the sequences end to end, or of the padded pack of a layout.
+    """
 
     dtype: str
     """The dtype of the differentiable inputs."""

@@ -135,6 +135,25 @@ class Partition:
             for cp in range(self.layout.cp)
         }
 
+    @cached_property
+    def real_token_shards(self) -> list[Tensor]:
+        """What each rank holds, in the order of ``token_shards``, as numbers among the tokens that
+        are no padding.
+        """
+        number = torch.full((self.tokens,), -1)
+        number[self.real_tokens] = torch.arange(len(self.real_tokens))
+        held = (number[shard] for shard in self.token_shards.values())
+        return [tokens[tokens >= 0] for tokens in held]
+
+    def shards_without(self, dims: Dims) -> tuple[object, ...]:
+        """Tells apart the ways in which the ranks split what has none of some dims.
+
+        Two partitions for which it is the same add up the same parts of a tensor of these dims.
+        """
+        vocab = tuple((shard.start, shard.end) for shard in self.vocab_shards)
+        tokens = self.layout.dp, self.layout.cp, self.padded_lengths if self.layout.cp > 1 else ()
+        return () if "vocab" in dims else vocab, () if "token" in dims else tokens
+
     def _owned(self, dp: int, cp: int) -> Sequence[int]:
         owned: list[int] = []
         for sequence in self.sequences(dp):

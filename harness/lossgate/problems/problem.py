@@ -5,7 +5,7 @@ The structure (sizes, masks, options, scenarios) is drawn and shrunk; the number
 seed. The same problem gives the same tensors, bit for bit, on every machine.
 """
 
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -104,6 +104,14 @@ class Problem:
     def outlier_columns(self) -> int:
         """Columns of the tensor that holds the outliers."""
         return self.hidden if self.head == "hidden" else self.vocab
+
+    @property
+    def unsharded(self) -> "Problem":
+        """The same on one rank, without padding.
+
+        All numbers are drawn from its JSON, so that they are the same on every layout.
+        """
+        return replace(self, layout=Layout(), vocab_split="balanced", pad_to_multiple=1, reduction_order="rank")
 
     @property
     def partition(self) -> Partition:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Coverage goals: situations that problems must reach before a verdict counts.
 
-Here are those that most losses share.
+Here are those that most losses share; ``sharding_goals`` has those of layouts.
 """
 
 from collections.abc import Callable, Container, Mapping
@@ -41,21 +41,18 @@ class CoverageGoal:
 
 
 Covered = Callable[[GlobalBatch, Any], set[str]]
-"""``(batch, options) -> `` the names of the goals that a problem reaches."""
+"""``(unsharded batch, options) -> `` the names of the goals that a problem reaches."""
 
 _WITH_LABELS = ("hidden", "logits")
 
 TOKEN_GOALS: Mapping[str, CoverageGoal] = {
     "trained token": CoverageGoal(meaning="a token whose label is trained"),
     "masked token": CoverageGoal(meaning="a token whose label is not trained"),
-    "label on a shard's first row": CoverageGoal(
-        meaning="a trained label on the first row of a tp rank's vocabulary", heads=_WITH_LABELS
+    "label on the first row": CoverageGoal(
+        meaning="a trained label on the first row of the vocabulary", heads=_WITH_LABELS
     ),
-    "label on a shard's last row": CoverageGoal(
-        meaning="a trained label on the last row of a tp rank's vocabulary", heads=_WITH_LABELS
-    ),
-    "rank with nothing trained": CoverageGoal(
-        meaning="a rank without any trained token, beside one that has some", axes=("dp", "cp")
+    "label on the last row": CoverageGoal(
+        meaning="a trained label on the last row of the vocabulary", heads=_WITH_LABELS
     ),
 }
 
@@ -68,17 +65,13 @@ def covered_token_goals(batch: GlobalBatch, trained: Tensor) -> set[str]:
         trained: ``[tokens]`` bool, the tokens that count.
     """
     labels = batch.fields["labels"][trained]
-    held = [bool(trained[own].any()) for own in batch.partition.token_shards.values()]
-    covered = {"rank with nothing trained"} if any(held) and not all(held) else set[str]()
-    covered |= {"trained token"} if trained.any() else set()
-    covered |= {"masked token"} if not trained[batch.partition.real_tokens].all() else set()
-    for shard in batch.partition.vocab_shards:
-        own = labels[(labels >= shard.start) & (labels < shard.end)]
-        if shard.start < shard.end and bool((own == shard.start).any()):
-            covered.add("label on a shard's first row")
-        if shard.start < shard.end and bool((own == shard.end - 1).any()):
-            covered.add("label on a shard's last row")
-    return covered
+    reached = {
+        "trained token": trained.any(),
+        "masked token": not trained.all(),
+        "label on the first row": (labels == 0).any(),
+        "label on the last row": (labels == batch.partition.vocab - 1).any(),
+    }
+    return {name for name, there in reached.items() if there}
 
 
 def covered_by_mask(batch: GlobalBatch, _options: Any) -> set[str]:

@@ -22,6 +22,7 @@ from lossgate.specs.heads import HEADS
 from lossgate.specs.mistakes import Mistake
 from lossgate.specs.option import Option
 from lossgate.specs.outputs import RETURNED, Output, metric_output
+from lossgate.specs.sharding_goals import SHARDING_GOALS
 from lossgate.specs.token_values import TokenStage, TokenValues, label_values
 from lossgate.spelling import nearest
 
@@ -62,7 +63,8 @@ class Metric:
 class FieldContext:
     """What a spec makes its further fields from.
 
-    T tokens of the padded pack, padding included; S sequences.
+    T tokens of the sequences end to end, without padding; S sequences. Padding is added later, for
+    each layout.
     """
 
     batch: GlobalBatch
@@ -95,9 +97,9 @@ def count_by_mask(fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {"valid_tokens": fields["mask"].sum()}
 
 
-def mask_trains(fields: Mapping[str, Tensor]) -> bool:
-    """Returns whether the mask trains any token."""
-    return bool(fields["mask"].any())
+def trained_by_mask(fields: Mapping[str, Tensor]) -> Tensor:
+    """Returns ``[T]`` bool: the tokens that the mask trains."""
+    return fields["mask"]
 
 
 def no_temperature(_options: Any) -> float:
@@ -141,9 +143,11 @@ class Spec:
     make_fields: MakeFields | None = None
     counts: CountTokens = count_by_mask
     """The fields that count what is trained. They are computed again whenever a token is masked."""
-    trains: Callable[[Mapping[str, Tensor]], bool] = mask_trains
-    """``fields -> `` whether anything in the batch counts for the loss. Else its scenario shows
-    nothing."""
+    trained: Callable[[Mapping[str, Tensor]], Tensor] = trained_by_mask
+    """``fields -> `` what counts for the loss: ``[T]`` bool of tokens, or ``[S]`` of sequences. If
+    nothing does, the problem's scenario shows nothing."""
+    trained_dim: Literal["token", "sequence"] = "token"
+    """Whether ``trained`` tells of tokens or of sequences."""
     group_size: int = 1
     """Neighbouring sequences that dp keeps on one rank."""
     gathered_ids: str | None = None
@@ -172,12 +176,12 @@ class Spec:
 
     @property
     def all_goals(self) -> dict[str, CoverageGoal]:
-        """The declared goals, and one for each choice of each scenario."""
+        """The declared goals, those of layouts, and one for each choice of each scenario."""
         chosen = ((choice.name, value) for choice in self.scenarios for value in dict.fromkeys(choice.choices))
         by_scenario = {
             f"{name}: {value}": CoverageGoal(meaning=f"a problem with {name} {value!r}") for name, value in chosen
         }
-        return {**self.goals, **by_scenario}
+        return {**self.goals, **SHARDING_GOALS, **by_scenario}
 
     def output(self, name: str) -> Output:
         """Returns the output of a name: "loss", "logprobs", "token_entropy" or a metric's.
@@ -270,6 +274,11 @@ class BoundSpec:
     def compares_entropy(self) -> bool:
         """Whether any output that will be compared is computed from entropies."""
         return self.returned is None or any(self.spec.uses_entropy(output) for output in self.returned)
+
+    @property
+    def token_stage(self) -> str:
+        """Names what the values per token are computed with: options of one name share them."""
+        return str(self.temperature) if self.spec.token_values is None else repr(self.options)
 
     def token_values(self, head: str, leaves: Mapping[str, Tensor], fields: Mapping[str, Tensor]) -> TokenValues:
         """Returns the reference's values per token, from a head's inputs."""

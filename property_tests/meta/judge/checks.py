@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +14,11 @@ from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.reference import run_reference
 from lossgate.engine.case_result import CaseResult, run_case
-from lossgate.judge.comparison import Comparison
-from lossgate.judge.ensemble import run_ensemble
+from lossgate.judge.comparison import Comparison, Tolerance
+from lossgate.judge.ensemble import gradient_on, run_ensemble, stages_of
 from lossgate.losses import find_spec
 from lossgate.properties import PROPERTIES
+from lossgate.specs.outputs import Output
 from lossgate.worlds import SimulatedWorld
 
 MakeWorld = Callable[..., SimulatedWorld]
@@ -84,6 +86,23 @@ def judge_changed(
     return by_output(case.comparisons)
 
 
+def compare(output: Output, result: Tensor, reference: Tensor, members: Tensor, **given: Any) -> Comparison:
+    """Compares one result with a reference; see ``Tolerance``."""
+    return Tolerance(output, reference, members, **given).compare(result)
+
+
+def noise_of(candidate: Candidate, problem: Problem, bound: BoundProblem, seed: str) -> dict[str, Tensor]:
+    """Returns every output of the ensemble of a problem, with a seed of its own, by name."""
+    head, stages, batch = candidate.starts_at, stages_of(candidate, problem.dtype), bound.batch
+    ensemble = run_ensemble(head, batch, bound.bound_spec, stages, seed)
+    outputs = dict(ensemble.outputs)
+    if ensemble.dlogits is not None:
+        for leaf, output in head.gradients(batch.leaves).items():
+            of_leaf = f"{seed} {leaf}"
+            outputs[output] = gradient_on(problem.partition, leaf, head, batch, ensemble.dlogits, stages, of_leaf)
+    return {str(output): members for output, members in outputs.items()}
+
+
 def members_of(candidate: Candidate, problem: Problem, count: int) -> dict[str, Tensor]:
     """Returns each output of ``count`` members of the ensemble of a problem, ``[count, *shape]``.
 
@@ -94,9 +113,8 @@ def members_of(candidate: Candidate, problem: Problem, count: int) -> dict[str, 
     runs: list[dict[str, Tensor]] = []
     found = 0
     while found < count:
-        seeded = replace(problem, seed=problem.seed + len(runs))  # only the noise depends on it
-        outputs = run_ensemble(candidate, seeded, bound.batch, bound.bound_spec)
-        runs.append({str(output): members for output, members in outputs.items()})
+        outputs = noise_of(candidate, problem, bound, str(len(runs)))
+        runs.append(outputs)
         found += len(next(iter(outputs.values())))
     return {name: torch.cat([run[name] for run in runs])[:count] for name in runs[0]}
 

@@ -11,7 +11,7 @@ from lossgate.bank.cross_entropy import STYLES, make
 from lossgate.judge.blocks import blocks_of
 from lossgate.specs.outputs import gradient_output
 
-from .checks import MakeWorld, bind, judge_changed, make_problem
+from .checks import MakeWorld, judge_changed, make_problem
 
 
 @pytest.mark.parametrize("block", ["vocab row", "vocab tile", "vocab shard"])
@@ -30,7 +30,7 @@ def test_an_error_in_a_block_of_the_vocabulary_is_seen(make_world: MakeWorld, bl
 
 def test_an_error_in_the_tokens_of_a_rank_is_seen(make_world: MakeWorld) -> None:
     problem = make_problem("bfloat16", "cp=2")
-    held = bind(problem).batch.partition.token_shards[0, 1]
+    held = problem.partition.real_token_shards[1]
 
     def spoil(outputs: dict[str, Tensor]) -> None:
         outputs["grad of hidden"] = outputs["grad of hidden"].index_put((held,), 1.02 * outputs["grad of hidden"][held])
@@ -41,11 +41,11 @@ def test_an_error_in_the_tokens_of_a_rank_is_seen(make_world: MakeWorld) -> None
 
 
 def test_vocabulary_tiles_are_those_that_the_kernel_declares() -> None:
-    batch, kernel = bind(make_problem("bfloat16", vocab=7)).batch, make(STYLES["bfloat16"][0])
+    partition, kernel = make_problem("bfloat16", vocab=7).partition, make(STYLES["bfloat16"][0])
     gradient = gradient_output("weight", ("vocab", "hidden"))
 
     def tiles(declared: Candidate) -> list[list[int]]:
-        return [b.index.tolist() for b in blocks_of(gradient, batch, declared.tiles) if b.name == "vocab tile"]
+        return [b.index.tolist() for b in blocks_of(gradient, partition, declared.tiles) if b.name == "vocab tile"]
 
     assert tiles(replace(kernel, tiles={"vocab": (3,)})) == [[0, 0, 0, 1, 1, 1, 2]]
     assert tiles(kernel) == []  # one tile of the usual size holds all rows

@@ -4,7 +4,7 @@
 import pytest
 
 from lossgate.bank.cross_entropy import Style, make
-from lossgate.cases.strategies import sample_problems
+from lossgate.cases.placement import sample_problems
 
 from .checks import ALL_STYLES, IDS, MakeWorld, make_problem, run
 

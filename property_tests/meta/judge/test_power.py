@@ -8,11 +8,11 @@ from torch import Tensor
 from lossgate.bank.cross_entropy import STYLES, make
 from lossgate.judge import comparison as comparison_module
 from lossgate.judge import power
-from lossgate.judge.comparison import Comparison, compare
+from lossgate.judge.comparison import Comparison
 from lossgate.judge.statistics import SCALE, Blocks
 from lossgate.specs.outputs import metric_output
 
-from .checks import MakeWorld, make_problem, run
+from .checks import MakeWorld, compare, make_problem, run
 
 
 def test_the_minimum_detectable_effect_is_what_it_says() -> None:

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lossgate.judge.comparison import Comparison, compare
+from lossgate.judge.comparison import Comparison
 from lossgate.judge.statistics import NOISE, SCALE, WORST, NoiseModel
 from lossgate.specs.outputs import metric_output
 
-from .checks import MakeWorld, judge_changed, make_problem
+from .checks import MakeWorld, compare, judge_changed, make_problem
 
 
 def with_noise(gradient: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from lossgate.numerics.rounded_arithmetic import RoundedRun
 from lossgate.problems.partition import Dims, Partition
 from lossgate.problems.problem import Problem
 from lossgate.problems.random_streams import RandomStreams
-from lossgate.problems.tokens import Packer
 from lossgate.specs.outputs import Output, gradient_output
 
 
@@ -24,6 +23,7 @@ class HeadContext:
     """What a head draws its inputs from."""
 
     problem: Problem
+    """Unsharded."""
     fields: Mapping[str, Tensor]
     """The fields of ``problems.tokens.draw_tokens``."""
     temperature: float
@@ -31,13 +31,9 @@ class HeadContext:
     streams: RandomStreams
 
     @property
-    def packer(self) -> Packer:
-        return Packer(self.problem.partition, self.streams, self.problem.vocab)
-
-    @property
     def labels(self) -> Tensor:
-        """The labels of the tokens that are no padding, ``[problem.tokens]``."""
-        return self.fields["labels"][self.problem.partition.real_tokens]
+        """``[problem.tokens]``."""
+        return self.fields["labels"]
 
     def label_boost(self) -> Tensor:
         """Returns what to add to the label's logit, ``[problem.tokens]``: nothing at about every
@@ -66,7 +62,7 @@ class Head(ABC):
 
     @abstractmethod
     def draw(self, context: HeadContext) -> dict[str, Tensor]:
-        """Draws the leaves in float64, of the whole padded pack."""
+        """Draws the leaves in float64, without padding."""
 
     def draw_vocab_padding(self, problem: Problem, streams: RandomStreams) -> dict[str, Tensor]:
         """Draws the padding rows of a padded vocabulary, for each leaf that has them."""
@@ -94,10 +90,14 @@ class Head(ABC):
         """Returns the logits of rounded runs, ``[members, tokens, vocab]``."""
         raise TypeError(f"head {self.name!r} has no logits")
 
-    def rounded_gradients(
-        self, leaves: Mapping[str, Tensor], dlogits: Tensor, partition: Partition, run: RoundedRun
-    ) -> dict[str, Tensor]:
-        """Returns the gradient of each leaf from that of the logits, ``[members, *shape]`` each."""
+    def rounded_gradient(
+        self, leaf: str, leaves: Mapping[str, Tensor], dlogits: Tensor, partition: Partition, run: RoundedRun
+    ) -> Tensor:
+        """Returns the gradient of a leaf from that of the logits, ``[members, *shape]``.
+
+        Ranks make parts of it, which are rounded and added up, if they split a dim that the leaf
+        does not have.
+        """
         raise TypeError(f"head {self.name!r} has no logits")
 
 

@@ -40,7 +40,7 @@ class HiddenHead(Head):
         along_label = context.label_boost()[:, None] / problem.logit_std**2 * weight[context.labels]
         hidden = streams.normal("hidden", problem.tokens, problem.hidden) + along_label
         context.put_outliers(hidden)
-        leaves = {"hidden": context.packer.pack("hidden padding", hidden), "weight": weight}
+        leaves = {"hidden": hidden, "weight": weight}
         if problem.bias:
             leaves["bias"] = streams.normal("bias", problem.vocab) * (0.3 * problem.logit_std)
         return leaves
@@ -63,17 +63,15 @@ class HiddenHead(Head):
             logits = run.round(logits + bias, run.stages.logits)
         return logits
 
-    def rounded_gradients(
-        self, leaves: Mapping[str, Tensor], dlogits: Tensor, partition: Partition, run: RoundedRun
-    ) -> dict[str, Tensor]:
-        gradients = {
-            "hidden": _grad_hidden(dlogits, leaves["weight"], partition, run),
-            "weight": _grad_weight(dlogits, leaves["hidden"], partition, run),
-        }
-        if "bias" in leaves:
-            ones = torch.ones(dlogits.shape[1], 1, dtype=dlogits.dtype)
-            gradients["bias"] = _grad_weight(dlogits, ones, partition, run).squeeze(-1)
-        return gradients
+    def rounded_gradient(
+        self, leaf: str, leaves: Mapping[str, Tensor], dlogits: Tensor, partition: Partition, run: RoundedRun
+    ) -> Tensor:
+        if leaf == "hidden":
+            return _grad_hidden(dlogits, leaves["weight"], partition, run)
+        if leaf == "weight":
+            return _grad_weight(dlogits, leaves["hidden"], partition, run)
+        ones = torch.ones(dlogits.shape[1], 1, dtype=dlogits.dtype)
+        return _grad_weight(dlogits, ones, partition, run).squeeze(-1)
 
 
 def _grad_hidden(dlogits: Tensor, weight: Tensor, partition: Partition, run: RoundedRun) -> Tensor:
@@ -93,7 +91,7 @@ def _grad_weight(dlogits: Tensor, hidden: Tensor, partition: Partition, run: Rou
     """Each dp and cp rank multiplies its own tokens, chunk by chunk; the caller adds the ranks'
     parts.
     """
-    parts = [_token_part(dlogits, hidden, tokens, run) for tokens in partition.token_shards.values() if len(tokens)]
+    parts = [_token_part(dlogits, hidden, tokens, run) for tokens in partition.real_token_shards if len(tokens)]
     total = run.noise.round(parts[0], run.stages.inputs)
     for part in parts[1:]:
         total = total + run.noise.round(part, run.stages.inputs)

@@ -27,7 +27,7 @@ class LogitsHead(Head):
         logits = context.streams.normal("logits", problem.tokens, problem.vocab) * problem.logit_std
         logits[torch.arange(problem.tokens), context.labels] += context.label_boost()
         context.put_outliers(logits)
-        return {"logits": context.packer.pack("logits padding", logits)}
+        return {"logits": logits}
 
     def draw_vocab_padding(self, problem: Problem, streams: RandomStreams) -> dict[str, Tensor]:
         rows = max(shard.padding for shard in problem.partition.vocab_shards)
@@ -41,7 +41,7 @@ class LogitsHead(Head):
     def rounded_logits(self, leaves: Mapping[str, Tensor], run: RoundedRun) -> Tensor:
         return leaves["logits"].expand(run.members, -1, -1)
 
-    def rounded_gradients(
-        self, leaves: Mapping[str, Tensor], dlogits: Tensor, partition: Partition, run: RoundedRun
-    ) -> dict[str, Tensor]:
-        return {"logits": run.noise.round(dlogits, run.stages.inputs)}
+    def rounded_gradient(
+        self, leaf: str, leaves: Mapping[str, Tensor], dlogits: Tensor, partition: Partition, run: RoundedRun
+    ) -> Tensor:
+        return run.noise.round(dlogits, run.stages.inputs)

@@ -22,4 +22,4 @@ class LogprobsHead(ValueHead):
     def draw(self, context: HeadContext) -> dict[str, Tensor]:
         problem = context.problem
         logprobs = -problem.logit_std * context.streams.uniform("logprobs", problem.tokens) - 2.0**-6
-        return {"logprobs": context.packer.pack("logprobs padding", logprobs)}
+        return {"logprobs": logprobs}

@@ -20,4 +20,4 @@ class ValuesHead(ValueHead):
     def draw(self, context: HeadContext) -> dict[str, Tensor]:
         problem = context.problem
         values = context.streams.normal("values", problem.tokens) * problem.logit_std
-        return {"values": context.packer.pack("values padding", values)}
+        return {"values": values}

@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decks: the problems that are tried, drawn once for all layouts, and what each is good for.
+
+What a problem is good for is told on paper: which coverage goals it reaches, and how much each
+option mutant changes its reference. Neither hangs on a layout or on a kernel's code. Whether a run
+of it really reaches the goals and kills the mutants is told by the run.
+
+A deck is the same in every process, whatever was asked before.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from random import Random
+
+from lossgate.adequacy.coverage import required_goals
+from lossgate.adequacy.kills import changes
+from lossgate.adequacy.option_mutants import option_mutants
+from lossgate.cases.bound_problem import BoundProblem
+from lossgate.cases.drawing import Draws
+from lossgate.cases.option_strategies import ForcedOption
+from lossgate.cases.placement import Placement, placements
+from lossgate.declaration.any_value import ANY
+from lossgate.declaration.candidate import Candidate
+from lossgate.layout import Layout
+from lossgate.problems.partition import VocabSplit
+from lossgate.problems.problem import Problem
+from lossgate.specs.sharding_goals import covered_sharding_goals
+from lossgate.specs.spec import Spec
+
+SIZE = 48
+"""Problems of a deck before any that are drawn on purpose."""
+
+DRAWN, _BATCH = 40, 10
+"""The most problems that are drawn on purpose for one mutant or goal (twice as many if a mutant
+changes nothing on any of them), and how many at a time."""
+
+KILLERS = 3
+"""How many problems of a deck are known to kill a mutant, if so many do."""
+
+WANTED = 4
+"""How many of them are used in each round."""
+
+LEAST_CHANGE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.01}
+"""The change of a reference, relative to its largest entry, from which on a problem is likely to
+kill a mutant."""
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A problem of a deck."""
+
+    bound: BoundProblem
+    drawn: Problem
+    """As it was drawn: that of ``bound``, unless its vocabulary was made to fit."""
+    draws: Draws
+    """What it was drawn with, so that it can be made smaller."""
+    kills: Mapping[str, float]
+    """How much each mutant that it is likely to kill changes it, by the mutant's name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """An entry on a layout."""
+
+    entry: Entry
+    placement: Placement
+    goals: frozenset[str]
+    """The goals that it reaches."""
+
+    @property
+    def problem(self) -> Problem:
+        """The problem with its layout."""
+        return self.placement.put(self.entry.bound.problem)
+
+
+class Deck:
+    """The problems for all candidates that declare the same, in one dtype."""
+
+    def __init__(self, candidate: Candidate, dtype: str, seed: int) -> None:
+        self.mutants = option_mutants(candidate)
+        """All option mutants, by name."""
+        self._candidate, self._dtype = candidate, dtype
+        self._key = f"{deck_key(candidate, dtype)} {seed}"
+        self._tried: Counter[str] = Counter()
+        self._changing: set[str] = set()
+        self._sought: dict[str, Sequence[Entry]] = {}
+        self._fitted: dict[str, Entry] = {}
+
+    @cached_property
+    def entries(self) -> Sequence[Entry]:
+        """The problems that every cell may use."""
+        return self._first[0]
+
+    @cached_property
+    def equivalent(self) -> frozenset[str]:
+        """The mutants that changed no result of any problem that was drawn for them."""
+        return self._first[1]
+
+    @cached_property
+    def _first(self) -> tuple[list[Entry], frozenset[str]]:
+        by_target = self._by_target()
+        found = self._draw("any size", SIZE // 3)
+        targets = Random(self._key).sample(list(by_target), len(by_target)) or [None]
+        for i in range(SIZE - SIZE // 3):  # each choice in turn, so that none is rare
+            common = self._common(found)
+            found += self._draw(f"rich {i}", 1, targets[i % len(targets)], self.mutants.keys() - common, rich=True)
+        for target, mutants in by_target.items():
+            found += self._draw_killers(target, mutants.difference(*(entry.kills for entry in found)))
+        for goal in required_goals(self._candidate, Layout()):
+            if not any(goal in entry.bound.coverage for entry in found):
+                found += self._reaching(goal, 0, 1)
+        unchanged = (name for name in self.mutants if name not in self._changing)
+        return found, frozenset(name for name in unchanged if self._tried[name] >= 2 * DRAWN)
+
+    @staticmethod
+    def _common(entries: Sequence[Entry]) -> set[str]:
+        """Returns the mutants that enough problems kill: no more are asked about them."""
+        killers = Counter(name for entry in entries for name in entry.kills)
+        return {name for name, count in killers.items() if count >= KILLERS}
+
+    def on(self, layout: Layout, splits: Sequence[VocabSplit], entries: Sequence[Entry]) -> list[Placed]:
+        """Returns entries on a layout, each once for every split of the vocabulary; those that do
+        not fit are left out.
+        """
+        found: list[Placed] = []
+        for entry in entries:
+            for placement in placements(entry.bound.problem, splits, layout):
+                fitted = self._fit(entry, placement)
+                goals = fitted.bound.coverage
+                if layout.ranks > 1:
+                    partition = placement.partition(fitted.bound.problem)
+                    goals = goals.union(covered_sharding_goals(partition, fitted.bound.trained))
+                found.append(Placed(fitted, placement, goals))
+        return found
+
+    def _fit(self, entry: Entry, placement: Placement) -> Entry:
+        """Returns the entry with a vocabulary that fits."""
+        problem, vocab = entry.bound.problem, placement.vocab_of(entry.bound.problem)
+        if vocab == problem.vocab:
+            return entry
+        fitting = replace(problem, vocab=vocab)
+        text = fitting.to_json()
+        if text not in self._fitted:
+            self._fitted[text] = replace(entry, bound=BoundProblem(self._candidate.spec, fitting))
+        return self._fitted[text]
+
+    # Problems that are drawn on purpose
+
+    def more(self, number: int) -> Sequence[Entry]:
+        """Returns as many problems again, for a cell that has tried all; others for each number."""
+        rare = self.mutants.keys() - self._common(self.entries)
+        return self._once(f"more {number}", lambda: self._draw(f"more {number}", SIZE, None, rare))
+
+    def killing(self, name: str, round_: int) -> Sequence[Entry]:
+        """Draws problems that are likely to kill a mutant."""
+        _ = self.entries
+        return self._seek(f"kill {name} {round_}", lambda entry: name in entry.kills, self._target(name), [name])
+
+    def reaching(self, goal: str, round_: int) -> Sequence[Entry]:
+        """Draws problems that reach a goal on any layout."""
+        _ = self.entries  # first, so that they do not hang on what is asked before
+        return self._reaching(goal, round_, WANTED)
+
+    def _reaching(self, goal: str, round_: int, wanted: int) -> Sequence[Entry]:
+        target = self._choice_for(goal)
+        return self._seek(f"reach {goal} {round_}", lambda entry: goal in entry.bound.coverage, target, wanted=wanted)
+
+    def reaching_on(self, layout: Layout, splits: Sequence[VocabSplit], goal: str, round_: int) -> Sequence[Entry]:
+        """Draws problems that reach a goal on a layout."""
+        return self._seek(
+            f"reach {goal} {layout} {splits} {round_}",
+            lambda entry: any(goal in placed.goals for placed in self.on(layout, splits, [entry])),
+        )
+
+    def _seek(
+        self,
+        what: str,
+        good: Callable[[Entry], bool],
+        target: ForcedOption | None = None,
+        mutants: Collection[str] = (),
+        wanted: int = WANTED,
+    ) -> Sequence[Entry]:
+        """Draws problems, rich ones and others in turn, until a few are good."""
+
+        def draw() -> list[Entry]:
+            found: list[Entry] = []
+            for batch in range(2 * DRAWN // _BATCH):
+                if len(found) < wanted:
+                    rich = batch % 2 == 0
+                    found += filter(good, self._draw(f"{what} {batch}", _BATCH, target, mutants, rich=rich))
+            return [self._entry(entry.bound, entry.draws, None) for entry in found[:wanted]]
+
+        return self._once(what, draw)
+
+    def _once(self, what: str, draw: Callable[[], list[Entry]]) -> Sequence[Entry]:
+        if what not in self._sought:
+            self._sought[what] = draw()
+        return self._sought[what]
+
+    def _by_target(self) -> dict[ForcedOption | None, set[str]]:
+        """Returns the mutants by what problems must have for them to show."""
+        found: dict[ForcedOption | None, set[str]] = {}
+        for name in self.mutants:
+            found.setdefault(self._target(name), set()).add(name)
+        return found
+
+    def _target(self, name: str) -> ForcedOption | None:
+        """Returns the choice that a mutant mistakes; None if candidates support no other."""
+        mutant = self.mutants[name]
+        choices = {other.values for other in self.mutants.values() if other.option == mutant.option}
+        return mutant.target if len(choices) > 1 else None
+
+    def _choice_for(self, goal: str) -> ForcedOption | None:
+        """Returns a choice without which a goal cannot be reached; None if there is none."""
+        for scenario in self._candidate.spec.scenarios:
+            for value in scenario.choices:
+                if goal == f"{scenario.name}: {value}":
+                    return ForcedOption(scenario.name, (value,))
+        for option, unreachable in self._candidate.spec.all_goals[goal].unreachable_if.items():
+            supported = self._candidate.supported(option)
+            drawn = self._candidate.spec.supported_options[option].drawn if supported is ANY else supported
+            reachable = tuple(value for value in drawn if value not in unreachable)
+            if len(reachable) < len(drawn):
+                return ForcedOption(option, reachable)
+        return None
+
+    def _draw_killers(self, target: ForcedOption | None, mutants: set[str]) -> list[Entry]:
+        """Draws problems until each of some mutants has one that is likely to kill it.
+
+        They are first asked as they are before tokens near a kink are masked, which is quicker.
+        """
+        found: list[Entry] = []
+        left = set(mutants)
+        for batch in range(2 * DRAWN // _BATCH):
+            if batch >= DRAWN // _BATCH:
+                left -= self._changing
+            if not left:
+                break
+            draws = self._draws(f"kill {target} {batch}", _BATCH, target, rich=True)
+            for bound in self._bound(draws):
+                if left & self._likely(bound, left, unmasked=True).keys():
+                    entry = self._entry(bound, draws, None)
+                    found += [entry] if left & entry.kills.keys() else []
+                    left -= entry.kills.keys()
+        return found
+
+    # Drawing
+
+    def _draw(
+        self,
+        what: str,
+        count: int,
+        target: ForcedOption | None = None,
+        mutants: Collection[str] | None = None,
+        *,
+        rich: bool = False,
+    ) -> list[Entry]:
+        """Draws problems and asks which of some mutants, by default of all, each is likely to
+        kill.
+        """
+        draws = self._draws(what, count, target, rich=rich)
+        return [self._entry(bound, draws, mutants) for bound in self._bound(draws)]
+
+    def _draws(self, what: str, count: int, target: ForcedOption | None, *, rich: bool) -> Draws:
+        return Draws(self._candidate, self._dtype, f"{self._key} {what}", count, target, rich)
+
+    def _bound(self, draws: Draws) -> list[BoundProblem]:
+        distinct = {problem.to_json(): problem for problem in draws.all()}.values()
+        return [BoundProblem(self._candidate.spec, problem) for problem in distinct]
+
+    def _entry(self, bound: BoundProblem, draws: Draws, mutants: Collection[str] | None) -> Entry:
+        return Entry(bound, bound.problem, draws, self._likely(bound, self.mutants if mutants is None else mutants))
+
+    def _likely(self, bound: BoundProblem, mutants: Collection[str], *, unmasked: bool = False) -> dict[str, float]:
+        """Returns the mutants that a problem is likely to kill, and how much each changes it."""
+        asked = [self.mutants[name] for name in sorted(mutants)]
+        changed = {str(mutant): change for mutant, change in changes(asked, bound, unmasked=unmasked).items()}
+        self._tried.update(changed.keys())
+        self._changing.update(name for name, change in changed.items() if change > 0)
+        return {name: change for name, change in changed.items() if change >= LEAST_CHANGE[self._dtype]}
+
+
+def _declared(candidate: Candidate) -> str:
+    """Names everything that a candidate declares about the problems it can be given.
+
+    How the vocabulary is split hangs on the layout.
+    """
+    supports = {name: values for name, values in sorted(candidate.supports.items()) if name != "vocab_split"}
+    return f"{candidate.spec.name} {candidate.head} {supports} {dict(candidate.tiles)} {candidate.differentiable}"
+
+
+def deck_key(candidate: Candidate, dtype: str) -> str:
+    """Names the deck that a candidate uses for inputs of a dtype."""
+    return f"{_declared(candidate)} {dtype}"
+
+
+_KEPT = 4
+"""Decks that are kept: they hold tensors, and cells are verified deck by deck."""
+
+_DECKS: OrderedDict[tuple[Spec, str], Deck] = OrderedDict()
+"""By the spec itself, as two specs may have one name, and by all else that a deck depends on."""
+
+
+def deck_of(candidate: Candidate, dtype: str, seed: int) -> Deck:
+    """Returns the deck for a candidate. It is kept for a while, for others that declare the same.
+
+    Args:
+        candidate: whose declaration says which problems can be drawn.
+        dtype: of its inputs.
+        seed: another seed draws other problems.
+    """
+    key = candidate.spec, f"{deck_key(candidate, dtype)} {seed}"
+    deck = _DECKS.pop(key, None) or Deck(candidate, dtype, seed)
+    _DECKS[key] = deck
+    while len(_DECKS) > _KEPT:
+        _DECKS.popitem(last=False)
+    return deck

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a problem is put on a layout: the split of its vocabulary, its padding, the order of sums.
+
+Numbers do not hang on any of it. So one problem serves every layout that it fits.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+from lossgate.cases.drawing import Draws
+from lossgate.declaration.any_value import ANY
+from lossgate.declaration.candidate import Candidate
+from lossgate.layout import Layout
+from lossgate.problems.partition import VOCAB_SPLITS, Partition, VocabSplit
+from lossgate.problems.problem import Problem, ReductionOrder
+
+_MULTIPLES = (1, 1, 3)
+_ORDERS: tuple[ReductionOrder, ...] = ("rank", "permuted", "tree", "ring")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A layout, and how problems are put on it."""
+
+    layout: Layout
+    vocab_split: VocabSplit
+    pad_to_multiple: int = 1
+    reduction_order: ReductionOrder = "rank"
+
+    @classmethod
+    def of(cls, problem: Problem) -> "Placement":
+        """Returns how a problem is placed."""
+        return cls(problem.layout, problem.vocab_split, problem.pad_to_multiple, problem.reduction_order)
+
+    def fits(self, problem: Problem) -> bool:
+        """Returns whether each tp rank has the rows that the split promises."""
+        tp, vocab = self.layout.tp, problem.vocab
+        return vocab % tp == 0 if self.vocab_split == "even" else vocab >= tp or self.vocab_split != "balanced"
+
+    def vocab_of(self, problem: Problem) -> int:
+        """Returns the size of a problem's vocabulary, made larger if the split must be even."""
+        tp = self.layout.tp
+        return -(-problem.vocab // tp) * tp if self.vocab_split == "even" else problem.vocab
+
+    def put(self, problem: Problem) -> Problem:
+        """Returns an unsharded problem on the layout."""
+        return replace(
+            problem,
+            vocab=self.vocab_of(problem),
+            layout=self.layout,
+            vocab_split=self.vocab_split,
+            pad_to_multiple=self.pad_to_multiple,
+            reduction_order=self.reduction_order,
+        )
+
+    def partition(self, problem: Problem) -> Partition:
+        """Returns how an unsharded problem is split."""
+        padding, group = self.pad_to_multiple, problem.group_size
+        return Partition(self.layout, problem.lengths, self.vocab_of(problem), self.vocab_split, padding, group)
+
+    def plainest(self, splits: Sequence[VocabSplit]) -> "Placement":
+        """Returns the plainest placement on the same layout, with one of some splits."""
+        return Placement(self.layout, "balanced" if "balanced" in splits else self.vocab_split)
+
+
+def placements(problem: Problem, splits: Sequence[VocabSplit], layout: Layout) -> Iterator[Placement]:
+    """Yields how an unsharded problem is put on a layout, once for each split that fits.
+
+    Padding and order differ from layout to layout. If nothing but even splits are allowed, any
+    vocabulary fits: it is made larger.
+    """
+    chosen = Random(f"{problem.seed} {layout}")
+    padding, order = chosen.choice(_MULTIPLES), chosen.choice(_ORDERS)
+    for split in splits if layout.tp > 1 else splits[:1]:
+        placement = Placement(layout, split, padding, order)
+        if placement.fits(problem) or tuple(splits) == ("even",):
+            yield placement
+
+
+def splits_of(candidate: Candidate) -> tuple[VocabSplit, ...]:
+    """Returns the splits of the vocabulary that a candidate supports."""
+    supported = candidate.supported("vocab_split")
+    return tuple(split for split in VOCAB_SPLITS if supported is ANY or split in supported)
+
+
+def sample_problems(candidate: Candidate, layout: Layout, dtype: str, count: int, seed: int) -> list[Problem]:
+    """Returns up to ``count`` problems on a layout, the same for the same seed. Those that do not
+    fit it are left out.
+    """
+    splits, found = splits_of(candidate), list[Problem]()
+    for problem in Draws(candidate, dtype, str(seed), count).all():
+        if fitting := list(placements(problem, splits, layout)):
+            found.append(Random(f"{problem.seed} split").choice(fitting).put(problem))
+    return found

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Coverage goals that belong to a layout: what ranks hold of a problem's trained tokens and
+vocabulary.
+
+They are the same for every loss. Most bugs of sharded kernels need trained tokens on several ranks:
+a kernel that divides by its rank's own count of tokens is right wherever one rank has all of them.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from lossgate.layout import Axis
+from lossgate.problems.partition import Partition
+from lossgate.specs.coverage import CoverageGoal
+
+_WITH_LABELS = ("hidden", "logits")
+_PER_TOKEN = ("hidden", "logits", "logprobs", "values")
+_UNEVEN = 2
+"""Ranks have clearly different numbers of trained tokens if one has this many times another's."""
+
+
+def _several(axis: Axis) -> str:
+    return f"trained on several {axis} ranks"
+
+
+SHARDING_GOALS: Mapping[str, CoverageGoal] = {
+    "label on a shard's first row": CoverageGoal(
+        meaning="a trained label on the first row of a tp rank's vocabulary, not of the whole one",
+        heads=_WITH_LABELS,
+        axes=("tp",),
+    ),
+    "label on a shard's last row": CoverageGoal(
+        meaning="a trained label on the last row of a tp rank's vocabulary, not of the whole one",
+        heads=_WITH_LABELS,
+        axes=("tp",),
+    ),
+    "rank with nothing trained": CoverageGoal(
+        meaning="a rank without any trained token, beside one that has some", axes=("dp", "cp"), heads=_PER_TOKEN
+    ),
+    "rank without a sequence": CoverageGoal(meaning="a dp rank without any sequence", axes=("dp",)),
+    "shards of different size": CoverageGoal(
+        meaning="tp ranks with different numbers of rows of the vocabulary",
+        heads=_WITH_LABELS,
+        axes=("tp",),
+        unreachable_if={"vocab_split": ("even",)},
+    ),
+    "shard without a row": CoverageGoal(
+        meaning="a tp rank without any row of the vocabulary",
+        heads=_WITH_LABELS,
+        axes=("tp",),
+        unreachable_if={"vocab_split": ("balanced", "even")},
+    ),
+    _several("dp"): CoverageGoal(
+        meaning=f"trained tokens on several dp ranks, on one at least {_UNEVEN} times as many as on another",
+        axes=("dp",),
+    ),
+    _several("cp"): CoverageGoal(
+        meaning=f"trained tokens on several cp ranks, on one at least {_UNEVEN} times as many as on another",
+        axes=("cp",),
+        heads=_PER_TOKEN,
+    ),
+    _several("tp"): CoverageGoal(
+        meaning=f"trained labels on several tp ranks, on one at least {_UNEVEN} times as many as on another",
+        axes=("tp",),
+        heads=_WITH_LABELS,
+    ),
+}
+
+SEVERAL_RANKS = frozenset((_several("dp"), _several("cp"), _several("tp")))
+"""The goals of trained tokens on several ranks."""
+
+IDS_GOALS: Mapping[str, CoverageGoal] = {
+    "top-k on one shard": CoverageGoal(meaning="a token whose top-k lies on one tp rank", axes=("tp",)),
+    "top-k on several shards": CoverageGoal(meaning="a token whose top-k lies on several tp ranks", axes=("tp",)),
+}
+"""For losses that need the log-probabilities of several ids of each token."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What is trained in a problem: n tokens, or n sequences for a loss of whole sequences."""
+
+    sequence: np.ndarray
+    """``[n]``: the number of its sequence."""
+    position: np.ndarray
+    """``[n]``: its place in the sequence; 0 for a whole sequence."""
+    ids: np.ndarray
+    """``[n, k]``: the rows of the vocabulary that the loss needs of it; k is 0 if it needs none."""
+
+
+def covered_sharding_goals(partition: Partition, trained: Trained) -> Iterator[str]:
+    """Yields the names of the ``SHARDING_GOALS`` and ``IDS_GOALS`` that a problem reaches."""
+    counts = _counts(partition, trained)
+    if counts.any() and not counts.all():
+        yield "rank with nothing trained"
+    if not all(partition.sequences(rank) for rank in range(partition.layout.dp)):
+        yield "rank without a sequence"
+    if _on_several(counts.sum(1)):
+        yield _several("dp")
+    if _on_several(counts.sum(0)):
+        yield _several("cp")
+    if partition.layout.tp > 1:
+        yield from _covered_of_vocabulary(partition, trained.ids)
+
+
+def _counts(partition: Partition, trained: Trained) -> np.ndarray:
+    """Returns ``[dp, cp]``: how many trained tokens each rank holds."""
+    layout = partition.layout
+    first = [partition.sequences(rank).start for rank in range(layout.dp)]
+    dp = np.searchsorted(first, trained.sequence, side="right") - 1
+    pieces = np.maximum(np.array(partition.padded_lengths) // (2 * layout.cp), 1)
+    piece = trained.position // pieces[trained.sequence]
+    cp = np.minimum(piece, 2 * layout.cp - 1 - piece) if layout.cp > 1 else 0 * piece
+    return np.bincount(dp * layout.cp + cp, minlength=layout.dp * layout.cp).reshape(layout.dp, layout.cp)
+
+
+def _on_several(counts: np.ndarray) -> bool:
+    held = counts[counts > 0]
+    return len(held) > 1 and bool(held.max() >= _UNEVEN * held.min())
+
+
+def _covered_of_vocabulary(partition: Partition, ids: np.ndarray) -> Iterator[str]:
+    shards = partition.vocab_shards
+    rows = [shard.end - shard.start for shard in shards]
+    if len(set(rows)) > 1:
+        yield "shards of different size"
+    if not all(rows):
+        yield "shard without a row"
+    held = [shard for shard, count in zip(shards, rows, strict=True) if count]
+    starts = np.array([shard.start for shard in held])
+    if np.isin(ids, starts[1:]).any():
+        yield "label on a shard's first row"
+    if np.isin(ids, starts[1:] - 1).any():
+        yield "label on a shard's last row"
+    owners = np.searchsorted(starts, ids, side="right") - 1
+    if _on_several(np.bincount(owners.ravel(), minlength=1)):
+        yield _several("tp")
+    if ids.shape[1] > 1 and len(ids):
+        alike = (owners == owners[:, :1]).all(1)
+        if alike.any():
+            yield "top-k on one shard"
+        if not alike.all():
+            yield "top-k on several shards"
