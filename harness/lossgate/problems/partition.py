@@ -140,10 +140,20 @@ class Partition:
         """What each rank holds, in the order of ``token_shards``, as numbers among the tokens that
         are no padding.
         """
+        return [held[held >= 0] for held in self._numbers()]
+
+    def real_token_chunks(self, size: int | None) -> list[list[Tensor]]:
+        """The same in chunks of so many tokens, padding included, for each rank; None for a single
+        chunk. A chunk without real tokens is left out.
+        """
+        chunks = ([held] if size is None else held.split(size) for held in self._numbers())
+        return [[real for chunk in rank if len(real := chunk[chunk >= 0])] for rank in chunks]
+
+    def _numbers(self) -> list[Tensor]:
+        """Returns, for each rank, the numbers of its tokens among the real ones; -1 for padding."""
         number = torch.full((self.tokens,), -1)
         number[self.real_tokens] = torch.arange(len(self.real_tokens))
-        held = (number[shard] for shard in self.token_shards.values())
-        return [tokens[tokens >= 0] for tokens in held]
+        return [number[shard] for shard in self.token_shards.values()]
 
     def shards_without(self, dims: Dims) -> tuple[object, ...]:
         """Tells apart the ways in which the ranks split what has none of some dims.
@@ -151,7 +161,7 @@ class Partition:
         Two partitions for which it is the same add up the same parts of a tensor of these dims.
         """
         vocab = tuple((shard.start, shard.end) for shard in self.vocab_shards)
-        tokens = self.layout.dp, self.layout.cp, self.padded_lengths if self.layout.cp > 1 else ()
+        tokens = self.layout.dp, self.layout.cp, self.padded_lengths
         return () if "vocab" in dims else vocab, () if "token" in dims else tokens
 
     def _owned(self, dp: int, cp: int) -> Sequence[int]:

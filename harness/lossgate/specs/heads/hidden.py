@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Head "hidden": the kernel starts from the last hidden states and the lm-head."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import sqrt
 from typing import ClassVar
 
@@ -91,19 +91,20 @@ def _grad_weight(dlogits: Tensor, hidden: Tensor, partition: Partition, run: Rou
     """Each dp and cp rank multiplies its own tokens, chunk by chunk; the caller adds the ranks'
     parts.
     """
-    parts = [_token_part(dlogits, hidden, tokens, run) for tokens in partition.real_token_shards if len(tokens)]
+    coarse = run.stages.accumulate != FLOAT32
+    shards = partition.real_token_chunks(run.stages.chunk if coarse else None)
+    parts = [_token_part(dlogits, hidden, chunks, run) for chunks in shards if chunks]
     total = run.noise.round(parts[0], run.stages.inputs)
     for part in parts[1:]:
         total = total + run.noise.round(part, run.stages.inputs)
     return total
 
 
-def _token_part(dlogits: Tensor, hidden: Tensor, tokens: Tensor, run: RoundedRun) -> Tensor:
-    everything = len(tokens) == dlogits.shape[1]
-    left = (dlogits if everything else dlogits[:, tokens]).transpose(-1, -2)
-    right = hidden if everything else hidden[tokens]
-    chunk = run.stages.chunk or len(tokens)
-    if run.stages.accumulate == FLOAT32 or chunk >= len(tokens):
-        return run.matmul(left, right)
-    steps = [left[..., i : i + chunk] @ right[i : i + chunk] for i in range(0, len(tokens), chunk)]
+def _token_part(dlogits: Tensor, hidden: Tensor, chunks: Sequence[Tensor], run: RoundedRun) -> Tensor:
+    if len(chunks) == 1:
+        tokens = chunks[0]
+        everything = len(tokens) == dlogits.shape[1]
+        left = (dlogits if everything else dlogits[:, tokens]).transpose(-1, -2)
+        return run.matmul(left, hidden if everything else hidden[tokens])
+    steps = [dlogits[:, tokens].transpose(-1, -2) @ hidden[tokens] for tokens in chunks]
     return run.running_sum(steps, run.stages.accumulate)
