@@ -236,6 +236,7 @@ class Deck:
         for batch in range(2 * DRAWN // _BATCH):
             if batch >= DRAWN // _BATCH:
                 left -= self._changing
+            left -= {name for name in left - self._changing if self._tried[name] >= 2 * DRAWN}
             if not left:
                 break
             draws = self._draws(f"kill {target} {batch}", _BATCH, target, rich=True)
