@@ -44,7 +44,7 @@ from lossgate.cases.assemble import Assembled, assemble
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.oracle import Oracle
 from lossgate.cases.placed_problem import PlacedProblem
-from lossgate.cases.reference import run_reference
+from lossgate.cases.reference import DenseRun
 from lossgate.cases.task import RankTask
 from lossgate.declaration.loading import load_candidates
 from lossgate.engine import case_result, search
@@ -130,7 +130,7 @@ def measure_judge(candidate: Candidate, dtype: str) -> None:
             oracle.compare(output, tensor, result.dtypes[output])
 
     ran, judged = seconds(run, 100), seconds(judge, 50)
-    reference = seconds(lambda: run_reference(placed.batch, problem.head, placed.bound.bound_spec), 100)
+    reference = seconds(lambda: DenseRun(placed.batch, problem.head).outputs(placed.bound.bound_spec), 100)
     world.close()
     print(
         f"judging {candidate.name} in {dtype}: candidate {1e3 * ran:.1f} ms, reference {1e3 * reference:.1f} ms, "

@@ -12,7 +12,7 @@ from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.drawing import Draws
 from lossgate.cases.placed_problem import PlacedProblem
-from lossgate.cases.reference import run_reference
+from lossgate.cases.reference import DenseRun
 from lossgate.losses import SPECS
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Dims
@@ -115,8 +115,8 @@ def test_the_reference_on_the_pack_is_that_without_padding(family: str, head: st
     """So padding counts for nothing, and its gradients are zero."""
     for placed in placed_problems(family, head, layout, multiple):
         bound, real = placed.bound, placed.partition.real_tokens
-        own = run_reference(bound.batch, head, bound.bound_spec)
-        packed = run_reference(placed.batch, head, bound.bound_spec)
+        own = DenseRun(bound.batch, head).outputs(bound.bound_spec)
+        packed = DenseRun(placed.batch, head).outputs(bound.bound_spec)
         assert own.keys() == packed.keys()
         for output, expected in own.items():
             found = packed[output]
@@ -137,7 +137,7 @@ def test_padding_is_seen_by_a_kernel_that_uses_it() -> None:
         if not padding.any():
             continue
         trained = replace(batch, fields={**batch.fields, "mask": batch.fields["mask"] | padding})
-        own, other = (run_reference(b, "hidden", placed.bound.bound_spec) for b in (batch, trained))
+        own, other = (DenseRun(b, "hidden").outputs(placed.bound.bound_spec) for b in (batch, trained))
         loss = next(output for output in own if str(output) == "loss")
         changed += not torch.allclose(own[loss], other[loss], rtol=1e-6)
     assert changed > 5

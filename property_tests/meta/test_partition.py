@@ -8,10 +8,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lossgate import Layout, UsageError
-from lossgate.cases.assemble import assemble_tensor
+from lossgate.bank.dense_candidates import dense_candidate
+from lossgate.cases.assemble import assemble, assemble_tensor
 from lossgate.declaration.contract import Placements
 from lossgate.layout import layouts_up_to
+from lossgate.losses import SPECS
 from lossgate.problems.partition import Dims, Partition, VocabShard, split_vocab
+from lossgate.specs.outputs import LOGPROBS, Output
 
 
 @pytest.mark.parametrize(
@@ -104,12 +107,21 @@ def test_replicas_that_differ_are_a_fault() -> None:
     assert faults == ("ranks 0 and 2 should hold the same, and differ by up to 0.25",)
 
 
-def test_replicas_are_compared_bit_by_bit() -> None:
+def test_numbers_that_should_be_replicas_and_differ_are_a_fault() -> None:
+    partition = Partition(Layout(dp=2, tp=2), (1, 1), vocab=2)
+    parts = [torch.tensor(number) for number in (1.0, 1.0, 2.0, 2.5)]
+    whole, faults = assemble_tensor(parts, (), {"dp": "sum", "tp": "replicate"}, partition, 1)
+    assert whole == 3
+    assert faults == ("ranks 2 and 3 should hold the same, and differ by up to 0.5",)
+
+
+@pytest.mark.parametrize("dims", [("token",), ()], ids=["per token", "number"])
+def test_replicas_are_compared_bit_by_bit(dims: Dims) -> None:
     partition = Partition(Layout(tp=2), (1,), vocab=2)
 
     def faults(first: float, second: float) -> int:
-        parts = [torch.tensor([first]), torch.tensor([second])]
-        return len(assemble_tensor(parts, ("token",), {"tp": "replicate"}, partition, 1)[1])
+        parts = [torch.full([1] * len(dims), number) for number in (first, second)]
+        return len(assemble_tensor(parts, dims, {"tp": "replicate"}, partition, 1)[1])
 
     assert faults(1.0, 1.0 + 2**-23) == 1  # neighbours in float32
     assert faults(0.0, 1e-45) == 1
@@ -123,3 +135,34 @@ def test_a_gradient_of_padding_rows_is_a_fault() -> None:
     assert clean.tolist() == dirty.tolist() == [1, 1, 1]
     assert not no_faults
     assert faults == ("rank 1: the 1 padding rows of its vocabulary should be zero, and are not",)
+
+
+def test_a_gradient_of_padding_tokens_is_a_fault() -> None:
+    """The values of padding tokens mean nothing. They are dropped in either case."""
+    partition = Partition(Layout(), (1, 2), vocab=2, pad_to_multiple=2)
+    candidate = dense_candidate(SPECS["nll"], "hidden")
+    gradient = candidate.starts_at.gradients({"hidden": torch.zeros(4, 1)})["hidden"]
+
+    def assembled(output: Output, padding: float) -> tuple[list[float], tuple[str, ...]]:
+        part = torch.tensor([1.0, padding, 2.0, 3.0])
+        shaped = part[:, None] if output is gradient else part
+        found = assemble([{output: shaped}], candidate, partition, 1)
+        return found.outputs[output].flatten().tolist(), found.faults.get(output, ())
+
+    assert assembled(gradient, 0.0) == ([1, 2, 3], ())
+    assert assembled(LOGPROBS, 7.0) == ([1, 2, 3], ())
+    leak = ("1 entries of its padding tokens should be zero, and are not",)
+    assert assembled(gradient, 0.5) == ([1, 2, 3], leak)
+    assert assembled(gradient, float("nan")) == ([1, 2, 3], leak)
+
+
+def test_chunks_of_a_rank_are_counted_with_its_padding() -> None:
+    """A kernel sums chunk by chunk over the padded tokens that it is given."""
+    partition = Partition(Layout(dp=2), (1, 3, 2), vocab=2, pad_to_multiple=4)
+
+    def chunks(size: int | None) -> list[list[list[int]]]:
+        return [[chunk.tolist() for chunk in rank] for rank in partition.real_token_chunks(size)]
+
+    assert chunks(None) == [[[0, 1, 2, 3]], [[4, 5]]]
+    assert chunks(4) == [[[0], [1, 2, 3]], [[4, 5]]]
+    assert chunks(2) == [[[0], [1, 2], [3]], [[4, 5]]]  # a chunk of padding alone is left out

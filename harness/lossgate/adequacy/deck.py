@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decks: the problems that are tried, drawn once for all layouts, and what each is good for.
 
-What a problem is good for is told on paper: which coverage goals it reaches, and how much each
-option mutant changes its reference. Neither hangs on a layout or on a kernel's code. Whether a run
-of it really reaches the goals and kills the mutants is told by the run.
+The reference says what a problem is good for: which coverage goals it reaches, and how much each
+option mutant changes it. Neither hangs on a layout or on a kernel's code. What the problem really
+kills is known only when a candidate has run on it.
 
 A deck is the same in every process, whatever was asked before.
 """
@@ -32,15 +32,16 @@ from lossgate.specs.spec import Spec
 SIZE = 48
 """Problems of a deck before any that are drawn on purpose."""
 
-DRAWN, _BATCH = 40, 10
+DRAWN, _BATCH = 80, 10
 """The most problems that are drawn on purpose for one mutant or goal (twice as many if a mutant
 changes nothing on any of them), and how many at a time."""
 
 KILLERS = 3
-"""How many problems of a deck are known to kill a mutant, if so many do."""
+"""When so many problems of a deck are likely to kill a mutant, no more are asked about it, because
+asking is slow."""
 
 WANTED = 4
-"""How many of them are used in each round."""
+"""The most problems that a cell runs in each round for one mutant or goal."""
 
 LEAST_CHANGE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.01}
 """The change of a reference, relative to its largest entry, from which on a problem is likely to
@@ -83,17 +84,17 @@ class Deck:
         """All option mutants, by name."""
         self._candidate, self._dtype = candidate, dtype
         self._key = f"{deck_key(candidate, dtype)} {seed}"
-        self._tried: Counter[str] = Counter()
+        self._tried: dict[str, set[str]] = {name: set() for name in self.mutants}
         self._changing: set[str] = set()
         self._sought: dict[str, Sequence[Entry]] = {}
         self._fitted: dict[str, Entry] = {}
 
-    @cached_property
+    @property
     def entries(self) -> Sequence[Entry]:
         """The problems that every cell may use."""
         return self._first[0]
 
-    @cached_property
+    @property
     def equivalent(self) -> frozenset[str]:
         """The mutants that changed no result of any problem that was drawn for them."""
         return self._first[1]
@@ -112,7 +113,7 @@ class Deck:
             if not any(goal in entry.bound.coverage for entry in found):
                 found += self._reaching(goal, 0, 1)
         unchanged = (name for name in self.mutants if name not in self._changing)
-        return found, frozenset(name for name in unchanged if self._tried[name] >= 2 * DRAWN)
+        return found, frozenset(name for name in unchanged if len(self._tried[name]) >= 2 * DRAWN)
 
     @staticmethod
     def _common(entries: Sequence[Entry]) -> set[str]:
@@ -155,12 +156,12 @@ class Deck:
 
     def killing(self, name: str, round_: int) -> Sequence[Entry]:
         """Draws problems that are likely to kill a mutant."""
-        _ = self.entries
+        _ = self.entries  # first, so that they do not hang on what is asked before
         return self._seek(f"kill {name} {round_}", lambda entry: name in entry.kills, self._target(name), [name])
 
     def reaching(self, goal: str, round_: int) -> Sequence[Entry]:
         """Draws problems that reach a goal on any layout."""
-        _ = self.entries  # first, so that they do not hang on what is asked before
+        _ = self.entries
         return self._reaching(goal, round_, WANTED)
 
     def _reaching(self, goal: str, round_: int, wanted: int) -> Sequence[Entry]:
@@ -169,6 +170,7 @@ class Deck:
 
     def reaching_on(self, layout: Layout, splits: Sequence[VocabSplit], goal: str, round_: int) -> Sequence[Entry]:
         """Draws problems that reach a goal on a layout."""
+        _ = self.entries
         return self._seek(
             f"reach {goal} {layout} {splits} {round_}",
             lambda entry: any(goal in placed.goals for placed in self.on(layout, splits, [entry])),
@@ -236,7 +238,7 @@ class Deck:
         for batch in range(2 * DRAWN // _BATCH):
             if batch >= DRAWN // _BATCH:
                 left -= self._changing
-            left -= {name for name in left - self._changing if self._tried[name] >= 2 * DRAWN}
+            left -= {name for name in left - self._changing if len(self._tried[name]) >= 2 * DRAWN}
             if not left:
                 break
             draws = self._draws(f"kill {target} {batch}", _BATCH, target, rich=True)
@@ -278,23 +280,21 @@ class Deck:
         """Returns the mutants that a problem is likely to kill, and how much each changes it."""
         asked = [self.mutants[name] for name in sorted(mutants)]
         changed = {str(mutant): change for mutant, change in changes(asked, bound, unmasked=unmasked).items()}
-        self._tried.update(changed.keys())
+        for name in changed:
+            self._tried[name].add(bound.problem.to_json())
         self._changing.update(name for name, change in changed.items() if change > 0)
         return {name: change for name, change in changed.items() if change >= LEAST_CHANGE[self._dtype]}
 
 
-def _declared(candidate: Candidate) -> str:
-    """Names everything that a candidate declares about the problems it can be given.
+def deck_key(candidate: Candidate, dtype: str) -> str:
+    """Names the deck that a candidate uses for inputs of a dtype.
 
-    How the vocabulary is split hangs on the layout.
+    It tells apart all that candidates declare about the problems they can be given, but for the
+    split of the vocabulary, which belongs to the layout.
     """
     supports = {name: values for name, values in sorted(candidate.supports.items()) if name != "vocab_split"}
-    return f"{candidate.spec.name} {candidate.head} {supports} {dict(candidate.tiles)} {candidate.differentiable}"
-
-
-def deck_key(candidate: Candidate, dtype: str) -> str:
-    """Names the deck that a candidate uses for inputs of a dtype."""
-    return f"{_declared(candidate)} {dtype}"
+    declared = f"{candidate.spec.name} {candidate.head} {supports} {dict(candidate.tiles)} {candidate.differentiable}"
+    return f"{declared} {dtype}"
 
 
 _KEPT = 4

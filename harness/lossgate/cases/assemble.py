@@ -78,8 +78,8 @@ def assemble_tensor(
     """Puts one part from each rank together.
 
     Along an axis that splits one of ``dims``, parts are laid side by side. Along another they are
-    added, their minimum or maximum is taken, or they must be equal bit for bit. Padding rows of the
-    vocabulary must be zero and are dropped.
+    added, or they must be equal bit for bit. Padding rows of the vocabulary must be zero and are
+    dropped. Of numbers the minimum or maximum may be taken.
 
     Returns:
         The whole tensor in float64, and what is wrong with its parts, in words.
@@ -89,23 +89,14 @@ def assemble_tensor(
     sizes = {"token": partition.tokens, "vocab": partition.vocab, "hidden": hidden, "sequence": len(partition.lengths)}
     whole = torch.zeros([sizes[dim] for dim in dims], dtype=torch.float64)
     replicated: list[Axis] = [a for a in AXES if not set(SHARDED_DIMS[a]) & set(dims) and _replicated(placements, a)]
-    factor = 1.0
-    averaged: list[Axis] = [a for a in AXES if placements.get(a) == "avg"]
-    for axis in averaged:
-        factor /= partition.layout.sizes[axis]
-    faults: list[str] = []
-    extremum = next((_EXTREMA[p] for p in placements.values() if p in _EXTREMA), None)
+    factor, faults = _mean_factor(placements, partition), list[str]()
     for rank, part in enumerate(parts):
         leader = _leader(rank, replicated, partition)
         if leader != rank:
             if not _equal(part, parts[leader]):
                 faults.append(_unequal(leader, rank, _distance(part, parts[leader])))
             continue
-        local = part.detach().double() * factor
-        if extremum is not None:
-            whole = extremum(whole, local) if rank else local
-        else:
-            faults += _add(whole, local, dims, partition, rank)
+        faults += _add(whole, part.detach().double() * factor, dims, partition, rank)
     return whole, tuple(faults)
 
 
@@ -114,7 +105,7 @@ def _assemble_number(
 ) -> tuple[Tensor, tuple[str, ...]]:
     """Does what ``assemble_tensor`` does for numbers, in far less time."""
     replicated: list[Axis] = [axis for axis in AXES if _replicated(placements, axis)]
-    factor = prod(1 / partition.layout.sizes[axis] for axis in AXES if placements.get(axis) == "avg")
+    factor = _mean_factor(placements, partition)
     numbers, faults, own = [float(part) for part in parts], list[str](), list[float]()
     for rank, number in enumerate(numbers):
         leader = _leader(rank, replicated, partition)
@@ -125,6 +116,10 @@ def _assemble_number(
     extremum = next((_EXTREMA[p] for p in placements.values() if p in _EXTREMA), None)
     whole = torch.tensor(own, dtype=torch.float64)
     return whole.sum() if extremum is None else reduce(extremum, whole.unbind()), tuple(faults)
+
+
+def _mean_factor(placements: Placements, partition: Partition) -> float:
+    return prod(1 / partition.layout.sizes[axis] for axis in AXES if placements.get(axis) == "avg")
 
 
 def _unequal(leader: int, rank: int, difference: float) -> str:

@@ -26,7 +26,7 @@ _AT_AN_END = 0.2
 
 
 class SeededProvider(PrimitiveProvider):
-    """Makes every choice from one generator, which ``each_problem`` seeds."""
+    """Makes every choice from one generator, which ``Draws.each`` seeds."""
 
     lifetime = "test_function"
     random: ClassVar[Random]

@@ -28,11 +28,6 @@ class Placement:
     pad_to_multiple: int = 1
     reduction_order: ReductionOrder = "rank"
 
-    @classmethod
-    def of(cls, problem: Problem) -> "Placement":
-        """Returns how a problem is placed."""
-        return cls(problem.layout, problem.vocab_split, problem.pad_to_multiple, problem.reduction_order)
-
     def fits(self, problem: Problem) -> bool:
         """Returns whether each tp rank has the rows that the split promises."""
         tp, vocab = self.layout.tp, problem.vocab

@@ -14,17 +14,6 @@ from lossgate.specs.spec import BoundSpec
 from lossgate.specs.token_values import TokenValues
 
 
-def run_reference(batch: GlobalBatch, head: str, bound: BoundSpec) -> dict[Output, Tensor]:
-    """Computes the reference outputs of a batch: values, metrics and the gradient of each leaf.
-
-    Args:
-        batch: the whole batch.
-        head: where the kernel starts.
-        bound: the spec with options, and with the outputs that will be compared.
-    """
-    return DenseRun(batch, head).outputs(bound)
-
-
 @dataclass(frozen=True)
 class LossStage:
     """The reference from the values per token on."""
@@ -45,6 +34,12 @@ class DenseRun:
     """
 
     def __init__(self, batch: GlobalBatch, head: str) -> None:
+        """Prepares runs.
+
+        Args:
+            batch: the whole batch.
+            head: where the kernel starts.
+        """
         self._batch, self._head = batch, head
         self._leaves = {name: leaf.clone().requires_grad_() for name, leaf in batch.leaves.items()}
         self._values: dict[str, TokenValues] = {}
@@ -83,7 +78,8 @@ class DenseRun:
         cotangents = list(self._batch.cotangents.values())
         gradients = torch.autograd.grad(roots, list(per_token.values()), cotangents, allow_unused=True)
         found = {output: tensor.detach() for output, tensor in outputs.items()}
-        upstream = {n: g for n, g in zip(per_token, gradients, strict=True) if g is not None}  # pyright: ignore[reportUnnecessaryComparison]
+        found_of = zip(per_token, gradients, strict=True)
+        upstream = {name: g for name, g in found_of if g is not None}  # pyright: ignore[reportUnnecessaryComparison]
         return LossStage(found, upstream, whole.logprobs.detach())
 
     def _token_values(self, bound: BoundSpec) -> TokenValues:

@@ -137,7 +137,10 @@ class Spec:
     of them."""
 
     fields: Mapping[str, Dims] = field(default_factory=dict)
-    """Inputs beside those of ``PackedBatch`` and of the head, and how they are split."""
+    """Inputs beside those of ``PackedBatch`` and of the head, and how they are split.
+
+    A bool for each token is a mask: it is false at padding.
+    """
     scenarios: tuple[Option, ...] = ()
     """How the fields may be made: choices that problems draw."""
     make_fields: MakeFields | None = None

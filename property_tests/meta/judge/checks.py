@@ -12,7 +12,7 @@ from lossgate import Candidate, Layout, Precision, Problem
 from lossgate.bank.cross_entropy import ALL_BFLOAT16, STYLES, make
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
-from lossgate.cases.reference import run_reference
+from lossgate.cases.reference import DenseRun
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.judge.comparison import Comparison, Tolerance
 from lossgate.judge.ensemble import gradient_on, run_ensemble, stages_of
@@ -122,5 +122,5 @@ def members_of(candidate: Candidate, problem: Problem, count: int) -> dict[str, 
 def reference_of(problem: Problem) -> dict[str, Tensor]:
     """Returns every output of the reference, by its name."""
     bound = bind(problem)
-    outputs = run_reference(bound.batch, problem.head, bound.bound_spec)
+    outputs = DenseRun(bound.batch, problem.head).outputs(bound.bound_spec)
     return {str(output): tensor for output, tensor in outputs.items()}
