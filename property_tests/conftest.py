@@ -4,6 +4,7 @@
 import os
 from collections.abc import Callable, Iterator
 
+import jaxtyping
 import pytest
 import torch
 
@@ -12,6 +13,16 @@ from lossgate.worlds import SimulatedWorld
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores
+
+jaxtyping.config.update("jaxtyping_disable", True)  # it makes the references three times slower
+
+
+@pytest.fixture
+def shape_checks() -> Iterator[None]:
+    """Has the references check the shapes that they are given and that they return."""
+    jaxtyping.config.update("jaxtyping_disable", False)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", True)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ A correct dense candidate agrees at every head and layout. A wrong one disagrees
 that ignores an option.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 import lossgate
 from lossgate import ANY, Layout, Problem
+from lossgate.adequacy import deck
 from lossgate.bank.bugs import Bug, bugs_of, ignores
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.case import Case
@@ -29,13 +31,12 @@ from lossgate.worlds import SimulatedWorld
 LAYOUTS = ("single", "dp=2", "cp=2", "tp=2", "dp=2,cp=2,tp=2")
 
 
-def has_every_option(spec: Spec, head: str, layout: str) -> bool:
-    """Returns whether the candidate supports every option.
-
-    It does at every head on one rank, and at one head on many ranks. Elsewhere it has the default
-    options, which saves minutes.
-    """
-    return layout == "single" or (layout == LAYOUTS[-1] and head == next(iter(spec.inputs)))
+@pytest.fixture(autouse=True, scope="module")
+def _keep_all_decks() -> Iterator[None]:
+    """Most tests here use a deck that another has used before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deck, "_KEPT", 32)
+        yield
 
 
 SETTINGS = Settings(examples=12, rounds=12)
@@ -59,17 +60,11 @@ def test_a_correct_candidate_agrees(spec: Spec, head: str, layout: str) -> None:
 
     Every coverage goal is covered, every option mutant killed, and every planted error rejected.
     """
-    candidate = dense_candidate(spec, head)
-    if not has_every_option(spec, head, layout):
-        common = {name: values for name, values in candidate.supports.items() if name in COMMON_OPTIONS}
-        candidate = replace(candidate, supports=common)
-    result = run_cell(Cell(candidate, Layout.parse(layout), "float32"), SETTINGS)
+    result = run_cell(Cell(dense_candidate(spec, head), Layout.parse(layout), "float32"), SETTINGS)
     assert result.verdict is Verdict.AGREE, result.reasons
     assert not result.missing_goals
     assert not result.surviving
-    takes_temperature = head in ("hidden", "logits")
-    equivalent = {name for name in result.equivalent if takes_temperature or not name.startswith("temperature=")}
-    assert equivalent <= EQUIVALENT or not has_every_option(spec, head, layout)
+    assert set(result.equivalent) <= EQUIVALENT
 
 
 def test_a_divergence_that_is_all_but_0_may_be_rounded() -> None:

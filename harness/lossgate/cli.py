@@ -84,17 +84,22 @@ def verify(
         evidence: Append a JSON line for each cell to this file.
         failures: Folder for failure files.
     """
+    from lossgate.engine import fork_server
+    from lossgate.engine.settings import load_settings
+    from lossgate.errors import UsageError
+
+    if not targets:
+        raise UsageError("verify: nothing named; expected files or modules with candidates, such as my_kernels.py")
+    if load_settings(profile, jobs=jobs).jobs != 1:
+        fork_server.start()  # it loads torch while this process does
+
     from lossgate.declaration.loading import load_candidates
     from lossgate.engine.events import Consumer, RunFinished
     from lossgate.engine.run import run
-    from lossgate.engine.settings import load_settings
-    from lossgate.errors import UsageError
     from lossgate.evidence.writer import EvidenceFile
     from lossgate.reports.failures import FailureFiles
     from lossgate.reports.terminal import Terminal
 
-    if not targets:
-        raise UsageError("verify: nothing named; expected files or modules with candidates, such as my_kernels.py")
     lists: dict[str, Any] = {"layouts": tuple(layout) if layout else None, "dtypes": tuple(dtype) if dtype else None}
     settings = load_settings(profile, examples=examples, ranks=ranks, seed=seed, timeout=timeout, jobs=jobs, **lists)
     candidates = [candidate for target in targets for candidate in load_candidates(target)]

@@ -5,7 +5,7 @@ from math import log2
 
 import pytest
 
-from lossgate.adequacy.deck import DRAWN
+from lossgate.adequacy.deck import UNCHANGED
 from lossgate.adequacy.option_mutants import NEAREST
 from lossgate.cases import kinks
 from lossgate.engine.verdict import LARGEST_MDE
@@ -30,7 +30,7 @@ STATED = {
     "pooled": f"{pooling.SIGMAS:g} (1 + 60 / n^2) standard deviations of the pooled scale",
     "floor": f"a {1 / pooling.FLOOR:.0f}th of the unit roundoff, and at least 2^{log2(pooling.FLOAT32_FLOOR):.0f}",
     "mde": f"An error of {LARGEST_MDE:.0%} in the scale",
-    "equivalent": f"on each of {2 * DRAWN} problems",
+    "equivalent": f"on each of {UNCHANGED} problems",
     "nearest": f"within {NEAREST:g} of each other",
 }
 

@@ -17,20 +17,20 @@ from lossgate.losses import SPECS
 from lossgate.specs.sharding_goals import IDS_GOALS, SHARDING_GOALS
 
 # family, head: all goals, required on dp=2,cp=2,tp=2, required on a single rank, option mutants
-COUNTS = {
+COUNTS = {  # at head logprobs, the temperature has no mutants
     ("nll", "hidden"): (13, 13, 4, 12),
     ("nll", "logits"): (13, 13, 4, 12),
-    ("nll", "logprobs"): (13, 6, 2, 12),
+    ("nll", "logprobs"): (13, 6, 2, 8),
     ("dpo", "hidden"): (22, 22, 13, 44),
     ("dpo", "logits"): (22, 22, 13, 44),
-    ("dpo", "logprobs"): (22, 15, 11, 44),
+    ("dpo", "logprobs"): (22, 15, 11, 40),
     ("preference", "rewards"): (15, 8, 6, 4),
     ("clipped_pg", "hidden"): (44, 44, 35, 136),
     ("clipped_pg", "logits"): (44, 44, 35, 136),
-    ("clipped_pg", "logprobs"): (44, 37, 33, 136),
+    ("clipped_pg", "logprobs"): (44, 37, 33, 132),
     ("grpo", "hidden"): (38, 38, 29, 96),
     ("grpo", "logits"): (38, 38, 29, 96),
-    ("grpo", "logprobs"): (38, 31, 27, 96),
+    ("grpo", "logprobs"): (38, 31, 27, 92),
     ("value", "values"): (18, 11, 7, 12),
     ("distill", "hidden"): (20, 20, 9, 32),
     ("distill", "logits"): (20, 20, 9, 32),

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import docstring_parser
@@ -45,8 +46,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def lossgate(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command in a process of its own, as a user does."""
+def in_a_process(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command in a process of its own, as a user does.
+
+    Most of its time goes into loading torch.
+    """
     return subprocess.run(
         [sys.executable, "-m", "lossgate", *arguments],
         cwd=folder,
@@ -57,28 +61,33 @@ def lossgate(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@dataclass(frozen=True)
+class Done:
+    """What a command did."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Lossgate = Callable[..., Done]
+
+
 @pytest.fixture
-def here(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str]]:
-    """Returns ``here(*arguments) -> (exit code, stderr)``, which runs a command in this process.
+def lossgate(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Lossgate:
+    """Returns ``lossgate(*arguments)``, which runs a command in this process."""
+    monkeypatch.chdir(folder)
 
-    In a process of its own, loading torch would take most of the time.
-    """
-
-    def call(*arguments: str) -> tuple[int, str]:
-        monkeypatch.chdir(folder)
+    def run(*arguments: str) -> Done:
         with pytest.raises(SystemExit) as done:
             main(arguments)
-        return int(done.value.code or 0), capsys.readouterr().err
+        return Done(int(done.value.code or 0), *capsys.readouterr())
 
-    return call
+    return run
 
 
-def test_agree(folder: Path) -> None:
-    done = lossgate(
-        folder, "verify", "kernels.py:right", "--layout", "single", "--layout", "dp=2", "--evidence", "out.jsonl"
-    )
+def test_agree(folder: Path, lossgate: Lossgate) -> None:
+    done = lossgate("verify", "kernels.py:right", "--layout", "single", "--layout", "dp=2", "--evidence", "out.jsonl")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("4 cells\nAGREE  right  float32  single:  20 problems, 40 comparisons, at most ")
     assert "2, up to 2 ranks" in done.stdout
@@ -92,8 +101,8 @@ def test_agree(folder: Path) -> None:
     assert not (folder / ".lossgate").exists()
 
 
-def test_disagree_and_replay(folder: Path) -> None:
-    done = lossgate(
+def test_disagree_and_replay(folder: Path, lossgate: Lossgate) -> None:
+    done = in_a_process(
         folder, "verify", "kernels.py:wrong", "--layout", "cp=2", "--dtype", "float32", "--evidence", "out.jsonl"
     )
     assert done.returncode == 1
@@ -103,11 +112,11 @@ def test_disagree_and_replay(folder: Path) -> None:
     on = next(line for line in lines if line.startswith("  on: "))
     assert "layout cp=2, float32" in on
     replay = next(line for line in lines if line.startswith("  replay: ")).removeprefix("  replay: lossgate ")
-    again = lossgate(folder, *replay.split())
+    again = lossgate(*replay.split())
     assert again.returncode == 1
     assert again.stdout.splitlines()[1] == lines[0]
     assert again.stdout.splitlines()[-1] == "  every statistic is the one in the file"
-    other = lossgate(folder, *replay.split(), "--candidate", "kernels.py:right")
+    other = lossgate(*replay.split(), "--candidate", "kernels.py:right")
     assert other.returncode == 0
     assert other.stdout.startswith("AGREE  right  float32  cp=2\n")
     (cell,) = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
@@ -115,31 +124,28 @@ def test_disagree_and_replay(folder: Path) -> None:
     assert cell["problem"]["layout"] == {"dp": 1, "cp": 2, "tp": 1}
 
 
-NEEDY = """
+NEEDY = f"""
+{KERNELS}
 from dataclasses import replace
-from kernels import right
 from lossgate.specs.coverage import CoverageGoal
 
-goals = {**right.spec.goals, "never": CoverageGoal(meaning="what no problem has")}
+goals = {{**right.spec.goals, "never": CoverageGoal(meaning="what no problem has")}}
 needy = replace(right, name="needy", spec=replace(right.spec, goals=goals))
 """
 
 
-def test_inconclusive(folder: Path) -> None:
+def test_inconclusive(folder: Path, lossgate: Lossgate) -> None:
     (folder / "pyproject.toml").write_text("[tool.lossgate]\nrounds = 1\n")
     (folder / "needy.py").write_text(NEEDY)
-    done = lossgate(folder, "verify", "needy.py:needy", "--layout", "single", "--dtype", "bfloat16", "--examples", "1")
+    done = lossgate("verify", "needy.py:needy", "--layout", "single", "--dtype", "bfloat16", "--examples", "1")
     assert done.returncode == 3, done.stderr
     assert "INCONCLUSIVE  needy  bfloat16  single" in done.stdout
     assert "no problem had what no problem has; raise --examples" in done.stdout
 
 
-def test_side_by_side_gives_the_same(folder: Path) -> None:
+def test_side_by_side_gives_the_same(folder: Path, lossgate: Lossgate) -> None:
     arguments = ("verify", "kernels.py:right", "--ranks", "2", "--dtype", "float32", "--examples", "5", "--evidence")
-    assert (
-        lossgate(folder, *arguments, "one.jsonl").returncode
-        == lossgate(folder, *arguments, "two.jsonl", "--jobs", "2").returncode
-    )
+    assert lossgate(*arguments, "one.jsonl").returncode == lossgate(*arguments, "two.jsonl", "--jobs", "2").returncode
     one, two = (
         [json.loads(line) for line in (folder / name).read_text().splitlines()] for name in ("one.jsonl", "two.jsonl")
     )
@@ -222,12 +228,12 @@ def cell_result(verdict: str, expected: bool) -> CellResult:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_use_is_one_clear_line(here: Callable[..., tuple[int, str]], arguments: list[str], message: str) -> None:
-    code, stderr = here(*arguments)
-    assert code == 2
-    assert stderr.startswith("lossgate: ")
-    assert message in stderr
-    assert stderr.count("\n") == 1
+def test_bad_use_is_one_clear_line(lossgate: Lossgate, arguments: list[str], message: str) -> None:
+    done = lossgate(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith("lossgate: ")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -238,40 +244,36 @@ def test_bad_use_is_one_clear_line(here: Callable[..., tuple[int, str]], argumen
         ("[tool.lossgate", "pyproject.toml: "),
     ],
 )
-def test_bad_settings_are_one_clear_line(
-    folder: Path, here: Callable[..., tuple[int, str]], toml: str, message: str
-) -> None:
+def test_bad_settings_are_one_clear_line(folder: Path, lossgate: Lossgate, toml: str, message: str) -> None:
     (folder / "pyproject.toml").write_text(toml)
-    code, stderr = here("verify", "kernels.py")
-    assert code == 2
-    assert message in stderr
-    assert stderr.count("\n") == 1
+    done = lossgate("verify", "kernels.py")
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_bad_use_from_the_shell(folder: Path) -> None:
-    done = lossgate(folder, "verify", "nowhere.py")
+    done = in_a_process(folder, "verify", "nowhere.py")
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "lossgate: nowhere.py: no such file\n")
 
 
-def test_profiles_of_pyproject(folder: Path) -> None:
+def test_profiles_of_pyproject(folder: Path, lossgate: Lossgate) -> None:
     (folder / "pyproject.toml").write_text(
         "[tool.lossgate]\nlayouts = ['single']\nrounds = 1\n"
         "[tool.lossgate.profiles.quick]\nexamples = 3\ndtypes = ['float32']\n"
     )
-    done = lossgate(folder, "verify", "kernels.py:right", "--profile", "quick")
+    done = lossgate("verify", "kernels.py:right", "--profile", "quick")
     assert done.stdout.startswith("1 cells\n")
     assert "float32  single:  3 problems" in done.stdout
-    assert (
-        "4 problems" in lossgate(folder, "verify", "kernels.py:right", "--profile", "quick", "--examples", "4").stdout
-    )
+    assert "4 problems" in lossgate("verify", "kernels.py:right", "--profile", "quick", "--examples", "4").stdout
 
 
-def test_list(folder: Path) -> None:
-    specs = lossgate(folder, "list")
+def test_list(folder: Path, lossgate: Lossgate) -> None:
+    specs = lossgate("list")
     assert specs.returncode == 0
     for word in ("nll", "temperature", "0.3 to 3", "hidden[token,", "entropy", "vocab_split", "label on a shard's"):
         assert word in specs.stdout
-    candidates = lossgate(folder, "list", "kernels.py")
+    candidates = lossgate("list", "kernels.py")
     assert "shapeless" in candidates.stdout
     assert "dp, cp" in candidates.stdout
 
@@ -301,35 +303,34 @@ DECLARE = f"{KERNELS}\ndeclare = lossgate.candidate"
     ],
     ids=["exits", "raises", "twice", "nameless", "tile"],
 )
-def test_bad_files_are_one_clear_line(
-    folder: Path, here: Callable[..., tuple[int, str]], text: str, message: str
-) -> None:
+def test_bad_files_are_one_clear_line(folder: Path, lossgate: Lossgate, text: str, message: str) -> None:
     (folder / "kernels.py").write_text(text)
-    code, stderr = here("verify", "kernels.py")
-    assert code == 2
-    assert message in stderr
-    assert stderr.count("\n") == 1
+    done = lossgate("verify", "kernels.py")
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
-def test_a_failure_file_without_examples_is_one_clear_line(folder: Path, here: Callable[..., tuple[int, str]]) -> None:
+def test_a_failure_file_without_examples_is_one_clear_line(folder: Path, lossgate: Lossgate) -> None:
     (folder / "empty.json").write_text(
         '{"candidate": "kernels.py:right", "reasons": [], "examples": [], "pooled": false, "versions": {}}'
     )
-    assert here("replay", "empty.json") == (2, "lossgate: empty.json holds no example; expected at least one\n")
+    done = lossgate("replay", "empty.json")
+    assert (done.returncode, done.stderr) == (2, "lossgate: empty.json holds no example; expected at least one\n")
 
 
-def test_a_kernel_from_elsewhere_is_found_again(folder: Path) -> None:
+def test_a_kernel_from_elsewhere_is_found_again(folder: Path, lossgate: Lossgate) -> None:
     """Its file is where it was declared a candidate, not where the function is."""
     plain = "def plain(inputs, options, mesh): return 2 * cross_entropy(inputs, options)"
     (folder / "library.py").write_text(KERNELS.split("@lossgate")[0] + plain)
     declared = "plain = lossgate.candidate('nll', head='logits', dtypes=('float32',))(library.plain)"
     (folder / "mine.py").write_text(f"import lossgate, library\n{declared}")
-    done = lossgate(folder, "verify", "mine.py", "--layout", "single", "--jobs", "2")
+    done = lossgate("verify", "mine.py", "--layout", "single", "--jobs", "2")
     assert done.returncode == 1
     replay = next(line for line in done.stdout.splitlines() if line.startswith("  replay: ")).removeprefix(
         "  replay: lossgate "
     )
-    assert lossgate(folder, *replay.split()).stdout.splitlines()[-1] == "  every statistic is the one in the file"
+    assert lossgate(*replay.split()).stdout.splitlines()[-1] == "  every statistic is the one in the file"
 
 
 @pytest.mark.parametrize("command", [verify, replay])

@@ -77,7 +77,7 @@ def test_draws_do_not_hang_on_what_was_drawn_before() -> None:
         Draws(NLL, "float32", "b", 12),
         Draws(NLL, "bfloat16", "a", 12),
         Draws(NLL, "float32", "a", 12, rich=True),
-        Draws(NLL, "float32", "a", 12, ForcedOption("reduction", ("sequence_mean",))),
+        Draws(NLL, "float32", "a", 12, (ForcedOption("reduction", ("sequence_mean",)),)),
         Draws(DPO, "float32", "a", 12),
     ],
     ids=("seed", "dtype", "rich", "target", "candidate"),
@@ -100,12 +100,13 @@ def test_rich_problems_have_tokens_to_train() -> None:
 
 def test_a_target_is_what_every_problem_has() -> None:
     target = ForcedOption("reduction", ("sequence_mean",))
-    drawn = Draws(NLL, "float32", "a seed", 20, target).all()
+    drawn = Draws(NLL, "float32", "a seed", 20, (target,)).all()
     assert [problem.options.get("reduction") for problem in drawn] == ["sequence_mean"] * 20
 
 
+@pytest.mark.parametrize("rich", [False, True])
 @pytest.mark.parametrize("seed", ["a", "b", "c"])
-def test_a_failing_problem_is_made_small(seed: str) -> None:
+def test_a_failing_problem_is_made_small(seed: str, rich: bool) -> None:
     """Fails for more than four tokens, a bias and a vocabulary of more than ten rows."""
     seen: list[Problem] = []
 
@@ -115,7 +116,7 @@ def test_a_failing_problem_is_made_small(seed: str) -> None:
             raise AssertionError("too large")
 
     with pytest.raises(AssertionError, match="too large"):
-        Draws(NLL, "float32", seed, 200).each(check, shrink=True)
+        Draws(NLL, "float32", seed, 200, rich=rich).each(check, shrink=True)
     smallest = seen[-1]
     assert (smallest.tokens, smallest.vocab, smallest.hidden, len(smallest.lengths)) == (5, 13, 1, 1)
     assert not smallest.options

@@ -44,7 +44,7 @@ def user(pytester: pytest.Pytester) -> pytest.Pytester:
 
 @pytest.mark.parametrize("workers", [(), ("-n", "2")])
 def test_items_evidence_and_failures(user: pytest.Pytester, workers: tuple[str, ...]) -> None:
-    result = user.runpytest_subprocess("-v", "-p", "no:cacheprovider", "--lossgate-evidence", "out.jsonl", *workers)
+    result = user.runpytest_inprocess("-v", "-p", "no:cacheprovider", "--lossgate-evidence", "out.jsonl", *workers)
     result.assert_outcomes(passed=4, failed=2)
     output = result.stdout.str()
     for item in (
@@ -68,7 +68,7 @@ def test_items_evidence_and_failures(user: pytest.Pytester, workers: tuple[str, 
 
 
 def test_an_inconclusive_item_fails(user: pytest.Pytester) -> None:
-    result = user.runpytest_subprocess("-p", "no:cacheprovider", "-k", "few")
+    result = user.runpytest_inprocess("-p", "no:cacheprovider", "-k", "few")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["INCONCLUSIVE  right  bfloat16  single", "  no problem had *; raise --examples"])
 
@@ -80,14 +80,14 @@ def test_a_known_failure_passes(pytester: pytest.Pytester) -> None:
         "from lossgate.declaration.loading import load_candidates\n"
         f"test_known = lossgate.suite(*load_candidates({source!r}))\n"
     )
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "--lossgate-evidence", "out.jsonl")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "--lossgate-evidence", "out.jsonl")
     result.assert_outcomes(passed=1)
     (cell,) = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
     assert (cell["verdict"], cell["known_failure"]) == ("DISAGREE", "torch-4")
 
 
 def test_the_profile_of_the_command_line_wins(user: pytest.Pytester) -> None:
-    result = user.runpytest_subprocess("-p", "no:cacheprovider", "-k", "few", "--lossgate-profile", "dev")
+    result = user.runpytest_inprocess("-p", "no:cacheprovider", "-k", "few", "--lossgate-profile", "dev")
     result.assert_outcomes(passed=1)
 
 
@@ -104,7 +104,7 @@ def test_the_profile_of_the_command_line_wins(user: pytest.Pytester) -> None:
 def test_bad_options_end_the_run_with_a_message(
     user: pytest.Pytester, arguments: tuple[str, ...], message: str
 ) -> None:
-    result = user.runpytest_subprocess("-p", "no:cacheprovider", *arguments)
+    result = user.runpytest_inprocess("-p", "no:cacheprovider", *arguments)
     assert result.ret != 0
     assert message in result.stdout.str() + result.stderr.str()
 

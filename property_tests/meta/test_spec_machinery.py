@@ -4,6 +4,7 @@
 from dataclasses import replace
 from typing import Any
 
+import jaxtyping
 import pytest
 import torch
 
@@ -12,8 +13,10 @@ from lossgate.adequacy.coverage import required_goals
 from lossgate.bank.dense_candidates import dense_candidate, dense_kernel
 from lossgate.cases.assemble import assemble_tensor
 from lossgate.cases.bound_problem import BoundProblem
+from lossgate.cases.drawing import Draws
 from lossgate.cases.placed_problem import PlacedProblem
 from lossgate.cases.placement import sample_problems
+from lossgate.cases.reference import DenseRun
 from lossgate.engine.cell import Cell
 from lossgate.engine.run import run_cell
 from lossgate.engine.settings import Settings
@@ -21,6 +24,7 @@ from lossgate.losses import SPECS
 from lossgate.problems.partition import Partition
 from lossgate.specs.outputs import metric_output
 from lossgate.specs.sharding_goals import SHARDING_GOALS
+from lossgate.specs.spec import Spec
 
 CLIPPED_PG = SPECS["clipped_pg"]
 
@@ -42,6 +46,28 @@ def declare(supports: dict[str, Any]) -> Candidate:
     return candidate("clipped_pg", head="logprobs", dtypes=("float32",), supports=supports, name="declared")(
         dense_kernel(CLIPPED_PG, "logprobs")
     )
+
+
+# References
+
+
+@pytest.mark.usefixtures("shape_checks")
+@pytest.mark.parametrize(
+    ("spec", "head"),
+    [pytest.param(spec, head, id=f"{name}-{head}") for name, spec in SPECS.items() for head in spec.inputs],
+)
+def test_references_get_and_return_the_shapes_that_they_declare(spec: Spec, head: str) -> None:
+    for drawn in Draws(dense_candidate(spec, head), "float32", "shapes", 6).all():
+        bound = BoundProblem(spec, drawn)
+        assert bound.dense.outputs(bound.bound_spec)
+
+
+@pytest.mark.usefixtures("shape_checks")
+def test_references_refuse_other_shapes() -> None:
+    bound = BoundProblem(CLIPPED_PG, problem("clipped_pg"))
+    short = replace(bound.batch, fields={**bound.batch.fields, "advantages": bound.batch.fields["advantages"][1:]})
+    with pytest.raises(jaxtyping.TypeCheckError, match="advantages"):
+        DenseRun(short, "logprobs").outputs(bound.bound_spec)
 
 
 # Splits

@@ -9,13 +9,13 @@ A deck is the same in every process, whatever was asked before.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from random import Random
 
 from lossgate.adequacy.coverage import required_goals
-from lossgate.adequacy.kills import changes
+from lossgate.adequacy.kills import changes, changes_with
 from lossgate.adequacy.option_mutants import option_mutants
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.drawing import Draws
@@ -33,8 +33,11 @@ SIZE = 48
 """Problems of a deck before any that are drawn on purpose."""
 
 DRAWN, _BATCH = 80, 10
-"""The most problems that are drawn on purpose for one mutant or goal (twice as many if a mutant
-changes nothing on any of them), and how many at a time."""
+"""The most problems that are drawn on purpose for one mutant or goal; and how many at a time."""
+
+UNCHANGED = 160
+"""A mutant is equivalent to the kernel if it changes nothing on so many problems, when these are
+given the choice that it mistakes."""
 
 KILLERS = 3
 """When so many problems of a deck are likely to kill a mutant, no more are asked about it, because
@@ -84,8 +87,6 @@ class Deck:
         """All option mutants, by name."""
         self._candidate, self._dtype = candidate, dtype
         self._key = f"{deck_key(candidate, dtype)} {seed}"
-        self._tried: dict[str, set[str]] = {name: set() for name in self.mutants}
-        self._changing: set[str] = set()
         self._sought: dict[str, Sequence[Entry]] = {}
         self._fitted: dict[str, Entry] = {}
 
@@ -96,24 +97,27 @@ class Deck:
 
     @property
     def equivalent(self) -> frozenset[str]:
-        """The mutants that changed no result of any problem that was drawn for them."""
+        """The mutants that change no result, whatever the problem."""
         return self._first[1]
 
     @cached_property
     def _first(self) -> tuple[list[Entry], frozenset[str]]:
         by_target = self._by_target()
-        found = self._draw("any size", SIZE // 3)
-        targets = Random(self._key).sample(list(by_target), len(by_target)) or [None]
-        for i in range(SIZE - SIZE // 3):  # each choice in turn, so that none is rare
-            common = self._common(found)
-            found += self._draw(f"rich {i}", 1, targets[i % len(targets)], self.mutants.keys() - common, rich=True)
+        found: list[Entry] = []
+        self._add(found, self._draws("rich", SIZE - SIZE // 3, *by_target, rich=True))  # so that no choice is rare
+        self._add(found, self._draws("any size", SIZE // 3))
+        equivalent = self._equivalent(found)
         for target, mutants in by_target.items():
-            found += self._draw_killers(target, mutants.difference(*(entry.kills for entry in found)))
+            self._add_killers(found, target, mutants.difference(equivalent, *(entry.kills for entry in found)))
         for goal in required_goals(self._candidate, Layout()):
             if not any(goal in entry.bound.coverage for entry in found):
                 found += self._reaching(goal, 0, 1)
-        unchanged = (name for name in self.mutants if name not in self._changing)
-        return found, frozenset(name for name in unchanged if len(self._tried[name]) >= 2 * DRAWN)
+        return found, equivalent
+
+    def _add(self, found: list[Entry], draws: Draws) -> None:
+        """Adds problems; asks each about the mutants that few of those before it kill."""
+        for bound in self._bound(draws):
+            found.append(self._entry(bound, draws, self.mutants.keys() - self._common(found)))
 
     @staticmethod
     def _common(entries: Sequence[Entry]) -> set[str]:
@@ -192,7 +196,7 @@ class Deck:
                 if len(found) < wanted:
                     rich = batch % 2 == 0
                     found += filter(good, self._draw(f"{what} {batch}", _BATCH, target, mutants, rich=rich))
-            return [self._entry(entry.bound, entry.draws, None) for entry in found[:wanted]]
+            return [self._entry(entry.bound, entry.draws, self.mutants) for entry in found[:wanted]]
 
         return self._once(what, draw)
 
@@ -202,8 +206,8 @@ class Deck:
         return self._sought[what]
 
     def _by_target(self) -> dict[ForcedOption | None, set[str]]:
-        """Returns the mutants by what problems must have for them to show."""
-        found: dict[ForcedOption | None, set[str]] = {}
+        """Returns the mutants by what problems must have for them to show; None is nothing."""
+        found: dict[ForcedOption | None, set[str]] = {None: set()}
         for name in self.mutants:
             found.setdefault(self._target(name), set()).add(name)
         return found
@@ -228,62 +232,75 @@ class Deck:
                 return ForcedOption(option, reachable)
         return None
 
-    def _draw_killers(self, target: ForcedOption | None, mutants: set[str]) -> list[Entry]:
-        """Draws problems until each of some mutants has one that is likely to kill it.
+    def _equivalent(self, entries: Sequence[Entry]) -> frozenset[str]:
+        """Returns the mutants that change nothing on many problems: those of the deck, and others.
+
+        Any problem tells of any mutant, since it is given the choice that the mutant mistakes.
+        """
+        unchanged = dict.fromkeys(self.mutants.keys() - {name for entry in entries for name in entry.kills}, 0)
+        for bound in self._many(entries):
+            left = [self.mutants[name] for name in sorted(unchanged) if unchanged[name] < UNCHANGED]
+            if not left:
+                break
+            chance = Random(bound.problem.seed)
+            given = {mutant: mutant.put_choice(bound.bound_spec, self._candidate, chance) for mutant in left}
+            options = {mutant: chosen for mutant, chosen in given.items() if chosen is not None}
+            for mutant, change in changes_with(options, bound, unmasked=True).items():
+                if change > 0:
+                    del unchanged[str(mutant)]
+                else:
+                    unchanged[str(mutant)] += 1
+        return frozenset(name for name, problems in unchanged.items() if problems == UNCHANGED)
+
+    def _many(self, entries: Sequence[Entry]) -> Iterator[BoundProblem]:
+        """Yields the problems of entries, then others."""
+        yield from (entry.bound for entry in entries)
+        for batch in range(2 * UNCHANGED // SIZE):  # some options may leave no choice to give
+            yield from self._bound(self._draws(f"equivalent {batch}", SIZE, rich=True))
+
+    def _add_killers(self, found: list[Entry], target: ForcedOption | None, mutants: set[str]) -> None:
+        """Adds problems until each of some mutants has one that is likely to kill it.
 
         They are first asked as they are before tokens near a kink are masked, which is quicker.
         """
-        found: list[Entry] = []
-        left = set(mutants)
-        for batch in range(2 * DRAWN // _BATCH):
-            if batch >= DRAWN // _BATCH:
-                left -= self._changing
-            left -= {name for name in left - self._changing if len(self._tried[name]) >= 2 * DRAWN}
-            if not left:
-                break
-            draws = self._draws(f"kill {target} {batch}", _BATCH, target, rich=True)
-            for bound in self._bound(draws):
-                if left & self._likely(bound, left, unmasked=True).keys():
-                    entry = self._entry(bound, draws, None)
-                    found += [entry] if left & entry.kills.keys() else []
-                    left -= entry.kills.keys()
-        return found
+        draws, left, seen = self._draws(f"kill {target}", DRAWN, target, rich=True), set(mutants), set[str]()
+
+        def add(problem: Problem) -> bool:
+            bound = BoundProblem(self._candidate.spec, problem)
+            if problem.to_json() in seen:
+                return False
+            seen.add(problem.to_json())
+            if self._likely(bound, left, unmasked=True) and self._likely(bound, left):
+                found.append(self._entry(bound, draws, self.mutants.keys() - self._common(found)))
+                left.difference_update(found[-1].kills)
+            return not left
+
+        if left:
+            draws.until(add)
 
     # Drawing
 
     def _draw(
-        self,
-        what: str,
-        count: int,
-        target: ForcedOption | None = None,
-        mutants: Collection[str] | None = None,
-        *,
-        rich: bool = False,
+        self, what: str, count: int, target: ForcedOption | None, mutants: Collection[str], *, rich: bool = False
     ) -> list[Entry]:
-        """Draws problems and asks which of some mutants, by default of all, each is likely to
-        kill.
-        """
+        """Draws problems and asks which of some mutants each is likely to kill."""
         draws = self._draws(what, count, target, rich=rich)
         return [self._entry(bound, draws, mutants) for bound in self._bound(draws)]
 
-    def _draws(self, what: str, count: int, target: ForcedOption | None, *, rich: bool) -> Draws:
-        return Draws(self._candidate, self._dtype, f"{self._key} {what}", count, target, rich)
+    def _draws(self, what: str, count: int, *targets: ForcedOption | None, rich: bool = False) -> Draws:
+        return Draws(self._candidate, self._dtype, f"{self._key} {what}", count, targets or (None,), rich)
 
     def _bound(self, draws: Draws) -> list[BoundProblem]:
         distinct = {problem.to_json(): problem for problem in draws.all()}.values()
         return [BoundProblem(self._candidate.spec, problem) for problem in distinct]
 
-    def _entry(self, bound: BoundProblem, draws: Draws, mutants: Collection[str] | None) -> Entry:
-        return Entry(bound, bound.problem, draws, self._likely(bound, self.mutants if mutants is None else mutants))
+    def _entry(self, bound: BoundProblem, draws: Draws, mutants: Collection[str]) -> Entry:
+        return Entry(bound, bound.problem, draws, self._likely(bound, mutants))
 
     def _likely(self, bound: BoundProblem, mutants: Collection[str], *, unmasked: bool = False) -> dict[str, float]:
         """Returns the mutants that a problem is likely to kill, and how much each changes it."""
-        asked = [self.mutants[name] for name in sorted(mutants)]
-        changed = {str(mutant): change for mutant, change in changes(asked, bound, unmasked=unmasked).items()}
-        for name in changed:
-            self._tried[name].add(bound.problem.to_json())
-        self._changing.update(name for name, change in changed.items() if change > 0)
-        return {name: change for name, change in changed.items() if change >= LEAST_CHANGE[self._dtype]}
+        asked = changes([self.mutants[name] for name in sorted(mutants)], bound, unmasked=unmasked)
+        return {str(mutant): change for mutant, change in asked.items() if change >= LEAST_CHANGE[self._dtype]}
 
 
 def deck_key(candidate: Candidate, dtype: str) -> str:

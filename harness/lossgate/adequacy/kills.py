@@ -2,7 +2,6 @@
 """Which option mutants a problem kills: would the judge reject what the mutant gives on it?"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from lossgate.cases.case import Case
 from lossgate.cases.reference import DenseRun, LossStage
 from lossgate.specs.heads import HEADS
 from lossgate.specs.outputs import Output
+from lossgate.specs.spec import BoundSpec
 
 
 def killed_mutants(mutants: Iterable[OptionMutant], case: Case) -> Iterator[OptionMutant]:
@@ -55,24 +55,38 @@ def changes(
         bound: the problem.
         unmasked: ask the problem as it is before tokens near a kink are masked, which is quicker.
     """
+    options = {mutant: bound.bound_spec for mutant in mutants if mutant.mistakes(bound.bound_spec)}
+    return changes_with(options, bound, unmasked=unmasked)
+
+
+def changes_with(
+    options: Mapping[OptionMutant, BoundSpec], bound: BoundProblem, *, unmasked: bool = False
+) -> dict[OptionMutant, float]:
+    """Returns how much each mutant changes the tensors of a problem with other options than its
+    own.
+
+    Args:
+        options: those for each mutant. They have the choice that it mistakes.
+        bound: the problem.
+        unmasked: ask the problem as it is before tokens near a kink are masked, which is quicker.
+    """
     dense = bound.unmasked_dense if unmasked else bound.dense
     found: dict[OptionMutant, float] = {}
-    by_choice: dict[tuple[str, str], Mapping[Side, float]] = {}
-    for mutant in mutants:
-        if not mutant.mistakes(bound.bound_spec):
+    known: dict[frozenset[str], Mapping[Side, float]] = {}  # either may be taken for the other
+    for mutant, own in options.items():
+        mutated = mutant.mutate(own)
+        if mutated is None:
             continue
-        choice = mutant.option, repr(mutant.other)
-        if choice not in by_choice:
-            options = mutant.mutate(bound.bound_spec)
-            by_choice[choice] = _changes(options, bound, dense) if options is not None else {}
-        if mutant.side in by_choice[choice]:
-            found[mutant] = by_choice[choice][mutant.side]
+        other = bound.spec.bind(mutated)
+        both = frozenset((repr(own.options), repr(other.options)))
+        if both not in known:
+            known[both] = _changes(own.returning(()), other.returning(()), bound, dense)
+        found[mutant] = known[both][mutant.side]
     return found
 
 
-def _changes(options: Mapping[str, Any], bound: BoundProblem, dense: DenseRun) -> Mapping[Side, float]:
-    own, other = bound.bound_spec.returning(()), bound.spec.bind(options).returning(())
-    if own.token_stage != other.token_stage:
+def _changes(own: BoundSpec, other: BoundSpec, bound: BoundProblem, dense: DenseRun) -> Mapping[Side, float]:
+    if dense.token_stage(own) != dense.token_stage(other):
         outputs = dense.outputs(own), dense.outputs(other)
         return {side: _largest(*([o[name] for name in _shown_in(side, bound)] for o in outputs)) for side in SIDES}
     stages = dense.loss_stage(own), dense.loss_stage(other)

@@ -8,6 +8,7 @@ in place of the kernel's own.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from random import Random
 from typing import Any, Literal, get_args
 
 from lossgate.cases.option_strategies import ForcedOption
@@ -51,6 +52,16 @@ class OptionMutant:
         """The choice that a problem must have for the mutant to show."""
         return ForcedOption(self.option, self.values)
 
+    def put_choice(self, bound: BoundSpec, candidate: Candidate, chance: Random) -> BoundSpec | None:
+        """Returns a problem's options with the choice that the mutant mistakes.
+
+        Returns None if no options are valid and supported that have it.
+        """
+        if self.mistakes(bound):
+            return bound
+        values = bound.spec.with_choice(bound.values, self.option, chance.choice(self.values))
+        return bound.spec.bind(values) if values is not None and candidate.supports_all(values) else None
+
     def mutate(self, bound: BoundSpec) -> dict[str, Any] | None:
         """Returns the options that the mutant computes with in place of a problem's own.
 
@@ -66,8 +77,13 @@ class OptionMutant:
 
 
 def option_mutants(candidate: Candidate) -> Mapping[str, OptionMutant]:
-    """Returns, by name, a mutant for each supported choice taken for each other known one."""
-    found = (m for option in candidate.spec.options for m in _of_option(option, candidate.supported(option.name)))
+    """Returns, by name, a mutant for each supported choice taken for each other known one.
+
+    The temperature has none for a candidate that is given no logits.
+    """
+    spec = candidate.spec
+    options = (o for o in spec.options if candidate.starts_at.has_logits or o.name != spec.temperature)
+    found = (mutant for option in options for mutant in _of_option(option, candidate.supported(option.name)))
     return {str(mutant): mutant for mutant in found}
 
 

@@ -80,7 +80,7 @@ class BoundProblem:
     @cached_property
     def dense(self) -> DenseRun:
         """The reference, with any options."""
-        return DenseRun(self.batch, self.problem.head)
+        return self.unmasked_dense if self.batch is self.unmasked else DenseRun(self.batch, self.problem.head)
 
     @cached_property
     def unmasked_dense(self) -> DenseRun:

@@ -49,9 +49,7 @@ def draw_options(draw: DrawFn, candidate: Candidate, target: ForcedOption | None
             continue
         combinations = _group_combinations(candidate, group, forced)
         chosen = _merged(spec, chosen, draw(one_of(combinations) if forced else _first_or_any(combinations)))
-    supported = {option.name: candidate.supported(option.name) for option in spec.options}
-    defaults = {option.name: option.default for option in spec.options}
-    assume(all(values is ANY or chosen.get(name, defaults[name]) in values for name, values in supported.items()))
+    assume(candidate.supports_all(chosen))
     return chosen
 
 

@@ -82,10 +82,15 @@ class DenseRun:
         upstream = {name: g for name, g in found_of if g is not None}  # pyright: ignore[reportUnnecessaryComparison]
         return LossStage(found, upstream, whole.logprobs.detach())
 
+    def token_stage(self, bound: BoundSpec) -> str:
+        """Names what the values per token are computed with: options of one name share them."""
+        return bound.token_stage if HEADS[self._head].has_logits else ""
+
     def _token_values(self, bound: BoundSpec) -> TokenValues:
-        if bound.token_stage not in self._values:
-            self._values[bound.token_stage] = bound.token_values(self._head, self._leaves, self._batch.fields)
-        return self._values[bound.token_stage]
+        name = self.token_stage(bound)
+        if name not in self._values:
+            self._values[name] = bound.token_values(self._head, self._leaves, self._batch.fields)
+        return self._values[name]
 
 
 def _finite(x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from lossgate.cases.option_strategies import ForcedOption, draw_options, draw_value, one_of
+from lossgate.cases.seeded_provider import preferring
 from lossgate.declaration.candidate import Candidate
 from lossgate.problems.masks import MASK_PATTERNS, MaskPattern
 from lossgate.problems.partition import split_vocab
@@ -29,8 +30,8 @@ WIDTHS = (1, 2, 3, 7, 8, 16, 17, 32, 48, 61)
 VOCABS = (1, 2, 3, 7, 8, 13, 16, 17, 31, 32, 33, 64, 97, 128, 129, 256, 257, 301, 509)
 """Sizes: 1, 2, primes, powers of two and their neighbours."""
 
-_RICH_TOKENS = st.sampled_from((13, 16, 17, 23, 31))
-_RICH_VOCABS = st.sampled_from((7, 8, 13, 17, 32, 33, 64))
+_RICH_TOKENS = (13, 16, 17, 31)
+_RICH_VOCABS = (7, 8, 13, 17, 32, 33, 64)
 
 LOGIT_STDS = (1.0, 3.0, 10.0, 30.0, 0.1)
 """Standard deviations of the logits."""
@@ -51,7 +52,12 @@ small."""
 
 @st.composite
 def problems(
-    draw: DrawFn, candidate: Candidate, dtype: str, target: ForcedOption | None = None, *, rich: bool = False
+    draw: DrawFn,
+    candidate: Candidate,
+    dtype: str,
+    targets: tuple[ForcedOption | None, ...] = (None,),
+    *,
+    rich: bool = False,
 ) -> Problem:
     """Draws problems that a candidate says it can solve, without layouts.
 
@@ -59,14 +65,17 @@ def problems(
         draw: given by Hypothesis.
         candidate: whose declaration is followed.
         dtype: of the inputs.
-        target: an option that must have one of some values; None for none.
-        rich: only of middle size and with trained tokens, so that many kinds of tokens are there.
+        targets: each problem has one of these: an option that must have one of some values, or
+            None.
+        rich: of middle size and with trained tokens, so that many kinds of tokens are there. What
+            is made smaller need not be.
     """
     spec, head, coarse = candidate.spec, candidate.starts_at, dtype != "float32"
+    target = _one_of(draw, targets, targets)
     bias = draw(draw_value(COMMON_OPTIONS["bias"], candidate.supported("bias")))
-    tokens = draw(_RICH_TOKENS if rich else _size(TOKENS, candidate.tiles.get("token", ())))
-    vocab = draw(_RICH_VOCABS if rich else _size(VOCABS, candidate.tiles.get("vocab", ())))
-    width = draw(_size(WIDTHS, candidate.tiles.get("hidden", ()))) if "hidden" in head.leaves else 1
+    tokens = _one_of(draw, _sizes(TOKENS, candidate.tiles.get("token", ())), _RICH_TOKENS if rich else ())
+    vocab = _one_of(draw, _sizes(VOCABS, candidate.tiles.get("vocab", ())), _RICH_VOCABS if rich else ())
+    width = _one_of(draw, _sizes(WIDTHS, candidate.tiles.get("hidden", ()))) if "hidden" in head.leaves else 1
     lengths = draw(_lengths(tokens, draw(_SEQUENCES)))
     lengths += (0,) * (-len(lengths) % spec.group_size)
     return Problem(
@@ -74,7 +83,7 @@ def problems(
         head=candidate.head,
         dtype=dtype,
         lengths=lengths,
-        masks=draw(_masks(len(lengths), rich)),
+        masks=_masks(draw, len(lengths), rich),
         hidden=width,
         vocab=vocab,
         bias=bias and "bias" in head.leaves,
@@ -103,11 +112,17 @@ def _scenario(scenario: Option, target: ForcedOption | None, rich: bool) -> Sear
     return one_of((*scenario.choices, *(usual,) * len(scenario.choices) * rich))
 
 
+def _one_of(draw: DrawFn, values: tuple[Any, ...], preferred: tuple[Any, ...] = ()) -> Any:
+    """Draws one of some values; Hypothesis shrinks to the first, preferred or not."""
+    with preferring([i for i, value in enumerate(values) if value in preferred]):
+        return draw(one_of(values))
+
+
 @cache
-def _size(usual: tuple[int, ...], tiles: tuple[int, ...], at_least: int = 1) -> SearchStrategy[int]:
-    """A usual size, or one next to a boundary of a tile."""
+def _sizes(usual: tuple[int, ...], tiles: tuple[int, ...]) -> tuple[int, ...]:
+    """The usual sizes, and those next to a boundary of a tile."""
     near = {n for tile in tiles for n in (tile - 1, tile, tile + 1, 2 * tile, 2 * tile + 1)}
-    return st.sampled_from(sorted(n for n in {*usual, *near} if n >= at_least))
+    return tuple(sorted(n for n in {*usual, *near} if n >= 1))
 
 
 @cache
@@ -117,14 +132,14 @@ def _lengths(tokens: int, most: int) -> SearchStrategy[tuple[int, ...]]:
     return cuts.map(lambda at: tuple(b - a for a, b in zip([0, *at], [*at, tokens], strict=True)))
 
 
-@cache
-def _masks(sequences: int, rich: bool) -> SearchStrategy[tuple[MaskPattern, ...]]:
-    """One pattern for each sequence.
+def _masks(draw: DrawFn, sequences: int, rich: bool) -> tuple[MaskPattern, ...]:
+    """Draws one pattern for each sequence.
 
     A single sequence is never masked whole: nothing would be left to compare.
     """
-    patterns = [pattern for pattern in MASK_PATTERNS if (sequences > 1 and not rich) or pattern != "none"]
-    return st.tuples(*[st.sampled_from(patterns)] * sequences)
+    some = tuple(pattern for pattern in MASK_PATTERNS if pattern != "none")
+    patterns = tuple(MASK_PATTERNS) if sequences > 1 else some
+    return tuple(_one_of(draw, patterns, some if rich else ()) for _ in range(sequences))
 
 
 @cache

@@ -111,6 +111,13 @@ class Candidate:
         values = self.supports.get(name, self.spec.supported_options[name].default)
         return values if values is ANY or isinstance(values, tuple) else (values,)
 
+    def supports_all(self, options: Mapping[str, Any]) -> bool:
+        """Returns whether the candidate supports some options of its spec, and the defaults of all
+        others.
+        """
+        given = ((options.get(o.name, o.default), self.supported(o.name)) for o in self.spec.options)
+        return all(supported is ANY or value in supported for value, supported in given)
+
     def placements(self, output: Output) -> Placements:
         """Returns how the ranks' parts of an output make the whole."""
         if output.kind == "metric":

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs cells and reports what happens."""
 
-import multiprocessing
 import os
 import signal
 from collections import deque
@@ -21,6 +20,7 @@ from lossgate.declaration.loading import load_candidate
 from lossgate.engine.case_result import run_case
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.events import CellFinished, Event, RunFinished, RunStarted
+from lossgate.engine.fork_server import fork_server
 from lossgate.engine.plan import plan, read_known_failure
 from lossgate.engine.search import Search
 from lossgate.engine.settings import Settings
@@ -96,12 +96,18 @@ def _run_here(cells: Sequence[Cell], settings: Settings) -> Iterator[CellResult]
 
 
 def _run_side_by_side(cells: Sequence[Cell], settings: Settings, jobs: int) -> Iterator[CellResult]:
-    """Runs cells in fresh processes, which load the candidates again from their sources.
+    """Runs cells in other processes, which load the candidates again from their sources.
 
     Cells that share a deck run in one process, as far as possible, so that it is drawn once.
+
+    Raises:
+        UsageError: if the source of a candidate does not hold it.
     """
     sources = tuple(dict.fromkeys(cell.candidate.source for cell in cells))
-    context = multiprocessing.get_context("spawn")
+    names = [CellName.of(cell) for cell in cells]
+    for name in names:
+        name.load()
+    context = fork_server()
     workers = [ProcessPoolExecutor(1, mp_context=context, initializer=_start_process) for _ in range(jobs)]
     queue, finished, idle = _Queue(cells), dict[int, CellResult](), list(range(jobs))
     running: dict[Future[dict[str, Any]], tuple[int, int]] = {}
@@ -110,8 +116,7 @@ def _run_side_by_side(cells: Sequence[Cell], settings: Settings, jobs: int) -> I
             while due not in finished:
                 for worker in [w for w in idle if queue]:
                     number = queue.take(worker)
-                    name = CellName.of(cells[number])
-                    running[workers[worker].submit(_run_by_name, name, sources, settings)] = worker, number
+                    running[workers[worker].submit(_run_by_name, names[number], sources, settings)] = worker, number
                     idle.remove(worker)
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     worker, number = running.pop(future)

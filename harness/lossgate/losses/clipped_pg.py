@@ -232,7 +232,7 @@ CLIPPED_PG = Spec(
     summary="clipped policy gradient: PPO, GRPO, DAPO, REINFORCE, GSPO, CISPO, with KL penalty and off-policy weights",
     source="NeMo-RL ClippedPGLossFn",
     loss=_loss,
-    temperature=lambda options: options.temperature,
+    temperature="temperature",
     options_type=ClippedPGSpecOptions,
     options=options_of(
         ClippedPGSpecOptions,

@@ -102,7 +102,7 @@ DISTILL = Spec(
     summary="distillation: forward, reverse or mixed KL over the teacher's top-k",
     source="NeMo-RL DistillationLossFn",
     loss=_loss,
-    temperature=lambda options: options.temperature,
+    temperature="temperature",
     options_type=DistillOptions,
     options=options_of(
         DistillOptions,

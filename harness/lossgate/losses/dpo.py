@@ -192,7 +192,7 @@ DPO = Spec(
     summary="direct preference optimisation and IPO, with an optional SFT term",
     source="NeMo-RL DPOLossFn, TRL DPOTrainer",
     loss=_dpo_loss,
-    temperature=lambda options: options.temperature,
+    temperature="temperature",
     options_type=DpoSpecOptions,
     options=options_of(
         DpoSpecOptions,

@@ -153,7 +153,7 @@ GRPO = Spec(
     summary="group relative policy optimisation: DAPO or CISPO, with a KL penalty and corrections for the sampler",
     source="open-instruct compute_grpo_loss",
     loss=_loss,
-    temperature=lambda options: options.temperature,
+    temperature="temperature",
     options_type=GrpoSpecOptions,
     options=options_of(
         GrpoSpecOptions,

@@ -135,7 +135,7 @@ NLL = Spec(
         **_summary("vocab_min_logits", "the smallest logit of tokens that are no padding, before the temperature"),
         **_summary("vocab_max_logits", "the largest logit of tokens that are no padding"),
     },
-    temperature=lambda options: options.temperature,
+    temperature="temperature",
     mistakes=(
         Mistake(
             name="mask shifted by one",

@@ -103,7 +103,7 @@ TOKEN_LOGPROBS = Spec(
     source="NeMo-RL from_parallel_logits_to_logprobs, open-instruct tiled_token_logprobs, "
     "AReaL gather_logprobs_entropy",
     loss=None,
-    temperature=lambda options: options.temperature,
+    temperature="temperature",
     options_type=TokenLogprobsOptions,
     options=options_of(
         TokenLogprobsOptions,

@@ -102,10 +102,6 @@ def trained_by_mask(fields: Mapping[str, Tensor]) -> Tensor:
     return fields["mask"]
 
 
-def no_temperature(_options: Any) -> float:
-    return 1.0
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Spec:
     """One loss: what a kernel is given, what it must give back, and what problems must show."""
@@ -126,8 +122,8 @@ class Spec:
     token_values: TokenStage | None = None
     """What the loss needs of the logits; by default log-probabilities of the labels and entropies,
     after the temperature."""
-    temperature: Callable[[Any], float] = no_temperature
-    """``options -> `` the number that divides the logits."""
+    temperature: str | None = None
+    """The option that divides the logits and does nothing else; None if there is none."""
     outputs: tuple[str, ...] = ("loss", "logprobs")
     """What a candidate may return beside metrics. The first is required, and carries gradients by
     default."""
@@ -271,7 +267,7 @@ class BoundSpec:
     @property
     def temperature(self) -> float:
         """The number that divides the logits."""
-        return float(self.spec.temperature(self.options))
+        return 1.0 if self.spec.temperature is None else float(getattr(self.options, self.spec.temperature))
 
     @property
     def compares_entropy(self) -> bool:
