@@ -47,13 +47,19 @@ EQUIVALENT = {
 }
 """The two layouts differ at the last tokens of sequences alone, which are never trained."""
 
-EACH_SPEC = pytest.mark.parametrize("spec", [pytest.param(spec, id=name) for name, spec in SPECS.items()])
+
+def param(spec: Spec, *values: Any, name: str = "") -> Any:
+    """Returns parameters of a test. Tests of a spec run in one worker, because they share decks."""
+    return pytest.param(spec, *values, id=f"{spec.name}{name and '-'}{name}", marks=pytest.mark.xdist_group(spec.name))
+
+
+EACH_SPEC = pytest.mark.parametrize("spec", [param(spec) for spec in SPECS.values()])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("spec", "head"),
-    [pytest.param(spec, head, id=f"{name}-{head}") for name, spec in SPECS.items() for head in spec.inputs],
+    [param(spec, head, name=head) for spec in SPECS.values() for head in spec.inputs],
 )
 def test_a_correct_candidate_agrees(spec: Spec, head: str, layout: str) -> None:
     """It agrees conclusively.
@@ -110,8 +116,8 @@ DISAGREEING = Settings(shrink_calls=1)
 @pytest.mark.parametrize(
     ("spec", "option"),
     [
-        pytest.param(spec, option, id=f"{name}-{option.name}")
-        for name, spec in SPECS.items()
+        param(spec, option, name=option.name)
+        for spec in SPECS.values()
         for option in spec.options
         if len(set(option.choices)) != 1
     ],
@@ -124,7 +130,7 @@ def test_a_candidate_that_ignores_an_option_disagrees(spec: Spec, option: Option
 
 @pytest.mark.parametrize(
     ("spec", "bug"),
-    [pytest.param(spec, bug, id=f"{name}-{bug.name}") for name, spec in SPECS.items() for bug in bugs_of(spec)[1:]],
+    [param(spec, bug, name=bug.name) for spec in SPECS.values() for bug in bugs_of(spec)[1:]],
 )
 def test_a_candidate_that_takes_one_choice_for_another_disagrees(spec: Spec, bug: Bug) -> None:
     wrong = bug.put_into(dense_candidate(spec, list(spec.inputs)[-1]))
