@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lossgate import ANY, Layout
+from lossgate.adequacy.deck import Deck
 from lossgate.adequacy.option_mutants import option_mutants
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.engine import search
@@ -62,6 +63,21 @@ def test_surviving_mutants_are_inconclusive(monkeypatch: pytest.MonkeyPatch) -> 
         "a kernel that computes use_cispo=True as False (in a value), False (in a gradient) would have passed every "
         "problem; raise --examples, or drop use_cispo from supports"
     ) in result.reasons
+
+
+def test_a_mutant_that_no_valid_options_have_need_not_be_killed() -> None:
+    """A dual clip is not valid with CISPO."""
+    supports = {"ratio_clip_c": 3.0, "use_cispo": False}
+    found = Deck(replace(dense_candidate(SPECS["clipped_pg"], "logprobs"), supports=supports), "float32", 0)
+    assert "use_cispo=False computed as True, seen in its value" in found.equivalent
+    assert "ratio_clip_c=3.0 computed as None, seen in its value" not in found.equivalent
+
+
+def test_a_choice_that_no_valid_options_have_must_be_shown() -> None:
+    """The candidate says that it supports it, and nothing can show that."""
+    supports = {"ratio_clip_c": (None, 3.0), "use_cispo": True}
+    found = Deck(replace(dense_candidate(SPECS["clipped_pg"], "logprobs"), supports=supports), "float32", 0)
+    assert "ratio_clip_c=3.0 computed as None, seen in its value" not in found.equivalent
 
 
 def test_an_equivalent_mutant_need_not_be_killed() -> None:

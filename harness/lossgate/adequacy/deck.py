@@ -245,8 +245,9 @@ class Deck:
             chance = Random(bound.problem.seed)
             given = {mutant: mutant.put_choice(bound.bound_spec, self._candidate, chance) for mutant in left}
             options = {mutant: chosen for mutant, chosen in given.items() if chosen is not None}
-            for mutant, change in changes_with(options, bound, unmasked=True).items():
-                if change > 0:
+            changed = changes_with(options, bound, unmasked=True)
+            for mutant in options:
+                if changed.get(mutant, 0.0) > 0:  # none if no valid options have the mutant's choice
                     del unchanged[str(mutant)]
                 else:
                     unchanged[str(mutant)] += 1
