@@ -30,7 +30,7 @@ WIDTHS = (1, 2, 3, 7, 8, 16, 17, 32, 48, 61)
 VOCABS = (1, 2, 3, 7, 8, 13, 16, 17, 31, 32, 33, 64, 97, 128, 129, 256, 257, 301, 509)
 """Sizes: 1, 2, primes, powers of two and their neighbours."""
 
-_RICH_TOKENS = (13, 16, 17, 31)
+_RICH_TOKENS = (13, 17, 31, 33, 64, 67)
 _RICH_VOCABS = (7, 8, 13, 17, 32, 33, 64)
 
 LOGIT_STDS = (1.0, 3.0, 10.0, 30.0, 0.1)

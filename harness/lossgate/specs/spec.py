@@ -7,6 +7,7 @@ before it are shared, and a kernel may start at any of them: its head.
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
 from types import MappingProxyType
 from typing import Any, Literal
@@ -168,7 +169,7 @@ class Spec:
     mistakes: tuple[Mistake, ...] = ()
     """What kernels of it have got wrong; the first is the plainest."""
 
-    @property
+    @cached_property
     def supported_options(self) -> dict[str, Option]:
         """Everything that a candidate's ``supports`` may name."""
         return {**COMMON_OPTIONS, **{option.name: option for option in self.options}}
