@@ -84,14 +84,16 @@ def verify(
         evidence: Append a JSON line for each cell to this file.
         failures: Folder for failure files.
     """
-    from lossgate.engine import fork_server
+    from lossgate.engine.fork_server import worker_context
     from lossgate.engine.settings import load_settings
     from lossgate.errors import UsageError
 
     if not targets:
         raise UsageError("verify: nothing named; expected files or modules with candidates, such as my_kernels.py")
-    if load_settings(profile, jobs=jobs).jobs != 1:
-        fork_server.start()  # it loads torch while this process does
+    flags: dict[str, Any] = {"examples": examples, "ranks": ranks, "seed": seed, "timeout": timeout, "jobs": jobs}
+    flags["layouts"] = tuple(layout) if layout else None
+    if load_settings(profile, **flags).jobs != 1:
+        worker_context()  # workers load torch while this process does
 
     from lossgate.declaration.loading import load_candidates
     from lossgate.engine.events import Consumer, RunFinished
@@ -100,8 +102,7 @@ def verify(
     from lossgate.reports.failures import FailureFiles
     from lossgate.reports.terminal import Terminal
 
-    lists: dict[str, Any] = {"layouts": tuple(layout) if layout else None, "dtypes": tuple(dtype) if dtype else None}
-    settings = load_settings(profile, examples=examples, ranks=ranks, seed=seed, timeout=timeout, jobs=jobs, **lists)
+    settings = load_settings(profile, dtypes=tuple(dtype) if dtype else None, **flags)
     candidates = [candidate for target in targets for candidate in load_candidates(target)]
     results: tuple[CellResult, ...] = ()
     with ExitStack() as stack:

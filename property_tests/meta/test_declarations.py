@@ -17,6 +17,13 @@ def kernel(inputs: Any, options: Any, mesh: Any) -> Any:
     return inputs.hidden.sum()
 
 
+def test_whole_numbers_of_an_option_that_takes_floats_are_floats() -> None:
+    """Else problems would be drawn with 2 or 2.0, and have other numbers."""
+    whole = candidate("nll", head="logits", supports={"temperature": (2, 1.0), "reduction": "sum"})(kernel)
+    assert [repr(value) for value in whole.supports["temperature"]] == ["2.0", "1.0"]
+    assert whole.supports["reduction"] == "sum"
+
+
 @pytest.mark.parametrize(
     ("slip", "message"),
     [

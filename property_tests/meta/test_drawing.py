@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,21 +23,27 @@ SCRIPT = """
 import json, sys
 if "many_numbers" in sys.argv:
     import many_numbers
-from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS
+import hypothesis
+from hypothesis import strategies as st
 from lossgate.adequacy.deck import Deck
 from lossgate.bank.dense_candidates import dense_candidate
-from lossgate.cases.drawing import Draws
 from lossgate.losses import SPECS
 
 deck = Deck(dense_candidate(SPECS["nll"], "logprobs"), "float32", 0)
-drawn = {"deck": [entry.drawn.to_json() for entry in deck.entries]}
-AVAILABLE_PROVIDERS["lossgate"] = AVAILABLE_PROVIDERS["hypothesis"]
-draws = Draws(dense_candidate(SPECS["nll"], "hidden"), "float32", "0", 60)
-print(json.dumps({**drawn, "by hypothesis": [problem.to_json() for problem in draws.all()]}))
+numbers = []
+
+@hypothesis.seed(0)
+@hypothesis.settings(max_examples=100, database=None)
+@hypothesis.given(st.integers(0, 2**16 - 1))
+def draw(number):
+    numbers.append(number)
+
+draw()
+print(json.dumps({"deck": [entry.drawn.to_json() for entry in deck.entries], "by hypothesis": numbers}))
 """
 
 
-def drawn_in_a_fresh_process(folder: Path, *imported: str) -> dict[str, list[str]]:
+def drawn_in_a_fresh_process(folder: Path, *imported: str) -> dict[str, list[Any]]:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *imported],
         env={**os.environ, "PYTHONPATH": str(folder)},
@@ -122,6 +129,27 @@ def test_a_failing_problem_is_made_small(seed: str, rich: bool) -> None:
     assert not smallest.options
     assert not smallest.forced_labels
     assert not smallest.outliers
+
+
+def test_what_always_fails_is_made_as_simple_as_can_be() -> None:
+    seen: list[Problem] = []
+
+    def check(problem: Problem) -> None:
+        seen.append(problem)
+        raise AssertionError("always")
+
+    with pytest.raises(AssertionError, match="always"):
+        Draws(NLL, "float32", "a seed", 20, rich=True).each(check, shrink=True)
+    smallest = seen[-1]
+    assert (smallest.tokens, smallest.masks, smallest.seed) == (1, ("all",), 0)
+    assert not smallest.options
+    assert not smallest.forced_labels
+    assert not smallest.outliers
+
+
+def test_seeds_are_hardly_ever_the_same() -> None:
+    """Ids and masks depend on the seed alone."""
+    assert len({problem.seed for problem in Draws(NLL, "float32", "a seed", 60).all()}) == 60
 
 
 def test_without_shrinking_the_first_failure_ends_the_draws() -> None:

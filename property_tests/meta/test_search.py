@@ -113,6 +113,26 @@ def test_a_hang_is_not_shrunk() -> None:
     assert time.perf_counter() - start < 10
 
 
+def test_a_kernel_that_always_raises_is_shown_on_the_simplest_problem() -> None:
+    @candidate("nll", head="hidden")
+    def raising(inputs: HiddenInputs, options: object, mesh: object) -> Outputs:
+        raise RuntimeError("always")
+
+    found = search(raising)
+    assert found.failure is not None
+    problem = found.failure.problem
+    assert (problem.tokens, problem.outliers, problem.forced_labels, problem.seed) == (1, (), (), 0)
+
+
+def test_no_gaps_are_filled_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = search(RIGHT)
+    found.failure = found.cases[0]
+    found.surviving |= found._deck.mutants
+    monkeypatch.setattr(found, "_kill", pytest.fail)
+    monkeypatch.setattr(found, "_reach", pytest.fail)
+    found.fill_gaps(1)
+
+
 def test_a_raising_kernel_disagrees_with_the_reason() -> None:
     @candidate("nll", head="hidden")
     def raising(inputs: HiddenInputs, options: object, mesh: object) -> Outputs:

@@ -8,7 +8,7 @@ import jaxtyping
 import pytest
 import torch
 
-from lossgate import Candidate, Contract, Layout, Problem, UsageError, candidate
+from lossgate import ANY, Candidate, Contract, Layout, Problem, UsageError, candidate
 from lossgate.adequacy.coverage import required_goals
 from lossgate.bank.dense_candidates import dense_candidate, dense_kernel
 from lossgate.cases.assemble import assemble_tensor
@@ -116,6 +116,16 @@ def test_drawn_options_are_valid_together() -> None:
 def test_a_kernel_may_support_other_numbers_than_problems_usually_have() -> None:
     drawn = sample_problems(declare({"ratio_clip_max": 0.3}), Layout(), "float32", 5, seed=0)
     assert {one.options["ratio_clip_max"] for one in drawn} == {0.3}
+
+
+def test_a_choice_that_no_supported_options_allow_is_refused() -> None:
+    """Ratios of sequences need the loss of sequences, which this candidate does not support."""
+    with pytest.raises(UsageError) as error:
+        run_cell(Cell(declare({"sequence_level_importance_ratios": ANY}), Layout(), "float32"), Settings())
+    assert str(error.value).startswith(
+        "candidate 'declared': supports names sequence_level_importance_ratios=True, which is not valid with any "
+        "other supported choice: token_level_loss=True: expected False"
+    )
 
 
 @pytest.mark.parametrize(

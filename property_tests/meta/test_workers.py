@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cells that are verified side by side, in other processes."""
 
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +15,8 @@ from lossgate.adequacy.option_mutants import option_mutants
 from lossgate.bank.bugs import BUGS
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.declaration.loading import load_candidate, load_candidates
-from lossgate.engine.events import CellFinished, RunStarted
+from lossgate.engine.events import CellFinished, RunFinished, RunStarted
+from lossgate.engine.fork_server import _same_path, worker_context
 from lossgate.engine.run import run
 from lossgate.engine.settings import Settings
 from lossgate.losses import SPECS
@@ -54,6 +58,38 @@ def test_a_wrong_copy_of_a_candidate_is_not_taken_for_it() -> None:
     wrong = BUGS["loss x1.01"].put_into(right)
     with pytest.raises(UsageError, match=r"holds 'dense_nll_logprobs', not 'dense_nll_logprobs; loss x1.01'; define"):
         list(run([wrong, right], SETTINGS))
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [({"kernel": lambda inputs, options, mesh: inputs.logprobs.sum()}, "kernel"), ({"supports": {}}, "supports")],
+    ids=lambda change: "",
+)
+def test_a_changed_copy_of_the_same_name_is_not_taken_for_it(change: dict[str, Any], what: str) -> None:
+    (right,) = load_candidates("lossgate.bank.dense_candidates:dense_nll_logprobs")
+    with pytest.raises(UsageError, match=f"is a copy with another {what} than lossgate.bank.dense_candidates:"):
+        list(run([replace(right, **change), right], SETTINGS))
+
+
+def test_workers_have_the_environment_of_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server from which they are forked has that of its start."""
+    for name in ("one", "two"):
+        text = KERNEL.format(name=name).replace("    return", "    assert os.environ['MARK'] == 'here'\n    return")
+        (tmp_path / f"{name}.py").write_text(f"import os\n{text}")
+    worker_context()
+    monkeypatch.setenv("MARK", "here")
+    kernels = [load_candidates(str(tmp_path / f"{name}.py"))[0] for name in ("one", "two")]
+    *_, finished = run(kernels, SETTINGS)
+    assert isinstance(finished, RunFinished)
+    assert [result.failure for result in finished.results] == [None, None]
+
+
+def test_the_server_looks_for_modules_where_the_parent_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", ["/a", "/b"])
+    before = dict(os.environ)
+    with _same_path():
+        assert (os.environ["PYTHONPATH"], os.environ["PYTHONSAFEPATH"]) == (f"/a{os.pathsep}/b", "1")
+    assert dict(os.environ) == before
 
 
 def test_sources_are_known_by_their_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,8 @@ SIZE = 48
 """Problems of a deck before any that are drawn on purpose."""
 
 DRAWN, _BATCH = 80, 10
-"""The most problems that are drawn on purpose for one mutant or goal; and how many at a time."""
+"""The most problems that are drawn on purpose for one choice, and twice as many for one mutant or
+goal that a cell still misses; and how many at a time for the latter."""
 
 UNCHANGED = 160
 """A mutant is equivalent to the kernel if it changes nothing on so many problems, when these are
@@ -61,7 +62,8 @@ class Entry:
     draws: Draws
     """What it was drawn with, so that it can be made smaller."""
     kills: Mapping[str, float]
-    """How much each mutant that it is likely to kill changes it, by the mutant's name."""
+    """How much each mutant that it is likely to kill changes it, by the mutant's name. Mutants that
+    enough other problems kill were not asked about."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,25 +99,26 @@ class Deck:
 
     @property
     def equivalent(self) -> frozenset[str]:
-        """The mutants that change no result, whatever the problem."""
+        """The mutants that changed nothing on many problems; see ``UNCHANGED``."""
         return self._first[1]
 
     @cached_property
     def _first(self) -> tuple[list[Entry], frozenset[str]]:
         by_target = self._by_target()
         found: list[Entry] = []
-        self._add(found, self._draws("rich", SIZE - SIZE // 3, *by_target, rich=True))  # so that no choice is rare
+        # Each problem is given a choice, so that none is rare.
+        self._add(found, self._draws("rich", SIZE - SIZE // 3, *by_target, rich=True))
         self._add(found, self._draws("any size", SIZE // 3))
         equivalent = self._equivalent(found)
         for target, mutants in by_target.items():
             self._add_killers(found, target, mutants.difference(equivalent, *(entry.kills for entry in found)))
         for goal in required_goals(self._candidate, Layout()):
             if not any(goal in entry.bound.coverage for entry in found):
-                found += self._reaching(goal, 0, 1)
+                found += self._reaching("first", goal, 1)
         return found, equivalent
 
     def _add(self, found: list[Entry], draws: Draws) -> None:
-        """Adds problems; asks each about the mutants that few of those before it kill."""
+        """Adds problems. Each is asked only about mutants that few of those so far kill."""
         for bound in self._bound(draws):
             found.append(self._entry(bound, draws, self.mutants.keys() - self._common(found)))
 
@@ -141,7 +144,7 @@ class Deck:
         return found
 
     def _fit(self, entry: Entry, placement: Placement) -> Entry:
-        """Returns the entry with a vocabulary that fits."""
+        """Returns the entry with a vocabulary that fits. Its kills are those that it had before."""
         problem, vocab = entry.bound.problem, placement.vocab_of(entry.bound.problem)
         if vocab == problem.vocab:
             return entry
@@ -160,21 +163,18 @@ class Deck:
 
     def killing(self, name: str, round_: int) -> Sequence[Entry]:
         """Draws problems that are likely to kill a mutant."""
-        _ = self.entries  # first, so that they do not hang on what is asked before
         return self._seek(f"kill {name} {round_}", lambda entry: name in entry.kills, self._target(name), [name])
 
     def reaching(self, goal: str, round_: int) -> Sequence[Entry]:
         """Draws problems that reach a goal on any layout."""
-        _ = self.entries
-        return self._reaching(goal, round_, WANTED)
+        return self._reaching(str(round_), goal, WANTED)
 
-    def _reaching(self, goal: str, round_: int, wanted: int) -> Sequence[Entry]:
+    def _reaching(self, when: str, goal: str, wanted: int) -> Sequence[Entry]:
         target = self._choice_for(goal)
-        return self._seek(f"reach {goal} {round_}", lambda entry: goal in entry.bound.coverage, target, wanted=wanted)
+        return self._seek(f"reach {goal} {when}", lambda entry: goal in entry.bound.coverage, target, wanted=wanted)
 
     def reaching_on(self, layout: Layout, splits: Sequence[VocabSplit], goal: str, round_: int) -> Sequence[Entry]:
         """Draws problems that reach a goal on a layout."""
-        _ = self.entries
         return self._seek(
             f"reach {goal} {layout} {splits} {round_}",
             lambda entry: any(goal in placed.goals for placed in self.on(layout, splits, [entry])),
@@ -206,7 +206,7 @@ class Deck:
         return self._sought[what]
 
     def _by_target(self) -> dict[ForcedOption | None, set[str]]:
-        """Returns the mutants by what problems must have for them to show; None is nothing."""
+        """Returns the mutants by what problems must have for them to show; None for nothing."""
         found: dict[ForcedOption | None, set[str]] = {None: set()}
         for name in self.mutants:
             found.setdefault(self._target(name), set()).add(name)
@@ -235,23 +235,26 @@ class Deck:
     def _equivalent(self, entries: Sequence[Entry]) -> frozenset[str]:
         """Returns the mutants that change nothing on many problems: those of the deck, and others.
 
-        Any problem tells of any mutant, since it is given the choice that the mutant mistakes.
+        Any problem tells of any mutant, since it is given the choice that the mutant mistakes. A
+        mutant whose other choice is never valid is equivalent too: no kernel can compute with it.
         """
-        unchanged = dict.fromkeys(self.mutants.keys() - {name for entry in entries for name in entry.kills}, 0)
+        left = self.mutants.keys() - {name for entry in entries for name in entry.kills}
+        asked, unchanged, equivalent = Counter[str](), Counter[str](), set[str]()
         for bound in self._many(entries):
-            left = [self.mutants[name] for name in sorted(unchanged) if unchanged[name] < UNCHANGED]
             if not left:
                 break
             chance = Random(bound.problem.seed)
-            given = {mutant: mutant.put_choice(bound.bound_spec, self._candidate, chance) for mutant in left}
+            mutants = [self.mutants[name] for name in sorted(left)]
+            given = {mutant: mutant.put_choice(bound.bound_spec, self._candidate, chance) for mutant in mutants}
             options = {mutant: chosen for mutant, chosen in given.items() if chosen is not None}
             changed = changes_with(options, bound, unmasked=True)
-            for mutant in options:
-                if changed.get(mutant, 0.0) > 0:  # none if no valid options have the mutant's choice
-                    del unchanged[str(mutant)]
-                else:
-                    unchanged[str(mutant)] += 1
-        return frozenset(name for name, problems in unchanged.items() if problems == UNCHANGED)
+            asked.update(map(str, options))
+            unchanged.update(str(mutant) for mutant, change in changed.items() if change == 0)
+            left -= {str(mutant) for mutant, change in changed.items() if change > 0}
+            told = {name for name in left if (unchanged[name] or asked[name]) >= UNCHANGED}
+            equivalent |= told
+            left -= told
+        return frozenset(equivalent)
 
     def _many(self, entries: Sequence[Entry]) -> Iterator[BoundProblem]:
         """Yields the problems of entries, then others."""

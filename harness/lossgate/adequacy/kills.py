@@ -47,8 +47,8 @@ def changes(
     """Returns how much each mutant changes the values or the gradients of a problem.
 
     This is the largest change in any output, relative to the output's largest entry. Mutants of
-    another choice than the problem has are left out. It needs neither a candidate nor noise, and so
-    is quick.
+    another choice than the problem has are left out, and those whose other choice is not valid
+    here. It needs neither a candidate nor noise, and so is quick.
 
     Args:
         mutants: the mutants.
@@ -62,8 +62,7 @@ def changes(
 def changes_with(
     options: Mapping[OptionMutant, BoundSpec], bound: BoundProblem, *, unmasked: bool = False
 ) -> dict[OptionMutant, float]:
-    """Returns how much each mutant changes the tensors of a problem with other options than its
-    own.
+    """Does what ``changes`` does, with options that the caller gives for each mutant.
 
     Args:
         options: those for each mutant. They have the choice that it mistakes.
@@ -114,9 +113,9 @@ def _largest(own: Sequence[Tensor], other: Sequence[Tensor]) -> float:
 
 
 def _relative(own: Tensor, other: Tensor) -> float:
+    own, other = torch.broadcast_tensors(own, other)
     if torch.equal(own, other):
         return 0.0
-    own, other = torch.broadcast_tensors(own, other)
     finite = own.isfinite() & other.isfinite()
     if not bool((own[~finite] == other[~finite]).all()):
         return float("inf")

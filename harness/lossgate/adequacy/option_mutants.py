@@ -55,7 +55,7 @@ class OptionMutant:
     def put_choice(self, bound: BoundSpec, candidate: Candidate, chance: Random) -> BoundSpec | None:
         """Returns a problem's options with the choice that the mutant mistakes.
 
-        Returns None if no options are valid and supported that have it.
+        Returns None if the nearest valid options that have it are not supported.
         """
         if self.mistakes(bound):
             return bound

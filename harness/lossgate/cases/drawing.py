@@ -59,7 +59,7 @@ class Draws:
         Args:
             check: called with each problem; an exception ends the draws.
             shrink: when it raises, call it with smaller and smaller problems, as long as they make
-                it raise too.
+                it raise too. The simplest of all is then given first, whatever the seed.
         """
         phases = (Phase.generate, Phase.shrink) if shrink else (Phase.generate,)
         SeededProvider.random = Random(self.seed)
@@ -79,7 +79,7 @@ class Draws:
         @hypothesis.given(problems(self.candidate, self.dtype, self.targets, rich=self.rich))
         def draw(problem: Problem) -> None:
             nonlocal first
-            if not first:
+            if shrink or not first:
                 check(problem)
             first = False
 

@@ -79,6 +79,11 @@ def _group_combinations(
     if not combinations:
         first = dict(zip(group, (value[0] for value in values), strict=True))
         why = candidate.spec.conflict(first)
+        if forced is not None and _group_combinations(candidate, group, None):
+            raise UsageError(
+                f"candidate {candidate.name!r}: supports names {forced}, which is not valid with any other supported "
+                f"choice: {why}. Drop it from supports, or support a choice that it needs"
+            )
         raise UsageError(
             f"candidate {candidate.name!r}: supports={dict(candidate.supports)!r} leaves no valid combination of "
             f"{', '.join(group)}: {why}. Change supports so that one combination is valid"

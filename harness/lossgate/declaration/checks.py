@@ -13,6 +13,7 @@ from lossgate.declaration.contract import Contract
 from lossgate.errors import UsageError
 from lossgate.losses import find_spec
 from lossgate.specs.heads import HEADS
+from lossgate.specs.option import Option
 from lossgate.specs.outputs import metric_output
 from lossgate.specs.spec import Spec
 from lossgate.spelling import nearest
@@ -52,7 +53,16 @@ def check_supports(spec: Spec, supports: Any) -> dict[str, Any]:
                 f"{where}: spec {spec.name!r} has no option {name!r}; {nearest(name, spec.supported_options)}"
             )
         _check_values(spec, name, values, where)
+        by_option[name] = _as_floats(spec.supported_options[name], values)
     return by_option
+
+
+def _as_floats(option: Option, values: Any) -> Any:
+    """Returns the values of an option that takes floats, with 2 as 2.0: they draw the same."""
+    if isinstance(values, tuple):
+        return tuple(_as_floats(option, value) for value in values)
+    floats = option.interval is not None or any(isinstance(choice, float) for choice in option.choices)
+    return float(values) if floats and isinstance(values, int) and not isinstance(values, bool) else values
 
 
 def _check_values(spec: Spec, name: str, values: Any, where: str) -> None:

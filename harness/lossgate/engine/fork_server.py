@@ -1,28 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts worker processes quickly: each is forked from a server that has loaded torch and lossgate.
 
-This module loads neither, so that the server can be started first of all.
+This module loads neither, so that the server can be started first of all. Only Linux has a server,
+because forking is not safe on macOS. Elsewhere each worker starts afresh.
 """
 
 import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from multiprocessing.context import BaseContext
 
 _LOADED = ["lossgate.engine.run", "torch.fx.experimental.symbolic_shapes"]
 """The second is what torch loads with the first backward pass; it takes half a second."""
 
 
-def fork_server() -> BaseContext:
-    """Returns what starts processes; where there are no fork servers, each starts afresh."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
+def worker_context() -> BaseContext:
+    """Returns what starts workers. A server is started, but it may still be loading."""
+    if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
+    from multiprocessing.forkserver import ensure_running
+
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_LOADED)
+    with _same_path(), _no_interrupts():
+        ensure_running()
     return context
 
 
-def start() -> None:
-    """Starts the server, and does not wait until it has loaded everything."""
-    if fork_server().get_start_method() == "forkserver":
-        from multiprocessing.forkserver import ensure_running
+def start_worker(environment: Mapping[str, str]) -> None:
+    """Gives a worker the environment that its parent has now: the server has that of its start."""
+    os.environ.clear()
+    os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # without this each prints a traceback when interrupted
+    if sys.platform == "linux":
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
-        ensure_running()
+
+@contextmanager
+def _same_path() -> Generator[None]:
+    """Has the server look for modules where this process does.
+
+    By itself it would look in the current folder first.
+    """
+    before = dict(os.environ)
+    os.environ |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def _no_interrupts() -> Generator[None]:
+    """Has the server ignore Ctrl-C while it loads, as it does later."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -2,9 +2,8 @@
 """Runs cells and reports what happens."""
 
 import os
-import signal
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, fields
 from functools import partial
@@ -15,12 +14,12 @@ import torch
 
 from lossgate.adequacy.deck import deck_key
 from lossgate.cases.case import Case
-from lossgate.declaration.candidate import Candidate
+from lossgate.declaration.candidate import Candidate, Kernel
 from lossgate.declaration.loading import load_candidate
 from lossgate.engine.case_result import run_case
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.events import CellFinished, Event, RunFinished, RunStarted
-from lossgate.engine.fork_server import fork_server
+from lossgate.engine.fork_server import start_worker, worker_context
 from lossgate.engine.plan import plan, read_known_failure
 from lossgate.engine.search import Search
 from lossgate.engine.settings import Settings
@@ -101,14 +100,15 @@ def _run_side_by_side(cells: Sequence[Cell], settings: Settings, jobs: int) -> I
     Cells that share a deck run in one process, as far as possible, so that it is drawn once.
 
     Raises:
-        UsageError: if the source of a candidate does not hold it.
+        UsageError: if a candidate is not the one that its source holds.
     """
     sources = tuple(dict.fromkeys(cell.candidate.source for cell in cells))
     names = [CellName.of(cell) for cell in cells]
-    for name in names:
-        name.load()
-    context = fork_server()
-    workers = [ProcessPoolExecutor(1, mp_context=context, initializer=_start_process) for _ in range(jobs)]
+    for name, cell in zip(names, cells, strict=True):
+        _check_source(cell.candidate, name.load().candidate)
+    start = partial(_start_process, dict(os.environ))
+    pool = partial(ProcessPoolExecutor, 1, mp_context=worker_context(), initializer=start)
+    workers = [pool() for _ in range(jobs)]
     queue, finished, idle = _Queue(cells), dict[int, CellResult](), list(range(jobs))
     running: dict[Future[dict[str, Any]], tuple[int, int]] = {}
     try:
@@ -190,6 +190,26 @@ def _run_by_name(name: CellName, sources: Sequence[str], settings: Settings) -> 
     return {f.name: getattr(result, f.name) for f in fields(result) if f.name != "cell"}
 
 
-def _start_process() -> None:
+def _check_source(candidate: Candidate, loaded: Candidate) -> None:
+    """Refuses a changed copy of a candidate: workers would verify the one that its source holds."""
+    declared = [f.name for f in fields(Candidate) if f.name not in ("kernel", "spec", "source")]
+    changed = [name for name in declared if getattr(candidate, name) != getattr(loaded, name)]
+    if _code(candidate.kernel) != _code(loaded.kernel):
+        changed.append("kernel")
+    if candidate.spec.name != loaded.spec.name:
+        changed.append("spec")
+    if changed:
+        raise UsageError(
+            f"candidate {candidate.name!r} is a copy with another {changed[0]} than {candidate.source} holds; "
+            "define it at the top of a module, or run with one job"
+        )
+
+
+def _code(kernel: Kernel) -> Any:
+    """Returns what is equal for two kernels of one source, which may be loaded twice."""
+    return getattr(kernel, "__code__", type(kernel))
+
+
+def _start_process(environment: Mapping[str, str]) -> None:
+    start_worker(environment)
     torch.set_num_threads(1)  # the processes share the cores
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # without this each of them prints a traceback when interrupted

@@ -56,7 +56,7 @@ class Search:
     surviving: dict[str, OptionMutant] = field(default_factory=dict)
     """The option mutants that no problem has killed."""
     equivalent: frozenset[str] = frozenset()
-    """Those of them that changed no result of any problem that was drawn for them."""
+    """Those of them that changed nothing on many problems."""
     _used: set[int] = field(default_factory=set)
     """The problems of the deck that were run, by the identity of what was drawn."""
     _error: LossgateError | None = None
@@ -103,17 +103,18 @@ class Search:
         fails.
         """
         for name in sorted(self.still_to_kill):
-            if name in self.surviving:
+            if name in self.surviving and self.failure is None:
                 self._kill(name, round_)
         for goal in sorted(self.missing_goals):
-            self._reach(goal, round_)
+            if self.failure is None:
+                self._reach(goal, round_)
 
     def _kill(self, name: str, round_: int) -> None:
-        known = [entry for entry in self._unused(self._entries()) if name in entry.kills]
-        known.sort(key=lambda entry: -entry.kills[name])
-        for entry in self._unused(known or self._deck.killing(name, round_))[:WANTED]:
-            if name in self.surviving:
-                self._run_all(self._on_layout([entry])[:1])
+        known = self._on_layout([entry for entry in self._unused(self._entries()) if name in entry.kills])
+        known.sort(key=lambda placed: -placed.entry.kills[name])
+        for placed in (known or self._on_layout(self._unused(self._deck.killing(name, round_))))[:WANTED]:
+            if name in self.surviving and id(placed.entry.drawn) not in self._used:
+                self._run_all([placed])
 
     def _reach(self, goal: str, round_: int) -> None:
         known = [placed for placed in self._on_layout(self._unused(self._entries())) if goal in placed.goals]
@@ -161,7 +162,7 @@ class Search:
 
     def _shrink(self, placed: Placed) -> None:
         """Has Hypothesis draw the problem again, and make it smaller on its own layout."""
-        placement, reached = placed.placement, False
+        placement, simplest, reached = placed.placement, True, False
         plainest = placement.plainest(self._splits)
         try:
             if plainest.fits(placed.entry.bound.problem):
@@ -172,11 +173,13 @@ class Search:
             return
 
         def check(problem: Problem) -> None:
-            nonlocal reached
-            reached = reached or problem == placed.entry.drawn
-            if reached:
+            nonlocal simplest, reached
+            first, simplest = simplest, False  # if it passes now, Hypothesis does not try it again
+            if first or reached or problem == placed.entry.drawn:
                 hypothesis.assume(placement.vocab_split == "even" or placement.fits(problem))
+                reached = True
                 self._check(placement.put(problem))
+                reached = not first
 
         try:
             placed.entry.draws.each(check, shrink=True)
