@@ -12,6 +12,7 @@ from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.drawing import Draws
 from lossgate.cases.placed_problem import PlacedProblem
+from lossgate.cases.placement import Placement
 from lossgate.cases.reference import DenseRun
 from lossgate.losses import SPECS
 from lossgate.problems.batch import GlobalBatch
@@ -40,11 +41,8 @@ def bound_problems(family: str, head: str) -> list[BoundProblem]:
 
 
 def placed_problems(family: str, head: str, layout: str, multiple: int) -> list[PlacedProblem]:
-    changes = {"layout": Layout.parse(layout), "pad_to_multiple": multiple, "vocab_split": "padded"}
-    return [
-        PlacedProblem(bound, replace(bound.problem, **changes))  # type: ignore[arg-type]
-        for bound in bound_problems(family, head)
-    ]
+    placement = Placement(Layout.parse(layout), "padded", multiple)
+    return [PlacedProblem(bound, placement.put(bound.problem)) for bound in bound_problems(family, head)]
 
 
 def padding_of(batch: GlobalBatch) -> torch.Tensor:

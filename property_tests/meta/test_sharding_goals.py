@@ -4,6 +4,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +17,12 @@ from lossgate.cases.drawing import Draws
 from lossgate.cases.placed_problem import PlacedProblem
 from lossgate.layout import layouts_up_to
 from lossgate.losses import SPECS
-from lossgate.problems.partition import Partition
+from lossgate.problems.partition import Partition, VocabSplit
 from lossgate.specs.sharding_goals import IDS_GOALS, SHARDING_GOALS, Trained, _counts, covered_sharding_goals
 
 
-def split(layout: str, lengths: tuple[int, ...] = (4, 4), vocab: int = 8, **changes: object) -> Partition:
-    return Partition(Layout.parse(layout), lengths, vocab, **changes)  # type: ignore[arg-type]
+def split(layout: str, lengths: tuple[int, ...] = (4, 4), vocab: int = 8, **changes: Any) -> Partition:
+    return Partition(Layout.parse(layout), lengths, vocab, **changes)
 
 
 def trained(*tokens: tuple[int, int], ids: Sequence[Sequence[int]] = ()) -> Trained:
@@ -157,9 +158,10 @@ def random_case(chance: random.Random) -> tuple[Partition, Trained]:
     count = group * chance.randint(1, 6)
     lengths = tuple(chance.choice((0, 1, 2, 3, 5, 8, 13)) for _ in range(count))
     layout = chance.choice(list(layouts_up_to(8, ("dp", "cp", "tp"))))
-    how = chance.choice(("balanced", "chunked", "padded"))
+    splits: tuple[VocabSplit, ...] = ("balanced", "chunked", "padded")
+    how = chance.choice(splits)
     vocab = chance.randint(layout.tp, 12)
-    partition = Partition(layout, lengths, vocab, how, chance.choice((1, 1, 3)), group)  # type: ignore[arg-type]
+    partition = Partition(layout, lengths, vocab, how, chance.choice((1, 1, 3)), group)
     tokens = [(s, i) for s, length in enumerate(lengths) for i in range(length) if chance.random() < 0.3]
     return partition, trained(*tokens, ids=[[chance.randrange(vocab)] for _ in tokens])
 

@@ -2,6 +2,7 @@
 """Cells that are verified side by side, in other processes."""
 
 import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from lossgate.bank.bugs import BUGS
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.declaration.loading import load_candidate, load_candidates
 from lossgate.engine.events import CellFinished, RunFinished, RunStarted
-from lossgate.engine.fork_server import _same_path, worker_context
+from lossgate.engine.fork_server import _no_interrupts, _same_path, worker_context
 from lossgate.engine.run import run
 from lossgate.engine.settings import Settings
 from lossgate.losses import SPECS
@@ -90,6 +91,14 @@ def test_the_server_looks_for_modules_where_the_parent_does(monkeypatch: pytest.
     with _same_path():
         assert (os.environ["PYTHONPATH"], os.environ["PYTHONSAFEPATH"]) == (f"/a{os.pathsep}/b", "1")
     assert dict(os.environ) == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a fork server")
+def test_the_server_starts_with_interrupts_blocked() -> None:
+    """Else Ctrl-C prints the traceback of a server that is still loading."""
+    with _no_interrupts():
+        assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_sources_are_known_by_their_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -251,9 +251,9 @@ class Deck:
             asked.update(map(str, options))
             unchanged.update(str(mutant) for mutant, change in changed.items() if change == 0)
             left -= {str(mutant) for mutant, change in changed.items() if change > 0}
-            told = {name for name in left if (unchanged[name] or asked[name]) >= UNCHANGED}
-            equivalent |= told
-            left -= told
+            certain = {name for name in left if (unchanged[name] or asked[name]) >= UNCHANGED}
+            equivalent |= certain
+            left -= certain
         return frozenset(equivalent)
 
     def _many(self, entries: Sequence[Entry]) -> Iterator[BoundProblem]:
@@ -270,10 +270,10 @@ class Deck:
         draws, left, seen = self._draws(f"kill {target}", DRAWN, target, rich=True), set(mutants), set[str]()
 
         def add(problem: Problem) -> bool:
-            bound = BoundProblem(self._candidate.spec, problem)
             if problem.to_json() in seen:
                 return False
             seen.add(problem.to_json())
+            bound = BoundProblem(self._candidate.spec, problem)
             if self._likely(bound, left, unmasked=True) and self._likely(bound, left):
                 found.append(self._entry(bound, draws, self.mutants.keys() - self._common(found)))
                 left.difference_update(found[-1].kills)
