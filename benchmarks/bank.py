@@ -27,7 +27,7 @@ from lossgate.bank.bugs import BUGS, CROSS_ENTROPY_BUGS, bugs_of, cross_entropy_
 from lossgate.bank.cross_entropy import STYLES
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.engine.cell import Cell, Verdict
-from lossgate.engine.run import run_cell
+from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import PROFILES
 from lossgate.losses import SPECS
 from lossgate.specs.inputs import LogitsInputs

@@ -53,7 +53,7 @@ from lossgate.declaration.loading import load_candidates
 from lossgate.engine import case_result, search
 from lossgate.engine.cell import Cell
 from lossgate.engine.plan import layouts_of
-from lossgate.engine.run import run_cell
+from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import PROFILES, Settings
 from lossgate.losses import SPECS
 from lossgate.worlds import RankContext, SimulatedWorld

@@ -9,7 +9,7 @@ import lossgate
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.loading import load_candidates
 from lossgate.engine.plan import plan
-from lossgate.engine.run import run_cell
+from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 
 ROOT = Path(__file__).parents[1]

@@ -20,7 +20,7 @@ from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.case import Case
 from lossgate.engine.case_result import run_case
 from lossgate.engine.cell import Cell, Verdict
-from lossgate.engine.run import run_cell
+from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.losses import SPECS
 from lossgate.properties import PROPERTIES

@@ -9,7 +9,7 @@ import pytest
 from lossgate import Candidate, Layout
 from lossgate.declaration.loading import load_candidates
 from lossgate.engine.cell import Cell, Verdict
-from lossgate.engine.run import run_cell
+from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import PROFILES
 
 from .markdown import ROOT, blocks_of

@@ -19,7 +19,8 @@ from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.events import CellFinished, RunFinished, RunStarted
 from lossgate.engine.plan import plan
-from lossgate.engine.run import run, run_cell
+from lossgate.engine.run import run
+from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.engine.verdict import conclude
 from lossgate.specs.coverage import CoverageGoal

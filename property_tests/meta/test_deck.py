@@ -16,7 +16,7 @@ from lossgate.adequacy.selection import choose
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.placement import splits_of
 from lossgate.engine.cell import Cell, CellResult
-from lossgate.engine.run import run_cell
+from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.losses import SPECS
 

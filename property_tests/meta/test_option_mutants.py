@@ -12,7 +12,7 @@ from lossgate.adequacy.option_mutants import option_mutants
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.engine import search
 from lossgate.engine.cell import Cell, Verdict
-from lossgate.engine.run import run_cell
+from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.losses import SPECS
 

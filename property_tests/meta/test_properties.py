@@ -17,7 +17,7 @@ from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.failure_files import write_failure
 from lossgate.engine.plan import plan
 from lossgate.engine.replay import replay_failure
-from lossgate.engine.run import run_cell
+from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.losses import SPECS
 from lossgate.properties import PROPERTIES, Checked, find_property

@@ -6,7 +6,7 @@ from dataclasses import replace
 from lossgate import Candidate, Layout
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.engine.cell import Cell
-from lossgate.engine.run import _Queue
+from lossgate.engine.workers import _Queue
 from lossgate.losses import SPECS
 
 NLL = dense_candidate(SPECS["nll"], "logprobs")

@@ -18,7 +18,7 @@ from lossgate.cases.placed_problem import PlacedProblem
 from lossgate.cases.placement import sample_problems
 from lossgate.cases.reference import DenseRun
 from lossgate.engine.cell import Cell
-from lossgate.engine.run import run_cell
+from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.losses import SPECS
 from lossgate.problems.partition import Partition

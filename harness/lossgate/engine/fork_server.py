@@ -13,7 +13,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from multiprocessing.context import BaseContext
 
-_LOADED = ["lossgate.engine.run", "torch.fx.experimental.symbolic_shapes"]
+_LOADED = ["lossgate.engine.workers", "torch.fx.experimental.symbolic_shapes"]
 """The second is what torch loads with the first backward pass; it takes half a second."""
 
 

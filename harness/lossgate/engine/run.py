@@ -2,79 +2,15 @@
 """Runs cells and reports what happens."""
 
 import os
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, fields
-from functools import partial
-from time import perf_counter
-from typing import Any
+from collections.abc import Iterable, Iterator
 
-import torch
-
-from lossgate.adequacy.deck import deck_key
-from lossgate.cases.case import Case
-from lossgate.declaration.candidate import Candidate, Kernel
-from lossgate.declaration.loading import load_candidate
-from lossgate.engine.case_result import run_case
-from lossgate.engine.cell import Cell, CellResult, Verdict
+from lossgate.declaration.candidate import Candidate
+from lossgate.engine.cell import CellResult
 from lossgate.engine.events import CellFinished, Event, RunFinished, RunStarted
-from lossgate.engine.fork_server import start_worker, worker_context
-from lossgate.engine.plan import plan, read_known_failure
-from lossgate.engine.search import Search
+from lossgate.engine.plan import plan
+from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
-from lossgate.engine.verdict import conclude, conclude_known
-from lossgate.errors import UsageError
-from lossgate.layout import Layout
-from lossgate.properties import find_property
-from lossgate.worlds import make_world
-from lossgate.worlds.base import World
-
-
-def run_cell(cell: Cell, settings: Settings) -> CellResult:
-    """Verifies one cell. More problems are tried as long as they leave it inconclusive.
-
-    It computes with one thread, because the numbers of many threads depend on how many there are.
-    """
-    start = perf_counter()
-    world = make_world(cell.world, cell.layout, settings.timeout)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return _run_in(world, cell, settings, start)
-    finally:
-        torch.set_num_threads(threads)
-        world.close()
-
-
-def _run_in(world: World, cell: Cell, settings: Settings, start: float) -> CellResult:
-    if known := cell.candidate.known_failure:
-        frozen = read_known_failure(known).examples[0]
-        now = run_case(Case(cell.candidate, frozen.problem, world), cell.property)
-        return conclude_known(cell, known, frozen, now, perf_counter() - start)
-    search = Search(cell, world, settings)
-    search.run()
-    result = _conclude(search, start)
-    for round_ in range(1, settings.rounds):
-        if result.verdict is Verdict.INCONCLUSIVE:
-            search.fill_gaps(round_)
-            result = _conclude(search, start)
-        if result.verdict is Verdict.INCONCLUSIVE and result.gaps:
-            search.run(round_)
-            result = _conclude(search, start)
-    return result
-
-
-def _conclude(search: Search, start: float) -> CellResult:
-    return conclude(
-        search.cell,
-        search.cases,
-        search.failure,
-        search.calls_after_failure,
-        perf_counter() - start,
-        search.still_to_kill,
-        search.equivalent.intersection(search.surviving),
-    )
+from lossgate.engine.workers import run_side_by_side
 
 
 def run(candidates: Iterable[Candidate], settings: Settings) -> Iterator[Event]:
@@ -82,134 +18,9 @@ def run(candidates: Iterable[Candidate], settings: Settings) -> Iterator[Event]:
     cells = plan(candidates, settings)
     yield RunStarted(tuple(cells), settings)
     jobs = min(settings.jobs or os.cpu_count() or 1, len(cells))
-    run_all = _run_here if jobs == 1 else partial(_run_side_by_side, jobs=jobs)
+    done = (run_cell(cell, settings) for cell in cells) if jobs == 1 else run_side_by_side(cells, settings, jobs)
     results: list[CellResult] = []
-    for result in run_all(cells, settings):
+    for result in done:
         results.append(result)
         yield CellFinished(result)
     yield RunFinished(tuple(results))
-
-
-def _run_here(cells: Sequence[Cell], settings: Settings) -> Iterator[CellResult]:
-    return (run_cell(cell, settings) for cell in cells)
-
-
-def _run_side_by_side(cells: Sequence[Cell], settings: Settings, jobs: int) -> Iterator[CellResult]:
-    """Runs cells in other processes, which load the candidates again from their sources.
-
-    Cells that share a deck run in one process, as far as possible, so that it is drawn once.
-
-    Raises:
-        UsageError: if a candidate is not the one that its source holds.
-    """
-    sources = tuple(dict.fromkeys(cell.candidate.source for cell in cells))
-    names = [CellName.of(cell) for cell in cells]
-    for name, cell in zip(names, cells, strict=True):
-        _check_source(cell.candidate, name.load().candidate)
-    start = partial(_start_process, dict(os.environ))
-    pool = partial(ProcessPoolExecutor, 1, mp_context=worker_context(), initializer=start)
-    workers = [pool() for _ in range(jobs)]
-    queue, finished, idle = _Queue(cells), dict[int, CellResult](), list(range(jobs))
-    running: dict[Future[dict[str, Any]], tuple[int, int]] = {}
-    try:
-        for due, _ in enumerate(cells):
-            while due not in finished:
-                for worker in [w for w in idle if queue]:
-                    number = queue.take(worker)
-                    running[workers[worker].submit(_run_by_name, names[number], sources, settings)] = worker, number
-                    idle.remove(worker)
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    worker, number = running.pop(future)
-                    finished[number] = CellResult(cell=cells[number], **future.result())
-                    idle.append(worker)
-            yield finished.pop(due)
-    finally:
-        for worker in workers:
-            worker.shutdown(cancel_futures=True)
-
-
-class _Queue:
-    """The cells that wait, by the deck that they share."""
-
-    def __init__(self, cells: Sequence[Cell]) -> None:
-        self._waiting: dict[str, deque[int]] = {}
-        for number, cell in enumerate(cells):
-            self._waiting.setdefault(deck_key(cell.candidate, cell.dtype), deque()).append(number)
-        self._decks: dict[int, str] = {}
-
-    def __bool__(self) -> bool:
-        return any(self._waiting.values())
-
-    def take(self, worker: int) -> int:
-        """Returns the next cell for a worker: of its deck, of one that nobody has, or of the one
-        with the most cells left.
-        """
-        if not self._waiting.get(self._decks.get(worker, "")):
-            left = [deck for deck, cells in self._waiting.items() if cells]
-            free = [deck for deck in left if deck not in self._decks.values()]
-            self._decks[worker] = free[0] if free else max(left, key=lambda deck: len(self._waiting[deck]))
-        return self._waiting[self._decks[worker]].popleft()
-
-
-@dataclass(frozen=True)
-class CellName:
-    """A cell as data that any process can read."""
-
-    source: str
-    candidate: str
-    property: str
-    layout: Layout
-    dtype: str
-    world: str
-
-    @classmethod
-    def of(cls, cell: Cell) -> "CellName":
-        candidate = cell.candidate
-        return cls(candidate.source, candidate.name, cell.property.name, cell.layout, cell.dtype, cell.world)
-
-    def load(self) -> Cell:
-        """Loads the candidate and finds the property.
-
-        Raises:
-            UsageError: if the source has no such candidate, because it was made in a function, say.
-        """
-        candidate = load_candidate(self.source)
-        if candidate.name != self.candidate:
-            raise UsageError(
-                f"{self.source} holds {candidate.name!r}, not {self.candidate!r}; "
-                "define the candidate at the top of a module, or run with one job"
-            )
-        return Cell(candidate, self.layout, self.dtype, find_property(self.property), self.world)
-
-
-def _run_by_name(name: CellName, sources: Sequence[str], settings: Settings) -> dict[str, Any]:
-    """Runs a cell in a worker; returns all of its result but the cell, which the parent has."""
-    for source in sources:
-        load_candidate(source)  # whose file may also register a property
-    result = run_cell(name.load(), settings)
-    return {f.name: getattr(result, f.name) for f in fields(result) if f.name != "cell"}
-
-
-def _check_source(candidate: Candidate, loaded: Candidate) -> None:
-    """Refuses a changed copy of a candidate: workers would verify the one that its source holds."""
-    declared = [f.name for f in fields(Candidate) if f.name not in ("kernel", "spec", "source")]
-    changed = [name for name in declared if getattr(candidate, name) != getattr(loaded, name)]
-    if _code(candidate.kernel) != _code(loaded.kernel):
-        changed.append("kernel")
-    if candidate.spec.name != loaded.spec.name:
-        changed.append("spec")
-    if changed:
-        raise UsageError(
-            f"candidate {candidate.name!r} is a copy with another {changed[0]} than {candidate.source} holds; "
-            "define it at the top of a module, or run with one job"
-        )
-
-
-def _code(kernel: Kernel) -> Any:
-    """Returns what is equal for two kernels of one source, which may be loaded twice."""
-    return getattr(kernel, "__code__", type(kernel))
-
-
-def _start_process(environment: Mapping[str, str]) -> None:
-    start_worker(environment)
-    torch.set_num_threads(1)  # the processes share the cores

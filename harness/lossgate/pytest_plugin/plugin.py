@@ -79,7 +79,7 @@ def lossgate_run(
     import torch
 
     from lossgate.engine.events import CellFinished
-    from lossgate.engine.run import run_cell
+    from lossgate.engine.run_cell import run_cell
     from lossgate.errors import UsageError
     from lossgate.evidence.writer import evidence_line
     from lossgate.reports.failures import FailureFiles

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verifies one cell."""
+
+from time import perf_counter
+
+import torch
+
+from lossgate.cases.case import Case
+from lossgate.engine.case_result import run_case
+from lossgate.engine.cell import Cell, CellResult, Verdict
+from lossgate.engine.plan import read_known_failure
+from lossgate.engine.search import Search
+from lossgate.engine.settings import Settings
+from lossgate.engine.verdict import conclude, conclude_known
+from lossgate.worlds import make_world
+from lossgate.worlds.base import World
+
+
+def run_cell(cell: Cell, settings: Settings) -> CellResult:
+    """Verifies one cell. More problems are tried as long as they leave it inconclusive.
+
+    It computes with one thread, because the numbers of many threads depend on how many there are.
+    """
+    start = perf_counter()
+    world = make_world(cell.world, cell.layout, settings.timeout)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _run_in(world, cell, settings, start)
+    finally:
+        torch.set_num_threads(threads)
+        world.close()
+
+
+def _run_in(world: World, cell: Cell, settings: Settings, start: float) -> CellResult:
+    if known := cell.candidate.known_failure:
+        frozen = read_known_failure(known).examples[0]
+        now = run_case(Case(cell.candidate, frozen.problem, world), cell.property)
+        return conclude_known(cell, known, frozen, now, perf_counter() - start)
+    search = Search(cell, world, settings)
+    search.run()
+    result = _conclude(search, start)
+    for round_ in range(1, settings.rounds):
+        if result.verdict is Verdict.INCONCLUSIVE:
+            search.fill_gaps(round_)
+            result = _conclude(search, start)
+        if result.verdict is Verdict.INCONCLUSIVE and result.gaps:
+            search.run(round_)
+            result = _conclude(search, start)
+    return result
+
+
+def _conclude(search: Search, start: float) -> CellResult:
+    return conclude(
+        search.cell,
+        search.cases,
+        search.failure,
+        search.calls_after_failure,
+        perf_counter() - start,
+        search.still_to_kill,
+        search.equivalent.intersection(search.surviving),
+    )
