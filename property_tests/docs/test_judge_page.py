@@ -5,7 +5,7 @@ from math import log2
 
 import pytest
 
-from lossgate.adequacy.deck import UNCHANGED
+from lossgate.adequacy.equivalence import UNCHANGED
 from lossgate.adequacy.option_mutants import NEAREST
 from lossgate.cases import kinks
 from lossgate.engine.verdict import LARGEST_MDE

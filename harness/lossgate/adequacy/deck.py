@@ -12,10 +12,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from random import Random
 
 from lossgate.adequacy.coverage import required_goals
-from lossgate.adequacy.kills import changes, changes_with
+from lossgate.adequacy.equivalence import UNCHANGED, equivalent_mutants
+from lossgate.adequacy.kills import changes
 from lossgate.adequacy.option_mutants import option_mutants
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.drawing import Draws
@@ -35,10 +35,6 @@ SIZE = 48
 DRAWN, _BATCH = 80, 10
 """The most problems that are drawn on purpose for one choice, and twice as many for one mutant or
 goal that a cell still misses; and how many at a time for the latter."""
-
-UNCHANGED = 160
-"""A mutant is equivalent to the kernel if it changes nothing on so many problems, when these are
-given the choice that it mistakes."""
 
 KILLERS = 3
 """When so many problems of a deck are likely to kill a mutant, no more are asked about it, because
@@ -99,7 +95,7 @@ class Deck:
 
     @property
     def equivalent(self) -> frozenset[str]:
-        """The mutants that changed nothing on many problems; see ``UNCHANGED``."""
+        """The mutants that changed nothing on many problems; see ``equivalent_mutants``."""
         return self._first[1]
 
     @cached_property
@@ -109,7 +105,9 @@ class Deck:
         # Each problem is given a choice, so that none is rare.
         self._add(found, self._draws("rich", SIZE - SIZE // 3, *by_target, rich=True))
         self._add(found, self._draws("any size", SIZE // 3))
-        equivalent = self._equivalent(found)
+        killed = {name for entry in found for name in entry.kills}
+        alive = {name: mutant for name, mutant in self.mutants.items() if name not in killed}
+        equivalent = equivalent_mutants(alive, self._candidate, self._many(found))
         for target, mutants in by_target.items():
             self._add_killers(found, target, mutants.difference(equivalent, *(entry.kills for entry in found)))
         for goal in required_goals(self._candidate, Layout()):
@@ -231,30 +229,6 @@ class Deck:
             if len(reachable) < len(drawn):
                 return ForcedOption(option, reachable)
         return None
-
-    def _equivalent(self, entries: Sequence[Entry]) -> frozenset[str]:
-        """Returns the mutants that change nothing on many problems: those of the deck, and others.
-
-        Any problem tells of any mutant, since it is given the choice that the mutant mistakes. A
-        mutant whose other choice is never valid is equivalent too: no kernel can compute with it.
-        """
-        left = self.mutants.keys() - {name for entry in entries for name in entry.kills}
-        asked, unchanged, equivalent = Counter[str](), Counter[str](), set[str]()
-        for bound in self._many(entries):
-            if not left:
-                break
-            chance = Random(bound.problem.seed)
-            mutants = [self.mutants[name] for name in sorted(left)]
-            given = {mutant: mutant.put_choice(bound.bound_spec, self._candidate, chance) for mutant in mutants}
-            options = {mutant: chosen for mutant, chosen in given.items() if chosen is not None}
-            changed = changes_with(options, bound, unmasked=True)
-            asked.update(map(str, options))
-            unchanged.update(str(mutant) for mutant, change in changed.items() if change == 0)
-            left -= {str(mutant) for mutant, change in changed.items() if change > 0}
-            certain = {name for name in left if (unchanged[name] or asked[name]) >= UNCHANGED}
-            equivalent |= certain
-            left -= certain
-        return frozenset(equivalent)
 
     def _many(self, entries: Sequence[Entry]) -> Iterator[BoundProblem]:
         """Yields the problems of entries, then others."""
