@@ -3,9 +3,11 @@
 
 import os
 import signal
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -99,6 +101,38 @@ def test_the_server_starts_with_interrupts_blocked() -> None:
     with _no_interrupts():
         assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+ONE_WORKER = """
+import os, time
+from concurrent.futures import ProcessPoolExecutor
+from lossgate.engine.fork_server import start_worker, worker_context
+
+pool = ProcessPoolExecutor(1, mp_context=worker_context(), initializer=start_worker, initargs=(dict(os.environ),))
+print(pool.submit(os.getpid).result(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_worker_ends_when_its_parent_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", ONE_WORKER], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        assert not ended(worker)
+        parent.kill()
+    latest = monotonic() + 10
+    while not ended(worker) and monotonic() < latest:
+        sleep(0.01)
+    assert ended(worker)
+
+
+def ended(process: int) -> bool:
+    """Returns whether a process has ended, though nobody may have asked for its exit code yet."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def test_sources_are_known_by_their_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from multiprocessing.context import BaseContext
+from threading import Thread
 
 _LOADED = ["lossgate.engine.workers", "torch.fx.experimental.symbolic_shapes"]
 """The second is what torch loads with the first backward pass; it takes half a second."""
@@ -31,12 +32,24 @@ def worker_context() -> BaseContext:
 
 
 def start_worker(environment: Mapping[str, str]) -> None:
-    """Gives a worker the environment that its parent has now: the server has that of its start."""
+    """Gives a worker the environment that its parent has now: the server has that of its start.
+
+    The worker ends with its parent, even if that is killed.
+    """
+    Thread(target=_end_with_parent, daemon=True).start()
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # without this each prints a traceback when interrupted
     if sys.platform == "linux":
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _end_with_parent() -> None:
+    """Waits for the end of the parent, which would leave the worker waiting for cells forever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 @contextmanager
