@@ -90,9 +90,9 @@ def verify(
 
     if not targets:
         raise UsageError("verify: nothing named; expected files or modules with candidates, such as my_kernels.py")
-    flags: dict[str, Any] = {"examples": examples, "ranks": ranks, "seed": seed, "timeout": timeout, "jobs": jobs}
-    flags["layouts"] = tuple(layout) if layout else None
-    if load_settings(profile, **flags).jobs != 1:
+    lists: dict[str, Any] = {"layouts": tuple(layout) if layout else None, "dtypes": tuple(dtype) if dtype else None}
+    settings = load_settings(profile, examples=examples, ranks=ranks, seed=seed, timeout=timeout, jobs=jobs, **lists)
+    if settings.jobs != 1:
         worker_context()  # workers load torch while this process does
 
     from lossgate.declaration.loading import load_candidates
@@ -102,7 +102,6 @@ def verify(
     from lossgate.reports.failures import FailureFiles
     from lossgate.reports.terminal import Terminal
 
-    settings = load_settings(profile, dtypes=tuple(dtype) if dtype else None, **flags)
     candidates = [candidate for target in targets for candidate in load_candidates(target)]
     results: tuple[CellResult, ...] = ()
     with ExitStack() as stack:

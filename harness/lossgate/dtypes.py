@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dtypes that inputs can have and stages can be rounded to, by name."""
+"""The dtypes that inputs can have and stages can be rounded to.
 
-from collections.abc import Mapping
-from types import MappingProxyType
+They are names, so that settings can be read before torch is loaded; ``numerics.float_formats`` has
+torch's own.
+"""
 
-import torch
-
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-)
+DTYPES = ("float32", "bfloat16", "float16")

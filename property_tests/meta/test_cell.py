@@ -49,13 +49,14 @@ def test_a_right_kernel_agrees(agreed: CellResult) -> None:
     assert agreed.mde < 0.01
     assert agreed.comparisons > 90
     assert not agreed.missing_goals
-    assert agreed.power["zero"] > 0.9
 
 
 def test_zero_is_rejected_wherever_rounding_does_not_hide_it(agreed: CellResult) -> None:
     """The loss of a single confident label can be smaller than its noise: its MDE is above 1."""
-    comparisons = [comparison for case in agreed.cases for comparison in case.comparisons]
-    assert all(c.rejected["zero"] for c in comparisons if "zero" in c.rejected and c.mde < 1)
+    planted = [c for case in agreed.cases for c in case.comparisons if "zero" in c.rejected]
+    sharp = [c for c in planted if c.mde < 1]
+    assert all(c.rejected["zero"] for c in sharp)
+    assert len(sharp) > 0.97 * len(planted)
 
 
 def test_a_wrong_kernel_disagrees_on_a_small_problem() -> None:

@@ -282,7 +282,8 @@ def test_neither_command_line_nor_plugin_loads_torch() -> None:
     code = (
         "import sys, lossgate, lossgate.cli, lossgate.engine.settings, lossgate.engine.fork_server; "
         "from importlib.metadata import entry_points; "
-        "(plugin,) = entry_points(group='pytest11', name='lossgate'); plugin.load(); sys.exit('torch' in sys.modules)"
+        "(plugin,) = entry_points(group='pytest11', name='lossgate'); plugin.load(); "
+        "lossgate.engine.settings.Settings(dtypes=('float32',)); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -129,13 +129,16 @@ def test_a_file_that_is_imported_twice_may_register_its_property_again() -> None
 
 
 def test_only_a_property_that_needs_adequacy_asks_for_coverage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel with one problem agrees with a property of its own, and not with the reference."""
+    """A kernel with one problem agrees with a property of its own, and not with the reference.
+
+    One problem has one reduction, and so cannot tell it from the other.
+    """
     monkeypatch.setattr(search, "choose", lambda placed, *_: placed[:1])
     settings = replace(SETTINGS, examples=1)
     own = lossgate.property("harmless", runs=0)(nothing_wrong)
-    assert run_cell(Cell(NLL, Layout(), "float32", own), settings).verdict is Verdict.AGREE
-    sums_too = replace(NLL, supports={"reduction": lossgate.ANY})
-    assert run_cell(Cell(sums_too, Layout(), "float32"), settings).verdict is Verdict.INCONCLUSIVE
+    nll = replace(NLL, supports={"reduction": lossgate.ANY})
+    assert run_cell(Cell(nll, Layout(), "float32", own), settings).verdict is Verdict.AGREE
+    assert run_cell(Cell(nll, Layout(), "float32"), settings).verdict is Verdict.INCONCLUSIVE
 
 
 def test_a_failure_of_another_property_replays_as_what_it_is(tmp_path: Path) -> None:

@@ -34,11 +34,11 @@ def test_no_problem_is_run_twice(split: str) -> None:
     assert len(set(texts)) == len(texts)
 
 
-@pytest.mark.parametrize("examples", [10, 60])
+@pytest.mark.parametrize("examples", [20, 60, 100])
 def test_each_round_runs_as_many_problems_again(examples: int) -> None:
     nll = replace(dense_candidate(SPECS["nll"], "logprobs"), supports={})
-    _, counts = rounds(nll, Layout(), examples, 3)
-    assert counts == [examples, 2 * examples, 3 * examples]
+    _, counts = rounds(nll, Layout(), examples, 4)
+    assert counts == [examples, 2 * examples, 3 * examples, 4 * examples]
 
 
 @pytest.mark.parametrize("goal", IDS_GOALS)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lossgate.dtypes import DTYPES
+from lossgate.numerics.float_formats import TORCH_DTYPES
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.problem import Problem
 from lossgate.problems.random_streams import RandomStreams
@@ -74,7 +74,7 @@ def _rounding_error(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> T
     """
     head = HEADS[problem.head]
     largest = head.logits(batch.leaves).abs().max().clamp(min=1)
-    return head.rounding_unit(DTYPES[batch.dtype]) * largest / bound.temperature / sqrt(3)
+    return head.rounding_unit(TORCH_DTYPES[batch.dtype]) * largest / bound.temperature / sqrt(3)
 
 
 def _near_kinks(

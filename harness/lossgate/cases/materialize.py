@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from dense_losses import token_logprobs
-from lossgate.dtypes import DTYPES
+from lossgate.numerics.float_formats import TORCH_DTYPES
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.cotangents import draw_cotangents
 from lossgate.problems.packing import pack
@@ -34,7 +34,7 @@ def materialize(problem: Problem, bound: BoundSpec) -> GlobalBatch:
     """
     problem = problem.unsharded
     streams, fields = RandomStreams(problem.to_json()), draw_tokens(problem)
-    head, dtype = HEADS[problem.head], DTYPES[problem.dtype]
+    head, dtype = HEADS[problem.head], TORCH_DTYPES[problem.dtype]
     leaves = head.draw(HeadContext(problem, fields, bound.temperature, streams))
     batch = GlobalBatch(
         dtype=problem.dtype,

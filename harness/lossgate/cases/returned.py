@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from lossgate.declaration.candidate import Candidate, Outputs
-from lossgate.dtypes import DTYPES
 from lossgate.errors import CandidateError
+from lossgate.numerics.float_formats import TORCH_DTYPES
 from lossgate.problems.batch import GlobalBatch
 from lossgate.specs.outputs import RETURNED
 from lossgate.spelling import nearest
@@ -28,7 +28,7 @@ def check_returned(returned: Any, candidate: Candidate, batch: GlobalBatch, rank
             f"{who} returned {type(returned).__name__}; expected lossgate.Outputs, or the loss as a tensor"
         )
     expected = _values(returned, candidate, batch, rank, who) | _metrics(returned, candidate, who)
-    dtype = DTYPES[candidate.precision[batch.dtype].loss]
+    dtype = TORCH_DTYPES[candidate.precision[batch.dtype].loss]
     for name, (tensor, shape) in expected.items():
         if not isinstance(tensor, Tensor):
             raise CandidateError(f"{who} returned {name} as {type(tensor).__name__}; expected a tensor")

@@ -57,7 +57,7 @@ class Precision:
             elif f.name == "chunk":
                 if value is not None and (type(value) is not int or value < 1):
                     raise UsageError(f"Precision(chunk={value!r}): expected a positive number of tokens, or None")
-            elif value not in tuple(DTYPES):
+            elif value not in DTYPES:
                 raise UsageError(f"Precision({f.name}={value!r}): {nearest(value, DTYPES)}")
 
     def stages(self, dtype: str, *, caller_reduces_hidden: bool) -> Stages:

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from lossgate.dtypes import DTYPES
 from lossgate.errors import UsageError
 from lossgate.layout import Layout
 
@@ -49,11 +50,8 @@ class Settings:
             raise UsageError(f"shrink_calls={self.shrink_calls}: expected a number of problems, or 0 for none")
         if self.jobs < 0:
             raise UsageError(f"jobs={self.jobs}: expected a number of processes, or 0 for one on each core")
-        if self.dtypes:
-            from lossgate.dtypes import DTYPES  # which loads torch
-
-            if unknown := [dtype for dtype in self.dtypes if dtype not in DTYPES]:
-                raise UsageError(f"unknown dtype {unknown[0]!r}; expected any of {', '.join(DTYPES)}")
+        if unknown := [dtype for dtype in self.dtypes if dtype not in DTYPES]:
+            raise UsageError(f"unknown dtype {unknown[0]!r}; expected any of {', '.join(DTYPES)}")
         for layout in self.layouts:
             Layout.parse(layout)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dense_losses import filtered_token_entropy, filtered_token_logprobs, kept_tokens
-from lossgate.dtypes import DTYPES
+from lossgate.numerics.float_formats import TORCH_DTYPES
 from lossgate.problems.batch import GlobalBatch
 from lossgate.specs.coverage import TOKEN_GOALS, CoverageGoal, covered_by_mask
 from lossgate.specs.inputs import HiddenInputs, LogitsInputs
@@ -68,7 +68,7 @@ def passing_logits(logits: Tensor, dtype: str, options: TokenLogprobsOptions) ->
     """
     tempered = logits / options.temperature
     coarse = dtype != "float32"
-    margin = max(_MARGIN, 6 * torch.finfo(DTYPES[dtype]).eps * float(tempered.abs().max()) if coarse else 0.0)
+    margin = max(_MARGIN, 6 * torch.finfo(TORCH_DTYPES[dtype]).eps * float(tempered.abs().max()) if coarse else 0.0)
     passing = kept_tokens(tempered, options.top_k, options.top_p)
     close = torch.zeros(len(passing), dtype=torch.bool)
     vocab = passing.shape[1]

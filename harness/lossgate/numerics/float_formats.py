@@ -7,6 +7,8 @@ from types import MappingProxyType
 
 import torch
 
+from lossgate.dtypes import DTYPES
+
 
 @dataclass(frozen=True)
 class FloatFormat:
@@ -40,6 +42,9 @@ FLOAT_FORMATS: Mapping[str, FloatFormat] = MappingProxyType(
     }
 )
 FLOAT32 = FLOAT_FORMATS["float32"]
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType({name: getattr(torch, name) for name in DTYPES})
+"""The torch dtype of each name."""
 
 
 def float_format_of(dtype: torch.dtype) -> FloatFormat:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lossgate.dtypes import DTYPES
+from lossgate.numerics.float_formats import TORCH_DTYPES
 from lossgate.problems.partition import Dims, Partition
 
 
@@ -40,7 +40,7 @@ class GlobalBatch:
     def local_leaf(self, name: str, dims: Dims, rank: int) -> Tensor:
         """Returns the shard of a differentiable input that a rank holds, in the problem's dtype."""
         part = self.partition.shard(self.leaves[name], dims, rank, self.vocab_padding.get(name))
-        return part.to(DTYPES[self.dtype])
+        return part.to(TORCH_DTYPES[self.dtype])
 
     def local_fields(self, rank: int) -> dict[str, Any]:
         """Returns what ``PackedBatch`` holds on a rank, and what the spec adds to it."""
