@@ -84,9 +84,9 @@ def verify(
         evidence: Append a JSON line for each cell to this file.
         failures: Folder for failure files.
     """
-    from lossgate.engine.fork_server import worker_context
     from lossgate.engine.settings import load_settings
     from lossgate.errors import UsageError
+    from lossgate.fork_server import worker_context
 
     if not targets:
         raise UsageError("verify: nothing named; expected files or modules with candidates, such as my_kernels.py")

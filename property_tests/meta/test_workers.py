@@ -18,9 +18,9 @@ from lossgate.bank.bugs import BUGS
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.declaration.loading import load_candidate, load_candidates
 from lossgate.engine.events import CellFinished, RunFinished, RunStarted
-from lossgate.engine.fork_server import _no_interrupts, _same_path, worker_context
 from lossgate.engine.run import run
 from lossgate.engine.settings import Settings
+from lossgate.fork_server import _no_interrupts, _same_path, worker_context
 from lossgate.losses import SPECS
 
 SETTINGS = Settings(layouts=("single",), dtypes=("float32",), examples=2, rounds=1, jobs=2)
@@ -104,7 +104,7 @@ def test_the_server_starts_with_interrupts_blocked() -> None:
 ONE_WORKER = """
 import os, time
 from concurrent.futures import ProcessPoolExecutor
-from lossgate.engine.fork_server import start_worker, worker_context
+from lossgate.fork_server import start_worker, worker_context
 
 pool = ProcessPoolExecutor(1, mp_context=worker_context(), initializer=start_worker, initargs=(dict(os.environ),))
 print(pool.submit(str, "ready").result(), flush=True)

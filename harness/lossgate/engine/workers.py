@@ -15,10 +15,10 @@ from lossgate.adequacy.deck import deck_key
 from lossgate.declaration.candidate import Candidate, Kernel
 from lossgate.declaration.loading import load_candidate
 from lossgate.engine.cell import Cell, CellResult
-from lossgate.engine.fork_server import start_worker, worker_context
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.errors import UsageError
+from lossgate.fork_server import start_worker, worker_context
 from lossgate.layout import Layout
 from lossgate.properties import find_property
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from lossgate.errors import LossgateError
@@ -20,6 +21,8 @@ class RankContext:
     layout: Layout
     mesh: DeviceMesh
     """Its dims are ``dp``, ``cp``, ``tp``."""
+    device: torch.device
+    """Where the rank computes. Its problem is made on the CPU and moved there."""
 
 
 T = TypeVar("T")
@@ -37,17 +40,23 @@ class World(Protocol):
 
         Args:
             task: what to run.
-            order, seed: how a simulated world adds up what ranks bring to a collective.
+            order, seed: how a simulated world adds up what ranks bring to a collective. Real
+                process groups add in an order of their own.
 
         Returns:
             The results, by rank.
 
         Raises:
             RankFailure: if a rank failed. The world then serves the next task.
+            WorldLost: if a rank is gone and cannot be replaced.
         """
         ...
 
     def close(self) -> None: ...
+
+
+class WorldLost(LossgateError):
+    """The ranks can run nothing more."""
 
 
 class RankFailure(LossgateError):
@@ -55,7 +64,7 @@ class RankFailure(LossgateError):
 
 
 class RankRaised(RankFailure):
-    """A rank raised an exception, which is the ``__cause__``."""
+    """A rank raised an exception, which is the ``__cause__`` where the rank is a thread."""
 
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message)
@@ -63,6 +72,10 @@ class RankRaised(RankFailure):
 
     def __reduce__(self) -> tuple[type["RankRaised"], tuple[str, int]]:
         return type(self), (str(self), self.rank)
+
+
+class RankDied(RankFailure):
+    """The process of a rank ended: by a signal, an abort, or an exit."""
 
 
 class CollectiveMismatch(RankFailure):

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lossgate.worlds.base import CollectiveMismatch
+from lossgate.worlds.call_sites import call_site
 from lossgate.worlds.simulated import arguments, completion
-from lossgate.worlds.simulated.call_sites import call_site
 from lossgate.worlds.simulated.calls import Call, Complete, show, show_list
 from lossgate.worlds.simulated.member import Member
 from lossgate.worlds.simulated.messages import receive, send

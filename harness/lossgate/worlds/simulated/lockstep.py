@@ -18,7 +18,7 @@ import torch
 
 from lossgate.errors import LossgateError
 from lossgate.worlds.base import Deadlock, Hang, RankRaised
-from lossgate.worlds.simulated.call_sites import raise_site, stack_of
+from lossgate.worlds.call_sites import raise_site, stack_of
 
 
 class Unwind(BaseException):
@@ -233,7 +233,7 @@ class Lockstep:
         self.fail(
             Hang(
                 f"hang: rank {rank} neither reached a collective nor returned within {timeout:g} s; "
-                f"it is at\n{stack_of(thread)}"
+                f"it is at\n{stack_of(thread.ident)}"
             )
         )
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Unwind))

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lossgate.worlds.base import CollectiveMismatch, CollectiveMisuse
-from lossgate.worlds.simulated.call_sites import call_site
+from lossgate.worlds.call_sites import call_site
 from lossgate.worlds.simulated.calls import Call, Complete
 from lossgate.worlds.simulated.completion import Reduce
 from lossgate.worlds.simulated.in_flight import post_in_flight

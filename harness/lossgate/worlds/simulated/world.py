@@ -133,7 +133,7 @@ class _Ranks:
             self._join(self._ranks_along(rank, axis), rank, name, (name,)) for axis, name in enumerate(AXES)
         ]
         mesh = DeviceMesh.from_group(per_axis, "cpu", self.mesh, mesh_dim_names=AXES)
-        return RankContext(rank, self.layout, mesh)
+        return RankContext(rank, self.layout, mesh, torch.device("cpu"))
 
     def _ranks_along(self, rank: int, axis: int) -> tuple[int, ...]:
         """Returns the ranks that differ from ``rank`` at most along one mesh axis."""

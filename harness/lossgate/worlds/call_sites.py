@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the line of a kernel that made a call or raised, past the frames of torch and lossgate."""
+
+import multiprocessing
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from traceback import FrameSummary
+from types import FrameType
+
+import torch
+import typing_extensions
+
+_INNER = (
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parents[1]),
+    typing_extensions.__file__,
+    threading.__file__,
+)
+"""The files of torch and lossgate, and of the modules that wrap their functions."""
+_AROUND = (*_INNER, str(Path(multiprocessing.__file__).parent), "<")
+"""The files of what runs a task: those above, and Python's own start of a process."""
+_DISTRIBUTED = str(Path(torch.__file__).parent / "distributed")
+
+
+def call_site() -> str:
+    """Returns the innermost line of the running code that is neither in torch nor in lossgate."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_INNER):
+        frame = frame.f_back
+    return _format_site(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame else "unknown"
+
+
+def raise_site(error: BaseException) -> str:
+    """Returns the innermost line of an exception's traceback that is not in torch or lossgate.
+
+    If all lines are, returns the innermost one.
+    """
+    return _site_in(traceback.extract_tb(error.__traceback__))
+
+
+def raise_stack(error: BaseException) -> str:
+    """Returns an exception's traceback, from the kernel's outermost line inwards."""
+    return _from_kernel(traceback.extract_tb(error.__traceback__))
+
+
+def stack_of(thread: int | None) -> str:
+    """Returns the stack of a running thread, from the kernel's outermost line inwards.
+
+    Args:
+        thread: its ``ident``.
+    """
+    return _from_kernel(_frames_of(thread))
+
+
+def collective_of(thread: int | None) -> str | None:
+    """Returns the function of torch.distributed that a thread is in, or None if it is in none."""
+    innermost = next(iter(reversed(_frames_of(thread))), None)
+    if innermost is None or not innermost.filename.startswith(_DISTRIBUTED):
+        return None
+    return innermost.name
+
+
+def site_of(thread: int | None) -> str:
+    """Returns the innermost line of a running thread that is neither in torch nor in lossgate."""
+    frames = _frames_of(thread)
+    return _site_in(frames) if frames else "unknown"
+
+
+def _frames_of(thread: int | None) -> Sequence[FrameSummary]:
+    frame = sys._current_frames().get(thread or 0)
+    return traceback.extract_stack(frame) if frame else []
+
+
+def _from_kernel(frames: Sequence[FrameSummary]) -> str:
+    first = next((i for i, frame in enumerate(frames) if not frame.filename.startswith(_AROUND)), 0)
+    return "".join(traceback.format_list(frames[first:]))
+
+
+def _site_in(frames: Sequence[FrameSummary]) -> str:
+    outer = [frame for frame in frames if not frame.filename.startswith(_INNER)] or list(frames)
+    return _format_site(outer[-1].filename, outer[-1].lineno or 0, outer[-1].name)
+
+
+def _format_site(file: str, line: int, function: str) -> str:
+    path, here = Path(file), Path.cwd()
+    return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line} in {function}"
