@@ -122,7 +122,9 @@ def measure_judge(candidate: Candidate, dtype: str) -> None:
     placed, world = PlacedProblem(BoundProblem(candidate.spec, problem), problem), SimulatedWorld(Layout())
 
     def run() -> Assembled:
-        return assemble(world.run(RankTask(candidate, placed)), candidate, placed.partition, problem.hidden)
+        return assemble(
+            world.run(RankTask(candidate, problem.options, placed.batch)), candidate, placed.partition, problem.hidden
+        )
 
     result = run()
 

@@ -61,13 +61,15 @@ def verify(
     profile: str = "dev",
     examples: int | None = None,
     ranks: int | None = None,
+    world: str | None = None,
+    device: str | None = None,
     seed: int | None = None,
     timeout: float | None = None,
     jobs: int | None = None,
     evidence: Path | None = None,
     failures: Path = Path(".lossgate"),
 ) -> int:
-    """Judge candidates against the references of their specs, on simulated ranks.
+    """Judge candidates against the references of their specs, on ranks.
 
     Args:
         targets: Files (file.py), modules (package.module), or one candidate of either
@@ -78,6 +80,9 @@ def verify(
         profile: dev, ci, nightly, release, or one of [tool.lossgate.profiles] in pyproject.toml.
         examples: Problems for each cell. A cell is one candidate, property, layout and dtype.
         ranks: Ranks of the largest layout.
+        world: Where ranks run: simulated (all in this process, the default), gloo or nccl (one
+            process each).
+        device: Where ranks compute: cpu (the default) or cuda.
         seed: Another seed draws other problems.
         timeout: Seconds after which a silent rank counts as hanging.
         jobs: Processes side by side; 0 for one on each core.
@@ -91,9 +96,19 @@ def verify(
     if not targets:
         raise UsageError("verify: nothing named; expected files or modules with candidates, such as my_kernels.py")
     lists: dict[str, Any] = {"layouts": tuple(layout) if layout else None, "dtypes": tuple(dtype) if dtype else None}
-    settings = load_settings(profile, examples=examples, ranks=ranks, seed=seed, timeout=timeout, jobs=jobs, **lists)
-    if settings.jobs != 1:
-        worker_context()  # workers load torch while this process does
+    settings = load_settings(
+        profile,
+        examples=examples,
+        ranks=ranks,
+        world=world,
+        device=device,
+        seed=seed,
+        timeout=timeout,
+        jobs=jobs,
+        **lists,
+    )
+    if settings.jobs != 1 or settings.world != "simulated":
+        worker_context()  # other processes load torch while this one does
 
     from lossgate.declaration.loading import load_candidates
     from lossgate.engine.events import Consumer, RunFinished

@@ -9,13 +9,16 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from threading import Thread
+from types import ModuleType
+from typing import Any
 
-_LOADED = ["lossgate.engine.workers", "torch.fx.experimental.symbolic_shapes"]
-"""The second is what torch loads with the first backward pass; it takes half a second."""
+_LOADED = ["lossgate.engine.workers", "lossgate.worlds.pool.process", "torch.fx.experimental.symbolic_shapes"]
+"""The last is what torch loads with the first backward pass; it takes half a second."""
 
 
 def worker_context() -> BaseContext:
@@ -29,6 +32,23 @@ def worker_context() -> BaseContext:
     with _same_path(), _no_interrupts():
         ensure_running()
     return context
+
+
+def start_process(target: Callable[..., object], *arguments: object) -> BaseProcess:
+    """Starts a process that ends with this one, and that does not run this one's script again.
+
+    Python would run it, to find functions that it defines. A script that does not ask for its
+    ``__name__`` would start everything once more.
+    """
+    context: Any = worker_context()
+    process: BaseProcess = context.Process(target=target, args=arguments, daemon=True)
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        process.start()
+    finally:
+        sys.modules["__main__"] = script
+    return process
 
 
 def start_worker(environment: Mapping[str, str]) -> None:

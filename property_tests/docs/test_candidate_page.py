@@ -74,7 +74,7 @@ def test_profiles() -> None:
 
 def test_settings_that_are_the_same_in_every_profile() -> None:
     (block,) = re.findall(r"```toml\n(.*?)```", TEXT, flags=re.DOTALL)
-    stated = dict(re.findall(r"^(\w+) = ([\d.]+)", block, flags=re.MULTILINE))
+    stated = dict(re.findall(r'^(\w+) = "?([\w.]+)"?', block, flags=re.MULTILINE))
     named = {f.name: f.default for f in fields(Settings) if f.name not in ("layouts", "dtypes")}
     assert list(stated) == ["seed", *(name for name in stated if name != "seed")]
     assert stated.keys() == named.keys()

@@ -42,8 +42,7 @@ class Case:
 
     @cached_property
     def _outcome(self) -> Sequence[RankOutputs] | RankFailure:
-        _ = self.placed.batch  # made here, once, and not by each rank
-        task = RankTask(self.candidate, self.placed)
+        task = RankTask(self.candidate, self.problem.options, self.placed.batch)
         try:
             return self.world.run(task, order=self.problem.reduction_order, seed=self.problem.seed)
         except RankFailure as failure:

@@ -68,7 +68,8 @@ The spec says what inputs and options hold.
 class Candidate:
     """A kernel and its declaration.
 
-    Calling it calls the kernel. It pickles as the place it can be loaded from.
+    Calling it calls the kernel. It pickles as the place it can be loaded from. One that its source
+    does not hold can't be pickled: that raises ``UsageError``.
     """
 
     kernel: Kernel
@@ -92,9 +93,10 @@ class Candidate:
         return self.kernel(inputs, options, mesh)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        from lossgate.declaration.loading import load_candidate  # it finds candidates, and so knows this class
+        from lossgate.declaration.loading import absolute_source, check_source, load_candidate  # they know this class
 
-        return load_candidate, (self.source,)
+        check_source(self)
+        return load_candidate, (absolute_source(self.source),)
 
     def __copy__(self) -> "Candidate":
         return self

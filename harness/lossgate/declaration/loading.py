@@ -4,13 +4,14 @@
 import importlib
 import importlib.util
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from zlib import crc32
 
-from lossgate.declaration.candidate import Candidate
+from lossgate.declaration.candidate import Candidate, Kernel
 from lossgate.errors import UsageError
 from lossgate.spelling import nearest
 
@@ -43,8 +44,40 @@ def load_candidates(target: str) -> list[Candidate]:
 
 def load_candidate(source: str) -> Candidate:
     """Loads the one candidate of a source, the same object each time; unpickling calls it."""
+    return _load_candidate(*absolute_source(source).rsplit(":", 1))
+
+
+def absolute_source(source: str) -> str:
+    """Returns the same source for a process with any working folder."""
     location, _, name = source.rpartition(":")
-    return _load_candidate(str(Path(location).resolve()) if location.endswith(".py") else location, name)
+    return f"{Path(location).resolve() if location.endswith('.py') else location}:{name}"
+
+
+def check_source(candidate: Candidate) -> None:
+    """Refuses a candidate that other processes could not load, or would take another one for.
+
+    Raises:
+        UsageError: if the candidate's source does not hold it.
+    """
+    loaded = load_candidate(candidate.source)
+    way_out = "define it at the top of a module, or run in world 'simulated' with one job"
+    if loaded.name != candidate.name:
+        raise UsageError(f"{candidate.source} holds {loaded.name!r}, not {candidate.name!r}; {way_out}")
+    declared = [f.name for f in fields(Candidate) if f.name not in ("kernel", "spec", "source")]
+    changed = [name for name in declared if getattr(candidate, name) != getattr(loaded, name)]
+    if _code(candidate.kernel) != _code(loaded.kernel):
+        changed.append("kernel")
+    if candidate.spec.name != loaded.spec.name:
+        changed.append("spec")
+    if changed:
+        raise UsageError(
+            f"candidate {candidate.name!r} is a copy with another {changed[0]} than {candidate.source} holds; {way_out}"
+        )
+
+
+def _code(kernel: Kernel) -> Any:
+    """Returns what is equal for two kernels of one source, which may be loaded twice."""
+    return getattr(kernel, "__code__", type(kernel))
 
 
 @cache

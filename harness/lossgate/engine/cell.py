@@ -26,7 +26,7 @@ class Verdict(StrEnum):
 @dataclass(frozen=True, eq=False)
 class Cell:
     """What is verified: one candidate, held to one property, on one layout, in one dtype, in one
-    world.
+    world, on one device.
     """
 
     candidate: Candidate
@@ -34,6 +34,7 @@ class Cell:
     dtype: str
     property: Property = PROPERTIES["agreement"]
     world: str = "simulated"
+    device: str = "cpu"
 
     @cached_property
     def required_goals(self) -> Mapping[str, CoverageGoal]:

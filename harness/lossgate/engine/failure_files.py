@@ -47,7 +47,9 @@ class FailureFile:
     property: str = "agreement"
     """What the candidate was held to."""
     world: str = "simulated"
-    """Where it ran."""
+    """Where its ranks ran."""
+    device: str = "cpu"
+    """Where they computed."""
 
 
 def versions() -> dict[str, str]:
@@ -98,6 +100,7 @@ def write_failure(result: CellResult, folder: Path) -> Path:
         versions=versions(),
         property=result.cell.property.name,
         world=result.cell.world,
+        device=result.cell.device,
     )
     text = msgspec.json.format(msgspec.json.encode(content), indent=1)
     cell = result.cell

@@ -40,13 +40,13 @@ def _cells(candidate: Candidate, settings: Settings) -> Iterator[Cell]:
     if candidate.known_failure is not None:
         known = read_known_failure(candidate.known_failure)
         problem = known.examples[0].problem
-        yield Cell(candidate, problem.layout, problem.dtype, find_property(known.property), known.world)
+        yield Cell(candidate, problem.layout, problem.dtype, find_property(known.property), known.world, known.device)
         return
     for held_to in PROPERTIES.values():
         if held_to.applies(candidate):
             for dtype in dtypes_of(candidate, settings):
                 for layout in layouts_of(candidate, settings):
-                    yield Cell(candidate, layout, dtype, held_to)
+                    yield Cell(candidate, layout, dtype, held_to, settings.world, settings.device)
 
 
 def layouts_of(candidate: Candidate, settings: Settings) -> list[Layout]:

@@ -42,8 +42,8 @@ def replay_failure(file: Path, candidate: str | None = None) -> Replayed:
     if len(found) != 1:
         raise UsageError(f"{candidate or failure.candidate}: {len(found)} candidates in it; name one, as file.py:name")
     problem = failure.examples[0].problem
-    cell = Cell(found[0], problem.layout, problem.dtype, find_property(failure.property), failure.world)
-    world = make_world(cell.world, cell.layout)
+    cell = Cell(found[0], problem.layout, problem.dtype, find_property(failure.property), failure.world, failure.device)
+    world = make_world(cell.world, cell.layout, device=cell.device)
     try:
         cases = [run_case(Case(cell.candidate, frozen.problem, world), cell.property) for frozen in failure.examples]
     finally:

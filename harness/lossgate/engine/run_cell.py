@@ -22,7 +22,7 @@ def run_cell(cell: Cell, settings: Settings) -> CellResult:
     It computes with one thread, because the numbers of many threads depend on how many there are.
     """
     start = perf_counter()
-    world = make_world(cell.world, cell.layout, settings.timeout)
+    world = make_world(cell.world, cell.layout, settings.timeout, cell.device)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -7,6 +7,7 @@ Problems come from a deck, which all layouts share; Hypothesis draws and shrinks
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
+from time import monotonic
 
 import hypothesis
 from hypothesis.errors import Flaky, Unsatisfiable
@@ -60,6 +61,7 @@ class Search:
     _used: set[int] = field(default_factory=set)
     """The problems of the deck that were run, by the identity of what was drawn."""
     _error: LossgateError | None = None
+    _failed_at: float = 0.0
 
     def __post_init__(self) -> None:
         self._deck = deck_of(self.cell.candidate, self.cell.dtype, self.settings.seed)
@@ -202,7 +204,8 @@ class Search:
         """Runs a problem; raises if the candidate disagrees, or if nothing more is to be tried."""
         if self.failure is not None:
             self.calls_after_failure += 1
-            if self.calls_after_failure > self.settings.shrink_calls:
+            too_late = monotonic() - self._failed_at > self.settings.timeout
+            if too_late or self.calls_after_failure > self.settings.shrink_calls:
                 raise _StopSearch
         try:
             result = self._run(problem, entry)
@@ -228,6 +231,8 @@ class Search:
             self.cases.append(result)
             for name in result.killed:
                 del self.surviving[name]
+        if not result.agrees and self.failure is None:
+            self._failed_at = monotonic()
         if not result.agrees and (self.failure is None or _size(problem) <= _size(self.failure.problem)):
             self.failure, self.failing_case = result, case
         return result

@@ -33,10 +33,15 @@ class Settings:
     candidate's axes allow."""
     dtypes: tuple[str, ...] = ()
     """The dtypes to verify; by default all that the candidate takes."""
+    world: str = "simulated"
+    """Where the ranks run: ``simulated`` in this process, or ``gloo``, ``nccl`` in one each."""
+    device: str = "cpu"
+    """Where the ranks compute: ``cpu`` or ``cuda``."""
     seed: int = 0
     """Problems are the same from run to run, unless this differs."""
     timeout: float = 60.0
-    """Seconds after which a rank that neither communicates nor returns is taken to hang."""
+    """Seconds after which a rank that neither communicates nor returns is taken to hang. So long at
+    most a failing problem is made smaller."""
     jobs: int = 1
     """Processes that verify cells side by side; 0 for one on each core."""
     shrink_calls: int = 200

@@ -12,12 +12,10 @@ from typing import Any
 import torch
 
 from lossgate.adequacy.deck import deck_key
-from lossgate.declaration.candidate import Candidate, Kernel
-from lossgate.declaration.loading import load_candidate
+from lossgate.declaration.loading import check_source, load_candidate
 from lossgate.engine.cell import Cell, CellResult
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
-from lossgate.errors import UsageError
 from lossgate.fork_server import start_worker, worker_context
 from lossgate.layout import Layout
 from lossgate.properties import find_property
@@ -29,12 +27,13 @@ def run_side_by_side(cells: Sequence[Cell], settings: Settings, jobs: int) -> It
     Cells that share a deck run in one process, as far as possible, so that it is drawn once.
 
     Raises:
-        UsageError: if a candidate is not the one that its source holds.
+        UsageError: if a candidate is not the one that its source holds, because it was made in a
+            function, say.
     """
     sources = tuple(dict.fromkeys(cell.candidate.source for cell in cells))
     names = [CellName.of(cell) for cell in cells]
-    for name, cell in zip(names, cells, strict=True):
-        _check_source(cell.candidate, name.load().candidate)
+    for cell in cells:
+        check_source(cell.candidate)
     start = partial(_start_process, dict(os.environ))
     pool = partial(ProcessPoolExecutor, 1, mp_context=worker_context(), initializer=start)
     workers = [pool() for _ in range(jobs)]
@@ -85,30 +84,21 @@ class CellName:
     """A cell as data that any process can read."""
 
     source: str
-    candidate: str
     property: str
     layout: Layout
     dtype: str
     world: str
+    device: str
 
     @classmethod
     def of(cls, cell: Cell) -> "CellName":
-        candidate = cell.candidate
-        return cls(candidate.source, candidate.name, cell.property.name, cell.layout, cell.dtype, cell.world)
+        source, held_to = cell.candidate.source, cell.property.name
+        return cls(source, held_to, cell.layout, cell.dtype, cell.world, cell.device)
 
     def load(self) -> Cell:
-        """Loads the candidate and finds the property.
-
-        Raises:
-            UsageError: if the source has no such candidate, because it was made in a function, say.
-        """
+        """Loads the candidate and finds the property."""
         candidate = load_candidate(self.source)
-        if candidate.name != self.candidate:
-            raise UsageError(
-                f"{self.source} holds {candidate.name!r}, not {self.candidate!r}; "
-                "define the candidate at the top of a module, or run with one job"
-            )
-        return Cell(candidate, self.layout, self.dtype, find_property(self.property), self.world)
+        return Cell(candidate, self.layout, self.dtype, find_property(self.property), self.world, self.device)
 
 
 def _run_by_name(name: CellName, sources: Sequence[str], settings: Settings) -> dict[str, Any]:
@@ -117,26 +107,6 @@ def _run_by_name(name: CellName, sources: Sequence[str], settings: Settings) -> 
         load_candidate(source)  # whose file may also register a property
     result = run_cell(name.load(), settings)
     return {f.name: getattr(result, f.name) for f in fields(result) if f.name != "cell"}
-
-
-def _check_source(candidate: Candidate, loaded: Candidate) -> None:
-    """Refuses a changed copy of a candidate: workers would verify the one that its source holds."""
-    declared = [f.name for f in fields(Candidate) if f.name not in ("kernel", "spec", "source")]
-    changed = [name for name in declared if getattr(candidate, name) != getattr(loaded, name)]
-    if _code(candidate.kernel) != _code(loaded.kernel):
-        changed.append("kernel")
-    if candidate.spec.name != loaded.spec.name:
-        changed.append("spec")
-    if changed:
-        raise UsageError(
-            f"candidate {candidate.name!r} is a copy with another {changed[0]} than {candidate.source} holds; "
-            "define it at the top of a module, or run with one job"
-        )
-
-
-def _code(kernel: Kernel) -> Any:
-    """Returns what is equal for two kernels of one source, which may be loaded twice."""
-    return getattr(kernel, "__code__", type(kernel))
 
 
 def _start_process(environment: Mapping[str, str]) -> None:

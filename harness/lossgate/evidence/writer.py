@@ -99,7 +99,7 @@ def _evidence(result: CellResult, seed: int) -> Evidence:
         layout=str(cell.layout),
         dtype=cell.dtype,
         world=cell.world,
-        device="cpu",
+        device=cell.device,
         verdict=result.verdict,
         known_failure=candidate.known_failure.name if candidate.known_failure else None,
         reasons=result.reasons,

@@ -1,27 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where candidates run: a world gives every rank a device mesh and runs a task on all of them."""
 
+from collections.abc import Callable, Mapping
+
+import torch
+
+from lossgate.errors import UsageError
 from lossgate.layout import Layout
-from lossgate.spelling import look_up
+from lossgate.spelling import look_up, nearest
 from lossgate.worlds.base import RankContext, RankFailure, Task, World
+from lossgate.worlds.pool import gloo_world, nccl_world
 from lossgate.worlds.simulated import SimulatedWorld
 
-WORLDS = {"simulated": SimulatedWorld}
+WORLDS: Mapping[str, Callable[[Layout, float, str], World]] = {
+    "simulated": SimulatedWorld,
+    "gloo": gloo_world,
+    "nccl": nccl_world,
+}
 """The worlds, by name. A new one is added here and in its own folder."""
+DEVICES = ("cpu", "cuda")
+"""Where ranks can compute."""
 
 
-def make_world(name: str, layout: Layout, timeout: float = 60.0) -> World:
+def make_world(name: str, layout: Layout, timeout: float = 60.0, device: str = "cpu") -> World:
     """Returns a world of some ranks.
 
     Args:
         name: which kind of world.
         layout: its ranks.
-        timeout: seconds after which a rank that reaches no collective counts as hanging.
+        timeout: seconds after which ranks that do not go on count as hanging.
+        device: where the ranks compute, ``"cpu"`` or ``"cuda"``.
 
     Raises:
-        UsageError: if there is no such world.
+        UsageError: if there is no such world, or it can't have that device or so many ranks.
     """
-    return look_up("world", name, WORLDS)(layout, timeout)
+    make = look_up("world", name, WORLDS)
+    if device not in DEVICES:
+        raise UsageError(f"unknown device {device!r}; {nearest(device, DEVICES)}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device 'cuda': torch sees no CUDA device; choose device 'cpu', or install torch for CUDA")
+    return make(layout, timeout, device)
 
 
 __all__ = ["WORLDS", "RankContext", "RankFailure", "SimulatedWorld", "Task", "World", "make_world"]

@@ -6,6 +6,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from traceback import FrameSummary
 from types import FrameType
@@ -42,12 +43,17 @@ def raise_site(error: BaseException) -> str:
 
 
 def raise_stack(error: BaseException) -> str:
-    """Returns an exception's traceback, from the kernel's outermost line inwards."""
+    """Returns an exception's traceback, from the kernel's outermost line to its innermost."""
     return _from_kernel(traceback.extract_tb(error.__traceback__))
 
 
+def raise_collective(error: BaseException) -> str | None:
+    """Returns the function of torch.distributed that raised an exception, or None."""
+    return _collective_in(traceback.extract_tb(error.__traceback__))
+
+
 def stack_of(thread: int | None) -> str:
-    """Returns the stack of a running thread, from the kernel's outermost line inwards.
+    """Returns the stack of a running thread, from the kernel's outermost line to its innermost.
 
     Args:
         thread: its ``ident``.
@@ -57,10 +63,7 @@ def stack_of(thread: int | None) -> str:
 
 def collective_of(thread: int | None) -> str | None:
     """Returns the function of torch.distributed that a thread is in, or None if it is in none."""
-    innermost = next(iter(reversed(_frames_of(thread))), None)
-    if innermost is None or not innermost.filename.startswith(_DISTRIBUTED):
-        return None
-    return innermost.name
+    return _collective_in(_frames_of(thread))
 
 
 def site_of(thread: int | None) -> str:
@@ -75,13 +78,23 @@ def _frames_of(thread: int | None) -> Sequence[FrameSummary]:
 
 
 def _from_kernel(frames: Sequence[FrameSummary]) -> str:
+    """Returns the stack between the frames of what runs the kernel and those of what it calls."""
     first = next((i for i, frame in enumerate(frames) if not frame.filename.startswith(_AROUND)), 0)
-    return "".join(traceback.format_list(frames[first:]))
+    after = next((i for i, frame in enumerate(reversed(frames)) if not frame.filename.startswith(_INNER)), 0)
+    own = frames[first : len(frames) - after]
+    return "".join(f'  File "{f.filename}", line {f.lineno}, in {f.name}\n    {f.line}\n' for f in own)
 
 
 def _site_in(frames: Sequence[FrameSummary]) -> str:
     outer = [frame for frame in frames if not frame.filename.startswith(_INNER)] or list(frames)
     return _format_site(outer[-1].filename, outer[-1].lineno or 0, outer[-1].name)
+
+
+def _collective_in(frames: Sequence[FrameSummary]) -> str | None:
+    """Returns the function of torch.distributed that the kernel's innermost line called, if any."""
+    inside = [*takewhile(lambda frame: frame.filename.startswith(_INNER), reversed(frames))]
+    called = [frame.name for frame in inside if frame.filename.startswith(_DISTRIBUTED) and frame.name != "wrapper"]
+    return called[-1] if called else None
 
 
 def _format_site(file: str, line: int, function: str) -> str:

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 BACKEND = "simulated"
+_DEVICES = ("cpu", "cuda")
+_BACKENDS = ",".join(f"{device}:{BACKEND}" for device in _DEVICES)
 _of_thread = threading.local()
 """The default group and the count of groups of each rank thread."""
 _serial = itertools.count()
@@ -53,7 +55,7 @@ def install() -> None:
     """Makes torch.distributed aware of rank threads. A second call does nothing."""
     if not isinstance(c10d._world, _ThreadAwareWorld):
         c10d._world = _ThreadAwareWorld(c10d._world)
-        dist.Backend.register_backend(BACKEND, lambda *_: None, devices=["cpu"])
+        dist.Backend.register_backend(BACKEND, lambda *_: None, devices=list(_DEVICES))
 
 
 def enter_rank_thread(default_group: dist.ProcessGroup) -> None:
@@ -76,7 +78,7 @@ def register(group: dist.ProcessGroup, name: str, ranks: tuple[int, ...], store:
         store: the store that torch keeps with a group; no simulated collective uses it.
     """
     mapping = {rank: i for i, rank in enumerate(ranks)}
-    c10d._register_pg_in_world(group, BACKEND, store, name, f"cpu:{BACKEND}", rank_mapping=mapping)  # pyright: ignore
+    c10d._register_pg_in_world(group, BACKEND, store, name, _BACKENDS, rank_mapping=mapping)  # pyright: ignore
 
 
 def forget(group: dist.ProcessGroup) -> None:

@@ -31,11 +31,13 @@ class SimulatedWorld:
         layout: the sizes of the mesh axes.
         timeout: seconds for which a rank may neither reach a collective nor return. The run then
             fails with ``Hang``, after at most twice as long.
+        device: where all ranks compute: ``"cpu"``, or ``"cuda"`` for the one GPU that they share.
     """
 
-    def __init__(self, layout: Layout, timeout: float = 60.0) -> None:
+    def __init__(self, layout: Layout, timeout: float = 60.0, device: str = "cpu") -> None:
         self.layout = layout
         self.timeout = timeout
+        self.device = torch.device(device)
         self._ranks: _Ranks | None = None
 
     @property
@@ -59,7 +61,7 @@ class SimulatedWorld:
             LossgateError: the task raised one itself. It passes unchanged.
         """
         if self._ranks is None:
-            self._ranks = _Ranks(self.layout)
+            self._ranks = _Ranks(self.layout, self.device)
         try:
             return self._ranks.run(task, order, seed, self.timeout)
         except BaseException:
@@ -77,9 +79,9 @@ class SimulatedWorld:
 class _Ranks:
     """The threads, groups and meshes of the ranks, which serve several runs."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, device: torch.device) -> None:
         install()
-        self.layout = layout
+        self.layout, self.device = layout, device
         self.name = f"simulated{next(_serial)}"
         self.lockstep = Lockstep(layout.ranks, self.name)
         self.communicator = Communicator(self.lockstep)
@@ -132,8 +134,8 @@ class _Ranks:
         per_axis: list[dist.ProcessGroup] = [
             self._join(self._ranks_along(rank, axis), rank, name, (name,)) for axis, name in enumerate(AXES)
         ]
-        mesh = DeviceMesh.from_group(per_axis, "cpu", self.mesh, mesh_dim_names=AXES)
-        return RankContext(rank, self.layout, mesh, torch.device("cpu"))
+        mesh = DeviceMesh.from_group(per_axis, self.device.type, self.mesh, mesh_dim_names=AXES)
+        return RankContext(rank, self.layout, mesh, self.device)
 
     def _ranks_along(self, rank: int, axis: int) -> tuple[int, ...]:
         """Returns the ranks that differ from ``rank`` at most along one mesh axis."""

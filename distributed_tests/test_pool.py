@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pool of processes: what it keeps, replaces, prints and leaves behind."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distributed_tests.faults import healthy
+from lossgate.errors import UsageError
+from lossgate.layout import Layout
+from lossgate.worlds import RankContext, World, make_world
+from lossgate.worlds.base import Hang, RankRaised
+from lossgate.worlds.pool import close_pool
+
+LAYOUT = Layout(cp=2, tp=2)
+
+
+@pytest.fixture
+def gloo() -> World:
+    return make_world("gloo", LAYOUT, 20.0)
+
+
+def pid(context: RankContext) -> int:
+    return os.getpid()
+
+
+def mesh_id(context: RankContext) -> int:
+    return id(context.mesh)
+
+
+def test_processes_and_meshes_are_kept(gloo: World) -> None:
+    pids, meshes = gloo.run(pid), gloo.run(mesh_id)
+    assert len(set(pids)) == 4
+    again = make_world("gloo", LAYOUT, 20.0)
+    assert (again.run(pid), again.run(mesh_id)) == (pids, meshes)
+    assert make_world("gloo", Layout(tp=2), 20.0).run(pid) == pids[:2]
+
+
+def test_a_context_says_who_and_where(gloo: World) -> None:
+    def told(context: RankContext) -> Any:
+        sizes = {name: context.mesh[name].size() for name in context.mesh.mesh_dim_names or ()}
+        return context.rank, context.layout, sizes, context.device
+
+    assert gloo.run(told) == [(rank, LAYOUT, LAYOUT.sizes, torch.device("cpu")) for rank in range(4)]
+
+
+def test_one_that_dies_between_tasks_is_replaced(gloo: World) -> None:
+    pids = gloo.run(pid)
+    os.kill(pids[1], signal.SIGKILL)
+    while any(child.pid == pids[1] for child in multiprocessing.active_children()):
+        time.sleep(0.01)
+    assert gloo.run(healthy) == [6.0] * 4
+    now = gloo.run(pid)
+    assert [a == b for a, b in zip(pids, now, strict=True)] == [True, False, True, True]
+
+
+def test_those_that_survive_are_kept(gloo: World) -> None:
+    pids = gloo.run(pid)
+
+    def raises(context: RankContext) -> None:
+        if context.rank == 1:
+            raise ValueError
+        dist.barrier()
+
+    with pytest.raises(RankRaised):
+        gloo.run(raises)
+    assert gloo.run(pid) == pids
+
+
+def test_what_ranks_print_is_printed(gloo: World, capsys: pytest.CaptureFixture[str]) -> None:
+    def greet(context: RankContext) -> None:
+        print(f"hello from {context.rank}", flush=True)
+
+    gloo.run(greet)
+    assert capsys.readouterr().out == "".join(f"[rank {rank}] hello from {rank}\n" for rank in range(4))
+
+
+def test_a_loop_in_python_is_stopped_and_its_process_kept() -> None:
+    world = make_world("gloo", LAYOUT, 1.0)
+    pids = world.run(pid)
+
+    def loop(context: RankContext) -> None:
+        while context.rank == 1:
+            pass
+
+    with pytest.raises(Hang, match=r"^hang: rank 1 neither entered a collective nor returned within 1 s"):
+        world.run(loop)
+    assert world.run(pid) == pids
+
+
+def test_a_rank_that_cannot_be_stopped_is_replaced() -> None:
+    """It is in C code, where no exception of Python's can end it."""
+    world = make_world("gloo", LAYOUT, 1.0)
+    pids = world.run(pid)
+
+    def sleep(context: RankContext) -> None:
+        if context.rank == 1:
+            threading.Event().wait()
+
+    with pytest.raises(Hang, match=r"rank 1 neither .*\n  rank 0: has returned\n  rank 1: at \[distributed_tests"):
+        world.run(sleep)
+    assert [a == b for a, b in zip(pids, world.run(pid), strict=True)] == [True, False, True, True]
+
+
+def test_calls_that_do_not_meet_are_not_met_by_the_next_task(gloo: World) -> None:
+    """A rank may leave a call behind that nobody waits for."""
+
+    def one_more(context: RankContext) -> None:
+        if context.rank == 1:
+            dist.all_reduce(torch.full((1,), 100.0), async_op=True)
+
+    gloo.run(one_more)
+    assert gloo.run(healthy) == [6.0] * 4
+
+
+def held(context: RankContext | None = None) -> tuple[int, int, float]:
+    """Returns how many files and threads the process has, and its memory in MB."""
+    own = Path("/proc/self")
+    pages = int((own / "statm").read_text().split()[1])
+    return len([*(own / "fd").iterdir()]), len([*(own / "task").iterdir()]), pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def test_nothing_leaks_over_1000_tasks(gloo: World) -> None:
+    def fail(context: RankContext) -> None:
+        raise ValueError
+
+    def settle() -> list[tuple[int, int, float]]:
+        for number in range(100):
+            if number % 10 == 0:
+                with pytest.raises(RankRaised):
+                    gloo.run(fail)
+            gloo.run(healthy)
+        return [*gloo.run(held), held()]
+
+    before = settle()
+    for _ in range(9):
+        after = settle()
+    for (files, threads, memory), (files_now, threads_now, memory_now) in zip(before, after, strict=True):
+        assert files_now <= files + 2
+        assert threads_now <= threads
+        assert memory_now < memory + 8
+
+
+SCRIPT = """
+from lossgate.layout import Layout
+from lossgate.worlds import make_world
+
+print(make_world("gloo", Layout(tp=2)).run(lambda context: context.rank))
+"""
+
+
+def test_a_script_needs_no_guard(tmp_path: Path) -> None:
+    """Python's multiprocessing would run it once more in each rank."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "[0, 1]\n"
+
+
+def test_closed_processes_are_started_again(gloo: World) -> None:
+    pids = gloo.run(pid)
+    close_pool()
+    assert not {child.pid for child in multiprocessing.active_children()}.intersection(pids)
+    assert not set(gloo.run(pid)) & set(pids)
+
+
+@pytest.mark.parametrize(
+    ("world", "device", "message"),
+    [
+        ("gloo", "cuda", "device 'cuda': torch sees no CUDA device; choose device 'cpu', or install torch for CUDA"),
+        ("nccl", "cpu", "device='cpu': ranks of world 'nccl' compute on GPUs; expected 'cuda'"),
+        ("glo", "cpu", "unknown world 'glo'; did you mean 'gloo'?"),
+        ("gloo", "gpu", "unknown device 'gpu'; did you mean 'cpu'? (expected one of cpu, cuda)"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is said where there is no GPU")
+def test_what_a_machine_has_not_is_refused(world: str, device: str, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        make_world(world, LAYOUT, device=device)
+    assert message in str(error.value)
+
+
+def test_nccl_needs_a_device_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(UsageError, match="needs a CUDA device for each of the 4 ranks of layout cp=2,tp=2; torch "):
+        make_world("nccl", LAYOUT, device="cuda")

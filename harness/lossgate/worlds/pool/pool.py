@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pool: starts the processes of ranks, replaces those that died, and ends them all."""
+
+import atexit
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from multiprocessing import Pipe
+from pathlib import Path
+
+import torch
+
+from lossgate.errors import UsageError
+from lossgate.fork_server import start_process
+from lossgate.layout import Layout
+from lossgate.worlds.pool.process import Start, run_rank
+from lossgate.worlds.processes.conductor import Died
+from lossgate.worlds.processes.world import ProcessWorld, RankProcesses
+
+_LAST_LINES = 20
+_NOISE = ("[Gloo]", "Extension modules:")
+"""What gloo says of its network, and Python after a crash."""
+
+
+def gloo_world(layout: Layout, timeout: float, device: str) -> ProcessWorld:
+    """Returns a world of processes with gloo, on the CPU."""
+    if device != "cpu":
+        raise UsageError(
+            f"device={device!r}: ranks of world 'gloo' compute on the CPU; expected 'cpu'. "
+            "For GPUs choose world 'nccl', with one for each rank, or 'simulated', with one for all"
+        )
+    return ProcessWorld(layout, timeout, device, _pool)
+
+
+def nccl_world(layout: Layout, timeout: float, device: str) -> ProcessWorld:
+    """Returns a world of processes with nccl, each on its own GPU."""
+    if device != "cuda":
+        raise UsageError(f"device={device!r}: ranks of world 'nccl' compute on GPUs; expected 'cuda'")
+    if (found := torch.cuda.device_count()) < layout.ranks:
+        raise UsageError(
+            f"world 'nccl' needs a CUDA device for each of the {layout.ranks} ranks of layout {layout}; torch sees "
+            f"{found}. Choose a smaller layout, or world 'gloo' (on the CPU) or 'simulated' (all ranks on one device)"
+        )
+    return ProcessWorld(layout, timeout, device, _pool)
+
+
+def close_pool() -> None:
+    """Ends the processes. The next world starts new ones."""
+    if _pool.cache_info().currsize:
+        _pool().close()
+        _pool.cache_clear()
+
+
+@cache
+def _pool() -> "RankPool":
+    atexit.register(close_pool)
+    return RankPool()
+
+
+class RankPool(RankProcesses):
+    """The processes, as many as the largest world so far has needed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._folder = tempfile.TemporaryDirectory(prefix="lossgate-")
+        self._handles: list[PoolRank] = []
+
+    def ranks(self, count: int) -> Sequence["PoolRank"]:
+        dead = [rank for rank, handle in enumerate(self._handles) if not handle.alive]
+        for rank in dead:
+            self._handles[rank].close()
+            self.part()
+        started = {rank: PoolRank(rank, self._folder.name) for rank in (*dead, *range(len(self._handles), count))}
+        self._handles = [started.get(rank) or self._handles[rank] for rank in range(max(count, len(self._handles)))]
+        return self._handles[:count]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.close()
+        self._handles.clear()
+        self._folder.cleanup()
+
+
+class PoolRank:
+    """The driver's end of a process of the pool.
+
+    Args:
+        rank: its rank.
+        folder: for what its groups and its output need.
+    """
+
+    def __init__(self, rank: int, folder: str) -> None:
+        self.rank = rank
+        self._output = Path(folder, f"output{rank}")
+        self._output.touch()
+        (self.work, works), (self.alarm, alarms) = Pipe(), Pipe()
+        start = Start(rank, folder, str(self._output), dict(os.environ), tuple(sys.path))
+        self._process = start_process(run_rank, start, works, alarms)
+        works.close()  # else the end of the process would not end the connection
+        alarms.close()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
+    def end(self) -> Died:
+        """Waits for the end of a process that is ending, and tells how it ended."""
+        self._process.join(5.0)
+        self.kill()
+        return Died(_how(self._process.exitcode), "\n".join(self.printed().splitlines()[-_LAST_LINES:]))
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def printed(self) -> str:
+        """Returns what the rank has printed since it was last asked, without what is of no use."""
+        if not self._output.stat().st_size:
+            return ""
+        lines = self._output.read_text(errors="replace").splitlines()
+        os.truncate(self._output, 0)
+        return "\n".join(line for line in lines if not line.startswith(_NOISE))
+
+    def close(self) -> None:
+        """Ends the process, and closes what the driver has of it."""
+        self.kill()
+        self._process.close()
+        self.work.close()
+        self.alarm.close()
+
+
+def _how(exit_code: int | None) -> str:
+    if exit_code is not None and exit_code < 0:
+        return f"killed by {signal.Signals(-exit_code).name}"
+    return f"its process exited with code {exit_code}"

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process of a rank in the pool."""
+
+import faulthandler
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch.distributed as dist
+
+from lossgate.fork_server import start_worker
+from lossgate.worlds.processes.server import serve
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a process is started with."""
+
+    rank: int
+    folder: str
+    """Where ranks meet, in a file for each meeting."""
+    output: str
+    """The file for what it prints."""
+    environment: Mapping[str, str]
+    path: tuple[str, ...]
+    """Where it looks for modules."""
+
+
+def run_rank(start: Start, work: Connection, alarm: Connection) -> None:
+    """Serves as a rank until the driver ends it, or ends itself."""
+    start_worker(start.environment)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the driver, which ends its ranks
+    sys.path[:] = start.path
+    _print_to(start.output)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+    dist.set_debug_level_from_env()  # torch read it when the fork server loaded it
+    serve(start.rank, work, alarm, lambda meeting, ranks: _file_store(start.folder, meeting, ranks), frozenset())
+
+
+def _file_store(folder: str, meeting: str, ranks: int) -> dist.Store:
+    return dist.FileStore(str(Path(folder, meeting)), ranks)
+
+
+def _print_to(file: str) -> None:
+    """Sends what this process prints to a file. There C code can write too, before a crash."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.close(descriptor)
+    faulthandler.enable(file=2, all_threads=False)
+
+
+def _loopback() -> str:
+    return "lo" if sys.platform == "linux" else "lo0"

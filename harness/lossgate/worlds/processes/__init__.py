@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that are processes, with real process groups. The pool and torchrun share this.
+
+Tasks and results travel on connections apart from the kernels' groups. So a kernel that breaks its
+groups can't break the verdict.
+
+Where to look:
+    conductor: has ranks run a task, and finds out what became of each. Runs in the driver.
+    outcomes: what became of the ranks, told in words.
+    messages: what driver and ranks say to each other.
+    server: the loop of a rank's process.
+    groups: the process groups and meshes of a rank.
+    watcher: tells where a rank is, and makes it stop.
+"""

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Has ranks run a task, and finds out what became of each. Runs in the driver."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Any, Protocol
+
+from lossgate.worlds.processes.messages import (
+    WHERE,
+    Assignment,
+    Loaded,
+    Raised,
+    Returned,
+    Stop,
+    Stopped,
+    Whereabouts,
+)
+
+_LOADING = 120.0
+"""Seconds in which ranks must have made their groups and loaded the task."""
+_GRACE = 1.0
+"""Seconds that other ranks have, once one has failed or has been told to stop."""
+_QUIET = 0.5
+"""Seconds without news after which ranks are asked where they are."""
+_IDLE = 0.1
+"""A rank that uses a smaller share of a core than this waits for something."""
+
+
+@dataclass(frozen=True)
+class Died:
+    """The process of a rank ended."""
+
+    how: str
+    """``killed by SIGSEGV``, say."""
+    output: str
+    """The last lines that it wrote."""
+
+
+Outcome = Returned | Raised | Stopped | Died
+
+
+class RankHandle(Protocol):
+    """The driver's end of a rank."""
+
+    rank: int
+    work: Connection
+    alarm: Connection
+
+    def end(self) -> Died:
+        """Waits for the end of a process that is ending, and tells how it ended."""
+        ...
+
+    def kill(self) -> None: ...
+
+    def printed(self) -> str:
+        """Returns what the rank has printed since it was last asked."""
+        ...
+
+
+@dataclass
+class Record:
+    """What became of a task."""
+
+    timeout: float
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    """By rank, in the order in which they came."""
+    stuck: dict[int, Whereabouts | None] = field(default_factory=dict)
+    """Where ranks were that had to be stopped. None if there was no answer."""
+    deadlocked: bool = False
+    """The ranks that had to be stopped all waited for one another."""
+    loaded: bool = False
+    """All ranks had loaded the task."""
+
+    @property
+    def failed(self) -> bool:
+        return any(not isinstance(outcome, Returned) for outcome in self.outcomes.values())
+
+    @property
+    def groups_agree(self) -> bool:
+        """Whether the ranks have made as many calls as one another on each group.
+
+        If not, the next call of one would meet an earlier one of another.
+        """
+        counts: dict[str, set[int]] = {}
+        for outcome in self.outcomes.values():
+            for name, calls in outcome.calls.items() if isinstance(outcome, Returned) else ():
+                counts.setdefault(name, set()).add(calls)
+        return all(len(different) == 1 for different in counts.values())
+
+
+def conduct(ranks: Sequence[RankHandle], assignment: Assignment, timeout: float) -> Record:
+    """Has ranks run a task. It returns when each is ready for the next task, or has died.
+
+    Args:
+        ranks: the ranks of the assignment's layout.
+        assignment: the task.
+        timeout: seconds that they have for it.
+    """
+    return _Run(ranks, timeout).run(assignment)
+
+
+class _Run:
+    def __init__(self, ranks: Sequence[RankHandle], timeout: float) -> None:
+        self._ranks = {handle.rank: handle for handle in ranks}
+        self._record = Record(timeout)
+        self._to_load = set(self._ranks)
+        self._deadline = time.monotonic() + _LOADING
+        self._last_seen: Mapping[int, Whereabouts | None] = {}
+
+    def run(self, assignment: Assignment) -> Record:
+        for handle in self._ranks.values():
+            try:
+                handle.work.send(assignment)
+            except OSError:
+                self._note(handle.rank, handle.end())
+        self._wait()
+        if unfinished := [*self._unfinished()]:
+            self._record.stuck = self._ask(unfinished)
+            self._stop(unfinished, assignment.number)
+        return self._record
+
+    def _wait(self) -> None:
+        """Waits until all ranks have ended, until the deadline, or until they are in a deadlock."""
+        while unfinished := [*self._unfinished()]:
+            left = self._deadline - time.monotonic()
+            if left <= 0 or self._record.deadlocked:
+                return
+            if not self._receive(unfinished, min(left, _QUIET)) and not self._to_load and not self._record.failed:
+                self._record.deadlocked = self._are_deadlocked(unfinished)
+
+    def _unfinished(self) -> Iterator[RankHandle]:
+        return (handle for rank, handle in self._ranks.items() if rank not in self._record.outcomes)
+
+    def _receive(self, handles: Sequence[RankHandle], seconds: float) -> bool:
+        """Takes what ranks have to tell. Returns whether there was anything."""
+        ready = wait([handle.work for handle in handles], seconds)
+        for handle in handles:
+            if handle.work in ready:
+                try:
+                    message: Any = handle.work.recv()
+                except (EOFError, OSError):
+                    message = handle.end()
+                self._note(handle.rank, message)
+        return bool(ready)
+
+    def _note(self, rank: int, message: Loaded | Outcome) -> None:
+        if isinstance(message, Loaded):
+            self._to_load.discard(rank)
+            if not self._to_load:
+                self._record.loaded = True
+                self._deadline = time.monotonic() + self._record.timeout
+            return
+        self._to_load.discard(rank)
+        self._record.outcomes[rank] = message
+        if not isinstance(message, Returned):
+            self._deadline = min(self._deadline, time.monotonic() + _GRACE)
+
+    def _are_deadlocked(self, handles: Sequence[RankHandle]) -> bool:
+        """Returns whether ranks wait in collectives, have waited there before, and do nothing."""
+        before, self._last_seen = self._last_seen, self._ask(handles)
+        return all(_waits(before.get(rank), now) for rank, now in self._last_seen.items())
+
+    def _ask(self, handles: Sequence[RankHandle]) -> dict[int, Whereabouts | None]:
+        for handle in handles:
+            _ask_anew(handle.alarm)
+        answers: dict[int, Whereabouts | None] = {}
+        deadline = time.monotonic() + _GRACE
+        for handle in handles:
+            answers[handle.rank] = _answer(handle.alarm, deadline - time.monotonic())
+        return answers
+
+    def _stop(self, handles: Sequence[RankHandle], number: int) -> None:
+        for handle in handles:
+            _send(handle.alarm, Stop(number))
+        deadline = time.monotonic() + _GRACE
+        while (unfinished := [*self._unfinished()]) and (left := deadline - time.monotonic()) > 0:
+            self._receive(unfinished, left)
+        for handle in self._unfinished():
+            handle.kill()
+            self._record.outcomes[handle.rank] = Stopped()
+
+
+def _waits(before: Whereabouts | None, now: Whereabouts | None) -> bool:
+    return (
+        before is not None
+        and now is not None
+        and now.collective is not None
+        and (before.collective, before.site) == (now.collective, now.site)
+        and not before.runnable
+        and not now.runnable
+        and now.cpu_seconds - before.cpu_seconds < _IDLE * _QUIET
+    )
+
+
+def _ask_anew(alarm: Connection) -> None:
+    while _answer(alarm, 0.0) is not None:
+        pass  # of an earlier question, whose answer came too late
+    _send(alarm, WHERE)
+
+
+def _send(alarm: Connection, message: str | Stop) -> None:
+    with suppress(OSError):  # the rank is gone, as its other connection tells too
+        alarm.send(message)
+
+
+def _answer(alarm: Connection, seconds: float) -> Whereabouts | None:
+    try:
+        return alarm.recv() if alarm.poll(max(seconds, 0.0)) else None
+    except (EOFError, OSError):
+        return None

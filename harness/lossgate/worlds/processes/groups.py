@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process groups and meshes of a rank, made when a task needs them and kept for later ones."""
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lossgate.layout import AXES, Layout
+from lossgate.worlds.base import RankContext
+from lossgate.worlds.processes.messages import Assignment
+
+OpenStore = Callable[[str, int], dist.Store]
+"""Opens the store of a meeting, for so many ranks."""
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+_PATIENCE = timedelta(hours=1)
+"""The driver ends what takes too long. So torch's own time-outs must not come first."""
+
+
+class RankGroups:
+    """The groups of one rank. It is a member of the default group of each layout that it serves.
+
+    Args:
+        rank: its rank, the same in every layout.
+        open_store: where ranks meet.
+    """
+
+    def __init__(self, rank: int, open_store: OpenStore) -> None:
+        self.rank = rank
+        self._open_store = open_store
+        self._meeting = ""
+        self._meshes: dict[Layout, DeviceMesh] = {}
+
+    def context(self, assignment: Assignment) -> RankContext:
+        """Returns the context of a task. All ranks of its layout call this together."""
+        layout, device = assignment.layout, _device_of(assignment, self.rank)
+        if assignment.meeting != self._meeting:
+            self.discard()
+            self._meeting = assignment.meeting
+            dist.init_process_group(
+                BACKENDS[device.type],
+                store=self._open_store(assignment.meeting, layout.ranks),
+                rank=self.rank,
+                world_size=layout.ranks,
+                timeout=_PATIENCE,
+                device_id=device if device.type == "cuda" else None,
+            )
+        if layout not in self._meshes:
+            sizes = tuple(layout.sizes[axis] for axis in AXES)
+            self._meshes[layout] = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+        return RankContext(self.rank, layout, self._meshes[layout], device)
+
+    def calls(self) -> dict[str, int]:
+        """Returns how many calls this rank made on each group of several ranks, by its name."""
+        names = c10d._world.pg_names
+        groups: list[tuple[Any, str]] = [*names.items()]  # torch's stub lacks the method below
+        return {name: group._get_sequence_number_for_group() for group, name in groups if group.size() > 1}
+
+    def discard(self) -> None:
+        """Forgets all groups, also those that tasks made."""
+        self._meshes.clear()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _device_of(assignment: Assignment, rank: int) -> torch.device:
+    if assignment.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device(assignment.device, int(os.environ.get("LOCAL_RANK", rank)))
+    torch.cuda.set_device(device)
+    return device

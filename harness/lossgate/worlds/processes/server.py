@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop of a rank's process: loads tasks, runs them, and tells what became of them."""
+
+import pickle
+from multiprocessing.connection import Connection
+
+import torch
+
+from lossgate.errors import LossgateError
+from lossgate.worlds.call_sites import raise_collective, raise_site, raise_stack
+from lossgate.worlds.processes.groups import OpenStore, RankGroups
+from lossgate.worlds.processes.messages import Assignment, Finish, Loaded, Raised, Returned
+from lossgate.worlds.processes.watcher import Watcher
+
+_LOST = ("Connection closed", "Connection reset", "Socket closed", "Broken pipe", "remote process exited")
+"""What gloo and nccl say when another rank is gone."""
+
+
+def serve(rank: int, work: Connection, alarm: Connection, open_store: OpenStore, kept: frozenset[int]) -> int:
+    """Runs tasks until the driver says that the rank is finished.
+
+    Args:
+        rank: the rank of this process.
+        work: brings tasks, and takes what became of them.
+        alarm: brings questions while a task runs.
+        open_store: where ranks meet to make groups.
+        kept: file descriptors that stay open when a task is stopped.
+
+    Returns:
+        The exit code of the process.
+    """
+    torch.set_num_threads(1)  # the ranks share the cores
+    groups, watcher = RankGroups(rank, open_store), Watcher(alarm, kept)
+    while True:
+        try:
+            given = work.recv()
+        except EOFError:
+            return 1  # the driver is gone
+        if isinstance(given, Finish):
+            groups.discard()
+            return given.code
+        outcome = watcher.run(given.number, lambda given=given: _run(given, groups, work))
+        work.send(outcome)
+        if not isinstance(outcome, Returned):
+            watcher.cut_connections()  # the others may wait for this rank
+
+
+def _run(given: Assignment, groups: RankGroups, work: Connection) -> Returned | Raised:
+    try:
+        context = groups.context(given)
+        task = pickle.loads(given.task)
+        work.send(Loaded())
+        return Returned(pickle.dumps(task(context)), groups.calls())
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        return _raised(error)
+
+
+def _raised(error: BaseException) -> Raised:
+    text = str(error)
+    return Raised(
+        kind=type(error).__name__,
+        text=text,
+        site=raise_site(error),
+        collective=raise_collective(error),
+        stack=raise_stack(error),
+        lost_connection=isinstance(error, RuntimeError) and any(sign in text for sign in _LOST),
+        error=pickle.dumps(error) if isinstance(error, LossgateError) else None,
+    )

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tells where a rank's task is, and makes it stop, from a thread beside it."""
+
+import ctypes
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TypeVar
+
+from lossgate.worlds.call_sites import collective_of, site_of, stack_of
+from lossgate.worlds.processes.messages import WHERE, Stop, Stopped, Whereabouts
+
+T = TypeVar("T")
+_ON_ITS_WAY = 1.0
+"""Seconds in which an exception that was sent to a thread is raised there."""
+
+
+class _StopTask(BaseException):
+    """Ends a task. A kernel's ``except Exception`` lets it pass."""
+
+
+class Watcher:
+    """Answers the driver while the thread that made it runs tasks.
+
+    Args:
+        alarm: the connection on which the driver asks.
+        kept: file descriptors that stay open when the connections of groups are cut.
+    """
+
+    def __init__(self, alarm: Connection, kept: Collection[int]) -> None:
+        self._alarm, self._kept = alarm, kept
+        self._thread = threading.get_ident()
+        self._lock = threading.Lock()
+        self._running: int | None = None
+        """The number of the assignment that can be stopped."""
+        self._sent = False
+        threading.Thread(target=self._answer, daemon=True, name="lossgate-watcher").start()
+
+    def run(self, number: int, body: Callable[[], T]) -> T | Stopped:
+        """Runs an assignment, which can be stopped by its number. The body catches every
+        ``Exception`` of the task.
+        """
+        result: T | Stopped = Stopped()
+        with self._lock:
+            self._running, self._sent = number, False
+        try:
+            result = body()
+            with self._lock:
+                self._running = None
+            deadline = time.monotonic() + _ON_ITS_WAY
+            while self._sent and time.monotonic() < deadline:
+                time.sleep(0.001)
+        except _StopTask:
+            self._running = None
+        return result
+
+    def cut_connections(self) -> None:
+        """Ends every connection of this process's groups: ranks that wait in a collective, here or
+        elsewhere, raise within milliseconds.
+
+        Torch has nothing that does so. ``abort`` leaves gloo's ranks blocked, and destroying a
+        group keeps its sockets for as long as a mesh or a frame holds it.
+        """
+        for fd in {int(name) for name in os.listdir("/dev/fd")}.difference(self._kept):
+            try:
+                _cut(fd)
+            except OSError:
+                continue  # no socket, or closed meanwhile
+
+    def _answer(self) -> None:
+        while True:
+            try:
+                asked = self._alarm.recv()
+                if asked == WHERE:
+                    self._alarm.send(self._whereabouts())
+            except (EOFError, OSError):
+                return
+            if isinstance(asked, Stop):
+                self._stop(asked.number)
+
+    def _whereabouts(self) -> Whereabouts:
+        thread = self._thread
+        return Whereabouts(
+            collective=collective_of(thread),
+            site=site_of(thread),
+            stack=stack_of(thread),
+            cpu_seconds=time.process_time(),
+            runnable=_others_run(),
+        )
+
+    def _stop(self, number: int) -> None:
+        with self._lock:
+            if self._running != number:
+                return
+            self._sent = True
+            self.cut_connections()
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(_StopTask))
+
+
+def _cut(fd: int) -> None:
+    """Shuts a connection down, but no socket that listens: gloo would abort the process."""
+    copy = os.dup(fd)
+    try:
+        connection = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+    with connection:
+        connects = not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        if connection.family in (socket.AF_INET, socket.AF_INET6) and connects:
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def _others_run() -> bool:
+    """Returns whether a thread beside this one runs or waits for a processor, as Linux tells it."""
+    own = threading.get_native_id()
+    for thread in Path("/proc/self/task").glob("*"):
+        with suppress(OSError):  # it has ended meanwhile
+            if int(thread.name) != own and (thread / "stat").read_text().rpartition(")")[2].split()[0] == "R":
+                return True
+    return False

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A world whose ranks are processes."""
+
+import itertools
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cloudpickle
+
+from lossgate.layout import Layout
+from lossgate.problems.problem import ReductionOrder
+from lossgate.worlds.base import T, Task
+from lossgate.worlds.processes.conductor import RankHandle, conduct
+from lossgate.worlds.processes.messages import Assignment, Returned
+from lossgate.worlds.processes.outcomes import failure_of
+
+
+class RankProcesses(ABC):
+    """Processes that serve worlds of any layout, one after another."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._met: tuple[int, str] | None = None
+        """The number of ranks that have groups with one another, and their device."""
+        self._meeting = ""
+
+    def run(self, task: bytes, layout: Layout, device: str, timeout: float) -> list[Any]:
+        """Runs a pickled task on the first ranks. Raises what ``World.run`` raises."""
+        ranks, number = self.ranks(layout.ranks), next(self._numbers)
+        if self._met != (layout.ranks, device):
+            self._met, self._meeting = (layout.ranks, device), f"meeting{number}"
+        record = conduct(ranks, Assignment(number, layout, self._meeting, device, task), timeout)
+        if record.failed or not record.groups_agree:
+            self.part()
+        for handle in ranks:
+            for line in handle.printed().splitlines():
+                print(f"[rank {handle.rank}] {line}")
+        if failure := failure_of(record):
+            raise failure
+        outcomes = [record.outcomes[rank] for rank in range(layout.ranks)]
+        return [pickle.loads(outcome.result) for outcome in outcomes if isinstance(outcome, Returned)]
+
+    def part(self) -> None:
+        """Has the ranks of the next task make their groups anew."""
+        self._met = None
+
+    @abstractmethod
+    def ranks(self, count: int) -> Sequence[RankHandle]:
+        """Returns the first ranks, alive.
+
+        Raises:
+            WorldLost: if there are fewer.
+        """
+
+
+class ProcessWorld:
+    """Runs tasks on processes that other worlds use as well.
+
+    Args:
+        layout: its ranks.
+        timeout: seconds that a task may take on all ranks.
+        device: where the ranks compute, ``"cpu"`` or ``"cuda"``.
+        processes: returns the ranks, which may be others tomorrow.
+    """
+
+    def __init__(self, layout: Layout, timeout: float, device: str, processes: Callable[[], RankProcesses]) -> None:
+        self.layout, self.timeout, self.device = layout, timeout, device
+        self._processes = processes
+
+    def run(self, task: Task[T], *, order: ReductionOrder = "rank", seed: int = 0) -> list[T]:
+        """Runs a task on every rank; see ``World.run``. ``order`` and ``seed`` change nothing."""
+        return self._processes().run(cloudpickle.dumps(task), self.layout, self.device, self.timeout)
+
+    def close(self) -> None:
+        """Does nothing: the processes serve other worlds."""
