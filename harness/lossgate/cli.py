@@ -20,6 +20,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 if TYPE_CHECKING:
     from lossgate.engine.cell import CellResult
+    from lossgate.engine.settings import Settings
 
 app = App(name="lossgate", help="Judge whether loss kernels compute the losses they claim to.", version_flags=[])
 
@@ -39,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     An error of the user's is one line on stderr. ``arguments`` are those of the process by default.
     """
     from lossgate.errors import UsageError
+    from lossgate.launch import is_follower
 
     try:
         code = app(
@@ -48,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             result_action="return_value",
         )
     except (CycloptsError, UsageError) as error:
-        print(f"lossgate: {' '.join(str(error).split())}", file=sys.stderr)
+        if not is_follower():  # every process of a torchrun finds the same
+            print(f"lossgate: {' '.join(str(error).split())}", file=sys.stderr)
         code = Exit.USAGE
     sys.exit(code)
 
@@ -81,7 +84,7 @@ def verify(
         examples: Problems for each cell. A cell is one candidate, property, layout and dtype.
         ranks: Ranks of the largest layout.
         world: Where ranks run: simulated (all in this process, the default), gloo or nccl (one
-            process each).
+            process each), or torchrun (the processes that torchrun has launched).
         device: Where ranks compute: cpu (the default) or cuda.
         seed: Another seed draws other problems.
         timeout: Seconds after which a silent rank counts as hanging.
@@ -91,7 +94,7 @@ def verify(
     """
     from lossgate.engine.settings import load_settings
     from lossgate.errors import UsageError
-    from lossgate.fork_server import worker_context
+    from lossgate.launch import is_follower, launch_of_torchrun
 
     if not targets:
         raise UsageError("verify: nothing named; expected files or modules with candidates, such as my_kernels.py")
@@ -107,7 +110,32 @@ def verify(
         jobs=jobs,
         **lists,
     )
-    if settings.jobs != 1 or settings.world != "simulated":
+    if (launch := launch_of_torchrun()) and (settings.world != "torchrun" and launch.ranks > 1):
+        raise UsageError(
+            f"torchrun launched {launch.ranks} processes, and each would verify everything in world "
+            f"{settings.world!r}; add --world torchrun, or start without torchrun"
+        )
+    if launch is None or settings.world != "torchrun":
+        return _verify(targets, settings, evidence, failures)
+    if is_follower():
+        from lossgate.worlds.torchrun import follow
+
+        return follow()
+    code = Exit.USAGE
+    try:
+        code = _verify(targets, settings, evidence, failures)
+    finally:
+        from lossgate.worlds.torchrun import dismiss
+
+        sys.stdout.flush()  # before torchrun sees a process end, and ends the others
+        dismiss(code)
+    return code
+
+
+def _verify(targets: Sequence[str], settings: Settings, evidence: Path | None, failures: Path) -> Exit:
+    if settings.jobs != 1 or settings.world in ("gloo", "nccl"):
+        from lossgate.fork_server import worker_context
+
         worker_context()  # other processes load torch while this one does
 
     from lossgate.declaration.loading import load_candidates
@@ -118,7 +146,7 @@ def verify(
     from lossgate.reports.terminal import Terminal
 
     candidates = [candidate for target in targets for candidate in load_candidates(target)]
-    results: tuple[CellResult, ...] = ()
+    code = Exit.AGREE
     with ExitStack() as stack:
         failure_files = FailureFiles(failures)
         consumers: list[Consumer] = [failure_files]
@@ -129,8 +157,10 @@ def verify(
             for consumer in consumers:
                 consumer(event)
             if isinstance(event, RunFinished):
-                results = event.results
-    return exit_code(results)
+                code = exit_code(event.results)
+                if event.stopped and code is Exit.AGREE:
+                    code = Exit.INCONCLUSIVE
+    return code
 
 
 def exit_code(results: Iterable[CellResult]) -> Exit:

@@ -22,6 +22,8 @@ class CellFinished:
 @dataclass(frozen=True)
 class RunFinished:
     results: tuple[CellResult, ...]
+    stopped: str = ""
+    """In words, why not all cells were verified; empty if they were."""
 
 
 Event = RunStarted | CellFinished | RunFinished

@@ -11,6 +11,7 @@ from lossgate.engine.settings import Settings
 from lossgate.errors import UsageError
 from lossgate.layout import Layout, layouts_up_to
 from lossgate.properties import PROPERTIES, find_property
+from lossgate.worlds import most_ranks
 
 
 def plan(candidates: Iterable[Candidate], settings: Settings) -> list[Cell]:
@@ -19,8 +20,9 @@ def plan(candidates: Iterable[Candidate], settings: Settings) -> list[Cell]:
     A candidate with a known failure has one cell: that of its frozen example.
 
     Raises:
-        UsageError: if a candidate has no cell.
+        UsageError: if a candidate has no cell, or there is no such world.
     """
+    most_ranks(settings.world)  # there is such a world
     cells: list[Cell] = []
     for candidate in candidates:
         own = list(_cells(candidate, settings))
@@ -52,7 +54,7 @@ def _cells(candidate: Candidate, settings: Settings) -> Iterator[Cell]:
 def layouts_of(candidate: Candidate, settings: Settings) -> list[Layout]:
     """Returns the layouts on which a candidate is verified: the named ones, or all up to a size."""
     if not settings.layouts:
-        return list(layouts_up_to(settings.ranks, candidate.axes))
+        return list(layouts_up_to(min(settings.ranks, most_ranks(settings.world)), candidate.axes))
     layouts = [Layout.parse(text) for text in settings.layouts]
     return [layout for layout in layouts if set(layout.axes) <= set(candidate.axes)]
 

@@ -11,16 +11,23 @@ from lossgate.engine.plan import plan
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.engine.workers import run_side_by_side
+from lossgate.worlds.base import WorldLost
 
 
 def run(candidates: Iterable[Candidate], settings: Settings) -> Iterator[Event]:
-    """Verifies candidates; yields what happens, in the order of the plan."""
+    """Verifies candidates; yields what happens, in the order of the plan.
+
+    Ranks of torchrun verify one cell after another, whatever ``jobs`` says.
+    """
     cells = plan(candidates, settings)
     yield RunStarted(tuple(cells), settings)
-    jobs = min(settings.jobs or os.cpu_count() or 1, len(cells))
+    jobs = 1 if settings.world == "torchrun" else min(settings.jobs or os.cpu_count() or 1, len(cells))
     done = (run_cell(cell, settings) for cell in cells) if jobs == 1 else run_side_by_side(cells, settings, jobs)
-    results: list[CellResult] = []
-    for result in done:
-        results.append(result)
-        yield CellFinished(result)
-    yield RunFinished(tuple(results))
+    results, stopped = list[CellResult](), ""
+    try:
+        for result in done:
+            results.append(result)
+            yield CellFinished(result)
+    except WorldLost as lost:
+        stopped = str(lost)
+    yield RunFinished(tuple(results), stopped)

@@ -25,7 +25,7 @@ from lossgate.engine.settings import Settings
 from lossgate.errors import LossgateError, UsageError
 from lossgate.problems.problem import Problem
 from lossgate.specs.sharding_goals import IDS_GOALS, SHARDING_GOALS
-from lossgate.worlds.base import Hang, World
+from lossgate.worlds.base import Hang, World, WorldLost
 
 
 class _DisagreementError(Exception):
@@ -210,6 +210,8 @@ class Search:
         try:
             result = self._run(problem, entry)
         except LossgateError as error:
+            if isinstance(error, WorldLost) and self.failure is not None:
+                raise _StopSearch from None  # that failure is why it is lost
             self._error = error
             raise _StopSearch from None
         if result.agrees:

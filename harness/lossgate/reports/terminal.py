@@ -45,6 +45,8 @@ class Terminal:
             self.close()
             self.console.print(verdict_table(event.results))
             self.console.print(summary(event.results))
+            if event.stopped:
+                self.console.print(f"[bold]stopped:[/] {escape(event.stopped)}", soft_wrap=True)
 
     def close(self) -> None:
         """Stops the progress bar, which leaves the terminal as it was."""

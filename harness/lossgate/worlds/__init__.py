@@ -6,20 +6,32 @@ from collections.abc import Callable, Mapping
 import torch
 
 from lossgate.errors import UsageError
-from lossgate.layout import Layout
+from lossgate.layout import MAX_RANKS, Layout
 from lossgate.spelling import look_up, nearest
 from lossgate.worlds.base import RankContext, RankFailure, Task, World
 from lossgate.worlds.pool import gloo_world, nccl_world
 from lossgate.worlds.simulated import SimulatedWorld
+from lossgate.worlds.torchrun import launched_ranks, torchrun_world
 
 WORLDS: Mapping[str, Callable[[Layout, float, str], World]] = {
     "simulated": SimulatedWorld,
     "gloo": gloo_world,
     "nccl": nccl_world,
+    "torchrun": torchrun_world,
 }
 """The worlds, by name. A new one is added here and in its own folder."""
 DEVICES = ("cpu", "cuda")
 """Where ranks can compute."""
+
+
+def most_ranks(world: str) -> int:
+    """Returns how many ranks a world can have.
+
+    Raises:
+        UsageError: if there is no such world, or it can have none here.
+    """
+    look_up("world", world, WORLDS)
+    return launched_ranks() if world == "torchrun" else MAX_RANKS
 
 
 def make_world(name: str, layout: Layout, timeout: float = 60.0, device: str = "cpu") -> World:
@@ -42,4 +54,4 @@ def make_world(name: str, layout: Layout, timeout: float = 60.0, device: str = "
     return make(layout, timeout, device)
 
 
-__all__ = ["WORLDS", "RankContext", "RankFailure", "SimulatedWorld", "Task", "World", "make_world"]
+__all__ = ["WORLDS", "RankContext", "RankFailure", "SimulatedWorld", "Task", "World", "make_world", "most_ranks"]

@@ -71,8 +71,8 @@ class Record:
     """Where ranks were that had to be stopped. None if there was no answer."""
     deadlocked: bool = False
     """The ranks that had to be stopped all waited for one another."""
-    loaded: bool = False
-    """All ranks had loaded the task."""
+    code: dict[int, Mapping[str, int]] = field(default_factory=dict)
+    """By rank, for those that have loaded the task: a checksum of each module, unless installed."""
 
     @property
     def failed(self) -> bool:
@@ -106,7 +106,6 @@ class _Run:
     def __init__(self, ranks: Sequence[RankHandle], timeout: float) -> None:
         self._ranks = {handle.rank: handle for handle in ranks}
         self._record = Record(timeout)
-        self._to_load = set(self._ranks)
         self._deadline = time.monotonic() + _LOADING
         self._last_seen: Mapping[int, Whereabouts | None] = {}
 
@@ -128,8 +127,12 @@ class _Run:
             left = self._deadline - time.monotonic()
             if left <= 0 or self._record.deadlocked:
                 return
-            if not self._receive(unfinished, min(left, _QUIET)) and not self._to_load and not self._record.failed:
+            if not self._receive(unfinished, min(left, _QUIET)) and self._all_loaded and not self._record.failed:
                 self._record.deadlocked = self._are_deadlocked(unfinished)
+
+    @property
+    def _all_loaded(self) -> bool:
+        return len(self._record.code) == len(self._ranks)
 
     def _unfinished(self) -> Iterator[RankHandle]:
         return (handle for rank, handle in self._ranks.items() if rank not in self._record.outcomes)
@@ -148,12 +151,10 @@ class _Run:
 
     def _note(self, rank: int, message: Loaded | Outcome) -> None:
         if isinstance(message, Loaded):
-            self._to_load.discard(rank)
-            if not self._to_load:
-                self._record.loaded = True
+            self._record.code[rank] = message.code
+            if self._all_loaded:
                 self._deadline = time.monotonic() + self._record.timeout
             return
-        self._to_load.discard(rank)
         self._record.outcomes[rank] = message
         if not isinstance(message, Returned):
             self._deadline = min(self._deadline, time.monotonic() + _GRACE)

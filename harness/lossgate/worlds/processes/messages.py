@@ -33,6 +33,9 @@ class Finish:
 class Loaded:
     """The rank has made its groups and loaded the task. Its time counts from here."""
 
+    code: Mapping[str, int]
+    """A checksum of each module that it has loaded, unless installed."""
+
 
 @dataclass(frozen=True)
 class Returned:

@@ -46,8 +46,8 @@ def _same(one: Died | Raised, other: Died | Raised) -> bool:
 
 
 def _timed_out(record: Record) -> RankFailure:
-    if not record.loaded:
-        return Hang(_message(f"hang: {_ranks(record.stuck)} did not load the task", None, record))
+    if late := [rank for rank in record.stuck if rank not in record.code]:
+        return Hang(_message(f"hang: {_ranks(late)} did not load the task", None, record))
     busy = [rank for rank, where in record.stuck.items() if where is None or where.collective is None]
     if not busy:
         return Deadlock(_message("deadlock: no rank can go on", None, record))

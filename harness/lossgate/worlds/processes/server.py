@@ -8,9 +8,10 @@ import torch
 
 from lossgate.errors import LossgateError
 from lossgate.worlds.call_sites import raise_collective, raise_site, raise_stack
+from lossgate.worlds.processes.code import loaded_code
 from lossgate.worlds.processes.groups import OpenStore, RankGroups
 from lossgate.worlds.processes.messages import Assignment, Finish, Loaded, Raised, Returned
-from lossgate.worlds.processes.watcher import Watcher
+from lossgate.worlds.processes.watcher import StopTask, Watcher
 
 _LOST = ("Connection closed", "Connection reset", "Socket closed", "Broken pipe", "remote process exited")
 """What gloo and nccl say when another rank is gone."""
@@ -49,9 +50,11 @@ def _run(given: Assignment, groups: RankGroups, work: Connection) -> Returned | 
     try:
         context = groups.context(given)
         task = pickle.loads(given.task)
-        work.send(Loaded())
+        work.send(Loaded(loaded_code()))
         return Returned(pickle.dumps(task(context)), groups.calls())
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
+    except StopTask:
+        raise
+    except BaseException as error:  # a kernel may raise anything, even SystemExit
         return _raised(error)
 
 

@@ -20,7 +20,7 @@ _ON_ITS_WAY = 1.0
 """Seconds in which an exception that was sent to a thread is raised there."""
 
 
-class _StopTask(BaseException):
+class StopTask(BaseException):
     """Ends a task. A kernel's ``except Exception`` lets it pass."""
 
 
@@ -42,8 +42,8 @@ class Watcher:
         threading.Thread(target=self._answer, daemon=True, name="lossgate-watcher").start()
 
     def run(self, number: int, body: Callable[[], T]) -> T | Stopped:
-        """Runs an assignment, which can be stopped by its number. The body catches every
-        ``Exception`` of the task.
+        """Runs an assignment, which can be stopped by its number. The body catches all that
+        the task raises, but ``StopTask``.
         """
         result: T | Stopped = Stopped()
         with self._lock:
@@ -55,7 +55,7 @@ class Watcher:
             deadline = time.monotonic() + _ON_ITS_WAY
             while self._sent and time.monotonic() < deadline:
                 time.sleep(0.001)
-        except _StopTask:
+        except StopTask:
             self._running = None
         return result
 
@@ -99,7 +99,7 @@ class Watcher:
                 return
             self._sent = True
             self.cut_connections()
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(_StopTask))
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(StopTask))
 
 
 def _cut(fd: int) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 
 import cloudpickle
 
+from lossgate.errors import UsageError
 from lossgate.layout import Layout
 from lossgate.problems.problem import ReductionOrder
 from lossgate.worlds.base import T, Task
-from lossgate.worlds.processes.conductor import RankHandle, conduct
+from lossgate.worlds.processes.conductor import RankHandle, Record, conduct
 from lossgate.worlds.processes.messages import Assignment, Returned
 from lossgate.worlds.processes.outcomes import failure_of
 
@@ -37,6 +38,8 @@ class RankProcesses(ABC):
         for handle in ranks:
             for line in handle.printed().splitlines():
                 print(f"[rank {handle.rank}] {line}")
+        if drift := _drift(record):
+            raise UsageError(drift)
         if failure := failure_of(record):
             raise failure
         outcomes = [record.outcomes[rank] for rank in range(layout.ranks)]
@@ -53,6 +56,15 @@ class RankProcesses(ABC):
         Raises:
             WorldLost: if there are fewer.
         """
+
+
+def _drift(record: Record) -> str:
+    """Returns how the code of the ranks differs, in words; empty if it does not."""
+    for rank, code in sorted(record.code.items()):
+        for name, checksum in code.items():
+            if record.code.get(0, code).get(name, checksum) != checksum:
+                return f"rank {rank} has another file of module {name} than rank 0; give all machines the same"
+    return ""
 
 
 class ProcessWorld:
