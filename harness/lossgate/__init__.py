@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lossgate.problems.problem import Problem
     from lossgate.properties.registry import Checked, Property, property
     from lossgate.pytest_plugin.suite import suite
+    from lossgate.worlds.assertions import all_ranks_assert
 
 __version__ = "0.1.0"
 
@@ -41,6 +42,7 @@ _HOMES = {
     "Problem": "problems.problem",
     "Property": "properties.registry",
     "UsageError": "errors",
+    "all_ranks_assert": "worlds.assertions",
     "candidate": "declaration.candidate",
     "property": "properties.registry",
     "suite": "pytest_plugin.suite",
@@ -61,6 +63,7 @@ __all__ = [
     "Problem",
     "Property",
     "UsageError",
+    "all_ranks_assert",
     "candidate",
     "property",
     "suite",

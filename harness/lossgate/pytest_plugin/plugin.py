@@ -7,6 +7,7 @@ Torch is imported only if there is such an item.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from lossgate.engine.settings import Settings
 
 _EVIDENCE = "lossgate_evidence"
+_EXIT = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,10 +33,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--lossgate-evidence", metavar="FILE", type=Path, help="append a JSON line for each item to this file"
     )
     group.addoption("--lossgate-failures", metavar="DIR", default=".lossgate", help="folder for failure files")
+    group.addoption(
+        "--lossgate-world",
+        metavar="NAME",
+        help="where ranks run: simulated, gloo, nccl, or torchrun if it started pytest",
+    )
+    parser.addini(
+        "lossgate_torchrun",
+        "if torchrun started pytest: run the tests in rank 0 alone, on the ranks of all",
+        type="bool",
+        default=False,
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    """Serves as a rank, if another process of the same torchrun runs the tests."""
+    from lossgate.launch import is_follower
+
+    if _world(config) != "torchrun" or not is_follower():
+        return None
+    from lossgate.worlds.torchrun import follow
+
+    return follow()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "lossgate(candidate, settings): an item of lossgate.suite")
+    config.addinivalue_line(
+        "markers",
+        "world(dp=1, cp=1, tp=1, on=None, timeout=60, device='cpu'): runs the test on every rank of a world; its "
+        "argument rank_context says which",
+    )
     evidence: Path | None = config.getoption("--lossgate-evidence")
     if evidence is not None:
         try:
@@ -63,10 +93,50 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def _settings(config: pytest.Config, marker: pytest.Mark) -> Settings:
     from lossgate.engine.settings import load_settings
 
-    given = dict(marker.kwargs["settings"])
+    given = {**marker.kwargs["settings"], "world": _world(config) or marker.kwargs["settings"]["world"]}
     profile = config.getoption("--lossgate-profile") or given.pop("profile")
     given.pop("profile", None)
     return load_settings(profile, config.rootpath, **given)
+
+
+def _world(config: pytest.Config) -> str | None:
+    """Returns the world that the command line or torchrun asks for, if any."""
+    from lossgate.launch import launch_of_torchrun
+
+    attached = config.getini("lossgate_torchrun") and launch_of_torchrun() is not None
+    return config.getoption("--lossgate-world") or ("torchrun" if attached else None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test with the marker ``world`` on the ranks of one."""
+    marker = pyfuncitem.get_closest_marker("world")
+    if marker is None:
+        return None
+    from lossgate.pytest_plugin.on_ranks import run_on_ranks
+
+    run_on_ranks(pyfuncitem, marker, _world(pyfuncitem.config) or "gloo")
+    return True
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    session.config.stash[_EXIT] = int(exitstatus)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Ends the other processes of a torchrun, once everything is printed."""
+    if _EXIT not in config.stash or _world(config) != "torchrun":
+        return
+    from lossgate.worlds.torchrun import dismiss
+
+    sys.stdout.flush()
+    dismiss(config.stash[_EXIT])
+
+
+@pytest.fixture
+def rank_context() -> None:
+    """The context of the rank, in tests with the marker ``world``, which put it in."""
 
 
 @pytest.fixture

@@ -17,13 +17,14 @@ def suite(
     layouts: Iterable[str] | None = None,
     dtypes: Iterable[str] | None = None,
     examples: int | None = None,
+    world: str | None = None,
 ) -> Callable[..., None]:
     """Returns a test function that verifies a candidate; assign it to a name that pytest collects.
 
         test_my_kernel = lossgate.suite(my_kernel)
 
-    profile, layouts, dtypes, examples: as for ``lossgate verify``; pytest's option
-    ``--lossgate-profile`` wins over ``profile``. An inconclusive cell fails. Items depend on
+    profile, layouts, dtypes, examples, world: as for ``lossgate verify``; pytest's options
+    ``--lossgate-profile`` and ``--lossgate-world`` win. An inconclusive cell fails. Items depend on
     nothing but their names, and so run under pytest-xdist.
     """
     if not isinstance(candidate, Candidate):  # pyright: ignore[reportUnnecessaryIsInstance]  an undecorated kernel is a likely slip
@@ -37,6 +38,7 @@ def suite(
         "layouts": tuple(layouts) if layouts else None,
         "dtypes": tuple(dtypes) if dtypes else None,
         "examples": examples,
+        "world": world,
     }
 
     @pytest.mark.lossgate(candidate=candidate, settings=settings)

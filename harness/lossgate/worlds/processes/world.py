@@ -58,6 +58,16 @@ class RankProcesses(ABC):
         """
 
 
+def _pickled(task: Task[Any]) -> bytes:
+    try:
+        return cloudpickle.dumps(task)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"what ranks should run can't be sent to their processes: {error}. Make it there, or run it in world "
+            "'simulated', whose ranks are in this process"
+        ) from error
+
+
 def _drift(record: Record) -> str:
     """Returns how the code of the ranks differs, in words; empty if it does not."""
     for rank, code in sorted(record.code.items()):
@@ -83,7 +93,7 @@ class ProcessWorld:
 
     def run(self, task: Task[T], *, order: ReductionOrder = "rank", seed: int = 0) -> list[T]:
         """Runs a task on every rank; see ``World.run``. ``order`` and ``seed`` change nothing."""
-        return self._processes().run(cloudpickle.dumps(task), self.layout, self.device, self.timeout)
+        return self._processes().run(_pickled(task), self.layout, self.device, self.timeout)
 
     def close(self) -> None:
         """Does nothing: the processes serve other worlds."""

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests that run on the ranks of a world: ``@pytest.mark.world(tp=2, cp=2)``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from lossgate.errors import LossgateError, UsageError
+from lossgate.layout import AXES, Layout
+from lossgate.spelling import nearest
+
+if TYPE_CHECKING:
+    from lossgate.worlds import RankContext, World
+
+CONTEXT = "rank_context"
+"""The argument that is the context of the rank."""
+_SETTINGS = ("on", "timeout", "device")
+
+
+def run_on_ranks(item: pytest.Function, marker: pytest.Mark, default: str) -> None:
+    """Runs a test function on every rank. The test fails if it fails on one.
+
+    Args:
+        item: the test.
+        marker: its marker ``world``: sizes of axes, and ``on`` (the world), ``timeout``,
+            ``device``.
+        default: the world, if the marker names none.
+    """
+    given = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
+    failed = ""
+    try:
+        with _world_of(marker, default) as world, _pickled_by_value(item.function.__module__):
+            world.run(OnRank(item.obj, given))
+    except LossgateError as error:
+        failed = str(error)
+    if failed:  # not above, where pytest would show the error twice
+        pytest.fail(failed, pytrace=False)
+
+
+@contextmanager
+def _world_of(marker: pytest.Mark, default: str) -> Generator[World]:
+    from lossgate.worlds import make_world, most_ranks
+
+    layout, settings = _read(marker)
+    kind = settings.pop("on", default)
+    if layout.ranks > (most := most_ranks(kind)):
+        pytest.skip(f"layout {layout} has {layout.ranks} ranks, and torchrun launched {most}")
+    world = make_world(kind, layout, **settings)
+    try:
+        yield world
+    finally:
+        world.close()
+
+
+@dataclass(frozen=True)
+class OnRank:
+    """A test function with its arguments, as a task for ranks."""
+
+    function: Callable[..., Any]
+    arguments: Mapping[str, Any]
+
+    def __call__(self, context: RankContext) -> None:
+        self.function(**{name: context if name == CONTEXT else value for name, value in self.arguments.items()})
+
+
+def _read(marker: pytest.Mark) -> tuple[Layout, dict[str, Any]]:
+    """Returns the layout and the settings of a marker.
+
+    Raises:
+        UsageError: if it has others.
+    """
+    if marker.args:
+        raise UsageError(f"mark.world{marker.args!r}: expected names, such as mark.world(tp=2, cp=2)")
+    for name in marker.kwargs:
+        if name not in (*AXES, *_SETTINGS):
+            raise UsageError(f"mark.world({name}=...): {nearest(name, (*AXES, *_SETTINGS))}")
+    sizes = {axis: marker.kwargs[axis] for axis in AXES if axis in marker.kwargs}
+    return Layout(**sizes), {name: marker.kwargs[name] for name in _SETTINGS if name in marker.kwargs}
+
+
+@contextmanager
+def _pickled_by_value(module: str) -> Generator[None]:
+    """Sends the functions of a test module to other processes, which can't import it."""
+    import cloudpickle
+
+    cloudpickle.register_pickle_by_value(sys.modules[module])
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules[module])
