@@ -18,9 +18,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter
 
+from lossgate.interruption import ended_by_signals
+
 if TYPE_CHECKING:
     from lossgate.engine.cell import CellResult
+    from lossgate.engine.events import Event
     from lossgate.engine.settings import Settings
+    from lossgate.reports.terminal import Terminal
 
 app = App(name="lossgate", help="Judge whether loss kernels compute the losses they claim to.", version_flags=[])
 
@@ -132,35 +136,65 @@ def verify(
     return code
 
 
-def _verify(targets: Sequence[str], settings: Settings, evidence: Path | None, failures: Path) -> Exit:
+def _verify(targets: Sequence[str], settings: Settings, evidence: Path | None, failures: Path) -> int:
+    """Verifies until it is done or a signal asks to stop; returns the exit code."""
+    tally = _Tally(evidence)
+    with ended_by_signals(tally.stop):
+        _run(targets, settings, evidence, failures, tally)
+    return tally.code
+
+
+class _Tally:
+    """Counts cells, and finds the exit code."""
+
+    def __init__(self, evidence: Path | None) -> None:
+        self.code = Exit.AGREE
+        self.terminal: Terminal | None = None
+        self._evidence, self._cells, self._done = evidence, 0, 0
+
+    def __call__(self, event: Event) -> None:
+        from lossgate.engine.events import CellFinished, RunStarted
+
+        if isinstance(event, RunStarted):
+            self._cells = len(event.cells)
+        elif isinstance(event, CellFinished):
+            self._done += 1
+        else:
+            code = exit_code(event.results)
+            self.code = Exit.INCONCLUSIVE if event.stopped and code is Exit.AGREE else code
+
+    def stop(self, signal: str) -> None:
+        """Says how far the run came before a signal stopped it."""
+        if self.terminal is not None:
+            self.terminal.close()
+        kept = f"; their evidence is in {self._evidence}" if self._evidence is not None and self._done else ""
+        print(f"lossgate: stopped by {signal} after {self._done} of {self._cells} cells{kept}", file=sys.stderr)
+
+
+def _run(targets: Sequence[str], settings: Settings, evidence: Path | None, failures: Path, tally: _Tally) -> None:
     if settings.jobs != 1 or settings.world in ("gloo", "nccl"):
         from lossgate.fork_server import worker_context
 
         worker_context()  # other processes load torch while this one does
 
     from lossgate.declaration.loading import load_candidates
-    from lossgate.engine.events import Consumer, RunFinished
+    from lossgate.engine.events import Consumer
     from lossgate.engine.run import run
     from lossgate.evidence.writer import EvidenceFile
     from lossgate.reports.failures import FailureFiles
     from lossgate.reports.terminal import Terminal
 
     candidates = [candidate for target in targets for candidate in load_candidates(target)]
-    code = Exit.AGREE
     with ExitStack() as stack:
         failure_files = FailureFiles(failures)
-        consumers: list[Consumer] = [failure_files]
+        consumers: list[Consumer] = [failure_files, tally]
         if evidence is not None:
             consumers.append(stack.enter_context(closing(EvidenceFile(evidence, settings.seed))))
-        consumers.append(stack.enter_context(closing(Terminal(failure_files))))
-        for event in run(candidates, settings):
+        tally.terminal = stack.enter_context(closing(Terminal(failure_files)))
+        consumers.append(tally.terminal)
+        for event in stack.enter_context(closing(run(candidates, settings))):
             for consumer in consumers:
                 consumer(event)
-            if isinstance(event, RunFinished):
-                code = exit_code(event.results)
-                if event.stopped and code is Exit.AGREE:
-                    code = Exit.INCONCLUSIVE
-    return code
 
 
 def exit_code(results: Iterable[CellResult]) -> Exit:

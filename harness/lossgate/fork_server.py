@@ -34,14 +34,19 @@ def worker_context() -> BaseContext:
     return context
 
 
-def start_process(target: Callable[..., object], *arguments: object) -> BaseProcess:
-    """Starts a process that ends with this one, and that does not run this one's script again.
+def start_process(target: Callable[..., object], *arguments: object, has_children: bool = False) -> BaseProcess:
+    """Starts a process that does not run this one's script again.
 
     Python would run it, to find functions that it defines. A script that does not ask for its
     ``__name__`` would start everything once more.
+
+    Args:
+        target: what it runs. It calls ``start_worker`` first.
+        arguments: of the target.
+        has_children: it may start processes. Python then does not end it by itself, but waits.
     """
     context: Any = worker_context()
-    process: BaseProcess = context.Process(target=target, args=arguments, daemon=True)
+    process: BaseProcess = context.Process(target=target, args=arguments, daemon=not has_children)
     script = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -51,12 +56,12 @@ def start_process(target: Callable[..., object], *arguments: object) -> BaseProc
     return process
 
 
-def start_worker(environment: Mapping[str, str]) -> None:
+def start_worker(environment: Mapping[str, str], orphaned: Callable[[], object] = bool) -> None:
     """Gives a worker the environment that its parent has now: the server has that of its start.
 
-    The worker ends with its parent, even if that is killed.
+    The worker ends with its parent, even if that is killed. It then calls ``orphaned`` first.
     """
-    Thread(target=_end_with_parent, daemon=True).start()
+    Thread(target=_end_with_parent, args=(orphaned,), daemon=True).start()
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # without this each prints a traceback when interrupted
@@ -64,11 +69,12 @@ def start_worker(environment: Mapping[str, str]) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(orphaned: Callable[[], object]) -> None:
     """Waits for the end of the parent, which would leave the worker waiting for cells forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
+    orphaned()
     os._exit(1)
 
 

@@ -2,7 +2,8 @@
 """Runs cells and reports what happens."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
+from contextlib import closing
 
 from lossgate.declaration.candidate import Candidate
 from lossgate.engine.cell import CellResult
@@ -14,7 +15,7 @@ from lossgate.engine.workers import run_side_by_side
 from lossgate.worlds.base import WorldLost
 
 
-def run(candidates: Iterable[Candidate], settings: Settings) -> Iterator[Event]:
+def run(candidates: Iterable[Candidate], settings: Settings) -> Generator[Event]:
     """Verifies candidates; yields what happens, in the order of the plan.
 
     Ranks of torchrun verify one cell after another, whatever ``jobs`` says.
@@ -24,10 +25,11 @@ def run(candidates: Iterable[Candidate], settings: Settings) -> Iterator[Event]:
     jobs = 1 if settings.world == "torchrun" else min(settings.jobs or os.cpu_count() or 1, len(cells))
     done = (run_cell(cell, settings) for cell in cells) if jobs == 1 else run_side_by_side(cells, settings, jobs)
     results, stopped = list[CellResult](), ""
-    try:
-        for result in done:
-            results.append(result)
-            yield CellFinished(result)
-    except WorldLost as lost:
-        stopped = str(lost)
+    with closing(done):
+        try:
+            for result in done:
+                results.append(result)
+                yield CellFinished(result)
+        except WorldLost as lost:
+            stopped = str(lost)
     yield RunFinished(tuple(results), stopped)

@@ -2,11 +2,13 @@
 """Runs cells side by side, in other processes."""
 
 import os
+import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
-from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -16,12 +18,12 @@ from lossgate.declaration.loading import check_source, load_candidate
 from lossgate.engine.cell import Cell, CellResult
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
-from lossgate.fork_server import start_worker, worker_context
+from lossgate.fork_server import start_process, start_worker
 from lossgate.layout import Layout
 from lossgate.properties import find_property
 
 
-def run_side_by_side(cells: Sequence[Cell], settings: Settings, jobs: int) -> Iterator[CellResult]:
+def run_side_by_side(cells: Sequence[Cell], settings: Settings, jobs: int) -> Generator[CellResult]:
     """Runs cells in other processes, which load the candidates again from their sources.
 
     Cells that share a deck run in one process, as far as possible, so that it is drawn once.
@@ -34,26 +36,56 @@ def run_side_by_side(cells: Sequence[Cell], settings: Settings, jobs: int) -> It
     names = [CellName.of(cell) for cell in cells]
     for cell in cells:
         check_source(cell.candidate)
-    start = partial(_start_process, dict(os.environ))
-    pool = partial(ProcessPoolExecutor, 1, mp_context=worker_context(), initializer=start)
-    workers = [pool() for _ in range(jobs)]
-    queue, finished, idle = _Queue(cells), dict[int, CellResult](), list(range(jobs))
-    running: dict[Future[dict[str, Any]], tuple[int, int]] = {}
+    workers, queue, finished = [_Worker() for _ in range(jobs)], _Queue(cells), dict[int, CellResult]()
+    idle, running = list(range(jobs)), dict[int, int]()
     try:
         for due, _ in enumerate(cells):
             while due not in finished:
                 for worker in [w for w in idle if queue]:
-                    number = queue.take(worker)
-                    running[workers[worker].submit(_run_by_name, names[number], sources, settings)] = worker, number
+                    running[worker] = queue.take(worker)
+                    workers[worker].start(names[running[worker]], sources, settings)
                     idle.remove(worker)
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    worker, number = running.pop(future)
-                    finished[number] = CellResult(cell=cells[number], **future.result())
+                ready = wait([workers[worker].connection for worker in running])
+                for worker in [w for w in running if workers[w].connection in ready]:
+                    number = running.pop(worker)
+                    finished[number] = CellResult(cell=cells[number], **workers[worker].result())
                     idle.append(worker)
             yield finished.pop(due)
     finally:
         for worker in workers:
-            worker.shutdown(cancel_futures=True)
+            worker.end()
+
+
+class _Worker:
+    """A process that verifies cells."""
+
+    def __init__(self) -> None:
+        self.connection, far = Pipe()
+        self._process = start_process(_serve, far, dict(os.environ), has_children=True)
+        far.close()  # else the end of the process would not end the connection
+
+    def start(self, name: "CellName", sources: Sequence[str], settings: Settings) -> None:
+        self.connection.send((name, sources, settings))
+
+    def result(self) -> dict[str, Any]:
+        """Returns all of a cell's result but the cell. Raises what verifying it raised."""
+        try:
+            answer = self.connection.recv()
+        except EOFError:
+            self._process.join()
+            raise RuntimeError(
+                f"the process of a worker ended with exit code {self._process.exitcode}; to see which cell ends it, "
+                "run with one job"
+            ) from None
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def end(self) -> None:
+        """Ends the process, whatever it does."""
+        self._process.kill()
+        self._process.join()
+        self.connection.close()
 
 
 class _Queue:
@@ -109,6 +141,16 @@ def _run_by_name(name: CellName, sources: Sequence[str], settings: Settings) -> 
     return {f.name: getattr(result, f.name) for f in fields(result) if f.name != "cell"}
 
 
-def _start_process(environment: Mapping[str, str]) -> None:
+def _serve(connection: Connection, environment: Mapping[str, str]) -> None:
+    """Verifies the cells that the parent names, until it has no more."""
     start_worker(environment)
     torch.set_num_threads(1)  # the processes share the cores
+    with suppress(EOFError):
+        while True:
+            given = connection.recv()
+            try:
+                answer = _run_by_name(*given)
+            except Exception as error:
+                error.add_note(traceback.format_exc())
+                answer = error
+            connection.send(answer)

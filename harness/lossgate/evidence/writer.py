@@ -70,14 +70,13 @@ class EvidenceFile:
     def __init__(self, path: Path, seed: int) -> None:
         self._seed = seed
         try:
-            self._file = path.open("ab")
+            self._file = path.open("ab", buffering=0)  # each line is whole, whatever ends the process
         except OSError as error:
             raise UsageError(f"--evidence {path}: can't be written: {error.strerror}") from None
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, CellFinished):
             self._file.write(evidence_line(event.result, self._seed) + b"\n")
-            self._file.flush()
 
     def close(self) -> None:
         self._file.close()

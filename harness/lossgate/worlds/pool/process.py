@@ -3,6 +3,7 @@
 
 import faulthandler
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Mapping
@@ -32,7 +33,7 @@ class Start:
 
 def run_rank(start: Start, work: Connection, alarm: Connection) -> None:
     """Serves as a rank until the driver ends it, or ends itself."""
-    start_worker(start.environment)
+    start_worker(start.environment, lambda: shutil.rmtree(start.folder, ignore_errors=True))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the driver, which ends its ranks
     sys.path[:] = start.path
     _print_to(start.output)

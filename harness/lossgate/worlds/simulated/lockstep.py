@@ -98,12 +98,11 @@ class Lockstep:
         for slot in self._ranks:
             slot.state, slot.waits_for, slot.result = _State.READY, None, None
         self._hand_to(0)
-        handovers = 0
-        while not self._driver.acquire(timeout=timeout):
-            if handovers == self._handovers:
-                self._interrupt(timeout)
-                break
-            handovers = self._handovers
+        try:
+            self._wait(timeout)
+        except BaseException as interrupt:  # Ctrl-C: nobody waits for ranks that are under way
+            self._give_up(interrupt)
+            raise
         if self.failure is not None:
             raise self.failure
         return [slot.result for slot in self._ranks]
@@ -219,7 +218,23 @@ class Lockstep:
             lines.append(f"  rank {rank}: {doing}")
         return "\n".join(lines)
 
-    # This method runs in the thread that called ``run``.
+    # The methods below run in the thread that called ``run``.
+
+    def _wait(self, timeout: float) -> None:
+        """Waits until all ranks are done, or until one hangs."""
+        handovers = 0
+        while not self._driver.acquire(timeout=timeout):
+            if handovers == self._handovers:
+                self._interrupt(timeout)
+                return
+            handovers = self._handovers
+
+    def _give_up(self, failure: BaseException) -> None:
+        """Leaves the threads behind: each finds the failure, or is still running, and ends."""
+        self.fail(failure)
+        self.dead = True
+        for slot in self._ranks:
+            slot.baton.release()
 
     def _interrupt(self, timeout: float) -> None:
         """Fails the run because a rank has held the baton for too long.
@@ -238,9 +253,8 @@ class Lockstep:
         )
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Unwind))
         if not self._driver.acquire(timeout=1.0):
-            self.dead = True
-            for other in self._ranks:  # each finds the failure and ends
-                other.baton.release()
+            assert self.failure is not None
+            self._give_up(self.failure)
 
 
 def _as_failure(error: BaseException, rank: int) -> BaseException:

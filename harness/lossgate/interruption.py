@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a command ends at Ctrl-C or SIGTERM: at once, with a last word, and without its children."""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from types import FrameType
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def ended_by_signals(last_word: Callable[[str], None]) -> Generator[None]:
+    """Ends this process and its children at a signal. The exit code is the one that shells expect.
+
+    It does not raise an exception, because Python drops those that come while a callback runs, such
+    as one of its garbage collector. So files must be whole after each write.
+
+    Args:
+        last_word: called with the name of the signal, before anything ends.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for each in _SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+        try:
+            last_word(signal.Signals(number).name)
+        finally:
+            for child in multiprocessing.active_children():
+                child.kill()
+            os._exit(128 + number)
+
+    before = {each: signal.signal(each, end) for each in _SIGNALS}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
