@@ -125,8 +125,9 @@ class SimulatedGroup(Member):
 
     def send(self, tensors: list[Tensor], destination: int, tag: int) -> SimulatedWork:
         self._check_owner("send")
-        send(self.rendezvous, self._global_rank, tensors[0], self.rendezvous.ranks[destination], tag, call_site())
-        return SimulatedWork()
+        return SimulatedWork(
+            send(self.rendezvous, self._global_rank, tensors[0], self.rendezvous.ranks[destination], tag, call_site())
+        )
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> SimulatedWork:
         self._check_owner("recv")
