@@ -87,8 +87,8 @@ class Deadlock(RankFailure):
 
 
 class CollectiveMisuse(RankFailure):
-    """A rank used another rank's group, used an output before ``wait()``, or changed an input in
-    flight.
+    """A rank used another rank's group, left out ``wait()``, or wrote to a tensor of a call before
+    ``wait()``.
     """
 
 

@@ -187,7 +187,7 @@ def test_a_sent_tensor_that_changes_before_wait(make_world: MakeWorld) -> None:
     world = make_world("tp=2")
     message = failure_of(world, partial(body, early=True), CollectiveMisuse)
     assert message.startswith(
-        "rank 0: the tensor of send(float32[1]) to rank 1 on world[0, 1], tag 0 was changed before wait()  ["
+        "rank 0: the tensor of send(float32[1]) to rank 1 on world[0, 1], tag 0 was changed before wait(); "
     )
     assert world.run(partial(body, early=False)) == [4, 3]
 
@@ -203,4 +203,20 @@ def test_a_receive_that_is_never_waited_for(make_world: MakeWorld) -> None:
 
     assert failure_of(make_world("tp=2"), body, CollectiveMisuse).startswith(
         "rank 1 returned without wait() on recv(float32[2]) from rank 0 on world"
+    )
+
+
+def test_a_receiving_tensor_that_changes_before_wait(make_world: MakeWorld) -> None:
+    def body(context: RankContext) -> None:
+        if context.rank == 0:
+            dist.send(torch.ones(1), 1)
+            return
+        tensor = torch.zeros(1)
+        work = dist.irecv(tensor, 0)
+        tensor.zero_()
+        assert work is not None
+        work.wait()
+
+    assert failure_of(make_world("tp=2"), body, CollectiveMisuse).startswith(
+        "rank 1: the tensor of recv(float32[1]) from rank 0 on world[0, 1], tag 0 was changed before wait(); "
     )

@@ -83,7 +83,8 @@ def receive(rendezvous: Rendezvous, me: int, tensor: Tensor, source: int, tag: i
 
     Returns:
         The wait, to be called once. It blocks until the message is there. It raises
-        ``CollectiveMismatch`` if the message differs from the tensor in shape or dtype.
+        ``CollectiveMisuse`` if the rank wrote to the tensor meanwhile, and ``CollectiveMismatch``
+        if the message differs from the tensor in shape or dtype.
 
     Raises:
         Unwind: the run has failed elsewhere.
@@ -96,10 +97,12 @@ def receive(rendezvous: Rendezvous, me: int, tensor: Tensor, source: int, tag: i
     mailbox.unwaited_receives[number] = f"{shown}  [{site}]"
     with torch.no_grad():
         poison(tensor.detach())
+    watch = Watch([tensor])
     _wake(communicator, source, mailbox)
 
     def finish() -> None:
         del mailbox.unwaited_receives[number]
+        _check_unwritten(watch, me, shown, site)
         _wait(communicator, _Pending(f"in {shown}  [{site}]", mailbox, lambda: len(mailbox.sent) > number))
         message = mailbox.sent[number]
         if (message.shape, message.dtype) != (tensor.shape, tensor.dtype):
@@ -141,4 +144,7 @@ def _wake(communicator: Communicator, rank: int, mailbox: Mailbox) -> None:
 def _check_unwritten(watch: Watch, me: int, shown: str, site: str) -> None:
     """Raises ``CollectiveMisuse`` if the rank wrote to the tensor of its message in flight."""
     if watch.written() is not None:
-        raise CollectiveMisuse(f"rank {me}: the tensor of {shown} was changed before wait()  [{site}]")
+        raise CollectiveMisuse(
+            f"rank {me}: the tensor of {shown} was changed before wait(); "
+            f"call wait() first, or use another tensor  [{site}]"
+        )
