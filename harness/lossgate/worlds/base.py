@@ -87,8 +87,8 @@ class Deadlock(RankFailure):
 
 
 class CollectiveMisuse(RankFailure):
-    """A rank used another rank's group, left out ``wait()``, or wrote to a tensor of a call before
-    ``wait()``.
+    """A rank used another rank's group, made a call in a thread of its own, left out ``wait()``, or
+    wrote to a tensor of a call before ``wait()``.
     """
 
 

@@ -68,6 +68,8 @@ class Lockstep:
         """The rank that holds the baton."""
         self.failure: BaseException | None = None
         """Why the run fails: the first failure of a rank."""
+        self.running = False
+        """Whether a run is under way."""
         self.dead = False
         """True if a rank hangs in code that can't be interrupted. It can run nothing more."""
         self._name = name
@@ -94,7 +96,7 @@ class Lockstep:
             BaseException: the first failure, once every rank has ended.
         """
         assert not self.dead
-        self._body, self.failure = body, None
+        self._body, self.failure, self.running = body, None, True
         for slot in self._ranks:
             slot.state, slot.waits_for, slot.result = _State.READY, None, None
         self._hand_to(0)
@@ -104,6 +106,7 @@ class Lockstep:
                 self._interrupt(timeout)
                 break
             handovers = self._handovers
+        self.running = False
         if self.failure is not None:
             raise self.failure
         return [slot.result for slot in self._ranks]

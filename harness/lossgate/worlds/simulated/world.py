@@ -15,7 +15,13 @@ from lossgate.worlds.simulated.communicator import Communicator, Logged
 from lossgate.worlds.simulated.group import SimulatedGroup
 from lossgate.worlds.simulated.lockstep import Lockstep
 from lossgate.worlds.simulated.messages import check_mail
-from lossgate.worlds.simulated.registry import enter_rank_thread, forget, install, register
+from lossgate.worlds.simulated.registry import (
+    enter_rank_thread,
+    forget,
+    helper_threads_find,
+    install,
+    register,
+)
 from lossgate.worlds.simulated.rendezvous import Rendezvous
 
 _serial = itertools.count()
@@ -89,6 +95,7 @@ class _Ranks:
         self._spawned: dict[Any, int] = {}
         self._spawned_at_start = 0
         self._contexts: list[RankContext | None] = [None] * layout.ranks
+        self._default_groups: list[SimulatedGroup | None] = [None] * layout.ranks
         self.mesh = torch.arange(layout.ranks).view(layout.dp, layout.cp, layout.tp)
 
     def run(self, task: Task[T], order: ReductionOrder, seed: int, timeout: float) -> list[T]:
@@ -107,7 +114,8 @@ class _Ranks:
                 raise CollectiveMisuse(f"rank {rank} returned without wait() on {', '.join(left)}")
             return result
 
-        results = self.lockstep.run(on_rank, timeout)
+        with helper_threads_find(lambda: self._default_groups[self.lockstep.current]):
+            results = self.lockstep.run(on_rank, timeout)
         check_mail(communicator)
         return results
 
@@ -128,7 +136,8 @@ class _Ranks:
     def _enter(self, rank: int) -> RankContext:
         """Joins the groups that every rank has. Called once in each rank thread."""
         everyone = tuple(range(self.layout.ranks))
-        enter_rank_thread(self._join(everyone, rank, "world", ("world",)))
+        self._default_groups[rank] = default = self._join(everyone, rank, "world", ("world",))
+        enter_rank_thread(default)
         per_axis: list[dist.ProcessGroup] = [
             self._join(self._ranks_along(rank, axis), rank, name, (name,)) for axis, name in enumerate(AXES)
         ]
