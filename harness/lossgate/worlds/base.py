@@ -92,5 +92,11 @@ class CollectiveMisuse(RankFailure):
     """
 
 
+class StateLeak(RankFailure):
+    """A rank left state of its process changed, such as the default dtype. The next task has it as
+    it was.
+    """
+
+
 class Hang(RankFailure):
     """A rank neither reached a collective nor returned in time."""

@@ -20,7 +20,8 @@ class Watch:
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._seen = [(tensor, _bits(tensor).clone(), _version(tensor)) for tensor in tensors if tensor.numel()]
+        once = {id(tensor): tensor for tensor in tensors if tensor.numel()}.values()
+        self._seen = [(tensor, _bits(tensor).clone(), _version(tensor)) for tensor in once]
 
     def written(self) -> Tensor | None:
         """Returns the first of the tensors that was written to, or None."""

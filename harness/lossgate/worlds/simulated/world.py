@@ -2,6 +2,7 @@
 """``SimulatedWorld``: the rank threads of one layout, with their groups and device meshes."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lossgate.layout import AXES, Layout
 from lossgate.problems.problem import ReductionOrder
-from lossgate.worlds.base import CollectiveMisuse, RankContext, T, Task
+from lossgate.worlds.base import CollectiveMisuse, RankContext, StateLeak, T, Task
+from lossgate.worlds.process_state import ProcessState, ThreadState
 from lossgate.worlds.simulated.communicator import Communicator, Logged
 from lossgate.worlds.simulated.group import SimulatedGroup
 from lossgate.worlds.simulated.lockstep import Lockstep
@@ -104,19 +106,30 @@ class _Ranks:
         self._spawned_at_start = sum(self._spawned.values())
         for rendezvous in self._rendezvous.values():
             rendezvous.reset()
+        process = ProcessState.capture()
+        changes: list[list[str]] = [[] for _ in range(self.layout.ranks)]
 
         def on_rank(rank: int) -> T:
             context = self._contexts[rank]
             if context is None:
                 context = self._contexts[rank] = self._enter(rank)
-            result = task(context)
+            thread = ThreadState.capture()
+            try:
+                result = task(context)
+                changes[rank] = [*process.shared.changes(), *thread.changes()]
+            finally:
+                thread.restore()
             if left := [str(call) for call in communicator.in_flight if call.rank == rank]:
                 raise CollectiveMisuse(f"rank {rank} returned without wait() on {', '.join(left)}")
             return result
 
-        with helper_threads_find(lambda: self._default_groups[self.lockstep.current]):
-            results = self.lockstep.run(on_rank, timeout)
+        try:
+            with helper_threads_find(lambda: self._default_groups[self.lockstep.current]):
+                results = self.lockstep.run(on_rank, timeout)
+        finally:
+            process.restore()
         check_mail(communicator)
+        _check_leaks(changes)
         return results
 
     @property
@@ -177,3 +190,17 @@ class _Ranks:
         count = self._spawned.get((rank, ranks), 0)
         self._spawned[rank, ranks] = count + 1
         return self._join(ranks, rank, label or "group", ("new_group", count), name)
+
+
+def _check_leaks(changes: Sequence[list[str]]) -> None:
+    """Raises ``StateLeak`` if a rank left state of the process or thread changed.
+
+    Args:
+        changes: what each rank left changed, in words.
+    """
+    for rank, left in enumerate(changes):
+        if left:
+            raise StateLeak(
+                f"rank {rank} left {', '.join(left)}; restore it before the kernel returns, by a context manager "
+                "or try ... finally, or set it where the kernel's module is imported"
+            )
