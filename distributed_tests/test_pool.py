@@ -19,7 +19,7 @@ from distributed_tests.faults import healthy
 from lossgate.errors import UsageError
 from lossgate.layout import Layout
 from lossgate.worlds import RankContext, World, make_world
-from lossgate.worlds.base import Hang, RankRaised
+from lossgate.worlds.base import Hang, RankRaised, StateLeak
 from lossgate.worlds.pool import close_pool
 
 LAYOUT = Layout(cp=2, tp=2)
@@ -195,3 +195,13 @@ def test_nccl_needs_a_device_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(UsageError, match="needs a CUDA device for each of the 4 ranks of layout cp=2,tp=2; torch "):
         make_world("nccl", LAYOUT, device="cuda")
+
+
+def test_what_a_task_leaves_changed_is_told_and_restored(gloo: World) -> None:
+    def leak(context: RankContext) -> None:
+        if context.rank == 2:
+            torch.set_default_dtype(torch.float64)
+
+    with pytest.raises(StateLeak, match=r"^rank 2 left torch.get_default_dtype\(\) at torch.float64"):
+        gloo.run(leak)
+    assert gloo.run(lambda context: torch.get_default_dtype()) == [torch.float32] * 4

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of a world, and how the failures of its ranks are reported."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -87,9 +87,28 @@ class Deadlock(RankFailure):
 
 
 class CollectiveMisuse(RankFailure):
-    """A rank used another rank's group, used an output before ``wait()``, or changed an input in
-    flight.
+    """A rank used another rank's group, made a call in a thread of its own, left out ``wait()``, or
+    wrote to a tensor of a call before ``wait()``.
     """
+
+
+class StateLeak(RankFailure):
+    """A rank left state of its process changed, such as the default dtype. The next task has it as
+    it was.
+    """
+
+    @classmethod
+    def of(cls, rank: int, changes: Sequence[str]) -> "StateLeak":
+        """Returns the failure of a rank.
+
+        Args:
+            rank: the rank.
+            changes: what it left changed, in words, as ``ProcessState.changes`` returns them.
+        """
+        return cls(
+            f"rank {rank} left {', '.join(changes)}; restore it before the kernel returns, by a context manager "
+            "or try ... finally, or set it where the kernel's module is imported"
+        )
 
 
 class Hang(RankFailure):

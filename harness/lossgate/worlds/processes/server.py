@@ -3,11 +3,14 @@
 
 import pickle
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
 from lossgate.errors import LossgateError
+from lossgate.worlds.base import RankContext, StateLeak, Task
 from lossgate.worlds.call_sites import raise_collective, raise_site, raise_stack
+from lossgate.worlds.process_state import ProcessState
 from lossgate.worlds.processes.code import loaded_code
 from lossgate.worlds.processes.groups import OpenStore, RankGroups
 from lossgate.worlds.processes.messages import Assignment, Finish, Loaded, Raised, Returned
@@ -51,11 +54,28 @@ def _run(given: Assignment, groups: RankGroups, work: Connection) -> Returned | 
         context = groups.context(given)
         task = pickle.loads(given.task)
         work.send(Loaded(loaded_code()))
-        return Returned(pickle.dumps(task(context)), groups.calls())
+        return Returned(pickle.dumps(_result(task, context)), groups.calls())
     except StopTask:
         raise
     except BaseException as error:  # a kernel may raise anything, even SystemExit
         return _raised(error)
+
+
+def _result(task: Task[Any], context: RankContext) -> Any:
+    """Runs a task, and restores what it changed of the process.
+
+    Raises:
+        StateLeak: if it left anything changed.
+    """
+    state, changes = ProcessState.capture(), list[str]()
+    try:
+        result = task(context)
+        changes = state.changes()
+    finally:
+        state.restore()
+    if changes:
+        raise StateLeak.of(context.rank, changes)
+    return result
 
 
 def _raised(error: BaseException) -> Raised:

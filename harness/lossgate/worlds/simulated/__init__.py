@@ -3,14 +3,18 @@
 
 Kernels make ordinary ``torch.distributed`` calls. A run is deterministic, and a collective takes a
 few tenths of a millisecond. The world is stricter than real libraries. It raises at once if calls
-do not match, ranks deadlock, a rank uses another rank's group, or an input changes before
-``wait()``. An output that is read before ``wait()`` is NaN, or an extreme value of its dtype.
+do not match, ranks deadlock, a rank uses another rank's group, makes a call in a thread that it has
+started, or writes to a tensor of a call before ``wait()``. An output that is read before ``wait()``
+is NaN, or an extreme value of its dtype. A send waits for its receive, as NCCL's do: what passes
+here needs no buffer of a library. Each rank sees its own default dtype, random numbers and
+environment, as in a process of its own, and may not leave them changed.
 
 Where to look:
     world: the world and its ranks.
     group, member: the process group that kernels use.
     calls, arguments, completion: what a collective is called with, and what it does.
     rendezvous, in_flight, messages: how calls of several ranks meet.
+    watch: whether a kernel wrote to a tensor of a call in flight.
     reduction: the order in which sums are added.
     lockstep: the rank threads, deadlocks and hangs.
     registry: how torch.distributed comes to know the rank threads.

@@ -45,15 +45,17 @@ class Route:
 class Mailbox:
     """The messages and the receives of one route."""
 
-    sent: list[tuple[Tensor, str]] = field(default_factory=list)
-    """Each message, with a description that names its call site."""
+    sent: list[Tensor] = field(default_factory=list)
+    """A copy of each message."""
     received: int = 0
     """The number of receives posted.
 
-    The n-th receive gets the n-th message, in whatever order the receives are waited for.
+    The n-th receive gets the n-th message, in whatever order they are waited for.
     """
-    unwaited: dict[int, str] = field(default_factory=dict)
-    """Descriptions of the receives without ``wait()`` so far, by their number."""
+    unwaited_sends: dict[int, str] = field(default_factory=dict)
+    """Descriptions of the sends without ``wait()`` so far, by their number, with the call site."""
+    unwaited_receives: dict[int, str] = field(default_factory=dict)
+    """The same of the receives."""
 
 
 @dataclass

@@ -26,7 +26,7 @@ class SimulatedGroup(Member):
     Error messages and the log use the names under which torch documents the calls, such as
     ``all_reduce`` for ``allreduce`` and ``all_gather_into_tensor`` for ``all_gather_single``.
 
-    They raise ``CollectiveMisuse`` if another rank's thread calls them, and
+    They raise ``CollectiveMisuse`` if a thread other than their rank's calls them, and
     ``CollectiveMismatch`` if arguments do not fit together. They block, and so can fail with
     ``Deadlock``, unless ``opts.asyncOp`` is set.
     """
@@ -125,14 +125,13 @@ class SimulatedGroup(Member):
 
     def send(self, tensors: list[Tensor], destination: int, tag: int) -> SimulatedWork:
         self._check_owner("send")
-        send(self.rendezvous, self._global_rank, tensors[0], self.rendezvous.ranks[destination], tag, call_site())
-        return SimulatedWork()
+        to = self.rendezvous.ranks[destination]
+        return self._work("send", send(self.rendezvous, self._global_rank, tensors[0], to, tag, call_site()))
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> SimulatedWork:
         self._check_owner("recv")
-        return SimulatedWork(
-            receive(self.rendezvous, self._global_rank, tensors[0], self.rendezvous.ranks[source], tag, call_site())
-        )
+        sender = self.rendezvous.ranks[source]
+        return self._work("recv", receive(self.rendezvous, self._global_rank, tensors[0], sender, tag, call_site()))
 
     # Torch calls the same methods by these names too. Its stubs give each its own parameter names.
     _allgather_base: Any = all_gather_single

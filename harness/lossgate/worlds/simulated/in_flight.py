@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asynchronous calls: detects a kernel that touches a tensor before ``wait()``.
 
-A kernel that reads an output too early reads NaN. A kernel that changes an input too early gets an
-error. In a real library its results would depend on timing.
+A kernel that reads an output too early reads NaN. A kernel that writes to an input or an output too
+early gets an error. In a real library its results would depend on timing.
 """
 
 from collections.abc import Callable
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from lossgate.worlds.base import CollectiveMisuse
-from lossgate.worlds.simulated.calls import Call, Complete
+from lossgate.worlds.simulated.calls import Call, Complete, show
 from lossgate.worlds.simulated.rendezvous import Rendezvous
+from lossgate.worlds.simulated.watch import Watch
 
 
 def post_in_flight(rendezvous: Rendezvous, call: Call, complete: Complete) -> Callable[[], None]:
@@ -28,7 +29,7 @@ def post_in_flight(rendezvous: Rendezvous, call: Call, complete: Complete) -> Ca
 
     Returns:
         The wait. It blocks until the call is complete, and does nothing when called again. It
-        raises ``CollectiveMisuse`` if an input changed meanwhile that is no output as well.
+        raises ``CollectiveMisuse`` if the rank wrote to an input or an output meanwhile.
 
     Raises:
         CollectiveMismatch: the call disagrees with one that another member has already made.
@@ -38,26 +39,25 @@ def post_in_flight(rendezvous: Rendezvous, call: Call, complete: Complete) -> Ca
     snapshots = {id(t): t.detach().clone() for t in [*inputs, *outputs]}
     call.inputs = [snapshots[id(t)] for t in inputs]
     call.outputs = [snapshots[id(t)] for t in outputs]  # a tensor that is input and output stays one tensor
-    # Calls in place write to their own inputs, such as an all_gather from a slice of its output.
-    written = {t.untyped_storage().data_ptr() for t in outputs}
-    unwritten = [(t, snapshots[id(t)].clone()) for t in inputs if t.untyped_storage().data_ptr() not in written]
     with torch.no_grad():
         for tensor in outputs:
             poison(tensor.detach())
+    # From now on: an input can lie in an output, as in an all_gather from a slice of its output.
+    watch = Watch([*outputs, *inputs])
     communicator.in_flight.append(call)
     rendezvous.post(call, complete)
 
     def finish() -> None:
         if call not in communicator.in_flight:
             return
+        if (written := watch.written()) is not None:
+            role = "output" if any(written is tensor for tensor in outputs) else "input"
+            raise CollectiveMisuse(
+                f"rank {call.rank}: the {role} {show(written)} of {call} #{call.number} on {rendezvous} "
+                f"was changed before wait(); call wait() first, or use another tensor  [{call.site}]"
+            )
         rendezvous.wait(call)
         communicator.in_flight.remove(call)
-        for tensor, old in unwritten:
-            if not _equal_with_nan(tensor, old):
-                raise CollectiveMisuse(
-                    f"rank {call.rank}: the input of {call} #{call.number} on {rendezvous} was changed before wait()"
-                    f"  [{call.site}]"
-                )
         with torch.no_grad():
             for tensor, result in zip(outputs, call.outputs, strict=True):
                 tensor.detach().copy_(result)
@@ -77,7 +77,3 @@ def poison(tensor: Tensor) -> None:
     else:
         info = torch.iinfo(tensor.dtype)
         tensor.fill_(info.min or info.max)
-
-
-def _equal_with_nan(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())

@@ -2,14 +2,16 @@
 """Runs ranks as threads in lockstep: one runs at a time, and passes a baton when it blocks or ends.
 
 A run is therefore deterministic, a deadlock shows at once because no rank can take the baton, and
-shared state needs no lock. Ranks are threads, not greenlets, because torch's grad mode is
-thread-local and would leak from one greenlet to another. The threads live from run to run, because
-a thread's first torch operations are slow.
+shared state needs no lock. With the baton, ranks exchange what a process has once, such as the
+default dtype: each sees its own, as in a process of its own. Ranks are threads, not greenlets,
+because torch's grad mode is thread-local and would leak from one greenlet to another. The threads
+live from run to run, because a thread's first torch operations are slow.
 """
 
 import ctypes
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -19,6 +21,7 @@ import torch
 from lossgate.errors import LossgateError
 from lossgate.worlds.base import Deadlock, Hang, RankRaised
 from lossgate.worlds.call_sites import raise_site, stack_of
+from lossgate.worlds.process_state import SharedState
 
 
 class Unwind(BaseException):
@@ -47,7 +50,9 @@ class _State(Enum):
 
 @dataclass
 class _Rank:
-    baton: threading.Semaphore
+    baton: threading.Lock
+    shared: SharedState
+    """The state of the process as the rank left it when it passed the baton on."""
     thread: threading.Thread | None = None
     state: _State = _State.DONE
     waits_for: Wait | None = None
@@ -68,11 +73,15 @@ class Lockstep:
         """The rank that holds the baton."""
         self.failure: BaseException | None = None
         """Why the run fails: the first failure of a rank."""
+        self.running = False
+        """Whether a run is under way."""
         self.dead = False
         """True if a rank hangs in code that can't be interrupted. It can run nothing more."""
         self._name = name
-        self._ranks = [_Rank(threading.Semaphore(0)) for _ in range(size)]
-        self._driver = threading.Semaphore(0)
+        self._ranks = [_Rank(_taken(), SharedState.capture()) for _ in range(size)]
+        self._driver = _taken()
+        self._here = threading.local()
+        """Its ``rank`` is the rank of the thread that asks, if it is a rank's."""
         self._handovers = 0
         """How often the baton was passed. No rank hangs while this grows."""
         self._body: Callable[[int], Any] | None = None
@@ -94,15 +103,18 @@ class Lockstep:
             BaseException: the first failure, once every rank has ended.
         """
         assert not self.dead
-        self._body, self.failure = body, None
+        self._body, self.failure, self.running = body, None, True
+        shared = SharedState.capture()
         for slot in self._ranks:
-            slot.state, slot.waits_for, slot.result = _State.READY, None, None
+            slot.state, slot.waits_for, slot.result, slot.shared = _State.READY, None, None, shared
         self._hand_to(0)
         try:
             self._wait(timeout)
         except BaseException as interrupt:  # Ctrl-C: nobody waits for ranks that are under way
             self._give_up(interrupt)
             raise
+        finally:
+            self.running = False
         if self.failure is not None:
             raise self.failure
         return [slot.result for slot in self._ranks]
@@ -135,7 +147,7 @@ class Lockstep:
         if successor is None:
             self.fail(Deadlock(self._deadlock_message()))
         else:
-            self._hand_to(successor)
+            self._exchange(rank, successor)
             slot.baton.acquire()
         slot.state, slot.waits_for = _State.READY, None
         self.check()
@@ -157,8 +169,7 @@ class Lockstep:
 
     def rank_of_this_thread(self) -> int | None:
         """Returns the rank whose thread calls this, or None in any other thread."""
-        here = threading.current_thread()
-        return next((rank for rank, slot in enumerate(self._ranks) if slot.thread is here), None)
+        return getattr(self._here, "rank", None)
 
     def waits_for(self, rank: int) -> Wait | None:
         """Returns what a rank waits for, or None if it is not blocked."""
@@ -166,7 +177,7 @@ class Lockstep:
 
     def _serve(self, rank: int) -> None:
         torch.autograd.set_multithreading_enabled(False)
-        slot = self._ranks[rank]
+        slot, self._here.rank = self._ranks[rank], rank
         while True:
             slot.baton.acquire()
             if self._body is None:
@@ -187,7 +198,7 @@ class Lockstep:
         """Passes the baton on from a rank that is done, or ends the run if all are."""
         successor = self._successor(rank)
         if successor is not None:
-            self._hand_to(successor)
+            self._exchange(rank, successor)
         elif all(slot.state is _State.DONE for slot in self._ranks):
             self._driver.release()
         else:
@@ -205,6 +216,11 @@ class Lockstep:
             if state is _State.READY or (state is _State.BLOCKED and self.failure is not None):
                 return candidate
         return None
+
+    def _exchange(self, rank: int, successor: int) -> None:
+        """Passes the baton on, with the state of the process as the successor left it."""
+        self._ranks[rank].shared = self._ranks[successor].shared.restore()
+        self._hand_to(successor)
 
     def _hand_to(self, rank: int) -> None:
         self.current = rank
@@ -234,7 +250,8 @@ class Lockstep:
         self.fail(failure)
         self.dead = True
         for slot in self._ranks:
-            slot.baton.release()
+            with suppress(RuntimeError):  # it has just got the baton from a rank that went on after all
+                slot.baton.release()
 
     def _interrupt(self, timeout: float) -> None:
         """Fails the run because a rank has held the baton for too long.
@@ -255,6 +272,13 @@ class Lockstep:
         if not self._driver.acquire(timeout=1.0):
             assert self.failure is not None
             self._give_up(self.failure)
+
+
+def _taken() -> threading.Lock:
+    """Returns a lock for one thread to wait for and another to release: half a semaphore's time."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
 
 
 def _as_failure(error: BaseException, rank: int) -> BaseException:

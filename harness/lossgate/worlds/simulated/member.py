@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's membership of a group: its identity, its calls, and who may use the object."""
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -83,6 +84,7 @@ class Member(dist.ProcessGroup):
         Returns:
             The member, or None if this rank is not in the new group.
         """
+        self._check_owner("new_group")
         return self._spawn(tuple(ranks), group_name, group_desc)
 
     @property
@@ -111,10 +113,19 @@ class Member(dist.ProcessGroup):
         self._check_owner(name)
         call = Call(self._global_rank, name, agreed, shown, inputs, outputs, splits, site=call_site())
         if opts is not None and getattr(opts, "asyncOp", False):
-            return SimulatedWork(post_in_flight(self.rendezvous, call, complete))
+            return self._work(name, post_in_flight(self.rendezvous, call, complete))
         self.rendezvous.post(call, complete)
         self.rendezvous.wait(call)
         return SimulatedWork()
+
+    def _work(self, name: str, wait: Callable[[], None]) -> SimulatedWork:
+        """Returns the handle of a call. Only the thread of this member's rank may wait on it."""
+
+        def wait_here() -> None:
+            self._check_owner(f"wait() of {name}")
+            wait()
+
+        return SimulatedWork(wait_here)
 
     def _reducer(self, op: Any) -> Reduce:
         """Returns the function that reduces by ``op`` in the order of the run."""
@@ -126,8 +137,21 @@ class Member(dist.ProcessGroup):
         return reduce
 
     def _check_owner(self, name: str) -> None:
-        """Raises ``CollectiveMisuse`` unless the thread of this member's rank is running."""
+        """Raises ``CollectiveMisuse`` unless the thread of this member's rank is running.
+
+        In a thread that the kernel has started itself, this is a failure of the run as well: the
+        exception may end with its thread, and the rank go on.
+        """
+        lockstep = self.rendezvous.communicator.lockstep
         current = self.rendezvous.communicator.running_rank()
+        if current is None and lockstep.running:
+            misuse = CollectiveMisuse(
+                f"rank {self._global_rank} called {name} on {self.rendezvous} from the helper thread "
+                f"{threading.current_thread().name!r}; make the call in the thread in which the kernel was called: "
+                f"calls of several threads have no order that all ranks share  [{call_site()}]"
+            )
+            lockstep.fail(misuse)
+            raise misuse
         if current is None:
             raise CollectiveMisuse(f"{name} on {self.rendezvous} outside of its world's run")
         if current != self._global_rank:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Point-to-point messages: sends are buffered, and receives get them in the order of the sends."""
+"""Point-to-point messages: a send waits for its receive, and receives get messages in order.
+
+Real libraries may buffer a send, or not. A kernel that needs no buffer works with all of them.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,28 +15,24 @@ from lossgate.worlds.simulated.calls import show
 from lossgate.worlds.simulated.communicator import Communicator, Logged, Mailbox, Route
 from lossgate.worlds.simulated.in_flight import poison
 from lossgate.worlds.simulated.rendezvous import Rendezvous
+from lossgate.worlds.simulated.watch import Watch
 
 
 @dataclass
-class _Delivery:
-    """A rank's wait for a message."""
+class _Pending:
+    """A rank's wait for the other side of a message."""
 
     shown: str
     mailbox: Mailbox
-    number: int
+    met: Callable[[], bool]
+    """Returns whether the other side has posted."""
 
     def describe(self) -> str:
         return self.shown
 
-    @property
-    def arrived(self) -> bool:
-        return len(self.mailbox.sent) > self.number
 
-
-def send(rendezvous: Rendezvous, me: int, tensor: Tensor, to: int, tag: int, site: str) -> None:
-    """Sends a copy of a tensor and returns at once.
-
-    ``check_mail`` reports a message that nobody receives.
+def send(rendezvous: Rendezvous, me: int, tensor: Tensor, to: int, tag: int, site: str) -> Callable[[], None]:
+    """Posts a send and returns at once. The message is a copy of the tensor.
 
     Args:
         rendezvous: the meeting point of the group.
@@ -43,19 +42,32 @@ def send(rendezvous: Rendezvous, me: int, tensor: Tensor, to: int, tag: int, sit
         tag: a message is received only under the tag under which it was sent.
         site: the line of the kernel that sends.
 
+    Returns:
+        The wait, to be called once. It blocks until the receive is posted, and raises
+        ``CollectiveMisuse`` if the tensor changed meanwhile.
+
     Raises:
         Unwind: the run has failed elsewhere.
     """
     communicator = rendezvous.communicator
     communicator.lockstep.check()
     mailbox = communicator.mail.setdefault(Route(id(rendezvous), me, to, tag), Mailbox())
-    mailbox.sent.append((tensor.detach().clone(), f"{show(tensor)} to rank {to} on {rendezvous}, tag {tag}  [{site}]"))
+    number, shown = len(mailbox.sent), f"send({show(tensor)}) to rank {to} on {rendezvous}, tag {tag}"
+    mailbox.sent.append(tensor.detach().clone())
+    mailbox.unwaited_sends[number] = f"{shown}  [{site}]"
     communicator.log.append(
         Logged(me, str(rendezvous), "send", f"{show(tensor)} to rank {to}", tensor.numel() * tensor.element_size())
     )
-    wait = communicator.lockstep.waits_for(to)
-    if isinstance(wait, _Delivery) and wait.mailbox is mailbox and wait.arrived:
-        communicator.lockstep.unblock(to)
+    watch = Watch([tensor])
+    _wake(communicator, to, mailbox)
+
+    def finish() -> None:
+        del mailbox.unwaited_sends[number]
+        _check_unwritten(watch, me, shown, site)
+        waits = f"in {shown}, waits for its receive  [{site}]"
+        _wait(communicator, _Pending(waits, mailbox, lambda: mailbox.received > number))
+
+    return finish
 
 
 def receive(rendezvous: Rendezvous, me: int, tensor: Tensor, source: int, tag: int, site: str) -> Callable[[], None]:
@@ -70,8 +82,9 @@ def receive(rendezvous: Rendezvous, me: int, tensor: Tensor, source: int, tag: i
         site: the line of the kernel that receives.
 
     Returns:
-        The wait, to be called once. It blocks until the message is there, and raises
-        ``CollectiveMismatch`` if the message differs from the tensor in shape or dtype.
+        The wait, to be called once. It blocks until the message is there. It raises
+        ``CollectiveMisuse`` if the rank wrote to the tensor meanwhile, and ``CollectiveMismatch``
+        if the message differs from the tensor in shape or dtype.
 
     Raises:
         Unwind: the run has failed elsewhere.
@@ -79,19 +92,19 @@ def receive(rendezvous: Rendezvous, me: int, tensor: Tensor, source: int, tag: i
     communicator = rendezvous.communicator
     communicator.lockstep.check()
     mailbox = communicator.mail.setdefault(Route(id(rendezvous), source, me, tag), Mailbox())
-    delivery = _Delivery(
-        f"in recv({show(tensor)}) from rank {source} on {rendezvous}, tag {tag}  [{site}]", mailbox, mailbox.received
-    )
-    mailbox.unwaited[mailbox.received] = delivery.shown
+    number, shown = mailbox.received, f"recv({show(tensor)}) from rank {source} on {rendezvous}, tag {tag}"
     mailbox.received += 1
+    mailbox.unwaited_receives[number] = f"{shown}  [{site}]"
     with torch.no_grad():
         poison(tensor.detach())
+    watch = Watch([tensor])
+    _wake(communicator, source, mailbox)
 
     def finish() -> None:
-        del mailbox.unwaited[delivery.number]
-        while not delivery.arrived:
-            communicator.lockstep.block(delivery)
-        message, _ = mailbox.sent[delivery.number]
+        del mailbox.unwaited_receives[number]
+        _check_unwritten(watch, me, shown, site)
+        _wait(communicator, _Pending(f"in {shown}  [{site}]", mailbox, lambda: len(mailbox.sent) > number))
+        message = mailbox.sent[number]
         if (message.shape, message.dtype) != (tensor.shape, tensor.dtype):
             raise CollectiveMismatch(f"rank {me} receives {show(tensor)}, rank {source} sent {show(message)}  [{site}]")
         with torch.no_grad():
@@ -101,16 +114,37 @@ def receive(rendezvous: Rendezvous, me: int, tensor: Tensor, source: int, tag: i
 
 
 def check_mail(communicator: Communicator) -> None:
-    """Checks at the end of a run that every message was received and every receive was waited for.
+    """Checks at the end of a run that every message was received and every call was waited for.
 
     Raises:
-        CollectiveMisuse: a rank posted a receive and returned without ``wait()``.
-        CollectiveMismatch: a rank sent a message that no rank received.
+        CollectiveMisuse: a rank posted a send or a receive and returned without ``wait()``.
+        CollectiveMismatch: such a send was never received.
     """
     for route, mailbox in communicator.mail.items():
-        for shown in mailbox.unwaited.values():
-            raise CollectiveMisuse(f"rank {route.to} returned without wait() on {shown.removeprefix('in ')}")
-        if len(mailbox.sent) > mailbox.received:
-            raise CollectiveMismatch(
-                f"rank {route.source} sent what rank {route.to} never received: {mailbox.sent[mailbox.received][1]}"
-            )
+        for shown in mailbox.unwaited_receives.values():
+            raise CollectiveMisuse(f"rank {route.to} returned without wait() on {shown}")
+        for number, shown in mailbox.unwaited_sends.items():
+            if number >= mailbox.received:
+                raise CollectiveMismatch(f"rank {route.source} sent what rank {route.to} never received: {shown}")
+            raise CollectiveMisuse(f"rank {route.source} returned without wait() on {shown}")
+
+
+def _wait(communicator: Communicator, pending: _Pending) -> None:
+    while not pending.met():
+        communicator.lockstep.block(pending)
+
+
+def _wake(communicator: Communicator, rank: int, mailbox: Mailbox) -> None:
+    """Lets a rank go on that waits for what has just come to the mailbox."""
+    wait = communicator.lockstep.waits_for(rank)
+    if isinstance(wait, _Pending) and wait.mailbox is mailbox and wait.met():
+        communicator.lockstep.unblock(rank)
+
+
+def _check_unwritten(watch: Watch, me: int, shown: str, site: str) -> None:
+    """Raises ``CollectiveMisuse`` if the rank wrote to the tensor of its message in flight."""
+    if watch.written() is not None:
+        raise CollectiveMisuse(
+            f"rank {me}: the tensor of {shown} was changed before wait(); "
+            f"call wait() first, or use another tensor  [{site}]"
+        )

@@ -3,6 +3,8 @@
 
 import itertools
 import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -13,11 +15,16 @@ _DEVICES = ("cpu", "cuda")
 _BACKENDS = ",".join(f"{device}:{BACKEND}" for device in _DEVICES)
 _of_thread = threading.local()
 """The default group and the count of groups of each rank thread."""
+_of_running_rank: list[Callable[[], dist.ProcessGroup | None]] = []
+"""For each run under way, what returns the default group of the rank that holds the baton."""
 _serial = itertools.count()
 
 
 class _ThreadAwareWorld(c10d._World):
     """The state of c10d, in which each rank thread has its own default group and count of groups.
+
+    A thread that a kernel starts finds the default group of the running rank, whose members then
+    report what it calls.
 
     The other registries are shared by all threads. Functional collectives find a group there by its
     name, so names must differ between ranks. Torch makes a name from the count of groups.
@@ -29,7 +36,8 @@ class _ThreadAwareWorld(c10d._World):
 
     @property
     def default_pg(self) -> Any:
-        return getattr(_of_thread, "default_group", None) or self._real.default_pg
+        group = getattr(_of_thread, "default_group", None) or self._real.default_pg
+        return group or (_of_running_rank[-1]() if _of_running_rank else None)
 
     @default_pg.setter
     def default_pg(self, value: Any) -> None:
@@ -66,6 +74,20 @@ def enter_rank_thread(default_group: dist.ProcessGroup) -> None:
     """
     _of_thread.default_group = default_group
     _of_thread.group_count = next(_serial) * 1_000_000
+
+
+@contextmanager
+def helper_threads_find(default_group: Callable[[], dist.ProcessGroup | None]) -> Generator[None]:
+    """During a run, gives threads that are no rank's a default group.
+
+    Args:
+        default_group: returns that of the running rank, or None if it has not entered yet.
+    """
+    _of_running_rank.append(default_group)
+    try:
+        yield
+    finally:
+        _of_running_rank.remove(default_group)
 
 
 def register(group: dist.ProcessGroup, name: str, ranks: tuple[int, ...], store: dist.Store) -> None:

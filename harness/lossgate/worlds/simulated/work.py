@@ -32,7 +32,7 @@ class SimulatedWork(_WorkBase):  # type: ignore[misc]
             True.
 
         Raises:
-            CollectiveMisuse: an input of the collective changed before this call.
+            CollectiveMisuse: a tensor of the collective or message changed before this call.
             CollectiveMismatch: the message differs from the tensor in shape or dtype.
             Unwind: the run fails, here or on another rank.
         """

@@ -10,12 +10,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lossgate.layout import AXES, Layout
 from lossgate.problems.problem import ReductionOrder
-from lossgate.worlds.base import CollectiveMisuse, RankContext, T, Task
+from lossgate.worlds.base import CollectiveMisuse, RankContext, StateLeak, T, Task
+from lossgate.worlds.process_state import ProcessState, ThreadState
 from lossgate.worlds.simulated.communicator import Communicator, Logged
 from lossgate.worlds.simulated.group import SimulatedGroup
 from lossgate.worlds.simulated.lockstep import Lockstep
 from lossgate.worlds.simulated.messages import check_mail
-from lossgate.worlds.simulated.registry import enter_rank_thread, forget, install, register
+from lossgate.worlds.simulated.registry import (
+    enter_rank_thread,
+    forget,
+    helper_threads_find,
+    install,
+    register,
+)
 from lossgate.worlds.simulated.rendezvous import Rendezvous
 
 _serial = itertools.count()
@@ -91,6 +98,7 @@ class _Ranks:
         self._spawned: dict[Any, int] = {}
         self._spawned_at_start = 0
         self._contexts: list[RankContext | None] = [None] * layout.ranks
+        self._default_groups: list[SimulatedGroup | None] = [None] * layout.ranks
         self.mesh = torch.arange(layout.ranks).view(layout.dp, layout.cp, layout.tp)
 
     def run(self, task: Task[T], order: ReductionOrder, seed: int, timeout: float) -> list[T]:
@@ -99,18 +107,32 @@ class _Ranks:
         self._spawned_at_start = sum(self._spawned.values())
         for rendezvous in self._rendezvous.values():
             rendezvous.reset()
+        process = ProcessState.capture()
+        changes: list[list[str]] = [[] for _ in range(self.layout.ranks)]
 
         def on_rank(rank: int) -> T:
             context = self._contexts[rank]
             if context is None:
                 context = self._contexts[rank] = self._enter(rank)
-            result = task(context)
+            thread = ThreadState.capture()
+            try:
+                result = task(context)
+                changes[rank] = [*process.shared.changes(), *thread.changes()]
+            finally:
+                thread.restore()
             if left := [str(call) for call in communicator.in_flight if call.rank == rank]:
                 raise CollectiveMisuse(f"rank {rank} returned without wait() on {', '.join(left)}")
             return result
 
-        results = self.lockstep.run(on_rank, timeout)
+        try:
+            with helper_threads_find(lambda: self._default_groups[self.lockstep.current]):
+                results = self.lockstep.run(on_rank, timeout)
+        finally:
+            process.restore()
         check_mail(communicator)
+        for rank, left in enumerate(changes):
+            if left:
+                raise StateLeak.of(rank, left)
         return results
 
     @property
@@ -130,7 +152,8 @@ class _Ranks:
     def _enter(self, rank: int) -> RankContext:
         """Joins the groups that every rank has. Called once in each rank thread."""
         everyone = tuple(range(self.layout.ranks))
-        enter_rank_thread(self._join(everyone, rank, "world", ("world",)))
+        self._default_groups[rank] = default = self._join(everyone, rank, "world", ("world",))
+        enter_rank_thread(default)
         per_axis: list[dist.ProcessGroup] = [
             self._join(self._ranks_along(rank, axis), rank, name, (name,)) for axis, name in enumerate(AXES)
         ]

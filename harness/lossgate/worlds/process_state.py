@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State that outlives a task in its process: what it left changed, in words, and how it was before.
+
+A world captures a ``ProcessState`` before each task and restores it afterwards. Ranks that are
+threads of one process have a ``ThreadState`` each, and exchange a ``SharedState`` whenever another
+of them goes on.
+
+NumPy's random numbers stay as a task leaves them: to read their state takes longer than all the
+rest. So do those of GPUs, and variables that compilers add to the environment.
+"""
+
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_C: Any = torch._C
+_OF_COMPILERS = ("TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_", "KMP_DUPLICATE_LIB_OK", "CUDA_HOME")
+"""What torch.compile adds to the environment, and reads again later."""
+_environment: dict[Any, Any] = getattr(os.environ, "_data")  # noqa: B009  as the system spells it: quick to compare
+_entered: list[Any] = []
+"""Guards of inference mode that were entered to restore it. To drop one would leave its mode."""
+
+
+class _Setting(NamedTuple):
+    name: str
+    """What a user writes to read it."""
+    get: Callable[[], Any]
+    set: Callable[[Any], object]
+
+
+@dataclass(frozen=True, eq=False)
+class SharedState:
+    """What all threads of a process share: settings of torch, the environment, random numbers."""
+
+    settings: tuple[Any, ...]
+    """The values of ``_SHARED``."""
+    environment: dict[Any, Any]
+    random: Tensor
+    """The state of torch's generator on the CPU. Drawing from it is no change to tell."""
+
+    @classmethod
+    def capture(cls) -> "SharedState":
+        return cls(_values(_SHARED), dict(_environment), torch.default_generator.get_state())
+
+    def changes(self) -> list[str]:
+        """Returns in words what differs now."""
+        variables = [] if self.environment == _environment else _environment_changes(self.environment)
+        return [*_changes(_SHARED, self.settings), *variables]
+
+    def restore(self) -> "SharedState":
+        """Sets everything that differs back, and returns the state of before."""
+        settings, environment = _values(_SHARED), self.environment
+        if environment != _environment:
+            environment = dict(_environment)
+            _restore_environment(self.environment)
+        before = SharedState(settings, environment, torch.default_generator.get_state())
+        if settings != self.settings:
+            _restore(_SHARED, self.settings)
+        torch.default_generator.set_state(self.random)
+        return before
+
+
+@dataclass(frozen=True, eq=False)
+class ThreadState:
+    """What each thread has of its own, such as whether gradients are recorded.
+
+    Capture, compare and restore it in the same thread.
+    """
+
+    settings: tuple[Any, ...]
+    """The values of ``_OF_THREAD``."""
+
+    @classmethod
+    def capture(cls) -> "ThreadState":
+        return cls(_values(_OF_THREAD))
+
+    def changes(self) -> list[str]:
+        """Returns in words what differs now."""
+        return list(_changes(_OF_THREAD, self.settings))
+
+    def restore(self) -> None:
+        """Sets everything that differs back."""
+        _restore(_OF_THREAD, self.settings)
+
+
+@dataclass(frozen=True, eq=False)
+class ProcessState:
+    """All state of the process, and of the thread that captures it."""
+
+    shared: SharedState
+    of_thread: ThreadState
+    random: tuple[Any, ...]
+    """The state of Python's generator. Ranks that are threads share it: it is slow to exchange."""
+
+    @classmethod
+    def capture(cls) -> "ProcessState":
+        return cls(SharedState.capture(), ThreadState.capture(), random.getstate())
+
+    def changes(self) -> list[str]:
+        """Returns in words what differs now, random numbers aside.
+
+        Each text fits after "left", such as ``torch.get_default_dtype() at torch.float64 (it was
+        torch.float32)``.
+        """
+        return [*self.shared.changes(), *self.of_thread.changes()]
+
+    def restore(self) -> None:
+        """Sets everything that differs back, in the thread that captured it."""
+        self.shared.restore()
+        self.of_thread.restore()
+        random.setstate(self.random)
+
+
+def _values(settings: Sequence[_Setting]) -> tuple[Any, ...]:
+    return tuple([get() for _, get, _ in settings])
+
+
+def _changes(settings: Sequence[_Setting], old: tuple[Any, ...]) -> Iterator[str]:
+    for setting, was in zip(settings, old, strict=True):
+        if (now := setting.get()) != was:
+            yield f"{setting.name} at {now!r} (it was {was!r})"
+
+
+def _restore(settings: Sequence[_Setting], values: tuple[Any, ...]) -> None:
+    for setting, value in zip(settings, values, strict=True):
+        if setting.get() != value:  # asked here, because one setting can change others
+            setting.set(value)
+
+
+def _different_variables(old: dict[Any, Any]) -> Iterator[tuple[str, str | None, str | None]]:
+    """Yields the variables that differ from the old ones: name, old value, and value now."""
+    for key in old | _environment:
+        was, now = (os.fsdecode(e[key]) if key in e else None for e in (old, _environment))
+        name = os.fsdecode(key)
+        if was != now and not (was is None and name.startswith(_OF_COMPILERS)):
+            yield name, was, now
+
+
+def _environment_changes(old: dict[Any, Any]) -> Iterator[str]:
+    for name, was, now in _different_variables(old):
+        yield f"os.environ.get({name!r}) at {now!r} (it was {was!r})"
+
+
+def _restore_environment(old: dict[Any, Any]) -> None:
+    for name, was, _ in list(_different_variables(old)):
+        if was is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = was
+
+
+def _set_deterministic(enabled: bool) -> None:
+    torch.use_deterministic_algorithms(enabled, warn_only=torch.is_deterministic_algorithms_warn_only_enabled())
+
+
+def _set_warn_only(warn_only: bool) -> None:
+    torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=warn_only)
+
+
+class MixedPrecision(NamedTuple):
+    """The precisions of float32 products, if a kernel has set one by its new name.
+
+    Torch then refuses to read ``torch.get_float32_matmul_precision()``.
+    """
+
+    all: str
+    cuda: str
+    mkldnn: str
+
+
+_PRECISIONS = (("generic", "all"), ("cuda", "matmul"), ("mkldnn", "matmul"))
+"""Backends and operators of ``MixedPrecision``. The first comes first: it sets the others too."""
+
+
+def _matmul_precision() -> str | MixedPrecision:
+    try:
+        return _C._get_float32_matmul_precision()
+    except RuntimeError:
+        return MixedPrecision(*[_C._get_fp32_precision_getter(*operator) for operator in _PRECISIONS])
+
+
+def _set_matmul_precision(value: str | MixedPrecision) -> None:
+    by_new_names = value if isinstance(value, MixedPrecision) else MixedPrecision("none", "none", "none")
+    for operator, precision in zip(_PRECISIONS, by_new_names, strict=True):
+        _C._set_fp32_precision_setter(*operator, precision)
+    if isinstance(value, str):
+        torch.set_float32_matmul_precision(value)
+
+
+def _cudnn_tf32() -> bool | None:
+    try:
+        return _C._get_cudnn_allow_tf32()
+    except RuntimeError:  # convolutions differ from recurrent layers, by their new names
+        return None
+
+
+def _set_cudnn_tf32(allow: bool | None) -> None:
+    if allow is not None:
+        _C._set_cudnn_allow_tf32(allow)
+
+
+def _reduced(name: str, get: Callable[[], tuple[bool, bool]], set_: Callable[[bool, bool], object]) -> _Setting:
+    return _Setting(name, get, lambda values: set_(*values))
+
+
+def _set_inference_mode(enabled: bool) -> None:
+    guard = _C._InferenceMode(enabled)
+    guard.__enter__()
+    _entered.append(guard)
+
+
+def _default_device() -> torch.device | None:
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return context.device if context is not None else None
+
+
+def _autocast(device: str) -> tuple[_Setting, _Setting]:
+    return (
+        _Setting(
+            f"torch.is_autocast_enabled({device!r})",
+            partial(torch.is_autocast_enabled, device),
+            partial(torch.set_autocast_enabled, device),
+        ),
+        _Setting(
+            f"torch.get_autocast_dtype({device!r})",
+            partial(torch.get_autocast_dtype, device),
+            partial(torch.set_autocast_dtype, device),
+        ),
+    )
+
+
+_SHARED = (
+    _Setting("torch.get_default_dtype()", torch.get_default_dtype, torch.set_default_dtype),
+    _Setting("torch.are_deterministic_algorithms_enabled()", _C._get_deterministic_algorithms, _set_deterministic),
+    _Setting(
+        "torch.is_deterministic_algorithms_warn_only_enabled()",
+        _C._get_deterministic_algorithms_warn_only,
+        _set_warn_only,
+    ),
+    _Setting("torch.get_float32_matmul_precision()", _matmul_precision, _set_matmul_precision),
+    _reduced(
+        "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+        _C._get_cublas_allow_bf16_reduced_precision_reduction,
+        _C._set_cublas_allow_bf16_reduced_precision_reduction,
+    ),
+    _reduced(
+        "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+        _C._get_cublas_allow_fp16_reduced_precision_reduction,
+        _C._set_cublas_allow_fp16_reduced_precision_reduction,
+    ),
+    _Setting("torch.backends.cudnn.allow_tf32", _cudnn_tf32, _set_cudnn_tf32),
+    _Setting("torch.backends.cudnn.enabled", _C._get_cudnn_enabled, _C._set_cudnn_enabled),
+    _Setting("torch.backends.cudnn.benchmark", _C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
+    _Setting("torch.backends.cudnn.deterministic", _C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
+    _Setting("torch.backends.mkldnn.enabled", _C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
+)
+
+_OF_THREAD = (
+    _Setting("torch.is_inference_mode_enabled()", torch.is_inference_mode_enabled, _set_inference_mode),
+    _Setting("torch.is_grad_enabled()", torch.is_grad_enabled, torch.set_grad_enabled),  # after inference mode sets it
+    *_autocast("cpu"),
+    *_autocast("cuda"),
+    _Setting("torch.is_autocast_cache_enabled()", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    _Setting("torch.get_default_device()", _default_device, torch.set_default_device),
+    _Setting("torch.get_num_threads()", torch.get_num_threads, torch.set_num_threads),
+    _Setting(
+        "torch.autograd.set_multithreading_enabled", _C._is_multithreading_enabled, _C._set_multithreading_enabled
+    ),
+)
