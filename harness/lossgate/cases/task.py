@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every rank is asked to do: run a candidate, forward and backward, on its shard."""
+"""What every rank is asked to do: run a candidate, forward and backward, on its shard.
+
+It does so on the device of its rank. Problems are made, and results returned, on the CPU.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,15 +43,20 @@ class RankTask:
         Raises:
             CandidateError: if it breaks its declared interface.
         """
-        candidate, batch = self.candidate, self.placed.batch
+        candidate, batch, rank, device = self.candidate, self.placed.batch, context.rank, context.device
         dims = candidate.starts_at.leaves
-        leaves = {name: batch.local_leaf(name, dims[name], context.rank).requires_grad_() for name in batch.leaves}
+        leaves = {name: batch.local_leaf(name, dims[name], rank).to(device).requires_grad_() for name in batch.leaves}
         absent = dict.fromkeys(set(dims) - set(leaves))
-        local = candidate.spec.inputs[candidate.head](**batch.local_fields(context.rank), **leaves, **absent)
+        fields = {
+            name: value.to(device) if isinstance(value, Tensor) else value
+            for name, value in batch.local_fields(rank).items()
+        }
+        local = candidate.spec.inputs[candidate.head](**fields, **leaves, **absent)
         returned = candidate(local, self.placed.bound.bound_spec.options, context.mesh)
-        outputs = check_returned(returned, candidate, batch, context.rank)
-        _backward(outputs, batch, context.rank)
-        return _collect(outputs, candidate, leaves)
+        outputs = check_returned(returned, candidate, batch, rank)
+        _backward(outputs, batch, context)
+        found = _collect(outputs, candidate, leaves)
+        return {output: None if tensor is None else tensor.cpu() for output, tensor in found.items()}
 
 
 def _unpickle(candidate: Candidate, problem: str) -> RankTask:
@@ -67,12 +75,13 @@ def _collect(outputs: Outputs, candidate: Candidate, leaves: Mapping[str, Tensor
     return local
 
 
-def _backward(outputs: Outputs, batch: GlobalBatch, rank: int) -> None:
+def _backward(outputs: Outputs, batch: GlobalBatch, context: RankContext) -> None:
     roots: list[Tensor] = []
     upstream: list[Tensor] = []
     for name, cotangent in batch.cotangents.items():
         root: Tensor | None = getattr(outputs, name)
         if root is not None:
             roots.append(root)
-            upstream.append(batch.partition.shard(cotangent, RETURNED[name].dims, rank).to(root.dtype))
+            own = batch.partition.shard(cotangent, RETURNED[name].dims, context.rank)
+            upstream.append(own.to(context.device, root.dtype))
     torch.autograd.backward(roots, upstream)
