@@ -58,7 +58,13 @@ from lossgate.engine.settings import PROFILES, Settings
 from lossgate.losses import SPECS
 from lossgate.worlds import RankContext, SimulatedWorld
 
-CANDIDATES = Path(__file__).parents[1] / "ci/candidates"
+ROOT = Path(__file__).parents[1]
+TARGETS = [
+    str(ROOT / "ci/candidates/ours.py"),
+    str(ROOT / "ci/candidates/pytorch.py"),
+    *([str(ROOT / "examples/triton_cross_entropy.py")] if sys.platform == "linux" else []),
+]
+"""What ``ci/verify`` verifies."""
 RANKS, TOKENS, WIDTH, VOCAB = 4, 64, 48, 304
 
 
@@ -214,8 +220,8 @@ PARTS: Sequence[tuple[Any, str, str]] = (
 
 
 def verified() -> list[Candidate]:
-    """Returns what ``ci/verify`` verifies."""
-    return [candidate for name in ("ours", "pytorch") for candidate in load_candidates(str(CANDIDATES / f"{name}.py"))]
+    """Returns the candidates that ``ci/verify`` verifies."""
+    return [candidate for target in TARGETS for candidate in load_candidates(target)]
 
 
 def adopt_orphans() -> None:
@@ -237,11 +243,7 @@ def wait_for_children() -> None:
 
 def measure_whole(arguments: Sequence[str]) -> None:
     """Runs what ``ci/verify`` runs; prints its CPU seconds and when its first verdict came."""
-    command = [
-        Path(sys.executable).with_name("lossgate"),
-        "verify",
-        *(str(CANDIDATES / f"{n}.py") for n in ("ours", "pytorch")),
-    ]
+    command = [Path(sys.executable).with_name("lossgate"), "verify", *TARGETS]
     adopt_orphans()
     before, start, first = getrusage(RUSAGE_CHILDREN), perf_counter(), 0.0
     with subprocess.Popen([*command, "--profile", "ci", *arguments], stdout=subprocess.PIPE, text=True) as process:

@@ -56,6 +56,9 @@ class Pack:
         the padded lengths are known, pass them as the true ones. ``real`` is then true everywhere,
         and masks must exclude padding.
 
+        The lengths are read on the host, which waits there for the device: they are checked, and
+        decide how many tokens this rank has. Nothing else of a pack waits, so make it once.
+
         Args:
             cu_seqlens: ``[sequences + 1]`` integers, the true lengths added up from 0.
             cu_seqlens_padded: ``[sequences + 1]`` integers, the padded lengths added up from 0; the
@@ -163,10 +166,8 @@ class Pack:
         Raises:
             ValueError: ``whole`` is not as long as the padded pack.
         """
-        if len(whole) != int(self.cu_seqlens_padded[-1]):
-            raise ValueError(
-                f"whole {list(whole.shape)}: expected the {int(self.cu_seqlens_padded[-1])} tokens of the padded pack"
-            )
+        if len(whole) != self._padded_tokens:
+            raise ValueError(f"whole {list(whole.shape)}: expected the {self._padded_tokens} tokens of the padded pack")
         return whole[self.index]
 
     def gather(self, local: Tensor, cp_group: dist.ProcessGroup | None) -> Tensor:
@@ -203,12 +204,22 @@ class Pack:
         return _Gather.apply(local, self.index, self._order, cp_group)  # type: ignore[return-value]
 
     @property
+    def _padded_tokens(self) -> int:
+        """Length of the padded pack, known without reading ``cu_seqlens_padded`` on the host."""
+        return len(self.index) * self.cp
+
+    def _whole(self) -> tuple[Tensor, Tensor]:
+        """Returns the sequence of each token of the padded pack, and its position there."""
+        lengths = self.cu_seqlens_padded.diff()
+        numbers = torch.arange(self.sequences, device=lengths.device)
+        of = torch.repeat_interleave(numbers, lengths, output_size=self._padded_tokens)
+        return of, torch.arange(self._padded_tokens, device=lengths.device) - self.cu_seqlens_padded[:-1][of]
+
+    @property
     def _order(self) -> Tensor:
         """Index of each token of the padded pack in the concatenation of all ranks' tokens."""
-        lengths = self.cu_seqlens_padded.diff()
-        of = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
-        position = torch.arange(len(of), device=lengths.device) - self.cu_seqlens_padded[:-1][of]
-        piece = (lengths // (2 * self.cp))[of]
+        of, position = self._whole()
+        piece = (self.cu_seqlens_padded.diff() // (2 * self.cp))[of]
         number = position // piece.clamp(min=1)
         rank = torch.minimum(number, 2 * self.cp - 1 - number)
         local = (
@@ -235,12 +246,12 @@ class Pack:
         Collectives:
             Those of ``gather``.
         """
-        lengths = self.cu_seqlens_padded.diff()
         whole = self.gather(torch.where(self.real, local, 0), cp_group)
-        of = torch.repeat_interleave(torch.arange(self.sequences, device=lengths.device), lengths)
-        position = torch.arange(len(of), device=lengths.device) - self.cu_seqlens_padded[:-1][of]
-        inside = position < width
-        return whole.new_zeros(self.sequences, width).index_put((of[inside], position[inside]), whole[inside])
+        of, position = self._whole()
+        # Positions beyond the width share a column that is cut off: to leave them out by a mask,
+        # the host would have to count them.
+        columns = position.clamp(max=width)
+        return whole.new_zeros(self.sequences, width + 1).index_put((of, columns), whole)[:, :width].contiguous()
 
 
 class _Gather(torch.autograd.Function):
