@@ -7,9 +7,7 @@
 2. Its parts, in one process: drawing, batches, references, noise, ranks, comparing; the share of
    the candidates' own code, and how many different problems each candidate was tried on.
 3. A cold cell of each family, which draws its problems, and a warm one, which finds them drawn.
-4. Loss and gradients of a small example on the simulated ranks of tp=4, compared with the same
-   example on four gloo processes that are spawned for it, as distributed tests commonly do.
-5. Judging a problem, ensemble included, compared with running candidate and reference on it.
+4. Judging a problem, ensemble included, compared with running candidate and reference on it.
 """
 
 import argparse
@@ -26,18 +24,14 @@ from functools import cached_property, wraps
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
 from statistics import median
-from tempfile import TemporaryDirectory
 from threading import Lock
 from time import perf_counter, process_time, thread_time
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 
-from fused_losses import linear_cross_entropy
 from lossgate import Candidate, Layout, Problem
 from lossgate.adequacy import deck
 from lossgate.bank.cross_entropy import STYLES, make
@@ -56,7 +50,7 @@ from lossgate.engine.plan import layouts_of
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import PROFILES, Settings
 from lossgate.losses import SPECS
-from lossgate.worlds import RankContext, SimulatedWorld
+from lossgate.worlds import SimulatedWorld
 
 ROOT = Path(__file__).parents[1]
 TARGETS = [
@@ -65,32 +59,7 @@ TARGETS = [
     *([str(ROOT / "examples/triton_cross_entropy.py")] if sys.platform == "linux" else []),
 ]
 """What ``ci/verify`` verifies."""
-RANKS, TOKENS, WIDTH, VOCAB = 4, 64, 48, 304
-
-
-def example(rank: int, group: dist.ProcessGroup | None) -> None:
-    """Computes loss and gradients of one rank."""
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(TOKENS, WIDTH, generator=generator).requires_grad_()
-    weight = torch.randn(VOCAB, WIDTH, generator=generator)
-    labels = torch.randint(VOCAB, (TOKENS,), generator=generator)
-    rows = VOCAB // RANKS
-    local = weight[rank * rows : (rank + 1) * rows].clone().requires_grad_()
-    linear_cross_entropy(hidden, local, labels, vocab_start=rank * rows, tp_group=group).backward()
-
-
-def in_process(rank: int, store: str) -> None:
-    """Runs the example on one gloo process."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
-    example(rank, dist.group.WORLD)
-    dist.destroy_process_group()
-
-
-def spawn() -> None:
-    """Runs the example on processes that are spawned for it."""
-    with TemporaryDirectory() as folder:
-        mp.spawn(in_process, (str(Path(folder) / "store"),), nprocs=RANKS)
+TOKENS, WIDTH = 64, 48
 
 
 def seconds(call: Callable[[], object], repeats: int) -> float:
@@ -102,22 +71,6 @@ def seconds(call: Callable[[], object], repeats: int) -> float:
         call()
         times.append(perf_counter() - start)
     return median(times)
-
-
-def compare_worlds(spawns: int) -> None:
-    """Prints what the example takes on simulated ranks and on spawned processes."""
-    world = SimulatedWorld(Layout(tp=RANKS))
-
-    def on_rank(context: RankContext) -> None:
-        example(context.rank, context.mesh.get_group("tp"))
-
-    simulated = seconds(lambda: world.run(on_rank), 100)
-    world.close()
-    spawned = seconds(spawn, spawns)
-    print(
-        f"tp=4 example: simulated {1e3 * simulated:.1f} ms, four gloo processes spawned {spawned:.2f} s: "
-        f"1/{spawned / simulated:.0f}"
-    )
 
 
 def measure_judge(candidate: Candidate, dtype: str) -> None:
@@ -308,7 +261,6 @@ def measure_cells(settings: Settings) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--spawns", type=int, default=5, help="how often the gloo processes are spawned")
     parser.add_argument("--layout", action="append", default=[], help="only these layouts, in parts 1 and 2")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -316,7 +268,6 @@ def main() -> None:
     measure_whole([word for layout in arguments.layout for word in ("--layout", layout)])
     measure_cells(PROFILES["ci"])
     measure_parts(replace(PROFILES["ci"], layouts=tuple(arguments.layout)))
-    compare_worlds(arguments.spawns)
     fused_losses = verified()[0]
     for dtype, styles in STYLES.items():
         for candidate in (fused_losses, make(styles[1])):

@@ -2,7 +2,9 @@
 """What each world reports of faults, and that it serves the next task as if nothing had been."""
 
 import multiprocessing
+import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -30,6 +32,7 @@ REPORTS: Mapping[str, tuple[str, str]] = {
     "a missing call": ("Deadlock", "Deadlock"),
     "a return before the first call": ("Deadlock", "Deadlock"),
     "NaN under MAX": ("nothing", "nothing"),
+    "sends that cross": ("Deadlock", "Deadlock"),
     "an exception": ("RankRaised", "RankRaised"),
     "an endless loop": ("Hang", "Hang"),
 }
@@ -72,10 +75,27 @@ def test_what_is_reported(world: World, kind: str, fault: str) -> None:
         assert "distributed_tests/faults.py" in message
 
 
+def test_the_page_says_what_is_reported() -> None:
+    page = (Path(__file__).parents[1] / "docs/worlds.md").read_text()
+    rows = re.findall(r"^\| ([^|`]+) \| (\w+) \| (\w+) \|$", page, flags=re.MULTILINE)
+    assert {fault: (simulated, gloo) for fault, simulated, gloo in rows} == REPORTS
+
+
 def test_gloo_drops_nan_under_max_and_the_simulated_world_does_not() -> None:
     simulated, gloo = (make_world(name, LAYOUT).run(FAULTS["NaN under MAX"]) for name in ("simulated", "gloo"))
     assert all(bool(tensor.isnan().all()) for tensor in simulated)
     assert all(0 < int(tensor.isnan().sum()) < len(tensor) for tensor in gloo)
+
+
+@pytest.mark.parametrize(
+    "fault", ["another shape of the same size", "int32 in place of float32", "broadcast in place of all_reduce"]
+)
+def test_torch_checks_calls_if_asked(gloo: World, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    kind, message = report(gloo, FAULTS[fault])
+    close_pool()  # whose ranks would go on checking
+    assert kind == "RankRaised"
+    assert "mismatch" in message
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
