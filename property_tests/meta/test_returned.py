@@ -28,6 +28,7 @@ PROBLEM = Problem(spec="nll", head="hidden", dtype="float32", lengths=(3,), mask
         (lambda i: i.hidden.sum(0), "returned loss of shape [2]; expected []"),
         (lambda i: i.hidden.sum().bfloat16(), "returned loss in bfloat16; its Precision(loss=...) declares float32"),
         (lambda i: i.hidden.sum().detach(), "returned loss without a graph (detached?); it is declared differentiable"),
+        (lambda i: i.hidden.sum().to("meta"), "returned loss on meta; its inputs are on cpu"),
         (lambda i: Outputs(), "returned no loss; spec 'nll' requires it"),
         (lambda i: Outputs(loss=1.0), "returned loss as float; expected a tensor"),  # type: ignore[arg-type]
         (

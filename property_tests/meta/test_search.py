@@ -2,6 +2,7 @@
 """Tests of the search: it finds bugs, and makes the problem that shows one small."""
 
 import time
+from itertools import count
 
 import pytest
 import torch
@@ -68,6 +69,15 @@ def test_shrinking_stops_at_its_limit_with_the_smallest_problem_so_far() -> None
     assert found.failure is not None
     assert found.calls_after_failure == 6
     assert not found.failure.agrees
+
+
+def test_shrinking_stops_when_it_has_taken_as_long_as_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On processes each try at a deadlock takes seconds."""
+    clock = count(step=20)  # seconds
+    monkeypatch.setattr("lossgate.engine.search.monotonic", lambda: next(clock))
+    found = search(cross_entropy_with(STYLES["float32"][1], "temperature missing in backward"))
+    assert found.failure is not None
+    assert found.calls_after_failure <= 4  # of 20 seconds each, in a time-out of 60
 
 
 def test_the_smallest_failure_is_kept_whatever_was_tried_last() -> None:

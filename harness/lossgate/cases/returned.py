@@ -3,6 +3,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lossgate.declaration.candidate import Candidate, Outputs
@@ -13,12 +14,13 @@ from lossgate.specs.outputs import RETURNED
 from lossgate.spelling import nearest
 
 
-def check_returned(returned: Any, candidate: Candidate, batch: GlobalBatch, rank: int) -> Outputs:
+def check_returned(returned: Any, candidate: Candidate, batch: GlobalBatch, rank: int, device: torch.device) -> Outputs:
     """Returns the outputs of a rank.
 
     Raises:
-        CandidateError: if a type, shape or dtype is not as declared, an output is unknown to the
-            spec or required and missing, or an output that is declared differentiable has no graph.
+        CandidateError: if a type, shape, dtype or device is not as declared, an output is unknown
+            to the spec or required and missing, or an output that is declared differentiable has
+            no graph.
     """
     who = f"candidate {candidate.name!r} on rank {rank}"
     if isinstance(returned, Tensor):
@@ -27,7 +29,8 @@ def check_returned(returned: Any, candidate: Candidate, batch: GlobalBatch, rank
         raise CandidateError(
             f"{who} returned {type(returned).__name__}; expected lossgate.Outputs, or the loss as a tensor"
         )
-    expected = _values(returned, candidate, batch, rank, who) | _metrics(returned, candidate, who)
+    values = _values(returned, candidate, batch, rank, who)
+    expected = values | _metrics(returned, candidate, who)
     dtype = TORCH_DTYPES[candidate.precision[batch.dtype].loss]
     for name, (tensor, shape) in expected.items():
         if not isinstance(tensor, Tensor):
@@ -37,6 +40,8 @@ def check_returned(returned: Any, candidate: Candidate, batch: GlobalBatch, rank
         if tensor.dtype != dtype:
             got, want = (str(d).removeprefix("torch.") for d in (tensor.dtype, dtype))
             raise CandidateError(f"{who} returned {name} in {got}; its Precision(loss=...) declares {want}")
+        if name in values and tensor.device.type != device.type:
+            raise CandidateError(f"{who} returned {name} on {tensor.device.type}; its inputs are on {device.type}")
     _check_graphs(returned, candidate, who)
     return returned
 

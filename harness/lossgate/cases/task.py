@@ -50,7 +50,7 @@ class RankTask:
         }
         local = candidate.spec.inputs[candidate.head](**fields, **leaves, **absent)
         returned = candidate(local, candidate.spec.bind(self.options).options, context.mesh)
-        outputs = check_returned(returned, candidate, batch, rank)
+        outputs = check_returned(returned, candidate, batch, rank, device)
         _backward(outputs, batch, context)
         found = _collect(outputs, candidate, leaves)
         return {output: None if tensor is None else tensor.cpu() for output, tensor in found.items()}
