@@ -21,6 +21,8 @@ from lossgate.layout import Layout
 from lossgate.worlds import RankContext, World, make_world
 from lossgate.worlds.base import Hang, RankRaised, StateLeak
 from lossgate.worlds.pool import close_pool
+from lossgate.worlds.pool.pool import _pool
+from lossgate.worlds.processes.messages import Begun, Loaded, Met
 
 LAYOUT = Layout(cp=2, tp=2)
 
@@ -205,3 +207,14 @@ def test_what_a_task_leaves_changed_is_told_and_restored(gloo: World) -> None:
     with pytest.raises(StateLeak, match=r"^rank 2 left torch.get_default_dtype\(\) at torch.float64"):
         gloo.run(leak)
     assert gloo.run(lambda context: torch.get_default_dtype()) == [torch.float32] * 4
+
+
+def test_groups_that_could_not_be_made_are_tried_again(gloo: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lossgate.worlds.processes.conductor._PATIENCE", {Begun: 20.0, Met: 3.0, Loaded: 20.0})
+    gloo.run(healthy)
+    pool = _pool()
+    pool.part()
+    meeting = next(pool._numbers) + 1
+    Path(pool._folder.name, f"meeting{meeting}").write_bytes(b"\xff" * 100)  # which is no store
+    assert gloo.run(healthy) == [6.0] * 4
+    assert next(pool._numbers) > meeting + 1

@@ -11,7 +11,9 @@ from typing import Any, Protocol
 from lossgate.worlds.processes.messages import (
     WHERE,
     Assignment,
+    Begun,
     Loaded,
+    Met,
     Raised,
     Returned,
     Stop,
@@ -19,8 +21,9 @@ from lossgate.worlds.processes.messages import (
     Whereabouts,
 )
 
-_LOADING = 120.0
-"""Seconds in which ranks must have made their groups and loaded the task."""
+_PATIENCE: Mapping[type, float] = {Begun: 120.0, Met: 15.0, Loaded: 120.0}
+"""Seconds in which all ranks must have come so far, once all had done what comes before."""
+_STAGES = (Begun, Met, Loaded)
 _GRACE = 1.0
 """Seconds that other ranks have, once one has failed or has been told to stop."""
 _QUIET = 0.5
@@ -74,6 +77,9 @@ class Record:
     code: dict[int, Mapping[str, int]] = field(default_factory=dict)
     """By rank, for those that have loaded the task: a checksum of each module, unless installed."""
 
+    met: bool = False
+    """All ranks had made their groups. If not, no rank has run the task."""
+
     @property
     def failed(self) -> bool:
         return any(not isinstance(outcome, Returned) for outcome in self.outcomes.values())
@@ -106,7 +112,9 @@ class _Run:
     def __init__(self, ranks: Sequence[RankHandle], timeout: float) -> None:
         self._ranks = {handle.rank: handle for handle in ranks}
         self._record = Record(timeout)
-        self._deadline = time.monotonic() + _LOADING
+        self._stages: dict[int, int] = dict.fromkeys(self._ranks, 0)
+        """How many of the stages each rank has completed."""
+        self._deadline = time.monotonic() + _PATIENCE[Begun]
         self._last_seen: Mapping[int, Whereabouts | None] = {}
 
     def run(self, assignment: Assignment) -> Record:
@@ -149,11 +157,16 @@ class _Run:
                 self._note(handle.rank, message)
         return bool(ready)
 
-    def _note(self, rank: int, message: Loaded | Outcome) -> None:
-        if isinstance(message, Loaded):
-            self._record.code[rank] = message.code
-            if self._all_loaded:
-                self._deadline = time.monotonic() + self._record.timeout
+    def _note(self, rank: int, message: Begun | Met | Loaded | Outcome) -> None:
+        if isinstance(message, Begun | Met | Loaded):
+            if isinstance(message, Loaded):
+                self._record.code[rank] = message.code
+            before = min(self._stages.values())
+            self._stages[rank] += 1
+            if (now := min(self._stages.values())) > before and not self._record.failed:
+                self._record.met = now >= len((Begun, Met))
+                patience = _PATIENCE[_STAGES[now]] if now < len(_STAGES) else self._record.timeout
+                self._deadline = time.monotonic() + patience
             return
         self._record.outcomes[rank] = message
         if not isinstance(message, Returned):

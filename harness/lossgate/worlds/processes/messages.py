@@ -30,8 +30,18 @@ class Finish:
 
 
 @dataclass(frozen=True)
+class Begun:
+    """The rank has begun with the assignment."""
+
+
+@dataclass(frozen=True)
+class Met:
+    """The rank has made its groups, together with the others."""
+
+
+@dataclass(frozen=True)
 class Loaded:
-    """The rank has made its groups and loaded the task. Its time counts from here."""
+    """The rank has loaded the task. Its time counts from here."""
 
     code: Mapping[str, int]
     """A checksum of each module that it has loaded, unless installed."""

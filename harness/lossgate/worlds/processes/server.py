@@ -13,7 +13,7 @@ from lossgate.worlds.call_sites import raise_collective, raise_site, raise_stack
 from lossgate.worlds.process_state import ProcessState
 from lossgate.worlds.processes.code import loaded_code
 from lossgate.worlds.processes.groups import OpenStore, RankGroups
-from lossgate.worlds.processes.messages import Assignment, Finish, Loaded, Raised, Returned
+from lossgate.worlds.processes.messages import Assignment, Begun, Finish, Loaded, Met, Raised, Returned
 from lossgate.worlds.processes.watcher import StopTask, Watcher
 
 _LOST = ("Connection closed", "Connection reset", "Socket closed", "Broken pipe", "remote process exited")
@@ -51,7 +51,9 @@ def serve(rank: int, work: Connection, alarm: Connection, open_store: OpenStore,
 
 def _run(given: Assignment, groups: RankGroups, work: Connection) -> Returned | Raised:
     try:
+        work.send(Begun())
         context = groups.context(given)
+        work.send(Met())
         task = pickle.loads(given.task)
         work.send(Loaded(loaded_code()))
         return Returned(pickle.dumps(_result(task, context)), groups.calls())

@@ -17,6 +17,10 @@ from lossgate.worlds.processes.conductor import RankHandle, Record, conduct
 from lossgate.worlds.processes.messages import Assignment, Returned
 from lossgate.worlds.processes.outcomes import failure_of
 
+_MEETINGS = 3
+"""How often ranks try to make their groups. No task has begun then. Gloo now and then loses a
+connection that it is making, tries it again, and waits for ever."""
+
 
 class RankProcesses(ABC):
     """Processes that serve worlds of any layout, one after another."""
@@ -29,6 +33,19 @@ class RankProcesses(ABC):
 
     def run(self, task: bytes, layout: Layout, device: str, timeout: float) -> list[Any]:
         """Runs a pickled task on the first ranks. Raises what ``World.run`` raises."""
+        record = self._conduct(task, layout, device, timeout)
+        for _ in range(_MEETINGS - 1):
+            if record.met or not record.failed:
+                break
+            record = self._conduct(task, layout, device, timeout)
+        if drift := _drift(record):
+            raise UsageError(drift)
+        if failure := failure_of(record):
+            raise failure
+        outcomes = [record.outcomes[rank] for rank in range(layout.ranks)]
+        return [pickle.loads(outcome.result) for outcome in outcomes if isinstance(outcome, Returned)]
+
+    def _conduct(self, task: bytes, layout: Layout, device: str, timeout: float) -> Record:
         ranks, number = self.ranks(layout.ranks), next(self._numbers)
         if self._met != (layout.ranks, device):
             self._met, self._meeting = (layout.ranks, device), f"meeting{number}"
@@ -38,12 +55,7 @@ class RankProcesses(ABC):
         for handle in ranks:
             for line in handle.printed().splitlines():
                 print(f"[rank {handle.rank}] {line}")
-        if drift := _drift(record):
-            raise UsageError(drift)
-        if failure := failure_of(record):
-            raise failure
-        outcomes = [record.outcomes[rank] for rank in range(layout.ranks)]
-        return [pickle.loads(outcome.result) for outcome in outcomes if isinstance(outcome, Returned)]
+        return record
 
     def part(self) -> None:
         """Has the ranks of the next task make their groups anew."""
