@@ -76,9 +76,8 @@ class Record:
     """The ranks that had to be stopped all waited for one another."""
     code: dict[int, Mapping[str, int]] = field(default_factory=dict)
     """By rank, for those that have loaded the task: a checksum of each module, unless installed."""
-
     met: bool = False
-    """All ranks had made their groups. If not, no rank has run the task."""
+    """All ranks had made their groups."""
 
     @property
     def failed(self) -> bool:
@@ -163,8 +162,9 @@ class _Run:
                 self._record.code[rank] = message.code
             before = min(self._stages.values())
             self._stages[rank] += 1
-            if (now := min(self._stages.values())) > before and not self._record.failed:
-                self._record.met = now >= len((Begun, Met))
+            now = min(self._stages.values())
+            self._record.met = now >= _STAGES.index(Loaded)
+            if now > before and not self._record.failed:
                 patience = _PATIENCE[_STAGES[now]] if now < len(_STAGES) else self._record.timeout
                 self._deadline = time.monotonic() + patience
             return

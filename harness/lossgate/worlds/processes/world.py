@@ -18,8 +18,8 @@ from lossgate.worlds.processes.messages import Assignment, Returned
 from lossgate.worlds.processes.outcomes import failure_of
 
 _MEETINGS = 3
-"""How often ranks try to make their groups. No task has begun then. Gloo now and then loses a
-connection that it is making, tries it again, and waits for ever."""
+"""How often ranks try to make their groups. Gloo now and then loses a connection that it is making,
+tries it again, and waits for ever. No kernel is to blame for that."""
 
 
 class RankProcesses(ABC):
