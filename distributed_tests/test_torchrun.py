@@ -103,7 +103,7 @@ def test_without_the_world_torchrun_is_refused() -> None:
         "torchrun launched 2 processes, and each would verify everything in world 'simulated'; add --world torchrun"
     )
     assert done.stderr.count(message) == 1
-    assert done.stderr.count("exitcode  : 2 ") == 2
+    assert "exitcode  : 2 " in done.stderr  # of the first; torchrun may end the other
 
 
 def test_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:

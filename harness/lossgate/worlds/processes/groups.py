@@ -58,9 +58,10 @@ class RankGroups:
 
     def calls(self) -> dict[str, int]:
         """Returns how many calls this rank made on each group of several ranks, by its name."""
-        names = c10d._world.pg_names
+        names, kinds = c10d._world.pg_names, c10d._world.pg_map
         groups: list[tuple[Any, str]] = [*names.items()]  # torch's stub lacks the method below
-        return {name: group._get_sequence_number_for_group() for group, name in groups if group.size() > 1}
+        real = [(g, name) for g, name in groups if g.size() > 1 and kinds[g][0] in BACKENDS.values()]
+        return {name: group._get_sequence_number_for_group() for group, name in real}
 
     def discard(self) -> None:
         """Forgets all groups, also those that tasks made."""
