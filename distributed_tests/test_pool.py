@@ -19,7 +19,7 @@ from distributed_tests.faults import healthy
 from lossgate.errors import UsageError
 from lossgate.layout import Layout
 from lossgate.worlds import RankContext, World, make_world
-from lossgate.worlds.base import Hang, RankRaised, StateLeak
+from lossgate.worlds.base import Hang, RankRaised, StateLeak, WorldLost
 from lossgate.worlds.pool import close_pool
 from lossgate.worlds.pool.pool import _pool
 from lossgate.worlds.processes.messages import Begun, Loaded, Met
@@ -218,3 +218,16 @@ def test_groups_that_could_not_be_made_are_tried_again(gloo: World, monkeypatch:
     Path(pool._folder.name, f"meeting{meeting}").write_bytes(b"\xff" * 100)  # which is no store
     assert gloo.run(healthy) == [6.0] * 4
     assert next(pool._numbers) > meeting + 1
+
+
+def test_groups_that_cannot_be_made_are_no_failure_of_the_kernel(gloo: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lossgate.worlds.processes.conductor._PATIENCE", {Begun: 20.0, Met: 3.0, Loaded: 20.0})
+    monkeypatch.setattr("lossgate.worlds.processes.world._MEETINGS", 1)
+    gloo.run(healthy)
+    pool = _pool()
+    pool.part()
+    Path(pool._folder.name, f"meeting{next(pool._numbers) + 1}").write_bytes(b"\xff" * 100)
+    with pytest.raises(WorldLost, match=r"^the ranks could not make their groups in 1 tries; the last: "):
+        gloo.run(healthy)
+    monkeypatch.undo()
+    assert gloo.run(healthy) == [6.0] * 4

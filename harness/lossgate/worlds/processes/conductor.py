@@ -72,8 +72,6 @@ class Record:
     """By rank, in the order in which they came."""
     stuck: dict[int, Whereabouts | None] = field(default_factory=dict)
     """Where ranks were that had to be stopped. None if there was no answer."""
-    deadlocked: bool = False
-    """The ranks that had to be stopped all waited for one another."""
     code: dict[int, Mapping[str, int]] = field(default_factory=dict)
     """By rank, for those that have loaded the task: a checksum of each module, unless installed."""
     met: bool = False
@@ -132,10 +130,11 @@ class _Run:
         """Waits until all ranks have ended, until the deadline, or until they are in a deadlock."""
         while unfinished := [*self._unfinished()]:
             left = self._deadline - time.monotonic()
-            if left <= 0 or self._record.deadlocked:
+            if left <= 0:
                 return
-            if not self._receive(unfinished, min(left, _QUIET)) and self._all_loaded and not self._record.failed:
-                self._record.deadlocked = self._are_deadlocked(unfinished)
+            quiet = not self._receive(unfinished, min(left, _QUIET))
+            if quiet and self._all_loaded and not self._record.failed and self._are_deadlocked(unfinished):
+                return
 
     @property
     def _all_loaded(self) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What became of the ranks, told in words."""
+"""What became of the ranks, in words."""
 
 import pickle
 from collections.abc import Iterable, Iterator
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from lossgate.errors import LossgateError
 from lossgate.worlds.base import Deadlock, Hang, RankDied, RankFailure, RankRaised
 from lossgate.worlds.processes.conductor import Died, Record
-from lossgate.worlds.processes.messages import Raised, Returned, Whereabouts
+from lossgate.worlds.processes.messages import Raised, Returned
 
 
 def failure_of(record: Record) -> LossgateError | None:
@@ -86,14 +86,12 @@ def _stacks(record: Record) -> Iterator[str]:
     """Yields each Python stack, with the ranks that have it, and the last words of those that
     died.
     """
-    told: dict[str, list[int]] = {}
+    ranks_of: dict[tuple[str, str], list[int]] = {}
     for rank, outcome in sorted(record.outcomes.items()):
-        where = record.stuck.get(rank)
-        if isinstance(outcome, Raised):
-            told.setdefault(f"stack of {{ranks}}:\n{outcome.stack.rstrip()}", []).append(rank)
-        elif isinstance(where, Whereabouts):
-            told.setdefault(f"stack of {{ranks}}:\n{where.stack.rstrip()}", []).append(rank)
+        source = outcome if isinstance(outcome, Raised) else record.stuck.get(rank)
+        if source is not None:
+            ranks_of.setdefault(("stack", source.stack.rstrip()), []).append(rank)
         elif isinstance(outcome, Died) and outcome.output:
-            told.setdefault(f"last output of {{ranks}}:\n{outcome.output.rstrip()}", []).append(rank)
-    for text, ranks in told.items():
-        yield text.replace("{ranks}", _ranks(ranks), 1)
+            ranks_of.setdefault(("last output", outcome.output.rstrip()), []).append(rank)
+    for (what, text), ranks in ranks_of.items():
+        yield f"{what} of {_ranks(ranks)}:\n{text}"

@@ -12,7 +12,7 @@ import cloudpickle
 from lossgate.errors import UsageError
 from lossgate.layout import Layout
 from lossgate.problems.problem import ReductionOrder
-from lossgate.worlds.base import T, Task
+from lossgate.worlds.base import T, Task, WorldLost
 from lossgate.worlds.processes.conductor import RankHandle, Record, conduct
 from lossgate.worlds.processes.messages import Assignment, Returned
 from lossgate.worlds.processes.outcomes import failure_of
@@ -40,7 +40,10 @@ class RankProcesses(ABC):
             record = self._conduct(task, layout, device, timeout)
         if drift := _drift(record):
             raise UsageError(drift)
-        if failure := failure_of(record):
+        failure = failure_of(record)
+        if failure is not None and not record.met:
+            raise WorldLost(f"the ranks could not make their groups in {_MEETINGS} tries; the last: {failure}")
+        if failure is not None:
             raise failure
         outcomes = [record.outcomes[rank] for rank in range(layout.ranks)]
         return [pickle.loads(outcome.result) for outcome in outcomes if isinstance(outcome, Returned)]
