@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pool of processes: what it keeps, replaces, prints and leaves behind."""
 
+import importlib
 import multiprocessing
 import os
 import signal
@@ -231,3 +232,25 @@ def test_groups_that_cannot_be_made_are_no_failure_of_the_kernel(gloo: World, mo
         gloo.run(healthy)
     monkeypatch.undo()
     assert gloo.run(healthy) == [6.0] * 4
+
+
+def test_ranks_with_other_code_are_refused(gloo: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank gets a folder of its own to import from, as if it were another machine."""
+    for rank in range(LAYOUT.ranks):
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        constant = 1.0 if rank == 2 else 2.0
+        (folder / "module_of_each_machine.py").write_text(f"def scale(context): return {constant}\n")
+    monkeypatch.syspath_prepend(tmp_path / "0")
+    module = importlib.import_module("module_of_each_machine")
+
+    def moves(context: RankContext) -> None:
+        sys.path.insert(0, str(tmp_path / str(context.rank)))
+
+    try:
+        gloo.run(moves)
+        with pytest.raises(UsageError, match="rank 2 has another file of module module_of_each_machine than rank 0"):
+            gloo.run(module.scale)
+    finally:
+        close_pool()
+        del sys.modules["module_of_each_machine"]

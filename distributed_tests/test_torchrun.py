@@ -2,17 +2,26 @@
 """Runs that torchrun starts: pytest, the command line, and two agents as on two machines."""
 
 import json
+import pickle
 import socket
 import subprocess
 import sys
+import threading
+from dataclasses import replace
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from distributed_tests.faults import CULPRIT
-from lossgate.launch import launch_of_torchrun
+from lossgate.errors import UsageError
+from lossgate.launch import Launch, launch_of_torchrun
 from lossgate.layout import Layout
 from lossgate.worlds import most_ranks
+from lossgate.worlds.processes.messages import Finish
+from lossgate.worlds.torchrun.meeting import Address, hello
+from lossgate.worlds.torchrun.ranks import _gather
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -111,3 +120,25 @@ def test_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     assert most_ranks("torchrun") == 6
     assert most_ranks("gloo") >= Layout(tp=8).ranks
+
+
+def test_ranks_with_other_packages_are_refused() -> None:
+    """Rank 1 is a thread here, and says that it has another torch."""
+    store, ended = dist.HashStore(), list[Finish]()
+
+    def rank_1() -> None:
+        address: Address = pickle.loads(store.get("lossgate/driver"))
+        said = hello(1, "work")
+        versions = {**said.versions, "torch": "1.0"}
+        ends = dict[str, Connection]()
+        for purpose in ("work", "alarm"):
+            ends[purpose] = Client((address.host, address.port), authkey=address.key)
+            ends[purpose].send(replace(said, purpose=purpose, host="other", versions=versions))
+        ended.append(ends["work"].recv())
+
+    thread = threading.Thread(target=rank_1, daemon=True)
+    thread.start()
+    with pytest.raises(UsageError, match=r"rank 1 on other has another torch \(1\.0, not .*\) than rank 0 on "):
+        _gather(Launch(0, 2, "127.0.0.1"), store)
+    thread.join(10)
+    assert ended == [Finish(2)]
