@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests that run on ranks, as users write them."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lossgate import all_ranks_assert
+from lossgate.pytest_plugin.on_ranks import Ended, _end_as
 from lossgate.worlds import RankContext
 
 
@@ -35,3 +37,19 @@ class TestInAClass:
     @pytest.mark.world(dp=2)
     def test_method(self, rank_context: RankContext) -> None:
         all_ranks_assert(dist.get_world_size() == 2)
+
+
+@pytest.mark.world(tp=2)
+def test_a_test_may_skip_itself(rank_context: RankContext) -> None:
+    pytest.skip("for the sake of this test")
+
+
+@pytest.mark.world(tp=2)
+@pytest.mark.parametrize("outcome", [pytest.xfail])
+def test_a_test_may_say_that_it_fails(rank_context: RankContext, outcome: Callable[[str], None]) -> None:
+    outcome("for the sake of this test")
+
+
+def test_ranks_that_end_otherwise_fail_the_test() -> None:
+    with pytest.raises(pytest.fail.Exception, match="did not end alike: ranks 0, 2 passed; rank 1 skipped"):
+        _end_as([Ended("passed"), Ended("skipped", "no GPU"), Ended("passed")])

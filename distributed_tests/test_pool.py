@@ -20,7 +20,7 @@ from distributed_tests.faults import healthy
 from lossgate.errors import UsageError
 from lossgate.layout import Layout
 from lossgate.worlds import RankContext, World, make_world
-from lossgate.worlds.base import Hang, RankRaised, StateLeak, WorldLost
+from lossgate.worlds.base import Hang, RankDied, RankRaised, StateLeak, WorldLost
 from lossgate.worlds.pool import close_pool
 from lossgate.worlds.pool.pool import _pool
 from lossgate.worlds.processes.messages import Begun, Loaded, Met
@@ -80,12 +80,59 @@ def test_those_that_survive_are_kept(gloo: World) -> None:
     assert gloo.run(pid) == pids
 
 
-def test_what_ranks_print_is_printed(gloo: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_ranks_print_is_printed(
+    gloo: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    close_pool()
+
     def greet(context: RankContext) -> None:
-        print(f"hello from {context.rank}", flush=True)
+        print(f"hello from {context.rank}")
 
     gloo.run(greet)
     assert capsys.readouterr().out == "".join(f"[rank {rank}] hello from {rank}\n" for rank in range(4))
+
+
+def test_what_was_printed_before_a_crash_is_told(gloo: World) -> None:
+    def crash(context: RankContext) -> None:
+        if context.rank == 1:
+            print("last words")
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    with pytest.raises(RankDied, match=r"rank 1 died: killed by SIGKILL\n(.*\n)+last output of rank 1:\nlast words"):
+        gloo.run(crash)
+
+
+class Interrupted(Exception):
+    """As Ctrl-C in a notebook raises one, in the middle of whatever runs."""
+
+
+def test_an_interrupted_task_gives_no_results_to_the_next(gloo: World) -> None:
+    def interrupt(_: int, frame: object) -> None:
+        raise Interrupted
+
+    gloo.run(healthy)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(Interrupted):
+            gloo.run(lambda context: time.sleep(0.6) or "old")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert gloo.run(lambda context: "new") == ["new"] * 4
+    assert gloo.run(healthy) == [6.0] * 4
+
+
+def test_ranks_that_go_on_are_in_no_deadlock() -> None:
+    world = make_world("gloo", LAYOUT, 2.0)
+
+    def endless(context: RankContext) -> None:
+        while True:
+            dist.all_reduce(torch.ones(2**16))
+
+    with pytest.raises(Hang, match=r"^hang: ranks? [0-3, ]+ did not return within 2 s\n"):
+        world.run(endless)
 
 
 def test_a_loop_in_python_is_stopped_and_its_process_kept() -> None:
@@ -96,7 +143,7 @@ def test_a_loop_in_python_is_stopped_and_its_process_kept() -> None:
         while context.rank == 1:
             pass
 
-    with pytest.raises(Hang, match=r"^hang: rank 1 neither entered a collective nor returned within 1 s"):
+    with pytest.raises(Hang, match=r"^hang: rank 1 did not return within 1 s"):
         world.run(loop)
     assert world.run(pid) == pids
 
@@ -110,7 +157,7 @@ def test_a_rank_that_cannot_be_stopped_is_replaced() -> None:
         if context.rank == 1:
             threading.Event().wait()
 
-    with pytest.raises(Hang, match=r"rank 1 neither .*\n  rank 0: has returned\n  rank 1: at \[distributed_tests"):
+    with pytest.raises(Hang, match=r"rank 1 did not .*\n  rank 0: has returned\n  rank 1: at \[distributed_tests"):
         world.run(sleep)
     assert [a == b for a, b in zip(pids, world.run(pid), strict=True)] == [True, False, True, True]
 
@@ -214,7 +261,7 @@ def test_groups_that_could_not_be_made_are_tried_again(gloo: World, monkeypatch:
     monkeypatch.setattr("lossgate.worlds.processes.conductor._PATIENCE", {Begun: 20.0, Met: 3.0, Loaded: 20.0})
     gloo.run(healthy)
     pool = _pool()
-    pool.part()
+    pool.forget_groups()
     meeting = next(pool._numbers) + 1
     Path(pool._folder.name, f"meeting{meeting}").write_bytes(b"\xff" * 100)  # which is no store
     assert gloo.run(healthy) == [6.0] * 4
@@ -226,7 +273,7 @@ def test_groups_that_cannot_be_made_are_no_failure_of_the_kernel(gloo: World, mo
     monkeypatch.setattr("lossgate.worlds.processes.world._MEETINGS", 1)
     gloo.run(healthy)
     pool = _pool()
-    pool.part()
+    pool.forget_groups()
     Path(pool._folder.name, f"meeting{next(pool._numbers) + 1}").write_bytes(b"\xff" * 100)
     with pytest.raises(WorldLost, match=r"^the ranks could not make their groups in 1 tries; the last: "):
         gloo.run(healthy)

@@ -10,7 +10,8 @@ What a command needs is imported in it: torch takes seconds to load, and a typin
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
 from enum import IntEnum
 from pathlib import Path
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from lossgate.reports.terminal import Terminal
 
 app = App(name="lossgate", help="Judge whether loss kernels compute the losses they claim to.", version_flags=[])
+
+
+_UNTIL_TOLD = 5.0
+"""Seconds in which rank 0 of a torchrun tells an error that all its processes find."""
 
 
 class Exit(IntEnum):
@@ -54,7 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             result_action="return_value",
         )
     except (CycloptsError, UsageError) as error:
-        if not is_follower():  # every process of a torchrun finds the same
+        if is_follower():  # it finds the same as rank 0, which torchrun would end before it has told
+            time.sleep(_UNTIL_TOLD)
+        else:
             print(f"lossgate: {' '.join(str(error).split())}", file=sys.stderr)
         code = Exit.USAGE
     sys.exit(code)
@@ -91,14 +98,14 @@ def verify(
             process each), or torchrun (the processes that torchrun has launched).
         device: Where ranks compute: cpu (the default) or cuda.
         seed: Another seed draws other problems.
-        timeout: Seconds after which a silent rank counts as hanging.
+        timeout: Seconds that a rank may take to the next collective or, if it is a process, to
+            return. Then it counts as hanging.
         jobs: Processes side by side; 0 for one on each core.
         evidence: Append a JSON line for each cell to this file.
         failures: Folder for failure files.
     """
     from lossgate.engine.settings import load_settings
     from lossgate.errors import UsageError
-    from lossgate.launch import is_follower, launch_of_torchrun
 
     if not targets:
         raise UsageError("verify: nothing named; expected files or modules with candidates, such as my_kernels.py")
@@ -114,20 +121,33 @@ def verify(
         jobs=jobs,
         **lists,
     )
-    if (launch := launch_of_torchrun()) and (settings.world != "torchrun" and launch.ranks > 1):
+    return _driven(settings.world, lambda: _verify(targets, settings, evidence, failures))
+
+
+def _driven(world: str, body: Callable[[], int]) -> int:
+    """Runs a command. If torchrun has launched this process, rank 0 runs it, and the others serve.
+
+    Raises:
+        UsageError: if torchrun has launched several, and the command needs other ranks.
+    """
+    from lossgate.errors import UsageError
+    from lossgate.launch import is_follower, launch_of_torchrun
+
+    launch = launch_of_torchrun()
+    if launch is not None and launch.ranks > 1 and world != "torchrun":
         raise UsageError(
-            f"torchrun launched {launch.ranks} processes, and each would verify everything in world "
-            f"{settings.world!r}; add --world torchrun, or start without torchrun"
+            f"torchrun launched {launch.ranks} processes, and each would do everything in world {world!r}; "
+            "add --world torchrun, or start without torchrun"
         )
-    if launch is None or settings.world != "torchrun":
-        return _verify(targets, settings, evidence, failures)
+    if launch is None or world != "torchrun":
+        return body()
     if is_follower():
         from lossgate.worlds.torchrun import follow
 
         return follow()
     code = Exit.USAGE
     try:
-        code = _verify(targets, settings, evidence, failures)
+        code = body()
     finally:
         from lossgate.worlds.torchrun import dismiss
 
@@ -208,18 +228,36 @@ def exit_code(results: Iterable[CellResult]) -> Exit:
 
 
 @app.command
-def replay(file: Path, /, *, candidate: str | None = None) -> int:
+def replay(
+    file: Path, /, *, candidate: str | None = None, world: str | None = None, timeout: float | None = None
+) -> int:
     """Judge the problem of a failure file again.
 
     Args:
         file: A failure file, as verify writes it.
         candidate: Judge this one (file.py:name) instead of the one that the file names.
+        world: Where ranks run: simulated, gloo, nccl or torchrun. By default where the problem
+            failed.
+        timeout: Seconds that a rank may take to the next collective or, if it is a process, to
+            return. Then it counts as hanging.
     """
+    from lossgate.engine.failure_files import read_failure
     from lossgate.engine.replay import replay_failure
+    from lossgate.worlds.base import WorldLost
 
-    outcome = replay_failure(file, candidate)
-    print("\n".join(outcome.lines))
-    return Exit.DISAGREE if outcome.disagrees else Exit.AGREE
+    failure = read_failure(file)
+    world = world or failure.world
+
+    def body() -> int:
+        try:
+            outcome = replay_failure(failure, candidate, world, timeout)
+        except WorldLost as error:
+            print(f"lossgate: {error}", file=sys.stderr)
+            return Exit.INCONCLUSIVE
+        print("\n".join(outcome.lines))
+        return Exit.DISAGREE if outcome.disagrees else Exit.AGREE
+
+    return _driven(world, body)
 
 
 @app.command(name="list")

@@ -9,6 +9,14 @@ from contextlib import contextmanager
 from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_clean_ups = list[Callable[[], object]]()
+
+
+def before_a_signal_ends(clean_up: Callable[[], object]) -> None:
+    """Has something cleaned up that Python's own handlers for the end of a process would clean up:
+    a signal does not let them run.
+    """
+    _clean_ups.append(clean_up)
 
 
 @contextmanager
@@ -30,6 +38,8 @@ def ended_by_signals(last_word: Callable[[str], None]) -> Generator[None]:
         finally:
             for child in multiprocessing.active_children():
                 child.kill()
+            for clean_up in _clean_ups:
+                clean_up()
             os._exit(128 + number)
 
     before = {each: signal.signal(each, end) for each in _SIGNALS}

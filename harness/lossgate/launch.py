@@ -10,6 +10,8 @@ class Launch:
     """Where this process stands among those that torchrun launched."""
 
     rank: int
+    local_rank: int
+    """Its number among the processes on this machine, and that of its GPU."""
     ranks: int
     host: str
     """The host of rank 0."""
@@ -20,7 +22,7 @@ def launch_of_torchrun() -> Launch | None:
     given = os.environ
     if "TORCHELASTIC_RUN_ID" not in given:
         return None
-    return Launch(int(given["RANK"]), int(given["WORLD_SIZE"]), given["MASTER_ADDR"])
+    return Launch(int(given["RANK"]), int(given["LOCAL_RANK"]), int(given["WORLD_SIZE"]), given["MASTER_ADDR"])
 
 
 def is_follower() -> bool:

@@ -80,3 +80,9 @@ def layouts_up_to(ranks: int, axes: Iterable[Axis] = AXES) -> Iterator[Layout]:
     found = ((dp, cp, tp) for dp in sizes["dp"] for cp in sizes["cp"] for tp in sizes["tp"] if dp * cp * tp <= ranks)
     for dp, cp, tp in sorted(found, key=lambda s: (s[0] * s[1] * s[2], s)):
         yield Layout(dp, cp, tp)
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Returns ranks in words, such as ``rank 1`` or ``ranks 0, 2``."""
+    named = [*map(str, ranks)]
+    return f"rank{'s' * (len(named) > 1)} {', '.join(named)}"

@@ -53,11 +53,11 @@ def test_a_bias_that_only_pooled_problems_show_is_written_with_all_of_them(poole
 
 def test_a_bias_that_only_pooled_problems_show_is_replayed(pooled: CellResult, kernels: Path, tmp_path: Path) -> None:
     file = write_failure(pooled, tmp_path)
-    again = replay_failure(file)
+    again = replay_failure(read_failure(file))
     assert again.disagrees
     assert again.exact
     assert again.lines[1:3] == (f"  {pooled.reasons[0]}", "  on: 30 problems, pooled")
-    assert not replay_failure(file, f"{kernels}:right").disagrees
+    assert not replay_failure(read_failure(file), f"{kernels}:right").disagrees
 
 
 def test_a_file_of_a_version_with_other_fields_is_refused(kernels: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from lossgate.cases.case import Case
 from lossgate.declaration.loading import load_candidates
 from lossgate.engine import search
 from lossgate.engine.cell import Cell, Verdict
-from lossgate.engine.failure_files import write_failure
+from lossgate.engine.failure_files import read_failure, write_failure
 from lossgate.engine.plan import plan
 from lossgate.engine.replay import replay_failure
 from lossgate.engine.run_cell import run_cell
@@ -150,6 +150,6 @@ def test_a_failure_of_another_property_replays_as_what_it_is(tmp_path: Path) -> 
     assert result.failure.symptoms == result.failure.faults
     file = write_failure(result, tmp_path)
     assert "harmful" in file.name
-    again = replay_failure(file)
+    again = replay_failure(read_failure(file))
     assert again.disagrees
     assert again.exact

@@ -2,10 +2,15 @@
 """Workers take cells deck by deck, so that each deck is drawn once where that is possible."""
 
 from dataclasses import replace
+from multiprocessing import Pipe
+
+import pytest
 
 from lossgate import Candidate, Layout
 from lossgate.bank.dense_candidates import dense_candidate
+from lossgate.engine import workers
 from lossgate.engine.cell import Cell
+from lossgate.engine.settings import Settings
 from lossgate.engine.workers import _Queue
 from lossgate.losses import SPECS
 
@@ -66,3 +71,30 @@ def test_cells_of_all_layouts_share_a_deck_and_those_of_a_dtype_do_not() -> None
     cells = [Cell(both, layout, dtype) for dtype in ("float32", "bfloat16") for layout in LAYOUTS[:2]]
     waiting = _Queue(cells)
     assert [waiting.take(worker) for worker in (0, 1, 0, 1)] == [0, 2, 1, 3]
+
+
+class AtOnce:
+    """A worker that has always finished."""
+
+    def __init__(self) -> None:
+        self.connection, self._far = Pipe()
+
+    def start(self, *given: object) -> None:
+        self._far.send({})
+
+    def result(self) -> dict[str, object]:
+        return self.connection.recv()
+
+    def end(self) -> None:
+        self.connection.close()
+
+
+@pytest.mark.parametrize(("jobs", "cells"), [(2, 3), (3, 4), (3, 2)])
+def test_workers_that_finish_together_find_the_last_cells(
+    jobs: int, cells: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "_Worker", AtOnce)
+    monkeypatch.setattr(workers, "CellResult", lambda cell: cell)
+    planned = [Cell(dense_candidate(SPECS["nll"], "logprobs"), layout, "float32") for layout in LAYOUTS[:cells]]
+    monkeypatch.setattr(workers, "check_source", lambda _: None)
+    assert [*workers.run_side_by_side(planned, Settings(), jobs)] == planned

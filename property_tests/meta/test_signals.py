@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C and SIGTERM: one line, evidence kept, nothing left running."""
+"""Ctrl-C and SIGTERM: one line, evidence kept, nothing left running or in the temporary folder."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -39,11 +40,18 @@ def processes_of(session: int) -> list[int]:
     ],
 )
 def test_what_a_signal_leaves(tmp_path: Path, world: str, jobs: int, ends: signal.Signals) -> None:
-    evidence = tmp_path / "evidence.jsonl"
+    evidence, temporary = tmp_path / "evidence.jsonl", tmp_path / "temporary"
+    temporary.mkdir()
     command = [sys.executable, "-m", "lossgate", "verify", "ci/candidates/ours.py", "--world", world, "--ranks", "2"]
     command += ["--jobs", str(jobs), "--evidence", str(evidence), "--failures", str(tmp_path)]
     run = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(temporary)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     wait = Random(f"{world} {ends} {jobs}")
     while run.poll() is None and not (evidence.exists() and evidence.stat().st_size):
@@ -61,3 +69,4 @@ def test_what_a_signal_leaves(tmp_path: Path, world: str, jobs: int, ends: signa
     while processes_of(run.pid) and time.monotonic() < patience:
         time.sleep(0.1)  # those that still load torch end when they find that nobody waits
     assert processes_of(run.pid) == []
+    assert [file for file in temporary.iterdir() if file.name.startswith("lossgate-")] == []

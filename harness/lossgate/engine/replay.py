@@ -2,13 +2,13 @@
 """Judges the problems of a failure file again."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from lossgate.cases.case import Case
 from lossgate.declaration.loading import load_candidates
 from lossgate.engine.case_result import run_case
 from lossgate.engine.cell import Cell, Verdict
-from lossgate.engine.failure_files import FrozenCase, read_failure
+from lossgate.engine.failure_files import FailureFile, FrozenCase
+from lossgate.engine.settings import Settings
 from lossgate.engine.verdict import pooled_disagreements
 from lossgate.errors import UsageError
 from lossgate.properties import find_property
@@ -26,28 +26,32 @@ class Replayed:
     """Every statistic is the number in the file."""
 
 
-def replay_failure(file: Path, candidate: str | None = None) -> Replayed:
+def replay_failure(
+    failure: FailureFile, candidate: str | None = None, world: str | None = None, timeout: float | None = None
+) -> Replayed:
     """Judges the problems of a failure file again.
 
     Args:
-        file: the failure file.
+        failure: what the file holds.
         candidate: judge this one (``file.py:name``) in place of the one that the file names.
+        world: where ranks run; by default where the problems failed.
+        timeout: seconds after which ranks that do not go on count as hanging.
 
     Raises:
-        UsageError: if the file or the candidate cannot be read, or the candidate does not fit the
-            problem.
+        UsageError: if the candidate cannot be read, or does not fit the problem.
+        WorldLost: if a rank is gone and cannot be replaced.
     """
-    failure = read_failure(file)
     found = load_candidates(candidate or failure.candidate)
     if len(found) != 1:
         raise UsageError(f"{candidate or failure.candidate}: {len(found)} candidates in it; name one, as file.py:name")
     problem = failure.examples[0].problem
-    cell = Cell(found[0], problem.layout, problem.dtype, find_property(failure.property), failure.world, failure.device)
-    world = make_world(cell.world, cell.layout, device=cell.device)
+    kind, held_to = world or failure.world, find_property(failure.property)
+    cell = Cell(found[0], problem.layout, problem.dtype, held_to, kind, failure.device)
+    ranks = make_world(kind, cell.layout, timeout or Settings().timeout, cell.device)
     try:
-        cases = [run_case(Case(cell.candidate, frozen.problem, world), cell.property) for frozen in failure.examples]
+        cases = [run_case(Case(cell.candidate, frozen.problem, ranks), cell.property) for frozen in failure.examples]
     finally:
-        world.close()
+        ranks.close()
     failing = next((case for case in cases if not case.agrees), None)
     reasons = failing.findings if failing else pooled_disagreements(cases) if failure.pooled else ()
     exact = [FrozenCase.of(case).statistics for case in cases] == [frozen.statistics for frozen in failure.examples]

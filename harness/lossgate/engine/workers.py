@@ -41,10 +41,10 @@ def run_side_by_side(cells: Sequence[Cell], settings: Settings, jobs: int) -> Ge
     try:
         for due, _ in enumerate(cells):
             while due not in finished:
-                for worker in [w for w in idle if queue]:
+                while idle and queue:
+                    worker = idle.pop(0)
                     running[worker] = queue.take(worker)
                     workers[worker].start(names[running[worker]], sources, settings)
-                    idle.remove(worker)
                 ready = wait([workers[worker].connection for worker in running])
                 for worker in [w for w in running if workers[w].connection in ready]:
                     number = running.pop(worker)

@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
 from lossgate.errors import LossgateError, UsageError
-from lossgate.layout import AXES, Layout
+from lossgate.layout import AXES, Layout, name_ranks
 from lossgate.spelling import nearest
 
 if TYPE_CHECKING:
@@ -33,14 +33,29 @@ def run_on_ranks(item: pytest.Function, marker: pytest.Mark, default: str) -> No
         default: the world, if the marker names none.
     """
     given = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
-    failed = ""
+    failed, ends = "", list[Ended]()
     try:
         with _world_of(marker, default) as world, _pickled_by_value(item.function.__module__):
-            world.run(OnRank(item.obj, given))
+            ends = world.run(OnRank(item.obj, given))
     except LossgateError as error:
         failed = str(error)
     if failed:  # not above, where pytest would show the error twice
         pytest.fail(failed, pytrace=False)
+    _end_as(ends)
+
+
+def _end_as(ends: Sequence[Ended]) -> None:
+    """Ends a test as its ranks have ended: skipped, say, if they have skipped it."""
+    how = {end.how for end in ends}
+    if len(how) > 1:
+        told = "; ".join(
+            f"{name_ranks(r for r, end in enumerate(ends) if end.how == one)} {one}" for one in sorted(how)
+        )
+        pytest.fail(f"the ranks did not end alike: {told}", pytrace=False)
+    if how == {"skipped"}:
+        pytest.skip(ends[0].reason)
+    if how == {"failed as expected"}:
+        pytest.xfail(ends[0].reason)
 
 
 @contextmanager
@@ -49,6 +64,7 @@ def _world_of(marker: pytest.Mark, default: str) -> Generator[World]:
 
     layout, settings = _read(marker)
     kind = settings.pop("on", default)
+    settings.setdefault("device", "cuda" if kind == "nccl" else "cpu")
     if layout.ranks > (most := most_ranks(kind)):
         pytest.skip(f"layout {layout} has {layout.ranks} ranks, and torchrun launched {most}")
     world = make_world(kind, layout, **settings)
@@ -59,14 +75,28 @@ def _world_of(marker: pytest.Mark, default: str) -> Generator[World]:
 
 
 @dataclass(frozen=True)
+class Ended:
+    """How a test ended on a rank, if it did not fail."""
+
+    how: Literal["passed", "skipped", "failed as expected"]
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class OnRank:
     """A test function with its arguments, as a task for ranks."""
 
     function: Callable[..., Any]
     arguments: Mapping[str, Any]
 
-    def __call__(self, context: RankContext) -> None:
-        self.function(**{name: context if name == CONTEXT else value for name, value in self.arguments.items()})
+    def __call__(self, context: RankContext) -> Ended:
+        try:
+            self.function(**{name: context if name == CONTEXT else value for name, value in self.arguments.items()})
+        except pytest.skip.Exception as outcome:
+            return Ended("skipped", str(outcome))
+        except pytest.xfail.Exception as outcome:
+            return Ended("failed as expected", str(outcome))
+        return Ended("passed")
 
 
 def _read(marker: pytest.Mark) -> tuple[Layout, dict[str, Any]]:

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 from rich.text import Text
 
-from lossgate.engine.cell import CellResult
+from lossgate.engine.cell import Cell, CellResult
 from lossgate.engine.events import CellFinished, Event, RunStarted
 from lossgate.reports.console import make_console
 from lossgate.reports.failures import FailureFiles
@@ -114,8 +114,14 @@ def describe_cell(result: CellResult, failure: Path | None) -> list[str]:
         shrunk = f"  (after {result.shrink_calls} tries to make it smaller)" if result.shrink_calls else ""
         lines.append(f"  on: {escape(result.failure.problem.describe())}{shrunk}")
     if failure is not None:
-        lines.append(f"{_REPLAY}lossgate replay {escape(str(failure))}")
+        lines.append(f"{_REPLAY}{_program(cell)} replay {escape(str(failure))}")
     return lines
+
+
+def _program(cell: Cell) -> str:
+    if cell.world != "torchrun":
+        return "lossgate"
+    return f"torchrun --nproc-per-node {cell.layout.ranks} -m lossgate"
 
 
 def _marked(result: CellResult) -> str:

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lossgate.layout import name_ranks
+
 
 def all_ranks_assert(condition: bool | Tensor, message: str = "", group: Any = None) -> None:
     """Checks a condition on every rank of a group, and fails on all of them if it fails on one.
@@ -30,8 +32,7 @@ def all_ranks_assert(condition: bool | Tensor, message: str = "", group: Any = N
     of_all = [torch.empty_like(held) for _ in range(dist.get_world_size(group))]
     dist.all_gather(of_all, held, group=group)
     if failed := [rank for rank, one in zip(_ranks_of(group), of_all, strict=True) if not one.item()]:
-        where = f"rank{'s' * (len(failed) > 1)} {', '.join(map(str, failed))}"
-        raise AssertionError(f"{message or 'the condition does not hold'} (on {where})")
+        raise AssertionError(f"{message or 'the condition does not hold'} (on {name_ranks(failed)})")
 
 
 def _ranks_of(group: Any) -> list[int]:

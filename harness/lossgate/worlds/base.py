@@ -47,8 +47,11 @@ class World(Protocol):
             The results, by rank.
 
         Raises:
-            RankFailure: if a rank failed. The world then serves the next task.
+            RankFailure: if a rank failed. The world then serves the next task, unless the rank is
+                gone and cannot be replaced.
             WorldLost: if a rank is gone and cannot be replaced.
+            UsageError: if the ranks are other processes, and the task can't be sent to them, or
+                they have other code.
         """
         ...
 
@@ -112,4 +115,6 @@ class StateLeak(RankFailure):
 
 
 class Hang(RankFailure):
-    """A rank neither reached a collective nor returned in time."""
+    """A rank took too long: a simulated one to reach a collective or to return, a process to
+    return.
+    """

@@ -15,6 +15,7 @@ import torch
 
 from lossgate.errors import UsageError
 from lossgate.fork_server import start_process
+from lossgate.interruption import before_a_signal_ends
 from lossgate.layout import Layout
 from lossgate.worlds.pool.process import Start, run_rank
 from lossgate.worlds.processes.conductor import Died
@@ -65,14 +66,15 @@ class RankPool(RankProcesses):
 
     def __init__(self) -> None:
         super().__init__()
-        self._folder = tempfile.TemporaryDirectory(prefix="lossgate-")
+        self._folder = tempfile.TemporaryDirectory(prefix="lossgate-", ignore_cleanup_errors=True)
+        before_a_signal_ends(self._folder.cleanup)
         self._handles: list[PoolRank] = []
 
     def ranks(self, count: int) -> Sequence["PoolRank"]:
         dead = [rank for rank, handle in enumerate(self._handles) if not handle.alive]
         for rank in dead:
             self._handles[rank].close()
-            self.part()
+            self.forget_groups()
         started = {rank: PoolRank(rank, self._folder.name) for rank in (*dead, *range(len(self._handles), count))}
         self._handles = [started.get(rank) or self._handles[rank] for rank in range(max(count, len(self._handles)))]
         return self._handles[:count]

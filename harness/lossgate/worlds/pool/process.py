@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import TextIOWrapper
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -39,7 +40,8 @@ def run_rank(start: Start, work: Connection, alarm: Connection) -> None:
     _print_to(start.output)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
     dist.set_debug_level_from_env()  # torch read it when the fork server loaded it
-    serve(start.rank, work, alarm, lambda meeting, ranks: _file_store(start.folder, meeting, ranks), frozenset())
+    rank = start.rank
+    serve(rank, rank, work, alarm, lambda meeting, ranks: _file_store(start.folder, meeting, ranks), frozenset())
 
 
 def _file_store(folder: str, meeting: str, ranks: int) -> dist.Store:
@@ -52,6 +54,9 @@ def _print_to(file: str) -> None:
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.close(descriptor)
+    for output in (sys.stdout, sys.stderr):
+        assert isinstance(output, TextIOWrapper)
+        output.reconfigure(line_buffering=True)  # the last words before a crash arrive
     faulthandler.enable(file=2, all_threads=False)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from typing import Any, Protocol
+from typing import Protocol
 
 from lossgate.worlds.processes.messages import (
     WHERE,
@@ -15,6 +15,7 @@ from lossgate.worlds.processes.messages import (
     Loaded,
     Met,
     Raised,
+    Reply,
     Returned,
     Stop,
     Stopped,
@@ -74,6 +75,8 @@ class Record:
     """Where ranks were that had to be stopped. None if there was no answer."""
     code: dict[int, Mapping[str, int]] = field(default_factory=dict)
     """By rank, for those that have loaded the task: a checksum of each module, unless installed."""
+    deadlocked: bool = False
+    """Those that had to be stopped waited in collectives, and did nothing."""
     met: bool = False
     """All ranks had made their groups."""
 
@@ -101,6 +104,8 @@ def conduct(ranks: Sequence[RankHandle], assignment: Assignment, timeout: float)
         ranks: the ranks of the assignment's layout.
         assignment: the task.
         timeout: seconds that they have for it.
+
+    If it is interrupted, the ranks are made to stop first.
     """
     return _Run(ranks, timeout).run(assignment)
 
@@ -109,22 +114,29 @@ class _Run:
     def __init__(self, ranks: Sequence[RankHandle], timeout: float) -> None:
         self._ranks = {handle.rank: handle for handle in ranks}
         self._record = Record(timeout)
+        self._number = -1
         self._stages: dict[int, int] = dict.fromkeys(self._ranks, 0)
         """How many of the stages each rank has completed."""
         self._deadline = time.monotonic() + _PATIENCE[Begun]
         self._last_seen: Mapping[int, Whereabouts | None] = {}
 
     def run(self, assignment: Assignment) -> Record:
+        self._number = assignment.number
+        try:
+            self._send(assignment)
+            self._wait()
+            if unfinished := [*self._unfinished()]:
+                self._record.stuck = self._ask(unfinished)
+        finally:  # also if the driver is interrupted
+            self._stop([*self._unfinished()])
+        return self._record
+
+    def _send(self, assignment: Assignment) -> None:
         for handle in self._ranks.values():
             try:
                 handle.work.send(assignment)
             except OSError:
                 self._note(handle.rank, handle.end())
-        self._wait()
-        if unfinished := [*self._unfinished()]:
-            self._record.stuck = self._ask(unfinished)
-            self._stop(unfinished, assignment.number)
-        return self._record
 
     def _wait(self) -> None:
         """Waits until all ranks have ended, until the deadline, or until they are in a deadlock."""
@@ -134,6 +146,7 @@ class _Run:
                 return
             quiet = not self._receive(unfinished, min(left, _QUIET))
             if quiet and self._all_loaded and not self._record.failed and self._are_deadlocked(unfinished):
+                self._record.deadlocked = True
                 return
 
     @property
@@ -149,10 +162,12 @@ class _Run:
         for handle in handles:
             if handle.work in ready:
                 try:
-                    message: Any = handle.work.recv()
+                    reply: Reply = handle.work.recv()
                 except (EOFError, OSError):
-                    message = handle.end()
-                self._note(handle.rank, message)
+                    self._note(handle.rank, handle.end())
+                    continue
+                if reply.number == self._number:
+                    self._note(handle.rank, reply.news)
         return bool(ready)
 
     def _note(self, rank: int, message: Begun | Met | Loaded | Outcome) -> None:
@@ -185,9 +200,9 @@ class _Run:
             answers[handle.rank] = _answer(handle.alarm, deadline - time.monotonic())
         return answers
 
-    def _stop(self, handles: Sequence[RankHandle], number: int) -> None:
+    def _stop(self, handles: Sequence[RankHandle]) -> None:
         for handle in handles:
-            _send(handle.alarm, Stop(number))
+            _send(handle.alarm, Stop(self._number))
         deadline = time.monotonic() + _GRACE
         while (unfinished := [*self._unfinished()]) and (left := deadline - time.monotonic()) > 0:
             self._receive(unfinished, left)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process groups and meshes of a rank, made when a task needs them and kept for later ones."""
 
-import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -28,18 +27,19 @@ class RankGroups:
 
     Args:
         rank: its rank, the same in every layout.
+        local_rank: its number among the ranks of this machine, and that of its GPU.
         open_store: where ranks meet.
     """
 
-    def __init__(self, rank: int, open_store: OpenStore) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, local_rank: int, open_store: OpenStore) -> None:
+        self.rank, self._local_rank = rank, local_rank
         self._open_store = open_store
         self._meeting = ""
         self._meshes: dict[Layout, DeviceMesh] = {}
 
     def context(self, assignment: Assignment) -> RankContext:
         """Returns the context of a task. All ranks of its layout call this together."""
-        layout, device = assignment.layout, _device_of(assignment, self.rank)
+        layout, device = assignment.layout, _device_of(assignment, self._local_rank)
         if assignment.meeting != self._meeting:
             self.discard()
             self._meeting = assignment.meeting
@@ -70,9 +70,9 @@ class RankGroups:
             dist.destroy_process_group()
 
 
-def _device_of(assignment: Assignment, rank: int) -> torch.device:
+def _device_of(assignment: Assignment, local_rank: int) -> torch.device:
     if assignment.device == "cpu":
         return torch.device("cpu")
-    device = torch.device(assignment.device, int(os.environ.get("LOCAL_RANK", rank)))
+    device = torch.device(assignment.device, local_rank)
     torch.cuda.set_device(device)
     return device

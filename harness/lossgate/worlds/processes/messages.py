@@ -24,9 +24,18 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Finish:
-    """The rank's process ends, with this exit code."""
+    """The rank's process ends, with this exit code, also if a task that can't be stopped runs."""
 
     code: int
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a rank tells of an assignment."""
+
+    number: int
+    """That of the assignment. The driver may have given it up, and ignores what comes late."""
+    news: "News"
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,9 @@ class Raised:
 @dataclass(frozen=True)
 class Stopped:
     """The driver made the rank stop."""
+
+
+News = Begun | Met | Loaded | Returned | Raised | Stopped
 
 
 @dataclass(frozen=True)

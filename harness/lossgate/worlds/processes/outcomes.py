@@ -2,9 +2,10 @@
 """What became of the ranks, in words."""
 
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from lossgate.errors import LossgateError
+from lossgate.layout import name_ranks
 from lossgate.worlds.base import Deadlock, Hang, RankDied, RankFailure, RankRaised
 from lossgate.worlds.processes.conductor import Died, Record
 from lossgate.worlds.processes.messages import Raised, Returned
@@ -47,17 +48,12 @@ def _same(one: Died | Raised, other: Died | Raised) -> bool:
 
 def _timed_out(record: Record) -> RankFailure:
     if late := [rank for rank in record.stuck if rank not in record.code]:
-        return Hang(_message(f"hang: {_ranks(late)} did not load the task", None, record))
-    busy = [rank for rank, where in record.stuck.items() if where is None or where.collective is None]
-    if not busy:
+        return Hang(_message(f"hang: {name_ranks(late)} did not load the task", None, record))
+    if record.deadlocked:
         return Deadlock(_message("deadlock: no rank can go on", None, record))
-    cause = f"hang: {_ranks(busy)} neither entered a collective nor returned within {record.timeout:g} s"
+    busy = [rank for rank, where in record.stuck.items() if where is None or where.collective is None]
+    cause = f"hang: {name_ranks(busy or record.stuck)} did not return within {record.timeout:g} s"
     return Hang(_message(cause, None, record))
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    named = [*map(str, ranks)]
-    return f"rank{'s' * (len(named) > 1)} {', '.join(named)}"
 
 
 def _message(cause: str, rank: int | None, record: Record) -> str:
@@ -94,4 +90,4 @@ def _stacks(record: Record) -> Iterator[str]:
         elif isinstance(outcome, Died) and outcome.output:
             ranks_of.setdefault(("last output", outcome.output.rstrip()), []).append(rank)
     for (what, text), ranks in ranks_of.items():
-        yield f"{what} of {_ranks(ranks)}:\n{text}"
+        yield f"{what} of {name_ranks(ranks)}:\n{text}"

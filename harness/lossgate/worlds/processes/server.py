@@ -2,6 +2,7 @@
 """The loop of a rank's process: loads tasks, runs them, and tells what became of them."""
 
 import pickle
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -13,18 +14,21 @@ from lossgate.worlds.call_sites import raise_collective, raise_site, raise_stack
 from lossgate.worlds.process_state import ProcessState
 from lossgate.worlds.processes.code import loaded_code
 from lossgate.worlds.processes.groups import OpenStore, RankGroups
-from lossgate.worlds.processes.messages import Assignment, Begun, Finish, Loaded, Met, Raised, Returned
+from lossgate.worlds.processes.messages import Assignment, Begun, Finish, Loaded, Met, News, Raised, Reply, Returned
 from lossgate.worlds.processes.watcher import StopTask, Watcher
 
 _LOST = ("Connection closed", "Connection reset", "Socket closed", "Broken pipe", "remote process exited")
 """What gloo and nccl say when another rank is gone."""
 
 
-def serve(rank: int, work: Connection, alarm: Connection, open_store: OpenStore, kept: frozenset[int]) -> int:
+def serve(
+    rank: int, local_rank: int, work: Connection, alarm: Connection, open_store: OpenStore, kept: frozenset[int]
+) -> int:
     """Runs tasks until the driver says that the rank is finished.
 
     Args:
         rank: the rank of this process.
+        local_rank: its number among the ranks of this machine, and that of its GPU.
         work: brings tasks, and takes what became of them.
         alarm: brings questions while a task runs.
         open_store: where ranks meet to make groups.
@@ -34,7 +38,7 @@ def serve(rank: int, work: Connection, alarm: Connection, open_store: OpenStore,
         The exit code of the process.
     """
     torch.set_num_threads(1)  # the ranks share the cores
-    groups, watcher = RankGroups(rank, open_store), Watcher(alarm, kept)
+    groups, watcher = RankGroups(rank, local_rank, open_store), Watcher(alarm, kept)
     while True:
         try:
             given = work.recv()
@@ -43,19 +47,23 @@ def serve(rank: int, work: Connection, alarm: Connection, open_store: OpenStore,
         if isinstance(given, Finish):
             groups.discard()
             return given.code
-        outcome = watcher.run(given.number, lambda given=given: _run(given, groups, work))
-        work.send(outcome)
+
+        def tell(news: News, number: int = given.number) -> None:
+            work.send(Reply(number, news))
+
+        outcome = watcher.run(given.number, lambda given=given, tell=tell: _run(given, groups, tell))
+        tell(outcome)
         if not isinstance(outcome, Returned):
             watcher.cut_connections()  # the others may wait for this rank
 
 
-def _run(given: Assignment, groups: RankGroups, work: Connection) -> Returned | Raised:
+def _run(given: Assignment, groups: RankGroups, tell: Callable[[News], None]) -> Returned | Raised:
     try:
-        work.send(Begun())
+        tell(Begun())
         context = groups.context(given)
-        work.send(Met())
+        tell(Met())
         task = pickle.loads(given.task)
-        work.send(Loaded(loaded_code()))
+        tell(Loaded(loaded_code()))
         return Returned(pickle.dumps(_result(task, context)), groups.calls())
     except StopTask:
         raise

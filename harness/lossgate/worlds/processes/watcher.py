@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from lossgate.worlds.call_sites import collective_of, site_of, stack_of
-from lossgate.worlds.processes.messages import WHERE, Stop, Stopped, Whereabouts
+from lossgate.worlds.processes.messages import WHERE, Finish, Stop, Stopped, Whereabouts
 
 T = TypeVar("T")
 _ON_ITS_WAY = 1.0
 """Seconds in which an exception that was sent to a thread is raised there."""
+
+_ENDING = 5.0
+"""Seconds that the process has to end by itself."""
 
 
 class StopTask(BaseException):
@@ -60,8 +63,8 @@ class Watcher:
         return result
 
     def cut_connections(self) -> None:
-        """Ends every connection of this process's groups: ranks that wait in a collective, here or
-        elsewhere, raise within milliseconds.
+        """Ends every network connection of this process but those that are kept: ranks that wait in
+        a collective, here or elsewhere, raise within milliseconds.
 
         Torch has nothing that does so. ``abort`` leaves gloo's ranks blocked, and destroying a
         group keeps its sockets for as long as a mesh or a frame holds it.
@@ -79,9 +82,12 @@ class Watcher:
                 if asked == WHERE:
                     self._alarm.send(self._whereabouts())
             except (EOFError, OSError):
-                return
+                asked = Finish(1)  # the driver is gone
             if isinstance(asked, Stop):
                 self._stop(asked.number)
+            elif isinstance(asked, Finish):
+                time.sleep(_ENDING)  # the process ends by itself, unless a task can't be stopped
+                os._exit(asked.code)
 
     def _whereabouts(self) -> Whereabouts:
         thread = self._thread

@@ -52,15 +52,19 @@ class RankProcesses(ABC):
         ranks, number = self.ranks(layout.ranks), next(self._numbers)
         if self._met != (layout.ranks, device):
             self._met, self._meeting = (layout.ranks, device), f"meeting{number}"
-        record = conduct(ranks, Assignment(number, layout, self._meeting, device, task), timeout)
+        try:
+            record = conduct(ranks, Assignment(number, layout, self._meeting, device, task), timeout)
+        except BaseException:  # such as Ctrl-C in a notebook
+            self.forget_groups()
+            raise
         if record.failed or not record.groups_agree:
-            self.part()
+            self.forget_groups()
         for handle in ranks:
             for line in handle.printed().splitlines():
                 print(f"[rank {handle.rank}] {line}")
         return record
 
-    def part(self) -> None:
+    def forget_groups(self) -> None:
         """Has the ranks of the next task make their groups anew."""
         self._met = None
 

@@ -16,8 +16,10 @@ def follow() -> int:
     assert launch is not None
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to every process; rank 0 tells the others
     store = open_store()
-    work, alarm = (connect(store, launch.rank, purpose) for purpose in ("work", "alarm"))
+    work, alarm = (connect(store, launch, purpose) for purpose in ("work", "alarm"))
     kept = open_descriptors()
-    code = serve(launch.rank, work, alarm, lambda meeting, ranks: dist.PrefixStore(meeting, store), kept)
+    code = serve(
+        launch.rank, launch.local_rank, work, alarm, lambda meeting, ranks: dist.PrefixStore(meeting, store), kept
+    )
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it once the first process has ended
     return code

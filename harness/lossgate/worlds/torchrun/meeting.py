@@ -5,15 +5,26 @@ import importlib.metadata
 import os
 import pickle
 import platform
+import secrets
 import socket
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Client, Connection
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from lossgate.launch import Launch
+
 _KEY = "lossgate/driver"
+_AT_A_TIME = 0.1
+"""Seconds that rank 0 waits for the next connection before it looks whether all are there."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +44,8 @@ class Hello:
     purpose: str
     """``"work"`` or ``"alarm"``."""
     host: str
+    gpu: int | None
+    """The number of its CUDA device on its host. None if there are too few."""
     versions: Mapping[str, str]
     """Those of Python and of each installed package."""
 
@@ -48,19 +61,56 @@ def publish(address: Address, store: dist.Store) -> None:
     store.set(_KEY, given)
 
 
-def connect(store: dist.Store, rank: int, purpose: str) -> Connection:
+def connect(store: dist.Store, launch: Launch, purpose: str) -> Connection:
     """Waits until rank 0 listens, connects to it, and says hello."""
     address: Address = pickle.loads(store.get(_KEY))
     connection: Any = Client((address.host, address.port), authkey=address.key)
     send_at_once(connection)
-    connection.send(hello(rank, purpose))
+    connection.send(hello(launch, purpose))
     return connection
 
 
-def hello(rank: int, purpose: str) -> Hello:
+def hello(launch: Launch, purpose: str) -> Hello:
     """Returns the first message of this process."""
     installed = {package.name: package.version for package in importlib.metadata.distributions()}
-    return Hello(rank, purpose, socket.gethostname(), {"python": platform.python_version(), **installed})
+    gpu = launch.local_rank if launch.local_rank < torch.cuda.device_count() else None
+    return Hello(launch.rank, purpose, socket.gethostname(), gpu, {"python": platform.python_version(), **installed})
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A process that has connected to rank 0."""
+
+    hello: Hello
+    connection: Connection
+
+
+def gather(launch: Launch, store: dist.Store, seconds: float) -> list[Arrived]:
+    """Waits until each of the other processes has connected twice, or until the time is over.
+
+    Whoever connects and does not know the key is ignored.
+    """
+    key, arrived = secrets.token_bytes(32), SimpleQueue[Arrived]()
+    deadline = time.monotonic() + seconds
+    with socket.create_server(("", 0), backlog=2 * launch.ranks) as server:
+        server.settimeout(_AT_A_TIME)
+        publish(Address(launch.host, server.getsockname()[1], key), store)
+        while arrived.qsize() < 2 * (launch.ranks - 1) and time.monotonic() < deadline:
+            with suppress(TimeoutError):
+                connected, _ = server.accept()
+                connected.setblocking(True)
+                connection = Connection(connected.detach())
+                Thread(target=_greet, args=(connection, key, arrived), daemon=True).start()
+    return [arrived.get() for _ in range(arrived.qsize())]
+
+
+def _greet(connection: Connection, key: bytes, arrived: SimpleQueue[Arrived]) -> None:
+    """Takes the first message of a process that has connected, if it knows the key."""
+    with suppress(EOFError, OSError, AuthenticationError):
+        deliver_challenge(connection, key)
+        answer_challenge(connection, key)
+        send_at_once(connection)
+        arrived.put(Arrived(connection.recv(), connection))
 
 
 def send_at_once(connection: Any) -> None:
@@ -71,4 +121,13 @@ def send_at_once(connection: Any) -> None:
 
 def open_descriptors() -> frozenset[int]:
     """Returns the file descriptors of this process, whose connections must outlive any task."""
-    return frozenset(int(name) for name in os.listdir("/dev/fd"))
+    listed = [int(name) for name in os.listdir("/dev/fd")]
+    return frozenset(number for number in listed if _is_open(number))  # the list had one of its own
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rank 0's side: it gathers the processes that torchrun launched, and drives them."""
 
-import secrets
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from multiprocessing import Pipe
-from multiprocessing.connection import Listener
 from threading import Thread
 from typing import Any
 
@@ -14,22 +13,16 @@ import torch.distributed as dist
 
 from lossgate.errors import UsageError
 from lossgate.launch import Launch, launch_of_torchrun
-from lossgate.layout import Layout
+from lossgate.layout import Layout, name_ranks
 from lossgate.worlds.base import WorldLost
 from lossgate.worlds.processes.conductor import Died
 from lossgate.worlds.processes.messages import Finish
 from lossgate.worlds.processes.server import serve
 from lossgate.worlds.processes.world import ProcessWorld, RankProcesses
-from lossgate.worlds.torchrun.meeting import (
-    Address,
-    Hello,
-    hello,
-    open_descriptors,
-    open_store,
-    publish,
-    send_at_once,
-)
+from lossgate.worlds.torchrun.meeting import gather, hello, open_descriptors, open_store
 
+_ARRIVAL = 120.0
+"""Seconds in which all processes must have connected to rank 0."""
 _ENDING = 10.0
 """Seconds in which rank 0's thread ends its groups."""
 _HOW = "start with: torchrun --nproc-per-node N -m lossgate verify ... --world torchrun"
@@ -43,6 +36,8 @@ def torchrun_world(layout: Layout, timeout: float, device: str) -> ProcessWorld:
             f"layout {layout} has {layout.ranks} ranks, and torchrun launched {ranks}; "
             "choose a smaller layout, or a larger --nproc-per-node"
         )
+    if device == "cuda":
+        _gathered().check_gpus(layout)
     return ProcessWorld(layout, timeout, device, _gathered)
 
 
@@ -77,22 +72,46 @@ def _gathered() -> "LaunchedRanks":
 class LaunchedRanks(RankProcesses):
     """The processes, all of them for as long as this one lives. None can be replaced.
 
-    Raises:
-        UsageError: if one has other versions of packages than this one.
+    Args:
+        launch: what torchrun told this process, which is that of rank 0.
     """
 
     def __init__(self, launch: Launch) -> None:
         super().__init__()
         self._store = open_store()
-        self._handles: Mapping[int, LaunchedRank] = _gather(launch, self._store)
-        own = self._handles[0]
-        self._own = Thread(target=self._serve, args=(own.far_work, own.far_alarm), daemon=True, name="lossgate-rank0")
+        (work, far_work), (alarm, far_alarm) = Pipe(), Pipe()
+        self._own = Thread(target=self._serve, args=(launch, far_work, far_alarm), daemon=True, name="lossgate-rank0")
+        arrived = gather(launch, self._store, _ARRIVAL)
+        ends = {(one.hello.rank, one.hello.purpose): one.connection for one in arrived}
+        self._handles = {0: LaunchedRank(0, work, alarm)}
+        for rank in sorted({one.hello.rank for one in arrived}):
+            if (rank, "work") in ends and (rank, "alarm") in ends:
+                self._handles[rank] = LaunchedRank(rank, ends[rank, "work"], ends[rank, "alarm"])
+        self._hellos = {0: hello(launch, "work")} | {one.hello.rank: one.hello for one in arrived}
+        self._unfit = self._missing(launch) or self._differing()
+        """Why these processes can run nothing, in words. They still want to be dismissed."""
         self._own.start()
 
+    def check_gpus(self, layout: Layout) -> None:
+        """Checks that each rank of a layout has a CUDA device.
+
+        Raises:
+            UsageError: if one has none.
+        """
+        for handle in self.ranks(layout.ranks):
+            said = self._hellos[handle.rank]
+            if said.gpu is None:
+                raise UsageError(
+                    f"device 'cuda': rank {said.rank} on {said.host} has no CUDA device of its own; choose a smaller "
+                    "--nproc-per-node, or device 'cpu'"
+                )
+
     def ranks(self, count: int) -> Sequence["LaunchedRank"]:
+        if self._unfit:
+            raise UsageError(self._unfit)
         for handle in self._handles.values():
             if handle.lost:
-                raise WorldLost(f"rank {handle.rank} is gone, and torchrun's ranks can't be replaced")
+                raise WorldLost(f"rank {handle.rank} {handle.lost}, and torchrun's ranks can't be replaced")
         return [self._handles[rank] for rank in range(count)]
 
     def dismiss(self, code: int) -> None:
@@ -102,61 +121,57 @@ class LaunchedRanks(RankProcesses):
             handle.finish(code)
         self._own.join(_ENDING)  # a group that is still there at the end of the process aborts it
 
-    def _serve(self, work: Any, alarm: Any) -> None:
+    def _serve(self, launch: Launch, work: Any, alarm: Any) -> None:
         store = self._store
-        serve(0, work, alarm, lambda meeting, ranks: dist.PrefixStore(meeting, store), open_descriptors())
+
+        def open_at(meeting: str, ranks: int) -> dist.Store:
+            return dist.PrefixStore(meeting, store)
+
+        serve(0, launch.local_rank, work, alarm, open_at, open_descriptors())
+
+    def _missing(self, launch: Launch) -> str:
+        missing = [rank for rank in range(launch.ranks) if rank not in self._handles]
+        if not missing:
+            return ""
+        return (
+            f"{name_ranks(missing)} of {launch.ranks} did not connect to rank 0 on {launch.host} within "
+            f"{_ARRIVAL:g} s; see what they printed, and whether that machine accepts connections on any port"
+        )
+
+    def _differing(self) -> str:
+        own, *others = (said for _, said in sorted(self._hellos.items()))
+        for other in others:
+            if difference := _difference(own.versions, other.versions):
+                where = f"rank {other.rank} on {other.host}", f"rank 0 on {own.host}"
+                return f"{where[0]} has {difference} than {where[1]}; install the same on all machines"
+        return ""
 
 
 class LaunchedRank:
     """The driver's end of a rank."""
 
-    def __init__(self, rank: int, work: Any, alarm: Any, far: tuple[Any, Any] = (None, None)) -> None:
+    def __init__(self, rank: int, work: Any, alarm: Any) -> None:
         self.rank = rank
         self.work, self.alarm = work, alarm
-        self.far_work, self.far_alarm = far
-        """The other ends, of the rank that is a thread of this process."""
-        self.lost = False
+        self.lost = ""
+        """Why it can run nothing more, in words."""
 
     def end(self) -> Died:
-        self.lost = True
+        self.lost = "is gone"
         return Died("its process ended, or its machine is gone", "")
 
     def kill(self) -> None:
         """Gives the rank up. Its process may be on another machine."""
-        self.lost = True
+        self.lost = "could not be stopped"
 
     def printed(self) -> str:
         return ""  # torchrun shows what ranks print
 
     def finish(self, code: int) -> None:
-        try:
-            self.work.send(Finish(code))
-        except OSError:
-            self.lost = True
-
-
-def _gather(launch: Launch, store: dist.Store) -> dict[int, LaunchedRank]:
-    """Waits for all other processes, and compares what they have installed."""
-    key, connections, said = secrets.token_bytes(32), dict[tuple[int, str], Any](), dict[int, Hello]()
-    with Listener(("", 0), backlog=2 * launch.ranks, authkey=key) as listener:
-        publish(Address(launch.host, int(listener.address[1]), key), store)
-        while len(connections) < 2 * (launch.ranks - 1):
-            connection = listener.accept()
-            send_at_once(connection)
-            first: Hello = connection.recv()
-            connections[first.rank, first.purpose], said[first.rank] = connection, first
-    (work, far_work), (alarm, far_alarm) = Pipe(), Pipe()
-    handles = {0: LaunchedRank(0, work, alarm, (far_work, far_alarm))}
-    for rank in range(1, launch.ranks):
-        handles[rank] = LaunchedRank(rank, connections[rank, "work"], connections[rank, "alarm"])
-    own = hello(0, "work")
-    for rank, other in sorted(said.items()):
-        if difference := _difference(own.versions, other.versions):
-            for handle in handles.values():
-                handle.finish(2)
-            where = f"rank {rank} on {other.host}", f"rank 0 on {own.host}"
-            raise UsageError(f"{where[0]} has {difference} than {where[1]}; install the same on all machines")
-    return handles
+        # The alarm is for a task that can't be stopped. Rank 0 is the driver's own process.
+        for connection in (self.work, self.alarm) if self.rank else (self.work,):
+            with suppress(OSError):
+                connection.send(Finish(code))
 
 
 def _difference(own: Mapping[str, str], other: Mapping[str, str]) -> str:
