@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 from random import Random
+from shutil import rmtree
+from tempfile import mkdtemp
 
 import pytest
 
@@ -40,8 +42,7 @@ def processes_of(session: int) -> list[int]:
     ],
 )
 def test_what_a_signal_leaves(tmp_path: Path, world: str, jobs: int, ends: signal.Signals) -> None:
-    evidence, temporary = tmp_path / "evidence.jsonl", tmp_path / "temporary"
-    temporary.mkdir()
+    evidence, temporary = tmp_path / "evidence.jsonl", Path(mkdtemp())  # sockets need a short path
     command = [sys.executable, "-m", "lossgate", "verify", "ci/candidates/ours.py", "--world", world, "--ranks", "2"]
     command += ["--jobs", str(jobs), "--evidence", str(evidence), "--failures", str(tmp_path)]
     run = subprocess.Popen(
@@ -70,3 +71,4 @@ def test_what_a_signal_leaves(tmp_path: Path, world: str, jobs: int, ends: signa
         time.sleep(0.1)  # those that still load torch end when they find that nobody waits
     assert processes_of(run.pid) == []
     assert [file for file in temporary.iterdir() if file.name.startswith("lossgate-")] == []
+    rmtree(temporary)
