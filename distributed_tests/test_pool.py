@@ -50,11 +50,11 @@ def test_processes_and_meshes_are_kept(gloo: World) -> None:
 
 
 def test_a_context_says_who_and_where(gloo: World) -> None:
-    def told(context: RankContext) -> Any:
+    def described(context: RankContext) -> Any:
         sizes = {name: context.mesh[name].size() for name in context.mesh.mesh_dim_names or ()}
         return context.rank, context.layout, sizes, context.device
 
-    assert gloo.run(told) == [(rank, LAYOUT, LAYOUT.sizes, torch.device("cpu")) for rank in range(4)]
+    assert gloo.run(described) == [(rank, LAYOUT, LAYOUT.sizes, torch.device("cpu")) for rank in range(4)]
 
 
 def test_one_that_dies_between_tasks_is_replaced(gloo: World) -> None:
@@ -108,17 +108,23 @@ class Interrupted(Exception):
     """As Ctrl-C in a notebook raises one, in the middle of whatever runs."""
 
 
-def test_an_interrupted_task_gives_no_results_to_the_next(gloo: World) -> None:
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_interrupted_task_gives_no_results_to_the_next(gloo: World, times: int) -> None:
+    """The second time it interrupts the driver while it stops the ranks."""
+    left = iter(range(times))
+
     def interrupt(_: int, frame: object) -> None:
-        raise Interrupted
+        if next(left, None) is not None:
+            raise Interrupted
 
     gloo.run(healthy)
     before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    signal.setitimer(signal.ITIMER_REAL, 0.3, 0.1)
     try:
         with pytest.raises(Interrupted):
-            gloo.run(lambda context: time.sleep(0.6) or "old")
+            gloo.run(lambda context: time.sleep(0.8) or "old")
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert gloo.run(lambda context: "new") == ["new"] * 4
     assert gloo.run(healthy) == [6.0] * 4

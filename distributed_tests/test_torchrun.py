@@ -61,19 +61,19 @@ def test_pytest(tmp_path: Path) -> None:
 
 
 def test_a_planted_bug_is_one_report_and_the_same_problem(tmp_path: Path) -> None:
-    two = [*TORCHRUN, "--nproc-per-node", "2", "-m", "lossgate"]
-    given = ["verify", BUG, "--layout", "cp=2", "--examples", "5", "--failures"]
-    launched = run(*two, *given, str(tmp_path / "launched"), "--world", "torchrun")
+    four = [*TORCHRUN, "--nproc-per-node", "4", "-m", "lossgate"]
+    given = ["verify", BUG, "--layout", "cp=2,tp=2", "--examples", "5", "--failures"]
+    launched = run(*four, *given, str(tmp_path / "launched"), "--world", "torchrun")
     simulated = run(sys.executable, "-m", "lossgate", *given, str(tmp_path / "simulated"))
     assert (launched.returncode, simulated.returncode) == (1, 1), launched.stdout + launched.stderr
     assert launched.stdout.count("grad of weight: 2 times the reference") == 1
-    assert launched.stderr.count("exitcode  : 1 ") == 2  # of every rank
+    assert launched.stderr.count("exitcode  : 1 ") == 4  # of every rank
     files = [json.loads(next((tmp_path / name).iterdir()).read_text()) for name in ("launched", "simulated")]
     assert [file.pop("world") for file in files] == ["torchrun", "simulated"]
     assert files[0] == files[1]
-    shown = re.search(r"replay: torchrun --nproc-per-node 2 -m lossgate (replay .*)", launched.stdout)
+    shown = re.search(r"replay: torchrun --nproc-per-node 4 -m lossgate (replay .*)", launched.stdout)
     assert shown is not None
-    replayed = run(*two, *shown[1].split())
+    replayed = run(*four, *shown[1].split())
     assert replayed.returncode == 1
     assert "every statistic is the one in the file" in replayed.stdout
     again = run(sys.executable, "-m", "lossgate", *shown[1].split(), "--world", "simulated")
@@ -105,8 +105,10 @@ def test_a_rank_that_raises_fails_its_test_alone(tmp_path: Path) -> None:
     assert "1 failed, 1 passed" in done.stdout
 
 
-def two_agents(command: Sequence[str], paths: Sequence[Path]) -> tuple[list[int], list[str], list[str]]:
-    """Runs a command on two agents of one rank each, as on two machines.
+def two_agents(
+    command: Sequence[str], paths: Sequence[Path], ranks_each: int
+) -> tuple[list[int], list[str], list[str]]:
+    """Runs a command on two agents, as on two machines.
 
     Returns exit codes, and what each wrote to stdout and stderr. Each machine has a folder of its
     own to import from.
@@ -118,7 +120,7 @@ def two_agents(command: Sequence[str], paths: Sequence[Path]) -> tuple[list[int]
         subprocess.Popen(
             [
                 *TORCHRUN,
-                *("--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1"),
+                *("--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", str(ranks_each)),
                 *("--master-addr", "127.0.0.1", "--master-port", str(port)),
                 *command,
             ],
@@ -140,8 +142,8 @@ def two_agents(command: Sequence[str], paths: Sequence[Path]) -> tuple[list[int]
 
 def test_two_agents_as_on_two_machines(tmp_path: Path) -> None:
     command = ["-m", "lossgate", "verify", "distributed_tests/planted_bugs.py:right", "--world", "torchrun"]
-    command += ["--layout", "cp=2", "--examples", "3", "--failures", str(tmp_path)]
-    codes, out, err = two_agents(command, [tmp_path, tmp_path])
+    command += ["--layout", "cp=2,tp=2", "--examples", "3", "--failures", str(tmp_path)]
+    codes, out, err = two_agents(command, [tmp_path, tmp_path], 2)
     assert codes == [0, 0], out[0] + err[0]
     assert "1 AGREE" in out[0]
     assert out[1] == ""
@@ -154,12 +156,12 @@ def test_machines_with_other_packages_are_refused(tmp_path: Path) -> None:
         metadata.parent.mkdir(parents=True)
         metadata.write_text(f"Metadata-Version: 2.1\nName: kernels-of-ours\nVersion: {node}.0\n")
     command = ["-m", "lossgate", "verify", "distributed_tests/planted_bugs.py:right", "--world", "torchrun"]
-    codes, out, err = two_agents([*command, "--layout", "cp=2"], paths)
+    codes, out, err = two_agents([*command, "--layout", "cp=2"], paths, 1)
     assert codes == [1, 1]  # torchrun's own; those of the ranks are in its report
     assert (out[0].strip(), out[1]) == ("1 cells", "")
     host = socket.gethostname()
-    told = f"lossgate: rank 1 on {host} has another kernels-of-ours (1.0, not 0.0) than rank 0 on {host}; install"
-    assert err[0].count(told) == 1, err[0]
+    message = f"lossgate: rank 1 on {host} has another kernels-of-ours (1.0, not 0.0) than rank 0 on {host}; install"
+    assert err[0].count(message) == 1, err[0]
     assert err[0].count("exitcode  : 2 ") == 1, err[0]
 
 
@@ -171,8 +173,8 @@ def test_without_the_world_torchrun_is_refused() -> None:
 
 
 def test_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = {"TORCHELASTIC_RUN_ID": "1", "RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "6", "MASTER_ADDR": "host"}
-    for name, value in told.items():
+    environment = {"TORCHELASTIC_RUN_ID": "1", "RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "6", "MASTER_ADDR": "host"}
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert most_ranks("torchrun") == 6
     assert most_ranks("gloo") >= Layout(tp=8).ranks

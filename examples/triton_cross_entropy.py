@@ -81,7 +81,8 @@ class _TokenLosses(torch.autograd.Function):
         tokens, vocab = logits.shape
         logits = logits.contiguous()
         losses, logsumexps = torch.empty(2, tokens, dtype=torch.float32, device=logits.device)
-        _forward[(tokens,)](logits, labels, losses, logsumexps, vocab, BLOCK=block)  # pyright: ignore[reportArgumentType]
+        given = logits, labels, losses, logsumexps, vocab
+        _forward[(tokens,)](*given, BLOCK=block)  # pyright: ignore[reportArgumentType]
         ctx.save_for_backward(logits, labels, logsumexps)
         ctx.block = block
         return losses

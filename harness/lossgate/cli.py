@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 app = App(name="lossgate", help="Judge whether loss kernels compute the losses they claim to.", version_flags=[])
 
 
-_UNTIL_TOLD = 5.0
-"""Seconds in which rank 0 of a torchrun tells an error that all its processes find."""
+_UNTIL_SAID = 5.0
+"""Seconds in which rank 0 of a torchrun prints an error that all its processes find."""
 
 
 class Exit(IntEnum):
@@ -59,8 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             result_action="return_value",
         )
     except (CycloptsError, UsageError) as error:
-        if is_follower():  # it finds the same as rank 0, which torchrun would end before it has told
-            time.sleep(_UNTIL_TOLD)
+        if is_follower():  # it finds the same as rank 0, which torchrun would end before it has said so
+            time.sleep(_UNTIL_SAID)
         else:
             print(f"lossgate: {' '.join(str(error).split())}", file=sys.stderr)
         code = Exit.USAGE

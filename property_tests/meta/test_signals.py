@@ -62,10 +62,10 @@ def test_what_a_signal_leaves(tmp_path: Path, world: str, jobs: int, ends: signa
     _, last_words = run.communicate()
     (said,) = last_words.splitlines()
     assert run.returncode == 128 + ends
-    told = re.fullmatch(rf"lossgate: stopped by {ends.name} after (\d+) of \d+ cells; their evidence is in (.*)", said)
-    assert told is not None, said
-    assert told[2] == str(evidence)
-    assert len([json.loads(line) for line in evidence.read_text().splitlines()]) == int(told[1]) > 0
+    found = re.fullmatch(rf"lossgate: stopped by {ends.name} after (\d+) of \d+ cells; their evidence is in (.*)", said)
+    assert found is not None, said
+    assert found[2] == str(evidence)
+    assert len([json.loads(line) for line in evidence.read_text().splitlines()]) == int(found[1]) > 0
     patience = time.monotonic() + 30
     while processes_of(run.pid) and time.monotonic() < patience:
         time.sleep(0.1)  # those that still load torch end when they find that nobody waits

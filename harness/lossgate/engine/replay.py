@@ -38,7 +38,8 @@ def replay_failure(
         timeout: seconds after which ranks that do not go on count as hanging.
 
     Raises:
-        UsageError: if the candidate cannot be read, or does not fit the problem.
+        UsageError: if the candidate cannot be read, or does not fit the problem; or the timeout is
+            not positive.
         WorldLost: if a rank is gone and cannot be replaced.
     """
     found = load_candidates(candidate or failure.candidate)
@@ -47,7 +48,8 @@ def replay_failure(
     problem = failure.examples[0].problem
     kind, held_to = world or failure.world, find_property(failure.property)
     cell = Cell(found[0], problem.layout, problem.dtype, held_to, kind, failure.device)
-    ranks = make_world(kind, cell.layout, timeout or Settings().timeout, cell.device)
+    settings = Settings() if timeout is None else Settings(timeout=timeout)
+    ranks = make_world(kind, cell.layout, settings.timeout, cell.device)
     try:
         cases = [run_case(Case(cell.candidate, frozen.problem, ranks), cell.property) for frozen in failure.examples]
     finally:

@@ -41,8 +41,8 @@ class Settings:
     seed: int = 0
     """Problems are the same from run to run, unless this differs."""
     timeout: float = 60.0
-    """Seconds after which a rank that neither communicates nor returns is taken to hang. So long at
-    most a failing problem is made smaller."""
+    """Seconds that a simulated rank may take to the next collective, and a process to return; then
+    it is taken to hang. So long at most a failing problem is made smaller."""
     jobs: int = 1
     """Processes that verify cells side by side; 0 for one on each core."""
     shrink_calls: int = 200

@@ -48,10 +48,10 @@ def _end_as(ends: Sequence[Ended]) -> None:
     """Ends a test as its ranks have ended: skipped, say, if they have skipped it."""
     how = {end.how for end in ends}
     if len(how) > 1:
-        told = "; ".join(
+        groups = "; ".join(
             f"{name_ranks(r for r, end in enumerate(ends) if end.how == one)} {one}" for one in sorted(how)
         )
-        pytest.fail(f"the ranks did not end alike: {told}", pytrace=False)
+        pytest.fail(f"the ranks did not end alike: {groups}", pytrace=False)
     if how == {"skipped"}:
         pytest.skip(ends[0].reason)
     if how == {"failed as expected"}:

@@ -8,7 +8,7 @@ from pathlib import Path
 from zlib import crc32
 
 _INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-"""Packages here are told apart by their versions."""
+"""Packages here are distinguished by their versions."""
 
 
 def loaded_code() -> dict[str, int]:

@@ -26,7 +26,7 @@ _PATIENCE: Mapping[type, float] = {Begun: 120.0, Met: 15.0, Loaded: 120.0}
 """Seconds in which all ranks must have come so far, once all had done what comes before."""
 _STAGES = (Begun, Met, Loaded)
 _GRACE = 1.0
-"""Seconds that other ranks have, once one has failed or has been told to stop."""
+"""Seconds that other ranks have, once one has failed or has been asked to stop."""
 _QUIET = 0.5
 """Seconds without news after which ranks are asked where they are."""
 _IDLE = 0.1

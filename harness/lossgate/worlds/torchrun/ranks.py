@@ -73,7 +73,7 @@ class LaunchedRanks(RankProcesses):
     """The processes, all of them for as long as this one lives. None can be replaced.
 
     Args:
-        launch: what torchrun told this process, which is that of rank 0.
+        launch: what torchrun says of this process, which is that of rank 0.
     """
 
     def __init__(self, launch: Launch) -> None:
