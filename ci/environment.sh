@@ -13,8 +13,13 @@ if [ ! -x .venv/bin/python ]; then
 fi
 stamp=.venv/installed
 if [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ ci/constraints.txt -nt "$stamp" ]; then
-    .venv/bin/python -m pip install --quiet --constraint ci/constraints.txt torch
-    .venv/bin/python -m pip install --quiet --constraint ci/constraints.txt --editable '.[dev]'
+    pip=(.venv/bin/python -m pip install --quiet --constraint ci/constraints.txt)
+    "${pip[@]}" torch
+    if [ "$(uname)" = Linux ]; then # there is no DeepSpeed for other systems; its setup imports torch
+        "${pip[@]}" setuptools wheel
+        DS_ACCELERATOR=cpu "${pip[@]}" --no-deps --no-build-isolation deepspeed
+    fi
+    "${pip[@]}" --editable '.[dev]'
     touch "$stamp"
 fi
 . .venv/bin/activate

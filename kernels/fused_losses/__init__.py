@@ -16,6 +16,7 @@ from fused_losses.packing import Pack
 from fused_losses.sft import SFTStatistics, linear_sft_loss
 from fused_losses.tiled import tiled_token_logprobs
 from fused_losses.vocab_parallel import vocab_parallel_logprobs
+from fused_losses.wrappers import run_in_forward
 
 __all__ = [
     "ClippedPGConfig",
@@ -31,6 +32,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_logprobs",
     "linear_sft_loss",
+    "run_in_forward",
     "tiled_token_logprobs",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_logprobs",

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_losses.numerics import check_temperature
+from fused_losses.wrappers import check_parameter
 
 # Newer versions of torch warn about the second names, older ones lack the first.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]
@@ -198,8 +199,12 @@ def check_head(
     of hidden are split.
 
     Raises:
-        ValueError: A shape, dtype or number does not fit; the message names it.
+        ValueError: A shape, dtype or number does not fit, or a wrapper of the model has not
+            gathered weight or bias; the message names it.
     """
+    check_parameter("weight", weight)
+    if bias is not None:
+        check_parameter("bias", bias)
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"hidden {list(hidden.shape)} and weight {list(weight.shape)}: expected [tokens, H] and [vocab, H]"

@@ -3,11 +3,7 @@
 
 from torch import nn
 
-_WRAPPED_IN = ("_orig_mod", "module", "_fsdp_wrapped_module")
-"""Attributes that hold the wrapped module.
-
-They are those of torch.compile, of DistributedDataParallel and DeepSpeed, and of FSDP.
-"""
+from fused_losses.wrappers import wrapped_module
 
 _BACKBONES = ("model", "transformer", "backbone", "gpt_neox", "base_model")
 
@@ -25,9 +21,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     removed, in any order.
     """
     while True:
-        inner = next(
-            (found for name in _WRAPPED_IN if isinstance(found := getattr(model, name, None), nn.Module)), None
-        )
+        inner = wrapped_module(model)
         if inner is None and callable(getattr(model, "get_base_model", None)):
             base = model.get_base_model()  # pyright: ignore[reportCallIssue]
             inner = base if isinstance(base, nn.Module) and base is not model else None
@@ -46,10 +40,9 @@ def backbone_and_lm_head(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     a whole. The backbone is the attribute that ``base_model_prefix`` names; else ``model``,
     ``transformer``, ``backbone``, ``gpt_neox`` or ``base_model``.
 
-    Data-parallel wrappers reduce gradients by hooks on parameters, which fire however the
-    parameters are used. But a wrapper that prepares something when it is called
-    (DistributedDataParallel's bucket order, FSDP's root) must still be called: call both modules
-    inside the forward of the wrapped module.
+    Under wrappers that gather weights or reduce gradients, call both inside the forward of the
+    wrapped model, as ``run_in_forward`` does. There the parameters are whole, and the wrapper
+    learns which gradients to expect.
 
     Args:
         model: a causal language model, wrapped or not.

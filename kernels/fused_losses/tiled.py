@@ -8,7 +8,9 @@ data-parallel wrappers fire once, after the gradient is complete, and any upstre
 multiplies all gradients.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from fused_losses.numerics import check_temperature
 from fused_losses.vocab_parallel import vocab_parallel_logprobs
+from fused_losses.wrappers import check_lm_head, check_parameter, run_in_forward
 
 
 def tiled_token_logprobs(
@@ -80,16 +83,12 @@ def tiled_token_logprobs(
     if tiles is not None and tiles < 1:
         raise ValueError(f"tiles {tiles}: expected a positive number, or None to choose one")
     check_temperature(temperature)
-    parameters = [parameter for parameter in lm_head.parameters() if parameter.requires_grad]
-    hooked = next((name for name, parameter in lm_head.named_parameters() if parameter._backward_hooks), None)
-    if hooked is not None and torch.is_grad_enabled():
-        raise ValueError(
-            f"lm_head: its parameter {hooked} has a hook that would fire for every tile; "
-            "use register_post_accumulate_grad_hook"
-        )
+    check_lm_head(lm_head)
     number = tiles or max(1, -(-len(hidden) // 256))
-    logprobs, entropies = _TiledLogprobs.apply(lm_head, temperature, number, entropy, hidden, labels, *parameters)  # type: ignore[misc]
-    return logprobs, entropies if entropy else None
+    results = run_in_forward(
+        lm_head, lambda head, own: _in_forward(head, own, labels, temperature, number, entropy), hidden
+    )
+    return results if entropy else (results, None)
 
 
 def tiles_of(tokens: int, tiles: int) -> list[slice]:
@@ -101,27 +100,109 @@ def tiles_of(tokens: int, tiles: int) -> list[slice]:
     return [slice(start, end) for start, end in pairwise(edges)]
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a module has a tensor: among parameters, buffers or plain attributes."""
+
+    module: nn.Module
+    name: str
+
+    def hold(self, tensor: Tensor) -> Callable[[], None]:
+        """Puts a tensor there, and returns a function that puts back what was there before.
+
+        During forward, FSDP has its tensors among the parameters and the plain attributes alike.
+        """
+        attributes = vars(self.module)
+        kinds: list[dict[str, Any]] = [attributes["_parameters"], attributes["_buffers"], attributes]
+        before = [(kind, kind[self.name]) for kind in kinds if self.name in kind]
+        for kind, _ in before or [(attributes, None)]:
+            kind[self.name] = tensor
+
+        def put_back() -> None:
+            for kind, old in before:
+                kind[self.name] = old
+            if not before:
+                del attributes[self.name]
+
+        return put_back
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of a call that are not tensors, and the head inside its wrappers."""
+
+    head: nn.Module
+    places: tuple[_Place, ...]
+    """Of the head's trained tensors."""
+    temperature: float
+    tiles: int
+    entropy: bool
+
+    def outputs(self, trained: Sequence[Tensor], hidden: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        """Computes log-probabilities, and entropies if asked for, of the tokens of one tile.
+
+        ``trained`` take the places of the head's own tensors. The head's hooks do not run: those
+        of wrappers have gathered the weights once for all tiles.
+        """
+        with ExitStack() as stack:
+            for place, tensor in zip(self.places, trained, strict=True):
+                stack.callback(place.hold(tensor))
+            logits = self.head.forward(hidden)
+        found = vocab_parallel_logprobs(logits, labels, temperature=self.temperature, entropy=self.entropy)
+        return (found.logprobs,) if found.entropy is None else (found.logprobs, found.entropy)
+
+
+def _in_forward(
+    head: nn.Module, hidden: Tensor, labels: Tensor, temperature: float, tiles: int, entropy: bool
+) -> Tensor | tuple[Tensor, ...]:
+    """Computes the results inside the forward of the head, where its parameters are gathered.
+
+    Its trained tensors are inputs of one autograd node, so their gradients arrive once, complete,
+    wherever a wrapper expects those of an ordinary head: at parameters, or at views of a flat one.
+    """
+    trained = _trained_tensors(head)
+    call = _Call(head, tuple(trained), temperature, tiles, entropy)
+    outputs = _TiledLogprobs.apply(call, hidden, labels, *trained.values())
+    return outputs if entropy else outputs[0]  # type: ignore[index, return-value]
+
+
+def _trained_tensors(head: nn.Module) -> dict[_Place, Tensor]:
+    """Returns the tensors of a head and its parts that need gradients.
+
+    Besides parameters these are plain attributes, which FSDP puts in the place of parameters
+    during forward. Frozen tensors stay where they are, in whatever form.
+
+    Raises:
+        ValueError: A wrapper has not gathered a tensor.
+    """
+    found = dict[_Place, Tensor]()
+    for path, part in head.named_modules():
+        for name, tensor in {**part._parameters, **part._buffers, **vars(part)}.items():
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                check_parameter(f"lm_head: its {path}.{name}" if path else f"lm_head: its {name}", tensor)
+                found[_Place(part, name)] = tensor
+    return found
+
+
+def _leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.detach().requires_grad_() for tensor in tensors]
+
+
 class _TiledLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        lm_head: nn.Module,
-        temperature: float,
-        tiles: int,
-        entropy: bool,
-        hidden: Tensor,
-        labels: Tensor,
-        *parameters: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        parts = [
-            _logprobs(lm_head, temperature, entropy, hidden[tile], labels[tile])
-            for tile in tiles_of(len(hidden), tiles)
-        ]
-        ctx.save_for_backward(hidden, labels)
-        ctx.lm_head, ctx.temperature, ctx.tiles, ctx.entropy = lm_head, temperature, tiles, entropy
-        # Saved tensors may come back as other objects. These must be the objects that the head
-        # uses.
-        ctx.parameters, ctx.versions = parameters, [parameter._version for parameter in parameters]
+    def forward(ctx: Any, call: _Call, hidden: Tensor, labels: Tensor, *trained: Tensor) -> tuple[Tensor, ...]:
+        first, *others = tiles_of(len(hidden), call.tiles)
+        if any(ctx.needs_input_grad):
+            leaves = _leaves(trained)
+            with torch.enable_grad():
+                outputs = call.outputs(leaves, hidden[first].detach(), labels[first])
+            _check_graph(outputs, leaves)
+            parts = [tuple(output.detach() for output in outputs)]
+        else:
+            parts = [call.outputs(trained, hidden[first], labels[first])]
+        parts += [call.outputs(trained, hidden[tile], labels[tile]) for tile in others]
+        ctx.save_for_backward(hidden, labels, *trained)
+        ctx.call = call
         device = hidden.device.type
         ctx.autocast = {
             "device_type": device,
@@ -129,56 +210,55 @@ class _TiledLogprobs(torch.autograd.Function):
             "dtype": torch.get_autocast_dtype(device),
         }
         ctx.set_materialize_grads(False)
-        logprobs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
-        return logprobs, entropies
+        return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, labels = ctx.saved_tensors
-        parameters: Sequence[Tensor] = ctx.parameters
-        if [parameter._version for parameter in parameters] != ctx.versions:
-            raise RuntimeError(
-                "lm_head: a parameter was changed in place after forward, but backward needs its value in forward; "
-                "step the optimizer after backward"
-            )
-        need_hidden = ctx.needs_input_grad[4]
-        given = [u for u in upstream[: 2 if ctx.entropy else 1] if u is not None]
-        live = torch.stack([u != 0 for u in given]).any(0)
-        sums = [
-            torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device) for p in parameters
-        ]
-        grad_hidden = torch.zeros_like(hidden) if need_hidden else None
-        for tile in tiles_of(len(hidden), ctx.tiles):
-            x = torch.where(live[tile, None], hidden[tile], 0.0).detach().requires_grad_(need_hidden)
+        hidden, labels, *trained = ctx.saved_tensors
+        call: _Call = ctx.call
+        leaves = _leaves(trained)
+        live = torch.stack([u != 0 for u in upstream if u is not None]).any(0)
+        sums: list[Tensor | None] = [None] * len(leaves)
+        grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[1] else None
+        for tile in tiles_of(len(hidden), call.tiles):
+            x = torch.where(live[tile, None], hidden[tile], 0.0).detach().requires_grad_()
             with torch.enable_grad(), torch.autocast(**ctx.autocast):
-                outputs = _logprobs(ctx.lm_head, ctx.temperature, ctx.entropy, x, labels[tile])
+                outputs = call.outputs(leaves, x, labels[tile])
             pairs = [(output, u[tile]) for output, u in zip(outputs, upstream, strict=True) if u is not None]
-            wanted = [x, *parameters] if need_hidden else list(parameters)
-            if tile.start == 0:
-                _check_graph(outputs, wanted)
-            found = list(
-                torch.autograd.grad(
-                    [output for output, _ in pairs], wanted, [u for _, u in pairs], materialize_grads=True
-                )
+            wanted = leaves if grad_hidden is None else [*leaves, x]
+            grads: Sequence[Tensor | None] = torch.autograd.grad(
+                [output for output, _ in pairs], wanted, [u for _, u in pairs], allow_unused=True
             )
-            if grad_hidden is not None:
-                grad_hidden[tile] = found.pop(0)
-            for total, grad in zip(sums, found, strict=True):
-                total += grad
-        rounded = (total.to(parameter.dtype) for total, parameter in zip(sums, parameters, strict=True))
-        return None, None, None, None, grad_hidden, None, *rounded
+            for i, grad in enumerate(grads[: len(leaves)]):
+                sums[i] = _add(sums[i], grad)
+            if grad_hidden is not None and (of_hidden := grads[-1]) is not None:
+                grad_hidden[tile] = of_hidden
+        rounded = (None if total is None else total.to(leaf.dtype) for total, leaf in zip(sums, leaves, strict=True))
+        return None, grad_hidden, None, *rounded
 
 
-def _check_graph(outputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
-    """Checks that the outputs of a head depend on no other leaf than the wanted ones.
+def _add(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
+    """Adds a tile's gradient to the sum of those before it, in place, in float32 at least.
+
+    Without one the sum stays as it is: a tensor that the head does not use has no gradient at all.
+    """
+    if grad is None:
+        return total
+    if total is None:
+        return grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
+    return total.add_(grad)
+
+
+def _check_graph(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
+    """Checks that the outputs of a head depend on no other leaf than the known ones.
 
     The gradient of another leaf would be lost.
 
     Raises:
         ValueError: There is another leaf.
     """
-    known = {id(tensor) for tensor in wanted}
+    allowed = {id(tensor) for tensor in known}
     nodes: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
     seen = set[Any]()
     while nodes:
@@ -187,17 +267,9 @@ def _check_graph(outputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in known:
+        if leaf is not None and id(leaf) not in allowed:
             raise ValueError(
-                f"lm_head: when called it uses a {type(leaf).__name__} {list(leaf.shape)} that is none of its trained "
-                "parameters(), so its gradient would be lost; with FSDP pass use_orig_params=True and leave the head "
-                "to the root module, or gather parameters around forward and backward"
+                f"lm_head: when called it uses a {type(leaf).__name__} {list(leaf.shape)} that is no attribute of it "
+                "or its parts, so its gradient would be lost; make it a parameter of the head"
             )
         nodes += [following for following, _ in node.next_functions]
-
-
-def _logprobs(
-    lm_head: nn.Module, temperature: float, entropy: bool, hidden: Tensor, labels: Tensor
-) -> tuple[Tensor, Tensor]:
-    found = vocab_parallel_logprobs(lm_head(hidden), labels, temperature=temperature, entropy=entropy)
-    return found.logprobs, found.logprobs.new_zeros(0) if found.entropy is None else found.entropy

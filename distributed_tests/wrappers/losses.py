@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ways to a loss through an lm-head: ours, and the dense one that they are compared with."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from distributed_tests.wrappers.model import Batch
+from fused_losses import (
+    grpo_loss,
+    linear_cross_entropy,
+    linear_logprobs,
+    linear_sft_loss,
+    run_in_forward,
+    tiled_token_logprobs,
+)
+
+Metrics = dict[str, Tensor]
+Way = Callable[[nn.Module, Tensor, Batch, int], tuple[Tensor, Metrics]]
+"""From the lm-head, hidden states ``[tokens, WIDTH]``, a batch and the number of tokens of all
+ranks and microbatches to this rank's part of the loss and of the metrics.
+"""
+
+TILES = 3
+
+
+def _grpo(logprobs: Tensor, batch: Batch, tokens: int) -> tuple[Tensor, Metrics]:
+    mask = torch.ones_like(batch.labels, dtype=torch.bool)
+    return grpo_loss(logprobs, advantages=batch.advantages, mask=mask, valid_tokens=tokens, beta=0.0)
+
+
+def dense_logprobs(head: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
+    logits = head(hidden)
+    log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    return log_p.gather(1, labels[:, None]).squeeze(1)
+
+
+def dense(head: nn.Module, hidden: Tensor, batch: Batch, tokens: int) -> tuple[Tensor, Metrics]:
+    """Forms the logits."""
+    return _grpo(dense_logprobs(head, hidden, batch.labels), batch, tokens)
+
+
+def dense_nll(head: nn.Module, hidden: Tensor, batch: Batch, tokens: int) -> tuple[Tensor, Metrics]:
+    """Forms the logits."""
+    own = torch.tensor(float(len(batch.labels)))
+    return -dense_logprobs(head, hidden, batch.labels).sum() / tokens, {"n_tokens": own, "n_valid_tokens": own}
+
+
+def tiled(head: nn.Module, hidden: Tensor, batch: Batch, tokens: int) -> tuple[Tensor, Metrics]:
+    logprobs, _ = tiled_token_logprobs(head, hidden, batch.labels, tiles=TILES)
+    return _grpo(logprobs, batch, tokens)
+
+
+def weight_of(head: nn.Module) -> Tensor:
+    """Returns the weight of a head inside its wrappers, with its adapters."""
+    if hasattr(head, "get_delta_weight"):
+        return head.base_layer.weight + head.get_delta_weight("default")
+    return head.weight
+
+
+def linear(head: nn.Module, hidden: Tensor, batch: Batch, tokens: int) -> tuple[Tensor, Metrics]:
+    def logprobs(head: nn.Module, hidden: Tensor) -> Tensor:
+        return linear_logprobs(hidden, weight_of(head), batch.labels, chunk=8).logprobs
+
+    return _grpo(run_in_forward(head, logprobs, hidden), batch, tokens)
+
+
+def cross_entropy(head: nn.Module, hidden: Tensor, batch: Batch, tokens: int) -> tuple[Tensor, Metrics]:
+    def loss(head: nn.Module, hidden: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, weight_of(head), batch.labels, valid_tokens=tokens, chunk=8)
+
+    return run_in_forward(head, loss, hidden), {}
+
+
+def sft(head: nn.Module, hidden: Tensor, batch: Batch, tokens: int) -> tuple[Tensor, Metrics]:
+    every, statistics = torch.ones_like(batch.labels, dtype=torch.bool), []
+
+    def loss(head: nn.Module, hidden: Tensor) -> Tensor:
+        value, found = linear_sft_loss(
+            hidden,
+            weight_of(head),
+            batch.labels,
+            mask=every,
+            real=every,
+            sequence=torch.zeros_like(batch.labels),
+            sequences=1,
+            valid_tokens=tokens,
+            chunk=8,
+        )
+        statistics.append(found)
+        return value
+
+    value = run_in_forward(head, loss, hidden)
+    sums = dict(zip(("n_seqs", "n_tokens", "n_valid_tokens"), statistics[0].sums, strict=False))
+    return value, {name: sums[name] for name in ("n_tokens", "n_valid_tokens")}
+
+
+WAYS: dict[str, Way] = {
+    "tiled_token_logprobs": tiled,
+    "linear_logprobs": linear,
+    "linear_cross_entropy": cross_entropy,
+    "linear_sft_loss": sft,
+    "dense": dense,
+    "dense NLL": dense_nll,
+}
+
+DENSE_OF = {name: "dense" if way in (tiled, linear, dense) else "dense NLL" for name, way in WAYS.items()}
+"""The dense way to the same loss."""
