@@ -25,7 +25,8 @@ ranks and microbatches to this rank's part of the loss and of the metrics.
 TILES = 3
 
 
-def _grpo(logprobs: Tensor, batch: Batch, tokens: int) -> tuple[Tensor, Metrics]:
+def grpo(logprobs: Tensor, batch: Batch, tokens: int) -> tuple[Tensor, Metrics]:
+    """Computes the loss from log-probabilities, with the policy itself as the old policy."""
     mask = torch.ones_like(batch.labels, dtype=torch.bool)
     return grpo_loss(logprobs, advantages=batch.advantages, mask=mask, valid_tokens=tokens, beta=0.0)
 
@@ -38,7 +39,7 @@ def dense_logprobs(head: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
 
 def dense(head: nn.Module, hidden: Tensor, batch: Batch, tokens: int) -> tuple[Tensor, Metrics]:
     """Forms the logits."""
-    return _grpo(dense_logprobs(head, hidden, batch.labels), batch, tokens)
+    return grpo(dense_logprobs(head, hidden, batch.labels), batch, tokens)
 
 
 def dense_nll(head: nn.Module, hidden: Tensor, batch: Batch, tokens: int) -> tuple[Tensor, Metrics]:
@@ -49,7 +50,7 @@ def dense_nll(head: nn.Module, hidden: Tensor, batch: Batch, tokens: int) -> tup
 
 def tiled(head: nn.Module, hidden: Tensor, batch: Batch, tokens: int) -> tuple[Tensor, Metrics]:
     logprobs, _ = tiled_token_logprobs(head, hidden, batch.labels, tiles=TILES)
-    return _grpo(logprobs, batch, tokens)
+    return grpo(logprobs, batch, tokens)
 
 
 def weight_of(head: nn.Module) -> Tensor:
@@ -63,7 +64,7 @@ def linear(head: nn.Module, hidden: Tensor, batch: Batch, tokens: int) -> tuple[
     def logprobs(head: nn.Module, hidden: Tensor) -> Tensor:
         return linear_logprobs(hidden, weight_of(head), batch.labels, chunk=8).logprobs
 
-    return _grpo(run_in_forward(head, logprobs, hidden), batch, tokens)
+    return grpo(run_in_forward(head, logprobs, hidden), batch, tokens)
 
 
 def cross_entropy(head: nn.Module, hidden: Tensor, batch: Batch, tokens: int) -> tuple[Tensor, Metrics]:

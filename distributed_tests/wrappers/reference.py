@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training step must give: the dense step of one rank over the whole batch, and its noise."""
+"""What a step must give: the dense step of one rank over the whole batch, and its noise."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -45,11 +45,11 @@ def reference(head: str, way: str, dtype: str, microbatches: int, empty: bool) -
     """
     rounded = float_format_of(getattr(torch, dtype))
     batches = [make_batch(r, m, empty=empty) for m in range(microbatches) for r in range(RANKS)]
-    exact = _step(head, DENSE_OF[way], batches)
+    exact = _step(head, DENSE_OF.get(way, "dense"), batches)
     members = []
     for seed in range(MEMBERS):
         with RoundEveryOperation(Noise(seed), rounded):
-            members.append(_step(head, DENSE_OF[way], batches))
+            members.append(_step(head, DENSE_OF.get(way, "dense"), batches))
     tolerances = ({}, {})
     for kind in (0, 1):
         for name, known in exact[kind].items():
@@ -64,7 +64,7 @@ def reference(head: str, way: str, dtype: str, microbatches: int, empty: bool) -
 def _step(head: str, way: str, batches: list[Batch]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Returns the numbers and the gradients, added up over the batches of all ranks."""
     model = make_model(head, torch.float64)
-    parameters = {name: p for name, p in trained(model).items()}
+    parameters = trained(model)
     numbers = dict[str, Tensor]()
     gradients = {name: torch.zeros_like(p) for name, p in parameters.items()}
     needed = {name: p for name, p in parameters.items() if p.requires_grad}

@@ -4,7 +4,6 @@
 import os
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,12 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from distributed_tests.wrappers.losses import WAYS, Metrics
+from distributed_tests.wrappers.losses import DENSE_OF, WAYS, Metrics
 from distributed_tests.wrappers.model import RANKS, VOCAB, count, make_batch, make_model
+from distributed_tests.wrappers.planted_bugs import BUGS
 from distributed_tests.wrappers.wrappers import RATE, WRAPPERS, Wrapped
 from fused_losses import backbone_and_lm_head, run_in_forward
 from lossgate.worlds import RankContext
 from property_tests.observers import Made
+
+ALL_WAYS = {**WAYS, **BUGS}
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,7 @@ class Cell:
 
     def dense(self) -> "Cell":
         """Returns the cell of the dense way to the same loss."""
-        from distributed_tests.wrappers.losses import DENSE_OF
-
-        return replace(self, way=DENSE_OF[self.way])
+        return replace(self, way=DENSE_OF.get(self.way, "dense"))
 
 
 @dataclass(frozen=True)
@@ -100,13 +100,12 @@ def _step(cell: Cell) -> Step:
     collectives, logits = 0, False
     for microbatch in range(cell.microbatches):
         own = make_batch(dist.get_rank(), microbatch, empty=cell.empty)
-        called = _collectives()
-        with Made() if cell.dtype == "float32" else nullcontext() as made:
-            with wrapped.microbatch(microbatch == cell.microbatches - 1):
-                loss, metrics = compute(wrapped, cell.way, own, tokens)
-                wrapped.backward(loss * wrapped.loss_factor)
-        collectives += _collectives() - called
-        logits |= made is not None and len(own.labels) > 0 and len(own.labels) * VOCAB in made.sizes
+        called = collectives_called()
+        with Made() as made, wrapped.microbatch(microbatch == cell.microbatches - 1):
+            loss, metrics = compute(wrapped, cell.way, own, tokens)
+            wrapped.backward(loss * wrapped.loss_factor)
+        collectives += collectives_called() - called
+        logits |= len(own.labels) > 0 and len(own.labels) * VOCAB in made.sizes
         for name, number in {"loss": loss, **metrics}.items():
             numbers[name] = numbers.get(name, 0) + number.detach().double()
     wrapped.step()
@@ -120,18 +119,20 @@ def _step(cell: Cell) -> Step:
 def compute(wrapped: Wrapped, way: str, batch: Any, tokens: int) -> tuple[Tensor, Metrics]:
     """Computes the loss inside the forward of the wrapped model, as docs/kernels.md says."""
     metrics: Metrics = {}
+    from_outside = backbone_and_lm_head(wrapped.model)
 
     def loss_of(model: torch.nn.Module, ids: Tensor) -> Tensor:
         backbone, lm_head = backbone_and_lm_head(model)
+        assert (backbone, lm_head) == from_outside
         hidden = backbone(ids)[batch.keep]
-        loss, found = WAYS[way](lm_head, hidden, batch, tokens)
+        loss, found = ALL_WAYS[way](lm_head, hidden, batch, tokens)
         metrics.update(found)
         return loss
 
     return run_in_forward(wrapped.model, loss_of, batch.ids), metrics
 
 
-def _collectives() -> int:
+def collectives_called() -> int:
     """Returns how many collectives this rank has called, on any group."""
     groups: Any = c10d._world.pg_names
     return sum(group._get_sequence_number_for_group() for group in groups)

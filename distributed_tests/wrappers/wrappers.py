@@ -172,6 +172,15 @@ class FSDPNoShard(FSDP):
     strategy = ShardingStrategy.NO_SHARD
 
 
+class FSDPHead(FSDP):
+    """FullyShardedDataParallel around the head, inside another around the model."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        inner = unwrap(model)
+        inner.lm_head = super().wrap(cast(nn.Module, inner.lm_head))
+        return super().wrap(model)
+
+
 class FSDPFlat(FSDP):
     use_orig_params = False
 
@@ -199,13 +208,18 @@ class FSDP2(Wrapped):
 
 
 class FSDP2Head(FSDP2):
-    """``fully_shard`` on every layer, on the head itself and on the model."""
+    """``fully_shard`` on every layer, on the head itself and on the model.
+
+    A tied head needs a group with the embedding.
+    """
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        backbone, head = backbone_and_lm_head(model)
-        for layer in cast(Any, backbone).layers:
+        found: Any = backbone_and_lm_head(model)
+        backbone, head = found
+        for layer in backbone.layers:
             fully_shard(layer)
-        fully_shard(head)
+        tied = backbone.embed_tokens.weight is getattr(head, "weight", None)
+        fully_shard([backbone.embed_tokens, head] if tied else head)
         return fully_shard(model)
 
 
@@ -288,6 +302,7 @@ WRAPPERS: Mapping[str, type[Wrapped]] = {
     "FSDP FULL_SHARD": FSDP,
     "FSDP SHARD_GRAD_OP": FSDPGradOp,
     "FSDP NO_SHARD": FSDPNoShard,
+    "FSDP of the head": FSDPHead,
     "FSDP FULL_SHARD, flat": FSDPFlat,
     "FSDP SHARD_GRAD_OP, flat": FSDPFlatGradOp,
     "FSDP NO_SHARD, flat": FSDPFlatNoShard,

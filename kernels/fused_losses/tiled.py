@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -227,8 +227,11 @@ class _TiledLogprobs(torch.autograd.Function):
                 outputs = call.outputs(leaves, x, labels[tile])
             pairs = [(output, u[tile]) for output, u in zip(outputs, upstream, strict=True) if u is not None]
             wanted = leaves if grad_hidden is None else [*leaves, x]
-            grads: Sequence[Tensor | None] = torch.autograd.grad(
-                [output for output, _ in pairs], wanted, [u for _, u in pairs], allow_unused=True
+            grads = cast(
+                "Sequence[Tensor | None]",
+                torch.autograd.grad(
+                    [output for output, _ in pairs], wanted, [u for _, u in pairs], allow_unused=True
+                ),
             )
             for i, grad in enumerate(grads[: len(leaves)]):
                 sums[i] = _add(sums[i], grad)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused heads under what shards weights and reduces gradients. ``ci/wrappers`` tests more."""
+
+import re
+import sys
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
+
+if sys.platform != "linux":
+    pytest.skip("there is no DeepSpeed for this system", allow_module_level=True)
+
+from distributed_tests.wrappers.checks import findings
+from distributed_tests.wrappers.misuse import MISUSES, READERS, attempt, read
+from distributed_tests.wrappers.model import RANKS
+from distributed_tests.wrappers.step import Cell, Step, run_steps
+from distributed_tests.wrappers.table import results, table
+from fused_losses import linear_logprobs
+from lossgate import Layout
+from lossgate.worlds import RankContext, World, make_world
+from lossgate.worlds.pool import close_pool
+
+
+@pytest.fixture
+def world() -> World:
+    return make_world("gloo", Layout(dp=RANKS), timeout=60.0)
+
+
+def test_every_wrapper_and_head() -> None:
+    """One step of each cell of the table. ``ci/wrappers`` takes all options."""
+    wrong = {place: entry.wrong for place, entry in table(full=False).items() if entry.wrong}
+    assert not wrong
+
+
+def test_options_of_a_step() -> None:
+    plain = [Cell(wrapper, "plain", "tiled_token_logprobs") for wrapper in ("DDP, static_graph", "FSDP2", "ZeRO-3")]
+    options = [{"microbatches": 2}, {"checkpointing": True}, {"empty": True}, {"dtype": "bfloat16"}]
+    found = results([replace(cell, **option) for cell in plain for option in options])
+    assert not {str(cell): entry for cell, entry in found.items() if str(entry) != "works"}
+
+
+BUGS = [
+    ("gradients bypass autograd", "DDP", "plain", "lm_head.weight: ranks have different weights after the step"),
+    ("gradients bypass autograd", "DDP, static_graph", "plain", "lm_head.weight: ranks have different weights"),
+    ("gradients bypass autograd", "FSDP FULL_SHARD", "plain", "lm_head.weight: 0 times the reference"),
+    ("the reducer sees the first tile alone", "DDP", "plain", "lm_head.weight: 0.46[0-9]* times the reference"),
+    ("the reducer sees the first tile alone", "FSDP NO_SHARD", "plain", "2 collectives, and 1 with the dense head"),
+    ("the adapters' gradients are dropped", "DDP", "LoRA", "lm_head.lora_A.default.weight: 0 times the reference"),
+    ("the adapters' gradients are dropped", "FSDP2", "LoRA", "lm_head.lora_B.default.weight: 0 times the reference"),
+    ("weights are gathered in every tile", "FSDP2 of the head", "plain", "collectives, and 11 with the dense head"),
+]
+
+
+def test_planted_bugs_are_seen(world: World) -> None:
+    for bug, wrapper, head, expected in BUGS:
+        cell = Cell(wrapper, head, bug)
+        dense, steps = zip(*world.run(partial(run_steps, [cell.dense(), cell])), strict=True)
+        found = findings(cell, steps, dense)
+        assert any(re.search(expected, text) for text in found), (bug, wrapper, found)
+
+
+def test_the_checks_see_logits_and_weights_that_are_not_sharded(world: World) -> None:
+    cell = Cell("FSDP2", "plain", "dense")
+    (steps,) = zip(*world.run(partial(run_steps, [cell])), strict=True)
+    assert findings(cell, steps, steps) == ["a tensor of [tokens, vocab] was made"]
+    before, _, whole = steps[0].held
+    fewer = [replace(step, logits=False) for step in steps]
+    kept: list[Step] = [replace(step, held=(before, whole, whole)) for step in fewer]
+    assert not findings(cell, fewer, steps)
+    assert findings(cell, kept, steps) == [
+        text
+        for rank in range(RANKS)
+        for text in (
+            f"rank {rank}: held {before} numbers of the weights before the step, and {whole} after it",
+            f"rank {rank}: holds {whole} of {whole} numbers of the weights",
+        )
+    ]
+
+
+def test_calls_outside_of_the_forward_are_refused_before_any_collective(world: World) -> None:
+    """The table shows that the way out of each works: ``run_in_forward``, or to wrap the head."""
+    close_pool()  # DeepSpeed changes a process for good.
+    try:
+        for misuse, *by_rank in zip(MISUSES, *world.run(partial(attempt, MISUSES)), strict=True):
+            for message, collectives in by_rank:
+                assert re.search(misuse.message, message), (str(misuse), message)
+                assert not collectives, str(misuse)
+    finally:
+        close_pool()
+
+
+def test_gathered_weights_can_be_read_without_gradients(world: World) -> None:
+    close_pool()  # DeepSpeed changes a process for good.
+    try:
+        for wrapper in READERS:
+            for errors in world.run(partial(read, wrapper)):
+                assert max(errors.values()) < 1e-5, (wrapper, errors)
+    finally:
+        close_pool()
+
+
+def _tensor_parallel(context: RankContext) -> float:
+    """Follows the message about DTensors: to_local, vocab_start and tp_group."""
+    torch.manual_seed(0)
+    whole, hidden, labels = torch.randn(10, 4), torch.randn(6, 4), torch.randint(10, (6,))
+    weight = nn.Parameter(distribute_tensor(whole, context.mesh["tp"], [Shard(0)]))
+    with pytest.raises(ValueError, match=r"weight is a DTensor.* with weight.to_local\(\), vocab_start"):
+        linear_logprobs(hidden, weight, labels)
+    group = context.mesh.get_group("tp")
+    given = {"vocab_start": 5 * dist.get_rank(group), "tp_group": group}
+    linear_logprobs(hidden, weight.to_local(), labels, **given).logprobs.sum().backward()
+    whole.requires_grad_()
+    torch.log_softmax(hidden @ whole.T, 1).gather(1, labels[:, None]).sum().backward()
+    assert weight.grad is not None
+    assert whole.grad is not None
+    return float((weight.grad.full_tensor() - whole.grad).abs().max())
+
+
+def test_a_dtensor_is_refused_and_its_way_out_works() -> None:
+    assert max(make_world("gloo", Layout(tp=2)).run(_tensor_parallel)) < 1e-5

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of wrappers, kinds of lm-head, and heads that are tiled or not."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from distributed_tests.wrappers.checks import findings
+from distributed_tests.wrappers.model import HEADS, RANKS
+from distributed_tests.wrappers.step import Cell, Step, run_steps
+from distributed_tests.wrappers.wrappers import WRAPPERS
+from lossgate import Layout
+from lossgate.worlds import make_world
+from lossgate.worlds.pool import close_pool
+
+COLUMNS: Mapping[str, Sequence[str]] = {
+    "tiled": ("tiled_token_logprobs",),
+    "not tiled": ("linear_logprobs", "linear_cross_entropy", "linear_sft_loss"),
+}
+
+
+@dataclass(frozen=True)
+class WayOut:
+    """What to do where torch itself refuses a wrapper for some models, also for a dense head."""
+
+    text: str
+    wrapper: Callable[[str], str]
+    """From the row of the refusal to the row of the table in which the way out works."""
+
+
+REFUSALS: Mapping[str, WayOut] = {
+    "Must flatten tensors with uniform `requires_grad`": WayOut(
+        "use_orig_params=True", lambda wrapper: wrapper.removesuffix(", flat")
+    ),
+    "'weight' must be 2-D": WayOut("leave the head to the model's FSDP", lambda wrapper: "FSDP FULL_SHARD"),
+}
+"""By what their messages contain."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a cell of the table says."""
+
+    refused: str = ""
+    """The message of the refusal."""
+    way_out: WayOut | None = None
+    """What to do instead."""
+    wrong: tuple[str, ...] = ()
+    """What does not hold, in words."""
+
+    def __str__(self) -> str:
+        if self.wrong:
+            return "WRONG"
+        return f"refused: {self.way_out.text}" if self.way_out else "works"
+
+
+def cells(wrapper: str, head: str, column: str, *, full: bool) -> Iterator[Cell]:
+    """Yields the steps behind a cell of the table.
+
+    Args:
+        wrapper: the row.
+        head: kind of lm-head.
+        column: one of ``COLUMNS``.
+        full: whether to take all ways to a loss and all options, or one step.
+    """
+    first, *others = COLUMNS[column]
+    plain = Cell(wrapper, head, first)
+    yield plain
+    if not full:
+        return
+    yield from (Cell(wrapper, head, other) for other in others)
+    yield replace(plain, microbatches=2)
+    yield replace(plain, checkpointing=True)
+    yield replace(plain, empty=True)
+    yield replace(plain, dtype="bfloat16")
+
+
+def results(asked: Sequence[Cell]) -> dict[Cell, Entry]:
+    """Runs steps on two processes, and judges each.
+
+    DeepSpeed changes a process for good. So the processes are new, and end afterwards.
+    """
+    every = list(dict.fromkeys([*(cell.dense() for cell in asked), *asked]))
+    close_pool()
+    try:
+        by_rank = make_world("gloo", Layout(dp=RANKS), timeout=300.0).run(partial(run_steps, every))
+    finally:
+        close_pool()
+    found = dict(zip(every, zip(*by_rank, strict=True), strict=True))
+    return {cell: _judged(cell, found[cell], found[cell.dense()]) for cell in asked}
+
+
+def _judged(cell: Cell, steps: Sequence[Step | str], dense: Sequence[Step | str]) -> Entry:
+    refusals = [step for step in steps if isinstance(step, str)]
+    if refusals:
+        way_out = next((out for message, out in REFUSALS.items() if all(message in r for r in refusals)), None)
+        if way_out is None or len(refusals) < len(steps):
+            return Entry(wrong=tuple(refusals))
+        return Entry(refusals[0], way_out)
+    unsuitable = [step for step in dense if isinstance(step, str)]
+    if unsuitable:
+        return Entry(wrong=(f"the dense head is refused: {unsuitable[0]}",))
+    both = [[step for step in each if isinstance(step, Step)] for each in (steps, dense)]
+    return Entry(wrong=tuple(findings(cell, *both)))
+
+
+def table(*, full: bool) -> dict[tuple[str, str, str], Entry]:
+    """Returns each cell's entry by wrapper, kind of head and column."""
+    places = [(wrapper, head, column) for wrapper in WRAPPERS for head in HEADS for column in COLUMNS]
+    behind = {place: list(cells(*place, full=full)) for place in places}
+    found = results([cell for each in behind.values() for cell in each])
+    merged = {place: _merged((cell, found[cell]) for cell in each) for place, each in behind.items()}
+    for (wrapper, head, column), entry in merged.items():
+        if entry.way_out and str(merged[other := entry.way_out.wrapper(wrapper), head, column]) != "works":
+            merged[wrapper, head, column] = Entry(wrong=(f"its way out does not work: {other}, {head}, {column}",))
+    return merged
+
+
+def _merged(steps: Iterable[tuple[Cell, Entry]]) -> Entry:
+    """Returns the entry of a cell of the table, from those of its steps."""
+    entries = list(steps)
+    refused = [(cell, entry) for cell, entry in entries if entry.refused]
+    if len(refused) == len(entries):
+        return refused[0][1]
+    wrong = [f"{cell}: {text}" for cell, entry in entries for text in entry.wrong]
+    return Entry(wrong=(*wrong, *(f"{cell}: {entry.refused}" for cell, entry in refused)))
