@@ -10,17 +10,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import Shard, distribute_tensor
 
 if sys.platform != "linux":
     pytest.skip("there is no DeepSpeed for this system", allow_module_level=True)
 
 from distributed_tests.wrappers.checks import findings
+from distributed_tests.wrappers.losses import dense_logprobs
 from distributed_tests.wrappers.misuse import MISUSES, READERS, attempt, read
-from distributed_tests.wrappers.model import RANKS
+from distributed_tests.wrappers.model import RANKS, WIDTH, make_model
 from distributed_tests.wrappers.step import Cell, Step, run_steps
 from distributed_tests.wrappers.table import results, table
-from fused_losses import linear_logprobs
+from distributed_tests.wrappers.wrappers import FSDPFlat
+from fused_losses import backbone_and_lm_head, linear_logprobs
 from lossgate import Layout
 from lossgate.worlds import RankContext, World, make_world
 from lossgate.worlds.pool import close_pool
@@ -52,6 +55,8 @@ BUGS = [
     ("the reducer sees the first tile alone", "FSDP NO_SHARD", "plain", "2 collectives, and 1 with the dense head"),
     ("the adapters' gradients are dropped", "DDP", "LoRA", "lm_head.lora_A.default.weight: 0 times the reference"),
     ("the adapters' gradients are dropped", "FSDP2", "LoRA", "lm_head.lora_B.default.weight: 0 times the reference"),
+    ("the head's wrapper is not called", "DDP of the head", "plain", "lm_head.weight: ranks have different weights"),
+    ("the dense head's wrapper is not called", "DDP of the head", "plain", "ranks have different weights"),
     ("weights are gathered in every tile", "FSDP2 of the head", "plain", "collectives, and 11 with the dense head"),
 ]
 
@@ -102,6 +107,23 @@ def test_gathered_weights_can_be_read_without_gradients(world: World) -> None:
                 assert max(errors.values()) < 1e-5, (wrapper, errors)
     finally:
         close_pool()
+
+
+def _train_inside_summon(context: RankContext) -> list[bool]:
+    """Returns whether training inside ``summon_full_params`` reaches FSDP's flat parameter."""
+    reached = []
+    hidden, labels = torch.ones(5, WIDTH), torch.arange(5)
+    for logprobs in (dense_logprobs, lambda head, h, y: linear_logprobs(h, head.weight, y).logprobs):
+        wrapped = FSDPFlat(make_model("plain"), 1)
+        with FullyShardedDataParallel.summon_full_params(wrapped.model):
+            logprobs(backbone_and_lm_head(wrapped.model)[1], hidden, labels).sum().backward()
+        reached.append(any(parameter.grad is not None for parameter in wrapped.model.parameters()))
+    return reached
+
+
+def test_training_inside_summon_full_params_is_lost_for_a_dense_head_too(world: World) -> None:
+    """Nothing tells such a parameter from an ordinary one. docs/kernels.md says so."""
+    assert world.run(_train_inside_summon) == [[False, False]] * RANKS
 
 
 def _tensor_parallel(context: RankContext) -> float:

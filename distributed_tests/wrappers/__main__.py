@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints the table: ``python -m distributed_tests.wrappers``. Exits with 1 if a cell is wrong."""
 
+import argparse
 import sys
 import time
 
@@ -14,6 +15,7 @@ from distributed_tests.wrappers.wrappers import WRAPPERS
 
 
 def main() -> int:
+    argparse.ArgumentParser("python -m distributed_tests.wrappers", description=__doc__).parse_args()
     torch.set_num_threads(1)
     began = time.monotonic()
     entries = table(full=True)

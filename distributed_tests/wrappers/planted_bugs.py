@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distributed_tests.wrappers.losses import TILES, Metrics, Way, dense_logprobs, grpo
+from distributed_tests.wrappers.losses import TILES, Metrics, Way, dense_logprobs, grpo, weight_of
 from distributed_tests.wrappers.model import Batch
-from fused_losses import run_in_forward
+from fused_losses import linear_logprobs, run_in_forward
+from fused_losses.wrappers import wrapped_module
 
 
 class _Direct(torch.autograd.Function):
@@ -72,9 +73,24 @@ def _gathering_in_every_tile(head: nn.Module, hidden: Tensor, batch: Batch, toke
     return grpo(torch.cat([dense_logprobs(head, x, labels) for x, labels in tiles]), batch, tokens)
 
 
+def _outside(head: nn.Module, hidden: Tensor, batch: Batch, tokens: int) -> tuple[Tensor, Metrics]:
+    """Uses the weight without calling the wrapper of the head, which nothing can see."""
+    inner = wrapped_module(head)
+    assert inner is not None
+    return grpo(linear_logprobs(hidden, weight_of(inner), batch.labels).logprobs, batch, tokens)
+
+
+def _dense_outside(head: nn.Module, hidden: Tensor, batch: Batch, tokens: int) -> tuple[Tensor, Metrics]:
+    inner = wrapped_module(head)
+    assert inner is not None
+    return grpo(dense_logprobs(inner, hidden, batch.labels), batch, tokens)
+
+
 BUGS: Mapping[str, Way] = {
     "gradients bypass autograd": _direct(0),
     "the reducer sees the first tile alone": _direct(1),
     "the adapters' gradients are dropped": _without_adapters,
     "weights are gathered in every tile": _gathering_in_every_tile,
+    "the head's wrapper is not called": _outside,
+    "the dense head's wrapper is not called": _dense_outside,
 }

@@ -38,11 +38,11 @@ def tiled_token_logprobs(
     gradient is zero does not contribute to any gradient. Under ``torch.no_grad`` nothing is saved;
     use that for old log-probabilities and the reference policy.
 
-    Gradients are computed for the head's parameters as they are when the head is called. The model
-    may be wrapped in DistributedDataParallel, or in FSDP that leaves the head to its root module
-    (``use_orig_params=True``). Backward raises if something else takes the place of the parameters
-    during the call: FSDP's flat parameter, DTensors of an FSDP2 module of its own, or parameters
-    that ZeRO-3 partitions. Gather them around forward and backward.
+    The head is called once, in its wrappers if it has any: DistributedDataParallel, FSDP, FSDP2
+    (``fully_shard``) and DeepSpeed's ZeRO gather its weights once for all tiles of a pass, and get
+    each gradient once, when it is complete. What runs for every tile is the head's ``forward``,
+    without hooks of the head itself and not compiled. If a wrapper of the whole model gathers the
+    head, call this inside the model's forward; see ``run_in_forward``.
 
     Args:
         lm_head: maps ``[n, hidden]`` to logits ``[n, vocab]``, also for n = 0. It treats each token
@@ -65,15 +65,14 @@ def tiled_token_logprobs(
         float32 and rounded once.
 
     Raises:
-        ValueError: A shape or number does not fit, or a parameter has hooks of its own
-            (``register_hook``), which would fire for every tile and once more. A hook by
-            ``register_post_accumulate_grad_hook`` fires once and is allowed. In backward: the head
-            uses a tensor whose gradient would be lost.
+        ValueError: A shape or number does not fit; a wrapper has not gathered the head's weights,
+            or would gather them for every tile; a hook of the head would be given log-probabilities
+            for logits; the head has dropout; or it uses a tensor whose gradient would be lost.
         RuntimeError: In backward: a parameter was changed in place after forward.
 
     Memory:
         The logits of one tile and their gradient; in backward a float32 gradient of every
-        parameter. Saved for backward: hidden and labels.
+        parameter. Saved for backward: hidden, labels and the parameters themselves.
     """
     if hidden.dim() != 2 or labels.shape != hidden.shape[:1]:
         raise ValueError(
@@ -137,6 +136,8 @@ class _Call:
     temperature: float
     tiles: int
     entropy: bool
+    gradients: bool
+    """Whether gradients are recorded."""
 
     def outputs(self, trained: Sequence[Tensor], hidden: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         """Computes log-probabilities, and entropies if asked for, of the tokens of one tile.
@@ -161,7 +162,7 @@ def _in_forward(
     wherever a wrapper expects those of an ordinary head: at parameters, or at views of a flat one.
     """
     trained = _trained_tensors(head)
-    call = _Call(head, tuple(trained), temperature, tiles, entropy)
+    call = _Call(head, tuple(trained), temperature, tiles, entropy, torch.is_grad_enabled())
     outputs = _TiledLogprobs.apply(call, hidden, labels, *trained.values())
     return outputs if entropy else outputs[0]  # type: ignore[index, return-value]
 
@@ -192,7 +193,7 @@ class _TiledLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, hidden: Tensor, labels: Tensor, *trained: Tensor) -> tuple[Tensor, ...]:
         first, *others = tiles_of(len(hidden), call.tiles)
-        if any(ctx.needs_input_grad):
+        if call.gradients:
             leaves = _leaves(trained)
             with torch.enable_grad():
                 outputs = call.outputs(leaves, hidden[first].detach(), labels[first])
@@ -229,9 +230,7 @@ class _TiledLogprobs(torch.autograd.Function):
             wanted = leaves if grad_hidden is None else [*leaves, x]
             grads = cast(
                 "Sequence[Tensor | None]",
-                torch.autograd.grad(
-                    [output for output, _ in pairs], wanted, [u for _, u in pairs], allow_unused=True
-                ),
+                torch.autograd.grad([output for output, _ in pairs], wanted, [u for _, u in pairs], allow_unused=True),
             )
             for i, grad in enumerate(grads[: len(leaves)]):
                 sums[i] = _add(sums[i], grad)

@@ -66,13 +66,13 @@ def run_in_forward(module: nn.Module, function: Callable[..., Any], *inputs: Any
         else:
             inner.forward = own
 
-    @torch.compiler.disable
     def forward(*given: Any) -> Any:
         calls.append(inner)
         restore()  # The function may call the module itself.
         return function(inner, *given)
 
-    inner.forward = forward
+    # Only what has imported the compiler can have compiled the module, and to import it takes long.
+    inner.forward = torch.compiler.disable(forward) if "torch._dynamo" in sys.modules else forward
     try:
         result = module(*inputs)
     finally:
@@ -126,7 +126,8 @@ def check_lm_head(lm_head: nn.Module) -> None:
     """Checks that calling an lm-head once gathers all that its forward needs.
 
     Raises:
-        ValueError: It does not, or the head has hooks that take its output for logits.
+        ValueError: It does not; the head has hooks that take its output for logits; or it has
+            dropout, which backward would compute with other random numbers.
     """
     inner, wrapped_by_fsdp = lm_head, False
     while (wrapped := wrapped_module(inner)) is not None:
@@ -137,6 +138,11 @@ def check_lm_head(lm_head: nn.Module) -> None:
             raise ValueError(
                 f"lm_head: its {name} is a {type(part).__name__} of its own, which would gather and reduce for every "
                 "tile; wrap the whole head, or leave it to the wrapper of the model"
+            )
+        if part.training and isinstance(part, nn.modules.dropout._DropoutNd) and part.p and torch.is_grad_enabled():
+            raise ValueError(
+                f"lm_head: its {name} drops out with probability {part.p}, with other random numbers in backward than "
+                "in forward; build the head without dropout (lora_dropout=0), or call eval() on that part"
             )
     gathers_itself = wrapped_by_fsdp or _is_a(inner, "FSDPModule")
     for name, parameter in inner.named_parameters():

@@ -107,15 +107,39 @@ def test_hooks_of_parameters_fire_once_and_in_backward() -> None:
     assert sorted(fired) == ["lora_A.weight", "lora_B.weight"]
 
 
-def test_a_parameter_with_a_hook_of_its_own_is_refused() -> None:
-    """Such a hook would fire for every tile and once more."""
+def test_a_hook_of_a_parameter_changes_its_whole_gradient_once() -> None:
+    hidden, labels = batch()
+    head, gradients = nn.Linear(WIDTH, VOCAB, dtype=torch.float64), list[Tensor]()
+    for factor in (1, 2):
+        handle = head.weight.register_hook(lambda grad, factor=factor: factor * grad)
+        gradients += torch.autograd.grad(tiled_token_logprobs(head, hidden, labels, tiles=3)[0].sum(), [head.weight])
+        handle.remove()
+    torch.testing.assert_close(gradients[1], 2 * gradients[0])
+
+
+def test_plain_attributes_are_trained_as_parameters_are() -> None:
+    """FSDP puts views of a flat parameter in the place of parameters, and weight_norm a product."""
+    hidden, labels = batch()
+    head = nn.Linear(WIDTH, VOCAB, bias=False, dtype=torch.float64)
+    flat = head.weight.detach().flatten().clone().requires_grad_()
+    gradients = []
+    del head.weight
+    for tiles in (1, 3):
+        head.weight = flat.view(VOCAB, WIDTH)
+        gradients += torch.autograd.grad(tiled_token_logprobs(head, hidden, labels, tiles=tiles)[0].sum(), [flat])
+        assert head.weight._base is flat
+    expected = torch.autograd.grad(dense(head, hidden, labels, 1.0)[0].sum(), [flat])[0]
+    for found in gradients:
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_parameter_that_the_head_does_not_use_has_no_gradient() -> None:
     hidden, labels = batch()
     head = nn.Linear(WIDTH, VOCAB, dtype=torch.float64)
-    head.weight.register_hook(lambda grad: 2 * grad)
-    with pytest.raises(ValueError, match="lm_head: its parameter weight has a hook that would fire for every tile"):
-        tiled_token_logprobs(head, hidden, labels)
-    with torch.no_grad():
-        tiled_token_logprobs(head, hidden, labels)
+    head.unused = nn.Parameter(torch.zeros(3))
+    tiled_token_logprobs(head, hidden, labels, tiles=3)[0].sum().backward()
+    assert head.unused.grad is None
+    assert head.weight.grad is not None
 
 
 def test_activation_checkpointing_and_two_backwards() -> None:
@@ -215,26 +239,26 @@ def test_every_rank_calls_the_head_equally_often(make_world: MakeWorld) -> None:
     assert {sum(logged.rank == rank for logged in world.log) for rank in range(4)} == {4 + 4 + 4}
 
 
-class FlatHead(nn.Module):
-    """A head as in FSDP without ``use_orig_params``: it uses a view of a foreign parameter."""
+class HiddenWeight(nn.Module):
+    """A head that uses a parameter which is none of its attributes."""
 
-    def __init__(self, flat: nn.Parameter) -> None:
+    def __init__(self, weight: nn.Parameter, *, as_parameter: bool) -> None:
         super().__init__()
-        self.flat = [flat]
+        self.weights = nn.ParameterList([weight]) if as_parameter else [weight]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden @ self.flat[0].view(VOCAB, WIDTH).T
+        return hidden @ self.weights[0].T
 
 
-def test_a_gradient_that_would_be_lost_raises_an_error() -> None:
+def test_a_gradient_that_would_be_lost_is_refused_when_called() -> None:
     hidden, labels = batch()
-    logprobs, _ = tiled_token_logprobs(
-        FlatHead(nn.Parameter(torch.zeros(VOCAB * WIDTH, dtype=torch.float64))), hidden.requires_grad_(), labels
-    )
+    weight = nn.Parameter(torch.zeros(VOCAB, WIDTH, dtype=torch.float64))
     with pytest.raises(
-        ValueError, match=r"lm_head: when called it uses a Parameter \[36\] that is none of its trained parameters"
+        ValueError, match=r"it uses a Parameter \[9, 4\] that is no attribute of it.* make it a parameter"
     ):
-        logprobs.sum().backward()
+        tiled_token_logprobs(HiddenWeight(weight, as_parameter=False), hidden, labels)
+    tiled_token_logprobs(HiddenWeight(weight, as_parameter=True), hidden, labels)[0].sum().backward()
+    assert weight.grad is not None
 
 
 def test_changed_parameters_raise_an_error() -> None:
@@ -243,7 +267,7 @@ def test_changed_parameters_raise_an_error() -> None:
     logprobs, _ = tiled_token_logprobs(head, hidden, labels)
     with torch.no_grad():
         next(p for p in head.parameters() if p.requires_grad).add_(1)
-    with pytest.raises(RuntimeError, match="lm_head: a parameter was changed in place after forward"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         logprobs.sum().backward()
 
 
