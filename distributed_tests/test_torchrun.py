@@ -182,9 +182,14 @@ def test_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def rank_0(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.Store]:
-    """Has this process take part in a torchrun of two processes; returns their store."""
+    """Has this process take part in a torchrun of two processes; returns their store.
+
+    It serves no tasks: a rank that serves ends its process when it has lost the driver, so it would
+    end that of pytest some seconds after the test.
+    """
     store = dist.HashStore()
     monkeypatch.setattr(ranks, "open_store", lambda: store)
+    monkeypatch.setattr(ranks, "serve", lambda *given: 0)
     before = signal.getsignal(signal.SIGTERM)
     yield store
     signal.signal(signal.SIGTERM, before)

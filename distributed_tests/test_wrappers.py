@@ -3,13 +3,14 @@
 
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -19,11 +20,11 @@ if sys.platform != "linux":
 from distributed_tests.wrappers.checks import findings
 from distributed_tests.wrappers.losses import dense_logprobs
 from distributed_tests.wrappers.misuse import MISUSES, READERS, attempt, read
-from distributed_tests.wrappers.model import RANKS, WIDTH, make_model
+from distributed_tests.wrappers.model import RANKS, WIDTH, make_batch, make_model
 from distributed_tests.wrappers.step import Cell, Step, run_steps
-from distributed_tests.wrappers.table import results, table
-from distributed_tests.wrappers.wrappers import FSDPFlat
-from fused_losses import backbone_and_lm_head, linear_logprobs
+from distributed_tests.wrappers.table import judged, results, table
+from distributed_tests.wrappers.wrappers import FSDP2, WRAPPERS, FSDPFlat
+from fused_losses import backbone_and_lm_head, linear_logprobs, run_in_forward, tiled_token_logprobs
 from lossgate import Layout
 from lossgate.worlds import RankContext, World, make_world
 from lossgate.worlds.pool import close_pool
@@ -36,8 +37,41 @@ def world() -> World:
 
 def test_every_wrapper_and_head() -> None:
     """One step of each cell of the table. ``ci/wrappers`` takes all options."""
-    wrong = {place: entry.wrong for place, entry in table(full=False).items() if entry.wrong}
-    assert not wrong
+    entries = table(full=False)
+    assert not {place: entry.wrong for place, entry in entries.items() if entry.wrong}
+    flat = {(wrapper, head) for wrapper in WRAPPERS if wrapper.endswith(", flat") for head in ("frozen", "LoRA")}
+    tied = {(wrapper, "tied") for wrapper in ("FSDP of the head", "FSDP of the head, flat")}
+    refused = {(wrapper, head) for (wrapper, head, _), entry in entries.items() if entry.refused}
+    assert refused == (flat | tied) - {("FSDP of the head, flat", "frozen")}
+
+
+def test_a_refusal_that_the_dense_head_does_not_share_is_wrong() -> None:
+    cell = Cell("FSDP of the head", "plain", "tiled_token_logprobs")
+    message = "RuntimeError: 'weight' must be 2-D"
+    assert str(judged(cell, [message] * RANKS, [message] * RANKS)) == "refused: leave the head to the model's FSDP"
+    working = Step({}, {}, {}, 0, logits=False, held=(1, 1, 1))
+    assert judged(cell, [message] * RANKS, [working] * RANKS).wrong == (message,) * RANKS
+    assert judged(cell, ["ValueError: of ours"] * RANKS, ["ValueError: of ours"] * RANKS).wrong
+
+
+def _call_the_model_first(context: RankContext) -> float:
+    """Returns how much the gradients of a tiled and a dense head differ."""
+    gradients = []
+    for logprobs in (lambda *given: tiled_token_logprobs(*given)[0], dense_logprobs):
+
+        def loss(model: nn.Module, ids: Tensor, logprobs: Callable[..., Tensor] = logprobs) -> Tensor:
+            backbone, lm_head = backbone_and_lm_head(model)
+            first = model(ids)[..., 0].sum()
+            return first + logprobs(lm_head, backbone(ids).flatten(0, 1), ids.flatten()).sum()
+
+        wrapped = FSDP2(make_model("plain"), 1)
+        run_in_forward(wrapped.model, loss, make_batch(context.rank, 0).ids).backward()
+        gradients.append([parameter.grad.full_tensor() for parameter in wrapped.model.parameters()])
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(*gradients, strict=True))
+
+
+def test_a_function_may_call_the_model_in_whose_forward_it_runs(world: World) -> None:
+    assert max(world.run(_call_the_model_first)) < 1e-5
 
 
 def test_options_of_a_step() -> None:

@@ -27,10 +27,10 @@ def main() -> int:
     for place, entry in entries.items():
         for text in entry.wrong:
             console.print(f"{', '.join(place)}: {text}", markup=False)
-    refusals = {entry.way_out.text: entry.refused for entry in entries.values() if entry.way_out}
-    for way_out, message in refusals.items():
+    refusals = {entry.refused: entry.way_out.text for entry in entries.values() if entry.way_out}
+    for message, way_out in refusals.items():
         console.print(
-            f"refused by torch, for a dense head too: {message}; way out, which works: {way_out}", markup=False
+            f"impossible in torch, for a dense head too: {message}; way out, which works: {way_out}", markup=False
         )
     wrong = sum(bool(entry.wrong) for entry in entries.values())
     refused = sum(bool(entry.refused) for entry in entries.values())

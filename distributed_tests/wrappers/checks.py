@@ -32,9 +32,10 @@ def _wrong_results(cell: Cell, steps: Sequence[Step]) -> list[str]:
     known = reference(cell.head, cell.way, cell.dtype, cell.microbatches, cell.empty)
     found = []
     for rank, step in enumerate(steps):
-        if step.gradients.keys() != known.gradients.keys():
-            found.append(f"rank {rank}: parameters {sorted(step.gradients.keys() ^ known.gradients.keys())}")
-            continue
+        for of_step, of_reference in ((step.gradients, known.gradients), (step.numbers, known.numbers)):
+            if of_step.keys() != of_reference.keys():
+                found.append(f"rank {rank}: not in both: {', '.join(sorted(of_step.keys() ^ of_reference.keys()))}")
+                return found
         for comparison in known.compare(step.numbers, step.gradients):
             if not comparison.agrees:
                 found.append(f"rank {rank}: {comparison.output}: {'; '.join(explain(comparison))}")

@@ -44,8 +44,12 @@ def dense(head: nn.Module, hidden: Tensor, batch: Batch, tokens: int) -> tuple[T
 
 def dense_nll(head: nn.Module, hidden: Tensor, batch: Batch, tokens: int) -> tuple[Tensor, Metrics]:
     """Forms the logits."""
+    return -dense_logprobs(head, hidden, batch.labels).sum() / tokens, _counts(batch)
+
+
+def _counts(batch: Batch) -> Metrics:
     own = torch.tensor(float(len(batch.labels)))
-    return -dense_logprobs(head, hidden, batch.labels).sum() / tokens, {"n_tokens": own, "n_valid_tokens": own}
+    return {"n_tokens": own, "n_valid_tokens": own}
 
 
 def tiled(head: nn.Module, hidden: Tensor, batch: Batch, tokens: int) -> tuple[Tensor, Metrics]:
@@ -71,7 +75,7 @@ def cross_entropy(head: nn.Module, hidden: Tensor, batch: Batch, tokens: int) ->
     def loss(head: nn.Module, hidden: Tensor) -> Tensor:
         return linear_cross_entropy(hidden, weight_of(head), batch.labels, valid_tokens=tokens, chunk=8)
 
-    return run_in_forward(head, loss, hidden), {}
+    return run_in_forward(head, loss, hidden), _counts(batch)
 
 
 def sft(head: nn.Module, hidden: Tensor, batch: Batch, tokens: int) -> tuple[Tensor, Metrics]:

@@ -8,7 +8,7 @@ from functools import partial
 from distributed_tests.wrappers.checks import findings
 from distributed_tests.wrappers.model import HEADS, RANKS
 from distributed_tests.wrappers.step import Cell, Step, run_steps
-from distributed_tests.wrappers.wrappers import WRAPPERS
+from distributed_tests.wrappers.wrappers import UNTIED, WRAPPERS
 from lossgate import Layout
 from lossgate.worlds import make_world
 from lossgate.worlds.pool import close_pool
@@ -28,11 +28,14 @@ class WayOut:
     """From the row of the refusal to the row of the table in which the way out works."""
 
 
+_NO_FSDP_OF_ITS_OWN = WayOut("leave the head to the model's FSDP", lambda wrapper: "FSDP FULL_SHARD")
+
 REFUSALS: Mapping[str, WayOut] = {
     "Must flatten tensors with uniform `requires_grad`": WayOut(
         "use_orig_params=True", lambda wrapper: wrapper.removesuffix(", flat")
     ),
-    "'weight' must be 2-D": WayOut("leave the head to the model's FSDP", lambda wrapper: "FSDP FULL_SHARD"),
+    "'weight' must be 2-D": _NO_FSDP_OF_ITS_OWN,
+    UNTIED: _NO_FSDP_OF_ITS_OWN,
 }
 """By what their messages contain."""
 
@@ -87,16 +90,18 @@ def results(asked: Sequence[Cell]) -> dict[Cell, Entry]:
     finally:
         close_pool()
     found = dict(zip(every, zip(*by_rank, strict=True), strict=True))
-    return {cell: _judged(cell, found[cell], found[cell.dense()]) for cell in asked}
+    return {cell: judged(cell, found[cell], found[cell.dense()]) for cell in asked}
 
 
-def _judged(cell: Cell, steps: Sequence[Step | str], dense: Sequence[Step | str]) -> Entry:
+def judged(cell: Cell, steps: Sequence[Step | str], dense: Sequence[Step | str]) -> Entry:
+    """Returns what a cell's step amounts to, given the dense step of the same cell."""
     refusals = [step for step in steps if isinstance(step, str)]
     if refusals:
-        way_out = next((out for message, out in REFUSALS.items() if all(message in r for r in refusals)), None)
-        if way_out is None or len(refusals) < len(steps):
-            return Entry(wrong=tuple(refusals))
-        return Entry(refusals[0], way_out)
+        everywhere = [*steps, *dense]
+        for message, way_out in REFUSALS.items():
+            if all(isinstance(step, str) and message in step for step in everywhere):
+                return Entry(refusals[0], way_out)
+        return Entry(wrong=tuple(refusals))
     unsuitable = [step for step in dense if isinstance(step, str)]
     if unsuitable:
         return Entry(wrong=(f"the dense head is refused: {unsuitable[0]}",))

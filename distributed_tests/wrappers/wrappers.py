@@ -185,6 +185,28 @@ class FSDPFlat(FSDP):
     use_orig_params = False
 
 
+UNTIED = "FSDP with use_orig_params=False has untied the head"
+
+
+class FSDPFlatHead(FSDPHead):
+    use_orig_params = False
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        tied = backbone_and_lm_head(model)[1] in _tied_heads(model)
+        wrapped = super().wrap(model)
+        if tied:  # Torch says nothing, and trains two weights, for a dense head too.
+            assert len(list(wrapped.parameters())) == 2
+            raise ValueError(UNTIED)
+        return wrapped
+
+
+def _tied_heads(model: nn.Module) -> list[nn.Module]:
+    """Returns the modules whose weight is that of the embedding, the embedding among them."""
+    embedding: Any = unwrap(model)
+    weight = embedding.model.embed_tokens.weight
+    return [module for module in model.modules() if getattr(module, "weight", None) is weight]
+
+
 class FSDPFlatGradOp(FSDPGradOp):
     use_orig_params = False
 
@@ -303,6 +325,7 @@ WRAPPERS: Mapping[str, type[Wrapped]] = {
     "FSDP SHARD_GRAD_OP": FSDPGradOp,
     "FSDP NO_SHARD": FSDPNoShard,
     "FSDP of the head": FSDPHead,
+    "FSDP of the head, flat": FSDPFlatHead,
     "FSDP FULL_SHARD, flat": FSDPFlat,
     "FSDP SHARD_GRAD_OP, flat": FSDPFlatGradOp,
     "FSDP NO_SHARD, flat": FSDPFlatNoShard,

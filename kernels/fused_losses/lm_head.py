@@ -202,7 +202,7 @@ def check_head(
         ValueError: A shape, dtype or number does not fit, or a wrapper of the model has not
             gathered weight or bias; the message names it.
     """
-    check_parameter("weight", weight)
+    check_parameter("weight", weight, piece=weight.dim() == 1)
     if bias is not None:
         check_parameter("bias", bias)
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:

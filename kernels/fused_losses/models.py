@@ -3,7 +3,11 @@
 
 from torch import nn
 
-from fused_losses.wrappers import wrapped_module
+_WRAPPED_IN = ("_orig_mod", "module", "_fsdp_wrapped_module")
+"""Attributes that hold the wrapped module, also in wrappers of other libraries.
+
+They are those of torch.compile, of DistributedDataParallel and DeepSpeed, and of FSDP.
+"""
 
 _BACKBONES = ("model", "transformer", "backbone", "gpt_neox", "base_model")
 
@@ -21,7 +25,9 @@ def unwrap(model: nn.Module) -> nn.Module:
     removed, in any order.
     """
     while True:
-        inner = wrapped_module(model)
+        inner = next(
+            (found for name in _WRAPPED_IN if isinstance(found := getattr(model, name, None), nn.Module)), None
+        )
         if inner is None and callable(getattr(model, "get_base_model", None)):
             base = model.get_base_model()  # pyright: ignore[reportCallIssue]
             inner = base if isinstance(base, nn.Module) and base is not model else None

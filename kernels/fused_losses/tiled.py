@@ -10,7 +10,7 @@ multiplies all gradients.
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from fused_losses.numerics import check_temperature
 from fused_losses.vocab_parallel import vocab_parallel_logprobs
-from fused_losses.wrappers import check_lm_head, check_parameter, run_in_forward
+from fused_losses.wrappers import check_lm_head, check_parameter, leaves_of, run_in_forward
 
 
 def tiled_token_logprobs(
@@ -38,7 +38,7 @@ def tiled_token_logprobs(
     gradient is zero does not contribute to any gradient. Under ``torch.no_grad`` nothing is saved;
     use that for old log-probabilities and the reference policy.
 
-    The head is called once, in its wrappers if it has any: DistributedDataParallel, FSDP, FSDP2
+    The head is called once, in its wrappers if it has any. DistributedDataParallel, FSDP, FSDP2
     (``fully_shard``) and DeepSpeed's ZeRO gather its weights once for all tiles of a pass, and get
     each gradient once, when it is complete. What runs for every tile is the head's ``forward``,
     without hooks of the head itself and not compiled. If a wrapper of the whole model gathers the
@@ -46,14 +46,15 @@ def tiled_token_logprobs(
 
     Args:
         lm_head: maps ``[n, hidden]`` to logits ``[n, vocab]``, also for n = 0. It treats each token
-            on its own and uses no random numbers.
+            on its own and uses no random numbers. In backward it is as it was in forward, also in
+            its frozen parts and in which adapters are active.
         hidden: ``[tokens, hidden]``.
         labels: ``[tokens]`` integer ids. A label outside of the vocabulary, such as -100, has a
             meaningless result.
         temperature: divides the logits; positive.
-        tiles: how many times the head is called in forward, and again in backward; by default once
-            for every 256 tokens. If calling the head is collective, pass the same number on every
-            rank: the head is called that often for any number of tokens, also for none. A rank on
+        tiles: how many times the head's forward runs, and again in backward; by default once for
+            every 256 tokens. If that forward is collective itself, pass the same number on every
+            rank: it runs that often for any number of tokens, also for none. A rank on
             which nothing needs a gradient, or that does not call backward, makes no second pass,
             and the other ranks would wait for it.
         entropy: whether to return the entropy of p.
@@ -67,8 +68,10 @@ def tiled_token_logprobs(
     Raises:
         ValueError: A shape or number does not fit; a wrapper has not gathered the head's weights,
             or would gather them for every tile; a hook of the head would be given log-probabilities
-            for logits; the head has dropout; or it uses a tensor whose gradient would be lost.
-        RuntimeError: In backward: a parameter was changed in place after forward.
+            for logits; a part of the head is dropout in training mode; or the head uses a tensor
+            whose gradient would be lost.
+        RuntimeError: In backward: a trained parameter was changed in place after forward, or the
+            head does not use one any more.
 
     Memory:
         The logits of one tile and their gradient; in backward a float32 gradient of every
@@ -136,8 +139,6 @@ class _Call:
     temperature: float
     tiles: int
     entropy: bool
-    gradients: bool
-    """Whether gradients are recorded."""
 
     def outputs(self, trained: Sequence[Tensor], hidden: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         """Computes log-probabilities, and entropies if asked for, of the tokens of one tile.
@@ -161,28 +162,39 @@ def _in_forward(
     Its trained tensors are inputs of one autograd node, so their gradients arrive once, complete,
     wherever a wrapper expects those of an ordinary head: at parameters, or at views of a flat one.
     """
-    trained = _trained_tensors(head)
-    call = _Call(head, tuple(trained), temperature, tiles, entropy, torch.is_grad_enabled())
-    outputs = _TiledLogprobs.apply(call, hidden, labels, *trained.values())
+    call = _Call(head, (), temperature, tiles, entropy)
+    first = tiles_of(len(hidden), tiles)[0]
+    if not torch.is_grad_enabled():
+        outputs = _TiledLogprobs.apply(call, hidden, labels, call.outputs((), hidden[first], labels[first]))
+        return outputs if entropy else outputs[0]  # type: ignore[index, return-value]
+    candidates = _tensors_with_gradients(head)
+    leaves = _leaves(list(candidates.values()))
+    own = replace(call, places=tuple(candidates)).outputs(leaves, hidden[first].detach(), labels[first])
+    used = _used_leaves(own, leaves)
+    # A forward may have left attributes behind that depend on gradients, but are not used again.
+    trained = {
+        place: tensor for (place, tensor), leaf in zip(candidates.items(), leaves, strict=True) if id(leaf) in used
+    }
+    for place, tensor in trained.items():
+        check_parameter(f"lm_head: its {place.name}", tensor)
+    own = tuple(each.detach() for each in own)
+    call = replace(call, places=tuple(trained))
+    outputs = _TiledLogprobs.apply(call, hidden, labels, own, *trained.values())
     return outputs if entropy else outputs[0]  # type: ignore[index, return-value]
 
 
-def _trained_tensors(head: nn.Module) -> dict[_Place, Tensor]:
+def _tensors_with_gradients(head: nn.Module) -> dict[_Place, Tensor]:
     """Returns the tensors of a head and its parts that need gradients.
 
     Besides parameters these are plain attributes, which FSDP puts in the place of parameters
     during forward. Frozen tensors stay where they are, in whatever form.
-
-    Raises:
-        ValueError: A wrapper has not gathered a tensor.
     """
-    found = dict[_Place, Tensor]()
-    for path, part in head.named_modules():
-        for name, tensor in {**part._parameters, **part._buffers, **vars(part)}.items():
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                check_parameter(f"lm_head: its {path}.{name}" if path else f"lm_head: its {name}", tensor)
-                found[_Place(part, name)] = tensor
-    return found
+    return {
+        _Place(part, name): tensor
+        for part in head.modules()
+        for name, tensor in {**part._parameters, **part._buffers, **vars(part)}.items()
+        if isinstance(tensor, Tensor) and tensor.requires_grad
+    }
 
 
 def _leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -191,17 +203,11 @@ def _leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 class _TiledLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, hidden: Tensor, labels: Tensor, *trained: Tensor) -> tuple[Tensor, ...]:
-        first, *others = tiles_of(len(hidden), call.tiles)
-        if call.gradients:
-            leaves = _leaves(trained)
-            with torch.enable_grad():
-                outputs = call.outputs(leaves, hidden[first].detach(), labels[first])
-            _check_graph(outputs, leaves)
-            parts = [tuple(output.detach() for output in outputs)]
-        else:
-            parts = [call.outputs(trained, hidden[first], labels[first])]
-        parts += [call.outputs(trained, hidden[tile], labels[tile]) for tile in others]
+    def forward(
+        ctx: Any, call: _Call, hidden: Tensor, labels: Tensor, own: tuple[Tensor, ...], *trained: Tensor
+    ) -> tuple[Tensor, ...]:
+        others = tiles_of(len(hidden), call.tiles)[1:]
+        parts = [own, *(call.outputs(trained, hidden[tile], labels[tile]) for tile in others)]
         ctx.save_for_backward(hidden, labels, *trained)
         ctx.call = call
         device = hidden.device.type
@@ -219,11 +225,15 @@ class _TiledLogprobs(torch.autograd.Function):
         hidden, labels, *trained = ctx.saved_tensors
         call: _Call = ctx.call
         leaves = _leaves(trained)
-        live = torch.stack([u != 0 for u in upstream if u is not None]).any(0)
+        given = [u for u in upstream if u is not None]
+        if not given:
+            return (None,) * (4 + len(trained))
+        live = torch.stack([u != 0 for u in given]).any(0)
+        hidden = _without_dead_rows(hidden, live)
         sums: list[Tensor | None] = [None] * len(leaves)
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[1] else None
         for tile in tiles_of(len(hidden), call.tiles):
-            x = torch.where(live[tile, None], hidden[tile], 0.0).detach().requires_grad_()
+            x = hidden[tile].detach().requires_grad_()
             with torch.enable_grad(), torch.autocast(**ctx.autocast):
                 outputs = call.outputs(leaves, x, labels[tile])
             pairs = [(output, u[tile]) for output, u in zip(outputs, upstream, strict=True) if u is not None]
@@ -236,15 +246,29 @@ class _TiledLogprobs(torch.autograd.Function):
                 sums[i] = _add(sums[i], grad)
             if grad_hidden is not None and (of_hidden := grads[-1]) is not None:
                 grad_hidden[tile] = of_hidden
-        rounded = (None if total is None else total.to(leaf.dtype) for total, leaf in zip(sums, leaves, strict=True))
-        return None, grad_hidden, None, *rounded
+        unused = next((place.name for place, total in zip(call.places, sums, strict=True) if total is None), None)
+        if unused is not None:
+            raise RuntimeError(
+                f"lm_head: forward used its {unused}, and backward does not; leave the head as it was in forward until "
+                "backward is over, its adapters too"
+            )
+        rounded = (total.to(leaf.dtype) for total, leaf in zip(sums, leaves, strict=True) if total is not None)
+        return None, grad_hidden, None, None, *rounded
+
+
+def _without_dead_rows(hidden: Tensor, live: Tensor) -> Tensor:
+    """Replaces rows whose upstream gradients are zero, since 0 times NaN is NaN.
+
+    A live row takes their place, or ones: zeros might be what the head makes NaN of.
+    """
+    if not len(hidden):
+        return hidden
+    live_row = hidden[live.to(torch.uint8).argmax(0, keepdim=True)]
+    return torch.where(live[:, None], hidden, torch.where(live.any(), live_row, 1.0))
 
 
 def _add(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
-    """Adds a tile's gradient to the sum of those before it, in place, in float32 at least.
-
-    Without one the sum stays as it is: a tensor that the head does not use has no gradient at all.
-    """
+    """Adds a tile's gradient to the sum of those before it, in place, in float32 at least."""
     if grad is None:
         return total
     if total is None:
@@ -252,26 +276,18 @@ def _add(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
     return total.add_(grad)
 
 
-def _check_graph(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
-    """Checks that the outputs of a head depend on no other leaf than the known ones.
-
-    The gradient of another leaf would be lost.
+def _used_leaves(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> set[int]:
+    """Returns the ids of the leaves on which the outputs of a head depend.
 
     Raises:
-        ValueError: There is another leaf.
+        ValueError: There is another leaf than the known ones. Its gradient would be lost.
     """
-    allowed = {id(tensor) for tensor in known}
-    nodes: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen = set[Any]()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in allowed:
+    allowed, used = {id(tensor) for tensor in known}, set[int]()
+    for leaf in (leaf for output in outputs for leaf in leaves_of(output)):
+        if id(leaf) not in allowed:
             raise ValueError(
                 f"lm_head: when called it uses a {type(leaf).__name__} {list(leaf.shape)} that is no attribute of it "
                 "or its parts, so its gradient would be lost; make it a parameter of the head"
             )
-        nodes += [following for following, _ in node.next_functions]
+        used.add(id(leaf))
+    return used

@@ -11,22 +11,31 @@ DeepSpeed is recognised by the attributes that it sets, so it is not imported.
 
 import sys
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_WRAPPED_IN = ("_orig_mod", "module", "_fsdp_wrapped_module")
-"""Attributes that hold the wrapped module.
+_WRAPPERS = {"DistributedDataParallel": "module", "FullyShardedDataParallel": "_fsdp_wrapped_module"}
+"""Torch's wrappers, and the attribute of each that holds the wrapped module."""
 
-They are those of torch.compile, of DistributedDataParallel and DeepSpeed, and of FSDP.
-"""
+_running: ContextVar[tuple[nn.Module, ...]] = ContextVar("_running", default=())
+"""The modules in whose forward a function runs."""
 
 
 def wrapped_module(module: nn.Module) -> nn.Module | None:
-    """Returns the module that a wrapper holds; None for other modules."""
-    return next((inner for name in _WRAPPED_IN if (inner := module._modules.get(name)) is not None), None)
+    """Returns the module that a wrapper of torch or DeepSpeed holds; None for other modules.
+
+    Wrappers are recognised by their classes: a head may well have a part that is called ``module``.
+    """
+    for name, attribute in (*_WRAPPERS.items(), ("OptimizedModule", "_orig_mod")):
+        if _is_a(module, name):
+            return module._modules.get(attribute)
+    if any(one.__module__.startswith("deepspeed.") for one in type(module).__mro__):
+        return module._modules.get("module")
+    return None
 
 
 def run_in_forward(module: nn.Module, function: Callable[..., Any], *inputs: Any) -> Any:
@@ -34,7 +43,7 @@ def run_in_forward(module: nn.Module, function: Callable[..., Any], *inputs: Any
 
     With this, code that is not a module's forward can use its parameters while the wrappers have
     gathered them: ``run_in_forward(model, compute_loss, input_ids, labels)``. The wrappers and the
-    module's hooks do what they do in every call.
+    module's hooks do what they do in every call, and the hooks are given the function's results.
 
     Args:
         module: the module, in any wrapper of torch.compile, DistributedDataParallel, FSDP or
@@ -42,7 +51,8 @@ def run_in_forward(module: nn.Module, function: Callable[..., Any], *inputs: Any
         function: is called once, as ``function(inner, *inputs)``, where ``inner`` is the module
             without its wrappers. It runs as it is, not compiled. A tensor from outside whose
             gradient is needed must be among ``inputs``, since wrappers must see it. It returns a
-            tensor or a tuple of tensors, for the same reason.
+            tensor or a tuple of tensors, for the same reason: gradients through a tensor that is
+            handed out in another way may be wrong.
         inputs: arguments of ``function``. A wrapper may cast them, as in mixed precision.
 
     Returns:
@@ -51,7 +61,8 @@ def run_in_forward(module: nn.Module, function: Callable[..., Any], *inputs: Any
     Raises:
         RuntimeError: A wrapper did not call the module that it holds.
 
-    An instance's own ``forward``, which accelerate sets for mixed precision, is not run either.
+    A model that was compiled with ``fullgraph=True`` cannot run other code, so torch raises. An
+    instance's own ``forward``, which accelerate sets for mixed precision, is not run either.
     Under it, enter ``accelerator.autocast()`` yourself.
     """
     inner = module
@@ -66,10 +77,14 @@ def run_in_forward(module: nn.Module, function: Callable[..., Any], *inputs: Any
         else:
             inner.forward = own
 
-    def forward(*given: Any) -> Any:
+    def forward(*given: Any, **options: Any) -> Any:
         calls.append(inner)
         restore()  # The function may call the module itself.
-        return function(inner, *given)
+        token = _running.set((*_running.get(), inner))
+        try:
+            return function(inner, *given, **options)
+        finally:
+            _running.reset(token)
 
     # Only what has imported the compiler can have compiled the module, and to import it takes long.
     inner.forward = torch.compiler.disable(forward) if "torch._dynamo" in sys.modules else forward
@@ -85,41 +100,78 @@ def run_in_forward(module: nn.Module, function: Callable[..., Any], *inputs: Any
     return result
 
 
-def check_parameter(name: str, tensor: Tensor) -> None:
+def check_parameter(name: str, tensor: Tensor, *, piece: bool = False) -> None:
     """Checks that a parameter that a kernel uses is whole, and that its gradient will be reduced.
 
     Args:
         name: what the message calls it.
-        tensor: the parameter, or what a wrapper has put in its place.
+        tensor: the parameter, or what a wrapper has put in its place, or what was computed from it.
+        piece: whether a parameter that FSDP has flattened can only be a piece of the whole.
 
     Raises:
         ValueError: It is a DTensor; or it belongs to FSDP, FSDP2 or ZeRO-3, and this is not the
             forward for which they gather it.
     """
-    trained = tensor.requires_grad and torch.is_grad_enabled()
     if _is_dtensor(tensor):
         raise ValueError(
             f"{name} is a DTensor, of which this rank holds a part; with FSDP2 call the kernel inside the forward of "
             "the module that was passed to fully_shard: run_in_forward(module, function, ...); with tensor "
             "parallelism use linear_logprobs with weight.to_local(), vocab_start and tp_group"
         )
+    trained = tensor.requires_grad and torch.is_grad_enabled()
+    for source in _sources(tensor) if trained else (tensor,):
+        _check_source(name, source, trained=trained, piece=piece)
+
+
+def _check_source(name: str, tensor: Tensor, *, trained: bool, piece: bool) -> None:
+    """Checks one of the leaves from which a parameter is computed."""
     if trained and _idle_in_fsdp2(tensor):
         raise ValueError(
             f"{name} is used outside of the forward for which FSDP2 gathers it, so its gradient might not be reduced; "
             "call the kernel inside the forward of the module that was passed to fully_shard, without unshard(): "
             "run_in_forward(module, function, ...)"
         )
-    if (trained and _idle_view(tensor)) or (_is_flattened(tensor) and (trained or _is_piece(name, tensor))):
+    if _idle_in_fsdp(tensor) and (trained or piece):
         raise ValueError(
-            f"{name} belongs to FSDP and is used outside of its forward, so its gradient would not be reduced; call "
-            "the kernel inside: run_in_forward(model, function, ...), without summon_full_params"
+            f"{name} belongs to FSDP and is used outside of its forward, so its gradient might not be reduced; call "
+            "the kernel inside the forward of the module that FSDP wraps: run_in_forward(module, function, ...), "
+            "without summon_full_params"
         )
     if _is_partitioned(tensor) and not _is_active(tensor) and (trained or not _is_available(tensor)):
         raise ValueError(
-            f"{name} belongs to ZeRO-3 and is used outside of the forward of its module, so it may be put aside before "
+            f"{name} belongs to ZeRO-3 and is used outside of the forward of its module, so it may be freed before "
             "backward; call the kernel inside, without GatheredParameters: "
-            "run_in_forward(lm_head, lambda head, hidden: ..., hidden)"
+            "run_in_forward(lm_head, lambda head, hidden: ..., hidden); for a parameter of a part of the head, call "
+            "deepspeed.utils.set_z3_leaf_module(lm_head, True) before deepspeed.initialize"
         )
+
+
+def _sources(tensor: Tensor) -> Iterator[Tensor]:
+    """Yields the leaves from which a parameter is computed.
+
+    A view of FSDP's flat parameter is yielded itself: torch may refuse to say where it comes from.
+    """
+    if _is_flattened(tensor._base):
+        yield tensor
+    else:
+        yield from leaves_of(tensor)
+
+
+def leaves_of(tensor: Tensor) -> Iterator[Tensor]:
+    """Yields the leaves that need a gradient and from which a tensor is computed."""
+    if tensor.is_leaf and tensor.requires_grad:
+        yield tensor
+    nodes: list[Any] = [tensor.grad_fn]
+    seen = set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+        nodes += [following for following, _ in node.next_functions]
 
 
 def check_lm_head(lm_head: nn.Module) -> None:
@@ -134,10 +186,10 @@ def check_lm_head(lm_head: nn.Module) -> None:
         wrapped_by_fsdp |= _is_a(inner, "FullyShardedDataParallel")
         inner = wrapped
     for name, part in inner.named_modules():
-        if name and (_is_a(part, "FSDPModule") or wrapped_module(part) is not None):
+        if name and any(_is_a(part, wrapper) for wrapper in (*_WRAPPERS, "FSDPModule")):
             raise ValueError(
-                f"lm_head: its {name} is a {type(part).__name__} of its own, which would gather and reduce for every "
-                "tile; wrap the whole head, or leave it to the wrapper of the model"
+                f"lm_head: its {name} has a wrapper of its own ({type(part).__name__}), which would gather and reduce "
+                "for every tile; wrap the whole head, or leave it to the wrapper of the model"
             )
         if part.training and isinstance(part, nn.modules.dropout._DropoutNd) and part.p and torch.is_grad_enabled():
             raise ValueError(
@@ -145,10 +197,12 @@ def check_lm_head(lm_head: nn.Module) -> None:
                 "in forward; build the head without dropout (lora_dropout=0), or call eval() on that part"
             )
     gathers_itself = wrapped_by_fsdp or _is_a(inner, "FSDPModule")
-    for name, parameter in inner.named_parameters():
+    parameters = [*inner.named_parameters(), *_views(inner)]
+    pieces = all(parameter.dim() < 2 for _, parameter in parameters)
+    for name, parameter in parameters:
         if not _is_partitioned(parameter):
             if not gathers_itself:
-                check_parameter(f"lm_head: its {name}", parameter)
+                check_parameter(f"lm_head: its {name}", parameter, piece=pieces)
         elif "." in name and not getattr(inner, "_z3_leaf", False):
             raise ValueError(
                 f"lm_head: ZeRO-3 gathers its {name} when a part of the head is called, so for every tile; "
@@ -157,12 +211,27 @@ def check_lm_head(lm_head: nn.Module) -> None:
     _check_hooks(inner)
 
 
+def _views(head: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the views that FSDP has put in the place of a head's parameters."""
+    for path, part in head.named_modules():
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor) and _is_flattened(value._base):
+                yield f"{path}.{name}" if path else name, value
+
+
 def _check_hooks(head: nn.Module) -> None:
-    """Refuses hooks that would be given log-probabilities for logits, or their gradients."""
-    hooks = (head._forward_hooks, head._backward_hooks, head._backward_pre_hooks)
+    """Refuses hooks that would be given log-probabilities for logits, or their gradients.
+
+    Those of wrappers look at no values.
+    """
+    everywhere = nn.modules.module
+    hooks = (
+        *(head._forward_hooks, head._backward_hooks, head._backward_pre_hooks),
+        *(everywhere._global_forward_hooks, everywhere._global_backward_hooks, everywhere._global_backward_pre_hooks),
+    )
     for hook in (hook for kind in hooks for hook in kind.values()):
         plain = _plain_function(hook)
-        if not str(getattr(plain, "__module__", "")).startswith(("torch.", "deepspeed.")):
+        if not str(getattr(plain, "__module__", "")).startswith(("torch.distributed.", "deepspeed.")):
             raise ValueError(
                 f"lm_head: its hook {getattr(plain, '__qualname__', plain)} would be given log-probabilities in place "
                 "of logits; compute in the head's forward what the hook computes, or remove it"
@@ -190,27 +259,20 @@ def _is_dtensor(tensor: Tensor) -> bool:
     return hasattr(tensor, "placements") and hasattr(tensor, "to_local")
 
 
-def _is_flattened(tensor: Tensor) -> bool:
-    """Returns whether FSDP has made a parameter a part of a flat one.
+def _is_flattened(tensor: Tensor | None) -> bool:
+    """Returns whether a tensor is FSDP's flat parameter, or one that it has made a part of it."""
+    return getattr(tensor, "_fsdp_flattened", False)
 
-    In forward, the module has a view of the flat parameter in the parameter's place.
+
+def _idle_in_fsdp(tensor: Tensor) -> bool:
+    """Returns whether a tensor belongs to FSDP, but no backward will reduce its gradient.
+
+    In forward, the module has a view of the flat parameter in the parameter's place, and the flat
+    parameter has hooks until backward is over.
     """
-    return tensor.is_leaf and getattr(tensor, "_fsdp_flattened", False)
-
-
-def _is_piece(name: str, parameter: Tensor) -> bool:
-    """Returns whether this is FSDP's piece of a weight, which it has flattened and sharded."""
-    return parameter.dim() == 1 and "bias" not in name
-
-
-def _idle_view(tensor: Tensor) -> bool:
-    """Returns whether a tensor is a view of FSDP's flat parameter, but no backward will reduce it.
-
-    FSDP's forward sets these attributes, and backward removes them.
-    """
-    flat = tensor._base
+    owner = tensor if tensor._base is None else tensor._base
     ready = ("_post_backward_hook_handle", "_post_backward_hook_state")
-    return getattr(flat, "_fsdp_flattened", False) and not any(hasattr(flat, name) for name in ready)
+    return _is_flattened(owner) and not any(hasattr(owner, name) for name in ready)
 
 
 def _is_partitioned(tensor: Tensor) -> bool:
@@ -229,9 +291,16 @@ def _is_available(tensor: Tensor) -> bool:
 
 
 def _idle_in_fsdp2(tensor: Tensor) -> bool:
-    """Returns whether FSDP2 has gathered a parameter, but not for a forward or backward."""
+    """Returns whether FSDP2 has gathered a parameter, but not for a forward or backward.
+
+    A function that runs in a module's forward may call that module. FSDP2 then takes the forward
+    to be over, but reduces the gradient nevertheless.
+    """
+    running = _running.get()
     return any(
-        getattr(parameter, "_unsharded_param", None) is tensor and group._training_state.name == "IDLE"
+        getattr(parameter, "_unsharded_param", None) is tensor
+        and group._training_state.name == "IDLE"
+        and not any(module in running for module in group.modules)
         for group in _fsdp2_groups()
         for parameter in group.fsdp_params
     )

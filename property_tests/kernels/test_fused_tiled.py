@@ -239,6 +239,76 @@ def test_every_rank_calls_the_head_equally_often(make_world: MakeWorld) -> None:
     assert {sum(logged.rank == rank for logged in world.log) for rank in range(4)} == {4 + 4 + 4}
 
 
+class Remembers(nn.Module):
+    """A head that leaves tensors with gradients behind, and whose second layer does the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        linear = nn.Linear(WIDTH, VOCAB, dtype=torch.float64)
+        with pytest.warns(FutureWarning, match="weight_norm"):
+            self.linear = nn.utils.weight_norm(linear)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.last = self.linear(hidden)
+        return self.last
+
+
+def test_attributes_that_forward_leaves_behind_are_no_weights() -> None:
+    hidden, labels = batch()
+    head = seeded(Remembers)
+    for _ in range(2):
+        found, expected = (
+            torch.autograd.grad(logprobs.sum(), list(head.parameters()))
+            for logprobs in (
+                tiled_token_logprobs(head, hidden, labels, tiles=3)[0],
+                dense(head, hidden, labels, 1.0)[0],
+            )
+        )
+        for own, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(own, other)
+
+
+class Switched(nn.Module):
+    """A head with two adapters, of which one is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapters = nn.ModuleList(nn.Linear(WIDTH, VOCAB, dtype=torch.float64) for _ in range(2))
+        self.active = 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.adapters[self.active](hidden)
+
+
+def test_another_adapter_in_backward_raises_an_error() -> None:
+    hidden, labels = batch()
+    head = seeded(Switched)
+    logprobs, _ = tiled_token_logprobs(head, hidden, labels)
+    head.active = 1
+    with pytest.raises(RuntimeError, match="forward used its weight, and backward does not; leave the head as it was"):
+        logprobs.sum().backward()
+
+
+def test_a_head_that_cannot_take_zeros_trains_on_masked_tokens() -> None:
+    class Cosine(nn.Linear):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return super().forward(hidden / hidden.norm(dim=1, keepdim=True))
+
+    hidden, labels = batch()
+    head = seeded(lambda: Cosine(WIDTH, VOCAB, dtype=torch.float64))
+    kept = torch.arange(7) % 3 == 0
+    gradients = [
+        torch.autograd.grad(torch.where(kept, logprobs, 0.0).sum(), list(head.parameters()))
+        for logprobs in (tiled_token_logprobs(head, hidden, labels, tiles=3)[0], dense(head, hidden, labels, 1.0)[0])
+    ]
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected)
+    nothing = torch.autograd.grad(
+        0 * tiled_token_logprobs(head, hidden, labels, tiles=3)[0].sum(), list(head.parameters())
+    )
+    assert not any(gradient.any() for gradient in nothing)
+
+
 class HiddenWeight(nn.Module):
     """A head that uses a parameter which is none of its attributes."""
 

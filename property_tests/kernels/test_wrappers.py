@@ -17,6 +17,8 @@ WIDTH, VOCAB = 4, 9
 class Wrapper(nn.Module):
     """Doubles what the wrapped module is given, as wrappers may cast it, and counts calls."""
 
+    __module__ = "deepspeed.runtime.engine"  # wrappers are recognised by their classes
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module, self.calls = module, 0
@@ -81,6 +83,30 @@ def test_a_wrapper_that_does_not_call_its_module_is_named() -> None:
         run_in_forward(Skips(nn.Linear(WIDTH, VOCAB)), lambda _, x: x, torch.ones(1))
 
 
+def test_a_part_that_is_called_module_makes_no_wrapper() -> None:
+    """Its head's forward is what comes before and after it, such as a soft-cap."""
+
+    class SoftCapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Linear(WIDTH, VOCAB)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return 2 * torch.tanh(self.module(hidden) / 2)
+
+    hidden, labels = tokens()
+    for head in (SoftCapped(), nn.Sequential(SoftCapped(), nn.Identity())):
+        expected = torch.log_softmax(head(hidden), 1).gather(1, labels[:, None]).squeeze(1)
+        torch.testing.assert_close(tiled_token_logprobs(head, hidden, labels)[0], expected)
+
+
+def test_hooks_that_add_keyword_arguments() -> None:
+    module = nn.Linear(WIDTH, VOCAB)
+    module.register_forward_pre_hook(lambda _, args, kwargs: (args, {"factor": 3}), with_kwargs=True)
+    found = run_in_forward(module, lambda _, x, factor: factor * x, torch.ones(1))
+    assert float(found) == 3
+
+
 def test_several_results_and_gradients_of_inputs() -> None:
     x = torch.ones(2, WIDTH, requires_grad=True)
     first, second = run_in_forward(Wrapper(nn.Linear(WIDTH, WIDTH)), lambda _, x: (x, 3 * x), x)
@@ -125,6 +151,19 @@ def test_a_forward_hook_that_would_get_log_probabilities_is_refused() -> None:
             tiled_token_logprobs(wrapped, hidden, labels)
     expected = torch.log_softmax(hooked(hidden), 1).gather(1, labels[:, None]).squeeze(1)
     torch.testing.assert_close(tiled_token_logprobs(head, hidden, labels)[0], expected)
+
+    quantised = nn.Linear(WIDTH, VOCAB)
+    halve.__module__ = "torch.ao.quantization.quantize"  # whose hooks quantise logits
+    quantised.register_forward_hook(halve)
+    with pytest.raises(ValueError, match=r"lm_head: its hook .*halve would be given log-probabilities"):
+        tiled_token_logprobs(quantised, hidden, labels)
+
+    handle = nn.modules.module.register_module_forward_hook(halve)
+    try:
+        with pytest.raises(ValueError, match=r"lm_head: its hook .*halve would be given log-probabilities"):
+            tiled_token_logprobs(head, hidden, labels)
+    finally:
+        handle.remove()
 
     watched = nn.Linear(WIDTH, VOCAB)
     watched.register_full_backward_hook(lambda *_: None)
