@@ -18,12 +18,12 @@ if sys.platform != "linux":
     pytest.skip("there is no DeepSpeed for this system", allow_module_level=True)
 
 from distributed_tests.wrappers.checks import findings
-from distributed_tests.wrappers.losses import dense_logprobs
+from distributed_tests.wrappers.losses import dense_logprobs, weight_of
 from distributed_tests.wrappers.misuse import MISUSES, READERS, attempt, read
-from distributed_tests.wrappers.model import RANKS, WIDTH, make_batch, make_model
-from distributed_tests.wrappers.step import Cell, Step, run_steps
+from distributed_tests.wrappers.model import RANKS, VOCAB, WIDTH, TinyTransformer, make_batch, make_model
+from distributed_tests.wrappers.step import Cell, Step, compute, environment_kept, run_steps
 from distributed_tests.wrappers.table import judged, results, table
-from distributed_tests.wrappers.wrappers import FSDP2, WRAPPERS, FSDPFlat
+from distributed_tests.wrappers.wrappers import FSDP2, WRAPPERS, FSDPFlat, StaticDDP, Zero3
 from fused_losses import backbone_and_lm_head, linear_logprobs, run_in_forward, tiled_token_logprobs
 from lossgate import Layout
 from lossgate.worlds import RankContext, World, make_world
@@ -141,6 +141,68 @@ def test_gathered_weights_can_be_read_without_gradients(world: World) -> None:
                 assert max(errors.values()) < 1e-5, (wrapper, errors)
     finally:
         close_pool()
+
+
+def _no_sync_first(context: RankContext) -> str:
+    """Returns with what error torch ends a backward under no_sync before any synchronised one."""
+    wrapped = StaticDDP(make_model("plain"), 1)
+    batch = make_batch(context.rank, 0)
+    try:
+        with wrapped.microbatch(last=False):
+            wrapped.backward(compute(wrapped, "dense", batch, 1)[0])
+        wrapped.backward(compute(wrapped, "dense", batch, 1)[0])
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def _leaf_twice(context: RankContext) -> str:
+    """Returns with what error DeepSpeed ends a backward through two calls of a leaf module."""
+    with environment_kept():
+        wrapped = Zero3(make_model("LoRA"), 1)
+
+        def loss(model: nn.Module, ids: Tensor) -> Tensor:
+            backbone, lm_head = backbone_and_lm_head(model)
+            hidden = backbone(ids)
+            return (lm_head(hidden) + lm_head(hidden)).sum()
+
+        try:
+            wrapped.backward(run_in_forward(wrapped.model, loss, make_batch(context.rank, 0).ids))
+        except AssertionError:
+            return "AssertionError"
+    return ""
+
+
+def test_limits_of_torch_and_deepspeed_that_the_docs_name(world: World) -> None:
+    """They hold for a dense head. Should one be gone, the docs can say less."""
+    for message in world.run(_no_sync_first):
+        assert "expect_autograd_hooks_" in message
+    close_pool()  # DeepSpeed changes a process for good.
+    try:
+        assert world.run(_leaf_twice) == ["AssertionError"] * RANKS
+    finally:
+        close_pool()
+
+
+@pytest.mark.parametrize(
+    ("options", "whole"),
+    [({}, True), ({"use_rslora": True}, True), ({"use_dora": True}, False), ({"lora_bias": True}, False)],
+    ids=["LoRA", "rsLoRA", "DoRA", "lora_bias"],
+)
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
+def test_adapters_and_the_whole_weight_of_the_docs(options: dict[str, bool], whole: bool) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    model = get_peft_model(TinyTransformer(), LoraConfig(r=2, target_modules=["lm_head"], **options))
+    _, head = backbone_and_lm_head(model)
+    for parameter in head.parameters():
+        parameter.data.normal_()
+    hidden, labels = torch.randn(5, WIDTH), torch.randint(VOCAB, (5,))
+    expected = dense_logprobs(head, hidden, labels)
+    torch.testing.assert_close(tiled_token_logprobs(head, hidden, labels, tiles=2)[0], expected)
+    found = linear_logprobs(hidden, weight_of(head), labels).logprobs
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4) == whole
 
 
 def _train_inside_summon(context: RankContext) -> list[bool]:

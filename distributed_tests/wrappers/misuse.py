@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls outside of the forward that gathers the weights: what is refused, and what is not."""
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from distributed_tests.wrappers.losses import dense_logprobs
 from distributed_tests.wrappers.model import VOCAB, WIDTH, make_model
-from distributed_tests.wrappers.step import collectives_called
+from distributed_tests.wrappers.step import collectives_called, environment_kept
 from distributed_tests.wrappers.wrappers import WRAPPERS, FSDP2Head, Wrapped, Zero3
 from fused_losses import backbone_and_lm_head, linear_cross_entropy, linear_logprobs, tiled_token_logprobs
 from lossgate.worlds import RankContext
@@ -123,13 +122,9 @@ def _tokens() -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _wrapped(wrapper: str, head: str) -> Iterator[tuple[Wrapped, nn.Module]]:
-    environment = dict(os.environ)  # DeepSpeed adds to it
-    try:
+    with environment_kept():
         wrapped = _WRAPPERS[wrapper](make_model(head), 1)
         yield wrapped, backbone_and_lm_head(wrapped.model)[1]
-    finally:
-        os.environ.clear()
-        os.environ.update(environment)
 
 
 def attempt(misuses: Sequence[Misuse], context: RankContext) -> list[tuple[str, int]]:

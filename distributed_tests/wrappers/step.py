@@ -3,7 +3,8 @@
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,16 +73,23 @@ def run_step(cell: Cell, context: RankContext) -> Step | str:
     Returns:
         What was found; or the message of the refusal, if the wrapper or a kernel refuses the cell.
     """
-    environment = dict(os.environ)  # DeepSpeed adds to it
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the wrappers
+    with environment_kept(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the wrappers
+        try:
             return _step(cell)
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
+        except (ValueError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def environment_kept() -> Iterator[None]:
+    """Keeps the environment as it is. DeepSpeed adds to it."""
+    before = dict(os.environ)
+    try:
+        yield
     finally:
         os.environ.clear()
-        os.environ.update(environment)
+        os.environ.update(before)
 
 
 def run_steps(cells: Sequence[Cell], context: RankContext) -> list[Step | str]:

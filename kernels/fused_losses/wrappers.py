@@ -61,7 +61,7 @@ def run_in_forward(module: nn.Module, function: Callable[..., Any], *inputs: Any
     Raises:
         RuntimeError: A wrapper did not call the module that it holds.
 
-    A model that was compiled with ``fullgraph=True`` cannot run other code, so torch raises. An
+    In a model that was compiled with ``fullgraph=True``, torch may refuse to run other code. An
     instance's own ``forward``, which accelerate sets for mixed precision, is not run either.
     Under it, enter ``accelerator.autocast()`` yourself.
     """

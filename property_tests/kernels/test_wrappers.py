@@ -128,6 +128,10 @@ def test_compiled_modules_run_the_function_as_it_is(wrap: Any) -> None:
 
         assert run_in_forward(compiled, function, hidden).shape == (7, VOCAB)
         assert seen == [7]
+    whole = wrap(torch.compile(nn.Linear(WIDTH, VOCAB), backend="eager", fullgraph=True))
+    whole(hidden)
+    with pytest.raises(Exception, match=r"no compiled frames|torch.compiler.disable"):
+        run_in_forward(whole, lambda module, x: module.forward(x), hidden)
     assert tiled_token_logprobs(compiled, hidden, labels, tiles=2)[0].shape == (7,)
     torch.compiler.reset()
 
