@@ -137,7 +137,7 @@ def test_torch_may_refuse_where_a_model_was_compiled_with_fullgraph() -> None:
     compiled = torch.compile(nn.Sequential(nn.Linear(WIDTH, VOCAB)), backend="eager", fullgraph=True)
     hidden, _ = tokens()
     compiled(hidden)
-    with pytest.raises(RuntimeError, match="fullgraph=True found no compiled frames"):
+    with pytest.raises(RuntimeError, match=r"fullgraph=True|torch.compiler.disable"):
         run_in_forward(compiled, lambda module, x: module.forward(x), hidden)
     torch.compiler.reset()
 
