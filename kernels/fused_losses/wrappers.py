@@ -110,8 +110,11 @@ def check_parameter(name: str, tensor: Tensor, *, piece: bool = False) -> None:
 
     Raises:
         ValueError: It is a DTensor; or it belongs to FSDP, FSDP2 or ZeRO-3, and this is not the
-            forward for which they gather it.
+            forward for which they gather it. Nothing is checked while torch compiles, which cannot
+            trace these checks.
     """
+    if torch.compiler.is_compiling():
+        return
     if _is_dtensor(tensor):
         raise ValueError(
             f"{name} is a DTensor, of which this rank holds a part; with FSDP2 call the kernel inside the forward of "

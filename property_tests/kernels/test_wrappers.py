@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fused_losses import run_in_forward, tiled_token_logprobs
+from fused_losses import linear_cross_entropy, run_in_forward, tiled_token_logprobs
 
 WIDTH, VOCAB = 4, 9
 
@@ -129,6 +129,17 @@ def test_compiled_modules_run_the_function_as_it_is(wrap: Any) -> None:
         assert run_in_forward(compiled, function, hidden).shape == (7, VOCAB)
         assert seen == [7]
     assert tiled_token_logprobs(compiled, hidden, labels, tiles=2)[0].shape == (7,)
+    torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does so
+def test_a_kernel_compiles_whole_although_weights_are_checked() -> None:
+    torch.compiler.reset()
+    hidden, labels = tokens()
+    weight = torch.ones(VOCAB, WIDTH).cumsum(0).requires_grad_()
+    compiled = torch.compile(linear_cross_entropy, backend="eager", fullgraph=True)
+    for given in (weight, 2 * weight):  # a parameter, and a weight that is computed from one
+        torch.testing.assert_close(compiled(hidden, given, labels), linear_cross_entropy(hidden, given, labels))
     torch.compiler.reset()
 
 
