@@ -22,12 +22,11 @@ from distributed_tests.wrappers.losses import dense_logprobs, weight_of
 from distributed_tests.wrappers.misuse import MISUSES, READERS, attempt, read
 from distributed_tests.wrappers.model import RANKS, VOCAB, WIDTH, TinyTransformer, make_batch, make_model
 from distributed_tests.wrappers.step import Cell, Step, compute, environment_kept, run_steps
-from distributed_tests.wrappers.table import judged, results, table
-from distributed_tests.wrappers.wrappers import FSDP2, WRAPPERS, FSDPFlat, StaticDDP, Zero3
+from distributed_tests.wrappers.table import Entry, judged, new_world, results, table, with_ways_out
+from distributed_tests.wrappers.wrappers import FSDP, FSDP2, WRAPPERS, FSDPFlat, StaticDDP, Zero3
 from fused_losses import backbone_and_lm_head, linear_logprobs, run_in_forward, tiled_token_logprobs
 from lossgate import Layout
 from lossgate.worlds import RankContext, World, make_world
-from lossgate.worlds.pool import close_pool
 
 
 @pytest.fixture
@@ -52,6 +51,15 @@ def test_a_refusal_that_the_dense_head_does_not_share_is_wrong() -> None:
     working = Step({}, {}, {}, 0, logits=False, held=(1, 1, 1))
     assert judged(cell, [message] * RANKS, [working] * RANKS).wrong == (message,) * RANKS
     assert judged(cell, ["ValueError: of ours"] * RANKS, ["ValueError: of ours"] * RANKS).wrong
+
+
+def test_a_way_out_that_does_not_work_is_wrong() -> None:
+    refused, way_out = ("FSDP of the head", "tied", "tiled"), ("FSDP FULL_SHARD", "tied", "tiled")
+    message = "RuntimeError: 'weight' must be 2-D"
+    entry = judged(Cell(*refused[:2], "tiled_token_logprobs"), [message] * RANKS, [message] * RANKS)
+    assert with_ways_out({refused: entry, way_out: Entry()})[refused] == entry
+    found = with_ways_out({refused: entry, way_out: Entry(wrong=("hangs",))})
+    assert found[refused].wrong == ("its way out does not work: FSDP FULL_SHARD, tied, tiled",)
 
 
 def _call_the_model_first(context: RankContext) -> float:
@@ -111,6 +119,7 @@ def test_the_checks_see_logits_and_weights_that_are_not_sharded(world: World) ->
     fewer = [replace(step, logits=False) for step in steps]
     kept: list[Step] = [replace(step, held=(before, whole, whole)) for step in fewer]
     assert not findings(cell, fewer, steps)
+    assert findings(cell, [replace(step, numbers={}) for step in fewer], steps)[0].startswith("rank 0: not in both: ")
     assert findings(cell, kept, steps) == [
         text
         for rank in range(RANKS)
@@ -121,26 +130,36 @@ def test_the_checks_see_logits_and_weights_that_are_not_sharded(world: World) ->
     ]
 
 
-def test_calls_outside_of_the_forward_are_refused_before_any_collective(world: World) -> None:
+def test_calls_outside_of_the_forward_are_refused_before_any_collective() -> None:
     """The table shows that the way out of each works: ``run_in_forward``, or to wrap the head."""
-    close_pool()  # DeepSpeed changes a process for good.
-    try:
-        for misuse, *by_rank in zip(MISUSES, *world.run(partial(attempt, MISUSES)), strict=True):
-            for message, collectives in by_rank:
-                assert re.search(misuse.message, message), (str(misuse), message)
-                assert not collectives, str(misuse)
-    finally:
-        close_pool()
+    with new_world() as world:
+        found = world.run(partial(attempt, MISUSES))
+    for misuse, *by_rank in zip(MISUSES, *found, strict=True):
+        for message, collectives in by_rank:
+            assert re.search(misuse.message, message), (misuse, message)
+            assert not collectives, misuse
 
 
-def test_gathered_weights_can_be_read_without_gradients(world: World) -> None:
-    close_pool()  # DeepSpeed changes a process for good.
-    try:
+def test_gathered_weights_can_be_read_without_gradients() -> None:
+    with new_world() as world:
         for wrapper in READERS:
             for errors in world.run(partial(read, wrapper)):
                 assert max(errors.values()) < 1e-5, (wrapper, errors)
-    finally:
-        close_pool()
+
+
+def _read_a_head_with_a_norm(context: RankContext) -> float:
+    model = make_model("plain")
+    model.lm_head = nn.Sequential(nn.RMSNorm(WIDTH), model.lm_head)
+    hidden, labels = torch.ones(5, WIDTH), torch.arange(5)
+    expected = dense_logprobs(model.lm_head, hidden, labels)
+    wrapped = FSDP(model, 1)
+    with wrapped.whole(), torch.no_grad():
+        head = backbone_and_lm_head(wrapped.model)[1]
+        return float((tiled_token_logprobs(head, hidden, labels)[0] - expected).abs().max())
+
+
+def test_a_vector_of_a_gathered_head_is_taken_for_no_piece(world: World) -> None:
+    assert max(world.run(_read_a_head_with_a_norm)) < 1e-5
 
 
 def _no_sync_first(context: RankContext) -> str:
@@ -177,11 +196,8 @@ def test_limits_of_torch_and_deepspeed_that_the_docs_name(world: World) -> None:
     """They hold for a dense head. Should one be gone, the docs can say less."""
     for message in world.run(_no_sync_first):
         assert "expect_autograd_hooks_" in message
-    close_pool()  # DeepSpeed changes a process for good.
-    try:
-        assert world.run(_leaf_twice) == ["AssertionError"] * RANKS
-    finally:
-        close_pool()
+    with new_world() as another:
+        assert another.run(_leaf_twice) == ["AssertionError"] * RANKS
 
 
 @pytest.mark.parametrize(

@@ -17,19 +17,14 @@ from distributed_tests.wrappers.wrappers import WRAPPERS, FSDP2Head, Wrapped, Ze
 from fused_losses import backbone_and_lm_head, linear_cross_entropy, linear_logprobs, tiled_token_logprobs
 from lossgate.worlds import RankContext
 
-Kernel = Callable[[nn.Module, Tensor, Tensor], Tensor]
-
-
-def _weight(head: Any) -> Tensor:
-    """Returns the weight that trains: that of an adapter, if there is one."""
-    return head.weight if hasattr(head, "weight") and not hasattr(head, "lora_A") else head.lora_B["default"].weight
+Kernel = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 KERNELS: Mapping[str, Kernel] = {
-    "linear_logprobs": lambda head, h, y: linear_logprobs(h, _weight(head), y).logprobs,
-    "linear_cross_entropy": lambda head, h, y: linear_cross_entropy(h, _weight(head), y),
+    "linear_logprobs": lambda head, h, y: linear_logprobs(h, head.weight, y).logprobs,
+    "linear_cross_entropy": lambda head, h, y: linear_cross_entropy(h, head.weight, y),
     "tiled_token_logprobs": lambda head, h, y: tiled_token_logprobs(head, h, y)[0],
-    "linear_logprobs of a computed weight": lambda head, h, y: linear_logprobs(h, 2 * _weight(head), y).logprobs,
+    "linear_logprobs of a computed weight": lambda head, h, y: linear_logprobs(h, 2 * head.weight, y).logprobs,
 }
 _EVERY = list(KERNELS)[:3]
 
@@ -45,10 +40,6 @@ class Misuse:
     head: str = "plain"
     gathered: bool = False
     """Whether the weights are gathered in the way that the wrapper offers for reading them."""
-
-    def __str__(self) -> str:
-        gathered = ", gathered" if self.gathered else ""
-        return f"{self.wrapper}, {self.head}, {self.kernel}{gathered}"
 
 
 _FSDP = r"weight belongs to FSDP and is used outside of its forward.* that FSDP wraps: run_in_forward\("

@@ -2,6 +2,7 @@
 """The table of wrappers, kinds of lm-head, and heads that are tiled or not."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -10,7 +11,7 @@ from distributed_tests.wrappers.model import HEADS, RANKS
 from distributed_tests.wrappers.step import Cell, Step, run_steps
 from distributed_tests.wrappers.wrappers import UNTIED, WRAPPERS
 from lossgate import Layout
-from lossgate.worlds import make_world
+from lossgate.worlds import World, make_world
 from lossgate.worlds.pool import close_pool
 
 COLUMNS: Mapping[str, Sequence[str]] = {
@@ -78,17 +79,21 @@ def cells(wrapper: str, head: str, column: str, *, full: bool) -> Iterator[Cell]
     yield replace(plain, dtype="bfloat16")
 
 
-def results(asked: Sequence[Cell]) -> dict[Cell, Entry]:
-    """Runs steps on two processes, and judges each.
-
-    DeepSpeed changes a process for good. So the processes are new, and end afterwards.
-    """
-    every = list(dict.fromkeys([*(cell.dense() for cell in asked), *asked]))
+@contextmanager
+def new_world() -> Iterator[World]:
+    """Makes new processes, and ends them afterwards: DeepSpeed changes a process for good."""
     close_pool()
     try:
-        by_rank = make_world("gloo", Layout(dp=RANKS), timeout=300.0).run(partial(run_steps, every))
+        yield make_world("gloo", Layout(dp=RANKS), timeout=300.0)
     finally:
         close_pool()
+
+
+def results(asked: Sequence[Cell]) -> dict[Cell, Entry]:
+    """Runs steps on two processes, and judges each."""
+    every = list(dict.fromkeys([*(cell.dense() for cell in asked), *asked]))
+    with new_world() as world:
+        by_rank = world.run(partial(run_steps, every))
     found = dict(zip(every, zip(*by_rank, strict=True), strict=True))
     return {cell: judged(cell, found[cell], found[cell.dense()]) for cell in asked}
 
@@ -114,11 +119,16 @@ def table(*, full: bool) -> dict[tuple[str, str, str], Entry]:
     places = [(wrapper, head, column) for wrapper in WRAPPERS for head in HEADS for column in COLUMNS]
     behind = {place: list(cells(*place, full=full)) for place in places}
     found = results([cell for each in behind.values() for cell in each])
-    merged = {place: _merged((cell, found[cell]) for cell in each) for place, each in behind.items()}
-    for (wrapper, head, column), entry in merged.items():
-        if entry.way_out and str(merged[other := entry.way_out.wrapper(wrapper), head, column]) != "works":
-            merged[wrapper, head, column] = Entry(wrong=(f"its way out does not work: {other}, {head}, {column}",))
-    return merged
+    return with_ways_out({place: _merged((cell, found[cell]) for cell in each) for place, each in behind.items()})
+
+
+def with_ways_out(entries: Mapping[tuple[str, str, str], Entry]) -> dict[tuple[str, str, str], Entry]:
+    """Returns the entries of a table, in which a refusal is wrong if its way out does not work."""
+    checked = dict(entries)
+    for (wrapper, head, column), entry in entries.items():
+        if entry.way_out and str(entries[other := entry.way_out.wrapper(wrapper), head, column]) != "works":
+            checked[wrapper, head, column] = Entry(wrong=(f"its way out does not work: {other}, {head}, {column}",))
+    return checked
 
 
 def _merged(steps: Iterable[tuple[Cell, Entry]]) -> Entry:

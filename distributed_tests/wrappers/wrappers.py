@@ -89,33 +89,22 @@ class DDP(Wrapped):
     def wrap(self, model: nn.Module) -> nn.Module:
         return DistributedDataParallel(model, static_graph=self.static_graph)
 
+    def first_iteration(self, loss: Callable[[], Tensor]) -> None:
+        """Does a synchronised backward, without which torch fails under no_sync."""
+        if self.static_graph and self.microbatches > 1:
+            loss().backward()
+            self.optimizer.zero_grad()
+
     def microbatch(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last else cast(DistributedDataParallel, self.model).no_sync()
 
 
 class StaticDDP(DDP):
-    """Forward and backward of all microbatches use the same parameters."""
-
     static_graph = True
 
-    def first_iteration(self, loss: Callable[[], Tensor]) -> None:
-        _learn_graph(self, loss)
 
-
-def _learn_graph(wrapped: Wrapped, loss: Callable[[], Tensor]) -> None:
-    """Lets DistributedDataParallel see a synchronised backward, which no_sync must not come before.
-
-    Torch fails with an internal error else, for a dense head too.
-    """
-    if wrapped.microbatches > 1:
-        loss().backward()
-        wrapped.optimizer.zero_grad()
-
-
-class DDPHead(Wrapped):
+class DDPHead(DDP):
     """DistributedDataParallel around the backbone, and another around the head."""
-
-    static_graph = False
 
     def wrap(self, model: nn.Module) -> nn.Module:
         inner = unwrap(model)
@@ -136,9 +125,6 @@ class DDPHead(Wrapped):
 
 class StaticDDPHead(DDPHead):
     static_graph = True
-
-    def first_iteration(self, loss: Callable[[], Tensor]) -> None:
-        _learn_graph(self, loss)
 
 
 class FSDP(Wrapped):
@@ -192,7 +178,7 @@ class FSDPFlatHead(FSDPHead):
     use_orig_params = False
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        tied = backbone_and_lm_head(model)[1] in _tied_heads(model)
+        tied = _is_tied(model)
         wrapped = super().wrap(model)
         if tied:  # Torch says nothing, and trains two weights, for a dense head too.
             assert len(list(wrapped.parameters())) == 2
@@ -200,11 +186,10 @@ class FSDPFlatHead(FSDPHead):
         return wrapped
 
 
-def _tied_heads(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules whose weight is that of the embedding, the embedding among them."""
-    embedding: Any = unwrap(model)
-    weight = embedding.model.embed_tokens.weight
-    return [module for module in model.modules() if getattr(module, "weight", None) is weight]
+def _is_tied(model: nn.Module) -> bool:
+    """Returns whether the head has the embedding's weight."""
+    found: Any = backbone_and_lm_head(model)
+    return found[0].embed_tokens.weight is getattr(found[1], "weight", None)
 
 
 class FSDPFlatGradOp(FSDPGradOp):
@@ -240,8 +225,7 @@ class FSDP2Head(FSDP2):
         backbone, head = found
         for layer in backbone.layers:
             fully_shard(layer)
-        tied = backbone.embed_tokens.weight is getattr(head, "weight", None)
-        fully_shard([backbone.embed_tokens, head] if tied else head)
+        fully_shard([backbone.embed_tokens, head] if _is_tied(model) else head)
         return fully_shard(model)
 
 
@@ -285,7 +269,7 @@ class Zero(Wrapped):
     def backward(self, loss: Tensor) -> None:
         cast(Any, self.model).backward(loss)
         if not cast(Any, self.model).is_gradient_accumulation_boundary():
-            cast(Any, self.model).step()
+            cast(Any, self.model).step()  # only counts the microbatch
 
     def step(self) -> None:
         cast(Any, self.model).step()

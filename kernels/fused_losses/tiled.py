@@ -162,24 +162,20 @@ def _in_forward(
     Its trained tensors are inputs of one autograd node, so their gradients arrive once, complete,
     wherever a wrapper expects those of an ordinary head: at parameters, or at views of a flat one.
     """
-    call = _Call(head, (), temperature, tiles, entropy)
+    candidates = _tensors_with_gradients(head) if torch.is_grad_enabled() else {}
+    call = _Call(head, tuple(candidates), temperature, tiles, entropy)
     first = tiles_of(len(hidden), tiles)[0]
-    if not torch.is_grad_enabled():
-        outputs = _TiledLogprobs.apply(call, hidden, labels, call.outputs((), hidden[first], labels[first]))
-        return outputs if entropy else outputs[0]  # type: ignore[index, return-value]
-    candidates = _tensors_with_gradients(head)
     leaves = _leaves(list(candidates.values()))
-    own = replace(call, places=tuple(candidates)).outputs(leaves, hidden[first].detach(), labels[first])
-    used = _used_leaves(own, leaves)
+    of_first = call.outputs(leaves, hidden[first].detach(), labels[first])
     # A forward may have left attributes behind that depend on gradients, but are not used again.
+    used = _used_leaves(of_first, leaves)
     trained = {
         place: tensor for (place, tensor), leaf in zip(candidates.items(), leaves, strict=True) if id(leaf) in used
     }
     for place, tensor in trained.items():
         check_parameter(f"lm_head: its {place.name}", tensor)
-    own = tuple(each.detach() for each in own)
-    call = replace(call, places=tuple(trained))
-    outputs = _TiledLogprobs.apply(call, hidden, labels, own, *trained.values())
+    call, of_first = replace(call, places=tuple(trained)), tuple(output.detach() for output in of_first)
+    outputs = _TiledLogprobs.apply(call, hidden, labels, of_first, *trained.values())
     return outputs if entropy else outputs[0]  # type: ignore[index, return-value]
 
 
@@ -204,10 +200,10 @@ def _leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
 class _TiledLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, call: _Call, hidden: Tensor, labels: Tensor, own: tuple[Tensor, ...], *trained: Tensor
+        ctx: Any, call: _Call, hidden: Tensor, labels: Tensor, of_first: tuple[Tensor, ...], *trained: Tensor
     ) -> tuple[Tensor, ...]:
         others = tiles_of(len(hidden), call.tiles)[1:]
-        parts = [own, *(call.outputs(trained, hidden[tile], labels[tile]) for tile in others)]
+        parts = [of_first, *(call.outputs(trained, hidden[tile], labels[tile]) for tile in others)]
         ctx.save_for_backward(hidden, labels, *trained)
         ctx.call = call
         device = hidden.device.type
@@ -222,8 +218,16 @@ class _TiledLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, labels, *trained = ctx.saved_tensors
         call: _Call = ctx.call
+        try:
+            hidden, labels, *trained = ctx.saved_tensors
+        except RuntimeError as error:
+            if "inplace operation" not in str(error):
+                raise
+            raise RuntimeError(
+                "lm_head: a parameter was changed in place after forward, or hidden or labels were, but backward needs "
+                "what they were in forward; step the optimizer after backward"
+            ) from error
         leaves = _leaves(trained)
         given = [u for u in upstream if u is not None]
         if not given:

@@ -240,7 +240,7 @@ def test_every_rank_calls_the_head_equally_often(make_world: MakeWorld) -> None:
 
 
 class Remembers(nn.Module):
-    """A head that leaves tensors with gradients behind, and whose second layer does the same."""
+    """A head that leaves a tensor with gradients behind, as its weight_norm does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -337,8 +337,16 @@ def test_changed_parameters_raise_an_error() -> None:
     logprobs, _ = tiled_token_logprobs(head, hidden, labels)
     with torch.no_grad():
         next(p for p in head.parameters() if p.requires_grad).add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="lm_head: a parameter was changed in place after forward"):
         logprobs.sum().backward()
+
+
+def test_a_second_backward_is_named_as_torch_does() -> None:
+    hidden, labels = batch()
+    total = tiled_token_logprobs(seeded(LoraHead), hidden, labels)[0].sum()
+    total.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        total.backward()
 
 
 def test_autocast_is_the_same_in_both_passes() -> None:
