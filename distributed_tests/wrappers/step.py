@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from distributed_tests.wrappers.losses import DENSE_OF, WAYS, Metrics
 from distributed_tests.wrappers.model import RANKS, VOCAB, count, make_batch, make_model
 from distributed_tests.wrappers.planted_bugs import BUGS
-from distributed_tests.wrappers.wrappers import RATE, WRAPPERS, Wrapped
+from distributed_tests.wrappers.wrappers import RATE, REFUSALS, WRAPPERS, Wrapped
 from fused_losses import backbone_and_lm_head, run_in_forward
 from lossgate.worlds import RankContext
 from property_tests.observers import Made
@@ -71,14 +71,21 @@ def run_step(cell: Cell, context: RankContext) -> Step | str:
     """Runs a training step.
 
     Returns:
-        What was found; or the message of the refusal, if the wrapper or a kernel refuses the cell.
+        What was found; or the message of the refusal, if torch refuses the wrapper for the model.
+
+    Raises:
+        RuntimeError: Anything else went wrong. A rank that went on to the next step would leave the
+            others in this one.
     """
     with environment_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the wrappers
         try:
             return _step(cell)
-        except (ValueError, RuntimeError) as error:
-            return f"{type(error).__name__}: {error}"
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+            if any(refusal in message for refusal in REFUSALS):
+                return message
+            raise RuntimeError(f"{cell}: {message}") from error
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from functools import partial
 from distributed_tests.wrappers.checks import findings
 from distributed_tests.wrappers.model import HEADS, RANKS
 from distributed_tests.wrappers.step import Cell, Step, run_steps
-from distributed_tests.wrappers.wrappers import UNTIED, WRAPPERS
+from distributed_tests.wrappers.wrappers import GATHERED_APART, NOT_UNIFORM, UNTIED, WRAPPERS
 from lossgate import Layout
 from lossgate.worlds import World, make_world
 from lossgate.worlds.pool import close_pool
@@ -31,14 +31,12 @@ class WayOut:
 
 _NO_FSDP_OF_ITS_OWN = WayOut("leave the head to the model's FSDP", lambda wrapper: "FSDP FULL_SHARD")
 
-REFUSALS: Mapping[str, WayOut] = {
-    "Must flatten tensors with uniform `requires_grad`": WayOut(
-        "use_orig_params=True", lambda wrapper: wrapper.removesuffix(", flat")
-    ),
-    "'weight' must be 2-D": _NO_FSDP_OF_ITS_OWN,
+WAYS_OUT: Mapping[str, WayOut] = {
+    NOT_UNIFORM: WayOut("use_orig_params=True", lambda wrapper: wrapper.removesuffix(", flat")),
+    GATHERED_APART: _NO_FSDP_OF_ITS_OWN,
     UNTIED: _NO_FSDP_OF_ITS_OWN,
 }
-"""By what their messages contain."""
+"""By what the messages of refusals contain."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ def judged(cell: Cell, steps: Sequence[Step | str], dense: Sequence[Step | str])
     refusals = [step for step in steps if isinstance(step, str)]
     if refusals:
         everywhere = [*steps, *dense]
-        for message, way_out in REFUSALS.items():
+        for message, way_out in WAYS_OUT.items():
             if all(isinstance(step, str) and message in step for step in everywhere):
                 return Entry(refusals[0], way_out)
         return Entry(wrong=tuple(refusals))

@@ -171,7 +171,11 @@ class FSDPFlat(FSDP):
     use_orig_params = False
 
 
+NOT_UNIFORM = "Must flatten tensors with uniform `requires_grad`"
+GATHERED_APART = "'weight' must be 2-D"
 UNTIED = "FSDP with use_orig_params=False has untied the head"
+REFUSALS = (NOT_UNIFORM, GATHERED_APART, UNTIED)
+"""What errors contain with which torch refuses a wrapper for some models, or we do for it."""
 
 
 class FSDPFlatHead(FSDPHead):
