@@ -5,6 +5,7 @@ The kernels are plain PyTorch and run on one rank or split over tensor-, context
 data-parallel ranks. They import neither ``dense_losses`` nor ``lossgate``, which judges them.
 """
 
+from fused_losses.arguments import unchecked_values
 from fused_losses.clipped_pg import ClippedPGConfig, clipped_pg_loss
 from fused_losses.cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy, vocab_parallel_cross_entropy
 from fused_losses.dpo import dpo_loss
@@ -34,6 +35,7 @@ __all__ = [
     "linear_sft_loss",
     "run_in_forward",
     "tiled_token_logprobs",
+    "unchecked_values",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_logprobs",
 ]

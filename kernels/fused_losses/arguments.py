@@ -34,7 +34,7 @@ def unchecked_values() -> Generator[None]:
 
 def values_are_checked() -> bool:
     """Returns whether a check may read the values of tensors."""
-    return _checked.get() and not torch.compiler.is_compiling()
+    return not torch.compiler.is_compiling() and _checked.get()
 
 
 def check_number(

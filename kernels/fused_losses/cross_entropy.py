@@ -7,10 +7,12 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from fused_losses.arguments import as_mask, check_choice, check_label_dtype, check_labels, check_number
 from fused_losses.linear_logprobs import linear_logprobs
-from fused_losses.lm_head import HeadGradients, LmHead, check_head, chunks_of, default_chunk, padded, without_autocast
+from fused_losses.lm_head import HeadGradients, LmHead, check_head, chunks_of, default_chunk, padded
+from fused_losses.passes import once_differentiable, without_autocast
+from fused_losses.ranks import alone
 from fused_losses.softmax import TokenSoftmax, add_at_labels_
 from fused_losses.vocab_parallel import vocab_parallel_logprobs
 
@@ -27,7 +29,7 @@ def linear_cross_entropy(
     temperature: float = 1.0,
     softcap: float | None = None,
     ignore_index: int = -100,
-    vocab_start: int = 0,
+    vocab_start: int | None = None,
     vocab_rows: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
@@ -51,7 +53,8 @@ def linear_cross_entropy(
         weight: ``[local_vocab, hidden]``, this rank's rows of the lm-head.
         labels: ``[tokens]`` integer ids in the whole vocabulary.
         bias: ``[local_vocab]``, or None.
-        mask: ``[tokens]`` bool, the tokens that count; all by default.
+        mask: ``[tokens]`` bool or 0 and 1, the tokens that count; all by default. Labels of other
+            tokens may be anything.
         valid_tokens: the divisor of ``"mean"``: the number of tokens that count in the whole batch,
             over every data- and context-parallel rank and microbatch. Losses and gradients of ranks
             and microbatches then add up. By default: the number of tokens that count in this call.
@@ -59,7 +62,8 @@ def linear_cross_entropy(
         temperature: divides the logits; positive.
         softcap: the cap of the logits, positive; None for no soft-cap.
         ignore_index: the label of tokens that do not count.
-        vocab_start: id in the whole vocabulary of this rank's first row.
+        vocab_start: id in the whole vocabulary of this rank's first row; needed if ``tp_group`` has
+            several ranks.
         vocab_rows: number of leading rows that belong to the vocabulary; all by default.
         tp_group: the ranks among which the vocabulary is split.
         sequence_parallel: whether each rank of ``tp_group`` holds only its part of the tokens.
@@ -79,12 +83,26 @@ def linear_cross_entropy(
         With gradients in forward: a float32 gradient of weight and a gradient of hidden, held from
         forward to backward, and ``[chunk, vocab]`` logits at a time. Else as ``linear_logprobs``.
     """
-    counted = _counted(labels, mask, ignore_index)
-    if tp_group is None or tp_group.size() == 1:
-        check_head(hidden, weight, labels, bias, temperature, softcap, vocab_rows, chunk, ranks=1)
+    counted = _counted(labels, mask, valid_tokens, reduction, ignore_index)
+    if alone(tp_group):
+        check_head(
+            hidden,
+            weight,
+            labels,
+            bias,
+            temperature=temperature,
+            softcap=softcap,
+            vocab_start=vocab_start,
+            vocab_rows=vocab_rows,
+            tp_group=tp_group,
+            sequence_parallel=sequence_parallel,
+            matmul_dtype=matmul_dtype,
+            chunk=chunk,
+        )
         rows = weight.shape[0] if vocab_rows is None else vocab_rows
         leaves = (hidden, weight, bias)
         if torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves):
+            check_labels(labels, counted, rows)
             head = LmHead(
                 weight[:rows].detach(),
                 None if bias is None else bias[:rows].detach(),
@@ -92,15 +110,16 @@ def linear_cross_entropy(
                 softcap,
                 matmul_dtype or weight.dtype,
             )
-            total = _LinearNLL.apply(*leaves, labels - vocab_start, counted, head, chunk or default_chunk(weight))
+            total = _LinearNLL.apply(*leaves, labels, counted, head, chunk or default_chunk(weight))
             return _divided(total, counted, valid_tokens, reduction)  # type: ignore[arg-type]
     logprobs = linear_logprobs(
         hidden,
         weight,
-        labels,
+        torch.where(counted, labels, ignore_index),
         bias=bias,
         temperature=temperature,
         softcap=softcap,
+        ignore_index=ignore_index,
         vocab_start=vocab_start,
         vocab_rows=vocab_rows,
         tp_group=tp_group,
@@ -121,6 +140,11 @@ class LinearCrossEntropyLoss(nn.Module):
         ignore_index: the label of tokens that do not count.
         temperature: divides the logits; positive.
         softcap: the cap of the logits, positive; None for no soft-cap.
+        vocab_start: id in the whole vocabulary of this rank's first row; needed if ``tp_group`` has
+            several ranks.
+        vocab_rows: number of leading rows that belong to the vocabulary; all by default.
+        tp_group: the ranks among which the vocabulary is split.
+        sequence_parallel: whether each rank of ``tp_group`` holds only its part of the tokens.
         matmul_dtype: dtype of matrix products; that of the inputs by default.
         chunk: number of tokens whose logits exist at a time.
     """
@@ -132,6 +156,10 @@ class LinearCrossEntropyLoss(nn.Module):
         ignore_index: int = -100,
         temperature: float = 1.0,
         softcap: float | None = None,
+        vocab_start: int | None = None,
+        vocab_rows: int | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        sequence_parallel: bool = False,
         matmul_dtype: torch.dtype | None = None,
         chunk: int | None = None,
     ) -> None:
@@ -141,6 +169,10 @@ class LinearCrossEntropyLoss(nn.Module):
             "ignore_index": ignore_index,
             "temperature": temperature,
             "softcap": softcap,
+            "vocab_start": vocab_start,
+            "vocab_rows": vocab_rows,
+            "tp_group": tp_group,
+            "sequence_parallel": sequence_parallel,
             "matmul_dtype": matmul_dtype,
             "chunk": chunk,
         }
@@ -151,21 +183,24 @@ class LinearCrossEntropyLoss(nn.Module):
         weight: Tensor,
         labels: Tensor,
         bias: Tensor | None = None,
+        mask: Tensor | None = None,
         valid_tokens: Tensor | int | None = None,
     ) -> Tensor:
         """Computes the loss.
 
         Args:
             hidden: ``[tokens, hidden]``.
-            weight: ``[vocab, hidden]``, that of the lm-head.
+            weight: ``[local_vocab, hidden]``, that of the lm-head.
             labels: ``[tokens]`` integer ids.
-            bias: ``[vocab]``, or None.
+            bias: ``[local_vocab]``, or None.
+            mask: ``[tokens]`` bool, the tokens that count; all by default.
             valid_tokens: the divisor of ``"mean"``; by default the number of tokens that count.
 
         Returns:
             A scalar in nats.
         """
-        return linear_cross_entropy(hidden, weight, labels, bias=bias, valid_tokens=valid_tokens, **self.options)
+        given = {"bias": bias, "mask": mask, "valid_tokens": valid_tokens}
+        return linear_cross_entropy(hidden, weight, labels, **given, **self.options)
 
     def extra_repr(self) -> str:
         """Returns the options for ``repr``."""
@@ -181,9 +216,10 @@ def vocab_parallel_cross_entropy(
     reduction: Literal["mean", "sum"] = "mean",
     temperature: float = 1.0,
     ignore_index: int = -100,
-    vocab_start: int = 0,
+    vocab_start: int | None = None,
     vocab_rows: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """Computes the cross-entropy of labels from logits whose vocabulary is split over ranks.
 
@@ -192,14 +228,17 @@ def vocab_parallel_cross_entropy(
     Args:
         logits: ``[tokens, local_vocab]``, this rank's columns of the vocabulary.
         labels: ``[tokens]`` integer ids in the whole vocabulary.
-        mask: ``[tokens]`` bool, the tokens that count; all by default.
+        mask: ``[tokens]`` bool or 0 and 1, the tokens that count; all by default. Labels of other
+            tokens may be anything.
         valid_tokens: the divisor of ``"mean"``; see ``linear_cross_entropy``.
         reduction: ``"mean"`` or ``"sum"``.
         temperature: divides the logits; positive.
         ignore_index: the label of tokens that do not count.
-        vocab_start: id in the whole vocabulary of this rank's first column.
+        vocab_start: id in the whole vocabulary of this rank's first column; needed if ``tp_group``
+            has several ranks.
         vocab_rows: number of leading columns that belong to the vocabulary; all by default.
         tp_group: the ranks among which the vocabulary is split.
+        chunk: number of tokens whose logits exist in the compute dtype at a time.
 
     Returns:
         A scalar in nats, the same on every rank of ``tp_group``; 0 if no token counts.
@@ -210,30 +249,34 @@ def vocab_parallel_cross_entropy(
     Collectives:
         Those of ``vocab_parallel_logprobs``.
     """
+    counted = _counted(labels, mask, valid_tokens, reduction, ignore_index)
     given: dict[str, Any] = {
         "temperature": temperature,
+        "ignore_index": ignore_index,
         "vocab_start": vocab_start,
         "vocab_rows": vocab_rows,
         "tp_group": tp_group,
+        "chunk": chunk,
     }
-    logprobs = vocab_parallel_logprobs(logits, labels, **given).logprobs
-    counted = _counted(labels, mask, ignore_index)
+    logprobs = vocab_parallel_logprobs(logits, torch.where(counted, labels, ignore_index), **given).logprobs
     return _divided(-torch.where(counted, logprobs, 0.0).sum(), counted, valid_tokens, reduction)
 
 
-def _counted(labels: Tensor, mask: Tensor | None, ignore_index: int) -> Tensor:
-    """Returns ``[tokens]`` bool: the token contributes to the loss."""
-    if mask is not None and mask.shape != labels.shape:
-        raise ValueError(f"mask {list(mask.shape)} and labels {list(labels.shape)}: expected [T] for both")
+def _counted(
+    labels: Tensor, mask: Tensor | None, valid_tokens: Tensor | int | None, reduction: str, ignore_index: int
+) -> Tensor:
+    """Checks what is common to both losses, and returns ``[tokens]`` bool: the token counts."""
+    check_label_dtype(labels)
+    check_choice("reduction", reduction, ("mean", "sum"))
+    if valid_tokens is not None:
+        check_number("valid_tokens", valid_tokens, least=0, otherwise="or None to count the tokens of this call")
     counted = labels != ignore_index
-    return counted if mask is None else counted & mask
+    return counted if mask is None else counted & as_mask("mask", mask, labels, "labels")
 
 
 def _divided(total: Tensor, counted: Tensor, valid_tokens: Tensor | int | None, reduction: str) -> Tensor:
     if reduction == "sum":
         return total
-    if reduction != "mean":
-        raise ValueError(f"reduction {reduction!r}: expected 'mean' or 'sum'")
     count = counted.sum() if valid_tokens is None else torch.as_tensor(valid_tokens, device=total.device)
     return total / count.clamp(min=1)
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from fused_losses.filtering import LogitFilter
 from fused_losses.lm_head import (
     HeadGradients,
     LmHead,
@@ -21,33 +21,37 @@ from fused_losses.lm_head import (
     gather_tokens,
     padded,
     scatter_tokens,
-    without_autocast,
 )
-from fused_losses.softmax import TokenLogprobs, TokenSoftmax, Upstream
+from fused_losses.passes import once_differentiable, without_autocast
+from fused_losses.ranks import alone
+from fused_losses.softmax import TokenLogprobs
+from fused_losses.token_stage import Saved, TokenStage, TokenStatistics, Upstream, own_labels
 
 
 @dataclass(frozen=True)
 class _Call:
     """The arguments of a call that are not tensors."""
 
+    stage: TokenStage
     rows: int
-    temperature: float
     softcap: float | None
     matmul_dtype: torch.dtype
     chunk: int
-    entropy: bool
-    logit_range: bool
-    group: dist.ProcessGroup | None
     sequence_parallel: bool
 
     def head(self, weight: Tensor, bias: Tensor | None) -> LmHead:
         return LmHead(
             weight[: self.rows],
             None if bias is None else bias[: self.rows],
-            self.temperature,
+            self.stage.temperature,
             self.softcap,
             self.matmul_dtype,
         )
+
+    def all_tokens(self, hidden: Tensor) -> Tensor:
+        """Returns the hidden states of all ranks' tokens with sequence parallelism."""
+        group = self.stage.group
+        return gather_tokens(hidden, group) if self.sequence_parallel and group is not None else hidden
 
 
 def linear_logprobs(
@@ -60,7 +64,11 @@ def linear_logprobs(
     softcap: float | None = None,
     entropy: bool = False,
     logit_range: bool = False,
-    vocab_start: int = 0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    unfiltered: bool = False,
+    ignore_index: int = -100,
+    vocab_start: int | None = None,
     vocab_rows: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
@@ -81,14 +89,22 @@ def linear_logprobs(
         hidden: ``[tokens, hidden]``, the same on every rank of ``tp_group``. With
             ``sequence_parallel``: ``[tokens / tp, hidden]``, this rank's tokens, in rank order.
         weight: ``[local_vocab, hidden]``, this rank's rows of the lm-head, in the dtype of hidden.
-        labels: ``[tokens]`` integer ids in the whole vocabulary. No rank owns a label outside of
-            it, such as -100; the result for such a token is meaningless.
+        labels: ``[tokens]`` integer ids in the whole vocabulary, or ``ignore_index``.
         bias: ``[local_vocab]``, or None.
         temperature: divides the logits; positive.
         softcap: the cap, positive; None for no soft-cap.
         entropy: whether to return the entropy of p.
         logit_range: whether to return the smallest and the largest logit.
-        vocab_start: id in the whole vocabulary of this rank's first row.
+        top_k: only the k largest logits of a token stay in its softmax, and those that tie with the
+            last of them; None for all. NeMo-RL filters so during training, as generation does.
+        top_p: of these, only the most probable stay, until their probabilities sum to this number;
+            1 for all.
+        unfiltered: whether to return log-probabilities without this filter too, as a KL penalty
+            needs them.
+        ignore_index: the label of tokens that do not count: their log-probability is 0, without a
+            gradient.
+        vocab_start: id in the whole vocabulary of this rank's first row; needed if ``tp_group`` has
+            several ranks.
         vocab_rows: number of leading rows that belong to the vocabulary; all by default. The
             remaining ones are padding and get a gradient of zero.
         tp_group: the ranks among which the vocabulary is split; None if it is whole here.
@@ -96,52 +112,70 @@ def linear_logprobs(
         matmul_dtype: dtype of matrix products; that of the inputs by default. float32 for inputs in
             half precision rounds less. All else is float32 (float64 for float64 inputs), also under
             ``torch.autocast``.
-        chunk: number of tokens whose logits exist at a time; by default few enough that their
-            logits are small beside the weight.
+        chunk: number of tokens whose logits exist at a time; by default an eighth of the hidden
+            size, and at least 32.
 
     Returns:
         ``logprobs`` and, if asked for, ``entropy`` in nats, ``min_logits`` and ``max_logits``
-        (before the temperature); else None. Each is ``[tokens]`` in float32 (float64 for float64
-        inputs) and the same on every rank of ``tp_group``. Log-probabilities and entropies carry
-        gradients. The gradient of hidden is complete on every rank (with ``sequence_parallel``: for
-        the rank's own tokens). Those of weight and bias cover the tokens of this call; the caller
-        adds them up over data and context parallelism.
+        (before temperature and filter), and ``unfiltered_logprobs``; else None. Each is
+        ``[tokens]`` in float32 (float64 for float64 inputs) and the same on every rank of
+        ``tp_group``. Log-probabilities and entropies carry gradients. A label that is filtered out
+        has -inf, without a gradient; the entropy is that of the logits that stay.
+        The gradient of hidden is complete on every rank (with ``sequence_parallel``: for the rank's
+        own tokens). Those of weight and bias cover the tokens of this call; the caller adds them up
+        over data and context parallelism.
 
     Raises:
-        ValueError: A shape, dtype or number does not fit; the message names the argument.
+        ValueError: A shape, dtype or number does not fit; a label belongs to no rank, or to two; or
+            ``vocab_start`` is missing. The message names the argument. The check of labels waits
+            for the device; ``unchecked_values`` switches it off, and such a label then has NaN.
 
     Collectives:
-        All are on ``tp_group``, and their number does not depend on the chunks.
+        All are on ``tp_group``, and without a filter their number does not depend on the chunks.
         Forward: one all-reduce MAX of ``[tokens]`` (``[2, tokens]`` with ``logit_range``) and one
-        all-reduce SUM of ``[2, tokens]`` (``[3, tokens]`` with ``entropy``). Backward: one
+        all-reduce SUM of ``[3, tokens]`` (``[4, tokens]`` with ``entropy``). Backward: one
         all-reduce SUM of ``[tokens, hidden]`` if hidden needs a gradient. All are in the compute
         dtype, float32 or float64.
         With ``sequence_parallel``: forward and backward each begin with an all-gather of hidden,
         and a reduce-scatter takes the place of backward's all-reduce.
+        With a filter: forward has those of ``LogitFilter.bound`` for each chunk, and with
+        ``unfiltered`` or ``logit_range`` the two all-reduces twice.
 
     Memory:
-        ``[chunk, local_vocab]`` logits at a time, in forward and in backward. Backward holds a
-        float32 gradient of weight, which is rounded once at the end, and ``[tokens, hidden]``
-        numbers (twice that with ``sequence_parallel``). With a ``matmul_dtype`` other than the
-        weight's, both passes hold a copy of weight in it.
-        Saved for backward: the inputs and one number for each token (two with ``entropy``); nothing
-        under ``torch.no_grad``.
+        Forward and backward hold ``[chunk, local_vocab]`` logits at a time in the compute dtype;
+        see "Memory" in docs/kernels.md for how many. Backward holds a gradient of weight in the
+        compute dtype, which is rounded once at the end, and ``[tokens, hidden]`` numbers (twice
+        that with ``sequence_parallel``). With a ``matmul_dtype`` other than the weight's, both
+        passes hold a copy of weight in it.
+        Saved for backward: the inputs, an int64 label and one number for each token (one more with
+        ``entropy``; with a filter one more and a bool, and with ``unfiltered`` yet another);
+        nothing under ``torch.no_grad``.
     """
-    ranks = tp_group.size() if sequence_parallel and tp_group is not None else 1
-    check_head(hidden, weight, labels, bias, temperature, softcap, vocab_rows, chunk, ranks)
-    call = _Call(
-        rows=weight.shape[0] if vocab_rows is None else vocab_rows,
+    check_head(
+        hidden,
+        weight,
+        labels,
+        bias,
         temperature=temperature,
+        softcap=softcap,
+        vocab_start=vocab_start,
+        vocab_rows=vocab_rows,
+        tp_group=tp_group,
+        sequence_parallel=sequence_parallel,
+        matmul_dtype=matmul_dtype,
+        chunk=chunk,
+    )
+    stage = TokenStage(temperature, entropy, logit_range, LogitFilter(top_k, top_p), unfiltered, tp_group)
+    call = _Call(
+        stage,
+        rows=weight.shape[0] if vocab_rows is None else vocab_rows,
         softcap=softcap,
         matmul_dtype=matmul_dtype or weight.dtype,
         chunk=chunk or default_chunk(weight),
-        entropy=entropy,
-        logit_range=logit_range,
-        group=tp_group,
-        sequence_parallel=ranks > 1,
+        sequence_parallel=sequence_parallel and not alone(tp_group),
     )
-    found = _LinearLogprobs.apply(hidden, weight, bias, labels - vocab_start, call)
-    return TokenLogprobs.of(*found, (entropy, logit_range))  # type: ignore[misc]
+    own = own_labels(labels, ignore_index, vocab_start or 0)
+    return stage.results(_LinearLogprobs.apply(hidden, weight, bias, own, call))  # type: ignore[arg-type]
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -150,27 +184,23 @@ class _LinearLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, call: _Call
     ) -> tuple[Tensor, ...]:
-        softmax = token_softmax(hidden, labels, call.head(weight, bias), call)
-        entropy, extremes = softmax.entropy, softmax.range(call.temperature)
-        ctx.save_for_backward(hidden, weight, bias, labels, softmax.logsumexp, entropy)
+        found = _statistics(call.all_tokens(hidden), labels, call.head(weight, bias), call)
+        outputs = found.outputs(labels, call.stage.temperature)
+        ctx.save_for_backward(hidden, weight, bias, *found.saved(labels))
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*extremes)
-        return softmax.logprobs, entropy, *extremes
+        ctx.mark_non_differentiable(*outputs[2:4])
+        return outputs
 
     @staticmethod
     @once_differentiable
     @without_autocast
-    def backward(
-        ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None, *_: None
-    ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, logsumexp, entropy = ctx.saved_tensors
-        call: _Call = ctx.call
+    def backward(ctx: Any, *upstream_of: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, *kept = ctx.saved_tensors
+        call, saved = ctx.call, Saved(*kept)
         head, (need_hidden, need_weight, need_bias) = call.head(weight, bias), ctx.needs_input_grad[:3]
-        upstream = Upstream.of(
-            of_logprobs, of_entropy if call.entropy else None, logsumexp, call.temperature, call.matmul_dtype
-        )
-        own = gather_tokens(hidden, call.group) if call.sequence_parallel and call.group is not None else hidden
+        upstream = Upstream.of(upstream_of, saved, call.stage.temperature, call.matmul_dtype)
+        own = call.all_tokens(hidden)
         matrix = head.cast(head.weight)
         gradients = HeadGradients(head, need_weight, need_bias)
         grad_hidden = torch.zeros(own.shape, dtype=_held(call, head), device=own.device) if need_hidden else None
@@ -179,9 +209,7 @@ class _LinearLogprobs(torch.autograd.Function):
             h = torch.where(part.live[:, None], head.cast(own[tokens]), 0.0)
             z = head.logits(h, matrix)
             capped = None if head.softcap is None else z.clone()
-            dz = part.dlogits(
-                z, labels[tokens], logsumexp[tokens], entropy[tokens] if part.of_entropy is not None else None
-            )
+            dz = part.dlogits(z, saved.part(tokens))
             if capped is not None:
                 head.uncap_(dz, capped)
             rounded = head.cast(dz)
@@ -199,23 +227,15 @@ class _LinearLogprobs(torch.autograd.Function):
         )
 
 
-def token_softmax(hidden: Tensor, labels: Tensor, head: LmHead, call: _Call) -> TokenSoftmax:
-    """Computes the softmax statistics of every token over all ranks' rows.
-
-    ``labels`` are counted from this rank's first row.
-    """
-    whole = gather_tokens(hidden, call.group) if call.sequence_parallel and call.group is not None else hidden
+def _statistics(hidden: Tensor, labels: Tensor, head: LmHead, call: _Call) -> TokenStatistics:
+    """Computes the statistics of every token over all ranks' rows."""
     matrix = head.cast(head.weight)
-    wanted = {"entropy": call.entropy, "lowest": call.logit_range}
-    parts = [
-        TokenSoftmax.of(head.logits(head.cast(whole[part]), matrix), labels[part], **wanted)
-        for part in chunks_of(len(whole), call.chunk)
-    ]
-    softmax = (
-        TokenSoftmax.cat(parts) if parts else TokenSoftmax.of(whole.new_zeros(0, 1, dtype=head.dtype), labels, **wanted)
+    return call.stage.statistics(
+        lambda tokens: head.logits(head.cast(hidden[tokens]), matrix),
+        labels,
+        chunks_of(len(hidden), call.chunk),
+        hidden.new_zeros(0, len(matrix), dtype=head.dtype),
     )
-    softmax.reduce(call.group)
-    return softmax
 
 
 def _held(call: _Call, head: LmHead) -> torch.dtype:
@@ -224,17 +244,14 @@ def _held(call: _Call, head: LmHead) -> torch.dtype:
     With several ranks, their parts are summed in the compute dtype. On one rank nothing is added to
     the results of the matrix products, so their dtype is enough.
     """
-    return (
-        head.dtype
-        if call.group is not None and call.group.size() > 1
-        else torch.promote_types(call.matmul_dtype, head.weight.dtype)
-    )
+    return head.dtype if not alone(call.stage.group) else torch.promote_types(call.matmul_dtype, head.weight.dtype)
 
 
 def _reduced(grad_hidden: Tensor, call: _Call, dtype: torch.dtype) -> Tensor:
-    """Sums the gradient of hidden over ``call.group`` and rounds it to ``dtype``."""
-    if call.group is not None and call.group.size() > 1:
+    """Sums the gradient of hidden over the ranks of the vocabulary and rounds it to ``dtype``."""
+    group = call.stage.group
+    if group is not None and not alone(group):
         if call.sequence_parallel:
-            return scatter_tokens(grad_hidden, call.group).to(dtype)
-        dist.all_reduce(grad_hidden, group=call.group)
+            return scatter_tokens(grad_hidden, group).to(dtype)
+        dist.all_reduce(grad_hidden, group=group)
     return grad_hidden.to(dtype)

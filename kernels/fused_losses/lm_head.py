@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's rows of an lm-head: logits, and gradients of hidden states, weight and bias."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fused_losses.arguments import check_integer, check_label_dtype, check_number
 from fused_losses.numerics import check_temperature
+from fused_losses.passes import check_not_transformed
+from fused_losses.ranks import alone
 from fused_losses.wrappers import check_parameter
 
 # Newer versions of torch warn about the second names, older ones lack the first.
@@ -127,30 +129,17 @@ class HeadGradients:
             self.weight[rows] += product if unit is None else product.float().mul_(unit)
 
 
-def without_autocast(pass_: Callable[..., Any]) -> Callable[..., Any]:
-    """Disables autocast inside a forward or backward.
-
-    These passes choose their dtypes themselves. Autocast is on in forward but not in backward, so
-    it would make the two disagree.
-    """
-
-    @wraps(pass_)
-    def as_written(ctx: Any, *given: Any) -> Any:
-        device = next((x.device.type for x in given if isinstance(x, Tensor)), "cpu")
-        with torch.autocast(device, enabled=False):
-            return pass_(ctx, *given)
-
-    return as_written
-
-
 def chunks_of(tokens: int, chunk: int) -> Iterator[slice]:
     """Yields consecutive slices of at most ``chunk`` tokens."""
     return (slice(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk))
 
 
 def default_chunk(weight: Tensor) -> int:
-    """Returns a number of tokens whose logits take about a quarter of the weight's gradient."""
-    return max(64, weight.shape[1] // 4)
+    """Returns an eighth of the hidden size, and at least 32 tokens.
+
+    Their float32 logits take a quarter of the memory of a bfloat16 weight, from hidden size 256 on.
+    """
+    return max(32, weight.shape[1] // 8)
 
 
 def gather_tokens(hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -187,21 +176,23 @@ def check_head(
     weight: Tensor,
     labels: Tensor,
     bias: Tensor | None,
+    *,
     temperature: float,
     softcap: float | None,
-    rows: int | None,
+    vocab_start: int | None,
+    vocab_rows: int | None,
+    tp_group: dist.ProcessGroup | None,
+    sequence_parallel: bool,
+    matmul_dtype: torch.dtype | None,
     chunk: int | None,
-    ranks: int,
 ) -> None:
     """Checks the arguments of kernels that start from hidden states.
-
-    ``rows`` is the argument ``vocab_rows``; ``ranks`` is the number of ranks among which the tokens
-    of hidden are split.
 
     Raises:
         ValueError: A shape, dtype or number does not fit, or a wrapper of the model has not
             gathered weight or bias; the message names it.
     """
+    check_not_transformed(hidden=hidden, weight=weight, labels=labels, bias=bias)
     check_parameter("weight", weight, piece=weight.dim() == 1)
     if bias is not None:
         check_parameter("bias", bias)
@@ -209,19 +200,74 @@ def check_head(
         raise ValueError(
             f"hidden {list(hidden.shape)} and weight {list(weight.shape)}: expected [tokens, H] and [vocab, H]"
         )
+    if sequence_parallel and tp_group is None:
+        raise ValueError("sequence_parallel True: expected a tp_group, whose ranks share the tokens; or leave it out")
+    ranks = tp_group.size() if sequence_parallel and tp_group is not None else 1
     if labels.shape != (len(hidden) * ranks,):
         split = f" (hidden {list(hidden.shape)} on each of {ranks} ranks, with sequence_parallel)" if ranks > 1 else ""
         raise ValueError(f"labels {list(labels.shape)}: expected one for each of {len(hidden) * ranks} tokens{split}")
+    check_label_dtype(labels)
     if hidden.dtype != weight.dtype:
         raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}: expected one dtype; cast one of them")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias {list(bias.shape)}: expected one for each of {weight.shape[0]} rows of weight")
     check_temperature(temperature)
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap {softcap}: expected a positive number, or None for no cap")
-    if rows is not None and not 0 <= rows <= weight.shape[0]:
+    if softcap is not None:
+        check_number("softcap", softcap, above=0, otherwise="or None for no cap")
+    if matmul_dtype is not None and not matmul_dtype.is_floating_point:
+        raise ValueError(f"matmul_dtype {matmul_dtype}: expected a floating-point dtype, or None for that of hidden")
+    if chunk is not None:
+        check_integer("chunk", chunk, least=1, otherwise="or None to choose one")
+    if getattr(weight, "tensor_model_parallel", False) and tp_group is None and _has_other_ranks():
         raise ValueError(
-            f"vocab_rows {rows}: weight has {weight.shape[0]} rows; expected 0 to {weight.shape[0]}, or None for all"
+            "weight is marked as a shard of tensor parallelism (tensor_model_parallel), but there is no tp_group; "
+            "pass it, with vocab_start; a group of one rank will do if the vocabulary is whole here"
         )
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk {chunk}: expected a positive number of tokens, or None to choose one")
+    check_split(len(weight), "weight", "rows", vocab_start, vocab_rows, tp_group)
+
+
+def check_split(
+    size: int,
+    name: str,
+    parts: str,
+    vocab_start: int | None,
+    vocab_rows: int | None,
+    tp_group: dist.ProcessGroup | None,
+) -> None:
+    """Checks what the caller says about the split of the vocabulary.
+
+    Args:
+        size: how many rows or columns this rank has.
+        name: of the argument that has them.
+        parts: "rows" or "columns".
+        vocab_start: the argument of that name.
+        vocab_rows: the argument of that name.
+        tp_group: the argument of that name.
+
+    Raises:
+        ValueError: A number does not fit, or is missing.
+    """
+    if vocab_rows is not None:
+        least = 0 if not alone(tp_group) else 1
+        if type(vocab_rows) is not int or not least <= vocab_rows <= size:
+            raise ValueError(
+                f"vocab_rows {vocab_rows!r}: expected {least} to {size}, the number of {parts} of {name}, "
+                "or None for all"
+            )
+    if alone(tp_group):
+        if vocab_start not in (None, 0):
+            raise ValueError(
+                f"vocab_start {vocab_start!r}: expected 0 or None without other ranks in tp_group, since the whole "
+                f"vocabulary is here; if {name} is a shard, pass the tp_group"
+            )
+    elif tp_group is not None and vocab_start is None:
+        raise ValueError(
+            f"vocab_start is missing: {name} is one of {tp_group.size()} shards of the vocabulary, so expected the id "
+            f"of its first row; for shards of equal size pass tp_group.rank() * {size}"
+        )
+    elif vocab_start is not None:
+        check_integer("vocab_start", vocab_start, least=0)
+
+
+def _has_other_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -6,6 +6,8 @@ from math import floor, log
 import torch
 from torch import Tensor
 
+from fused_losses.arguments import check_number
+
 
 def bounded_exp(x: Tensor) -> Tensor:
     """Computes ``exp(x)``, bounded by the largest number that the dtype of ``x`` holds.
@@ -38,12 +40,9 @@ def check_tokens(logprobs: Tensor, **others: Tensor | None) -> None:
 
 
 def check_temperature(temperature: float) -> None:
-    """Checks that a temperature is positive.
+    """Checks that a temperature is a positive number.
 
     Raises:
-        ValueError: It is 0, negative or NaN.
+        ValueError: It is not.
     """
-    if not temperature > 0:
-        raise ValueError(
-            f"temperature {temperature}: expected a positive number; greedy decoding (0) has no log-probabilities"
-        )
+    check_number("temperature", temperature, above=0, otherwise="since greedy decoding (0) has no log-probabilities")

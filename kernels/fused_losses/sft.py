@@ -159,7 +159,7 @@ def linear_sft_loss(
     bias: Tensor | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
-    vocab_start: int = 0,
+    vocab_start: int | None = None,
     vocab_rows: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
     cp_group: dist.ProcessGroup | None = None,

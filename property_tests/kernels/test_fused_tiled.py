@@ -492,7 +492,7 @@ def test_models_without_backbone_or_head_are_refused() -> None:
     ("changes", "message"),
     [
         ({"tiles": 0}, "tiles 0: expected a positive number"),
-        ({"temperature": 0.0}, "temperature 0.0: expected a positive number"),
+        ({"temperature": 0.0}, "temperature 0.0: expected a finite number above 0"),
         (
             {"labels": torch.zeros(3, dtype=torch.long)},
             r"hidden \[7, 4\] and labels \[3\]: expected \[tokens, H\] and \[tokens\]",

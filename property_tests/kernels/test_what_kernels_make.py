@@ -241,7 +241,7 @@ def test_collectives_over_cp(make_world: MakeWorld, name: str) -> None:
 
 
 def test_collectives_over_tp(make_world: MakeWorld) -> None:
-    """Log-probabilities with all statistics send 2 T, 3 T and T H numbers, for any chunk size."""
+    """Log-probabilities with all statistics send 2 T, 4 T and T H numbers, for any chunk size."""
 
     def body(context: RankContext) -> None:
         batch, group = Batch(16), context.mesh.get_group("tp")
@@ -258,4 +258,4 @@ def test_collectives_over_tp(make_world: MakeWorld) -> None:
     world = make_world("tp=2")
     world.run(body)
     sent = [(logged.shown, logged.bytes) for logged in world.log if logged.rank == 0]
-    assert sent == [("MAX, [float32[2, 16]]", 128), ("SUM, [float32[3, 16]]", 192), ("SUM, [float32[16, 8]]", 512)]
+    assert sent == [("MAX, [float32[2, 16]]", 128), ("SUM, [float32[4, 16]]", 256), ("SUM, [float32[16, 8]]", 512)]

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every forward and backward of an autograd function of ours has in common."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def without_autocast(pass_: Callable[..., Any]) -> Callable[..., Any]:
+    """Disables autocast inside a forward or backward.
+
+    These passes choose their dtypes themselves. Autocast is on in forward but not in backward, so
+    it would make the two disagree.
+    """
+
+    @wraps(pass_)
+    def as_written(ctx: Any, *given: Any) -> Any:
+        device = next((x.device.type for x in given if isinstance(x, Tensor)), "cpu")
+        with torch.autocast(device, enabled=False):
+            return pass_(ctx, *given)
+
+    return as_written
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a second derivative raise in place of being wrong.
+
+    Gradients are computed without a graph. If the caller asked for one (``create_graph``), they get
+    a graph whose backward raises. Torch's decorator of this name does so only if the upstream
+    gradients need a gradient themselves. That of a loss is the constant 1, so a gradient penalty
+    through a backbone would go wrong silently.
+    """
+
+    @wraps(backward)
+    def as_written(ctx: Any, *upstream: Any) -> Any:
+        with torch.no_grad():
+            gradients = backward(ctx, *upstream)
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return gradients
+        return tuple(None if g is None else _Final.apply(g.detach().requires_grad_()) for g in gradients)
+
+    return as_written
+
+
+class _Final(torch.autograd.Function):
+    """A gradient that can't be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        raise RuntimeError(
+            "fused_losses computes first derivatives only, and this is a second one (a gradient penalty, "
+            "or create_graph=True); compute that loss from logits in plain torch"
+        )
+
+
+_is_transformed: Callable[[Tensor], bool] = getattr(torch._C, "_functorch").is_functorch_wrapped_tensor  # noqa: B009
+
+
+def check_not_transformed(**tensors: Tensor | None) -> None:
+    """Checks that no transform of ``torch.func`` is at work.
+
+    Raises:
+        ValueError: An argument belongs to ``vmap``, ``grad`` or another transform.
+    """
+    for name, x in tensors.items():
+        if x is not None and not torch.compiler.is_compiling() and _is_transformed(x):
+            raise ValueError(
+                f"{name} belongs to a transform of torch.func (vmap, grad, jvp, ...), which these kernels do not "
+                "support; use torch.autograd.grad, and a batch of tokens in place of vmap"
+            )
