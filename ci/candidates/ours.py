@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fused_losses import (
     ClippedPGConfig,
     RhoCorrection,
+    TokenLogprobs,
     clipped_pg_loss,
     dpo_loss,
     grpo_loss,
@@ -31,6 +32,7 @@ from lossgate.losses.grpo import GRPO, GrpoHiddenInputs, GrpoSpecOptions
 from lossgate.losses.nll import NLL, NllHiddenInputs, NllLogitsInputs, NllOptions
 from lossgate.losses.token_logprobs import TokenLogprobsOptions
 from lossgate.specs.inputs import HiddenHead, HiddenInputs, LogitsInputs
+from lossgate.specs.logit_filter import FilterOptions
 
 CHUNK = 16
 TILES = 3
@@ -42,6 +44,8 @@ TRAINED: dict[str, Precision] = {
 """Matrix products in the inputs' dtype, all else in float32."""
 
 IN_FORWARD = TRAINED | {"bfloat16": replace(TRAINED["bfloat16"], grads_in_forward=True)}
+
+UNFILTERED: dict[str, Any] = {"top_k": (None,), "top_p": (1.0,)}
 
 FINE = Precision()
 """Everything in float32, whatever the inputs."""
@@ -70,12 +74,12 @@ def _counted(inputs: NllHiddenInputs | NllLogitsInputs, options: NllOptions) -> 
     head="hidden",
     axes=("dp", "cp", "tp"),
     precision=IN_FORWARD,
-    supports={"temperature": ANY, "reduction": ANY, "bias": ANY, "vocab_split": ANY},
+    supports={"temperature": ANY, "softcap": ANY, "reduction": ANY, "bias": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},
     good_for="SFT from hidden states: no logits, and gradients made in forward",
 )
 def fused_linear_cross_entropy(inputs: NllHiddenInputs, options: NllOptions, mesh: DeviceMesh) -> Tensor:
-    given = _counted(inputs, options) | _split(inputs, mesh)
+    given = _counted(inputs, options) | _split(inputs, mesh) | {"softcap": options.softcap}
     return linear_cross_entropy(inputs.hidden, inputs.weight, inputs.labels, bias=inputs.bias, chunk=CHUNK, **given)
 
 
@@ -103,6 +107,7 @@ def fused_linear_sft(inputs: NllHiddenInputs, options: NllOptions, mesh: DeviceM
         epsilon=options.epsilon,
         bias=inputs.bias,
         temperature=options.temperature,
+        softcap=options.softcap,
         cp_group=mesh.get_group("cp"),
         chunk=CHUNK,
         **_split(inputs, mesh),
@@ -122,11 +127,12 @@ def fused_linear_sft(inputs: NllHiddenInputs, options: NllOptions, mesh: DeviceM
     axes=("dp", "cp", "tp"),
     precision=FINE,
     supports={"temperature": ANY, "reduction": ANY, "vocab_split": ANY},
+    tiles={"token": CHUNK},
     good_for="SFT from tensor-parallel logits",
 )
 def fused_vocab_parallel_cross_entropy(inputs: NllLogitsInputs, options: NllOptions, mesh: DeviceMesh) -> Tensor:
     return vocab_parallel_cross_entropy(
-        inputs.logits, inputs.labels, **_counted(inputs, options), **_split(inputs, mesh)
+        inputs.logits, inputs.labels, chunk=CHUNK, **_counted(inputs, options), **_split(inputs, mesh)
     )
 
 
@@ -140,7 +146,7 @@ _LOGPROBS: dict[str, Any] = {
     "token_logprobs",
     head="hidden",
     precision=TRAINED,
-    supports={"temperature": ANY, "bias": ANY, "vocab_split": ANY},
+    supports={"temperature": ANY, "top_k": ANY, "top_p": ANY, "softcap": ANY, "bias": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},
     good_for="any loss on log-probabilities and entropies, from hidden states: no logits",
     **_LOGPROBS,
@@ -149,6 +155,9 @@ def fused_linear_logprobs(inputs: HiddenInputs, options: TokenLogprobsOptions, m
     given: dict[str, Any] = {
         "bias": inputs.bias,
         "temperature": options.temperature,
+        "softcap": options.softcap,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
         "entropy": True,
         "chunk": CHUNK,
         **_split(inputs, mesh),
@@ -195,14 +204,21 @@ def fused_linear_logprobs_sequence_parallel(
     "token_logprobs",
     head="logits",
     precision=FINE,
-    supports={"temperature": ANY, "vocab_split": ANY},
+    supports={"temperature": ANY, "top_k": ANY, "top_p": ANY, "vocab_split": ANY},
+    tiles={"token": CHUNK},
     good_for="the same from tensor-parallel logits",
     **_LOGPROBS,
 )
 def fused_vocab_parallel_logprobs(inputs: LogitsInputs, options: TokenLogprobsOptions, mesh: DeviceMesh) -> Outputs:
-    found = vocab_parallel_logprobs(
-        inputs.logits, inputs.labels, temperature=options.temperature, entropy=True, **_split(inputs, mesh)
-    )
+    given: dict[str, Any] = {
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "entropy": True,
+        "chunk": CHUNK,
+        **_split(inputs, mesh),
+    }
+    found = vocab_parallel_logprobs(inputs.logits, inputs.labels, **given)
     return Outputs(logprobs=found.logprobs, token_entropy=found.entropy)
 
 
@@ -254,14 +270,23 @@ def fused_linear_dpo(inputs: DpoHiddenInputs, options: DpoSpecOptions, mesh: Dev
     good_for="PPO, GRPO, REINFORCE, GSPO and CISPO from hidden states, packed, with context parallelism",
 )
 def fused_linear_clipped_pg(inputs: ClippedPGHiddenInputs, options: ClippedPGSpecOptions, mesh: DeviceMesh) -> Outputs:
-    given: dict[str, Any] = {
-        "bias": inputs.bias,
-        "temperature": options.temperature,
-        "chunk": CHUNK,
+    return _clipped_pg(_filtered_logprobs(inputs, options, mesh), inputs, options, mesh)
+
+
+def _filtered_logprobs(
+    inputs: ClippedPGHiddenInputs | GrpoHiddenInputs, options: FilterOptions, mesh: DeviceMesh
+) -> TokenLogprobs:
+    return linear_logprobs(
+        inputs.hidden,
+        inputs.weight,
+        inputs.labels,
+        bias=inputs.bias,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        unfiltered=True,
+        chunk=CHUNK,
         **_split(inputs, mesh),
-    }
-    return _clipped_pg(
-        linear_logprobs(inputs.hidden, inputs.weight, inputs.labels, **given).logprobs, inputs, options, mesh
     )
 
 
@@ -270,13 +295,13 @@ def fused_linear_clipped_pg(inputs: ClippedPGHiddenInputs, options: ClippedPGSpe
     head="hidden",
     axes=("dp", "cp"),
     precision=TRAINED,
-    supports={option.name: ANY for option in CLIPPED_PG.options} | {"bias": ANY},
+    supports={option.name: ANY for option in CLIPPED_PG.options} | UNFILTERED | {"bias": ANY},
     good_for="the same through an lm-head that is a module of any kind",
 )
 def fused_tiled_clipped_pg(inputs: ClippedPGHiddenInputs, options: ClippedPGSpecOptions, mesh: DeviceMesh) -> Outputs:
     head = _as_module(inputs)
     logprobs, _ = tiled_token_logprobs(head, inputs.hidden, inputs.labels, temperature=options.temperature, tiles=TILES)
-    return _clipped_pg(logprobs, inputs, options, mesh)
+    return _clipped_pg(TokenLogprobs(logprobs, None, None, None), inputs, options, mesh)
 
 
 def _as_module(inputs: HiddenHead) -> torch.nn.Linear:
@@ -291,10 +316,11 @@ def _as_module(inputs: HiddenHead) -> torch.nn.Linear:
 
 
 def _clipped_pg(
-    logprobs: Tensor, inputs: ClippedPGHiddenInputs, options: ClippedPGSpecOptions, mesh: DeviceMesh
+    tokens: TokenLogprobs, inputs: ClippedPGHiddenInputs, options: ClippedPGSpecOptions, mesh: DeviceMesh
 ) -> Outputs:
     loss, metrics = clipped_pg_loss(
-        logprobs,
+        tokens.logprobs,
+        unfiltered_logprobs=tokens.unfiltered_logprobs,
         prev_logprobs=inputs.prev_logprobs,
         generation_logprobs=inputs.generation_logprobs,
         reference_logprobs=inputs.reference_logprobs,
@@ -322,13 +348,7 @@ def _clipped_pg(
     good_for="GRPO with DAPO or CISPO from hidden states, as open-instruct's tiled lm-head loss",
 )
 def fused_linear_grpo(inputs: GrpoHiddenInputs, options: GrpoSpecOptions, mesh: DeviceMesh) -> Outputs:
-    given: dict[str, Any] = {
-        "bias": inputs.bias,
-        "temperature": options.temperature,
-        "chunk": CHUNK,
-        **_split(inputs, mesh),
-    }
-    return _grpo(linear_logprobs(inputs.hidden, inputs.weight, inputs.labels, **given).logprobs, inputs, options, mesh)
+    return _grpo(_filtered_logprobs(inputs, options, mesh), inputs, options, mesh)
 
 
 @candidate(
@@ -336,16 +356,16 @@ def fused_linear_grpo(inputs: GrpoHiddenInputs, options: GrpoSpecOptions, mesh: 
     head="hidden",
     axes=("dp", "cp"),
     precision=TRAINED,
-    supports={option.name: ANY for option in GRPO.options} | {"bias": ANY},
+    supports={option.name: ANY for option in GRPO.options} | UNFILTERED | {"bias": ANY},
     good_for="the same through an lm-head that is a module of any kind",
 )
 def fused_tiled_grpo(inputs: GrpoHiddenInputs, options: GrpoSpecOptions, mesh: DeviceMesh) -> Outputs:
     head = _as_module(inputs)
     logprobs, _ = tiled_token_logprobs(head, inputs.hidden, inputs.labels, temperature=options.temperature, tiles=TILES)
-    return _grpo(logprobs, inputs, options, mesh)
+    return _grpo(TokenLogprobs(logprobs, None, None, None), inputs, options, mesh)
 
 
-def _grpo(logprobs: Tensor, inputs: GrpoHiddenInputs, options: GrpoSpecOptions, mesh: DeviceMesh) -> Outputs:
+def _grpo(tokens: TokenLogprobs, inputs: GrpoHiddenInputs, options: GrpoSpecOptions, mesh: DeviceMesh) -> Outputs:
     rho = RhoCorrection(
         clamp_lower=options.rho_clamp_lower_bound,
         clamp_upper=options.rho_clamp_upper_bound,
@@ -355,7 +375,8 @@ def _grpo(logprobs: Tensor, inputs: GrpoHiddenInputs, options: GrpoSpecOptions, 
         tv_divergence=options.rho_mask_tv_divergence,
     )
     loss, metrics = grpo_loss(
-        logprobs,
+        tokens.logprobs,
+        unfiltered_logprobs=tokens.unfiltered_logprobs,
         advantages=inputs.advantages,
         mask=inputs.mask,
         valid_tokens=inputs.valid_tokens,

@@ -15,6 +15,7 @@ from fused_losses.memory_snapshots import MemorySnapshots
 from fused_losses.models import backbone_and_lm_head
 from fused_losses.packing import Pack
 from fused_losses.sft import SFTStatistics, linear_sft_loss
+from fused_losses.softmax import TokenLogprobs
 from fused_losses.tiled import tiled_token_logprobs
 from fused_losses.vocab_parallel import vocab_parallel_logprobs
 from fused_losses.wrappers import run_in_forward
@@ -26,6 +27,7 @@ __all__ = [
     "Pack",
     "RhoCorrection",
     "SFTStatistics",
+    "TokenLogprobs",
     "backbone_and_lm_head",
     "clipped_pg_loss",
     "dpo_loss",

@@ -54,6 +54,7 @@ def grpo_loss(
     old_logprobs: Tensor | None = None,
     reference_logprobs: Tensor | None = None,
     sampler_logprobs: Tensor | None = None,
+    unfiltered_logprobs: Tensor | None = None,
     sequence: Tensor | None = None,
     sequences: int | None = None,
     loss_fn: Literal["dapo", "cispo"] = "dapo",
@@ -84,6 +85,9 @@ def grpo_loss(
         reference_logprobs: ``[tokens]``; needed unless ``beta`` is 0.
         sampler_logprobs: ``[tokens]``, those of the engine that sampled; needed with ``rho``. NaN
             where they are not known; there is no correction there.
+        unfiltered_logprobs: ``[tokens]``, ``logprobs`` without top-k and top-p filtering, for the
+            KL estimates; gradients flow; by default ``logprobs``. A label that the filter leaves
+            out, now or before the update, has -inf; its token has no policy loss, and a ratio of 0.
         sequence: ``[tokens]`` integers, each token's sequence; needed if ``rho`` has
             ``sequence_level`` or ``tv_divergence``.
         sequences: the number of sequences in the pack; needed with ``sequence``.
@@ -116,13 +120,15 @@ def grpo_loss(
     """
     tokens = {"advantages": advantages, "mask": mask, "old_logprobs": old_logprobs, "sequence": sequence}
     check_tokens(logprobs, **tokens, reference_logprobs=reference_logprobs, sampler_logprobs=sampler_logprobs)
+    check_tokens(logprobs, unfiltered_logprobs=unfiltered_logprobs)
     _check(
         loss_fn, kl_estimator, beta, loss_denominator, reference_logprobs, sampler_logprobs, sequence, sequences, rho
     )
     select = _Select(mask, logprobs.dtype)
-    new, advantages = select(logprobs), select(advantages)
-    old = new.detach() if old_logprobs is None else select(old_logprobs)
-    ratio = bounded_exp(new - old)
+    old = logprobs.detach() if old_logprobs is None else old_logprobs
+    acts = _Select(mask & (logprobs != -torch.inf) & (old != -torch.inf), logprobs.dtype)
+    new, advantages, old = acts(logprobs), select(advantages), select(old)
+    ratio = acts(bounded_exp(new - acts(old)))
     if loss_fn == "dapo":
         plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip_lower, 1 + clip_higher)
         policy, is_clipped = torch.maximum(plain, clipped), clipped > plain
@@ -131,8 +137,11 @@ def grpo_loss(
         is_clipped = ratio > 1 + clip_higher
     x = torch.zeros_like(old) if sampler_logprobs is None else _log_rho(old.detach(), select(sampler_logprobs), mask)
     weights = _Weights.none(x.exp()) if rho is None else _weigh(x, advantages, mask, sequence, sequences, rho, cp_group)
-    estimates = _kl_estimates(new, ratio, new.detach() if reference_logprobs is None else select(reference_logprobs))
-    weighted, kl = weights.weight * policy, beta * estimates[kl_estimator]
+    u = logprobs if unfiltered_logprobs is None else unfiltered_logprobs
+    kept = _Select(mask & (u != -torch.inf), logprobs.dtype)
+    q = u.detach() if reference_logprobs is None else reference_logprobs
+    estimates = _kl_estimates(kept(u), ratio, kept(q))
+    weighted, kl = acts(weights.weight * policy), beta * estimates[kl_estimator]
     count = torch.as_tensor(valid_tokens, dtype=new.dtype, device=new.device).clamp(min=1)
 
     def mean(x: Tensor) -> Tensor:
@@ -144,7 +153,7 @@ def grpo_loss(
     metrics = {f"kl{k}": mean(estimate) for k, estimate in enumerate(estimates)}
     metrics |= {"kl_avg": mean(kl), "policy_avg": mean(weighted), "total_avg": mean(weighted + kl)}
     metrics |= {
-        "clipfrac": mean((is_clipped & ~weights.dropped).to(new.dtype)),
+        "clipfrac": mean(acts((is_clipped & ~weights.dropped).to(new.dtype))),
         "ratio_mean": mean(detached),
         "ratio_square_mean": mean(detached.square()),
     }

@@ -20,7 +20,7 @@ from dense_losses.clipped_pg import ClippedPGOptions, clipped_pg
 from dense_losses.distill import DistillOptions, distill, distill_mean, teacher_topk_logprobs, topk_kl
 from dense_losses.filtering import filtered_token_entropy, filtered_token_logprobs, kept_tokens
 from dense_losses.grpo import GrpoOptions, grpo
-from dense_losses.heads import linear_logits, token_entropy, token_logprobs
+from dense_losses.heads import linear_logits, softcapped, token_entropy, token_logprobs
 from dense_losses.nll import mean_entropy, nll, sequence_nll
 from dense_losses.preference import DpoOptions, dpo, preference
 from dense_losses.sft_statistics import sft_statistics
@@ -46,6 +46,7 @@ __all__ = [
     "preference",
     "sequence_nll",
     "sft_statistics",
+    "softcapped",
     "teacher_topk_logprobs",
     "token_entropy",
     "token_logprobs",

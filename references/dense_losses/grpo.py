@@ -13,6 +13,9 @@ m is the mask of trained tokens. D is their number in the whole batch, or a cons
 from above alone; NeMo-RL's CISPO clips from below too. Where d is clamped it has no gradient, but
 estimator 3 still has the gradient of its r. The temperature divides the logits, before this stage.
 
+Where top-k or top-p filtering leaves a label out, p or p_old is 0 (its logarithm -inf). Such a
+token has no policy loss, and r is 0 there. The KL estimates have p without the filter.
+
 Sources: open-instruct ``compute_grpo_loss``; GRPO (Shao et al. 2024, arXiv 2402.03300), DAPO
 (arXiv 2503.14476), CISPO (MiniMax-M1, arXiv 2506.13585). We do not follow the bugs of
 open-instruct's tiled version of this loss. It divides by at least 1, even where D is a smaller
@@ -97,6 +100,7 @@ def grpo(
     sequences: int,
     valid_tokens: Int[Tensor, ""],
     options: GrpoOptions,
+    unfiltered_logprobs: Float[Tensor, " tokens"] | None = None,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
     """Computes open-instruct's GRPO loss and its metrics.
 
@@ -116,6 +120,8 @@ def grpo(
         valid_tokens: The number of trained tokens over every rank and microbatch. It divides the
             metrics, whatever D is.
         options: See ``GrpoOptions``.
+        unfiltered_logprobs: log p ``[tokens]`` without top-k and top-p filtering, in nats, for the
+            KL estimates; None for ``logprobs``. The loss is differentiable in it.
 
     Returns:
         The loss and the metrics, which carry no gradient. Ranks sum all metrics but two extremes:
@@ -136,8 +142,12 @@ def grpo(
           rho: +inf and -inf without a trained token.
     """
     old_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
-    inputs = (logprobs, old_logprobs, reference_logprobs, vllm_logprobs, advantages)
-    logprobs, old_logprobs, reference_logprobs, vllm_logprobs, advantages = (select(mask, x) for x in inputs)
+    unfiltered = logprobs if unfiltered_logprobs is None else unfiltered_logprobs
+    acting = mask & ~logprobs.isneginf() & ~old_logprobs.isneginf()
+    kept = mask & ~unfiltered.isneginf()
+    old_logprobs, vllm_logprobs, advantages = (select(mask, x) for x in (old_logprobs, vllm_logprobs, advantages))
+    log_ratio = select(acting, logprobs - old_logprobs)
+    logprobs = select(acting, logprobs)
     correction = importance_weights(
         old_logprobs=old_logprobs,
         vllm_logprobs=vllm_logprobs,
@@ -147,10 +157,10 @@ def grpo(
         sequences=sequences,
         options=options,
     )
-    ratio = torch.exp(logprobs - old_logprobs)
+    ratio = select(acting, torch.exp(log_ratio))
     policy, clipped = policy_loss(logprobs, ratio, advantages, options)
-    policy = correction.weight * policy
-    kls = kl_estimates(logprobs - reference_logprobs, ratio)
+    policy = select(acting, correction.weight * policy)
+    kls = kl_estimates(select(kept, unfiltered - reference_logprobs), ratio)
     penalty = options.beta * kls[options.kl_estimator]
 
     denominator = (
@@ -160,10 +170,10 @@ def grpo(
     )
     loss = options.loss_scale * token_mean(policy + penalty, mask, denominator)
 
-    kept = ~correction.dropped_low & ~correction.dropped_high
+    counted = acting & ~correction.dropped_low & ~correction.dropped_high
     averaged = {f"kl{k}": kl for k, kl in enumerate(kls)} | rho_statistics(correction)
     averaged |= {"kl_avg": penalty, "policy_avg": policy, "total_avg": policy + penalty}
-    averaged |= {"clipfrac": clipped & kept, "ratio_mean": ratio, "ratio_square_mean": ratio**2}
+    averaged |= {"clipfrac": clipped & counted, "ratio_mean": ratio, "ratio_square_mean": ratio**2}
     totals = torch.where(mask, torch.stack([x.detach().to(loss.dtype) for x in averaged.values()]), 0.0).sum(dim=1)
     metrics = dict(zip(averaged, divide(totals, valid_tokens), strict=True))
     return loss, metrics | {"rho_min": smallest(correction.rho, mask), "rho_max": largest(correction.rho, mask)}

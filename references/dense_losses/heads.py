@@ -28,6 +28,19 @@ def linear_logits(
     return logits if bias is None else logits + bias
 
 
+def softcapped(logits: Float[Tensor, "tokens vocab"], softcap: float) -> Float[Tensor, "tokens vocab"]:
+    """Computes ``softcap tanh(z / softcap)``, the soft-cap of logits in Gemma 2 (arXiv 2408.00118).
+
+    Args:
+        logits: z ``[tokens, vocab]``.
+        softcap: The bound of the result, a positive number.
+
+    Returns:
+        ``[tokens, vocab]``.
+    """
+    return softcap * torch.tanh(logits / softcap)
+
+
 def token_logprobs(
     logits: Float[Tensor, "tokens vocab"],
     labels: Int[Tensor, " tokens"],

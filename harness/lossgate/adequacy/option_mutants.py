@@ -79,10 +79,12 @@ class OptionMutant:
 def option_mutants(candidate: Candidate) -> Mapping[str, OptionMutant]:
     """Returns, by name, a mutant for each supported choice taken for each other known one.
 
-    The temperature has none for a candidate that is given no logits.
+    Options of what comes before the log-probabilities have none for a candidate that is given no
+    logits.
     """
     spec = candidate.spec
-    options = (o for o in spec.options if candidate.starts_at.has_logits or o.name != spec.temperature)
+    of_logits = (spec.temperature, *(spec.token_options or ()))
+    options = (o for o in spec.options if candidate.starts_at.has_logits or o.name not in of_logits)
     found = (mutant for option in options for mutant in _of_option(option, candidate.supported(option.name)))
     return {str(mutant): mutant for mutant in found}
 

@@ -54,11 +54,11 @@ def mask_near_kinks(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> G
         return batch
     streams, gap = RandomStreams(problem.to_json()), _SIGMAS * _rounding_error(batch, problem, bound)
     values = bound.token_values(problem.head, batch.leaves, batch.fields)
+    shape = values.logprobs.shape
     for round_ in range(_ROUNDS):
-        probes = [values.logprobs + gap, values.logprobs - gap]
-        for i in range(_PROBES - 2):
-            probes.append(values.logprobs + gap * streams.normal(f"probe {round_} {i}", *values.logprobs.shape).sign())
-        tokens, sequences = _near_kinks(batch, bound, values, probes)
+        signs = [torch.ones(shape), -torch.ones(shape)]
+        signs += [streams.normal(f"probe {round_} {i}", *shape).sign() for i in range(_PROBES - 2)]
+        tokens, sequences = _near_kinks(batch, bound, values, [gap * sign for sign in signs])
         near = tokens | sequences[batch.fields["sequence"]]
         if not bool((near & batch.fields["mask"]).any()):
             break
@@ -78,13 +78,13 @@ def _rounding_error(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> T
 
 
 def _near_kinks(
-    batch: GlobalBatch, bound: BoundSpec, values: TokenValues, probes: Sequence[Tensor]
+    batch: GlobalBatch, bound: BoundSpec, values: TokenValues, moves: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Returns the tokens and the sequences with a comparison that some probe decides otherwise."""
+    """Returns the tokens and the sequences with a comparison that some move decides otherwise."""
     tokens = torch.zeros(batch.partition.tokens, dtype=torch.bool)
     sequences = torch.zeros(len(batch.partition.lengths), dtype=torch.bool)
     group_size = batch.partition.group_size
-    for outcome in _outcomes(batch, bound, values, torch.stack([values.logprobs, *probes])):
+    for outcome in _outcomes(batch, bound, values, torch.stack([torch.zeros_like(moves[0]), *moves])):
         changed = ((outcome != outcome[0]) & (outcome[0] != 0)).any(0)
         if changed.shape == tokens.shape:
             tokens |= changed
@@ -95,15 +95,21 @@ def _near_kinks(
     return tokens, sequences
 
 
-def _outcomes(batch: GlobalBatch, bound: BoundSpec, values: TokenValues, probes: Tensor) -> list[Tensor]:
-    """Returns, for each comparison that depends on log-probabilities, ``[probes, tokens or
+def _outcomes(batch: GlobalBatch, bound: BoundSpec, values: TokenValues, moves: Tensor) -> list[Tensor]:
+    """Returns, for each comparison that depends on log-probabilities, ``[moves, tokens or
     sequences or groups]``.
     """
     loss = bound.spec.loss
     assert loss is not None
+
+    def moved(by: Tensor) -> Tensor:
+        unfiltered = None if values.unfiltered is None else values.unfiltered + by
+        given = replace(values, logprobs=values.logprobs + by, unfiltered=unfiltered)
+        return loss(given, batch.fields, bound.options)[0]
+
     with torch.no_grad(), _RecordComparisons() as record:
-        torch.vmap(lambda logprobs: loss(replace(values, logprobs=logprobs), batch.fields, bound.options)[0])(probes)
-    return [outcome for outcome in record.outcomes if outcome.dim() == 2 and len(outcome) == len(probes)]
+        torch.vmap(moved)(moves)
+    return [outcome for outcome in record.outcomes if outcome.dim() == 2 and len(outcome) == len(moves)]
 
 
 class _RecordComparisons(TorchDispatchMode):

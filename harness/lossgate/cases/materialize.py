@@ -6,6 +6,7 @@ The same problem gives the same tensors, bit for bit, on every machine.
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from dense_losses import token_logprobs
@@ -18,6 +19,7 @@ from lossgate.problems.random_streams import RandomStreams
 from lossgate.problems.tokens import draw_tokens
 from lossgate.specs.heads import HEADS
 from lossgate.specs.heads.base import HeadContext
+from lossgate.specs.logit_filter import filter_fields, filters
 from lossgate.specs.spec import BoundSpec, FieldContext
 
 
@@ -63,17 +65,26 @@ def lay_out(batch: GlobalBatch, problem: Problem) -> GlobalBatch:
 
 def _with_fields(batch: GlobalBatch, problem: Problem, bound: BoundSpec, streams: RandomStreams) -> GlobalBatch:
     """Adds the fields that the spec makes, as the float32 numbers that a kernel gets."""
-    spec = bound.spec
+    spec, head = bound.spec, HEADS[problem.head]
+
+    def logits() -> Tensor:
+        return bound.capped(head.logits(batch.leaves))
+
+    if head.has_logits and filters(bound.options):
+        chosen = filter_fields(logits(), batch.fields, batch.dtype, bound.options, streams)
+        fields = {**batch.fields, **chosen}
+        batch = replace(batch, fields={**fields, **spec.counts(fields)} if spec.make_fields is None else fields)
     if spec.make_fields is None:
         return batch
-    policy = _policy_logprobs(batch, problem, bound) if spec.scenarios else batch.policy
+    policy, unfiltered = _policy_logprobs(batch, problem, bound) if spec.scenarios else (batch.policy, batch.policy)
     context = FieldContext(
         batch=batch,
         options=bound.options,
         streams=streams,
         scenario={choice.name: choice.default for choice in spec.scenarios} | problem.scenario,
         logprobs=policy,
-        logits=lambda: HEADS[problem.head].logits(batch.leaves),
+        unfiltered=unfiltered,
+        logits=logits,
     )
     made = spec.make_fields(context)
     exact = {name: value.float().double() if value.is_floating_point() else value for name, value in made.items()}
@@ -81,8 +92,18 @@ def _with_fields(batch: GlobalBatch, problem: Problem, bound: BoundSpec, streams
     return replace(batch, fields={**fields, **spec.counts(fields)}, field_dims=spec.fields, policy=policy)
 
 
-def _policy_logprobs(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> Tensor:
-    """Returns the log-probabilities of the labels, or what the head gives in their place."""
+def _policy_logprobs(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> tuple[Tensor, Tensor]:
+    """Returns the log-probabilities of the labels, or what the head gives in their place.
+
+    The first are those after filtering, except where that leaves a label out. The second are those
+    without it.
+    """
     head = HEADS[problem.head]
-    given = head.logits(batch.leaves)
-    return token_logprobs(given, batch.fields["labels"], bound.temperature) if head.has_logits else given
+    if not head.has_logits:
+        given = head.logits(batch.leaves)
+        return given, given
+    unfiltered = token_logprobs(bound.capped(head.logits(batch.leaves)), batch.fields["labels"], bound.temperature)
+    if not filters(bound.options):
+        return unfiltered, unfiltered
+    filtered = bound.token_values(problem.head, batch.leaves, batch.fields).logprobs
+    return torch.where(filtered > -torch.inf, filtered, unfiltered), unfiltered

@@ -12,6 +12,8 @@ torch dispatches.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from dataclasses import fields as dataclass_fields
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -25,6 +27,7 @@ from lossgate.numerics.rounded_arithmetic import RoundedRun, Stages
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Partition
 from lossgate.specs.heads.base import Head
+from lossgate.specs.logit_filter import LOGIT_FILTER
 from lossgate.specs.outputs import LOGPROBS, LOSS, TOKEN_ENTROPY, Output, metric_output
 from lossgate.specs.spec import BoundSpec
 from lossgate.specs.token_values import TokenValues
@@ -104,6 +107,7 @@ class _Softmax:
 
     p: Tensor  # [M, T, V]
     log_p: Tensor  # [M, T, V]
+    p_of_all: Tensor | None  # [M, T, V], without the filter; None if nothing is filtered
     ids: Tensor  # [T, k], whose log-probabilities the loss needs
     filtered: Tensor  # [T, k] bool: left out by a filter
     values: TokenValues  # [M, T] each, or [M, T, k]
@@ -115,7 +119,8 @@ class _LossStage:
 
     outputs: dict[Output, Tensor]
     of_logprobs: Tensor
-    of_entropy: Tensor | None
+    of_entropy: Tensor | None = None
+    of_unfiltered: Tensor | None = None
 
 
 class _Ensemble:
@@ -135,11 +140,23 @@ class _Ensemble:
             stage = self._loss(TokenValues(logprobs=leaf.expand(self.members, *leaf.shape)))
             gradient = self.noise.round(stage.of_logprobs, self.stages.inputs)
             return Ensemble(stage.outputs | {self.head.gradients(leaves)[name]: gradient}, None)
-        softmax = self._softmax(self._tempered(self.head.rounded_logits(leaves, self.rounded)))
+        capped, slope = self._capped(self.head.rounded_logits(leaves, self.rounded))
+        softmax = self._softmax(self._tempered(capped))
         stage = self._loss(softmax.values)
-        return Ensemble(stage.outputs, self._dlogits(softmax, stage.of_logprobs, stage.of_entropy))
+        dlogits = self._dlogits(softmax, stage)
+        if slope is not None:
+            dlogits = self.rounded.round(dlogits * slope)
+        return Ensemble(stage.outputs, self.noise.round(dlogits, self.stages.dlogits))
 
     # Forward
+
+    def _capped(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns the logits after the soft-cap, and its slope at each; None without one."""
+        cap = self.bound.softcap
+        if cap is None:
+            return logits, None
+        capped = self.rounded.round(self.rounded.round(self.rounded.round(logits / cap).tanh()) * cap)
+        return capped, self.rounded.round(1 - self.rounded.round(capped / cap).square())
 
     def _tempered(self, logits: Tensor) -> Tensor:
         """Returns the logits divided by the temperature, ``[M, T, V]``."""
@@ -152,27 +169,35 @@ class _Ensemble:
         return self.rounded.round(logits / temperature, self.stages.logits)
 
     def _softmax(self, logits: Tensor) -> _Softmax:
-        fields, spec, round_ = self.batch.fields, self.spec, self.rounded.round
+        fields, spec = self.batch.fields, self.spec
         lowest, highest = self._range(logits)
         ids = fields[spec.gathered_ids] if spec.gathered_ids else fields["labels"][:, None]
         filtered = torch.zeros_like(ids, dtype=torch.bool)
-        if spec.logit_filter is not None:
-            logits = logits.masked_fill(~fields[spec.logit_filter], _FILTERED)
-            filtered = ~fields[spec.logit_filter].gather(1, ids)
-        coarse = self.stages.logsumexp
-        top = logits.amax(-1, keepdim=True)
-        total = round_(round_(logits - top).exp_().sum(-1, keepdim=True), coarse)
-        logsumexp = round_(top + round_(total.log(), coarse))
-        log_p = round_(logits - logsumexp, self.stages.logprobs)
-        p = self.noise.round(log_p.exp(), FLOAT32)
+        p_of_all = unfiltered = None
+        if (passing := fields.get(LOGIT_FILTER)) is not None:
+            log_p_of_all, p_of_all, _ = self._log_softmax(logits)
+            unfiltered = log_p_of_all.gather(-1, ids.expand(self.members, -1, -1)).squeeze(-1)
+            logits = logits.masked_fill(~passing, _FILTERED)
+            filtered = ~passing.gather(1, ids)
+        log_p, p, logsumexp = self._log_softmax(logits)
         chosen = log_p.gather(-1, ids.expand(self.members, -1, -1)).masked_fill(filtered, float("-inf"))
         values = TokenValues(
             logprobs=chosen if spec.gathered_ids else chosen.squeeze(-1),
             entropy=self._entropy(p, log_p, logits, logsumexp.squeeze(-1)),
             lowest=lowest,
             highest=highest,
+            unfiltered=unfiltered,
         )
-        return _Softmax(p, log_p, ids, filtered, values)
+        return _Softmax(p, log_p, p_of_all, ids, filtered, values)
+
+    def _log_softmax(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns log-probabilities, probabilities and logsumexps."""
+        round_, coarse = self.rounded.round, self.stages.logsumexp
+        top = logits.amax(-1, keepdim=True)
+        total = round_(round_(logits - top).exp_().sum(-1, keepdim=True), coarse)
+        logsumexp = round_(top + round_(total.log(), coarse))
+        log_p = round_(logits - logsumexp, self.stages.logprobs)
+        return log_p, self.noise.round(log_p.exp(), FLOAT32), logsumexp
 
     def _entropy(self, p: Tensor, log_p: Tensor, logits: Tensor, logsumexp: Tensor) -> Tensor:
         """Computes entropies in either of two ways, at random for each member.
@@ -196,52 +221,56 @@ class _Ensemble:
         outputs: dict[Output, Tensor] = {LOGPROBS: values.logprobs} if "logprobs" in self.spec.outputs else {}
         if "token_entropy" in self.spec.outputs and values.entropy is not None:
             outputs[TOKEN_ENTROPY] = values.entropy
-        of_logprobs, of_entropy = torch.zeros_like(values.logprobs), None
+        stage = _LossStage({}, torch.zeros_like(values.logprobs))
         if self.spec.loss is not None:
-            scalars, of_logprobs, of_entropy = self._scalars(values)
-            outputs |= scalars
+            stage = self._scalars(values)
+            outputs |= stage.outputs
+        of_logprobs, of_entropy = stage.of_logprobs, stage.of_entropy
         outputs = {output: self.noise.round(tensor, self.stages.loss) for output, tensor in outputs.items()}
         if (cotangent := self.batch.cotangents.get("logprobs")) is not None:
             of_logprobs = self.noise.round(of_logprobs + cotangent, self.stages.loss)
         if (cotangent := self.batch.cotangents.get("token_entropy")) is not None:
             of_entropy = self.noise.round(cotangent.expand(self.members, -1), self.stages.loss)
-        return _LossStage(outputs, of_logprobs, of_entropy)
+        return _LossStage(outputs, of_logprobs, of_entropy, stage.of_unfiltered)
 
-    def _scalars(self, values: TokenValues) -> tuple[dict[Output, Tensor], Tensor, Tensor | None]:
-        """Returns loss and metrics ``[M]``, and gradients of log-probabilities and entropies."""
+    def _scalars(self, values: TokenValues) -> _LossStage:
+        """Computes loss and metrics ``[M]``, and the gradients of the values per token."""
         # Everything is expanded, so that each member rounds what it meets for itself.
         upstream = self.batch.cotangents.get("loss", torch.zeros((), dtype=torch.float64)).expand(self.members)
         own = {n: field.expand(self.members, *field.shape) for n, field in self.batch.fields.items() if _rounds(field)}
-        given = {n: v for n in ("entropy", "lowest", "highest") if (v := getattr(values, n)) is not None}
-
-        primals = [values.logprobs.detach().requires_grad_()]
-        if "entropy" in given:
-            primals.append(given.pop("entropy").detach().requires_grad_())
+        given = {f.name: v.detach() for f in dataclass_fields(values) if (v := getattr(values, f.name)) is not None}
+        extremes = {name: given.pop(name) for name in ("lowest", "highest") if name in given}
+        primals = {name: value.requires_grad_() for name, value in given.items()}
 
         def one_member(
-            given: dict[str, Tensor], own: dict[str, Tensor], logprobs: Tensor, entropy: Tensor | None = None
+            extremes: dict[str, Tensor], own: dict[str, Tensor], primals: dict[str, Tensor]
         ) -> tuple[Tensor, dict[str, Tensor]]:
-            extremes = {name: given.get(name) for name in ("lowest", "highest")}
-            per_token = TokenValues(logprobs=logprobs, entropy=entropy, **extremes)
-            return self.bound.loss(per_token, {**self.batch.fields, **own})
+            per_token: dict[str, Any] = {**extremes, **primals}
+            return self.bound.loss(TokenValues(**per_token), {**self.batch.fields, **own})
 
         with RoundEveryOperation(self.noise, self.stages.loss):
-            loss, metrics = torch.vmap(one_member)(given, own, *primals)
-            gradients = torch.autograd.grad(loss, primals, upstream, allow_unused=True)
-        gradient, of_entropy = (*gradients, None)[:2]
-        assert gradient is not None
+            loss, metrics = torch.vmap(one_member)(extremes, own, primals)
+            found = torch.autograd.grad(loss, list(primals.values()), upstream, allow_unused=True)
+        gradients: dict[str, Tensor | None] = dict(zip(primals, found, strict=True))
         scalars = {LOSS: loss, **{metric_output(name): metric for name, metric in metrics.items()}}
         scalars = {output: tensor.detach() for output, tensor in scalars.items()}
-        return scalars, gradient, of_entropy if of_entropy is not None and bool(of_entropy.any()) else None
+        of_logprobs = gradients["logprobs"]
+        assert of_logprobs is not None
+        others = (
+            g if (g := gradients.get(n)) is not None and bool(g.any()) else None for n in ("entropy", "unfiltered")
+        )
+        return _LossStage(scalars, of_logprobs, *others)
 
     # Backward
 
-    def _dlogits(self, softmax: _Softmax, of_logprobs: Tensor, of_entropy: Tensor | None) -> Tensor:
-        """Returns the gradient of the logits, ``[M, T, V]``.
+    def _dlogits(self, softmax: _Softmax, stage: _LossStage) -> Tensor:
+        """Returns the gradient of the logits after the soft-cap, ``[M, T, V]``, not yet rounded.
 
-        It is ``(onehot - p) g / temperature``, summed over the ids, and ``-p (log p + H) h /
-        temperature`` for the entropy H.
+        It is ``(onehot - p) g / temperature``, summed over the ids, ``-p (log p + H) h /
+        temperature`` for the entropy H, and the first once more for log-probabilities without the
+        filter.
         """
+        of_logprobs, of_entropy = stage.of_logprobs, stage.of_entropy
         round_ = self.rounded.round
         p, ids = softmax.p, softmax.ids.expand(self.members, -1, -1)
         factor = self.noise.round(of_logprobs / self.temperature, FLOAT32)
@@ -256,9 +285,13 @@ class _Ensemble:
             surprise = round_(softmax.log_p + softmax.values.entropy[..., None])
             factor = self.noise.round(of_entropy / self.temperature, FLOAT32)[..., None]
             dlogits = round_(dlogits - round_(p * torch.where(p > 0, surprise, 0.0)) * factor)
+        if stage.of_unfiltered is not None and softmax.p_of_all is not None:
+            factor = self.noise.round(stage.of_unfiltered / self.temperature, FLOAT32)[..., None]
+            of_all = softmax.p_of_all.neg().scatter_add_(-1, ids, torch.ones_like(factor)).mul_(factor)
+            dlogits = round_(dlogits + round_(of_all))
         if self.temperature != 1.0:  # the gradient of the tempered logits has the logits' dtype
             dlogits = self.noise.round(dlogits, self.stages.logits)
-        return self.noise.round(dlogits, self.stages.dlogits)
+        return dlogits
 
 
 def _rounds(field: Tensor) -> bool:

@@ -23,6 +23,7 @@ from lossgate.losses.shared.policies import (
     Span,
     clip_spans,
     draw_advantages,
+    draw_filtered_before,
     draw_in_spans,
     draw_reference_logprobs,
     on_tokens,
@@ -37,6 +38,15 @@ from lossgate.losses.shared.samples import (
 from lossgate.problems.batch import GlobalBatch
 from lossgate.specs.coverage import TOKEN_GOALS, AtLeast, CoverageGoal, covered_token_goals
 from lossgate.specs.inputs import HiddenHead, LogitsHead, LogprobsHead, PackedBatch
+from lossgate.specs.logit_filter import (
+    FILTER_GOALS,
+    TOP_K,
+    TOP_P,
+    FilterOptions,
+    covered_filter_goals,
+    filtered_values,
+    labels_stay,
+)
 from lossgate.specs.mistakes import fixed_option, mistaken_choice
 from lossgate.specs.option import TEMPERATURE, Between, options_of
 from lossgate.specs.spec import FieldContext, Metric, Spec
@@ -44,11 +54,12 @@ from lossgate.specs.token_values import TokenValues
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClippedPGSpecOptions(ClippedPGOptions):
+class ClippedPGSpecOptions(FilterOptions, ClippedPGOptions):
     """The options of spec ``clipped_pg``."""
 
-    temperature: float = 1.0
-    """Divides the logits."""
+    def __post_init__(self) -> None:
+        ClippedPGOptions.__post_init__(self)
+        self.check_filter()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +117,10 @@ def _loss(
         "rewards",
         "positive_tokens",
     )
-    loss, metrics = clipped_pg(logprobs=values.logprobs, options=options, **{name: batch[name] for name in names})
+    given = {name: batch[name] for name in names}
+    loss, metrics = clipped_pg(
+        logprobs=values.logprobs, unfiltered_logprobs=values.unfiltered, options=options, **given
+    )
     del metrics["loss"]  # the loss itself
     return loss, metrics
 
@@ -115,7 +129,7 @@ def _make_fields(context: FieldContext) -> dict[str, Tensor]:
     prev = context.logprobs - _log_ratios(context)
     before = context.logprobs if context.options.force_on_policy_ratio else prev
     return {
-        "prev_logprobs": prev,
+        "prev_logprobs": draw_filtered_before(context, prev),
         "generation_logprobs": before - _log_weights(context),
         "reference_logprobs": draw_reference_logprobs(context, context.options.kl_input_clamp_value),
         "advantages": draw_advantages(context),
@@ -176,6 +190,8 @@ def _covered(batch: GlobalBatch, options: ClippedPGSpecOptions) -> set[str]:
     fields, trained = batch.fields, trained_tokens(batch.fields)
     covered = covered_token_goals(batch, trained)
     covered |= {"sequence that does not count"} if not fields["sample_mask"].all() else set()
+    covered |= covered_filter_goals(fields, trained)
+    trained = trained & labels_stay(fields) & (fields["prev_logprobs"] > -torch.inf)
     ratio, advantage = batch.policy - fields["prev_logprobs"], fields["advantages"]
     edges = log(max(1 - options.ratio_clip_min, 1e-9)), log(1 + options.ratio_clip_max)
     if options.sequence_level_importance_ratios:
@@ -259,8 +275,12 @@ CLIPPED_PG = Spec(
             "positive_nll_normaliser": ("global",),
             "epsilon": (0.0, 1e-8, 0.5),
             "temperature": Between(TEMPERATURE),
+            "top_k": TOP_K,
+            "top_p": TOP_P,
         },
     ),
+    token_values=filtered_values,
+    token_options=("temperature", "top_k", "top_p"),
     option_groups=(
         (
             "token_level_loss",
@@ -295,12 +315,15 @@ CLIPPED_PG = Spec(
         mistaken_choice("kl_input_clamp_value", None, 20.0),
         mistaken_choice("ratio_clip_max", 0.2, 0.28),
         mistaken_choice("reference_policy_kl_type", "k2", "k1"),
+        fixed_option("top_k", None, "top-k is ignored"),
+        fixed_option("top_p", 1.0, "top-p is ignored"),
         EVERY_SEQUENCE_COUNTS,
     ),
     kinks=True,
     metrics=_METRICS,
     goals={
         **TOKEN_GOALS,
+        **FILTER_GOALS,
         "sequence that does not count": CoverageGoal(meaning="a sequence that the sample mask leaves out"),
         **clip_goals("token", _NO_RATIO, _NOTHING_BELOW),
         **clip_goals("sequence", _NO_SEQUENCE_RATIO, _NOTHING_BELOW),

@@ -22,6 +22,7 @@ from lossgate.losses.shared.policies import (
     Span,
     clip_spans,
     draw_advantages,
+    draw_filtered_before,
     draw_in_spans,
     draw_reference_logprobs,
     on_tokens,
@@ -29,18 +30,28 @@ from lossgate.losses.shared.policies import (
 from lossgate.problems.batch import GlobalBatch
 from lossgate.specs.coverage import TOKEN_GOALS, AtLeast, CoverageGoal, covered_by_mask
 from lossgate.specs.inputs import HiddenHead, LogitsHead, LogprobsHead, PackedBatch
-from lossgate.specs.mistakes import Mistake, mistaken_choice
+from lossgate.specs.logit_filter import (
+    FILTER_GOALS,
+    TOP_K,
+    TOP_P,
+    FilterOptions,
+    covered_filter_goals,
+    filtered_values,
+    labels_stay,
+)
+from lossgate.specs.mistakes import Mistake, fixed_option, mistaken_choice
 from lossgate.specs.option import TEMPERATURE, Between, options_of
 from lossgate.specs.spec import FieldContext, Metric, Spec
 from lossgate.specs.token_values import TokenValues
 
 
 @dataclass(frozen=True, kw_only=True)
-class GrpoSpecOptions(GrpoOptions):
+class GrpoSpecOptions(FilterOptions, GrpoOptions):
     """The options of spec ``grpo``."""
 
-    temperature: float = 1.0
-    """Divides the logits."""
+    def __post_init__(self) -> None:
+        GrpoOptions.__post_init__(self)
+        self.check_filter()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +86,13 @@ class GrpoLogprobsInputs(LogprobsHead, GrpoBatch):
 def _loss(values: TokenValues, batch: Mapping[str, Tensor], options: GrpoOptions) -> tuple[Tensor, dict[str, Tensor]]:
     names = ("old_logprobs", "reference_logprobs", "vllm_logprobs", "advantages", "mask", "sequence", "valid_tokens")
     given = {name: batch[name] for name in names}
-    return grpo(logprobs=values.logprobs, sequences=len(batch["lengths"]), options=options, **given)
+    return grpo(
+        logprobs=values.logprobs,
+        unfiltered_logprobs=values.unfiltered,
+        sequences=len(batch["lengths"]),
+        options=options,
+        **given,
+    )
 
 
 def _make_fields(context: FieldContext) -> dict[str, Tensor]:
@@ -95,7 +112,7 @@ def _make_fields(context: FieldContext) -> dict[str, Tensor]:
         0.1 if context.scenario["generation"] == "everywhere" else 0.0
     )
     return {
-        "old_logprobs": old,
+        "old_logprobs": draw_filtered_before(context, old),
         "reference_logprobs": draw_reference_logprobs(context),
         "vllm_logprobs": torch.where(unknown, float("nan"), vllm),
         "advantages": draw_advantages(context),
@@ -123,11 +140,12 @@ def _log_rho(context: FieldContext) -> Tensor:
 
 def _covered(batch: GlobalBatch, o: GrpoSpecOptions) -> set[str]:
     fields, trained = batch.fields, batch.fields["mask"]
-    covered = covered_by_mask(batch, o)
+    covered = covered_by_mask(batch, o) | covered_filter_goals(fields, trained)
     ratio, edges = batch.policy - fields["old_logprobs"], (log(max(1 - o.clip_lower, 0.05)), log(1 + o.clip_higher))
-    sides = set(covered_clip_goals("token", ratio[trained], fields["advantages"][trained], *edges))
+    acting = trained & labels_stay(fields) & (fields["old_logprobs"] > -torch.inf)
+    sides = set(covered_clip_goals("token", ratio[acting], fields["advantages"][acting], *edges))
     covered |= {side for side in sides if o.loss_fn == "dapo" or "below" not in side}
-    rho = (fields["old_logprobs"] - fields["vllm_logprobs"])[trained]
+    rho = (fields["old_logprobs"] - fields["vllm_logprobs"])[acting]
     if o.use_rho_correction and bool(rho.isnan().any()):
         covered.add("sampler's log-prob not known")
     if o.use_rho_correction and not o.rho_mask_sequence_level and not o.rho_mask_tv_divergence:
@@ -173,8 +191,12 @@ GRPO = Spec(
             "loss_denominator": ("token", 7.0, 0.5, 512.0),
             "loss_scale": (1, 4),
             "temperature": Between(TEMPERATURE),
+            "top_k": TOP_K,
+            "top_p": TOP_P,
         },
     ),
+    token_values=filtered_values,
+    token_options=("temperature", "top_k", "top_p"),
     option_groups=(tuple(f.name for f in fields(RhoOptions)),),
     inputs={"hidden": GrpoHiddenInputs, "logits": GrpoLogitsInputs, "logprobs": GrpoLogprobsInputs},
     fields=dict.fromkeys(("old_logprobs", "reference_logprobs", "vllm_logprobs", "advantages"), ("token",)),
@@ -188,6 +210,8 @@ GRPO = Spec(
         ),
         mistaken_choice("kl_estimator", 3, 2),
         mistaken_choice("rho_clamp_upper_bound", 0.0, 2.0),
+        fixed_option("top_k", None, "top-k is ignored"),
+        fixed_option("top_p", 1.0, "top-p is ignored"),
     ),
     kinks=True,
     metrics={
@@ -209,6 +233,7 @@ GRPO = Spec(
     },
     goals={
         **TOKEN_GOALS,
+        **FILTER_GOALS,
         **clip_goals("token", {}, {"loss_fn": ("cispo",), "clip_lower": AtLeast(1)}),
         "rho above its bounds": CoverageGoal(
             meaning="an importance weight above its bound",

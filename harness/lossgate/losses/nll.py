@@ -14,7 +14,7 @@ from dense_losses.nll import Reduction
 from lossgate.specs.coverage import TOKEN_GOALS, covered_by_mask
 from lossgate.specs.inputs import HiddenHead, LogitsHead, LogprobsHead, PackedBatch
 from lossgate.specs.mistakes import Mistake
-from lossgate.specs.option import TEMPERATURE, Between, options_of
+from lossgate.specs.option import SOFTCAPS, TEMPERATURE, Between, options_of
 from lossgate.specs.spec import FieldContext, Metric, Spec
 from lossgate.specs.token_values import TokenValues
 
@@ -29,6 +29,8 @@ class NllOptions:
     """Divides the logits."""
     epsilon: float = 0.0
     """Added to the number of trained tokens: 1e-8 in NeMo-RL, 1e-5 in AReaL."""
+    softcap: float | None = None
+    """The logits are ``softcap tanh(z / softcap)``, before the temperature. None for no cap."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +118,12 @@ NLL = Spec(
     options_type=NllOptions,
     options=options_of(
         NllOptions,
-        {"reduction": ("mean", "sum"), "temperature": Between(TEMPERATURE), "epsilon": (0.0, 1e-8, 1e-5, 0.5)},
+        {
+            "reduction": ("mean", "sum"),
+            "temperature": Between(TEMPERATURE),
+            "epsilon": (0.0, 1e-8, 1e-5, 0.5),
+            "softcap": SOFTCAPS,
+        },
     ),
     inputs={"hidden": NllHiddenInputs, "logits": NllLogitsInputs, "logprobs": NllLogprobsInputs},
     fields={"real": ("token",), "real_tokens": (), "trained_sequences": ()},
@@ -136,6 +143,7 @@ NLL = Spec(
         **_summary("vocab_max_logits", "the largest logit of tokens that are no padding"),
     },
     temperature="temperature",
+    token_options=("temperature", "softcap"),
     mistakes=(
         Mistake(
             name="mask shifted by one",

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 TEMPERATURE = (0.3, 3.0)
+SOFTCAPS = (None, 2.0, 30.0)
+"""What problems draw: 30 is that of Gemma 2, and 2 bends logits that are as small as theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from dense_losses import softcapped
 from lossgate.errors import UsageError
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import VOCAB_SPLITS, Dims
@@ -75,7 +76,9 @@ class FieldContext:
     """The choice of each of ``Spec.scenarios``."""
     logprobs: Tensor
     """``[T]``: the reference's log-probabilities of the labels, or what the head gives in their
-    place. Only for specs with scenarios."""
+    place; without the filter where that leaves a label out. Only for specs with scenarios."""
+    unfiltered: Tensor
+    """``[T]``: the same without any filter."""
     logits: Callable[[], Tensor]
     """Computes the reference's logits ``[T, vocab]``."""
 
@@ -125,6 +128,9 @@ class Spec:
     after the temperature."""
     temperature: str | None = None
     """The option that divides the logits and does nothing else; None if there is none."""
+    token_options: tuple[str, ...] | None = None
+    """The options that ``token_values`` depends on; None for all. They have no meaning for a head
+    without logits."""
     outputs: tuple[str, ...] = ("loss", "logprobs")
     """What a candidate may return beside metrics. The first is required, and carries gradients by
     default."""
@@ -153,8 +159,6 @@ class Spec:
     gathered_ids: str | None = None
     """The field ``[tokens, k]`` of vocabulary ids whose log-probabilities the loss needs, if not
     the labels'."""
-    logit_filter: str | None = None
-    """The field ``[tokens, vocab]`` that says which logits enter the softmax. None: all do."""
 
     goals: Mapping[str, CoverageGoal] = field(default_factory=dict)
     covered: Covered
@@ -271,6 +275,15 @@ class BoundSpec:
         return 1.0 if self.spec.temperature is None else float(getattr(self.options, self.spec.temperature))
 
     @property
+    def softcap(self) -> float | None:
+        """The bound of logits, which the option ``softcap`` sets; None for no bound."""
+        return getattr(self.options, "softcap", None)
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """Returns logits after the soft-cap."""
+        return logits if self.softcap is None else softcapped(logits, self.softcap)
+
+    @property
     def compares_entropy(self) -> bool:
         """Whether any output that will be compared is computed from entropies."""
         return self.returned is None or any(self.spec.uses_entropy(output) for output in self.returned)
@@ -278,14 +291,17 @@ class BoundSpec:
     @property
     def token_stage(self) -> str:
         """Names what the values per token are computed with: options of one name share them."""
-        return str(self.temperature) if self.spec.token_values is None else repr(self.options)
+        named = self.spec.token_options
+        if named is None and self.spec.token_values is not None:
+            return repr(self.options)
+        return repr([getattr(self.options, name) for name in named or filter(None, [self.spec.temperature])])
 
     def token_values(self, head: str, leaves: Mapping[str, Tensor], fields: Mapping[str, Tensor]) -> TokenValues:
         """Returns the reference's values per token, from a head's inputs."""
         start = HEADS[head]
         if not start.has_logits:
             return TokenValues(logprobs=start.logits(leaves))
-        logits = start.logits(leaves)
+        logits = self.capped(start.logits(leaves))
         if self.spec.token_values is None:
             return label_values(logits, fields["labels"], self.temperature)
         return self.spec.token_values(logits, fields, self.options)

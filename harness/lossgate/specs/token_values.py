@@ -28,6 +28,8 @@ class TokenValues:
     """The smallest logit of each token, before the temperature."""
     highest: Tensor | None = None
     """The largest logit of each token, before the temperature."""
+    unfiltered: Tensor | None = None
+    """Log-probabilities of the labels without the filter; None if nothing is filtered."""
 
 
 TokenStage = Callable[[Tensor, Mapping[str, Tensor], Any], TokenValues]

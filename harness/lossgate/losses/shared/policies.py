@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lossgate.problems.random_streams import RandomStreams
+from lossgate.specs.logit_filter import filters
 from lossgate.specs.option import Option
 from lossgate.specs.spec import FieldContext
 
@@ -18,6 +19,9 @@ Span = tuple[float, float]
 
 NEAR: Sequence[Span] = ((-0.3, -0.1), (0.1, 0.3))
 """For log-ratios whose square counts: not so close to 0 that nothing but rounding is left of it."""
+
+_FILTERED_BEFORE = 0.1
+"""Share of the labels that only the policy before the update leaves out."""
 
 ADVANTAGES = Option(
     name="advantages",
@@ -98,4 +102,20 @@ def draw_reference_logprobs(context: FieldContext, clamp: float | None = None) -
         "far": [(-0.8, 0.8), (-far - 3, -far), (far, far + 3), (5.2, 9.0), (-9.0, -5.2), (1.5, 2.3), (-30.0, -25.0)],
     }
     chosen = spans[context.scenario["reference"]]
-    return context.logprobs + draw_in_spans(context.streams, "reference", context.tokens, chosen)
+    return context.unfiltered + draw_in_spans(context.streams, "reference", context.tokens, chosen)
+
+
+def draw_filtered_before(context: FieldContext, logprobs: Tensor) -> Tensor:
+    """Draws which labels top-k or top-p had left out before the update, if there is a filter.
+
+    Args:
+        context: of the problem.
+        logprobs: ``[tokens]``, of the policy before the update.
+
+    Returns:
+        ``logprobs``, with -inf at some tokens.
+    """
+    if not filters(context.options):
+        return logprobs
+    gone = context.streams.uniform("filtered before", context.tokens) < _FILTERED_BEFORE
+    return torch.where(gone, -torch.inf, logprobs)
