@@ -97,8 +97,8 @@ class FusedLosses:
             mask=share.mask,
             sequence=share.pack.sequence,
             sample_mask=torch.ones(share.pack.sequences, dtype=torch.bool),
-            valid_pairs=share.sequences / 2,
-            beta=DPO_BETA,
+            valid_sequences=share.sequences,
+            reference_policy_kl_penalty=DPO_BETA,
             cp_group=self.ranks.cp,
         )
         return loss

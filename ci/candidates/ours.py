@@ -247,8 +247,8 @@ def fused_linear_dpo(inputs: DpoHiddenInputs, options: DpoSpecOptions, mesh: Dev
         mask=inputs.mask,
         sequence=inputs.sequence,
         sample_mask=inputs.sample_mask,
-        valid_pairs=inputs.valid_sequences / 2,
-        beta=options.reference_policy_kl_penalty,
+        valid_sequences=inputs.valid_sequences,
+        reference_policy_kl_penalty=options.reference_policy_kl_penalty,
         loss_type=options.loss_type,
         preference_loss_weight=options.preference_loss_weight,
         sft_loss_weight=options.sft_loss_weight,
@@ -366,14 +366,6 @@ def fused_tiled_grpo(inputs: GrpoHiddenInputs, options: GrpoSpecOptions, mesh: D
 
 
 def _grpo(tokens: TokenLogprobs, inputs: GrpoHiddenInputs, options: GrpoSpecOptions, mesh: DeviceMesh) -> Outputs:
-    rho = RhoCorrection(
-        clamp_lower=options.rho_clamp_lower_bound,
-        clamp_upper=options.rho_clamp_upper_bound,
-        mask_lower=options.rho_mask_lower_bound,
-        mask_upper=options.rho_mask_upper_bound,
-        sequence_level=options.rho_mask_sequence_level,
-        tv_divergence=options.rho_mask_tv_divergence,
-    )
     loss, metrics = grpo_loss(
         tokens.logprobs,
         unfiltered_logprobs=tokens.unfiltered_logprobs,
@@ -382,7 +374,7 @@ def _grpo(tokens: TokenLogprobs, inputs: GrpoHiddenInputs, options: GrpoSpecOpti
         valid_tokens=inputs.valid_tokens,
         old_logprobs=inputs.old_logprobs,
         reference_logprobs=inputs.reference_logprobs,
-        sampler_logprobs=inputs.vllm_logprobs,
+        vllm_logprobs=inputs.vllm_logprobs,
         sequence=inputs.sequence,
         sequences=len(inputs.cu_seqlens) - 1,
         loss_fn=options.loss_fn,
@@ -390,7 +382,7 @@ def _grpo(tokens: TokenLogprobs, inputs: GrpoHiddenInputs, options: GrpoSpecOpti
         clip_higher=options.clip_higher,
         beta=options.beta,
         kl_estimator=options.kl_estimator,
-        rho=rho if options.use_rho_correction else None,
+        rho=RhoCorrection(**{field.name: getattr(options, field.name) for field in fields(RhoCorrection)}),
         loss_denominator=options.loss_denominator,
         loss_scale=options.loss_scale,
         cp_group=mesh.get_group("cp"),

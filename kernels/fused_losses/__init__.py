@@ -6,14 +6,16 @@ data-parallel ranks. They import neither ``dense_losses`` nor ``lossgate``, whic
 """
 
 from fused_losses.arguments import unchecked_values
-from fused_losses.clipped_pg import ClippedPGConfig, clipped_pg_loss
+from fused_losses.clipped_pg import clipped_pg_loss
+from fused_losses.clipped_pg_config import ClippedPGConfig
 from fused_losses.cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy, vocab_parallel_cross_entropy
 from fused_losses.dpo import dpo_loss
-from fused_losses.grpo import RhoCorrection, grpo_loss
+from fused_losses.grpo import grpo_loss
 from fused_losses.linear_logprobs import linear_logprobs
 from fused_losses.memory_snapshots import MemorySnapshots
 from fused_losses.models import backbone_and_lm_head
 from fused_losses.packing import Pack
+from fused_losses.rho import RhoCorrection, RhoWeights, rho_weights
 from fused_losses.sft import SFTStatistics, linear_sft_loss
 from fused_losses.softmax import TokenLogprobs
 from fused_losses.tiled import tiled_token_logprobs
@@ -26,6 +28,7 @@ __all__ = [
     "MemorySnapshots",
     "Pack",
     "RhoCorrection",
+    "RhoWeights",
     "SFTStatistics",
     "TokenLogprobs",
     "backbone_and_lm_head",
@@ -35,6 +38,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_logprobs",
     "linear_sft_loss",
+    "rho_weights",
     "run_in_forward",
     "tiled_token_logprobs",
     "unchecked_values",

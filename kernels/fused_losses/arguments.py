@@ -5,7 +5,7 @@ Checks of shapes, dtypes and numbers cost nothing. Those of a tensor's values wa
 so they can be switched off: see ``unchecked_values``.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from math import inf, isfinite
@@ -16,14 +16,18 @@ from torch import Tensor
 
 _checked: ContextVar[bool] = ContextVar("_checked", default=True)
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16)
+"""Dtypes that can count what a batch has; uint8 would take 256 for 0."""
+
 
 @contextmanager
 def unchecked_values() -> Generator[None]:
     """Switches off, inside a ``with``, the checks that read the values of tensors.
 
-    They find a label outside of the vocabulary, and a mask with other numbers than 0 and 1. Each
-    waits for the device once. So check the first steps of a run, and put the others inside. Checks
-    of shapes, dtypes and numbers stay. What ``torch.compile`` compiles is unchecked in any case.
+    They find a label outside of the vocabulary, a mask with other numbers than 0 and 1, a token in
+    a sequence that does not exist, a negative count and a negative weight. Each waits for the
+    device once. So check the first steps of a run, and put the others inside. Checks of shapes,
+    dtypes and numbers stay. What ``torch.compile`` compiles is unchecked in any case.
     """
     before = _checked.set(False)
     try:
@@ -44,6 +48,7 @@ def check_number(
     least: float = -inf,
     above: float = -inf,
     largest: float = inf,
+    below: float = inf,
     otherwise: str = "",
 ) -> None:
     """Checks that an argument is a finite number within bounds.
@@ -54,6 +59,7 @@ def check_number(
         least: the smallest number that is allowed.
         above: numbers up to this one are not allowed.
         largest: the largest number that is allowed.
+        below: numbers from this one on are not allowed.
         otherwise: what else the caller may pass, for the message, such as "or None for no bound".
 
     Raises:
@@ -62,12 +68,42 @@ def check_number(
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         return
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and isfinite(value) and value >= least and value > above and value <= largest:
+    if is_number and isfinite(value) and least <= value <= largest and above < value < below:
         return
     bounds = [f"above {above:g}"] * (above > -inf) + [f"from {least:g}"] * (least > -inf)
-    bounds += [f"up to {largest:g}"] * (largest < inf)
+    bounds += [f"up to {largest:g}"] * (largest < inf) + [f"below {below:g}"] * (below < inf)
     expected = " ".join(["a finite number", *bounds])
     raise ValueError(f"{name} {value!r}: expected {expected}{otherwise and ', '}{otherwise}")
+
+
+def check_setting(name: str, value: Any, *, also: tuple[Any, ...] = (), otherwise: str = "", **bounds: float) -> None:
+    """Checks that an option is a finite Python number within bounds.
+
+    Args:
+        name: of the option.
+        value: an integer or a float. A tensor is refused: what it holds could not be checked
+            without waiting for its device.
+        also: other values that are allowed.
+        otherwise: what these are, for the message.
+        **bounds: those of ``check_number``.
+
+    Raises:
+        ValueError: It is no such number; the message names the option.
+    """
+    if isinstance(value, Tensor):
+        raise ValueError(f"{name} is a tensor {list(value.shape)}: expected a Python number; pass {name}.item()")
+    if value not in also:
+        check_number(name, value, otherwise=otherwise, **bounds)
+
+
+def check_flags(**flags: Any) -> None:
+    """Checks that options are True or False. The text "false" would count as true.
+
+    Raises:
+        ValueError: One is not; the message names it.
+    """
+    for name, flag in flags.items():
+        check_choice(name, flag, (False, True))
 
 
 def check_integer(name: str, value: Any, *, least: int, otherwise: str = "") -> None:
@@ -91,6 +127,118 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
         raise ValueError(f"{name} {value!r}: expected {', '.join(most)} or {last}")
 
 
+def check_tokens(needed: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> None:
+    """Checks that every tensor has one number for each token.
+
+    A tensor of another shape, such as ``[tokens, 1]``, would broadcast silently.
+
+    Args:
+        needed: tensors by argument name, ``[tokens]`` each. The first holds floats; the others must
+            have its shape, on its device.
+        optional: the same, where None is allowed.
+
+    Raises:
+        ValueError: One does not fit; the message names it.
+    """
+    first, like = next(iter(needed.items()))
+    if not isinstance(like, Tensor) or like.dim() != 1:
+        raise ValueError(f"{first} {_shown(like)}: expected [T], one for each token; flatten a batch of rows")
+    if not like.is_floating_point():
+        raise ValueError(f"{first} is {like.dtype}: expected floats")
+    given = {name: x for name, x in (optional or {}).items() if x is not None}
+    for name, x in {**needed, **given}.items():
+        if not isinstance(x, Tensor) or x.shape != like.shape:
+            raise ValueError(f"{name} {_shown(x)}: expected {list(like.shape)}, one for each token, as {first}")
+        check_device(name, x, like, first)
+
+
+def check_device(name: str, x: Tensor, like: Tensor, of: str = "logprobs") -> None:
+    """Checks that a tensor is on the device of another.
+
+    Raises:
+        ValueError: It is on another one; the message names both.
+    """
+    if x.device != like.device:
+        raise ValueError(
+            f"{name} is on {x.device}: expected {like.device}, as {of}; pass {name}.to({str(like.device)!r})"
+        )
+
+
+def _shown(x: Any) -> str:
+    """Shows an argument in a message: a tensor by its shape."""
+    return str(list(x.shape)) if isinstance(x, Tensor) else repr(x)
+
+
+def as_count(name: str, count: Any, like: Tensor) -> Tensor:
+    """Converts a count of the whole batch to a scalar.
+
+    Args:
+        name: of the argument.
+        count: a number from 0, or a tensor with one such number, on any device.
+        like: gives dtype and device of the result.
+
+    Raises:
+        ValueError: It is no such number. That of a tensor is not looked at inside of
+            ``unchecked_values``.
+    """
+    if not isinstance(count, Tensor):
+        check_number(name, count, least=0, otherwise="or a tensor with one such number")
+    elif count.numel() != 1:
+        raise ValueError(f"{name} {_shown(count)}: expected a number, or a tensor with one; add up those of parts")
+    elif count.dtype == torch.bool or count.is_complex():
+        raise ValueError(f"{name} is {count.dtype}: expected a number; pass the number of what a mask counts")
+    elif values_are_checked():
+        check_number(name, count.item(), least=0)
+    return torch.as_tensor(count, dtype=like.dtype, device=like.device).detach().reshape(())
+
+
+def as_sample_mask(sample_mask: Any, like: Tensor) -> Tensor:
+    """Converts the argument ``sample_mask`` to bool.
+
+    Args:
+        sample_mask: ``[sequences]`` of bool, or of numbers 0 and 1.
+        like: a tensor on the device that it must be on.
+
+    Raises:
+        ValueError: It is no such tensor.
+    """
+    if not isinstance(sample_mask, Tensor) or sample_mask.dim() != 1:
+        raise ValueError(
+            f"sample_mask {_shown(sample_mask)}: expected [S] of bool, or of numbers 0 and 1, "
+            "one for each sequence of the pack"
+        )
+    check_device("sample_mask", sample_mask, like)
+    return as_mask("sample_mask", sample_mask, sample_mask)
+
+
+def as_sequence(sequence: Tensor, mask: Tensor, sequences: int) -> Tensor:
+    """Converts the argument ``sequence`` to an index.
+
+    Args:
+        sequence: ``[tokens]`` integers, each token's sequence.
+        mask: ``[tokens]`` bool, the tokens that count. Numbers at others may be anything.
+        sequences: the number of sequences in the pack.
+
+    Returns:
+        ``[tokens]`` int64, 0 at tokens that do not count.
+
+    Raises:
+        ValueError: It holds no integers, or a token that counts is in a sequence outside of the
+            pack. The latter is not looked at inside of ``unchecked_values``.
+    """
+    if sequence.dtype not in _INTEGERS:
+        raise ValueError(f"sequence is {sequence.dtype}: expected int64, int32 or int16; pass sequence.long()")
+    if len(sequence) and not sequences:
+        raise ValueError(f"sequence {list(sequence.shape)}: expected no tokens in a pack without sequences")
+    if values_are_checked() and len(outside := (mask & ((sequence < 0) | (sequence >= sequences))).nonzero()):
+        token = int(outside[0])
+        raise ValueError(
+            f"sequence: that of token {token} is {int(sequence[token])}, outside of the pack's sequences 0 to "
+            f"{sequences - 1}; mask the token, or count its sequence"
+        )
+    return torch.where(mask, sequence, 0).long()
+
+
 def as_mask(name: str, mask: Any, like: Tensor | torch.Size, of: str = "logprobs") -> Tensor:
     """Converts a mask to bool.
 
@@ -111,6 +259,8 @@ def as_mask(name: str, mask: Any, like: Tensor | torch.Size, of: str = "logprobs
         )
     if list(mask.shape) != shape:
         raise ValueError(f"{name} {list(mask.shape)}: expected {shape}, one entry for each of {of}")
+    if isinstance(like, Tensor):
+        check_device(name, mask, like, of)
     if mask.dtype == torch.bool:
         return mask
     true = mask != 0
@@ -153,7 +303,7 @@ def check_label_dtype(labels: Tensor, name: str = "labels") -> None:
     Raises:
         ValueError: They have another dtype.
     """
-    if labels.dtype not in (torch.int64, torch.int32, torch.int16):
+    if labels.dtype not in _INTEGERS:
         raise ValueError(
             f"{name} is {labels.dtype}: expected int64, int32 or int16, which hold -100 too; "
             f"pass {name}.long() if it was not rounded"

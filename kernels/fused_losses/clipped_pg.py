@@ -1,172 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The clipped policy gradient on log-probabilities of single tokens.
 
-It covers PPO, GRPO, DAPO, REINFORCE, GSPO and CISPO. Its options are those of NeMo-RL's
-``ClippedPGLossConfig``, under the same names.
+It covers PPO, GRPO, DAPO, REINFORCE, GSPO and CISPO; clipped_pg_config.py has its options.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import log
-from typing import Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_losses.numerics import bounded_exp, check_tokens
+from fused_losses.arguments import as_count, as_mask, as_sample_mask, as_sequence, check_device, check_tokens
+from fused_losses.clipped_pg_config import ClippedPGConfig
+from fused_losses.numerics import bounded_exp, divisor
 from fused_losses.ranks import is_first, sum_over_for_parts
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClippedPGConfig:
-    """Options of ``clipped_pg_loss``.
-
-    Below, c is the log-probability of a token, p the one before the update, g the one at
-    generation, q the one of the reference policy, and A the advantage.
-
-    Raises:
-        ValueError: Options contradict each other.
-    """
-
-    disable_ppo_ratio: bool = False
-    """REINFORCE: c replaces the ratio and nothing is clipped.
-
-    ``force_on_policy_ratio`` takes precedence.
-    """
-    token_level_loss: bool = True
-    """The loss is a mean over tokens; else a mean over sequences of their means over tokens."""
-    sequence_level_importance_ratios: bool = False
-    """GSPO (arXiv:2507.18071): ratios and importance weights belong to sequences.
-
-    The ratio of a sequence is exp of its mean of c - p, its importance weight exp of its sum of
-    p - g. With ``disable_ppo_ratio`` there is no ratio, and with ``force_on_policy_ratio`` it is 1;
-    then only the weight belongs to the sequence.
-    """
-    ratio_clip_min: float = 0.2
-    """The ratio is clamped from below at ``1 - ratio_clip_min``."""
-    ratio_clip_max: float = 0.2
-    """The ratio is clamped from above at ``1 + ratio_clip_max``."""
-    ratio_clip_c: float | None = None
-    """Dual clip (arXiv:1912.09729): where A < 0 the loss is at most ``-A ratio_clip_c``.
-
-    It is above 1; None for no dual clip.
-    """
-    reference_policy_kl_penalty: float = 0.01
-    """Weight of the KL estimate in the loss."""
-    reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
-    kl_input_clamp_value: float | None = 20.0
-    """Bound of ``|q - c|``, in nats; None for no bound."""
-    kl_output_clamp_value: float | None = 10.0
-    """Bound of the absolute KL estimate of a token, in nats; None for no bound."""
-    use_kl_in_reward: bool = False
-    """The KL penalty is part of the rewards, so the loss has none."""
-    use_importance_sampling_correction: bool = False
-    """The policy loss of a token has the importance weight exp(p - g), without gradient."""
-    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = None
-    """How importance weights are bounded; None for no bounds.
-
-    ``"tis"`` clamps them to the bounds. ``"icepop"`` sets weights outside of the bounds to zero.
-    ``"seq-mask-tis"`` sets all weights of a sequence to zero if their geometric mean is outside.
-    """
-    truncated_importance_sampling_ratio: float | None = None
-    """Upper bound of importance weights."""
-    truncated_importance_sampling_ratio_min: float | None = None
-    """Lower bound of importance weights."""
-    use_on_policy_kl_approximation: bool = False
-    """The KL estimate has the weight exp(c - g).
-
-    By default its weight is exp(c - c), where only the first c has a gradient: the value is 1, the
-    gradient that of the score function.
-    """
-    force_on_policy_ratio: bool = False
-    """p is c without its gradient, and nothing is clipped."""
-    use_cispo: bool = False
-    """CISPO (arXiv:2506.13585), with the ratio clamped on both sides."""
-    positive_example_nll_weight: float = 0.0
-    """Weight of the NLL of sequences with a reward above 0 (VAPO, arXiv:2504.05118)."""
-    epsilon: float = 0.0
-    """Added to divisors; 1e-8 in NeMo-RL. If it is 0, a mean over nothing is 0."""
-
-    @property
-    def has_ratio(self) -> bool:
-        """Whether the policy loss has a ratio exp(c - p)."""
-        return self.force_on_policy_ratio or not self.disable_ppo_ratio
-
-    @property
-    def of_sequences(self) -> bool:
-        """Whether an option needs sums over whole sequences."""
-        return (
-            not self.token_level_loss
-            or self.sequence_level_importance_ratios
-            or self.truncated_importance_sampling_type == "seq-mask-tis"
-        )
-
-    def __post_init__(self) -> None:
-        for wrong, message in _mistakes(self):
-            if wrong:
-                raise ValueError(message)
-
-
-def _mistakes(c: ClippedPGConfig) -> Iterator[tuple[bool, str]]:
-    """Yields, for every rule, whether the options break it, and the error message."""
-    gspo, kind = c.sequence_level_importance_ratios, c.truncated_importance_sampling_type
-    low, high = c.truncated_importance_sampling_ratio_min, c.truncated_importance_sampling_ratio
-    numbers = {"ratio_clip_min": c.ratio_clip_min, "ratio_clip_max": c.ratio_clip_max, "epsilon": c.epsilon}
-    numbers["positive_example_nll_weight"] = c.positive_example_nll_weight
-    for name, number in numbers.items():
-        yield not number >= 0, f"{name} {number}: expected 0 or more"
-    for name, clamp in {
-        "kl_input_clamp_value": c.kl_input_clamp_value,
-        "kl_output_clamp_value": c.kl_output_clamp_value,
-    }.items():
-        yield clamp is not None and not clamp > 0, f"{name} {clamp}: expected a positive number, or None for no bound"
-    yield (
-        c.reference_policy_kl_type not in ("k1", "k2", "k3"),
-        f"reference_policy_kl_type {c.reference_policy_kl_type!r}: expected 'k1', 'k2' or 'k3'",
-    )
-    yield (
-        c.ratio_clip_c is not None and not c.ratio_clip_c > 1,
-        f"ratio_clip_c {c.ratio_clip_c}: expected more than 1, or None for no dual clip",
-    )
-    yield gspo and c.token_level_loss, "token_level_loss True: expected False with sequence_level_importance_ratios"
-    for name in ("disable_ppo_ratio", "force_on_policy_ratio", "sequence_level_importance_ratios", "ratio_clip_c"):
-        yield (
-            c.use_cispo and bool(getattr(c, name)),
-            f"use_cispo with {name}: CISPO uses the detached clamped ratio of each token; leave {name} out",
-        )
-    yield c.use_cispo and not c.token_level_loss, "use_cispo with token_level_loss False: expected True"
-    if kind is None:
-        yield (
-            low is not None or high is not None,
-            f"truncated_importance_sampling_ratio {high}, _min {low}: set the type that they bound, or leave both None",
-        )
-        return
-    expected = "'tis', 'icepop', 'seq-mask-tis' or None"
-    yield (
-        kind not in ("tis", "icepop", "seq-mask-tis"),
-        f"truncated_importance_sampling_type {kind!r}: expected {expected}",
-    )
-    yield (
-        not c.use_importance_sampling_correction,
-        f"use_importance_sampling_correction False: expected True with truncated_importance_sampling_type {kind!r}",
-    )
-    yield (
-        high is None or not high > 0,
-        f"truncated_importance_sampling_ratio {high}: expected a positive number with type {kind!r}",
-    )
-    yield (
-        low is None and kind != "tis",
-        f"truncated_importance_sampling_ratio_min None: expected a number with type {kind!r}",
-    )
-    yield (
-        low is not None and high is not None and low > high,
-        f"truncated_importance_sampling_ratio_min {low}: expected at most {high}, the upper bound",
-    )
-    yield (
-        kind == "seq-mask-tis" and gspo,
-        f"truncated_importance_sampling_type {kind!r}: expected another with sequence_level_importance_ratios",
-    )
 
 
 def clipped_pg_loss(
@@ -178,13 +27,13 @@ def clipped_pg_loss(
     mask: Tensor,
     sequence: Tensor,
     sample_mask: Tensor,
-    valid_tokens: Tensor | int,
-    valid_sequences: Tensor | int,
+    valid_tokens: Tensor | float,
+    valid_sequences: Tensor | float,
     config: ClippedPGConfig,
     reference_logprobs: Tensor | None = None,
     unfiltered_logprobs: Tensor | None = None,
     rewards: Tensor | None = None,
-    positive_tokens: Tensor | int | None = None,
+    positive_tokens: Tensor | float | None = None,
     cp_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Computes the clipped policy gradient loss and its metrics for a pack of sequences.
@@ -198,11 +47,12 @@ def clipped_pg_loss(
         prev_logprobs: ``[tokens]``, those of the policy before the update.
         generation_logprobs: ``[tokens]``, those of the policy that generated the tokens.
         advantages: ``[tokens]``.
-        mask: ``[tokens]`` bool, the tokens that count. Values at other tokens have no effect.
+        mask: ``[tokens]`` of bool, or of numbers 0 and 1: the tokens that count. Values at other
+            tokens have no effect.
         sequence: ``[tokens]`` integers, each token's sequence in the pack.
-        sample_mask: ``[sequences]`` bool, the sequences that count.
+        sample_mask: ``[sequences]`` of bool, or of numbers 0 and 1: the sequences that count.
         valid_tokens: the number of tokens that count in the whole batch, over every rank and
-            microbatch.
+            microbatch: a number, or a tensor with one.
         valid_sequences: the number of sequences that count in the whole batch.
         config: the options.
         reference_logprobs: ``[tokens]``, those of the reference policy; needed with a KL penalty.
@@ -210,7 +60,8 @@ def clipped_pg_loss(
             default ``logprobs``.
         rewards: ``[sequences]``; needed with ``positive_example_nll_weight``.
         positive_tokens: the number of tokens that count in sequences with a reward above 0, in the
-            whole batch; needed with ``positive_example_nll_weight``.
+            whole batch; needed with ``positive_example_nll_weight``, unless
+            ``positive_nll_normaliser`` is ``"local"``.
         cp_group: the ranks over which the tokens of the pack are split.
 
     Returns:
@@ -229,21 +80,17 @@ def clipped_pg_loss(
         On ``cp_group``, forward: none for options of single tokens; else one all-reduce SUM of
         ``[5, sequences]``. Backward: the same once more for GSPO, else none.
     """
-    policies = {
-        "prev_logprobs": prev_logprobs,
-        "generation_logprobs": generation_logprobs,
-        "reference_logprobs": reference_logprobs,
-    }
+    _check(config, reference_logprobs, rewards, positive_tokens)
+    policies = {"prev_logprobs": prev_logprobs, "generation_logprobs": generation_logprobs}
     check_tokens(
-        logprobs,
-        **policies,
-        unfiltered_logprobs=unfiltered_logprobs,
-        advantages=advantages,
-        mask=mask,
-        sequence=sequence,
+        {"logprobs": logprobs, **policies, "advantages": advantages, "sequence": sequence},
+        {"reference_logprobs": reference_logprobs, "unfiltered_logprobs": unfiltered_logprobs},
     )
-    _check(sample_mask, config, reference_logprobs, rewards, positive_tokens)
+    mask, sample_mask = as_mask("mask", mask, logprobs), as_sample_mask(sample_mask, logprobs)
+    sequence = as_sequence(sequence, mask, len(sample_mask))
+    _check_rewards(rewards, sample_mask)
     o, c = config, logprobs
+    positive = None if positive_tokens is None else as_count("positive_tokens", positive_tokens, c)
     prev_logprobs, generation_logprobs, advantages = (
         x.to(c.dtype) for x in (prev_logprobs, generation_logprobs, advantages)
     )
@@ -266,7 +113,7 @@ def clipped_pg_loss(
         sums=sum_over_for_parts(cp_group, sums) if o.of_sequences else sums,
         sequence=sequence,
         sample_mask=sample_mask,
-        counts=(_count(valid_tokens, c), _count(valid_sequences, c)),
+        counts=(as_count("valid_tokens", valid_tokens, c), as_count("valid_sequences", valid_sequences, c)),
         epsilon=o.epsilon,
         group=cp_group,
     )
@@ -276,15 +123,14 @@ def clipped_pg_loss(
         weight * _policy_loss(ratio, clamped, _at(acting, c), _at(acting, advantages), o), acting, o.token_level_loss
     )
     loss, kl, nll = policy, torch.zeros_like(policy), torch.zeros_like(policy)
-    if _has_kl(o) and reference_logprobs is not None:
-        q, g = (_at(tokens.penalised, x) for x in (reference_logprobs, generation_logprobs))
-        estimates = _kl_penalty(_at(tokens.penalised, u), q, g, o)
+    if o.has_kl and reference_logprobs is not None:
+        u, q, g = (_at(tokens.penalised, x.to(c.dtype)) for x in (u, reference_logprobs, generation_logprobs))
+        estimates = _kl_penalty(u, q, g, o)
         kl = tokens.reduced(estimates, tokens.penalised, o.token_level_loss)
         loss = loss + o.reference_policy_kl_penalty * kl
-    if o.positive_example_nll_weight and rewards is not None and positive_tokens is not None:
-        nll = -tokens.total(_at(acting, c), acting & (rewards > 0)[sequence]) / tokens.divisor(
-            _count(positive_tokens, c)
-        )
+    if o.positive_example_nll_weight and rewards is not None:
+        positive = None if o.positive_nll_normaliser == "local" else positive
+        nll = _positive_nll(_at(acting, c), rewards > 0, tokens, positive)
         loss = loss + o.positive_example_nll_weight * nll
     metrics = {
         "kl_penalty": kl,
@@ -299,10 +145,6 @@ def clipped_pg_loss(
 def _at(where: Tensor, x: Tensor) -> Tensor:
     """Returns x where the condition holds, else 0. Multiplying by 0 would keep NaN."""
     return torch.where(where, x, 0.0)
-
-
-def _count(count: Tensor | int, like: Tensor) -> Tensor:
-    return torch.as_tensor(count, dtype=like.dtype, device=like.device)
 
 
 @dataclass(frozen=True)
@@ -336,7 +178,7 @@ class _Tokens:
     group: dist.ProcessGroup | None
 
     def divisor(self, count: Tensor) -> Tensor:
-        return count + self.epsilon if self.epsilon else torch.where(count == 0, 1.0, count)
+        return divisor(count, self.epsilon)
 
     def total(self, x: Tensor, where: Tensor) -> Tensor:
         return _at(where, x).sum()
@@ -416,8 +258,14 @@ def _weights(tokens: _Tokens, o: ClippedPGConfig) -> tuple[Tensor, dict[str, Ten
     return _at(tokens.scored, weight[tokens.sequence] if gspo else weight), metrics
 
 
-def _has_kl(o: ClippedPGConfig) -> bool:
-    return o.reference_policy_kl_penalty != 0 and not o.use_kl_in_reward
+def _positive_nll(c: Tensor, positive: Tensor, tokens: _Tokens, count: Tensor | None) -> Tensor:
+    """Computes this rank's part of the mean NLL of tokens in sequences with a reward above 0.
+
+    ``positive`` is ``[sequences]`` bool. Without a count, that of these tokens divides.
+    """
+    if count is None:
+        count = _at(positive, tokens.sums[2].detach()).sum()
+    return -tokens.total(c, tokens.acting & positive[tokens.sequence]) / tokens.divisor(count)
 
 
 def _kl_penalty(u: Tensor, q: Tensor, g: Tensor, o: ClippedPGConfig) -> Tensor:
@@ -484,26 +332,31 @@ def _distances(c: Tensor, p: Tensor, generation: Tensor, tokens: _Tokens, o: Cli
     }
 
 
-def _check(
-    sample_mask: Tensor,
-    o: ClippedPGConfig,
-    reference: Tensor | None,
-    rewards: Tensor | None,
-    positive_tokens: Tensor | int | None,
-) -> None:
-    if sample_mask.dim() != 1:
-        raise ValueError(f"sample_mask {list(sample_mask.shape)}: expected [S], one for each sequence of the pack")
-    if rewards is not None and rewards.shape != sample_mask.shape:
-        raise ValueError(
-            f"rewards {list(rewards.shape)}: expected {list(sample_mask.shape)}, one for each sequence, as sample_mask"
-        )
-    if _has_kl(o) and reference is None:
+def _check(o: Any, reference: Tensor | None, rewards: Tensor | None, positive_tokens: Tensor | float | None) -> None:
+    if not isinstance(o, ClippedPGConfig):
+        raise ValueError(f"config {o!r}: expected ClippedPGConfig(...)")
+    if o.has_kl and reference is None:
         raise ValueError(
             "reference_logprobs is missing: expected [T] with reference_policy_kl_penalty "
             f"{o.reference_policy_kl_penalty}; or set that to 0"
         )
-    if o.positive_example_nll_weight and (rewards is None or positive_tokens is None):
+    needed = {"rewards": rewards} | (
+        {"positive_tokens": positive_tokens} if o.positive_nll_normaliser == "global" else {}
+    )
+    missing = [name for name, x in needed.items() if x is None]
+    if o.positive_example_nll_weight and missing:
         raise ValueError(
-            "rewards or positive_tokens is missing: expected [S] and a number with positive_example_nll_weight "
-            f"{o.positive_example_nll_weight}; or set that to 0"
+            f"{' and '.join(missing)}: missing with positive_example_nll_weight {o.positive_example_nll_weight}; "
+            "pass [S] rewards and the number of tokens in sequences with a reward above 0, or set that to 0"
         )
+
+
+def _check_rewards(rewards: Any, sample_mask: Tensor) -> None:
+    if rewards is None:
+        return
+    if not isinstance(rewards, Tensor) or rewards.shape != sample_mask.shape:
+        raise ValueError(
+            f"rewards {list(rewards.shape) if isinstance(rewards, Tensor) else rewards!r}: "
+            f"expected {list(sample_mask.shape)}, one for each sequence, as sample_mask"
+        )
+    check_device("rewards", rewards, sample_mask, "sample_mask")

@@ -11,6 +11,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from fused_losses.arguments import (
+    as_count,
+    as_mask,
+    as_sample_mask,
+    as_sequence,
+    check_choice,
+    check_flags,
+    check_setting,
+    check_tokens,
+)
+from fused_losses.numerics import divisor
 from fused_losses.ranks import sum_over
 
 
@@ -21,8 +32,8 @@ def dpo_loss(
     mask: Tensor,
     sequence: Tensor,
     sample_mask: Tensor,
-    valid_pairs: Tensor | float,
-    beta: float = 0.05,
+    valid_sequences: Tensor | float,
+    reference_policy_kl_penalty: float = 0.05,
     loss_type: Literal["sigmoid", "ipo"] = "sigmoid",
     preference_loss_weight: float = 1.0,
     sft_loss_weight: float = 0.0,
@@ -34,7 +45,7 @@ def dpo_loss(
     """Computes the loss of DPO or IPO, with an optional SFT term on the chosen sequences.
 
     r_i is the sum over sequence i of log p - log p_ref; with ``preference_average_log_probs`` it is
-    the mean. The loss of pair p is
+    the mean. beta is ``reference_policy_kl_penalty``. The loss of pair p is
 
     - ``"sigmoid"``: ``-log sigmoid(beta (r_2p - r_2p+1))`` (Rafailov et al. 2023),
     - ``"ipo"``: ``(r_2p - r_2p+1 - 1 / (2 beta))^2`` (Azar et al. 2023).
@@ -43,27 +54,30 @@ def dpo_loss(
         logprobs: ``[tokens]``, log-probabilities of the labels of this rank's tokens, from
             ``linear_logprobs``; gradients flow.
         reference_logprobs: ``[tokens]``, those of the reference model, without gradient.
-        mask: ``[tokens]`` bool, the tokens that count.
+        mask: ``[tokens]`` of bool, or of numbers 0 and 1: the tokens that count. Values at other
+            tokens have no effect.
         sequence: ``[tokens]`` integers, each token's sequence in the pack. Sequence 2p is the
             chosen one of pair p, sequence 2p + 1 the rejected one.
-        sample_mask: ``[sequences]`` bool, for every sequence in the pack. That of the chosen
-            sequence decides whether its pair counts.
-        valid_pairs: the number of pairs that count in the whole batch, over every data-parallel
-            rank and microbatch. Losses and metrics of those then add up.
-        beta: the weight of the reference, in 1 / nat.
+        sample_mask: ``[sequences]`` of bool, or of numbers 0 and 1, for every sequence in the pack.
+            That of the chosen sequence decides whether its pair counts.
+        valid_sequences: the number of sequences that count in the whole batch, over every
+            data-parallel rank and microbatch, two for each pair: a number, or a tensor with one.
+            Losses and metrics of those then add up.
+        reference_policy_kl_penalty: how strongly the loss holds the policy to the reference, in
+            1 / nat; positive for ``"ipo"``.
         loss_type: ``"sigmoid"`` or ``"ipo"``.
         preference_loss_weight: weight of the preference term.
         sft_loss_weight: weight of the SFT term, the negative log-likelihood of chosen sequences.
         preference_average_log_probs: whether r_i is a mean over tokens instead of a sum.
         sft_average_log_probs: whether the SFT term takes the mean over a sequence's tokens.
-        epsilon: added to ``valid_pairs``.
+        epsilon: added to the number of pairs, which is ``valid_sequences / 2``.
         cp_group: the ranks over which the tokens of the pack are split, in any way.
 
     Returns:
         The loss, a scalar, and metrics without gradients. Both are the same on every rank of
         ``cp_group``; each rank has the gradient of its own tokens. The metrics ``preference_loss``,
         ``sft_loss`` (0 at weight 0), ``accuracy``, ``rewards_chosen_mean`` and
-        ``rewards_rejected_mean`` (in nats, without beta) are divided by ``valid_pairs``;
+        ``rewards_rejected_mean`` (in nats, without beta) are divided by the number of pairs;
         ``num_valid_samples`` is half the number of sequences with ``sample_mask`` here, as in
         NeMo-RL.
 
@@ -73,7 +87,18 @@ def dpo_loss(
     Collectives:
         Forward: one all-reduce SUM of ``[3, sequences]`` over ``cp_group``. Backward: none.
     """
-    _check(logprobs, reference_logprobs, mask, sequence, sample_mask, beta, loss_type)
+    check_choice("loss_type", loss_type, ("sigmoid", "ipo"))
+    numbers = {"reference_policy_kl_penalty": reference_policy_kl_penalty, "epsilon": epsilon}
+    numbers |= {"preference_loss_weight": preference_loss_weight, "sft_loss_weight": sft_loss_weight}
+    for name, number in numbers.items():
+        check_setting(name, number, least=0)
+    if loss_type == "ipo":
+        check_setting("reference_policy_kl_penalty", reference_policy_kl_penalty, above=0, otherwise="for IPO's target")
+    check_flags(preference_average_log_probs=preference_average_log_probs, sft_average_log_probs=sft_average_log_probs)
+    check_tokens({"logprobs": logprobs, "reference_logprobs": reference_logprobs, "sequence": sequence})
+    mask, sample_mask = as_mask("mask", mask, logprobs), _as_masks_of_pairs(sample_mask, logprobs)
+    sequence = as_sequence(sequence, mask, len(sample_mask))
+    pairs = divisor(as_count("valid_sequences", valid_sequences, logprobs) / 2, epsilon)
     gate = sample_mask[0::2]
     live = mask & gate.repeat_interleave(2)[sequence]
     policy = torch.where(live, logprobs, 0.0)
@@ -85,9 +110,8 @@ def dpo_loss(
         rewards = rewards / tokens
     chosen, rejected = rewards[0::2], rewards[1::2]
     margin = chosen - rejected
+    beta = reference_policy_kl_penalty
     pair = F.softplus(-beta * margin) if loss_type == "sigmoid" else (margin - 1 / (2 * beta)).square()
-    pairs = torch.as_tensor(valid_pairs, dtype=logprobs.dtype, device=logprobs.device)
-    pairs = pairs + epsilon if epsilon else torch.where(pairs == 0, 1.0, pairs)
 
     def mean(x: Tensor) -> Tensor:
         return torch.where(gate, x, 0.0).sum() / pairs
@@ -108,29 +132,11 @@ def dpo_loss(
     return loss, {name: value.detach() for name, value in metrics.items()}
 
 
-def _check(
-    logprobs: Tensor,
-    reference: Tensor,
-    mask: Tensor,
-    sequence: Tensor,
-    sample_mask: Tensor,
-    beta: float,
-    loss_type: str,
-) -> None:
-    shapes = {"logprobs": logprobs, "reference_logprobs": reference, "mask": mask, "sequence": sequence}
-    if any(x.shape != logprobs.shape[:1] for x in shapes.values()):
-        raise ValueError(
-            f"{', '.join(f'{name} {list(x.shape)}' for name, x in shapes.items())}: "
-            "expected [T] each, one number for each token"
-        )
-    if sample_mask.dim() != 1 or len(sample_mask) % 2:
+def _as_masks_of_pairs(sample_mask: Tensor, like: Tensor) -> Tensor:
+    sample_mask = as_sample_mask(sample_mask, like)
+    if len(sample_mask) % 2:
         raise ValueError(
             f"sample_mask {list(sample_mask.shape)}: expected one for each of an even number of sequences, "
             "chosen and rejected in turn"
         )
-    if loss_type not in ("sigmoid", "ipo"):
-        raise ValueError(f"loss_type {loss_type!r}: expected 'sigmoid' or 'ipo'")
-    if not beta >= 0 or (loss_type == "ipo" and beta == 0):
-        raise ValueError(
-            f"beta {beta}: expected a positive number (0 is allowed for 'sigmoid', where nothing is learned)"
-        )
+    return sample_mask

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exponentials with finite gradients, and checks that several kernels share."""
+"""Exponentials with finite gradients, divisors of means, and the check of a temperature."""
 
 from math import floor, log
 
@@ -18,25 +18,12 @@ def bounded_exp(x: Tensor) -> Tensor:
     return x.clamp(max=floor(8 * log(torch.finfo(x.dtype).max)) / 8).exp()
 
 
-def check_tokens(logprobs: Tensor, **others: Tensor | None) -> None:
-    """Checks that every tensor has one number for each token.
+def divisor(count: Tensor, epsilon: float = 0.0) -> Tensor:
+    """Returns what a sum over ``count`` things is divided by for their mean.
 
-    A tensor of another shape, such as ``[tokens, 1]``, would broadcast silently.
-
-    Args:
-        logprobs: ``[tokens]``.
-        others: tensors by argument name, ``[tokens]`` each; None is skipped.
-
-    Raises:
-        ValueError: A tensor has another shape; the message names it.
+    Without epsilon, a count of 0 becomes 1, so that a mean over nothing is 0.
     """
-    if logprobs.dim() != 1:
-        raise ValueError(f"logprobs {list(logprobs.shape)}: expected [T], one for each token; flatten a batch of rows")
-    for name, x in others.items():
-        if x is not None and x.shape != logprobs.shape:
-            raise ValueError(
-                f"{name} {list(x.shape)}: expected {list(logprobs.shape)}, one for each token, as logprobs"
-            )
+    return count + epsilon if epsilon else torch.where(count == 0, 1.0, count)
 
 
 def check_temperature(temperature: float) -> None:

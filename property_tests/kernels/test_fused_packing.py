@@ -73,8 +73,8 @@ def dpo(
         mask=pack.from_rows(rows.mask, shift=1),
         sequence=pack.sequence,
         sample_mask=torch.arange(pack.sequences + pack.sequences % 2) < len(rows.lengths),
-        valid_pairs=3,
-        beta=0.3,
+        valid_sequences=6,
+        reference_policy_kl_penalty=0.3,
         sft_loss_weight=0.5,
         cp_group=cp_group,
     )

@@ -91,7 +91,7 @@ def _dpo(batch: Batch) -> Tensor:
         mask=batch.mask,
         sequence=batch.sequence,
         sample_mask=batch.sample_mask,
-        valid_pairs=2,
+        valid_sequences=4,
         sft_loss_weight=1.0,
     )[0]
 
@@ -183,13 +183,13 @@ def test_no_saved_tensor_but_the_head_grows_with_the_vocabulary(name: str) -> No
 
 
 def _sequence_grpo(batch: Batch, logprobs: Tensor, cp_group: Any) -> Tensor:
-    rho = RhoCorrection(sequence_level=True)
+    rho = RhoCorrection(rho_mask_sequence_level=True)
     given: dict[str, Any] = {
         "advantages": batch.other,
         "mask": batch.mask,
         "valid_tokens": 7,
         "beta": 0.0,
-        "sampler_logprobs": batch.other,
+        "vllm_logprobs": batch.other,
     }
     return grpo_loss(logprobs, **given, rho=rho, sequence=batch.sequence, sequences=4, cp_group=cp_group)[0]
 
@@ -201,7 +201,7 @@ def _where(batch: Batch) -> dict[str, Any]:
 OVER_CP: dict[str, tuple[Callable[[Batch, Tensor, Any], Tensor], list[str]]] = {
     "dpo_loss": (
         lambda b, logprobs, group: dpo_loss(
-            logprobs, b.other, **_where(b), sample_mask=b.sample_mask, valid_pairs=2, cp_group=group
+            logprobs, b.other, **_where(b), sample_mask=b.sample_mask, valid_sequences=4, cp_group=group
         )[0],
         ["all_reduce SUM, [float32[3, 4]]"],
     ),

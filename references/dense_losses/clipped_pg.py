@@ -36,6 +36,7 @@ et al. 2020, arXiv 1912.09729), VAPO's nll (arXiv 2504.05118, eq. 10).
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 from typing import Literal, get_args
 
 import torch
@@ -144,11 +145,17 @@ def _requirements(o: ClippedPGOptions) -> Iterator[tuple[bool, str, str]]:
         ("positive_nll_normaliser", get_args(PositiveNLLNormaliser)),
     ):
         yield getattr(o, name) in choices, name, f"one of {choices}"
-    for name in ("ratio_clip_min", "ratio_clip_max", "positive_example_nll_weight", "epsilon"):
-        yield getattr(o, name) >= 0, name, "0 or more"
+    for name in (
+        "ratio_clip_min",
+        "ratio_clip_max",
+        "reference_policy_kl_penalty",
+        "positive_example_nll_weight",
+        "epsilon",
+    ):
+        yield 0 <= getattr(o, name) < inf, name, "a finite number, 0 or larger"
     for name in ("kl_input_clamp_value", "kl_output_clamp_value"):
-        yield getattr(o, name) is None or getattr(o, name) > 0, name, "None or more than 0"
-    yield o.ratio_clip_c is None or o.ratio_clip_c > 1, "ratio_clip_c", "None or more than 1"
+        yield getattr(o, name) is None or 0 < getattr(o, name) < inf, name, "None or a finite positive number"
+    yield o.ratio_clip_c is None or 1 < o.ratio_clip_c < inf, "ratio_clip_c", "None or a finite number above 1"
     if o.sequence_level_importance_ratios:
         yield not o.token_level_loss, "token_level_loss", "False with sequence_level_importance_ratios=True"
     if o.use_cispo:
@@ -171,12 +178,16 @@ def _truncation_requirements(o: ClippedPGOptions) -> Iterator[tuple[bool, str, s
         yield low is None, "truncated_importance_sampling_ratio_min", f"None {given}"
         return
     yield o.use_importance_sampling_correction, "use_importance_sampling_correction", f"True {given}"
-    yield high is not None and high > 0, "truncated_importance_sampling_ratio", f"more than 0 {given}"
+    yield (
+        high is not None and 0 < high < inf,
+        "truncated_importance_sampling_ratio",
+        f"a finite positive number {given}",
+    )
     yield low is not None or kind == "tis", "truncated_importance_sampling_ratio_min", f"a number {given}"
     yield (
-        low is None or low <= (high or 0),
+        low is None or 0 <= low <= (high or 0),
         "truncated_importance_sampling_ratio_min",
-        f"at most truncated_importance_sampling_ratio={high}",
+        f"0 or more, and at most truncated_importance_sampling_ratio={high}",
     )
     yield (
         kind != "seq-mask-tis" or not o.sequence_level_importance_ratios,
