@@ -204,7 +204,8 @@ class _LinearLogprobs(torch.autograd.Function):
         matrix = head.cast(head.weight)
         gradients = HeadGradients(head, need_weight, need_bias)
         grad_hidden = torch.zeros(own.shape, dtype=_held(call, head), device=own.device) if need_hidden else None
-        for tokens in chunks_of(len(own), call.chunk):
+
+        def add(tokens: slice) -> None:  # a function, so that no chunk outlives its turn
             part = upstream.part(tokens)
             h = torch.where(part.live[:, None], head.cast(own[tokens]), 0.0)
             z = head.logits(h, matrix)
@@ -216,6 +217,9 @@ class _LinearLogprobs(torch.autograd.Function):
             gradients.add(dz, h, rounded)
             if grad_hidden is not None:
                 grad_hidden[tokens] = rounded @ matrix
+
+        for tokens in chunks_of(len(own), call.chunk):
+            add(tokens)
         # CUDA rounds a 0-dim factor to a half-precision gradient's dtype first, but no 1-dim one.
         unit = upstream.unit.reshape(1)
         return (
