@@ -19,6 +19,7 @@ from fused_losses.rho import RhoCorrection, RhoWeights, rho_weights
 from fused_losses.sft import SFTStatistics, linear_sft_loss
 from fused_losses.softmax import TokenLogprobs
 from fused_losses.tiled import tiled_token_logprobs
+from fused_losses.token_layouts import flatten_like, flatten_tokens
 from fused_losses.vocab_parallel import vocab_parallel_logprobs
 from fused_losses.wrappers import run_in_forward
 
@@ -34,6 +35,8 @@ __all__ = [
     "backbone_and_lm_head",
     "clipped_pg_loss",
     "dpo_loss",
+    "flatten_like",
+    "flatten_tokens",
     "grpo_loss",
     "linear_cross_entropy",
     "linear_logprobs",

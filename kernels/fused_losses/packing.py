@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packs of sequences that are split over the ranks of context parallelism.
 
-Sequences lie end to end in a pack. The split is the zigzag of Megatron-LM, NeMo-RL and AReaL: each
-padded sequence is cut into ``2 cp`` equal pieces, and rank r holds the pieces r and
-``2 cp - 1 - r``, so that causal attention costs every rank the same.
+Sequences lie end to end in a pack. How it is split is told in ``zigzag.py``.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fused_losses import zigzag
+from fused_losses.packed_lengths import PackedLengths
 from fused_losses.ranks import alone
+from fused_losses.token_layouts import Layout, check_layout
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,17 @@ class Pack:
     position: Tensor
     """Position of the token in its sequence."""
     real: Tensor
-    """Bool: the token is not padding."""
+    """Bool: the token is neither padding nor of a tail."""
+    lengths: Tensor
+    """``[sequences]`` int64: number of real tokens of each sequence, 0 in a tail."""
     cu_seqlens: Tensor
-    """``[sequences + 1]`` int64: where the sequences would start without padding."""
+    """``[sequences + 1]`` int64: where the sequences would start without padding, as given."""
     cu_seqlens_padded: Tensor
     """``[sequences + 1]`` int64: where the sequences start in the padded pack."""
     cp: int
     """Number of ranks over which the pack is split."""
+    host: PackedLengths
+    """Lengths of the sequences on the host, for checks that do not wait for the device."""
 
     @classmethod
     def of(
@@ -48,13 +52,21 @@ class Pack:
         *,
         cp_group: dist.ProcessGroup | None = None,
         tokens: int | None = None,
+        tail: int = 0,
+        row_width: int | None = None,
     ) -> "Pack":
         """Makes the pack of this rank from the lengths of the sequences.
 
-        Sequences may be empty. Padding may have any length: that of the last sequence may fill the
-        bin, and a tail that belongs to no sequence is one more sequence of true length 0. If only
-        the padded lengths are known, pass them as the true ones. ``real`` is then true everywhere,
-        and masks must exclude padding.
+        Sequences may be empty, and padding may have any length: that of the last sequence may fill
+        the bin. Each sequence has a row, and all of its tokens an entry there, unless it is
+        declared that they have none:
+
+        - with ``tail``, the last sequences have no row. AReaL ends a pack with a dummy sequence.
+        - with ``row_width``, lengths may be larger than rows are wide. NeMo-RL passes padded
+          lengths as the true ones, and the last one fills the bin.
+
+        What a declaration leaves out counts as padding: ``real`` is false there. If lengths contain
+        other padding, masks must exclude it.
 
         The lengths are read on the host, which waits there for the device: they are checked, and
         decide how many tokens this rank has. Nothing else of a pack waits, so make it once.
@@ -66,79 +78,89 @@ class Pack:
                 twice its number of ranks.
             cp_group: the ranks over which the pack is split; None for no split.
             tokens: the expected number of this rank's tokens, to be checked; None for no check.
+            tail: number of sequences at the end of the pack that have no row.
+            row_width: number of columns of all rows, if sequences may be longer; else None.
 
         Raises:
-            ValueError: Lengths do not fit each other, the number of ranks, or ``tokens``.
+            ValueError: Lengths do not fit each other, the number of ranks, ``tokens`` or ``tail``.
         """
         ranks, rank = (1, 0) if cp_group is None else (cp_group.size(), cp_group.rank())
+        host = PackedLengths.of(cu_seqlens, cu_seqlens_padded, tail, row_width)
+        host.check_split(ranks, zigzag.pieces_of(ranks), tokens)
         true = cu_seqlens.to(torch.long)
         padded = true if cu_seqlens_padded is None else cu_seqlens_padded.to(torch.long)
-        pieces = 2 * ranks if ranks > 1 else 1
-        _check(true, padded, pieces)
-        lengths = padded.diff()
-        own = lengths // ranks
-        count = int(own.sum())
-        if tokens is not None and tokens != count:
-            raise ValueError(
-                f"tokens {tokens}: cu_seqlens_padded ends at {int(padded[-1])}, "
-                f"so each of {ranks} ranks has {count}; pass that number, or None"
-            )
-        sequence = torch.repeat_interleave(torch.arange(len(lengths), device=true.device), own, output_size=count)
-        # Position among this rank's tokens of the sequence.
-        local = torch.arange(count, device=true.device) - (own.cumsum(0) - own)[sequence]
-        piece = (lengths // pieces)[sequence]
-        if ranks > 1:
-            second = local >= piece
-            position = torch.where(second, (pieces - 1 - rank) * piece + local - piece, rank * piece + local)
-        else:
-            position = local
+        sequence, position = zigzag.own_tokens(padded.diff(), ranks, rank, host.padded_tokens // ranks)
+        lengths = host.in_rows(true)
         return cls(
             index=padded[sequence] + position,
             sequence=sequence,
             position=position,
-            real=position < true.diff()[sequence],
+            real=position < lengths[sequence],
+            lengths=lengths,
             cu_seqlens=true,
             cu_seqlens_padded=padded,
             cp=ranks,
+            host=host,
         )
 
     @property
     def sequences(self) -> int:
-        """Number of sequences, empty ones included."""
+        """Number of sequences, empty ones and a tail included."""
         return len(self.cu_seqlens) - 1
 
-    def from_rows(self, rows: Tensor, *, shift: int, fill: float = 0) -> Tensor:
-        """Lays rows out like this rank's tokens of the pack.
+    @property
+    def rows(self) -> int:
+        """Number of sequences that have a row: all but a declared tail."""
+        return self.host.rows
 
-        The token at position t of sequence b gets ``rows[b, t + shift]``. It gets ``fill`` where
-        that is padding, beyond the width (an inflated last sequence), or in a sequence that has no
-        row (a tail). So nothing wraps around at the end of a sequence.
+    @property
+    def longest(self) -> int:
+        """Largest number of real tokens of a sequence, so the number of columns that rows need."""
+        return self.host.longest
+
+    @property
+    def padded_tokens(self) -> int:
+        """Number of tokens of the whole padded pack."""
+        return self.host.padded_tokens
+
+    def from_rows(self, rows: Tensor, *, shift: int, fill: float = 0) -> Tensor:
+        """Lays rows, or the packed tokens of all sequences, out like this rank's tokens.
+
+        The token at position t of sequence b gets the entry of position ``t + shift`` of sequence
+        b: ``rows[b, t + shift]``. It gets ``fill`` where that is padding or of a tail. So nothing
+        crosses the end of a sequence.
 
         Args:
-            rows: ``[rows, width]``.
+            rows: rows ``[B, width, ...]``, one for each sequence but those of a tail. Or the packed
+                tokens, ``[T, ...]`` or ``[1, T, ...]``: T is the length of the whole padded pack,
+                or that without padding, with sequences end to end.
             shift: 1 if rows describe a token, while the pack needs the prediction of the next one:
                 ids for ``labels``, token masks, and NeMo-RL's advantages and log-probabilities with
-                a leading 0. 0 if rows are shifted already.
+                a leading 0. 0 if rows are shifted already, or if each token keeps its own entry, as
+                with hidden states. Rows of ``width - 1`` predictions need a last column, from
+                ``torch.nn.functional.pad``.
             fill: the value of tokens without an entry.
 
         Returns:
-            ``[tokens]``, in the dtype of rows.
+            ``[tokens, ...]``, in the dtype of rows.
 
         Raises:
-            ValueError: ``rows`` or ``shift`` does not fit.
+            ValueError: ``rows`` do not match the sequences, or ``shift`` is no shift.
         """
-        if rows.dim() != 2 or shift not in (0, 1):
-            raise ValueError(f"rows {list(rows.shape)}, shift {shift}: expected [B, width], and 0 or 1")
+        _check_shift(shift)
         column = self.position + shift
-        here = (
-            (column < self.cu_seqlens.diff()[self.sequence])
-            & (column < rows.shape[1])
-            & (self.sequence < rows.shape[0])
-        )
-        if not rows.numel():
-            return rows.new_full(self.index.shape, fill)
-        values = rows[torch.where(here, self.sequence, 0), torch.where(here, column, 0)]
-        return torch.where(here, values, torch.as_tensor(fill, dtype=rows.dtype, device=rows.device))
+        here = column < self.lengths[self.sequence]
+        packed = self._packed(rows)
+        if packed is None:
+            self.host.check_rows(rows, shift)
+            values, at = rows, (self.sequence, column)
+        else:
+            values, starts = packed
+            at = (starts[self.sequence] + column,)
+        if not values.numel():
+            return values.new_full((len(column), *values.shape[len(at) :]), fill)
+        found = values[tuple(torch.where(here, i, 0) for i in at)]
+        return found.masked_fill(~here.view(-1, *[1] * (found.dim() - 1)), fill)
 
     def labels(self, input_ids: Tensor, fill: int = -100) -> Tensor:
         """Returns the id of the next token for each of this rank's tokens.
@@ -146,28 +168,49 @@ class Pack:
         Ids are shifted before the split, so the end of a rank's piece has the right label.
 
         Args:
-            input_ids: ``[rows, width]``.
+            input_ids: ``[B, width]``, ``[T]`` or ``[1, T]`` integers, as ``from_rows`` takes them.
             fill: the label where there is no next token; ``linear_cross_entropy`` ignores -100.
 
         Returns:
             ``[tokens]``, in the dtype of ``input_ids``.
-        """
-        return self.from_rows(input_ids, shift=1, fill=fill)
 
-    def split(self, whole: Tensor) -> Tensor:
-        """Selects this rank's tokens of a whole pack.
+        Raises:
+            ValueError: ``input_ids`` do not match the sequences, or cannot hold ids.
+        """
+        if input_ids.dtype not in (torch.int16, torch.int32, torch.int64):
+            raise ValueError(f"input_ids of {input_ids.dtype}: expected ids in int64, int32 or int16; call .long()")
+        labels = self.from_rows(input_ids, shift=1, fill=fill)
+        if labels.dim() != 1:
+            raise ValueError(
+                f"input_ids {list(input_ids.shape)}: expected one id for each token, as [B, width], [T] or [1, T]"
+            )
+        return labels
+
+    def split(self, whole: Tensor, *, layout: Layout = "bsh") -> Tensor:
+        """Selects this rank's tokens of a whole padded pack.
 
         Args:
-            whole: ``[padded_tokens, ...]``.
+            whole: ``[padded_tokens, ...]`` or ``[1, padded_tokens, ...]``.
+            layout: "sbh" for Megatron's ``[padded_tokens, 1, ...]``.
 
         Returns:
             ``[tokens, ...]``.
 
         Raises:
-            ValueError: ``whole`` is not as long as the padded pack.
+            ValueError: ``whole`` is not as long as the padded pack, or ``layout`` does not fit.
         """
-        if len(whole) != self._padded_tokens:
-            raise ValueError(f"whole {list(whole.shape)}: expected the {self._padded_tokens} tokens of the padded pack")
+        check_layout(layout)
+        if layout == "sbh":
+            if whole.dim() < 2 or whole.shape[1] != 1:
+                raise ValueError(f"whole {list(whole.shape)}: layout 'sbh' expects [{self.padded_tokens}, 1, ...]")
+            whole = whole[:, 0]
+        else:
+            whole = _without_batch(whole, self.padded_tokens)
+        if not whole.dim() or len(whole) != self.padded_tokens:
+            raise ValueError(
+                f"whole {list(whole.shape)}: expected the {self.padded_tokens} tokens of the padded pack; "
+                "from_rows takes rows, and tokens without padding"
+            )
         return whole[self.index]
 
     def gather(self, local: Tensor, cp_group: dist.ProcessGroup | None) -> Tensor:
@@ -178,19 +221,20 @@ class Pack:
         by a factor of cp.
 
         Args:
-            local: ``[tokens]``, of this rank.
+            local: ``[tokens, ...]`` or ``[1, tokens, ...]``, of this rank.
             cp_group: the group that ``Pack.of`` was given.
 
         Returns:
-            ``[padded_tokens]``, the whole pack in order.
+            ``[padded_tokens, ...]``, the whole pack in order.
 
         Raises:
             ValueError: ``local`` or ``cp_group`` does not fit the pack.
 
         Collectives:
-            Forward: one all-gather of ``[tokens]``. Backward: none.
+            Forward: one all-gather of ``local``. Backward: none.
         """
-        if local.shape != self.index.shape:
+        tokens = _without_batch(local, len(self.index))
+        if not tokens.dim() or len(tokens) != len(self.index):
             raise ValueError(
                 f"local {list(local.shape)}: expected a number for each of {len(self.index)} tokens of this rank"
             )
@@ -199,97 +243,66 @@ class Pack:
                 f"cp_group of {1 if cp_group is None else cp_group.size()} ranks: this pack is split over {self.cp}; "
                 "pass the cp_group that Pack.of was given"
             )
-        if alone(cp_group):
-            return local
-        return _Gather.apply(local, self.index, self._order, cp_group)  # type: ignore[return-value]
+        if cp_group is None or alone(cp_group):
+            return tokens
+        return zigzag.gathered(tokens, self.index, self.cu_seqlens_padded, cp_group)
 
-    @property
-    def _padded_tokens(self) -> int:
-        """Length of the padded pack, known without reading ``cu_seqlens_padded`` on the host."""
-        return len(self.index) * self.cp
-
-    def _whole(self) -> tuple[Tensor, Tensor]:
-        """Returns the sequence of each token of the padded pack, and its position there."""
-        lengths = self.cu_seqlens_padded.diff()
-        numbers = torch.arange(self.sequences, device=lengths.device)
-        of = torch.repeat_interleave(numbers, lengths, output_size=self._padded_tokens)
-        return of, torch.arange(self._padded_tokens, device=lengths.device) - self.cu_seqlens_padded[:-1][of]
-
-    @property
-    def _order(self) -> Tensor:
-        """Index of each token of the padded pack in the concatenation of all ranks' tokens."""
-        of, position = self._whole()
-        piece = (self.cu_seqlens_padded.diff() // (2 * self.cp))[of]
-        number = position // piece.clamp(min=1)
-        rank = torch.minimum(number, 2 * self.cp - 1 - number)
-        local = (
-            self.cu_seqlens_padded[:-1][of] // self.cp
-            + position % piece.clamp(min=1)
-            + torch.where(number >= self.cp, piece, 0)
-        )
-        return rank * len(self.index) + local
-
-    def to_rows(self, local: Tensor, width: int, cp_group: dist.ProcessGroup | None) -> Tensor:
+    def to_rows(self, local: Tensor, width: int, cp_group: dist.ProcessGroup | None, *, shift: int = 0) -> Tensor:
         """Gathers numbers of single tokens as one row for each sequence, on every rank.
 
+        It undoes ``from_rows`` of the same shift.
+
         Args:
-            local: ``[tokens]``, of this rank.
-            width: number of columns; positions beyond it are dropped.
+            local: ``[tokens, ...]`` or ``[1, tokens, ...]``, of this rank.
+            width: number of columns; at least ``longest``.
             cp_group: the group that ``Pack.of`` was given.
+            shift: 1 if the number of a token is about the next one, and belongs in its column, as
+                in NeMo-RL's ``prev_logprobs``; the first column is 0 then. 0 if it stays in the
+                token's own column.
 
         Returns:
-            ``[sequences, width]``: position t of sequence b at ``[b, t]``, 0 at padding.
+            ``[rows, width, ...]``: the number of position t of sequence b at ``[b, t + shift]``, 0
+            at padding. A declared tail has no row.
 
         Raises:
-            ValueError: ``local`` or ``cp_group`` does not fit the pack.
+            ValueError: An argument does not fit the pack.
 
         Collectives:
             Those of ``gather``.
         """
-        whole = self.gather(torch.where(self.real, local, 0), cp_group)
-        of, position = self._whole()
-        # Positions beyond the width share a column that is cut off: to leave them out by a mask,
-        # the host would have to count them.
-        columns = position.clamp(max=width)
-        return whole.new_zeros(self.sequences, width + 1).index_put((of, columns), whole)[:, :width].contiguous()
+        _check_shift(shift)
+        if width < self.longest:
+            raise ValueError(
+                f"width {width}: the longest sequence has {self.longest} tokens; expected at least as many columns, "
+                "or that Pack.of is given row_width, beyond which there is only padding"
+            )
+        whole = self.gather(local, cp_group)
+        sequence, position = zigzag.all_tokens(self.cu_seqlens_padded, self.padded_tokens)
+        column = position + shift
+        # Tokens without an entry share one place at the end, which is cut off: to leave them out by
+        # a mask, the host would have to count them.
+        at = torch.where(column < self.lengths[sequence], sequence * width + column, self.rows * width)
+        flat = whole.new_zeros(self.rows * width + 1, *whole.shape[1:]).index_put_((at,), whole)
+        return flat[:-1].view(self.rows, width, *whole.shape[1:])
+
+    def _packed(self, rows: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Returns packed tokens as ``[T, ...]``, and where their sequences start; None for rows.
+
+        A row of the only sequence can be read in both ways, with the same meaning.
+        """
+        starts = {self.host.true_tokens: self.cu_seqlens, self.padded_tokens: self.cu_seqlens_padded}
+        if rows.dim() > 1 and rows.shape[0] == 1 and rows.shape[1] in starts:
+            return rows[0], starts[rows.shape[1]]
+        if rows.dim() == 1 or (rows.dim() > 1 and rows.shape[0] != self.rows):
+            return (rows, starts[len(rows)]) if len(rows) in starts else None
+        return None
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, index: Tensor, order: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.save_for_backward(index)
-        parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(group.size())]
-        dist.all_gather(parts, local.contiguous(), group=group)
-        return torch.cat(parts)[order]
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        (index,) = ctx.saved_tensors
-        return upstream[index], None, None, None
+def _check_shift(shift: int) -> None:
+    if shift not in (0, 1):
+        raise ValueError(f"shift {shift}: expected 0, or 1 for entries that belong to the next token")
 
 
-def _check(true: Tensor, padded: Tensor, pieces: int) -> None:
-    if true.dim() != 1 or not len(true) or padded.shape != true.shape:
-        raise ValueError(
-            f"cu_seqlens {list(true.shape)} and cu_seqlens_padded {list(padded.shape)}: "
-            "expected [S + 1] for both, starting at 0"
-        )
-    if int(true[0]) or int(padded[0]) or bool((true.diff() < 0).any()):
-        raise ValueError(
-            f"cu_seqlens {true.tolist()}: expected 0, and then no number below the one before; "
-            "cu_seqlens_padded starts at 0 too"
-        )
-    short = (padded.diff() < true.diff()).nonzero()
-    if len(short):
-        number = int(short[0])
-        raise ValueError(
-            f"cu_seqlens_padded: sequence {number} has {int(padded.diff()[number])} tokens with padding and "
-            f"{int(true.diff()[number])} without; expected at least as many with padding"
-        )
-    uneven = (padded.diff() % pieces).nonzero()
-    if len(uneven):
-        number = int(uneven[0])
-        raise ValueError(
-            f"cu_seqlens_padded: sequence {number} has {int(padded.diff()[number])} tokens, "
-            f"expected a multiple of {pieces}, twice the number of ranks of cp_group; pad it"
-        )
+def _without_batch(x: Tensor, tokens: int) -> Tensor:
+    """Returns ``[1, tokens, ...]`` as ``[tokens, ...]``; other shapes as they are."""
+    return x[0] if x.dim() > 1 and x.shape[0] == 1 and x.shape[1] == tokens else x

@@ -35,6 +35,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from fused_losses import Pack, unchecked_values
+from fused_losses.packed_lengths import PackedLengths
 from lossgate import Candidate, Layout
 from lossgate.cases.case import Case
 from lossgate.cases.placement import sample_problems
@@ -129,13 +130,16 @@ def _runs_of_packs() -> Iterator[Run]:
         cu_seqlens = torch.tensor([0, 3, 8], device=DEVICE)
         tokens: dict[str, Any] = dict.fromkeys(("index", "sequence", "position"), torch.zeros(6, device=DEVICE).long())
         real = torch.ones(6, dtype=torch.bool, device=DEVICE)
-        pack = Pack(**tokens, real=real, cu_seqlens=cu_seqlens, cu_seqlens_padded=cu_seqlens, cp=2)
+        starts: dict[str, Any] = {"cu_seqlens": cu_seqlens, "cu_seqlens_padded": cu_seqlens}
+        host = PackedLengths(true=(3, 5), padded=(3, 9), rows=2, row_width=None)
+        pack = Pack(**tokens, real=real, lengths=cu_seqlens.diff(), **starts, cp=2, host=host)
         rows = torch.zeros(2, 5, device=DEVICE)
         whole = torch.zeros(12, device=DEVICE)
         local = torch.zeros(6, device=DEVICE, requires_grad=True)
         calls: dict[str, Callable[[], Any]] = {
             "Pack.of": lambda: Pack.of(cu_seqlens, cp_group=group),
             "Pack.from_rows": lambda: pack.from_rows(rows, shift=1),
+            "Pack.from_rows, packed": lambda: pack.from_rows(whole, shift=1),
             "Pack.labels": lambda: pack.labels(rows.long()),
             "Pack.split": lambda: pack.split(whole),
             "Pack.gather": lambda: _backward(pack.gather(local, group)),

@@ -17,13 +17,10 @@ from fused_losses import ClippedPGConfig, Pack, clipped_pg_loss, dpo_loss, linea
 from lossgate import Layout
 from lossgate.problems.partition import Partition
 from lossgate.worlds import RankContext, SimulatedWorld
+from property_tests.kernels.packs import FakeGroup, starts
 
 MakeWorld = Callable[..., SimulatedWorld]
 WIDTH, VOCAB = 5, 11
-
-
-def starts(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0)
 
 
 class Rows:
@@ -173,7 +170,7 @@ def test_a_pack_equals_its_sequences(name: str) -> None:
     microbatch's own count made a pack differ from its sequences.
     """
     rows, loss = Rows([4, 1, 7, 2, 0, 5], 7), LOSSES[name]
-    pack = Pack.of(starts([*rows.lengths, 0, 0]), starts([4, 2, 8, 2, 0, 13, 3, 0]))
+    pack = Pack.of(starts([*rows.lengths, 0, 0]), starts([4, 2, 8, 2, 0, 13, 3, 0]), tail=2)
     weight = rows.weight.clone().requires_grad_()
     hidden = rows.hidden(pack).masked_fill(~pack.real[:, None], float("nan")).requires_grad_()
     value, metrics = loss(rows, pack, hidden, weight)
@@ -187,17 +184,6 @@ def test_a_pack_equals_its_sequences(name: str) -> None:
         torch.testing.assert_close(found, whole(metric, parts[metric]))
 
 
-def test_labels_do_not_wrap_around() -> None:
-    """The last token of a sequence has no label.
-
-    Rolled labels, as in NeMo-RL's kernel, end with the first token of the row instead.
-    """
-    ids = torch.tensor([[1, 2, 3, 9], [4, 5, 9, 9], [6, 9, 9, 9]])
-    pack = Pack.of(starts([3, 2, 1]), starts([4, 2, 2]))
-    assert pack.labels(ids).tolist() == [2, 3, -100, -100, 5, -100, -100, -100]
-    assert pack.from_rows(ids, shift=0).tolist() == [1, 2, 3, 0, 4, 5, 6, 0]
-
-
 @pytest.mark.parametrize("name", LOSSES)
 def test_padded_lengths_may_be_given_as_the_true_ones(name: str) -> None:
     """Masks alone exclude padding then, and rows are shorter than the last sequence.
@@ -206,7 +192,7 @@ def test_padded_lengths_may_be_given_as_the_true_ones(name: str) -> None:
     """
     rows, loss = Rows([4, 1, 7, 2], 7), LOSSES[name]
     results = []
-    for pack in (Pack.of(starts(rows.lengths), starts([4, 2, 8, 12])), Pack.of(starts([4, 2, 8, 12]))):
+    for pack in (Pack.of(starts(rows.lengths), starts([4, 2, 8, 12])), Pack.of(starts([4, 2, 8, 12]), row_width=7)):
         weight = rows.weight.clone().requires_grad_()
         value, _ = loss(rows, pack, rows.hidden(pack), weight)
         value.backward()
@@ -291,52 +277,11 @@ def test_the_split_is_the_zigzag(lengths: list[int], cp: int, multiple: int) -> 
     """The split equals lossgate's partition of problems, an independent implementation."""
     partition = Partition(Layout(cp=cp), tuple(lengths), vocab=7, pad_to_multiple=multiple)
     for rank in range(cp):
-        group = _FakeGroup(cp, rank)
+        group = FakeGroup(cp, rank)
         pack = Pack.of(starts(lengths), torch.tensor(partition.starts), cp_group=group)  # type: ignore[arg-type]
         assert torch.equal(pack.index, partition.token_shards[0, rank])
         assert torch.equal(pack.sequence, partition.sequence_of_token[pack.index])
         assert torch.equal(pack.real, torch.isin(pack.index, partition.real_tokens))
-
-
-class _FakeGroup:
-    def __init__(self, size: int, rank: int) -> None:
-        self._size, self._rank = size, rank
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return self._rank
-
-
-@pytest.mark.parametrize("layout", ["single", "cp=2", "cp=3"])
-def test_gathering_undoes_splitting_and_its_gradient_is_not_multiplied(make_world: MakeWorld, layout: str) -> None:
-    """A loss that every rank computes in full needs no division by cp.
-
-    In NeMo-RL and AReaL, the gradient through the gather is too large by cp and must be corrected.
-    """
-    cp = Layout.parse(layout).cp
-    true, padded = starts([4, 0, 7, 1]), starts([12, 0, 12, 12])
-    whole_pack = torch.randn(36, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-    def body(context: RankContext) -> tuple[Tensor, Tensor, Tensor]:
-        group = context.mesh.get_group("cp")
-        pack = Pack.of(true, padded, cp_group=group)
-        local = pack.split(whole_pack).requires_grad_()
-        rows = pack.to_rows(local, 7, group)
-        assert torch.equal(pack.gather(local.detach(), group), whole_pack)
-        (rows.square().sum()).backward()
-        assert local.grad is not None
-        return rows.detach(), local.grad, torch.where(pack.real, 2 * local.detach(), 0.0)
-
-    world = make_world(layout)
-    for rows, gradient, expected in world.run(body):
-        torch.testing.assert_close(gradient, expected)
-        torch.testing.assert_close(rows[2], whole_pack[12:19])
-        torch.testing.assert_close(rows[3, 1:], torch.zeros(6, dtype=torch.float64))
-    gathers = [logged.shown for logged in world.log if logged.rank == 0]
-    assert len(gathers) == (2 if cp > 1 else 0)
-    assert all("," not in shown.split("[")[-1] for shown in gathers)  # One dim: no logits.
 
 
 def test_filtered_tokens_do_not_contribute() -> None:
@@ -360,34 +305,3 @@ def test_filtered_tokens_do_not_contribute() -> None:
         given = {**fields, **rest, "mask": mask}
         results.append(clipped_pg_loss(c, **given, valid_tokens=4, valid_sequences=1, config=config))
     torch.testing.assert_close(results[0], results[1])
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: Pack.of(torch.tensor([1, 3])), r"cu_seqlens \[1, 3\]: expected 0, and then no number below"),
-        (lambda: Pack.of(starts([4]), starts([3])), "sequence 0 has 3 tokens with padding and 4 without"),
-        (
-            lambda: Pack.of(starts([4, 6]), cp_group=_FakeGroup(2, 0)),
-            "sequence 1 has 6 tokens, expected a multiple of 4",
-        ),  # type: ignore[arg-type]
-        (lambda: Pack.of(starts([4]), tokens=5), "tokens 5: cu_seqlens_padded ends at 4"),
-        (lambda: Pack.of(starts([4])).split(torch.ones(5)), r"whole \[5\]: expected the 4 tokens"),
-        (
-            lambda: Pack.of(starts([4])).from_rows(torch.ones(4), shift=1),
-            r"rows \[4\], shift 1: expected \[B, width\], and 0 or 1",
-        ),
-        (
-            lambda: Pack.of(starts([4]), cp_group=_FakeGroup(2, 0)).gather(torch.ones(2), None),
-            "cp_group of 1 ranks: this pack is split over 2",
-        ),  # type: ignore[arg-type]
-        (
-            lambda: Pack.of(starts([4])).gather(torch.ones(3), None),
-            r"local \[3\]: expected a number for each of 4 tokens",
-        ),
-    ],
-)
-def test_bad_packs_raise_errors_that_name_the_argument(call: Callable[[], Any], message: str) -> None:
-    """NeMo-RL does not check that cp divides lengths; integer division drops the tail."""
-    with pytest.raises(ValueError, match=message):
-        call()

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent.relative_to(ROOT)
 OURS, MISTAKES = "ci/candidates/ours.py", str(HERE / "device_mistakes.py")
 
-PACKS = ("Pack.from_rows", "Pack.labels", "Pack.split", "Pack.gather", "Pack.to_rows")
+PACKS = ("Pack.from_rows", "Pack.from_rows, packed", "Pack.labels", "Pack.split", "Pack.gather", "Pack.to_rows")
 MIXED, WAITED = "FakeTensorDeviceMismatchError", "DataDependentOutputException"
 WAITS = {"Pack.of": WAITED}
 """What makes the host wait. ``Pack.of`` must: the lengths of sequences decide how large its tensors
