@@ -13,7 +13,7 @@ from torch import Tensor
 from fused_losses import zigzag
 from fused_losses.packed_lengths import PackedLengths
 from fused_losses.ranks import alone
-from fused_losses.token_layouts import Layout, check_layout
+from fused_losses.token_layouts import TokenLayout, check_layout
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class Pack:
             )
         return labels
 
-    def split(self, whole: Tensor, *, layout: Layout = "bsh") -> Tensor:
+    def split(self, whole: Tensor, *, layout: TokenLayout = "bsh") -> Tensor:
         """Selects this rank's tokens of a whole padded pack.
 
         Args:

@@ -7,13 +7,13 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-Layout = Literal["bsh", "sbh"]
+TokenLayout = Literal["bsh", "sbh"]
 """Order of the dims of a batch: "bsh" is ``[batch, sequence, hidden]``, as in transformers, and
 "sbh" Megatron's ``[sequence, batch, hidden]``. Labels are ``[batch, sequence]`` in both."""
 
 
 def flatten_tokens(
-    hidden: Tensor, labels: Tensor, layout: Layout = "bsh", ranks: int = 1, *, name: str = "hidden"
+    hidden: Tensor, labels: Tensor, layout: TokenLayout = "bsh", ranks: int = 1, *, name: str = "hidden"
 ) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
     """Lays hidden states, or logits, and labels out with one row for each token.
 
@@ -61,7 +61,7 @@ def flatten_tokens(
     return rows, _flat(labels, layout), restore
 
 
-def flatten_like(name: str, x: Tensor, labels: Tensor, layout: Layout = "bsh") -> Tensor:
+def flatten_like(name: str, x: Tensor, labels: Tensor, layout: TokenLayout = "bsh") -> Tensor:
     """Flattens numbers of single tokens, such as a mask, as ``flatten_tokens`` does labels.
 
     Args:
@@ -88,14 +88,14 @@ def check_layout(layout: str) -> None:
     Raises:
         ValueError: There is no such layout.
     """
-    if layout not in get_args(Layout):
+    if layout not in get_args(TokenLayout):
         raise ValueError(
             f"layout {layout!r}: expected 'bsh' for [batch, sequence, hidden], or 'sbh' for Megatron's "
             "[sequence, batch, hidden]"
         )
 
 
-def _flat(x: Tensor, layout: Layout) -> Tensor:
+def _flat(x: Tensor, layout: TokenLayout) -> Tensor:
     return x.T.flatten() if layout == "sbh" and x.dim() == 2 else x.flatten()
 
 
@@ -105,7 +105,7 @@ class _Expected:
 
     batch: int
     length: int
-    layout: Layout
+    layout: TokenLayout
     ranks: int
 
     @property
@@ -122,7 +122,7 @@ class _Expected:
 
     def way_out(self, hidden: Tensor) -> str:
         """Says what to change for hidden states that do not fit."""
-        other: Layout = "bsh" if self.layout == "sbh" else "sbh"
+        other: TokenLayout = "bsh" if self.layout == "sbh" else "sbh"
         if replace(self, layout=other).fits(hidden):
             return f"pass layout={other!r} if it lies so"
         if replace(self, ranks=1).fits(hidden):
