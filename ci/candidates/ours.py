@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fused_losses import (
     ClippedPGConfig,
     RhoCorrection,
+    RhoWeights,
     TokenLogprobs,
     clipped_pg_loss,
     dpo_loss,
@@ -21,6 +22,7 @@ from fused_losses import (
     linear_cross_entropy,
     linear_logprobs,
     linear_sft_loss,
+    rho_weights,
     tiled_token_logprobs,
     vocab_parallel_cross_entropy,
     vocab_parallel_logprobs,
@@ -348,7 +350,7 @@ def _clipped_pg(
     good_for="GRPO with DAPO or CISPO from hidden states, as open-instruct's tiled lm-head loss",
 )
 def fused_linear_grpo(inputs: GrpoHiddenInputs, options: GrpoSpecOptions, mesh: DeviceMesh) -> Outputs:
-    return _grpo(_filtered_logprobs(inputs, options, mesh), inputs, options, mesh)
+    return _grpo(_filtered_logprobs(inputs, options, mesh), inputs, options, mesh, _rho(options))
 
 
 @candidate(
@@ -357,15 +359,35 @@ def fused_linear_grpo(inputs: GrpoHiddenInputs, options: GrpoSpecOptions, mesh: 
     axes=("dp", "cp"),
     precision=TRAINED,
     supports={option.name: ANY for option in GRPO.options} | UNFILTERED | {"bias": ANY},
-    good_for="the same through an lm-head that is a module of any kind",
+    good_for="the same through an lm-head that is a module of any kind, with rho's weights computed before",
 )
 def fused_tiled_grpo(inputs: GrpoHiddenInputs, options: GrpoSpecOptions, mesh: DeviceMesh) -> Outputs:
     head = _as_module(inputs)
     logprobs, _ = tiled_token_logprobs(head, inputs.hidden, inputs.labels, temperature=options.temperature, tiles=TILES)
-    return _grpo(TokenLogprobs(logprobs, None, None, None), inputs, options, mesh)
+    weights = rho_weights(
+        _rho(options),
+        old_logprobs=inputs.old_logprobs,
+        vllm_logprobs=inputs.vllm_logprobs,
+        advantages=inputs.advantages,
+        mask=inputs.mask,
+        sequence=inputs.sequence,
+        sequences=len(inputs.cu_seqlens) - 1,
+        cp_group=mesh.get_group("cp"),
+    )
+    return _grpo(TokenLogprobs(logprobs, None, None, None), inputs, options, mesh, weights)
 
 
-def _grpo(tokens: TokenLogprobs, inputs: GrpoHiddenInputs, options: GrpoSpecOptions, mesh: DeviceMesh) -> Outputs:
+def _rho(options: GrpoSpecOptions) -> RhoCorrection:
+    return RhoCorrection(**{field.name: getattr(options, field.name) for field in fields(RhoCorrection)})
+
+
+def _grpo(
+    tokens: TokenLogprobs,
+    inputs: GrpoHiddenInputs,
+    options: GrpoSpecOptions,
+    mesh: DeviceMesh,
+    rho: RhoCorrection | RhoWeights,
+) -> Outputs:
     loss, metrics = grpo_loss(
         tokens.logprobs,
         unfiltered_logprobs=tokens.unfiltered_logprobs,
@@ -382,7 +404,7 @@ def _grpo(tokens: TokenLogprobs, inputs: GrpoHiddenInputs, options: GrpoSpecOpti
         clip_higher=options.clip_higher,
         beta=options.beta,
         kl_estimator=options.kl_estimator,
-        rho=RhoCorrection(**{field.name: getattr(options, field.name) for field in fields(RhoCorrection)}),
+        rho=rho,
         loss_denominator=options.loss_denominator,
         loss_scale=options.loss_scale,
         cp_group=mesh.get_group("cp"),

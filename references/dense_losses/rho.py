@@ -6,10 +6,10 @@ Both engines ran the same policy: p_old is the probability by the trainer, p_vll
     x_t       = clamp(log p_old - log p_vllm, -10, 10)
     rho_t     = exp(x_t)
                 exp(mean of x over t's sequence)             with rho_mask_sequence_level
-    dropped_t = rho_t < mask_lower or rho_t > mask_upper
-                (tv < mask_lower or tv > mask_upper) and sign(x_t) A_t > 0,
+    dropped_t = rho_t < lower or rho_t > upper               rho_mask_{lower,upper}_bound
+                (tv < lower or tv > upper) and sign(x_t) A_t > 0,
                 tv = mean of |exp(x) - 1| over t's sequence  with rho_mask_tv_divergence
-    w_t       = 0 if dropped_t, else clamp(rho_t, clamp_lower, clamp_upper)
+    w_t       = 0 if dropped_t, else clamp(rho_t)            rho_clamp_{lower,upper}_bound
 
 A is the advantage. No gradient flows through any of it.
 
