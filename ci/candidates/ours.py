@@ -114,7 +114,7 @@ def fused_linear_sft(inputs: NllHiddenInputs, options: NllOptions, mesh: DeviceM
         chunk=CHUNK,
         **_split(inputs, mesh),
     )
-    reported = statistics.reduce(mesh.get_group("cp")).reduce(mesh.get_group("dp")).export()
+    reported = statistics.reduce(mesh.get_group("cp"), mesh.get_group("dp"))
     return Outputs(
         loss=loss,
         metrics={
@@ -229,7 +229,7 @@ def fused_vocab_parallel_logprobs(inputs: LogitsInputs, options: TokenLogprobsOp
     head="hidden",
     axes=("dp", "cp", "tp"),
     precision=TRAINED,
-    contract=Contract(loss={"cp": "replicate"}, metrics={name: {"cp": "replicate"} for name in DPO.metrics}),
+    contract=Contract(loss={"cp": "replicate"}),
     supports={option.name: ANY for option in DPO.options}
     | {"reference_layout": ("next", "rolled"), "bias": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ways to a loss through an lm-head: ours, and the dense one that they are compared with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from fused_losses import (
     tiled_token_logprobs,
 )
 
-Metrics = dict[str, Tensor]
+Metrics = Mapping[str, Tensor]
 Way = Callable[[nn.Module, Tensor, Batch, int], tuple[Tensor, Metrics]]
 """From the lm-head, hidden states ``[tokens, WIDTH]``, a batch and the number of tokens of all
 ranks and microbatches to this rank's part of the loss and of the metrics.
@@ -97,8 +97,7 @@ def sft(head: nn.Module, hidden: Tensor, batch: Batch, tokens: int) -> tuple[Ten
         return value
 
     value = run_in_forward(head, loss, hidden)
-    sums = dict(zip(("n_seqs", "n_tokens", "n_valid_tokens"), statistics[0].sums, strict=False))
-    return value, {name: sums[name] for name in ("n_tokens", "n_valid_tokens")}
+    return value, {name: statistics[0][name] for name in ("n_tokens", "n_valid_tokens")}
 
 
 WAYS: dict[str, Way] = {

@@ -111,7 +111,7 @@ def _step(cell: Cell) -> Step:
     before, held = wrapped.weights(), wrapped.held()
     wrapped.first_iteration(lambda: compute(wrapped, cell.way, make_batch(dist.get_rank(), 0), 1)[0])
     tokens = count([make_batch(r, m, empty=cell.empty) for r in range(RANKS) for m in range(cell.microbatches)])
-    numbers: Metrics = {}
+    numbers: dict[str, Tensor] = {}
     collectives, logits = 0, False
     for microbatch in range(cell.microbatches):
         own = make_batch(dist.get_rank(), microbatch, empty=cell.empty)
@@ -133,7 +133,7 @@ def _step(cell: Cell) -> Step:
 
 def compute(wrapped: Wrapped, way: str, batch: Any, tokens: int) -> tuple[Tensor, Metrics]:
     """Computes the loss inside the forward of the wrapped model, as docs/kernels.md says."""
-    metrics: Metrics = {}
+    metrics: dict[str, Tensor] = {}
     from_outside = backbone_and_lm_head(wrapped.model)
 
     def loss_of(model: torch.nn.Module, ids: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from fused_losses.dpo import dpo_loss
 from fused_losses.grpo import grpo_loss
 from fused_losses.linear_logprobs import linear_logprobs
 from fused_losses.memory_snapshots import MemorySnapshots
+from fused_losses.metrics import Metrics
 from fused_losses.models import backbone_and_lm_head
 from fused_losses.packing import Pack
 from fused_losses.rho import RhoCorrection, RhoWeights, rho_weights
@@ -27,6 +28,7 @@ __all__ = [
     "ClippedPGConfig",
     "LinearCrossEntropyLoss",
     "MemorySnapshots",
+    "Metrics",
     "Pack",
     "RhoCorrection",
     "RhoWeights",

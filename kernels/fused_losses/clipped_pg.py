@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fused_losses.arguments import as_count, as_mask, as_sample_mask, as_sequence, check_device, check_tokens
 from fused_losses.clipped_pg_config import ClippedPGConfig
+from fused_losses.metrics import Metrics
 from fused_losses.numerics import bounded_exp, divisor
 from fused_losses.ranks import is_first, sum_over_for_parts
 
@@ -35,7 +36,7 @@ def clipped_pg_loss(
     rewards: Tensor | None = None,
     positive_tokens: Tensor | float | None = None,
     cp_group: dist.ProcessGroup | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, Metrics]:
     """Computes the clipped policy gradient loss and its metrics for a pack of sequences.
 
     The formulas are those of NeMo-RL's ``ClippedPGLossFn``; see ``ClippedPGConfig``.
@@ -65,9 +66,9 @@ def clipped_pg_loss(
         cp_group: the ranks over which the tokens of the pack are split.
 
     Returns:
-        The loss, a scalar, and metrics without gradients. They are this rank's parts and add up
-        over dp, cp and microbatches, as do gradients. Exceptions are the metrics ``.._min`` and
-        ``.._max``, which are to be reduced by minimum and maximum and are infinite without tokens.
+        The loss, a scalar, and ``Metrics``. They are this rank's parts and add up over dp, cp and
+        microbatches, as do gradients. All metrics are sums, but those ``.._min`` and ``.._max``,
+        which are reduced by minimum and maximum and are infinite without tokens.
         Metrics: ``kl_penalty`` (reduced like the loss), ``probs_ratio{,_clamped}{,_min,_max}``,
         ``approx_entropy``, ``token_mult_prob_error``, ``gen_kl_error``, ``policy_kl_error``,
         ``js_divergence_error``, ``sampling_importance_ratio``, ``is_oob_ratio`` (with a
@@ -139,7 +140,8 @@ def clipped_pg_loss(
     }
     metrics |= _range("probs_ratio", ratio, tokens) | _range("probs_ratio_clamped", clamped, tokens) | weight_metrics
     metrics |= _distances(_at(acting, c), _at(scored, p), generation_logprobs, tokens, o)
-    return loss, {name: value.detach() for name, value in metrics.items()}
+    minima, maxima = ([name for name in metrics if name.endswith(end)] for end in ("_min", "_max"))
+    return loss, Metrics(metrics, minima=minima, maxima=maxima)
 
 
 def _at(where: Tensor, x: Tensor) -> Tensor:

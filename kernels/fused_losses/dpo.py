@@ -21,8 +21,9 @@ from fused_losses.arguments import (
     check_setting,
     check_tokens,
 )
+from fused_losses.metrics import Metrics
 from fused_losses.numerics import divisor
-from fused_losses.ranks import sum_over
+from fused_losses.ranks import is_first, sum_over
 
 
 def dpo_loss(
@@ -41,7 +42,7 @@ def dpo_loss(
     sft_average_log_probs: bool = False,
     epsilon: float = 0.0,
     cp_group: dist.ProcessGroup | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, Metrics]:
     """Computes the loss of DPO or IPO, with an optional SFT term on the chosen sequences.
 
     r_i is the sum over sequence i of log p - log p_ref; with ``preference_average_log_probs`` it is
@@ -74,12 +75,13 @@ def dpo_loss(
         cp_group: the ranks over which the tokens of the pack are split, in any way.
 
     Returns:
-        The loss, a scalar, and metrics without gradients. Both are the same on every rank of
-        ``cp_group``; each rank has the gradient of its own tokens. The metrics ``preference_loss``,
-        ``sft_loss`` (0 at weight 0), ``accuracy``, ``rewards_chosen_mean`` and
-        ``rewards_rejected_mean`` (in nats, without beta) are divided by the number of pairs;
-        ``num_valid_samples`` is half the number of sequences with ``sample_mask`` here, as in
-        NeMo-RL.
+        The loss, a scalar, and ``Metrics``. The loss is the same on every rank of ``cp_group``, and
+        each rank has the gradient of its own tokens: so do not add losses of ``cp_group`` up. The
+        metrics are parts and sums all: the first rank of ``cp_group`` reports them, and the others
+        have 0. ``preference_loss``, ``sft_loss`` (0 at weight 0), ``accuracy``,
+        ``rewards_chosen_mean`` and ``rewards_rejected_mean`` (in nats, without beta) are divided by
+        the number of pairs; ``num_valid_samples`` is half the number of sequences with
+        ``sample_mask`` here, as in NeMo-RL.
 
     Raises:
         ValueError: A shape or option does not fit; the message names it.
@@ -129,7 +131,8 @@ def dpo_loss(
         "rewards_rejected_mean": mean(rejected),
         "num_valid_samples": sample_mask.sum() / 2,
     }
-    return loss, {name: value.detach() for name, value in metrics.items()}
+    own = is_first(cp_group)  # Every rank of the group holds the whole, and a sum counts it once.
+    return loss, Metrics({name: value if own else torch.zeros_like(value) for name, value in metrics.items()})
 
 
 def _as_masks_of_pairs(sample_mask: Tensor, like: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_losses.arguments import as_count, as_mask, check_choice, check_integer, check_setting, check_tokens
+from fused_losses.metrics import Metrics
 from fused_losses.numerics import bounded_exp, divisor
 from fused_losses.rho import RhoCorrection, RhoWeights, given_weights, rho_weights
 
@@ -39,7 +40,7 @@ def grpo_loss(
     loss_denominator: Literal["token"] | float = "token",
     loss_scale: int = 1,
     cp_group: dist.ProcessGroup | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, Metrics]:
     """Computes the GRPO objective of open-instruct, with the policy loss of DAPO or CISPO.
 
     The loss is ``loss_scale sum_t m_t (w_t policy_t + beta kl_t) / D``, where m is the mask and w
@@ -80,12 +81,12 @@ def grpo_loss(
         cp_group: the ranks over which the tokens of sequences are split.
 
     Returns:
-        This rank's part of the loss, a scalar, and of metrics without gradients. The metrics
+        This rank's part of the loss, a scalar, and of ``Metrics``. The metrics
         ``kl0 .. kl3``, ``kl_avg``, ``policy_avg``, ``total_avg``, ``clipfrac``, ``ratio_mean``,
         ``ratio_square_mean``, ``rho_mean``, ``rho_weight``, ``rho_clipfrac``, ``rho_drop_frac``,
         ``rho_drop_low_frac`` and ``rho_drop_high_frac`` are parts of means over ``valid_tokens``,
-        to be summed over ranks. ``rho_min`` and ``rho_max`` are to be reduced by minimum and
-        maximum; they are infinite without tokens. With a tensor of weights, only ``rho_weight`` and
+        so they are sums. ``rho_min`` and ``rho_max`` are reduced by minimum and maximum; they are
+        infinite without tokens. With a tensor of weights, only ``rho_weight`` and
         ``rho_drop_frac`` are known of these.
 
     Raises:
@@ -141,7 +142,9 @@ def grpo_loss(
         "ratio_mean": mean(detached),
         "ratio_square_mean": mean(detached.square()),
     }
-    return loss, metrics | weights.metrics(mask, count)
+    metrics |= weights.metrics(mask, count)
+    minima, maxima = ([name] if name in metrics else [] for name in ("rho_min", "rho_max"))
+    return loss, Metrics(metrics, minima=minima, maxima=maxima)
 
 
 class _Select:

@@ -228,16 +228,14 @@ def test_a_pack_over_ranks_equals_its_sequences(make_world: MakeWorld, name: str
     expected, gradient, parts = one_by_one(loss, rows, group_size=2 if name == "dpo" else 1)
     ranks = [Layout.parse(layout).coordinate(rank) for rank in range(Layout.parse(layout).ranks)]
     first = [r for r, at in zip(results, ranks, strict=True) if at["tp"] == 0]
-    replicated = name == "dpo"
-    torch.testing.assert_close(first[0][0] if replicated else sum(r[0] for r in first), expected)
+    torch.testing.assert_close(first[0][0] if name == "dpo" else sum(r[0] for r in first), expected)
     grads = [
         sum(r[1] for r, at in zip(results, ranks, strict=True) if at["tp"] == tp)
         for tp in range(Layout.parse(layout).tp)
     ]
     torch.testing.assert_close(torch.cat([torch.as_tensor(g) for g in grads]), gradient)
     for metric in parts:
-        found = first[0][2][metric] if replicated else whole(metric, [r[2][metric] for r in first])
-        torch.testing.assert_close(found, whole(metric, parts[metric]))
+        torch.testing.assert_close(whole(metric, [r[2][metric] for r in first]), whole(metric, parts[metric]))
 
 
 @pytest.mark.parametrize("name", LOSSES)
