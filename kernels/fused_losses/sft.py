@@ -121,8 +121,9 @@ def linear_sft_loss(
             context-parallel rank and microbatch.
         reduction: ``"mean"`` divides by ``valid_tokens``; ``"sum"`` does not.
         epsilon: added to ``valid_tokens``; 1e-5 in AReaL.
-        entropy: whether the statistics have the entropy. It takes about a third more time.
-        logit_range: whether the statistics have the smallest and the largest logit.
+        entropy: whether the statistics have the entropy. It reads every logit again, which takes
+            time at small hidden sizes.
+        logit_range: whether the statistics have the range of logits.
         bias: ``[local_vocab]``, or None.
         temperature: divides the logits; positive.
         softcap: the cap of the logits, positive; None for no soft-cap.

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import lossgate
-from fused_losses import Pack, SFTStatistics, linear_logprobs, linear_sft_loss
+from fused_losses import Metrics, Pack, SFTStatistics, linear_logprobs, linear_sft_loss, sft
 from lossgate import Layout
 from lossgate.declaration.loading import load_candidates
 from lossgate.worlds import RankContext, SimulatedWorld
@@ -156,7 +156,7 @@ def test_nothing_depends_on_the_split(make_world: MakeWorld, layout: str) -> Non
         loss, statistics = loss_of(own, corpus.trained, weight, cp_group=cp, vocab_start=start, tp_group=tp)
         loss.backward()
         assert weight.grad is not None
-        return loss.detach(), weight.grad, statistics.reduce(cp).reduce(dp).export()
+        return loss.detach(), weight.grad, statistics.reduce(cp, dp).export()
 
     world = make_world(layout)
     results = world.run(body)
@@ -183,12 +183,11 @@ def test_nothing_depends_on_microbatches_or_padding(order: list[int], cuts: list
     corpus = Corpus([5, 8, 3, 1, 7, 2])
     weight = corpus.weight.clone().requires_grad_()
     edges = [0, *sorted(cuts), 6]
-    total, statistics = torch.zeros((), dtype=torch.float64), None
+    total, statistics = torch.zeros((), dtype=torch.float64), Metrics()
     for first, last in pairwise(edges):
         loss, own = loss_of(corpus.part(list(order)[first:last]), corpus.trained, weight, multiple)
-        total, statistics = total + loss, own if statistics is None else statistics + own
+        total, statistics = total + loss, statistics + own
     total.backward()
-    assert statistics is not None
     expected_loss, gradient, expected = alone(corpus)
     torch.testing.assert_close(total.detach(), expected_loss)
     torch.testing.assert_close(weight.grad, gradient)
@@ -209,7 +208,7 @@ def test_collectives_do_not_depend_on_data(make_world: MakeWorld) -> None:
             dp, cp = context.mesh.get_group("dp"), context.mesh.get_group("cp")
             weight = corpora[0].weight.clone().requires_grad_(train)
             loss, statistics = loss_of(corpora[dp.rank()], 7, weight, cp_group=cp)
-            statistics.reduce(cp).reduce(dp)
+            statistics.reduce(cp, dp)
             if train:
                 loss.backward()
 
@@ -223,8 +222,8 @@ def test_collectives_do_not_depend_on_data(make_world: MakeWorld) -> None:
     untrained.mask = torch.zeros_like(untrained.mask)
     for train in (True, False):
         ranks = collectives([both, untrained], train)
-        # One sum of [2, sequences] over cp, then three reductions over each of cp and dp.
-        assert [len(rank) for rank in ranks] == [7] * 4
+        # One sum of [2, sequences] over cp, then one collective over each of cp and dp.
+        assert [len(rank) for rank in ranks] == [3] * 4
         names = [
             [entry.split()[0] + entry.split()[1] for entry in rank]
             for rank in (*ranks, *collectives([both, empty], train))
@@ -273,11 +272,70 @@ def test_epsilon_is_added_to_the_count_and_a_sum_is_not_divided() -> None:
     torch.testing.assert_close(summed, loss * valid)
 
 
-def test_bad_arguments_raise_errors_that_name_them() -> None:
-    corpus = Corpus([4])
+PARTS = {
+    "n_seqs": (),
+    "n_tokens": (),
+    "n_valid_tokens": (),
+    "prompt_tokens": (),
+    "ppl": (),
+    "loss": (),
+    "entropy": ("entropy",),
+    "vocab_min_logits": ("logit_range",),
+    "vocab_max_logits": ("logit_range",),
+}
+"""What each statistic needs."""
+
+
+@pytest.mark.parametrize("wanted", [(), ("entropy",), ("logit_range",), ("entropy", "logit_range")], ids=str)
+def test_statistics_in_parts(monkeypatch: pytest.MonkeyPatch, wanted: tuple[str, ...]) -> None:
+    """The parts are those of the whole, in names and bits, and the others are not computed."""
+    asked = list[dict[str, Any]]()
+
+    def spy(*given: Any, **options: Any) -> Any:
+        asked.append(options)
+        return linear_logprobs(*given, **options)
+
+    monkeypatch.setattr(sft, "linear_logprobs", spy)
+    corpus = Corpus([5, 8, 3])
+    _, whole = loss_of(corpus, corpus.trained, corpus.weight)
+    options = {name: name in wanted for name in ("entropy", "logit_range")}
+    loss, part = loss_of(corpus, corpus.trained, corpus.weight, **options)
+    expected = [n for n in whole if set(PARTS[n if n in PARTS else n.rpartition("_")[0]]) <= set(wanted)]
+    assert list(part) == expected
+    assert all(torch.equal(part[name], whole[name]) for name in expected)
+    torch.testing.assert_close(part["loss_avg"], loss)
+    assert {name: asked[-1][name] for name in options} == options
+
+
+def test_masks_may_be_numbers_0_and_1() -> None:
+    corpus = Corpus([5, 8, 3])
+    hidden, labels = torch.cat([*corpus.embedding]), corpus.ids.flatten()
+    mask, real = corpus.mask.flatten(), torch.ones(24)
+    given: dict[str, Any] = {"sequence": torch.arange(24) // 8, "sequences": 3, "valid_tokens": 9}
+    (loss, found), (other, others) = (
+        linear_sft_loss(hidden, corpus.weight, labels, mask=m, real=r, **given)
+        for m, r in ((mask, real.bool()), (mask.float(), real.int()))
+    )
+    assert torch.equal(loss, other)
+    assert found.floats() == others.floats()
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "reduction": ({"reduction": "max"}, "reduction 'max': expected 'mean' or 'sum'"),
+    "epsilon": ({"epsilon": -1}, "epsilon -1: expected a finite number from 0"),
+    "valid_tokens": ({"valid_tokens": -3}, "valid_tokens -3: expected a finite number from 0"),
+    "sequences": ({"sequences": 1.5}, "sequences 1.5: expected an integer from 0"),
+    "no mask": ({"mask": None}, "mask None: expected a tensor"),
+    "another number": ({"real": torch.full((4,), 0.5)}, "real holds 0.5: expected 0 and 1 alone"),
+    "another shape": ({"mask": torch.ones(4, 1)}, r"mask \[4, 1\]: expected \[4\], one entry for each of labels"),
+    "sequence": ({"sequence": torch.zeros(3)}, r"sequence \[3\]: expected \[4\], one for each token, as labels"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_arguments_raise_errors_that_name_them(name: str) -> None:
+    changes, message = REFUSED[name]
     hidden, labels = torch.zeros(4, WIDTH, dtype=torch.float64), torch.zeros(4, dtype=torch.long)
     given: dict[str, Any] = {"mask": labels == 0, "real": labels == 0, "sequence": labels, "sequences": 1}
-    with pytest.raises(ValueError, match="reduction 'max': expected 'mean' or 'sum'"):
-        linear_sft_loss(hidden, corpus.weight, labels, valid_tokens=4, reduction="max", **given)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="tokens has no entropy or no range: expected linear_logprobs"):
-        SFTStatistics.of(linear_logprobs(hidden, corpus.weight, labels), **given)
+    with pytest.raises(ValueError, match=message):
+        linear_sft_loss(hidden, Corpus([4]).weight, labels, **{"valid_tokens": 4, **given, **changes})
