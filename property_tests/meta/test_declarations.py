@@ -33,6 +33,8 @@ def test_whole_numbers_of_an_option_that_takes_floats_are_floats() -> None:
         ({"head": "hiden"}, "candidate(head='hiden'): spec 'nll' has no such head; did you mean 'hidden'?"),
         ({"head": "embeddings"}, "spec 'nll' has no such head; expected one of hidden, logits, logprobs"),
         ({"spec": "value"}, "candidate(head='hidden'): spec 'value' has no such head; expected one of values"),
+        ({"tokens": "row"}, "candidate(tokens='row'): did you mean 'rows'? (expected one of shard, rows, packed)"),
+        ({"tokens": ["rows"]}, "candidate(tokens=['rows']): did you mean 'rows'? (expected one of"),
         ({"axes": ("pp",)}, "candidate(axes=('pp',)): unknown mesh axis 'pp'; expected one of dp, cp, tp"),
         ({"axes": ("dp", "dp")}, "candidate(axes=('dp', 'dp')): 'dp' is named twice; name each mesh axis once"),
         ({"dtypes": ("bfloat",)}, "candidate(dtypes=('bfloat',)): unknown dtype 'bfloat'; did you mean 'bfloat16'?"),
@@ -124,6 +126,13 @@ def test_whole_numbers_of_an_option_that_takes_floats_are_floats() -> None:
             "head 'hidden' has no gradient of 'logits'; expected one of hidden, weight, bias",
         ),
         (
+            {"contract": Contract(logprobs={"cp": "replicate"})},
+            (
+                "candidate(contract=...): logprobs has cp='replicate', which is for whole sequences, and "
+                "tokens='shard' gives a rank its own tokens; declare tokens='rows' or tokens='packed', or leave cp out"
+            ),
+        ),
+        (
             {"contract": Contract(metrics={"loss_min": {"dp": "sum"}})},
             (
                 "metric 'loss_min' has dp='sum', cp='min', tp='replicate', which mixes min and sum; "
@@ -150,5 +159,6 @@ def test_a_declaration_without_slips_is_kept() -> None:
     assert declared.supported("reduction") == ("mean",)
     assert declared.tiles == {"vocab": (4,)}
     assert declared.differentiable == ("loss",)
+    assert declared.tokens == "shard"
     assert declared.precision == BOTH
     assert declared.name == "kernel"

@@ -14,6 +14,7 @@ from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.contract import Placements
 from lossgate.layout import AXES, Axis
 from lossgate.problems.partition import SHARDED_DIMS, Dims, Partition
+from lossgate.problems.whole_sequences import Tokens, WholeSequences
 from lossgate.specs.outputs import Output
 
 
@@ -46,13 +47,26 @@ def assemble(ranks: Sequence[RankOutputs], candidate: Candidate, partition: Part
         if missing := [rank for rank, part in enumerate(parts) if part is None]:
             faults[output] = (_missing(output, missing),)
             continue
-        present = [part for part in parts if part is not None]
+        present, unequal = [part for part in parts if part is not None], tuple[str, ...]()
+        if candidate.returns_whole(output):
+            present, unequal = _own_tokens(present, candidate.tokens, partition)
         padded, wrong = assemble_tensor(present, output.dims, candidate.placements(output), partition, hidden)
         outputs[output], leak = _without_padding(padded, output, partition)
-        dtypes[output], wrong = present[0].dtype, (*wrong, *leak)
+        dtypes[output], wrong = present[0].dtype, (*unequal, *wrong, *leak)
         if wrong:
             faults[output] = wrong
     return Assembled(outputs, dtypes, faults)
+
+
+def _own_tokens(parts: Sequence[Tensor], tokens: Tokens, partition: Partition) -> tuple[list[Tensor], tuple[str, ...]]:
+    """Takes each rank's own tokens from whole sequences, which must be equal over cp."""
+    packed = [WholeSequences.of(partition, tokens, rank).pack(part) for rank, part in enumerate(parts)]
+    faults: list[str] = []
+    for rank, part in enumerate(packed):
+        leader = _leader(rank, ["cp"], partition)
+        if not _equal(part, packed[leader]):
+            faults.append(_unequal(leader, rank, _distance(part, packed[leader])))
+    return [partition.shard(part, ("token",), rank) for rank, part in enumerate(packed)], tuple(faults)
 
 
 def _without_padding(padded: Tensor, output: Output, partition: Partition) -> tuple[Tensor, tuple[str, ...]]:

@@ -10,7 +10,8 @@ from lossgate.declaration.candidate import Candidate, Outputs
 from lossgate.errors import CandidateError
 from lossgate.numerics.float_formats import TORCH_DTYPES
 from lossgate.problems.batch import GlobalBatch
-from lossgate.specs.outputs import RETURNED
+from lossgate.problems.whole_sequences import WholeSequences
+from lossgate.specs.outputs import RETURNED, Output
 from lossgate.spelling import nearest
 
 
@@ -56,10 +57,16 @@ def _values(
             if name not in spec.outputs:
                 expected = ", ".join(spec.outputs)
                 raise CandidateError(f"{who} returned {name}; spec {spec.name!r} has only {expected}")
-            found[name] = (value, batch.partition.local_shape(output.dims, rank, 0))
+            found[name] = (value, _shape(output, candidate, batch, rank))
         elif name == spec.outputs[0]:
             raise CandidateError(f"{who} returned no {name}; spec {spec.name!r} requires it")
     return found
+
+
+def _shape(output: Output, candidate: Candidate, batch: GlobalBatch, rank: int) -> tuple[int, ...]:
+    if candidate.returns_whole(output):
+        return tuple(WholeSequences.of(batch.partition, candidate.tokens, rank).token.shape)
+    return batch.partition.local_shape(output.dims, rank, 0)
 
 
 def _metrics(returned: Outputs, candidate: Candidate, who: str) -> dict[str, tuple[Any, tuple[int, ...]]]:

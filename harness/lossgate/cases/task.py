@@ -14,6 +14,7 @@ from torch import Tensor
 from lossgate.cases.returned import check_returned
 from lossgate.declaration.candidate import Candidate, Outputs
 from lossgate.problems.batch import GlobalBatch
+from lossgate.problems.whole_sequences import WholeSequences
 from lossgate.specs.outputs import RETURNED, Output, metric_output
 from lossgate.worlds.base import RankContext
 
@@ -46,12 +47,12 @@ class RankTask:
         absent = dict.fromkeys(set(dims) - set(leaves))
         fields = {
             name: value.to(device) if isinstance(value, Tensor) else value
-            for name, value in batch.local_fields(rank).items()
+            for name, value in batch.local_fields(rank, candidate.tokens, candidate.spec.all_unshifted).items()
         }
         local = candidate.spec.inputs[candidate.head](**fields, **leaves, **absent)
         returned = candidate(local, candidate.spec.bind(self.options).options, context.mesh)
         outputs = check_returned(returned, candidate, batch, rank, device)
-        _backward(outputs, batch, context)
+        _backward(outputs, candidate, batch, context)
         found = _collect(outputs, candidate, leaves)
         return {output: None if tensor is None else tensor.cpu() for output, tensor in found.items()}
 
@@ -67,13 +68,16 @@ def _collect(outputs: Outputs, candidate: Candidate, leaves: Mapping[str, Tensor
     return local
 
 
-def _backward(outputs: Outputs, batch: GlobalBatch, context: RankContext) -> None:
+def _backward(outputs: Outputs, candidate: Candidate, batch: GlobalBatch, context: RankContext) -> None:
     roots: list[Tensor] = []
     upstream: list[Tensor] = []
     for name, cotangent in batch.cotangents.items():
         root: Tensor | None = getattr(outputs, name)
         if root is not None:
             roots.append(root)
-            own = batch.partition.shard(cotangent, RETURNED[name].dims, context.rank)
+            if candidate.returns_whole(RETURNED[name]):
+                own = WholeSequences.of(batch.partition, candidate.tokens, context.rank).lay_upstream(cotangent)
+            else:
+                own = batch.partition.shard(cotangent, RETURNED[name].dims, context.rank)
             upstream.append(own.to(context.device, root.dtype))
     torch.autograd.backward(roots, upstream)

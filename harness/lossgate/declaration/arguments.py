@@ -9,6 +9,7 @@ from lossgate.declaration.precision import Precision
 from lossgate.dtypes import DTYPES
 from lossgate.errors import UsageError
 from lossgate.layout import AXES, Axis
+from lossgate.problems.whole_sequences import TOKENS, Tokens
 from lossgate.spelling import nearest
 
 _TILED_DIMS = ("token", "vocab", "hidden")
@@ -63,6 +64,13 @@ def check_dtypes(dtypes: Any) -> tuple[str, ...]:
     if not names:
         raise UsageError(f"candidate(dtypes={dtypes!r}): expected at least one of {', '.join(DTYPES)}")
     return names
+
+
+def check_tokens(tokens: Any) -> Tokens:
+    known: Tokens | None = next((one for one in TOKENS if one == tokens), None)
+    if known is None:
+        raise UsageError(f"candidate(tokens={tokens!r}): {nearest(tokens, TOKENS)}")
+    return known
 
 
 def check_name(name: Any) -> str | None:

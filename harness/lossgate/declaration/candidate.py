@@ -23,6 +23,7 @@ from lossgate.declaration.arguments import (
     check_precision,
     check_text,
     check_tiles,
+    check_tokens,
 )
 from lossgate.declaration.checks import (
     check_contract,
@@ -36,6 +37,7 @@ from lossgate.declaration.contract import Contract, Placements
 from lossgate.declaration.known_failure import KnownFailure
 from lossgate.declaration.precision import Precision
 from lossgate.layout import Axis
+from lossgate.problems.whole_sequences import Tokens
 from lossgate.specs.heads import HEADS
 from lossgate.specs.heads.base import Head
 from lossgate.specs.outputs import Output
@@ -49,10 +51,11 @@ class Outputs:
     loss: Tensor | None = None
     """Scalar. Specs without a loss have none."""
     logprobs: Tensor | None = None
-    """``[local tokens]``: the log-probability of each label. Masked tokens are ignored."""
+    """``[local tokens]``: the log-probability of each label. Masked tokens are ignored. With
+    ``Contract(logprobs={"cp": "replicate"})``, whole sequences in the shape of ``input_ids``: the
+    log-probability of each token."""
     token_entropy: Tensor | None = None
-    """``[local tokens]``: the entropy of each token's distribution, in nats. Values at masked
-    tokens are ignored."""
+    """Likewise: the entropy of each token's distribution, in nats."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     """Scalars, by the names that the spec gives them."""
 
@@ -76,6 +79,7 @@ class Candidate:
     name: str
     spec: Spec
     head: str
+    tokens: Tokens
     axes: tuple[Axis, ...]
     dtypes: tuple[str, ...]
     precision: Mapping[str, Precision]
@@ -120,6 +124,12 @@ class Candidate:
         given = ((options.get(o.name, o.default), self.supported(o.name)) for o in self.spec.options)
         return all(supported is ANY or value in supported for value, supported in given)
 
+    def returns_whole(self, output: Output) -> bool:
+        """Returns whether every cp rank returns an output for whole sequences, in the shape of
+        ``input_ids``.
+        """
+        return output.kind == "token value" and self.contract.whole_sequences
+
     def placements(self, output: Output) -> Placements:
         """Returns how the ranks' parts of an output make the whole."""
         if output.kind == "metric":
@@ -131,6 +141,7 @@ def candidate(
     spec: str | Spec,
     *,
     head: str,
+    tokens: Tokens = "shard",
     axes: tuple[Axis, ...] = (),
     dtypes: tuple[str, ...] = ("float32", "bfloat16"),
     precision: Precision | Mapping[str, Precision] | None = None,
@@ -148,6 +159,8 @@ def candidate(
         spec: the loss that it computes, by name or as the object; see ``lossgate list``.
         head: where it starts: "hidden", "logits" or "logprobs"; "values" or "rewards" for critics
             and reward models.
+        tokens: how it is given what belongs to tokens: "shard" is this rank's tokens, shifted and
+            split; "rows" and "packed" are what a framework has before that, whole sequences.
         axes: the mesh axes over which it can be sharded, of "dp", "cp", "tp"; none for a kernel of
             a single rank.
         dtypes: the dtypes of inputs that it takes.
@@ -173,10 +186,11 @@ def candidate(
     declaration: dict[str, Any] = {
         "spec": own_spec,
         "head": check_head(own_spec, head),
+        "tokens": check_tokens(tokens),
         "axes": check_axes(axes),
         "dtypes": own_dtypes,
         "precision": MappingProxyType(check_precision(precision, own_dtypes)),
-        "contract": check_contract(own_spec, head, contract),
+        "contract": check_contract(own_spec, head, tokens, contract),
         "supports": MappingProxyType(check_supports(own_spec, supports)),
         "differentiable": check_differentiable(own_spec, differentiable),
         "tiles": MappingProxyType(check_tiles(tiles)),

@@ -12,6 +12,7 @@ from lossgate.declaration.arguments import check_mapping, check_names, check_typ
 from lossgate.declaration.contract import Contract
 from lossgate.errors import UsageError
 from lossgate.losses import find_spec
+from lossgate.problems.whole_sequences import Tokens
 from lossgate.specs.heads import HEADS
 from lossgate.specs.option import Option
 from lossgate.specs.outputs import metric_output
@@ -91,11 +92,18 @@ def check_differentiable(spec: Spec, differentiable: Any) -> tuple[str, ...]:
     return names
 
 
-def check_contract(spec: Spec, head: str, contract: Any) -> Contract:
-    """Returns the contract, if every metric and gradient that it names exists."""
+def check_contract(spec: Spec, head: str, tokens: Tokens, contract: Any) -> Contract:
+    """Returns the contract, if every metric and gradient that it names exists, and whole sequences
+    are returned only by a candidate that is given them.
+    """
     own: Contract = check_type(
         "contract", Contract() if contract is None else contract, Contract, "lossgate.Contract(...)"
     )
+    if own.whole_sequences and tokens == "shard":
+        raise UsageError(
+            "candidate(contract=...): logprobs has cp='replicate', which is for whole sequences, and tokens='shard' "
+            "gives a rank its own tokens; declare tokens='rows' or tokens='packed', or leave cp out"
+        )
     for metric in own.metrics:
         if metric not in spec.metrics:
             raise UsageError(

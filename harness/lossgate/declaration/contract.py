@@ -40,7 +40,8 @@ class Contract:
 
     loss: Placements = field(default_factory=dict)
     logprobs: Placements = field(default_factory=dict)
-    """Of log-probabilities, and of entropies if the spec has them."""
+    """Of log-probabilities, and of entropies if the spec has them. cp splits them. A candidate that
+    is given whole sequences may say "replicate", and return whole sequences on every cp rank."""
     metrics: Mapping[str, Placements] = field(default_factory=dict)
     grads: Mapping[str, Placements] = field(default_factory=dict)
     """By the name of the input: "hidden", "weight", "bias", "logits", ..."""
@@ -55,6 +56,11 @@ class Contract:
                 )
             for key, placements in by_name.items():
                 _check(f"{name}[{key!r}]", placements)
+
+    @property
+    def whole_sequences(self) -> bool:
+        """Whether every cp rank returns log-probabilities and entropies of whole sequences."""
+        return self.logprobs.get("cp") == "replicate"
 
     def placements(self, output: Output, reduction: Literal["sum", "min", "max"] = "sum") -> Placements:
         """Returns how the ranks' parts of an output make the whole.

@@ -118,6 +118,7 @@ DISTILL = Spec(
     outputs=("loss",),
     inputs={"hidden": DistillHiddenInputs, "logits": DistillLogitsInputs},
     fields={"teacher_logits": ("token", "topk"), "teacher_indices": ("token", "topk")},
+    unshifted=frozenset({"teacher_logits", "teacher_indices"}),  # as a model gives them
     make_fields=_make_fields,
     scenarios=(_TEACHER,),
     token_values=_token_values,

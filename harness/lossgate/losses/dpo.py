@@ -210,6 +210,7 @@ DPO = Spec(
     ),
     inputs={"hidden": DpoHiddenInputs, "logits": DpoLogitsInputs, "logprobs": DpoLogprobsInputs},
     fields={**_PAIR_FIELDS, "reference_logprobs": ("token",)},
+    unshifted=frozenset({"reference_logprobs"}),  # they are shifted as the option reference_layout says
     make_fields=_make_dpo_fields,
     scenarios=(_REFERENCE, SAMPLES),
     group_size=2,

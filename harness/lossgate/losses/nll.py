@@ -127,6 +127,7 @@ NLL = Spec(
     ),
     inputs={"hidden": NllHiddenInputs, "logits": NllLogitsInputs, "logprobs": NllLogprobsInputs},
     fields={"real": ("token",), "real_tokens": (), "trained_sequences": ()},
+    unshifted=frozenset({"real"}),
     make_fields=_make_fields,
     metrics={
         "entropy": Metric(

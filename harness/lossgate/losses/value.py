@@ -72,6 +72,7 @@ VALUE = Spec(
     outputs=("loss",),
     inputs={"values": ValueInputs},
     fields={"old_values": ("token",), "returns": ("token",)},
+    unshifted=frozenset({"mask", "old_values", "returns"}),  # a value is that of its own token
     make_fields=_make_fields,
     scenarios=(
         Option(name="values", meaning="how far values moved", default="inside", choices=("inside", "everywhere")),

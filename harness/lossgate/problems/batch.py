@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every tensor of a problem, unsplit, and the shards of each rank."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lossgate.numerics.float_formats import TORCH_DTYPES
 from lossgate.problems.partition import Dims, Partition
+from lossgate.problems.whole_sequences import Tokens, WholeSequences
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,28 +43,38 @@ class GlobalBatch:
         part = self.partition.shard(self.leaves[name], dims, rank, self.vocab_padding.get(name))
         return part.to(TORCH_DTYPES[self.dtype])
 
-    def local_fields(self, rank: int) -> dict[str, Any]:
-        """Returns what ``PackedBatch`` holds on a rank, and what the spec adds to it."""
+    def local_fields(self, rank: int, tokens: Tokens = "shard", unshifted: Collection[str] = ()) -> dict[str, Any]:
+        """Returns what ``PackedBatch`` holds on a rank, and what the spec adds to it.
+
+        Args:
+            rank: the rank.
+            tokens: how it is given what belongs to tokens.
+            unshifted: the fields that belong to a token, and not to the prediction of the next one.
+        """
         at = self.partition.layout.coordinate(rank)
         shard, sequences = self.partition.vocab_shards[at["tp"]], self.partition.sequences(at["dp"])
-        token_fields = {
-            name: self.partition.shard(self.fields[name], ("token",), rank) for name in ("labels", "mask", "input_ids")
-        }
-        added = {name: self.partition.shard(self.fields[name], dims, rank) for name, dims in self.field_dims.items()}
-        added = {name: value.float() if value.is_floating_point() else value for name, value in added.items()}
-        return (
-            token_fields
-            | added
-            | {
-                "sequence": self.partition.shard(self.fields["sequence"], ("token",), rank) - sequences.start,
-                "cu_seqlens": _offsets(self.partition.lengths[s] for s in sequences),
-                "cu_seqlens_padded": _offsets(self.partition.padded_lengths[s] for s in sequences),
-                "valid_tokens": self.fields["valid_tokens"].clone(),
-                "vocab_size": self.partition.vocab,
-                "vocab_start": shard.start,
-                "vocab_end": shard.end,
+        dims: dict[str, Dims] = {**dict.fromkeys(("labels", "mask", "input_ids"), ("token",)), **self.field_dims}
+        if tokens == "shard":
+            given = {name: self.partition.shard(self.fields[name], of, rank) for name, of in dims.items()}
+            sequence = self.partition.shard(self.fields["sequence"], ("token",), rank)
+        else:
+            whole = WholeSequences.of(self.partition, tokens, rank)
+            given = {
+                name: whole.lay(self.fields[name], shifted=name not in unshifted)
+                if "token" in of
+                else self.partition.shard(self.fields[name], of, rank)
+                for name, of in dims.items()
             }
-        )
+            sequence = whole.sequence
+        return {name: value.float() if value.is_floating_point() else value for name, value in given.items()} | {
+            "sequence": sequence - sequences.start,
+            "cu_seqlens": _offsets(self.partition.lengths[s] for s in sequences),
+            "cu_seqlens_padded": _offsets(self.partition.padded_lengths[s] for s in sequences),
+            "valid_tokens": self.fields["valid_tokens"].clone(),
+            "vocab_size": self.partition.vocab,
+            "vocab_start": shard.start,
+            "vocab_end": shard.end,
+        }
 
 
 def _offsets(lengths: Iterable[int]) -> Tensor:

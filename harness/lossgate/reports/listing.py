@@ -69,7 +69,7 @@ def properties_table() -> Table:
 def candidates_table(target: str) -> Table:
     """Returns a table of the candidates of a file or module."""
     table = Table(title=target, title_justify="left")
-    for heading in ("candidate", "spec", "head", "axes", "dtypes", "supports", "good for"):
+    for heading in ("candidate", "spec", "head", "tokens", "axes", "dtypes", "supports", "good for"):
         table.add_column(heading)
     for candidate in load_candidates(target):
         supports = ", ".join(_supported(candidate))
@@ -78,6 +78,7 @@ def candidates_table(target: str) -> Table:
             candidate.name,
             candidate.spec.name,
             candidate.head,
+            candidate.tokens,
             axes,
             dtypes,
             escape(supports),

@@ -14,6 +14,15 @@ class PackedBatch:
 
     Labels and mask are shifted on the full sequence before it is split: position t's label is token
     t + 1. The raw ids are there for kernels that shift themselves.
+
+    A candidate with ``tokens="rows"`` or ``"packed"`` gets what is ``[T, ...]`` here for whole
+    sequences, as a framework has them before it shifts and splits: ``[B, S, ...]``, a row for each
+    sequence of its dp rank, of any width; or ``[1, padded T, ...]``, the padded pack of its dp
+    rank. What belongs to the prediction of a token is then at that token, one entry later. So
+    labels are the ids themselves, and advantages and log-probabilities of other policies have an
+    unused entry at the first token. Entries without a value hold anything: the first of each
+    sequence, its mask too, and padding, where masks are false. Hidden states, logits and other
+    differentiable inputs stay those of this rank: its tokens after padding and split.
     """
 
     labels: Tensor

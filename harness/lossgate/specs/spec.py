@@ -144,6 +144,9 @@ class Spec:
 
     A bool for each token is a mask: it is false at padding.
     """
+    unshifted: frozenset[str] = frozenset()
+    """The fields that belong to a token itself, not to the prediction of the next one. A candidate
+    that is given whole sequences finds them at their token, and all others one entry later."""
     scenarios: tuple[Option, ...] = ()
     """How the fields may be made: choices that problems draw."""
     make_fields: MakeFields | None = None
@@ -177,6 +180,11 @@ class Spec:
     def supported_options(self) -> dict[str, Option]:
         """Everything that a candidate's ``supports`` may name."""
         return {**COMMON_OPTIONS, **{option.name: option for option in self.options}}
+
+    @property
+    def all_unshifted(self) -> frozenset[str]:
+        """What belongs to a token itself, ``PackedBatch`` included."""
+        return self.unshifted | {"input_ids"}
 
     @property
     def all_goals(self) -> dict[str, CoverageGoal]:
