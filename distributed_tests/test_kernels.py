@@ -17,7 +17,10 @@ from lossgate.launch import launch_of_torchrun
 from lossgate.worlds import make_world, most_ranks
 
 ROOT = Path(__file__).parents[1]
-OURS = load_candidates(str(ROOT / "ci/candidates/ours.py"))
+OURS = [
+    *load_candidates(str(ROOT / "ci/candidates/ours.py")),
+    *load_candidates(str(ROOT / "ci/candidates/frameworks.py") + ":fused_linear_logprobs_of_rows"),
+]
 PLANTED = load_candidates(str(Path(__file__).with_name("planted_bugs.py")))
 WORLD = "torchrun" if launch_of_torchrun() else "gloo"
 LAYOUTS = (

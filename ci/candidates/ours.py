@@ -29,7 +29,7 @@ from fused_losses import (
 )
 from lossgate import ANY, Contract, Outputs, Precision, candidate
 from lossgate.losses.clipped_pg import CLIPPED_PG, ClippedPGHiddenInputs, ClippedPGSpecOptions
-from lossgate.losses.dpo import DPO, DpoHiddenInputs, DpoSpecOptions
+from lossgate.losses.dpo import DPO, DpoHiddenInputs, DpoLogitsInputs, DpoSpecOptions
 from lossgate.losses.grpo import GRPO, GrpoHiddenInputs, GrpoSpecOptions
 from lossgate.losses.nll import NLL, NllHiddenInputs, NllLogitsInputs, NllOptions
 from lossgate.losses.token_logprobs import TokenLogprobsOptions
@@ -242,7 +242,12 @@ def fused_linear_dpo(inputs: DpoHiddenInputs, options: DpoSpecOptions, mesh: Dev
         "chunk": CHUNK,
         **_split(inputs, mesh),
     }
-    logprobs = linear_logprobs(inputs.hidden, inputs.weight, inputs.labels, **given).logprobs
+    return _dpo(linear_logprobs(inputs.hidden, inputs.weight, inputs.labels, **given).logprobs, inputs, options, mesh)
+
+
+def _dpo(
+    logprobs: Tensor, inputs: DpoHiddenInputs | DpoLogitsInputs, options: DpoSpecOptions, mesh: DeviceMesh
+) -> Outputs:
     loss, metrics = dpo_loss(
         logprobs,
         inputs.reference_logprobs,
