@@ -3,6 +3,7 @@
 
 A bug changes what a kernel is given, what it returns, or the gradients that flow back through
 either. The few that only the inside of a kernel can have are switches of ``bank.cross_entropy``.
+Those of kernels that shift and split themselves are in ``bank.whole_sequences``.
 (Errors in whole results, which every comparison plants in its own result as a check of itself, are
 in ``judge.power``.)
 """
