@@ -5,27 +5,25 @@ stream, which ``Pack`` shifts and splits.
 They are judged in float32 alone: all that rounds is judged in ``ours``, in bfloat16 too.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import ours  # its neighbour; what is imported by name would be a candidate of this file too
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fused_losses import Pack, vocab_parallel_logprobs
+from fused_losses import Pack, TokenLogprobs, vocab_parallel_logprobs
 from lossgate import ANY, Contract, Outputs, candidate
 from lossgate.losses.clipped_pg import CLIPPED_PG, ClippedPGLogitsInputs, ClippedPGSpecOptions
 from lossgate.losses.dpo import DPO, DpoHiddenInputs, DpoLogitsInputs, DpoSpecOptions
 from lossgate.losses.grpo import GRPO, GrpoLogitsInputs, GrpoSpecOptions
-from lossgate.losses.token_logprobs import TokenLogprobsOptions
+from lossgate.losses.token_logprobs import TOKEN_LOGPROBS, TokenLogprobsOptions
 from lossgate.specs.inputs import HiddenInputs
+from lossgate.specs.logit_filter import FilterOptions
 
 EVERYWHERE: dict[str, Any] = {"axes": ("dp", "cp", "tp"), "dtypes": ("float32",)}
 SPLIT = {"vocab_split": ANY}
-PAIRS_REPLICATED = Contract(loss={"cp": "replicate"}, metrics={name: {"cp": "replicate"} for name in DPO.metrics})
+PAIRS_REPLICATED = Contract(loss={"cp": "replicate"})
 
 POLICY_FIELDS = (
     "prev_logprobs",
@@ -42,34 +40,28 @@ def _pack(inputs: Any, mesh: DeviceMesh) -> Pack:
     return Pack.of(inputs.cu_seqlens, inputs.cu_seqlens_padded, cp_group=mesh.get_group("cp"))
 
 
-def _own(inputs: Any, mesh: DeviceMesh, rows: Callable[[Tensor, Any], Tensor] = lambda whole, inputs: whole) -> Any:
-    """Returns the inputs with this rank's tokens, shifted, in place of whole sequences.
-
-    Args:
-        inputs: with rows or a packed stream.
-        mesh: of this rank.
-        rows: makes rows of what the inputs hold.
-    """
+def _own(inputs: Any, mesh: DeviceMesh) -> Any:
+    """Returns the inputs with this rank's tokens, shifted, in place of whole sequences."""
     pack = _pack(inputs, mesh)
     shifted = {
-        name: pack.from_rows(rows(getattr(inputs, name), inputs), shift=1)
+        name: pack.from_rows(getattr(inputs, name), shift=1)
         for name in ("mask", *POLICY_FIELDS)
         if hasattr(inputs, name)
     }
-    labels = pack.labels(rows(inputs.input_ids, inputs), fill=0)  # the mask leaves out what has no label
-    return replace(inputs, labels=labels, sequence=pack.sequence, **shifted)
+    return replace(inputs, labels=pack.labels(inputs.input_ids), sequence=pack.sequence, **shifted)
 
 
-def _cut(whole: Tensor, inputs: Any) -> Tensor:
-    """Cuts a packed stream ``[1, T]`` into a row for each sequence."""
-    sequences = whole[0].split(inputs.cu_seqlens_padded.diff().tolist())
-    return torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True) if sequences else whole[:0]
-
-
-def _logprobs(own: Any, options: Any, mesh: DeviceMesh) -> Tensor:
+def _filtered_logprobs(own: Any, options: FilterOptions, mesh: DeviceMesh) -> TokenLogprobs:
     return vocab_parallel_logprobs(
-        own.logits, own.labels, temperature=options.temperature, **ours._split(own, mesh)
-    ).logprobs
+        own.logits,
+        own.labels,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        unfiltered=True,
+        chunk=ours.CHUNK,
+        **ours._split(own, mesh),
+    )
 
 
 @candidate(
@@ -84,7 +76,7 @@ def fused_vocab_parallel_clipped_pg(
     inputs: ClippedPGLogitsInputs, options: ClippedPGSpecOptions, mesh: DeviceMesh
 ) -> Outputs:
     own = _own(inputs, mesh)
-    return ours._clipped_pg(_logprobs(own, options, mesh), own, options, mesh)
+    return ours._clipped_pg(_filtered_logprobs(own, options, mesh), own, options, mesh)
 
 
 @candidate(
@@ -96,8 +88,8 @@ def fused_vocab_parallel_clipped_pg(
     good_for="GRPO with DAPO or CISPO from tensor-parallel logits, everything packed",
 )
 def fused_vocab_parallel_grpo(inputs: GrpoLogitsInputs, options: GrpoSpecOptions, mesh: DeviceMesh) -> Outputs:
-    own = _own(inputs, mesh, _cut)
-    return ours._grpo(_logprobs(own, options, mesh), own, options, mesh)
+    own = _own(inputs, mesh)
+    return ours._grpo(_filtered_logprobs(own, options, mesh), own, options, mesh, ours._rho(options))
 
 
 @candidate(
@@ -110,8 +102,9 @@ def fused_vocab_parallel_grpo(inputs: GrpoLogitsInputs, options: GrpoSpecOptions
     good_for="DPO and IPO from tensor-parallel logits, everything packed",
 )
 def fused_vocab_parallel_dpo(inputs: DpoLogitsInputs, options: DpoSpecOptions, mesh: DeviceMesh) -> Outputs:
-    own = _with_reference(_own(inputs, mesh, _cut), _cut(inputs.reference_logprobs, inputs), options, mesh)
-    return ours._dpo(_logprobs(own, options, mesh), own, options, mesh)
+    own = _with_reference(_own(inputs, mesh), inputs.reference_logprobs, options, mesh)
+    given = {"temperature": options.temperature, "chunk": ours.CHUNK, **ours._split(own, mesh)}
+    return ours._dpo(vocab_parallel_logprobs(own.logits, own.labels, **given).logprobs, own, options, mesh)
 
 
 @candidate(
@@ -129,10 +122,10 @@ def fused_linear_dpo_of_rows(inputs: DpoHiddenInputs, options: DpoSpecOptions, m
     return ours.fused_linear_dpo.kernel(own, options, mesh)
 
 
-def _with_reference(own: Any, rows: Tensor, options: DpoSpecOptions, mesh: DeviceMesh) -> Any:
-    """Returns the inputs with reference log-probabilities from rows, aligned as the option says."""
+def _with_reference(own: Any, whole: Tensor, options: DpoSpecOptions, mesh: DeviceMesh) -> Any:
+    """Returns the inputs with reference log-probabilities aligned as the option says."""
     shift = 1 if options.reference_layout == "token" else 0
-    return replace(own, reference_logprobs=_pack(own, mesh).from_rows(rows, shift=shift))
+    return replace(own, reference_logprobs=_pack(own, mesh).from_rows(whole, shift=shift))
 
 
 @candidate(
@@ -140,7 +133,7 @@ def _with_reference(own: Any, rows: Tensor, options: DpoSpecOptions, mesh: Devic
     head="hidden",
     tokens="rows",
     **EVERYWHERE,
-    supports={"temperature": ANY, "bias": ANY} | SPLIT,
+    supports={option.name: ANY for option in TOKEN_LOGPROBS.options} | SPLIT | {"bias": ANY},
     contract=Contract(logprobs={"cp": "replicate"}),
     differentiable=("logprobs", "token_entropy"),
     tiles={"token": ours.CHUNK},
@@ -150,8 +143,5 @@ def fused_linear_logprobs_of_rows(inputs: HiddenInputs, options: TokenLogprobsOp
     found = ours.fused_linear_logprobs.kernel(_own(inputs, mesh), options, mesh)
     pack, group, width = _pack(inputs, mesh), mesh.get_group("cp"), inputs.input_ids.shape[1]
 
-    def rows(local: Tensor) -> Tensor:
-        """Returns values at the tokens that are predicted, behind a column of zeros."""
-        return F.pad(pack.to_rows(local, width, group)[:, :-1], (1, 0))
-
-    return Outputs(logprobs=rows(found.logprobs), token_entropy=rows(found.token_entropy))
+    logprobs, entropy = (pack.to_rows(local, width, group, shift=1) for local in (found.logprobs, found.token_entropy))
+    return Outputs(logprobs=logprobs, token_entropy=entropy)

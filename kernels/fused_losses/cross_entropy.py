@@ -10,10 +10,19 @@ from torch import Tensor, nn
 
 from fused_losses.arguments import as_mask, check_choice, check_label_dtype, check_labels, check_number
 from fused_losses.linear_logprobs import linear_logprobs
-from fused_losses.lm_head import HeadGradients, LmHead, check_head, chunks_of, default_chunk, padded
-from fused_losses.passes import once_differentiable, without_autocast
+from fused_losses.lm_head import (
+    HeadGradients,
+    LmHead,
+    check_head,
+    chunks_of,
+    default_chunk,
+    padded,
+    ranks_of_tokens,
+)
+from fused_losses.passes import check_not_transformed, once_differentiable, without_autocast
 from fused_losses.ranks import alone
 from fused_losses.softmax import TokenSoftmax, add_at_labels_
+from fused_losses.token_layouts import TokenLayout, flatten_like, flatten_tokens
 from fused_losses.vocab_parallel import vocab_parallel_logprobs
 
 
@@ -33,6 +42,7 @@ def linear_cross_entropy(
     vocab_rows: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
+    layout: TokenLayout = "bsh",
     matmul_dtype: torch.dtype | None = None,
     chunk: int | None = None,
 ) -> Tensor:
@@ -49,12 +59,13 @@ def linear_cross_entropy(
     so the loss goes through ``linear_logprobs`` instead.
 
     Args:
-        hidden: ``[tokens, hidden]``. See ``linear_logprobs`` for ``sequence_parallel``.
+        hidden: ``[tokens, hidden]``, or a batch as ``layout`` says; see ``linear_logprobs``, also
+            for ``sequence_parallel``.
         weight: ``[local_vocab, hidden]``, this rank's rows of the lm-head.
-        labels: ``[tokens]`` integer ids in the whole vocabulary.
+        labels: ``[tokens]``, or ``[B, S]`` for a batch: integer ids in the whole vocabulary.
         bias: ``[local_vocab]``, or None.
-        mask: ``[tokens]`` bool or 0 and 1, the tokens that count; all by default. Labels of other
-            tokens may be anything.
+        mask: bool or 0 and 1, of the shape of the labels: the tokens that count; all by default.
+            Labels of other tokens may be anything.
         valid_tokens: the divisor of ``"mean"``: the number of tokens that count in the whole batch,
             over every data- and context-parallel rank and microbatch. Losses and gradients of ranks
             and microbatches then add up. By default: the number of tokens that count in this call.
@@ -67,6 +78,7 @@ def linear_cross_entropy(
         vocab_rows: number of leading rows that belong to the vocabulary; all by default.
         tp_group: the ranks among which the vocabulary is split.
         sequence_parallel: whether each rank of ``tp_group`` holds only its part of the tokens.
+        layout: order of the dims of hidden; see ``flatten_tokens``. ``"sbh"`` is Megatron's.
         matmul_dtype: dtype of matrix products; that of the inputs by default.
         chunk: number of tokens whose logits exist at a time.
 
@@ -83,6 +95,10 @@ def linear_cross_entropy(
         With gradients in forward: a float32 gradient of weight and a gradient of hidden, held from
         forward to backward, and ``[chunk, vocab]`` logits at a time. Else as ``linear_logprobs``.
     """
+    check_not_transformed(hidden=hidden, weight=weight, labels=labels, bias=bias)
+    ranks = ranks_of_tokens(sequence_parallel, tp_group)
+    mask = None if mask is None else flatten_like("mask", as_mask("mask", mask, labels, "labels"), labels, layout)
+    hidden, labels, _ = flatten_tokens(hidden, labels, layout, ranks)
     counted = _counted(labels, mask, valid_tokens, reduction, ignore_index)
     if alone(tp_group):
         check_head(
@@ -95,7 +111,6 @@ def linear_cross_entropy(
             vocab_start=vocab_start,
             vocab_rows=vocab_rows,
             tp_group=tp_group,
-            sequence_parallel=sequence_parallel,
             matmul_dtype=matmul_dtype,
             chunk=chunk,
         )
@@ -145,6 +160,7 @@ class LinearCrossEntropyLoss(nn.Module):
         vocab_rows: number of leading rows that belong to the vocabulary; all by default.
         tp_group: the ranks among which the vocabulary is split.
         sequence_parallel: whether each rank of ``tp_group`` holds only its part of the tokens.
+        layout: order of the dims of hidden; see ``flatten_tokens``. ``"sbh"`` is Megatron's.
         matmul_dtype: dtype of matrix products; that of the inputs by default.
         chunk: number of tokens whose logits exist at a time.
     """
@@ -160,6 +176,7 @@ class LinearCrossEntropyLoss(nn.Module):
         vocab_rows: int | None = None,
         tp_group: dist.ProcessGroup | None = None,
         sequence_parallel: bool = False,
+        layout: TokenLayout = "bsh",
         matmul_dtype: torch.dtype | None = None,
         chunk: int | None = None,
     ) -> None:
@@ -173,6 +190,7 @@ class LinearCrossEntropyLoss(nn.Module):
             "vocab_rows": vocab_rows,
             "tp_group": tp_group,
             "sequence_parallel": sequence_parallel,
+            "layout": layout,
             "matmul_dtype": matmul_dtype,
             "chunk": chunk,
         }
@@ -189,11 +207,11 @@ class LinearCrossEntropyLoss(nn.Module):
         """Computes the loss.
 
         Args:
-            hidden: ``[tokens, hidden]``.
+            hidden: ``[tokens, hidden]``, or a batch as ``layout`` says.
             weight: ``[local_vocab, hidden]``, that of the lm-head.
-            labels: ``[tokens]`` integer ids.
+            labels: ``[tokens]``, or ``[B, S]`` for a batch: integer ids.
             bias: ``[local_vocab]``, or None.
-            mask: ``[tokens]`` bool, the tokens that count; all by default.
+            mask: of the shape of the labels, the tokens that count; all by default.
             valid_tokens: the divisor of ``"mean"``; by default the number of tokens that count.
 
         Returns:
@@ -219,6 +237,7 @@ def vocab_parallel_cross_entropy(
     vocab_start: int | None = None,
     vocab_rows: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
+    layout: TokenLayout = "bsh",
     chunk: int | None = None,
 ) -> Tensor:
     """Computes the cross-entropy of labels from logits whose vocabulary is split over ranks.
@@ -226,10 +245,11 @@ def vocab_parallel_cross_entropy(
     A token counts if ``mask`` is true there and its label is not ``ignore_index``.
 
     Args:
-        logits: ``[tokens, local_vocab]``, this rank's columns of the vocabulary.
-        labels: ``[tokens]`` integer ids in the whole vocabulary.
-        mask: ``[tokens]`` bool or 0 and 1, the tokens that count; all by default. Labels of other
-            tokens may be anything.
+        logits: ``[tokens, local_vocab]``, this rank's columns of the vocabulary, or a batch as
+            ``layout`` says; see ``vocab_parallel_logprobs``.
+        labels: ``[tokens]``, or ``[B, S]`` for a batch: integer ids in the whole vocabulary.
+        mask: bool or 0 and 1, of the shape of the labels: the tokens that count; all by default.
+            Labels of other tokens may be anything.
         valid_tokens: the divisor of ``"mean"``; see ``linear_cross_entropy``.
         reduction: ``"mean"`` or ``"sum"``.
         temperature: divides the logits; positive.
@@ -238,6 +258,7 @@ def vocab_parallel_cross_entropy(
             has several ranks.
         vocab_rows: number of leading columns that belong to the vocabulary; all by default.
         tp_group: the ranks among which the vocabulary is split.
+        layout: order of the dims of logits; see ``flatten_tokens``. ``"sbh"`` is Megatron's.
         chunk: number of tokens whose logits exist in the compute dtype at a time.
 
     Returns:
@@ -249,6 +270,9 @@ def vocab_parallel_cross_entropy(
     Collectives:
         Those of ``vocab_parallel_logprobs``.
     """
+    check_not_transformed(logits=logits, labels=labels)
+    mask = None if mask is None else flatten_like("mask", as_mask("mask", mask, labels, "labels"), labels, layout)
+    logits, labels, _ = flatten_tokens(logits, labels, layout, name="logits")
     counted = _counted(labels, mask, valid_tokens, reduction, ignore_index)
     given: dict[str, Any] = {
         "temperature": temperature,
@@ -271,7 +295,7 @@ def _counted(
     if valid_tokens is not None:
         check_number("valid_tokens", valid_tokens, least=0, otherwise="or None to count the tokens of this call")
     counted = labels != ignore_index
-    return counted if mask is None else counted & as_mask("mask", mask, labels, "labels")
+    return counted if mask is None else counted & mask
 
 
 def _divided(total: Tensor, counted: Tensor, valid_tokens: Tensor | int | None, reduction: str) -> Tensor:

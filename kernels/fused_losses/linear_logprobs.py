@@ -20,11 +20,13 @@ from fused_losses.lm_head import (
     default_chunk,
     gather_tokens,
     padded,
+    ranks_of_tokens,
     scatter_tokens,
 )
-from fused_losses.passes import once_differentiable, without_autocast
+from fused_losses.passes import check_not_transformed, once_differentiable, without_autocast
 from fused_losses.ranks import alone
 from fused_losses.softmax import TokenLogprobs
+from fused_losses.token_layouts import TokenLayout, flatten_tokens
 from fused_losses.token_stage import Saved, TokenStage, TokenStatistics, Upstream, own_labels
 
 
@@ -72,6 +74,7 @@ def linear_logprobs(
     vocab_rows: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
+    layout: TokenLayout = "bsh",
     matmul_dtype: torch.dtype | None = None,
     chunk: int | None = None,
 ) -> TokenLogprobs:
@@ -86,10 +89,12 @@ def linear_logprobs(
     even if its hidden state is NaN or infinite.
 
     Args:
-        hidden: ``[tokens, hidden]``, the same on every rank of ``tp_group``. With
-            ``sequence_parallel``: ``[tokens / tp, hidden]``, this rank's tokens, in rank order.
+        hidden: ``[tokens, hidden]``, or a batch, ``[B, S, hidden]`` or ``[S, B, hidden]`` as
+            ``layout`` says, the same on every rank of ``tp_group``. With ``sequence_parallel``:
+            this rank's part of the tokens, in rank order, ``[tokens / tp, hidden]``.
         weight: ``[local_vocab, hidden]``, this rank's rows of the lm-head, in the dtype of hidden.
-        labels: ``[tokens]`` integer ids in the whole vocabulary, or ``ignore_index``.
+        labels: ``[tokens]``, or ``[B, S]`` for a batch: integer ids in the whole vocabulary, or
+            ``ignore_index``.
         bias: ``[local_vocab]``, or None.
         temperature: divides the logits; positive.
         softcap: the cap, positive; None for no soft-cap.
@@ -109,6 +114,7 @@ def linear_logprobs(
             remaining ones are padding and get a gradient of zero.
         tp_group: the ranks among which the vocabulary is split; None if it is whole here.
         sequence_parallel: whether each rank of ``tp_group`` holds only its part of the tokens.
+        layout: order of the dims of hidden; see ``flatten_tokens``. ``"sbh"`` is Megatron's.
         matmul_dtype: dtype of matrix products; that of the inputs by default. float32 for inputs in
             half precision rounds less. All else is float32 (float64 for float64 inputs), also under
             ``torch.autocast``.
@@ -117,8 +123,8 @@ def linear_logprobs(
 
     Returns:
         ``logprobs`` and, if asked for, ``entropy`` in nats, ``min_logits`` and ``max_logits``
-        (before temperature and filter), and ``unfiltered_logprobs``; else None. Each is
-        ``[tokens]`` in float32 (float64 for float64 inputs) and the same on every rank of
+        (before temperature and filter), and ``unfiltered_logprobs``; else None. Each has the shape
+        of the labels, is in float32 (float64 for float64 inputs) and the same on every rank of
         ``tp_group``. Log-probabilities and entropies carry gradients. A label that is filtered out
         has -inf, without a gradient; the entropy is that of the logits that stay.
         The gradient of hidden is complete on every rank (with ``sequence_parallel``: for the rank's
@@ -151,6 +157,8 @@ def linear_logprobs(
         ``entropy``; with a filter one more and a bool, and with ``unfiltered`` yet another);
         nothing under ``torch.no_grad``.
     """
+    check_not_transformed(hidden=hidden, weight=weight, labels=labels, bias=bias)
+    hidden, labels, restore = flatten_tokens(hidden, labels, layout, ranks_of_tokens(sequence_parallel, tp_group))
     check_head(
         hidden,
         weight,
@@ -161,7 +169,6 @@ def linear_logprobs(
         vocab_start=vocab_start,
         vocab_rows=vocab_rows,
         tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
         matmul_dtype=matmul_dtype,
         chunk=chunk,
     )
@@ -175,7 +182,7 @@ def linear_logprobs(
         sequence_parallel=sequence_parallel and not alone(tp_group),
     )
     own = own_labels(labels, ignore_index, vocab_start or 0)
-    return stage.results(_LinearLogprobs.apply(hidden, weight, bias, own, call))  # type: ignore[arg-type]
+    return stage.results(_LinearLogprobs.apply(hidden, weight, bias, own, call), restore)  # type: ignore[arg-type]
 
 
 class _LinearLogprobs(torch.autograd.Function):

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_losses.arguments import check_integer, check_label_dtype, check_number
+from fused_losses.arguments import check_flags, check_integer, check_label_dtype, check_number
 from fused_losses.numerics import check_temperature
-from fused_losses.passes import check_not_transformed
 from fused_losses.ranks import alone
 from fused_losses.wrappers import check_parameter
 
@@ -182,30 +181,24 @@ def check_head(
     vocab_start: int | None,
     vocab_rows: int | None,
     tp_group: dist.ProcessGroup | None,
-    sequence_parallel: bool,
     matmul_dtype: torch.dtype | None,
     chunk: int | None,
 ) -> None:
     """Checks the arguments of kernels that start from hidden states.
 
+    ``flatten_tokens`` has made hidden states and labels fit each other.
+
     Raises:
         ValueError: A shape, dtype or number does not fit, or a wrapper of the model has not
             gathered weight or bias; the message names it.
     """
-    check_not_transformed(hidden=hidden, weight=weight, labels=labels, bias=bias)
     check_parameter("weight", weight, piece=weight.dim() == 1)
     if bias is not None:
         check_parameter("bias", bias)
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+    if weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"hidden {list(hidden.shape)} and weight {list(weight.shape)}: expected [tokens, H] and [vocab, H]"
         )
-    if sequence_parallel and tp_group is None:
-        raise ValueError("sequence_parallel True: expected a tp_group, whose ranks share the tokens; or leave it out")
-    ranks = tp_group.size() if sequence_parallel and tp_group is not None else 1
-    if labels.shape != (len(hidden) * ranks,):
-        split = f" (hidden {list(hidden.shape)} on each of {ranks} ranks, with sequence_parallel)" if ranks > 1 else ""
-        raise ValueError(f"labels {list(labels.shape)}: expected one for each of {len(hidden) * ranks} tokens{split}")
     check_label_dtype(labels)
     if hidden.dtype != weight.dtype:
         raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}: expected one dtype; cast one of them")
@@ -224,6 +217,18 @@ def check_head(
             "pass it, with vocab_start; a group of one rank will do if the vocabulary is whole here"
         )
     check_split(len(weight), "weight", "rows", vocab_start, vocab_rows, tp_group)
+
+
+def ranks_of_tokens(sequence_parallel: bool, tp_group: dist.ProcessGroup | None) -> int:
+    """Returns over how many ranks sequence parallelism splits the tokens; 1 without it.
+
+    Raises:
+        ValueError: There is no group of ranks that share the tokens.
+    """
+    check_flags(sequence_parallel=sequence_parallel)
+    if sequence_parallel and tp_group is None:
+        raise ValueError("sequence_parallel True: expected a tp_group, whose ranks share the tokens; or leave it out")
+    return tp_group.size() if sequence_parallel and tp_group is not None else 1
 
 
 def check_split(

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from fused_losses.arguments import as_mask, check_choice, check_integer, check_number
 from fused_losses.linear_logprobs import linear_logprobs
+from fused_losses.lm_head import ranks_of_tokens
 from fused_losses.metrics import Metrics
 from fused_losses.ranks import is_first, sum_over
 from fused_losses.softmax import TokenLogprobs
+from fused_losses.token_layouts import TokenLayout, flatten_like, flatten_tokens
 
 
 class SFTStatistics(Metrics):
@@ -102,6 +104,7 @@ def linear_sft_loss(
     tp_group: dist.ProcessGroup | None = None,
     cp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
+    layout: TokenLayout = "bsh",
     matmul_dtype: torch.dtype | None = None,
     chunk: int | None = None,
 ) -> tuple[Tensor, SFTStatistics]:
@@ -110,12 +113,13 @@ def linear_sft_loss(
     Results do not depend on how tokens are split and padded. The statistics are those of AReaL.
 
     Args:
-        hidden: ``[tokens, hidden]``; see ``linear_logprobs``.
+        hidden: ``[tokens, hidden]``, or a batch as ``layout`` says; see ``linear_logprobs``.
         weight: ``[local_vocab, hidden]``, this rank's rows of the lm-head.
-        labels: ``[tokens]`` integer ids, shifted before the pack was split; see ``Pack.labels``.
-        mask: ``[tokens]`` bool or 0 and 1, the label is trained.
-        real: ``[tokens]`` bool or 0 and 1, the token is not padding.
-        sequence: ``[tokens]`` integers below ``sequences``, each token's sequence.
+        labels: ``[tokens]``, or ``[B, S]`` for a batch: integer ids, shifted before the pack was
+            split; see ``Pack.labels``.
+        mask: bool or 0 and 1, of the shape of the labels: the label is trained.
+        real: the same: the token is not padding.
+        sequence: integers below ``sequences``, of the shape of the labels: each token's sequence.
         sequences: the number of sequences in the pack.
         valid_tokens: the number of trained tokens in the whole batch, over every data- and
             context-parallel rank and microbatch.
@@ -132,6 +136,7 @@ def linear_sft_loss(
         tp_group: the ranks among which the vocabulary is split.
         cp_group: the ranks over which the tokens of sequences are split.
         sequence_parallel: whether each rank of ``tp_group`` holds only its part of the tokens.
+        layout: order of the dims of hidden; see ``flatten_tokens``. ``"sbh"`` is Megatron's.
         matmul_dtype: dtype of matrix products; that of the inputs by default.
         chunk: number of tokens whose logits exist at a time.
 
@@ -148,11 +153,10 @@ def linear_sft_loss(
         Those of ``linear_logprobs`` over ``tp_group``, and one all-reduce SUM of
         ``[2, sequences]`` over ``cp_group``, always.
     """
-    if sequence.shape != labels.shape:
-        raise ValueError(
-            f"sequence {list(sequence.shape)}: expected {list(labels.shape)}, one for each token, as labels"
-        )
-    mask, real = (as_mask(name, x, labels, "labels") for name, x in {"mask": mask, "real": real}.items())
+    given = {"mask": as_mask("mask", mask, labels, "labels"), "real": as_mask("real", real, labels, "labels")}
+    given["sequence"] = sequence
+    mask, real, sequence = (flatten_like(name, x, labels, layout) for name, x in given.items())
+    hidden, labels, _ = flatten_tokens(hidden, labels, layout, ranks_of_tokens(sequence_parallel, tp_group))
     check_choice("reduction", reduction, ("mean", "sum"))
     check_number("valid_tokens", valid_tokens, least=0)
     check_number("epsilon", epsilon, least=0)

@@ -67,15 +67,20 @@ class TokenStage:
         logits.masked_fill_(logits < bound[:, None], -torch.inf)
         return TokenStatistics(TokenSoftmax.of(logits, labels, entropy=self.entropy), whole, bound)
 
-    def results(self, outputs: tuple[Tensor, ...]) -> TokenLogprobs:
-        """Names the outputs of an autograd function, which are those of ``TokenStatistics``."""
+    def results(self, outputs: tuple[Tensor, ...], restore: Callable[[Tensor], Tensor]) -> TokenLogprobs:
+        """Names the outputs of an autograd function, which are those of ``TokenStatistics``.
+
+        Args:
+            outputs: of the function.
+            restore: gives ``[tokens]`` numbers the shape of the labels.
+        """
         logprobs, entropy, lowest, largest, unfiltered = outputs
         return TokenLogprobs(
-            logprobs,
-            entropy if self.entropy else None,
-            lowest if self.logit_range else None,
-            largest if self.logit_range else None,
-            (unfiltered if self.filter else logprobs) if self.unfiltered else None,
+            restore(logprobs),
+            restore(entropy) if self.entropy else None,
+            restore(lowest) if self.logit_range else None,
+            restore(largest) if self.logit_range else None,
+            restore(unfiltered if self.filter else logprobs) if self.unfiltered else None,
         )
 
 

@@ -17,6 +17,7 @@ from fused_losses.lm_head import check_split, chunks_of
 from fused_losses.numerics import check_temperature
 from fused_losses.passes import check_not_transformed, once_differentiable, without_autocast
 from fused_losses.softmax import TokenLogprobs
+from fused_losses.token_layouts import TokenLayout, flatten_tokens
 from fused_losses.token_stage import Saved, TokenStage, Upstream, own_labels
 
 _CHUNK = 1 << 22
@@ -51,6 +52,7 @@ def vocab_parallel_logprobs(
     vocab_start: int | None = None,
     vocab_rows: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
+    layout: TokenLayout = "bsh",
     chunk: int | None = None,
 ) -> TokenLogprobs:
     """Computes ``log p(label)`` of each token, where ``p = softmax(logits / temperature)``.
@@ -59,8 +61,10 @@ def vocab_parallel_logprobs(
     (arXiv:1909.08053).
 
     Args:
-        logits: ``[tokens, local_vocab]``, this rank's columns of the vocabulary.
-        labels: ``[tokens]`` integer ids in the whole vocabulary, or ``ignore_index``.
+        logits: ``[tokens, local_vocab]``, this rank's columns of the vocabulary; or a batch,
+            ``[B, S, local_vocab]`` or ``[S, B, local_vocab]`` as ``layout`` says.
+        labels: ``[tokens]``, or ``[B, S]`` for a batch: integer ids in the whole vocabulary, or
+            ``ignore_index``.
         temperature: divides the logits; positive.
         entropy: whether to return the entropy of p.
         logit_range: whether to return the smallest and the largest logit.
@@ -74,13 +78,14 @@ def vocab_parallel_logprobs(
         vocab_rows: number of leading columns that belong to the vocabulary; all by default. The
             remaining ones are padding and get a gradient of zero.
         tp_group: the ranks among which the vocabulary is split; None if it is whole here.
+        layout: order of the dims of logits; see ``flatten_tokens``. ``"sbh"`` is Megatron's.
         chunk: number of tokens whose logits exist in the compute dtype at a time; by default so
             many that they take 16 MiB in float32, but at least one.
 
     Returns:
         ``logprobs`` and, if asked for, ``entropy`` in nats, ``min_logits`` and ``max_logits``
-        (before temperature and filter), and ``unfiltered_logprobs``; else None. Each is
-        ``[tokens]`` in float32 (float64 for float64 logits) and the same on every rank of
+        (before temperature and filter), and ``unfiltered_logprobs``; else None. Each has the shape
+        of the labels, is in float32 (float64 for float64 logits) and the same on every rank of
         ``tp_group``. Log-probabilities and entropies carry gradients. A label that is filtered out
         has -inf, without a gradient. The gradient of the logits is local, in their dtype.
 
@@ -102,10 +107,7 @@ def vocab_parallel_logprobs(
         ``entropy``; with a filter one more and a bool, and with ``unfiltered`` yet another).
     """
     check_not_transformed(logits=logits, labels=labels)
-    if logits.dim() != 2 or labels.shape != logits.shape[:1]:
-        raise ValueError(
-            f"logits {list(logits.shape)} and labels {list(labels.shape)}: expected [tokens, vocab] and [tokens]"
-        )
+    logits, labels, restore = flatten_tokens(logits, labels, layout, name="logits")
     check_label_dtype(labels)
     check_temperature(temperature)
     if chunk is not None:
@@ -118,7 +120,7 @@ def vocab_parallel_logprobs(
         chunk=chunk or max(1, _CHUNK // max(1, columns)),
     )
     own = own_labels(labels, ignore_index, vocab_start or 0)
-    return call.stage.results(_VocabParallelLogprobs.apply(logits, own, call))  # type: ignore[arg-type]
+    return call.stage.results(_VocabParallelLogprobs.apply(logits, own, call), restore)  # type: ignore[arg-type]
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
