@@ -4,6 +4,7 @@
 from collections.abc import Callable
 from inspect import signature
 from math import inf, nan
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,11 @@ from torch import Tensor
 
 from dense_losses.rho import RhoOptions, importance_weights
 from fused_losses import RhoCorrection, RhoWeights, grpo_loss, rho_weights, unchecked_values
+from lossgate import Layout
+from lossgate.declaration.loading import load_candidates
+from lossgate.engine.cell import Cell, Verdict
+from lossgate.engine.run_cell import run_cell
+from lossgate.engine.settings import Settings
 from lossgate.worlds import RankContext, SimulatedWorld
 from property_tests.kernels.loss_inputs import rollout
 
@@ -225,3 +231,31 @@ def test_what_is_missing_is_named() -> None:
     with pytest.raises(ValueError, match="sequence or sequences is missing"):
         rho_weights(RhoCorrection(rho_mask_sequence_level=True), **rest)
     assert set(NEEDED) < signature(rho_weights).parameters.keys()
+
+
+MUTANTS: dict[str, Callable[..., RhoWeights]] = {
+    "dropped tokens keep a weight": lambda rho, **given: (
+        lambda w: w._replace(weight=torch.where(w.weight == 0, 1.0, w.weight))
+    )(rho_weights(rho, **given)),
+    "weights of the next token": lambda rho, **given: (lambda w: w._replace(weight=w.weight.roll(-1)))(
+        rho_weights(rho, **given)
+    ),
+    "no clamp": lambda rho, **given: (lambda w: w._replace(weight=torch.where(w.weight == 0, 0.0, w.rho)))(
+        rho_weights(rho, **given)
+    ),
+    "parts of sequences": lambda rho, **given: rho_weights(rho, **given | {"cp_group": None}),
+    "rho is the weight": lambda rho, **given: (lambda w: w._replace(rho=w.weight))(rho_weights(rho, **given)),
+    "low and high mixed up": lambda rho, **given: (
+        lambda w: w._replace(dropped_low=w.dropped_high, dropped_high=w.dropped_low)
+    )(rho_weights(rho, **given)),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_of_the_weights_disagree(monkeypatch: pytest.MonkeyPatch, mutant: str) -> None:
+    """The candidate ``fused_tiled_grpo`` computes weights before the loss."""
+    ours = load_candidates(str(Path(__file__).parents[2] / "ci/candidates/ours.py"))
+    candidate = next(candidate for candidate in ours if candidate.name == "fused_tiled_grpo")
+    monkeypatch.setitem(candidate.kernel.__globals__, "rho_weights", MUTANTS[mutant])
+    layout = Layout.parse("cp=2" if mutant == "parts of sequences" else "single")
+    assert run_cell(Cell(candidate, layout, "float32"), Settings(examples=20)).verdict is Verdict.DISAGREE
