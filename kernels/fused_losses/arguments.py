@@ -38,6 +38,7 @@ def unchecked_values() -> Generator[None]:
 
 def values_are_checked() -> bool:
     """Returns whether a check may read the values of tensors."""
+    # In this order: torch.compile cannot read a context variable.
     return not torch.compiler.is_compiling() and _checked.get()
 
 

@@ -455,3 +455,23 @@ def test_a_tensor_that_is_needed_is_named_if_it_is_missing(name: str, argument: 
 def test_other_bad_arguments_of_the_clipped_policy_gradient(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         clipped_pg(**changes)
+
+
+# Compiled losses
+
+COMPILED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "dpo_loss": (dpo_loss, {**pack(), "valid_sequences": torch.tensor(4)}),
+    "grpo_loss": (grpo_loss, rollout(rho=OF_SEQUENCES, valid_tokens=torch.tensor(9))),
+    "grpo_loss, weights": (grpo_loss, rollout(rho=weights())),
+    "clipped_pg_loss": (clipped_pg_loss, experience(**GSPO)),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_losses_compile_into_one_graph(name: str) -> None:
+    """Checks of values would break it, so what is compiled does not check them."""
+    loss, given = COMPILED[name]
+    given = given | {"mask": given["mask"].double()}
+    torch.compiler.reset()
+    compiled = torch.compile(loss, backend="eager", fullgraph=True)
+    assert_same(compiled(**given), loss(**given))
