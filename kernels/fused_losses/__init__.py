@@ -20,6 +20,7 @@ from fused_losses.rho import RhoCorrection, RhoWeights, rho_weights
 from fused_losses.sft import SFTStatistics, linear_sft_loss
 from fused_losses.softmax import TokenLogprobs
 from fused_losses.tiled import tiled_token_logprobs
+from fused_losses.tiled_loss import tiled_grpo_loss, tiled_loss
 from fused_losses.token_layouts import flatten_like, flatten_tokens
 from fused_losses.vocab_parallel import vocab_parallel_logprobs
 from fused_losses.wrappers import run_in_forward
@@ -45,6 +46,8 @@ __all__ = [
     "linear_sft_loss",
     "rho_weights",
     "run_in_forward",
+    "tiled_grpo_loss",
+    "tiled_loss",
     "tiled_token_logprobs",
     "unchecked_values",
     "vocab_parallel_cross_entropy",

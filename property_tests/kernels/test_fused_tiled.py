@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,6 +18,19 @@ import lossgate
 from fused_losses import backbone_and_lm_head, grpo_loss, tiled_token_logprobs
 from lossgate.declaration.loading import load_candidates
 from lossgate.worlds import RankContext, SimulatedWorld
+from property_tests.kernels.heads import (
+    VOCAB,
+    WIDTH,
+    Cosine,
+    HiddenWeight,
+    LoraHead,
+    Remembers,
+    ShardedHead,
+    Switched,
+    batch,
+    dense,
+    seeded,
+)
 
 MakeWorld = Callable[..., SimulatedWorld]
 
@@ -28,40 +40,6 @@ OURS = {
 
 test_tiled_grpo_agrees = lossgate.suite(OURS["fused_tiled_grpo"], layouts=["dp=2,cp=2"], examples=12)
 test_tiled_clipped_pg_agrees = lossgate.suite(OURS["fused_tiled_clipped_pg"], layouts=["dp=2,cp=2"], examples=12)
-
-WIDTH, VOCAB = 4, 9
-
-
-class LoraHead(nn.Module):
-    """A wrapped linear layer with an adapter, as in PEFT; its children have the parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base_layer = nn.Linear(WIDTH, VOCAB, dtype=torch.float64)
-        self.base_layer.requires_grad_(requires_grad=False)
-        self.lora_A = nn.Linear(WIDTH, 2, bias=False, dtype=torch.float64)
-        self.lora_B = nn.Linear(2, VOCAB, bias=False, dtype=torch.float64)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.base_layer(hidden) + 0.5 * self.lora_B(self.lora_A(hidden))
-
-
-def batch(tokens: int = 7) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    return torch.randn(tokens, WIDTH, generator=generator, dtype=torch.float64), torch.randint(
-        VOCAB, (tokens,), generator=generator
-    )
-
-
-def seeded(make: Callable[[], nn.Module]) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(6)
-        return make()
-
-
-def dense(head: nn.Module, hidden: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    log_p = torch.log_softmax(head(hidden) / temperature, 1)
-    return log_p.gather(1, labels[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(1)
 
 
 @pytest.mark.parametrize("tiles", [1, 3, 7, 100])
@@ -178,38 +156,6 @@ def test_nothing_is_saved_without_gradients() -> None:
     assert not saved
 
 
-class ShardedHead(nn.Module):
-    """A head as in ZeRO-3: every rank stores some rows, and each call is a collective.
-
-    There is one collective in forward and one in backward.
-    """
-
-    def __init__(self, weight: Tensor, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.rows = nn.Parameter(weight.tensor_split(group.size())[group.rank()].clone())
-        self.group = group
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        weight = _GatherRows.apply(self.rows, self.group)
-        assert isinstance(weight, Tensor)
-        return hidden @ weight.T
-
-
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        parts = [torch.empty_like(rows) for _ in range(group.size())]
-        dist.all_gather(parts, rows.contiguous(), group=group)
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        total = upstream.clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total.tensor_split(ctx.group.size())[ctx.group.rank()], None
-
-
 def test_every_rank_calls_the_head_equally_often(make_world: MakeWorld) -> None:
     """The head is gathered when called, and ranks have different numbers of tokens (O13).
 
@@ -239,20 +185,6 @@ def test_every_rank_calls_the_head_equally_often(make_world: MakeWorld) -> None:
     assert {sum(logged.rank == rank for logged in world.log) for rank in range(4)} == {4 + 4 + 4}
 
 
-class Remembers(nn.Module):
-    """A head that leaves a tensor with gradients behind, as its weight_norm does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        linear = nn.Linear(WIDTH, VOCAB, dtype=torch.float64)
-        with pytest.warns(FutureWarning, match="weight_norm"):
-            self.linear = nn.utils.weight_norm(linear)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        self.last = self.linear(hidden)
-        return self.last
-
-
 def test_attributes_that_forward_leaves_behind_are_no_weights() -> None:
     hidden, labels = batch()
     head = seeded(Remembers)
@@ -268,18 +200,6 @@ def test_attributes_that_forward_leaves_behind_are_no_weights() -> None:
             torch.testing.assert_close(own, other)
 
 
-class Switched(nn.Module):
-    """A head with two adapters, of which one is active."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.adapters = nn.ModuleList(nn.Linear(WIDTH, VOCAB, dtype=torch.float64) for _ in range(2))
-        self.active = 0
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.adapters[self.active](hidden)
-
-
 def test_another_adapter_in_backward_raises_an_error() -> None:
     hidden, labels = batch()
     head = seeded(Switched)
@@ -290,10 +210,6 @@ def test_another_adapter_in_backward_raises_an_error() -> None:
 
 
 def test_a_head_that_cannot_take_zeros_trains_on_masked_tokens() -> None:
-    class Cosine(nn.Linear):
-        def forward(self, hidden: Tensor) -> Tensor:
-            return super().forward(hidden / hidden.norm(dim=1, keepdim=True))
-
     hidden, labels = batch()
     head = seeded(lambda: Cosine(WIDTH, VOCAB, dtype=torch.float64))
     kept = torch.arange(7) % 3 == 0
@@ -307,17 +223,6 @@ def test_a_head_that_cannot_take_zeros_trains_on_masked_tokens() -> None:
         0 * tiled_token_logprobs(head, hidden, labels, tiles=3)[0].sum(), list(head.parameters())
     )
     assert not any(gradient.any() for gradient in nothing)
-
-
-class HiddenWeight(nn.Module):
-    """A head that uses a parameter which is none of its attributes."""
-
-    def __init__(self, weight: nn.Parameter, *, as_parameter: bool) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList([weight]) if as_parameter else [weight]
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden @ self.weights[0].T
 
 
 def test_a_gradient_that_would_be_lost_is_refused_when_called() -> None:
@@ -339,6 +244,16 @@ def test_changed_parameters_raise_an_error() -> None:
         next(p for p in head.parameters() if p.requires_grad).add_(1)
     with pytest.raises(RuntimeError, match="lm_head: a parameter was changed in place after forward"):
         logprobs.sum().backward()
+
+
+def test_a_second_derivative_is_refused() -> None:
+    """It would lack what comes through the head."""
+    hidden, labels = batch()
+    backbone, head = nn.Linear(WIDTH, WIDTH, dtype=torch.float64), seeded(LoraHead)
+    logprobs, _ = tiled_token_logprobs(head, backbone(hidden), labels)
+    gradient = torch.autograd.grad(logprobs.sum(), [backbone.weight], create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="a tiled head has no second derivatives; use the head itself"):
+        gradient.square().sum().backward()
 
 
 def test_a_second_backward_is_named_as_torch_does() -> None:
@@ -491,7 +406,10 @@ def test_models_without_backbone_or_head_are_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tiles": 0}, "tiles 0: expected a positive number"),
+        ({"tiles": 0}, "tiles 0: expected an integer from 1, or None to choose one"),
+        ({"tiles": 2.5}, "tiles 2.5: expected an integer"),
+        ({"labels": torch.zeros(7)}, "labels is torch.float32: expected int64, int32 or int16"),
+        ({}, r"hidden is torch.float64 and lm_head torch.float32: its forward failed; cast one of them, or enter"),
         ({"temperature": 0.0}, "temperature 0.0: expected a finite number above 0"),
         (
             {"labels": torch.zeros(3, dtype=torch.long)},

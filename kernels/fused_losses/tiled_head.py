@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An lm-head that is any module, called tile by tile inside its wrappers.
+
+``tiled_token_logprobs`` and ``tiled_loss`` are made of this.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from fused_losses.arguments import check_integer, check_label_dtype
+from fused_losses.numerics import check_temperature
+from fused_losses.softmax import TokenLogprobs
+from fused_losses.vocab_parallel import vocab_parallel_logprobs
+from fused_losses.wrappers import check_lm_head, leaves_of
+
+_TILE = 256
+"""Tokens of a tile by default."""
+_PIECE = 2**22
+"""Numbers of a gradient that are converted at a time while it is added to a sum."""
+
+
+def check_tiled_call(lm_head: nn.Module, hidden: Tensor, labels: Tensor, temperature: float, tiles: int | None) -> None:
+    """Checks the arguments of kernels that call a head tile by tile.
+
+    Raises:
+        ValueError: A shape, dtype or number does not fit, or ``check_lm_head`` refuses the head;
+            the message names the argument.
+    """
+    if hidden.dim() != 2 or labels.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"hidden {list(hidden.shape)} and labels {list(labels.shape)}: expected [tokens, H] and [tokens]; "
+            "flatten a batch of rows"
+        )
+    check_label_dtype(labels)
+    if tiles is not None:
+        check_integer("tiles", tiles, least=1, otherwise="or None to choose one")
+    check_temperature(temperature)
+    check_lm_head(lm_head)
+
+
+def tiles_of(tokens: int, tiles: int | None) -> list[slice]:
+    """Cuts a number of tokens into ``tiles`` slices; by default into one for every 256 tokens.
+
+    Their sizes differ by one at most. Some are empty if there are fewer tokens than tiles.
+    """
+    number = tiles or max(1, -(-tokens // _TILE))
+    edges = [tokens * i // number for i in range(number + 1)]
+    return [slice(start, end) for start, end in pairwise(edges)]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a module has a tensor: among parameters, buffers or plain attributes."""
+
+    module: nn.Module
+    name: str
+
+    def hold(self, tensor: Tensor) -> Callable[[], None]:
+        """Puts a tensor there, and returns a function that puts back what was there before.
+
+        During forward, FSDP has its tensors among the parameters and the plain attributes alike.
+        """
+        attributes = vars(self.module)
+        kinds: list[dict[str, Any]] = [attributes["_parameters"], attributes["_buffers"], attributes]
+        before = [(kind, kind[self.name]) for kind in kinds if self.name in kind]
+        for kind, _ in before or [(attributes, None)]:
+            kind[self.name] = tensor
+
+        def put_back() -> None:
+            for kind, old in before:
+                kind[self.name] = old
+            if not before:
+                del attributes[self.name]
+
+        return put_back
+
+
+def tensors_with_gradients(head: nn.Module) -> dict[Place, Tensor]:
+    """Returns the tensors of a head and its parts that need gradients; none under ``no_grad``.
+
+    Besides parameters these are plain attributes, which FSDP puts in the place of parameters
+    during forward. Frozen tensors stay where they are, in whatever form.
+    """
+    if not torch.is_grad_enabled():
+        return {}
+    return {
+        Place(part, name): tensor
+        for part in head.modules()
+        for name, tensor in {**part._parameters, **part._buffers, **vars(part)}.items()
+        if isinstance(tensor, Tensor) and tensor.requires_grad
+    }
+
+
+@dataclass(frozen=True)
+class TiledHead:
+    """An lm-head inside its wrappers, and what is computed from its logits."""
+
+    module: nn.Module
+    places: tuple[Place, ...]
+    """Of the tensors that ``logits`` is given."""
+    statistics: dict[str, Any] = field(default_factory=dict)
+    """Options of ``vocab_parallel_logprobs``."""
+
+    def only(self, places: Iterable[Place]) -> "TiledHead":
+        """Returns the same head, of which ``logits`` is given fewer tensors."""
+        return replace(self, places=tuple(places))
+
+    def logits(self, tensors: Sequence[Tensor], hidden: Tensor) -> Tensor:
+        """Computes the logits of a tile by the head's own forward.
+
+        Args:
+            tensors: take the places of the head's own.
+            hidden: ``[n, hidden]``.
+
+        Raises:
+            ValueError: The head's forward failed, and its weights have another dtype than hidden.
+
+        The head's hooks do not run: those of wrappers have gathered the weights once for all tiles.
+        """
+        with ExitStack() as stack:
+            for place, tensor in zip(self.places, tensors, strict=True):
+                stack.callback(place.hold(tensor))
+            try:
+                return self.module.forward(hidden)
+            except RuntimeError as error:
+                others = {str(p.dtype) for p in self.module.parameters() if p.is_floating_point()}
+                if str(hidden.dtype) in others:
+                    raise
+                raise ValueError(
+                    f"hidden is {hidden.dtype} and lm_head {', '.join(sorted(others))}: its forward failed; cast one "
+                    "of them, or enter torch.autocast"
+                ) from error
+
+    def outputs(self, tensors: Sequence[Tensor], hidden: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        """Computes the statistics of a tile: the log-probabilities, and those that were asked for.
+
+        Args:
+            tensors: take the places of the head's own.
+            hidden: ``[n, hidden]``.
+            labels: ``[n]``.
+
+        Returns:
+            The fields of ``TokenLogprobs`` that are not None, ``[n]`` each.
+        """
+        return given(vocab_parallel_logprobs(self.logits(tensors, hidden), labels, **self.statistics))
+
+
+def given(found: TokenLogprobs) -> tuple[Tensor, ...]:
+    """Returns the statistics that were asked for."""
+    return tuple(tensor for tensor in found if tensor is not None)
+
+
+def leaves(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Returns tensors with the same numbers, at which gradients of one tile end."""
+    return [tensor.detach().requires_grad_() for tensor in tensors]
+
+
+def used_leaves(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> set[int]:
+    """Returns the ids of the leaves on which the outputs of a head depend.
+
+    Raises:
+        ValueError: There is another leaf than the known ones. Its gradient would be lost.
+    """
+    allowed, used = {id(tensor) for tensor in known}, set[int]()
+    for leaf in (leaf for output in outputs for leaf in leaves_of(output)):
+        if id(leaf) not in allowed:
+            raise ValueError(
+                f"lm_head: when called it uses a {type(leaf).__name__} {list(leaf.shape)} that is no attribute of it "
+                "or its parts, so its gradient would be lost; make it a parameter of the head"
+            )
+        used.add(id(leaf))
+    return used
+
+
+def without_dead_rows(hidden: Tensor, live: Tensor) -> Tensor:
+    """Replaces the hidden states of tokens that have no gradients, since 0 times NaN is NaN.
+
+    A live row takes their place, or ones: zeros might be what the head makes NaN of.
+
+    Args:
+        hidden: ``[n, hidden]``.
+        live: ``[n]`` bool.
+    """
+    if not len(hidden):
+        return hidden
+    live_row = hidden[live.to(torch.uint8).argmax(0, keepdim=True)]
+    return torch.where(live[:, None], hidden, torch.where(live.any(), live_row, 1.0))
+
+
+class GradientSums:
+    """Sums of gradients over tiles, in float32 at least, whatever the dtype of the gradients."""
+
+    def __init__(self, number: int) -> None:
+        self.sums: list[Tensor | None] = [None] * number
+        """None where no tile had a gradient."""
+
+    def add(self, gradients: Sequence[Tensor | None], unit: Tensor | None = None) -> None:
+        """Adds the gradients of a tile, multiplied by ``unit`` ``[1]``."""
+        for i, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            if (total := self.sums[i]) is None:
+                dtype = torch.promote_types(gradient.dtype, torch.float32)
+                total = self.sums[i] = torch.zeros(gradient.shape, dtype=dtype, device=gradient.device)
+            _add(total, gradient, unit)
+
+
+def _add(total: Tensor, gradient: Tensor, unit: Tensor | None) -> None:
+    """Adds a gradient to a sum, piece by piece: where dtypes differ, torch converts each piece."""
+    if gradient.dtype == total.dtype and unit is None:
+        total.add_(gradient)
+        return
+    for into, piece in _pieces(total, gradient):
+        into.add_(piece if unit is None else piece.to(total.dtype) * unit)
+
+
+def multiplied(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the product of a gradient and a factor ``[1]``, rounded once, in another dtype."""
+    if gradient.dtype == dtype == factor.dtype:
+        return gradient * factor
+    product = torch.empty_like(gradient, dtype=dtype)
+    for into, piece in _pieces(product, gradient):
+        into.copy_(piece * factor)
+    return product
+
+
+def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Cuts tensors of one shape into pieces that are small beside a weight."""
+    first = tensors[0]
+    if not first.dim():
+        return iter([tensors])
+    rows = max(1, _PIECE * len(first) // max(1, first.numel()))
+    return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+
+
+def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a backward whose results cannot be differentiated again.
+
+    ``once_differentiable`` refuses that only where the upstream gradient itself has a gradient. A
+    penalty on the gradient of a plain loss would lose a part in silence.
+    """
+    once = once_differentiable(backward)
+
+    @wraps(backward)
+    def differentiable_once(ctx: Any, *upstream: Tensor | None) -> Any:
+        results = once(ctx, *upstream)
+        if not torch.is_grad_enabled():
+            return results
+        return tuple(r if r is None or r.requires_grad else _Last.apply(r.requires_grad_()) for r in results)
+
+    return differentiable_once
+
+
+class _Last(torch.autograd.Function):
+    """Hands a gradient on, and refuses to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Tensor:
+        raise RuntimeError(
+            "a tiled head has no second derivatives; use the head itself (lm_head(hidden)) for a gradient penalty"
+        )
