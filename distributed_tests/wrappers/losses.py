@@ -2,6 +2,7 @@
 """The ways to a loss through an lm-head: ours, and the dense one that they are compared with."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from fused_losses import (
     linear_logprobs,
     linear_sft_loss,
     run_in_forward,
+    tiled_grpo_loss,
     tiled_token_logprobs,
 )
 
@@ -55,6 +57,12 @@ def _counts(batch: Batch) -> Metrics:
 def tiled(head: nn.Module, hidden: Tensor, batch: Batch, tokens: int) -> tuple[Tensor, Metrics]:
     logprobs, _ = tiled_token_logprobs(head, hidden, batch.labels, tiles=TILES)
     return grpo(logprobs, batch, tokens)
+
+
+def one_pass(head: nn.Module, hidden: Tensor, batch: Batch, tokens: int) -> tuple[Tensor, Metrics]:
+    mask = torch.ones_like(batch.labels, dtype=torch.bool)
+    given: dict[str, Any] = {"advantages": batch.advantages, "mask": mask, "valid_tokens": tokens, "beta": 0.0}
+    return tiled_grpo_loss(head, hidden, batch.labels, tiles=TILES, **given)
 
 
 def weight_of(head: nn.Module) -> Tensor:
@@ -102,6 +110,7 @@ def sft(head: nn.Module, hidden: Tensor, batch: Batch, tokens: int) -> tuple[Ten
 
 WAYS: dict[str, Way] = {
     "tiled_token_logprobs": tiled,
+    "tiled_grpo_loss": one_pass,
     "linear_logprobs": linear,
     "linear_cross_entropy": cross_entropy,
     "linear_sft_loss": sft,
@@ -109,5 +118,5 @@ WAYS: dict[str, Way] = {
     "dense NLL": dense_nll,
 }
 
-DENSE_OF = {name: "dense" if way in (tiled, linear, dense) else "dense NLL" for name, way in WAYS.items()}
+DENSE_OF = {name: "dense" if way in (tiled, one_pass, linear, dense) else "dense NLL" for name, way in WAYS.items()}
 """The dense way to the same loss."""

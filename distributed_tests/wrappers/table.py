@@ -16,6 +16,7 @@ from lossgate.worlds.pool import close_pool
 
 COLUMNS: Mapping[str, Sequence[str]] = {
     "tiled": ("tiled_token_logprobs",),
+    "tiled, one pass": ("tiled_grpo_loss",),
     "not tiled": ("linear_logprobs", "linear_cross_entropy", "linear_sft_loss"),
 }
 

@@ -23,8 +23,8 @@ from fused_losses.wrappers import check_lm_head, leaves_of
 
 _TILE = 256
 """Tokens of a tile by default."""
-_PIECE = 2**22
-"""Numbers of a gradient that are converted at a time while it is added to a sum."""
+_PIECES = 16
+"""Into how many pieces a gradient is cut that is converted while it is added to a sum."""
 
 
 def check_tiled_call(lm_head: nn.Module, hidden: Tensor, labels: Tensor, temperature: float, tiles: int | None) -> None:
@@ -219,7 +219,7 @@ def _add(total: Tensor, gradient: Tensor, unit: Tensor | None) -> None:
         total.add_(gradient)
         return
     for into, piece in _pieces(total, gradient):
-        into.add_(piece if unit is None else piece.to(total.dtype) * unit)
+        into.add_(piece if unit is None else piece * unit)
 
 
 def multiplied(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -233,12 +233,8 @@ def multiplied(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Cuts tensors of one shape into pieces that are small beside a weight."""
-    first = tensors[0]
-    if not first.dim():
-        return iter([tensors])
-    rows = max(1, _PIECE * len(first) // max(1, first.numel()))
-    return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+    """Cuts tensors of one shape into pieces that are small beside them."""
+    return zip(*(tensor.chunk(_PIECES) if tensor.dim() else [tensor] for tensor in tensors), strict=True)
 
 
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -143,11 +143,11 @@ def tiled_loss(
         RuntimeError: In backward: the gradient is differentiated again.
 
     Memory:
-        Forward: with L, l, G and g as for ``tiled_token_logprobs``, what backward holds there: G,
-        the gradient of hidden, and one after the other 2 l + L and l + g.
-        Saved for backward: G, and the gradient of hidden in its dtype (float32 for float16).
-        Backward holds their products with the upstream gradient beside them. Nothing is saved
-        without gradients.
+        Forward holds what backward does for ``tiled_token_logprobs``, with the same l, L, G and g:
+        G and the gradient of hidden (in float32 for float16), and beside them first 2 l + L and
+        then l + g. Where no gradient is needed, it holds l + L alone.
+        Saved for backward: G and the gradient of hidden. Backward holds their products with the
+        upstream gradient beside them, in the dtypes of parameters and hidden.
     """
     check_tiled_call(lm_head, hidden, labels, temperature, tiles)
     counted = None if mask is None else as_mask("mask", mask, labels, "labels")

@@ -308,7 +308,7 @@ def test_every_rank_calls_the_head_equally_often(make_world: MakeWorld) -> None:
     def body(context: RankContext) -> Tensor:
         hidden, labels = batch(tokens[context.rank])
         head = ShardedHead(weight, context.mesh.get_group("dp"))
-        tiled_loss(head, hidden, labels % 8, lambda values, _: (values.logprobs.sum(), {}), tiles=4)[0].backward()
+        tiled_loss(head, hidden, labels % 8, summed, tiles=4)[0].backward()
         assert head.rows.grad is not None
         return head.rows.grad
 
@@ -323,18 +323,47 @@ def test_every_rank_calls_the_head_equally_often(make_world: MakeWorld) -> None:
     assert {sum(logged.rank == rank for logged in world.log) for rank in range(4)} == {4 + 4}
 
 
-def test_autocast_is_that_of_two_passes() -> None:
+def summed(values: TokenLogprobs, tile: slice) -> tuple[Tensor, dict[str, Tensor]]:
+    return values.logprobs.sum(), {}
+
+
+def test_tokens_that_do_not_count_have_no_gradient_though_the_loss_has() -> None:
+    hidden, labels = batch()
+    head, mask = seeded(LoraHead), torch.arange(7) % 3 != 1
+    inputs = [hidden.requires_grad_(), *trained(head)]
+    found = torch.autograd.grad(tiled_loss(head, hidden, labels, summed, mask=mask, tiles=3)[0], inputs)
+    expected = torch.autograd.grad(dense(head, hidden, labels, 1.0)[0][mask].sum(), inputs)
+    assert_equal(list(found), list(expected))
+
+
+def test_a_loss_without_gradients_has_gradients_of_zero() -> None:
+    """The head's backward runs nevertheless: on other ranks it may be a collective."""
+    hidden, labels = batch()
+    head = CountsBackwards(WIDTH, VOCAB, dtype=torch.float64)
+    loss, _ = tiled_loss(head, hidden, labels, lambda values, _: (values.logprobs.detach().sum(), {}), tiles=3)
+    assert head.backwards == 3
+    assert not any(gradient.any() for gradient in torch.autograd.grad(loss, trained(head)))
+
+
+class InFloat32(nn.Linear):
+    """A head that leaves autocast, as heads do that need exact logits."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(hidden.float())
+
+
+@pytest.mark.parametrize("make", [nn.Linear, InFloat32])
+def test_autocast_is_that_of_two_passes(make: Callable[[int, int], nn.Module]) -> None:
+    """In backward it is off, so a gradient has the dtype that the head chose in forward."""
     hidden, labels = batch(40)
-    head, hidden = nn.Linear(WIDTH, VOCAB), hidden.float().requires_grad_()
-    results = []
-    for one_pass in (True, False):
-        with torch.autocast("cpu", torch.bfloat16):
-            if one_pass:
-                loss, _ = tiled_loss(head, hidden, labels, lambda values, _: (values.logprobs.sum(), {}), tiles=3)
-            else:
-                loss = tiled_token_logprobs(head, hidden, labels, tiles=3)[0].sum()
-        results.append(torch.autograd.grad(loss, [hidden, *trained(head)]))
-    assert all(map(torch.equal, *results))
+    head, hidden = make(WIDTH, VOCAB), hidden.float().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = (
+            tiled_loss(head, hidden, labels, summed, tiles=3)[0],
+            tiled_token_logprobs(head, hidden, labels, tiles=3)[0].sum(),
+        )
+    assert all(map(torch.equal, *(torch.autograd.grad(loss, [hidden, *trained(head)]) for loss in losses)))
 
 
 def error(dtype: torch.dtype, tiles: int, scale: float, one_pass: bool) -> float:

@@ -23,6 +23,8 @@ from fused_losses import (
     linear_cross_entropy,
     linear_logprobs,
     linear_sft_loss,
+    tiled_grpo_loss,
+    tiled_loss,
     tiled_token_logprobs,
 )
 from lossgate.worlds import RankContext, SimulatedWorld
@@ -110,6 +112,12 @@ def _tiled_grpo(batch: Batch) -> Tensor:
     return _grpo(batch, tiled_token_logprobs(head, batch.hidden, batch.labels, tiles=tiles)[0])
 
 
+def _tiled_grpo_in_one_pass(batch: Batch) -> Tensor:
+    given: dict[str, Any] = {"advantages": batch.other, "mask": batch.mask, "reference_logprobs": batch.other}
+    head, tiles = nn.Linear(WIDTH, VOCAB), -(-len(batch.labels) // CHUNK)
+    return tiled_grpo_loss(head, batch.hidden, batch.labels, tiles=tiles, valid_tokens=7, **given)[0]
+
+
 def _clipped_pg(batch: Batch) -> Tensor:
     config = ClippedPGConfig(token_level_loss=False, sequence_level_importance_ratios=True)
     others = dict.fromkeys(("prev_logprobs", "generation_logprobs", "reference_logprobs", "advantages"), batch.other)
@@ -128,6 +136,7 @@ PROGRAMS: dict[str, Callable[[Batch], Tensor]] = {
     "dpo_loss": _dpo,
     "grpo_loss": lambda batch: _grpo(batch, batch.logprobs()),
     "grpo_loss, tiled": _tiled_grpo,
+    "tiled_grpo_loss": _tiled_grpo_in_one_pass,
     "clipped_pg_loss": _clipped_pg,
 }
 
@@ -171,7 +180,8 @@ def test_the_observer_sees_dense_logits() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["linear_logprobs", "linear_logprobs, all statistics", "linear_sft_loss", "grpo_loss, tiled"]
+    "name",
+    ["linear_logprobs", "linear_logprobs, all statistics", "linear_sft_loss", "grpo_loss, tiled", "tiled_grpo_loss"],
 )
 def test_no_saved_tensor_but_the_head_grows_with_the_vocabulary(name: str) -> None:
     batch, saved = Batch(160), list[Tensor]()
@@ -180,6 +190,31 @@ def test_no_saved_tensor_but_the_head_grows_with_the_vocabulary(name: str) -> No
     assert max(t.numel() for t in saved) <= VOCAB * WIDTH
     own = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved if t.numel() < 160 * WIDTH}
     assert sum(own.values()) <= 160 * 8 * 20  # That is 20 numbers of 8 bytes for each token.
+
+
+def _forward(kernel: str, head: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
+    if kernel == "tiled_token_logprobs":
+        return tiled_token_logprobs(head, hidden, labels)[0].sum()
+    return tiled_loss(head, hidden, labels, lambda values, _: (values.logprobs.sum(), {}))[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kernel", ["tiled_token_logprobs", "tiled_loss"])
+def test_a_tiled_head_takes_the_bytes_of_its_docstring(kernel: str, dtype: torch.dtype) -> None:
+    """A tile has 256 tokens, and the weight is larger than its logits, as usual."""
+    tokens, tile, width, vocab = 512, 256, 1024, 4096
+    head = nn.Linear(width, vocab, bias=False, dtype=dtype)
+    hidden, labels = torch.ones(tokens, width, dtype=dtype).requires_grad_(), torch.zeros(tokens, dtype=torch.long)
+    half = dtype != torch.float32
+    logits, copies = tile * vocab * dtype.itemsize, tile * vocab * (8 if half else 4)
+    sums, of_tile = 4 * vocab * width, vocab * width * dtype.itemsize + half * 4 * vocab * width // 16
+    of_hidden = tokens * width * (4 if dtype == torch.float16 and kernel == "tiled_loss" else dtype.itemsize)
+    expected = sums + of_hidden + max(2 * logits + copies, logits + of_tile)
+    with Made() as made:
+        _forward(kernel, head, hidden, labels).backward()
+    # The observer takes the weight and hidden states for new where they are detached.
+    found = made.peak - vocab * width * dtype.itemsize - tokens * width * dtype.itemsize
+    assert 0.9 * expected < found < expected + 3 * tile * width * dtype.itemsize + 20 * 8 * tokens
 
 
 def _sequence_grpo(batch: Batch, logprobs: Tensor, cp_group: Any) -> Tensor:
