@@ -82,7 +82,7 @@ def tiled_token_logprobs(
         l + L. Backward holds G and the gradient of hidden, and beside them first 2 l + L and then
         l + g. Both also hold a few numbers for each token, and up to three times a tile's hidden
         states. At 256 tokens in a tile, hidden size 1024 and 32768 rows, G and the rest of a tile
-        take 288 MiB in float32 and 216 MiB in bfloat16.
+        take 288 MiB in float32 and 224 MiB in bfloat16.
         Saved for backward: hidden, labels and the parameters themselves.
     """
     check_tiled_call(lm_head, hidden, labels, temperature, tiles)
