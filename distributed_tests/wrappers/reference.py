@@ -68,7 +68,7 @@ def _step(head: str, way: str, batches: list[Batch]) -> tuple[dict[str, Tensor],
     numbers = dict[str, Tensor]()
     gradients = {name: torch.zeros_like(p) for name, p in parameters.items()}
     needed = {name: p for name, p in parameters.items() if p.requires_grad}
-    backbone, lm_head = backbone_and_lm_head(model)
+    backbone, lm_head = backbone_and_lm_head(model, check=False)  # a run would draw noise
     for batch in batches:
         hidden = backbone(batch.ids)[batch.keep]
         loss, metrics = WAYS[way](lm_head, hidden, batch, count(batches))

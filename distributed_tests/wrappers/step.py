@@ -106,6 +106,7 @@ def run_steps(cells: Sequence[Cell], context: RankContext) -> list[Step | str]:
 
 def _step(cell: Cell) -> Step:
     model = make_model(cell.head, getattr(torch, cell.dtype), checkpointing=cell.checkpointing)
+    backbone_and_lm_head(model)  # is checked while it can be run
     whole = sum(parameter.numel() for parameter in model.parameters())
     wrapped = WRAPPERS[cell.wrapper](model, cell.microbatches)
     before, held = wrapped.weights(), wrapped.held()

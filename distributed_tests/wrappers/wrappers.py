@@ -192,7 +192,7 @@ class FSDPFlatHead(FSDPHead):
 
 def _is_tied(model: nn.Module) -> bool:
     """Returns whether the head has the embedding's weight."""
-    found: Any = backbone_and_lm_head(model)
+    found: Any = backbone_and_lm_head(model, check=False)
     return found[0].embed_tokens.weight is getattr(found[1], "weight", None)
 
 
@@ -225,7 +225,7 @@ class FSDP2Head(FSDP2):
     """
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        found: Any = backbone_and_lm_head(model)
+        found: Any = backbone_and_lm_head(model, check=False)
         backbone, head = found
         for layer in backbone.layers:
             fully_shard(layer)
@@ -246,7 +246,7 @@ class Zero(Wrapped):
         parameters = [p for p in model.parameters() if p.requires_grad]
         dtype = parameters[0].dtype
         if self.leaf_head:
-            deepspeed.utils.set_z3_leaf_module(backbone_and_lm_head(model)[1], True)
+            deepspeed.utils.set_z3_leaf_module(backbone_and_lm_head(model, check=False)[1], True)
         engine, self.engine_optimizer, _, _ = deepspeed.initialize(
             model=model,
             optimizer=cast(Any, torch.optim.SGD(parameters, lr=RATE)),

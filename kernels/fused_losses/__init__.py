@@ -12,6 +12,7 @@ from fused_losses.cross_entropy import LinearCrossEntropyLoss, linear_cross_entr
 from fused_losses.dpo import dpo_loss
 from fused_losses.grpo import grpo_loss
 from fused_losses.linear_logprobs import linear_logprobs
+from fused_losses.megatron import MegatronLmHead
 from fused_losses.memory_snapshots import MemorySnapshots
 from fused_losses.metrics import Metrics
 from fused_losses.models import backbone_and_lm_head
@@ -22,12 +23,14 @@ from fused_losses.softmax import TokenLogprobs
 from fused_losses.tiled import tiled_token_logprobs
 from fused_losses.tiled_loss import tiled_grpo_loss, tiled_loss
 from fused_losses.token_layouts import flatten_like, flatten_tokens
+from fused_losses.up_to_lm_head import UpToLmHead
 from fused_losses.vocab_parallel import vocab_parallel_logprobs
 from fused_losses.wrappers import run_in_forward
 
 __all__ = [
     "ClippedPGConfig",
     "LinearCrossEntropyLoss",
+    "MegatronLmHead",
     "MemorySnapshots",
     "Metrics",
     "Pack",
@@ -35,6 +38,7 @@ __all__ = [
     "RhoWeights",
     "SFTStatistics",
     "TokenLogprobs",
+    "UpToLmHead",
     "backbone_and_lm_head",
     "clipped_pg_loss",
     "dpo_loss",

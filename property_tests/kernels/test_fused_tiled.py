@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lossgate
-from fused_losses import backbone_and_lm_head, grpo_loss, tiled_token_logprobs
+from fused_losses import grpo_loss, tiled_token_logprobs
 from lossgate.declaration.loading import load_candidates
 from lossgate.worlds import RankContext, SimulatedWorld
 from property_tests.kernels.heads import (
@@ -310,97 +310,6 @@ def test_the_weights_gradient_is_added_up_in_float32() -> None:
         assert head.weight.grad is not None
         errors.append(float((head.weight.grad.double() - exact.weight.grad).norm() / exact.weight.grad.norm()))
     assert errors[1] < 1.5 * errors[0]
-
-
-# Finding backbone and head
-
-
-class CausalLM(nn.Module):
-    """A causal language model as in transformers."""
-
-    base_model_prefix = "model"
-
-    def __init__(self, head: nn.Module | None = None) -> None:
-        super().__init__()
-        self.model = nn.Linear(WIDTH, WIDTH)
-        self.lm_head = head or nn.Linear(WIDTH, VOCAB)
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-
-class Wrapped(nn.Module):
-    """A wrapper as in DistributedDataParallel and DeepSpeed engines."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-
-class PeftModel(nn.Module):
-    """A PEFT model: its base_model is a tuner, whose model is the causal language model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.base_model = nn.Module()
-        self.base_model.model = model
-
-    def get_base_model(self) -> nn.Module:
-        model = self.base_model.model
-        assert isinstance(model, nn.Module)
-        return model
-
-
-@pytest.mark.parametrize("head", [None, LoraHead()], ids=["linear", "LoRA"])
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda model: model,
-        Wrapped,
-        PeftModel,
-        lambda model: Wrapped(PeftModel(model)),
-        lambda model: PeftModel(Wrapped(model)),
-        lambda model: Wrapped(torch.compile(model, backend="eager")),
-    ],
-    ids=["plain", "DDP", "PEFT", "DDP of PEFT", "PEFT of DDP", "DDP of compiled"],
-)
-def test_backbone_and_head_are_found(wrap: Callable[[nn.Module], nn.Module], head: nn.Module | None) -> None:
-    """The backbone is never the causal language model itself, which would compute logits (O5)."""
-    model = CausalLM(head)
-    backbone, found = backbone_and_lm_head(wrap(model))
-    assert backbone is model.model
-    assert found is model.lm_head
-
-
-def test_backbone_and_head_are_found_in_the_real_distributed_data_parallel(make_world: MakeWorld) -> None:
-    model = CausalLM()
-
-    def body(context: RankContext) -> bool:
-        wrapped = nn.parallel.DistributedDataParallel(
-            model, process_group=context.mesh.get_group("dp"), init_sync=False
-        )
-        return backbone_and_lm_head(wrapped) == (model.model, model.lm_head)
-
-    assert make_world("single").run(body) == [True]
-
-
-def test_models_without_backbone_or_head_are_refused() -> None:
-    capped = CausalLM()
-    capped.config = type("Config", (), {"final_logit_softcapping": 30.0})()
-    with pytest.raises(ValueError, match=r"its final_logit_softcapping of 30.0 comes after the lm-head"):
-        backbone_and_lm_head(capped)
-    with pytest.raises(ValueError, match="model Linear: has no lm-head"):
-        backbone_and_lm_head(nn.Linear(2, 3))
-    headed = nn.Module()
-    headed.lm_head = nn.Linear(2, 3)
-    with pytest.raises(ValueError, match=r"model Module: has no backbone \(model, transformer"):
-        backbone_and_lm_head(headed)
-    inner = nn.Module()
-    inner.lm_head = nn.Linear(2, 3)
-    outer = nn.Module()
-    outer.model, outer.lm_head = inner, inner.lm_head
-    with pytest.raises(ValueError, match="its model holds the lm-head, so it makes logits"):
-        backbone_and_lm_head(outer)
 
 
 @pytest.mark.parametrize(
