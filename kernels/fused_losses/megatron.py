@@ -64,7 +64,8 @@ class MegatronLmHead(nn.Module):
         """Computes logits of the whole vocabulary.
 
         Raises:
-            ValueError: Tokens are split, so the layer would return logits of other ranks' tokens.
+            ValueError: Tokens are split, so the layer would return logits of other ranks' tokens;
+                or it leaves it to the caller to add a bias that is split.
         """
         if self.sequence_parallel:
             raise ValueError(
@@ -75,6 +76,11 @@ class MegatronLmHead(nn.Module):
         if self.tp_group is not None:
             given["runtime_gather_output"] = True
         logits, bias = self.output_layer(hidden, **given)
+        if bias is not None and self.tp_group is not None:
+            raise ValueError(
+                "lm_head: Megatron's output layer returns this rank's part of its bias (skip_bias_add); use "
+                "linear_logprobs(hidden, head.weight, labels, bias=head.bias, **head.split)"
+            )
         return logits if bias is None else logits + bias
 
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fused_losses.megatron import MegatronLmHead, ranks_of
+from fused_losses.megatron import MegatronLmHead, is_megatron, ranks_of
 from fused_losses.up_to_lm_head import UpToLmHead, call_inside
 from fused_losses.wrappers import _is_a, _is_dtensor, _is_flattened, _is_partitioned, _views
 
@@ -132,7 +132,8 @@ class _Seen:
         logits = output[0] if isinstance(output, tuple) else output
         generator = torch.Generator().manual_seed(len(self.given))
         known = torch.randn(logits.shape, generator=generator).mul_(10).to(logits)
-        self.logits = known.clone()
+        bias = output[1] if isinstance(output, tuple) and is_megatron(module) else None
+        self.logits = known.clone() if bias is None else known + bias
         return (known, *output[1:]) if isinstance(output, tuple) else known
 
     def differences(self, logits: Tensor, backbone: nn.Module | None) -> list[str]:
@@ -151,14 +152,17 @@ class _Seen:
 
 
 def _ends_with(whole: Tensor, part: Tensor) -> bool:
-    """Returns whether the last rows of a tensor are those of another, up to a change of dtype.
+    """Returns whether a tensor is another, or its last tokens, up to a change of dtype and layout.
 
-    A model may compute logits of its last tokens only.
+    A model may compute logits of its last tokens only, flatten rows, or change ``[S, B, V]`` to
+    ``[B, S, V]`` as Megatron does.
     """
-    if whole.shape[-1] != part.shape[-1] or whole.numel() < part.numel() or not part.numel():
+    if not part.numel():
         return False
-    rows, last = whole.flatten(0, -2), part.flatten(0, -2)
-    return torch.allclose(rows[-len(last) :].to(last), last, rtol=0, atol=0, equal_nan=True)
+    layouts = [whole, whole.transpose(0, 1)] if whole.dim() == 3 else [whole]
+    ends = [x[..., -part.shape[-2] :, :] if x.dim() == part.dim() else x for x in layouts if part.dim() > 1]
+    same = (x.reshape(part.shape) for x in ends if x.numel() == part.numel() and x.shape[-1] == part.shape[-1])
+    return any(torch.allclose(x.to(part), part, rtol=0, atol=0, equal_nan=True) for x in same)
 
 
 def _first_tensor(output: Any, name: str) -> Tensor | None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fused_losses import UpToLmHead, backbone_and_lm_head, linear_logprobs, run_in_forward, tiled_token_logprobs
 from lossgate.worlds import RankContext, SimulatedWorld
+from property_tests.observers import Made
 
 MakeWorld = Callable[..., SimulatedWorld]
 
@@ -260,6 +261,14 @@ def test_a_model_up_to_its_head_gives_its_own_logprobs_and_gradients(name: str) 
         torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-9)
 
 
+def test_a_model_up_to_its_head_makes_no_logits() -> None:
+    model = pretrained("Llama")
+    with Made() as made:
+        hidden = UpToLmHead(model, model.lm_head)(input_ids=IDS)
+    assert hidden.shape == (*IDS.shape, 16)
+    assert IDS.numel() * 32 not in made.sizes
+
+
 def test_models_whose_backbone_is_no_part_are_run_up_to_their_head() -> None:
     model = pretrained("T5", torch.float64)
     backbone, head = backbone_and_lm_head(model)
@@ -361,6 +370,21 @@ class Last(CausalLM):
         return hidden[:, -1:]
 
 
+class SequenceFirst(CausalLM):
+    """It keeps ``[S, B, ...]``, as Megatron does, and returns ``[B, S, V]``."""
+
+    def before(self, hidden: Tensor) -> Tensor:
+        return hidden.transpose(0, 1)
+
+    def after(self, logits: Tensor) -> Tensor:
+        return logits.transpose(0, 1).contiguous()
+
+
+class Flat(CausalLM):
+    def before(self, hidden: Tensor) -> Tensor:
+        return hidden.flatten(0, 1)
+
+
 class AlwaysRandom(nn.Sequential):
     """It has another result in every call, in eval mode too."""
 
@@ -374,10 +398,23 @@ class RandomBackbone(CausalLM):
         self.model = AlwaysRandom(self.model, nn.BatchNorm1d(4), nn.Dropout())
 
 
-@pytest.mark.parametrize("kind", [Float, Last, RandomBackbone])
-def test_what_changes_no_logprob_is_let_through(kind: type[CausalLM]) -> None:
+@pytest.mark.parametrize("example", [None, {"input_ids": torch.tensor([[1, 2, 3, 4], [4, 0, 2, 1]])}])
+@pytest.mark.parametrize("kind", [Float, Last, SequenceFirst, Flat, RandomBackbone])
+def test_what_changes_no_logprob_is_let_through(kind: type[CausalLM], example: dict[str, Tensor] | None) -> None:
     model = kind().bfloat16()
-    assert backbone_and_lm_head(model) == (model.model, model.lm_head)
+    assert backbone_and_lm_head(model, example=example) == (model.model, model.lm_head)
+
+
+class Reversed(CausalLM):
+    """Its logits are those of other tokens."""
+
+    def after(self, logits: Tensor) -> Tensor:
+        return logits.flip(1)
+
+
+def test_logits_of_other_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match="changes the logits"):
+        backbone_and_lm_head(Reversed())
 
 
 class Counts(RandomBackbone):
