@@ -238,9 +238,12 @@ def test_the_ways_out_for_changed_logits_are_right(
     hidden = backbone(IDS).last_hidden_state.flatten(0, 1)
     expected = own_logprobs(model, IDS, input_ids=IDS).flatten()
     found = tiled_token_logprobs(Changed(head, change), hidden, IDS.flatten(), tiles=3)[0]
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-7 if name == "RecurrentGemma" else 1e-11)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
     found = linear_logprobs(hidden, head.weight, IDS.flatten(), **options).logprobs
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-7 if name == "RecurrentGemma" else 1e-11)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+    if "temperature" in options:
+        found = tiled_token_logprobs(head, hidden, IDS.flatten(), tiles=3, **options)[0]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Bert", "Roberta", "MiniCPM3", "T5"])
