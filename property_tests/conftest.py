@@ -8,7 +8,7 @@ import jaxtyping
 import pytest
 import torch
 
-from lossgate import Layout
+from lossgate import SimulatedRanks
 from lossgate.worlds import SimulatedWorld
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -31,12 +31,5 @@ def make_world() -> Iterator[Callable[..., SimulatedWorld]]:
 
     It is closed after the test.
     """
-    worlds: list[SimulatedWorld] = []
-
-    def make(layout: str, **options: float) -> SimulatedWorld:
-        worlds.append(SimulatedWorld(Layout.parse(layout), **options))
-        return worlds[-1]
-
-    yield make
-    for world in worlds:
-        world.close()
+    with SimulatedRanks() as ranks:
+        yield ranks.world

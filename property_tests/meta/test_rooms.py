@@ -27,6 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("judge",),
     ("worlds",),
     ("cases",),
+    ("strategies",),
     ("properties",),
     ("adequacy",),
     ("engine",),

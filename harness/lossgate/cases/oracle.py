@@ -52,20 +52,26 @@ class Oracle:
 
     def compare(self, output: Output, result: Tensor, dtype: torch.dtype, faults: tuple[str, ...] = ()) -> Comparison:
         """Compares a whole float64 tensor, which came in ``dtype``, with the reference output."""
-        compared = self._compared(output)
-        result = _without_overflow(result, self.reference[output], dtype)
+        compared = self.compared(output)
+        result = without_overflow(result, self.reference[output], dtype)
         return self._tolerance(output, dtype).compare(result if compared is None else result[compared], faults)
 
     def rejects(self, output: Output, results: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns which of ``[n, *shape]`` results disagree with the reference output, ``[n]``
         bool.
         """
-        compared = self._compared(output)
+        compared = self.compared(output)
         return self._tolerance(output, dtype).rejects(results if compared is None else results[:, compared])
 
-    def _compared(self, output: Output) -> Tensor | None:
+    def compared(self, output: Output) -> Tensor | None:
         """Returns which tokens count; None for all."""
         return self._bound.batch.fields["mask"] if output.kind == "token value" else None
+
+    def allowed(self, output: Output, dtype: torch.dtype) -> float:
+        """Returns what rounding may do to a whole output alike, relative to it."""
+        precision = self._candidate.precision[self._placed.problem.dtype]
+        on_the_way = (precision.dlogits, precision.loss) if output.kind == "gradient" else ()
+        return max([float_format_of(dtype).unit, *(FLOAT_FORMATS[stage].unit for stage in on_the_way)])
 
     def _tolerance(self, output: Output, dtype: torch.dtype) -> Tolerance:
         """Returns the tolerance of an output that comes in ``dtype``.
@@ -80,23 +86,21 @@ class Oracle:
         return kept[key]
 
     def _make_tolerance(self, output: Output, dtype: torch.dtype) -> Tolerance:
-        precision, compared = self._candidate.precision[self._placed.problem.dtype], self._compared(output)
+        compared = self.compared(output)
         reference, noise = self.reference[output], self.noise[output]
         if compared is not None:
             reference, noise = reference[compared], noise[:, compared]
-        unit = float_format_of(dtype).unit
-        on_the_way = (precision.dlogits, precision.loss) if output.kind == "gradient" else ()
         return Tolerance(
             output,
             reference,
             noise,
-            unit=unit,
-            allowed=max([unit, *(FLOAT_FORMATS[dtype].unit for dtype in on_the_way)]),
+            unit=float_format_of(dtype).unit,
+            allowed=self.allowed(output, dtype),
             blocks=blocks_of(output, self._placed.partition, self._candidate.tiles, compared),
         )
 
 
-def _without_overflow(result: Tensor, reference: Tensor, dtype: torch.dtype) -> Tensor:
+def without_overflow(result: Tensor, reference: Tensor, dtype: torch.dtype) -> Tensor:
     """Replaces infinities by the reference where the dtype can hardly hold the number.
 
     Perplexities of hopeless sequences are that large.

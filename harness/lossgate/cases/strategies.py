@@ -74,14 +74,14 @@ def problems(
     tokens = _one_of(draw, _sizes(TOKENS, candidate.tiles.get("token", ())), _RICH_TOKENS if rich else ())
     vocab = _one_of(draw, _sizes(VOCABS, candidate.tiles.get("vocab", ())), _RICH_VOCABS if rich else ())
     width = _one_of(draw, _sizes(WIDTHS, candidate.tiles.get("hidden", ()))) if "hidden" in head.leaves else 1
-    lengths = draw(_lengths(tokens, draw(_SEQUENCES)))
-    lengths += (0,) * (-len(lengths) % spec.group_size)
+    cut = draw(lengths(tokens, draw(_SEQUENCES)))
+    cut += (0,) * (-len(cut) % spec.group_size)
     return Problem(
         spec=spec.name,
         head=candidate.head,
         dtype=dtype,
-        lengths=lengths,
-        masks=_masks(draw, len(lengths), rich),
+        lengths=cut,
+        masks=_masks(draw, len(cut), rich),
         hidden=width,
         vocab=vocab,
         bias=bias and "bias" in head.leaves,
@@ -90,7 +90,7 @@ def problems(
         group_size=spec.group_size,
         logit_std=draw(_SMALL_LOGIT_STDS if coarse and spec.kinks else _LOGIT_STDS),
         label_boost=draw(_LABEL_BOOSTS),
-        forced_labels=draw(_forced_labels(tokens, vocab)),
+        forced_labels=draw(forced_labels(tokens, vocab)),
         outliers=()
         if (coarse and spec.kinks) or not head.has_logits
         else draw(_outliers(tokens, width if "hidden" in head.leaves else vocab)),
@@ -130,7 +130,7 @@ def _sizes(usual: tuple[int, ...], tiles: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @cache
-def _lengths(tokens: int, most: int) -> SearchStrategy[tuple[int, ...]]:
+def lengths(tokens: int, most: int) -> SearchStrategy[tuple[int, ...]]:
     """Cuts ``tokens`` into at most ``most`` sequences, some of them empty."""
     cuts = st.lists(st.integers(0, tokens), max_size=most - 1).map(sorted)
     return cuts.map(lambda at: tuple(b - a for a, b in zip([0, *at], [*at, tokens], strict=True)))
@@ -147,7 +147,7 @@ def _masks(draw: DrawFn, sequences: int, rich: bool) -> tuple[MaskPattern, ...]:
 
 
 @cache
-def _forced_labels(tokens: int, vocab: int) -> SearchStrategy[tuple[tuple[int, int], ...]]:
+def forced_labels(tokens: int, vocab: int) -> SearchStrategy[tuple[tuple[int, int], ...]]:
     """Labels on the first or last row of a shard, for usual numbers of shards."""
     shards = [shard for tp in (1, 2, 3, 4, 8) for shard in split_vocab(vocab, tp, "chunked")]
     edges = {row for shard in shards if shard.end > shard.start for row in (shard.start, shard.end - 1)}

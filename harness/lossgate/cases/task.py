@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lossgate.cases.local_inputs import local_inputs
 from lossgate.cases.returned import check_returned
 from lossgate.declaration.candidate import Candidate, Outputs
 from lossgate.problems.batch import GlobalBatch
@@ -42,14 +43,8 @@ class RankTask:
             CandidateError: if it breaks its declared interface.
         """
         candidate, batch, rank, device = self.candidate, self.batch, context.rank, context.device
-        dims = candidate.starts_at.leaves
-        leaves = {name: batch.local_leaf(name, dims[name], rank).to(device).requires_grad_() for name in batch.leaves}
-        absent = dict.fromkeys(set(dims) - set(leaves))
-        fields = {
-            name: value.to(device) if isinstance(value, Tensor) else value
-            for name, value in batch.local_fields(rank, candidate.tokens, candidate.spec.all_unshifted).items()
-        }
-        local = candidate.spec.inputs[candidate.head](**fields, **leaves, **absent)
+        local = local_inputs(candidate.spec, candidate.head, batch, rank, device, candidate.tokens)
+        leaves = {name: getattr(local, name) for name in batch.leaves}
         returned = candidate(local, candidate.spec.bind(self.options).options, context.mesh)
         outputs = check_returned(returned, candidate, batch, rank, device)
         _backward(outputs, candidate, batch, context)

@@ -32,6 +32,8 @@ class Comparison:
     """Mean of SCALE over the ensemble: rounding makes the largest of many numbers larger."""
     unit: float = 0.0
     """Unit roundoff of the output's dtype."""
+    kernels: int = 1
+    """How many kernels' rounding is in it: two in the difference of two."""
     faults: tuple[str, ...] = ()
     """What is wrong whatever the noise, in words."""
     vacuous: bool = False

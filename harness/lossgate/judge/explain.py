@@ -16,9 +16,7 @@ def explain(comparison: Comparison) -> Iterator[str]:
     output = comparison.output
     for fault in comparison.faults:
         yield f"{output}: {fault}"
-    shares = comparison.shares
-    exceeded = sorted((name for name, share in shares.items() if share > 1), key=lambda n: (n != SCALE, -shares[n]))
-    for name in exceeded[:_SHOWN]:
+    for name in _exceeded(comparison):
         value, limit = comparison.values[name], comparison.limits[name]
         if name == SCALE:
             yield f"{output}: {1 + value:.7g} times the reference, where rounding explains 1 +- {limit:.2g}"
@@ -28,12 +26,61 @@ def explain(comparison: Comparison) -> Iterator[str]:
                 f"where {limit:.2g} times is explained"
             )
         else:
-            what = "entry" if name == WORST else name
-            number = f" (number {comparison.where[name]})" if name in comparison.where else ""
             yield (
-                f"{output}: the worst {what}{number} is off by {value:.3g} times its noise, "
+                f"{output}: the worst {_place(comparison, name)} is off by {value:.3g} times its noise, "
                 f"where {limit:.2g} times is explained"
             )
+
+
+def _exceeded(comparison: Comparison) -> list[str]:
+    """Returns the statistics that are over their limit, the scale first, as many as are shown."""
+    shares = comparison.shares
+    over = sorted((name for name, share in shares.items() if share > 1), key=lambda n: (n != SCALE, -shares[n]))
+    return over[:_SHOWN]
+
+
+def _place(comparison: Comparison, name: str) -> str:
+    """Returns the worst entry or block in words."""
+    what = "entry" if name == WORST else name
+    return f"{what} (number {comparison.where[name]})" if name in comparison.where else what
+
+
+def explain_difference(comparison: Comparison, first: str, second: str) -> Iterator[str]:
+    """Yields a line for each thing in which two results differ.
+
+    Args:
+        comparison: of the difference of the two.
+        first, second: the names of their kernels.
+    """
+    output = comparison.output
+    for fault in comparison.faults:
+        yield f"{output}: {first} less {second}: {fault}"
+    for name in _exceeded(comparison):
+        value, limit = comparison.values[name], comparison.limits[name]
+        if name == SCALE:
+            yield f"{output}: {_less(first, second, value, limit)}"
+        elif name == NOISE:
+            yield (
+                f"{output}: {first} and {second} differ on average by {value:.3g} times the noise of both, "
+                f"where {limit:.2g} times is explained"
+            )
+        else:
+            yield (
+                f"{output}: the worst {_place(comparison, name)} differs by {value:.3g} times the noise of both, "
+                f"where {limit:.2g} times is explained"
+            )
+
+
+def explain_pooled_difference(pooled: Pooled, first: str, second: str) -> str:
+    """Returns a line for a difference of scale that shows over many problems."""
+    less = _less(first, second, pooled.scale, pooled.limit)
+    return f"{pooled.output}: pooled over {pooled.problems} problems, {less}"
+
+
+def _less(first: str, second: str, value: float, limit: float) -> str:
+    return (
+        f"{first} less {second} is {value:.3g} times the reference, where the rounding of both explains +- {limit:.2g}"
+    )
 
 
 def explain_pooled(pooled: Pooled) -> str:

@@ -55,7 +55,7 @@ def pool(output: Output, comparisons: Iterable[Comparison]) -> Pooled:
     used = [c for c in comparisons if c.values and not c.vacuous]
     if not used:
         return Pooled(output, 0, 0.0, inf, inf)
-    floor = max(FLOOR * max(c.unit for c in used), FLOAT32_FLOOR)
+    floor = max(c.kernels for c in used) * max(FLOOR * max(c.unit for c in used), FLOAT32_FLOOR)
     scales, variances = [c.values[SCALE] for c in used], [c.sd**2 + floor**2 for c in used]
     between = _between_variance(scales, variances)
     weights = [1 / (v + between) for v in variances]

@@ -68,8 +68,8 @@ class GlobalBatch:
             sequence = whole.sequence
         return {name: value.float() if value.is_floating_point() else value for name, value in given.items()} | {
             "sequence": sequence - sequences.start,
-            "cu_seqlens": _offsets(self.partition.lengths[s] for s in sequences),
-            "cu_seqlens_padded": _offsets(self.partition.padded_lengths[s] for s in sequences),
+            "cu_seqlens": offsets(self.partition.lengths[s] for s in sequences),
+            "cu_seqlens_padded": offsets(self.partition.padded_lengths[s] for s in sequences),
             "valid_tokens": self.fields["valid_tokens"].clone(),
             "vocab_size": self.partition.vocab,
             "vocab_start": shard.start,
@@ -77,5 +77,6 @@ class GlobalBatch:
         }
 
 
-def _offsets(lengths: Iterable[int]) -> Tensor:
+def offsets(lengths: Iterable[int]) -> Tensor:
+    """Returns where sequences start that lie end to end, and where the last one ends, int32."""
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pytest plugin: runs ``lossgate.suite`` items and writes their evidence.
+"""The pytest plugin: runs ``lossgate.suite`` items, writes their evidence, and gives tests ranks.
 
-Torch is imported only if there is such an item.
+Torch is imported only if there is such an item, or a test that uses ranks.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ import pytest
 if TYPE_CHECKING:
     from lossgate.engine.cell import Cell
     from lossgate.engine.settings import Settings
+    from lossgate.worlds.simulated_ranks import SimulatedRanks
 
 _EVIDENCE = "lossgate_evidence"
 _EXIT = pytest.StashKey[int]()
@@ -137,6 +138,19 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.fixture
 def rank_context() -> None:
     """The context of the rank, in tests with the marker ``world``, which put it in."""
+
+
+@pytest.fixture(scope="module")
+def simulated_ranks() -> Iterator[SimulatedRanks]:
+    """Calls a function on every rank of a layout: ``simulated_ranks(function, *arguments, tp=2)``.
+
+    The ranks end with the module. So the fixture serves tests with ``hypothesis.given`` too, which
+    may not use one that is made for each test.
+    """
+    from lossgate.worlds.simulated_ranks import SimulatedRanks
+
+    with SimulatedRanks() as ranks:
+        yield ranks
 
 
 @pytest.fixture

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the strategies give to a user's property test: a problem, and all that is made of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from lossgate.cases.bound_problem import BoundProblem
+from lossgate.cases.case import Case
+from lossgate.cases.local_inputs import local_inputs
+from lossgate.cases.placed_problem import PlacedProblem
+from lossgate.declaration.candidate import Candidate
+from lossgate.errors import UsageError
+from lossgate.judge.explain import explain
+from lossgate.layout import Layout
+from lossgate.losses import find_spec
+from lossgate.problems.problem import Problem
+from lossgate.specs.outputs import RETURNED, Output
+from lossgate.specs.spec import Spec
+from lossgate.worlds import SimulatedWorld
+
+
+@dataclass(frozen=True, repr=False)
+class DrawnProblem:
+    """A problem on its layout, with the inputs of each rank and the reference.
+
+    Tensors are made when they are asked for. The same problem always gives the same numbers.
+    """
+
+    problem: Problem
+    """What was drawn: sizes, masks, options, and the seed of all numbers."""
+    spec: Spec = field(compare=False)
+
+    @classmethod
+    def from_json(cls, text: str, spec: Spec | None = None) -> Self:
+        """Makes the problem again that a failing test has shown.
+
+        Args:
+            text: what ``problem.to_json()`` gives.
+            spec: of the problem, if lossgate does not know it by name.
+        """
+        problem = Problem.from_json(text)
+        return cls(problem, spec or find_spec(problem.spec))
+
+    @property
+    def layout(self) -> Layout:
+        return self.problem.layout
+
+    @property
+    def options(self) -> Any:
+        """The options of the spec, as a kernel gets them."""
+        return self._bound.bound_spec.options
+
+    def inputs(self, rank: int = 0, dtype: torch.dtype | None = None) -> Any:
+        """Makes what a kernel gets on a rank. Tensors are new in each call, and leaves of autograd.
+
+        Args:
+            rank: one of the layout.
+            dtype: of all floating-point inputs, if it is not to be the problem's. In float64, the
+                numbers are exactly the reference's, so that a kernel may be compared tightly.
+        """
+        return local_inputs(self.spec, self.problem.head, self._placed.batch, self._checked(rank), dtype=dtype)
+
+    def upstream(self, rank: int = 0) -> dict[str, Tensor]:
+        """Makes the upstream gradient of each output that gets one, by the output's name.
+
+        The gradients of ``reference`` are those that these give.
+        """
+        partition, rank = self._placed.partition, self._checked(rank)
+        given = self._placed.batch.cotangents
+        return {name: partition.shard(gradient, RETURNED[name].dims, rank) for name, gradient in given.items()}
+
+    def reference(self, rank: int = 0) -> dict[str, Tensor]:
+        """Computes the reference's outputs in float64, by name: "loss", "grad of hidden", metrics.
+
+        A tensor that the layout splits is cut as the inputs of the rank are, with zeros at padding.
+        What ranks add up to is whole: loss, metrics, and gradients of weight and bias over dp and
+        cp.
+        """
+        rank = self._checked(rank)
+        return {str(output): self._on_rank(output, whole, rank) for output, whole in self._reference.items()}
+
+    def outputs(self, candidate: Candidate) -> dict[str, Tensor]:
+        """Runs a candidate on simulated ranks, and puts together what they return, by name.
+
+        Tokens are those of the sequences end to end, without padding.
+
+        Raises:
+            RankFailure: if a rank failed.
+            UsageError: if the problem does not suit the candidate.
+        """
+        return {str(output): whole for output, whole in self._case(candidate).result.outputs.items()}
+
+    def check(self, candidate: Candidate) -> None:
+        """Runs a candidate on simulated ranks, and compares it with the reference.
+
+        Raises:
+            AssertionError: if it disagrees by more than its declared precision explains.
+            RankFailure: if a rank failed.
+            UsageError: if the problem does not suit the candidate.
+        """
+        lines = [line for comparison in self._case(candidate).comparisons for line in explain(comparison)]
+        if lines:
+            raise AssertionError("\n  ".join([f"{candidate.name} disagrees with the reference", *lines, f"on: {self}"]))
+
+    def __str__(self) -> str:
+        return self.problem.describe()
+
+    def __repr__(self) -> str:
+        return f"DrawnProblem.from_json({self.problem.to_json()!r})"
+
+    @cached_property
+    def _bound(self) -> BoundProblem:
+        return BoundProblem(self.spec, self.problem)
+
+    @cached_property
+    def _placed(self) -> PlacedProblem:
+        return PlacedProblem(self._bound, self.problem)
+
+    @cached_property
+    def _reference(self) -> Mapping[Output, Tensor]:
+        return self._bound.dense.outputs(self._bound.bound_spec)
+
+    def _case(self, candidate: Candidate) -> Case:
+        world = SimulatedWorld(self.layout)
+        try:
+            case = Case(candidate, self.problem, world, self._bound)
+            _ = case.ranks
+        finally:
+            world.close()
+        return case
+
+    def _checked(self, rank: int) -> int:
+        if rank not in range(self.layout.ranks):
+            raise UsageError(f"rank {rank}: expected one below {self.layout.ranks}, as layout {self.layout} has")
+        return rank
+
+    def _on_rank(self, output: Output, whole: Tensor, rank: int) -> Tensor:
+        partition, dims = self._placed.partition, output.dims
+        if "token" in dims:
+            at = dims.index("token")
+            padded = whole.new_zeros([partition.tokens if i == at else n for i, n in enumerate(whole.shape)])
+            whole = padded.index_copy(at, partition.real_tokens, whole)
+        most = max(shard.padding for shard in partition.vocab_shards)
+        padding = whole.new_zeros([most if dim == "vocab" else n for dim, n in zip(dims, whole.shape, strict=True)])
+        return partition.shard(whole, dims, rank, padding)

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares two candidates of a spec with each other, and each with the reference."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+from lossgate.cases.bound_problem import BoundProblem
+from lossgate.cases.case import Case
+from lossgate.cases.difference import differences
+from lossgate.declaration.candidate import Candidate
+from lossgate.engine.case_result import run_case
+from lossgate.engine.cell import Cell, CellResult
+from lossgate.engine.compared import Compared, ComparedCell
+from lossgate.engine.plan import dtypes_of, layouts_of
+from lossgate.engine.run_cell import run_cell
+from lossgate.engine.settings import Settings, load_settings
+from lossgate.engine.shared_declaration import able_alike
+from lossgate.engine.verdict import conclude
+from lossgate.errors import UsageError
+from lossgate.judge.explain import explain_difference
+from lossgate.layout import Layout
+from lossgate.problems.problem import Problem
+from lossgate.properties import PROPERTIES, Checked, Property
+from lossgate.worlds import make_world
+from lossgate.worlds.base import RankFailure
+
+
+def compare(
+    kernel_a: Candidate,
+    kernel_b: Candidate,
+    *,
+    layouts: Iterable[str] | None = None,
+    dtypes: Iterable[str] | None = None,
+    profile: str = "dev",
+    examples: int | None = None,
+    seed: int | None = None,
+    problem: Problem | None = None,
+) -> Compared:
+    """Compares two candidates on the same problems: a fused kernel with an unfused one, say.
+
+    Two kernels may agree on the same mistake. So each is also compared with the reference, and the
+    result says which of them is wrong.
+
+    Both kernels round. What they may differ by is derived from the precision that both declare, as
+    the tolerance of one against the reference is: runs of the reference that round as kernel_a
+    declares, less others that round as kernel_b declares, show how far two right kernels are apart.
+    The statistics are those of one kernel (``docs/judge.md``), of the difference a - b in units of
+    that noise; its scale is relative to the reference. What one unit roundoff may do to a whole
+    result is allowed to both. So a difference is judged less sharply than the sharper of the two
+    kernels alone, and a kernel may be found wrong that does not differ from the other.
+
+    Problems are drawn that suit both: axes, dtypes and options that both declare, tiles of either.
+
+    Args:
+        kernel_a: a candidate.
+        kernel_b: another of the same spec and head.
+        layouts: the layouts, such as ``["single", "tp=2"]``; by default all that both can be
+            sharded over, of at most as many ranks as the profile says.
+        dtypes: the dtypes of inputs; by default all that both take.
+        profile: how much to try, as for ``lossgate verify``.
+        examples: the least problems for each layout and dtype.
+        seed: other problems are drawn for another seed.
+        problem: the only problem to try, with its layout and dtype, in place of drawn ones. Whether
+            it would have shown a mistake is then not asked.
+
+    Returns:
+        The verdicts: ``agree``, ``check()`` for tests, and reasons when printed.
+
+    Raises:
+        UsageError: if the two cannot be compared, or a setting is wrong.
+        CandidateError: if one breaks its declared interface.
+    """
+    one, other = able_alike(kernel_a, kernel_b)
+    settings = load_settings(
+        profile,
+        layouts=_several("layouts", layouts),
+        dtypes=_several("dtypes", dtypes),
+        examples=examples,
+        seed=seed,
+        world="simulated",
+        device="cpu",
+    )
+    names = one.name, other.name
+    if names[0] == names[1]:
+        names = f"{names[0]} (a)", f"{names[1]} (b)"
+    if problem is not None:
+        _alone(layouts=layouts, dtypes=dtypes, examples=examples, seed=seed)
+        places = [(problem.layout, problem.dtype)]
+    else:
+        places = _places(one, settings, names)
+    cells = (_compare_in(one, other, names, layout, dtype, settings, problem) for layout, dtype in places)
+    return Compared(names, one.spec.name, one.head, tuple(cells))
+
+
+def _compare_in(
+    one: Candidate,
+    other: Candidate,
+    names: tuple[str, str],
+    layout: Layout,
+    dtype: str,
+    settings: Settings,
+    problem: Problem | None,
+) -> ComparedCell:
+    bound = None if problem is None else BoundProblem(one.spec, problem)
+
+    def result_of(candidate: Candidate, held_to: Property) -> CellResult:
+        cell = Cell(candidate, layout, dtype, held_to)
+        if problem is None:
+            return run_cell(cell, settings)
+        return _run_one(replace(cell, property=replace(held_to, needs_adequacy=False)), settings, problem, bound)
+
+    results = result_of(one, PROPERTIES["agreement"]), result_of(other, PROPERTIES["agreement"])
+    if any(result.failure is not None and result.failure.failure for result in results):
+        return ComparedCell(names, results, None)
+    return ComparedCell(names, results, result_of(one, _like(other, names)))
+
+
+def _run_one(cell: Cell, settings: Settings, problem: Problem, bound: BoundProblem | None) -> CellResult:
+    start = perf_counter()
+    world = make_world(cell.world, cell.layout, settings.timeout, cell.device)
+    try:
+        case = run_case(Case(cell.candidate, problem, world, bound), cell.property)
+    finally:
+        world.close()
+    return conclude(cell, [case], None if case.agrees else case, 0, perf_counter() - start)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Difference(Checked):
+    """What the comparison with another kernel found on one case."""
+
+    names: tuple[str, str]
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        lines = (line for comparison in self.comparisons for line in explain_difference(comparison, *self.names))
+        return (*self.faults, *lines)
+
+
+def _like(other: Candidate, names: tuple[str, str]) -> Property:
+    """Returns the property of a candidate that it gives what another gives."""
+
+    def check(case: Case) -> Checked:
+        counterpart = Case(other, case.problem, case.world, case.bound)
+        for name, either in zip(names, (case, counterpart), strict=True):
+            try:
+                _ = either.ranks
+            except RankFailure as failure:
+                return _Difference(names=names, faults=(f"{name}: {failure}",))
+        return _Difference(names=names, comparisons=tuple(differences(case, counterpart)))
+
+    return Property(
+        name=f"like {other.name}",
+        summary=f"Every output and gradient equals that of {other.name}, up to rounding as both declare",
+        check=check,
+        applies=lambda candidate: True,
+        runs=2,
+        needs_adequacy=True,
+    )
+
+
+def _places(able: Candidate, settings: Settings, names: tuple[str, str]) -> list[tuple[Layout, str]]:
+    """Returns every layout and dtype of a comparison."""
+    for layout in map(Layout.parse, settings.layouts):
+        if extra := [axis for axis in layout.axes if axis not in able.axes]:
+            raise UsageError(
+                f"compare(layouts=...): {names[0]} and {names[1]} are not both sharded over {', '.join(extra)}, "
+                f"as layout {layout} is; both are over {', '.join(able.axes) or 'no axis'}"
+            )
+    for dtype in settings.dtypes:
+        if dtype not in able.dtypes:
+            raise UsageError(
+                f"compare(dtypes=...): {names[0]} and {names[1]} do not both take {dtype}; "
+                f"both take {', '.join(able.dtypes)}"
+            )
+    return [(layout, dtype) for dtype in dtypes_of(able, settings) for layout in layouts_of(able, settings)]
+
+
+def _several(argument: str, given: Iterable[str] | None) -> tuple[str, ...] | None:
+    if isinstance(given, str):
+        raise UsageError(f"compare({argument}={given!r}): expected several; write {argument}=[{given!r}]")
+    return None if given is None else tuple(map(str, given))
+
+
+def _alone(**given: Any) -> None:
+    """Refuses settings beside a problem, which has its own."""
+    for name, value in given.items():
+        if value is not None:
+            raise UsageError(f"compare({name}={value!r}): the problem has its own; leave one of the two out")
