@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts how often the judge rejects a correct kernel, and which known bugs it catches.
+"""Counts how often the judge rejects a correct kernel, or the difference of two, and which known
+bugs it catches.
 
     python benchmarks/calibration.py                 over 20,000 comparisons, and every bug
     python benchmarks/calibration.py --problems 50   a quick look
@@ -14,6 +15,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import combinations
 from statistics import median
 from time import perf_counter
 
@@ -24,10 +26,13 @@ from rich.table import Table
 from lossgate import Candidate, Layout, Problem
 from lossgate.bank.bugs import CROSS_ENTROPY_BUGS, cross_entropy_with
 from lossgate.bank.cross_entropy import ALL_BFLOAT16, STYLES, Style, make
+from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
+from lossgate.cases.difference import differences
 from lossgate.cases.placement import sample_problems
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.judge.comparison import Comparison
+from lossgate.judge.explain import explain_difference
 from lossgate.judge.pooling import pool
 from lossgate.judge.statistics import SCALE
 from lossgate.properties import PROPERTIES
@@ -144,12 +149,44 @@ def measure_all(counts: tuple[int, int], seed: int) -> Iterator[tuple[str, Style
             yield dtype, style, measure(style, dtype, counts, seed, bugs), bugs
 
 
-def row_of(dtype: str, style: Style, found: CorrectCounts) -> list[str]:
-    """Returns what the table of correct kernels shows of a style."""
+def measure_pairs(dtype: str, count: int, seed: int) -> Iterator[tuple[str, CorrectCounts]]:
+    """Compares every two correct kernels of a dtype with each other.
+
+    Args:
+        dtype: of their inputs.
+        count: the number of problems.
+        seed: of the problems.
+
+    Yields:
+        The names of two kernels, and what came of them.
+    """
+    kernels = [make(style) for style in STYLES[dtype] + ((ALL_BFLOAT16,) if dtype == "bfloat16" else ())]
+    found = {pair: CorrectCounts() for pair in combinations(range(len(kernels)), 2)}
+    by_output: dict[tuple[tuple[int, int], Output], list[Comparison]] = defaultdict(list)
+    for layout in map(Layout.parse, LAYOUTS):
+        world = SimulatedWorld(layout)
+        for problem in sample_problems(kernels[0], layout, dtype, -(-count // len(LAYOUTS)), seed):
+            bound = BoundProblem(kernels[0].spec, problem)
+            cases = [Case(kernel, problem, world, bound) for kernel in kernels]
+            for i, j in found:
+                compared = tuple(differences(cases[i], cases[j]))
+                names = kernels[i].name, kernels[j].name
+                lines = tuple(line for one in compared for line in explain_difference(one, *names))
+                found[i, j].add(CaseResult(problem=problem, comparisons=compared, findings=lines))
+                for one in compared:
+                    by_output[(i, j), one.output].append(one)
+        world.close()
+    for (pair, output), comparisons in by_output.items():
+        found[pair].add_pools(output, comparisons)
+    yield from ((f"{kernels[i].name} less {kernels[j].name}", counts) for (i, j), counts in found.items())
+
+
+def row_of(dtype: str, name: str, found: CorrectCounts) -> list[str]:
+    """Returns what a table of correct kernels shows of one, or of two."""
     pools = f"{median(found.pool_mdes):.2g} (largest {max(found.pool_mdes):.2g})" if found.pool_mdes else "-"
     return [
         dtype,
-        style.name,
+        name,
         str(found.problems),
         str(found.comparisons),
         str(len(found.false_alarms)),
@@ -160,18 +197,22 @@ def row_of(dtype: str, style: Style, found: CorrectCounts) -> list[str]:
     ]
 
 
+def show_alarms(console: Console, name: str, found: CorrectCounts) -> None:
+    for alarm in found.false_alarms:
+        console.print(f"FALSE ALARM  {name}  {'; '.join(alarm.findings)}\n  {alarm.problem.to_json()}", markup=False)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", type=int, default=640, help="problems for each kernel")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--bug-problems", type=int, default=120, help="how many of them each bug is judged on")
+    parser.add_argument("--pair-problems", type=int, default=180, help="problems on which every two are compared")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     console, start = Console(width=150, highlight=False), perf_counter()
-    of_correct = Table(
-        "dtype",
-        "correct kernel",
+    figures = (
         "problems",
         "comparisons",
         "false alarms",
@@ -179,8 +220,9 @@ def main() -> None:
         "median MDE",
         f"MDE of {POOL} pooled",
         "pool alarms",
-        title=f"Correct kernels, seed {arguments.seed}",
     )
+    of_correct = Table("dtype", "correct kernel", *figures, title=f"Correct kernels, seed {arguments.seed}")
+    of_pairs = Table("dtype", "difference of", *figures, title=f"Two correct kernels, seed {arguments.seed}")
     of_bugs = Table(
         "bug",
         *(f"{dtype}: {style.name}" for dtype, styles in STYLES.items() for style in styles),
@@ -190,11 +232,8 @@ def main() -> None:
     total = alarms = 0
     for dtype, style, found, bugs in measure_all((arguments.problems, arguments.bug_problems), arguments.seed):
         total, alarms = total + found.comparisons, alarms + len(found.false_alarms)
-        of_correct.add_row(*row_of(dtype, style, found))
-        for alarm in found.false_alarms:
-            console.print(
-                f"FALSE ALARM  {style.name}  {'; '.join(alarm.findings)}\n  {alarm.problem.to_json()}", markup=False
-            )
+        of_correct.add_row(*row_of(dtype, style.name, found))
+        show_alarms(console, style.name, found)
         if style is not ALL_BFLOAT16:
             columns.append(bugs)
     console.print(of_correct)
@@ -203,6 +242,15 @@ def main() -> None:
         for bug in CROSS_ENTROPY_BUGS:
             of_bugs.add_row(bug, *(str(column[bug]) for column in columns))
         console.print(of_bugs)
+    total = alarms = 0
+    for dtype in STYLES if arguments.pair_problems else ():
+        for names, found in measure_pairs(dtype, arguments.pair_problems, arguments.seed):
+            total, alarms = total + found.comparisons, alarms + len(found.false_alarms)
+            of_pairs.add_row(*row_of(dtype, names, found))
+            show_alarms(console, names, found)
+    if arguments.pair_problems:
+        console.print(of_pairs)
+        console.print(f"{alarms} false alarms in {total} comparisons of two correct kernels")
     console.print(f"{perf_counter() - start:.0f} s")
 
 

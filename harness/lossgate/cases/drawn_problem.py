@@ -113,6 +113,10 @@ class DrawnProblem:
     def __repr__(self) -> str:
         return f"DrawnProblem.from_json({self.problem.to_json()!r})"
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Shows the same in Hypothesis's reports, which otherwise print every field of the spec."""
+        printer.text(repr(self))
+
     @cached_property
     def _bound(self) -> BoundProblem:
         return BoundProblem(self.spec, self.problem)

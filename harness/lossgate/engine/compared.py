@@ -60,6 +60,8 @@ class ComparedCell:
                 lines.append(f"    on: {result.failure.problem.describe()}")
         return "\n".join(lines)
 
+    __repr__ = __str__
+
     @property
     def _all(self) -> Iterator[tuple[str, CellResult]]:
         yield from zip(self.names, self.results, strict=True)
