@@ -18,6 +18,7 @@ sequences, labels at the edges of shards. All shrink to small and plain values.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any, cast, get_args
 
 from hypothesis import reject
@@ -36,7 +37,7 @@ from lossgate.declaration.arguments import check_axes
 from lossgate.declaration.candidate import Candidate, candidate
 from lossgate.declaration.checks import check_spec
 from lossgate.errors import UsageError
-from lossgate.layout import AXES, MAX_RANKS, Axis, Layout, layouts_up_to
+from lossgate.layout import AXES, MAX_RANKS, Axis, Layout
 from lossgate.losses import find_spec
 from lossgate.problems.masks import MASK_PATTERNS, MaskPattern, draw_mask
 from lossgate.problems.problem import Problem, ReductionOrder
@@ -113,7 +114,7 @@ def layouts(ranks: int = 4, axes: Sequence[str] = AXES) -> SearchStrategy[Layout
     if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MAX_RANKS:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UsageError(f"layouts(ranks={ranks!r}): expected a number from 1 to {MAX_RANKS}")
     allowed = cast("tuple[Axis, ...]", _naming("layouts", check_axes, tuple(axes)))
-    return st.sampled_from([*layouts_up_to(ranks, allowed)])
+    return _split(ranks, allowed)
 
 
 def lengths(
@@ -236,6 +237,15 @@ def _problems(draw: DrawFn, able: Candidate, dtype: str, layouts: SearchStrategy
         reduction_order=draw(st.sampled_from(get_args(ReductionOrder))) if layout.ranks > 1 else "rank",
     )
     return DrawnProblem(placement.put(problem), able.spec)
+
+
+@st.composite
+def _split(draw: DrawFn, ranks: int, axes: tuple[Axis, ...]) -> Layout:
+    """Draws the sizes one by one, so that each shrinks to 1; the axis that comes first varies."""
+    sizes: dict[Axis, int] = {}
+    for axis in draw(st.permutations(axes)):
+        sizes[axis] = draw(st.integers(1, ranks // prod(sizes.values())))
+    return Layout(**sizes)
 
 
 def _layouts_of(layout: Any, able: Candidate) -> SearchStrategy[Layout]:
