@@ -3,7 +3,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from math import inf
+from math import inf, nan
 from typing import Self
 from zlib import crc32
 
@@ -174,7 +174,7 @@ class Metrics(Mapping[str, Tensor]):
 
         Raises:
             ValueError: A rank would count twice, or ranks have different metrics. The latter
-                check waits for the device; ``unchecked_values`` switches it off.
+                check waits for the device; with ``unchecked_values`` all numbers are NaN instead.
 
         Collectives:
             One all-gather over each group of more than one rank, of all metrics at once: a multiple
@@ -217,13 +217,15 @@ class Metrics(Mapping[str, Tensor]):
         sent[0], sent[1 : 1 + len(self)] = mark, self._parts
         gathered = sent.new_empty(len(ranks), len(sent))
         dist.all_gather(list(gathered), sent, group=group)
-        if values_are_checked() and (other := (gathered[:, 0] != gathered[0, 0]).nonzero().flatten().tolist()):
+        differ = gathered[:, 0] != gathered[0, 0]
+        if values_are_checked() and (other := [rank for rank, d in zip(ranks, differ.tolist(), strict=True) if d]):
             raise ValueError(
-                f"metrics of rank {', '.join(str(ranks[i]) for i in other)}: expected those of rank {ranks[0]}, with "
-                f"the same names and reductions, but they differ (here: {', '.join(self) or 'none'}); "
+                f"metrics of rank {', '.join(map(str, other))}: expected those of rank {ranks[0]}, with the same "
+                f"names and reductions, but they differ (here: {', '.join(self) or 'none'}); "
                 "a rank without tokens calls the same losses"
             )
-        return self._with(_merged(gathered[:, 1 : 1 + len(self)], self._sizes), self._ranks.union(ranks))
+        whole = _merged(gathered[:, 1 : 1 + len(self)], self._sizes).masked_fill(differ.any(), nan)
+        return self._with(whole, self._ranks.union(ranks))
 
     def _check_ranks(self, other: "Metrics") -> None:
         if self and other and self._ranks != other._ranks:

@@ -65,12 +65,15 @@ VALID, VALID_SEQUENCES = int(Batch.whole().mask.sum()), SEQUENCES
 def _dpo(b: Batch, group: Any) -> Metrics:
     given: dict[str, Any] = {"sequence": b.sequence, "sample_mask": torch.ones(b.sequences, dtype=torch.bool)}
     return dpo_loss(
-        b.numbers[0], b.numbers[1], mask=b.mask, **given, valid_pairs=4, sft_loss_weight=0.5, cp_group=group
+        b.numbers[0], b.numbers[1], mask=b.mask, **given, valid_sequences=SEQUENCES, sft_loss_weight=0.5, cp_group=group
     )[1]
 
 
+_BOUNDS: dict[str, Any] = {"rho_mask_lower_bound": 0.8, "rho_mask_upper_bound": 1.5, "rho_clamp_upper_bound": 1.2}
+
+
 def _grpo(b: Batch, group: Any, **options: Any) -> Metrics:
-    policies = dict(zip(("old_logprobs", "reference_logprobs", "sampler_logprobs"), b.numbers[1:4], strict=True))
+    policies = dict(zip(("old_logprobs", "reference_logprobs", "vllm_logprobs"), b.numbers[1:4], strict=True))
     return grpo_loss(
         b.numbers[0],
         **policies,
@@ -79,7 +82,7 @@ def _grpo(b: Batch, group: Any, **options: Any) -> Metrics:
         valid_tokens=VALID,
         sequence=b.sequence,
         sequences=b.sequences,
-        rho=RhoCorrection(mask_lower=0.8, mask_upper=1.5, clamp_upper=1.2, **options),
+        rho=RhoCorrection(**{**_BOUNDS, **options}),
         cp_group=group,
     )[1]
 
@@ -115,7 +118,7 @@ _TRUNCATED: dict[str, Any] = {
 LOSSES: dict[str, Callable[[Batch, Any], Metrics]] = {
     "dpo_loss": _dpo,
     "grpo_loss": _grpo,
-    "grpo_loss, rho of sequences": partial(_grpo, sequence_level=True),
+    "grpo_loss, rho of sequences": partial(_grpo, rho_mask_sequence_level=True),
     "clipped_pg_loss": partial(_clipped_pg, **_TRUNCATED, truncated_importance_sampling_type="tis"),
     "clipped_pg_loss, of sequences": partial(
         _clipped_pg, **_TRUNCATED, truncated_importance_sampling_type="seq-mask-tis", token_level_loss=False
