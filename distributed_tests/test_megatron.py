@@ -145,7 +145,7 @@ def tiled(backbone: nn.Module, head: MegatronLmHead) -> Tensor:
     return tiled_token_logprobs(head, backbone(**tokens()).flatten(0, 1), labels(), tiles=3)[0]
 
 
-@pytest.mark.world(tp=2, on="gloo")
+@pytest.mark.world(tp=2, timeout=120.0)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(
     ("kernel", "options"),
@@ -187,7 +187,7 @@ def scale_logits(model: Any) -> None:
     model._postprocess = lambda **given: 0.5 * own(**given)
 
 
-@pytest.mark.world(tp=2, on="gloo")
+@pytest.mark.world(tp=2, timeout=120.0)
 @pytest.mark.parametrize(
     ("split", "check", "unscaled", "scaled"),
     [
@@ -214,7 +214,7 @@ def gathered(rows: Tensor, group: Any) -> Tensor:
     return torch.cat(parts)
 
 
-@pytest.mark.world(tp=2, on="gloo")
+@pytest.mark.world(tp=2, timeout=120.0)
 @pytest.mark.parametrize("skip_bias_add", [False, True])
 @pytest.mark.parametrize("split", [False, True])
 def test_heads_with_a_bias(rank_context: RankContext, split: bool, skip_bias_add: bool) -> None:
@@ -247,7 +247,7 @@ def test_heads_with_a_bias(rank_context: RankContext, split: bool, skip_bias_add
             all_ranks_assert(float((found - expected).abs().max()) < 1e-12, "tiled_token_logprobs")
 
 
-@pytest.mark.world(tp=2, on="gloo")
+@pytest.mark.world(tp=2, timeout=120.0)
 def test_a_head_that_gathers_tokens_is_not_tiled(rank_context: RankContext) -> None:
     with on_cpu():
         model = make_model(rank_context.mesh, sequence_parallel=True)
