@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from fused_losses.arguments import as_mask, check_labels
 from fused_losses.grpo import RhoCorrection, grpo_loss
-from fused_losses.numerics import check_tokens
 from fused_losses.softmax import TokenLogprobs
 from fused_losses.tiled import tiled_token_logprobs
 from fused_losses.tiled_head import (
@@ -74,17 +73,20 @@ def tiled_grpo_loss(
     Collectives:
         Those of ``grpo_loss``.
 
-    A correction ``rho`` with ``sequence_level`` or ``tv_divergence`` averages over sequences, which
-    lie across tiles, and if ``old_logprobs`` is None it averages the new log-probabilities. With
-    these options the head is called twice for each tile, by ``tiled_token_logprobs``.
+    A correction ``rho`` with ``rho_mask_sequence_level`` or ``rho_mask_tv_divergence`` averages
+    over sequences, which lie across tiles, and if ``old_logprobs`` is None it averages the new
+    log-probabilities. With these options the head is called twice for each tile, by
+    ``tiled_token_logprobs``.
     """
     check_tiled_call(lm_head, hidden, labels, temperature, tiles)
     options["mask"] = mask = as_mask("mask", mask, labels, "labels")
     of_tokens = {name: x for name, x in options.items() if isinstance(x, Tensor) and name != "valid_tokens"}
-    check_tokens(labels, **of_tokens)
+    for name, x in of_tokens.items():
+        if x.shape != labels.shape:
+            raise ValueError(f"{name} {list(x.shape)}: expected {list(labels.shape)}, one for each token, as labels")
     given_head: dict[str, Any] = {"temperature": temperature, "tiles": tiles}
     rho = options.get("rho")
-    if isinstance(rho, RhoCorrection) and (rho.sequence_level or rho.tv_divergence):
+    if isinstance(rho, RhoCorrection) and rho.of_sequences:
         return grpo_loss(tiled_token_logprobs(lm_head, hidden, labels, **given_head)[0], **options)
 
     def loss_of_tile(values: TokenLogprobs, tile: slice) -> tuple[Tensor, Metrics]:
