@@ -79,8 +79,10 @@ ON_RANKS: dict[str, Change] = {
 SPECS = {"clipped_pg": "fused_linear_clipped_pg", "grpo": "fused_linear_grpo"}
 
 
-def verdict(name: str, layout: str = "single", examples: int = 20) -> Verdict:
-    return run_cell(Cell(CANDIDATES[name], Layout.parse(layout), "float32"), Settings(examples=examples)).verdict
+def verdict(name: str, layout: str = "single", examples: int = 12) -> Verdict:
+    return run_cell(
+        Cell(CANDIDATES[name], Layout.parse(layout), "float32"), Settings(examples=examples, shrink_calls=0)
+    ).verdict
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -17,25 +17,25 @@ from lossgate.losses import SPECS
 from lossgate.specs.sharding_goals import IDS_GOALS, SHARDING_GOALS
 
 # family, head: all goals, required on dp=2,cp=2,tp=2, required on a single rank, option mutants
-COUNTS = {  # at head logprobs, the temperature has no mutants
-    ("nll", "hidden"): (13, 13, 4, 12),
-    ("nll", "logits"): (13, 13, 4, 12),
+COUNTS = {  # at head logprobs, options of logits have no mutants
+    ("nll", "hidden"): (13, 13, 4, 16),
+    ("nll", "logits"): (13, 13, 4, 16),
     ("nll", "logprobs"): (13, 6, 2, 8),
     ("dpo", "hidden"): (22, 22, 13, 44),
     ("dpo", "logits"): (22, 22, 13, 44),
     ("dpo", "logprobs"): (22, 15, 11, 40),
     ("preference", "rewards"): (15, 8, 6, 4),
-    ("clipped_pg", "hidden"): (44, 44, 35, 136),
-    ("clipped_pg", "logits"): (44, 44, 35, 136),
-    ("clipped_pg", "logprobs"): (44, 37, 33, 132),
-    ("grpo", "hidden"): (38, 38, 29, 96),
-    ("grpo", "logits"): (38, 38, 29, 96),
-    ("grpo", "logprobs"): (38, 31, 27, 92),
+    ("clipped_pg", "hidden"): (46, 46, 37, 152),
+    ("clipped_pg", "logits"): (46, 46, 37, 152),
+    ("clipped_pg", "logprobs"): (46, 37, 33, 132),
+    ("grpo", "hidden"): (40, 40, 31, 112),
+    ("grpo", "logits"): (40, 40, 31, 112),
+    ("grpo", "logprobs"): (40, 31, 27, 92),
     ("value", "values"): (18, 11, 7, 12),
     ("distill", "hidden"): (20, 20, 9, 32),
     ("distill", "logits"): (20, 20, 9, 32),
-    ("token_logprobs", "hidden"): (15, 15, 6, 32),
-    ("token_logprobs", "logits"): (15, 15, 6, 32),
+    ("token_logprobs", "hidden"): (15, 15, 6, 36),
+    ("token_logprobs", "logits"): (15, 15, 6, 36),
 }
 
 _OF_VOCABULARY = {name for name, goal in SHARDING_GOALS.items() if goal.axes == ("tp",)}

@@ -60,7 +60,7 @@ def test_whole_numbers_of_an_option_that_takes_floats_are_floats() -> None:
             (
                 "candidate(supports={'temprature': 1}): spec 'nll' has no option 'temprature'; "
                 "did you mean 'temperature'? "
-                "(expected one of bias, vocab_split, reduction, temperature, epsilon)"
+                "(expected one of bias, vocab_split, reduction, temperature, epsilon, softcap)"
             ),
         ),
         (

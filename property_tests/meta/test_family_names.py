@@ -22,7 +22,10 @@ SHARED = {
     "reduction": "how a metric's parts are reduced over ranks; nll has an option of that name",
     "rewards": "a head and its input; clipped_pg has a field of that name",
     "scale": "the judge's statistic of a result as a whole; value has an option of that name",
+    "softcap": "the stage that bounds the logits, which is shared by all losses that have it",
     "temperature": "the stage that divides the logits, which is shared by all losses that have it",
+    "top_k": "the stage that filters the logits, which is shared by all losses that have it",
+    "top_p": "the same",
 }
 """Names of the machinery that every loss shares, which a family happens to use too."""
 

@@ -198,6 +198,8 @@ def test_goals_out_of_reach_are_not_required() -> None:
         *SHARDING_GOALS,
         "weight above its bound",
         "weight below its bound",
+        "label filtered out",
+        "label kept by a filter",
         "label on the first row",
         "label on the last row",
         *(name for name in every if name.startswith("sequence ") and "the clip" in name),

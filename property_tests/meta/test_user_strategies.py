@@ -44,7 +44,9 @@ def nll_of(inputs: Any, options: Any) -> torch.Tensor:
 
 
 @few
-@given(drawn.problems("nll", head="hidden", supports=ANY))
+@given(
+    drawn.problems("nll", head="hidden", supports={"temperature": ANY, "reduction": ANY, "epsilon": ANY, "bias": ANY})
+)
 def test_a_kernel_and_the_reference_are_called_on_the_same_inputs(problem: DrawnProblem) -> None:
     inputs, reference = problem.inputs(dtype=torch.float64), problem.reference()
     loss = nll_of(inputs, problem.options)
@@ -272,7 +274,7 @@ def test_options_of_problems_are_at_their_default_unless_they_are_asked_for() ->
 
     assert options() == set()
     assert options(supports={"temperature": ANY}) == {"temperature"}
-    assert options(supports=ANY) == {"temperature", "reduction", "epsilon", "bias"}
+    assert options(supports=ANY) == {"temperature", "reduction", "epsilon", "softcap", "bias"}
 
 
 def test_tiles_are_drawn_around() -> None:
