@@ -81,7 +81,7 @@ def test_the_search_looks_at_files_and_names() -> None:
         "options = {'kl_type': 'forward'}",
         "getattr(options, 'cliprange')",
         "replace(inputs, sample_mask=None)",
-        "def f(**names): ...\nf(top_k=3)",
+        "def f(**names): ...\nf(clip_higher=3)",
         "if name in ('beta', 'other'): ...",
         "print(f'{x}: set use_cispo to False')",
     ],
