@@ -106,7 +106,7 @@ Loss = Callable[[nn.Linear, Batch], Tensor]
 
 
 def _two_passes(head: nn.Linear, batch: Batch) -> Tensor:
-    return grpo_loss(tiled_token_logprobs(head, batch.hidden, batch.labels)[0], **batch.options)[0]
+    return grpo_loss(tiled_token_logprobs(head, batch.hidden, batch.labels).logprobs, **batch.options)[0]
 
 
 def _from_the_weight(head: nn.Linear, batch: Batch) -> Tensor:

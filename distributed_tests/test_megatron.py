@@ -142,7 +142,7 @@ def linear(backbone: nn.Module, head: MegatronLmHead) -> Tensor:
 
 
 def tiled(backbone: nn.Module, head: MegatronLmHead) -> Tensor:
-    return tiled_token_logprobs(head, backbone(**tokens()).flatten(0, 1), labels(), tiles=3)[0]
+    return tiled_token_logprobs(head, backbone(**tokens()).flatten(0, 1), labels(), tiles=3).logprobs
 
 
 @pytest.mark.world(tp=2, timeout=120.0)
@@ -243,7 +243,7 @@ def test_heads_with_a_bias(rank_context: RankContext, split: bool, skip_bias_add
             with pytest.raises(ValueError, match=r"this rank's part of its bias .*; use linear_logprobs\(.*bias=head"):
                 head(hidden)
         else:
-            found = tiled_token_logprobs(head, hidden, labels(), tiles=2)[0]
+            found = tiled_token_logprobs(head, hidden, labels(), tiles=2).logprobs
             all_ranks_assert(float((found - expected).abs().max()) < 1e-12, "tiled_token_logprobs")
 
 

@@ -65,7 +65,7 @@ def test_a_way_out_that_does_not_work_is_wrong() -> None:
 def _call_the_model_first(context: RankContext) -> float:
     """Returns how much the gradients of a tiled and a dense head differ."""
     gradients = []
-    for logprobs in (lambda *given: tiled_token_logprobs(*given)[0], dense_logprobs):
+    for logprobs in (lambda *given: tiled_token_logprobs(*given).logprobs, dense_logprobs):
 
         def loss(model: nn.Module, ids: Tensor, logprobs: Callable[..., Tensor] = logprobs) -> Tensor:
             backbone, lm_head = backbone_and_lm_head(model)
@@ -155,7 +155,7 @@ def _read_a_head_with_a_norm(context: RankContext) -> float:
     wrapped = FSDP(model, 1)
     with wrapped.whole(), torch.no_grad():
         head = backbone_and_lm_head(wrapped.model)[1]
-        return float((tiled_token_logprobs(head, hidden, labels)[0] - expected).abs().max())
+        return float((tiled_token_logprobs(head, hidden, labels).logprobs - expected).abs().max())
 
 
 def test_a_vector_of_a_gathered_head_is_taken_for_no_piece(world: World) -> None:
@@ -216,7 +216,7 @@ def test_adapters_and_the_whole_weight_of_the_docs(options: dict[str, bool], who
         parameter.data.normal_()
     hidden, labels = torch.randn(5, WIDTH), torch.randint(VOCAB, (5,))
     expected = dense_logprobs(head, hidden, labels)
-    torch.testing.assert_close(tiled_token_logprobs(head, hidden, labels, tiles=2)[0], expected)
+    torch.testing.assert_close(tiled_token_logprobs(head, hidden, labels, tiles=2).logprobs, expected)
     found = linear_logprobs(hidden, weight_of(head), labels).logprobs
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4) == whole
 

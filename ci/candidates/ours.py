@@ -48,8 +48,6 @@ TRAINED: dict[str, Precision] = {
 
 IN_FORWARD = TRAINED | {"bfloat16": replace(TRAINED["bfloat16"], grads_in_forward=True)}
 
-UNFILTERED: dict[str, Any] = {"top_k": (None,), "top_p": (1.0,)}
-
 FINE = Precision()
 """Everything in float32, whatever the inputs."""
 
@@ -226,6 +224,28 @@ def fused_vocab_parallel_logprobs(inputs: LogitsInputs, options: TokenLogprobsOp
 
 
 @candidate(
+    "token_logprobs",
+    head="hidden",
+    precision=TRAINED,
+    supports={"temperature": ANY, "top_k": ANY, "top_p": ANY, "bias": ANY},
+    good_for="the same through an lm-head that is a module of any kind",
+    **(_LOGPROBS | {"axes": ("dp", "cp")}),
+)
+def fused_tiled_token_logprobs(inputs: HiddenInputs, options: TokenLogprobsOptions, mesh: DeviceMesh) -> Outputs:
+    found = tiled_token_logprobs(
+        _as_module(inputs),
+        inputs.hidden,
+        inputs.labels,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        entropy=True,
+        tiles=TILES,
+    )
+    return Outputs(logprobs=found.logprobs, token_entropy=found.entropy)
+
+
+@candidate(
     "dpo",
     head="hidden",
     axes=("dp", "cp", "tp"),
@@ -303,13 +323,24 @@ def _filtered_logprobs(
     head="hidden",
     axes=("dp", "cp"),
     precision=TRAINED,
-    supports={option.name: ANY for option in CLIPPED_PG.options} | UNFILTERED | {"bias": ANY},
+    supports={option.name: ANY for option in CLIPPED_PG.options} | {"bias": ANY},
     good_for="the same through an lm-head that is a module of any kind",
 )
 def fused_tiled_clipped_pg(inputs: ClippedPGHiddenInputs, options: ClippedPGSpecOptions, mesh: DeviceMesh) -> Outputs:
-    head = _as_module(inputs)
-    logprobs, _ = tiled_token_logprobs(head, inputs.hidden, inputs.labels, temperature=options.temperature, tiles=TILES)
-    return _clipped_pg(TokenLogprobs(logprobs, None, None, None), inputs, options, mesh)
+    return _clipped_pg(_tiled_logprobs(inputs, options), inputs, options, mesh)
+
+
+def _tiled_logprobs(inputs: ClippedPGHiddenInputs | GrpoHiddenInputs, options: FilterOptions) -> TokenLogprobs:
+    return tiled_token_logprobs(
+        _as_module(inputs),
+        inputs.hidden,
+        inputs.labels,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        unfiltered=True,
+        tiles=TILES,
+    )
 
 
 def _as_module(inputs: HiddenHead) -> torch.nn.Linear:
@@ -364,12 +395,10 @@ def fused_linear_grpo(inputs: GrpoHiddenInputs, options: GrpoSpecOptions, mesh: 
     head="hidden",
     axes=("dp", "cp"),
     precision=TRAINED,
-    supports={option.name: ANY for option in GRPO.options} | UNFILTERED | {"bias": ANY},
+    supports={option.name: ANY for option in GRPO.options} | {"bias": ANY},
     good_for="the same through an lm-head that is a module of any kind, with rho's weights computed before",
 )
 def fused_tiled_grpo(inputs: GrpoHiddenInputs, options: GrpoSpecOptions, mesh: DeviceMesh) -> Outputs:
-    head = _as_module(inputs)
-    logprobs, _ = tiled_token_logprobs(head, inputs.hidden, inputs.labels, temperature=options.temperature, tiles=TILES)
     weights = rho_weights(
         _rho(options),
         old_logprobs=inputs.old_logprobs,
@@ -380,7 +409,7 @@ def fused_tiled_grpo(inputs: GrpoHiddenInputs, options: GrpoSpecOptions, mesh: D
         sequences=len(inputs.cu_seqlens) - 1,
         cp_group=mesh.get_group("cp"),
     )
-    return _grpo(TokenLogprobs(logprobs, None, None, None), inputs, options, mesh, weights)
+    return _grpo(_tiled_logprobs(inputs, options), inputs, options, mesh, weights)
 
 
 @candidate(
@@ -388,14 +417,15 @@ def fused_tiled_grpo(inputs: GrpoHiddenInputs, options: GrpoSpecOptions, mesh: D
     head="hidden",
     axes=("dp", "cp"),
     precision=IN_FORWARD,
-    supports={option.name: ANY for option in GRPO.options} | UNFILTERED | {"bias": ANY},
+    supports={option.name: ANY for option in GRPO.options} | {"bias": ANY},
     good_for="the same, with each tile's gradients made in forward: the head runs once, not twice",
 )
 def fused_tiled_grpo_in_one_pass(inputs: GrpoHiddenInputs, options: GrpoSpecOptions, mesh: DeviceMesh) -> Outputs:
-    given = {"temperature": options.temperature, "tiles": TILES, "rho": _rho(options)}
+    given: dict[str, Any] = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
+    given |= {"tiles": TILES, "rho": _rho(options)}
     given |= _grpo_arguments(inputs, options, mesh)
     loss, metrics = tiled_grpo_loss(_as_module(inputs), inputs.hidden, inputs.labels, **given)
-    return Outputs(loss=loss, metrics=metrics)
+    return Outputs(loss=loss, metrics={name: value.to(loss.dtype) for name, value in metrics.items()})
 
 
 def _rho(options: GrpoSpecOptions) -> RhoCorrection:

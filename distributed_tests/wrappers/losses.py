@@ -55,7 +55,7 @@ def _counts(batch: Batch) -> Metrics:
 
 
 def tiled(head: nn.Module, hidden: Tensor, batch: Batch, tokens: int) -> tuple[Tensor, Metrics]:
-    logprobs, _ = tiled_token_logprobs(head, hidden, batch.labels, tiles=TILES)
+    logprobs = tiled_token_logprobs(head, hidden, batch.labels, tiles=TILES).logprobs
     return grpo(logprobs, batch, tokens)
 
 

@@ -14,7 +14,14 @@ from distributed_tests.wrappers.losses import dense_logprobs
 from distributed_tests.wrappers.model import VOCAB, WIDTH, make_model
 from distributed_tests.wrappers.step import collectives_called, environment_kept
 from distributed_tests.wrappers.wrappers import WRAPPERS, FSDP2Head, Wrapped, Zero3
-from fused_losses import backbone_and_lm_head, linear_cross_entropy, linear_logprobs, tiled_loss, tiled_token_logprobs
+from fused_losses import (
+    Metrics,
+    backbone_and_lm_head,
+    linear_cross_entropy,
+    linear_logprobs,
+    tiled_loss,
+    tiled_token_logprobs,
+)
 from lossgate.worlds import RankContext
 
 Kernel = Callable[[Any, Tensor, Tensor], Tensor]
@@ -23,8 +30,8 @@ Kernel = Callable[[Any, Tensor, Tensor], Tensor]
 KERNELS: Mapping[str, Kernel] = {
     "linear_logprobs": lambda head, h, y: linear_logprobs(h, head.weight, y).logprobs,
     "linear_cross_entropy": lambda head, h, y: linear_cross_entropy(h, head.weight, y),
-    "tiled_token_logprobs": lambda head, h, y: tiled_token_logprobs(head, h, y)[0],
-    "tiled_loss": lambda head, h, y: tiled_loss(head, h, y, lambda values, _: (values.logprobs.sum(), {}))[0],
+    "tiled_token_logprobs": lambda head, h, y: tiled_token_logprobs(head, h, y).logprobs,
+    "tiled_loss": lambda head, h, y: tiled_loss(head, h, y, lambda values, _: (values.logprobs.sum(), Metrics()))[0],
     "linear_logprobs of a computed weight": lambda head, h, y: linear_logprobs(h, 2 * head.weight, y).logprobs,
 }
 _EVERY = list(KERNELS)[:4]

@@ -273,7 +273,14 @@ def as_mask(name: str, mask: Any, like: Tensor | torch.Size, of: str = "logprobs
     return true
 
 
-def check_labels(labels: Tensor, counted: Tensor, vocab: int, start: int = 0, name: str = "labels") -> None:
+def check_labels(
+    labels: Tensor,
+    counted: Tensor,
+    vocab: int,
+    start: int = 0,
+    name: str = "labels",
+    way_out: str = "mask the token, or declare how the vocabulary is split (vocab_start, tp_group)",
+) -> None:
     """Checks that counted labels lie within a vocabulary.
 
     Args:
@@ -282,6 +289,7 @@ def check_labels(labels: Tensor, counted: Tensor, vocab: int, start: int = 0, na
         vocab: the number of ids.
         start: the first id.
         name: of the argument.
+        way_out: what the message says to do.
 
     Raises:
         ValueError: A counted label lies outside; the message names it and its token.
@@ -293,8 +301,7 @@ def check_labels(labels: Tensor, counted: Tensor, vocab: int, start: int = 0, na
         token = int(outside[0])
         raise ValueError(
             f"{name}: that of token {token} is {int(labels.flatten()[token])}, outside of the vocabulary of ids "
-            f"{start} to {start + vocab - 1}; mask the token, or declare how the vocabulary is split "
-            "(vocab_start, tp_group)"
+            f"{start} to {start + vocab - 1}; {way_out}"
         )
 
 

@@ -6,23 +6,29 @@ wrapped, or collective when called. The head is called again in backward, which 
 gradient of each token. ``tiled_loss`` needs one pass, for losses that are sums over tokens.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fused_losses.passes import once_differentiable
+from fused_losses.softmax import TokenLogprobs
 from fused_losses.tiled_head import (
     GradientSums,
+    Statistics,
     TiledHead,
     check_tiled_call,
-    first_derivative_only,
+    given,
     leaves,
     tensors_with_gradients,
     tiles_of,
     used_leaves,
     without_dead_rows,
 )
-from fused_losses.wrappers import check_parameter, run_in_forward
+from fused_losses.token_layouts import TokenLayout, flatten_tokens
+from fused_losses.wrappers import check_parameter, leave_compiled_code, run_in_forward
 
 
 def tiled_token_logprobs(
@@ -33,7 +39,13 @@ def tiled_token_logprobs(
     temperature: float = 1.0,
     tiles: int | None = None,
     entropy: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+    logit_range: bool = False,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    unfiltered: bool = False,
+    ignore_index: int = -100,
+    layout: TokenLayout = "bsh",
+) -> TokenLogprobs:
     """Computes ``log p(label)`` of each token through an lm-head module.
 
     The distribution is ``p = softmax(lm_head(hidden) / temperature)``. A token whose upstream
@@ -50,9 +62,9 @@ def tiled_token_logprobs(
         lm_head: maps ``[n, hidden]`` to logits ``[n, vocab]``, also for n = 0. It treats each token
             on its own and uses no random numbers. In backward it is as it was in forward, also in
             its frozen parts and in which adapters are active.
-        hidden: ``[tokens, hidden]``.
-        labels: ``[tokens]`` integer ids. A label outside of the vocabulary, such as -100, has a
-            meaningless result.
+        hidden: ``[tokens, hidden]``, or a batch, ``[B, S, hidden]`` or ``[S, B, hidden]`` as
+            ``layout`` says. The head is given ``[n, hidden]`` of it.
+        labels: ``[tokens]``, or ``[B, S]`` for a batch: integer ids, or ``ignore_index``.
         temperature: divides the logits; positive.
         tiles: how many times the head's forward runs, and again in backward; by default once for
             every 256 tokens. If that forward is collective itself, pass the same number on every
@@ -60,18 +72,29 @@ def tiled_token_logprobs(
             which nothing needs a gradient, or that does not call backward, makes no second pass,
             and the other ranks would wait for it.
         entropy: whether to return the entropy of p.
+        logit_range: whether to return the smallest and the largest logit.
+        top_k: only the k largest logits of a token stay in its softmax; see ``linear_logprobs``.
+        top_p: of these, only the most probable stay, until their probabilities sum to this number.
+        unfiltered: whether to return log-probabilities without this filter too.
+        ignore_index: the label of tokens that do not count: their log-probability is 0, without a
+            gradient.
+        layout: order of the dims of hidden; see ``flatten_tokens``. ``"sbh"`` is Megatron's.
 
     Returns:
-        Log-probabilities ``[tokens]``, and entropies ``[tokens]`` in nats if asked for, else None;
-        in float32 (float64 for float64 logits). Both carry gradients to hidden and to every
-        parameter of the head that needs one. Gradients of parameters are added up over tiles in
-        float32 and rounded once.
+        ``logprobs`` and, if asked for, ``entropy`` in nats, ``min_logits`` and ``max_logits``
+        (before temperature and filter), and ``unfiltered_logprobs``; else None. Each has the shape
+        of the labels and is in float32 (float64 for float64 logits). Log-probabilities and
+        entropies carry gradients to hidden and to every parameter of the head that needs one. A
+        label that is filtered out has -inf, without a gradient. Gradients of parameters are added
+        up over tiles in float32 and rounded once.
 
     Raises:
         ValueError: A shape, dtype or number does not fit; a wrapper has not gathered the head's
             weights, or would gather them for every tile; a hook of the head would be given
-            log-probabilities for logits; a part of the head is dropout in training mode; or the
-            head uses a tensor whose gradient would be lost.
+            log-probabilities for logits; a part of the head is dropout in training mode; the head
+            uses a tensor whose gradient would be lost; or a label is outside of the vocabulary.
+            The check of labels waits once for the device; ``unchecked_values`` switches it off, and
+            such a label then has NaN.
         RuntimeError: In backward: a trained parameter was changed in place after forward, or the
             head does not use one any more; or this gradient is differentiated again.
 
@@ -85,15 +108,21 @@ def tiled_token_logprobs(
         take 288 MiB in float32 and 224 MiB in bfloat16.
         Saved for backward: hidden, labels and the parameters themselves.
     """
-    check_tiled_call(lm_head, hidden, labels, temperature, tiles)
-    statistics = {"temperature": temperature, "entropy": entropy}
-    results = run_in_forward(
-        lm_head, lambda module, own: _in_forward(TiledHead(module, (), statistics), own, labels, tiles), hidden
-    )
-    return results if entropy else (results, None)
+    leave_compiled_code()
+    statistics = Statistics(temperature, entropy, logit_range, top_k, top_p, unfiltered, ignore_index)
+    check_tiled_call(lm_head, hidden, labels, tiles)
+    hidden, labels, restore = flatten_tokens(hidden, labels, layout)
+
+    def in_forward(module: nn.Module, own: Tensor) -> tuple[Tensor, ...]:
+        return _in_forward(TiledHead(module), statistics, own, labels, tiles)
+
+    outputs: tuple[Tensor, ...] = run_in_forward(lm_head, in_forward, hidden)
+    return statistics.named(map(restore, outputs))
 
 
-def _in_forward(head: TiledHead, hidden: Tensor, labels: Tensor, tiles: int | None) -> Tensor | tuple[Tensor, ...]:
+def _in_forward(
+    head: TiledHead, statistics: Statistics, hidden: Tensor, labels: Tensor, tiles: int | None
+) -> tuple[Tensor, ...]:
     """Computes the results inside the forward of the head, where its parameters are gathered.
 
     Its trained tensors are inputs of one autograd node, so their gradients arrive once, complete,
@@ -101,7 +130,9 @@ def _in_forward(head: TiledHead, hidden: Tensor, labels: Tensor, tiles: int | No
     """
     candidates = tensors_with_gradients(head.module)
     first, ends = tiles_of(len(hidden), tiles)[0], leaves(candidates.values())
-    of_first = head.only(candidates).outputs(ends, hidden[first].detach(), labels[first])
+    logits = head.only(candidates).logits(ends, hidden[first].detach())
+    vocab, of_first = logits.shape[1], given(statistics.of(logits, labels[first]))
+    del logits
     # A forward may have left attributes behind that depend on gradients, but are not used again.
     used = used_leaves(of_first, ends)
     trained = {
@@ -110,25 +141,45 @@ def _in_forward(head: TiledHead, hidden: Tensor, labels: Tensor, tiles: int | No
     for place, tensor in trained.items():
         check_parameter(f"lm_head: its {place.name}", tensor)
     of_first = tuple(output.detach() for output in of_first)
-    outputs: Any = _TiledLogprobs.apply(head.only(trained), hidden, labels, tiles, of_first, *trained.values())
-    return outputs if len(outputs) > 1 else outputs[0]
+    call = _Call(head.only(trained), statistics, tiles)
+    outputs: Any = _TiledLogprobs.apply(call, hidden, labels, of_first, *trained.values())
+    statistics.check(labels, vocab)
+    return outputs
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of a call that are not tensors."""
+
+    head: TiledHead
+    statistics: Statistics
+    tiles: int | None
+
+    def outputs(self, trained: Sequence[Tensor], hidden: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        """Computes the statistics of a tile that were asked for, ``[n]`` each.
+
+        Args:
+            trained: take the places of the head's own tensors.
+            hidden: ``[n, hidden]``.
+            labels: ``[n]``.
+        """
+        return given(self.statistics.of(self.head.logits(trained, hidden), labels))
 
 
 class _TiledLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        head: TiledHead,
+        call: _Call,
         hidden: Tensor,
         labels: Tensor,
-        tiles: int | None,
         of_first: tuple[Tensor, ...],
         *trained: Tensor,
     ) -> tuple[Tensor, ...]:
-        others = tiles_of(len(hidden), tiles)[1:]
-        parts = [of_first, *(head.outputs(trained, hidden[tile], labels[tile]) for tile in others)]
+        others = tiles_of(len(hidden), call.tiles)[1:]
+        parts = [of_first, *(call.outputs(trained, hidden[tile], labels[tile]) for tile in others)]
         ctx.save_for_backward(hidden, labels, *trained)
-        ctx.head, ctx.tiles = head, tiles
+        ctx.call = call
         device = hidden.device.type
         ctx.autocast = {
             "device_type": device,
@@ -136,22 +187,25 @@ class _TiledLogprobs(torch.autograd.Function):
             "dtype": torch.get_autocast_dtype(device),
         }
         ctx.set_materialize_grads(False)
-        return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+        outputs = tuple(torch.cat(column) for column in zip(*parts, strict=True))
+        found = call.statistics.named(outputs)
+        ctx.mark_non_differentiable(*(x for x in (found.min_logits, found.max_logits) if x is not None))
+        return outputs
 
     @staticmethod
-    @first_derivative_only
+    @once_differentiable
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, labels, *trained = _saved(ctx)
         if all(u is None for u in upstream):
-            return (None,) * (5 + len(trained))
+            return (None,) * (4 + len(trained))
         ends, sums = leaves(trained), GradientSums(len(trained))
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[1] else None
-        for tile in tiles_of(len(hidden), ctx.tiles):
+        for tile in tiles_of(len(hidden), ctx.call.tiles):
             own = tuple(None if u is None else u[tile] for u in upstream)
             x = _add_gradients(ctx, ends, hidden[tile], labels[tile], own, sums, needed=grad_hidden is not None)
             if grad_hidden is not None and x is not None:
                 grad_hidden[tile] = x
-        return None, grad_hidden, None, None, None, *_rounded(ctx.head, sums, trained)
+        return None, grad_hidden, None, None, *_rounded(ctx.call.head, sums, trained)
 
 
 def _saved(ctx: Any) -> tuple[Tensor, ...]:
@@ -186,7 +240,7 @@ def _add_gradients(
     live = torch.stack([u != 0 for u in upstream if u is not None]).any(0)
     x = without_dead_rows(hidden.detach(), live).requires_grad_()
     with torch.enable_grad(), torch.autocast(**ctx.autocast):
-        outputs = ctx.head.outputs(ends, x, labels)
+        outputs = ctx.call.outputs(ends, x, labels)
     pairs = [(output, u) for output, u in zip(outputs, upstream, strict=True) if u is not None]
     wanted = [*ends, x] if needed else ends
     del outputs

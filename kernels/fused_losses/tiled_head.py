@@ -6,17 +6,17 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from functools import wraps
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from fused_losses.arguments import check_integer, check_label_dtype
+from fused_losses.arguments import check_integer, check_label_dtype, check_labels, unchecked_values
+from fused_losses.filtering import LogitFilter
 from fused_losses.numerics import check_temperature
+from fused_losses.passes import check_not_transformed
 from fused_losses.softmax import TokenLogprobs
 from fused_losses.vocab_parallel import vocab_parallel_logprobs
 from fused_losses.wrappers import check_lm_head, leaves_of
@@ -27,22 +27,18 @@ _PIECES = 16
 """Into how many pieces a gradient is cut that is converted while it is added to a sum."""
 
 
-def check_tiled_call(lm_head: nn.Module, hidden: Tensor, labels: Tensor, temperature: float, tiles: int | None) -> None:
-    """Checks the arguments of kernels that call a head tile by tile.
+def check_tiled_call(lm_head: nn.Module, hidden: Tensor, labels: Tensor, tiles: int | None) -> None:
+    """Checks the arguments of kernels that call a head tile by tile, but for shapes.
 
     Raises:
-        ValueError: A shape, dtype or number does not fit, or ``check_lm_head`` refuses the head;
-            the message names the argument.
+        ValueError: A dtype or number does not fit, a transform of ``torch.func`` is at work, or
+            ``check_lm_head`` refuses the head; the message names the argument.
     """
-    if hidden.dim() != 2 or labels.shape != hidden.shape[:1]:
-        raise ValueError(
-            f"hidden {list(hidden.shape)} and labels {list(labels.shape)}: expected [tokens, H] and [tokens]; "
-            "flatten a batch of rows"
-        )
+    parameters: dict[str, Tensor] = {f"lm_head: its {name}": x for name, x in lm_head.named_parameters()}
+    check_not_transformed(hidden=hidden, labels=labels, **parameters)
     check_label_dtype(labels)
     if tiles is not None:
         check_integer("tiles", tiles, least=1, otherwise="or None to choose one")
-    check_temperature(temperature)
     check_lm_head(lm_head)
 
 
@@ -100,14 +96,54 @@ def tensors_with_gradients(head: nn.Module) -> dict[Place, Tensor]:
 
 
 @dataclass(frozen=True)
+class Statistics:
+    """What is computed of each token's logits: options of ``vocab_parallel_logprobs``.
+
+    Raises:
+        ValueError: A setting does not fit; the message names it.
+    """
+
+    temperature: float = 1.0
+    entropy: bool = False
+    logit_range: bool = False
+    top_k: int | None = None
+    top_p: float = 1.0
+    unfiltered: bool = False
+    ignore_index: int = -100
+
+    def __post_init__(self) -> None:
+        check_temperature(self.temperature)
+        LogitFilter(self.top_k, self.top_p)
+
+    def of(self, logits: Tensor, labels: Tensor) -> TokenLogprobs:
+        """Computes the statistics of a tile, whose labels ``check`` looks at later."""
+        with unchecked_values():
+            return vocab_parallel_logprobs(logits, labels, **asdict(self))
+
+    def check(self, labels: Tensor, vocab: int) -> None:
+        """Checks the labels of all tiles, with one wait for the device.
+
+        Raises:
+            ValueError: One is neither in the vocabulary nor ``ignore_index``.
+        """
+        way_out = "give tokens that do not count the label ignore_index"
+        check_labels(labels, labels != self.ignore_index, vocab, way_out=way_out)
+
+    def named(self, outputs: Iterable[Tensor]) -> TokenLogprobs:
+        """Names statistics, of which ``given`` has left out those that were not asked for."""
+        values = iter(outputs)
+        ranges = self.logit_range, self.logit_range
+        asked = True, self.entropy, *ranges, self.unfiltered
+        return TokenLogprobs(*(next(values) if one else None for one in asked))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
 class TiledHead:
-    """An lm-head inside its wrappers, and what is computed from its logits."""
+    """An lm-head inside its wrappers."""
 
     module: nn.Module
-    places: tuple[Place, ...]
+    places: tuple[Place, ...] = ()
     """Of the tensors that ``logits`` is given."""
-    statistics: dict[str, Any] = field(default_factory=dict)
-    """Options of ``vocab_parallel_logprobs``."""
 
     def only(self, places: Iterable[Place]) -> "TiledHead":
         """Returns the same head, of which ``logits`` is given fewer tensors."""
@@ -121,7 +157,8 @@ class TiledHead:
             hidden: ``[n, hidden]``.
 
         Raises:
-            ValueError: The head's forward failed, and its weights have another dtype than hidden.
+            ValueError: The head returned something else; or its forward failed, and its weights
+                have another dtype than hidden.
 
         The head's hooks do not run: those of wrappers have gathered the weights once for all tiles.
         """
@@ -129,7 +166,7 @@ class TiledHead:
             for place, tensor in zip(self.places, tensors, strict=True):
                 stack.callback(place.hold(tensor))
             try:
-                return self.module.forward(hidden)
+                logits = self.module.forward(hidden)
             except RuntimeError as error:
                 others = {str(p.dtype) for p in self.module.parameters() if p.is_floating_point()}
                 if str(hidden.dtype) in others:
@@ -138,19 +175,13 @@ class TiledHead:
                     f"hidden is {hidden.dtype} and lm_head {', '.join(sorted(others))}: its forward failed; cast one "
                     "of them, or enter torch.autocast"
                 ) from error
-
-    def outputs(self, tensors: Sequence[Tensor], hidden: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-        """Computes the statistics of a tile: the log-probabilities, and those that were asked for.
-
-        Args:
-            tensors: take the places of the head's own.
-            hidden: ``[n, hidden]``.
-            labels: ``[n]``.
-
-        Returns:
-            The fields of ``TokenLogprobs`` that are not None, ``[n]`` each.
-        """
-        return given(vocab_parallel_logprobs(self.logits(tensors, hidden), labels, **self.statistics))
+        if not isinstance(logits, Tensor) or logits.dim() != 2:
+            shown = list(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+            raise ValueError(
+                f"lm_head returned {shown}: expected logits [{len(hidden)}, vocab]; pass a module that returns them "
+                "alone, such as the head of backbone_and_lm_head(model) for Megatron"
+            )
+        return logits
 
 
 def given(found: TokenLogprobs) -> tuple[Tensor, ...]:
@@ -235,35 +266,3 @@ def multiplied(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Cuts tensors of one shape into pieces that are small beside them."""
     return zip(*(tensor.chunk(_PIECES) if tensor.dim() else [tensor] for tensor in tensors), strict=True)
-
-
-def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a backward whose results cannot be differentiated again.
-
-    ``once_differentiable`` refuses that only where the upstream gradient itself has a gradient. A
-    penalty on the gradient of a plain loss would lose a part in silence.
-    """
-    once = once_differentiable(backward)
-
-    @wraps(backward)
-    def differentiable_once(ctx: Any, *upstream: Tensor | None) -> Any:
-        results = once(ctx, *upstream)
-        if not torch.is_grad_enabled():
-            return results
-        return tuple(r if r is None or r.requires_grad else _Last.apply(r.requires_grad_()) for r in results)
-
-    return differentiable_once
-
-
-class _Last(torch.autograd.Function):
-    """Hands a gradient on, and refuses to be differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> Tensor:
-        raise RuntimeError(
-            "a tiled head has no second derivatives; use the head itself (lm_head(hidden)) for a gradient penalty"
-        )

@@ -8,22 +8,25 @@ there, gradients are held until backward and go through autograd: any upstream g
 all of them, forward writes to no ``.grad``, and hooks of data-parallel wrappers fire once.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from fused_losses.arguments import as_mask, check_labels
-from fused_losses.grpo import RhoCorrection, grpo_loss
+from fused_losses.arguments import as_count, as_mask, unchecked_values
+from fused_losses.grpo import grpo_loss
+from fused_losses.metrics import Metrics
+from fused_losses.passes import check_not_transformed, once_differentiable
+from fused_losses.rho import RhoCorrection, RhoWeights, given_weights, rho_weights
 from fused_losses.softmax import TokenLogprobs
 from fused_losses.tiled import tiled_token_logprobs
 from fused_losses.tiled_head import (
     GradientSums,
+    Statistics,
     TiledHead,
     check_tiled_call,
-    first_derivative_only,
     given,
     leaves,
     multiplied,
@@ -32,11 +35,13 @@ from fused_losses.tiled_head import (
     used_leaves,
     without_dead_rows,
 )
-from fused_losses.vocab_parallel import vocab_parallel_logprobs
-from fused_losses.wrappers import check_parameter, leaves_of, run_in_forward
+from fused_losses.token_layouts import TokenLayout, flatten_like, flatten_tokens
+from fused_losses.wrappers import check_parameter, leave_compiled_code, leaves_of, run_in_forward
 
-Metrics = Mapping[str, Tensor]
 LossOfTile = Callable[[TokenLogprobs, slice], tuple[Tensor, Metrics]]
+
+_OF_TOKENS = ("advantages", "old_logprobs", "reference_logprobs", "vllm_logprobs", "sequence", "rho")
+"""Arguments of ``grpo_loss`` with one number for each token; ``rho`` may be one."""
 
 
 def tiled_grpo_loss(
@@ -45,24 +50,35 @@ def tiled_grpo_loss(
     labels: Tensor,
     *,
     mask: Tensor,
+    valid_tokens: Tensor | float,
     temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
     tiles: int | None = None,
+    layout: TokenLayout = "bsh",
     **options: Any,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, Metrics]:
     """Computes ``grpo_loss`` through an lm-head module, calling the head once for each tile.
 
     It replaces open-instruct's tiled lm-head loss.
 
     Args:
         lm_head: as for ``tiled_loss``.
-        hidden: ``[tokens, hidden]``.
-        labels: ``[tokens]`` integer ids.
-        mask: ``[tokens]`` bool, the tokens that count. Whatever is at other tokens has no effect,
-            in hidden, labels and options alike.
+        hidden: ``[tokens, hidden]``, or a batch, ``[B, S, hidden]`` or ``[S, B, hidden]`` as
+            ``layout`` says.
+        labels: ``[tokens]``, or ``[B, S]`` for a batch: integer ids.
+        mask: of the shape of labels, bool, or numbers 0 and 1: the tokens that count. Whatever is
+            at other tokens has no effect, in hidden, labels and options alike.
+        valid_tokens: as for ``grpo_loss``.
         temperature: divides the logits; positive.
+        top_k: only the k largest logits of a token stay in its softmax; see ``linear_logprobs``.
+            KL estimates are those of log-probabilities without this filter.
+        top_p: of these, only the most probable stay, until their probabilities sum to this number.
         tiles: as for ``tiled_loss``.
-        options: the other arguments of ``grpo_loss``, for all tokens: ``advantages``,
-            ``valid_tokens`` and so on.
+        layout: order of the dims of hidden; see ``flatten_tokens``. ``"sbh"`` is Megatron's.
+        options: the other arguments of ``grpo_loss``, but for ``unfiltered_logprobs``, for all
+            tokens: ``advantages`` and so on. Those with a number for each token have the shape of
+            labels.
 
     Returns:
         The loss and the metrics of ``grpo_loss``.
@@ -71,29 +87,73 @@ def tiled_grpo_loss(
         ValueError: As in ``grpo_loss`` and ``tiled_loss``.
 
     Collectives:
-        Those of ``grpo_loss``.
+        Those of ``grpo_loss``, once for all tiles.
 
     A correction ``rho`` with ``rho_mask_sequence_level`` or ``rho_mask_tv_divergence`` averages
-    over sequences, which lie across tiles, and if ``old_logprobs`` is None it averages the new
-    log-probabilities. With these options the head is called twice for each tile, by
-    ``tiled_token_logprobs``.
+    over sequences, which lie across tiles. Its weights are computed before the first tile. If
+    ``old_logprobs`` is None, that takes all new log-probabilities, so ``tiled_token_logprobs``
+    calls the head twice for each tile.
     """
-    check_tiled_call(lm_head, hidden, labels, temperature, tiles)
-    options["mask"] = mask = as_mask("mask", mask, labels, "labels")
-    of_tokens = {name: x for name, x in options.items() if isinstance(x, Tensor) and name != "valid_tokens"}
-    for name, x in of_tokens.items():
-        if x.shape != labels.shape:
-            raise ValueError(f"{name} {list(x.shape)}: expected {list(labels.shape)}, one for each token, as labels")
-    given_head: dict[str, Any] = {"temperature": temperature, "tiles": tiles}
+    leave_compiled_code()
+    if "unfiltered_logprobs" in options:
+        raise ValueError("unfiltered_logprobs: expected none, since they are computed here; pass top_k and top_p")
+    mask = as_mask("mask", mask, labels, "labels")
+    options = _flattened({**options, "mask": mask}, labels, layout)
+    hidden, labels, _ = flatten_tokens(hidden, labels, layout)
+    options["valid_tokens"] = as_count("valid_tokens", valid_tokens, labels.new_empty(0, dtype=torch.float64))
+    check_not_transformed(**{name: x for name, x in options.items() if isinstance(x, Tensor)})
+    given_head: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "tiles": tiles}
+    given_head["unfiltered"] = top_k is not None or top_p != 1
     rho = options.get("rho")
-    if isinstance(rho, RhoCorrection) and rho.of_sequences:
-        return grpo_loss(tiled_token_logprobs(lm_head, hidden, labels, **given_head)[0], **options)
+    if isinstance(rho, RhoCorrection) and rho.of_sequences and options.get("old_logprobs") is None:
+        masked = torch.where(options["mask"], labels, -100)
+        found = tiled_token_logprobs(lm_head, hidden, masked, **given_head)
+        return grpo_loss(found.logprobs, unfiltered_logprobs=found.unfiltered_logprobs, **options)
+    options["rho"] = _weights_of_tokens(options)
 
     def loss_of_tile(values: TokenLogprobs, tile: slice) -> tuple[Tensor, Metrics]:
-        of_tile: dict[str, Any] = {name: x[tile] for name, x in of_tokens.items()}
-        return grpo_loss(values.logprobs, **{**options, **of_tile})
+        with unchecked_values():  # What a tile would check is checked above, for all tiles at once.
+            unfiltered = values.unfiltered_logprobs
+            return grpo_loss(values.logprobs, unfiltered_logprobs=unfiltered, **_of_tile(options, tile))
 
-    return tiled_loss(lm_head, hidden, labels, loss_of_tile, mask=mask, **given_head)
+    return tiled_loss(lm_head, hidden, labels, loss_of_tile, mask=options["mask"], **given_head)
+
+
+def _flattened(options: dict[str, Any], labels: Tensor, layout: TokenLayout) -> dict[str, Any]:
+    """Gives each argument of tokens one dim, as ``flatten_tokens`` gives the labels."""
+
+    def flat(name: str, x: Any) -> Any:
+        return flatten_like(name, x, labels, layout) if isinstance(x, Tensor) else x
+
+    found: dict[str, Any] = {name: flat(name, x) if name in (*_OF_TOKENS, "mask") else x for name, x in options.items()}
+    if isinstance(rho := options.get("rho"), RhoWeights):
+        of_tokens: list[Any] = [flat(f"rho.{name}", x) for name, x in rho._asdict().items()]
+        return {**found, "rho": RhoWeights(*of_tokens)}
+    return found
+
+
+def _of_tile(options: dict[str, Any], tile: slice) -> dict[str, Any]:
+    """Returns the arguments of ``grpo_loss`` for a tile."""
+    names = (*_OF_TOKENS, "mask")
+    of_tokens = {name: options[name][tile] for name in names if isinstance(options.get(name), Tensor)}
+    rho = options["rho"]
+    return {**options, **of_tokens, "rho": rho.part(tile) if isinstance(rho, RhoWeights) else rho}
+
+
+def _weights_of_tokens(options: dict[str, Any]) -> Any:
+    """Returns rho as ``grpo_loss`` takes it for any part of the tokens.
+
+    Raises:
+        ValueError: It does not fit; a weight is negative or not finite.
+    """
+    rho, mask = options.get("rho"), options["mask"]
+    if isinstance(rho, RhoWeights | Tensor):
+        return given_weights(rho, torch.empty_like(mask, dtype=torch.float32), mask)
+    if not isinstance(rho, RhoCorrection) or not rho.of_sequences:
+        return rho
+    names = ("old_logprobs", "vllm_logprobs", "advantages", "mask", "sequence", "sequences", "cp_group")
+    of_policies: dict[str, Any] = {name: options.get(name) for name in names}
+    return rho_weights(rho, **of_policies)
 
 
 def tiled_loss(
@@ -106,7 +166,12 @@ def tiled_loss(
     temperature: float = 1.0,
     tiles: int | None = None,
     entropy: bool = False,
-) -> tuple[Tensor, dict[str, Tensor]]:
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    unfiltered: bool = False,
+    ignore_index: int = -100,
+    layout: TokenLayout = "bsh",
+) -> tuple[Tensor, Metrics]:
     """Computes a loss that is a sum over tokens through an lm-head module, with its gradients.
 
     The head is called once in its wrappers, as by ``tiled_token_logprobs``, and its ``forward``
@@ -117,31 +182,35 @@ def tiled_loss(
     Args:
         lm_head: maps ``[n, hidden]`` to logits ``[n, vocab]``, also for n = 0. It treats each token
             on its own.
-        hidden: ``[tokens, hidden]``.
-        labels: ``[tokens]`` integer ids.
-        loss_of_tile: takes the log-probabilities and entropies of a tile, ``[n]`` each, and the
-            slice of the tokens that it is. Returns the tile's part of the loss, a scalar, and of
-            metrics. The parts of the loss must add up: divide by a number of the whole batch, not
-            of the tile, and use no sum over tokens that lie across tiles.
-        mask: ``[tokens]`` bool, the tokens that count; all by default. At other tokens the head is
-            given another hidden state, and gradients are zero. ``loss_of_tile`` still must select
-            them away, since their values are meaningless.
+        hidden: ``[tokens, hidden]``, or a batch, ``[B, S, hidden]`` or ``[S, B, hidden]`` as
+            ``layout`` says.
+        labels: ``[tokens]``, or ``[B, S]`` for a batch: integer ids, or ``ignore_index``.
+        loss_of_tile: takes the statistics of a tile, ``[n]`` each, and the slice of the tokens that
+            it is, in the order of ``flatten_tokens``. Returns the tile's part of the loss, a
+            scalar, and of ``Metrics``. The parts of the loss must add up: divide by a number of the
+            whole batch, not of the tile, and use no sum over tokens that lie across tiles.
+        mask: of the shape of labels, bool, or numbers 0 and 1: the tokens that count; all by
+            default. At other tokens the head is given another hidden state, labels are ignored, and
+            gradients are zero. ``loss_of_tile`` still must select them away, since their values are
+            meaningless.
         temperature: divides the logits; positive.
         tiles: how many times the head's forward runs; by default once for every 256 tokens. If that
             forward is collective itself, pass the same number on every rank: it runs that often for
             any number of tokens, also for none. Either all ranks need gradients, or none.
         entropy: whether ``loss_of_tile`` is given entropies of ``softmax(logits / temperature)``.
+        top_k: only the k largest logits of a token stay in its softmax; see ``linear_logprobs``.
+        top_p: of these, only the most probable stay, until their probabilities sum to this number.
+        unfiltered: whether ``loss_of_tile`` is given log-probabilities without this filter too.
+        ignore_index: the label of tokens whose log-probability is 0, without a gradient.
+        layout: order of the dims of hidden; see ``flatten_tokens``. ``"sbh"`` is Megatron's.
 
     Returns:
         The loss, a scalar with gradients to hidden and to every parameter of the head that needs
-        one; and the metrics without gradients: scalars are added up over tiles, and of names that
-        end in ``_min`` or ``_max`` the smallest or largest is taken. Metrics ``[n]``, one number
-        for each token, become ``[tokens]``.
+        one; and the metrics of all tiles.
 
     Raises:
-        ValueError: As by ``tiled_token_logprobs``; a label that counts is outside of the vocabulary
-            (see ``unchecked_values``); or ``loss_of_tile`` returns no scalar, or uses another
-            tensor whose gradient would be lost.
+        ValueError: As by ``tiled_token_logprobs``; or ``loss_of_tile`` returns no scalar, other
+            metrics than ``Metrics``, or uses another tensor whose gradient would be lost.
         RuntimeError: In backward: the gradient is differentiated again.
 
     Memory:
@@ -151,22 +220,27 @@ def tiled_loss(
         Saved for backward: G and the gradient of hidden. Backward holds their products with the
         upstream gradient beside them, in the dtypes of parameters and hidden.
     """
-    check_tiled_call(lm_head, hidden, labels, temperature, tiles)
-    counted = None if mask is None else as_mask("mask", mask, labels, "labels")
-    metrics = dict[str, Tensor]()
+    leave_compiled_code()
+    statistics = Statistics(
+        temperature, entropy, top_k=top_k, top_p=top_p, unfiltered=unfiltered, ignore_index=ignore_index
+    )
+    check_tiled_call(lm_head, hidden, labels, tiles)
+    counted = None if mask is None else flatten_like("mask", as_mask("mask", mask, labels, "labels"), labels, layout)
+    hidden, labels, _ = flatten_tokens(hidden, labels, layout)
+    own_labels = labels if counted is None else torch.where(counted, labels, ignore_index)
+    metrics = list[Metrics]()
 
     def in_forward(module: nn.Module, own: Tensor) -> Tensor:
         candidates = tensors_with_gradients(module)
-        head = TiledHead(module, tuple(candidates), {"temperature": temperature, "entropy": entropy})
-        computed = _LossAndGradients(head, list(candidates.values()), own, loss_of_tile)
+        head = TiledHead(module, tuple(candidates))
+        computed = _LossAndGradients(head, statistics, list(candidates.values()), own, loss_of_tile)
         for tile in tiles_of(len(own), tiles):
-            computed.add(tile, labels[tile], None if counted is None else counted[tile])
-        if counted is not None:
-            check_labels(labels, counted, computed.vocab)
-        metrics.update(computed.metrics())
+            computed.add(tile, own_labels[tile], None if counted is None else counted[tile])
+        statistics.check(own_labels, computed.vocab)
+        metrics.append(computed.metrics())
         return computed.loss()
 
-    return run_in_forward(lm_head, in_forward, hidden), metrics
+    return run_in_forward(lm_head, in_forward, hidden), metrics[-1]
 
 
 class _LossAndGradients:
@@ -174,13 +248,22 @@ class _LossAndGradients:
 
     Args:
         head: whose places are those of ``tensors``.
+        statistics: what ``loss_of_tile`` is given.
         tensors: those of the head that need gradients.
         hidden: ``[tokens, hidden]``.
         loss_of_tile: as for ``tiled_loss``.
     """
 
-    def __init__(self, head: TiledHead, tensors: list[Tensor], hidden: Tensor, loss_of_tile: LossOfTile) -> None:
-        self._head, self._tensors, self._hidden, self._loss_of_tile = head, tensors, hidden, loss_of_tile
+    def __init__(
+        self,
+        head: TiledHead,
+        statistics: Statistics,
+        tensors: list[Tensor],
+        hidden: Tensor,
+        loss_of_tile: LossOfTile,
+    ) -> None:
+        self._head, self._statistics, self._tensors, self._hidden = head, statistics, tensors, hidden
+        self._loss_of_tile = loss_of_tile
         self._ends, self._checked = leaves(tensors), set[int]()
         self._sums, self._of_hidden = GradientSums(len(tensors)), None
         if hidden.requires_grad and torch.is_grad_enabled():
@@ -205,7 +288,7 @@ class _LossAndGradients:
         with _without_callers_hooks():
             logits = self._head.logits(self._ends, x)
             self.vocab, half = logits.shape[1], logits.dtype == torch.float16
-            found = vocab_parallel_logprobs(logits, labels, **self._head.statistics)
+            found = self._statistics.of(logits, labels)
             del logits
             self._check_used(given(found), x)
             upstream = self._upstream(found, tile)
@@ -234,7 +317,12 @@ class _LossAndGradients:
                     "be lost; detach it, or compute the loss from tiled_token_logprobs"
                 )
         self._losses.append(loss.detach())
-        self._metrics.append({name: metric.detach() for name, metric in metrics.items()})
+        if not isinstance(metrics, Metrics):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(
+                f"loss_of_tile returned metrics of type {type(metrics).__name__}: expected fused_losses.Metrics, which "
+                "know how tiles make the whole; Metrics() for none"
+            )
+        self._metrics.append(metrics)
         if not loss.requires_grad:
             return [torch.zeros_like(value) for value in given(values)]
         return list(torch.autograd.grad(loss, given(values), materialize_grads=True))
@@ -261,9 +349,9 @@ class _LossAndGradients:
             return total
         return _Held.apply(total, [gradient for _, gradient in known], *(tensor for tensor, _ in known))  # type: ignore[return-value]
 
-    def metrics(self) -> dict[str, Tensor]:
+    def metrics(self) -> Metrics:
         """Returns the metrics of all tiles."""
-        return {name: _merged(name, [metrics[name] for metrics in self._metrics]) for name in self._metrics[0]}
+        return sum(self._metrics, Metrics())
 
 
 def _leaf(statistic: Tensor | None) -> Tensor | None:
@@ -292,14 +380,6 @@ def _unit(upstream: list[Tensor]) -> Tensor:
     return torch.where(largest > 0, largest, 1.0)
 
 
-def _merged(name: str, parts: list[Tensor]) -> Tensor:
-    """Returns a metric of all tiles, given its parts."""
-    if parts[0].dim():
-        return torch.cat(parts)
-    stacked = torch.stack(parts)
-    return stacked.amin() if name.endswith("_min") else stacked.amax() if name.endswith("_max") else stacked.sum()
-
-
 class _Held(torch.autograd.Function):
     """A loss whose gradients are known already."""
 
@@ -310,7 +390,7 @@ class _Held(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    @first_derivative_only
+    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         # CUDA rounds a 0-dim factor to a half-precision gradient's dtype first, but no 1-dim one.
         scale = upstream.reshape(1)

@@ -65,6 +65,7 @@ def run_in_forward(module: nn.Module, function: Callable[..., Any], *inputs: Any
     instance's own ``forward``, which accelerate sets for mixed precision, is not run either.
     Under it, enter ``accelerator.autocast()`` yourself.
     """
+    leave_compiled_code()
     inner = module
     while (wrapped := wrapped_module(inner)) is not None:
         inner = wrapped
@@ -98,6 +99,18 @@ def run_in_forward(module: nn.Module, function: Callable[..., Any], *inputs: Any
             "pass the module whose forward gathers the parameters"
         )
     return result
+
+
+def leave_compiled_code() -> None:
+    """Lets the caller run as it is where torch compiles the code around it.
+
+    With ``fullgraph=True`` torch cannot do so, and raises an error that gives the reason.
+    """
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break(
+            msg="fused_losses runs code in the forward of a module as it is, not compiled; call run_in_forward and "
+            "tiled_* functions outside of what is compiled with fullgraph=True, or use linear_logprobs"
+        )
 
 
 def check_parameter(name: str, tensor: Tensor, *, piece: bool = False) -> None:

@@ -56,7 +56,7 @@ def test_any_number_of_tiles_agrees_with_dense(make: Callable[[], nn.Module], ti
     upstream = torch.linspace(-2, 3, 14, dtype=torch.float64)
     gradients = []
     for made in (
-        tiled_token_logprobs(head, hidden.requires_grad_(), labels, temperature=0.7, tiles=tiles, entropy=True),
+        tiled_token_logprobs(head, hidden.requires_grad_(), labels, temperature=0.7, tiles=tiles, entropy=True)[:2],
         None,
     ):
         values = made or dense(head, hidden, labels, 0.7)
@@ -79,7 +79,7 @@ def test_hooks_of_parameters_fire_once_and_in_backward() -> None:
     for name, parameter in head.named_parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
-    logprobs, _ = tiled_token_logprobs(head, hidden, labels, tiles=3)
+    logprobs = tiled_token_logprobs(head, hidden, labels, tiles=3).logprobs
     assert all(parameter.grad is None for parameter in head.parameters())
     logprobs.sum().backward()
     assert sorted(fired) == ["lora_A.weight", "lora_B.weight"]
@@ -90,7 +90,9 @@ def test_a_hook_of_a_parameter_changes_its_whole_gradient_once() -> None:
     head, gradients = nn.Linear(WIDTH, VOCAB, dtype=torch.float64), list[Tensor]()
     for factor in (1, 2):
         handle = head.weight.register_hook(lambda grad, factor=factor: factor * grad)
-        gradients += torch.autograd.grad(tiled_token_logprobs(head, hidden, labels, tiles=3)[0].sum(), [head.weight])
+        gradients += torch.autograd.grad(
+            tiled_token_logprobs(head, hidden, labels, tiles=3).logprobs.sum(), [head.weight]
+        )
         handle.remove()
     torch.testing.assert_close(gradients[1], 2 * gradients[0])
 
@@ -104,7 +106,7 @@ def test_plain_attributes_are_trained_as_parameters_are() -> None:
     del head.weight
     for tiles in (1, 3):
         head.weight = flat.view(VOCAB, WIDTH)
-        gradients += torch.autograd.grad(tiled_token_logprobs(head, hidden, labels, tiles=tiles)[0].sum(), [flat])
+        gradients += torch.autograd.grad(tiled_token_logprobs(head, hidden, labels, tiles=tiles).logprobs.sum(), [flat])
         assert head.weight._base is flat
     expected = torch.autograd.grad(dense(head, hidden, labels, 1.0)[0].sum(), [flat])[0]
     for found in gradients:
@@ -115,7 +117,7 @@ def test_a_parameter_that_the_head_does_not_use_has_no_gradient() -> None:
     hidden, labels = batch()
     head = nn.Linear(WIDTH, VOCAB, dtype=torch.float64)
     head.unused = nn.Parameter(torch.zeros(3))
-    tiled_token_logprobs(head, hidden, labels, tiles=3)[0].sum().backward()
+    tiled_token_logprobs(head, hidden, labels, tiles=3).logprobs.sum().backward()
     assert head.unused.grad is None
     assert head.weight.grad is not None
 
@@ -125,9 +127,9 @@ def test_activation_checkpointing_and_two_backwards() -> None:
     hidden, labels = batch()
     head = seeded(LoraHead)
     trained = [p for p in head.parameters() if p.requires_grad]
-    plain = tiled_token_logprobs(head, hidden.requires_grad_(), labels, tiles=3)[0].sum()
+    plain = tiled_token_logprobs(head, hidden.requires_grad_(), labels, tiles=3).logprobs.sum()
     expected = torch.autograd.grad(plain, trained, retain_graph=True)
-    again = checkpoint(lambda h: tiled_token_logprobs(head, h, labels, tiles=3)[0], hidden, use_reentrant=False)
+    again = checkpoint(lambda h: tiled_token_logprobs(head, h, labels, tiles=3).logprobs, hidden, use_reentrant=False)
     assert isinstance(again, Tensor)
     for other in (torch.autograd.grad(plain, trained), torch.autograd.grad(again.sum(), trained)):
         assert all(torch.equal(a, b) for a, b in zip(expected, other, strict=True))
@@ -140,7 +142,7 @@ def test_garbage_has_no_effect_where_the_upstream_gradient_is_zero() -> None:
     spoilt = hidden.clone()
     spoilt[2] = torch.nan
     for h in (hidden, spoilt):
-        logprobs, _ = tiled_token_logprobs(head, h.requires_grad_(), labels, tiles=3)
+        logprobs = tiled_token_logprobs(head, h.requires_grad_(), labels, tiles=3).logprobs
         torch.where(torch.arange(7) == 2, 0.0, logprobs).sum().backward()
     assert hidden.grad is not None
     assert spoilt.grad is not None
@@ -152,7 +154,7 @@ def test_nothing_is_saved_without_gradients() -> None:
     hidden, labels = batch()
     head, saved = seeded(LoraHead), list[Tensor]()
     with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
-        assert not tiled_token_logprobs(head, hidden, labels)[0].requires_grad
+        assert not tiled_token_logprobs(head, hidden, labels).logprobs.requires_grad
     assert not saved
 
 
@@ -167,7 +169,7 @@ def test_every_rank_calls_the_head_equally_often(make_world: MakeWorld) -> None:
     def body(context: RankContext) -> Tensor:
         hidden, labels = batch(tokens[context.rank])
         head = ShardedHead(weight, context.mesh.get_group("dp"))
-        logprobs, _ = tiled_token_logprobs(head, hidden, labels % 8, tiles=4)
+        logprobs = tiled_token_logprobs(head, hidden, labels % 8, tiles=4).logprobs
         logprobs.sum().backward()
         assert head.rows.grad is not None
         return head.rows.grad
@@ -192,7 +194,7 @@ def test_attributes_that_forward_leaves_behind_are_no_weights() -> None:
         found, expected = (
             torch.autograd.grad(logprobs.sum(), list(head.parameters()))
             for logprobs in (
-                tiled_token_logprobs(head, hidden, labels, tiles=3)[0],
+                tiled_token_logprobs(head, hidden, labels, tiles=3).logprobs,
                 dense(head, hidden, labels, 1.0)[0],
             )
         )
@@ -203,7 +205,7 @@ def test_attributes_that_forward_leaves_behind_are_no_weights() -> None:
 def test_another_adapter_in_backward_raises_an_error() -> None:
     hidden, labels = batch()
     head = seeded(Switched)
-    logprobs, _ = tiled_token_logprobs(head, hidden, labels)
+    logprobs = tiled_token_logprobs(head, hidden, labels).logprobs
     head.active = 1
     with pytest.raises(RuntimeError, match="forward used its weight, and backward does not; leave the head as it was"):
         logprobs.sum().backward()
@@ -215,12 +217,15 @@ def test_a_head_that_cannot_take_zeros_trains_on_masked_tokens() -> None:
     kept = torch.arange(7) % 3 == 0
     gradients = [
         torch.autograd.grad(torch.where(kept, logprobs, 0.0).sum(), list(head.parameters()))
-        for logprobs in (tiled_token_logprobs(head, hidden, labels, tiles=3)[0], dense(head, hidden, labels, 1.0)[0])
+        for logprobs in (
+            tiled_token_logprobs(head, hidden, labels, tiles=3).logprobs,
+            dense(head, hidden, labels, 1.0)[0],
+        )
     ]
     for found, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(found, expected)
     nothing = torch.autograd.grad(
-        0 * tiled_token_logprobs(head, hidden, labels, tiles=3)[0].sum(), list(head.parameters())
+        0 * tiled_token_logprobs(head, hidden, labels, tiles=3).logprobs.sum(), list(head.parameters())
     )
     assert not any(gradient.any() for gradient in nothing)
 
@@ -232,14 +237,14 @@ def test_a_gradient_that_would_be_lost_is_refused_when_called() -> None:
         ValueError, match=r"it uses a Parameter \[9, 4\] that is no attribute of it.* make it a parameter"
     ):
         tiled_token_logprobs(HiddenWeight(weight, as_parameter=False), hidden, labels)
-    tiled_token_logprobs(HiddenWeight(weight, as_parameter=True), hidden, labels)[0].sum().backward()
+    tiled_token_logprobs(HiddenWeight(weight, as_parameter=True), hidden, labels).logprobs.sum().backward()
     assert weight.grad is not None
 
 
 def test_changed_parameters_raise_an_error() -> None:
     hidden, labels = batch()
     head = seeded(LoraHead)
-    logprobs, _ = tiled_token_logprobs(head, hidden, labels)
+    logprobs = tiled_token_logprobs(head, hidden, labels).logprobs
     with torch.no_grad():
         next(p for p in head.parameters() if p.requires_grad).add_(1)
     with pytest.raises(RuntimeError, match="lm_head: a parameter was changed in place after forward"):
@@ -250,15 +255,15 @@ def test_a_second_derivative_is_refused() -> None:
     """It would lack what comes through the head."""
     hidden, labels = batch()
     backbone, head = nn.Linear(WIDTH, WIDTH, dtype=torch.float64), seeded(LoraHead)
-    logprobs, _ = tiled_token_logprobs(head, backbone(hidden), labels)
+    logprobs = tiled_token_logprobs(head, backbone(hidden), labels).logprobs
     gradient = torch.autograd.grad(logprobs.sum(), [backbone.weight], create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="a tiled head has no second derivatives; use the head itself"):
+    with pytest.raises(RuntimeError, match="computes first derivatives only, and this is a second one"):
         gradient.square().sum().backward()
 
 
 def test_a_second_backward_is_named_as_torch_does() -> None:
     hidden, labels = batch()
-    total = tiled_token_logprobs(seeded(LoraHead), hidden, labels)[0].sum()
+    total = tiled_token_logprobs(seeded(LoraHead), hidden, labels).logprobs.sum()
     total.backward()
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         total.backward()
@@ -268,7 +273,7 @@ def test_autocast_is_the_same_in_both_passes() -> None:
     hidden, labels = batch(40)
     head = nn.Linear(WIDTH, VOCAB)
     with torch.autocast("cpu", torch.bfloat16):
-        logprobs, _ = tiled_token_logprobs(head, hidden.bfloat16().requires_grad_(), labels, tiles=3)
+        logprobs = tiled_token_logprobs(head, hidden.bfloat16().requires_grad_(), labels, tiles=3).logprobs
         expected, _ = dense(head, hidden.bfloat16(), labels, 1.0)
     found = torch.autograd.grad(logprobs.sum(), [head.weight])[0]
     torch.testing.assert_close(found, torch.autograd.grad(expected.sum(), [head.weight])[0], rtol=0.05, atol=0.05)
@@ -283,11 +288,11 @@ def test_a_split_loses_no_token() -> None:
     head = seeded(LoraHead)
     given: dict[str, Any] = {"beta": 0.0, "valid_tokens": 15}
     advantages, mask = torch.linspace(0.5, 2, 16, dtype=torch.float64), torch.arange(16) < 15
-    whole = grpo_loss(tiled_token_logprobs(head, hidden, labels)[0], advantages=advantages, mask=mask, **given)[0]
+    whole = grpo_loss(tiled_token_logprobs(head, hidden, labels).logprobs, advantages=advantages, mask=mask, **given)[0]
     parts = []
     for rank in range(4):
         own = slice(4 * rank, 4 * rank + 4)
-        logprobs, _ = tiled_token_logprobs(head, hidden[own], labels[own])
+        logprobs = tiled_token_logprobs(head, hidden[own], labels[own]).logprobs
         parts.append(grpo_loss(logprobs, advantages=advantages[own], mask=mask[own], **given)[0])
     torch.testing.assert_close(torch.stack(parts).sum(), whole)
 
@@ -306,7 +311,7 @@ def test_the_weights_gradient_is_added_up_in_float32() -> None:
     errors = []
     for tiles in (1, 512):
         head.weight.grad = None
-        tiled_token_logprobs(head, hidden, labels, tiles=tiles)[0].mean().backward()
+        tiled_token_logprobs(head, hidden, labels, tiles=tiles).logprobs.mean().backward()
         assert head.weight.grad is not None
         errors.append(float((head.weight.grad.double() - exact.weight.grad).norm() / exact.weight.grad.norm()))
     assert errors[1] < 1.5 * errors[0]
@@ -322,7 +327,7 @@ def test_the_weights_gradient_is_added_up_in_float32() -> None:
         ({"temperature": 0.0}, "temperature 0.0: expected a finite number above 0"),
         (
             {"labels": torch.zeros(3, dtype=torch.long)},
-            r"hidden \[7, 4\] and labels \[3\]: expected \[tokens, H\] and \[tokens\]",
+            r"hidden \[7, 4\] and labels \[3\]: layout 'bsh' expects hidden \[1, 3, 4\] or \[3, 4\]",
         ),
     ],
 )

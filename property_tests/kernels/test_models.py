@@ -237,12 +237,12 @@ def test_the_ways_out_for_changed_logits_are_right(
     backbone, head = backbone_and_lm_head(model, check=False)
     hidden = backbone(IDS).last_hidden_state.flatten(0, 1)
     expected = own_logprobs(model, IDS, input_ids=IDS).flatten()
-    found = tiled_token_logprobs(Changed(head, change), hidden, IDS.flatten(), tiles=3)[0]
+    found = tiled_token_logprobs(Changed(head, change), hidden, IDS.flatten(), tiles=3).logprobs
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
     found = linear_logprobs(hidden, head.weight, IDS.flatten(), **options).logprobs
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
     if "temperature" in options:
-        found = tiled_token_logprobs(head, hidden, IDS.flatten(), tiles=3, **options)[0]
+        found = tiled_token_logprobs(head, hidden, IDS.flatten(), tiles=3, **options).logprobs
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
 
 
@@ -252,7 +252,7 @@ def test_a_model_up_to_its_head_gives_its_own_logprobs_and_gradients(name: str) 
     head = backbone_and_lm_head(model, check=False)[1]
     given = {"input_ids": IDS, **({"decoder_input_ids": IDS.flip(0)} if name == "T5" else {})}
     hidden = UpToLmHead(model, head)(**given).flatten(0, 1)
-    found = tiled_token_logprobs(head, hidden, IDS.flatten(), tiles=3)[0]
+    found = tiled_token_logprobs(head, hidden, IDS.flatten(), tiles=3).logprobs
     expected = own_logprobs(model, IDS, **given).flatten()
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
     factors = torch.linspace(-1, 2, len(found), dtype=torch.float64)

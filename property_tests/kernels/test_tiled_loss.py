@@ -16,8 +16,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lossgate
-from fused_losses import RhoCorrection, grpo_loss, tiled_grpo_loss, tiled_loss, tiled_token_logprobs
-from fused_losses.softmax import TokenLogprobs
+from fused_losses import (
+    Metrics,
+    RhoCorrection,
+    TokenLogprobs,
+    grpo_loss,
+    tiled_grpo_loss,
+    tiled_loss,
+    tiled_token_logprobs,
+)
 from lossgate.declaration.loading import load_candidates
 from lossgate.worlds import RankContext, SimulatedWorld
 from property_tests.kernels.heads import (
@@ -53,23 +60,24 @@ def trained(head: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in head.parameters() if parameter.requires_grad]
 
 
-def weighted(values: TokenLogprobs, tile: slice) -> tuple[Tensor, dict[str, Tensor]]:
+def weighted(values: TokenLogprobs, tile: slice) -> tuple[Tensor, Metrics]:
     """A loss with other weights for every token, of log-probabilities and entropies."""
     weights = torch.linspace(-2, 3, 14, dtype=values.logprobs.dtype).view(2, 7)[:, tile]
     of_entropy = 0.0 if values.entropy is None else (values.entropy.square() * weights[1]).sum()
-    metrics = {"count": values.logprobs.new_tensor(len(values.logprobs)), "token_logprobs": values.logprobs}
+    lowest = torch.cat([values.logprobs.detach(), values.logprobs.new_full((1,), torch.inf)]).amin()
+    metrics = Metrics({"count": len(values.logprobs), "lowest": lowest}, minima=["lowest"])
     return (values.logprobs.square() * weights[0]).sum() + of_entropy, metrics
 
 
 def grpo_arguments(tokens: int = 7, **changes: Any) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(8)
-    names = ("advantages", "old_logprobs", "reference_logprobs", "sampler_logprobs")
+    names = ("advantages", "old_logprobs", "reference_logprobs", "vllm_logprobs")
     drawn = {name: torch.randn(tokens, generator=generator, dtype=torch.float64) - 1 for name in names}
     where = {"mask": torch.arange(tokens) % 3 != 1, "sequence": torch.arange(tokens) * 2 // max(1, tokens)}
     return {**drawn, **where, "sequences": 2, "valid_tokens": 9, **changes}
 
 
-def values_and_gradients(loss: Tensor, metrics: dict[str, Tensor], inputs: list[Any], upstream: float = 1.0) -> Values:
+def values_and_gradients(loss: Tensor, metrics: Metrics, inputs: list[Any], upstream: float = 1.0) -> Values:
     return [loss.detach(), *metrics.values(), *torch.autograd.grad(loss, inputs, loss.new_tensor(upstream))]
 
 
@@ -89,25 +97,26 @@ def test_any_loss_agrees_with_dense(make: Callable[[], nn.Module], tiles: int | 
     inputs += trained(head)
     found = tiled_loss(head, hidden, labels, weighted, temperature=0.7, tiles=tiles, entropy=True)
     values = TokenLogprobs(*dense(head, hidden, labels, 0.7), None, None)
-    loss, _ = weighted(values, slice(None))
-    expected = {"count": torch.tensor(7.0, dtype=torch.float64), "token_logprobs": values.logprobs.detach()}
-    assert_equal(values_and_gradients(*found, inputs, upstream), values_and_gradients(loss, expected, inputs, upstream))
+    expected = weighted(values, slice(None))
+    assert_equal(values_and_gradients(*found, inputs, upstream), values_and_gradients(*expected, inputs, upstream))
+    assert found[1].reductions == {"count": "sum", "lowest": "min"}
 
 
 RHO = {
     "no rho": None,
-    "of tokens": RhoCorrection(clamp_upper=1.3, mask_lower=0.4, mask_upper=3.0),
-    "of sequences": RhoCorrection(sequence_level=True, mask_upper=1.2),
-    "by tv divergence": RhoCorrection(tv_divergence=True, mask_upper=0.5),
+    "of tokens": RhoCorrection(rho_clamp_upper_bound=1.3, rho_mask_lower_bound=0.4, rho_mask_upper_bound=3.0),
+    "of sequences": RhoCorrection(rho_mask_sequence_level=True, rho_mask_upper_bound=1.2),
+    "by tv divergence": RhoCorrection(rho_mask_tv_divergence=True, rho_mask_upper_bound=0.5),
 }
 GRPO: dict[str, dict[str, Any]] = {
     "by default": {},
     "CISPO": {"loss_fn": "cispo", "clip_higher": 0.1},
     "KL estimator 3": {"kl_estimator": 3, "beta": 0.4},
     "on policy": {"old_logprobs": None},
-    "by a constant": {"loss_denominator": 0.5, "loss_scale": 3.0},
+    "by a constant": {"loss_denominator": 0.5, "loss_scale": 3},
     "a tensor of tokens": {"valid_tokens": torch.tensor(9)},
     "no reference": {"beta": 0.0, "reference_logprobs": None},
+    "filtered": {"top_k": 4, "top_p": 0.8},
 }
 
 
@@ -119,8 +128,11 @@ def test_grpo_agrees_with_two_passes(options: str, rho: str, tiles: int) -> None
     head, given = seeded(LoraHead), grpo_arguments(rho=RHO[rho], **GRPO[options])
     inputs = [hidden.requires_grad_(), *trained(head)]
     found = tiled_grpo_loss(head, hidden, labels, temperature=0.7, tiles=tiles, **given)
-    logprobs, _ = tiled_token_logprobs(head, hidden, labels, temperature=0.7, tiles=tiles)
-    expected = grpo_loss(logprobs, **given)
+    of_filter = {name: given.pop(name) for name in ("top_k", "top_p") if name in given}
+    values = tiled_token_logprobs(
+        head, hidden, labels, temperature=0.7, tiles=tiles, unfiltered=bool(of_filter), **of_filter
+    )
+    expected = grpo_loss(values.logprobs, unfiltered_logprobs=values.unfiltered_logprobs, **given)
     assert list(found[1]) == list(expected[1])
     assert_equal(values_and_gradients(*found, inputs), values_and_gradients(*expected, inputs))
 
@@ -139,11 +151,11 @@ def test_the_settings_of_the_originals_own_test(
     """
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(10, 8, generator=generator, dtype=torch.float64).requires_grad_()
-    names = ("old_logprobs", "sampler_logprobs", "reference_logprobs", "advantages")
+    names = ("old_logprobs", "vllm_logprobs", "reference_logprobs", "advantages")
     given: dict[str, Any] = dict(zip(names, 0.3 * torch.randn(4, 10, generator=generator).double(), strict=True))
     given |= {name: given[name] - 2.5 for name in names[:3]}
     labels, mask = torch.randint(17, (10,), generator=generator), torch.rand(10, generator=generator) < 0.7
-    given |= {"mask": mask, "valid_tokens": mask.sum(), "loss_denominator": 7.0, "loss_scale": 3.0}
+    given |= {"mask": mask, "valid_tokens": mask.sum(), "loss_denominator": 7.0, "loss_scale": 3}
     given |= {"loss_fn": loss_fn, "rho": rho, "beta": 0.1 if reference else 0.0}
     head = seeded(partial(nn.Linear, 8, 17, bias=False, dtype=torch.float64))
     found = tiled_grpo_loss(head, hidden, labels, temperature=temperature, tiles=tiles, **given)
@@ -160,13 +172,23 @@ def rows_of_calls(head: nn.Module) -> list[int]:
     return rows
 
 
-@pytest.mark.parametrize(("rho", "passes"), [("no rho", 1), ("of tokens", 1), ("of sequences", 2)])
-def test_the_head_runs_once_for_each_tile(rho: str, passes: int) -> None:
-    """With means over sequences it runs twice, since sequences lie across tiles."""
+@pytest.mark.parametrize(
+    ("rho", "changes", "passes"),
+    [
+        ("no rho", {}, 1),
+        ("of tokens", {}, 1),
+        ("of sequences", {}, 1),
+        ("by tv divergence", {}, 1),
+        ("of tokens", {"old_logprobs": None}, 1),
+        ("of sequences", {"old_logprobs": None}, 2),
+    ],
+)
+def test_the_head_runs_once_for_each_tile(rho: str, changes: dict[str, Any], passes: int) -> None:
+    """Means over sequences of new log-probabilities take it twice: sequences lie across tiles."""
     hidden, labels = batch()
     head = nn.Sequential(linear())
     rows = rows_of_calls(head)
-    tiled_grpo_loss(head, hidden, labels, tiles=3, **grpo_arguments(rho=RHO[rho]))[0].backward()
+    tiled_grpo_loss(head, hidden, labels, tiles=3, **grpo_arguments(rho=RHO[rho], **changes))[0].backward()
     assert rows == [2, 2, 3] * passes
 
 
@@ -229,7 +251,7 @@ def test_a_second_derivative_is_refused() -> None:
     backbone = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
     loss, _ = tiled_loss(seeded(LoraHead), backbone(hidden), labels, weighted)
     gradient = torch.autograd.grad(loss, [backbone.weight], create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="a tiled head has no second derivatives; use the head itself"):
+    with pytest.raises(RuntimeError, match="computes first derivatives only, and this is a second one"):
         gradient.square().sum().backward()
 
 
@@ -323,8 +345,8 @@ def test_every_rank_calls_the_head_equally_often(make_world: MakeWorld) -> None:
     assert {sum(logged.rank == rank for logged in world.log) for rank in range(4)} == {4 + 4}
 
 
-def summed(values: TokenLogprobs, tile: slice) -> tuple[Tensor, dict[str, Tensor]]:
-    return values.logprobs.sum(), {}
+def summed(values: TokenLogprobs, tile: slice) -> tuple[Tensor, Metrics]:
+    return values.logprobs.sum(), Metrics()
 
 
 def test_tokens_that_do_not_count_have_no_gradient_though_the_loss_has() -> None:
@@ -340,7 +362,7 @@ def test_a_loss_without_gradients_has_gradients_of_zero() -> None:
     """The head's backward runs nevertheless: on other ranks it may be a collective."""
     hidden, labels = batch()
     head = CountsBackwards(WIDTH, VOCAB, dtype=torch.float64)
-    loss, _ = tiled_loss(head, hidden, labels, lambda values, _: (values.logprobs.detach().sum(), {}), tiles=3)
+    loss, _ = tiled_loss(head, hidden, labels, lambda values, _: (values.logprobs.detach().sum(), Metrics()), tiles=3)
     assert head.backwards == 3
     assert not any(gradient.any() for gradient in torch.autograd.grad(loss, trained(head)))
 
@@ -361,7 +383,7 @@ def test_autocast_is_that_of_two_passes(make: Callable[[int, int], nn.Module]) -
     with torch.autocast("cpu", torch.bfloat16):
         losses = (
             tiled_loss(head, hidden, labels, summed, tiles=3)[0],
-            tiled_token_logprobs(head, hidden, labels, tiles=3)[0].sum(),
+            tiled_token_logprobs(head, hidden, labels, tiles=3).logprobs.sum(),
         )
     assert all(map(torch.equal, *(torch.autograd.grad(loss, [hidden, *trained(head)]) for loss in losses)))
 
@@ -375,9 +397,9 @@ def error(dtype: torch.dtype, tiles: int, scale: float, one_pass: bool) -> float
     exact, exact_hidden = copy.deepcopy(head).double(), hidden.detach().double().requires_grad_()
     expected = torch.autograd.grad(dense(exact, exact_hidden, labels, 1.0)[0].sum(), [exact_hidden, exact.weight])
     if one_pass:
-        loss, _ = tiled_loss(head, hidden, labels, lambda v, _: (v.logprobs.sum() / scale, {}), tiles=tiles)
+        loss, _ = tiled_loss(head, hidden, labels, lambda v, _: (v.logprobs.sum() / scale, Metrics()), tiles=tiles)
     else:
-        loss = tiled_token_logprobs(head, hidden, labels, tiles=tiles)[0].sum() / scale
+        loss = tiled_token_logprobs(head, hidden, labels, tiles=tiles).logprobs.sum() / scale
     found = torch.autograd.grad(loss * scale, [hidden, head.weight])
     return max(float((a.double() - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))
 
@@ -407,16 +429,16 @@ def test_attributes_that_forward_leaves_behind_are_no_weights() -> None:
         assert_equal(*(list(torch.autograd.grad(total, trained(head))) for total in (loss, expected)))
 
 
-def with_scale(values: TokenLogprobs, tile: slice) -> tuple[Tensor, dict[str, Tensor]]:
-    return values.logprobs.sum() * torch.ones((), dtype=torch.float64, requires_grad=True), {}
+def with_scale(values: TokenLogprobs, tile: slice) -> tuple[Tensor, Metrics]:
+    return values.logprobs.sum() * torch.ones((), dtype=torch.float64, requires_grad=True), Metrics()
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"tiles": 0}, "tiles 0: expected an integer from 1"),
-        ({"temperature": 0.0}, "temperature 0.0: expected a positive number"),
-        ({"labels": torch.zeros(3, dtype=torch.long)}, r"hidden \[7, 4\] and labels \[3\]: expected \[tokens, H\]"),
+        ({"temperature": 0.0}, "temperature 0.0: expected a finite number above 0"),
+        ({"labels": torch.zeros(3, dtype=torch.long)}, r"hidden \[7, 4\] and labels \[3\]: layout 'bsh' expects"),
         ({"mask": torch.ones(3, dtype=torch.bool)}, r"mask \[3\]: expected \[7\], one entry for each of labels"),
         ({"mask": torch.ones(7), "labels": torch.arange(3, 10)}, "labels: that of token 6 is 9, outside of the vocab"),
         ({"loss_of_tile": lambda v, _: (v.logprobs, {})}, r"loss_of_tile returned a loss \[7\]: expected a scalar"),

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from fused_losses import (
     ClippedPGConfig,
+    Metrics,
     Pack,
     RhoCorrection,
     clipped_pg_loss,
@@ -109,7 +110,7 @@ def _tiled_grpo(batch: Batch) -> Tensor:
     tiles = -(-len(batch.labels) // CHUNK)
     with torch.no_grad():  # This is the pass for old log-probabilities.
         tiled_token_logprobs(head, batch.hidden, batch.labels, tiles=tiles)
-    return _grpo(batch, tiled_token_logprobs(head, batch.hidden, batch.labels, tiles=tiles)[0])
+    return _grpo(batch, tiled_token_logprobs(head, batch.hidden, batch.labels, tiles=tiles).logprobs)
 
 
 def _tiled_grpo_in_one_pass(batch: Batch) -> Tensor:
@@ -194,8 +195,8 @@ def test_no_saved_tensor_but_the_head_grows_with_the_vocabulary(name: str) -> No
 
 def _forward(kernel: str, head: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
     if kernel == "tiled_token_logprobs":
-        return tiled_token_logprobs(head, hidden, labels)[0].sum()
-    return tiled_loss(head, hidden, labels, lambda values, _: (values.logprobs.sum(), {}))[0]
+        return tiled_token_logprobs(head, hidden, labels).logprobs.sum()
+    return tiled_loss(head, hidden, labels, lambda values, _: (values.logprobs.sum(), Metrics()))[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -97,7 +97,7 @@ def test_a_part_that_is_called_module_makes_no_wrapper() -> None:
     hidden, labels = tokens()
     for head in (SoftCapped(), nn.Sequential(SoftCapped(), nn.Identity())):
         expected = torch.log_softmax(head(hidden), 1).gather(1, labels[:, None]).squeeze(1)
-        torch.testing.assert_close(tiled_token_logprobs(head, hidden, labels)[0], expected)
+        torch.testing.assert_close(tiled_token_logprobs(head, hidden, labels).logprobs, expected)
 
 
 def test_hooks_that_add_keyword_arguments() -> None:
@@ -128,7 +128,7 @@ def test_compiled_modules_run_the_function_as_it_is(wrap: Any) -> None:
 
         assert run_in_forward(compiled, function, hidden).shape == (7, VOCAB)
         assert seen == [7]
-    assert tiled_token_logprobs(compiled, hidden, labels, tiles=2)[0].shape == (7,)
+    assert tiled_token_logprobs(compiled, hidden, labels, tiles=2).logprobs.shape == (7,)
     torch.compiler.reset()
 
 
@@ -171,7 +171,7 @@ def test_a_forward_hook_that_would_get_log_probabilities_is_refused() -> None:
         with pytest.raises(ValueError, match=r"lm_head: its hook .*halve would be given log-probabilities in place of"):
             tiled_token_logprobs(wrapped, hidden, labels)
     expected = torch.log_softmax(hooked(hidden), 1).gather(1, labels[:, None]).squeeze(1)
-    torch.testing.assert_close(tiled_token_logprobs(head, hidden, labels)[0], expected)
+    torch.testing.assert_close(tiled_token_logprobs(head, hidden, labels).logprobs, expected)
 
     quantised = nn.Linear(WIDTH, VOCAB)
     halve.__module__ = "torch.ao.quantization.quantize"  # whose hooks quantise logits
@@ -196,7 +196,7 @@ def test_hooks_of_a_heads_parts_see_every_tile() -> None:
     head, rows = nn.Sequential(nn.Linear(WIDTH, VOCAB), nn.Identity()), list[int]()
     head[0].register_forward_hook(lambda _, inputs, logits: rows.append(len(logits)))
     hidden, labels = tokens()
-    tiled_token_logprobs(head, hidden, labels, tiles=3)[0].sum().backward()
+    tiled_token_logprobs(head, hidden, labels, tiles=3).logprobs.sum().backward()
     assert rows == [2, 2, 3] * 2
 
 
@@ -212,7 +212,7 @@ def test_dropout_is_refused_where_there_are_gradients() -> None:
         tiled_token_logprobs(head, hidden, labels)
     head[0].eval()
     without = nn.Sequential(nn.Dropout(0.0), head[1])
-    found = [tiled_token_logprobs(each, hidden, labels)[0] for each in (head, without)]
+    found = [tiled_token_logprobs(each, hidden, labels).logprobs for each in (head, without)]
     torch.testing.assert_close(*found)
 
 
