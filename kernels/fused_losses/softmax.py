@@ -6,7 +6,7 @@ vocabulary is split, as in Megatron-LM (arXiv:1909.08053).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -101,8 +101,8 @@ class TokenSoftmax:
     @classmethod
     def cat(cls, parts: Sequence["TokenSoftmax"]) -> "TokenSoftmax":
         """Joins the statistics of consecutive tokens."""
-        names = [field.name for field in fields(cls) if getattr(parts[0], field.name) is not None]
-        return cls(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+        rows = zip(*([p.largest, p.total, p.label, p.owners, p.weighted, p.lowest] for p in parts), strict=True)
+        return cls(*(None if row[0] is None else torch.cat(row) for row in rows))  # type: ignore[arg-type]
 
     def reduce(self, group: dist.ProcessGroup | None) -> None:
         """Combines the statistics of all ranks of ``group``, in place.
@@ -149,5 +149,6 @@ class TokenSoftmax:
 
         Both are empty unless ranges are wanted.
         """
-        nothing = self.total.new_zeros(0)
-        return (nothing, nothing) if self.lowest is None else (self.lowest * temperature, self.largest * temperature)
+        if self.lowest is None:  # two tensors: torch.compile wants outputs to differ
+            return self.total.new_zeros(0), self.total.new_zeros(0)
+        return self.lowest * temperature, self.largest * temperature

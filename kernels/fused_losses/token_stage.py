@@ -2,8 +2,8 @@
 """From logits to numbers for each token, and back, for kernels that hold few logits at a time."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -155,8 +155,7 @@ def _check_owners(owners: Tensor, labels: Tensor, group: dist.ProcessGroup | Non
     )
 
 
-@dataclass(frozen=True)
-class Saved:
+class Saved(NamedTuple):
     """What backward needs beside the logits, ``[tokens]`` each."""
 
     labels: Tensor
@@ -171,7 +170,7 @@ class Saved:
 
     def part(self, tokens: slice) -> "Saved":
         """Returns that of a slice of the tokens."""
-        return Saved(*(None if (x := getattr(self, f.name)) is None else x[tokens] for f in fields(self)))  # type: ignore[arg-type]
+        return Saved(*(None if x is None else x[tokens] for x in self))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
