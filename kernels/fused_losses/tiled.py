@@ -99,13 +99,14 @@ def tiled_token_logprobs(
             head does not use one any more; or this gradient is differentiated again.
 
     Memory:
-        Let l be the logits of one tile in the head's dtype, L a float32 copy of them (two for a
-        head in half precision), G a float32 gradient of every trained parameter, and g the same in
-        the parameters' dtype (and a sixteenth of G where that is half precision). Forward holds
-        l + L. Backward holds G and the gradient of hidden, and beside them first 2 l + L and then
-        l + g. Both also hold a few numbers for each token, and up to three times a tile's hidden
-        states. At 256 tokens in a tile, hidden size 1024 and 32768 rows, G and the rest of a tile
-        take 288 MiB in float32 and 224 MiB in bfloat16.
+        Let l be the logits of one tile in the head's dtype, and L a float32 copy of them, but at
+        most 16 MiB: two for a head in half precision, and up to four with entropy or a filter. Let
+        G be a float32 gradient of every trained parameter, and g the same in the parameters' dtype
+        (and a sixteenth of G where that is half precision). Forward holds l + L. Backward holds G
+        and the gradient of hidden, and beside them first 2 l + L and then l + g. Both also hold a
+        few numbers for each token, and up to three times a tile's hidden states. At 256 tokens in a
+        tile, hidden size 1024 and 32768 rows, G and the rest of a tile take 288 MiB in float32 and
+        216 MiB in bfloat16.
         Saved for backward: hidden, labels and the parameters themselves.
     """
     leave_compiled_code()

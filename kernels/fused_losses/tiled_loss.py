@@ -97,11 +97,12 @@ def tiled_grpo_loss(
     leave_compiled_code()
     if "unfiltered_logprobs" in options:
         raise ValueError("unfiltered_logprobs: expected none, since they are computed here; pass top_k and top_p")
+    check_tiled_call(lm_head, hidden, labels, tiles)
+    check_not_transformed(mask=mask, **{name: x for name, x in options.items() if isinstance(x, Tensor)})
     mask = as_mask("mask", mask, labels, "labels")
     options = _flattened({**options, "mask": mask}, labels, layout)
     hidden, labels, _ = flatten_tokens(hidden, labels, layout)
     options["valid_tokens"] = as_count("valid_tokens", valid_tokens, labels.new_empty(0, dtype=torch.float64))
-    check_not_transformed(**{name: x for name, x in options.items() if isinstance(x, Tensor)})
     given_head: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "tiles": tiles}
     given_head["unfiltered"] = top_k is not None or top_p != 1
     rho = options.get("rho")

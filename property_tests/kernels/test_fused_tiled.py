@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lossgate
-from fused_losses import grpo_loss, tiled_token_logprobs
+from fused_losses import TokenLogprobs, grpo_loss, linear_logprobs, tiled_token_logprobs, unchecked_values
 from lossgate.declaration.loading import load_candidates
 from lossgate.worlds import RankContext, SimulatedWorld
 from property_tests.kernels.heads import (
@@ -39,6 +39,7 @@ OURS = {
 }
 
 test_tiled_grpo_agrees = lossgate.suite(OURS["fused_tiled_grpo"], layouts=["dp=2,cp=2"], examples=12)
+test_tiled_token_logprobs_agree = lossgate.suite(OURS["fused_tiled_token_logprobs"], layouts=["dp=2,cp=2"], examples=12)
 test_tiled_clipped_pg_agrees = lossgate.suite(OURS["fused_tiled_clipped_pg"], layouts=["dp=2,cp=2"], examples=12)
 
 
@@ -335,3 +336,91 @@ def test_bad_arguments_raise_errors_that_name_them(changes: dict[str, Any], mess
     hidden, labels = batch()
     with pytest.raises(ValueError, match=message):
         tiled_token_logprobs(nn.Linear(WIDTH, VOCAB), **{"hidden": hidden, "labels": labels, **changes})
+
+
+ALL: dict[str, Any] = {"entropy": True, "logit_range": True, "unfiltered": True}
+STATISTICS: dict[str, dict[str, Any]] = {
+    "log-probabilities": {},
+    "all": ALL,
+    "top-k": {**ALL, "top_k": 3},
+    "top-p": {**ALL, "top_p": 0.8, "temperature": 0.7},
+    "top-k and top-p, without entropy": {"top_k": 4, "top_p": 0.7, "unfiltered": True},
+    "ignored labels": {**ALL, "top_k": 3, "ignore_index": 5},
+}
+
+
+def values_and_gradients(found: TokenLogprobs, inputs: list[Tensor]) -> list[Tensor]:
+    values = [x for x in found if x is not None]
+    finite = [torch.where(x.isfinite(), x, 0.0) for x in values if x.requires_grad]
+    loss = sum((x * torch.linspace(-1, 2, x.numel()).reshape(x.shape)).sum() for x in finite)
+    assert isinstance(loss, Tensor)
+    return [*(x.detach() for x in values), *torch.autograd.grad(loss, inputs)]
+
+
+@pytest.mark.parametrize("tiles", [1, 3, 100])
+@pytest.mark.parametrize("options", STATISTICS)
+def test_all_statistics_are_those_of_linear_logprobs(options: str, tiles: int) -> None:
+    hidden, labels = batch()
+    head = seeded(lambda: nn.Linear(WIDTH, VOCAB, bias=False, dtype=torch.float64))
+    inputs, given = [hidden.requires_grad_(), head.weight], STATISTICS[options]
+    labels[2] = given.get("ignore_index", -100)
+    found = tiled_token_logprobs(head, hidden, labels, tiles=tiles, **given)
+    expected = linear_logprobs(hidden, head.weight, labels, **given)
+    assert [x is None for x in found] == [x is None for x in expected]
+    for own, other in zip(values_and_gradients(found, inputs), values_and_gradients(expected, inputs), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("layout", "hidden_shape", "labels_shape"),
+    [("bsh", (2, 4), (2, 4)), ("sbh", (4, 2), (2, 4)), ("sbh", (8, 1), (8,)), ("bsh", (1, 8), (1, 8))],
+)
+def test_batches_as_models_return_them(layout: Any, hidden_shape: Any, labels_shape: Any) -> None:
+    hidden, labels = batch(8)
+    head = seeded(LoraHead)
+    hidden, labels = hidden.view(*hidden_shape, WIDTH).requires_grad_(), labels.view(labels_shape)
+    found = tiled_token_logprobs(head, hidden, labels, tiles=3, layout=layout, entropy=True)
+    rows = hidden.transpose(0, 1) if layout == "sbh" else hidden
+    expected = dense(head, rows.reshape(-1, WIDTH), labels.flatten(), 1.0)
+    for own, other in zip(found, expected, strict=False):
+        assert own is not None
+        torch.testing.assert_close(own, other.view(labels_shape), rtol=1e-12, atol=1e-12)
+    gradients = (torch.autograd.grad(x.square().sum(), [hidden])[0] for x in (found.logprobs, expected[0]))
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("tiles", [1, 3])
+@pytest.mark.parametrize("label", [VOCAB, -1])
+def test_a_label_outside_of_the_vocabulary_is_refused(label: int, tiles: int) -> None:
+    hidden, labels = batch()
+    head = seeded(LoraHead)
+    labels[6] = label
+    with pytest.raises(ValueError, match=f"labels: that of token 6 is {label}, .*give tokens .* ignore_index"):
+        tiled_token_logprobs(head, hidden, labels, tiles=tiles)
+    with unchecked_values():
+        found = tiled_token_logprobs(head, hidden, labels, tiles=tiles).logprobs
+    assert found.isnan().tolist() == [False] * 6 + [True]
+
+
+def test_values_are_checked_once_for_all_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, labels = batch()
+    head, waits, nonzero = seeded(LoraHead), [], Tensor.nonzero
+    monkeypatch.setattr(Tensor, "nonzero", lambda x: waits.append(x) or nonzero(x))  # type: ignore[func-returns-value]
+    tiled_token_logprobs(head, hidden, labels, tiles=3).logprobs.sum().backward()
+    assert len(waits) == 1
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (lambda logits: (logits, None), r"lm_head returned a tuple: expected logits \[7, vocab\]; pass a module"),
+        (lambda logits: logits[None], r"lm_head returned \[1, 7, 9\]: expected logits \[7, vocab\]"),
+    ],
+)
+def test_a_head_that_returns_no_logits_is_refused(result: Callable[[Tensor], Any], message: str) -> None:
+    class Returns(nn.Linear):
+        def forward(self, hidden: Tensor) -> Any:
+            return result(super().forward(hidden))
+
+    with pytest.raises(ValueError, match=message):
+        tiled_token_logprobs(Returns(WIDTH, VOCAB, dtype=torch.float64), *batch())

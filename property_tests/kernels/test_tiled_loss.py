@@ -20,7 +20,9 @@ from fused_losses import (
     Metrics,
     RhoCorrection,
     TokenLogprobs,
+    flatten_like,
     grpo_loss,
+    rho_weights,
     tiled_grpo_loss,
     tiled_loss,
     tiled_token_logprobs,
@@ -463,9 +465,166 @@ def test_bad_arguments_raise_errors_that_name_them(changes: dict[str, Any], mess
         ({"old_logprobs": torch.zeros(7, 1)}, r"old_logprobs \[7, 1\]: expected \[7\]"),
         ({"mask": torch.ones(1, 7)}, r"mask \[1, 7\]: expected \[7\]"),
         ({"loss_fn": "ppo"}, "loss_fn 'ppo': expected 'dapo' or 'cispo'"),
+        ({"unfiltered_logprobs": torch.zeros(7)}, "unfiltered_logprobs: expected none, since they are computed here"),
+        ({"advantages": torch.zeros(8)}, r"advantages \[8\]: expected \[7\], one for each token"),
+        ({"rho": torch.full((7,), -1.0)}, "rho: the weight of token 0 is -1, expected a finite one from 0"),
+        ({"valid_tokens": torch.tensor(-1)}, "valid_tokens -1: expected a finite number from 0"),
+        ({"top_k": 0}, "top_k 0: expected an integer from 1"),
+        ({"top_p": 2.0}, "top_p 2.0: expected a finite number"),
+        ({"rho": RHO["of sequences"], "vllm_logprobs": None}, "vllm_logprobs None: expected"),
+        ({"rho": RHO["of sequences"], "sequence": torch.full((7,), 5)}, "sequence: that of token 0 is 5, outside of"),
     ],
 )
 def test_bad_arguments_of_grpo_raise_errors_that_name_them(changes: dict[str, Any], message: str) -> None:
     hidden, labels = batch()
     with pytest.raises(ValueError, match=message):
         tiled_grpo_loss(linear(), hidden, labels, tiles=2, **grpo_arguments(**changes))
+
+
+def given_rho(kind: str, given: dict[str, Any]) -> Any:
+    names = ("old_logprobs", "vllm_logprobs", "advantages", "mask", "sequence", "sequences")
+    weights = rho_weights(RHO["of sequences"], **{name: given[name] for name in names})
+    return weights.weight if kind == "tensor" else weights
+
+
+@pytest.mark.parametrize("kind", ["tensor", "weights"])
+def test_weights_of_rho_from_elsewhere(kind: str) -> None:
+    hidden, labels = batch()
+    head, given = seeded(LoraHead), grpo_arguments()
+    inputs = [hidden.requires_grad_(), *trained(head)]
+    found = tiled_grpo_loss(head, hidden, labels, tiles=3, **{**given, "rho": given_rho(kind, given)})
+    expected = tiled_grpo_loss(head, hidden, labels, tiles=3, **{**given, "rho": RHO["of sequences"]})
+    assert set(found[1]) == set(expected[1]) if kind == "weights" else {"rho_weight"} <= set(found[1])
+    common = Metrics({name: expected[1][name] for name in found[1]})
+    assert_equal(values_and_gradients(*found, inputs), values_and_gradients(expected[0], common, inputs))
+
+
+@pytest.mark.parametrize("rho", [None, "of sequences", "tensor", "weights"])
+@pytest.mark.parametrize("layout", ["bsh", "sbh"])
+def test_a_batch_gives_the_loss_of_its_tokens(layout: Any, rho: str | None) -> None:
+    """All that has a number for each token has the shape of the labels."""
+    hidden, labels = batch(8)
+    head, given = seeded(LoraHead), grpo_arguments(8)
+    given["rho"] = given_rho(rho, given) if rho in ("tensor", "weights") else RHO[rho or "no rho"]
+    expected = tiled_grpo_loss(head, hidden.requires_grad_(), labels, **given)
+
+    def rows(x: Any) -> Any:
+        return x.view(2, 4) if isinstance(x, Tensor) else type(x)(*map(rows, x)) if isinstance(x, tuple) else x
+
+    batched = hidden.view(2, 4, WIDTH)
+    batched = batched.transpose(0, 1) if layout == "sbh" else batched
+    of_rows = {name: rows(x) for name, x in given.items()}
+    found = tiled_grpo_loss(head, batched, labels.view(2, 4), layout=layout, tiles=3, **of_rows)
+    inputs = [hidden, *trained(head)]
+    assert_equal(values_and_gradients(*found, inputs), values_and_gradients(*expected, inputs))
+
+
+def test_a_tile_of_a_batch_is_in_the_order_of_flatten_tokens() -> None:
+    hidden, labels = batch(8)
+    rows, factors = labels.view(2, 4), torch.arange(8.0).double().view(2, 4)
+    own = flatten_like("factors", factors, rows, "sbh")
+
+    def loss(values: TokenLogprobs, tile: slice) -> tuple[Tensor, Metrics]:
+        return (values.logprobs * own[tile]).sum(), Metrics()
+
+    head = seeded(LoraHead)
+    found, _ = tiled_loss(head, hidden.view(2, 4, WIDTH).transpose(0, 1), rows, loss, layout="sbh", tiles=3)
+    expected = (dense(head, hidden, labels, 1.0)[0] * factors.flatten()).sum()
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_loss_is_given_all_statistics_of_its_filter() -> None:
+    hidden, labels = batch()
+    head, options = seeded(LoraHead), {"top_k": 3, "top_p": 0.9, "entropy": True, "unfiltered": True}
+
+    def loss_of(values: TokenLogprobs) -> Tensor:
+        assert values.unfiltered_logprobs is not None
+        assert values.entropy is not None
+        finite = torch.where(values.logprobs == -torch.inf, 0.0, values.logprobs)
+        return (finite.square() + 2 * values.entropy + values.unfiltered_logprobs.exp()).sum()
+
+    inputs = [hidden.requires_grad_(), *trained(head)]
+    found = tiled_loss(head, hidden, labels, lambda v, _: (loss_of(v), Metrics()), tiles=3, **options)
+    expected = loss_of(tiled_token_logprobs(head, hidden, labels, **options)), Metrics()
+    assert_equal(values_and_gradients(*found, inputs), values_and_gradients(*expected, inputs))
+
+
+def test_rho_of_sequences_is_summed_over_cp_once(make_world: MakeWorld) -> None:
+    def body(context: RankContext) -> None:
+        hidden, labels = batch()
+        given = grpo_arguments(rho=RHO["of sequences"], cp_group=context.mesh.get_group("cp"))
+        tiled_grpo_loss(seeded(LoraHead), hidden, labels, tiles=3, **given)[0].backward()
+
+    world = make_world("cp=2")
+    world.run(body)
+    assert [logged.shown.split(" -> ")[0] for logged in world.log if logged.rank == 0] == ["SUM, [float64[3, 2]]"]
+
+
+@pytest.mark.parametrize("rho", ["no rho", "of sequences", "tensor"])
+def test_values_are_checked_once_for_all_tiles(monkeypatch: pytest.MonkeyPatch, rho: str) -> None:
+    """As often for three tiles as for one: each check waits for the device."""
+    hidden, labels = batch()
+    head, counts = seeded(LoraHead), list[int]()
+    given = grpo_arguments(valid_tokens=torch.tensor(9))
+    given["rho"] = given_rho(rho, given) if rho == "tensor" else RHO[rho]
+    given["mask"] = given["mask"].float()
+    waits = list[Tensor]()
+    for name in ("nonzero", "item", "__bool__"):
+        own = getattr(Tensor, name)
+        monkeypatch.setattr(Tensor, name, lambda x, own=own: waits.append(x) or own(x))  # type: ignore[func-returns-value]
+    for tiles in (1, 3):
+        waits.clear()
+        tiled_grpo_loss(head, hidden, labels, tiles=tiles, **given)
+        counts.append(len(waits))
+    assert counts[0] == counts[1]
+
+
+GIVEN = grpo_arguments()
+CALLS: dict[str, Callable[..., Tensor]] = {
+    "tiled_token_logprobs": lambda head, h, y: tiled_token_logprobs(head, h, y, tiles=2).logprobs.sum(),
+    "tiled_loss": lambda head, h, y: tiled_loss(head, h, y, summed, tiles=2)[0],
+    "tiled_grpo_loss": lambda head, h, y: tiled_grpo_loss(head, h, y, tiles=2, **GIVEN)[0],
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo looks at it.
+@pytest.mark.parametrize("name", CALLS)
+def test_compiled_code_leaves_it_as_it_is(name: str) -> None:
+    hidden, labels = batch()
+    head = seeded(LoraHead)
+    inputs = [hidden.requires_grad_(), *trained(head)]
+    torch.compiler.reset()
+    compiled = torch.compile(lambda h: 3 * CALLS[name](head, 2 * h, labels), backend="aot_eager")
+    assert_equal(
+        *(
+            list(torch.autograd.grad(loss, inputs))
+            for loss in (compiled(hidden), 3 * CALLS[name](head, 2 * hidden, labels))
+        )
+    )
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_fullgraph_is_refused_with_the_reason(name: str) -> None:
+    hidden, labels = batch()
+    torch.compiler.reset()
+    compiled = torch.compile(partial(CALLS[name], seeded(LoraHead)), backend="eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="call run_in_forward and tiled_\\* functions outside of what is compiled"):
+        compiled(hidden, labels)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_transforms_of_torch_func_are_refused(name: str) -> None:
+    hidden, labels = batch()
+    head = seeded(LoraHead)
+    with pytest.raises(ValueError, match=r"hidden belongs to a transform of torch\.func"):
+        torch.func.grad(lambda h: CALLS[name](head, h, labels))(hidden)
+    with pytest.raises(ValueError, match=r"hidden belongs to a transform of torch\.func"):
+        torch.vmap(lambda h: CALLS[name](head, h, labels))(hidden[None])
+    whole = nn.ModuleDict({"head": head})
+    whole.forward = lambda: CALLS[name](whole["head"], hidden, labels)
+    with pytest.raises(ValueError, match=r"lm_head: its .* belongs to a transform of torch\.func"):
+        torch.func.grad(lambda p: torch.func.functional_call(whole, p, ()))(
+            {n: p.detach() for n, p in whole.named_parameters()}
+        )

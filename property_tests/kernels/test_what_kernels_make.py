@@ -200,14 +200,15 @@ def _forward(kernel: str, head: nn.Module, hidden: Tensor, labels: Tensor) -> Te
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("width", "vocab"), [(1024, 4096), (64, 32768)], ids=["wide", "narrow"])
 @pytest.mark.parametrize("kernel", ["tiled_token_logprobs", "tiled_loss"])
-def test_a_tiled_head_takes_the_bytes_of_its_docstring(kernel: str, dtype: torch.dtype) -> None:
-    """A tile has 256 tokens, and the weight is larger than its logits, as usual."""
-    tokens, tile, width, vocab = 512, 256, 1024, 4096
+def test_a_tiled_head_takes_the_bytes_of_its_docstring(kernel: str, width: int, vocab: int, dtype: torch.dtype) -> None:
+    """A tile has 256 tokens. The gradient of a wide head is larger than its logits, as usual."""
+    tokens, tile = 512, 256
     head = nn.Linear(width, vocab, bias=False, dtype=dtype)
     hidden, labels = torch.ones(tokens, width, dtype=dtype).requires_grad_(), torch.zeros(tokens, dtype=torch.long)
     half = dtype != torch.float32
-    logits, copies = tile * vocab * dtype.itemsize, tile * vocab * (8 if half else 4)
+    logits, copies = tile * vocab * dtype.itemsize, min(tile * vocab, 1 << 22) * (8 if half else 4)
     sums, of_tile = 4 * vocab * width, vocab * width * dtype.itemsize + half * 4 * vocab * width // 16
     of_hidden = tokens * width * (4 if dtype == torch.float16 and kernel == "tiled_loss" else dtype.itemsize)
     expected = sums + of_hidden + max(2 * logits + copies, logits + of_tile)
