@@ -14,8 +14,8 @@ def assert_agrees(found: Any, expected: Any, published: float) -> None:
     A tolerance below the rounding of float32 moves a test to float64. There it is 1e-12, or the
     hundredth if that is smaller still, since nothing rounds to more.
 
-    An absolute tolerance would accept any gradient whose entries are all below it. So numbers that
-    are all below 1 are divided by the largest expected one first, which is stricter.
+    An absolute tolerance would accept any gradient whose entries are all below it. So entries of a
+    tensor that are all below 1 are divided by the largest expected one first, which is stricter.
 
     Args:
         found: what is tested: a tensor, or a sequence or mapping of them.
@@ -37,7 +37,7 @@ def assert_agrees(found: Any, expected: Any, published: float) -> None:
         tolerance = min(tolerance, 1e-12)
     expected = expected.detach()
     largest = _largest(expected)
-    scale = largest if 0 < largest < 1 else 1.0
+    scale = largest if expected.dim() and 0 < largest < 1 else 1.0
     torch.testing.assert_close(
         found.detach().to(expected.dtype) / scale, expected / scale, rtol=tolerance, atol=tolerance
     )

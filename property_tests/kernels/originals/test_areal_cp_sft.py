@@ -60,7 +60,7 @@ PACKS: dict[str, list[int]] = {
 @pytest.mark.parametrize("cp", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", PACKS)
 def test_a_split_pack_is_put_together_again(make_world: MakeWorld, name: str, cp: int) -> None:
-    """Exactly; and the gradient of any loss that every rank computes in full is that of its own tokens."""
+    """Exactly; and any loss that all ranks compute in full has the gradient of a rank's tokens."""
     lengths = [2 * cp * length for length in PACKS[name]]
     whole, upstream = normal(sum(lengths)), normal(sum(lengths), seed=1)
 
@@ -126,10 +126,10 @@ def test_vocab_parallel_log_probabilities_and_entropies(make_world: MakeWorld, n
 
 
 class Corpus:
-    """Sequences with prompts as AReaL packs them: ids ``[T]`` in one dim, and a dummy sequence at the end.
+    """Sequences with prompts as AReaL packs them: ids ``[T]`` in one dim.
 
-    Some sequences have no trained tokens. The mask says which tokens are trained; it is rolled for
-    the labels. The first token of no sequence is trained.
+    Some sequences have no trained tokens. The mask says which tokens are trained, and is rolled for
+    the labels. No first token of a sequence is trained.
     """
 
     VOCAB, WIDTH = 64, 8
@@ -177,7 +177,7 @@ def reference(corpus: Corpus) -> tuple[Tensor, tuple[Tensor, ...], dict[str, Ten
 def of_rank(
     corpus: Corpus, which: list[int], context: RankContext, logits: bool, padding: int
 ) -> tuple[Tensor, Tensor, Tensor, SFTStatistics]:
-    """Computes loss, gradients of hidden states (of all tokens) and weight, and statistics of a rank.
+    """Computes loss, gradients of all hidden states and of weight, and statistics of a rank.
 
     Args:
         corpus: the whole one.
@@ -190,19 +190,16 @@ def of_rank(
     multiple = 2 * cp_group.size() * padding
     lengths = [corpus.lengths[i] for i in which]
     padded = [-(-length // multiple) * multiple for length in lengths]
-    # A dummy sequence ends the pack; it has no ids.
+    # As in AReaL, a dummy sequence ends the pack.
     pack = Pack.of(starts([*lengths, multiple]), starts([*padded, multiple]), cp_group=cp_group, tail=1)
     first = starts(corpus.lengths)
     tokens = torch.cat([torch.arange(int(first[i]), int(first[i + 1])) for i in which])
-    rows = Pack.of(starts(lengths), starts(padded), cp_group=cp_group)
 
     def own(x: Tensor, shift: int, fill: float = 0) -> Tensor:
-        of_sequences = rows.from_rows(x[tokens], shift=shift, fill=fill)
-        dummy = x.new_full((len(pack.index) - len(rows.index), *x.shape[1:]), fill)
-        return torch.cat([of_sequences, dummy])
+        return pack.from_rows(torch.cat([x[tokens], x.new_ones(multiple, *x.shape[1:])]), shift=shift, fill=fill)
 
     place = own(torch.arange(len(corpus.ids)), 0, fill=-1)
-    hidden = corpus.hidden[place].masked_fill(place[:, None] < 0, float("nan")).requires_grad_()
+    hidden = own(corpus.hidden, 0, fill=float("nan")).requires_grad_()
     width = corpus.VOCAB // tp_group.size()
     weight = corpus.weight[width * tp_group.rank() : width * (tp_group.rank() + 1)].clone().requires_grad_()
     labels, mask = own(corpus.ids, 1, fill=-100), own(corpus.mask, 1)
@@ -252,7 +249,7 @@ def test_sft_does_not_depend_on_the_layout(make_world: MakeWorld, layout: str, p
     of_tp = [[r for rank, r in enumerate(results) if shape.coordinate(rank)["tp"] == tp] for tp in range(shape.tp)]
     for ranks in of_tp:
         assert_agrees(torch.stack([rank[0] for rank in ranks]).sum(), loss, PUBLISHED)
-    # From logits, the gradient of hidden states is a part of each tp rank, to be summed by the caller.
+    # From logits, each tp rank has a part of the gradient of hidden states.
     shares = [torch.stack([rank[1] for rank in ranks]).sum(0) for ranks in of_tp]
     assert_agrees(torch.stack(shares).sum(0) if path == "from logits" else shares[0], of_hidden, PUBLISHED)
     assert_agrees(torch.cat([torch.stack([rank[2] for rank in ranks]).sum(0) for ranks in of_tp]), of_weight, PUBLISHED)
