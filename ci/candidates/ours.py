@@ -13,8 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fused_losses import (
     ClippedPGConfig,
+    LinearCrossEntropyLoss,
     RhoCorrection,
     RhoWeights,
+    SFTStatistics,
     TokenLogprobs,
     clipped_pg_loss,
     dpo_loss,
@@ -39,6 +41,8 @@ from lossgate.specs.logit_filter import FilterOptions
 
 CHUNK = 16
 TILES = 3
+IGNORED = -7
+"""A label to ignore, other than the default."""
 
 TRAINED: dict[str, Precision] = {
     "float32": Precision(),
@@ -46,7 +50,17 @@ TRAINED: dict[str, Precision] = {
 }
 """Matrix products in the inputs' dtype, all else in float32."""
 
-IN_FORWARD = TRAINED | {"bfloat16": replace(TRAINED["bfloat16"], grads_in_forward=True)}
+HALVES = TRAINED | {"float16": Precision(logits="float16", dlogits="float16", reduce="float16")}
+
+
+def _in_forward(precisions: dict[str, Precision]) -> dict[str, Precision]:
+    """Returns the same for kernels that make gradients in forward."""
+    return {dtype: replace(p, grads_in_forward=dtype != "float32") for dtype, p in precisions.items()}
+
+
+REDUCED = {name: {"dp": "replicate", "cp": "replicate"} for name in NLL.metrics}
+"""Statistics that the candidate reduces over ranks itself."""
+
 
 FINE = Precision()
 """Everything in float32, whatever the inputs."""
@@ -74,7 +88,8 @@ def _counted(inputs: NllHiddenInputs | NllLogitsInputs, options: NllOptions) -> 
     "nll",
     head="hidden",
     axes=("dp", "cp", "tp"),
-    precision=IN_FORWARD,
+    precision=_in_forward(HALVES),
+    dtypes=tuple(HALVES),
     supports={"temperature": ANY, "softcap": ANY, "reduction": ANY, "bias": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},
     good_for="SFT from hidden states: no logits, and gradients made in forward",
@@ -84,42 +99,108 @@ def fused_linear_cross_entropy(inputs: NllHiddenInputs, options: NllOptions, mes
     return linear_cross_entropy(inputs.hidden, inputs.weight, inputs.labels, bias=inputs.bias, chunk=CHUNK, **given)
 
 
+def _part(hidden: Tensor, labels: Tensor, mesh: DeviceMesh, ignored: int = -100) -> tuple[Tensor, Tensor]:
+    """Returns a tp rank's part of hidden states, and the labels, padded so that parts are alike."""
+    group = mesh.get_group("tp")
+    fill = -len(labels) % group.size()
+    padded = torch.nn.functional.pad(hidden, (0, 0, 0, fill))
+    own = padded.chunk(group.size())[group.rank()] if len(labels) else padded
+    return own, torch.nn.functional.pad(labels, (0, fill), value=ignored)
+
+
+@candidate(
+    "nll",
+    head="hidden",
+    axes=("dp", "cp", "tp"),
+    dtypes=("float32",),
+    contract=Contract(grads={"hidden": {"tp": "sum"}}),
+    supports={"temperature": ANY, "softcap": ANY, "reduction": ANY, "bias": ANY, "vocab_split": ANY},
+    tiles={"token": CHUNK},
+    good_for="the same as a module, with sequence parallelism, and labels to ignore in place of a mask",
+)
+def fused_cross_entropy_module(inputs: NllHiddenInputs, options: NllOptions, mesh: DeviceMesh) -> Tensor:
+    given = {"temperature": options.temperature, "softcap": options.softcap, "reduction": options.reduction}
+    module = LinearCrossEntropyLoss(
+        ignore_index=IGNORED, sequence_parallel=True, chunk=CHUNK, **given, **_split(inputs, mesh)
+    )
+    own, labels = _part(inputs.hidden, torch.where(inputs.mask, inputs.labels, IGNORED), mesh, IGNORED)
+    return module(own, inputs.weight, labels, inputs.bias, valid_tokens=inputs.valid_tokens)
+
+
 @candidate(
     "nll",
     head="hidden",
     axes=("dp", "cp", "tp"),
     precision=TRAINED,
-    contract=Contract(metrics={name: {"dp": "replicate", "cp": "replicate"} for name in NLL.metrics}),
+    contract=Contract(metrics=REDUCED),
     supports={option.name: ANY for option in NLL.options} | {"bias": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},
     good_for="SFT with its statistics from this rank's tokens alone, under context parallelism",
 )
 def fused_linear_sft(inputs: NllHiddenInputs, options: NllOptions, mesh: DeviceMesh) -> Outputs:
-    loss, statistics = linear_sft_loss(
-        inputs.hidden,
-        inputs.weight,
-        inputs.labels,
-        mask=inputs.mask,
-        real=inputs.real,
-        sequence=inputs.sequence,
-        sequences=len(inputs.cu_seqlens) - 1,
-        valid_tokens=inputs.valid_tokens,
-        reduction=options.reduction,
-        epsilon=options.epsilon,
-        bias=inputs.bias,
-        temperature=options.temperature,
-        softcap=options.softcap,
-        cp_group=mesh.get_group("cp"),
-        chunk=CHUNK,
+    given = _sft_arguments(inputs, options, mesh)
+    return _sft_outputs(*linear_sft_loss(inputs.hidden, inputs.weight, inputs.labels, **given), mesh)
+
+
+@candidate(
+    "nll",
+    head="hidden",
+    axes=("dp", "cp", "tp"),
+    dtypes=("float32",),
+    contract=Contract(grads={"hidden": {"tp": "sum"}}, metrics=REDUCED),
+    supports={option.name: ANY for option in NLL.options} | {"bias": ANY, "vocab_split": ANY},
+    tiles={"token": CHUNK},
+    good_for="the same with sequence parallelism",
+)
+def fused_linear_sft_sequence_parallel(inputs: NllHiddenInputs, options: NllOptions, mesh: DeviceMesh) -> Outputs:
+    own, labels = _part(inputs.hidden, inputs.labels, mesh)
+    fill = (0, len(labels) - len(inputs.labels))
+    given = _sft_arguments(inputs, options, mesh)
+    given |= {name: torch.nn.functional.pad(given[name], fill) for name in ("mask", "real", "sequence")}
+    return _sft_outputs(*linear_sft_loss(own, inputs.weight, labels, sequence_parallel=True, **given), mesh)
+
+
+def _sft_arguments(inputs: NllHiddenInputs, options: NllOptions, mesh: DeviceMesh) -> dict[str, Any]:
+    return {
+        "mask": inputs.mask,
+        "real": inputs.real,
+        "sequence": inputs.sequence,
+        "sequences": len(inputs.cu_seqlens) - 1,
+        "valid_tokens": inputs.valid_tokens,
+        "reduction": options.reduction,
+        "epsilon": options.epsilon,
+        "bias": inputs.bias,
+        "temperature": options.temperature,
+        "softcap": options.softcap,
+        "cp_group": mesh.get_group("cp"),
+        "chunk": CHUNK,
         **_split(inputs, mesh),
-    )
+    }
+
+
+def _sft_outputs(loss: Tensor, statistics: SFTStatistics, mesh: DeviceMesh) -> Outputs:
     reported = statistics.reduce(mesh.get_group("cp"), mesh.get_group("dp"))
-    return Outputs(
-        loss=loss,
-        metrics={
-            name: value.to(loss.dtype) for name, value in {**reported, "entropy": reported["entropy_avg"]}.items()
-        },
-    )
+    metrics = {**reported, "entropy": reported["entropy_avg"]}
+    return Outputs(loss=loss, metrics={name: value.to(loss.dtype) for name, value in metrics.items()})
+
+
+@candidate(
+    "nll",
+    head="logits",
+    axes=("dp", "cp", "tp"),
+    dtypes=("float32",),
+    contract=Contract(metrics=REDUCED),
+    supports={"temperature": ANY, "vocab_split": ANY},
+    tiles={"token": CHUNK},
+    good_for="SFT with its statistics from tensor-parallel logits",
+)
+def fused_vocab_parallel_sft(inputs: NllLogitsInputs, options: NllOptions, mesh: DeviceMesh) -> Outputs:
+    statistics: dict[str, Any] = {"temperature": options.temperature, "entropy": True, "logit_range": True}
+    tokens = vocab_parallel_logprobs(inputs.logits, inputs.labels, chunk=CHUNK, **statistics, **_split(inputs, mesh))
+    where: dict[str, Any] = {"mask": inputs.mask, "real": inputs.real, "sequence": inputs.sequence}
+    found = SFTStatistics.of(tokens, **where, sequences=len(inputs.cu_seqlens) - 1, cp_group=mesh.get_group("cp"))
+    loss = -torch.where(inputs.mask, tokens.logprobs, 0.0).sum() / inputs.valid_tokens.clamp(min=1)
+    return _sft_outputs(loss, found, mesh)
 
 
 @candidate(
@@ -146,7 +227,8 @@ _LOGPROBS: dict[str, Any] = {
 @candidate(
     "token_logprobs",
     head="hidden",
-    precision=TRAINED,
+    precision=HALVES,
+    dtypes=tuple(HALVES),
     supports={"temperature": ANY, "top_k": ANY, "top_p": ANY, "softcap": ANY, "bias": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},
     good_for="any loss on log-probabilities and entropies, from hidden states: no logits",
@@ -181,13 +263,8 @@ def fused_linear_logprobs(inputs: HiddenInputs, options: TokenLogprobsOptions, m
 def fused_linear_logprobs_sequence_parallel(
     inputs: HiddenInputs, options: TokenLogprobsOptions, mesh: DeviceMesh
 ) -> Outputs:
-    group = mesh.get_group("tp")
-    ranks, tokens = group.size(), len(inputs.labels)
-    fill = -tokens % ranks
-    padded, labels = (
-        torch.nn.functional.pad(inputs.hidden, (0, 0, 0, fill)),
-        torch.nn.functional.pad(inputs.labels, (0, fill)),
-    )
+    own, labels = _part(inputs.hidden, inputs.labels, mesh)
+    tokens = len(inputs.labels)
     given: dict[str, Any] = {
         "bias": inputs.bias,
         "temperature": options.temperature,
@@ -195,7 +272,6 @@ def fused_linear_logprobs_sequence_parallel(
         "chunk": CHUNK,
         **_split(inputs, mesh),
     }
-    own = padded.chunk(ranks)[group.rank()] if tokens else padded
     found = linear_logprobs(own, inputs.weight, labels, sequence_parallel=True, matmul_dtype=torch.float32, **given)
     assert found.entropy is not None
     return Outputs(logprobs=found.logprobs[:tokens], token_entropy=found.entropy[:tokens])
@@ -416,7 +492,7 @@ def fused_tiled_grpo(inputs: GrpoHiddenInputs, options: GrpoSpecOptions, mesh: D
     "grpo",
     head="hidden",
     axes=("dp", "cp"),
-    precision=IN_FORWARD,
+    precision=_in_forward(TRAINED),
     supports={option.name: ANY for option in GRPO.options} | {"bias": ANY},
     good_for="the same, with each tile's gradients made in forward: the head runs once, not twice",
 )

@@ -116,7 +116,7 @@ def linear_sft_loss(
         hidden: ``[tokens, hidden]``, or a batch as ``layout`` says; see ``linear_logprobs``.
         weight: ``[local_vocab, hidden]``, this rank's rows of the lm-head.
         labels: ``[tokens]``, or ``[B, S]`` for a batch: integer ids, shifted before the pack was
-            split; see ``Pack.labels``.
+            split; see ``Pack.labels``. Those that are not trained may be anything.
         mask: bool or 0 and 1, of the shape of the labels: the label is trained.
         real: the same: the token is not padding.
         sequence: integers below ``sequences``, of the shape of the labels: each token's sequence.
@@ -164,7 +164,7 @@ def linear_sft_loss(
     tokens = linear_logprobs(
         hidden,
         weight,
-        labels,
+        torch.where(mask, labels, -100),
         bias=bias,
         temperature=temperature,
         softcap=softcap,
