@@ -5,7 +5,9 @@ They cover the defects of open-instruct's tiled loss; O1 to O18 refer to the lis
 """
 
 import copy
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,12 @@ from fused_losses import (
     tiled_loss,
     tiled_token_logprobs,
 )
+from fused_losses.tiled_head import GradientSums, tiles_of
+from lossgate import Layout
 from lossgate.declaration.loading import load_candidates
+from lossgate.engine.cell import Cell, Verdict
+from lossgate.engine.run_cell import run_cell
+from lossgate.engine.settings import Settings
 from lossgate.worlds import RankContext, SimulatedWorld
 from property_tests.kernels.heads import (
     VOCAB,
@@ -628,3 +635,33 @@ def test_transforms_of_torch_func_are_refused(name: str) -> None:
         torch.func.grad(lambda p: torch.func.functional_call(whole, p, ()))(
             {n: p.detach() for n, p in whole.named_parameters()}
         )
+
+
+class LastTileAlone(GradientSums):
+    def add(self, gradients: Sequence[Tensor | None], unit: Tensor | None = None) -> None:
+        self.sums = [None] * len(self.sums)
+        super().add(gradients, unit)
+
+
+MUTANTS: dict[str, tuple[str, Any]] = {
+    "the last tile is lost": ("tiles_of", lambda tokens, tiles: tiles_of(tokens, tiles)[:-1]),
+    "each tile's last row is lost": (
+        "tiles_of",
+        lambda tokens, tiles: [slice(t.start, max(t.start, t.stop - 1)) for t in tiles_of(tokens, tiles)],
+    ),
+    "a tile counts twice": ("tiles_of", lambda tokens, tiles: tiles_of(tokens, tiles) + tiles_of(tokens, tiles)[:1]),
+    "gradients of the last tile alone": ("GradientSums", LastTileAlone),
+    "gradients without the upstream gradient": ("multiplied", lambda gradient, factor, dtype: gradient.to(dtype)),
+    "rho of tokens for that of sequences": (
+        "rho_weights",
+        lambda rho, **given: rho_weights(replace(rho, rho_mask_sequence_level=False), **given),
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_disagree(monkeypatch: pytest.MonkeyPatch, mutant: str) -> None:
+    name, changed = MUTANTS[mutant]
+    monkeypatch.setattr(sys.modules["fused_losses.tiled_loss"], name, changed)
+    cell = Cell(OURS["fused_tiled_grpo_in_one_pass"], Layout.parse("single"), "float32")
+    assert run_cell(cell, Settings(examples=12, shrink_calls=0)).verdict is Verdict.DISAGREE
