@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import fused
+import originals
 import pytest
 from known_failures import Figure, figures
 from rich.console import Console
@@ -50,3 +51,32 @@ def test_the_weights_gradient_does_not_depend_on_the_chunk() -> None:
     says = "is below 0.3% in one chunk and in chunks of one token alike"
     assert says in sections(ROOT / "docs/kernels.md")["Memory"]
     assert max(errors) < 0.3
+
+
+def table(page: Path, corner: str) -> dict[str, dict[str, str]]:
+    """Maps the first cells of the table's rows to the other cells, by heading."""
+    found = re.search(rf"^\| {corner} \|.*\n(?:\|.*\n)+", page.read_text(), flags=re.MULTILINE)
+    assert found
+    headings, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in found[0].splitlines())
+    return {name: dict(zip(headings[1:], cells, strict=True)) for name, *cells in rows}
+
+
+@pytest.mark.parametrize("claim", ["packing", "cp"])
+def test_what_the_originals_claim(claim: str) -> None:
+    """All figures but times are the same in every run; these claims are quick to measure."""
+    measure, sizes = originals.CLAIMS[claim]
+    stated = table(ROOT / "docs/kernels.md", claim)
+    measured = {
+        name: {heading: originals.shown(heading, row[heading]) for heading in stated[name]}
+        for name, row in measure(sizes, 1).items()
+    }
+    for row in (*stated.values(), *measured.values()):
+        row.pop("time / first", None)
+    assert stated == measured
+
+
+@pytest.mark.parametrize("claim", originals.CLAIMS)
+def test_tables_of_the_originals_have_every_row(claim: str) -> None:
+    measure, _ = originals.CLAIMS[claim]
+    small = originals.Sizes(sequences=2, length=16, hidden=4, vocab=8)
+    assert list(table(ROOT / "docs/kernels.md", claim)) == list(measure(small, 1))
