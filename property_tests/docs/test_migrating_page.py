@@ -150,7 +150,7 @@ def grpo_of_rows(names: Names) -> Names:
         options=dense_losses.GrpoOptions(loss_scale=names["world_size"] // names["sequence_parallel_size"]),
         **of_tokens(labels),
     )
-    return {"loss": loss, "metrics": metrics, "current": new}
+    return {"loss": loss, "metrics": metrics, "current": new.view_as(labels)}
 
 
 def sft_of_pack(names: Names) -> Names:
@@ -356,11 +356,54 @@ def _is_shared(name: str, heading: str) -> bool:
     return name == "hidden" and heading != LINEAR_CE
 
 
+def changed(monkeypatch: pytest.MonkeyPatch, heading: str, old: str, new: str) -> None:
+    block = example(heading)
+    assert block.text.count(old) == 1
+    other = Block(block.kind, block.text.replace(old, new), block.line, block.directives)
+    monkeypatch.setitem(globals(), "example", lambda _: other)
+
+
+@pytest.mark.parametrize(
+    ("heading", "shown", "same"),
+    [
+        (DPO, "reference_policy_logprobs, shift=0)", "reference_policy_logprobs.roll(1, 1), shift=1)"),
+        (SFT, "loss_mask, shift=1)", "loss_mask.roll(-1), shift=0)"),
+        (SFT, "pack.labels(input_ids)", "pack.labels(input_ids[None])"),
+        (
+            PACKING,
+            "packed_logits,  # [1, T / cp, V / tp]\n",
+            "packed_logits.transpose(0, 1), layout='sbh', labels=\\\n",
+        ),
+        (PACKING, "cu_seqlens_q, cu_seqlens_q_padded, ", "cu_seqlens_q, "),
+    ],
+)
+def test_other_layouts_that_the_page_names(
+    heading: str, shown: str, same: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed(monkeypatch, heading, shown, same)
+    test_calls_compute_what_the_original_s_rows_do(heading)
+
+
+def test_a_head_that_is_a_weight_needs_no_tiles() -> None:
+    names = run(TILED, setup_of(TILED))
+    given = {name: names[name].flatten() for name in ("old_logprobs", "vllm_logprobs", "advantages")}
+    given |= {"reference_logprobs": names["ref_logprobs"].flatten(), "mask": names["response_mask"].flatten()}
+    logprobs = fused_losses.linear_logprobs(
+        names["hidden_states"], names["lm_head"].weight, names["selected_token_ids"], temperature=names["temperature"]
+    ).logprobs.flatten()
+    rho, scale = fused_losses.RhoCorrection(), names["world_size"] // names["sequence_parallel_size"]
+    loss, metrics = fused_losses.grpo_loss(
+        logprobs, **given, rho=rho, valid_tokens=names["tokens_of_batch"], loss_scale=scale
+    )
+    assert_equal(loss, names["loss"])
+    assert_metrics(metrics, names["metrics"])
+
+
 @pytest.mark.parametrize(
     ("heading", "right", "wrong"),
     [
         (LINEAR_CE, "[:, 1:], (0, 1), value=-100)", ", (0, 0), value=-100)"),
-        (LINEAR_CE, "mask=mask, ", ""),
+        (LINEAR_CE, "    mask=mask,\n", ""),
         (DPO, "logprobs, shift=0)", "logprobs, shift=1)"),
         (DPO, "token_mask, shift=1)", "token_mask, shift=0)"),
         (DPO, "    epsilon=1e-8,\n", ""),
@@ -373,15 +416,12 @@ def _is_shared(name: str, heading: str) -> bool:
         (TILED, "    rho=RhoCorrection(),  # clamps at 2, as open-instruct does by default\n", ""),
         (SFT, "    epsilon=1e-5,\n", ""),
         (SFT, "loss_mask, shift=1)", "loss_mask, shift=0)"),
-        (MEGATRON, ', layout="sbh"', ""),
+        (MEGATRON, '    layout="sbh",\n', ""),
     ],
 )
 def test_calls_that_differ_are_seen(heading: str, right: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks above fail on calls as someone who migrates may write them."""
-    block = example(heading)
-    assert block.text.count(right) == 1
-    changed = Block(block.kind, block.text.replace(right, wrong), block.line, block.directives)
-    monkeypatch.setitem(globals(), "example", lambda _: changed)
+    changed(monkeypatch, heading, right, wrong)
     with pytest.raises((AssertionError, ValueError)):
         test_calls_compute_what_the_original_s_rows_do(heading)
 
