@@ -375,7 +375,8 @@ def _one_pass(batch: Batch) -> Tensor:
 
 
 def _two_passes(batch: Batch) -> Tensor:
-    logprobs, _ = tiled_token_logprobs(batch.head, batch.hidden, batch.pack.labels(batch.ids), tiles=_tiles(batch))
+    labels = batch.pack.labels(batch.ids)
+    logprobs = tiled_token_logprobs(batch.head, batch.hidden, labels, tiles=_tiles(batch)).logprobs
     return grpo_loss(logprobs, **_of_tokens(batch), valid_tokens=batch.valid_tokens)[0]
 
 
