@@ -7,8 +7,8 @@
 - ``packing`` (NeMo-RL): one call for a pack, against one for each sequence.
 - ``dpo`` (NeMo-RL): hidden states, against dense logits, in the passes of reference and policy.
 - ``cp`` (AReaL): SFT on each rank's own tokens, against logits gathered over four ranks.
-- ``tiled`` (open-instruct): GRPO through a tiled lm-head, against dense logits and against
-  open-instruct's algorithm, which makes gradients in forward, once for each tile.
+- ``tiled`` (open-instruct): GRPO through a tiled lm-head, against open-instruct's algorithm and
+  dense logits. These are the rows of ``benchmarks/tiled.py``.
 
 Peers are written down here in plain PyTorch, from the descriptions of the originals. Ratios are
 relative to the first row of a table. "Error of dW" is that of the gradient of the weight, relative
@@ -29,6 +29,7 @@ from statistics import median
 from time import perf_counter, process_time
 from typing import Any
 
+import tiled as heads
 import torch
 import torch.distributed as dist
 from observers import Made
@@ -43,18 +44,15 @@ from fused_losses import (
     TokenLogprobs,
     clipped_pg_loss,
     dpo_loss,
-    grpo_loss,
     linear_logprobs,
     linear_sft_loss,
-    tiled_grpo_loss,
-    tiled_token_logprobs,
     vocab_parallel_logprobs,
 )
 from lossgate import Layout
 from lossgate.worlds import RankContext, SimulatedWorld
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CP, TP, TILE, MIB = 4, 2, 256, 2**20
+CP, TP, MIB = 4, 2, 2**20
 
 Group = dist.ProcessGroup | None
 Figures = dict[str, dict[str, float]]
@@ -358,78 +356,17 @@ def cp(sizes: Sizes, repeats: int) -> Figures:
     return figures
 
 
-def _of_tokens(batch: Batch) -> dict[str, Any]:
-    names = {"old_logprobs": "prev_logprobs", "reference_logprobs": "reference_logprobs", "advantages": "advantages"}
-    return {name: batch.of_tokens(own) for name, own in names.items()} | {"mask": batch.of_tokens("mask")}
+def _through_head(batch: Batch, loss: Callable[[nn.Linear, heads.Batch], Tensor]) -> Tensor:
+    names = ("mask", "advantages", "prev_logprobs", "reference_logprobs")
+    labels = batch.pack.labels(batch.ids).clamp(min=0)
+    return loss(batch.head, heads.Batch(batch.hidden, labels, *map(batch.of_tokens, names)))
 
 
-def _tiles(batch: Batch) -> int:
-    return -(-len(batch.hidden) // TILE)
-
-
-def _one_pass(batch: Batch) -> Tensor:
-    labels, given = batch.pack.labels(batch.ids), _of_tokens(batch)
-    return tiled_grpo_loss(
-        batch.head, batch.hidden, labels, **given, valid_tokens=batch.valid_tokens, tiles=_tiles(batch)
-    )[0]
-
-
-def _two_passes(batch: Batch) -> Tensor:
-    labels = batch.pack.labels(batch.ids)
-    logprobs = tiled_token_logprobs(batch.head, batch.hidden, labels, tiles=_tiles(batch)).logprobs
-    return grpo_loss(logprobs, **_of_tokens(batch), valid_tokens=batch.valid_tokens)[0]
-
-
-def _from_weight(batch: Batch) -> Tensor:
-    labels = batch.pack.labels(batch.ids)
-    logprobs = linear_logprobs(batch.hidden, batch.head.weight, labels, chunk=TILE).logprobs
-    return grpo_loss(logprobs, **_of_tokens(batch), valid_tokens=batch.valid_tokens)[0]
-
-
-def _dense(batch: Batch) -> Tensor:
-    logprobs = dense_logprobs(batch.head(batch.hidden), batch.pack.labels(batch.ids))
-    return grpo_loss(logprobs, **_of_tokens(batch), valid_tokens=batch.valid_tokens)[0]
-
-
-class _GradientsInForward(torch.autograd.Function):
-    """open-instruct's algorithm: each tile runs backward in forward, straight into ``.grad``.
-
-    So the gradient of hidden alone gets an upstream gradient, that of the weight does not.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, batch: Batch) -> Tensor:
-        labels, of_tokens = batch.pack.labels(batch.ids), _of_tokens(batch)
-        grad, loss = torch.zeros_like(hidden), hidden.new_zeros(())
-        for tile in torch.arange(len(hidden)).chunk(_tiles(batch)):
-            own = slice(int(tile[0]), int(tile[-1]) + 1)
-            x = hidden[own].detach().requires_grad_()
-            x.grad = grad[own]
-            with torch.enable_grad():
-                logprobs = dense_logprobs(batch.head(x), labels[own])
-                fields = {name: field[own] for name, field in of_tokens.items()}
-                part = grpo_loss(logprobs, **fields, valid_tokens=batch.valid_tokens)[0]
-            part.backward()
-            loss += part.detach()
-        ctx.save_for_backward(grad)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        return ctx.saved_tensors[0] * upstream, None
-
-
-TILED: dict[str, Way] = {
-    "tiled_grpo_loss": _one_pass,
-    "tiled_token_logprobs, grpo_loss": _two_passes,
-    "linear_logprobs, grpo_loss": _from_weight,
-    "open-instruct's algorithm": lambda batch: _GradientsInForward.apply(batch.hidden, batch),
-    "dense logits": _dense,
-}
+TILED: dict[str, Way] = {name: partial(_through_head, loss=loss) for name, loss in heads.WAYS.items()}
 
 
 def tiled(sizes: Sizes, repeats: int) -> Figures:
-    """Compares GRPO through a tiled lm-head with dense logits and open-instruct's algorithm."""
+    """Compares GRPO through an lm-head with open-instruct's algorithm, as ``tiled.py`` does."""
     return compared(TILED, Batch(sizes), repeats)
 
 

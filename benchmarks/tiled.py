@@ -75,7 +75,7 @@ class _GradientsInForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: nn.Module, batch: Batch) -> Tensor:
         buffer, count = torch.zeros_like(hidden), batch.mask.sum()
-        total, start = torch.zeros(()), 0
+        total, start = torch.zeros((), device=hidden.device), 0
         fields = (hidden, batch.labels, batch.mask, batch.advantages, batch.old, batch.reference)
         for x, *others in zip(*(field.chunk(-(-len(hidden) // TILE)) for field in fields), strict=True):
             x = x.detach().requires_grad_()
@@ -115,7 +115,8 @@ def _from_the_weight(head: nn.Linear, batch: Batch) -> Tensor:
 
 
 def _dense(head: nn.Linear, batch: Batch) -> Tensor:
-    log_p = head(batch.hidden).float().log_softmax(1)
+    logits = head(batch.hidden)
+    log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(1)
     return grpo_loss(log_p.gather(1, batch.labels[:, None]).squeeze(1), **batch.options)[0]
 
 
