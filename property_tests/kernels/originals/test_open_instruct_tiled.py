@@ -9,9 +9,9 @@ without weights of rho, some of them 0; a denominator of 7 and a scale of 3. The
 are compared by loss alone, with DAPO, 2 tiles and temperature 1. The helper for log-probabilities
 has three cases.
 
-float32 does not hold the hundredth, 1e-7: losses differ by 3e-7 of their size there, and gradients
-by 5e-7. So these tests are in float64. Their upstream gradient is 1, and in every case some token
-counts; neither is so here.
+float32 does not hold the hundredth, 1e-7: losses are within 6e-7 of their size there, gradients
+within 6e-7 of the largest. So these tests are in float64. Their upstream gradient is 1, and in
+every case some token counts; neither is so here.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def example(*, far: bool = True, tokens: int = B * T) -> dict[str, Any]:
         far: whether old log-probabilities are so small that ratios are clipped from above.
         tokens: how many of the tokens may count.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
 
     def uniform() -> Tensor:
         return torch.rand(B, T, generator=generator, dtype=torch.float64)
@@ -61,6 +61,7 @@ def example(*, far: bool = True, tokens: int = B * T) -> dict[str, Any]:
     hidden = torch.randn(B, T, WIDTH, generator=generator, dtype=torch.float64)
     labels = torch.randint(VOCAB, (B, T), generator=generator)
     mask = (uniform() > 0.3) & (torch.arange(B * T).view(B, T) < tokens)
+    assert mask.sum() != DENOMINATOR  # It would not be seen whether that is used.
     old = -6 * uniform() - 3 if far else -2 * uniform()
     # Some ratios are near 1, so that they are not clipped.
     near = dense_losses.token_logprobs(head(hidden).flatten(0, 1), labels.flatten()).detach().view(B, T)
