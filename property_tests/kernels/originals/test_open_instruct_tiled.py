@@ -96,9 +96,9 @@ def by_tiled_token_logprobs(
     batch: dict[str, Any], temperature: float, tiles: int, **options: Any
 ) -> tuple[Tensor, Any]:
     """The head is called twice for each tile."""
-    hidden, labels, _ = flatten_tokens(batch["hidden"], batch["labels"], "bsh")
-    found, _ = tiled_token_logprobs(batch["head"], hidden, labels, temperature=temperature, tiles=tiles)
-    return grpo_loss(found, **options)
+    given: dict[str, Any] = {"temperature": temperature, "tiles": tiles}
+    found = tiled_token_logprobs(batch["head"], batch["hidden"], batch["labels"], **given).logprobs
+    return grpo_loss(found.flatten(), **options)
 
 
 def in_one_pass(batch: dict[str, Any], temperature: float, tiles: int, **options: Any) -> tuple[Tensor, Any]:
@@ -228,11 +228,11 @@ def test_tiles_without_tokens_that_count(fused: str, tokens: int) -> None:
 @pytest.mark.parametrize(("tiles", "temperature"), [(1, 1.0), (3, 0.7), (100, 1.0)])
 def test_log_probabilities_without_gradients(tiles: int, temperature: float) -> None:
     batch = example()
-    hidden, labels, restore = flatten_tokens(batch["hidden"], batch["labels"], "bsh")
+    hidden, labels, given = batch["hidden"], batch["labels"], {"temperature": temperature, "tiles": tiles}
     with torch.no_grad():
-        found, _ = tiled_token_logprobs(batch["head"], hidden, labels, temperature=temperature, tiles=tiles)
-        expected = dense_losses.token_logprobs(batch["head"](hidden), labels, temperature)
-    assert_agrees(restore(found), expected.view(B, T), PUBLISHED)
+        found = tiled_token_logprobs(batch["head"], hidden, labels, **given).logprobs
+        expected = dense_losses.token_logprobs(batch["head"](hidden.flatten(0, 1)), labels.flatten(), temperature)
+    assert_agrees(found, expected.view(B, T), PUBLISHED)
 
 
 def test_an_unknown_loss_is_refused() -> None:
