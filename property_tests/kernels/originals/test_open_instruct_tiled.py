@@ -25,7 +25,6 @@ import dense_losses
 from fused_losses import (
     RhoCorrection,
     flatten_like,
-    flatten_tokens,
     grpo_loss,
     linear_logprobs,
     tiled_grpo_loss,
@@ -77,34 +76,39 @@ def example(*, far: bool = True, tokens: int = B * T) -> dict[str, Any]:
     }
 
 
-def by_linear_logprobs(batch: dict[str, Any], temperature: float, tiles: int, **options: Any) -> tuple[Tensor, Any]:
-    """From ``[B, T, H]`` in one call; a tile is a chunk."""
-    given = batch["hidden"], batch["head"].weight, batch["labels"]
-    chunk = -(-B * T // tiles)
-    found = linear_logprobs(*given, temperature=temperature, chunk=chunk, layout="bsh").logprobs
-    return grpo_loss(found.flatten(), **options)
+def loss_of(logprobs: Tensor, batch: dict[str, Any], options: dict[str, Any]) -> tuple[Tensor, Any]:
+    """Computes the loss of log-probabilities ``[B, T]``."""
+    flat = {name: flatten_like(name, x, batch["labels"]) for name, x in options.items() if isinstance(x, Tensor)}
+    return grpo_loss(logprobs.flatten(), **{**options, **flat})
 
 
 def unfused(batch: dict[str, Any], temperature: float, tiles: int, **options: Any) -> tuple[Tensor, Any]:
     """All logits ``[B, T, V]`` are formed."""
     logits = batch["head"](batch["hidden"])
-    found = vocab_parallel_logprobs(logits, batch["labels"], temperature=temperature, layout="bsh").logprobs
-    return grpo_loss(found.flatten(), **options)
+    found = vocab_parallel_logprobs(logits, batch["labels"], temperature=temperature, layout="bsh")
+    return loss_of(found.logprobs, batch, options)
+
+
+def by_linear_logprobs(batch: dict[str, Any], temperature: float, tiles: int, **options: Any) -> tuple[Tensor, Any]:
+    """A tile is a chunk."""
+    given = batch["hidden"], batch["head"].weight, batch["labels"]
+    found = linear_logprobs(*given, temperature=temperature, chunk=-(-B * T // tiles), layout="bsh")
+    return loss_of(found.logprobs, batch, options)
 
 
 def by_tiled_token_logprobs(
     batch: dict[str, Any], temperature: float, tiles: int, **options: Any
 ) -> tuple[Tensor, Any]:
     """The head is called twice for each tile."""
-    given: dict[str, Any] = {"temperature": temperature, "tiles": tiles}
-    found = tiled_token_logprobs(batch["head"], batch["hidden"], batch["labels"], **given).logprobs
-    return grpo_loss(found.flatten(), **options)
+    given = batch["head"], batch["hidden"], batch["labels"]
+    found = tiled_token_logprobs(*given, temperature=temperature, tiles=tiles, layout="bsh")
+    return loss_of(found.logprobs, batch, options)
 
 
 def in_one_pass(batch: dict[str, Any], temperature: float, tiles: int, **options: Any) -> tuple[Tensor, Any]:
     """The head is called once for each tile, as by theirs."""
-    hidden, labels, _ = flatten_tokens(batch["hidden"], batch["labels"], "bsh")
-    return tiled_grpo_loss(batch["head"], hidden, labels, temperature=temperature, tiles=tiles, **options)
+    given = batch["head"], batch["hidden"], batch["labels"]
+    return tiled_grpo_loss(*given, temperature=temperature, tiles=tiles, layout="bsh", **options)
 
 
 FUSED: dict[str, Fused] = {
@@ -116,7 +120,7 @@ FUSED: dict[str, Fused] = {
 
 
 def options_of(batch: dict[str, Any], *, has_reference: bool, rho: str, **others: Any) -> dict[str, Any]:
-    """Returns the arguments of ``grpo_loss`` for all tokens, ``[T]`` each.
+    """Returns the arguments of ``grpo_loss``, ``[B, T]`` each.
 
     Args:
         batch: that of ``example``.
@@ -125,14 +129,10 @@ def options_of(batch: dict[str, Any], *, has_reference: bool, rho: str, **others
             same weights from vLLM's log-probabilities.
         others: other arguments.
     """
-
-    def flat(name: str) -> Tensor:
-        return flatten_like(name, batch[name], batch["labels"])
-
     names = ["mask", "advantages", "old_logprobs", *["reference_logprobs"] * has_reference]
-    given = {name: flat(name) for name in names}
+    given = {name: batch[name] for name in names}
     if rho == "weights":
-        given["rho"] = flat("rho")
+        given["rho"] = batch["rho"]
     elif rho == "correction":
         given |= {"rho": RhoCorrection(rho_mask_lower_bound=LOWER), "vllm_logprobs": sampled(batch)}
     counted = int(batch["mask"].sum())
@@ -147,9 +147,9 @@ def options_of(batch: dict[str, Any], *, has_reference: bool, rho: str, **others
 
 
 def sampled(batch: dict[str, Any]) -> Tensor:
-    """Returns log-probabilities by vLLM, ``[T]``, from which the weights of rho follow."""
+    """Returns log-probabilities by vLLM, ``[B, T]``, from which the weights of rho follow."""
     rho = torch.where(batch["rho"] == 0, DROPPED, batch["rho"])
-    return (batch["old_logprobs"] - rho.log()).flatten()
+    return batch["old_logprobs"] - rho.log()
 
 
 def reference(
@@ -170,7 +170,7 @@ def reference(
         logprobs=logprobs,
         reference_logprobs=flat["reference_logprobs"] if has_reference else logprobs.detach(),
         **{name: flat[name] for name in ("old_logprobs", "advantages", "mask")},
-        vllm_logprobs=sampled(batch),
+        vllm_logprobs=sampled(batch).flatten(),
         sequence=torch.arange(B).repeat_interleave(T),
         sequences=B,
         valid_tokens=flat["mask"].sum(),
@@ -228,10 +228,11 @@ def test_tiles_without_tokens_that_count(fused: str, tokens: int) -> None:
 @pytest.mark.parametrize(("tiles", "temperature"), [(1, 1.0), (3, 0.7), (100, 1.0)])
 def test_log_probabilities_without_gradients(tiles: int, temperature: float) -> None:
     batch = example()
-    hidden, labels, given = batch["hidden"], batch["labels"], {"temperature": temperature, "tiles": tiles}
+    given = batch["head"], batch["hidden"], batch["labels"]
     with torch.no_grad():
-        found = tiled_token_logprobs(batch["head"], hidden, labels, **given).logprobs
-        expected = dense_losses.token_logprobs(batch["head"](hidden.flatten(0, 1)), labels.flatten(), temperature)
+        found = tiled_token_logprobs(*given, temperature=temperature, tiles=tiles, layout="bsh").logprobs
+        logits = batch["head"](batch["hidden"]).flatten(0, 1)
+    expected = dense_losses.token_logprobs(logits, batch["labels"].flatten(), temperature)
     assert_agrees(found, expected.view(B, T), PUBLISHED)
 
 
