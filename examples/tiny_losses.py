@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from tiny_course import VOCAB
 from tiny_policy import SPLIT, Ranks, Share
 from torch import Tensor
 
@@ -132,7 +131,7 @@ class LostBoundaryLabel(FusedLosses):
     def _lost(self, share: Share) -> Share:
         if self.ranks.tp.size() == 1:
             return share
-        return replace(share, labels=lose_label(share.labels, SPLIT, VOCAB))
+        return replace(share, labels=lose_label(share.labels, SPLIT, -100))
 
 
 class TemperedLogprobs(FusedLosses):

@@ -113,6 +113,15 @@ DISAGREEING = Settings(shrink_calls=1)
 """What a user gets who sets nothing; but how small the problem is does not matter here."""
 
 
+def _of_logits(spec: Spec) -> set[str]:
+    """Returns the options that have no meaning for a kernel that starts from log-probabilities."""
+    return {"temperature", *(spec.token_options or ())}
+
+
+def _with_logits(spec: Spec) -> str:
+    return "logits" if "logits" in spec.inputs else next(iter(spec.inputs))
+
+
 @pytest.mark.parametrize(
     ("spec", "option"),
     [
@@ -123,7 +132,7 @@ DISAGREEING = Settings(shrink_calls=1)
     ],
 )
 def test_a_candidate_that_ignores_an_option_disagrees(spec: Spec, option: Option) -> None:
-    head = "logits" if option.name == "temperature" else list(spec.inputs)[-1]
+    head = _with_logits(spec) if option.name in _of_logits(spec) else list(spec.inputs)[-1]
     wrong = ignores(option, spec).put_into(dense_candidate(spec, head))
     assert run_cell(Cell(wrong, Layout(), "float32"), DISAGREEING).verdict is Verdict.DISAGREE
 
@@ -133,7 +142,8 @@ def test_a_candidate_that_ignores_an_option_disagrees(spec: Spec, option: Option
     [param(spec, bug, name=bug.name) for spec in SPECS.values() for bug in bugs_of(spec)[1:]],
 )
 def test_a_candidate_that_takes_one_choice_for_another_disagrees(spec: Spec, bug: Bug) -> None:
-    wrong = bug.put_into(dense_candidate(spec, list(spec.inputs)[-1]))
+    head = _with_logits(spec) if bug.name.split(" ")[0] in _of_logits(spec) else list(spec.inputs)[-1]
+    wrong = bug.put_into(dense_candidate(spec, head))
     assert run_cell(Cell(wrong, Layout(), "float32"), DISAGREEING).verdict is Verdict.DISAGREE
 
 

@@ -56,7 +56,7 @@ def check_number(
 
     Args:
         name: of the argument.
-        value: an integer, a float, or a tensor with one number, whose value is not read.
+        value: an integer or a float; a tensor is refused.
         least: the smallest number that is allowed.
         above: numbers up to this one are not allowed.
         largest: the largest number that is allowed.
@@ -66,8 +66,6 @@ def check_number(
     Raises:
         ValueError: It is no such number; the message names the argument.
     """
-    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-        return
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and isfinite(value) and least <= value <= largest and above < value < below:
         return

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fused_losses.arguments import as_mask, check_choice, check_label_dtype, check_labels, check_number
+from fused_losses.arguments import as_count, as_mask, check_choice, check_label_dtype, check_labels
 from fused_losses.linear_logprobs import linear_logprobs
 from fused_losses.lm_head import (
     HeadGradients,
@@ -19,6 +19,7 @@ from fused_losses.lm_head import (
     padded,
     ranks_of_tokens,
 )
+from fused_losses.numerics import divisor
 from fused_losses.passes import check_not_transformed, once_differentiable, without_autocast
 from fused_losses.ranks import alone
 from fused_losses.softmax import TokenSoftmax, add_at_labels_
@@ -33,7 +34,7 @@ def linear_cross_entropy(
     *,
     bias: Tensor | None = None,
     mask: Tensor | None = None,
-    valid_tokens: Tensor | int | None = None,
+    valid_tokens: Tensor | float | None = None,
     reduction: Literal["mean", "sum"] = "mean",
     temperature: float = 1.0,
     softcap: float | None = None,
@@ -86,7 +87,9 @@ def linear_cross_entropy(
         A scalar in nats; 0 if no token counts.
 
     Raises:
-        ValueError: A shape, dtype or option does not fit; the message names it.
+        ValueError: A shape, dtype or option does not fit, or a label that counts is outside of the
+            vocabulary; the message names it. The check of labels waits for the device;
+            ``unchecked_values`` switches it off, and the loss is then NaN.
 
     Collectives:
         None with the whole vocabulary on this rank; else those of ``linear_logprobs``.
@@ -202,7 +205,7 @@ class LinearCrossEntropyLoss(nn.Module):
         labels: Tensor,
         bias: Tensor | None = None,
         mask: Tensor | None = None,
-        valid_tokens: Tensor | int | None = None,
+        valid_tokens: Tensor | float | None = None,
     ) -> Tensor:
         """Computes the loss.
 
@@ -230,7 +233,7 @@ def vocab_parallel_cross_entropy(
     labels: Tensor,
     *,
     mask: Tensor | None = None,
-    valid_tokens: Tensor | int | None = None,
+    valid_tokens: Tensor | float | None = None,
     reduction: Literal["mean", "sum"] = "mean",
     temperature: float = 1.0,
     ignore_index: int = -100,
@@ -287,22 +290,20 @@ def vocab_parallel_cross_entropy(
 
 
 def _counted(
-    labels: Tensor, mask: Tensor | None, valid_tokens: Tensor | int | None, reduction: str, ignore_index: int
+    labels: Tensor, mask: Tensor | None, valid_tokens: Tensor | float | None, reduction: str, ignore_index: int
 ) -> Tensor:
     """Checks what is common to both losses, and returns ``[tokens]`` bool: the token counts."""
     check_label_dtype(labels)
     check_choice("reduction", reduction, ("mean", "sum"))
-    if valid_tokens is not None:
-        check_number("valid_tokens", valid_tokens, least=0, otherwise="or None to count the tokens of this call")
     counted = labels != ignore_index
     return counted if mask is None else counted & mask
 
 
-def _divided(total: Tensor, counted: Tensor, valid_tokens: Tensor | int | None, reduction: str) -> Tensor:
+def _divided(total: Tensor, counted: Tensor, valid_tokens: Tensor | float | None, reduction: str) -> Tensor:
     if reduction == "sum":
         return total
-    count = counted.sum() if valid_tokens is None else torch.as_tensor(valid_tokens, device=total.device)
-    return total / count.clamp(min=1)
+    own = counted.sum().to(total.dtype)
+    return total / divisor(own if valid_tokens is None else as_count("valid_tokens", valid_tokens, total))
 
 
 @dataclass(frozen=True)
@@ -344,8 +345,9 @@ class _LossAndGradients:
         z = head.logits(h, matrix)
         capped = None if head.softcap is None else z.clone()
         softmax = TokenSoftmax.of(z, labels[tokens])  # This overwrites z by exp(z - largest).
-        self.total.sub_(torch.where(live, softmax.logprobs, 0.0).sum())
-        dz = z.mul_((live / softmax.total)[:, None])
+        owned = softmax.owners == 1  # A label outside of the vocabulary gives NaN where nobody looks at labels.
+        self.total.sub_(torch.where(live, torch.where(owned, softmax.logprobs, torch.nan), 0.0).sum())
+        dz = z.mul_((live / torch.where(owned | ~live, softmax.total, torch.nan))[:, None])
         add_at_labels_(dz, labels[tokens], -live.to(dz.dtype))
         if capped is not None:
             head.uncap_(dz, capped)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_losses.arguments import check_integer, check_number
+from fused_losses.arguments import check_integer, check_setting
 from fused_losses.ranks import alone
 
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
@@ -35,7 +35,7 @@ class LogitFilter:
     def __post_init__(self) -> None:
         if self.top_k is not None:
             check_integer("top_k", self.top_k, least=1, otherwise="or None for no filter")
-        check_number("top_p", self.top_p, above=0, largest=1, otherwise="where 1 is no filter")
+        check_setting("top_p", self.top_p, above=0, largest=1, otherwise="where 1 is no filter")
 
     def __bool__(self) -> bool:
         """Whether anything is filtered."""

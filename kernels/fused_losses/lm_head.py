@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_losses.arguments import check_flags, check_integer, check_label_dtype, check_number
+from fused_losses.arguments import check_flags, check_integer, check_label_dtype, check_setting
 from fused_losses.numerics import check_temperature
 from fused_losses.ranks import alone
 from fused_losses.wrappers import check_parameter
@@ -17,6 +17,9 @@ from fused_losses.wrappers import check_parameter
 # Newer versions of torch warn about the second names, older ones lack the first.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # pyright: ignore[reportDeprecated]
+
+_PRODUCTS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Dtypes of matrix products."""
 
 _ROWS = 4096
 """Rows of the weight's gradient that are computed at a time.
@@ -206,12 +209,13 @@ def check_head(
         raise ValueError(f"bias {list(bias.shape)}: expected one for each of {weight.shape[0]} rows of weight")
     check_temperature(temperature)
     if softcap is not None:
-        check_number("softcap", softcap, above=0, otherwise="or None for no cap")
-    if matmul_dtype is not None and not matmul_dtype.is_floating_point:
-        raise ValueError(f"matmul_dtype {matmul_dtype}: expected a floating-point dtype, or None for that of hidden")
+        check_setting("softcap", softcap, above=0, otherwise="or None for no cap")
+    if matmul_dtype is not None and matmul_dtype not in _PRODUCTS:
+        expected = ", ".join(map(str, _PRODUCTS))
+        raise ValueError(f"matmul_dtype {matmul_dtype!r}: expected {expected}, or None for that of hidden")
     if chunk is not None:
         check_integer("chunk", chunk, least=1, otherwise="or None to choose one")
-    if getattr(weight, "tensor_model_parallel", False) and tp_group is None and _has_other_ranks():
+    if tp_group is None and is_marked_as_shard(weight):
         raise ValueError(
             "weight is marked as a shard of tensor parallelism (tensor_model_parallel), but there is no tp_group; "
             "pass it, with vocab_start; a group of one rank will do if the vocabulary is whole here"
@@ -268,11 +272,17 @@ def check_split(
     elif tp_group is not None and vocab_start is None:
         raise ValueError(
             f"vocab_start is missing: {name} is one of {tp_group.size()} shards of the vocabulary, so expected the id "
-            f"of its first row; for shards of equal size pass tp_group.rank() * {size}"
+            f"of its first row; for shards of equal size pass tp_group.rank() * {size}, and if all of the vocabulary "
+            "is here, leave tp_group out"
         )
     elif vocab_start is not None:
         check_integer("vocab_start", vocab_start, least=0)
 
 
-def _has_other_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+def is_marked_as_shard(weight: Tensor) -> bool:
+    """Returns whether Megatron has marked a weight as a part that belongs to this rank.
+
+    It marks whole weights too, where there is nobody to share them with.
+    """
+    others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return others and bool(getattr(weight, "tensor_model_parallel", False))

@@ -55,8 +55,9 @@ class MegatronLmHead(nn.Module):
     @property
     def split(self) -> dict[str, Any]:
         """How tokens and vocabulary are split: arguments of ``linear_logprobs``."""
-        if self.tp_group is None:
-            return {}
+        if self.tp_group is None:  # Megatron marks whole weights as shards too: a group of one rank says whose
+            own = getattr(self.output_layer, "tp_group", None)
+            return {} if own is None else {"tp_group": own}
         start = self.tp_group.rank() * self.output_layer.output_size_per_partition
         return {"tp_group": self.tp_group, "vocab_start": start, "sequence_parallel": self.sequence_parallel}
 

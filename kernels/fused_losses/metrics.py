@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_losses.arguments import values_are_checked
+from fused_losses.arguments import as_mask, values_are_checked
 from fused_losses.ranks import alone
 
 _SENT_TOGETHER = 64
@@ -74,17 +74,23 @@ class Metrics(Mapping[str, Tensor]):
         """Makes metrics of numbers of tokens or sequences: counts, averages and extrema.
 
         Args:
-            counts: bool tensors, the tokens or sequences that count. AReaL calls them denominators.
+            counts: tensors of bool, or of numbers 0 and 1: the tokens or sequences that count.
+                AReaL calls them denominators.
             values: for each name a tensor, and the name of the count of the same shape over which
                 it is averaged.
 
         Returns:
             For each count its name. For each value ``NAME_avg``, the mean, and ``NAME_min`` and
             ``NAME_max``, in float64.
+
+        Raises:
+            ValueError: A value has another shape than its count, or there is no such count.
         """
         numbers: dict[str, Tensor | float] = {name: where.sum() for name, where in counts.items()}
         for name, (x, count) in values.items():
-            where, x = counts[count], x.detach().double()
+            if count not in counts:
+                raise ValueError(f"values: {name} is averaged over {count!r}: expected one of {', '.join(counts)}")
+            where, x = as_mask(count, counts[count], x, name), x.detach().double()
             bound = x.new_full((1,), inf)
             numbers[f"{name}_avg"] = torch.where(where, x, 0.0).sum()
             numbers[f"{name}_min"] = torch.cat([bound, torch.where(where, x, inf).flatten()]).amin()

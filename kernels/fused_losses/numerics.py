@@ -6,7 +6,7 @@ from math import floor, log
 import torch
 from torch import Tensor
 
-from fused_losses.arguments import check_number
+from fused_losses.arguments import check_setting
 
 
 def bounded_exp(x: Tensor) -> Tensor:
@@ -32,4 +32,4 @@ def check_temperature(temperature: float) -> None:
     Raises:
         ValueError: It is not.
     """
-    check_number("temperature", temperature, above=0, otherwise="since greedy decoding (0) has no log-probabilities")
+    check_setting("temperature", temperature, above=0, otherwise="since greedy decoding (0) has no log-probabilities")

@@ -7,6 +7,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from fused_losses.arguments import check_integer
+
 
 @dataclass(frozen=True)
 class PackedLengths:
@@ -41,12 +43,13 @@ class PackedLengths:
                 "expected [S + 1] for both, starting at 0"
             )
         sequences = len(true)
-        if not 0 <= tail <= sequences:
+        check_integer("tail", tail, least=0)
+        if tail > sequences:
             raise ValueError(
                 f"tail {tail}: expected how many of the {sequences} sequences have no row, from 0 to {sequences}"
             )
-        if row_width is not None and row_width < 0:
-            raise ValueError(f"row_width {row_width}: expected the number of columns of rows, or None")
+        if row_width is not None:
+            check_integer("row_width", row_width, least=0, otherwise="the number of columns of rows, or None")
         _check_padding(true, padded)
         return cls(true, padded, sequences - tail, row_width)
 

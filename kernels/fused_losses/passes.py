@@ -67,9 +67,11 @@ def check_not_transformed(**tensors: Tensor | None) -> None:
     """Checks that no transform of ``torch.func`` is at work.
 
     Raises:
-        ValueError: An argument belongs to ``vmap``, ``grad`` or another transform.
+        ValueError: An argument is no tensor, or belongs to ``vmap``, ``grad`` or another transform.
     """
     for name, x in tensors.items():
+        if x is not None and not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"{name} is a {type(x).__name__}: expected a tensor")
         if x is not None and not torch.compiler.is_compiling() and _is_transformed(x):
             raise ValueError(
                 f"{name} belongs to a transform of torch.func (vmap, grad, jvp, ...), which these kernels do not "

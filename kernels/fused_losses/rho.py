@@ -185,6 +185,10 @@ def rho_weights(
         One all-reduce SUM of ``[3, sequences]`` over ``cp_group`` if ``rho`` averages over
         sequences; else none.
     """
+    if not isinstance(rho, RhoCorrection):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(
+            f"rho is a {type(rho).__name__}: expected a RhoCorrection; pass RhoCorrection() for the defaults"
+        )
     check_tokens(
         {"old_logprobs": old_logprobs, "vllm_logprobs": vllm_logprobs, "advantages": advantages},
         {"sequence": sequence},
@@ -194,7 +198,7 @@ def rho_weights(
     mask = as_mask("mask", mask, old_logprobs, of="old_logprobs")
     old = old_logprobs.to(torch.promote_types(old_logprobs.dtype, torch.float32))
     bounded = (old - vllm_logprobs).clamp(-_LARGEST_LOG_RHO, _LARGEST_LOG_RHO)
-    x = torch.where(mask & ~vllm_logprobs.isnan(), bounded, 0.0)
+    x = torch.where(mask & ~bounded.isnan(), bounded, 0.0)  # unknown, or left out by both policies
     own = x.exp()
     if not rho.use_rho_correction:
         nothing = torch.zeros_like(mask)

@@ -10,13 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_losses.arguments import as_mask, check_choice, check_integer, check_number
+from fused_losses.arguments import as_count, as_mask, as_sequence, check_choice, check_integer, check_setting
 from fused_losses.linear_logprobs import linear_logprobs
 from fused_losses.lm_head import ranks_of_tokens
 from fused_losses.metrics import Metrics
+from fused_losses.numerics import divisor
 from fused_losses.ranks import is_first, sum_over
 from fused_losses.softmax import TokenLogprobs
 from fused_losses.token_layouts import TokenLayout, flatten_like, flatten_tokens
+
+_UNTRAINED = -(2**40)
+"""The label of tokens that are not trained. No data have it, so a trained -100 is refused."""
 
 
 class SFTStatistics(Metrics):
@@ -66,6 +70,7 @@ class SFTStatistics(Metrics):
             without trained tokens.
         """
         mask, real = (as_mask(name, x, tokens.logprobs) for name, x in {"mask": mask, "real": real}.items())
+        sequence = as_sequence(sequence, mask, sequences)
         loss = -tokens.logprobs.detach().double()
         per_token = torch.stack([torch.where(mask, loss, 0.0), mask.double()])
         of_sequences = sum_over(cp_group, loss.new_zeros(2, sequences).index_add(1, sequence, per_token))
@@ -91,7 +96,7 @@ def linear_sft_loss(
     real: Tensor,
     sequence: Tensor,
     sequences: int,
-    valid_tokens: Tensor | int,
+    valid_tokens: Tensor | float,
     reduction: Literal["mean", "sum"] = "mean",
     epsilon: float = 0.0,
     entropy: bool = True,
@@ -158,14 +163,14 @@ def linear_sft_loss(
     mask, real, sequence = (flatten_like(name, x, labels, layout) for name, x in given.items())
     hidden, labels, _ = flatten_tokens(hidden, labels, layout, ranks_of_tokens(sequence_parallel, tp_group))
     check_choice("reduction", reduction, ("mean", "sum"))
-    check_number("valid_tokens", valid_tokens, least=0)
-    check_number("epsilon", epsilon, least=0)
+    check_setting("epsilon", epsilon, least=0)
     check_integer("sequences", sequences, least=0)
     tokens = linear_logprobs(
         hidden,
         weight,
-        torch.where(mask, labels, -100),
+        torch.where(mask, labels.long(), _UNTRAINED),
         bias=bias,
+        ignore_index=_UNTRAINED,
         temperature=temperature,
         softcap=softcap,
         entropy=entropy,
@@ -182,6 +187,5 @@ def linear_sft_loss(
     )
     loss = -torch.where(mask, tokens.logprobs, 0.0).sum()
     if reduction == "mean":
-        count = torch.as_tensor(valid_tokens, dtype=loss.dtype, device=loss.device)
-        loss = loss / (count + epsilon if epsilon else count.clamp(min=1))
+        loss = loss / divisor(as_count("valid_tokens", valid_tokens, loss), epsilon)
     return loss, statistics

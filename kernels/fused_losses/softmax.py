@@ -19,8 +19,8 @@ from fused_losses.ranks import alone
 class TokenLogprobs(NamedTuple):
     """Log-probabilities and other statistics of tokens.
 
-    Each field is ``[tokens]`` in float32 (float64 for float64 inputs), or None if the caller did
-    not ask for it.
+    Each field has the shape of the labels and is in float32 (float64 for float64 inputs), or None
+    if the caller did not ask for it.
     """
 
     logprobs: Tensor
@@ -32,7 +32,10 @@ class TokenLogprobs(NamedTuple):
     max_logits: Tensor | None
     """The largest logit over the whole vocabulary, before the temperature; without gradient."""
     unfiltered_logprobs: Tensor | None = None
-    """Log-probabilities of the labels without top-k and top-p filtering, in nats."""
+    """Log-probabilities of the labels without top-k and top-p filtering, in nats.
+
+    They are those in ``logprobs`` where nothing is filtered.
+    """
 
 
 def add_at_labels_(logits: Tensor, labels: Tensor, values: Tensor) -> Tensor:

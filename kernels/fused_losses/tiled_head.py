@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from fused_losses.arguments import check_integer, check_label_dtype, check_labels, unchecked_values
 from fused_losses.filtering import LogitFilter
+from fused_losses.lm_head import is_marked_as_shard
+from fused_losses.megatron import MegatronLmHead
 from fused_losses.numerics import check_temperature
 from fused_losses.passes import check_not_transformed
 from fused_losses.softmax import TokenLogprobs
@@ -34,7 +36,16 @@ def check_tiled_call(lm_head: nn.Module, hidden: Tensor, labels: Tensor, tiles: 
         ValueError: A dtype or number does not fit, a transform of ``torch.func`` is at work, or
             ``check_lm_head`` refuses the head; the message names the argument.
     """
+    if not isinstance(lm_head, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"lm_head is a {type(lm_head).__name__}: expected a module; for a weight, use linear_logprobs")
     parameters: dict[str, Tensor] = {f"lm_head: its {name}": x for name, x in lm_head.named_parameters()}
+    gathers = any(isinstance(part, MegatronLmHead) for part in lm_head.modules())
+    shard = next((name for name, x in parameters.items() if is_marked_as_shard(x) and not gathers), None)
+    if shard is not None:
+        raise ValueError(
+            f"{shard} is marked as a shard of tensor parallelism (tensor_model_parallel), and a tiled head needs the "
+            "whole vocabulary; use linear_logprobs with tp_group, or the head of backbone_and_lm_head, which gathers"
+        )
     check_not_transformed(hidden=hidden, labels=labels, **parameters)
     check_label_dtype(labels)
     if tiles is not None:

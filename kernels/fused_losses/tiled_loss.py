@@ -308,7 +308,13 @@ class _LossAndGradients:
     def _upstream(self, found: TokenLogprobs, tile: slice) -> list[Tensor]:
         """Computes the loss of a tile, and its gradients with respect to the tile's statistics."""
         values = TokenLogprobs(*map(_leaf, found))  # pyright: ignore[reportArgumentType]
-        loss, metrics = self._loss_of_tile(values, tile)
+        returned = self._loss_of_tile(values, tile)
+        if not isinstance(returned, tuple) or len(returned) != 2:  # pyright: ignore[reportUnnecessaryIsInstance, reportUnnecessaryComparison]
+            raise ValueError(
+                f"loss_of_tile returned a {type(returned).__name__}: expected a loss and Metrics; "
+                "return loss, Metrics()"
+            )
+        loss, metrics = returned
         if loss.dim():
             raise ValueError(f"loss_of_tile returned a loss {list(loss.shape)}: expected a scalar, the tile's part")
         for leaf in leaves_of(loss):

@@ -47,6 +47,9 @@ def flatten_tokens(
         ValueError: A shape does not fit; the message names it, what was expected, and the way out.
     """
     check_layout(layout)
+    for what, x in ((name, hidden), ("labels", labels)):
+        if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"{what} is a {type(x).__name__}: expected a tensor")
     if labels.dim() not in (1, 2):
         raise ValueError(f"labels {list(labels.shape)}: expected [B, S], or [T] or [1, T] for a pack")
     batch, length = (1, len(labels)) if labels.dim() == 1 else (labels.shape[0], labels.shape[1])
@@ -77,6 +80,8 @@ def flatten_like(name: str, x: Tensor, labels: Tensor, layout: TokenLayout = "bs
         ValueError: ``x`` has another shape than the labels.
     """
     check_layout(layout)
+    if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"{name} is a {type(x).__name__}: expected a tensor {list(labels.shape)}, as labels")
     if x.shape != labels.shape:
         raise ValueError(f"{name} {list(x.shape)}: expected {list(labels.shape)}, one for each token, as labels")
     return _flat(x, layout)
@@ -135,7 +140,10 @@ class _Expected:
 def _check(hidden: Tensor, labels: Tensor, expected: _Expected, name: str) -> None:
     given, ranks = f"{name} {list(hidden.shape)} and labels {list(labels.shape)}", expected.ranks
     if expected.length % ranks:
-        raise ValueError(f"{given}: expected a multiple of {ranks} positions for sequence parallelism; pad sequences")
+        raise ValueError(
+            f"{given}: expected labels of all ranks, a multiple of {ranks} positions, for sequence "
+            "parallelism; pad sequences, or pass the labels of all ranks"
+        )
     if expected.batch > 1 and ranks > 1 and expected.layout == "bsh":
         raise ValueError(
             f"{given}: in layout 'bsh', sequence parallelism over {ranks} ranks would interleave parts of "

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_losses.arguments import values_are_checked
+from fused_losses.arguments import check_flags, check_integer, values_are_checked
 from fused_losses.filtering import LogitFilter
 from fused_losses.softmax import TokenLogprobs, TokenSoftmax, add_at_labels_
 
@@ -19,6 +19,7 @@ IGNORED = -(2**62)
 
 def own_labels(labels: Tensor, ignore_index: int, vocab_start: int) -> Tensor:
     """Counts labels from this rank's first row; ``ignore_index`` becomes ``IGNORED``."""
+    check_integer("ignore_index", ignore_index, least=IGNORED)
     return torch.where(labels == ignore_index, IGNORED, labels.long() - vocab_start)
 
 
@@ -34,6 +35,9 @@ class TokenStage:
     """Whether log-probabilities without the filter are wanted too."""
     group: dist.ProcessGroup | None
     """The ranks among which the vocabulary is split."""
+
+    def __post_init__(self) -> None:
+        check_flags(entropy=self.entropy, logit_range=self.logit_range, unfiltered=self.unfiltered)
 
     def statistics(
         self, logits_of: Callable[[slice], Tensor], labels: Tensor, chunks: Iterable[slice], empty: Tensor

@@ -51,7 +51,10 @@ def example(tokens: int = 6, width: int = 4, vocab: int = 9) -> tuple[Tensor, Te
             lambda h, w, b, y: linear_logprobs(h, w[:, :3], y),
             r"hidden \[6, 4\] and weight \[9, 3\]: expected \[tokens, H\] and \[vocab, H\]",
         ),
-        (lambda h, w, b, y: linear_logprobs(h, w, y[:5]), r"labels \[5\]: expected one for each of 6 tokens"),
+        (
+            lambda h, w, b, y: linear_logprobs(h, w, y[:5]),
+            r"hidden \[6, 4\] and labels \[5\]: layout 'bsh' expects hidden",
+        ),
         (
             lambda h, w, b, y: linear_logprobs(h, w, y, bias=b[:5]),
             r"bias \[5\]: expected one for each of 9 rows of weight",
@@ -93,7 +96,7 @@ def example(tokens: int = 6, width: int = 4, vocab: int = 9) -> tuple[Tensor, Te
         (lambda h, w, b, y: vocab_parallel_logprobs(h @ w.T, y, chunk=0), "chunk 0: expected an integer from 1"),
         (
             lambda h, w, b, y: linear_logprobs(h, w, y, matmul_dtype=torch.int32),
-            "matmul_dtype torch.int32: expected a floating-point dtype",
+            "matmul_dtype torch.int32: expected torch.float16, torch.bfloat16",
         ),
         (lambda h, w, b, y: linear_logprobs(h, w, y, softcap=INF), "softcap inf: expected a finite number above 0"),
         (lambda h, w, b, y: linear_logprobs(h, w, y, temperature=INF), "temperature inf: expected a finite number"),

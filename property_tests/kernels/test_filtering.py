@@ -150,5 +150,5 @@ def test_no_tokens(kernel: str) -> None:
 
 def test_without_a_filter_both_log_probabilities_are_one() -> None:
     found = fused("linear_logprobs", example(), {})
-    assert found.unfiltered_logprobs is found.logprobs
+    torch.testing.assert_close(found.unfiltered_logprobs, found.logprobs, rtol=0, atol=0)
     assert linear_logprobs(torch.ones(1, 2), torch.ones(3, 2), torch.zeros(1).long()).unfiltered_logprobs is None

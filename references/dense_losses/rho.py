@@ -117,7 +117,8 @@ def importance_weights(
 
     Args:
         old_logprobs: log p_old ``[tokens]``, in nats, by the trainer.
-        vllm_logprobs: log p_vllm ``[tokens]``, in nats, by the sampler. NaN means no correction.
+        vllm_logprobs: log p_vllm ``[tokens]``, in nats, by the sampler. NaN means no correction,
+            and so does -inf for both policies.
         advantages: A ``[tokens]``.
         mask: ``[tokens]``, true at trained tokens. Inputs at other tokens must be finite: the
             caller has selected them away.
@@ -130,7 +131,8 @@ def importance_weights(
         The weights and what was done to them. Values at masked tokens have no meaning.
     """
     old_logprobs = old_logprobs.detach()
-    corrected = mask & ~vllm_logprobs.isnan()
+    unknown = vllm_logprobs.isnan() | (vllm_logprobs.isneginf() & old_logprobs.isneginf())
+    corrected = mask & ~unknown
     x = torch.where(corrected, torch.clamp(old_logprobs - vllm_logprobs, -LOG_RHO_BOUND, LOG_RHO_BOUND), 0.0)
     own = x.exp()
     nothing = torch.zeros_like(mask)

@@ -25,7 +25,7 @@ class Precision:
     """
 
     logits: str = "float32"
-    """Logits, before and after temperature and bias."""
+    """Logits, before and after bias, soft-cap and temperature."""
     logsumexp: str = "float32"
     """The sum of exponentials over the vocabulary, and its logarithm."""
     logprobs: str = "float32"

@@ -9,6 +9,7 @@ from typing import Any
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.difference import differences
+from lossgate.cases.drawn_problem import DrawnProblem
 from lossgate.declaration.candidate import Candidate
 from lossgate.engine.case_result import run_case
 from lossgate.engine.cell import Cell, CellResult
@@ -36,7 +37,7 @@ def compare(
     profile: str = "dev",
     examples: int | None = None,
     seed: int | None = None,
-    problem: Problem | None = None,
+    problem: Problem | DrawnProblem | None = None,
 ) -> Compared:
     """Compares two candidates on the same problems: a fused kernel with an unfused one, say.
 
@@ -86,12 +87,24 @@ def compare(
     if names[0] == names[1]:
         names = f"{names[0]} (a)", f"{names[1]} (b)"
     if problem is not None:
+        problem = _as_problem(problem)
         _alone(layouts=layouts, dtypes=dtypes, examples=examples, seed=seed)
         places = [(problem.layout, problem.dtype)]
     else:
         places = _places(one, settings, names)
     cells = (_compare_in(one, other, names, layout, dtype, settings, problem) for layout, dtype in places)
     return Compared(names, one.spec.name, one.head, tuple(cells))
+
+
+def _as_problem(given: Problem | DrawnProblem) -> Problem:
+    if isinstance(given, DrawnProblem):
+        return given.problem
+    if not isinstance(given, Problem):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UsageError(
+            f"compare(problem={given!r:.60}): expected a Problem, or what lossgate.strategies.problems draws; "
+            "DrawnProblem.from_json reads one from its text"
+        )
+    return given
 
 
 def _compare_in(

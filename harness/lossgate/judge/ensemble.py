@@ -145,7 +145,7 @@ class _Ensemble:
         stage = self._loss(softmax.values)
         dlogits = self._dlogits(softmax, stage)
         if slope is not None:
-            dlogits = self.rounded.round(dlogits * slope)
+            dlogits = self.rounded.round(dlogits * slope, self.stages.logits)
         return Ensemble(stage.outputs, self.noise.round(dlogits, self.stages.dlogits))
 
     # Forward
@@ -155,8 +155,9 @@ class _Ensemble:
         cap = self.bound.softcap
         if cap is None:
             return logits, None
-        capped = self.rounded.round(self.rounded.round(self.rounded.round(logits / cap).tanh()) * cap)
-        return capped, self.rounded.round(1 - self.rounded.round(capped / cap).square())
+        round_, stage = self.rounded.round, self.stages.logits
+        bent = round_(round_(logits / cap, stage).tanh(), stage)
+        return round_(bent * cap, stage), round_(1 - round_(bent.square(), stage), stage)
 
     def _tempered(self, logits: Tensor) -> Tensor:
         """Returns the logits divided by the temperature, ``[M, T, V]``."""

@@ -144,6 +144,7 @@ NLL = Spec(
         **_summary("vocab_max_logits", "the largest logit of tokens that are no padding"),
     },
     temperature="temperature",
+    softcap="softcap",
     token_options=("temperature", "softcap"),
     mistakes=(
         Mistake(

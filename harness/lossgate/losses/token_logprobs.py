@@ -36,6 +36,7 @@ TOKEN_LOGPROBS = Spec(
     "AReaL gather_logprobs_entropy",
     loss=None,
     temperature="temperature",
+    softcap="softcap",
     options_type=TokenLogprobsOptions,
     options=options_of(
         TokenLogprobsOptions,

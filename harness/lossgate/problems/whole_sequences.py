@@ -75,7 +75,7 @@ class WholeSequences:
         """Lays out a field of tokens.
 
         An entry without a value holds that of some token, so that a kernel which uses it is seen.
-        There are two exceptions: a bool for each token is false at padding.
+        There is one exception: a bool for each token is false at padding.
 
         Args:
             field: ``[tokens, ...]`` of the padded pack.

@@ -5,7 +5,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,21 +60,12 @@ class FilterOptions:
             raise ValueError(f"top_p is {self.top_p}; expected a probability in (0, 1]")
 
 
-class _HasFilter(Protocol):
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def top_k(self) -> int | None: ...
-    @property
-    def top_p(self) -> float: ...
-
-
 def filters(options: Any) -> bool:
     """Returns whether options leave any logits out."""
-    return getattr(options, "top_k", None) is not None or getattr(options, "top_p", 1.0) < 1
+    return isinstance(options, FilterOptions) and (options.top_k is not None or options.top_p < 1)
 
 
-def filtered_values(logits: Tensor, fields: Mapping[str, Tensor], options: _HasFilter) -> TokenValues:
+def filtered_values(logits: Tensor, fields: Mapping[str, Tensor], options: FilterOptions) -> TokenValues:
     """Computes the values per token of a filtered distribution: a ``TokenStage``."""
     how = (options.temperature, options.top_k, options.top_p)
     return TokenValues(
@@ -86,7 +77,7 @@ def filtered_values(logits: Tensor, fields: Mapping[str, Tensor], options: _HasF
 
 
 def filter_fields(
-    logits: Tensor, fields: Mapping[str, Tensor], dtype: str, options: _HasFilter, streams: RandomStreams
+    logits: Tensor, fields: Mapping[str, Tensor], dtype: str, options: FilterOptions, streams: RandomStreams
 ) -> dict[str, Tensor]:
     """Makes the fields of a problem with a filter.
 
@@ -114,7 +105,7 @@ def filter_fields(
     }
 
 
-def passing_logits(logits: Tensor, dtype: str, options: _HasFilter) -> tuple[Tensor, Tensor]:
+def passing_logits(logits: Tensor, dtype: str, options: FilterOptions) -> tuple[Tensor, Tensor]:
     """Returns ``[T, V]`` bool, which logits stay; and ``[T]`` bool, whether rounding could decide
     it otherwise.
     """

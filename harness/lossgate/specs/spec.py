@@ -128,6 +128,8 @@ class Spec:
     after the temperature."""
     temperature: str | None = None
     """The option that divides the logits and does nothing else; None if there is none."""
+    softcap: str | None = None
+    """The option that bounds the logits and does nothing else; None if there is none."""
     token_options: tuple[str, ...] | None = None
     """The options that ``token_values`` depends on; None for all. They have no meaning for a head
     without logits."""
@@ -284,8 +286,8 @@ class BoundSpec:
 
     @property
     def softcap(self) -> float | None:
-        """The bound of logits, which the option ``softcap`` sets; None for no bound."""
-        return getattr(self.options, "softcap", None)
+        """The bound of logits; None for no bound."""
+        return None if self.spec.softcap is None else getattr(self.options, self.spec.softcap)
 
     def capped(self, logits: Tensor) -> Tensor:
         """Returns logits after the soft-cap."""

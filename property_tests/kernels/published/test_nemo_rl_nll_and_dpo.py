@@ -19,8 +19,8 @@ from torch import Tensor
 
 import dense_losses
 from fused_losses import dpo_loss, linear_cross_entropy, vocab_parallel_cross_entropy, vocab_parallel_logprobs
-from property_tests.kernels.originals.comparison import assert_agrees
-from property_tests.kernels.originals.exact_logits import (
+from property_tests.kernels.published.comparison import assert_agrees
+from property_tests.kernels.published.exact_logits import (
     DTYPES,
     PATHS,
     PUBLISHED,

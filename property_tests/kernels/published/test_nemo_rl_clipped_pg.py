@@ -19,9 +19,9 @@ from torch import Tensor
 
 import dense_losses
 from fused_losses import ClippedPGConfig, clipped_pg_loss
-from property_tests.kernels.originals.clipped_pg_by_hand import CASES, GSPO, Case, Rows, kl, truncated
-from property_tests.kernels.originals.comparison import assert_agrees
-from property_tests.kernels.originals.exact_logits import (
+from property_tests.kernels.published.clipped_pg_by_hand import CASES, GSPO, Case, Rows, kl, truncated
+from property_tests.kernels.published.comparison import assert_agrees
+from property_tests.kernels.published.exact_logits import (
     DTYPES,
     PATHS,
     PUBLISHED,

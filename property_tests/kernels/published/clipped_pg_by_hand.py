@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from math import exp, inf, log
 from typing import Any
 
-from property_tests.kernels.originals.exact_logits import mean
+from property_tests.kernels.published.exact_logits import mean
 
 Rows = list[list[float]]
 HALF, SAME, MORE = log(0.5) - 1, -1.0, log(1.5) - 1

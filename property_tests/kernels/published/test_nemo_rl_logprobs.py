@@ -23,7 +23,7 @@ from torch import Tensor
 import dense_losses
 from fused_losses import linear_logprobs, vocab_parallel_logprobs
 from lossgate.worlds import RankContext, SimulatedWorld
-from property_tests.kernels.originals.comparison import assert_agrees
+from property_tests.kernels.published.comparison import assert_agrees
 from property_tests.observers import Made
 
 MakeWorld = Callable[..., SimulatedWorld]

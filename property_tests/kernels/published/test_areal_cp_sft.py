@@ -29,8 +29,8 @@ from dense_losses.sft_statistics import vocab_range
 from fused_losses import Pack, SFTStatistics, linear_logprobs, linear_sft_loss, vocab_parallel_logprobs
 from lossgate import Layout
 from lossgate.worlds import RankContext, SimulatedWorld
-from property_tests.kernels.originals.comparison import assert_agrees
 from property_tests.kernels.packs import starts
+from property_tests.kernels.published.comparison import assert_agrees
 
 MakeWorld = Callable[..., SimulatedWorld]
 

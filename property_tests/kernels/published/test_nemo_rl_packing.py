@@ -30,8 +30,8 @@ import dense_losses
 from fused_losses import ClippedPGConfig, Metrics, Pack, clipped_pg_loss, vocab_parallel_logprobs
 from lossgate import Layout
 from lossgate.worlds import RankContext, SimulatedWorld
-from property_tests.kernels.originals.comparison import assert_agrees
 from property_tests.kernels.packs import packed, starts
+from property_tests.kernels.published.comparison import assert_agrees
 
 MakeWorld = Callable[..., SimulatedWorld]
 

@@ -30,7 +30,7 @@ from fused_losses import (
     vocab_parallel_logprobs,
 )
 from lossgate.worlds import RankContext, SimulatedWorld
-from property_tests.kernels.originals.comparison import assert_agrees
+from property_tests.kernels.published.comparison import assert_agrees
 
 MakeWorld = Callable[..., SimulatedWorld]
 

@@ -31,7 +31,7 @@ from fused_losses import (
     tiled_token_logprobs,
     vocab_parallel_logprobs,
 )
-from property_tests.kernels.originals.comparison import assert_agrees
+from property_tests.kernels.published.comparison import assert_agrees
 
 PUBLISHED = 1e-5
 B, T, WIDTH, VOCAB = 2, 5, 8, 17
