@@ -18,7 +18,7 @@ class MegatronLmHead(nn.Module):
 
     Megatron's layer returns a pair, a part of the vocabulary on each rank, and has no weight of its
     own if it is tied to the embedding. For ``linear_logprobs`` there are ``weight``, ``bias`` and
-    ``split``: ``linear_logprobs(hidden.flatten(0, 1), head.weight, labels, **head.split)``.
+    ``split``: ``linear_logprobs(hidden, head.weight, labels, layout="sbh", **head.split)``.
 
     Collectives:
         A call gathers the logits over ``tp_group``, and its backward sums the gradient of hidden.

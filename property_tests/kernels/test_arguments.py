@@ -13,8 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from fused_losses import (
+    Metrics,
     linear_cross_entropy,
     linear_logprobs,
+    linear_sft_loss,
+    tiled_token_logprobs,
     unchecked_values,
     vocab_parallel_cross_entropy,
     vocab_parallel_logprobs,
@@ -30,6 +33,11 @@ def example(tokens: int = 6, width: int = 4, vocab: int = 9) -> tuple[Tensor, Te
     weight = torch.randn(vocab, width, generator=generator, dtype=torch.float64)
     bias = torch.randn(vocab, generator=generator, dtype=torch.float64)
     return hidden, weight, bias, torch.randint(1, vocab, (tokens,), generator=generator)
+
+
+def sft(hidden: Tensor, weight: Tensor, labels: Tensor, **changes: Any) -> Tensor:
+    given: dict[str, Any] = {"mask": torch.ones(6), "real": torch.ones(6), "sequence": torch.zeros(6).long()}
+    return linear_sft_loss(hidden, weight, labels, **{**given, "sequences": 1, "valid_tokens": 6, **changes})[0]
 
 
 @pytest.mark.parametrize(
@@ -111,6 +119,23 @@ def example(tokens: int = 6, width: int = 4, vocab: int = 9) -> tuple[Tensor, Te
             lambda h, w, b, y: linear_cross_entropy(h, w, y, valid_tokens=-3),
             "valid_tokens -3: expected a finite number from 0",
         ),
+        (lambda h, w, b, y: linear_cross_entropy(h, w, y, valid_tokens=torch.tensor(-3)), "valid_tokens -3: expected"),
+        (lambda h, w, b, y: linear_logprobs(h, w, y, temperature=torch.tensor(-1.0)), "temperature is a tensor"),
+        (lambda h, w, b, y: linear_logprobs(h, w, y, softcap=torch.tensor(0.0)), "softcap is a tensor"),
+        (lambda h, w, b, y: linear_logprobs(h, w, y, top_p=torch.tensor(0.9)), "top_p is a tensor"),
+        (lambda h, w, b, y: linear_logprobs(h, w, y, matmul_dtype="float32"), "matmul_dtype 'float32': expected torch"),
+        (lambda h, w, b, y: linear_logprobs(h, w, y, ignore_index=1.5), "ignore_index 1.5: expected an integer"),
+        (lambda h, w, b, y: linear_logprobs(h, w, y, entropy="false"), "entropy 'false': expected False or True"),
+        (lambda h, w, b, y: linear_logprobs(h, w, [1] * 6), "labels is a list: expected a tensor"),
+        (lambda h, w, b, y: sft(h, w, y.index_fill(0, torch.tensor([2]), -100)), "labels: that of token 2 is outside"),
+        (lambda h, w, b, y: sft(h, w, y, sequence=y * 0 - 1), "sequence: that of token 0 is -1, outside of the pack"),
+        (lambda h, w, b, y: sft(h, w, y, sequence=None), "sequence is a NoneType: expected a tensor"),
+        (lambda h, w, b, y: sft(h, w, y, epsilon=-1.0), "epsilon -1.0: expected a finite number from 0"),
+        (
+            lambda h, w, b, y: Metrics.over({"n": y > 0}, {"x": (h[:, :1], "n")}),
+            r"n \[6\]: expected \[6, 1\], one entry for each of x",
+        ),
+        (lambda h, w, b, y: Metrics.over({"n": y > 0}, {"x": (h[:, 0], "k")}), "values: x is averaged over 'k'"),
         (lambda h, w, b, y: linear_logprobs(h, w, y, top_k=0), "top_k 0: expected an integer from 1, or None"),
         (lambda h, w, b, y: linear_logprobs(h, w, y, top_p=0.0), "top_p 0.0: expected a finite number above 0 up to 1"),
         (lambda h, w, b, y: vocab_parallel_logprobs(h @ w.T, y, top_p=1.5), "top_p 1.5: expected a finite number"),
@@ -165,12 +190,13 @@ def test_ignored_labels_have_log_probability_0_and_no_gradient(name: str) -> Non
     assert (gradient != 0).any(1).tolist() == [True, True, False, True, True, True]
 
 
-@pytest.mark.parametrize("name", ["linear_logprobs", "vocab_parallel_logprobs"])
+@pytest.mark.parametrize("name", KERNELS)
 def test_without_the_check_a_label_outside_of_the_vocabulary_has_nan(name: str) -> None:
     hidden, weight, _, labels = example()
     labels[3] = 99
     with unchecked_values():
-        assert KERNELS[name](hidden, weight, labels).isnan().tolist() == [False, False, False, True, False, False]
+        found = KERNELS[name](hidden, weight, labels)
+    assert found.isnan().tolist() == (True if name in LOSSES else [False, False, False, True, False, False])
     with pytest.raises(ValueError, match="outside of the vocabulary"):  # it is checked again
         KERNELS[name](hidden, weight, labels)
 
@@ -224,6 +250,10 @@ def test_a_weight_that_megatron_marks_as_a_shard_needs_its_group(make_world: Mak
         labels = torch.tensor([0, 1, 2, 3, 3, 2])  # all on the first rank: labels alone show nothing
         with pytest.raises(ValueError, match="weight is marked as a shard of tensor parallelism"):
             linear_logprobs(hidden, shard, labels)
+        head = nn.Linear(4, 4, bias=False, dtype=torch.float64)
+        head.weight = shard
+        with pytest.raises(ValueError, match="its weight is marked as a shard of tensor parallelism"):
+            tiled_token_logprobs(head, hidden, labels)
 
     make_world("tp=2").run(body)
 

@@ -259,3 +259,13 @@ def test_mutants_of_the_weights_disagree(monkeypatch: pytest.MonkeyPatch, mutant
     monkeypatch.setitem(candidate.kernel.__globals__, "rho_weights", MUTANTS[mutant])
     layout = Layout.parse("cp=2" if mutant == "parts of sequences" else "single")
     assert run_cell(Cell(candidate, layout, "float32"), Settings(examples=20)).verdict is Verdict.DISAGREE
+
+
+def test_a_label_that_both_policies_leave_out_has_no_correction() -> None:
+    """Top-k may leave a label out for both. Other tokens of its sequence are unharmed."""
+    left_out = torch.tensor([-torch.inf, -1.0], dtype=torch.float64)
+    given: dict[str, Any] = {"advantages": torch.ones(2), "mask": torch.ones(2), "sequence": torch.zeros(2).long()}
+    rho = RhoCorrection(rho_mask_sequence_level=True)
+    found = rho_weights(rho, old_logprobs=left_out, vllm_logprobs=left_out, sequences=1, **given)
+    assert found.rho is not None
+    assert found.rho.tolist() == found.weight.tolist() == [1.0, 1.0]

@@ -17,6 +17,7 @@ from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.difference import differences
+from lossgate.cases.drawn_problem import DrawnProblem
 from lossgate.cases.placement import sample_problems
 from lossgate.engine.cell import Verdict
 from lossgate.judge.explain import explain_difference
@@ -332,3 +333,12 @@ def test_misuse_is_refused(which: str) -> None:
     one, other, settings, message = MISUSE[which]
     with pytest.raises(UsageError, match=message):
         lossgate.compare(one, other, **settings)
+
+
+def test_problems_that_strategies_draw_are_taken_and_others_refused() -> None:
+    drawn = DrawnProblem.from_json(PROBLEM.to_json())
+    assert lossgate.compare(FUSED, ONLINE, problem=drawn).agree
+    with pytest.raises(
+        lossgate.UsageError, match=r"compare\(problem='.*: expected a Problem, or what lossgate.strategies"
+    ):
+        lossgate.compare(FUSED, ONLINE, problem=PROBLEM.to_json())

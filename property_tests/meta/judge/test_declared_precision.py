@@ -4,10 +4,19 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
 
-from lossgate import Precision
+import lossgate
+from lossgate import Layout, Precision
 from lossgate.bank.cross_entropy import ALL_BFLOAT16, STYLES, make
+from lossgate.engine.cell import Cell
+from lossgate.engine.run_cell import run_cell
+from lossgate.engine.settings import Settings
+from lossgate.engine.verdict import Verdict
+from lossgate.losses.nll import NllHiddenInputs, NllOptions
 
 from .checks import MakeWorld, by_output, judge_changed, make_problem, run
 
@@ -54,3 +63,25 @@ def test_rounding_on_the_way_to_a_gradient_may_hit_all_of_it_alike(
 
     comparisons = judge_changed(make_problem("float32"), make_world("single"), scale, precision)
     assert comparisons[output].agrees == agrees
+
+
+@lossgate.candidate(
+    "nll",
+    head="hidden",
+    dtypes=("bfloat16",),
+    precision=Precision(logits="bfloat16", dlogits="bfloat16", reduce="bfloat16"),
+    supports={"softcap": (None, 2.0)},
+)
+def capped_in_bfloat16(inputs: NllHiddenInputs, options: NllOptions, mesh: DeviceMesh) -> Tensor:
+    logits = inputs.hidden @ inputs.weight.T
+    if options.softcap is not None:
+        logits = torch.tanh(logits / options.softcap) * options.softcap
+    loss = F.cross_entropy(logits.float(), inputs.labels, reduction="none")
+    return torch.where(inputs.mask, loss, 0.0).sum() / inputs.valid_tokens.clamp(min=1)
+
+
+def test_a_softcap_may_round_as_logits_do() -> None:
+    cell = Cell(capped_in_bfloat16, Layout(), "bfloat16")
+    assert run_cell(cell, Settings(examples=20)).verdict is Verdict.AGREE
+    finer = replace(capped_in_bfloat16, precision={"bfloat16": Precision(dlogits="bfloat16", reduce="bfloat16")})
+    assert run_cell(Cell(finer, Layout(), "bfloat16"), Settings(shrink_calls=0)).verdict is Verdict.DISAGREE
