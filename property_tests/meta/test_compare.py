@@ -342,3 +342,13 @@ def test_problems_that_strategies_draw_are_taken_and_others_refused() -> None:
         lossgate.UsageError, match=r"compare\(problem='.*: expected a Problem, or what lossgate.strategies"
     ):
         lossgate.compare(FUSED, ONLINE, problem=PROBLEM.to_json())
+
+
+def test_a_problem_with_options_that_a_kernel_does_not_support_is_refused() -> None:
+    """It would be called wrong for what it never claimed."""
+    narrow = replace(FUSED, supports={})
+    for changes, named in (({"options": {"epsilon": 0.5}}, "epsilon=0.5"), ({"bias": True}, "bias=True")):
+        with pytest.raises(
+            UsageError, match=f"does not support {named}, and the problem has it; declare it in supports"
+        ):
+            lossgate.compare(narrow, FUSED, problem=replace(PROBLEM, **changes))

@@ -9,6 +9,7 @@ from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.oracle import Oracle
 from lossgate.cases.placed_problem import PlacedProblem
 from lossgate.cases.task import RankOutputs, RankTask
+from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate
 from lossgate.errors import UsageError
 from lossgate.judge.comparison import Comparison
@@ -105,5 +106,13 @@ def _check_fit(candidate: Candidate, problem: Problem, world: World) -> None:
             f"{who} is not sharded over {', '.join(extra)}, and the problem's layout is {problem.layout}; "
             f"declare axes={(*candidate.axes, *extra)!r} or choose another candidate"
         )
+    given = {option.name: problem.options.get(option.name, option.default) for option in candidate.spec.options}
+    for option, value in {**given, "bias": problem.bias}.items():
+        supported = candidate.supported(option)
+        if supported is not ANY and value not in supported:
+            raise UsageError(
+                f"{who} does not support {option}={value!r}, and the problem has it; declare it in supports, or choose "
+                "another problem"
+            )
     if world.layout != problem.layout:
         raise UsageError(f"the world has layout {world.layout}, and the problem {problem.layout}; make a world of it")
