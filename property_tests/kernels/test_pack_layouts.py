@@ -239,8 +239,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "another number of tokens": (lambda: Pack.of(starts([4]), tokens=5), "tokens 5: cu_seqlens_padded ends at 4"),
     "a tail that is too long": (lambda: Pack.of(starts([4]), tail=2), "tail 2: expected how many of the 1 sequences"),
-    "a negative tail": (lambda: Pack.of(starts([4]), tail=-1), "tail -1: expected how many of the 1 sequences"),
-    "a negative width": (lambda: Pack.of(starts([4]), row_width=-1), "row_width -1: expected the number of columns"),
+    "a negative tail": (lambda: Pack.of(starts([4]), tail=-1), "tail -1: expected an integer from 0"),
+    "a negative width": (
+        lambda: Pack.of(starts([4]), row_width=-1),
+        "row_width -1: expected an integer from 0, the number of columns",
+    ),
     "another shift": (lambda: of_four().from_rows(torch.ones(4, 9), shift=2), "shift 2: expected 0, or 1 for entries"),
     "another shift of rows out": (
         lambda: of_four().to_rows(torch.ones(28), 9, None, shift=-1),

@@ -120,7 +120,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "tokens that ranks cannot share": (
         lambda: flatten_tokens(ones(3, 3), OF_PACK, ranks=5),
-        "hidden [3, 3] and labels [12]: expected a multiple of 5 positions for sequence parallelism",
+        "hidden [3, 3] and labels [12]: expected labels of all ranks, a multiple of 5 positions",
     ),
     "no hidden dim": (lambda: flatten_tokens(ones(12), OF_PACK), "layout 'bsh' expects hidden [1, 12, 12] or"),
     "a number": (lambda: flatten_tokens(ones(), OF_PACK), "hidden [] and labels [12]: layout 'bsh' expects hidden"),
