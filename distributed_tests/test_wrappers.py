@@ -93,7 +93,12 @@ BUGS = [
     ("gradients bypass autograd", "DDP", "plain", "lm_head.weight: ranks have different weights after the step"),
     ("gradients bypass autograd", "DDP, static_graph", "plain", "lm_head.weight: ranks have different weights"),
     ("gradients bypass autograd", "FSDP FULL_SHARD", "plain", "lm_head.weight: 0 times the reference"),
-    ("the reducer sees the first tile alone", "DDP", "plain", "lm_head.weight: 0.4[0-9]* times the reference"),
+    (
+        "the reducer sees the first tile alone",
+        "DDP",
+        "plain",
+        "lm_head.weight: 0.4[0-9]+ times the reference",
+    ),  # a mean over noise
     ("the reducer sees the first tile alone", "FSDP NO_SHARD", "plain", "2 collectives, and 1 with the dense head"),
     ("the adapters' gradients are dropped", "DDP", "LoRA", "lm_head.lora_A.default.weight: 0 times the reference"),
     ("the adapters' gradients are dropped", "FSDP2", "LoRA", "lm_head.lora_B.default.weight: 0 times the reference"),

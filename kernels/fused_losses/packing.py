@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packs of sequences that are split over the ranks of context parallelism.
 
-Sequences lie end to end in a pack. How it is split is told in ``zigzag.py``.
+Sequences lie end to end in a pack. ``zigzag.py`` says how it is split.
 """
 
 from dataclasses import dataclass

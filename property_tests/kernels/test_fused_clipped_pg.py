@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of the clipped policy gradient against its reference, in float64.
 
-They cover what no candidate is judged by: log-probabilities that top-k or top-p filtering has set
-to -inf beside those without filtering, and the local normaliser of NeMo-RL.
+They cover every KL option with log-probabilities that top-k or top-p filtering has set to -inf
+beside those without filtering, and NeMo-RL's local normaliser, by which no candidate is judged.
 """
 
 from collections.abc import Callable
@@ -104,7 +104,7 @@ def test_filtered_and_unfiltered_logprobs(kl: dict[str, Any], policy: dict[str, 
 
 @with_kl
 def test_the_penalty_is_not_that_of_filtered_logprobs(kl: dict[str, Any]) -> None:
-    """A kernel that ignored ``unfiltered_logprobs`` would pass on any other test."""
+    """A kernel that ignored ``unfiltered_logprobs`` fails here."""
     given = filtered(**kl)
     loss, metrics, (_, of_unfiltered) = kernel(given)
     ignored = clipped_pg_loss(**{**given, "unfiltered_logprobs": None})
