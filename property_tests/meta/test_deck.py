@@ -71,7 +71,7 @@ def test_a_deck_has_a_problem_for_each_goal_and_each_mutant(candidate: Candidate
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize(("candidate", "dtype"), DECKS, ids=IDS)
 def test_a_deck_reaches_the_goals_of_layouts(candidate: Candidate, dtype: str, layout: Layout) -> None:
-    """A shard without a row is rare, in about 4 of 48 problems. If it is missed, it is looked for."""
+    """A shard without a row is rare, in about 4 of 48 problems. If missed, it is looked for."""
     missed = required_goals(candidate, layout).keys() - covered(on(candidate, dtype, layout))
     assert missed <= {"shard without a row"}
     assert all(deck(candidate, dtype).reaching_on(layout, splits_of(candidate), goal, 0) for goal in missed)
