@@ -8,8 +8,7 @@ import pytest
 from lossgate.adequacy.equivalence import UNCHANGED
 from lossgate.adequacy.option_mutants import NEAREST
 from lossgate.cases import kinks
-from lossgate.engine.verdict import LARGEST_MDE
-from lossgate.judge import ensemble, pooling
+from lossgate.judge import ensemble, pooled_scale
 from lossgate.judge.power import PLANTED
 from lossgate.judge.statistics import BLOCK_FACTOR, FACTORS, NOISE, WORST, scale_sigmas
 from lossgate.numerics.float_formats import FLOAT32
@@ -27,9 +26,10 @@ STATED = {
     "worst": f"| WORST | `max abs(d/s)` | {FACTORS[WORST]:g} times the largest of the runs |",
     "block": f"at least 0 | {BLOCK_FACTOR:g} times the largest of the runs |",
     "kinks": f"by {NUMBERS[kinks._SIGMAS]} standard deviations of what rounding",
-    "pooled": f"{pooling.SIGMAS:g} (1 + 60 / n^2) standard deviations of the pooled scale",
-    "floor": f"a {1 / pooling.FLOOR:.0f}th of the unit roundoff, and at least 2^{log2(pooling.FLOAT32_FLOOR):.0f}",
-    "mde": f"An error of {LARGEST_MDE:.0%} in the scale",
+    "pooled": f"{pooled_scale.SIGMAS:g} (1 + 60 / n^2) standard deviations of the pooled scale",
+    "floor": f"a {1 / pooled_scale.FLOOR:.0f}th of the unit roundoff, "
+    f"and at least 2^{log2(pooled_scale.FLOAT32_FLOOR):.0f}",
+    "mde": f"An error of {pooled_scale.LARGEST_MDE:.0%} in the scale",
     "equivalent": f"on each of {UNCHANGED} problems",
     "nearest": f"within {NEAREST:g} of each other",
 }

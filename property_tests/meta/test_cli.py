@@ -14,7 +14,8 @@ import pytest
 
 from lossgate import Layout
 from lossgate import candidate as declare
-from lossgate.cli import Exit, exit_code, main, replay, verify
+from lossgate.cli import Exit, main, replay, verify
+from lossgate.cli.verify import exit_code
 from lossgate.engine.cell import Cell, CellResult, Verdict
 
 KERNELS = """

@@ -6,12 +6,18 @@ from dataclasses import dataclass
 
 from lossgate.engine.cell import Cell, CellResult
 from lossgate.engine.settings import Settings
+from lossgate.engine.shards import Shard
 
 
 @dataclass(frozen=True)
 class RunStarted:
     cells: tuple[Cell, ...]
+    """The cells of this run."""
     settings: Settings
+    matrix: tuple[Cell, ...] = ()
+    """The cells of all runs between which a matrix is shared out; empty if this run has all."""
+    shard: Shard | None = None
+    """Which part of the matrix this run has."""
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,20 @@ from lossgate.engine.events import CellFinished, Event, RunFinished, RunStarted
 from lossgate.engine.plan import plan
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
+from lossgate.engine.shards import Shard
 from lossgate.engine.workers import run_side_by_side
 from lossgate.worlds.base import WorldLost
 
 
-def run(candidates: Iterable[Candidate], settings: Settings) -> Generator[Event]:
-    """Verifies candidates; yields what happens, in the order of the plan.
+def run(candidates: Iterable[Candidate], settings: Settings, shard: Shard | None = None) -> Generator[Event]:
+    """Verifies candidates, or one part of their cells; yields what happens, in the order of the
+    plan.
 
     Ranks of torchrun verify one cell after another, whatever ``jobs`` says.
     """
-    cells = plan(candidates, settings)
-    yield RunStarted(tuple(cells), settings)
+    matrix = plan(candidates, settings)
+    cells = matrix if shard is None else shard.take(matrix)
+    yield RunStarted(tuple(cells), settings, tuple(matrix), shard)
     jobs = 1 if settings.world == "torchrun" else min(settings.jobs or os.cpu_count() or 1, len(cells))
     done = (run_cell(cell, settings) for cell in cells) if jobs == 1 else run_side_by_side(cells, settings, jobs)
     results, stopped = list[CellResult](), ""

@@ -10,10 +10,8 @@ from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.failure_files import FrozenCase
 from lossgate.judge.explain import explain_pooled
+from lossgate.judge.pooled_scale import LARGEST_MDE
 from lossgate.judge.pooling import Pooled, pool
-
-LARGEST_MDE = 0.01
-"""A cell that would not have detected an error of 1% in an output's scale is inconclusive."""
 
 
 def conclude(

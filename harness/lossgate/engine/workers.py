@@ -21,6 +21,7 @@ from lossgate.engine.settings import Settings
 from lossgate.fork_server import start_process, start_worker
 from lossgate.layout import Layout
 from lossgate.properties import find_property
+from lossgate.worlds.base import WorldLost
 
 
 def run_side_by_side(cells: Sequence[Cell], settings: Settings, jobs: int) -> Generator[CellResult]:
@@ -73,7 +74,7 @@ class _Worker:
             answer = self.connection.recv()
         except EOFError:
             self._process.join()
-            raise RuntimeError(
+            raise WorldLost(
                 f"the process of a worker ended with exit code {self._process.exitcode}; to see which cell ends it, "
                 "run with one job"
             ) from None

@@ -1,2 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One JSON line for each cell, for a gate to read."""
+"""Evidence: JSON lines that say what was verified, written for a gate and read by it.
+
+``records`` has the schema, ``sealed`` the lines and their digests. ``of_result`` and ``writer``
+write them, ``reader`` and ``redo`` read them. Reading needs no torch.
+"""

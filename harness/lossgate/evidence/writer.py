@@ -1,140 +1,212 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes evidence: one JSON line per cell."""
+"""Writes evidence: a consumer of the events of a run."""
 
+import os
 import platform
 import subprocess
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from datetime import UTC, datetime
-from functools import cache
+from hashlib import sha256
 from pathlib import Path
+from secrets import token_hex
+from types import ModuleType
+from typing import Any
 
-import msgspec
-
-from lossgate.engine.cell import CellResult
-from lossgate.engine.events import CellFinished, Event
+from lossgate.engine.cell import Cell, CellResult
+from lossgate.engine.events import CellFinished, Event, RunStarted
 from lossgate.engine.failure_files import versions
-from lossgate.errors import UsageError
-from lossgate.problems.problem import Problem
+from lossgate.evidence.of_result import key_of, record_of
+from lossgate.evidence.records import SCHEMA, CellKey, EndRecord, Matrix, Record, RunRecord
+from lossgate.evidence.sealed import digest_in, digest_of_cells, seal
+
+fcntl: ModuleType | None
+try:
+    import fcntl
+except ImportError:  # there are no such locks on Windows
+    fcntl = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Evidence:
-    """What is known about a cell.
+class EvidenceError(Exception):
+    """Evidence could not be written; the message says where and why."""
 
-    Statistics are shares of their limits: over 1 is a disagreement.
+
+class AppendedLines:
+    """A file to which lines are added, each whole.
+
+    A line that another run has left half-written stays alone: what is added begins on a new line.
+    Several processes may add to one file.
+
+    Raises:
+        EvidenceError: if the file can't be written. What was written before stays.
     """
 
-    candidate: str
-    source: str
-    spec: str
-    head: str
-    property: str
-    layout: str
-    dtype: str
-    world: str
-    device: str
-    verdict: str
-    known_failure: str | None
-    reasons: tuple[str, ...]
-    problems: int
-    comparisons: int
-    worst: dict[str, dict[str, float]]
-    """The largest share of its limit, by output and statistic."""
-    mde: dict[str, float | None]
-    """The minimum detectable effect of each output, pooled over problems; null if no problem says
-    anything about it."""
-    planted: dict[str, float]
-    """The share of the planted errors that were rejected, by kind."""
-    covered: tuple[str, ...]
-    """The coverage goals that were reached."""
-    missing_goals: tuple[str, ...]
-    surviving_mutants: tuple[str, ...]
-    """The option mutants that no problem killed."""
-    equivalent_mutants: tuple[str, ...]
-    """Those that no problem can kill."""
-    problem: Problem | None
-    seed: int
-    seconds: float
-    time: str
-    commit: str | None
-    host: str
-    versions: dict[str, str]
-
-
-class EvidenceFile:
-    """Appends to a file.
-
-    It is opened at once, so that a path that cannot be written is reported before the work is done.
-    """
-
-    def __init__(self, path: Path, seed: int) -> None:
-        self._seed = seed
+    def __init__(self, path: Path, option: str = "--evidence") -> None:
+        self._path, self._option = path, option
         try:
-            self._file = path.open("ab", buffering=0)  # each line is whole, whatever ends the process
+            self._file = path.open("ab+", buffering=0)
         except OSError as error:
-            raise UsageError(f"--evidence {path}: can't be written: {error.strerror}") from None
+            raise self._error(error) from None
 
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, CellFinished):
-            self._file.write(evidence_line(event.result, self._seed) + b"\n")
+    def add(self, line: bytes) -> None:
+        """Adds a line, and gives it its end."""
+        try:
+            if fcntl is not None:
+                fcntl.flock(self._file, fcntl.LOCK_EX)
+            try:
+                left = memoryview(self._start() + line + b"\n")
+                while left:  # a write may take less than it is given
+                    left = left[self._file.write(left) or 0 :]
+            finally:
+                if fcntl is not None:
+                    fcntl.flock(self._file, fcntl.LOCK_UN)
+        except OSError as error:
+            raise self._error(error) from None
+
+    def _start(self) -> bytes:
+        """Returns what must stand before a new line: the end of a line that has none."""
+        if not self._file.seekable() or not (size := self._file.seek(0, os.SEEK_END)):
+            return b""
+        self._file.seek(size - 1)
+        return b"" if self._file.read(1) == b"\n" else b"\n"
 
     def close(self) -> None:
         self._file.close()
 
-
-def evidence_line(result: CellResult, seed: int) -> bytes:
-    """Returns the JSON of one cell, on one line."""
-    return msgspec.json.encode(_evidence(result, seed))
+    def _error(self, error: OSError) -> EvidenceError:
+        return EvidenceError(f"{self._option} {self._path}: can't be written: {error.strerror}")
 
 
-def _evidence(result: CellResult, seed: int) -> Evidence:
-    cell, candidate = result.cell, result.cell.candidate
-    return Evidence(
-        candidate=candidate.name,
-        source=candidate.source,
-        spec=candidate.spec.name,
-        head=candidate.head,
-        property=cell.property.name,
-        layout=str(cell.layout),
-        dtype=cell.dtype,
-        world=cell.world,
-        device=cell.device,
-        verdict=result.verdict,
-        known_failure=candidate.known_failure.name if candidate.known_failure else None,
-        reasons=result.reasons,
-        problems=len(result.cases),
-        comparisons=result.comparisons,
-        worst=_worst(result),
-        mde={str(p.output): p.mde if p.problems else None for p in result.pooled},
-        planted=result.power,
-        covered=tuple(sorted(result.covered)),
-        missing_goals=result.missing_goals,
-        surviving_mutants=result.surviving,
-        equivalent_mutants=result.equivalent,
-        problem=result.failure.problem if result.failure else None,
-        seed=seed,
-        seconds=round(result.seconds, 3),
-        time=datetime.now(UTC).isoformat(timespec="seconds"),
-        commit=_commit(),
-        host=platform.node(),
-        versions=versions(),
-    )
+class EvidenceWriter:
+    """Writes the records of one run: its start, its cells, its end."""
+
+    def __init__(self, file: AppendedLines, run: str | None = None) -> None:
+        self.run = run or token_hex(8)
+        self._file = file
+        self._digests: list[str] = []
+
+    def start(
+        self,
+        settings: dict[str, Any],
+        cells: Iterable[CellKey] | None = None,
+        matrix: Matrix | None = None,
+        part: str | None = None,
+    ) -> None:
+        """Writes the record of the run.
+
+        Args:
+            settings: how much is verified.
+            cells: those of this run, if they are known.
+            matrix: of all runs that share it.
+            part: which part this run is.
+        """
+        commit = _git("rev-parse", "HEAD")
+        self._add(
+            RunRecord(
+                schema=SCHEMA,
+                run=self.run,
+                started=now(),
+                commit=commit,
+                modified=None if commit is None else bool(_git("status", "--porcelain", "--untracked-files=no")),
+                host=platform.node(),
+                versions=versions(),
+                settings=settings,
+                part=part,
+                matrix=matrix,
+                cells=None if cells is None else tuple(cells),
+            )
+        )
+
+    def cell(self, line: bytes) -> None:
+        """Writes the sealed record of a cell."""
+        digest = digest_in(line)
+        assert digest is not None
+        self._file.add(line)
+        self._digests.append(digest)
+
+    def end(self, stopped: str = "", planned: Iterable[CellKey] | None = None) -> None:
+        """Writes the record of the end.
+
+        Args:
+            stopped: why not all cells were verified, if they were not.
+            planned: the cells of this run, if they were not known at the start.
+        """
+        self._add(
+            EndRecord(
+                schema=SCHEMA,
+                run=self.run,
+                finished=now(),
+                cells=len(self._digests),
+                digest=digest_of_cells(self._digests),
+                stopped=stopped,
+                planned=None if planned is None else tuple(planned),
+            )
+        )
+
+    def _add(self, record: Record) -> None:
+        self._file.add(seal(record))
 
 
-def _worst(result: CellResult) -> dict[str, dict[str, float]]:
-    worst: dict[str, dict[str, float]] = {}
-    for comparison in (c for case in result.cases for c in case.comparisons):
-        own = worst.setdefault(str(comparison.output), {})
-        for name, share in comparison.shares.items():
-            own[name] = max(own.get(name, 0.0), share)
-    return worst
+class EvidenceFile:
+    """Writes what happens in a run of ``lossgate verify``.
+
+    If the file can't be written, ``tell`` is called once with the reason, and the run goes on.
+    """
+
+    def __init__(
+        self, path: Path, tell: Callable[[str], None], replay: Callable[[CellResult], str | None] = lambda _: None
+    ) -> None:
+        self._tell, self._replay = tell, replay
+        self.error: EvidenceError | None = None
+        self._file: AppendedLines | None = None
+        try:
+            self._file = AppendedLines(path)
+            self._writer = EvidenceWriter(self._file)
+        except EvidenceError as error:
+            self._fail(error)
+
+    def __call__(self, event: Event) -> None:
+        if self.error is not None:
+            return
+        try:
+            self._write(event)
+        except EvidenceError as error:
+            self._fail(error)
+
+    def _write(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            part = str(event.shard) if event.shard else None
+            matrix = matrix_of(event.matrix or event.cells)
+            self._writer.start(asdict(event.settings), map(key_of, event.cells), matrix, part)
+        elif isinstance(event, CellFinished):
+            result = event.result
+            self._writer.cell(seal(record_of(result, self._writer.run, now(), self._replay(result))))
+        else:
+            self._writer.end(event.stopped)
+
+    def _fail(self, error: EvidenceError) -> None:
+        self.error = error
+        self._tell(f"{error}. The verdict will be printed, and this run leaves no evidence that a gate accepts")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
 
 
-@cache
-def _commit() -> str | None:
-    """Returns the commit of the working folder, if it is a git checkout."""
+def matrix_of(cells: Iterable[Cell]) -> Matrix:
+    """Returns what identifies a matrix of cells."""
+    keys = [str(key_of(cell)) for cell in cells]
+    return Matrix(cells=len(keys), digest=sha256("\n".join(keys).encode()).hexdigest())
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _git(*arguments: str) -> str | None:
+    """Returns what git says of the working folder, or None if it is no checkout."""
     try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

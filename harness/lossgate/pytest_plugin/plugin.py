@@ -6,7 +6,6 @@ Torch is imported only if there is such an item, or a test that uses ranks.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,12 +13,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from lossgate.pytest_plugin.evidence import Evidence
+
 if TYPE_CHECKING:
     from lossgate.engine.cell import Cell
     from lossgate.engine.settings import Settings
     from lossgate.worlds.simulated_ranks import SimulatedRanks
 
-_EVIDENCE = "lossgate_evidence"
+_EVIDENCE = pytest.StashKey[Evidence]()
 _EXIT = pytest.StashKey[int]()
 
 
@@ -31,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="how much to verify: dev, ci, nightly, release, or one of pyproject.toml",
     )
     group.addoption(
-        "--lossgate-evidence", metavar="FILE", type=Path, help="append a JSON line for each item to this file"
+        "--lossgate-evidence", metavar="FILE", type=Path, help="append what lossgate gate reads to this file"
     )
     group.addoption("--lossgate-failures", metavar="DIR", default=".lossgate", help="folder for failure files")
     group.addoption(
@@ -66,14 +67,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "world(dp=1, cp=1, tp=1, on=None, timeout=60, device='cpu'): runs the test on every rank of a world; its "
         "argument rank_context says which",
     )
-    evidence: Path | None = config.getoption("--lossgate-evidence")
-    if evidence is not None:
-        try:
-            evidence.open("ab").close()
-        except OSError as error:
-            raise pytest.UsageError(f"--lossgate-evidence {evidence}: can't be written: {error.strerror}") from None
-    if not hasattr(config, "workerinput"):  # pytest-xdist's workers send their reports to the controller
-        config.pluginmanager.register(_Reports(evidence), "lossgate-reports")
+    config.stash[_EVIDENCE] = Evidence(config, config.getoption("--lossgate-evidence"))
+    config.pluginmanager.register(config.stash[_EVIDENCE], "lossgate-evidence")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -165,7 +160,6 @@ def lossgate_run(
     from lossgate.engine.events import CellFinished
     from lossgate.engine.run_cell import run_cell
     from lossgate.errors import UsageError
-    from lossgate.evidence.writer import evidence_line
     from lossgate.reports.failures import FailureFiles
     from lossgate.reports.terminal import describe_cell
 
@@ -181,9 +175,11 @@ def lossgate_run(
             pytest.fail(str(error), pytrace=False)
         failures = FailureFiles(folder)
         failures(CellFinished(result))
-        record_property(_EVIDENCE, evidence_line(result, settings.seed).decode())
+        request.config.stash[_EVIDENCE].tell(result, failures.replay(result), record_property)
         if not result.passes:
-            pytest.fail("\n".join(_plain(line) for line in describe_cell(result, failures.of(cell))), pytrace=False)
+            pytest.fail(
+                "\n".join(_plain(line) for line in describe_cell(result, failures.replay(result))), pytrace=False
+            )
 
     return run
 
@@ -192,31 +188,3 @@ def _plain(line: str) -> str:
     from rich.text import Text
 
     return Text.from_markup(line).plain
-
-
-class _Reports:
-    """Collects the items' evidence where their reports arrive: under pytest-xdist, in the
-    controller.
-    """
-
-    def __init__(self, evidence: Path | None) -> None:
-        self._evidence = evidence
-        self._lines: list[str] = []
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call":
-            self._lines += [str(value) for name, value in report.user_properties if name == _EVIDENCE]
-
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if not self._lines:
-            return
-        cells = [json.loads(line) for line in self._lines]
-        verdicts = [cell["verdict"] for cell in cells]
-        counts = ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts))
-        terminalreporter.write_line(
-            f"lossgate: {len(cells)} cells: {counts}; {sum(c['comparisons'] for c in cells)} comparisons"
-        )
-        if self._evidence is not None:
-            with self._evidence.open("a") as file:
-                file.writelines(f"{line}\n" for line in self._lines)
-            terminalreporter.write_line(f"lossgate: evidence added to {self._evidence}")

@@ -7,6 +7,13 @@ _WIDTH = 180
 """Width without a terminal. All columns of the verdict table fit, with names of 45 characters."""
 
 
+class _Console(Console):
+    """Reports a closed pipe as Python does: rich would exit with the code of a disagreement."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def make_console() -> Console:
     """Makes a console for standard output.
 
@@ -14,5 +21,5 @@ def make_console() -> Console:
         A console as wide as the terminal, with colours unless ``NO_COLOR`` is set. Without a
         terminal it has a fixed width and no colours, so that a log reads the same everywhere.
     """
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_WIDTH)
+    console = _Console(highlight=False)
+    return console if console.is_terminal else _Console(highlight=False, width=_WIDTH)

@@ -2,6 +2,7 @@
 """Writes a failure file for every cell that disagrees."""
 
 from pathlib import Path
+from shlex import quote
 
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.events import CellFinished, Event
@@ -25,6 +26,18 @@ class FailureFiles:
     def of(self, cell: Cell) -> Path | None:
         """Returns the file of a cell, if it has one."""
         return self._written.get(cell)
+
+    def replay(self, result: CellResult) -> str | None:
+        """Returns the command that judges the failure of a cell again, if it has one."""
+        cell = result.cell
+        file = self.of(cell) or (cell.candidate.known_failure.example if cell.candidate.known_failure else None)
+        return f"{_program(cell)} replay {quote(str(file))}" if file is not None else None
+
+
+def _program(cell: Cell) -> str:
+    if cell.world != "torchrun":
+        return "lossgate"
+    return f"torchrun --nproc-per-node {cell.layout.ranks} -m lossgate"
 
 
 def _is_new_failure(result: CellResult) -> bool:

@@ -3,7 +3,6 @@
 
 from collections import Counter
 from functools import partial
-from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -12,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 from rich.text import Text
 
-from lossgate.engine.cell import Cell, CellResult
+from lossgate.engine.cell import CellResult
 from lossgate.engine.events import CellFinished, Event, RunStarted
 from lossgate.reports.console import make_console
 from lossgate.reports.failures import FailureFiles
@@ -78,7 +77,7 @@ class Terminal:
         if not result.passes:
             self._described[candidate] += 1
             if self._described[candidate] <= _DESCRIBED:
-                for line in describe_cell(result, self._failures.of(result.cell)):
+                for line in describe_cell(result, self._failures.replay(result)):
                     self._print_detail(line)
 
     def _print_detail(self, line: str) -> None:
@@ -97,12 +96,12 @@ class Terminal:
 _REPLAY = "  replay: "
 
 
-def describe_cell(result: CellResult, failure: Path | None) -> list[str]:
+def describe_cell(result: CellResult, replay: str | None) -> list[str]:
     """Describes in full why a cell does not agree.
 
     Args:
         result: a cell that is not AGREE.
-        failure: its failure file, if it has one.
+        replay: the command that judges its failure again, if there is one.
 
     Returns:
         Lines in rich markup.
@@ -113,15 +112,9 @@ def describe_cell(result: CellResult, failure: Path | None) -> list[str]:
     if result.failure is not None:
         shrunk = f"  (after {result.shrink_calls} tries to make it smaller)" if result.shrink_calls else ""
         lines.append(f"  on: {escape(result.failure.problem.describe())}{shrunk}")
-    if failure is not None:
-        lines.append(f"{_REPLAY}{_program(cell)} replay {escape(str(failure))}")
+    if replay is not None:
+        lines.append(f"{_REPLAY}{escape(replay)}")
     return lines
-
-
-def _program(cell: Cell) -> str:
-    if cell.world != "torchrun":
-        return "lossgate"
-    return f"torchrun --nproc-per-node {cell.layout.ranks} -m lossgate"
 
 
 def _marked(result: CellResult) -> str:

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: ``lossgate verify | replay | list | gate | report | diff``.
+
+Exit codes: 0 agree, 1 disagree, 2 usage or configuration, 3 inconclusive (nothing wrong seen, not
+enough seen), 4 a fault of lossgate itself.
+"""
+
+from lossgate.cli.app import Exit, app, main
+from lossgate.cli.listing import list_
+from lossgate.cli.replay import replay
+from lossgate.cli.verify import verify
+
+__all__ = ["Exit", "app", "list_", "main", "replay", "verify"]

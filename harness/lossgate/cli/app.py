@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``lossgate``: its exit codes, and what every command does with errors.
+
+What a command needs is imported in it: torch takes seconds to load, and a typing error should not.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+
+from cyclopts import App, CycloptsError
+
+app = App(name="lossgate", help="Judge whether loss kernels compute the losses they claim to.", version_flags=[])
+
+_UNTIL_SAID = 5.0
+"""Seconds in which rank 0 of a torchrun prints an error that all its processes find."""
+
+_CLOSED_PIPE = 141
+"""Exit code if nobody reads standard output any more, as that of a process that SIGPIPE ended."""
+
+
+class Exit(IntEnum):
+    """The meaning of each exit code."""
+
+    AGREE = 0
+    DISAGREE = 1
+    USAGE = 2
+    INCONCLUSIVE = 3
+    """Nothing wrong was seen, and not enough was seen."""
+    CRASH = 4
+    """lossgate itself failed."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point; exits.
+
+    An error of the user's is one line on stderr. ``arguments`` are those of the process by default.
+    """
+    from lossgate.errors import UsageError
+    from lossgate.launch import is_follower
+
+    try:
+        code = app(
+            sys.argv[1:] if arguments is None else arguments,
+            exit_on_error=False,
+            print_error=False,
+            result_action="return_value",
+        )
+        sys.stdout.flush()
+    except (CycloptsError, UsageError) as error:
+        if is_follower():  # it finds the same as rank 0, which torchrun would end before it has said so
+            time.sleep(_UNTIL_SAID)
+        else:
+            print(f"lossgate: {' '.join(str(error).split())}", file=sys.stderr)
+        code = Exit.USAGE
+    except BrokenPipeError:  # as by ``lossgate verify ... | head``
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its end
+        code = _CLOSED_PIPE
+    except Exception:
+        traceback.print_exc()
+        print("lossgate: this is a fault of lossgate itself; please report it with the lines above", file=sys.stderr)
+        code = Exit.CRASH
+    sys.exit(code)
+
+
+def driven(world: str, body: Callable[[], int]) -> int:
+    """Runs a command. If torchrun has launched this process, rank 0 runs it, and the others serve.
+
+    Raises:
+        UsageError: if torchrun has launched several, and the command needs other ranks.
+    """
+    from lossgate.errors import UsageError
+    from lossgate.launch import is_follower, launch_of_torchrun
+
+    launch = launch_of_torchrun()
+    if launch is not None and launch.ranks > 1 and world != "torchrun":
+        raise UsageError(
+            f"torchrun launched {launch.ranks} processes, and each would do everything in world {world!r}; "
+            "add --world torchrun, or start without torchrun"
+        )
+    if launch is None or world != "torchrun":
+        return body()
+    if is_follower():
+        from lossgate.worlds.torchrun import follow
+
+        return follow()
+    code = Exit.USAGE
+    try:
+        code = body()
+    finally:
+        from lossgate.worlds.torchrun import dismiss
+
+        sys.stdout.flush()  # before torchrun sees a process end, and ends the others
+        dismiss(code)
+    return code

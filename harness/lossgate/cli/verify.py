@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lossgate verify``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from lossgate.cli.app import Exit, app, driven
+from lossgate.interruption import ended_by_signals
+
+if TYPE_CHECKING:
+    from lossgate.engine.cell import CellResult
+    from lossgate.engine.events import Event
+    from lossgate.engine.settings import Settings
+    from lossgate.engine.shards import Shard
+    from lossgate.evidence.writer import EvidenceFile
+    from lossgate.reports.terminal import Terminal
+
+
+@app.command
+def verify(
+    *targets: str,
+    layout: Annotated[list[str] | None, Parameter(negative=())] = None,
+    dtype: Annotated[list[str] | None, Parameter(negative=())] = None,
+    profile: str = "dev",
+    examples: int | None = None,
+    ranks: int | None = None,
+    world: str | None = None,
+    device: str | None = None,
+    seed: int | None = None,
+    timeout: float | None = None,
+    jobs: int | None = None,
+    evidence: Path | None = None,
+    failures: Path = Path(".lossgate"),
+    shard: str | None = None,
+) -> int:
+    """Judge candidates against the references of their specs, on ranks.
+
+    Args:
+        targets: Files (file.py), modules (package.module), or one candidate of either
+            (file.py:name).
+        layout: A layout, such as tp=2,cp=2 or single; may be repeated. By default every layout of
+            at most --ranks ranks.
+        dtype: float32, bfloat16 or float16; may be repeated. By default all that a candidate takes.
+        profile: dev, ci, nightly, release, or one of [tool.lossgate.profiles] in pyproject.toml.
+        examples: Problems for each cell. A cell is one candidate, property, layout and dtype.
+        ranks: Ranks of the largest layout.
+        world: Where ranks run: simulated (all in this process, the default), gloo or nccl (one
+            process each), or torchrun (the processes that torchrun has launched).
+        device: Where ranks compute: cpu (the default) or cuda.
+        seed: Another seed draws other problems.
+        timeout: Seconds that a rank may take to the next collective or, if it is a process, to
+            return. Then it counts as hanging.
+        jobs: Processes side by side; 0 for one on each core.
+        evidence: Append what lossgate gate reads to this file: a JSON line for each cell.
+        failures: Folder for failure files.
+        shard: Verify one of several even parts of the matrix, such as 3/8; the parts are the same
+            on every machine.
+    """
+    from lossgate.engine.settings import load_settings
+    from lossgate.engine.shards import Shard
+    from lossgate.errors import UsageError
+
+    if not targets:
+        raise UsageError("verify: nothing named; expected files or modules with candidates, such as my_kernels.py")
+    lists: dict[str, Any] = {"layouts": tuple(layout) if layout else None, "dtypes": tuple(dtype) if dtype else None}
+    settings = load_settings(
+        profile,
+        examples=examples,
+        ranks=ranks,
+        world=world,
+        device=device,
+        seed=seed,
+        timeout=timeout,
+        jobs=jobs,
+        **lists,
+    )
+    part = Shard.parse(shard) if shard is not None else None
+    return driven(settings.world, lambda: _verify(targets, settings, part, evidence, failures))
+
+
+def _verify(
+    targets: Sequence[str], settings: Settings, shard: Shard | None, evidence: Path | None, failures: Path
+) -> int:
+    """Verifies until it is done or a signal asks to stop; returns the exit code."""
+    tally = _Tally(evidence)
+    with ended_by_signals(tally.stop):
+        _run(targets, settings, shard, failures, tally)
+    return tally.code
+
+
+class _Tally:
+    """Counts cells, and finds the exit code."""
+
+    def __init__(self, evidence: Path | None) -> None:
+        self.verdict = Exit.AGREE
+        self.terminal: Terminal | None = None
+        self.file: EvidenceFile | None = None
+        self.evidence, self._cells, self._done = evidence, 0, 0
+
+    @property
+    def code(self) -> Exit:
+        """A run whose evidence is lost has no success."""
+        lost = self.file is not None and self.file.error is not None
+        return Exit.USAGE if lost and self.verdict is not Exit.DISAGREE else self.verdict
+
+    def __call__(self, event: Event) -> None:
+        from lossgate.engine.events import CellFinished, RunStarted
+
+        if isinstance(event, RunStarted):
+            self._cells = len(event.cells)
+        elif isinstance(event, CellFinished):
+            self._done += 1
+        else:
+            code = exit_code(event.results)
+            self.verdict = Exit.INCONCLUSIVE if event.stopped and code is Exit.AGREE else code
+
+    def stop(self, signal: str) -> None:
+        """Says how far the run came before a signal stopped it."""
+        if self.terminal is not None:
+            self.terminal.close()
+        written = self.file is not None and self.file.error is None and self._done
+        kept = f"; their evidence is in {self.evidence}" if written else ""
+        print(f"lossgate: stopped by {signal} after {self._done} of {self._cells} cells{kept}", file=sys.stderr)
+
+
+def _run(targets: Sequence[str], settings: Settings, shard: Shard | None, failures: Path, tally: _Tally) -> None:
+    if settings.jobs != 1 or settings.world in ("gloo", "nccl"):
+        from lossgate.fork_server import worker_context
+
+        worker_context()  # other processes load torch while this one does
+
+    from lossgate.declaration.loading import load_candidates
+    from lossgate.engine.events import Consumer
+    from lossgate.engine.run import run
+    from lossgate.evidence.writer import EvidenceFile
+    from lossgate.reports.failures import FailureFiles
+    from lossgate.reports.terminal import Terminal
+
+    candidates = [candidate for target in targets for candidate in load_candidates(target)]
+    with ExitStack() as stack:
+        failure_files = FailureFiles(failures)
+        consumers: list[Consumer] = [failure_files, tally]
+        if tally.evidence is not None:
+            tally.file = stack.enter_context(closing(EvidenceFile(tally.evidence, _tell, failure_files.replay)))
+            consumers.append(tally.file)
+        tally.terminal = stack.enter_context(closing(Terminal(failure_files)))
+        consumers.append(tally.terminal)
+        for event in stack.enter_context(closing(run(candidates, settings, shard))):
+            for consumer in consumers:
+                consumer(event)
+
+
+def _tell(message: str) -> None:
+    print(f"lossgate: {message}", file=sys.stderr, flush=True)
+
+
+def exit_code(results: Iterable[CellResult]) -> Exit:
+    """Returns the code of the worst cell; known failures count as agreed."""
+    from lossgate.engine.cell import Verdict
+
+    verdicts = {Verdict.AGREE if result.passes else result.verdict for result in results}
+    if Verdict.DISAGREE in verdicts:
+        return Exit.DISAGREE
+    return Exit.INCONCLUSIVE if Verdict.INCONCLUSIVE in verdicts else Exit.AGREE

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shares a matrix of cells out between machines: ``lossgate verify --shard 3/8``."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from lossgate.adequacy.deck import deck_key
+from lossgate.engine.cell import Cell
+from lossgate.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of several even parts of a matrix of cells."""
+
+    number: int
+    """From 1 on."""
+    of: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Reads ``3/8``.
+
+        Raises:
+            UsageError: if it is no part.
+        """
+        number, slash, of = text.partition("/")
+        if not (slash and number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+            raise UsageError(f"shard {text!r}: expected a part and the number of parts, such as 3/8, from 1/8 to 8/8")
+        return cls(int(number), int(of))
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.of}"
+
+    def take(self, cells: Sequence[Cell]) -> list[Cell]:
+        """Returns the cells of this part, in their order.
+
+        The parts depend on nothing but the cells, so that they are the same on every machine. Their
+        sizes differ by one at most. Cells that share a deck stay together as far as possible, so
+        that few machines draw the same deck.
+
+        Raises:
+            UsageError: if there are more parts than cells.
+        """
+        if self.of > len(cells):
+            raise UsageError(f"shard {self}: the matrix has only {len(cells)} cells; use at most as many parts")
+        first = {key: i for i, key in reversed([*enumerate(map(_deck, cells))])}
+        order = sorted(range(len(cells)), key=lambda i: (first[_deck(cells[i])], i))
+        start, end = ((n * len(cells)) // self.of for n in (self.number - 1, self.number))
+        return [cells[i] for i in sorted(order[start:end])]
+
+
+def _deck(cell: Cell) -> str:
+    return deck_key(cell.candidate, cell.dtype)

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the record of a cell from what came of it."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from hashlib import sha256
+from math import ceil, floor, isfinite, log10
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lossgate.engine.case_result import CaseResult
+from lossgate.engine.cell import Cell, CellResult
+from lossgate.evidence.records import (
+    SCHEMA,
+    CellKey,
+    CellRecord,
+    Failure,
+    KnownFailureRecord,
+    OutputRecord,
+    PooledRecord,
+    WorstExample,
+)
+from lossgate.evidence.redo import contradictions, largest_mde
+from lossgate.judge.comparison import Comparison
+from lossgate.judge.pooling import Pooled
+from lossgate.judge.statistics import SCALE
+from lossgate.problems.problem import Problem
+
+_DIGITS = (5, 17)
+"""Significant digits of numbers: few, or all if the verdict hangs on them."""
+_SHARE_DIGITS = 3
+_WORST = 3
+"""How many of the worst examples are kept, with their problems."""
+
+
+def key_of(cell: Cell) -> CellKey:
+    """Returns what identifies a cell in evidence."""
+    return CellKey(cell.candidate.name, cell.property.name, str(cell.layout), cell.dtype, cell.world, cell.device)
+
+
+def record_of(result: CellResult, run: str, time: str, replay: str | None = None) -> CellRecord:
+    """Returns the record of a cell.
+
+    Args:
+        result: what came of it.
+        run: the name of the run.
+        time: when it was done.
+        replay: the command that judges its failure again, if there is one.
+    """
+    record, *others = (_record(result, run, time, replay, digits) for digits in _DIGITS)
+    return others[-1] if any(contradictions([record])) else record
+
+
+def _record(result: CellResult, run: str, time: str, replay: str | None, digits: int) -> CellRecord:
+    cell, candidate = result.cell, result.cell.candidate
+    outputs = tuple(_outputs(result, digits))
+    record = CellRecord(
+        schema=SCHEMA,
+        run=run,
+        **msgspec.structs.asdict(key_of(cell)),
+        spec=candidate.spec.name,
+        head=candidate.head,
+        source=candidate.source,
+        source_digest=_digest_of_source(candidate.source),
+        verdict=result.verdict.value,
+        reasons=result.reasons,
+        problems=len(result.cases),
+        comparisons=result.comparisons,
+        needs_adequacy=cell.property.needs_adequacy and candidate.known_failure is None,
+        outputs=outputs,
+        faults=tuple(dict.fromkeys(fault for case in result.cases for fault in _faults(case))),
+        mde=None,
+        coverage=dict(sorted(Counter(goal for case in result.cases for goal in case.covered).items())),
+        required=() if candidate.known_failure else tuple(cell.required_goals),
+        killed=len(frozenset[str]().union(*(case.killed for case in result.cases))),
+        surviving=result.surviving,
+        equivalent=result.equivalent,
+        worst=tuple(_worst(result.cases)),
+        failure=_failure(result, replay),
+        known_failure=_known_failure(result),
+        seconds=round(result.seconds, 3),
+        time=time,
+    )
+    return msgspec.structs.replace(record, mde=largest_mde(record))
+
+
+def _faults(case: CaseResult) -> Sequence[str]:
+    """Returns what disagreed in a case beside its outputs."""
+    return case.findings if case.failure else case.faults
+
+
+def _outputs(result: CellResult, digits: int) -> Iterator[OutputRecord]:
+    pools = {pooled.output: pooled for pooled in result.pooled}
+    outputs = dict.fromkeys(c.output for case in result.cases for c in case.comparisons)
+    for output in outputs:
+        found = [(i, c) for i, case in enumerate(result.cases) for c in case.comparisons if c.output == output]
+        yield _output([c for _, c in found], [i for i, c in found if c.values], pools[output], digits)
+
+
+def _output(all_: Sequence[Comparison], cases: Sequence[int], pooled: Pooled, digits: int) -> OutputRecord:
+    used = [c for c in all_ if c.values]
+    others = dict.fromkeys(name for c in used for name in c.values if name != SCALE)
+    planted = dict.fromkeys(name for c in used for name in c.rejected)
+    return OutputRecord(
+        name=str(pooled.output),
+        metric=pooled.output.kind == "metric",
+        cases=tuple(cases),
+        scale=tuple(_rounded((c.values[SCALE] for c in used), digits)),
+        limit=tuple(_rounded((c.limits[SCALE] for c in used), digits)),
+        sd=tuple(_rounded((c.sd for c in used), digits)),
+        mean=tuple(_rounded((c.mean for c in used), digits)),
+        vacuous=tuple(i for i, c in enumerate(used) if c.vacuous),
+        shares={name: tuple(_share(c.shares.get(name, 0.0)) for c in used) for name in others},
+        unit=max((c.unit for c in used if not c.vacuous), default=0.0),
+        kernels=max((c.kernels for c in used if not c.vacuous), default=1),
+        faults=tuple(dict.fromkeys(fault for c in all_ for fault in c.faults)),
+        pooled=_pooled(pooled, digits),
+        planted={name: _share_of(c.rejected[name] for c in used if name in c.rejected) for name in planted},
+        blind=tuple(dict.fromkeys(name for c in used for name in c.blind)),
+    )
+
+
+def _pooled(pooled: Pooled, digits: int) -> PooledRecord | None:
+    if not pooled.problems:
+        return None
+    scale, limit = _rounded((pooled.scale, pooled.limit), digits)
+    return PooledRecord(problems=pooled.problems, scale=scale, limit=limit)
+
+
+def _rounded(values: Iterable[float], digits: int) -> Iterator[float]:
+    return (float(f"{value:.{digits}g}") for value in values)
+
+
+def _share(share: float) -> float | None:
+    """Rounds a share of a limit up, so that it stays over 1 if it is."""
+    if not isfinite(share):
+        return None
+    if not share:
+        return 0.0
+    size = 10.0 ** (_SHARE_DIGITS - 1 - floor(log10(share)))
+    return float(f"{ceil(share * size) / size:.{_SHARE_DIGITS}g}")
+
+
+def _share_of(answers: Iterable[bool]) -> float:
+    given = list(answers)
+    return round(sum(given) / len(given), 4)
+
+
+def _worst(cases: Sequence[CaseResult]) -> Iterator[WorstExample]:
+    """Yields the worst examples, at most one for each output and statistic."""
+    found = [
+        (share, str(c.output), name, c, case.problem)
+        for case in cases
+        for c in case.comparisons
+        for name, share in c.shares.items()
+    ]
+    told = set[tuple[str, str]]()
+    for _, output, statistic, comparison, problem in sorted(found, key=lambda one: -one[0]):
+        if len(told) < _WORST and (output, statistic) not in told:
+            told.add((output, statistic))
+            yield WorstExample(
+                output=output,
+                statistic=statistic,
+                value=comparison.values[statistic],
+                limit=comparison.limits[statistic],
+                problem=_as_json(problem),
+            )
+
+
+def _failure(result: CellResult, replay: str | None) -> Failure | None:
+    if result.failure is None:
+        return None
+    return Failure(
+        problem=_as_json(result.failure.problem),
+        description=result.failure.problem.describe(),
+        findings=result.failure.findings,
+        symptoms=result.failure.symptoms,
+        shrink_calls=result.shrink_calls,
+        replay=replay,
+    )
+
+
+def _as_json(problem: Problem) -> dict[str, Any]:
+    return msgspec.json.decode(problem.to_json())
+
+
+def _known_failure(result: CellResult) -> KnownFailureRecord | None:
+    known = result.cell.candidate.known_failure
+    if known is None:
+        return None
+    digest = sha256(known.example.read_bytes()).hexdigest()
+    return KnownFailureRecord(name=known.name, example=digest, expected=result.expected)
+
+
+@cache
+def _digest_of_source(source: str) -> str | None:
+    """Returns the digest of the file that declares a candidate, if it is a file."""
+    location, _, _ = source.rpartition(":")
+    if not location.endswith(".py"):
+        return None
+    try:
+        return sha256(Path(location).read_bytes()).hexdigest()
+    except OSError:
+        return None

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads evidence, line by line. What is wrong with a line is told, not raised."""
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from enum import StrEnum
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from lossgate.errors import UsageError
+from lossgate.evidence.records import SCHEMA, Record
+from lossgate.evidence.sealed import digest_in, is_intact
+
+
+class Where(NamedTuple):
+    """A line of a file."""
+
+    file: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number}"
+
+
+class Damage(StrEnum):
+    """What can be wrong with a line."""
+
+    CUT = "cut"
+    EDITED = "edited"
+    UNREADABLE = "unreadable"
+    OTHER_SCHEMA = "other schema"
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedLine:
+    """A line that can't be taken for evidence."""
+
+    where: Where
+    damage: Damage
+    message: str
+    """What is wrong with it, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class GoodLine:
+    """A line that holds a record, as it was written."""
+
+    where: Where
+    record: Record
+    digest: str
+
+
+Line = GoodLine | DamagedLine
+
+
+class _Header(msgspec.Struct):
+    """What tells whether a line can be read as a record."""
+
+    kind: str
+    schema: str
+
+
+_HEADER = msgspec.json.Decoder(_Header)
+_RECORD = msgspec.json.Decoder(Record)
+_KINDS = ("run", "cell", "end")
+
+
+def read_lines(file: Path) -> Generator[Line, None, str]:
+    """Yields the lines of a file of evidence; returns the file's digest.
+
+    Empty lines are left out, and so are records of a kind that a later version of lossgate added.
+
+    Raises:
+        UsageError: if the file cannot be read.
+    """
+    digest = sha256()
+    try:
+        with file.open("rb") as stream:
+            for number, line in enumerate(stream, 1):
+                digest.update(line)
+                if line.strip() and (read := _read(Where(str(file), number), line)) is not None:
+                    yield read
+    except OSError as error:
+        raise UsageError(
+            f"can't read {file}: {error.strerror}; name a file that lossgate verify --evidence wrote"
+        ) from None
+    return digest.hexdigest()
+
+
+def _read(where: Where, line: bytes) -> Line | None:
+    body = line.rstrip(b"\r\n")
+    digest = digest_in(body)
+    if digest is None:
+        return _without_digest(where, body)
+    if not is_intact(body):
+        return DamagedLine(
+            where, Damage.EDITED, "its digest is not that of its text; it was changed after it was written"
+        )
+    try:
+        header = _HEADER.decode(body)
+        if header.schema.partition(".")[0] != SCHEMA.partition(".")[0]:
+            return _other_schema(where, header.schema)
+        if header.kind not in _KINDS:
+            return None
+        record = _RECORD.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        return DamagedLine(where, Damage.UNREADABLE, f"it is no record of evidence: {error}")
+    return GoodLine(where, record, digest)
+
+
+def _without_digest(where: Where, body: bytes) -> DamagedLine:
+    try:
+        whole = isinstance(msgspec.json.decode(body), dict)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        whole = False
+    if whole:
+        return DamagedLine(
+            where,
+            Damage.UNREADABLE,
+            "it has no digest: an earlier version of lossgate wrote it, or another program. Verify again",
+        )
+    return DamagedLine(where, Damage.CUT, "it is cut: it does not end as a line of evidence does. Verify again")
+
+
+def _other_schema(where: Where, schema: str) -> DamagedLine:
+    return DamagedLine(
+        where,
+        Damage.OTHER_SCHEMA,
+        f"it has schema {schema!r}, and this version of lossgate reads {SCHEMA.partition('.')[0]}.x; "
+        "read it with the version that wrote it, or verify again",
+    )

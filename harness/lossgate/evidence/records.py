@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The schema of evidence. A line holds one record: of a run, of a cell, or of the end of a run.
+
+``evidence.schema.json`` is made from these classes. A reader ignores fields that it does not know,
+so that a later version of lossgate may tell more. A change that an older reader would misread
+raises the first number of ``SCHEMA``.
+"""
+
+import builtins
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct, field
+
+SCHEMA = "1.0"
+"""Version of the schema: an older reader understands another second number, not another first."""
+
+VerdictName = Literal["AGREE", "DISAGREE", "INCONCLUSIVE"]
+Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$", description="A SHA-256 in hexadecimal digits.")]
+Time = Annotated[str, Meta(description="A time in UTC, as 2026-01-31T12:00:00+00:00.")]
+Count = Annotated[int, Meta(ge=0)]
+
+
+class CellKey(Struct, frozen=True, order=True, array_like=True):
+    """What identifies a cell."""
+
+    candidate: str
+    property: str
+    layout: str
+    dtype: str
+    world: str
+    device: str
+
+    def __str__(self) -> str:
+        where = "" if (self.world, self.device) == ("simulated", "cpu") else f" on {self.world}/{self.device}"
+        return f"{self.candidate}[{self.property}-{self.layout}-{self.dtype}]{where}"
+
+
+class Matrix(Struct, frozen=True, kw_only=True):
+    """All cells of a run, or of the runs that share them out between them."""
+
+    cells: Count
+    digest: Sha256
+    """Of the keys of all cells, in order. The parts of one matrix have the same."""
+
+
+class RunRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="run"):
+    """The first record of a run. Each cell and the end of the run name it by ``run``."""
+
+    schema: str
+    run: str
+    """A random name."""
+    started: Time
+    commit: str | None
+    """Of the working folder, if that is a git checkout."""
+    modified: bool | None
+    """Whether files in it differ from the commit."""
+    host: str
+    versions: dict[str, str]
+    """Of lossgate, torch, python, and the machine's kind."""
+    settings: dict[str, Any]
+    """How much was verified: the profile's settings, and the seed."""
+    part: str | None = None
+    """Which part of the matrix this run verifies, as ``3/8``; null for all of it."""
+    matrix: Matrix | None = None
+    """The whole matrix, if it is known at the start."""
+    cells: tuple[CellKey, ...] | None = None
+    """The cells of this run, if they are known at the start."""
+
+
+class EndRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="end"):
+    """The last record of a run. A run without it was stopped, or its file was cut."""
+
+    schema: str
+    run: str
+    finished: Time
+    cells: Count
+    """How many cells it has."""
+    digest: Sha256
+    """Of the digests of their lines, sorted."""
+    stopped: str = ""
+    """In words, why not all cells were verified; empty if they were."""
+    planned: tuple[CellKey, ...] | None = None
+    """The cells of the run, if they were not known at the start."""
+
+
+class PooledRecord(Struct, frozen=True, kw_only=True):
+    """The scale of an output over all problems of a cell that say something about it."""
+
+    problems: Count
+    scale: float
+    """By how much the output is too large, relative to the reference."""
+    limit: float
+    """The largest that rounding explains, on either side of 0."""
+
+    @property
+    def mde(self) -> float:
+        """The minimum detectable effect."""
+        return self.limit + abs(self.scale)
+
+
+class OutputRecord(Struct, frozen=True, kw_only=True):
+    """One output of a cell: how it compared on each problem. ``cases``, ``scale``, ``limit``, ``sd``,
+    ``mean`` and the lists in ``shares`` have one entry for each comparison.
+    """
+
+    name: str
+    """``loss``, ``logprobs``, ``token_entropy``, a metric, or ``grad of`` an input."""
+    metric: bool
+    """It may be zero on every problem: a share of tokens that are clipped, say."""
+    cases: tuple[Count, ...] = ()
+    """The number of each problem that was compared."""
+    scale: tuple[float, ...] = ()
+    """By how much the output is too large, relative to the reference."""
+    limit: tuple[float, ...] = ()
+    """The largest ``scale`` that rounding explains, on either side of 0."""
+    sd: tuple[float, ...] = ()
+    """Standard deviation of ``scale`` over correct runs that round."""
+    mean: tuple[float, ...] = ()
+    """Mean of ``scale`` over correct runs that round."""
+    vacuous: tuple[Count, ...] = ()
+    """The entries of comparisons whose reference was zero, so that no error of scale could show."""
+    shares: dict[str, tuple[float | None, ...]] = field(default_factory=dict)
+    """Each other statistic as a share of its limit, rounded up to three digits: over 1, or null for
+    any number over a limit of zero, is a disagreement. Empty for outputs that are a number."""
+    unit: float = 0.0
+    """Unit roundoff of the output's dtype."""
+    kernels: Count = 1
+    """How many kernels' rounding is in it."""
+    faults: tuple[str, ...] = ()
+    """What is wrong whatever the noise, in words."""
+    pooled: PooledRecord | None = None
+    """Null if no problem says anything about the scale."""
+    planted: dict[str, float] = field(default_factory=dict)
+    """The share of the planted errors that were rejected, by kind."""
+    blind: tuple[str, ...] = ()
+    """Planted errors that were accepted although the limits say otherwise: a fault of lossgate."""
+
+
+class WorstExample(Struct, frozen=True, kw_only=True):
+    """The problem on which a statistic of an output came closest to its limit, or went over it."""
+
+    output: str
+    statistic: str
+    value: float
+    limit: float
+    problem: dict[str, Any]
+
+
+class Failure(Struct, frozen=True, kw_only=True):
+    """The smallest problem that disagrees."""
+
+    problem: dict[str, Any]
+    description: str
+    """The problem in words."""
+    findings: tuple[str, ...]
+    symptoms: tuple[str, ...]
+    """What identifies the disagreement: the outputs in which it shows, or how the ranks failed."""
+    shrink_calls: Count = 0
+    """How many problems were tried to make it smaller."""
+    replay: str | None = None
+    """The command that judges it again."""
+
+
+class KnownFailureRecord(Struct, frozen=True, kw_only=True):
+    """The known failure that a candidate declares: its frozen example was judged, nothing else."""
+
+    name: str
+    example: Sha256
+    """Of the file with the frozen example."""
+    expected: bool
+    """Whether it still disagrees in the same outputs."""
+
+
+class CellRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="cell"):
+    """What came of a cell. Its numbers are enough to redo the verdict."""
+
+    schema: str
+    run: str
+    candidate: str
+    property: str
+    layout: str
+    dtype: str
+    world: str
+    device: str
+    spec: str
+    head: str
+    source: str
+    """``file.py:name`` or ``package.module:name``."""
+    source_digest: Sha256 | None
+    """Of the file that declares the candidate."""
+    verdict: VerdictName
+    reasons: tuple[str, ...]
+    """In words, why the verdict is not AGREE."""
+    problems: Count
+    comparisons: Count
+    needs_adequacy: bool
+    """Whether the property asks for goals, killed mutants and a small detectable effect."""
+    outputs: tuple[OutputRecord, ...]
+    faults: tuple[str, ...]
+    """What disagreed beside outputs: the ranks failed, or the property found something else."""
+    mde: float | None
+    """The minimum detectable effect of the output with the least power; null if it is infinite."""
+    coverage: dict[str, Count]
+    """How many problems reach each coverage goal."""
+    required: tuple[str, ...]
+    """The goals that must be reached."""
+    killed: Count
+    """How many option mutants were killed."""
+    surviving: tuple[str, ...]
+    """The option mutants that no problem killed."""
+    equivalent: tuple[str, ...]
+    """Those of them that no problem can kill."""
+    worst: tuple[WorstExample, ...]
+    """The worst examples, the worst first."""
+    failure: Failure | None
+    known_failure: KnownFailureRecord | None
+    seconds: float
+    time: Time
+    causes: tuple[str, ...] = ()
+    """What may have gone wrong, in words; the likeliest first."""
+    resources: dict[str, dict[str, float]] = field(default_factory=dict)
+    """What the ranks used, such as memory or traffic: numbers by name."""
+
+    @builtins.property
+    def key(self) -> CellKey:
+        return CellKey(self.candidate, self.property, self.layout, self.dtype, self.world, self.device)
+
+
+Record = RunRecord | CellRecord | EndRecord

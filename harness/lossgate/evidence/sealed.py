@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lines of evidence: a record as JSON, sealed by a digest of its own bytes.
+
+The digest shows that a line was cut or edited by accident. It is no signature: who wants to forge a
+line can seal it anew. A release pipeline signs the gate's statement, which names the evidence by
+digest.
+"""
+
+from hashlib import sha256
+
+import msgspec
+
+from lossgate.evidence.records import Record
+
+_SEAL = b',"digest":"'
+_END = b'"}'
+_LENGTH = len(_SEAL) + 64 + len(_END)
+
+
+def seal(record: Record) -> bytes:
+    """Returns a record as one line of JSON, without the line's end."""
+    body = msgspec.json.encode(record)
+    return body[:-1] + _SEAL + sha256(body).hexdigest().encode() + _END
+
+
+def digest_in(line: bytes) -> str | None:
+    """Returns the digest that a line names, or None if it names none at its end."""
+    tail = line[-_LENGTH:]
+    if len(tail) != _LENGTH or not tail.startswith(_SEAL) or not tail.endswith(_END):
+        return None
+    return tail[len(_SEAL) : -len(_END)].decode("ascii", "replace")
+
+
+def is_intact(line: bytes) -> bool:
+    """Returns whether the digest of a line is that of its bytes."""
+    return digest_in(line) == sha256(line[:-_LENGTH] + b"}").hexdigest()
+
+
+def digest_of_cells(digests: list[str]) -> str:
+    """Returns the digest of the cells of a run, whatever order their lines are in."""
+    return sha256("".join(sorted(digests)).encode()).hexdigest()

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What people are told of a cell: small enough to keep those of 100,000 cells."""
+
+from dataclasses import dataclass
+from math import inf
+
+from lossgate.evidence.reader import Where
+from lossgate.evidence.records import CellKey, CellRecord, Failure, KnownFailureRecord, VerdictName
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CellSummary:
+    """The record of a cell without the numbers of each problem."""
+
+    key: CellKey
+    where: Where
+    """The line that tells of it."""
+    digest: str
+    """Of that line."""
+    run: str
+    spec: str
+    head: str
+    source: str
+    source_digest: str | None
+    verdict: VerdictName
+    reasons: tuple[str, ...]
+    problems: int
+    comparisons: int
+    margin: float
+    """The largest statistic of any comparison, as a share of its limit."""
+    mde: float | None
+    """The minimum detectable effect of the output with the least power; None if it is infinite."""
+    failure: Failure | None
+    known_failure: KnownFailureRecord | None
+    seconds: float
+    time: str
+
+
+def summarize(record: CellRecord, where: Where, digest: str) -> CellSummary:
+    """Returns the summary of a record, which stands on a line with a digest."""
+    return CellSummary(
+        key=record.key,
+        where=where,
+        digest=digest,
+        run=record.run,
+        spec=record.spec,
+        head=record.head,
+        source=record.source,
+        source_digest=record.source_digest,
+        verdict=record.verdict,
+        reasons=record.reasons,
+        problems=record.problems,
+        comparisons=record.comparisons,
+        margin=_margin(record),
+        mde=record.mde,
+        failure=record.failure,
+        known_failure=record.known_failure,
+        seconds=record.seconds,
+        time=record.time,
+    )
+
+
+def _margin(record: CellRecord) -> float:
+    of_scale = [_share(s, limit) for o in record.outputs for s, limit in zip(o.scale, o.limit, strict=False)]
+    others = [inf if share is None else share for o in record.outputs for one in o.shares.values() for share in one]
+    return max([*of_scale, *others], default=0.0)
+
+
+def _share(scale: float, limit: float) -> float:
+    return abs(scale) / limit if limit else (inf if scale else 0.0)

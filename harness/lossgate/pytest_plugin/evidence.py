@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evidence of pytest items: lines are made where an item runs, and written where its report
+arrives: under pytest-xdist, in the controller.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from secrets import token_hex
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+if TYPE_CHECKING:
+    from lossgate.engine.cell import Cell, CellResult
+    from lossgate.evidence.records import CellKey
+    from lossgate.evidence.writer import AppendedLines, EvidenceWriter
+
+_LINE = "lossgate_evidence"
+_COUNTS = "lossgate_cell"
+_RUN = "lossgate_run"
+_PLANNED = "lossgate_planned"
+
+_Counts = tuple[str, int]
+"""The verdict of a cell, and its number of comparisons."""
+
+
+def collected(items: Sequence[pytest.Item]) -> list[Cell]:
+    """Returns the cells of the items that will run."""
+    specs = (getattr(item, "callspec", None) for item in items)
+    return [spec.params["lossgate_cell"] for spec in specs if spec is not None and "lossgate_cell" in spec.params]
+
+
+class Evidence:
+    """Gathers what items tell of their cells, in every process of a session.
+
+    Args:
+        config: of the session.
+        file: where evidence is written; None for nowhere.
+    """
+
+    def __init__(self, config: pytest.Config, file: Path | None) -> None:
+        self._input: dict[str, Any] | None = getattr(config, "workerinput", None)
+        self._output: dict[str, Any] | None = getattr(config, "workeroutput", None)
+        self._run: str = self._input[_RUN] if self._input is not None else token_hex(8)
+        self._path = file
+        self._file: AppendedLines | None = None
+        self._writer: EvidenceWriter | None = None
+        self._counts: list[_Counts] = []
+        self._planned: list[CellKey] | None = None
+        self._error = ""
+
+    def tell(self, result: CellResult, replay: str | None, record_property: Callable[[str, object], None]) -> None:
+        """Attaches what came of a cell to the report of its item."""
+        from lossgate.evidence.of_result import record_of
+        from lossgate.evidence.sealed import seal
+        from lossgate.evidence.writer import now
+
+        record_property(_COUNTS, [result.verdict.value, result.comparisons])
+        record_property(_LINE, seal(record_of(result, self._run, now(), replay)).decode())
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        node.workerinput[_RUN] = self._run
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Writes the record of the run, so that a file that can't be written is told before the
+        work.
+        """
+        if self._path is None or self._input is not None:
+            return
+        from lossgate.evidence.writer import AppendedLines, EvidenceError, EvidenceWriter
+
+        try:
+            self._file = AppendedLines(self._path, "--lossgate-evidence")
+            self._writer = EvidenceWriter(self._file, self._run)
+            self._writer.start({"profile": session.config.getoption("--lossgate-profile")})
+        except EvidenceError as error:
+            raise pytest.UsageError(str(error)) from None
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        cells = collected(session.items)
+        if not cells:
+            return
+        from msgspec.structs import astuple
+
+        from lossgate.evidence.of_result import key_of
+
+        self._planned = [key_of(cell) for cell in cells]
+        if self._output is not None:
+            self._output[_PLANNED] = [list(astuple(key)) for key in self._planned]
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        from lossgate.evidence.records import CellKey
+
+        planned = getattr(node, "workeroutput", {}).get(_PLANNED)
+        if planned is not None:
+            self._planned = [CellKey(*key) for key in planned]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" or self._input is not None:
+            return
+        for name, value in report.user_properties:
+            if name == _COUNTS:
+                self._counts.append(cast(_Counts, value))
+            elif name == _LINE:
+                self._write(lambda writer, line=str(value): writer.cell(line.encode()))
+
+    def _write(self, write: Callable[[EvidenceWriter], None]) -> None:
+        if self._writer is None or self._error:
+            return
+        from lossgate.evidence.writer import EvidenceError
+
+        try:
+            write(self._writer)
+        except EvidenceError as error:
+            self._error = str(error)
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Any:
+        outcome = yield  # pytest-xdist waits for its workers in it
+        if self._file is not None:
+            with closing(self._file):
+                self._write(lambda writer: writer.end(planned=self._planned))
+        if self._error and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.USAGE_ERROR
+        return outcome
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._counts:
+            counts = Counter(verdict for verdict, _ in self._counts)
+            verdicts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
+            comparisons = sum(count for _, count in self._counts)
+            terminalreporter.write_line(f"lossgate: {len(self._counts)} cells: {verdicts}; {comparisons} comparisons")
+        if self._error:
+            terminalreporter.write_line(f"lossgate: {self._error}; this run leaves no evidence that a gate accepts")
+        elif self._file is not None and self._counts:
+            terminalreporter.write_line(f"lossgate: evidence added to {self._path}")
