@@ -2,11 +2,9 @@
 """Tests of the command line as a user meets it: exit codes, output, evidence, replay."""
 
 import inspect
-import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import docstring_parser
@@ -14,77 +12,11 @@ import pytest
 
 from lossgate import Layout
 from lossgate import candidate as declare
-from lossgate.cli import Exit, main, replay, verify
+from lossgate.cli import Exit, replay, verify
 from lossgate.cli.verify import exit_code
 from lossgate.engine.cell import Cell, CellResult, Verdict
-
-KERNELS = """
-import torch, lossgate
-from lossgate import ANY
-
-def cross_entropy(inputs, options):
-    targets = inputs.labels.masked_fill(~inputs.mask, -100)
-    total = torch.nn.functional.cross_entropy(inputs.logits.float(), targets, reduction="sum")
-    return total / inputs.valid_tokens.clamp(min=1)
-
-@lossgate.candidate("nll", head="logits", axes=("dp", "cp"), good_for="a test")
-def right(inputs, options, mesh):
-    return cross_entropy(inputs, options)
-
-@lossgate.candidate("nll", head="logits", axes=("dp", "cp"))
-def wrong(inputs, options, mesh):
-    return cross_entropy(inputs, options) * (1.01 if inputs.labels.numel() > 2 else 1.0)
-
-@lossgate.candidate("nll", head="logits")
-def shapeless(inputs, options, mesh):
-    return inputs.logits.sum(0)
-"""
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "kernels.py").write_text(KERNELS)
-    return tmp_path
-
-
-def in_a_process(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command in a process of its own, as a user does.
-
-    Most of its time goes into loading torch.
-    """
-    return subprocess.run(
-        [sys.executable, "-m", "lossgate", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-
-@dataclass(frozen=True)
-class Done:
-    """What a command did."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-Lossgate = Callable[..., Done]
-
-
-@pytest.fixture
-def lossgate(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Lossgate:
-    """Returns ``lossgate(*arguments)``, which runs a command in this process."""
-    monkeypatch.chdir(folder)
-
-    def run(*arguments: str) -> Done:
-        with pytest.raises(SystemExit) as done:
-            main(arguments)
-        return Done(int(done.value.code or 0), *capsys.readouterr())
-
-    return run
+from property_tests.meta.command_line import KERNELS, Lossgate, in_a_process
+from property_tests.meta.evidence_lines import cells_in
 
 
 def test_agree(folder: Path, lossgate: Lossgate) -> None:
@@ -94,11 +26,11 @@ def test_agree(folder: Path, lossgate: Lossgate) -> None:
     assert "2, up to 2 ranks" in done.stdout
     assert "a test" in done.stdout
     assert "4 cells: 4 AGREE;" in done.stdout
-    cells = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
-    assert [(c["candidate"], c["spec"], c["layout"], c["dtype"], c["verdict"]) for c in cells] == [
+    cells = cells_in(folder / "out.jsonl")
+    assert [(c.candidate, c.spec, c.layout, c.dtype, c.verdict) for c in cells] == [
         ("right", "nll", layout, dtype, "AGREE") for dtype in ("float32", "bfloat16") for layout in ("single", "dp=2")
     ]
-    assert all(c["mde"]["grad of logits"] < 0.01 and c["problems"] == 20 and not c["missing_goals"] for c in cells)
+    assert all(0 < (c.mde or 1) < 0.01 and c.problems == 20 and set(c.required) <= set(c.coverage) for c in cells)
     assert not (folder / ".lossgate").exists()
 
 
@@ -120,9 +52,11 @@ def test_disagree_and_replay(folder: Path, lossgate: Lossgate) -> None:
     other = lossgate(*replay.split(), "--candidate", "kernels.py:right")
     assert other.returncode == 0
     assert other.stdout.startswith("AGREE  right  float32  cp=2\n")
-    (cell,) = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
-    assert cell["verdict"] == "DISAGREE"
-    assert cell["problem"]["layout"] == {"dp": 1, "cp": 2, "tp": 1}
+    (cell,) = cells_in(folder / "out.jsonl")
+    assert cell.verdict == "DISAGREE"
+    assert cell.failure is not None
+    assert cell.failure.problem["layout"] == {"cp": 2, "dp": 1, "tp": 1}
+    assert cell.failure.replay == f"lossgate {replay}"
 
 
 NEEDY = f"""
@@ -147,11 +81,9 @@ def test_inconclusive(folder: Path, lossgate: Lossgate) -> None:
 def test_side_by_side_gives_the_same(folder: Path, lossgate: Lossgate) -> None:
     arguments = ("verify", "kernels.py:right", "--ranks", "2", "--dtype", "float32", "--examples", "5", "--evidence")
     assert lossgate(*arguments, "one.jsonl").returncode == lossgate(*arguments, "two.jsonl", "--jobs", "2").returncode
-    one, two = (
-        [json.loads(line) for line in (folder / name).read_text().splitlines()] for name in ("one.jsonl", "two.jsonl")
-    )
-    assert [c["layout"] for c in one] == [c["layout"] for c in two] == ["single", "cp=2", "dp=2"]
-    assert [c["worst"] for c in one] == [c["worst"] for c in two]
+    one, two = (cells_in(folder / name) for name in ("one.jsonl", "two.jsonl"))
+    assert [c.layout for c in one] == [c.layout for c in two] == ["single", "cp=2", "dp=2"]
+    assert [c.outputs for c in one] == [c.outputs for c in two]
 
 
 @pytest.mark.parametrize(
@@ -214,10 +146,6 @@ def cell_result(verdict: str, expected: bool) -> CellResult:
         (
             ["verify", "kernels.py", "--jobs", "-1"],
             "jobs=-1: expected a number of processes, or 0 for one on each core",
-        ),
-        (
-            ["verify", "kernels.py", "--evidence", "no/such/folder.jsonl"],
-            "--evidence no/such/folder.jsonl: can't be written: No such file or directory",
         ),
         (["verify", "kernels.py:wrong", "--failures", "kernels.py"], "choose another folder with --failures"),
         (["verify", "kernels.py:shapeless"], "candidate 'shapeless' on rank 0 returned loss of shape"),

@@ -1,75 +1,318 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of evidence: what a gate reads of a cell."""
+"""Tests of evidence: what a gate reads of a cell, and how its lines are written."""
 
 import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import msgspec
+import pytest
+
 from lossgate import Layout, candidate
+from lossgate.bank.bugs import cross_entropy_with
+from lossgate.bank.cross_entropy import STYLES, make
+from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, CellResult, Verdict
-from lossgate.evidence.writer import evidence_line
+from lossgate.engine.run_cell import run_cell
+from lossgate.engine.settings import Settings
+from lossgate.engine.verdict import conclude
+from lossgate.evidence.of_result import record_of
+from lossgate.evidence.reader import DamagedLine, GoodLine, Line, read_lines
+from lossgate.evidence.records import SCHEMA, CellKey, CellRecord
+from lossgate.evidence.redo import contradictions, redo
+from lossgate.evidence.schema import SCHEMA_FILE, json_schema
+from lossgate.evidence.sealed import digest_in, is_intact, seal
+from lossgate.evidence.writer import AppendedLines, EvidenceError
 from lossgate.judge.comparison import Comparison
 from lossgate.judge.pooling import pool
-from lossgate.judge.statistics import SCALE
+from lossgate.judge.statistics import NOISE, SCALE
 from lossgate.specs.outputs import LOSS, metric_output
+from property_tests.meta import made_evidence as made
+
+# What a record says of a cell
+
+KERNEL = candidate("nll", head="logits", name="a")(lambda inputs, options, mesh: inputs.logits.sum())
+CELL = Cell(KERNEL, Layout(tp=2), "float32")
 
 
-def line_of(seed: int = 0) -> dict[str, Any]:
-    """Returns the evidence of a cell.
-
-    Its loss was compared, and its metric was zero on every problem.
-    """
-    kernel = candidate("nll", head="logits", name="a")(lambda inputs, options, mesh: inputs.logits.sum())
+def test_a_record_names_the_cell_and_its_verdict() -> None:
+    """Its loss was compared, and its metric was zero on every problem."""
     entropy = metric_output("entropy")
     seen = Comparison(output=LOSS, values={SCALE: 0.0}, limits={SCALE: 1e-6}, sd=1e-7, unit=2**-24)
-    unseen = Comparison(output=entropy, vacuous=True)
-    result = CellResult(
-        cell=Cell(kernel, Layout(tp=2), "float32"),
-        verdict=Verdict.INCONCLUSIVE,
-        reasons=("too little",),
-        cases=(),
-        pooled=(pool(LOSS, [seen]), pool(entropy, [unseen])),
+    pooled = (pool(LOSS, [seen]), pool(entropy, [Comparison(output=entropy, vacuous=True)]))
+    result = CellResult(cell=CELL, verdict=Verdict.INCONCLUSIVE, reasons=("too little",), cases=(), pooled=pooled)
+    record = record_of(result, "run-1", made.TIME)
+    assert record.key == CellKey("a", "agreement", "tp=2", "float32", "simulated", "cpu")
+    assert str(record.key) == "a[agreement-tp=2-float32]"
+    assert (record.spec, record.head, record.verdict, record.reasons) == (
+        "nll",
+        "logits",
+        "INCONCLUSIVE",
+        ("too little",),
     )
-    line = evidence_line(result, seed)
-    assert b"\n" not in line
-    return json.loads(line, parse_constant=lambda word: f"{word} is no JSON")
+    assert record.known_failure is record.failure is None
 
 
-def test_an_output_that_was_zero_on_every_problem_has_no_detectable_effect() -> None:
-    effects = line_of()["mde"]
-    assert 0 < effects["loss"] < 1e-5
-    assert effects["entropy"] is None
+@pytest.fixture(scope="module")
+def agreed() -> CellResult:
+    return run_cell(Cell(make(STYLES["bfloat16"][0]), Layout(), "bfloat16"), Settings(examples=12))
 
 
-def test_the_seed_is_that_of_the_run() -> None:
-    assert line_of(seed=7)["seed"] == 7
+@pytest.fixture(scope="module")
+def disagreed() -> CellResult:
+    wrong = cross_entropy_with(STYLES["bfloat16"][0], "dX x1.01")
+    return run_cell(Cell(wrong, Layout(), "bfloat16"), Settings(examples=12, shrink_calls=5))
 
 
-def test_the_line_names_the_cell_and_its_verdict() -> None:
-    line = line_of()
-    named = {
-        name: line[name]
-        for name in (
-            "candidate",
-            "spec",
-            "head",
-            "property",
-            "layout",
-            "dtype",
-            "verdict",
-            "reasons",
-            "known_failure",
-            "problem",
+def concluded(result: CellResult, cases: tuple[CaseResult, ...], **more: Any) -> CellResult:
+    return conclude(result.cell, cases, failure=None, shrink_calls=0, seconds=0.0, **more)
+
+
+def with_scale(cases: tuple[CaseResult, ...], scale: float) -> tuple[CaseResult, ...]:
+    return tuple(
+        replace(
+            case,
+            comparisons=tuple(replace(c, values=c.values and {**c.values, SCALE: scale}) for c in case.comparisons),
         )
-    }
-    assert named == {
-        "candidate": "a",
-        "spec": "nll",
-        "head": "logits",
-        "property": "agreement",
-        "layout": "tp=2",
-        "dtype": "float32",
-        "verdict": "INCONCLUSIVE",
-        "reasons": ["too little"],
-        "known_failure": None,
-        "problem": None,
-    }
+        for case in cases
+    )
+
+
+def at_the_limit(cases: tuple[CaseResult, ...], share: float) -> tuple[CaseResult, ...]:
+    """Sets the noise of the last comparison that has any to a share of its limit."""
+    case = cases[-1]
+    *others, last = case.comparisons
+    limit = last.limits[NOISE]
+    at = replace(last, values={**last.values, NOISE: limit * share})
+    findings = () if at.agrees else ("over its limit",)
+    return (*cases[:-1], replace(case, comparisons=(*others, at), findings=findings))
+
+
+RESULTS: dict[str, Callable[[CellResult], CellResult]] = {
+    "as it is": lambda result: result,
+    "two problems": lambda result: concluded(result, result.cases[:2]),
+    "no problem": lambda result: concluded(result, ()),
+    "biased": lambda result: concluded(result, with_scale(result.cases, 0.003)),
+    "a goal is missing": lambda result: concluded(
+        result, tuple(replace(case, covered=case.covered - {"masked token"}) for case in result.cases)
+    ),
+    "blind": lambda result: concluded(
+        result,
+        (
+            *result.cases[:-1],
+            replace(
+                result.cases[-1],
+                comparisons=tuple(replace(c, blind=("x1.01",)) for c in result.cases[-1].comparisons),
+            ),
+        ),
+    ),
+    "just within its limit": lambda result: concluded(result, at_the_limit(result.cases, 1 - 1e-12)),
+}
+
+
+@pytest.mark.parametrize("kind", RESULTS)
+def test_the_numbers_of_a_record_redo_its_verdict(kind: str, agreed: CellResult) -> None:
+    result = RESULTS[kind](agreed)
+    record = record_of(result, "run-1", made.TIME)
+    assert redo(record) == record.verdict == result.verdict
+    assert contradictions([record]) == [""]
+    read = msgspec.json.decode(msgspec.json.encode(record), type=CellRecord)
+    assert contradictions([read]) == [""]
+
+
+def test_results_give_every_verdict(agreed: CellResult) -> None:
+    assert {RESULTS[kind](agreed).verdict for kind in RESULTS} == set(Verdict)
+
+
+def test_a_statistic_just_over_its_limit_is_over_it_in_the_record(agreed: CellResult) -> None:
+    cases = at_the_limit(agreed.cases, 1 + 1e-12)
+    result = replace(concluded(agreed, cases), verdict=Verdict.DISAGREE, failure=cases[-1])
+    record = record_of(result, "run-1", made.TIME)
+    assert max(share or 2 for output in record.outputs for share in output.shares.get("noise", ())) > 1
+    assert contradictions([record]) == [""]
+
+
+def test_a_disagreement_keeps_what_is_needed_to_see_it_again(disagreed: CellResult) -> None:
+    record = record_of(disagreed, "run-1", made.TIME, "lossgate replay f.json")
+    assert disagreed.failure is not None
+    assert record.failure is not None
+    assert record.failure.problem == json.loads(disagreed.failure.problem.to_json())
+    assert (record.failure.symptoms, record.failure.replay) == (("grad of hidden",), "lossgate replay f.json")
+    assert contradictions([record]) == [""]
+    worst = record.worst[0]
+    assert abs(worst.value) > worst.limit
+    assert worst.problem["spec"] == "nll"
+
+
+def test_the_numbers_are_those_of_the_comparisons(agreed: CellResult) -> None:
+    record = record_of(agreed, "run-1", made.TIME)
+    for output in record.outputs:
+        compared = [c for case in agreed.cases for c in case.comparisons if str(c.output) == output.name and c.values]
+        assert output.scale == pytest.approx([c.values[SCALE] for c in compared], rel=1e-4)
+        assert output.limit == pytest.approx([c.limits[SCALE] for c in compared], rel=1e-4)
+        for name, shares in output.shares.items():
+            exact = [c.shares.get(name, 0.0) for c in compared]
+            assert all(
+                kept is not None and share <= kept <= 1.01 * share for share, kept in zip(exact, shares, strict=True)
+            )
+    assert record.coverage["trained token"] == sum("trained token" in case.covered for case in agreed.cases)
+    assert record.killed == len(frozenset[str]().union(*(case.killed for case in agreed.cases)))
+    assert record.mde == pytest.approx(agreed.mde, rel=1e-3)
+
+
+# A record that contradicts its own numbers
+
+LIES: dict[str, tuple[CellRecord, str]] = {
+    "verdict": (made.disagreeing(verdict="AGREE"), "its verdict is AGREE, and its numbers give DISAGREE"),
+    "verdict, the other way": (made.cell(verdict="DISAGREE"), "its verdict is DISAGREE, and its numbers give AGREE"),
+    "inconclusive": (made.inconclusive(verdict="AGREE"), "its verdict is AGREE, and its numbers give INCONCLUSIVE"),
+    "no failure": (made.disagreeing(verdict="AGREE", failure=None), "numbers give DISAGREE"),
+    "scale": (made.cell(outputs=(made.output(scale=(1e-8, 3e-7, 0.5e-8)),)), "loss has a pooled scale of -1.6667e-09"),
+    "sd": (made.cell(outputs=(made.output(sd=(1e-9, 1e-9, 1e-9)),)), "and its numbers give"),
+    "single limit": (made.cell(outputs=(made.output(limit=(1e-6, 1e-9, 1e-6)),)), "its numbers give DISAGREE"),
+    "share": (made.cell(outputs=(made.output(shares={"noise": (0.25, 1.01, 0.1)}),)), "its numbers give DISAGREE"),
+    "infinite share": (made.cell(outputs=(made.output(shares={"noise": (0.25, None, 0.1)}),)), "give DISAGREE"),
+    "fault": (made.cell(faults=("the ranks hang",)), "its numbers give DISAGREE"),
+    "fault of an output": (made.cell(outputs=(made.output(faults=("not finite",)),)), "its numbers give DISAGREE"),
+    "goal": (made.cell(coverage={}), "its numbers give INCONCLUSIVE"),
+    "no pool": (made.cell(outputs=(made.output(pooled=None),)), "loss is not pooled, and 3 problems say something"),
+    "pool of nothing": (
+        made.cell(outputs=(made.output(vacuous=(0, 1, 2)),)),
+        "no problem says anything about its scale",
+    ),
+    "problems": (
+        made.cell(outputs=(made.output(vacuous=(1,)),)),
+        "loss is pooled over 3 problems, and has the numbers of 2",
+    ),
+    "a list too short": (made.cell(outputs=(made.output(sd=(1e-7,)),)), "the lists of loss do not have one entry"),
+    "no comparisons": (made.cell(comparisons=2), "it says 2 comparisons, and has the numbers of 3"),
+    "no such problem": (made.cell(problems=2), "it says 2 problems, and has the numbers of problem 2, counted from 0"),
+    "mde": (made.cell(mde=1e-9), "its mde is 1e-09, and its numbers give 2.3"),
+    "no number": (
+        made.cell(outputs=(made.output(unit=0.0, kernels=0, sd=(0.0, 0.0, 0.0)),)),
+        "and its numbers give nan",
+    ),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_record_that_contradicts_itself_is_found(lie: str) -> None:
+    record, message = LIES[lie]
+    (found,) = contradictions([record])
+    assert message in found
+
+
+def test_honest_records_contradict_nothing() -> None:
+    assert contradictions([made.cell(), made.disagreeing(), made.inconclusive(), made.cell()]) == [""] * 4
+
+
+# Lines
+
+
+def lines_of(file: Path, *lines: bytes) -> list[Line]:
+    file.write_bytes(b"".join(lines))
+    return list(read_lines(file))
+
+
+def test_a_line_is_read_as_it_was_written(tmp_path: Path) -> None:
+    record = made.disagreeing()
+    (line,) = lines_of(tmp_path / "out.jsonl", seal(record) + b"\n")
+    assert isinstance(line, GoodLine)
+    assert line.record == record
+    assert json.loads(seal(record))["digest"] == line.digest
+    assert b"\n" not in seal(record)
+
+
+def edited(line: bytes) -> bytes:
+    return line.replace(b'"problems":3', b'"problems":9')
+
+
+DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "cut in half": (lambda line: line[: len(line) // 2], "it is cut"),
+    "cut at its end": (lambda line: line[:-1], "it is cut"),
+    "edited": (edited, "its digest is not that of its text"),
+    "another digest": (lambda line: line.replace(digest_in(line)[:4].encode(), b"0000"), "its digest is not that"),  # type: ignore[index]
+    "glued": (lambda line: line[:50] + line, "its digest is not that of its text"),
+    "two glued": (lambda line: line + line, "its digest is not that of its text"),
+    "no digest": (lambda line: b'{"candidate": "nll"}', "it has no digest: an earlier version of lossgate wrote it"),
+    "no JSON": (lambda line: b"\xff\x00", "it is cut"),
+    "too deep": (lambda line: b"[" * 100_000, "it is cut"),
+    "another schema": (lambda line: seal(made.cell(schema="2.0")), "it has schema '2.0'"),
+    "no schema": (lambda line: seal_of({"kind": "cell"}), "it is no record of evidence: Object missing required field"),
+    "wrong type": (lambda line: seal_of(as_json(made.cell()) | {"problems": "x"}), "Expected `int`, got `str`"),
+    "out of range": (lambda line: seal_of(as_json(made.cell()) | {"problems": -1}), "Expected `int` >= 0"),
+}
+
+
+def as_json(record: CellRecord) -> dict[str, Any]:
+    return msgspec.json.decode(msgspec.json.encode(record))
+
+
+def seal_of(values: dict[str, Any]) -> bytes:
+    """Seals what is no record."""
+    return seal(values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_line_is_told(tmp_path: Path, damage: str) -> None:
+    change, message = DAMAGE[damage]
+    good = seal(made.cell())
+    first, second, third = lines_of(tmp_path / "out.jsonl", good + b"\n", change(good) + b"\n", good)
+    assert isinstance(first, GoodLine)
+    assert isinstance(third, GoodLine)
+    assert isinstance(second, DamagedLine)
+    assert str(second.where) == f"{tmp_path / 'out.jsonl'}:2"
+    assert message in second.message
+
+
+def test_what_a_later_version_adds_does_no_harm(tmp_path: Path) -> None:
+    later = as_json(made.cell(schema="1.7")) | {"traffic": {"all_reduce": 3}, "causes": ["a factor of tp"]}
+    kind = {"kind": "weather", "schema": "1.7"}
+    (line,) = lines_of(tmp_path / "out.jsonl", seal_of(kind) + b"\n\n", seal_of(later) + b"\r\n")
+    assert isinstance(line, GoodLine)
+    assert line.record == made.cell(schema="1.7", causes=("a factor of tp",))
+    assert is_intact(seal_of(later))
+
+
+# Adding to files
+
+
+def test_a_half_written_line_is_never_glued_to_the_next(tmp_path: Path) -> None:
+    file = tmp_path / "out.jsonl"
+    file.write_bytes(seal(made.cell())[:100])
+    for _ in range(2):
+        AppendedLines(file).add(seal(made.cell()))
+    cut, *good = read_lines(file)
+    assert isinstance(cut, DamagedLine)
+    assert [type(line) for line in good] == [GoodLine, GoodLine]
+
+
+def test_many_writers_add_whole_lines(tmp_path: Path) -> None:
+    """Lines of 100,000 bytes are longer than what systems write at once."""
+    file, line = tmp_path / "out.jsonl", seal(made.cell(reasons=("x" * 100_000,)))
+
+    def add(_: int) -> None:
+        lines = AppendedLines(file)
+        for _ in range(10):
+            lines.add(line)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(add, range(4)))
+    assert [type(read) for read in read_lines(file)] == [GoodLine] * 40
+
+
+def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(EvidenceError, match=r"^--evidence .*: can't be written: Is a directory$"):
+        AppendedLines(tmp_path).add(b"{}")
+
+
+# The schema
+
+
+def test_the_published_schema_is_that_of_the_records() -> None:
+    """If it fails, write ``json_schema()`` to the file, and raise ``SCHEMA``'s second number."""
+    assert SCHEMA_FILE.read_text() == json_schema()
+    assert json.loads(json_schema())["$id"].endswith(f"evidence-{SCHEMA}.json")

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of the pytest plugin: ``lossgate.suite`` in a user's test file."""
 
-import json
 from pathlib import Path
 
 import pytest
+
+from lossgate.evidence.records import EndRecord, RunRecord
+from lossgate.evidence.writer import EvidenceError
+from property_tests.meta.evidence_lines import cells_in, records_in
 
 pytest_plugins = ["pytester"]
 
@@ -62,8 +65,17 @@ def test_items_evidence_and_failures(user: pytest.Pytester, workers: tuple[str, 
         ]
     )
     result.stdout.fnmatch_lines(["lossgate: 6 cells: *", "lossgate: evidence added to out.jsonl"])
-    cells = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
-    assert sorted(cell["verdict"] for cell in cells) == ["AGREE"] * 4 + ["DISAGREE", "INCONCLUSIVE"]
+    cells = cells_in(Path("out.jsonl"))
+    assert sorted(cell.verdict for cell in cells) == ["AGREE"] * 4 + ["DISAGREE", "INCONCLUSIVE"]
+    run, *_, end = records_in(Path("out.jsonl"))
+    assert isinstance(run, RunRecord)
+    assert isinstance(end, EndRecord)
+    assert {cell.run for cell in cells} == {run.run} == {end.run}
+    assert end.planned is not None
+    assert sorted(end.planned) == sorted(cell.key for cell in cells)
+    (failure,) = [cell.failure for cell in cells if cell.failure]
+    assert failure.replay is not None
+    assert failure.replay.startswith("lossgate replay .lossgate/failure-wrong-agreement-float32-single-")
     assert len(list(Path(".lossgate").iterdir())) == 1
 
 
@@ -84,8 +96,36 @@ def test_a_known_failure_passes(pytester: pytest.Pytester) -> None:
     )
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "--lossgate-evidence", "out.jsonl")
     result.assert_outcomes(passed=1)
-    (cell,) = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
-    assert (cell["verdict"], cell["known_failure"]) == ("DISAGREE", "torch-4")
+    (cell,) = cells_in(Path("out.jsonl"))
+    assert cell.known_failure is not None
+    assert (cell.verdict, cell.known_failure.name, cell.known_failure.expected) == ("DISAGREE", "torch-4", True)
+
+
+def test_cells_that_were_selected_and_not_verified_are_named_at_the_end(user: pytest.Pytester) -> None:
+    user.runpytest_inprocess("-x", "-p", "no:cacheprovider", "-k", "wrong or few", "--lossgate-evidence", "out.jsonl")
+    *_, end = records_in(Path("out.jsonl"))
+    assert isinstance(end, EndRecord)
+    assert end.planned is not None
+    assert (end.cells, len(end.planned)) == (1, 2)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_evidence_that_cannot_be_written_ends_the_run_before_the_work(user: pytest.Pytester) -> None:
+    result = user.runpytest_inprocess("-p", "no:cacheprovider", "--lossgate-evidence", "/dev/full")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "--lossgate-evidence /dev/full: can't be written: No space left on device" in result.stderr.str()
+    assert "wrong" not in result.stdout.str()
+
+
+def test_evidence_that_is_lost_on_the_way_is_no_success(user: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise EvidenceError("the disk is full")
+
+    monkeypatch.setattr("lossgate.evidence.writer.EvidenceWriter.cell", fail)
+    result = user.runpytest_inprocess("-p", "no:cacheprovider", "-k", "right and single", "--lossgate-evidence", "out")
+    result.assert_outcomes(passed=2)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stdout.fnmatch_lines(["lossgate: the disk is full; this run leaves no evidence that a gate accepts"])
 
 
 def test_the_profile_of_the_command_line_wins(user: pytest.Pytester) -> None:

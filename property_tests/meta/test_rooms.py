@@ -32,6 +32,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("adequacy",),
     ("engine",),
     ("evidence",),
+    ("gate",),
     ("reports",),
     ("pytest_plugin",),
     ("cli", "__main__"),

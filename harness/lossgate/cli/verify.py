@@ -148,7 +148,7 @@ def _run(targets: Sequence[str], settings: Settings, shard: Shard | None, failur
         failure_files = FailureFiles(failures)
         consumers: list[Consumer] = [failure_files, tally]
         if tally.evidence is not None:
-            tally.file = stack.enter_context(closing(EvidenceFile(tally.evidence, _tell, failure_files.replay)))
+            tally.file = EvidenceFile(tally.evidence, _tell, failure_files.replay)
             consumers.append(tally.file)
         tally.terminal = stack.enter_context(closing(Terminal(failure_files)))
         consumers.append(tally.terminal)

@@ -99,8 +99,8 @@ class PooledRecord(Struct, frozen=True, kw_only=True):
 
 
 class OutputRecord(Struct, frozen=True, kw_only=True):
-    """One output of a cell: how it compared on each problem. ``cases``, ``scale``, ``limit``, ``sd``,
-    ``mean`` and the lists in ``shares`` have one entry for each comparison.
+    """One output of a cell: how it compared on each problem. ``cases``, ``scale``, ``limit``,
+    ``sd``, ``mean`` and the lists in ``shares`` have one entry for each comparison.
     """
 
     name: str
@@ -121,7 +121,8 @@ class OutputRecord(Struct, frozen=True, kw_only=True):
     """The entries of comparisons whose reference was zero, so that no error of scale could show."""
     shares: dict[str, tuple[float | None, ...]] = field(default_factory=dict)
     """Each other statistic as a share of its limit, rounded up to three digits: over 1, or null for
-    any number over a limit of zero, is a disagreement. Empty for outputs that are a number."""
+    any number over a limit of zero, is a disagreement. 0 where it was not measured. Outputs that
+    are a number have none."""
     unit: float = 0.0
     """Unit roundoff of the output's dtype."""
     kernels: Count = 1

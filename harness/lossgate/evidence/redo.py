@@ -122,8 +122,8 @@ def _compare(output: OutputRecord, problems: int, scale: float, limit: float) ->
     near = _ROUNDING * (abs(limit) + abs(scale))
     if not (abs(said.scale - scale) <= near and abs(said.limit - limit) <= near):  # also if one is no number
         return (
-            f"{output.name} has a pooled scale of {said.scale:.4g} +- {said.limit:.2g}, "
-            f"and its numbers give {scale:.4g} +- {limit:.2g}"
+            f"{output.name} has a pooled scale of {said.scale:.6g} +- {said.limit:.6g}, "
+            f"and its numbers give {scale:.6g} +- {limit:.6g}"
         )
     return ""
 

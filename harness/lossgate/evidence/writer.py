@@ -4,10 +4,12 @@
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from hashlib import sha256
+from io import FileIO
 from pathlib import Path
 from secrets import token_hex
 from types import ModuleType
@@ -35,46 +37,48 @@ class AppendedLines:
     """A file to which lines are added, each whole.
 
     A line that another run has left half-written stays alone: what is added begins on a new line.
-    Several processes may add to one file.
-
-    Raises:
-        EvidenceError: if the file can't be written. What was written before stays.
+    Several processes may add to one file. It is opened for each line, so that nothing is left open.
     """
 
     def __init__(self, path: Path, option: str = "--evidence") -> None:
         self._path, self._option = path, option
-        try:
-            self._file = path.open("ab+", buffering=0)
-        except OSError as error:
-            raise self._error(error) from None
 
     def add(self, line: bytes) -> None:
-        """Adds a line, and gives it its end."""
+        """Adds a line, and gives it its end.
+
+        Raises:
+            EvidenceError: if the file can't be written. What was written before stays.
+        """
         try:
-            if fcntl is not None:
-                fcntl.flock(self._file, fcntl.LOCK_EX)
-            try:
-                left = memoryview(self._start() + line + b"\n")
+            with self._path.open("ab+", buffering=0) as file, _locked(file):
+                left = memoryview(_before(file) + line + b"\n")
                 while left:  # a write may take less than it is given
-                    left = left[self._file.write(left) or 0 :]
-            finally:
-                if fcntl is not None:
-                    fcntl.flock(self._file, fcntl.LOCK_UN)
+                    left = left[file.write(left) or 0 :]
         except OSError as error:
             raise self._error(error) from None
-
-    def _start(self) -> bytes:
-        """Returns what must stand before a new line: the end of a line that has none."""
-        if not self._file.seekable() or not (size := self._file.seek(0, os.SEEK_END)):
-            return b""
-        self._file.seek(size - 1)
-        return b"" if self._file.read(1) == b"\n" else b"\n"
-
-    def close(self) -> None:
-        self._file.close()
 
     def _error(self, error: OSError) -> EvidenceError:
         return EvidenceError(f"{self._option} {self._path}: can't be written: {error.strerror}")
+
+
+@contextmanager
+def _locked(file: FileIO) -> Generator[None]:
+    if fcntl is None:
+        yield
+        return
+    fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _before(file: FileIO) -> bytes:
+    """Returns what must stand before a new line: the end of a line that has none."""
+    if not file.seekable() or not (size := file.seek(0, os.SEEK_END)):
+        return b""
+    file.seek(size - 1)
+    return b"" if file.read(1) == b"\n" else b"\n"
 
 
 class EvidenceWriter:
@@ -157,13 +161,8 @@ class EvidenceFile:
         self, path: Path, tell: Callable[[str], None], replay: Callable[[CellResult], str | None] = lambda _: None
     ) -> None:
         self._tell, self._replay = tell, replay
+        self._writer = EvidenceWriter(AppendedLines(path))
         self.error: EvidenceError | None = None
-        self._file: AppendedLines | None = None
-        try:
-            self._file = AppendedLines(path)
-            self._writer = EvidenceWriter(self._file)
-        except EvidenceError as error:
-            self._fail(error)
 
     def __call__(self, event: Event) -> None:
         if self.error is not None:
@@ -171,7 +170,8 @@ class EvidenceFile:
         try:
             self._write(event)
         except EvidenceError as error:
-            self._fail(error)
+            self.error = error
+            self._tell(f"{error}. The verdict will be printed, and this run leaves no evidence that a gate accepts")
 
     def _write(self, event: Event) -> None:
         if isinstance(event, RunStarted):
@@ -183,14 +183,6 @@ class EvidenceFile:
             self._writer.cell(seal(record_of(result, self._writer.run, now(), self._replay(result))))
         else:
             self._writer.end(event.stopped)
-
-    def _fail(self, error: EvidenceError) -> None:
-        self.error = error
-        self._tell(f"{error}. The verdict will be printed, and this run leaves no evidence that a gate accepts")
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
 
 
 def matrix_of(cells: Iterable[Cell]) -> Matrix:

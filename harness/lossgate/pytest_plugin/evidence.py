@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any, cast
@@ -17,7 +16,7 @@ import pytest
 if TYPE_CHECKING:
     from lossgate.engine.cell import Cell, CellResult
     from lossgate.evidence.records import CellKey
-    from lossgate.evidence.writer import AppendedLines, EvidenceWriter
+    from lossgate.evidence.writer import EvidenceWriter
 
 _LINE = "lossgate_evidence"
 _COUNTS = "lossgate_cell"
@@ -47,7 +46,6 @@ class Evidence:
         self._output: dict[str, Any] | None = getattr(config, "workeroutput", None)
         self._run: str = self._input[_RUN] if self._input is not None else token_hex(8)
         self._path = file
-        self._file: AppendedLines | None = None
         self._writer: EvidenceWriter | None = None
         self._counts: list[_Counts] = []
         self._planned: list[CellKey] | None = None
@@ -76,8 +74,7 @@ class Evidence:
         from lossgate.evidence.writer import AppendedLines, EvidenceError, EvidenceWriter
 
         try:
-            self._file = AppendedLines(self._path, "--lossgate-evidence")
-            self._writer = EvidenceWriter(self._file, self._run)
+            self._writer = EvidenceWriter(AppendedLines(self._path, "--lossgate-evidence"), self._run)
             self._writer.start({"profile": session.config.getoption("--lossgate-profile")})
         except EvidenceError as error:
             raise pytest.UsageError(str(error)) from None
@@ -124,9 +121,7 @@ class Evidence:
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Any:
         outcome = yield  # pytest-xdist waits for its workers in it
-        if self._file is not None:
-            with closing(self._file):
-                self._write(lambda writer: writer.end(planned=self._planned))
+        self._write(lambda writer: writer.end(planned=self._planned))
         if self._error and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
         return outcome
@@ -139,5 +134,5 @@ class Evidence:
             terminalreporter.write_line(f"lossgate: {len(self._counts)} cells: {verdicts}; {comparisons} comparisons")
         if self._error:
             terminalreporter.write_line(f"lossgate: {self._error}; this run leaves no evidence that a gate accepts")
-        elif self._file is not None and self._counts:
+        elif self._writer is not None and self._counts:
             terminalreporter.write_line(f"lossgate: evidence added to {self._path}")

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evidence of a few numbers, for tests of what reads it."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lossgate.evidence.records import (
+    SCHEMA,
+    CellRecord,
+    EndRecord,
+    Failure,
+    Matrix,
+    OutputRecord,
+    PooledRecord,
+    Record,
+    RunRecord,
+)
+from lossgate.evidence.redo import largest_mde
+from lossgate.evidence.sealed import digest_in, digest_of_cells, seal
+
+STARTED, TIME, FINISHED = "2026-11-20T12:00:00+00:00", "2026-11-20T12:00:30+00:00", "2026-11-20T12:01:00+00:00"
+COMMIT = "c" * 40
+
+
+def output(**changes: Any) -> OutputRecord:
+    """Returns the loss of a cell with three problems, which agrees, with changes."""
+    record = OutputRecord(
+        name="loss",
+        metric=False,
+        cases=(0, 1, 2),
+        scale=(1e-8, -2e-8, 0.5e-8),
+        limit=(1e-6, 1e-6, 1e-6),
+        sd=(1e-7, 1e-7, 1e-7),
+        mean=(0.0, 0.0, 0.0),
+        shares={"noise": (0.25, 0.5, 0.125)},
+        unit=2**-24,
+        pooled=PooledRecord(problems=3, scale=-1.6667e-09, limit=2.3392e-06),
+        planted={"zero": 1.0},
+    )
+    return msgspec.structs.replace(record, **changes)
+
+
+def cell(**changes: Any) -> CellRecord:
+    """Returns the record of a cell that agrees, with changes."""
+    record = CellRecord(
+        schema=SCHEMA,
+        run="run-1",
+        candidate="nll",
+        property="agreement",
+        layout="single",
+        dtype="float32",
+        world="simulated",
+        device="cpu",
+        spec="nll",
+        head="logits",
+        source="kernels.py:nll",
+        source_digest="a" * 64,
+        verdict="AGREE",
+        reasons=(),
+        problems=3,
+        comparisons=3,
+        needs_adequacy=True,
+        outputs=(output(),),
+        faults=(),
+        mde=None,
+        coverage={"trained token": 3},
+        required=("trained token",),
+        killed=2,
+        surviving=(),
+        equivalent=(),
+        worst=(),
+        failure=None,
+        known_failure=None,
+        seconds=1.5,
+        time=TIME,
+    )
+    record = msgspec.structs.replace(record, **changes)
+    return record if "mde" in changes else msgspec.structs.replace(record, mde=largest_mde(record))
+
+
+def disagreeing(**changes: Any) -> CellRecord:
+    """Returns the record of a cell whose loss is 1% too large on one problem."""
+    pooled = PooledRecord(problems=1, scale=0.01, limit=1e-6)
+    wrong = output(cases=(0,), scale=(0.01,), limit=(1e-6,), sd=(1e-7,), mean=(0.0,), shares={}, pooled=pooled)
+    given: dict[str, Any] = {
+        "verdict": "DISAGREE",
+        "reasons": ("loss: 1.01 times the reference",),
+        "problems": 1,
+        "comparisons": 1,
+        "outputs": (wrong,),
+        "failure": Failure(
+            problem={"spec": "nll"},
+            description="1 token",
+            findings=("loss: 1.01 times the reference",),
+            symptoms=("loss",),
+            replay="lossgate replay failure.json",
+        ),
+    }
+    return cell(**given | changes)
+
+
+def inconclusive(**changes: Any) -> CellRecord:
+    """Returns the record of a cell in which an option mutant survives."""
+    reason = "a kernel that computes label_smoothing=0.1 as 0 would have passed every problem"
+    given: dict[str, Any] = {
+        "verdict": "INCONCLUSIVE",
+        "reasons": (reason,),
+        "surviving": ("label_smoothing=0.1 as 0",),
+    }
+    return cell(**given | changes)
+
+
+def run(cells: Iterable[CellRecord], **changes: Any) -> RunRecord:
+    """Returns the record of a run of these cells."""
+    keys = tuple(one.key for one in cells)
+    record = RunRecord(
+        schema=SCHEMA,
+        run="run-1",
+        started=STARTED,
+        commit=COMMIT,
+        modified=False,
+        host="host",
+        versions={"lossgate": "0.1.0", "torch": "2.13.0"},
+        settings={"examples": 3, "seed": 0},
+        matrix=Matrix(cells=len(keys), digest="b" * 64),
+        cells=keys,
+    )
+    return msgspec.structs.replace(record, **changes)
+
+
+def end(lines: Sequence[bytes], **changes: Any) -> EndRecord:
+    """Returns the record of the end of a run, after the lines of its cells."""
+    digests = [digest for line in lines if (digest := digest_in(line))]
+    record = EndRecord(schema=SCHEMA, run="run-1", finished=FINISHED, cells=len(lines), digest=digest_of_cells(digests))
+    return msgspec.structs.replace(record, **changes)
+
+
+def whole_run(cells: Sequence[CellRecord], **changes: Any) -> list[Record]:
+    """Returns all records of a run. ``changes`` are those of the record of the run."""
+    first = run(cells, **changes)
+    named = [msgspec.structs.replace(one, run=first.run) for one in cells]
+    return [first, *named, end([seal(one) for one in named], run=first.run)]
+
+
+def write(file: Path, records: Iterable[Record]) -> Path:
+    """Writes records, sealed, to a file, and returns it."""
+    file.write_bytes(b"".join(seal(record) + b"\n" for record in records))
+    return file
