@@ -25,6 +25,14 @@ class Where(NamedTuple):
         return f"{self.file}:{self.number}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Digested:
+    """A file and its SHA-256."""
+
+    file: str
+    sha256: str
+
+
 class Damage(StrEnum):
     """What can be wrong with a line."""
 

@@ -3,6 +3,9 @@
 
 from dataclasses import dataclass
 from math import inf
+from sys import intern
+
+import msgspec
 
 from lossgate.evidence.reader import Where
 from lossgate.evidence.records import CellKey, CellRecord, Failure, KnownFailureRecord, VerdictName
@@ -37,18 +40,22 @@ class CellSummary:
 
 
 def summarize(record: CellRecord, where: Where, digest: str) -> CellSummary:
-    """Returns the summary of a record, which stands on a line with a digest."""
+    """Returns the summary of a record, which stands on a line with a digest.
+
+    Strings that many cells have in common are kept once.
+    """
+    source_digest = None if record.source_digest is None else intern(record.source_digest)
     return CellSummary(
-        key=record.key,
+        key=CellKey(*map(intern, msgspec.structs.astuple(record.key))),
         where=where,
         digest=digest,
-        run=record.run,
-        spec=record.spec,
-        head=record.head,
-        source=record.source,
-        source_digest=record.source_digest,
+        run=intern(record.run),
+        spec=intern(record.spec),
+        head=intern(record.head),
+        source=intern(record.source),
+        source_digest=source_digest,
         verdict=record.verdict,
-        reasons=record.reasons,
+        reasons=tuple(map(intern, record.reasons)),
         problems=record.problems,
         comparisons=record.comparisons,
         margin=_margin(record),
@@ -56,7 +63,7 @@ def summarize(record: CellRecord, where: Where, digest: str) -> CellSummary:
         failure=record.failure,
         known_failure=record.known_failure,
         seconds=record.seconds,
-        time=record.time,
+        time=intern(record.time),
     )
 
 

@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
+from lossgate.evidence.reader import Digested
 from lossgate.evidence.records import CellKey
 from lossgate.evidence.summary import CellSummary
 
@@ -74,14 +75,6 @@ class GatedCell:
     def verdict(self) -> str:
         """AGREE, DISAGREE, INCONCLUSIVE, or MISSING."""
         return self.summary.verdict if self.summary is not None else "MISSING"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Digested:
-    """A file and its SHA-256."""
-
-    file: str
-    sha256: str
 
 
 @dataclass(frozen=True, kw_only=True)
