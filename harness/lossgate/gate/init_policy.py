@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes a first policy from evidence at hand: it asks for exactly the cells that are there."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+
+from msgspec.structs import astuple
+
+from lossgate.errors import UsageError
+from lossgate.evidence.records import CellKey, KnownFailureRecord, RunRecord
+from lossgate.evidence.summary import CellSummary
+from lossgate.gate.boxes import Box, boxes
+from lossgate.gate.patterns import escape
+from lossgate.gate.policy_text import quoted
+from lossgate.gate.rules import EvidenceRules
+from lossgate.judge.pooled_scale import LARGEST_MDE
+
+_WIDTH = 100
+_NAMED = 5
+"""How many cells a comment names."""
+_LISTS = ("candidates", "properties", "layouts", "dtypes", "worlds", "devices")
+_USUAL = {"worlds": ("simulated",), "devices": ("cpu",)}
+
+_TOP = """\
+# What a release needs. The gate is closed unless evidence shows all of it:
+#   lossgate gate EVIDENCE --policy THIS_FILE
+schema = 1
+
+[evidence]
+# Older evidence is refused.
+max_age = "3 days"
+# All evidence must be of one commit.{commits}
+same_commit = true
+# true refuses evidence from a checkout whose files differ from its commit.
+unmodified = false
+# These versions must be the same in all evidence.{versions}
+same_versions = {same}
+
+# Each [[require]] asks for every combination of its lists. Shell patterns stand for what evidence
+# has: "nll_*" for all candidates with such a name, of which there must be at least one. A name
+# without *, ? or [ must be there, so that no cell can vanish unseen.
+"""
+_LEAST = """\
+# The least problems of each of these cells, and the greatest error that could have stayed hidden.
+min_problems = {problems}
+max_mde = {mde}
+"""
+_KNOWN = """
+# A known failure excuses its cell until it expires, as long as its frozen example still disagrees.
+[[known_failure]]
+{key}
+# The heading under which a document describes it.
+name = {name}
+# The failure file that its candidate declares, relative to this file.
+{example}
+# Fill these in, and remove the "#": where it is followed up, who mends it, and until when.
+# issue = "https://example.com/issues/12"
+# owner = "a name"
+# expires = 2027-01-31
+"""
+
+
+def first_policy(
+    summaries: Iterable[CellSummary], runs: Iterable[RunRecord], examples: Mapping[str, Path] | None = None
+) -> str:
+    """Returns the text of a policy that asks for each cell of the evidence, and for no other.
+
+    What nobody but its owner can know of a known failure is left as a comment. The policy can't be
+    loaded until that is filled in.
+
+    Args:
+        summaries: the cells. Those that did not pass are asked for too.
+        runs: the runs of the evidence.
+        examples: the failure files at hand by their SHA-256, as the policy shall name them.
+
+    Raises:
+        UsageError: if there is no cell.
+    """
+    by_key = {summary.key: summary for summary in summaries}
+    if not by_key:
+        raise UsageError(
+            "no first policy: the evidence has no cell; verify first, as with lossgate verify FILE --evidence out.jsonl"
+        )
+    known = {key: summary.known_failure for key, summary in sorted(by_key.items()) if summary.known_failure}
+    parts = [_top(list(runs))]
+    for some in (by_key.keys() - known.keys(), known.keys()):
+        parts += [_rule(box, by_key) for box in boxes([astuple(key) for key in some])]
+    parts += [_known_failure(key, record, examples or {}) for key, record in known.items()]
+    return "".join(parts)
+
+
+def _top(runs: Sequence[RunRecord]) -> str:
+    commits = {run.commit for run in runs}
+    none = " The evidence at hand names none." if None in commits else ""
+    several = f" The evidence at hand is of {len(commits)}." if len(commits) > 1 else ""
+    same = EvidenceRules.same_versions
+    mixed = [name for name in same if len({run.versions.get(name) for run in runs}) > 1]
+    return _TOP.format(
+        commits=several or none,
+        versions=f" The evidence at hand has several of {' and '.join(mixed)}." if mixed else "",
+        same=_list(same),
+    )
+
+
+def _rule(box: Box, by_key: Mapping[CellKey, CellSummary]) -> str:
+    cells = [by_key[CellKey(*names)] for names in product(*box)]
+    lists = [
+        f"{name} = {_list(map(escape, names))}\n"
+        for name, names in zip(_LISTS, box, strict=True)
+        if names != _USUAL.get(name)
+    ]
+    passed = [cell for cell in cells if cell.verdict == "AGREE"] or cells  # the others stop early
+    least = _LEAST.format(problems=max(1, min(cell.problems for cell in passed)), mde=LARGEST_MDE)
+    return "".join(("\n", *_comments(cells), "[[require]]\n", *lists, least))
+
+
+def _comments(cells: Sequence[CellSummary]) -> Iterator[str]:
+    """Yields what keeps these cells from passing as they are."""
+    known = [cell for cell in cells if cell.known_failure]
+    if known:
+        yield "# These have known failures; see below.\n"
+        return
+    failing = [cell for cell in cells if cell.verdict != "AGREE"]
+    if failing:
+        yield f"# {len(failing)} of these {len(cells)} cells did not pass, and keep the gate closed:\n"
+        yield from (f"#   {_on_one_line(cell.key)} {cell.verdict}\n" for cell in failing[:_NAMED])
+        if len(failing) > _NAMED:
+            yield f"#   and {len(failing) - _NAMED} more\n"
+
+
+def _known_failure(key: CellKey, record: KnownFailureRecord, examples: Mapping[str, Path]) -> str:
+    named = zip(("candidate", "property", "layout", "dtype", "world", "device"), astuple(key), strict=True)
+    found = examples.get(record.example)
+    if found is None:
+        example = f"# No file at hand has the SHA-256 {record.example}.\n"
+        example += '# example = "failures/failure.json"'
+    else:
+        example = f"example = {quoted(found.as_posix())}"
+    return _KNOWN.format(
+        key="\n".join(f"{part} = {quoted(name)}" for part, name in named), name=quoted(record.name), example=example
+    )
+
+
+def _on_one_line(key: CellKey) -> str:
+    """Returns a key with nothing in it that would end a comment."""
+    return quoted(str(key))[1:-1]
+
+
+def _list(names: Iterable[str]) -> str:
+    """Returns a TOML list: on one line if it fits."""
+    items = [quoted(name) for name in names]
+    line = f"[{', '.join(items)}]"
+    return line if len(line) <= _WIDTH - 20 else "".join(("[\n", *(f"    {item},\n" for item in items), "]"))

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which cells a rule of a policy asks for, given the cells that evidence tells of."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from fnmatch import translate
+from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
+
+from msgspec.structs import astuple
+
+from lossgate.evidence.records import CellKey
+
+Patterns = tuple[str, ...]
+Rest = tuple[str, str, str, str, str]
+"""Property, layout, dtype, world and device of a cell, or a pattern for each."""
+
+_PARTS = ("property", "layout", "dtype", "world", "device")
+_USUAL = {"world": "simulated", "device": "cpu"}
+_WILDCARDS = re.compile(r"[*?[]")
+_ESCAPED = re.compile(r"\[([*?[])\]")
+_REMEMBERED = 2**16
+"""Answers that are kept. Beside candidates, few names and patterns are ever asked for."""
+
+
+@lru_cache(_REMEMBERED)
+def literal(pattern: str) -> str | None:
+    """Returns the one name that a pattern stands for, or None if it has wildcards.
+
+    ``[*]``, ``[?]`` and ``[[]`` stand for the character between the brackets.
+    """
+    return None if _WILDCARDS.search(_ESCAPED.sub("", pattern)) else _ESCAPED.sub(r"\1", pattern)
+
+
+def escape(name: str) -> str:
+    """Returns the pattern that stands for a name alone."""
+    return _WILDCARDS.sub(lambda found: f"[{found.group()}]", name)
+
+
+@lru_cache(_REMEMBERED)
+def fits(pattern: str, name: str) -> bool:
+    """Returns whether a shell pattern matches a name. Case matters on every system."""
+    return _regex(pattern).match(name) is not None
+
+
+@lru_cache(_REMEMBERED)
+def _regex(pattern: str) -> re.Pattern[str]:
+    return re.compile(translate(pattern))
+
+
+class Demand(NamedTuple):
+    """What a rule asks for: at least one cell of a candidate that matches five patterns."""
+
+    pattern: str
+    """The pattern of the candidate, as the policy has it."""
+    candidate: str | None
+    """The candidate, or None if there is none that matches the pattern."""
+    wanted: Rest
+    """A pattern for each other part of the cell."""
+    cells: tuple[CellKey, ...]
+    """The cells that meet the demand; none if it is not met."""
+
+    @property
+    def is_met(self) -> bool:
+        return bool(self.cells)
+
+    @property
+    def key(self) -> CellKey | None:
+        """The cell that is asked for, if the rule names each of its parts."""
+        parts = [literal(pattern) for pattern in self.wanted]
+        names = [part for part in parts if part is not None]
+        if self.candidate is None or literal(self.pattern) is None or len(names) < len(parts):
+            return None
+        return CellKey(self.candidate, *names)
+
+    def __str__(self) -> str:
+        if self.candidate is None:
+            return f"no candidate matches {self.pattern}"
+        named = {name: pattern for name, pattern in zip(_PARTS, self.wanted, strict=True) if pattern != "*"}
+        told = {name: pattern for name, pattern in named.items() if _USUAL.get(name) != pattern} or named
+        ending = ", ".join(f"{name} {pattern}" for name, pattern in told.items())
+        return f"{self.candidate}: no cell{' with ' * bool(ending)}{ending}"
+
+
+class KnownCells:
+    """The cells that evidence tells of, by candidate. Make it once for all rules."""
+
+    def __init__(self, keys: Iterable[CellKey]) -> None:
+        self.by_candidate: defaultdict[str, list[tuple[CellKey, Rest]]] = defaultdict(list)
+        rests: dict[Rest, Rest] = {}
+        for key in keys:
+            candidate, *rest = astuple(key)
+            own: Rest = tuple(rest)
+            self.by_candidate[candidate].append((key, rests.setdefault(own, own)))
+
+
+def demands(candidates: Patterns, others: tuple[Patterns, ...], known: KnownCells) -> Iterator[Demand]:
+    """Yields what a rule asks for, each with the cells that meet it.
+
+    A candidate that is named must be there, and a pattern must match at least one. Of each such
+    candidate, each combination of the other patterns must match at least one cell.
+
+    Args:
+        candidates: the patterns for candidates.
+        others: those for properties, layouts, dtypes, worlds and devices.
+        known: the cells that evidence tells of.
+    """
+    combinations = _Combinations(others)
+    done = set[str]()
+    for pattern in candidates:
+        chosen = _chosen(pattern, known)
+        if not chosen:
+            yield Demand(pattern, None, combinations.all[0], ())
+        for candidate in chosen:
+            if candidate not in done:
+                done.add(candidate)
+                yield from _demands_of(pattern, candidate, combinations, known)
+
+
+def _chosen(pattern: str, known: KnownCells) -> list[str]:
+    name = literal(pattern)
+    if name is not None:
+        return [name]
+    matches = _regex(pattern).match
+    return [candidate for candidate in known.by_candidate if matches(candidate)]
+
+
+def _demands_of(pattern: str, candidate: str, combinations: "_Combinations", known: KnownCells) -> Iterator[Demand]:
+    met: defaultdict[int, list[CellKey]] = defaultdict(list)
+    for key, rest in known.by_candidate.get(candidate, ()):
+        for number in combinations.matched_by(rest):
+            met[number].append(key)
+    for number, wanted in enumerate(combinations.all):
+        yield Demand(pattern, candidate, wanted, tuple(met.get(number, ())))
+
+
+class _Combinations:
+    """The combinations of five lists of patterns, and which of them match a cell."""
+
+    def __init__(self, lists: tuple[Patterns, ...]) -> None:
+        self.lists = lists
+        self.all: list[Rest] = list(product(*lists))  # pyright: ignore[reportAttributeAccessIssue]
+        self.numbers = {combination: number for number, combination in enumerate(self.all)}
+        self.known: dict[Rest, tuple[int, ...]] = {}
+
+    def matched_by(self, rest: Rest) -> tuple[int, ...]:
+        if rest not in self.known:
+            each = [[p for p in patterns if fits(p, name)] for patterns, name in zip(self.lists, rest, strict=True)]
+            self.known[rest] = tuple(self.numbers[c] for c in product(*each))  # pyright: ignore[reportArgumentType]
+        return self.known[rest]

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a policy says, as classes."""
+
+import builtins
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import date, timedelta
+from pathlib import Path
+
+import msgspec
+
+from lossgate.evidence.records import CellKey
+from lossgate.gate.patterns import Demand, KnownCells, Patterns, demands, fits
+from lossgate.judge.pooled_scale import LARGEST_MDE
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvidenceRules:
+    """What all evidence must be like."""
+
+    max_age: timedelta | None = None
+    """None allows any age."""
+    same_commit: bool = True
+    """All evidence must be of one commit."""
+    unmodified: bool = False
+    """Evidence from a checkout whose files differ from its commit is refused."""
+    same_versions: tuple[str, ...] = ("lossgate", "torch")
+    """The names in ``RunRecord.versions`` that must be the same in all evidence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A ``[[require]]``: cells that a release needs, and how well they must have been seen."""
+
+    line: int
+    """Where it begins in the policy."""
+    candidates: Patterns
+    properties: Patterns = ("*",)
+    layouts: Patterns = ("*",)
+    dtypes: Patterns = ("*",)
+    worlds: Patterns = ("simulated",)
+    devices: Patterns = ("cpu",)
+    min_problems: int = 1
+    """The least problems of a cell."""
+    max_mde: float = LARGEST_MDE
+    """The greatest minimum detectable effect of a cell."""
+
+    @property
+    def others(self) -> tuple[Patterns, ...]:
+        """The patterns beside those for candidates, in the order of a cell's key."""
+        return self.properties, self.layouts, self.dtypes, self.worlds, self.devices
+
+    def matches(self, key: CellKey) -> bool:
+        """Returns whether the rule holds for a cell."""
+        names = msgspec.structs.astuple(key)
+        lists = (self.candidates, *self.others)
+        return all(any(fits(p, name) for p in patterns) for patterns, name in zip(lists, names, strict=True))
+
+    def demands(self, known: KnownCells) -> Iterator[Demand]:
+        """Yields what the rule asks for, each with the cells that meet it."""
+        return demands(self.candidates, self.others, known)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownFailureRule:
+    """A ``[[known_failure]]``: a cell that may disagree for a while, as its frozen example does."""
+
+    line: int
+    """Where it begins in the policy."""
+    candidate: str
+    property: str = "agreement"
+    layout: str
+    dtype: str
+    world: str = "simulated"
+    device: str = "cpu"
+    name: str
+    """The heading under which a document describes it."""
+    example: Path
+    """The frozen failure file."""
+    example_digest: str
+    """Its SHA-256, as ``KnownFailureRecord.example`` has it."""
+    issue: str
+    owner: str
+    expires: date
+    """The last day on which it excuses the cell."""
+
+    @builtins.property
+    def key(self) -> CellKey:
+        return CellKey(self.candidate, self.property, self.layout, self.dtype, self.world, self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What a release needs."""
+
+    file: Path
+    sha256: str
+    evidence: EvidenceRules
+    require: tuple[Rule, ...]
+    known_failures: tuple[KnownFailureRule, ...]
+
+    def where(self, rule: Rule | KnownFailureRule) -> str:
+        """Returns the place of a rule, as ``ci/gate.toml:12``."""
+        return f"{self.file}:{rule.line}"
