@@ -40,6 +40,12 @@ def escape(name: str) -> str:
 
 
 @lru_cache(_REMEMBERED)
+def any_fits(patterns: Patterns, name: str) -> bool:
+    """Returns whether one of several shell patterns matches a name."""
+    return any(fits(pattern, name) for pattern in patterns)
+
+
+@lru_cache(_REMEMBERED)
 def fits(pattern: str, name: str) -> bool:
     """Returns whether a shell pattern matches a name. Case matters on every system."""
     return _regex(pattern).match(name) is not None

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from datetime import date, timedelta
 from pathlib import Path
 
-import msgspec
-
 from lossgate.evidence.records import CellKey
-from lossgate.gate.patterns import Demand, KnownCells, Patterns, demands, fits
+from lossgate.gate.patterns import Demand, KnownCells, Patterns, any_fits, demands
 from lossgate.judge.pooled_scale import LARGEST_MDE
 
 
@@ -51,10 +49,15 @@ class Rule:
         return self.properties, self.layouts, self.dtypes, self.worlds, self.devices
 
     def matches(self, key: CellKey) -> bool:
-        """Returns whether the rule holds for a cell."""
-        names = msgspec.structs.astuple(key)
-        lists = (self.candidates, *self.others)
-        return all(any(fits(p, name) for p in patterns) for patterns, name in zip(lists, names, strict=True))
+        """Returns whether the rule holds for a cell. For many cells, ``demands`` is quicker."""
+        return (
+            any_fits(self.candidates, key.candidate)
+            and any_fits(self.properties, key.property)
+            and any_fits(self.layouts, key.layout)
+            and any_fits(self.dtypes, key.dtype)
+            and any_fits(self.worlds, key.world)
+            and any_fits(self.devices, key.device)
+        )
 
     def demands(self, known: KnownCells) -> Iterator[Demand]:
         """Yields what the rule asks for, each with the cells that meet it."""

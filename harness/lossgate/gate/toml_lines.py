@@ -25,7 +25,7 @@ def lines_of(text: str) -> dict[Keys, int]:
         text: a text that ``tomllib`` can read. In others, what stands after the error is left out.
     """
     scanner = _Scanner(text.replace("\r\n", "\n"))
-    with suppress(_Lost):
+    with suppress(_Lost, tomllib.TOMLDecodeError):
         scanner.document()
     return scanner.lines
 
