@@ -134,7 +134,9 @@ def run(cells: Iterable[CellRecord], **changes: Any) -> RunRecord:
 def end(lines: Sequence[bytes], **changes: Any) -> EndRecord:
     """Returns the record of the end of a run, after the lines of its cells."""
     digests = [digest for line in lines if (digest := digest_in(line))]
-    record = EndRecord(schema=SCHEMA, run="run-1", finished=FINISHED, cells=len(lines), digest=digest_of_cells(digests))
+    record = EndRecord(
+        schema=SCHEMA, run="run-1", finished=FINISHED, cells=len(lines), cells_digest=digest_of_cells(digests)
+    )
     return msgspec.structs.replace(record, **changes)
 
 

@@ -6,8 +6,9 @@ enough seen), 4 a fault of lossgate itself.
 """
 
 from lossgate.cli.app import Exit, app, main
+from lossgate.cli.gate import gate
 from lossgate.cli.listing import list_
 from lossgate.cli.replay import replay
 from lossgate.cli.verify import verify
 
-__all__ = ["Exit", "app", "list_", "main", "replay", "verify"]
+__all__ = ["Exit", "app", "gate", "list_", "main", "replay", "verify"]

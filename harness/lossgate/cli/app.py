@@ -56,16 +56,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if is_follower():  # it finds the same as rank 0, which torchrun would end before it has said so
             time.sleep(_UNTIL_SAID)
         else:
-            print(f"lossgate: {' '.join(str(error).split())}", file=sys.stderr)
+            say(str(error))
         code = Exit.USAGE
     except BrokenPipeError:  # as by ``lossgate verify ... | head``
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its end
         code = _CLOSED_PIPE
     except Exception:
         traceback.print_exc()
-        print("lossgate: this is a fault of lossgate itself; please report it with the lines above", file=sys.stderr)
+        say("this is a fault of lossgate itself; please report it with the lines above")
         code = Exit.CRASH
     sys.exit(code)
+
+
+def say(message: str) -> None:
+    """Tells something in one line, on standard error."""
+    print(f"lossgate: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
 def driven(world: str, body: Callable[[], int]) -> int:

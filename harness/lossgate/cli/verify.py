@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from lossgate.cli.app import Exit, app, driven
+from lossgate.cli.app import Exit, app, driven, say
 from lossgate.interruption import ended_by_signals
 
 if TYPE_CHECKING:
@@ -148,17 +148,13 @@ def _run(targets: Sequence[str], settings: Settings, shard: Shard | None, failur
         failure_files = FailureFiles(failures)
         consumers: list[Consumer] = [failure_files, tally]
         if tally.evidence is not None:
-            tally.file = EvidenceFile(tally.evidence, _tell, failure_files.replay)
+            tally.file = EvidenceFile(tally.evidence, say, failure_files.replay)
             consumers.append(tally.file)
         tally.terminal = stack.enter_context(closing(Terminal(failure_files)))
         consumers.append(tally.terminal)
         for event in stack.enter_context(closing(run(candidates, settings, shard))):
             for consumer in consumers:
                 consumer(event)
-
-
-def _tell(message: str) -> None:
-    print(f"lossgate: {message}", file=sys.stderr, flush=True)
 
 
 def exit_code(results: Iterable[CellResult]) -> Exit:

@@ -75,7 +75,7 @@ class EndRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="end"):
     finished: Time
     cells: Count
     """How many cells it has."""
-    digest: Sha256
+    cells_digest: Sha256
     """Of the digests of their lines, sorted."""
     stopped: str = ""
     """In words, why not all cells were verified; empty if they were."""

@@ -64,5 +64,6 @@ def _notes_of(record: ast.ClassDef) -> Iterator[tuple[str, str]]:
 
 
 def _add_digest(definition: dict[str, Any]) -> None:
+    assert "digest" not in definition["properties"], "the seal of a line has this name"
     definition["properties"]["digest"] = _DIGEST
     definition["required"] = [*definition["required"], "digest"]

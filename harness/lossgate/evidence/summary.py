@@ -37,6 +37,8 @@ class CellSummary:
     known_failure: KnownFailureRecord | None
     seconds: float
     time: str
+    numbers: int
+    """Is the same for records with the same numbers, within one process."""
 
 
 def summarize(record: CellRecord, where: Where, digest: str) -> CellSummary:
@@ -64,7 +66,14 @@ def summarize(record: CellRecord, where: Where, digest: str) -> CellSummary:
         known_failure=record.known_failure,
         seconds=record.seconds,
         time=intern(record.time),
+        numbers=_numbers(record),
     )
+
+
+def _numbers(record: CellRecord) -> int:
+    each = ((o.name, o.cases, o.scale, o.limit, o.sd, o.mean, *o.shares.values()) for o in record.outputs)
+    coverage = tuple(sorted(record.coverage.items()))
+    return hash((tuple(each), coverage, record.killed, record.surviving, record.problems, record.comparisons))
 
 
 def _margin(record: CellRecord) -> float:

@@ -141,7 +141,7 @@ class EvidenceWriter:
                 run=self.run,
                 finished=now(),
                 cells=len(self._digests),
-                digest=digest_of_cells(self._digests),
+                cells_digest=digest_of_cells(self._digests),
                 stopped=stopped,
                 planned=None if planned is None else tuple(planned),
             )

@@ -91,7 +91,7 @@ _KNOWN_FAILURE: dict[str, values.Read] = {
     "owner": values.text("who mends it"),
     "expires": values.day,
 }
-_NOT_IN_FILE = ("line", "example_digest")
+_NOT_IN_FILE = ("line", "example_digest", "symptoms")
 
 
 def _needed(model: type[Any]) -> list[str]:
@@ -114,8 +114,8 @@ def _known_failures(text: PolicyText) -> Iterator[KnownFailureRule]:
     seen: dict[CellKey, int] = {}
     for path, element in text.elements("known_failure"):
         read = text.read_table(path, element, _KNOWN_FAILURE, _needed(KnownFailureRule))
-        example, digest = _example(text, (*path, "example"), read.pop("example"))
-        rule = KnownFailureRule(line=text.line(path), example=example, example_digest=digest, **read)
+        example, digest, symptoms = _example(text, (*path, "example"), read.pop("example"))
+        rule = KnownFailureRule(line=text.line(path), example=example, example_digest=digest, symptoms=symptoms, **read)
         if rule.key in seen:
             raise text.error(
                 path, f"known_failure of {rule.key}: line {seen[rule.key]} has one of the same cell; leave one of them"
@@ -124,14 +124,18 @@ def _known_failures(text: PolicyText) -> Iterator[KnownFailureRule]:
         yield rule
 
 
+class _FrozenCase(msgspec.Struct):
+    symptoms: tuple[str, ...]
+
+
 class _Example(msgspec.Struct):
     """What tells a failure file from other files. The engine reads the rest, and needs torch."""
 
-    examples: list[dict[str, Any]]
+    examples: list[_FrozenCase]
 
 
-def _example(text: PolicyText, path: tuple[str | int, ...], name: str) -> tuple[Path, str]:
-    """Returns the path of a failure file, and its digest."""
+def _example(text: PolicyText, path: tuple[str | int, ...], name: str) -> tuple[Path, str, tuple[str, ...]]:
+    """Returns the path of a failure file, its digest, and the symptoms of its first example."""
     file = text.file.parent / name
 
     def fault(why: str) -> UsageError:
@@ -150,4 +154,4 @@ def _example(text: PolicyText, path: tuple[str | int, ...], name: str) -> tuple[
         raise fault(f"it is no failure file: {error}") from None
     if not examples:
         raise fault("it holds no example")
-    return file, sha256(content).hexdigest()
+    return file, sha256(content).hexdigest(), examples[0].symptoms

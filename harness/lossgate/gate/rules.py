@@ -82,6 +82,8 @@ class KnownFailureRule:
     """The frozen failure file."""
     example_digest: str
     """Its SHA-256, as ``KnownFailureRecord.example`` has it."""
+    symptoms: tuple[str, ...]
+    """What identifies the disagreement of the frozen example, such as the outputs it shows in."""
     issue: str
     owner: str
     expires: date

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decision of a gate: evidence is held to a policy. What cannot be seen is no pass."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from datetime import UTC, datetime
+
+from lossgate.evidence.gather import Gathered
+from lossgate.evidence.reader import Digested
+from lossgate.evidence.records import CellKey
+from lossgate.gate.cells import CellJudge, Need
+from lossgate.gate.patterns import KnownCells
+from lossgate.gate.rules import Policy
+from lossgate.gate.runs import Run, different_code, incomplete, missing_parts, runs_of, wrong_time
+from lossgate.gate.verdict import Blocker, GateVerdict, Kind
+
+
+def decide(evidence: Gathered, policy: Policy, now: datetime, commit: str | None = None) -> GateVerdict:
+    """Holds evidence to a policy. The same arguments give the same verdict.
+
+    Args:
+        evidence: all that there is.
+        policy: what a release needs.
+        now: the time, from which the age of evidence counts.
+        commit: the commit that is to be released; all evidence must be of it.
+    """
+    runs = runs_of(evidence)
+    found = [*_of_lines(evidence), *_of_runs(runs, policy, now, commit)]
+    needs, unmet = _needs(evidence, policy)
+    found += unmet
+    by_cell: defaultdict[CellKey, list[Blocker]] = defaultdict(list)
+    for blocker in found:
+        if blocker.cell is not None:
+            by_cell[blocker.cell].append(blocker)
+    judge = CellJudge(evidence, policy, needs, now.astimezone(UTC).date())
+    keys = sorted({*evidence.cells, *by_cell, *(rule.key for rule in policy.known_failures)})
+    cells = tuple(judge.judge(key, by_cell.get(key, ())) for key in keys)
+    general = [blocker for blocker in found if blocker.cell is None]
+    return GateVerdict(
+        blockers=(*dict.fromkeys(general), *(blocker for cell in cells for blocker in cell.blockers)),
+        cells=cells,
+        policy=Digested(file=str(policy.file), sha256=policy.sha256),
+        evidence=evidence.files,
+        commits=tuple(sorted({run.record.commit for run in runs if run.record and run.record.commit})),
+        sources=_sources(runs),
+        versions=_versions(runs),
+    )
+
+
+def _of_lines(evidence: Gathered) -> Iterator[Blocker]:
+    if not evidence.cells:
+        files = ", ".join(file.file for file in evidence.files) or "no file"
+        yield Blocker(kind=Kind.EMPTY, message=f"there is no evidence of any cell in {files}")
+    for line in evidence.damaged:
+        yield Blocker(kind=Kind.DAMAGED, message=f"{line.where}: {line.message}", where=str(line.where))
+    for where in evidence.repeated:
+        message = f"{where}: another line has started or ended this run differently"
+        yield Blocker(kind=Kind.CONTRADICTORY, message=message, where=str(where))
+
+
+def _of_runs(runs: list[Run], policy: Policy, now: datetime, commit: str | None) -> Iterator[Blocker]:
+    for run in runs:
+        yield from incomplete(run)
+        yield from wrong_time(run, policy.evidence, now)
+    yield from missing_parts(runs)
+    yield from different_code(runs, policy.evidence, commit)
+
+
+def _needs(evidence: Gathered, policy: Policy) -> tuple[dict[CellKey, Need], list[Blocker]]:
+    """Returns the required cells that are there, and what is required and not there."""
+    known = KnownCells(evidence.cells)
+    needs: dict[CellKey, Need] = {}
+    unmet: list[Blocker] = []
+    for rule in policy.require:
+        need = Need(rule.min_problems, rule.max_mde)
+        where = policy.where(rule)
+        for demand in rule.demands(known):
+            for key in demand.cells:
+                needs[key] = _strictest(needs.get(key, need), need)
+            if not demand.is_met:
+                message = f"{demand}, which {where} asks for. Verify it, or change the policy"
+                unmet.append(Blocker(kind=Kind.MISSING, message=message, cell=demand.key, where=where))
+    return needs, unmet
+
+
+def _strictest(one: Need, other: Need) -> Need:
+    if one == other:
+        return one
+    return Need(max(one.min_problems, other.min_problems), min(one.max_mde, other.max_mde))
+
+
+def _sources(runs: list[Run]) -> tuple[Digested, ...]:
+    pairs = {(cell.source.rpartition(":")[0], cell.source_digest) for run in runs for cell in run.cells}
+    return tuple(Digested(file=file, sha256=digest) for file, digest in sorted(pairs, key=str) if digest is not None)
+
+
+def _versions(runs: list[Run]) -> dict[str, tuple[str, ...]]:
+    found: defaultdict[str, set[str]] = defaultdict(set)
+    for run in runs:
+        for name, version in (run.record.versions if run.record is not None else {}).items():
+            found[name].add(version)
+    return {name: tuple(sorted(found[name])) for name in sorted(found)}
