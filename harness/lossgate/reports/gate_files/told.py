@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all files tell of a verdict: its sentence, and its blockers by cell."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from lossgate.evidence.records import CellKey
+from lossgate.gate.verdict import Blocker, GatedCell, GateVerdict
+
+
+def in_words(verdict: GateVerdict) -> str:
+    """Returns the verdict as a sentence."""
+    if verdict.passes:
+        excused = sum(1 for cell in verdict.cells if cell.excused)
+        by_known = f", {excused} of them excused by known failures" if excused else ""
+        return f"The gate is open: {_cells(len(verdict.cells))}{by_known}"
+    kinds = Counter(blocker.kind for blocker in verdict.blockers)
+    reasons = "1 reason" if len(verdict.blockers) == 1 else f"{len(verdict.blockers)} reasons"
+    return f"The gate is closed for {reasons}: {', '.join(f'{kind} ({n})' for kind, n in kinds.items())}"
+
+
+def _cells(count: int) -> str:
+    return "1 cell" if count == 1 else f"{count} cells"
+
+
+def by_cell(verdict: GateVerdict) -> tuple[Sequence[Blocker], dict[CellKey, list[Blocker]]]:
+    """Returns the blockers of no cell, and the blockers of each cell of the verdict.
+
+    A blocker that names a cell which the verdict does not list is counted to those of no cell, so
+    that no file leaves it out.
+    """
+    cells: dict[CellKey, list[Blocker]] = {cell.key: [] for cell in verdict.cells}
+    general: list[Blocker] = []
+    for blocker in verdict.blockers:
+        (general if blocker.cell is None else cells.get(blocker.cell, general)).append(blocker)
+    return general, cells
+
+
+def short_name(key: CellKey) -> str:
+    """Returns the name of a cell among those of its candidate."""
+    where = "" if (key.world, key.device) == ("simulated", "cpu") else f" on {key.world}/{key.device}"
+    return f"{key.property}-{key.layout}-{key.dtype}{where}"
+
+
+def note(cell: GatedCell) -> str:
+    """Returns why a cell without blockers passes although it does not agree; empty if it agrees."""
+    if cell.excused:
+        return f"excused by a known failure: {cell.excused}"
+    if cell.verdict == "AGREE":
+        return ""
+    return f"{cell.verdict}, but no rule of the policy asks for this cell"
