@@ -24,7 +24,7 @@ _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sa
 _MOST_RESULTS = 25_000
 """GitHub refuses a run with more."""
 _MOST_BYTES = 9_500_000
-"""GitHub refuses a file of more than 10 MB after gzip; other zlibs than ours pack a little worse."""
+"""GitHub refuses a file of more than 10 MB after gzip. Other zlibs may pack a little worse."""
 _LONGEST_MESSAGE = 1_000
 _MORE = "more"
 """The rule of the last result, which tells how many were left out."""
@@ -174,15 +174,15 @@ def _result(rule: str, level: str, message: str, fingerprint: str, more: Json) -
         "ruleIndex": _INDEX[rule],
         "level": level,
         "message": {"text": _message(message)},
-        # GitHub tells results apart by primaryLocationLineHash alone. Its own hash of the line would
-        # be the same for all cells of a candidate.
+        # GitHub tells results apart by primaryLocationLineHash alone. Its own hash of the line
+        # would be the same for all cells of a candidate.
         "partialFingerprints": {"primaryLocationLineHash": fingerprint, "lossgateCell/v1": fingerprint},
         **more,
     }
 
 
 def _message(text: str) -> str:
-    """Returns a plain text message: braces are doubled, and nothing in it is a link (section 3.11)."""
+    """Returns a plain text message: braces are doubled, nothing is a link (section 3.11)."""
     line = one_line(text, _LONGEST_MESSAGE).replace("](", "] (")
     return line.replace("{", "{{").replace("}", "}}")
 

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An in-toto statement of a verdict, for a release pipeline to sign.
+
+https://github.com/in-toto/attestation/blob/main/spec/v1/statement.md
+https://github.com/in-toto/attestation/blob/main/spec/predicates/test-result.md
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from lossgate.errors import UsageError
+from lossgate.gate.verdict import Digested, GateVerdict
+from lossgate.reports.gate_files.plain import plain
+from lossgate.reports.gate_files.told import by_cell, note
+
+_STATEMENT = "https://in-toto.io/Statement/v1"
+_TEST_RESULT = "https://in-toto.io/attestation/test-result/v0.1"
+_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+"""What git names a commit, by SHA-1 or SHA-256."""
+
+Json = dict[str, Any]
+
+
+def statement(verdict: GateVerdict, subjects: Sequence[Digested] = ()) -> str:
+    """Returns the verdict as an in-toto statement with a test-result predicate.
+
+    Each cell is a test. A cell that passes although it does not agree, because a known failure
+    excuses it or no rule asks for it, has warned. What concerns no single cell is a failed test
+    ``gate: KIND``.
+
+    Args:
+        subjects: the files that are released. If there are none, the statement is about the commits
+            that the evidence names and the sources of the candidates.
+
+    Raises:
+        UsageError: if there is nothing that the statement could be about.
+    """
+    passed, warned, failed = _tests(verdict)
+    predicate: Json = {
+        "result": "FAILED" if not verdict.passes else "WARNED" if warned else "PASSED",
+        "configuration": [
+            _file(verdict.policy, "policy"),
+            *(_file(one, "evidence") for one in verdict.evidence),
+        ],
+        "passedTests": passed,
+        "warnedTests": warned,
+        "failedTests": failed,
+    }
+    whole = {
+        "_type": _STATEMENT,
+        "subject": _subjects(verdict, subjects),
+        "predicateType": _TEST_RESULT,
+        "predicate": predicate,
+    }
+    return json.dumps(whole, ensure_ascii=False, sort_keys=True, separators=(",", ":")) + "\n"
+
+
+def _tests(verdict: GateVerdict) -> tuple[list[str], list[str], list[str]]:
+    general, of_cells = by_cell(verdict)
+    passed: list[str] = []
+    warned: list[str] = []
+    failed = [f"gate: {kind}" for kind in dict.fromkeys(blocker.kind for blocker in general)]
+    for cell in verdict.cells:
+        tests = failed if of_cells[cell.key] else warned if note(cell) else passed
+        tests.append(plain(str(cell.key)))
+    return passed, warned, failed
+
+
+def _file(one: Digested, role: str | None = None) -> Json:
+    """Returns a file as a resource descriptor."""
+    described: Json = {"name": plain(one.file), "digest": {"sha256": one.sha256}}
+    return {**described, "annotations": {"role": role}} if role else described
+
+
+def _subjects(verdict: GateVerdict, subjects: Sequence[Digested]) -> list[Json]:
+    found = list(map(_file, subjects or ())) or [*_commits(verdict), *map(_file, verdict.sources)]
+    if not found:
+        raise UsageError(
+            "the in-toto statement has no subject: the evidence names neither a commit nor the files of the "
+            "candidates. Name the files that are released: --subject dist/kernels.whl"
+        )
+    return found
+
+
+def _commits(verdict: GateVerdict) -> Iterator[Json]:
+    """Yields the commits. They have no names, because a digest of git says what it is."""
+    return ({"digest": {"gitCommit": one}} for one in verdict.commits if _COMMIT.fullmatch(one))

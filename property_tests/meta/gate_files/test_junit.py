@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of JUnit XML: its schema, and what a CI system counts."""
+
+from functools import cache
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+import xmlschema
+from junitparser import JUnitXml
+
+from lossgate.gate.verdict import Blocker, GatedCell, GateVerdict, Kind
+from lossgate.reports.gate_files.junit import junit_xml
+from property_tests.meta.gate_files.verdicts import (
+    ISSUE,
+    VERDICTS,
+    agreeing,
+    blocked,
+    excused,
+    key,
+    many,
+    of_gate,
+    summary,
+    verdict,
+)
+
+SCHEMA = Path(__file__).parent / "schemas/junit-10.xsd"
+
+
+@cache
+def schema() -> xmlschema.XMLSchema:
+    return xmlschema.XMLSchema(SCHEMA)
+
+
+def tree(told: GateVerdict) -> ET.Element:
+    return ET.fromstring(junit_xml(told).encode())
+
+
+def case(told: GateVerdict, name: str) -> ET.Element:
+    (found,) = (one for one in tree(told).iter("testcase") if one.get("name") == name)
+    return found
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_the_file_is_valid(name: str) -> None:
+    schema().validate(junit_xml(VERDICTS[name]))
+
+
+def test_a_large_file_is_valid() -> None:
+    schema().validate(junit_xml(many(300)))
+
+
+@pytest.mark.parametrize("broken", ['tests="', 'name="verdict"', "</testsuites>"])
+def test_the_schema_finds_what_is_broken(broken: str) -> None:
+    text = junit_xml(VERDICTS["open"]).replace(broken, "", 1)
+    with pytest.raises((xmlschema.XMLSchemaException, ET.ParseError)):
+        schema().validate(text)
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_a_closed_gate_never_looks_open(name: str) -> None:
+    """A reader that sums up the attributes, or that counts elements, sees what the gate says."""
+    told, read = VERDICTS[name], JUnitXml.fromstring(junit_xml(VERDICTS[name]).encode())
+    stated = (read.tests, read.failures, read.errors)
+    read.update_statistics()
+    assert stated == (read.tests, read.failures, read.errors)
+    assert (read.failures + read.errors == 0) == told.passes
+    assert any(suite.name == "lossgate.gate" for suite in read)
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_only_a_disagreement_is_a_failure(kind: Kind) -> None:
+    tag = "failure" if kind is Kind.DISAGREE else "error"
+    for told in (verdict([blocked(key(), kind)]), verdict([], of_gate(kind))):
+        assert {one.tag for one in tree(told).iter() if one.get("type")} == {tag}
+        assert {one.get("type") for one in tree(told).iter(tag)} == {kind.value}
+
+
+def test_a_case_with_several_blockers_has_one_result_that_lists_all() -> None:
+    blockers = tuple(
+        Blocker(kind=kind, message=f"It is {kind}.", cell=key(), where="out.jsonl:3")
+        for kind in (Kind.STALE, Kind.DISAGREE, Kind.WEAK)
+    )
+    told = verdict([GatedCell(key=key(), summary=summary(key(), "DISAGREE"), blockers=blockers)])
+    (result,) = case(told, "agreement-single-float32")
+    assert (result.tag, result.get("message")) == ("failure", "It is disagree. (and 2 more)")
+    assert result.text == "\n".join(f"{b.kind}: {key()}: It is {b.kind}. (out.jsonl:3)" for b in blockers)
+
+
+def test_suites_are_the_gate_and_the_candidates() -> None:
+    told = verdict([agreeing(key("b")), agreeing(key("a")), agreeing(key("a", layout="cp=2")), excused(key("c"))])
+    suites = [(suite.get("name"), len(suite.findall("testcase"))) for suite in tree(told)]
+    assert suites == [("lossgate.gate", 1), ("a", 2), ("b", 1), ("c", 1)]
+
+
+def test_a_case_tells_layout_world_and_time() -> None:
+    told = verdict([agreeing(key("a", layout="tp=2", world="gloo", device="cuda"))])
+    found = case(told, "agreement-tp=2-float32 on gloo/cuda")
+    assert (found.get("classname"), found.get("time")) == ("a", "1.500")
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf"), 1e-9, 1e12])
+def test_a_time_is_valid_whatever_the_evidence_says(seconds: float) -> None:
+    told = verdict([GatedCell(key=key(), summary=summary(key(), seconds=seconds))])
+    schema().validate(junit_xml(told))
+
+
+def test_an_excused_known_failure_passes_with_its_issue() -> None:
+    (out,) = case(verdict([excused(key())]), "agreement-single-float32")
+    assert (out.tag, out.text) == ("system-out", f"excused by a known failure: {ISSUE}")
+
+
+def test_a_cell_that_nobody_asks_for_says_so() -> None:
+    gate, cell = tree(VERDICTS["open, with a cell that nobody asks for"]).iter("system-out")
+    assert gate.text == "The gate is open: 2 cells"
+    assert cell.text == "INCONCLUSIVE, but no rule of the policy asks for this cell"
