@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gathers evidence of many files and runs, and redoes its verdicts on the way."""
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+import gc
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from sys import intern
@@ -58,9 +60,10 @@ def gather(files: Sequence[Path], keep: Keep | None = None) -> Gathered:
         UsageError: if a file cannot be read, or a folder holds no evidence.
     """
     gatherer = _Gatherer(keep)
-    for file in files_in(files):
-        gatherer.read(file)
-    return gatherer.done()
+    with _without_collector():
+        for file in files_in(files):
+            gatherer.read(file)
+        return gatherer.done()
 
 
 def files_in(paths: Iterable[Path]) -> list[Path]:
@@ -84,6 +87,22 @@ def _in_folder(folder: Path) -> list[Path]:
             "wrote, or the files"
         )
     return inside
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Turns the garbage collector off.
+
+    Records make no cycles, and what is not kept is freed at once. The collector would walk through
+    all that is kept again and again: for 100,000 cells it took more than half of 39 s.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class _Gatherer:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What people are told of a cell: small enough to keep those of 100,000 cells."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from sys import intern
+from typing import cast
 
 import msgspec
 
@@ -77,10 +79,19 @@ def _numbers(record: CellRecord) -> int:
 
 
 def _margin(record: CellRecord) -> float:
-    of_scale = [_share(s, limit) for o in record.outputs for s, limit in zip(o.scale, o.limit, strict=False)]
-    others = [inf if share is None else share for o in record.outputs for one in o.shares.values() for share in one]
-    return max([*of_scale, *others], default=0.0)
+    margin = 0.0
+    for output in record.outputs:
+        for scale, limit in zip(output.scale, output.limit, strict=False):
+            share = abs(scale) / limit if limit else (inf if scale else 0.0)
+            if share > margin:
+                margin = share
+        for shares in output.shares.values():
+            margin = max(margin, largest_share(shares))
+    return margin
 
 
-def _share(scale: float, limit: float) -> float:
-    return abs(scale) / limit if limit else (inf if scale else 0.0)
+def largest_share(shares: Sequence[float | None]) -> float:
+    """Returns the largest of a statistic's shares of its limit; infinity for one without a number."""
+    if not shares:
+        return 0.0
+    return inf if None in shares else max(cast("Sequence[float]", shares))
