@@ -39,7 +39,7 @@ class CellSummary:
     known_failure: KnownFailureRecord | None
     seconds: float
     time: str
-    numbers: int
+    numbers: int = 0
     """Is the same for records with the same numbers, within one process."""
 
 
@@ -91,7 +91,7 @@ def _margin(record: CellRecord) -> float:
 
 
 def largest_share(shares: Sequence[float | None]) -> float:
-    """Returns the largest of a statistic's shares of its limit; infinity for one without a number."""
+    """Returns the largest of a statistic's shares of its limit; infinity for none."""
     if not shares:
         return 0.0
     return inf if None in shares else max(cast("Sequence[float]", shares))

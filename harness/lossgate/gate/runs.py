@@ -114,9 +114,7 @@ def wrong_time(run: Run, rules: EvidenceRules, now: datetime) -> Iterator[Blocke
         return
     known = sorted(time for time in times if time is not None)
     if known and rules.max_age is not None and now - known[0] > rules.max_age:
-        message = (
-            f"it is from {_shown(known[0])}, and the policy allows evidence of at most {rules.max_age}. Verify again"
-        )
+        message = f"it is from {_shown(known[0])}, and the policy allows evidence of at most {_in_words(rules.max_age)}. Verify again"
         yield _of(run, Kind.STALE, message)
     if known and known[-1] - now > CLOCK_SKEW:
         yield _of(run, Kind.STALE, f"it is from {_shown(known[-1])}, which is in the future; set the clocks right")
@@ -175,6 +173,14 @@ def _parse(text: str) -> datetime | None:
     except ValueError:
         return None
     return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
+
+
+def _in_words(age: timedelta) -> str:
+    """Returns an age in the largest unit that gives a whole number."""
+    for unit, size in (("day", timedelta(days=1)), ("hour", timedelta(hours=1)), ("minute", timedelta(minutes=1))):
+        if age % size == timedelta(0):
+            return f"{age // size} {unit}{'s' * (age // size != 1)}"
+    return str(age)
 
 
 def _shown(time: datetime) -> str:

@@ -97,8 +97,8 @@ def test_files_name_policy_and_evidence_by_digest(form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_thirty_thousand_blockers_are_written_quickly(form: str) -> None:
-    """100,000 lines of evidence must gate in 20 s. A third of them as blockers takes each file about
-    a second.
+    """100,000 lines of evidence must gate in 20 s. A third of them as blockers takes each file
+    about a second.
     """
     told = many()
     start = process_time()
