@@ -39,9 +39,10 @@ class Places:
             summary: of the cell in question. Without one, another cell of the candidate tells.
         """
         found = summary or self._sources.get(candidate)
-        file, _, name = found.source.rpartition(":") if found is not None else ("", "", "")
-        if found is None or not file.endswith(".py"):  # package.module:name names no file
+        stem, suffix, name = found.source.partition(".py:") if found is not None else ("", "", "")
+        if found is None or not suffix:  # package.module:name names no file
             return None
+        file = f"{stem}.py"
         return _physical(file, self._lines_of(file, found.source_digest).get(name, 1))
 
     def of_policy(self, blocker: Blocker) -> dict[str, Any] | None:

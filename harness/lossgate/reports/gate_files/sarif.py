@@ -12,6 +12,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from lossgate import __version__
 from lossgate.evidence.records import CellKey
 from lossgate.gate.verdict import Blocker, GatedCell, GateVerdict, Kind
@@ -84,7 +86,7 @@ def _log(verdict: GateVerdict, results: Sequence[Json]) -> str:
         },
     }
     log = {"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}
-    return json.dumps(log, ensure_ascii=False, indent=1) + "\n"
+    return msgspec.json.format(msgspec.json.encode(log), indent=1).decode() + "\n"
 
 
 def _digested(file: str, digest: str) -> Json:

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of the comment on a pull request, which are made on the page that it renders to."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+from lossgate.gate.verdict import GatedCell, GateVerdict, Kind
+from lossgate.reports.gate_files.markdown import MARKER, markdown
+from lossgate.reports.gate_files.page import Page, code, code_block
+from property_tests.meta.gate_files.verdicts import (
+    HOSTILE,
+    ISSUE,
+    VERDICTS,
+    agreeing,
+    blocked,
+    excused,
+    failure,
+    hostile,
+    key,
+    many,
+    of_gate,
+    summary,
+    verdict,
+)
+
+FOREIGN = re.compile(r"@|#\d|https?:|www\.|script|\\x1b|evil")
+"""What only evidence says."""
+OURS = {MARKER, "<details><summary>", "</details>"}
+
+
+def tokens(text: str) -> Iterator[Token]:
+    for token in MarkdownIt("commonmark").enable("table").parse(text):
+        yield from token.children or [token]
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_foreign_text_is_nothing_but_code(name: str) -> None:
+    """GitHub links and mentions nothing in code."""
+    for token in tokens(markdown(VERDICTS[name])):
+        assert token.type not in ("link_open", "image", "em_open", "strong_open", "s_open")
+        if token.type not in ("code_inline", "fence"):
+            assert not FOREIGN.search(token.content), token
+        if token.type.startswith("html"):
+            assert any(token.content.startswith(ours) for ours in OURS), token
+
+
+def test_the_test_sees_text_that_is_not_in_code() -> None:
+    assert any(FOREIGN.search(token.content) and token.type == "text" for token in tokens("- by @here"))
+    assert any(token.type.startswith("html") for token in tokens("- <script>"))
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_what_is_unfolded_is_folded_again(name: str) -> None:
+    text = markdown(VERDICTS[name])
+    inline = [token.content for token in tokens(text) if token.type == "html_block"]
+    assert sum("<details>" in content for content in inline) == sum("</details>" in content for content in inline)
+
+
+@pytest.mark.parametrize("text", [HOSTILE, "", "`", "``", " ", "a`", "`a", "a``b`c", "\n", "\\", "|", "<!--"])
+def test_code_holds_any_text(text: str) -> None:
+    for rendered in (f"- {code(text)} end", code_block(text, "sh")):
+        found = [token for token in tokens(rendered) if token.type in ("code_inline", "fence")]
+        assert len(found) == 1
+    (inline, after) = [token for token in tokens(code(text) + " end") if token.type != "paragraph_open"][:2]
+    assert (inline.type, after.content) == ("code_inline", " end")
+
+
+@given(st.text(st.sampled_from("`~\\|<>!-&;[]()@#*_\n\t ab1\x00\u2028"), max_size=30))
+@settings(max_examples=300, deadline=None)
+def test_code_holds_what_is_drawn(text: str) -> None:
+    for rendered in (f"- {code(text)}", f"| a |\n|---|\n\n{code_block(text, 'sh')}"):
+        kinds = [token.type for token in tokens(rendered)]
+        assert sum(kind in ("code_inline", "fence") for kind in kinds) == 1
+        assert not {"html_inline", "html_block", "link_open", "em_open"} & set(kinds)
+
+
+@pytest.mark.parametrize(
+    ("told", "line"),
+    [
+        (VERDICTS["open"], "## The gate is open: 2 cells"),
+        (verdict([agreeing(key())]), "## The gate is open: 1 cell"),
+        (
+            VERDICTS["open, with an excused known failure"],
+            "## The gate is open: 2 cells, 1 of them excused by known failures",
+        ),
+        (verdict([], of_gate(Kind.STALE)), "## The gate is closed for 1 reason: stale (1)"),
+        (
+            verdict([blocked(key(), Kind.WEAK), blocked(key("b"), Kind.WEAK)], of_gate(Kind.MIXED)),
+            "## The gate is closed for 3 reasons: mixed (1), weak (2)",
+        ),
+    ],
+)
+def test_the_first_line_is_the_verdict_with_the_marker(told: GateVerdict, line: str) -> None:
+    assert markdown(told).splitlines()[0] == f"{line} {MARKER}"
+
+
+def test_the_table_counts_cells_by_verdict() -> None:
+    told = verdict(
+        [agreeing(key("a")), excused(key("b")), blocked(key("c"), Kind.MISSING), blocked(key("d"), Kind.STALE)]
+    )
+    assert markdown(told).split("\n\n")[1].splitlines()[2:] == [
+        "| AGREE | 2 | 0 | 1 |",
+        "| DISAGREE | 1 | 1 | 0 |",
+        "| MISSING | 1 | 0 | 1 |",
+        "| all | 4 | 1 | 2 |",
+    ]
+
+
+def test_the_first_blockers_of_a_kind_are_shown_and_the_others_are_counted_and_folded() -> None:
+    text = markdown(verdict(blocked(key(f"k{n:02}"), Kind.STALE, f"Old {n}.") for n in range(11)))
+    shown, _, folded = text.partition("<details><summary>All other reasons</summary>")
+    assert shown.count("- `k") == 5
+    assert "- and 6 more like these" in shown
+    assert folded.count("- stale: `k") == 6
+
+
+def test_a_disagreement_tells_its_problem_and_how_to_replay_it() -> None:
+    text = markdown(verdict([blocked(key(), Kind.DISAGREE)]))
+    assert f"`{key()}` on `3 tokens in 1 sequence [3]`:\n\n- `loss: 1.01 times the reference`\n" in text
+    assert "```sh\nlossgate replay failures/one.json\n```\n" in text
+
+
+def test_a_failure_without_a_replay_command_has_no_block() -> None:
+    told = summary(key(), "DISAGREE", failure=failure(replay=None))
+    cell = blocked(key(), Kind.DISAGREE)
+    assert "```" not in markdown(verdict([GatedCell(key=key(), summary=told, blockers=cell.blockers)]))
+
+
+def test_excused_known_failures_are_listed_with_their_issue() -> None:
+    assert f"- `{key()}`: `{ISSUE}`" in markdown(verdict([excused(key())]))
+
+
+@pytest.mark.parametrize("limit", [2_000, 4_000, 10_000, 65_000])
+def test_the_comment_is_not_longer_than_its_limit(limit: int) -> None:
+    for told in (many(3_000), hostile(), verdict(blocked(key(f"😀{n}"), Kind.WEAK, "😀" * 400) for n in range(90))):
+        text = markdown(told, limit=limit)
+        assert len(text.encode("utf-16-le")) // 2 <= limit
+        assert text.startswith("## The gate is closed")
+
+
+def test_a_cut_comment_says_how_many_items_it_leaves_out() -> None:
+    told = verdict(blocked(key(f"k{n:04}"), Kind.WEAK) for n in range(1_000))
+    text = markdown(told)
+    (left,) = re.findall(r"^- (\d+) more are left out here", text, re.MULTILINE)
+    assert int(left) + text.count("- `k") + text.count("- weak: `k") == 1_000
+    assert "This comment can't be longer" in text
+    assert len(text) > 60_000
+
+
+def test_a_page_leaves_out_sections_that_have_no_items_or_no_room() -> None:
+    page = Page(400)
+    page.must("head\n")
+    page.section("empty\n", [], "")
+    page.section("long\n", ["x" * 500], "")
+    page.section("short\n", ["item\n"], "end\n")
+    assert page.text().startswith("head\nshort\nitem\nend\n\nThis comment can't be longer")
