@@ -105,7 +105,11 @@ def test_a_missing_cell_has_a_key_if_the_rule_names_each_part(rule: Rule, cells:
 
 
 def test_a_candidate_that_two_patterns_match_is_asked_for_once() -> None:
-    assert [demand.candidate for demand in demands_of(rule("nll", "n*", "*"), NLL, GRPO)] == ["nll", "grpo"]
+    assert [demand.candidate for demand in demands_of(rule("nll", "n*", "*"), NLL, GRPO, key("dpo"))] == [
+        "nll",
+        "dpo",
+        "grpo",
+    ]
 
 
 def test_a_cell_can_meet_two_demands() -> None:

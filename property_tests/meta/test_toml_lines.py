@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lossgate.gate.toml_lines import Keys, lines_of
+from property_tests.meta.mutations import mutated
 
 TEXT = r'''# a comment with [brackets] = and "quotes"
 schema = 1   # line 2
@@ -108,24 +109,3 @@ def test_every_value_of_a_mutated_text_has_a_line() -> None:
         assert set(lines) == set(keys_of(values)), text
         assert all(1 <= line <= text.count("\n") + 1 for line in lines.values())
     assert read > 200
-
-
-def mutated(text: str, random: Random) -> str:
-    """Returns a text with a few characters and lines removed, doubled, moved or replaced."""
-    for _ in range(random.randint(1, 3)):
-        lines = text.splitlines(keepends=True)
-        at, other = random.randrange(len(lines)), random.randrange(len(text))
-        match random.randrange(6):
-            case 0:
-                text = "".join((*lines[:at], *lines[at + 1 :]))
-            case 1:
-                text = "".join((*lines[:at], lines[at], *lines[at:]))
-            case 2:
-                text = "".join((*lines[at:], *lines[:at]))
-            case 3:
-                text = text[:other] + text[other + 1 :]
-            case 4:
-                text = text[:other] + random.choice("[]{}\"'#=,.\n\\ a1é") + text[other:]
-            case _:
-                text = text[:other] + random.choice(['"""', "'''", "[[a]]\n", "x = 1\n", "{}", "\r\n"]) + text[other:]
-    return text

@@ -64,7 +64,7 @@ class Demand(NamedTuple):
     candidate: str | None
     """The candidate, or None if there is none that matches the pattern."""
     wanted: Rest
-    """A pattern for each other part of the cell."""
+    """A pattern for each other part of the cell. Without a candidate, only the first combination."""
     cells: tuple[CellKey, ...]
     """The cells that meet the demand; none if it is not met."""
 
@@ -103,7 +103,7 @@ class KnownCells:
 
 
 def demands(candidates: Patterns, others: tuple[Patterns, ...], known: KnownCells) -> Iterator[Demand]:
-    """Yields what a rule asks for, each with the cells that meet it.
+    """Yields what a rule asks for, each with the cells that meet it, in the order of the rule.
 
     A candidate that is named must be there, and a pattern must match at least one. Of each such
     candidate, each combination of the other patterns must match at least one cell.
@@ -130,7 +130,7 @@ def _chosen(pattern: str, known: KnownCells) -> list[str]:
     if name is not None:
         return [name]
     matches = _regex(pattern).match
-    return [candidate for candidate in known.by_candidate if matches(candidate)]
+    return sorted(candidate for candidate in known.by_candidate if matches(candidate))
 
 
 def _demands_of(pattern: str, candidate: str, combinations: "_Combinations", known: KnownCells) -> Iterator[Demand]:

@@ -6,6 +6,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import date, time
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from lossgate.spelling import nearest
 
 _LONGEST = 60
 """Characters of a value that an error shows."""
+_DEEPEST = 3
+"""How many arrays and tables within each other an error shows."""
 _SYNTAX_ERROR = re.compile(r"(.*) \(at (?:line ([0-9]+), column ([0-9]+)|end of document)\)", re.DOTALL)
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -111,24 +114,28 @@ class PolicyText:
 
 def title(path: Keys) -> str:
     """Returns a key as it could stand in a policy: ``require.max_mde``."""
-    return ".".join(key if _BARE_KEY.fullmatch(key) else quoted(key) for key in path if isinstance(key, str))
+    keys = [key[:_LONGEST] for key in path if isinstance(key, str)]
+    return ".".join(key if _BARE_KEY.fullmatch(key) else quoted(key) for key in keys)
 
 
 def shown(value: Any) -> str:
     """Returns a value on one line, as it could stand in a policy; a long one is cut."""
-    whole = _whole(value)
+    whole = _shown(value, _DEEPEST)
     return whole if len(whole) <= _LONGEST else f"{whole[: _LONGEST - 3]}..."
 
 
 def quoted(text: str) -> str:
     """Returns a text as a TOML string on one line."""
-    escaped = json.dumps(text, ensure_ascii=False)
-    return "".join(
-        c if c.isprintable() else f"\\u{ord(c):04x}" if ord(c) < 2**16 else f"\\U{ord(c):08x}" for c in escaped
-    )
+    return "".join(map(_printable, json.dumps(text, ensure_ascii=False)))
 
 
-def _whole(value: Any) -> str:
+def _printable(character: str) -> str:
+    if character.isprintable():
+        return character
+    return f"\\u{ord(character):04x}" if ord(character) < 2**16 else f"\\U{ord(character):08x}"
+
+
+def _shown(value: Any, depth: int) -> str:
     match value:
         case bool():
             return str(value).lower()
@@ -139,9 +146,10 @@ def _whole(value: Any) -> str:
         case date() | time():
             return value.isoformat()
         case list():
-            return f"[{', '.join(map(_whole, value[:_LONGEST]))}]"
+            return f"[{', '.join(_shown(item, depth - 1) for item in value[:_LONGEST]) if depth else '...'}]"
         case dict():
-            return f"{{{', '.join(f'{quoted(key[:_LONGEST])} = {_whole(item)}' for key, item in value.items())}}}"
+            pairs = (f"{title((key,))} = {_shown(item, depth - 1)}" for key, item in islice(value.items(), _LONGEST))
+            return f"{{{', '.join(pairs) if depth else '...'}}}"
         case _:
             return str(value)
 

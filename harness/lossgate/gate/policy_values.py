@@ -16,6 +16,8 @@ Read = Callable[[Any], Any]
 MOST_PROBLEMS = 1_000_000
 """The greatest ``min_problems``: no cell ever has so many. More is a slip."""
 
+_LONGEST_LAYOUT = 40
+"""Characters of a layout that is repeated in an error."""
 _AGE = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,3})?) ?(minute|hour|day|week)s?")
 _PERCENTAGE = re.compile(r"([0-9]{1,2}(?:\.[0-9]{1,9})?) ?%")
 _URL = re.compile(r"https?://[^\s/?#]+[^\s]*")
@@ -160,7 +162,7 @@ def _check_layout(spelling: str, element: int | None = None) -> None:
     try:
         canonical = str(Layout.parse(spelling))
     except (UsageError, ValueError) as error:
-        told = str(error) if isinstance(error, UsageError) else f"can't read the layout {spelling!r}"
-        raise Unexpected(f'a layout such as "single" or "cp=2,tp=2" ({told})', element) from None
+        told = f" ({error})" if isinstance(error, UsageError) and len(spelling) < _LONGEST_LAYOUT else ""
+        raise Unexpected(f'a layout such as "single" or "cp=2,tp=2"{told}', element) from None
     if canonical != spelling:
         raise Unexpected(f'"{canonical}", which is how evidence spells this layout', element)

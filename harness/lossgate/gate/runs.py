@@ -114,8 +114,8 @@ def wrong_time(run: Run, rules: EvidenceRules, now: datetime) -> Iterator[Blocke
         return
     known = sorted(time for time in times if time is not None)
     if known and rules.max_age is not None and now - known[0] > rules.max_age:
-        message = f"it is from {_shown(known[0])}, and the policy allows evidence of at most {_in_words(rules.max_age)}. Verify again"
-        yield _of(run, Kind.STALE, message)
+        allowed = f"and the policy allows evidence of at most {_in_words(rules.max_age)}"
+        yield _of(run, Kind.STALE, f"it is from {_shown(known[0])}, {allowed}. Verify again")
     if known and known[-1] - now > CLOCK_SKEW:
         yield _of(run, Kind.STALE, f"it is from {_shown(known[-1])}, which is in the future; set the clocks right")
 

@@ -10,6 +10,8 @@ from contextlib import suppress
 Keys = tuple[str | int, ...]
 """The way to a value: ``("require", 0, "max_mde")``."""
 
+_MOST_DOTS = 100
+"""A longer key is no key of ours, and the ways to its parts would take quadratic memory."""
 _BLANK = re.compile(r"(?:[ \t\n]+|#[^\n]*)*")
 _KEY = re.compile(r"""[A-Za-z0-9_-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*'""")
 _SCALAR = re.compile(
@@ -116,6 +118,8 @@ class _Scanner:
         while self.next() == ".":
             self.take(".")
             found.append(self.key())
+        if len(found) > _MOST_DOTS:
+            raise _Lost
         return found
 
     def key(self) -> str:
