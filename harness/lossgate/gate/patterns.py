@@ -64,7 +64,7 @@ class Demand(NamedTuple):
     candidate: str | None
     """The candidate, or None if there is none that matches the pattern."""
     wanted: Rest
-    """A pattern for each other part of the cell. Without a candidate, only the first combination."""
+    """A pattern for each other part of the cell; without a candidate, the first combination."""
     cells: tuple[CellKey, ...]
     """The cells that meet the demand; none if it is not met."""
 
