@@ -127,7 +127,7 @@ ONE_WRONG: dict[str, tuple[CellRecord | None, GateCode, Kind, str]] = {
         inconclusive(layout="tp=2"),
         GateCode.CLOSED,
         Kind.INCONCLUSIVE,
-        "nll[agreement-tp=2-float32]: a kernel that computes label_smoothing=0.1 as 0 would have passed every problem",
+        "a kernel that computes label_smoothing=0.1 as 0 would have passed every problem",
     ),
     "few problems": (
         cell(layout="tp=2", problems=2, comparisons=2, outputs=()),
@@ -248,17 +248,17 @@ RUNS: dict[str, tuple[Callable[[list[Record]], list[Record]], Kind, str]] = {
     "planned and not there": (
         replaced(0, cells=(*(c.key for c in CELLS), cell(layout="cp=2").key)),
         Kind.MISSING,
-        "nll[agreement-cp=2-float32]: run run-1 was to verify it, and tells nothing of it",
+        "run run-1 was to verify it, and tells nothing of it",
     ),
     "planned at the end": (
         replaced(3, planned=(cell(layout="cp=2").key,)),
         Kind.MISSING,
-        "nll[agreement-cp=2-float32]: run run-1 was to verify it",
+        "run run-1 was to verify it",
     ),
     "there and not planned": (
         replaced(0, cells=(cell().key,)),
         Kind.CONTRADICTORY,
-        "nll[agreement-tp=2-float32]: run run-1 tells of it, and was not to verify it",
+        "run run-1 tells of it, and was not to verify it",
     ),
     "modified": (replaced(0, modified=True), Kind.MIXED, "files differed from the commit"),
     "no checkout": (replaced(0, modified=None), Kind.MIXED, "it was no git checkout"),
@@ -456,7 +456,7 @@ def test_a_known_failure_that_the_policy_does_not_have_closes_the_gate(gate: Gat
     kind, message = only(gate.decide(whole_run([cell(), gone])))
     assert (kind, message) == (
         Kind.KNOWN_FAILURE,
-        "nll[agreement-tp=2-float32]: known failure nll-1 is gone; remove it, and verify again",
+        "known failure nll-1 is gone; remove it, and verify again",
     )
 
 

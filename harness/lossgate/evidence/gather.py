@@ -2,7 +2,7 @@
 """Gathers evidence of many files and runs, and redoes its verdicts on the way."""
 
 import gc
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from sys import intern
 from lossgate.errors import UsageError
 from lossgate.evidence.reader import DamagedLine, Digested, GoodLine, Line, Where, read_lines
 from lossgate.evidence.records import CellKey, CellRecord, EndRecord, RunRecord
-from lossgate.evidence.redo import contradictions
+from lossgate.evidence.redo import redo
 from lossgate.evidence.summary import CellSummary, summarize
 
 Keep = Callable[[CellRecord, Where], None]
@@ -90,7 +90,7 @@ def _in_folder(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def _without_collector() -> Iterator[None]:
+def _without_collector() -> Generator[None]:
     """Turns the garbage collector off.
 
     Records make no cycles, and what is not kept is freed at once. The collector would walk through
@@ -119,7 +119,7 @@ class _Gatherer:
         self._contradictory: dict[Where, str] = {}
         self._repeated: list[Where] = []
         self._seen: set[str] = set()
-        self._batch: list[tuple[Where, CellRecord]] = []
+        self._batch: list[tuple[GoodLine, CellRecord]] = []
         self._comparisons = 0
 
     def read(self, file: Path) -> None:
@@ -149,7 +149,7 @@ class _Gatherer:
     def _record(self, line: GoodLine) -> None:
         record, where = line.record, line.where
         if isinstance(record, CellRecord):
-            self._cell(record, where, line.digest)
+            self._cell(line, record)
         elif record.run in (self._runs if isinstance(record, RunRecord) else self._ends):
             self._repeated.append(where)
         elif isinstance(record, RunRecord):
@@ -158,19 +158,22 @@ class _Gatherer:
         else:
             self._ends[intern(record.run)] = record
 
-    def _cell(self, record: CellRecord, where: Where, digest: str) -> None:
-        summary = summarize(record, where, digest)
-        self._cells.setdefault(summary.key, []).append(summary)
+    def _cell(self, line: GoodLine, record: CellRecord) -> None:
         if self._keep is not None:
-            self._keep(record, where)
-        self._batch.append((where, record))
+            self._keep(record, line.where)
+        self._batch.append((line, record))
         self._comparisons += sum(len(output.cases) for output in record.outputs)
         if len(self._batch) >= _BATCH or self._comparisons >= _BATCH_COMPARISONS:
             self._redo()
 
     def _redo(self) -> None:
-        found = contradictions([record for _, record in self._batch])
-        self._contradictory |= {where: how for (where, _), how in zip(self._batch, found, strict=True) if how}
+        """Redoes the verdicts of the cells that wait, and keeps their summaries."""
+        redone = redo([record for _, record in self._batch])
+        for (line, record), found in zip(self._batch, redone, strict=True):
+            summary = summarize(record, line.where, line.digest, found.margin)
+            self._cells.setdefault(summary.key, []).append(summary)
+            if found.contradiction:
+                self._contradictory[line.where] = found.contradiction
         self._batch, self._comparisons = [], 0
 
 

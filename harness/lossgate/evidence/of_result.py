@@ -23,7 +23,7 @@ from lossgate.evidence.records import (
     PooledRecord,
     WorstExample,
 )
-from lossgate.evidence.redo import contradictions, largest_mde
+from lossgate.evidence.redo import largest_mde, redo
 from lossgate.judge.comparison import Comparison
 from lossgate.judge.pooling import Pooled
 from lossgate.judge.statistics import SCALE
@@ -51,7 +51,7 @@ def record_of(result: CellResult, run: str, time: str, replay: str | None = None
         replay: the command that judges its failure again, if there is one.
     """
     record, *others = (_record(result, run, time, replay, digits) for digits in _DIGITS)
-    return others[-1] if any(contradictions([record])) else record
+    return others[-1] if redo([record])[0].contradiction else record
 
 
 def _record(result: CellResult, run: str, time: str, replay: str | None, digits: int) -> CellRecord:

@@ -2,33 +2,50 @@
 """Redoes verdicts from the numbers in evidence, without running anything."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 
+from lossgate.evidence.columns import Columns
 from lossgate.evidence.records import CellRecord, OutputRecord, VerdictName
-from lossgate.judge.pooled_scale import LARGEST_MDE, pool_scales, smallest_bias
+from lossgate.judge.pooled_scale import LARGEST_MDE
 
 _ROUNDING = 1e-3
 """Relative error of a pooled scale or limit that is explained by the digits that evidence keeps."""
 
 
-def contradictions(records: Sequence[CellRecord]) -> list[str]:
-    """Returns for each record how it contradicts its own numbers, in words; "" if it does not."""
-    pooled = _pool([output for record in records for output in record.outputs])
-    return [_contradiction(record, pooled) for record in records]
+@dataclass(frozen=True)
+class Redone:
+    """What the numbers of a record say."""
+
+    verdict: VerdictName
+    margin: float
+    """The largest statistic of any comparison, as a share of its limit."""
+    contradiction: str
+    """How the record contradicts its own numbers, in words; empty if it does not."""
 
 
-def _contradiction(record: CellRecord, pooled: Iterator[str]) -> str:
-    wrong = "; ".join(dict.fromkeys(filter(None, [next(pooled) for _ in record.outputs])))
-    if wrong:
-        return wrong
+def redo(records: Sequence[CellRecord]) -> list[Redone]:
+    """Returns what the numbers of each record say."""
+    columns = Columns(records)
+    margins, pooled = columns.margins(), _pool(columns)
+    return [_redo(record, margin, pooled) for record, margin in zip(records, margins, strict=True)]
+
+
+def _redo(record: CellRecord, margin: float, pooled: Iterator[str]) -> Redone:
+    wrong_pools = "; ".join(dict.fromkeys(filter(None, islice(pooled, len(record.outputs)))))
+    verdict = _verdict(record, margin)
+    return Redone(verdict, margin, wrong_pools or _contradiction(record, verdict))
+
+
+def _contradiction(record: CellRecord, redone: VerdictName) -> str:
     count = sum(len(output.cases) for output in record.outputs)
     if count > record.comparisons:
         return f"it says {record.comparisons} comparisons, and has the numbers of {count}"
     if not _near(record.mde, (mde := largest_mde(record))):
         return f"its mde is {record.mde}, and its numbers give {mde}"
-    cases = {case for output in record.outputs for case in output.cases}
-    if cases and max(cases) >= record.problems:
-        return f"it says {record.problems} problems, and has the numbers of problem {max(cases)}, counted from 0"
-    redone = redo(record)
+    last = max((max(output.cases) for output in record.outputs if output.cases), default=-1)
+    if last >= record.problems:
+        return f"it says {record.problems} problems, and has the numbers of problem {last}, counted from 0"
     if record.known_failure is not None:
         if record.verdict != "DISAGREE":
             return f"its verdict is {record.verdict}, and a known failure disagrees"
@@ -51,19 +68,15 @@ def largest_mde(record: CellRecord) -> float | None:
     return max(effects) if effects and len(effects) == len(told) else None
 
 
-def redo(record: CellRecord) -> VerdictName:
-    """Returns the verdict that the numbers of a record give."""
-    if record.faults or record.failure is not None or any(map(_disagrees, record.outputs)):
+def _verdict(record: CellRecord, margin: float) -> VerdictName:
+    """Returns the verdict that numbers give, by the rules of ``engine/verdict.py``."""
+    if record.faults or record.failure is not None or not margin <= 1 or any(map(_disagrees, record.outputs)):
         return "DISAGREE"
     return "INCONCLUSIVE" if any(True for _ in _gaps(record)) else "AGREE"
 
 
 def _disagrees(output: OutputRecord) -> bool:
     if output.faults:
-        return True
-    if any(abs(scale) > limit for scale, limit in zip(output.scale, output.limit, strict=True)):
-        return True
-    if any(share is None or share > 1 for shares in output.shares.values() for share in shares):
         return True
     return output.pooled is not None and abs(output.pooled.scale) > output.pooled.limit
 
@@ -80,37 +93,17 @@ def _gaps(record: CellRecord) -> Iterator[str]:
     yield from set(record.surviving).difference(record.equivalent)
 
 
-def _pool(outputs: Sequence[OutputRecord]) -> Iterator[str]:
-    """Yields for each output how it contradicts its own pool, in words; "" if it does not."""
-    told = [_telling(output) for output in outputs]
-    used = [(output, which) for output, which in zip(outputs, told, strict=True) if which]
-    redone = pool_scales(
-        scales=[output.scale[i] for output, which in used for i in which],
-        sds=[output.sd[i] for output, which in used for i in which],
-        means=[output.mean[i] for output, which in used for i in which],
-        limits=[output.limit[i] for output, which in used for i in which],
-        floors=smallest_bias([output.unit for output, _ in used], [output.kernels for output, _ in used]),
-        sizes=[len(which) for _, which in used],
-    )
-    scales, limits = iter(redone.scale.tolist()), iter(redone.limit.tolist())
-    for output, which in zip(outputs, told, strict=True):
-        if which is None:
+def _pool(columns: Columns) -> Iterator[str]:
+    """Yields for each output how it contradicts its own pool, in words; empty if it does not."""
+    sizes, pools = columns.pooled()
+    size, scales, limits = iter(sizes), iter(pools.scale.tolist()), iter(pools.limit.tolist())
+    for output, fits in zip(columns.outputs, columns.fitting, strict=True):
+        if not fits:
             yield f"the lists of {output.name} do not have one entry for each comparison"
-        elif not which:
-            yield f"{output.name} is pooled, and no problem says anything about its scale" if output.pooled else ""
+        elif problems := next(size):
+            yield _compare(output, problems, next(scales), next(limits))
         else:
-            yield _compare(output, len(which), next(scales), next(limits))
-
-
-def _telling(output: OutputRecord) -> list[int] | None:
-    """Returns the comparisons that say something about an output's scale; None if its lists do not
-    fit each other.
-    """
-    count = len(output.cases)
-    lists = (output.scale, output.limit, output.sd, output.mean, *output.shares.values())
-    if any(len(one) != count for one in lists):
-        return None
-    return [i for i in range(count) if i not in output.vacuous]
+            yield f"{output.name} is pooled, and no problem says anything about its scale" if output.pooled else ""
 
 
 def _compare(output: OutputRecord, problems: int, scale: float, limit: float) -> str:

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What people are told of a cell: small enough to keep those of 100,000 cells."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 from sys import intern
-from typing import cast
 
 import msgspec
 
@@ -43,7 +40,7 @@ class CellSummary:
     """Is the same for records with the same numbers, within one process."""
 
 
-def summarize(record: CellRecord, where: Where, digest: str) -> CellSummary:
+def summarize(record: CellRecord, where: Where, digest: str, margin: float) -> CellSummary:
     """Returns the summary of a record, which stands on a line with a digest.
 
     Strings that many cells have in common are kept once.
@@ -62,7 +59,7 @@ def summarize(record: CellRecord, where: Where, digest: str) -> CellSummary:
         reasons=tuple(map(intern, record.reasons)),
         problems=record.problems,
         comparisons=record.comparisons,
-        margin=_margin(record),
+        margin=margin,
         mde=record.mde,
         failure=record.failure,
         known_failure=record.known_failure,
@@ -76,22 +73,3 @@ def _numbers(record: CellRecord) -> int:
     each = ((o.name, o.cases, o.scale, o.limit, o.sd, o.mean, *o.shares.values()) for o in record.outputs)
     coverage = tuple(sorted(record.coverage.items()))
     return hash((tuple(each), coverage, record.killed, record.surviving, record.problems, record.comparisons))
-
-
-def _margin(record: CellRecord) -> float:
-    margin = 0.0
-    for output in record.outputs:
-        for scale, limit in zip(output.scale, output.limit, strict=False):
-            share = abs(scale) / limit if limit else (inf if scale else 0.0)
-            if share > margin:
-                margin = share
-        for shares in output.shares.values():
-            margin = max(margin, largest_share(shares))
-    return margin
-
-
-def largest_share(shares: Sequence[float | None]) -> float:
-    """Returns the largest of a statistic's shares of its limit; infinity for none."""
-    if not shares:
-        return 0.0
-    return inf if None in shares else max(cast("Sequence[float]", shares))

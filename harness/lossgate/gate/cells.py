@@ -46,7 +46,7 @@ class CellJudge:
             blockers += found
         elif known is not None:
             where = self.policy.where(known)
-            message = f"{key}: a known failure of the policy, and evidence tells nothing of it. Verify it, or remove it"
+            message = "it is a known failure of the policy, and evidence tells nothing of it. Verify it, or remove it"
             blockers.append(Blocker(kind=Kind.MISSING, message=message, cell=key, where=where))
         summary = told[-1] if told else None
         required = key in self.needs or known is not None
@@ -143,4 +143,4 @@ def _told(summary: CellSummary) -> str:
 
 
 def _of(summary: CellSummary, kind: Kind, message: str) -> Blocker:
-    return Blocker(kind=kind, message=f"{summary.key}: {message}", cell=summary.key, where=str(summary.where))
+    return Blocker(kind=kind, message=message, cell=summary.key, where=str(summary.where))

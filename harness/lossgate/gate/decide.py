@@ -9,7 +9,7 @@ from lossgate.evidence.gather import Gathered
 from lossgate.evidence.reader import Digested
 from lossgate.evidence.records import CellKey
 from lossgate.gate.cells import CellJudge, Need
-from lossgate.gate.patterns import KnownCells
+from lossgate.gate.patterns import Demand, KnownCells
 from lossgate.gate.rules import Policy
 from lossgate.gate.runs import Run, different_code, incomplete, missing_parts, runs_of, wrong_time
 from lossgate.gate.verdict import Blocker, GateVerdict, Kind
@@ -78,9 +78,16 @@ def _needs(evidence: Gathered, policy: Policy) -> tuple[dict[CellKey, Need], lis
             for key in demand.cells:
                 needs[key] = _strictest(needs.get(key, need), need)
             if not demand.is_met:
-                message = f"{demand}, which {where} asks for. Verify it, or change the policy"
-                unmet.append(Blocker(kind=Kind.MISSING, message=message, cell=demand.key, where=where))
+                unmet.append(_missing(demand, where))
     return needs, unmet
+
+
+def _missing(demand: Demand, where: str) -> Blocker:
+    if demand.key is not None:
+        what = f"evidence tells nothing of it, and {where} asks for it"
+    else:
+        what = f"{demand}, which {where} asks for"
+    return Blocker(kind=Kind.MISSING, message=f"{what}. Verify it, or change the policy", cell=demand.key, where=where)
 
 
 def _strictest(one: Need, other: Need) -> Need:

@@ -74,11 +74,11 @@ def incomplete(run: Run) -> Iterator[Blocker]:
         yield _of(run, Kind.DAMAGED, "its cells are not those that its end was written for")
     have = {cell.key for cell in run.cells}
     for key in sorted(run.planned - have):
-        message = f"{key}: run {run.name} was to verify it, and tells nothing of it. Verify again, into a new file"
+        message = f"run {run.name} was to verify it, and tells nothing of it. Verify again, into a new file"
         yield Blocker(kind=Kind.MISSING, message=message, cell=key, where=run.where)
     if run.record is not None and run.end is not None:
         for key in sorted(have - run.planned):
-            message = f"{key}: run {run.name} tells of it, and was not to verify it"
+            message = f"run {run.name} tells of it, and was not to verify it"
             yield Blocker(kind=Kind.CONTRADICTORY, message=message, cell=key, where=run.where)
 
 

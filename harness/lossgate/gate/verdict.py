@@ -48,8 +48,9 @@ class Blocker:
 
     kind: Kind
     message: str
-    """What is wrong, what was expected, and what to do, in whole sentences."""
+    """What is wrong, what was expected, and what to do. It does not name the cell."""
     cell: CellKey | None = None
+    """The cell that it is about; None if it is about more."""
     where: str = ""
     """``file:line`` of the evidence, or of the policy."""
 

@@ -84,7 +84,8 @@ def _section(kind: Kind, blockers: Sequence[Blocker]) -> Iterator[Text]:
     yield Text("")
     yield Text(f"{_HEADINGS[kind]} ({len(blockers)})", style="bold")
     for blocker in blockers[:_SHOWN]:
-        yield Text(f"  {' '.join(blocker.message.split())}")
+        about = f"{blocker.cell}: " if blocker.cell is not None else ""
+        yield Text(f"  {about}{' '.join(blocker.message.split())}")
     if len(blockers) > _SHOWN:
         yield Text(f"  and {len(blockers) - _SHOWN} more like these")
 
