@@ -188,6 +188,7 @@ def test_an_effect_is_a_number_or_a_percentage(value: str, effect: float) -> Non
     [
         ('"0.5%"', '"1 percent"', '21: require.max_mde = "1 percent": expected a number such as 0.01, or'),
         ('"0.5%"', "1", "21: require.max_mde = 1: expected a number such as 0.01"),
+        ('"0.5%"', "1.0", "21: require.max_mde = 1.0: expected a number such as 0.01"),
         ('"0.5%"', "nan", "21: require.max_mde = nan: expected a number"),
         ('"0.5%"', "0.0", "21: require.max_mde = 0.0: expected a number"),
         ("= 12", "= 0", "20: require.min_problems = 0: expected a whole number from 1 to 1000000"),

@@ -109,3 +109,8 @@ def test_every_value_of_a_mutated_text_has_a_line() -> None:
         assert set(lines) == set(keys_of(values)), text
         assert all(1 <= line <= text.count("\n") + 1 for line in lines.values())
     assert read > 200
+
+
+def test_a_key_of_many_parts_is_left_out() -> None:
+    """The ways to its parts would take quadratic memory. So is what follows."""
+    assert lines_of(f"a = 1\nb{'.b' * 3000} = 1\nc = 1") == {("a",): 1}
