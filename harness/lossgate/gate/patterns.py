@@ -64,7 +64,7 @@ class Demand(NamedTuple):
     candidate: str | None
     """The candidate, or None if there is none that matches the pattern."""
     wanted: Rest
-    """A pattern for each other part of the cell; the first of each list if there is no candidate."""
+    """A pattern for each other part; the first of each list if there is no candidate."""
     cells: tuple[CellKey, ...]
     """The cells that meet the demand; none if it is not met."""
 
