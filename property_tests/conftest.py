@@ -10,6 +10,9 @@ import torch
 
 from lossgate import SimulatedRanks
 from lossgate.worlds import SimulatedWorld
+from property_tests.hypothesis_profiles import load_profile
+
+load_profile()  # before modules with tests are imported: settings of a test start from the profile
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores
