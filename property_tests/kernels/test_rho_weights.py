@@ -258,7 +258,9 @@ def test_mutants_of_the_weights_disagree(monkeypatch: pytest.MonkeyPatch, mutant
     candidate = next(candidate for candidate in ours if candidate.name == "fused_tiled_grpo")
     monkeypatch.setitem(candidate.kernel.__globals__, "rho_weights", MUTANTS[mutant])
     layout = Layout.parse("cp=2" if mutant == "parts of sequences" else "single")
-    assert run_cell(Cell(candidate, layout, "float32"), Settings(examples=20, shrink_calls=0)).verdict is Verdict.DISAGREE
+    assert (
+        run_cell(Cell(candidate, layout, "float32"), Settings(examples=20, shrink_calls=0)).verdict is Verdict.DISAGREE
+    )
 
 
 def test_a_label_that_both_policies_leave_out_has_no_correction() -> None:
