@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTML page of a release gate or of a report: one file that needs no network.
+
+``page`` has what is shown, and ``render`` makes the HTML. ``entries`` and ``matrix`` put the cells
+into rows and columns. ``details`` and ``histograms`` have what opens with a cell. ``words`` has the
+sentences at the top.
+The page's own text, style and scripts are in ``assets``.
+"""

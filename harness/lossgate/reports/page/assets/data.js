@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// Reads the page's numbers. Texts, problems and runs are kept once, and named by their number.
+// What names the cells is read at once, and their details when the first cell is opened.
+
+const index = JSON.parse(byId('index').textContent);
+const column = (name) => index.cells[name] || [];
+const count = column('state').length;
+const named = (name, i) => index.texts[column(name)[i]];
+
+let data = null;
+const text = (number) => data.texts[number];
+const texts = (numbers) => (numbers || []).map(text);
+
+function cellAt(i) {
+  const names = ['candidate', 'property', 'layout', 'dtype', 'where', 'state', 'spec'];
+  return Object.fromEntries(names.map((name) => [name, named(name, i)]));
+}
+
+// What names a cell in the page's address.
+const addressOf = (cell) => [cell.candidate, cell.property, cell.layout, cell.dtype, cell.where].join('|');
+
+// Reads a text that is compressed in the page.
+async function unpack(id) {
+  const letters = atob(byId(id).textContent);
+  const bytes = new Uint8Array(letters.length);
+  for (let i = 0; i < letters.length; i += 1) bytes[i] = letters.charCodeAt(i);
+  const plain = new Blob([bytes]).stream().pipeThrough(new DecompressionStream('deflate'));
+  return new Response(plain).text();
+}
+
+// Reads once what a function reads.
+function once(read) {
+  let promise = null;
+  return () => { promise = promise || read(); return promise; };
+}
+
+const readDetails = once(async () => { data = JSON.parse(await unpack('details')); });

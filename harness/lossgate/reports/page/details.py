@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the page tells of a cell when it is opened, small enough for thousands of cells.
+
+Texts and problems are kept once and named by their number.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from lossgate.evidence.records import CellRecord, Failure, OutputRecord, PooledRecord, RunRecord, WorstExample
+from lossgate.reports.page.entries import Entry
+from lossgate.reports.page.histograms import histograms_of
+
+LONGEST_TREND = 30
+"""Runs in a cell's trend: more would make the page large."""
+
+_DIGITS = 4
+"""Significant digits of numbers: the page shows three."""
+_TREND_DIGITS = 3
+
+
+class Kept:
+    """Values that are kept once. The same value always has the same number."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, int] = {}
+        self.values: list[msgspec.Raw] = []
+
+    def number(self, value: Any) -> int:
+        text = msgspec.json.encode(value)
+        if text not in self._numbers:
+            self._numbers[text] = len(self.values)
+            self.values.append(msgspec.Raw(text))
+        return self._numbers[text]
+
+
+class Details:
+    """Makes the details of cells, and keeps their texts, problems and runs.
+
+    Args:
+        runs: by name.
+    """
+
+    def __init__(self, runs: Mapping[str, RunRecord]) -> None:
+        self.texts, self.problems, self.runs = Kept(), Kept(), Kept()
+        self._runs = runs
+
+    def of(self, entry: Entry, older: Sequence[CellRecord]) -> dict[str, Any]:
+        """Returns what the page tells of a cell, without what is empty."""
+        told = self._of_gate(entry)
+        if entry.record is not None:
+            told |= self._of_record(entry.record)
+            if older:
+                told["trend"] = self._trend([*older, entry.record][-LONGEST_TREND:])
+                told["moments"] = len(older) + 1
+        elif entry.gated is not None and (summary := entry.gated.summary) is not None:
+            told |= {"reasons": self._all(summary.reasons), "failure": self._failure(summary.failure)}
+        return {name: value for name, value in told.items() if value not in (None, "", [], {})}
+
+    def _of_gate(self, entry: Entry) -> dict[str, Any]:
+        cell = entry.gated
+        if cell is None:
+            return {}
+        blockers = [[self._text(b.kind), self._text(b.message), self._text(b.where)] for b in cell.blockers]
+        line = "" if cell.summary is None else str(cell.summary.where)
+        return {"blockers": blockers, "required": int(cell.required), "excused": cell.excused, "line": line}
+
+    def _of_record(self, record: CellRecord) -> dict[str, Any]:
+        known = record.known_failure
+        run = self._runs.get(record.run)
+        return {
+            "reasons": self._all(record.reasons),
+            "faults": self._all(record.faults),
+            "causes": self._all(record.causes),
+            "failure": self._failure(record.failure),
+            "known": [self._text(known.name), int(known.expected), self._text(known.example)] if known else None,
+            "outputs": [self._output(output) for output in record.outputs],
+            "coverage": list(self._coverage(record)),
+            "killed": record.killed,
+            "surviving": self._all(goal for goal in record.surviving if goal not in record.equivalent),
+            "equivalent": self._all(record.equivalent),
+            "worst": [self._worst(worst) for worst in record.worst],
+            "resources": {name: dict(sorted(numbers.items())) for name, numbers in sorted(record.resources.items())},
+            "mde": _short(record.mde),
+            "problems": record.problems,
+            "comparisons": record.comparisons,
+            "source": self._text(record.source),
+            "digest": self._text(record.source_digest or ""),
+            "seconds": _short(record.seconds),
+            "time": self._text(record.time),
+            "run": self.runs.number(_about(record.run, run)),
+        }
+
+    def _text(self, text: str) -> int:
+        return self.texts.number(text)
+
+    def _all(self, texts: Sequence[str] | Iterator[str]) -> list[int]:
+        return [self._text(text) for text in texts]
+
+    def _failure(self, failure: Failure | None) -> list[Any] | None:
+        """Returns the problem, its description, findings, number of tries and the command."""
+        if failure is None:
+            return None
+        return [
+            self.problems.number(failure.problem),
+            self._text(failure.description),
+            self._all(failure.findings),
+            failure.shrink_calls,
+            self._text(failure.replay or ""),
+        ]
+
+    def _output(self, output: OutputRecord) -> list[Any]:
+        """Returns name, pool, histograms, faults, and how many planted errors were missed."""
+        pooled = output.pooled
+        return [
+            self._text(output.name),
+            [pooled.problems, _short(pooled.scale), _short(pooled.limit)] if pooled else None,
+            [[self._text(h.statistic), *h[1:]] for h in histograms_of(output)],
+            self._all(output.faults),
+            [[self._text(name), share] for name, share in output.planted.items() if share < 1],
+            self._all(output.blind),
+        ]
+
+    def _coverage(self, record: CellRecord) -> Iterator[list[int]]:
+        """Yields each goal, how many problems reach it, and whether it is required."""
+        required = frozenset(record.required)
+        for goal in dict.fromkeys([*record.required, *record.coverage]):
+            yield [self._text(goal), record.coverage.get(goal, 0), int(goal in required)]
+
+    def _worst(self, worst: WorstExample) -> list[Any]:
+        problem = self.problems.number(worst.problem)
+        return [
+            self._text(worst.output),
+            self._text(worst.statistic),
+            _short(worst.value),
+            _short(worst.limit),
+            problem,
+        ]
+
+    def _trend(self, records: Sequence[CellRecord]) -> dict[str, Any]:
+        """Returns when and of which commit a cell was verified, its verdicts and pooled scales."""
+        runs = [self._runs.get(record.run) for record in records]
+        pools = [{output.name: output.pooled for output in record.outputs} for record in records]
+        names = dict.fromkeys(name for pool in pools for name in pool)
+        return {
+            "times": self._all(record.time for record in records),
+            "commits": self._all((run.commit or "")[:12] if run else "" for run in runs),
+            "verdicts": self._all(record.verdict.lower() for record in records),
+            "outputs": [[self._text(name), *_columns([pool.get(name) for pool in pools])] for name in names],
+        }
+
+
+def _columns(pools: Sequence[PooledRecord | None]) -> tuple[list[float | None], list[float | None]]:
+    """Returns the scales and the limits of an output, run by run; None where it was not pooled."""
+    scales = [None if pool is None else _short(pool.scale, _TREND_DIGITS) for pool in pools]
+    return scales, [None if pool is None else _short(pool.limit, _TREND_DIGITS) for pool in pools]
+
+
+def _about(name: str, run: RunRecord | None) -> dict[str, Any]:
+    """Returns where and how a run was made."""
+    if run is None:
+        return {"run": name}
+    return {
+        "run": name,
+        "started": run.started,
+        "commit": run.commit,
+        "modified": run.modified,
+        "host": run.host,
+        "versions": run.versions,
+        "settings": run.settings,
+        "part": run.part,
+    }
+
+
+def _short(number: float | None, digits: int = _DIGITS) -> float | None:
+    return None if number is None else float(f"{number:.{digits}g}")

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sentences and numbers at the top of the page."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lossgate.evidence.records import CellKey
+from lossgate.gate.verdict import Blocker, GateCode, GateVerdict, Kind
+from lossgate.reports.page.entries import Entry, State
+
+
+class Headline(NamedTuple):
+    """The verdict in words."""
+
+    verdict: str
+    why: str
+    good: bool
+
+
+class Problem(NamedTuple):
+    """A line of what keeps the gate closed, or of what a reader of a report should look at."""
+
+    kind: str
+    message: str
+    where: str
+    cell: int | None
+    """The number of its entry."""
+
+
+def detects(entry: Entry) -> str:
+    """Returns the minimum detectable effect of a cell, as the terminal writes it."""
+    if not entry.has_verdict:
+        return "missing"
+    if entry.mde is None or entry.mde > 1:
+        return "nothing"
+    if entry.mde < 1e-4:
+        return _plain_exponent(f"{entry.mde:.2g}")
+    return f"{float(f'{100 * entry.mde:.2g}'):g}%"
+
+
+def _plain_exponent(number: str) -> str:
+    """Writes ``3.9e-07`` as ``3.9e-7``."""
+    digits, e, exponent = number.partition("e")
+    return f"{digits}e{int(exponent)}" if e else digits
+
+
+def headline(gate: GateVerdict | None, entries: Sequence[Entry]) -> Headline:
+    """Returns the verdict of a gate, or without one what the cells say together."""
+    return _of_report(entries) if gate is None else _of_gate(gate)
+
+
+def _of_gate(gate: GateVerdict) -> Headline:
+    required = sum(cell.required for cell in gate.cells)
+    if gate.code is GateCode.OPEN:
+        passing = "the one required cell passes" if required == 1 else f"all {required:,} required cells pass"
+        return Headline("The gate is open.", f"Exit code 0: {passing}.", good=True)
+    if gate.code is GateCode.DISAGREE:
+        wrong = len({blocker.cell for blocker in gate.blockers if blocker.kind is Kind.DISAGREE})
+        why = f"Exit code 1: {_count(wrong, 'cell')} {'disagrees' if wrong == 1 else 'disagree'}."
+        return Headline("The gate is closed.", why, good=False)
+    why = "Exit code 3: no cell disagrees, but the evidence is not enough."
+    return Headline("The gate is closed.", why, good=False)
+
+
+def _of_report(entries: Sequence[Entry]) -> Headline:
+    wrong = sum(entry.state is State.DISAGREES for entry in entries)
+    unsure = sum(entry.state is State.INCONCLUSIVE for entry in entries)
+    if not entries:
+        return Headline("There are no cells.", "The evidence tells of none.", good=False)
+    if wrong:
+        return Headline(f"{_share(wrong, entries)} {'disagrees' if wrong == 1 else 'disagree'}.", "", good=False)
+    if unsure:
+        why = "Nothing wrong was seen, but not enough was seen."
+        return Headline(f"{_share(unsure, entries)} {'is' if unsure == 1 else 'are'} inconclusive.", why, good=False)
+    if any(entry.state is State.KNOWN for entry in entries):
+        return Headline("No cell disagrees.", "Only known failures do.", good=True)
+    return Headline(
+        "The one cell agrees." if len(entries) == 1 else f"All {len(entries):,} cells agree.", "", good=True
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def _share(number: int, entries: Sequence[Entry]) -> str:
+    return f"{number:,} of {_count(len(entries), 'cell')}"
+
+
+def problems_of(gate: GateVerdict | None, entries: Sequence[Entry]) -> list[Problem]:
+    """Returns what keeps the gate closed, or without a gate what does not agree."""
+    numbers = {entry.key: number for number, entry in enumerate(entries)}
+    if gate is not None:
+        return [_blocking(blocker, numbers) for blocker in gate.blockers]
+    return [
+        Problem(entry.state, entry.reasons[0] if entry.reasons else "", "", number)
+        for number, entry in enumerate(entries)
+        if entry.needs_attention
+    ]
+
+
+def _blocking(blocker: Blocker, numbers: dict[CellKey, int]) -> Problem:
+    cell = None if blocker.cell is None else numbers.get(blocker.cell)
+    return Problem(blocker.kind, blocker.message, blocker.where, cell)
