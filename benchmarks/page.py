@@ -18,9 +18,9 @@ from itertools import islice, product
 from pathlib import Path
 from random import Random
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace as altered
-from playwright.sync_api import Browser, sync_playwright
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -31,10 +31,13 @@ from lossgate.engine.cell import Cell
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.evidence.of_result import record_of
-from lossgate.evidence.records import SCHEMA, CellKey, CellRecord, OutputRecord, RunRecord
+from lossgate.evidence.records import SCHEMA, CellKey, CellRecord, OutputRecord, PooledRecord, RunRecord
 from lossgate.losses import SPECS
 from lossgate.reports.page.page import Page
 from lossgate.reports.page.render import render_page
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 LAYOUTS = ("single", "dp=2", "cp=2", "tp=2", "dp=2,cp=2", "dp=2,tp=2", "cp=2,tp=2", "dp=2,cp=2,tp=2", "tp=4", "cp=4")
@@ -85,21 +88,31 @@ def keys(candidates: Sequence[str]) -> Iterator[CellKey]:
         yield CellKey(name, property_, layout, dtype, "simulated", "cpu")
 
 
-def as_cell(record: CellRecord, key: CellKey, random: Random, time: str = RUN.started) -> CellRecord:
-    """Returns a record under another key and time, with other numbers of the same size."""
+def as_cell(record: CellRecord, key: CellKey, random: Random) -> CellRecord:
+    """Returns a record under another key, with other numbers of the same size."""
     outputs = tuple(_with_other_numbers(output, random) for output in record.outputs)
     worst = tuple(altered(one, problem=one.problem | {"seed": random.getrandbits(32)}) for one in record.worst)
     named = {"property": key.property, "layout": key.layout, "dtype": key.dtype}
-    return altered(record, candidate=key.candidate, **named, outputs=outputs, worst=worst, time=time)
+    return altered(record, candidate=key.candidate, **named, outputs=outputs, worst=worst)
+
+
+def _older(record: CellRecord, random: Random, time: str) -> CellRecord:
+    """Returns a record of the same cell, with other pooled scales."""
+    outputs = tuple(altered(output, pooled=_pooled(output, random)) for output in record.outputs)
+    return altered(record, outputs=outputs, time=time, verdict="AGREE")
 
 
 def _with_other_numbers(output: OutputRecord, random: Random) -> OutputRecord:
     drawn = {name: tuple(s and round(s * random.random(), 4) for s in found) for name, found in output.shares.items()}
     scale = tuple(s * random.uniform(0.2, 1) for s in output.scale)
-    pooled = output.pooled and altered(
-        output.pooled, scale=output.pooled.scale * random.uniform(-1, 1), limit=output.pooled.limit * random.random()
-    )
-    return altered(output, shares=drawn, scale=scale, pooled=pooled)
+    return altered(output, shares=drawn, scale=scale, pooled=_pooled(output, random))
+
+
+def _pooled(output: OutputRecord, random: Random) -> PooledRecord | None:
+    if output.pooled is None:
+        return None
+    limit = output.pooled.limit * random.uniform(0.9, 1.1)
+    return altered(output.pooled, scale=limit * random.uniform(-0.9, 0.9), limit=limit)
 
 
 def synthetic_page(real: Sequence[CellRecord], cells: int, runs: int) -> Page:
@@ -120,7 +133,7 @@ def synthetic_page(real: Sequence[CellRecord], cells: int, runs: int) -> Page:
         source = right[number % len(right)]
         newest.append(as_cell(source if number % 20 else wrong, key, random))
         days = [f"2025-12-{1 + day % 30:02d}T12:00:00+00:00" for day in range(runs - 1)]
-        history[key] = [as_cell(source, key, random, day) for day in days]
+        history[key] = [_older(newest[-1], random, day) for day in days]
     return Page(title="A page of synthetic cells", cells=newest, gate=None, history=history, runs=[RUN])
 
 
@@ -154,7 +167,7 @@ new MutationObserver((_, watch) => {
 """Notes when the page is ready and its next frame has been drawn."""
 
 
-def open_page(browser: Browser, file: Path) -> Opening:
+def open_page(browser: "Browser", file: Path) -> Opening:
     """Opens a page and one of its cells, in a fresh tab."""
     tab = browser.new_page(viewport={"width": 1280, "height": 900})
     tab.add_init_script(WATCH)
@@ -170,6 +183,8 @@ def open_page(browser: Browser, file: Path) -> Opening:
 
 def measure(file: Path, times: int) -> Opening:
     """Returns the slowest of several openings, after one that warms the browser up."""
+    from playwright.sync_api import sync_playwright
+
     path = find_browser()
     if path is None:
         raise SystemExit(f"found none of {', '.join(BROWSERS)}; install Chromium")

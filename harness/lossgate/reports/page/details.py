@@ -25,15 +25,15 @@ class Kept:
     """Values that are kept once. The same value always has the same number."""
 
     def __init__(self) -> None:
-        self._numbers: dict[bytes, int] = {}
-        self.values: list[msgspec.Raw] = []
+        self._numbers: dict[str | bytes, int] = {}
+        self.values: list[Any] = []
 
     def number(self, value: Any) -> int:
-        text = msgspec.json.encode(value)
-        if text not in self._numbers:
-            self._numbers[text] = len(self.values)
-            self.values.append(msgspec.Raw(text))
-        return self._numbers[text]
+        key = value if isinstance(value, str) else msgspec.json.encode(value)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.values)
+            self.values.append(value)
+        return self._numbers[key]
 
 
 class Details:

@@ -26,9 +26,6 @@ _ASSETS = Path(__file__).parent / "assets"
 _SCRIPTS = ("dom", "data", "words", "plots", "charts", "sections", "dialog", "filters", "grid", "main")
 """The parts of the page's script, in order."""
 
-_COMPRESSION = 9
-"""Of zlib: the smallest. The details of 1,000 cells shrink to a quarter."""
-
 _SHOWN_PROBLEMS = 6
 """Lines at the top of the page; the others open below them."""
 
@@ -121,7 +118,7 @@ def _embedded(data: dict[str, Any]) -> str:
 
 def _packed(text: bytes) -> str:
     """Returns a text compressed, in letters that can stand in HTML."""
-    return b64encode(compress(text, _COMPRESSION)).decode()
+    return b64encode(compress(text)).decode()
 
 
 def _policy(style: Sequence[str], scripts: Sequence[str]) -> str:

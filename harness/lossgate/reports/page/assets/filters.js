@@ -4,15 +4,21 @@
 const USUAL = 'simulated/cpu';
 const form = byId('filters');
 const controls = {};
+const ordered = [...document.querySelectorAll('#matrix td > button')];
 const buttons = new Array(count);
-for (const button of document.querySelectorAll('#matrix td > button')) buttons[button.dataset.cell] = button;
+for (const button of ordered) buttons[button.dataset.cell] = button;
 
 const haystacks = Array.from({ length: count }, (_, i) => Object.values(cellAt(i)).join('\n').toLowerCase());
 
-function select(name, label, all, options) {
+function addField(name, label, control) {
+  control.id = `filter-${name}`;
+  controls[name] = control;
+  form.append(make('div', { className: 'field' }, make('label', { htmlFor: control.id }, label), control));
+}
+
+function addSelect(name, label, all, options) {
   const choices = options.map(([value, shown]) => make('option', { value }, shown));
-  controls[name] = make('select', { name }, make('option', { value: '' }, all), choices);
-  form.append(make('label', {}, label, controls[name]));
+  addField(name, label, make('select', { name }, make('option', { value: '' }, all), choices));
 }
 
 function values(name) {
@@ -23,15 +29,14 @@ function values(name) {
 }
 
 function makeFilters() {
-  controls.text = make('input', { type: 'search', name: 'text', autocomplete: 'off', spellcheck: false });
-  form.append(make('label', {}, 'Names contain', controls.text));
+  addField('text', 'Names contain', make('input', { type: 'search', name: 'text', autocomplete: 'off', spellcheck: false }));
   const look = index.attention.filter(Boolean).length;
   const attention = look && index.gate ? [['attention', `keeps the gate closed (${look.toLocaleString('en')})`]] : [];
-  select('verdict', 'Verdict', 'any verdict', [...attention, ...values('state')]);
+  addSelect('verdict', 'Verdict', 'any verdict', [...attention, ...values('state')]);
   for (const [name, label, all] of [['property', 'Property', 'any property'], ['layout', 'Layout', 'any layout'],
     ['dtype', 'Dtype', 'any dtype'], ['where', 'World', 'any world']]) {
     const found = values(name);
-    if (found.length > 1) select(name, label, all, found);
+    if (found.length > 1) addSelect(name, label, all, found);
   }
   const clear = make('button', { type: 'button', id: 'clear', hidden: true }, 'Show all');
   clear.addEventListener('click', () => {

@@ -15,7 +15,7 @@ function fitMatrix() {
 
 // Exactly one cell is reached by Tab: the last one that had the focus, if it is shown.
 function keepOneStop() {
-  setStop(stop && isShown(stop) ? stop : buttons.find(isShown));
+  setStop(stop && isShown(stop) ? stop : ordered.find(isShown));
 }
 
 function setStop(button) {
@@ -25,7 +25,7 @@ function setStop(button) {
 }
 
 function neighbour(button, key) {
-  const shown = [...matrix.querySelectorAll('td > button')].filter(isShown);
+  const shown = ordered.filter(isShown);
   const at = shown.indexOf(button);
   if (key === 'ArrowLeft') return shown[at - 1];
   if (key === 'ArrowRight') return shown[at + 1];

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes records and gates of a few fields."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lossgate.evidence.reader import Where
+from lossgate.evidence.records import SCHEMA, CellKey, CellRecord, Failure, KnownFailureRecord
+from lossgate.evidence.summary import summarize
+from lossgate.gate.verdict import Blocker, Digested, GatedCell, GateVerdict, Kind
+from lossgate.reports.page.page import Page
+
+DIGEST = "ab" * 32
+HOSTILE = [
+    "<script>window.hit = 1</script>",
+    "</script><img src=x onerror='window.hit = 2'>",
+    "<!--<script>",
+    "{{ 7 * 7 }} {% raw %}",
+    "\u2028\u2029'\"\\`${window.hit = 3}",
+    "\u202eright to left \U0001f98a \u05e9\u05dc\u05d5\u05dd",
+]
+"""Names that a careless page would run, or break on."""
+
+
+def record(candidate: str = "kernel", **changes: Any) -> CellRecord:
+    """Returns the record of a cell that agrees, without any numbers."""
+    fields: dict[str, Any] = {
+        "schema": SCHEMA,
+        "run": "1f",
+        "property": "agreement",
+        "layout": "single",
+        "dtype": "float32",
+        "world": "simulated",
+        "device": "cpu",
+        "spec": "nll",
+        "head": "hidden",
+        "source": "kernels.py:kernel",
+        "source_digest": DIGEST,
+        "verdict": "AGREE",
+        "reasons": (),
+        "problems": 3,
+        "comparisons": 6,
+        "needs_adequacy": True,
+        "outputs": (),
+        "faults": (),
+        "mde": 1e-3,
+        "coverage": {},
+        "required": (),
+        "killed": 0,
+        "surviving": (),
+        "equivalent": (),
+        "worst": (),
+        "failure": None,
+        "known_failure": None,
+        "seconds": 1.0,
+        "time": "2026-01-31T12:00:00+00:00",
+    }
+    return CellRecord(candidate=candidate, **{**fields, **changes})
+
+
+def known(*, expected: bool) -> KnownFailureRecord:
+    return KnownFailureRecord(name="torch-2", example=DIGEST, expected=expected)
+
+
+def failure(text: str) -> Failure:
+    """Returns a failure that says a text wherever it can."""
+    return Failure(
+        problem={"spec": text, text: [1, 2]}, description=text, findings=(text,), symptoms=("loss",), replay=text
+    )
+
+
+def key(candidate: str) -> CellKey:
+    return record(candidate).key
+
+
+def blocker(kind: Kind, candidate: str | None = None, message: str = "Mend it.") -> Blocker:
+    return Blocker(kind=kind, message=message, cell=None if candidate is None else key(candidate), where="a.jsonl:3")
+
+
+def gated(cell: CellRecord | str, *blockers: Blocker, **changes: Any) -> GatedCell:
+    """Returns what a gate says of a record, or of a cell of this name that is missing."""
+    if isinstance(cell, str):
+        return GatedCell(key=key(cell), summary=None, blockers=blockers, **changes)
+    summary = summarize(cell, Where("a.jsonl", 3), DIGEST)
+    return GatedCell(key=cell.key, summary=summary, blockers=blockers, **changes)
+
+
+def gate(*cells: GatedCell, others: Sequence[Blocker] = ()) -> GateVerdict:
+    file = Digested(file="gate.toml", sha256=DIGEST)
+    return GateVerdict(
+        blockers=(*others, *(blocker for cell in cells for blocker in cell.blockers)),
+        cells=cells,
+        policy=file,
+        evidence=(file,),
+        commits=("4f" * 20,),
+        sources=(file,),
+        versions={"lossgate": ("0.1.0",)},
+    )
+
+
+def page(*cells: CellRecord, gate: GateVerdict | None = None, **changes: Any) -> Page:
+    return Page(**{"title": "A page", "cells": cells, "gate": gate, "history": {}, "runs": [], **changes})

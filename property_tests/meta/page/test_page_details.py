@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of what the page tells of a cell when it is opened."""
+
+from typing import Any
+
+import pytest
+
+from lossgate.evidence.records import CellRecord, OutputRecord, PooledRecord, RunRecord, WorstExample
+from lossgate.gate.verdict import Kind
+from lossgate.reports.page.details import LONGEST_TREND, Details
+from lossgate.reports.page.entries import entries_of
+from lossgate.reports.page.histograms import BINS_PER_DECADE, HIGHEST, LOWEST, Histogram, histograms_of
+from lossgate.reports.page.page import Page
+from property_tests.meta.page.made import blocker, failure, gate, gated, known, page, record
+
+RUN = RunRecord(
+    schema="1.0",
+    run="1f",
+    started="2026-01-31T12:00:00+00:00",
+    commit="4f" * 20,
+    modified=True,
+    host="host",
+    versions={"torch": "2.13.0"},
+    settings={"seed": 0},
+)
+
+
+def output(*shares: float | None, **changes: Any) -> OutputRecord:
+    """Returns an output, the noise of which had these shares of its limit."""
+    return OutputRecord(name="loss", metric=False, shares={"noise": shares} if shares else {}, **changes)
+
+
+@pytest.mark.parametrize(
+    ("share", "first"),
+    [
+        (0.0, LOWEST),
+        (1e-9, LOWEST),
+        (0.1, -BINS_PER_DECADE),
+        (0.11, -BINS_PER_DECADE + 1),
+        (0.999, 0),
+        (1.0, 0),  # at the limit is not over it
+        (1.01, 1),
+        (10.0, BINS_PER_DECADE),
+        (1e9, HIGHEST),
+        (None, HIGHEST),
+    ],
+)
+def test_the_bin_of_a_share(share: float | None, first: int) -> None:
+    (histogram,) = histograms_of(output(share))
+    assert (histogram.first, histogram.counts) == (first, (1,))
+    assert histogram.over == (share is None or share > 1)
+
+
+def test_a_histogram_counts_every_problem_and_keeps_the_largest_share() -> None:
+    (histogram,) = histograms_of(output(0.5, 0.5, 3.456, 0.0))
+    assert histogram == Histogram("noise", 4, 3.46, 1, LOWEST, (1, *[0] * 10, 2, 0, 0, 0, 1))
+    assert sum(histogram.counts) == histogram.problems
+
+
+def test_an_infinite_share_has_no_number() -> None:
+    (histogram,) = histograms_of(output(0.5, None))
+    assert histogram.largest is None
+
+
+@pytest.mark.parametrize(
+    ("scale", "limit", "vacuous", "problems", "over"),
+    [
+        ((1e-7, -2e-6), (1e-6, 1e-6), (), 2, 1),
+        ((1e-7, 0.0), (1e-6, 1e-6), (1,), 1, 0),  # it says nothing about the scale
+        ((1e-7, 5.0), (1e-6, 1e-6), (1,), 2, 1),  # it should not be there at all
+        ((0.0, 1e-9), (0.0, 0.0), (), 2, 1),
+    ],
+)
+def test_the_scale_is_a_share_of_its_limit_too(
+    scale: tuple[float, ...], limit: tuple[float, ...], vacuous: tuple[int, ...], problems: int, over: int
+) -> None:
+    (histogram,) = histograms_of(output(scale=scale, limit=limit, vacuous=vacuous))
+    assert (histogram.statistic, histogram.problems, histogram.over) == ("scale", problems, over)
+
+
+def opened(shown: Page) -> tuple[dict[str, Any], Details]:
+    """Returns what the page tells of its first cell, and where its texts are."""
+    details = Details({run.run: run for run in shown.runs})
+    (entry, *_) = entries_of(shown)
+    return details.of(entry, shown.history.get(entry.key, ())), details
+
+
+def test_all_that_a_record_says_is_told() -> None:
+    cell = record(
+        verdict="DISAGREE",
+        reasons=("too large",),
+        faults=("rank 1 failed",),
+        causes=("a sum is missing",),
+        failure=failure("small"),
+        outputs=(output(0.5, pooled=PooledRecord(problems=3, scale=0.01, limit=1.23456e-6), planted={"zero": 0.5}),),
+        coverage={"masked token": 2, "extra": 1},
+        required=("masked token", "trained token"),
+        surviving=("epsilon", "beta"),
+        equivalent=("beta",),
+        worst=(WorstExample(output="loss", statistic="noise", value=2.0, limit=4.0, problem={"seed": 1}),),
+        resources={"rank 0": {"peak bytes": 5.0}},
+        known_failure=known(expected=True),
+    )
+    told, kept = opened(page(cell, runs=[RUN]))
+
+    def texts(numbers: list[int]) -> list[str]:
+        return [kept.texts.values[number] for number in numbers]
+
+    assert texts(told["reasons"]) == ["too large"]
+    assert texts(told["faults"]) == ["rank 1 failed"]
+    assert texts(told["causes"]) == ["a sum is missing"]
+    assert texts(told["surviving"]) == ["epsilon"]
+    assert texts(told["equivalent"]) == ["beta"]
+    assert [(*texts([goal]), n, required) for goal, n, required in told["coverage"]] == [
+        ("masked token", 2, 1),
+        ("trained token", 0, 1),
+        ("extra", 1, 0),
+    ]
+    assert told["outputs"][0][1] == [3, 0.01, 1.235e-6]
+    assert [(*texts([name]), share) for name, share in told["outputs"][0][4]] == [("zero", 0.5)]
+    assert told["resources"] == {"rank 0": {"peak bytes": 5.0}}
+    assert texts([told["known"][0]]) == ["torch-2"]
+    assert kept.problems.values[told["worst"][0][-1]] == {"seed": 1}
+    assert kept.problems.values[told["failure"][0]] == failure("small").problem
+    assert kept.runs.values[told["run"]]["commit"] == RUN.commit
+
+
+def test_what_is_empty_is_left_out() -> None:
+    told, _ = opened(page(record()))
+    assert not {"reasons", "faults", "failure", "trend", "blockers", "worst", "resources"} & told.keys()
+
+
+def test_a_cell_of_which_only_a_summary_is_left_tells_reasons_and_failure() -> None:
+    cell = record(verdict="DISAGREE", reasons=("too large",), failure=failure("small"))
+    told, kept = opened(page(gate=gate(gated(cell, blocker(Kind.DISAGREE, "kernel")))))
+    assert [kept.texts.values[number] for number in told["reasons"]] == ["too large"]
+    assert kept.problems.values[told["failure"][0]] == failure("small").problem
+    assert (told["line"], told["required"], len(told["blockers"])) == ("a.jsonl:3", 1, 1)
+
+
+def test_a_missing_cell_tells_what_the_gate_says() -> None:
+    told, kept = opened(page(gate=gate(gated("gone", blocker(Kind.MISSING, "gone")))))
+    assert told.keys() == {"blockers", "required"}
+    assert [kept.texts.values[number] for number in told["blockers"][0]] == ["missing", "Mend it.", "a.jsonl:3"]
+
+
+def moment(day: int, scale: float | None) -> CellRecord:
+    pooled = None if scale is None else PooledRecord(problems=1, scale=scale, limit=1e-6)
+    return record(outputs=(output(pooled=pooled),), time=f"2026-01-{day:02d}T12:00:00+00:00")
+
+
+def test_the_trend_goes_from_the_oldest_run_to_the_newest() -> None:
+    now = moment(3, 3e-7)
+    told, kept = opened(page(now, history={now.key: [moment(1, 1e-7), moment(2, None)]}, runs=[RUN]))
+    trend = told["trend"]
+    assert [kept.texts.values[time][:10] for time in trend["times"]] == ["2026-01-01", "2026-01-02", "2026-01-03"]
+    assert [kept.texts.values[commit] for commit in trend["commits"]] == ["4f" * 6] * 3
+    assert trend["outputs"][0][1:] == [[1e-7, None, 3e-7], [1e-6, None, 1e-6]]
+
+
+def test_a_long_trend_keeps_its_newest_runs_and_says_how_many_there_are() -> None:
+    now = moment(31, 0.5)
+    told, _ = opened(page(now, history={now.key: [moment(1, 0.0)] * 100}))
+    assert len(told["trend"]["times"]) == LONGEST_TREND
+    assert told["trend"]["outputs"][0][1][-1] == 0.5
+    assert told["moments"] == 101
+
+
+def test_the_same_text_is_kept_once() -> None:
+    _, kept = opened(page(record(reasons=("same", "same"), faults=("same",))))
+    assert kept.texts.values.count("same") == 1

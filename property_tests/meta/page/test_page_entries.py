@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of what the page shows before a cell is opened: states, headline, matrix."""
+
+import pytest
+
+from lossgate.evidence.records import CellRecord
+from lossgate.gate.verdict import GatedCell, Kind
+from lossgate.reports.page.entries import State, count_states, entries_of
+from lossgate.reports.page.matrix import matrix_of
+from lossgate.reports.page.page import Page
+from lossgate.reports.page.words import detects, headline, problems_of
+from property_tests.meta.page.made import blocker, gate, gated, key, known, page, record
+
+WRONG = record("wrong", verdict="DISAGREE", reasons=("loss: 1.01 times the reference",))
+UNSURE = record("unsure", verdict="INCONCLUSIVE", mde=None)
+EXPECTED = record("expected", verdict="DISAGREE", known_failure=known(expected=True))
+
+
+@pytest.mark.parametrize(
+    ("cell", "state"),
+    [
+        (record(), State.AGREES),
+        (WRONG, State.DISAGREES),
+        (UNSURE, State.INCONCLUSIVE),
+        (EXPECTED, State.KNOWN),
+        (record(verdict="DISAGREE", known_failure=known(expected=False)), State.DISAGREES),
+    ],
+)
+def test_the_state_of_a_record(cell: CellRecord, state: State) -> None:
+    (entry,) = entries_of(page(cell))
+    assert entry.state is state
+
+
+@pytest.mark.parametrize(
+    ("cell", "state"),
+    [
+        (gated(record()), State.AGREES),
+        (gated("gone", blocker(Kind.MISSING, "gone")), State.MISSING),
+        (gated(WRONG, blocker(Kind.DISAGREE, "wrong")), State.DISAGREES),
+        (gated(WRONG, excused="https://example.org/7"), State.KNOWN),
+    ],
+)
+def test_the_state_of_a_cell_that_a_gate_knows(cell: GatedCell, state: State) -> None:
+    (entry,) = entries_of(page(gate=gate(cell)))
+    assert entry.state is state
+
+
+def test_a_page_shows_cells_of_the_gate_and_of_evidence_once_each_by_key() -> None:
+    entries = entries_of(page(record("b"), record("a"), gate=gate(gated(record("b")), gated("c"))))
+    assert [entry.key.candidate for entry in entries] == ["a", "b", "c"]
+    assert [entry.record is None for entry in entries] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("mde", "text"),
+    [(3.879e-7, "3.9e-7"), (1e-4, "0.01%"), (0.00131, "0.13%"), (0.01, "1%"), (1.0, "100%"), (1.5, "nothing")],
+)
+def test_the_detectable_effect_is_written_as_the_terminal_does(mde: float, text: str) -> None:
+    (entry,) = entries_of(page(record(mde=mde)))
+    assert detects(entry) == text
+
+
+def test_what_is_detected_by_a_cell_without_power_or_without_evidence() -> None:
+    assert [detects(entry) for entry in entries_of(page(UNSURE, gate=gate(gated("gone"))))] == ["missing", "nothing"]
+
+
+@pytest.mark.parametrize(
+    ("good", "shown", "verdict", "why"),
+    [
+        (False, page(), "There are no cells.", "The evidence tells of none."),
+        (True, page(record()), "The one cell agrees.", ""),
+        (True, page(record("a"), record("b")), "All 2 cells agree.", ""),
+        (True, page(record("a"), EXPECTED), "No cell disagrees.", "Only known failures do."),
+        (False, page(record("a"), WRONG), "1 of 2 cells disagrees.", ""),
+        (False, page(UNSURE), "1 of 1 cell is inconclusive.", "Nothing wrong was seen, but not enough was seen."),
+        (
+            True,
+            page(gate=gate(gated(record("a")), gated(record("b")))),
+            "The gate is open.",
+            "Exit code 0: all 2 required cells pass.",
+        ),
+        (
+            False,
+            page(gate=gate(gated(WRONG, blocker(Kind.DISAGREE, "wrong")))),
+            "The gate is closed.",
+            "Exit code 1: 1 cell disagrees.",
+        ),
+        (
+            False,
+            page(gate=gate(gated("gone", blocker(Kind.MISSING, "gone")))),
+            "The gate is closed.",
+            "Exit code 3: no cell disagrees, but the evidence is not enough.",
+        ),
+    ],
+)
+def test_the_headline(good: bool, shown: Page, verdict: str, why: str) -> None:
+    said = headline(shown.gate, entries_of(shown))
+    assert (said.verdict, said.why) == (verdict, why)
+    assert said.good == good
+
+
+def test_what_keeps_a_gate_closed_names_the_cell_that_opens() -> None:
+    verdict = gate(gated("gone", blocker(Kind.MISSING, "gone")), others=[blocker(Kind.MIXED, message="Two commits.")])
+    problems = problems_of(verdict, entries_of(page(record("a"), gate=verdict)))
+    assert [(p.kind, p.message, p.where, p.cell) for p in problems] == [
+        ("mixed", "Two commits.", "a.jsonl:3", None),
+        ("missing", "Mend it.", "a.jsonl:3", 1),
+    ]
+
+
+def test_a_report_tells_what_does_not_agree_but_for_known_failures() -> None:
+    shown = page(record("a"), EXPECTED, UNSURE, WRONG)
+    told = [(problem.kind, problem.message) for problem in problems_of(None, entries_of(shown))]
+    assert told == [("inconclusive", ""), ("disagrees", "loss: 1.01 times the reference")]
+
+
+def test_states_are_counted_the_worst_first() -> None:
+    assert count_states(entries_of(page(record("a"), record("b"), WRONG))) == [(State.DISAGREES, 1), (State.AGREES, 2)]
+
+
+def test_the_matrix_has_layouts_by_size_and_a_row_for_what_else_differs() -> None:
+    cells = [
+        record("a", layout="dp=2,cp=2"),
+        record("a", layout="single"),
+        record("a", layout="dp=2"),
+        record("a", layout="dp=2", dtype="bfloat16"),
+        record("a", layout="dp=2", world="gloo", device="cuda"),
+        record("b", spec="dpo"),
+    ]
+    entries = entries_of(page(*cells))
+    matrix = matrix_of(entries)
+    assert matrix.layouts == ["single", "dp=2", "dp=2,cp=2"]
+    abouts = {group.candidate: group.about for group in matrix.groups}
+    assert abouts == {"a": "nll from hidden", "b": "dpo from hidden"}
+    shown = [
+        (row.dtype, row.where, [None if i is None else entries[i].key.layout for i in row.cells])
+        for row in matrix.groups[0].rows
+    ]
+    assert shown == [
+        ("bfloat16", "", [None, "dp=2", None]),
+        ("float32", "", ["single", "dp=2", "dp=2,cp=2"]),
+        ("float32", "gloo/cuda", [None, "dp=2", None]),
+    ]
+
+
+def test_every_cell_is_in_the_matrix_once() -> None:
+    cells = [record(f"c{i % 3}", layout=f"dp={i}") for i in range(1, 12)]
+    entries = entries_of(page(*cells, gate=gate(gated("gone"))))
+    numbers = [i for group in matrix_of(entries).groups for row in group.rows for i in row.cells if i is not None]
+    assert sorted(numbers) == list(range(len(entries)))
+    assert entries[-1].key == key("gone")
