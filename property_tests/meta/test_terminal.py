@@ -21,6 +21,7 @@ from lossgate.judge.pooling import Pooled
 from lossgate.reports.console import make_console
 from lossgate.reports.failures import FailureFiles
 from lossgate.reports.terminal import Terminal
+from lossgate.reports.shown_cell import of_result
 from lossgate.reports.verdict_table import VerdictTable, summary, verdict_table
 from lossgate.specs.outputs import LOSS
 
@@ -69,6 +70,10 @@ def one(name: str, verdict: Verdict, layout: Layout = LAYOUTS[-1], **numbers: An
     return made_up(Cell(kernel(name), layout, "float32"), verdict, **numbers)
 
 
+def table_of(results: Iterable[CellResult]) -> VerdictTable:
+    return verdict_table(map(of_result, results))
+
+
 A, D, I = Verdict  # noqa: E741
 ROWS = [
     *over_layouts(kernel("right", good_for="whole logits, and no more than those of one rank"), "float32", [A] * 8),
@@ -85,7 +90,8 @@ ROWS = [
     made_up(Cell(kernel("known", known_failure=KNOWN), Layout(), "float32"), D, margin=8.25, expected=True),
     one("infinite", D, margin=float("inf"), mde=float("inf")),
 ]
-TABLE = verdict_table(ROWS)
+TABLE = table_of(ROWS)
+SHOWN = [of_result(row) for row in ROWS]
 NAMES = ["right", LONG, "unsure", "known", "infinite"]
 VERDICTS = {
     "AGREE": 1,
@@ -165,7 +171,7 @@ def test_names_are_folded_between_words(width: int) -> None:
 
 def test_a_name_of_one_long_word_is_folded_anywhere() -> None:
     name = "x" * 70
-    headings, rows, _ = parts(render(verdict_table([one(name, D, margin=7.5e10)]), 60))
+    headings, rows, _ = parts(render(table_of([one(name, D, margin=7.5e10)]), 60))
     assert "".join(line[: headings[-1].index("verdict")].strip() for line in rows) == name
     assert {"DISAGREE <--", "7.5e+10"} <= set(cells(rows))
 
@@ -200,23 +206,21 @@ def test_names_are_folded_only_when_the_counts_are_gone() -> None:
 
 def test_what_gives_way_is_decided_by_what_is_in_the_table() -> None:
     """Short names leave room for counts where long ones don't."""
-    short, long = (
-        verdict_table(over_layouts(kernel(name, good_for="x"), "float32", [A] * 8)) for name in ("right", LONG)
-    )
+    short, long = (table_of(over_layouts(kernel(name, good_for="x"), "float32", [A] * 8)) for name in ("right", LONG))
     assert shown(render(short, 100)) == list(GIVE_WAY)
     assert shown(render(long, 100)) == []
 
 
 def test_a_column_fits_to_the_last_character() -> None:
     """The widths are measured: a column gives way one character before it would not fit."""
-    table = verdict_table(over_layouts(kernel("right"), "float32", [A] * 8))
+    table = table_of(over_layouts(kernel("right"), "float32", [A] * 8))
     width = len(parts(render(table, 200))[1][0])
     assert "comparisons" in shown(render(table, width))
     assert "comparisons" not in shown(render(table, width - 1))
 
 
 def test_good_for_has_a_column_only_if_a_candidate_says_something() -> None:
-    assert "good for" not in shown(render(verdict_table([one("right", A)]), 200))
+    assert "good for" not in shown(render(table_of([one("right", A)]), 200))
 
 
 @pytest.mark.parametrize("width", range(60, 221, 8))
@@ -279,7 +283,7 @@ def test_no_color_is_honoured(capsys: pytest.CaptureFixture[str], monkeypatch: p
 
 def test_names_are_not_taken_for_markup(tmp_path: Path) -> None:
     result = one("loss[red]", D)
-    assert "loss[red]" in render(verdict_table([result]), 100)
+    assert "loss[red]" in render(table_of([result]), 100)
     text = StringIO()
     Terminal(FailureFiles(tmp_path), Console(file=text, width=100))(CellFinished(result))
     assert text.getvalue().count("loss[red]") == 2
@@ -290,8 +294,8 @@ def test_the_summary_stands_last(width: int, tmp_path: Path) -> None:
     text = StringIO()
     Terminal(FailureFiles(tmp_path), Console(file=text, width=width))(RunFinished(tuple(ROWS)))
     last = text.getvalue().rstrip("\n").rpartition("\n\n")[2]
-    assert " ".join(last.split()) == summary(ROWS)
-    assert summary(ROWS) == "26 cells: 17 AGREE, 5 DISAGREE, 3 INCONCLUSIVE, 1 known failure; 0 s"
+    assert " ".join(last.split()) == summary(SHOWN)
+    assert summary(SHOWN) == "26 cells: 17 AGREE, 5 DISAGREE, 3 INCONCLUSIVE, 1 known failure; 0 s"
 
 
 @WIDTHS

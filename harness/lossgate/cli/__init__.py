@@ -6,9 +6,11 @@ enough seen), 4 a fault of lossgate itself.
 """
 
 from lossgate.cli.app import Exit, app, main
+from lossgate.cli.diff import diff
 from lossgate.cli.gate import gate
 from lossgate.cli.listing import list_
 from lossgate.cli.replay import replay
+from lossgate.cli.report import report
 from lossgate.cli.verify import verify
 
-__all__ = ["Exit", "app", "gate", "list_", "main", "replay", "verify"]
+__all__ = ["Exit", "app", "diff", "gate", "list_", "main", "replay", "report", "verify"]

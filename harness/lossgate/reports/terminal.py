@@ -6,19 +6,16 @@ from functools import partial
 
 from rich.console import Console
 from rich.markup import escape
-from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
-from rich.text import Text
 
 from lossgate.engine.cell import CellResult
 from lossgate.engine.events import CellFinished, Event, RunStarted
 from lossgate.reports.console import make_console
+from lossgate.reports.describe import DESCRIBED, describe, marked, print_detail
 from lossgate.reports.failures import FailureFiles
-from lossgate.reports.verdict_table import percent, share, summary, verdict_of, verdict_table
-
-_DESCRIBED = 3
-"""How many cells of a candidate are described in full. The others usually fail in the same way."""
+from lossgate.reports.shown_cell import ShownCell, of_result
+from lossgate.reports.verdict_table import percent, share, summary, verdict_table
 
 
 class Terminal:
@@ -42,8 +39,9 @@ class Terminal:
             self._cell(event.result)
         else:
             self.close()
-            self.console.print(verdict_table(event.results))
-            self.console.print(summary(event.results))
+            cells = [of_result(result) for result in event.results]
+            self.console.print(verdict_table(cells))
+            self.console.print(summary(cells))
             if event.stopped:
                 self.console.print(f"[bold]stopped:[/] {escape(event.stopped)}", soft_wrap=True)
 
@@ -73,59 +71,27 @@ class Terminal:
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], advance=1, description=escape(str(result.cell)))
         else:
-            self.console.print(_line(result), soft_wrap=True)
+            self.console.print(_line(of_result(result)), soft_wrap=True)
         if not result.passes:
             self._described[candidate] += 1
-            if self._described[candidate] <= _DESCRIBED:
+            if self._described[candidate] <= DESCRIBED:
                 for line in describe_cell(result, self._failures.replay(result)):
-                    self._print_detail(line)
-
-    def _print_detail(self, line: str) -> None:
-        """Prints one line of ``describe_cell``, wrapped at words on a terminal.
-
-        The replay command stays one line, because a line break in it would be copied, too. In a
-        file every line stays whole, so that it can be searched.
-        """
-        if not self.console.is_terminal or line.startswith(_REPLAY):
-            self.console.print(line, soft_wrap=True)
-        else:
-            text = line.lstrip(" ")
-            self.console.print(Padding(Text.from_markup(text), (0, 0, 0, len(line) - len(text))))
-
-
-_REPLAY = "  replay: "
+                    print_detail(self.console, line)
 
 
 def describe_cell(result: CellResult, replay: str | None) -> list[str]:
-    """Describes in full why a cell does not agree.
+    """Describes in full why a cell does not agree, in lines of rich markup.
 
     Args:
         result: a cell that is not AGREE.
         replay: the command that judges its failure again, if there is one.
-
-    Returns:
-        Lines in rich markup.
     """
-    cell = result.cell
-    lines = [f"{_marked(result)}  {escape(cell.candidate.name)}  {cell.dtype}  {cell.layout}"]
-    lines += [f"  {escape(line)}" for reason in result.reasons for line in reason.splitlines()]
-    if result.failure is not None:
-        shrunk = f"  (after {result.shrink_calls} tries to make it smaller)" if result.shrink_calls else ""
-        lines.append(f"  on: {escape(result.failure.problem.describe())}{shrunk}")
-    if replay is not None:
-        lines.append(f"{_REPLAY}{escape(replay)}")
-    return lines
+    return describe(of_result(result, replay))
 
 
-def _marked(result: CellResult) -> str:
-    shown = verdict_of(result)
-    return f"[{shown.style}]{escape(' '.join(filter(None, (shown.word, shown.note))))}[/]"
-
-
-def _line(result: CellResult) -> str:
-    cell = result.cell
+def _line(cell: ShownCell) -> str:
     return (
-        f"{_marked(result)}  {escape(cell.candidate.name)}  {cell.dtype}  {cell.layout}:  "
-        f"{len(result.cases)} problems, {result.comparisons} comparisons, "
-        f"at most {share(result.margin)} of a limit, detects {percent(result.mde)}  ({result.seconds:.1f} s)"
+        f"{marked(cell)}  {escape(cell.candidate)}  {cell.dtype}  {cell.layout}:  "
+        f"{cell.problems} problems, {cell.comparisons} comparisons, "
+        f"at most {share(cell.margin)} of a limit, detects {percent(cell.mde)}  ({cell.seconds:.1f} s)"
     )

@@ -3,11 +3,10 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
-from typing import NamedTuple, Self
+from typing import Self
 
 from rich.box import SIMPLE
 from rich.cells import cell_len
@@ -16,12 +15,8 @@ from rich.measure import measure_renderables
 from rich.table import Column, Table
 from rich.text import Text
 
-from lossgate.engine.cell import CellResult, Verdict
-from lossgate.layout import Layout
+from lossgate.reports.shown_cell import STYLES, ShownCell, ShownVerdict
 
-_STYLES = {Verdict.AGREE: "green", Verdict.DISAGREE: "bold red", Verdict.INCONCLUSIVE: "yellow"}
-_KNOWN_STYLE = "cyan"
-_WORST_FIRST = (Verdict.DISAGREE, Verdict.INCONCLUSIVE, Verdict.AGREE)
 _MARK = " <--"
 """Marks a disagreement in the table, because AGREE and DISAGREE look alike without colours."""
 _GAP = 2
@@ -42,52 +37,24 @@ _BEFORE_NOTE = r"(?<= )(?=\(known: )"
 _IN_LAYOUTS = r"(?<=up to )|(?<=,)(?=\w)"
 
 
-class ShownVerdict(NamedTuple):
-    """How the verdict of a cell is shown. ``note`` names the known failure of an expected one."""
-
-    word: Verdict
-    expected: bool
-    note: str
-
-    @property
-    def style(self) -> str:
-        return _KNOWN_STYLE if self.expected else _STYLES[self.word]
-
-    @property
-    def wrong(self) -> bool:
-        return self.word is Verdict.DISAGREE and not self.expected
-
-    @property
-    def order(self) -> tuple[int, bool]:
-        """Sorts the worst verdict first, and a known failure after other disagreements."""
-        return _WORST_FIRST.index(self.word), self.expected
-
-
-def verdict_of(result: CellResult) -> ShownVerdict:
-    known = result.cell.candidate.known_failure
-    note = f"(known: {known.name})" if result.expected and known else ""
-    return ShownVerdict(result.verdict, result.expected, note)
-
-
-def verdict_table(results: Sequence[CellResult]) -> "VerdictTable":
-    """Makes the table with a row for each candidate, property and dtype, over all layouts.
-
-    Args:
-        results: the cells; those of one candidate, property and dtype follow each other.
+def verdict_table(cells: Iterable[ShownCell]) -> "VerdictTable":
+    """Makes the table with a row for each candidate, property, dtype and place, over all layouts.
 
     Returns:
         What ``rich`` prints. It chooses its columns by the width of the console that prints it.
     """
-    groups = groupby(results, key=lambda r: (r.cell.candidate, r.cell.property, r.cell.dtype))
-    several = len({result.cell.property for result in results}) > 1
-    return VerdictTable([_Row.of(list(group), name_property=several) for _, group in groups])
+    groups: dict[tuple[str, ...], list[ShownCell]] = {}
+    for cell in cells:
+        groups.setdefault((cell.candidate, cell.source, cell.held_to, cell.dtype, cell.place), []).append(cell)
+    several = len({cell.held_to for group in groups.values() for cell in group}) > 1
+    return VerdictTable([_Row.of(group, name_property=several) for group in groups.values()])
 
 
-def summary(results: Sequence[CellResult]) -> str:
+def summary(cells: Sequence[ShownCell]) -> str:
     """Counts the cells by verdict, in one line."""
-    counts = Counter("known failure" if r.expected else str(r.verdict) for r in results)
+    counts = Counter("known failure" if cell.verdict.expected else cell.verdict.word for cell in cells)
     verdicts = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
-    return f"{len(results)} cells: {verdicts}; {sum(r.seconds for r in results):.0f} s"
+    return f"{len(cells)} cells: {verdicts}; {sum(cell.seconds for cell in cells):.0f} s"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,25 +73,26 @@ class _Row:
     good_for: str
 
     @classmethod
-    def of(cls, results: Sequence[CellResult], *, name_property: bool = False) -> Self:
-        """Makes the row of the cells of one candidate, property and dtype."""
-        cell = results[0].cell
-        counts = Counter(map(verdict_of, results))
+    def of(cls, cells: Sequence[ShownCell], *, name_property: bool = False) -> Self:
+        """Makes the row of the cells of one candidate, property, dtype and place."""
+        cell = cells[0]
+        counts = Counter(cell.verdict for cell in cells)
+        name = f"{cell.candidate} {cell.held_to}" if name_property else cell.candidate
         return cls(
-            name=f"{cell.candidate.name} {cell.property}" if name_property else cell.candidate.name,
+            name=f"{name} on {cell.place}" if cell.place else name,
             verdicts=tuple((counts[shown], shown) for shown in sorted(counts, key=lambda shown: shown.order)),
             dtype=cell.dtype,
-            layouts=_layouts([r.cell.layout for r in results]),
-            worst=share(max(r.margin for r in results)),
-            detects=percent(max(r.mde for r in results)),
-            problems=sum(len(r.cases) for r in results),
-            comparisons=sum(r.comparisons for r in results),
-            good_for=cell.candidate.good_for,
+            layouts=_layouts(cells),
+            worst=share(max(cell.margin for cell in cells)),
+            detects=percent(max(cell.mde for cell in cells)),
+            problems=sum(cell.problems for cell in cells),
+            comparisons=sum(cell.comparisons for cell in cells),
+            good_for=cell.good_for,
         )
 
     @property
     def candidate(self) -> Text:
-        return Text(self.name, style=_STYLES[Verdict.DISAGREE] if self.wrong else "")
+        return Text(self.name, style=STYLES["DISAGREE"] if self.wrong else "")
 
     @property
     def wrong(self) -> bool:
@@ -143,10 +111,10 @@ class _Row:
         return Text("\n").join(map(Text, lines, styles))
 
 
-def _layouts(layouts: Sequence[Layout]) -> str:
-    if len(layouts) == 1:
-        return str(layouts[0])
-    return f"{len(layouts)}, up to {max(layout.ranks for layout in layouts)} ranks"
+def _layouts(cells: Sequence[ShownCell]) -> str:
+    if len(cells) == 1:
+        return cells[0].layout
+    return f"{len(cells)}, up to {max(cell.ranks for cell in cells)} ranks"
 
 
 @dataclass(frozen=True)

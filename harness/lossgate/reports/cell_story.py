@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tells all that evidence knows of one cell."""
+
+from collections.abc import Iterator, Sequence
+from math import inf
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from lossgate.evidence.records import CellRecord, OutputRecord
+from lossgate.evidence.summary import CellSummary, largest_share
+from lossgate.reports.describe import describe, marked, print_detail
+from lossgate.reports.printable import printable
+from lossgate.reports.run_lines import moment
+from lossgate.reports.shown_cell import of_summary
+from lossgate.reports.verdict_table import percent, share
+
+_TIMES = 5
+"""How many of the last verdicts of a cell are told."""
+
+
+def print_story(console: Console, record: CellRecord, told: Sequence[CellSummary]) -> None:
+    """Prints all that is known of a cell.
+
+    Args:
+        console: where to print.
+        record: the newest of the cell.
+        told: all that evidence tells of it, the newest last.
+    """
+    shown = of_summary(told[-1])
+    console.print(f"{marked(shown)}  {_escaped(str(record.key))}", soft_wrap=True)
+    for line in [*describe(shown)[1:], *(f"  {_escaped(line)}" for line in _about(record, told))]:
+        print_detail(console, line, hanging=2)
+    if record.outputs:
+        console.print()
+        console.print(_outputs(record.outputs))
+    console.print()
+    for line in _sight(record):
+        print_detail(console, f"  {_escaped(line)}", hanging=2)
+    console.print()
+
+
+def _escaped(text: str) -> str:
+    return escape(printable(text))
+
+
+def _about(record: CellRecord, told: Sequence[CellSummary]) -> Iterator[str]:
+    yield from (f"cause: {cause}" for cause in record.causes)
+    yield f"what: {record.spec} from {record.head}, declared as {record.source}"
+    yield f"when: {moment(record.time)}, {record.seconds:.1f} s, in run {record.run}"
+    if len(told) > 1:
+        times = sorted(one.time for one in told)
+        verdicts = ", ".join(one.verdict for one in told[-_TIMES:])
+        yield f"before: {len(told)} runs, from {moment(times[0])} to {moment(times[-1])}; the last: {verdicts}"
+    detects = percent(inf if record.mde is None else record.mde)
+    yield f"seen: {record.problems} problems, {record.comparisons} comparisons, detects {detects}"
+
+
+def _outputs(outputs: Sequence[OutputRecord]) -> Table:
+    table = Table(box=None, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("  output", overflow="fold")
+    table.add_column("pooled scale +- limit", overflow="fold", min_width=10)
+    for heading in ("detects", "worst / limit", "problems"):
+        table.add_column(heading, justify="right", min_width=8)
+    for output in outputs:
+        name, worst = _worst(output)
+        of = f" {printable(name)}" if name else ""
+        cells = (_pooled(output), _detects(output), f"{share(worst)}{of}", str(len(output.cases)))
+        table.add_row(Text(f"  {printable(output.name)}"), *map(Text, cells))
+    return table
+
+
+def _pooled(output: OutputRecord) -> str:
+    return "never compared" if output.pooled is None else f"{output.pooled.scale:.2g} +- {output.pooled.limit:.2g}"
+
+
+def _detects(output: OutputRecord) -> str:
+    return percent(inf if output.pooled is None else output.pooled.mde)
+
+
+def _worst(output: OutputRecord) -> tuple[str, float]:
+    """Returns the statistic that came closest to its limit, and the share of it."""
+    scales = zip(output.scale, output.limit, strict=False)
+    found = {"scale": max((abs(s) / limit if limit else (inf if s else 0.0) for s, limit in scales), default=0.0)}
+    found |= {name: largest_share(shares) for name, shares in output.shares.items()}
+    name = max(found, key=lambda one: found[one])
+    return (name, found[name]) if found[name] else ("", 0.0)
+
+
+def _sight(record: CellRecord) -> Iterator[str]:
+    """Yields what the problems could show."""
+    for output in record.outputs:
+        if output.planted:
+            planted = ", ".join(f"{name} {rejected:.0%}" for name, rejected in output.planted.items())
+            yield f"planted errors rejected in {output.name}: {planted}"
+        for name in output.blind:
+            yield f"planted error accepted in {output.name} although the limits say otherwise: {name}"
+    required = frozenset(record.required)
+    for goal in dict.fromkeys([*record.required, *record.coverage]):
+        needed = "" if goal in required else "  (not required)"
+        yield f"goal {goal}: {record.coverage.get(goal, 0)} problems{needed}"
+    others = {"surviving": sorted(set(record.surviving) - set(record.equivalent)), "equivalent": record.equivalent}
+    words = [f"; {word}: {', '.join(names)}" for word, names in others.items() if names]
+    yield f"option mutants: {record.killed} killed{''.join(words)}"
+    for worst in record.worst:
+        problem = msgspec.json.encode(worst.problem).decode()
+        yield f"worst {worst.statistic} of {worst.output}: {worst.value:.4g}, limit {worst.limit:.4g}, on {problem}"
+    for name, numbers in record.resources.items():
+        yield f"{name}: {', '.join(f'{what} {number:g}' for what, number in numbers.items())}"

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Describes a cell that does not agree, line by line."""
+
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.text import Text
+
+from lossgate.reports.shown_cell import ShownCell
+
+DESCRIBED = 3
+"""How many cells of a candidate are described in full. The others usually fail in the same way."""
+
+_REPLAY = "  replay: "
+
+
+def describe(cell: ShownCell) -> list[str]:
+    """Returns in full why a cell does not agree, in lines of rich markup."""
+    lines = [f"{marked(cell)}  {escape(cell.candidate)}  {_where(cell)}"]
+    lines += [f"  {escape(line)}" for line in cell.reasons]
+    if cell.on is not None:
+        lines.append(f"  on: {escape(cell.on)}")
+    if cell.replay is not None:
+        lines.append(f"{_REPLAY}{escape(cell.replay)}")
+    return lines
+
+
+def _where(cell: ShownCell) -> str:
+    return escape(f"{cell.dtype}  {cell.layout}" + (f"  on {cell.place}" if cell.place else ""))
+
+
+def marked(cell: ShownCell) -> str:
+    """Returns the verdict in its colour."""
+    return f"[{cell.verdict.style}]{escape(str(cell.verdict))}[/]"
+
+
+def print_detail(console: Console, line: str, hanging: int = 0) -> None:
+    """Prints one line of a description, wrapped at words on a terminal.
+
+    The replay command stays one line, because a line break in it would be copied, too. In a file
+    every line stays whole, so that it can be searched.
+
+    Args:
+        console: where to print.
+        line: in rich markup.
+        hanging: how much further the continuation of a line that is wrapped is indented.
+    """
+    if not console.is_terminal or line.startswith(_REPLAY):
+        console.print(line, soft_wrap=True)
+        return
+    text = line.lstrip(" ")
+    indent = len(line) - len(text)
+    whole = Text.from_markup(text)
+    width = max(console.width - indent, 1)
+    if not hanging or whole.cell_len <= width:
+        console.print(Padding(whole, (0, 0, 0, indent)))
+        return
+    first, *_ = whole.wrap(console, width)
+    rest = whole[len(first.plain) :]
+    first.rstrip()
+    console.print(Padding(first, (0, 0, 0, indent)))
+    rest.plain = rest.plain.lstrip()
+    console.print(Padding(rest, (0, 0, 0, indent + hanging)))

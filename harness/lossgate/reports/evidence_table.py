@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shows evidence on one screen: its runs, what does not agree, the verdict table, what is wrong."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from lossgate.evidence.gather import Gathered
+from lossgate.evidence.summary import CellSummary
+from lossgate.evidence.troubles import listed
+from lossgate.reports.describe import DESCRIBED, describe, print_detail
+from lossgate.reports.printable import printable
+from lossgate.reports.run_lines import moment, run_lines
+from lossgate.reports.shown_cell import ShownCell, of_summary
+from lossgate.reports.verdict_table import summary, verdict_table
+
+
+def print_report(console: Console, gathered: Gathered, troubles: Sequence[str]) -> None:
+    """Prints what evidence says. What is told last of a cell counts.
+
+    Args:
+        console: where to print.
+        gathered: the evidence.
+        troubles: what is wrong with it.
+    """
+    newest = gathered.newest.values()
+    cells = [of_summary(told) for told in newest]
+    print_runs(console, gathered)
+    print_failures(console, cells)
+    if cells:
+        console.print(verdict_table(cells))
+    for line in _repeats(gathered):
+        print_detail(console, escape(line))
+    print_troubles(console, troubles)
+    console.print(Text(summary(cells)), soft_wrap=not console.is_terminal)
+
+
+def print_runs(console: Console, gathered: Gathered) -> None:
+    """Prints files, runs, commits, versions and hosts, a line for each."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for heading, line in run_lines(gathered):
+        table.add_row(Text(heading, style="dim"), Text(line, overflow="fold"))
+    console.print(table)
+    console.print()
+
+
+def print_failures(console: Console, cells: Iterable[ShownCell]) -> None:
+    """Prints why cells do not agree: the first of a candidate, then how many more there are."""
+    failing: dict[str, list[ShownCell]] = {}
+    for cell in cells:
+        if not cell.passes:
+            failing.setdefault(cell.candidate, []).append(cell)
+    for candidate, of_candidate in failing.items():
+        for cell in of_candidate[:DESCRIBED]:
+            for line in describe(cell):
+                print_detail(console, line)
+        if (more := of_candidate[DESCRIBED:]) != []:
+            words = ", ".join(
+                f"{count} {word}" for word, count in sorted(Counter(c.verdict.word for c in more).items())
+            )
+            console.print(f"  and {len(more)} more like these of {escape(candidate)}: {words}", soft_wrap=True)
+
+
+def print_troubles(console: Console, troubles: Sequence[str]) -> None:
+    """Prints what is wrong with the evidence itself."""
+    if troubles:
+        console.print("[yellow]The evidence is not whole:[/]")
+        for line in troubles:
+            print_detail(console, f"  {escape(printable(line))}", hanging=2)
+        console.print()
+
+
+def _repeats(gathered: Gathered) -> Iterator[str]:
+    """Yields which cells were verified several times, and which of them had another verdict."""
+    several = {key: told for key, told in gathered.cells.items() if len(told) > 1}
+    if not several:
+        return
+    every = [one for told in several.values() for one in told]
+    times, runs = sorted(one.time for one in every), len({one.run for one in every})
+    yield (
+        f"{len(several)} of these cells were verified more than once, in {runs} runs from {moment(times[0])} "
+        f"to {moment(times[-1])}; the newest counts."
+    )
+    changed = [key for key, told in several.items() if len({_outcome(one) for one in told}) > 1]
+    if changed:
+        yield f"{len(changed)} of them had another verdict before: {printable(listed(changed))}."
+    yield ""
+
+
+def _outcome(told: CellSummary) -> tuple[str, bool]:
+    return told.verdict, told.known_failure is not None and told.known_failure.expected

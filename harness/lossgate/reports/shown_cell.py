@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What people are shown of a cell, whether it was verified just now or evidence tells of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
+
+from lossgate.errors import UsageError
+from lossgate.evidence.records import VerdictName
+from lossgate.evidence.summary import CellSummary
+from lossgate.layout import Layout
+from lossgate.reports.printable import printable
+
+if TYPE_CHECKING:  # an engine needs torch, and a report of evidence does not
+    from lossgate.engine.cell import CellResult
+
+STYLES: dict[VerdictName, str] = {"AGREE": "green", "DISAGREE": "bold red", "INCONCLUSIVE": "yellow"}
+KNOWN_STYLE = "cyan"
+_WORST_FIRST: tuple[VerdictName, ...] = ("DISAGREE", "INCONCLUSIVE", "AGREE")
+
+
+class ShownVerdict(NamedTuple):
+    """How the verdict of a cell is shown. ``note`` names the known failure of an expected one."""
+
+    word: VerdictName
+    expected: bool = False
+    note: str = ""
+
+    @property
+    def style(self) -> str:
+        return KNOWN_STYLE if self.expected else STYLES[self.word]
+
+    @property
+    def wrong(self) -> bool:
+        return self.word == "DISAGREE" and not self.expected
+
+    @property
+    def order(self) -> tuple[int, bool]:
+        """Sorts the worst verdict first, and a known failure after other disagreements."""
+        return _WORST_FIRST.index(self.word), self.expected
+
+    def __str__(self) -> str:
+        return f"{self.word} {self.note}" if self.note else self.word
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownCell:
+    """What is shown of a cell. Its texts are printable, and not yet escaped for ``rich``."""
+
+    candidate: str
+    source: str = ""
+    """Tells candidates of one name apart in a run; empty in evidence, where a name is enough."""
+    held_to: str
+    """The property."""
+    dtype: str
+    layout: str
+    ranks: int
+    place: str = ""
+    """World and device, if they are not those of the whole run."""
+    verdict: ShownVerdict
+    reasons: tuple[str, ...]
+    """Lines in words, why the verdict is not AGREE."""
+    problems: int
+    comparisons: int
+    margin: float
+    """The largest statistic of any comparison, as a share of its limit."""
+    mde: float
+    seconds: float
+    good_for: str = ""
+    on: str | None = None
+    """The smallest problem that disagrees, in words."""
+    replay: str | None = None
+    """The command that judges it again."""
+
+    @property
+    def passes(self) -> bool:
+        """Whether the cell agrees, or disagrees as a known failure says."""
+        return self.verdict.word == "AGREE" or self.verdict.expected
+
+
+def of_result(result: CellResult, replay: str | None = None) -> ShownCell:
+    """Shows a cell that was verified just now.
+
+    Args:
+        result: what came of it.
+        replay: the command that judges its failure again, if there is one.
+    """
+    cell, candidate = result.cell, result.cell.candidate
+    known = candidate.known_failure.name if result.expected and candidate.known_failure else None
+    return ShownCell(
+        candidate=candidate.name,
+        source=candidate.source,
+        held_to=str(cell.property),
+        dtype=cell.dtype,
+        layout=str(cell.layout),
+        ranks=cell.layout.ranks,
+        verdict=_verdict(result.verdict.value, result.expected, known),
+        reasons=_lines(result.reasons),
+        problems=len(result.cases),
+        comparisons=result.comparisons,
+        margin=result.margin,
+        mde=result.mde,
+        seconds=result.seconds,
+        good_for=candidate.good_for,
+        on=_on(result.failure.problem.describe(), result.shrink_calls) if result.failure is not None else None,
+        replay=replay,
+    )
+
+
+def of_summary(told: CellSummary) -> ShownCell:
+    """Shows a cell of which evidence tells."""
+    key, known, failure = told.key, told.known_failure, told.failure
+    expected = known is not None and known.expected
+    return ShownCell(
+        candidate=printable(key.candidate),
+        held_to=printable(key.property),
+        dtype=printable(key.dtype),
+        layout=printable(key.layout),
+        ranks=_ranks(key.layout),
+        place="" if (key.world, key.device) == ("simulated", "cpu") else printable(f"{key.world}/{key.device}"),
+        verdict=_verdict(told.verdict, expected, printable(known.name) if known else None),
+        reasons=_lines(told.reasons),
+        problems=told.problems,
+        comparisons=told.comparisons,
+        margin=told.margin,
+        mde=inf if told.mde is None else told.mde,
+        seconds=told.seconds,
+        on=_on(printable(failure.description), failure.shrink_calls) if failure else None,
+        replay=printable(failure.replay) if failure and failure.replay else None,
+    )
+
+
+def _verdict(word: VerdictName, expected: bool, known: str | None) -> ShownVerdict:
+    return ShownVerdict(word, expected, f"(known: {known})" if expected and known is not None else "")
+
+
+def _lines(reasons: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(printable(line) for reason in reasons for line in reason.splitlines())
+
+
+def _on(problem: str, shrink_calls: int) -> str:
+    return problem + (f"  (after {shrink_calls} tries to make it smaller)" if shrink_calls else "")
+
+
+def _ranks(layout: str) -> int:
+    """Returns the ranks of a layout; 1 for one of which only a later version knows."""
+    try:
+        return Layout.parse(layout).ranks
+    except UsageError:
+        return 1
