@@ -1,7 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-from lossgate.cli.app import app
+"""``lossgate diff``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lossgate.cli.app import Exit, app
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lossgate.evidence.differences import CellChange
 
 
 @app.command
-def diff(a: str, b: str) -> int:
-    return 0
+def diff(before: Path, after: Path, /) -> int:
+    """Show what got better, worse or vanished between two runs, and which cells see less.
+
+    Args:
+        before: A file that verify --evidence wrote, or a folder of them (*.jsonl).
+        after: The same of a later run, or of another machine.
+    """
+    from lossgate.evidence.differences import changes, read_side, surroundings
+    from lossgate.reports.console import make_console
+    from lossgate.reports.diff import print_diff
+    from lossgate.reports.troubles import troubles
+
+    old, new = read_side(before), read_side(after)
+    found = [(str(path), one) for path, side in ((before, old), (after, new)) for one in troubles(side.gathered)]
+    changed = changes(old, new)
+    same = len((old.cells.keys() & new.cells.keys()) - {one.key for one in changed})
+    print_diff(make_console(), changed, surroundings(old.gathered, new.gathered), found, same)
+    return _exit_code(changed, bool(found))
+
+
+def _exit_code(changed: Sequence[CellChange], damaged: bool) -> Exit:
+    from lossgate.evidence.differences import Change
+
+    if any(one.change is Change.DISAGREES for one in changed):
+        return Exit.DISAGREE
+    return Exit.INCONCLUSIVE if damaged or any(one.change.is_worse for one in changed) else Exit.AGREE

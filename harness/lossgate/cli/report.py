@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from lossgate.cli.app import Exit, app
+from lossgate.cli.app import Exit, app, say
 
 if TYPE_CHECKING:
     from lossgate.evidence.gather import Gathered
     from lossgate.evidence.reader import Where
     from lossgate.evidence.records import CellKey, CellRecord
+    from lossgate.reports.kept_records import KeptRecords
 
 
 @app.command
@@ -26,61 +27,70 @@ def report(
     """Show what evidence says, without a policy.
 
     Args:
-        files: Files that verify --evidence wrote, or folders with such files.
-        cell: Show all that is known of the cells with this name, or of this candidate; * stands
-            for any text. May be repeated.
-        html: Write a page about all cells to this file.
+        files: Files that verify --evidence wrote, or folders with such files (*.jsonl).
+        cell: Show all that is known of the cells with this name, or of this candidate, where *
+            stands for any text; may be repeated.
+        html: Write a page about the cells to this file.
     """
-    from lossgate.errors import UsageError
-
-    if not files:
-        raise UsageError("report: nothing named; expected files or folders that verify --evidence wrote")
-    if html is not None:
-        _write_page(html, files)
-    return _tell_cells(files, cell) if cell else _tell(files)
-
-
-def _tell(files: Sequence[Path]) -> Exit:
-    from lossgate.evidence.gather import gather
-    from lossgate.evidence.troubles import troubles
-    from lossgate.reports.console import make_console
-    from lossgate.reports.evidence_table import print_report
-
-    gathered = gather(files)
-    found = troubles(gathered)
-    print_report(make_console(), gathered, found)
-    return exit_code(gathered, gathered.cells, found)
-
-
-def _tell_cells(files: Sequence[Path], patterns: Sequence[str]) -> Exit:
-    """Prints all that is known of the cells that any pattern names."""
     from lossgate.errors import UsageError
     from lossgate.evidence.gather import gather
     from lossgate.evidence.pattern import matches
-    from lossgate.evidence.troubles import listed, troubles
-    from lossgate.reports.cell_story import print_story
-    from lossgate.reports.console import make_console
-    from lossgate.reports.evidence_table import print_troubles
+    from lossgate.reports.kept_records import KeptRecords
+    from lossgate.reports.troubles import troubles
 
-    kept: dict[Where, CellRecord] = {}
+    if not files:
+        raise UsageError("report: nothing named; expected files or folders that verify --evidence wrote")
+    kept, patterns = KeptRecords(), cell or ["*"]
 
     def keep(record: CellRecord, where: Where) -> None:
         if any(matches(pattern, record.key) for pattern in patterns):
-            kept[where] = record
+            kept.keep(record, where)
 
-    gathered = gather(files, keep)
+    gathered = gather(files, keep if cell or html else None)
     named = [key for key in gathered.cells if any(matches(pattern, key) for pattern in patterns)]
+    found = troubles(gathered)
+    if cell:
+        _tell_cells(gathered, kept, named, found, patterns)
+    else:
+        _tell(gathered, found)
+    code = exit_code(gathered, named, found)
+    return _write_page(html, gathered, kept, code) if html is not None else code
+
+
+def _tell(gathered: Gathered, troubles: Sequence[str]) -> None:
+    from lossgate.reports.console import make_console
+    from lossgate.reports.evidence_table import print_report
+
+    print_report(make_console(), gathered, troubles)
+
+
+def _tell_cells(
+    gathered: Gathered,
+    kept: KeptRecords,
+    named: Sequence[CellKey],
+    troubles: Sequence[str],
+    patterns: Sequence[str],
+) -> None:
+    """Prints all that is known of some cells.
+
+    Raises:
+        UsageError: if there are cells, and none is named.
+    """
+    from lossgate.errors import UsageError
+    from lossgate.reports.cell_story import print_story
+    from lossgate.reports.console import make_console
+    from lossgate.reports.evidence_table import print_troubles
+    from lossgate.reports.troubles import listed
+
     if gathered.cells and not named:
         raise UsageError(
             f"--cell {' '.join(patterns)}: no cell has such a name; expected that of a candidate or of a cell, "
             f"where * stands for any text: {listed(list(gathered.cells))}"
         )
-    console, found = make_console(), troubles(gathered)
+    console, newest = make_console(), kept.newest()
     for key in named:
-        told = gathered.cells[key]
-        print_story(console, kept[told[-1].where], told)
-    print_troubles(console, found)
-    return exit_code(gathered, named, found)
+        print_story(console, newest[key], gathered.cells[key])
+    print_troubles(console, troubles)
 
 
 def exit_code(gathered: Gathered, cells: Iterable[CellKey], troubles: Sequence[str]) -> Exit:
@@ -88,43 +98,37 @@ def exit_code(gathered: Gathered, cells: Iterable[CellKey], troubles: Sequence[s
 
     A line that contradicts its own numbers is no disagreement: it is no evidence.
     """
-    from lossgate.evidence.troubles import trusted
+    from lossgate.reports.troubles import trusted
 
     told = trusted(gathered)
-    failing = [
-        told[key].verdict
-        for key in cells
-        if key in told and not ((known := told[key].known_failure) is not None and known.expected)
-    ]
-    if "DISAGREE" in failing:
+    verdicts = {told[key].verdict for key in cells if key in told and not told[key].expected}
+    if "DISAGREE" in verdicts:
         return Exit.DISAGREE
-    return Exit.INCONCLUSIVE if troubles or "INCONCLUSIVE" in failing else Exit.AGREE
+    return Exit.INCONCLUSIVE if troubles or "INCONCLUSIVE" in verdicts else Exit.AGREE
 
 
-def _write_page(html: Path, files: Sequence[Path]) -> None:
-    """Writes the page of all cells.
+def _write_page(html: Path, gathered: Gathered, kept: KeptRecords, code: Exit) -> Exit:
+    """Writes a page about the cells that were kept.
 
-    Raises:
-        UsageError: if the file can't be written.
+    Returns:
+        The exit code: that of wrong use if the page can't be written and nothing disagrees.
     """
     from lossgate.errors import UsageError
-    from lossgate.evidence.gather import gather
     from lossgate.reports.page.page import Page
     from lossgate.reports.page.render import render_page
+    from lossgate.reports.written import write_file
 
-    records: dict[CellKey, list[CellRecord]] = {}
-    gathered = gather(files, lambda record, _: records.setdefault(record.key, []).append(record))
-    told = {key: sorted(of_cell, key=lambda one: one.time) for key, of_cell in records.items()}
-    page = render_page(
-        Page(
-            title="lossgate report",
-            cells=[of_cell[-1] for of_cell in told.values()],
-            gate=None,
-            history={key: of_cell[:-1] for key, of_cell in told.items() if len(of_cell) > 1},
-            runs=list(gathered.runs.values()),
-        )
+    told = kept.by_cell()
+    page = Page(
+        title="Evidence",
+        cells=[of_cell[-1] for of_cell in told.values()],
+        gate=None,
+        history={key: of_cell[:-1] for key, of_cell in told.items() if len(of_cell) > 1},
+        runs=list(gathered.runs.values()),
     )
     try:
-        html.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--html {html}: can't be written: {error.strerror}; name another file") from None
+        write_file(html, render_page(page), option="--html")
+    except UsageError as error:
+        say(str(error))
+        return code if code is Exit.DISAGREE else Exit.USAGE
+    return code

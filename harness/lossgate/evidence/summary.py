@@ -39,6 +39,11 @@ class CellSummary:
     numbers: int = 0
     """Is the same for records with the same numbers, within one process."""
 
+    @property
+    def expected(self) -> bool:
+        """Whether it disagrees as a known failure says."""
+        return self.known_failure is not None and self.known_failure.expected
+
 
 def summarize(record: CellRecord, where: Where, digest: str, margin: float) -> CellSummary:
     """Returns the summary of a record, which stands on a line with a digest.

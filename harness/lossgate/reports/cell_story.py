@@ -40,6 +40,11 @@ def print_story(console: Console, record: CellRecord, told: Sequence[CellSummary
     console.print()
     for line in _sight(record):
         print_detail(console, f"  {_escaped(line)}", hanging=2)
+    for worst in record.worst:
+        near = f"{worst.output}: {worst.statistic} {worst.value:.4g}, limit {worst.limit:.4g}; its problem:"
+        print_detail(console, f"  closest to a limit: {_escaped(near)}", hanging=2)
+        problem = msgspec.json.encode(worst.problem).decode()
+        console.print(f"    {_escaped(problem)}", soft_wrap=True)  # whole, to be copied
     console.print()
 
 
@@ -105,8 +110,5 @@ def _sight(record: CellRecord) -> Iterator[str]:
     others = {"surviving": sorted(set(record.surviving) - set(record.equivalent)), "equivalent": record.equivalent}
     words = [f"; {word}: {', '.join(names)}" for word, names in others.items() if names]
     yield f"option mutants: {record.killed} killed{''.join(words)}"
-    for worst in record.worst:
-        problem = msgspec.json.encode(worst.problem).decode()
-        yield f"worst {worst.statistic} of {worst.output}: {worst.value:.4g}, limit {worst.limit:.4g}, on {problem}"
     for name, numbers in record.resources.items():
         yield f"{name}: {', '.join(f'{what} {number:g}' for what, number in numbers.items())}"

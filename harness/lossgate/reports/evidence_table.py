@@ -10,12 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from lossgate.evidence.gather import Gathered
-from lossgate.evidence.summary import CellSummary
-from lossgate.evidence.troubles import listed
 from lossgate.reports.describe import DESCRIBED, describe, print_detail
 from lossgate.reports.printable import printable
 from lossgate.reports.run_lines import moment, run_lines
 from lossgate.reports.shown_cell import ShownCell, of_summary
+from lossgate.reports.troubles import listed
 from lossgate.reports.verdict_table import summary, verdict_table
 
 
@@ -85,11 +84,7 @@ def _repeats(gathered: Gathered) -> Iterator[str]:
         f"{len(several)} of these cells were verified more than once, in {runs} runs from {moment(times[0])} "
         f"to {moment(times[-1])}; the newest counts."
     )
-    changed = [key for key, told in several.items() if len({_outcome(one) for one in told}) > 1]
+    changed = [key for key, told in several.items() if len({(one.verdict, one.expected) for one in told}) > 1]
     if changed:
         yield f"{len(changed)} of them had another verdict before: {printable(listed(changed))}."
     yield ""
-
-
-def _outcome(told: CellSummary) -> tuple[str, bool]:
-    return told.verdict, told.known_failure is not None and told.known_failure.expected

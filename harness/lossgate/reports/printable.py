@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes text of a file fit to be printed: names in evidence may hold anything."""
+"""Makes text of a file fit to be printed in a line: names in evidence may hold anything."""
+
+from lossgate.reports.gate_files.plain import plain
 
 
 def printable(text: str) -> str:
-    """Returns text on one line, with control characters and line breaks as their escapes."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    """Returns text on one line, with an escape for each line break and what can't be seen."""
+    return plain(text).replace("\n", "\\n").replace("\t", "\\t")

@@ -112,7 +112,6 @@ def of_result(result: CellResult, replay: str | None = None) -> ShownCell:
 def of_summary(told: CellSummary) -> ShownCell:
     """Shows a cell of which evidence tells."""
     key, known, failure = told.key, told.known_failure, told.failure
-    expected = known is not None and known.expected
     return ShownCell(
         candidate=printable(key.candidate),
         held_to=printable(key.property),
@@ -120,7 +119,7 @@ def of_summary(told: CellSummary) -> ShownCell:
         layout=printable(key.layout),
         ranks=_ranks(key.layout),
         place="" if (key.world, key.device) == ("simulated", "cpu") else printable(f"{key.world}/{key.device}"),
-        verdict=_verdict(told.verdict, expected, printable(known.name) if known else None),
+        verdict=_verdict(told.verdict, told.expected, printable(known.name) if known else None),
         reasons=_lines(told.reasons),
         problems=told.problems,
         comparisons=told.comparisons,

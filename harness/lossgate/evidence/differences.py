@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What differs between two gatherings of evidence, cell by cell and around them."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from math import inf
+from pathlib import Path
+from typing import NamedTuple
+
+from lossgate.evidence.gather import Gathered, gather
+from lossgate.evidence.reader import Where
+from lossgate.evidence.records import CellKey, CellRecord
+from lossgate.evidence.sight import Sight, in_words, losses, sight_of
+from lossgate.evidence.summary import CellSummary
+
+
+class Change(StrEnum):
+    """How a cell changed, the worst first."""
+
+    DISAGREES = "disagree now"
+    VANISHED = "vanished"
+    INCONCLUSIVE = "inconclusive now"
+    EXCUSED = "known failures now, of which only a frozen example is judged"
+    LESS_POWER = "see less"
+    OTHERWISE = "disagree in another way"
+    BETTER = "better"
+    APPEARED = "appeared"
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether it is worse than before."""
+        return self not in (Change.OTHERWISE, Change.BETTER, Change.APPEARED)
+
+
+class CellChange(NamedTuple):
+    """How one cell changed."""
+
+    change: Change
+    key: CellKey
+    message: str
+    weight: float = 0.0
+    """Sorts the worst of a kind first."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two gatherings."""
+
+    gathered: Gathered
+    cells: dict[CellKey, CellSummary]
+    """What is told last of each cell, without what contradicts its own numbers."""
+    sights: dict[CellKey, Sight]
+
+
+def read_side(path: Path) -> Side:
+    """Reads a file or a folder of evidence.
+
+    Raises:
+        UsageError: if it cannot be read.
+    """
+    sights: dict[CellKey, Sight] = {}
+
+    def keep(record: CellRecord, _: Where) -> None:
+        known = sights.get(record.key)
+        if known is None or record.time >= known.time:
+            sights[record.key] = sight_of(record)
+
+    gathered = gather([path], keep)
+    newest = {key: told for key, told in gathered.newest.items() if told.where not in gathered.contradictory}
+    return Side(gathered, newest, sights)
+
+
+def changes(before: Side, after: Side) -> list[CellChange]:
+    """Returns how cells changed, the worst first.
+
+    Cells that contradict their own numbers on either side are left out.
+    """
+    return sorted(_changes(before, after), key=lambda one: (list(Change).index(one.change), -one.weight))
+
+
+def _changes(before: Side, after: Side) -> Iterator[CellChange]:
+    for key, told in before.cells.items():
+        if key not in after.gathered.cells:
+            yield CellChange(Change.VANISHED, key, f"was {_outcome(told)}")
+        elif key in after.cells:
+            yield from _of_verdict(told, after.cells[key])
+            yield from _of_sight(key, before, after)
+    for key, told in after.cells.items():
+        if key not in before.gathered.cells:
+            change = Change.DISAGREES if _outcome(told) == "DISAGREE" else Change.APPEARED
+            message = f"was not there; {_why(told)}" if change is Change.DISAGREES else f"is {_outcome(told)}"
+            yield CellChange(change, key, message, told.margin)
+
+
+def _of_verdict(before: CellSummary, after: CellSummary) -> Iterator[CellChange]:
+    was, now = _outcome(before), _outcome(after)
+    key = after.key
+    if was == now:
+        if now == "DISAGREE" and _symptoms(before) != _symptoms(after):
+            message = f"was in {_symptoms(before)}, is in {_symptoms(after)}"
+            yield CellChange(Change.OTHERWISE, key, message, after.margin)
+        return
+    if now == "DISAGREE":
+        yield CellChange(Change.DISAGREES, key, f"was {was}; {_why(after)}", after.margin)
+    elif now == "INCONCLUSIVE":
+        yield CellChange(Change.INCONCLUSIVE, key, f"was {was}; {_why(after)}", inf if after.mde is None else after.mde)
+    elif now == "AGREE":
+        yield CellChange(Change.BETTER, key, f"was {was}, is AGREE")
+    else:
+        yield CellChange(Change.EXCUSED, key, f"was {was}, is a {now}")
+
+
+def _of_sight(key: CellKey, before: Side, after: Side) -> Iterator[CellChange]:
+    """Yields what a cell that does not disagree sees less of.
+
+    A disagreement stops a cell early, so that it has seen little.
+    """
+    was, now = _outcome(before.cells[key]), _outcome(after.cells[key])
+    if (was, now) not in (("AGREE", "AGREE"), ("INCONCLUSIVE", "AGREE"), ("INCONCLUSIVE", "INCONCLUSIVE")):
+        return
+    if found := losses(before.sights[key], after.sights[key]):
+        yield CellChange(Change.LESS_POWER, key, in_words(found), found[0].factor)
+
+
+def _outcome(told: CellSummary) -> str:
+    return "known failure" if told.expected else told.verdict
+
+
+def _why(told: CellSummary) -> str:
+    lines = [line for reason in told.reasons for line in reason.splitlines()]
+    return lines[0] if lines else "no reason is told"
+
+
+def _symptoms(told: CellSummary) -> str:
+    return ", ".join(told.failure.symptoms) if told.failure is not None else "all problems pooled"
+
+
+def surroundings(before: Gathered, after: Gathered) -> list[str]:
+    """Returns in words what differs around the cells: commit, versions, settings, sources."""
+    was, now = _around(before), _around(after)
+    return [
+        f"{name}: {_either(was.get(name))}, now {_either(now.get(name))}"
+        for name in dict.fromkeys([*was, *now])
+        if was.get(name) != now.get(name)
+    ]
+
+
+def _either(values: Iterable[str] | None) -> str:
+    return " and ".join(sorted(values)) if values else "none"
+
+
+def _around(gathered: Gathered) -> dict[str, set[str]]:
+    """Returns the values of all that is around the newest of each cell."""
+    found: dict[str, set[str]] = {}
+    newest = gathered.newest.values()
+    for name in dict.fromkeys(told.run for told in newest):
+        if (run := gathered.runs.get(name)) is not None:
+            commit = f"{run.commit} with changes" if run.commit and run.modified else run.commit or "unknown"
+            settings = {f"setting {name}": str(value) for name, value in run.settings.items()}
+            for what, value in {"commit": commit, "host": run.host, **run.versions, **settings}.items():
+                found.setdefault(what, set()).add(value)
+    for told in newest:
+        found.setdefault("world", set()).add(told.key.world)
+        found.setdefault("device", set()).add(told.key.device)
+        file = told.source.rpartition(":")[0]
+        found.setdefault(f"source {file}", set()).add(f"sha256 {(told.source_digest or 'unknown')[:12]}")
+    return found

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shows how evidence changed: the worst first, a line for each cell."""
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.markup import escape
+
+from lossgate.evidence.differences import CellChange, Change
+from lossgate.reports.describe import print_detail
+from lossgate.reports.printable import printable
+
+_OF_A_CANDIDATE = 3
+"""How many cells of a candidate are told of each kind of change. The others are usually alike."""
+_OF_A_KIND = 12
+"""How many cells are told of each kind of change: all kinds fit on a screen or two."""
+
+_STYLES = {
+    Change.DISAGREES: "bold red",
+    Change.VANISHED: "bold red",
+    Change.INCONCLUSIVE: "yellow",
+    Change.EXCUSED: "yellow",
+    Change.LESS_POWER: "yellow",
+    Change.BETTER: "green",
+}
+
+
+def print_diff(
+    console: Console,
+    changed: Sequence[CellChange],
+    around: Sequence[str],
+    troubles: Sequence[tuple[str, str]],
+    same: int,
+) -> None:
+    """Prints what differs.
+
+    Args:
+        console: where to print.
+        changed: how cells changed, the worst first.
+        around: what differs around them, in words.
+        troubles: what is wrong with the evidence, each with the side that it is of.
+        same: how many cells did not change.
+    """
+    for change in Change:
+        _section(console, change, [one for one in changed if one.change is change])
+    _lines(console, "around them", around)
+    _lines(console, "the evidence is not whole", [f"{side}: {trouble}" for side, trouble in troubles])
+    console.print(escape(summary(changed, same)), soft_wrap=not console.is_terminal)
+
+
+def summary(changed: Sequence[CellChange], same: int) -> str:
+    """Counts the changes by kind, in one line."""
+    counts = [(change, sum(one.change is change for one in changed)) for change in Change]
+    words = [f"{count} {change.value.partition(',')[0]}" for change, count in counts if count]
+    return ", ".join([*words, f"{same} unchanged"])
+
+
+def _section(console: Console, change: Change, cells: Sequence[CellChange]) -> None:
+    if not cells:
+        return
+    style = _STYLES.get(change, "bold")
+    console.print(f"[{style}]{change.value} ({len(cells)})[/]", soft_wrap=True)
+    for line in _told(cells):
+        print_detail(console, f"  {escape(printable(line))}", hanging=4)
+    console.print()
+
+
+def _told(cells: Sequence[CellChange]) -> Iterator[str]:
+    """Yields a line for the first cells of each candidate, and how many more there are."""
+    by_candidate: dict[str, list[CellChange]] = {}
+    for one in cells:
+        by_candidate.setdefault(one.key.candidate, []).append(one)
+    shown = 0
+    for number, (candidate, of_candidate) in enumerate(by_candidate.items()):
+        if shown >= _OF_A_KIND:
+            left = list(by_candidate.values())[number:]
+            yield f"and {sum(map(len, left))} more cells of {len(left)} other candidates"
+            return
+        told = of_candidate[:_OF_A_CANDIDATE]
+        yield from (f"{one.key}: {one.message}" for one in told)
+        if len(of_candidate) > len(told):
+            yield f"and {len(of_candidate) - len(told)} more like these of {candidate}"
+        shown += len(told)
+
+
+def _lines(console: Console, heading: str, lines: Sequence[str]) -> None:
+    if not lines:
+        return
+    console.print(f"[bold]{heading}[/]")
+    for line in lines:
+        print_detail(console, f"  {escape(printable(line))}", hanging=4)
+    console.print()

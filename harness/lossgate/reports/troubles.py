@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Says what is wrong with evidence, whatever its verdicts are and without a policy."""
+
+from collections.abc import Iterator, Sequence
+
+from lossgate.evidence.gather import Gathered
+from lossgate.evidence.records import CellKey
+from lossgate.evidence.summary import CellSummary
+from lossgate.gate.runs import incomplete, missing_parts, runs_of
+from lossgate.gate.verdict import Kind
+
+_NAMED = 3
+"""How many of many names are told."""
+_LIKE = 5
+"""How many troubles of a kind are told. The others usually have the same cause."""
+
+
+def troubles(gathered: Gathered) -> list[str]:
+    """Returns in whole sentences why evidence is not whole; nothing if it is."""
+    by_kind: dict[Kind, list[str]] = {}
+    for kind, message in _troubles(gathered):
+        by_kind.setdefault(kind, []).append(message)
+    return [line for messages in by_kind.values() for line in _first(messages)]
+
+
+def trusted(gathered: Gathered) -> dict[CellKey, CellSummary]:
+    """Returns what is told last of each cell, without what contradicts its own numbers."""
+    return {key: told for key, told in gathered.newest.items() if told.where not in gathered.contradictory}
+
+
+def listed(names: Sequence[object]) -> str:
+    """Returns the first of many names, and how many more there are."""
+    more = len(names) - _NAMED
+    return ", ".join(map(str, names[:_NAMED])) + (f" and {more} more" if more > 0 else "")
+
+
+def _troubles(gathered: Gathered) -> Iterator[tuple[Kind, str]]:
+    if not gathered.cells:
+        yield Kind.EMPTY, "there is no evidence of any cell; name files that lossgate verify --evidence wrote"
+    for line in gathered.damaged:
+        yield Kind.DAMAGED, f"{line.where}: {line.message}"
+    cells = {told.where: told.key for of_cell in gathered.cells.values() for told in of_cell}
+    for where, how in gathered.contradictory.items():
+        yield Kind.CONTRADICTORY, f"{where}: {cells[where]} contradicts its own numbers: {how}. Verify it again"
+    for where in gathered.repeated:
+        yield Kind.CONTRADICTORY, f"{where}: another line has started or ended this run differently"
+    runs = runs_of(gathered)
+    for blocker in [blocker for run in runs for blocker in incomplete(run)] + list(missing_parts(runs)):
+        yield blocker.kind, blocker.message
+
+
+def _first(messages: Sequence[str]) -> list[str]:
+    more = len(messages) - _LIKE
+    return [*messages[:_LIKE], *([f"and {more} more like these"] if more > 0 else [])]
