@@ -98,10 +98,8 @@ def _of_output(name: str, before: SeenOutput, after: SeenOutput) -> Iterator[Los
     for error, rejected in before.planted.items():
         now = after.planted.get(error, 0.0)
         if rejected > FACTOR * now:
-            message = (
-                f"planted error {error} in {name} was rejected in {rejected:.0%} of the problems, now in {now:.0%}"
-            )
-            yield Loss(message, rejected / now if now else inf)
+            often = f"rejected in {rejected:.0%} of the problems, now in {now:.0%}"
+            yield Loss(f"planted error {error} in {name}: {often}", rejected / now if now else inf)
     if after.mde == inf and before.mde < inf:
         yield Loss(f"the scale of {name} is not compared any more")
     elif after.mde > FACTOR * before.mde:
