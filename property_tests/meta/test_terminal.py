@@ -20,8 +20,8 @@ from lossgate.judge.comparison import Comparison
 from lossgate.judge.pooling import Pooled
 from lossgate.reports.console import make_console
 from lossgate.reports.failures import FailureFiles
-from lossgate.reports.terminal import Terminal
 from lossgate.reports.shown_cell import of_result
+from lossgate.reports.terminal import Terminal
 from lossgate.reports.verdict_table import VerdictTable, summary, verdict_table
 from lossgate.specs.outputs import LOSS
 

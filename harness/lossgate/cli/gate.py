@@ -168,7 +168,8 @@ def _texts(verdict: GateVerdict, files: Mapping[str, Path | None], subjects: Seq
 
 def _page(verdict: GateVerdict, gathered: Gathered, kept: KeptRecords, history: Sequence[Path]) -> str:
     from lossgate.evidence.gather import gather
-    from lossgate.reports.page import Page, render_page
+    from lossgate.reports.page.page import Page
+    from lossgate.reports.page.render import render_page
 
     earlier = KeptRecords()
     if history:

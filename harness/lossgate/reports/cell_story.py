@@ -10,8 +10,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from lossgate.evidence.columns import largest_share
 from lossgate.evidence.records import CellRecord, OutputRecord
-from lossgate.evidence.summary import CellSummary, largest_share
+from lossgate.evidence.summary import CellSummary
 from lossgate.reports.describe import describe, marked, print_detail
 from lossgate.reports.printable import printable
 from lossgate.reports.run_lines import moment

@@ -290,7 +290,8 @@ def test_hostile_names_do_nothing(desk: Desk, text: str, real: Sequence[CellReco
 
 def _renamed(output: OutputRecord, name: str) -> OutputRecord:
     """Returns an output of another name, with one statistic of that name too."""
-    return altered(output, name=name, shares={name: found for found in list(output.shares.values())[:1]})
+    first = next(iter(output.shares.values()), None)
+    return altered(output, name=name, shares={} if first is None else {name: first})
 
 
 def test_a_missing_cell_opens_and_says_so(desk: Desk) -> None:
