@@ -9,6 +9,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from lossgate.gate.verdict import Blocker, GatedCell, GateVerdict, Kind
+from lossgate.reports.printable import printable
 
 _SHOWN = 3
 """How many reasons of each kind are shown. All kinds fit on a screen, and files have the rest."""
@@ -85,7 +86,7 @@ def _section(kind: Kind, blockers: Sequence[Blocker]) -> Iterator[Text]:
     yield Text(f"{_HEADINGS[kind]} ({len(blockers)})", style="bold")
     for blocker in blockers[:_SHOWN]:
         about = f"{blocker.cell}: " if blocker.cell is not None else ""
-        yield Text(f"  {about}{' '.join(blocker.message.split())}")
+        yield Text(f"  {printable(about + ' '.join(blocker.message.split()))}")
     if len(blockers) > _SHOWN:
         yield Text(f"  and {len(blockers) - _SHOWN} more like these")
 
