@@ -47,7 +47,7 @@ function histogramChart(names, notes, histograms, perDecade) {
     { data: { values: bars }, mark: { type: 'rect', stroke: colours.paper, strokeWidth: 1 },
       encoding: { x: x('from', { scale }), x2: { field: 'to' }, y: y('top'), y2: { field: 'foot' },
         color: { field: 'over', type: 'nominal', legend: null, scale: { domain: [false, true], range: [colours.mark, colours.bad] } } } },
-    { data: { values: lines.map((line, i) => ({ from: 1, top: i + 0.42, foot: i + 0.95 })) },
+    { data: { values: lines.map((line, i) => ({ from: 1, top: i + 0.46, foot: i + 0.95 })) },
       mark: { type: 'rule', color: colours.ink, strokeWidth: 1.5 },
       encoding: { x: x('from', { scale }), y: y('top'), y2: { field: 'foot' } } },
     ...captions(names, notes, colours, width, y),
