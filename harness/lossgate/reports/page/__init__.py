@@ -6,3 +6,8 @@ into rows and columns. ``details`` and ``histograms`` have what opens with a cel
 sentences at the top.
 The page's own text, style and scripts are in ``assets``.
 """
+
+from lossgate.reports.page.page import Page
+from lossgate.reports.page.render import render_page
+
+__all__ = ["Page", "render_page"]
