@@ -95,6 +95,15 @@ def test_the_first_failing_cells_of_a_candidate_are_described_and_the_others_cou
     assert "more like these of other" not in text
 
 
+def test_a_report_of_many_candidates_is_short_and_the_worst_stands_first(report: Callable[..., Done]) -> None:
+    agreeing = [cell(candidate=f"right_{i}") for i in range(70)]
+    text = report([*agreeing, *(disagreeing(candidate=f"wrong_{i}") for i in range(20))]).stdout
+    assert "\nand 12 more cells of 12 other candidates\n" in text
+    assert "\nand 30 more rows, none of them worse: 30 cells: 30 AGREE; 45 s\n" in text
+    assert text.count("<--") == 20
+    assert len(text.splitlines()) < 130
+
+
 def test_cells_of_other_places_have_rows_of_their_own(report: Callable[..., Done]) -> None:
     text = report([cell(), cell(device="cuda", world="nccl")]).stdout
     assert "nll on nccl/cuda" in text

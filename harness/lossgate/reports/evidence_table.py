@@ -15,7 +15,12 @@ from lossgate.reports.printable import printable
 from lossgate.reports.run_lines import moment, run_lines
 from lossgate.reports.shown_cell import ShownCell, of_summary
 from lossgate.reports.troubles import listed
-from lossgate.reports.verdict_table import summary, verdict_table
+from lossgate.reports.verdict_table import rows_of, summary, verdict_table
+
+_CANDIDATES = 8
+"""Candidates whose failing cells are described. The table has the others."""
+_ROWS = 60
+"""Rows of the verdict table that are shown: all of a kernel library, and a part of a whole fleet."""
 
 
 def print_report(console: Console, gathered: Gathered, troubles: Sequence[str]) -> None:
@@ -30,8 +35,7 @@ def print_report(console: Console, gathered: Gathered, troubles: Sequence[str]) 
     cells = [of_summary(told) for told in newest]
     print_runs(console, gathered)
     print_failures(console, cells)
-    if cells:
-        console.print(verdict_table(cells))
+    print_table(console, cells)
     for line in _repeats(gathered):
         print_detail(console, escape(line))
     print_troubles(console, troubles)
@@ -53,7 +57,7 @@ def print_failures(console: Console, cells: Iterable[ShownCell]) -> None:
     for cell in cells:
         if not cell.passes:
             failing.setdefault(cell.candidate, []).append(cell)
-    for candidate, of_candidate in failing.items():
+    for candidate, of_candidate in list(failing.items())[:_CANDIDATES]:
         for cell in of_candidate[:DESCRIBED]:
             for line in describe(cell):
                 print_detail(console, line)
@@ -62,6 +66,20 @@ def print_failures(console: Console, cells: Iterable[ShownCell]) -> None:
                 f"{count} {word}" for word, count in sorted(Counter(c.verdict.word for c in more).items())
             )
             console.print(f"  and {len(more)} more like these of {escape(candidate)}: {words}", soft_wrap=True)
+    if others := list(failing.values())[_CANDIDATES:]:
+        console.print(f"and {sum(map(len, others))} more cells of {len(others)} other candidates", soft_wrap=True)
+
+
+def print_table(console: Console, cells: Sequence[ShownCell]) -> None:
+    """Prints the verdict table: all of it, or the worst rows of a very long one."""
+    rows = rows_of(cells)
+    if len(rows) > _ROWS:
+        rows.sort(key=lambda row: min(cell.verdict.order for cell in row))
+    if rows:
+        console.print(verdict_table([cell for row in rows[:_ROWS] for cell in row]))
+    if left := [cell for row in rows[_ROWS:] for cell in row]:
+        print_detail(console, f"and {len(rows) - _ROWS} more rows, none of them worse: {summary(left)}")
+        console.print()
 
 
 def print_troubles(console: Console, troubles: Sequence[str]) -> None:

@@ -43,11 +43,17 @@ def verdict_table(cells: Iterable[ShownCell]) -> "VerdictTable":
     Returns:
         What ``rich`` prints. It chooses its columns by the width of the console that prints it.
     """
+    groups = rows_of(cells)
+    several = len({cell.held_to for group in groups for cell in group}) > 1
+    return VerdictTable([_Row.of(group, name_property=several) for group in groups])
+
+
+def rows_of(cells: Iterable[ShownCell]) -> list[list[ShownCell]]:
+    """Returns the cells of each row of the table."""
     groups: dict[tuple[str, ...], list[ShownCell]] = {}
     for cell in cells:
         groups.setdefault((cell.candidate, cell.source, cell.held_to, cell.dtype, cell.place), []).append(cell)
-    several = len({cell.held_to for group in groups.values() for cell in group}) > 1
-    return VerdictTable([_Row.of(group, name_property=several) for group in groups.values()])
+    return list(groups.values())
 
 
 def summary(cells: Sequence[ShownCell]) -> str:
