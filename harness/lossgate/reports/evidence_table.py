@@ -20,7 +20,7 @@ from lossgate.reports.verdict_table import rows_of, summary, verdict_table
 _CANDIDATES = 8
 """Candidates whose failing cells are described. The table has the others."""
 _ROWS = 60
-"""Rows of the verdict table that are shown: all of a kernel library, and a part of a whole fleet."""
+"""Rows of the verdict table that are shown: all of a library, and a part of a whole fleet."""
 
 
 def print_report(console: Console, gathered: Gathered, troubles: Sequence[str]) -> None:
