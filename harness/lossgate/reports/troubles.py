@@ -46,7 +46,7 @@ def _troubles(gathered: Gathered) -> Iterator[tuple[Kind, str]]:
         yield Kind.CONTRADICTORY, f"{where}: another line has started or ended this run differently"
     runs = runs_of(gathered)
     for blocker in [blocker for run in runs for blocker in incomplete(run)] + list(missing_parts(runs)):
-        yield blocker.kind, f"{blocker.cell}: {blocker.message}" if blocker.cell is not None else blocker.message
+        yield blocker.kind, blocker.message if blocker.cell is None else f"{blocker.cell}: {blocker.message}"
 
 
 def _first(messages: Sequence[str]) -> list[str]:
