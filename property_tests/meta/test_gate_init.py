@@ -210,7 +210,7 @@ def test_a_comment_says_what_the_evidence_at_hand_lacks(runs: list[RunRecord], c
 
 def test_a_known_failure_can_be_loaded_once_people_have_filled_it_in(tmp_path: Path) -> None:
     (tmp_path / "failures").mkdir()
-    (tmp_path / "failures/a.json").write_text('{"examples": [{}]}')
+    (tmp_path / "failures/a.json").write_text('{"examples": [{"symptoms": []}]}')
     cells = [summary("a"), summary("b", verdict="DISAGREE", problems=1, known_failure=KNOWN)]
     text = first_policy(cells, [run()], {KNOWN.example: Path("failures/a.json")})
     for key in ("issue", "owner", "expires"):

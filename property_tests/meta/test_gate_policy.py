@@ -18,7 +18,7 @@ from lossgate.gate.rules import EvidenceRules, KnownFailureRule, Policy, Rule
 from lossgate.judge.pooled_scale import LARGEST_MDE
 from property_tests.meta.mutations import mutated, with_other_bytes
 
-EXAMPLE = json.dumps({"candidate": "kernels.py:nll_hidden", "examples": [{"problem": {}}]})
+EXAMPLE = json.dumps({"candidate": "kernels.py:nll_hidden", "examples": [{"problem": {}, "symptoms": ["loss"]}]})
 FILE = Path("ci/gate.toml")
 FULL = """\
 # A policy that uses every key.
@@ -119,6 +119,7 @@ def test_a_policy_says_all_that_its_file_says() -> None:
                 name="Rounds twice",
                 example=Path("ci/failures/a.json"),
                 example_digest=sha256(EXAMPLE.encode()).hexdigest(),
+                symptoms=("loss",),
                 issue="https://example.com/issues/12",
                 owner="kernels team",
                 expires=date(2027, 1, 31),

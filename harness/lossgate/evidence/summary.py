@@ -6,6 +6,7 @@ from sys import intern
 
 import msgspec
 
+from lossgate.evidence.columns import Columns
 from lossgate.evidence.reader import Where
 from lossgate.evidence.records import CellKey, CellRecord, Failure, KnownFailureRecord, VerdictName
 
@@ -45,10 +46,14 @@ class CellSummary:
         return self.known_failure is not None and self.known_failure.expected
 
 
-def summarize(record: CellRecord, where: Where, digest: str, margin: float) -> CellSummary:
-    """Returns the summary of a record, which stands on a line with a digest.
+def summarize(record: CellRecord, where: Where, digest: str, margin: float | None = None) -> CellSummary:
+    """Returns the summary of a record. Strings that many cells have in common are kept once.
 
-    Strings that many cells have in common are kept once.
+    Args:
+        record: the record.
+        where: the line that holds it.
+        digest: of that line.
+        margin: of the record, if it is known: ``Columns`` finds those of many records faster.
     """
     source_digest = None if record.source_digest is None else intern(record.source_digest)
     return CellSummary(
@@ -64,7 +69,7 @@ def summarize(record: CellRecord, where: Where, digest: str, margin: float) -> C
         reasons=tuple(map(intern, record.reasons)),
         problems=record.problems,
         comparisons=record.comparisons,
-        margin=margin,
+        margin=Columns([record]).margins()[0] if margin is None else margin,
         mde=record.mde,
         failure=record.failure,
         known_failure=record.known_failure,
