@@ -9,6 +9,7 @@ from math import inf
 from typing import cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lossgate.evidence.records import CellRecord, OutputRecord
 from lossgate.judge.pooled_scale import Floats, PooledScales, pool_scales, smallest_bias
@@ -32,39 +33,35 @@ class Columns:
 
     def margins(self) -> list[float]:
         """Returns the largest share of a limit in each record; over 1 is a disagreement."""
-        of_scale = iter(self._largest_of_scale())
-        each = (
-            max(next(of_scale), *map(largest_share, output.shares.values()), 0.0) if fits else inf
-            for output, fits in zip(self.outputs, self.fitting, strict=True)
-        )
+        largest = iter(np.maximum(self._largest_of_scale(), self._largest_shares()).tolist())
+        each = (next(largest) if fits else inf for fits in self.fitting)
         return [max(islice(each, len(record.outputs)), default=0.0) for record in self._records]
 
-    def _largest_of_scale(self) -> list[float]:
-        with np.errstate(all="ignore"):  # 0 / 0 is no share, and 1 / 0 an infinite one
-            shares = np.nan_to_num(np.abs(self._scale) / self._limit, nan=0.0, posinf=inf)
-        largest = np.zeros(len(self._good))
-        some = self._sizes > 0
-        if some.any():
-            largest[some] = np.maximum.reduceat(shares, self._starts[some])
-        return largest.tolist()
+    def _largest_shares(self) -> Floats:
+        """Returns the largest share of the limits of all statistics beside the scale."""
+        lists = [shares for output in self._good for shares in output.shares.values()]
+        sizes = np.array([sum(map(len, output.shares.values())) for output in self._good], np.intp)
+        try:
+            shares = np.fromiter(chain.from_iterable(lists), np.float64, int(sizes.sum()))
+        except TypeError:  # a share is null
+            shares = np.array([inf if share is None else share for one in lists for share in one], np.float64)
+        return _largest(shares, sizes)
 
-    @property
-    def _starts(self) -> np.ndarray:
-        return np.concatenate([np.zeros(1, np.intp), self._sizes.cumsum()])[:-1]
+    def _largest_of_scale(self) -> Floats:
+        with np.errstate(all="ignore"):  # 0 / 0 is no share, and 1 / 0 an infinite one
+            return _largest(np.nan_to_num(np.abs(self._scale) / self._limit, nan=0.0, posinf=inf), self._sizes)
 
     def pooled(self) -> tuple[list[int], PooledScales]:
         """Returns how many comparisons of each fitting output say something about its scale, and
         the pools of those outputs of which any does.
         """
         telling = np.ones(len(self._scale), bool)
-        for start, output in zip(self._starts.tolist(), self._good, strict=True):
+        for start, output in zip(_starts(self._sizes).tolist(), self._good, strict=True):
             for entry in output.vacuous:
                 if entry < len(output.cases):
                     telling[start + entry] = False
-        sizes = np.zeros(len(self._good), np.intp)
-        some = self._sizes > 0
-        if some.any():
-            sizes[some] = np.add.reduceat(telling.astype(np.intp), self._starts[some])
+        ends = np.concatenate([np.zeros(1, np.intp), telling.cumsum()])
+        sizes = np.diff(ends[np.concatenate([np.zeros(1, np.intp), self._sizes.cumsum()])])
         used = [output for output, size in zip(self._good, sizes.tolist(), strict=True) if size]
         pools = pool_scales(
             scales=self._scale[telling],
@@ -78,6 +75,19 @@ class Columns:
 
     def _column(self, numbers: Callable[[OutputRecord], tuple[float, ...]]) -> Floats:
         return np.fromiter(chain.from_iterable(map(numbers, self._good)), np.float64, int(self._sizes.sum()))
+
+
+def _starts(sizes: NDArray[np.intp]) -> NDArray[np.intp]:
+    return sizes.cumsum() - sizes
+
+
+def _largest(values: Floats, sizes: NDArray[np.intp]) -> Floats:
+    """Returns the largest value of each part, and 0 for parts of size 0."""
+    largest = np.zeros(len(sizes))
+    some = sizes > 0
+    if some.any():
+        largest[some] = np.maximum.reduceat(values, _starts(sizes)[some])
+    return largest
 
 
 def largest_share(shares: Sequence[float | None]) -> float:

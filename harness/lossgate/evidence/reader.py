@@ -108,15 +108,28 @@ def _read(where: Where, line: bytes) -> Line | None:
             where, Damage.EDITED, "its digest is not that of its text; it was changed after it was written"
         )
     try:
-        header = _HEADER.decode(body)
-        if header.schema.partition(".")[0] != SCHEMA.partition(".")[0]:
-            return _other_schema(where, header.schema)
-        if header.kind not in _KINDS:
-            return None
         record = _RECORD.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        return _no_record(where, body, error)
+    return GoodLine(where, record, digest) if _is_known(record.schema) else _other_schema(where, record.schema)
+
+
+def _no_record(where: Where, body: bytes, error: Exception) -> DamagedLine | None:
+    """Returns what is wrong with an intact line; None if a later version added its kind."""
+    try:
+        header = _HEADER.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return DamagedLine(where, Damage.UNREADABLE, f"it is no record of evidence: {error}")
-    return GoodLine(where, record, digest)
+    if not _is_known(header.schema):
+        return _other_schema(where, header.schema)
+    if header.kind not in _KINDS:
+        return None
+    return DamagedLine(where, Damage.UNREADABLE, f"it is no record of evidence: {error}")
+
+
+def _is_known(schema: str) -> bool:
+    """Returns whether a schema differs from ours at most in what it adds."""
+    return schema.partition(".")[0] == SCHEMA.partition(".")[0]
 
 
 def _without_digest(where: Where, body: bytes) -> DamagedLine:

@@ -80,6 +80,6 @@ def summarize(record: CellRecord, where: Where, digest: str, margin: float | Non
 
 
 def _numbers(record: CellRecord) -> int:
-    each = ((o.name, o.cases, o.scale, o.limit, o.sd, o.mean, *o.shares.values()) for o in record.outputs)
-    coverage = tuple(sorted(record.coverage.items()))
-    return hash((tuple(each), coverage, record.killed, record.surviving, record.problems, record.comparisons))
+    """Hashes the numbers of a record, by their bytes: a hash of each number takes twice as long."""
+    counts = record.coverage, record.killed, record.surviving, record.problems, record.comparisons
+    return hash(msgspec.msgpack.encode((record.outputs, counts)))
