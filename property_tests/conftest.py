@@ -20,6 +20,19 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 jaxtyping.config.update("jaxtyping_disable", True)  # it makes the references three times slower
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Has one worker of pytest-xdist run all cases of a test, unless the test is marked otherwise.
+
+    Cases share what takes long to make: decks, baselines, imports. With each worker taking a case
+    at a time, each would make it.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        for item in items:
+            if item.get_closest_marker("xdist_group") is None:
+                item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("[")[0]))
+
+
 @pytest.fixture
 def shape_checks() -> Iterator[None]:
     """Has the references check the shapes that they are given and that they return."""

@@ -45,6 +45,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager, redirect_stdout
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -243,7 +244,7 @@ def check_without_running(command: str, where: str, root: Path = ROOT) -> None:
             raise PageError(f"{where}: {command!r} names {path}, which does not exist")
     if flags := [word.partition("=")[0] for word in words if word.startswith("--")]:
         asked = _help_command(words)
-        known = _run(asked, root)
+        known = _help(asked, root)
         if known.returncode:
             raise PageError(f"{where}: {asked!r} exits with {known.returncode}:\n{known.stdout}")
         for flag in flags:
@@ -338,6 +339,11 @@ def _help_command(words: list[str]) -> str:
         return _NOT_RUN_HELP[words[0]]
     # The subcommand or the script, if there is one, has flags of its own.
     return " ".join([words[0], *[word for word in words[1:2] if not word.startswith("-")], "--help"])
+
+
+@cache
+def _help(command: str, root: Path) -> subprocess.CompletedProcess[str]:
+    return _run(command, root)
 
 
 def _run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -225,39 +225,46 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from fused_losses import MemorySnapshots
 
-how, rank, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+hows, rank, top = sys.argv[1].split(), int(sys.argv[2]), Path(sys.argv[3])
 
 class Recorder:
     def start(self, max_entries): pass
     def dump(self, file): file.write_text(f"rank {rank}")
     def stop(self): print("stopped")
 
-snapshots = {"directory": folder / "snapshots", "make_recorder": Recorder}
-if how == "RANK":
-    os.environ["RANK"] = str(rank)
-if how in ("group", "mesh"):
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
-if how == "mesh":
-    snapshots["ranks"] = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
-memory = MemorySnapshots(**snapshots)
-memory.on_step_begin(0)
-if how == "error":
-    raise SystemError("out of luck")
-if dist.is_initialized():
-    dist.barrier()
-memory.on_step_end(0)
-if dist.is_initialized():
-    dist.destroy_process_group()
+for how in hows:
+    folder = top / how
+    folder.mkdir(exist_ok=True)
+    snapshots = {"directory": folder / "snapshots", "make_recorder": Recorder}
+    if how == "RANK":
+        os.environ["RANK"] = str(rank)
+    if how in ("group", "mesh"):
+        dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
+    if how == "mesh":
+        snapshots["ranks"] = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
+    memory = MemorySnapshots(**snapshots)
+    memory.on_step_begin(0)
+    if how == "error":
+        raise SystemError("out of luck")
+    if dist.is_initialized():
+        dist.barrier()
+    memory.on_step_end(0)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ.pop("RANK", None)
 """
 
 
-def run(how: str, ranks: int, folder: Path) -> list[tuple[int, str, str]]:
-    """Runs PROCESS as each rank at once; returns exit codes, standard output and error."""
+def run(hows: str, ranks: int, folder: Path) -> list[tuple[int, str, str]]:
+    """Runs PROCESS as each rank at once; returns exit codes, standard output and error.
+
+    Each way of ``hows`` has a folder of its own.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
     environment["PYTHONPATH"] = str(ROOT / "kernels")
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", PROCESS, how, str(rank), str(folder)],
+            [sys.executable, "-c", PROCESS, hows, str(rank), str(folder)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -269,18 +276,27 @@ def run(how: str, ranks: int, folder: Path) -> list[tuple[int, str, str]]:
     return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("how", "names"),
-    [
-        ("RANK", ["step0_rank0.pickle", "step0_rank1.pickle"]),
-        ("group", ["step0_rank0.pickle", "step0_rank1.pickle"]),
-        ("mesh", ["step0_rank0_dp0_ep0.pickle", "step0_rank1_dp0_ep1.pickle"]),
-        ("nothing", ["step0_rank0.pickle", "step0_rank0_2.pickle"]),  # No process knows its rank.
-    ],
-)
-def test_each_process_leaves_its_own_file(tmp_path: Path, how: str, names: list[str]) -> None:
-    assert [code for code, _, _ in run(how, 2, tmp_path)] == [0, 0]
-    written = {file.name: file.read_text() for file in (tmp_path / "snapshots").iterdir()}
+NAMES = {
+    "RANK": ["step0_rank0.pickle", "step0_rank1.pickle"],
+    "group": ["step0_rank0.pickle", "step0_rank1.pickle"],
+    "mesh": ["step0_rank0_dp0_ep0.pickle", "step0_rank1_dp0_ep1.pickle"],
+    "nothing": ["step0_rank0.pickle", "step0_rank0_2.pickle"],  # No process knows its rank.
+}
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of what two processes left, which take long to import torch."""
+    folder = tmp_path_factory.mktemp("left")
+    for code, _, error in run(" ".join(NAMES), 2, folder):
+        assert code == 0, error
+    return folder
+
+
+@pytest.mark.parametrize("how", NAMES)
+def test_each_process_leaves_its_own_file(left: Path, how: str) -> None:
+    names = NAMES[how]
+    written = {file.name: file.read_text() for file in (left / how / "snapshots").iterdir()}
     assert sorted(written) == sorted(names)
     assert sorted(written.values()) == ["rank 0", "rank 1"]
     if how != "nothing":
@@ -339,7 +355,7 @@ def test_an_error_between_begin_and_end_leaves_a_file_at_exit(tmp_path: Path) ->
     assert output == "stopped\n"
     assert "SystemError: out of luck" in error
     assert "RuntimeWarning: step 0: an error or a missing call of on_step_end left memory recording on" in error
-    assert [file.name for file in (tmp_path / "snapshots").iterdir()] == ["step0_rank0_unfinished.pickle"]
+    assert [file.name for file in (tmp_path / "error/snapshots").iterdir()] == ["step0_rank0_unfinished.pickle"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
