@@ -3,6 +3,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jaxtyping
 import pytest
@@ -20,17 +21,18 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 jaxtyping.config.update("jaxtyping_disable", True)  # it makes the references three times slower
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Has one worker of pytest-xdist run all cases of a test, unless the test is marked otherwise.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from property_tests.xdist_scheduler import Parts
 
-    Cases share what takes long to make: decks, baselines, imports. With each worker taking a case
-    at a time, each would make it.
-    """
+    return Parts(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
-        for item in items:
-            if item.get_closest_marker("xdist_group") is None:
-                item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("[")[0]))
+        from property_tests.xdist_scheduler import in_order
+
+        in_order(items)
 
 
 @pytest.fixture

@@ -49,8 +49,10 @@ EQUIVALENT = {
 
 
 def param(spec: Spec, *values: Any, name: str = "") -> Any:
-    """Returns parameters of a test. Tests of a spec run in one worker, because they share decks."""
-    return pytest.param(spec, *values, id=f"{spec.name}{name and '-'}{name}", marks=pytest.mark.xdist_group(spec.name))
+    """Returns parameters of a test. ``property_tests/xdist_scheduler.py`` reads the spec's name in
+    the id: tests of a spec run in one worker, because they share decks.
+    """
+    return pytest.param(spec, *values, id=f"{spec.name}{name and '-'}{name}")
 
 
 EACH_SPEC = pytest.mark.parametrize("spec", [param(spec) for spec in SPECS.values()])

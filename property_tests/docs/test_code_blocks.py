@@ -18,11 +18,7 @@ NOT_YET_CONVERTED: tuple[str, ...] = ()
 NEEDS = {"triton.md": "triton"}
 """Pages with commands that need a package which not every system has."""
 
-PAGES = [
-    pytest.param(page, id=page.name, marks=pytest.mark.xdist_group(page.name))  # pages take long, so workers share them
-    for page in pages()
-    if page.name not in NOT_YET_CONVERTED
-]
+PAGES = [page for page in pages() if page.name not in NOT_YET_CONVERTED]
 
 
 def test_every_page_is_found() -> None:
@@ -31,7 +27,7 @@ def test_every_page_is_found() -> None:
     assert set(NOT_YET_CONVERTED) <= names
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_blocks_run_and_show_their_output(page: Path, tmp_path: Path) -> None:
     needed = NEEDS.get(page.name)
     if needed and find_spec(needed) is None:
@@ -39,19 +35,19 @@ def test_blocks_run_and_show_their_output(page: Path, tmp_path: Path) -> None:
     run_page(page, tmp_path)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_in_the_text_exist(page: Path) -> None:
     check_code_spans(page)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_lines_are_at_most_100_columns(page: Path) -> None:
     """Tables and links cannot be wrapped, so their lines may be longer."""
     lines = enumerate(page.read_text().splitlines(), 1)
     assert [f"{page.name}:{n}" for n, line in lines if len(line) > 100 and not line.startswith("|")] == []
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_to_files_and_headings_resolve(page: Path) -> None:
     for link in links_of(page):
         name, _, heading = link.partition("#")
