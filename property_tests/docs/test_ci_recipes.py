@@ -25,9 +25,6 @@ WORKFLOWS = ROOT / "ci/workflows"
 GITHUB, NIGHTLY, GITLAB = (WORKFLOWS / name for name in ("github.yml", "github-nightly.yml", "gitlab.yml"))
 RECIPES = [GITHUB, NIGHTLY, GITLAB]
 SCRIPTS = [ROOT / "ci/gate", ROOT / "ci/verify"]
-NOT_YET = {"gate"}
-"""Commands that the recipes use and lossgate does not have yet. This must become empty."""
-
 VALUES = {
     "matrix.part": "1",
     "github.run_number": "7",
@@ -121,19 +118,13 @@ def test_commands_and_flags_exist(path: Path) -> None:
     commands = [arguments for script in scripts_of(path) for arguments in commands_in(script)]
     assert "verify" in {arguments[0] for arguments in commands}
     for arguments in commands:
-        if arguments[0] not in NOT_YET:
-            assert accepted(arguments), arguments
+        assert accepted(arguments), arguments
 
 
 @pytest.mark.parametrize("line", ["lossgate verify $TARGETS --prof ci", "torchrun -m lossgate verified x.py"])
 def test_commands_that_do_not_exist_are_seen(line: str) -> None:
     (arguments,) = commands_in(line)
     assert not accepted(arguments)
-
-
-def test_commands_that_are_not_there_yet_are_not_there_yet() -> None:
-    commands = {name for name in app if not name.startswith("-")}
-    assert not NOT_YET & commands, "remove it from NOT_YET"
 
 
 @pytest.mark.parametrize("path", [*RECIPES, ROOT / "ci/gate"], ids=by_name)
