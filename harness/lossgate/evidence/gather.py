@@ -1,26 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gathers evidence of many files and runs, and redoes its verdicts on the way."""
 
-import gc
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from sys import intern
 
 from lossgate.errors import UsageError
-from lossgate.evidence.reader import DamagedLine, Digested, GoodLine, Line, Where, read_lines
+from lossgate.evidence.reader import DamagedLine, Digested, Where
 from lossgate.evidence.records import CellKey, CellRecord, EndRecord, RunRecord
-from lossgate.evidence.redo import redo
-from lossgate.evidence.summary import CellSummary, summarize
+from lossgate.evidence.summary import CellSummary
+from lossgate.evidence.told import Told, ToldCell, ToldRun, told_by
 
 Keep = Callable[[CellRecord, Where], None]
 """Is given the full record of each cell. Records that are not kept are gone afterwards."""
-
-_BATCH = 1_000
-"""Verdicts that are redone at once: the judge works on arrays, which are slow for one record."""
-_BATCH_COMPARISONS = 100_000
-"""Comparisons in a batch at most. Each takes about 0.4 KB, and a cell can have thousands."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +52,9 @@ def gather(files: Sequence[Path], keep: Keep | None = None) -> Gathered:
         UsageError: if a file cannot be read, or a folder holds no evidence.
     """
     gatherer = _Gatherer(keep)
-    with _without_collector():
-        for file in files_in(files):
-            gatherer.read(file)
-        return gatherer.done()
+    for file in files_in(files):
+        gatherer.read(file)
+    return gatherer.done()
 
 
 def files_in(paths: Iterable[Path]) -> list[Path]:
@@ -89,24 +80,8 @@ def _in_folder(folder: Path) -> list[Path]:
     return inside
 
 
-@contextmanager
-def _without_collector() -> Generator[None]:
-    """Turns the garbage collector off.
-
-    Records make no cycles, and what is not kept is freed at once. The collector would walk through
-    all that is kept again and again: for 100,000 cells it took more than half of 39 s.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
 class _Gatherer:
-    """Takes lines one by one, and keeps little of them."""
+    """Takes what lines tell, one by one, and keeps little of it."""
 
     def __init__(self, keep: Keep | None) -> None:
         self._keep = keep
@@ -119,15 +94,17 @@ class _Gatherer:
         self._contradictory: dict[Where, str] = {}
         self._repeated: list[Where] = []
         self._seen: set[str] = set()
-        self._batch: list[tuple[GoodLine, CellRecord]] = []
-        self._comparisons = 0
 
     def read(self, file: Path) -> None:
-        digest = _give(self._take, read_lines(file))
-        self._files.append(Digested(file=str(file), sha256=digest))
+        told = told_by(file, records=self._keep is not None)
+        while True:
+            try:
+                self._take(next(told))
+            except StopIteration as end:
+                self._files.append(end.value)
+                return
 
     def done(self) -> Gathered:
-        self._redo()
         return Gathered(
             files=tuple(self._files),
             runs=self._runs,
@@ -139,49 +116,33 @@ class _Gatherer:
             repeated=tuple(self._repeated),
         )
 
-    def _take(self, line: Line) -> None:
-        if isinstance(line, DamagedLine):
-            self._damaged.append(line)
-        elif line.digest not in self._seen:
-            self._seen.add(line.digest)
-            self._record(line)
-
-    def _record(self, line: GoodLine) -> None:
-        record, where = line.record, line.where
-        if isinstance(record, CellRecord):
-            self._cell(line, record)
-        elif record.run in (self._runs if isinstance(record, RunRecord) else self._ends):
-            self._repeated.append(where)
-        elif isinstance(record, RunRecord):
-            self._starts[intern(record.run)] = where
-            self._runs[intern(record.run)] = record
+    def _take(self, told: Told) -> None:
+        if isinstance(told, DamagedLine):
+            self._damaged.append(told)
+            return
+        digest = told.digest if isinstance(told, ToldRun) else told.summary.digest
+        if digest in self._seen:
+            return
+        self._seen.add(digest)
+        if isinstance(told, ToldRun):
+            self._run(told)
         else:
-            self._ends[intern(record.run)] = record
+            self._cell(told)
 
-    def _cell(self, line: GoodLine, record: CellRecord) -> None:
-        if self._keep is not None:
-            self._keep(record, line.where)
-        self._batch.append((line, record))
-        self._comparisons += sum(len(output.cases) for output in record.outputs)
-        if len(self._batch) >= _BATCH or self._comparisons >= _BATCH_COMPARISONS:
-            self._redo()
+    def _run(self, told: ToldRun) -> None:
+        record = told.record
+        if record.run in (self._runs if isinstance(record, RunRecord) else self._ends):
+            self._repeated.append(told.where)
+        elif isinstance(record, RunRecord):
+            self._starts[record.run] = told.where
+            self._runs[record.run] = record
+        else:
+            self._ends[record.run] = record
 
-    def _redo(self) -> None:
-        """Redoes the verdicts of the cells that wait, and keeps their summaries."""
-        redone = redo([record for _, record in self._batch])
-        for (line, record), found in zip(self._batch, redone, strict=True):
-            summary = summarize(record, line.where, line.digest, found.margin)
-            self._cells.setdefault(summary.key, []).append(summary)
-            if found.contradiction:
-                self._contradictory[line.where] = found.contradiction
-        self._batch, self._comparisons = [], 0
-
-
-def _give(take: Callable[[Line], None], lines: Generator[Line, None, str]) -> str:
-    """Gives each line to ``take``; returns what the lines return at their end."""
-    while True:
-        try:
-            line = next(lines)
-        except StopIteration as end:
-            return end.value
-        take(line)
+    def _cell(self, told: ToldCell) -> None:
+        summary = told.summary
+        if self._keep is not None and told.record is not None:
+            self._keep(told.record, summary.where)
+        self._cells.setdefault(summary.key, []).append(summary)
+        if told.contradiction:
+            self._contradictory[summary.where] = told.contradiction

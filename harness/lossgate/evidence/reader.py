@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads evidence, line by line. What is wrong with a line is told, not raised."""
 
-from collections.abc import Generator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from lossgate.errors import UsageError
 from lossgate.evidence.records import SCHEMA, Record
 from lossgate.evidence.sealed import digest_in, is_intact
+
+if TYPE_CHECKING:
+    from hashlib import _Hash as Hash
 
 
 class Where(NamedTuple):
@@ -76,29 +79,43 @@ _RECORD = msgspec.json.Decoder(Record)
 _KINDS = ("run", "cell", "end")
 
 
-def read_lines(file: Path) -> Generator[Line, None, str]:
-    """Yields the lines of a file of evidence; returns the file's digest.
+def read_lines(file: Path) -> Iterator[Line]:
+    """Yields the lines of a file of evidence.
 
     Empty lines are left out, and so are records of a kind that a later version of lossgate added.
 
     Raises:
         UsageError: if the file cannot be read.
     """
-    digest = sha256()
+    for number, text in raw_lines(file, sha256()):
+        if (line := read_line(Where(str(file), number), text)) is not None:
+            yield line
+
+
+def raw_lines(file: Path, digest: "Hash") -> Iterator[tuple[int, bytes]]:
+    """Yields the lines of a file that are not empty, with their numbers, as bytes.
+
+    Args:
+        file: the file.
+        digest: is updated with all that is read.
+
+    Raises:
+        UsageError: if the file cannot be read.
+    """
     try:
         with file.open("rb") as stream:
-            for number, line in enumerate(stream, 1):
-                digest.update(line)
-                if line.strip() and (read := _read(Where(str(file), number), line)) is not None:
-                    yield read
+            for number, text in enumerate(stream, 1):
+                digest.update(text)
+                if text.strip():
+                    yield number, text
     except OSError as error:
         raise UsageError(
             f"can't read {file}: {error.strerror}; name a file that lossgate verify --evidence wrote"
         ) from None
-    return digest.hexdigest()
 
 
-def _read(where: Where, line: bytes) -> Line | None:
+def read_line(where: Where, line: bytes) -> Line | None:
+    """Reads one line; returns None for a record of a kind that a later version added."""
     body = line.rstrip(b"\r\n")
     digest = digest_in(body)
     if digest is None:
