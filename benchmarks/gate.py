@@ -24,9 +24,9 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from lossgate.evidence.records import SCHEMA, CellRecord, EndRecord, Matrix, OutputRecord, PooledRecord, RunRecord
+from lossgate.evidence.records import SCHEMA, CellRecord, EndRecord, OutputRecord, PooledRecord, RunRecord
 from lossgate.evidence.redo import largest_mde
-from lossgate.evidence.sealed import digest_in, digest_of_cells, seal
+from lossgate.evidence.sealed import digest_in, digest_of_cells, matrix_of, seal
 from lossgate.judge.pooled_scale import pool_scales, smallest_bias
 
 NOW = "2026-01-01T00:00:00+00:00"
@@ -85,6 +85,7 @@ def cells(count: int, problems: int, outputs: int) -> list[CellRecord]:
             head="hidden",
             source=f"kernels.py:kernel_{number // 10}",
             source_digest="0" * 64,
+            source_modified=False,
             verdict="AGREE",
             reasons=(),
             problems=problems,
@@ -122,7 +123,7 @@ def write(folder: Path, count: int, problems: int, outputs: int) -> Path:
         host="host",
         versions={"lossgate": "1", "torch": "2"},
         settings={},
-        matrix=Matrix(cells=count, digest="0" * 64),
+        matrix=matrix_of(keys),
         cells=keys,
     )
     file = folder / "out.jsonl"

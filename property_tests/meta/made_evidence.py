@@ -12,14 +12,13 @@ from lossgate.evidence.records import (
     CellRecord,
     EndRecord,
     Failure,
-    Matrix,
     OutputRecord,
     PooledRecord,
     Record,
     RunRecord,
 )
 from lossgate.evidence.redo import largest_mde
-from lossgate.evidence.sealed import digest_in, digest_of_cells, seal
+from lossgate.evidence.sealed import digest_in, digest_of_cells, matrix_of, seal
 
 STARTED, TIME, FINISHED = "2026-11-20T12:00:00+00:00", "2026-11-20T12:00:30+00:00", "2026-11-20T12:01:00+00:00"
 COMMIT = "c" * 40
@@ -58,6 +57,7 @@ def cell(**changes: Any) -> CellRecord:
         head="logits",
         source="kernels.py:nll",
         source_digest="a" * 64,
+        source_modified=False,
         verdict="AGREE",
         reasons=(),
         problems=3,
@@ -90,6 +90,7 @@ def disagreeing(**changes: Any) -> CellRecord:
         "reasons": ("loss: 1.01 times the reference",),
         "problems": 1,
         "comparisons": 1,
+        "coverage": {"trained token": 1},
         "outputs": (wrong,),
         "failure": Failure(
             problem={"spec": "nll"},
@@ -125,7 +126,7 @@ def run(cells: Iterable[CellRecord], **changes: Any) -> RunRecord:
         host="host",
         versions={"lossgate": "0.1.0", "torch": "2.13.0"},
         settings={"examples": 3, "seed": 0},
-        matrix=Matrix(cells=len(keys), digest="b" * 64),
+        matrix=matrix_of(keys),
         cells=keys,
     )
     return msgspec.structs.replace(record, **changes)

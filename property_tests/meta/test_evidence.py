@@ -141,7 +141,7 @@ def test_results_give_every_verdict(agreed: CellResult) -> None:
 
 def test_a_statistic_just_over_its_limit_is_over_it_in_the_record(agreed: CellResult) -> None:
     cases = at_the_limit(agreed.cases, 1 + 1e-12)
-    result = replace(concluded(agreed, cases), verdict=Verdict.DISAGREE, failure=cases[-1])
+    result = replace(concluded(agreed, cases), verdict=Verdict.DISAGREE, reasons=("noisy",), failure=cases[-1])
     record = record_of(result, "run-1", made.TIME)
     assert max(share or 2 for output in record.outputs for share in output.shares.get("noise", ())) > 1
     assert contradictions([record]) == [""]
@@ -178,10 +178,16 @@ def test_the_numbers_are_those_of_the_comparisons(agreed: CellResult) -> None:
 # A record that contradicts its own numbers
 
 LIES: dict[str, tuple[CellRecord, str]] = {
-    "verdict": (made.disagreeing(verdict="AGREE"), "its verdict is AGREE, and its numbers give DISAGREE"),
-    "verdict, the other way": (made.cell(verdict="DISAGREE"), "its verdict is DISAGREE, and its numbers give AGREE"),
-    "inconclusive": (made.inconclusive(verdict="AGREE"), "its verdict is AGREE, and its numbers give INCONCLUSIVE"),
-    "no failure": (made.disagreeing(verdict="AGREE", failure=None), "numbers give DISAGREE"),
+    "verdict": (made.disagreeing(verdict="AGREE", reasons=()), "its verdict is AGREE, and its numbers give DISAGREE"),
+    "verdict, the other way": (
+        made.cell(verdict="DISAGREE", reasons=("wrong",)),
+        "its verdict is DISAGREE, and its numbers give AGREE",
+    ),
+    "inconclusive": (
+        made.inconclusive(verdict="AGREE", reasons=()),
+        "its verdict is AGREE, and its numbers give INCONCLUSIVE",
+    ),
+    "no failure": (made.disagreeing(verdict="AGREE", reasons=(), failure=None), "numbers give DISAGREE"),
     "scale": (made.cell(outputs=(made.output(scale=(1e-8, 3e-7, 0.5e-8)),)), "loss has a pooled scale of -1.6667e-09"),
     "sd": (made.cell(outputs=(made.output(sd=(1e-9, 1e-9, 1e-9)),)), "and its numbers give"),
     "single limit": (made.cell(outputs=(made.output(limit=(1e-6, 1e-9, 1e-6)),)), "its numbers give DISAGREE"),
@@ -200,8 +206,22 @@ LIES: dict[str, tuple[CellRecord, str]] = {
         "loss is pooled over 3 problems, and has the numbers of 2",
     ),
     "a list too short": (made.cell(outputs=(made.output(sd=(1e-7,)),)), "the lists of loss do not have one entry"),
-    "no comparisons": (made.cell(comparisons=2), "it says 2 comparisons, and has the numbers of 3"),
+    "no comparisons": (made.cell(comparisons=2), "it says 2 comparisons, and has 3"),
     "no such problem": (made.cell(problems=2), "it says 2 problems, and has the numbers of problem 2, counted from 0"),
+    "problems that nothing compares": (made.cell(problems=500), "it says 500 problems, and has comparisons of 3"),
+    "more goals than problems": (
+        made.cell(coverage={"trained token": 99}),
+        "it says that 99 of 3 problems reach a goal",
+    ),
+    "an output twice": (made.cell(outputs=(made.output(), made.output()), comparisons=6), "it has an output twice"),
+    "metrics alone": (made.cell(outputs=(made.output(name="kl", metric=True),)), "its numbers give INCONCLUSIVE"),
+    "a loss that is a metric": (made.cell(outputs=(made.output(metric=True),)), "it says that loss is a metric"),
+    "no coverage needed": (made.cell(needs_adequacy=False), "it says that agreement needs no coverage, and it does"),
+    "a reason against AGREE": (
+        made.cell(reasons=("odd",)),
+        "its verdict is AGREE, and it gives a reason against AGREE",
+    ),
+    "no reason": (made.inconclusive(reasons=()), "its verdict is INCONCLUSIVE, and it gives no reason against AGREE"),
     "mde": (made.cell(mde=1e-9), "its mde is 1e-09, and its numbers give 2.3"),
     "no number": (
         made.cell(outputs=(made.output(unit=0.0, kernels=0, sd=(0.0, 0.0, 0.0)),)),
@@ -255,6 +275,16 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "another schema": (lambda line: seal(made.cell(schema="2.0")), "it has schema '2.0'"),
     "no schema": (lambda line: seal_of({"kind": "cell"}), "it is no record of evidence: Object missing required field"),
     "wrong type": (lambda line: seal_of(as_json(made.cell()) | {"problems": "x"}), "Expected `int`, got `str`"),
+    "a negative limit": (
+        lambda line: seal(made.cell(outputs=(made.output(limit=(1e-6, 1e-6, -1.0)),))),
+        "`float`",
+    ),
+    "a negative share": (
+        lambda line: seal(made.cell(outputs=(made.output(shares={"noise": (-1.0,)}),))),
+        "`float`",
+    ),
+    "a huge count": (lambda line: seal_of(as_json(made.cell()) | {"problems": 2**60}), "`int` <= 9007199254740992"),
+    "a time elsewhere": (lambda line: seal(made.cell(time="2026-11-20T12:00:30+01:00")), "matching regex"),
     "out of range": (lambda line: seal_of(as_json(made.cell()) | {"problems": -1}), "Expected `int` >= 0"),
 }
 

@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 from lossgate.evidence.gather import gather
-from lossgate.evidence.records import CellRecord, KnownFailureRecord, Matrix, Record
+from lossgate.evidence.records import CellRecord, KnownFailureRecord, Matrix, OutputRecord, PooledRecord, Record
+from lossgate.evidence.sealed import matrix_of
 from lossgate.gate.decide import decide
 from lossgate.gate.policy import load_policy
 from lossgate.gate.verdict import GateCode, GateVerdict, Kind
@@ -59,6 +60,16 @@ expires = 2026-12-01
 FROZEN = b'{"examples": [{"symptoms": ["loss", "grad of hidden"]}]}'
 CELLS = (cell(), cell(layout="tp=2"))
 SECOND = 1
+TWO = output(
+    cases=(0, 1),
+    scale=(0.0, 0.0),
+    limit=(1e-6, 1e-6),
+    sd=(1e-7, 1e-7),
+    mean=(0.0, 0.0),
+    shares={},
+    pooled=PooledRecord(problems=2, scale=0.0, limit=5.9325e-06),
+)
+"""The loss of a cell with two problems."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +132,7 @@ ONE_WRONG: dict[str, tuple[CellRecord | None, GateCode, Kind, str]] = {
         disagreeing(layout="tp=2"),
         GateCode.DISAGREE,
         Kind.DISAGREE,
-        "it disagrees: loss: 1.01 times the reference. Replay: lossgate replay failure.json",
+        "it disagrees: loss: 1.01 times the reference",
     ),
     "it is inconclusive": (
         inconclusive(layout="tp=2"),
@@ -130,16 +141,10 @@ ONE_WRONG: dict[str, tuple[CellRecord | None, GateCode, Kind, str]] = {
         "a kernel that computes label_smoothing=0.1 as 0 would have passed every problem",
     ),
     "few problems": (
-        cell(layout="tp=2", problems=2, comparisons=2, outputs=()),
+        cell(layout="tp=2", problems=2, comparisons=2, coverage={"trained token": 2}, outputs=(TWO,)),
         GateCode.CLOSED,
         Kind.WEAK,
         "it has 2 problems, and the policy asks for 3; raise --examples",
-    ),
-    "no effect": (
-        cell(layout="tp=2", outputs=(), mde=None),
-        GateCode.CLOSED,
-        Kind.WEAK,
-        "it would have shown no error of scale, and the policy asks for 0.01; raise --examples",
     ),
     "it is missing": (
         None,
@@ -218,12 +223,27 @@ def test_two_runs_with_other_numbers_close_the_gate(gate: Gate) -> None:
     later = [cell(time="2026-11-20T13:00:00+00:00", outputs=(other,))]
     kind, message = only(gate.decide(whole_run(CELLS), whole_run(later, run="run-2")))
     assert kind is Kind.CONTRADICTORY
-    assert "0.jsonl:2 tells of it, and differs in margin, numbers. " in message or "differs in numbers" in message
+    assert message.endswith("0.jsonl:2 has another result of it: a number differs. Verify again, into a new file")
 
 
 def test_another_verdict_of_the_same_cell_closes_the_gate(gate: Gate) -> None:
     kinds = {what for what, _ in told(gate.decide(whole_run(CELLS), whole_run([inconclusive()], run="run-2")))}
     assert Kind.CONTRADICTORY in kinds
+
+
+def test_every_result_of_a_cell_counts(gate: Gate) -> None:
+    """A newer result does not hide an older one."""
+    older = [disagreeing(time="2026-11-20T12:00:10+00:00", candidate="other")]
+    verdict = gate.decide(
+        whole_run(CELLS), whole_run(older, run="run-2"), whole_run([cell(candidate="other")], run="run-3")
+    )
+    assert {what for what, _ in told(verdict)} == {Kind.CONTRADICTORY, Kind.DISAGREE}
+    assert verdict.code is GateCode.DISAGREE
+
+
+def test_a_line_that_contradicts_itself_is_no_disagreement(gate: Gate) -> None:
+    verdict = gate.decide(whole_run([cell(), cell(layout="tp=2", verdict="DISAGREE", reasons=("none",))]))
+    assert only(verdict)[0] is Kind.CONTRADICTORY
 
 
 # Runs
@@ -242,29 +262,48 @@ def replaced(number: int, **changes: Any) -> Callable[[list[Record]], list[Recor
 RUNS: dict[str, tuple[Callable[[list[Record]], list[Record]], Kind, str]] = {
     "no start": (without(0), Kind.DAMAGED, "run run-1: the record of its start is missing"),
     "no end": (without(3), Kind.UNFINISHED, "run run-1: the record of its end is missing: it was stopped"),
-    "a cell is gone": (without(2), Kind.DAMAGED, "run run-1: its end tells of 2 cells, and the evidence of 1"),
+    "a cell is gone": (without(2), Kind.DAMAGED, "run run-1: its end counts 2 cells, and the evidence has 1"),
     "stopped": (replaced(3, stopped="a rank is lost"), Kind.UNFINISHED, "it was stopped: a rank is lost"),
     "another cell": (replaced(2, seconds=2.0), Kind.DAMAGED, "its cells are not those that its end was written for"),
     "planned and not there": (
         replaced(0, cells=(*(c.key for c in CELLS), cell(layout="cp=2").key)),
         Kind.MISSING,
-        "run run-1 was to verify it, and tells nothing of it",
+        "run run-1 planned it, and has no result of it",
     ),
     "planned at the end": (
         replaced(3, planned=(cell(layout="cp=2").key,)),
         Kind.MISSING,
-        "run run-1 was to verify it",
+        "run run-1 planned it",
     ),
     "there and not planned": (
         replaced(0, cells=(cell().key,)),
         Kind.CONTRADICTORY,
-        "run run-1 tells of it, and was not to verify it",
+        "run run-1 has a result of it, and did not plan it",
     ),
     "modified": (replaced(0, modified=True), Kind.MIXED, "files differed from the commit"),
-    "no checkout": (replaced(0, modified=None), Kind.MIXED, "it was no git checkout"),
+    "source": (
+        replaced(1, source_modified=True),
+        Kind.MIXED,
+        "kernels.py was not as in the commit, and the policy asks for unmodified = true",
+    ),
+    "unknown source": (replaced(1, source_modified=None), Kind.MIXED, "kernels.py was not as in the commit"),
+    "no checkout": (
+        replaced(0, modified=None),
+        Kind.MIXED,
+        "it is not known whether files differed from the commit",
+    ),
     "no commit": (replaced(0, commit=None), Kind.MIXED, "evidence names no commit"),
     "no version": (replaced(0, versions={"lossgate": "1"}), Kind.MIXED, "several versions of torch: unknown"),
-    "no time": (replaced(1, time="yesterday"), Kind.DAMAGED, "'yesterday' is no time"),
+    "first day of the calendar": (
+        replaced(1, time="0001-01-01T00:00:00+00:00"),
+        Kind.STALE,
+        "it is from 0001-01-01T00:00+00:00",
+    ),
+    "no time": (
+        replaced(1, time="2026-13-01T00:00:00+00:00"),
+        Kind.DAMAGED,
+        "'2026-13-01T00:00:00+00:00' is not a time",
+    ),
     "another source": (replaced(1, source_digest="f" * 64), Kind.MIXED, "kernels.py was changed between the cells"),
 }
 
@@ -290,7 +329,7 @@ def test_two_starts_of_one_run_close_the_gate(gate: Gate) -> None:
             NOW.replace(day=22),
             "and the policy allows evidence of at most 1 day. Verify again",
         ),
-        (NOW.replace(day=19), "which is in the future"),
+        (NOW.replace(day=19), "which is later than now, 2026-11-19T18:00+00:00; set the clocks right"),
     ],
 )
 def test_evidence_of_another_time_closes_the_gate(gate: Gate, now: datetime, message: str) -> None:
@@ -305,7 +344,7 @@ def test_without_a_greatest_age_evidence_may_be_old(gate: Gate) -> None:
 
 
 OTHER: dict[str, tuple[dict[str, Any], str]] = {
-    "commit": ({"commit": "d" * 40}, "evidence is of several commits: commit cccccccccccc, commit dddddddddddd"),
+    "commit": ({"commit": "d" * 40}, "evidence is of several commits: commit " + "c" * 40 + ", commit " + "d" * 40),
     "lossgate": (
         {"versions": {"lossgate": "0.2.0", "torch": "2.13.0"}},
         "evidence is of several versions of lossgate: 0.1.0, 0.2.0",
@@ -331,7 +370,7 @@ def test_the_commit_of_the_release_is_asked_for(gate: Gate) -> None:
     assert gate.decide(whole_run(CELLS), commit=COMMIT).passes
     kind, text = only(gate.decide(whole_run(CELLS), commit="e" * 40))
     assert kind is Kind.MIXED
-    assert text == "run run-1: it is of commit cccccccccccc, and commit eeeeeeeeeeee is asked for"
+    assert text == f"run run-1: it is of commit {COMMIT}, and commit {'e' * 40} is asked for"
 
 
 # Parts of a matrix
@@ -339,7 +378,7 @@ def test_the_commit_of_the_release_is_asked_for(gate: Gate) -> None:
 
 def parts(of: int, *numbers: int) -> list[list[Record]]:
     """Returns the runs of some parts of a matrix that has the cells of ``CELLS``."""
-    matrix = Matrix(cells=2, digest="b" * 64)
+    matrix = matrix_of(one.key for one in CELLS)
     return [
         whole_run([CELLS[n % 2]], run=f"run-{n}", part=f"{n}/{of}", matrix=matrix) if n <= 2 else [] for n in numbers
     ]
@@ -356,15 +395,42 @@ def test_a_missing_part_closes_the_gate(gate: Gate) -> None:
     assert message == "part 1/2 of the matrix of 2 cells is missing; verify with --shard, or add the file"
 
 
-def test_a_part_that_is_none_closes_the_gate(gate: Gate) -> None:
-    (records,) = parts(2, 1)
-    first, *others = records
-    bad = msgspec.structs.replace(first, part="x/y")
-    assert any("all parts of the matrix" in text for _, text in told(gate.decide([bad, *others])))
+WRONG_PARTS: dict[str, tuple[dict[str, Any], Kind, str]] = {
+    "no matrix": ({"matrix": None}, Kind.DAMAGED, "it is part 1/2, and does not say of which matrix"),
+    "another matrix": (
+        {"matrix": Matrix(cells=8, digest="b" * 64)},
+        Kind.MISSING,
+        "part 2/2 of the matrix of 8 cells is missing",
+    ),
+    "no part": ({"part": None}, Kind.DAMAGED, "it planned other cells than its matrix of 2 cells has"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_PARTS)
+def test_a_part_that_does_not_fit_its_matrix_closes_the_gate(gate: Gate, wrong: str) -> None:
+    changes, kind, message = WRONG_PARTS[wrong]
+    (first, *others), second = parts(2, 1, 2)
+    verdict = gate.decide([msgspec.structs.replace(first, **changes), *others], second)
+    assert any(what is kind and message in text for what, text in told(verdict)), told(verdict)
+
+
+@pytest.mark.parametrize("part", ["x/y", "1", "0/2", "1/" + "9" * 5000, "²/3"])
+def test_a_part_that_cannot_be_read_is_damage(gate: Gate, part: str) -> None:
+    (first, *others), second = parts(2, 1, 2)
+    verdict = gate.decide([msgspec.structs.replace(first, part=part), *others], second)
+    assert any(what is Kind.DAMAGED and "matching regex" in text for what, text in told(verdict))
+
+
+def test_parts_that_share_out_other_cells_close_the_gate(gate: Gate) -> None:
+    matrix = matrix_of([*(one.key for one in CELLS), cell(layout="cp=2").key])
+    both = [whole_run(CELLS, run=f"run-{n}", part=f"{n}/2", matrix=matrix) for n in (1, 2)]
+    kind, message = only(gate.decide(*both))
+    assert kind is Kind.DAMAGED
+    assert message == "all parts of the matrix of 3 cells are there, and they planned other cells"
 
 
 def test_the_whole_matrix_needs_no_parts(gate: Gate) -> None:
-    whole = whole_run(CELLS, run="whole", matrix=Matrix(cells=2, digest="b" * 64))
+    whole = whole_run(CELLS, run="whole", matrix=matrix_of(one.key for one in CELLS))
     assert gate.decide(whole, *parts(2, 1)).passes
 
 
@@ -389,6 +455,17 @@ def test_a_known_failure_is_excused(gate: Gate) -> None:
         assert verdict.cells[SECOND].excused == "https://example.com/issues/1"
 
 
+def symptomatic(*symptoms: str, **changes: Any) -> CellRecord:
+    """Returns the record of a cell that disagrees, as its smallest problem shows."""
+    failure = msgspec.structs.replace(disagreeing().failure, symptoms=symptoms)  # type: ignore[type-var]
+    return disagreeing(layout="tp=2", failure=failure, **changes)
+
+
+def wrong_gradient() -> OutputRecord:
+    """Returns a gradient that disagrees."""
+    return msgspec.structs.replace(disagreeing().outputs[0], name="grad of weight")
+
+
 KNOWN_WRONG: dict[str, tuple[CellRecord, GateCode, str]] = {
     "gone": (cell(layout="tp=2"), GateCode.CLOSED, "no longer fails; remove it from the policy"),
     "declared and gone": (
@@ -398,17 +475,20 @@ KNOWN_WRONG: dict[str, tuple[CellRecord, GateCode, str]] = {
     ),
     "inconclusive": (inconclusive(layout="tp=2"), GateCode.CLOSED, "would have passed every problem"),
     "another output": (
-        disagreeing(
-            layout="tp=2",
-            failure=msgspec.structs.replace(disagreeing().failure, symptoms=("grad of weight",)),  # type: ignore[type-var]
-        ),
+        symptomatic("grad of weight"),
         GateCode.DISAGREE,
-        "does not fail in grad of weight, as this does. it disagrees",
+        "does not fail in grad of weight, as this does. It disagrees",
     ),
+    "another output on another problem": (
+        symptomatic("loss", outputs=(*disagreeing().outputs, wrong_gradient()), comparisons=2),
+        GateCode.DISAGREE,
+        "does not fail in grad of weight, as this does",
+    ),
+    "ranks that fail": (symptomatic("loss", faults=("Hang",)), GateCode.DISAGREE, "does not fail in Hang, as this"),
     "another way": (
         declared(known={"expected": False}),
         GateCode.DISAGREE,
-        "fails in another way than its frozen example. it disagrees",
+        "fails in another way than its frozen example. It disagrees",
     ),
     "another name": (
         declared(known={"name": "nll-2"}),
@@ -423,7 +503,7 @@ KNOWN_WRONG: dict[str, tuple[CellRecord, GateCode, str]] = {
     "many problems together": (
         disagreeing(layout="tp=2", failure=None),
         GateCode.DISAGREE,
-        "does not fail in many problems together, as this does",
+        "is of one problem, and this disagrees only when its problems are pooled",
     ),
 }
 
@@ -464,4 +544,4 @@ def test_a_known_failure_without_evidence_closes_the_gate(gate: Gate) -> None:
     rules = RULES.replace('["single", "tp=2"]', '["single"]') + KNOWN
     kind, message = only(gate.decide(whole_run([cell()]), rules=rules))
     assert kind is Kind.MISSING
-    assert "a known failure of the policy, and evidence tells nothing of it" in message
+    assert "it is a known failure of the policy, and there is no evidence of it" in message

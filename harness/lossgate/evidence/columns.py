@@ -4,7 +4,7 @@ a time would take a gate ten times longer.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import chain, islice
+from itertools import chain
 from math import inf
 from typing import cast
 
@@ -22,7 +22,6 @@ class Columns:
     """
 
     def __init__(self, records: Sequence[CellRecord]) -> None:
-        self._records = records
         self.outputs = [output for record in records for output in record.outputs]
         self.fitting = [_fits(output) for output in self.outputs]
         """Whether the lists of each output have one entry for each comparison."""
@@ -32,10 +31,11 @@ class Columns:
         self._limit = self._column(lambda output: output.limit)
 
     def margins(self) -> list[float]:
-        """Returns the largest share of a limit in each record; over 1 is a disagreement."""
+        """Returns the largest share of a limit in each output; over 1 is a disagreement. It is
+        infinite if its lists do not fit each other.
+        """
         largest = iter(np.maximum(self._largest_of_scale(), self._largest_shares()).tolist())
-        each = (next(largest) if fits else inf for fits in self.fitting)
-        return [max(islice(each, len(record.outputs)), default=0.0) for record in self._records]
+        return [next(largest) if fits else inf for fits in self.fitting]
 
     def _largest_shares(self) -> Floats:
         """Returns the largest share of the limits of all statistics beside the scale."""
@@ -58,8 +58,7 @@ class Columns:
         telling = np.ones(len(self._scale), bool)
         for start, output in zip(_starts(self._sizes).tolist(), self._good, strict=True):
             for entry in output.vacuous:
-                if entry < len(output.cases):
-                    telling[start + entry] = False
+                telling[start + entry] = False
         ends = np.concatenate([np.zeros(1, np.intp), telling.cumsum()])
         sizes = np.diff(ends[np.concatenate([np.zeros(1, np.intp), self._sizes.cumsum()])])
         used = [output for output, size in zip(self._good, sizes.tolist(), strict=True) if size]
@@ -101,5 +100,7 @@ def largest_share(shares: Sequence[float | None]) -> float:
 
 
 def _fits(output: OutputRecord) -> bool:
-    lengths = {len(output.scale), len(output.limit), len(output.sd), len(output.mean)}
-    return lengths == {len(output.cases)} and all(len(one) == len(output.cases) for one in output.shares.values())
+    count = len(output.cases)
+    if not count == len(output.scale) == len(output.limit) == len(output.sd) == len(output.mean):
+        return False
+    return all(len(one) == count for one in output.shares.values()) and max(output.vacuous, default=-1) < count

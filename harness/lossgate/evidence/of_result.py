@@ -3,16 +3,15 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
 from hashlib import sha256
-from math import ceil, floor, isfinite, log10
-from pathlib import Path
+from math import ceil, copysign, floor, isfinite, log10
 from typing import Any
 
 import msgspec
 
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, CellResult
+from lossgate.evidence.checkout import digest_of_source, is_source_modified
 from lossgate.evidence.records import (
     SCHEMA,
     CellKey,
@@ -32,6 +31,9 @@ from lossgate.problems.problem import Problem
 _DIGITS = (5, 17)
 """Significant digits of numbers: few, or all if the verdict hangs on them."""
 _SHARE_DIGITS = 3
+_LEAST_SHARE = 1e-9
+"""Smaller shares of a limit are rounded up to this."""
+LARGEST = 1e308
 _WORST = 3
 """How many of the worst examples are kept, with their problems."""
 
@@ -64,7 +66,8 @@ def _record(result: CellResult, run: str, time: str, replay: str | None, digits:
         spec=candidate.spec.name,
         head=candidate.head,
         source=candidate.source,
-        source_digest=_digest_of_source(candidate.source),
+        source_digest=digest_of_source(candidate.source),
+        source_modified=is_source_modified(candidate.source),
         verdict=result.verdict.value,
         reasons=result.reasons,
         problems=len(result.cases),
@@ -88,8 +91,8 @@ def _record(result: CellResult, run: str, time: str, replay: str | None, digits:
 
 
 def _faults(case: CaseResult) -> Sequence[str]:
-    """Returns what disagreed in a case beside its outputs."""
-    return case.findings if case.failure else case.faults
+    """Returns what disagreed in a case beside its outputs, as its symptoms have it."""
+    return (case.failure,) if case.failure else case.faults
 
 
 def _outputs(result: CellResult, digits: int) -> Iterator[OutputRecord]:
@@ -97,17 +100,19 @@ def _outputs(result: CellResult, digits: int) -> Iterator[OutputRecord]:
     outputs = dict.fromkeys(c.output for case in result.cases for c in case.comparisons)
     for output in outputs:
         found = [(i, c) for i, case in enumerate(result.cases) for c in case.comparisons if c.output == output]
-        yield _output([c for _, c in found], [i for i, c in found if c.values], pools[output], digits)
+        yield _output(found, pools[output], digits)
 
 
-def _output(all_: Sequence[Comparison], cases: Sequence[int], pooled: Pooled, digits: int) -> OutputRecord:
-    used = [c for c in all_ if c.values]
+def _output(found: Sequence[tuple[int, Comparison]], pooled: Pooled, digits: int) -> OutputRecord:
+    """Returns the record of an output, which was compared on problems with these numbers."""
+    used = [c for _, c in found if c.values]
     others = dict.fromkeys(name for c in used for name in c.values if name != SCALE)
     planted = dict.fromkeys(name for c in used for name in c.rejected)
     return OutputRecord(
         name=str(pooled.output),
         metric=pooled.output.kind == "metric",
-        cases=tuple(cases),
+        cases=tuple(number for number, c in found if c.values),
+        without_numbers=tuple(number for number, c in found if not c.values),
         scale=tuple(_rounded((c.values[SCALE] for c in used), digits)),
         limit=tuple(_rounded((c.limits[SCALE] for c in used), digits)),
         sd=tuple(_rounded((c.sd for c in used), digits)),
@@ -116,7 +121,7 @@ def _output(all_: Sequence[Comparison], cases: Sequence[int], pooled: Pooled, di
         shares={name: tuple(_share(c.shares.get(name, 0.0)) for c in used) for name in others},
         unit=max((c.unit for c in used if not c.vacuous), default=0.0),
         kernels=max((c.kernels for c in used if not c.vacuous), default=1),
-        faults=tuple(dict.fromkeys(fault for c in all_ for fault in c.faults)),
+        faults=tuple(dict.fromkeys(fault for _, c in found for fault in c.faults)),
         pooled=_pooled(pooled, digits),
         planted={name: _share_of(c.rejected[name] for c in used if name in c.rejected) for name in planted},
         blind=tuple(dict.fromkeys(name for c in used for name in c.blind)),
@@ -131,15 +136,16 @@ def _pooled(pooled: Pooled, digits: int) -> PooledRecord | None:
 
 
 def _rounded(values: Iterable[float], digits: int) -> Iterator[float]:
-    return (float(f"{value:.{digits}g}") for value in values)
+    """Rounds numbers. JSON has none that are not finite, so those become the largest one."""
+    return (float(f"{value:.{digits}g}") if isfinite(value) else copysign(LARGEST, value) for value in values)
 
 
 def _share(share: float) -> float | None:
     """Rounds a share of a limit up, so that it stays over 1 if it is."""
     if not isfinite(share):
         return None
-    if not share:
-        return 0.0
+    if share < _LEAST_SHARE:
+        return _LEAST_SHARE if share else 0.0
     size = 10.0 ** (_SHARE_DIGITS - 1 - floor(log10(share)))
     return float(f"{ceil(share * size) / size:.{_SHARE_DIGITS}g}")
 
@@ -161,11 +167,12 @@ def _worst(cases: Sequence[CaseResult]) -> Iterator[WorstExample]:
     for _, output, statistic, comparison, problem in sorted(found, key=lambda one: -one[0]):
         if len(told) < _WORST and (output, statistic) not in told:
             told.add((output, statistic))
+            value, limit = _rounded((comparison.values[statistic], comparison.limits[statistic]), _DIGITS[-1])
             yield WorstExample(
                 output=output,
                 statistic=statistic,
-                value=comparison.values[statistic],
-                limit=comparison.limits[statistic],
+                value=value,
+                limit=limit,
                 problem=_as_json(problem),
             )
 
@@ -193,15 +200,3 @@ def _known_failure(result: CellResult) -> KnownFailureRecord | None:
         return None
     digest = sha256(known.example.read_bytes()).hexdigest()
     return KnownFailureRecord(name=known.name, example=digest, expected=result.expected)
-
-
-@cache
-def _digest_of_source(source: str) -> str | None:
-    """Returns the digest of the file that declares a candidate, if it is a file."""
-    location, _, _ = source.rpartition(":")
-    if not location.endswith(".py"):
-        return None
-    try:
-        return sha256(Path(location).read_bytes()).hexdigest()
-    except OSError:
-        return None

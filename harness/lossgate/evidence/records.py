@@ -16,8 +16,17 @@ SCHEMA = "1.0"
 
 VerdictName = Literal["AGREE", "DISAGREE", "INCONCLUSIVE"]
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$", description="A SHA-256 in hexadecimal digits.")]
-Time = Annotated[str, Meta(description="A time in UTC, as 2026-01-31T12:00:00+00:00.")]
-Count = Annotated[int, Meta(ge=0)]
+Time = Annotated[
+    str,
+    Meta(
+        pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00$",
+        description="A time in UTC, as 2026-01-31T12:00:00+00:00.",
+    ),
+]
+Part = Annotated[str, Meta(pattern=r"^[1-9]\d{0,8}/[1-9]\d{0,8}$", description="A part and their number, as 3/8.")]
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+Size = Annotated[float, Meta(ge=0)]
+"""A number that is not negative."""
 
 
 class CellKey(Struct, frozen=True, order=True, array_like=True):
@@ -40,7 +49,7 @@ class Matrix(Struct, frozen=True, kw_only=True):
 
     cells: Count
     digest: Sha256
-    """Of the keys of all cells, in order. The parts of one matrix have the same."""
+    """Of the names of all cells, sorted. The parts of one matrix have the same."""
 
 
 class RunRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="run"):
@@ -53,14 +62,15 @@ class RunRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="run"):
     commit: str | None
     """Of the working folder, if that is a git checkout."""
     modified: bool | None
-    """Whether files in it differ from the commit."""
+    """Whether files in it differ from the commit; null if that is not known. Files that are not in
+    the commit do not count."""
     host: str
     versions: dict[str, str]
     """Of lossgate, torch, python, and the machine's kind."""
     settings: dict[str, Any]
     """How much was verified: the profile's settings, and the seed."""
-    part: str | None = None
-    """Which part of the matrix this run verifies, as ``3/8``; null for all of it."""
+    part: Part | None = None
+    """Which part of the matrix this run verifies; null for all of it."""
     matrix: Matrix | None = None
     """The whole matrix, if it is known at the start."""
     cells: tuple[CellKey, ...] | None = None
@@ -89,7 +99,7 @@ class PooledRecord(Struct, frozen=True, kw_only=True):
     problems: Count
     scale: float
     """By how much the output is too large, relative to the reference."""
-    limit: float
+    limit: Size
     """The largest that rounding explains, on either side of 0."""
 
     @property
@@ -108,22 +118,25 @@ class OutputRecord(Struct, frozen=True, kw_only=True):
     metric: bool
     """It may be zero on every problem: a share of tokens that are clipped, say."""
     cases: tuple[Count, ...] = ()
-    """The number of each problem that was compared."""
+    """The number of each problem on which it was compared."""
+    without_numbers: tuple[Count, ...] = ()
+    """The number of each further problem: there it is exactly zero in every correct run, or it is
+    not finite, which is a fault."""
     scale: tuple[float, ...] = ()
     """By how much the output is too large, relative to the reference."""
-    limit: tuple[float, ...] = ()
+    limit: tuple[Size, ...] = ()
     """The largest ``scale`` that rounding explains, on either side of 0."""
-    sd: tuple[float, ...] = ()
+    sd: tuple[Size, ...] = ()
     """Standard deviation of ``scale`` over correct runs that round."""
     mean: tuple[float, ...] = ()
     """Mean of ``scale`` over correct runs that round."""
     vacuous: tuple[Count, ...] = ()
     """The entries of comparisons whose reference was zero, so that no error of scale could show."""
-    shares: dict[str, tuple[float | None, ...]] = field(default_factory=dict)
+    shares: dict[str, tuple[Size | None, ...]] = field(default_factory=dict)
     """Each other statistic as a share of its limit, rounded up to three digits: over 1, or null for
     any number over a limit of zero, is a disagreement. 0 where it was not measured. Outputs that
     are a number have none."""
-    unit: float = 0.0
+    unit: Size = 0.0
     """Unit roundoff of the output's dtype."""
     kernels: Count = 1
     """How many kernels' rounding is in it."""
@@ -131,7 +144,7 @@ class OutputRecord(Struct, frozen=True, kw_only=True):
     """What is wrong whatever the noise, in words."""
     pooled: PooledRecord | None = None
     """Null if no problem says anything about the scale."""
-    planted: dict[str, float] = field(default_factory=dict)
+    planted: dict[str, Size] = field(default_factory=dict)
     """The share of the planted errors that were rejected, by kind."""
     blind: tuple[str, ...] = ()
     """Planted errors that were accepted although the limits say otherwise: a fault of lossgate."""
@@ -189,6 +202,8 @@ class CellRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="cell"
     """``file.py:name`` or ``package.module:name``."""
     source_digest: Sha256 | None
     """Of the file that declares the candidate."""
+    source_modified: bool | None
+    """Whether that file differs from the commit, or is not in it; null if that is not known."""
     verdict: VerdictName
     reasons: tuple[str, ...]
     """In words, why the verdict is not AGREE."""
@@ -198,7 +213,7 @@ class CellRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="cell"
     """Whether the property asks for goals, killed mutants and a small detectable effect."""
     outputs: tuple[OutputRecord, ...]
     faults: tuple[str, ...]
-    """What disagreed beside outputs: the ranks failed, or the property found something else."""
+    """What disagreed beside outputs: how the ranks failed, or what else the property found."""
     mde: float | None
     """The minimum detectable effect of the output with the least power; null if it is infinite."""
     coverage: dict[str, Count]
@@ -215,7 +230,7 @@ class CellRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="cell"
     """The worst examples, the worst first."""
     failure: Failure | None
     known_failure: KnownFailureRecord | None
-    seconds: float
+    seconds: Size
     time: Time
     causes: tuple[str, ...] = ()
     """What may have gone wrong, in words; the likeliest first."""

@@ -20,6 +20,8 @@ class Redone:
     verdict: VerdictName
     margin: float
     """The largest statistic of any comparison, as a share of its limit."""
+    symptoms: tuple[str, ...]
+    """What disagrees: outputs, and faults beside them."""
     contradiction: str
     """How the record contradicts its own numbers, in words; empty if it does not."""
 
@@ -27,33 +29,68 @@ class Redone:
 def redo(records: Sequence[CellRecord]) -> list[Redone]:
     """Returns what the numbers of each record say."""
     columns = Columns(records)
-    margins, pooled = columns.margins(), _pool(columns)
-    return [_redo(record, margin, pooled) for record, margin in zip(records, margins, strict=True)]
+    margins, pooled = iter(columns.margins()), _pool(columns)
+    return [_redo(record, list(islice(margins, len(record.outputs))), pooled) for record in records]
 
 
-def _redo(record: CellRecord, margin: float, pooled: Iterator[str]) -> Redone:
+def _redo(record: CellRecord, margins: Sequence[float], pooled: Iterator[str]) -> Redone:
     wrong_pools = "; ".join(dict.fromkeys(filter(None, islice(pooled, len(record.outputs)))))
-    verdict = _verdict(record, margin)
-    return Redone(verdict, margin, wrong_pools or _contradiction(record, verdict))
+    wrong = [output.name for output, margin in zip(record.outputs, margins, strict=True) if _disagrees(output, margin)]
+    of_failure = record.failure.symptoms if record.failure is not None else ()
+    symptoms = tuple(sorted({*wrong, *record.faults, *of_failure}))
+    verdict = _verdict(record, bool(symptoms) or record.failure is not None)
+    contradiction = wrong_pools or _contradiction(record, verdict)
+    return Redone(verdict, max(margins, default=0.0), symptoms, contradiction)
 
 
 def _contradiction(record: CellRecord, redone: VerdictName) -> str:
-    count = sum(len(output.cases) for output in record.outputs)
-    if count > record.comparisons:
-        return f"it says {record.comparisons} comparisons, and has the numbers of {count}"
+    if wrong := _wrong_counts(record) or _wrong_outputs(record):
+        return wrong
     if not _near(record.mde, (mde := largest_mde(record))):
         return f"its mde is {record.mde}, and its numbers give {mde}"
-    last = max((max(output.cases) for output in record.outputs if output.cases), default=-1)
-    if last >= record.problems:
-        return f"it says {record.problems} problems, and has the numbers of problem {last}, counted from 0"
-    if record.known_failure is not None:
+    if (known := record.known_failure) is not None:
         if record.verdict != "DISAGREE":
             return f"its verdict is {record.verdict}, and a known failure disagrees"
-        if record.known_failure.expected and redone != "DISAGREE":
+        if known.expected and (redone != "DISAGREE" or record.failure is None):
             return f"its known failure is said to be as expected, and its numbers give {redone}"
         return ""
+    if record.property == "agreement" and not record.needs_adequacy:
+        return "it says that agreement needs no coverage, and it does"
     if redone != record.verdict:
         return f"its verdict is {record.verdict}, and its numbers give {redone}"
+    if bool(record.reasons) == (record.verdict == "AGREE"):
+        return f"its verdict is {record.verdict}, and it gives {'a' if record.reasons else 'no'} reason against AGREE"
+    return ""
+
+
+def _wrong_counts(record: CellRecord) -> str:
+    """Returns how the counts of a record contradict its lists, in words; empty if they do not."""
+    count, cases = 0, set[int]()
+    for output in record.outputs:
+        count += len(output.cases) + len(output.without_numbers)
+        cases.update(output.cases, output.without_numbers)
+    if count != record.comparisons:
+        return f"it says {record.comparisons} comparisons, and has {count}"
+    if cases and max(cases) >= record.problems:
+        return f"it says {record.problems} problems, and has the numbers of problem {max(cases)}, counted from 0"
+    if record.verdict == "AGREE" and record.needs_adequacy and len(cases) < record.problems:
+        return f"it says {record.problems} problems, and has comparisons of {len(cases)}"
+    if record.coverage and max(record.coverage.values()) > record.problems:
+        return f"it says that {max(record.coverage.values())} of {record.problems} problems reach a goal"
+    return ""
+
+
+_NO_METRICS = ("loss", "logprobs", "token_entropy")
+
+
+def _wrong_outputs(record: CellRecord) -> str:
+    """Returns what no record says of outputs; empty if it does not."""
+    names = [output.name for output in record.outputs]
+    if len(set(names)) < len(names):
+        return "it has an output twice"
+    for output in record.outputs:
+        if output.metric and (output.name in _NO_METRICS or output.name.startswith("grad of ")):
+            return f"it says that {output.name} is a metric"
     return ""
 
 
@@ -68,26 +105,28 @@ def largest_mde(record: CellRecord) -> float | None:
     return max(effects) if effects and len(effects) == len(told) else None
 
 
-def _verdict(record: CellRecord, margin: float) -> VerdictName:
+def _verdict(record: CellRecord, disagrees: bool) -> VerdictName:
     """Returns the verdict that numbers give, by the rules of ``engine/verdict.py``."""
-    if record.faults or record.failure is not None or not margin <= 1 or any(map(_disagrees, record.outputs)):
+    if disagrees:
         return "DISAGREE"
     return "INCONCLUSIVE" if any(True for _ in _gaps(record)) else "AGREE"
 
 
-def _disagrees(output: OutputRecord) -> bool:
-    if output.faults:
+def _disagrees(output: OutputRecord, margin: float) -> bool:
+    if output.faults or not margin <= 1:
         return True
-    return output.pooled is not None and abs(output.pooled.scale) > output.pooled.limit
+    return output.pooled is not None and not abs(output.pooled.scale) <= output.pooled.limit
 
 
 def _gaps(record: CellRecord) -> Iterator[str]:
     """Yields what was not seen enough of."""
-    if not record.problems:
+    if not record.problems or (record.needs_adequacy and all(output.metric for output in record.outputs)):
         yield "problems"
     for output in record.outputs:
         yield from output.blind
-        if record.needs_adequacy and (not output.metric if output.pooled is None else output.pooled.mde > LARGEST_MDE):
+        if record.needs_adequacy and (
+            not output.metric if output.pooled is None else not output.pooled.mde <= LARGEST_MDE
+        ):
             yield output.name
     yield from (goal for goal in record.required if not record.coverage.get(goal))
     yield from set(record.surviving).difference(record.equivalent)

@@ -6,11 +6,12 @@ line can seal it anew. A release pipeline signs the gate's statement, which name
 digest.
 """
 
+from collections.abc import Iterable
 from hashlib import sha256
 
 import msgspec
 
-from lossgate.evidence.records import Record
+from lossgate.evidence.records import CellKey, Matrix, Record
 
 _SEAL = b',"digest":"'
 _END = b'"}'
@@ -39,3 +40,9 @@ def is_intact(line: bytes) -> bool:
 def digest_of_cells(digests: list[str]) -> str:
     """Returns the digest of the cells of a run, whatever order their lines are in."""
     return sha256("".join(sorted(digests)).encode()).hexdigest()
+
+
+def matrix_of(keys: Iterable[CellKey]) -> Matrix:
+    """Returns what identifies a matrix of cells, whatever order they are in."""
+    names = sorted(set(map(str, keys)))
+    return Matrix(cells=len(names), digest=sha256("\n".join(names).encode()).hexdigest())

@@ -7,9 +7,9 @@ from sys import intern
 
 import msgspec
 
-from lossgate.evidence.columns import Columns
 from lossgate.evidence.reader import Where
 from lossgate.evidence.records import CellKey, CellRecord, Failure, KnownFailureRecord, VerdictName
+from lossgate.evidence.redo import Redone, redo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,14 +18,15 @@ class CellSummary:
 
     key: CellKey
     where: Where
-    """The line that tells of it."""
+    """The line of its record."""
     digest: str
-    """Of that line."""
+    """The digest of that line."""
     run: str
     spec: str
     head: str
     source: str
     source_digest: str | None
+    source_modified: bool | None
     verdict: VerdictName
     reasons: tuple[str, ...]
     problems: int
@@ -34,12 +35,14 @@ class CellSummary:
     """The largest statistic of any comparison, as a share of its limit."""
     mde: float | None
     """The minimum detectable effect of the output with the least power; None if it is infinite."""
+    symptoms: tuple[str, ...] = ()
+    """What disagrees by its numbers: outputs, and faults beside them."""
     failure: Failure | None
     known_failure: KnownFailureRecord | None
     seconds: float
     time: str
-    numbers: int = 0
-    """Is the same for records with the same numbers."""
+    content: int = 0
+    """A hash of the record without its run, time, duration and replay command."""
 
     @property
     def expected(self) -> bool:
@@ -47,16 +50,16 @@ class CellSummary:
         return self.known_failure is not None and self.known_failure.expected
 
 
-def summarize(record: CellRecord, where: Where, digest: str, margin: float | None = None) -> CellSummary:
+def summarize(record: CellRecord, where: Where, digest: str, redone: Redone | None = None) -> CellSummary:
     """Returns the summary of a record. Strings that many cells have in common are kept once.
 
     Args:
         record: the record.
         where: the line that holds it.
-        digest: of that line.
-        margin: of the record, if it is known: ``Columns`` finds those of many records faster.
+        digest: the digest of that line.
+        redone: what its numbers say, if that is known: ``redo`` is faster for many records.
     """
-    source_digest = None if record.source_digest is None else intern(record.source_digest)
+    redone = redone or redo([record])[0]
     return CellSummary(
         key=CellKey(*map(intern, msgspec.structs.astuple(record.key))),
         where=where,
@@ -65,22 +68,24 @@ def summarize(record: CellRecord, where: Where, digest: str, margin: float | Non
         spec=intern(record.spec),
         head=intern(record.head),
         source=intern(record.source),
-        source_digest=source_digest,
+        source_digest=None if record.source_digest is None else intern(record.source_digest),
+        source_modified=record.source_modified,
         verdict=record.verdict,
         reasons=tuple(map(intern, record.reasons)),
         problems=record.problems,
         comparisons=record.comparisons,
-        margin=Columns([record]).margins()[0] if margin is None else margin,
+        margin=redone.margin,
         mde=record.mde,
+        symptoms=tuple(map(intern, redone.symptoms)),
         failure=record.failure,
         known_failure=record.known_failure,
         seconds=record.seconds,
         time=intern(record.time),
-        numbers=_numbers(record),
+        content=_content(record),
     )
 
 
-def _numbers(record: CellRecord) -> int:
-    """Hashes the numbers of a record, by their bytes. The hash is the same in all processes."""
-    counts = record.coverage, record.killed, record.surviving, record.problems, record.comparisons
-    return int.from_bytes(blake2b(msgspec.msgpack.encode((record.outputs, counts)), digest_size=8).digest())
+def _content(record: CellRecord) -> int:
+    failure = None if record.failure is None else msgspec.structs.replace(record.failure, replay=None)
+    bare = msgspec.structs.replace(record, run="", time="", seconds=0.0, failure=failure)
+    return int.from_bytes(blake2b(msgspec.msgpack.encode(bare), digest_size=8).digest())

@@ -90,7 +90,7 @@ def tell(file: str, lines: RawLines, *, records: bool = False) -> list[Told]:
                 told.append(line)
             elif isinstance(line.record, CellRecord):
                 found = next(redone)
-                summary = summarize(line.record, line.where, line.digest, found.margin)
+                summary = summarize(line.record, line.where, line.digest, found)
                 told.append(ToldCell(summary, found.contradiction, line.record if records else None))
             else:
                 told.append(ToldRun(line.where, line.digest, line.record))

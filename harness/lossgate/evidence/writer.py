@@ -3,24 +3,23 @@
 
 import os
 import platform
-import subprocess
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
-from hashlib import sha256
 from io import FileIO
 from pathlib import Path
 from secrets import token_hex
 from types import ModuleType
 from typing import Any
 
-from lossgate.engine.cell import Cell, CellResult
+from lossgate.engine.cell import CellResult
 from lossgate.engine.events import CellFinished, Event, RunStarted
 from lossgate.engine.failure_files import versions
+from lossgate.evidence.checkout import git
 from lossgate.evidence.of_result import key_of, record_of
 from lossgate.evidence.records import SCHEMA, CellKey, EndRecord, Matrix, Record, RunRecord
-from lossgate.evidence.sealed import digest_in, digest_of_cells, seal
+from lossgate.evidence.sealed import digest_in, digest_of_cells, matrix_of, seal
 
 fcntl: ModuleType | None
 try:
@@ -104,14 +103,14 @@ class EvidenceWriter:
             matrix: of all runs that share it.
             part: which part this run is.
         """
-        commit = _git("rev-parse", "HEAD")
+        commit, changed = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
         self._add(
             RunRecord(
                 schema=SCHEMA,
                 run=self.run,
                 started=now(),
                 commit=commit,
-                modified=None if commit is None else bool(_git("status", "--porcelain", "--untracked-files=no")),
+                modified=None if changed is None else bool(changed),
                 host=platform.node(),
                 versions=versions(),
                 settings=settings,
@@ -176,7 +175,7 @@ class EvidenceFile:
     def _write(self, event: Event) -> None:
         if isinstance(event, RunStarted):
             part = str(event.shard) if event.shard else None
-            matrix = matrix_of(event.matrix or event.cells)
+            matrix = matrix_of(map(key_of, event.matrix or event.cells))
             self._writer.start(asdict(event.settings), map(key_of, event.cells), matrix, part)
         elif isinstance(event, CellFinished):
             result = event.result
@@ -185,20 +184,5 @@ class EvidenceFile:
             self._writer.end(event.stopped)
 
 
-def matrix_of(cells: Iterable[Cell]) -> Matrix:
-    """Returns what identifies a matrix of cells."""
-    keys = [str(key_of(cell)) for cell in cells]
-    return Matrix(cells=len(keys), digest=sha256("\n".join(keys).encode()).hexdigest())
-
-
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _git(*arguments: str) -> str | None:
-    """Returns what git says of the working folder, or None if it is no checkout."""
-    try:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()

@@ -4,6 +4,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
+from functools import cached_property
 from itertools import pairwise
 
 from lossgate.evidence.gather import Gathered
@@ -37,50 +38,54 @@ class CellJudge:
             key: the cell.
             others: what is already known to be wrong with it.
         """
-        told = self.evidence.cells.get(key, ())
-        known = next((rule for rule in self.policy.known_failures if rule.key == key), None)
+        results = self.evidence.cells.get(key, ())
+        known = self.known_failures.get(key)
         blockers, excused = list(others), ""
-        if told:
-            blockers += self._lines(told)
-            found, excused = self._verdict(told[-1], known)
-            blockers += found
+        if results:
+            blockers += self._lines(results)
+            for summary in results:
+                blockers += self._verdict(summary, known)
+            excused = known.issue if known is not None and not blockers else ""
         elif known is not None:
             where = self.policy.where(known)
-            message = "it is a known failure of the policy, and evidence tells nothing of it. Verify it, or remove it"
+            message = "it is a known failure of the policy, and there is no evidence of it. Verify it, or remove it"
             blockers.append(Blocker(kind=Kind.MISSING, message=message, cell=key, where=where))
-        summary = told[-1] if told else None
+        summary = results[-1] if results else None
         required = key in self.needs or known is not None
         return GatedCell(
             key=key, summary=summary, required=required, excused=excused, blockers=tuple(dict.fromkeys(blockers))
         )
 
-    def _lines(self, told: Sequence[CellSummary]) -> Iterator[Blocker]:
+    @cached_property
+    def known_failures(self) -> Mapping[CellKey, KnownFailureRule]:
+        return {rule.key: rule for rule in self.policy.known_failures}
+
+    def _lines(self, results: Sequence[CellSummary]) -> Iterator[Blocker]:
         """Yields where lines contradict themselves or each other."""
-        for summary in told:
+        for summary in results:
             if summary.where in self.evidence.contradictory:
                 how = self.evidence.contradictory[summary.where]
                 yield _of(summary, Kind.CONTRADICTORY, f"the line contradicts its own numbers: {how}. Verify again")
-        for one, other in pairwise(told):
+        for one, other in pairwise(results):
             if what := _difference(one, other):
-                message = f"{one.where} tells of it, and differs in {what}. Leave out the evidence that does not count"
+                message = f"{one.where} has another result of it: {what} differs. Verify again, into a new file"
                 yield _of(other, Kind.CONTRADICTORY, message)
 
-    def _verdict(self, summary: CellSummary, known: KnownFailureRule | None) -> tuple[list[Blocker], str]:
-        """Returns what is wrong with a cell by its verdict, and the issue that excuses it if one
-        does.
-        """
+    def _verdict(self, summary: CellSummary, known: KnownFailureRule | None) -> Iterator[Blocker]:
+        """Yields what is wrong with a result by its verdict."""
+        if summary.where in self.evidence.contradictory:
+            return  # it is no evidence
         if known is not None:
-            found = list(self._known(summary, known))
-            return found, "" if found else known.issue
-        if summary.known_failure is not None:
-            return [self._not_in_policy(summary)], ""
-        if summary.verdict == "DISAGREE":
-            return [_of(summary, Kind.DISAGREE, _told(summary))], ""
-        if summary.key not in self.needs:
-            return [], ""
-        if summary.verdict != "AGREE":
-            return [_of(summary, Kind.INCONCLUSIVE, "; ".join(summary.reasons))], ""
-        return list(self._weak(summary, self.needs[summary.key])), ""
+            yield from self._known(summary, known)
+        elif summary.known_failure is not None:
+            yield self._not_in_policy(summary)
+        elif summary.verdict == "DISAGREE":
+            yield _of(summary, Kind.DISAGREE, f"it disagrees: {_reasons(summary)}")
+        elif summary.key in self.needs:
+            if summary.verdict != "AGREE":
+                yield _of(summary, Kind.INCONCLUSIVE, f"it is inconclusive: {_reasons(summary)}")
+            else:
+                yield from self._weak(summary, self.needs[summary.key])
 
     def _weak(self, summary: CellSummary, need: Need) -> Iterator[Blocker]:
         if summary.problems < need.min_problems:
@@ -107,11 +112,11 @@ class CellJudge:
         """Yields why a known failure of the policy does not excuse a cell."""
         named = f"known failure {rule.name} ({self.policy.where(rule)}, {rule.owner}, {rule.issue})"
         if summary.verdict == "INCONCLUSIVE":
-            yield _of(summary, Kind.INCONCLUSIVE, "; ".join(summary.reasons))
+            yield _of(summary, Kind.INCONCLUSIVE, f"it is inconclusive: {_reasons(summary)}")
         elif summary.verdict == "AGREE" or (summary.known_failure is not None and summary.failure is None):
             yield _of(summary, Kind.KNOWN_FAILURE, f"{named} no longer fails; remove it from the policy")
         elif (changed := _changed(summary, rule)) is not None:
-            yield _of(summary, Kind.DISAGREE, f"{named} {changed}. {_told(summary)}")
+            yield _of(summary, Kind.DISAGREE, f"{named} {changed}. It disagrees: {_reasons(summary)}")
         elif self.today > rule.expires:
             message = f"{named} expired on {rule.expires}; mend it, or agree on another day with its owner"
             yield _of(summary, Kind.DISAGREE, message)
@@ -125,21 +130,24 @@ def _changed(summary: CellSummary, rule: KnownFailureRule) -> str | None:
         if declared.example != rule.example_digest:
             return f"has another frozen example than the candidate: {rule.example} is not the file that was judged"
         return None if declared.expected else "fails in another way than its frozen example"
-    symptoms = summary.failure.symptoms if summary.failure is not None else ("many problems together",)
-    if new := [symptom for symptom in symptoms if symptom not in rule.symptoms]:
+    if summary.failure is None:
+        return "is of one problem, and this disagrees only when its problems are pooled"
+    if new := [symptom for symptom in summary.symptoms if symptom not in rule.symptoms]:
         return f"does not fail in {', '.join(new)}, as this does"
     return None
 
 
 def _difference(one: CellSummary, other: CellSummary) -> str:
     """Returns in what two results of one cell differ, or "" if they are the same."""
-    fields = ("verdict", "problems", "comparisons", "mde", "margin", "source_digest", "known_failure", "numbers")
-    return ", ".join(name.replace("_", " ") for name in fields if getattr(one, name) != getattr(other, name))
+    if one.content == other.content:
+        return ""
+    fields = ("verdict", "problems", "comparisons", "mde", "source_digest", "symptoms", "known_failure")
+    found = [name.replace("_", " ") for name in fields if getattr(one, name) != getattr(other, name)]
+    return ", ".join(found) or "a number"
 
 
-def _told(summary: CellSummary) -> str:
-    replay = f". Replay: {summary.failure.replay}" if summary.failure and summary.failure.replay else ""
-    return f"it disagrees: {'; '.join(summary.reasons) or 'no reason is told'}{replay}"
+def _reasons(summary: CellSummary) -> str:
+    return "; ".join(summary.reasons) or "no reason is given"
 
 
 def _of(summary: CellSummary, kind: Kind, message: str) -> Blocker:

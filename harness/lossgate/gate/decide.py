@@ -11,7 +11,7 @@ from lossgate.evidence.records import CellKey
 from lossgate.gate.cells import CellJudge, Need
 from lossgate.gate.patterns import Demand, KnownCells
 from lossgate.gate.rules import Policy
-from lossgate.gate.runs import Run, different_code, incomplete, missing_parts, runs_of, wrong_time
+from lossgate.gate.runs import Run, different_code, incomplete, runs_of, wrong_matrix, wrong_time
 from lossgate.gate.verdict import Blocker, GateVerdict, Kind
 
 
@@ -62,12 +62,12 @@ def _of_runs(runs: list[Run], policy: Policy, now: datetime, commit: str | None)
     for run in runs:
         yield from incomplete(run)
         yield from wrong_time(run, policy.evidence, now)
-    yield from missing_parts(runs)
+    yield from wrong_matrix(runs)
     yield from different_code(runs, policy.evidence, commit)
 
 
 def _needs(evidence: Gathered, policy: Policy) -> tuple[dict[CellKey, Need], list[Blocker]]:
-    """Returns the required cells that are there, and what is required and not there."""
+    """Returns the required cells that are there, and what is required and missing."""
     known = KnownCells(evidence.cells)
     needs: dict[CellKey, Need] = {}
     unmet: list[Blocker] = []
@@ -84,7 +84,7 @@ def _needs(evidence: Gathered, policy: Policy) -> tuple[dict[CellKey, Need], lis
 
 def _missing(demand: Demand, where: str) -> Blocker:
     if demand.key is not None:
-        what = f"evidence tells nothing of it, and {where} asks for it"
+        what = f"there is no evidence of it, and {where} asks for it"
     else:
         what = f"{demand}, which {where} asks for"
     return Blocker(kind=Kind.MISSING, message=f"{what}. Verify it, or change the policy", cell=demand.key, where=where)

@@ -5,10 +5,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 
 from lossgate.evidence.gather import Gathered
 from lossgate.evidence.records import CellKey, EndRecord, Matrix, RunRecord
-from lossgate.evidence.sealed import digest_of_cells
+from lossgate.evidence.sealed import digest_of_cells, matrix_of
 from lossgate.evidence.summary import CellSummary
 from lossgate.gate.rules import EvidenceRules
 from lossgate.gate.verdict import Blocker, Kind
@@ -46,17 +47,19 @@ def runs_of(evidence: Gathered) -> list[Run]:
     return [
         Run(
             name=name,
-            where=str(evidence.starts[name])
-            if name in evidence.starts
-            else str(min(c.where for c in cells[name]))
-            if cells[name]
-            else "",
+            where=_where(evidence, name, cells[name]),
             record=evidence.runs.get(name),
             end=evidence.ends.get(name),
             cells=tuple(cells[name]),
         )
         for name in sorted({*evidence.runs, *evidence.ends, *cells})
     ]
+
+
+def _where(evidence: Gathered, name: str, cells: list[CellSummary]) -> str:
+    if name in evidence.starts:
+        return str(evidence.starts[name])
+    return str(min(cell.where for cell in cells)) if cells else ""
 
 
 def incomplete(run: Run) -> Iterator[Blocker]:
@@ -69,55 +72,86 @@ def incomplete(run: Run) -> Iterator[Blocker]:
     elif run.end.stopped:
         yield _of(run, Kind.UNFINISHED, f"it was stopped: {run.end.stopped}. Verify again, into a new file")
     elif run.end.cells != len(run.cells):
-        yield _of(run, Kind.DAMAGED, f"its end tells of {run.end.cells} cells, and the evidence of {len(run.cells)}")
+        yield _of(run, Kind.DAMAGED, f"its end counts {run.end.cells} cells, and the evidence has {len(run.cells)}")
     elif run.end.cells_digest != digest_of_cells([cell.digest for cell in run.cells]):
         yield _of(run, Kind.DAMAGED, "its cells are not those that its end was written for")
     have = {cell.key for cell in run.cells}
     for key in sorted(run.planned - have):
-        message = f"run {run.name} was to verify it, and tells nothing of it. Verify again, into a new file"
+        message = f"run {run.name} planned it, and has no result of it. Verify again, into a new file"
         yield Blocker(kind=Kind.MISSING, message=message, cell=key, where=run.where)
     if run.record is not None and run.end is not None:
         for key in sorted(have - run.planned):
-            message = f"run {run.name} tells of it, and was not to verify it"
+            message = f"run {run.name} has a result of it, and did not plan it"
             yield Blocker(kind=Kind.CONTRADICTORY, message=message, cell=key, where=run.where)
 
 
-def missing_parts(runs: list[Run]) -> Iterator[Blocker]:
-    """Yields the parts of matrices that no run has verified."""
-    parts: defaultdict[tuple[Matrix, str], set[int]] = defaultdict(set)
-    whole = {run.record.matrix for run in runs if run.record is not None and run.record.part is None}
+def wrong_matrix(runs: list[Run]) -> Iterator[Blocker]:
+    """Yields what is missing of matrices that runs verified, in parts or whole."""
+    parts: defaultdict[Matrix, list[Run]] = defaultdict(list)
     for run in runs:
-        if run.record is not None and run.record.part is not None and run.record.matrix is not None:
-            number, _, of = run.record.part.partition("/")
-            parts[run.record.matrix, of].add(int(number) if number.isdecimal() else 0)
-    for (matrix, of), there in sorted(parts.items(), key=lambda item: (item[0][0].digest, item[0][1])):
-        if matrix in whole:
+        if run.record is None:
             continue
-        wanted = range(1, int(of) + 1) if of.isdecimal() and int(of) <= matrix.cells else ()
-        gone = [number for number in wanted if number not in there]
-        if gone or not wanted:
-            named = f"part{'s' * (len(gone) > 1)} {', '.join(f'{n}/{of}' for n in gone)}" if wanted else "all parts"
-            verb = "are" if len(gone) != 1 else "is"
-            message = (
-                f"{named} of the matrix of {matrix.cells} cells {verb} missing; verify with --shard, or add the file"
-            )
-            yield Blocker(kind=Kind.MISSING, message=message)
+        matrix = run.record.matrix
+        if matrix is not None:
+            parts[matrix].append(run)
+        elif run.record.part is not None:
+            yield _of(run, Kind.DAMAGED, f"it is part {run.record.part}, and does not say of which matrix")
+    for matrix, sharing in sorted(parts.items(), key=lambda item: item[0].digest):
+        yield from _of_matrix(matrix, sharing)
+
+
+def _of_matrix(matrix: Matrix, runs: list[Run]) -> Iterator[Blocker]:
+    whole = [run for run in runs if run.record is not None and run.record.part is None]
+    for run in whole:
+        if matrix_of(run.planned) != matrix:
+            yield _of(run, Kind.DAMAGED, f"it planned other cells than its matrix of {matrix.cells} cells has")
+    if whole:
+        return
+    if gone := _missing_parts(runs):
+        named = f"part{'s' * (len(gone) > 1)} {', '.join(gone)}"
+        verb = "are" if len(gone) > 1 else "is"
+        message = f"{named} of the matrix of {matrix.cells} cells {verb} missing; verify with --shard, or add the file"
+        yield Blocker(kind=Kind.MISSING, message=message)
+    elif matrix_of(frozenset[CellKey]().union(*(run.planned for run in runs))) != matrix:
+        message = f"all parts of the matrix of {matrix.cells} cells are there, and they planned other cells"
+        yield Blocker(kind=Kind.DAMAGED, message=message)
+
+
+_NAMED = 20
+"""The most missing parts that are named."""
+
+
+def _missing_parts(runs: list[Run]) -> list[str]:
+    """Returns the parts that no run verified. Runs may have shared the matrix out in several ways;
+    one that is complete is enough.
+    """
+    there: defaultdict[int, set[int]] = defaultdict(set)
+    for run in runs:
+        if run.record is not None and run.record.part is not None:
+            number, of = map(int, run.record.part.split("/"))
+            there[of].add(number)
+    gone = [
+        [f"{number}/{of}" for number in islice((n for n in range(1, of + 1) if n not in numbers), _NAMED)]
+        for of, numbers in sorted(there.items())
+    ]
+    return [] if not all(gone) else [part for parts in gone for part in parts]
 
 
 def wrong_time(run: Run, rules: EvidenceRules, now: datetime) -> Iterator[Blocker]:
     """Yields whether a run is too old, or from the future."""
-    told = [cell.time for cell in run.cells] + ([run.record.started] if run.record is not None else [])
-    times = [_parse(text) for text in told]
-    if None in times:
-        unreadable = next(text for text, time in zip(told, times, strict=True) if time is None)
-        yield _of(run, Kind.DAMAGED, f"{unreadable!r} is no time")
-        return
-    known = sorted(time for time in times if time is not None)
-    if known and rules.max_age is not None and now - known[0] > rules.max_age:
+    written = {cell.time for cell in run.cells} | ({run.record.started} if run.record is not None else set[str]())
+    times: list[datetime] = []
+    for text in sorted(written):
+        if (time := _parse(text)) is None:
+            yield _of(run, Kind.DAMAGED, f"{text!r} is not a time")
+        else:
+            times.append(time)
+    if times and rules.max_age is not None and now - min(times) > rules.max_age:
         allowed = f"and the policy allows evidence of at most {_in_words(rules.max_age)}"
-        yield _of(run, Kind.STALE, f"it is from {_shown(known[0])}, {allowed}. Verify again")
-    if known and known[-1] - now > CLOCK_SKEW:
-        yield _of(run, Kind.STALE, f"it is from {_shown(known[-1])}, which is in the future; set the clocks right")
+        yield _of(run, Kind.STALE, f"it is from {_shown(min(times))}, {allowed}. Verify again")
+    if times and max(times) - now > CLOCK_SKEW:
+        later = f"which is later than now, {_shown(now)}"
+        yield _of(run, Kind.STALE, f"it is from {_shown(max(times))}, {later}; set the clocks right")
 
 
 def different_code(runs: list[Run], rules: EvidenceRules, commit: str | None) -> Iterator[Blocker]:
@@ -134,10 +168,8 @@ def different_code(runs: list[Run], rules: EvidenceRules, commit: str | None) ->
     elif rules.same_commit and None in commits:
         message = "evidence names no commit. Verify in a git checkout, or set same_commit = false"
         yield Blocker(kind=Kind.MIXED, message=message)
-    for run, record in records if rules.unmodified else ():
-        if record.modified is not False:
-            why = "files differed from the commit" if record.modified else "it was no git checkout"
-            yield _of(run, Kind.MIXED, f"{why}, and the policy asks for unmodified = true. Commit, and verify again")
+    if rules.unmodified:
+        yield from _modified(runs)
     for name in rules.same_versions:
         versions = {record.versions.get(name) for _, record in records}
         if len(versions) > 1 or None in versions:
@@ -146,6 +178,19 @@ def different_code(runs: list[Run], rules: EvidenceRules, commit: str | None) ->
                 kind=Kind.MIXED, message=f"evidence is of several versions of {name}: {named}. Verify with one"
             )
     yield from _different_sources(runs)
+
+
+def _modified(runs: list[Run]) -> Iterator[Blocker]:
+    """Yields where it is not sure that evidence is of a commit."""
+    for run in runs:
+        if run.record is not None and run.record.modified is not False:
+            differed = "files differed from the commit"
+            why = differed if run.record.modified else f"it is not known whether {differed}: git could not say"
+            yield _of(run, Kind.MIXED, f"{why}, and the policy asks for unmodified = true. Commit, and verify again")
+    files = [cell for run in runs for cell in run.cells if cell.source_digest is not None]
+    for file in sorted({cell.source.rpartition(":")[0] for cell in files if cell.source_modified is not False}):
+        message = f"{file} was not as in the commit, and the policy asks for unmodified = true. Commit it"
+        yield Blocker(kind=Kind.MIXED, message=f"{message}, and verify again")
 
 
 def _different_sources(runs: list[Run]) -> Iterator[Blocker]:
@@ -164,15 +209,14 @@ def _of(run: Run, kind: Kind, message: str) -> Blocker:
 
 
 def _commit(commit: str | None) -> str:
-    return f"commit {commit[:12]}" if commit else "no commit"
+    return f"commit {commit}" if commit else "no commit"
 
 
 def _parse(text: str) -> datetime | None:
     try:
-        time = datetime.fromisoformat(text)
-    except ValueError:
+        return datetime.fromisoformat(text).astimezone(UTC)
+    except (ValueError, OverflowError):
         return None
-    return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
 
 
 def _in_words(age: timedelta) -> str:
@@ -184,4 +228,4 @@ def _in_words(age: timedelta) -> str:
 
 
 def _shown(time: datetime) -> str:
-    return time.astimezone(UTC).isoformat(timespec="minutes")
+    return time.isoformat(timespec="minutes")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from lossgate.evidence.gather import Gathered
 from lossgate.evidence.records import CellKey
 from lossgate.evidence.summary import CellSummary
-from lossgate.gate.runs import incomplete, missing_parts, runs_of
+from lossgate.gate.runs import incomplete, runs_of, wrong_matrix
 from lossgate.gate.verdict import Kind
 
 _NAMED = 3
@@ -45,7 +45,7 @@ def _troubles(gathered: Gathered) -> Iterator[tuple[Kind, str]]:
     for where in gathered.repeated:
         yield Kind.CONTRADICTORY, f"{where}: another line has started or ended this run differently"
     runs = runs_of(gathered)
-    for blocker in [blocker for run in runs for blocker in incomplete(run)] + list(missing_parts(runs)):
+    for blocker in [blocker for run in runs for blocker in incomplete(run)] + list(wrong_matrix(runs)):
         yield blocker.kind, blocker.message if blocker.cell is None else f"{blocker.cell}: {blocker.message}"
 
 
