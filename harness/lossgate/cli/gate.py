@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -43,7 +44,7 @@ def gate(
         evidence: Files that verify --evidence has written, or folders of them (*.jsonl).
         policy: What a release needs.
         init: Write a first policy from the evidence, instead of holding it to one.
-        commit: The commit that is to be released. All evidence must be of it.
+        commit: The commit that is to be released, by its whole name. All evidence must be of it.
         now: The time from which the age of evidence counts, as 2026-01-31T12:00:00Z. By default the
             time on the clock.
         junit: Write JUnit XML to this file.
@@ -60,27 +61,89 @@ def gate(
 
     if not evidence:
         raise UsageError("gate: no evidence named; expected files that lossgate verify --evidence wrote, or folders")
+    files = {"junit": junit, "sarif": sarif, "markdown": markdown, "statement": statement, "html": html}
+    given = {name for name, value in {**files, "commit": commit, "now": now, "subject": subject}.items() if value}
     if init:
+        _refuse(given | ({"history"} if history else set()), "takes no --{}: it writes a policy, and judges nothing")
         return _init(evidence, policy)
-    from lossgate.evidence.gather import gather
+    if subject and statement is None:
+        _refuse({"subject"}, "has --{} and no --statement, which alone names subjects")
+    if history and html is None:
+        _refuse({"history"}, "has --{} and no --html, which alone shows it")
+    from lossgate.evidence.gather import files_in, gather
     from lossgate.gate.decide import decide
     from lossgate.gate.policy import load_policy
     from lossgate.reports.console import make_console
     from lossgate.reports.gate_text import print_gate
     from lossgate.reports.kept_records import KeptRecords
 
-    rules = load_policy(policy)
-    time = _time(now)
+    _check_outputs(files, [policy, *files_in(evidence), *files_in(history or ()), *(subject or ())])
+    rules, time = load_policy(policy), _time(now)
     subjects = [_digested(file) for file in subject or ()]
-    kept = KeptRecords()
+    kept, earlier = KeptRecords(), KeptRecords()
     gathered = gather(evidence, kept.keep if html is not None else None)
-    verdict = decide(gathered, rules, time, commit)
-    print_gate(verdict, make_console())
-    files = {"junit": junit, "sarif": sarif, "markdown": markdown, "statement": statement, "html": html}
+    if history:
+        gather(history, earlier.keep)
+    verdict = decide(gathered, rules, time, _whole_commit(commit))
+    closed_pipe = False
+    try:
+        print_gate(verdict, make_console())
+    except BrokenPipeError:  # nobody reads the screen, and the files are asked for all the same
+        closed_pipe = True
     texts = _texts(verdict, files, subjects)
     if html is not None:
-        texts["html"] = lambda: _page(verdict, gathered, kept, history or ())
-    return _write(files, texts, Exit(verdict.code))
+        texts["html"] = lambda: _page(verdict, gathered, kept, earlier)
+    code = _write(files, texts, Exit(verdict.code))
+    if closed_pipe:
+        raise BrokenPipeError
+    return code
+
+
+def _refuse(names: Iterable[str], why: str) -> None:
+    from lossgate.errors import UsageError
+
+    for name in sorted(names):
+        raise UsageError(f"gate: the command {why.format(name)}; leave it out")
+
+
+def _check_outputs(files: Mapping[str, Path | None], inputs: Sequence[Path]) -> None:
+    """Refuses to write over what is read, or over another file that is written.
+
+    Raises:
+        UsageError: if one would be lost.
+    """
+    from lossgate.errors import UsageError
+
+    taken = {_real(file): str(file) for file in inputs}
+    for name, file in files.items():
+        if file is None or (file.exists() and not file.is_file()):  # such as /dev/stdout
+            continue
+        if (real := _real(file)) in taken:
+            raise UsageError(f"--{name} {file}: it would write over {taken[real]}; name another file")
+        taken[real] = f"--{name} {file}"
+
+
+def _real(file: Path) -> str:
+    import os
+
+    return os.path.realpath(file)
+
+
+def _whole_commit(commit: str | None) -> str | None:
+    """Returns the name of a commit, as evidence has it.
+
+    Raises:
+        UsageError: if it is shortened, or a branch.
+    """
+    import re
+
+    from lossgate.errors import UsageError
+
+    if commit is not None and not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", commit):
+        raise UsageError(
+            f'--commit {commit}: expected the whole name of a commit; write --commit "$(git rev-parse HEAD)"'
+        )
+    return commit
 
 
 def _init(evidence: Sequence[Path], policy: Path) -> int:
@@ -92,13 +155,21 @@ def _init(evidence: Sequence[Path], policy: Path) -> int:
     if policy.exists():
         raise UsageError(f"gate --init: {policy} is there already; name another file with --policy, or remove it")
     gathered = gather(evidence)
-    text = first_policy(gathered.newest.values(), gathered.runs.values(), _examples(policy))
+    cells = gathered.newest.values()
+    text = first_policy(cells, gathered.runs.values(), _examples(policy))
     try:
-        with policy.open("x") as file:
+        with policy.open("x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
         raise UsageError(f"--policy {policy}: can't be written: {error.strerror}") from None
-    print(f"wrote {policy}, which asks for the {len(gathered.cells)} cells of the evidence")
+    count = "the one cell" if len(cells) == 1 else f"the {len(cells)} cells"
+    print(f"wrote {policy}, which asks for {count} of the evidence")
+    if any(cell.known_failure is not None for cell in cells):
+        print("fill in issue, owner and expires of each known failure before you use it")
+    if failing := sum(cell.verdict != "AGREE" and not cell.expected for cell in cells):
+        print(f"the gate is closed now: {failing} of them {'does' if failing == 1 else 'do'} not agree")
+    if gathered.damaged or gathered.contradictory:
+        print(f"the gate is closed now: {len(gathered.damaged) + len(gathered.contradictory)} lines are no evidence")
     return Exit.AGREE
 
 
@@ -119,8 +190,9 @@ def _examples(policy: Path) -> dict[str, Path]:
         folders[:] = sorted(name for name in folders if name == ".lossgate" or not name.startswith("."))
         for name in sorted(files):
             file = Path(inside, name)
-            if file.suffix == ".json" and file.is_file() and file.stat().st_size <= _LARGEST_EXAMPLE:
-                found[sha256(file.read_bytes()).hexdigest()] = Path(os.path.relpath(file, folder))
+            with suppress(OSError):  # a file that can't be read is no example
+                if file.suffix == ".json" and file.is_file() and file.stat().st_size <= _LARGEST_EXAMPLE:
+                    found[sha256(file.read_bytes()).hexdigest()] = Path(os.path.relpath(file, folder))
     return found
 
 
@@ -131,9 +203,9 @@ def _time(now: str | None) -> datetime:
         return datetime.now(UTC)
     try:
         time = datetime.fromisoformat(now)
-    except ValueError:
+        return (time if time.tzinfo is not None else time.replace(tzinfo=UTC)).astimezone(UTC)
+    except (ValueError, OverflowError):
         raise UsageError(f"--now {now}: expected a time such as 2026-01-31T12:00:00Z") from None
-    return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
 
 
 def _digested(file: Path) -> Digested:
@@ -159,21 +231,17 @@ def _texts(verdict: GateVerdict, files: Mapping[str, Path | None], subjects: Seq
 
     makers: dict[str, Text] = {
         "junit": lambda: junit_xml(verdict),
-        "sarif": lambda: sarif(verdict),
+        "sarif": lambda: sarif(verdict, root=Path.cwd()),
         "markdown": lambda: markdown(verdict),
         "statement": lambda: statement(verdict, subjects),
     }
     return {name: makers[name] for name, file in files.items() if file is not None and name in makers}
 
 
-def _page(verdict: GateVerdict, gathered: Gathered, kept: KeptRecords, history: Sequence[Path]) -> str:
-    from lossgate.evidence.gather import gather
+def _page(verdict: GateVerdict, gathered: Gathered, kept: KeptRecords, earlier: KeptRecords) -> str:
     from lossgate.reports.page.page import Page
     from lossgate.reports.page.render import render_page
 
-    earlier = KeptRecords()
-    if history:
-        gather(history, earlier.keep)
     page = Page(
         title="Release gate",
         cells=list(kept.newest().values()),

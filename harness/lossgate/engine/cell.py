@@ -102,6 +102,13 @@ class CellResult:
         return tuple(name for name in self.cell.required_goals if name not in self.covered)
 
     @property
+    def symptoms(self) -> tuple[str, ...]:
+        """What identifies the disagreement, over all problems: see ``CaseResult.symptoms``."""
+        cases = (*self.cases, self.failure) if self.failure is not None else self.cases
+        of_cases = {symptom for case in cases for symptom in case.symptoms}
+        return tuple(sorted(of_cases | {str(pooled.output) for pooled in self.pooled if not pooled.agrees}))
+
+    @property
     def passes(self) -> bool:
         """Whether the cell agrees, or disagrees as a known failure says."""
         return self.verdict is Verdict.AGREE or self.expected

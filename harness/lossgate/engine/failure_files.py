@@ -50,6 +50,8 @@ class FailureFile:
     """Where its ranks ran."""
     device: str = "cpu"
     """Where they computed."""
+    symptoms: tuple[str, ...] = ()
+    """What disagreed in any problem of the cell. The smallest problem may show less."""
 
 
 def versions() -> dict[str, str]:
@@ -101,6 +103,7 @@ def write_failure(result: CellResult, folder: Path) -> Path:
         property=result.cell.property.name,
         world=result.cell.world,
         device=result.cell.device,
+        symptoms=result.symptoms,
     )
     text = msgspec.json.format(msgspec.json.encode(content), indent=1)
     cell = result.cell

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shares a matrix of cells out between machines: ``lossgate verify --shard 3/8``."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -25,8 +26,8 @@ class Shard:
         Raises:
             UsageError: if it is no part.
         """
-        number, slash, of = text.partition("/")
-        if not (slash and number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+        number, _, of = text.partition("/")
+        if not re.fullmatch(r"[1-9]\d{0,8}/[1-9]\d{0,8}", text, re.ASCII) or int(number) > int(of):
             raise UsageError(f"shard {text!r}: expected a part and the number of parts, such as 3/8, from 1/8 to 8/8")
         return cls(int(number), int(of))
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gathers evidence of many files and runs, and redoes its verdicts on the way."""
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,12 +62,16 @@ def files_in(paths: Iterable[Path]) -> list[Path]:
     """Returns files, and for each folder its ``*.jsonl``, sorted. Each file is there once.
 
     Raises:
-        UsageError: if a folder has no such file.
+        UsageError: if a folder has no such file, or a path can't be followed.
     """
-    found: dict[Path, Path] = {}
-    for path in paths:
-        for file in _in_folder(path) if path.is_dir() else [path]:
-            found.setdefault(file.resolve(), file)
+    found: dict[str, Path] = {}
+    for path in sorted(paths):
+        try:
+            is_folder = path.is_dir()
+        except (OSError, ValueError) as error:  # its name is too long, or holds a null character
+            raise UsageError(f"can't read {str(path)[:100]}: {getattr(error, 'strerror', None) or error}") from None
+        for file in _in_folder(path) if is_folder else [path]:
+            found.setdefault(os.path.realpath(file), file)
     return list(found.values())
 
 

@@ -132,10 +132,11 @@ class _Example(msgspec.Struct):
     """What tells a failure file from other files. The engine reads the rest, and needs torch."""
 
     examples: list[_FrozenCase]
+    symptoms: tuple[str, ...] = ()
 
 
 def _example(text: PolicyText, path: tuple[str | int, ...], name: str) -> tuple[Path, str, tuple[str, ...]]:
-    """Returns the path of a failure file, its digest, and the symptoms of its first example."""
+    """Returns the path of a failure file, its digest, and what disagrees in it."""
     file = text.file.parent / name
 
     def fault(why: str) -> UsageError:
@@ -143,15 +144,16 @@ def _example(text: PolicyText, path: tuple[str | int, ...], name: str) -> tuple[
             path, f"known_failure.example = {shown(name)}: {why}; expected a failure file that lossgate verify wrote"
         )
 
-    if not file.is_file():
-        raise fault(f"there is no file {str(file)!r}")
     try:
+        if not file.is_file():
+            raise fault(f"there is no file {str(file)!r}")
         content = file.read_bytes()
-        examples = msgspec.json.decode(content, type=_Example).examples
+        example = msgspec.json.decode(content, type=_Example)
     except OSError as error:
         raise fault(f"can't read it: {error.strerror}") from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise fault(f"it is no failure file: {error}") from None
-    if not examples:
+    if not example.examples:
         raise fault("it holds no example")
-    return file, sha256(content).hexdigest(), examples[0].symptoms
+    symptoms = tuple(dict.fromkeys([*example.examples[0].symptoms, *example.symptoms]))
+    return file, sha256(content).hexdigest(), symptoms

@@ -36,8 +36,7 @@ def write_file(path: Path, text: str, *, option: str = "--output") -> None:
     except (OSError, ValueError) as error:  # ValueError: a path with a null character
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UsageError(
-            f"{option} {path}: can't be written: {reason}. Name a file in a folder that exists and can be written, "
-            f"or - for standard output"
+            f"{option} {path}: can't be written: {reason}. Name a file in a folder that exists and can be written"
         ) from None
 
 
