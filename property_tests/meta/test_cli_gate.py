@@ -133,7 +133,6 @@ def test_sarif_points_at_the_candidate(gate: Gate, folder: Path) -> None:
     (folder / "kernels.py").write_text(
         'import lossgate\n\n\n@lossgate.candidate("nll", head="logits")\ndef nll(): ...\n'
     )
-    from hashlib import sha256
 
     digest = sha256((folder / "kernels.py").read_bytes()).hexdigest()
     write(folder / "bad.jsonl", whole_run([disagreeing(source_digest=digest)]))
