@@ -14,6 +14,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from itertools import islice, product
 from pathlib import Path
 from random import Random
@@ -96,10 +97,11 @@ def as_cell(record: CellRecord, key: CellKey, random: Random) -> CellRecord:
     return altered(record, candidate=key.candidate, **named, outputs=outputs, worst=worst)
 
 
-def _older(record: CellRecord, random: Random, time: str) -> CellRecord:
+def _older(record: CellRecord, random: Random, day: int) -> CellRecord:
     """Returns a record of the same cell, with other pooled scales."""
     outputs = tuple(altered(output, pooled=_pooled(output, random)) for output in record.outputs)
-    return altered(record, outputs=outputs, time=time, verdict="AGREE")
+    time = datetime(2026, 1, 31, 12, tzinfo=UTC) - timedelta(days=day)
+    return altered(record, run=f"older-{day}", outputs=outputs, time=time.isoformat(), verdict="AGREE")
 
 
 def _with_other_numbers(output: OutputRecord, random: Random) -> OutputRecord:
@@ -132,8 +134,7 @@ def synthetic_page(real: Sequence[CellRecord], cells: int, runs: int) -> Page:
     for number, key in enumerate(islice(keys(names), cells)):
         source = right[number % len(right)]
         newest.append(as_cell(source if number % 20 else wrong, key, random))
-        days = [f"2025-12-{1 + day % 30:02d}T12:00:00+00:00" for day in range(runs - 1)]
-        history[key] = [_older(newest[-1], random, day) for day in days]
+        history[key] = [_older(newest[-1], random, day) for day in range(runs - 1, 0, -1)]
     return Page(title="A page of synthetic cells", cells=newest, gate=None, history=history, runs=[RUN])
 
 

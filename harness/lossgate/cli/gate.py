@@ -14,8 +14,8 @@ from cyclopts import Parameter
 from lossgate.cli.app import Exit, app, say
 
 if TYPE_CHECKING:
-    from lossgate.evidence.gather import Gathered
     from lossgate.evidence.reader import Digested
+    from lossgate.evidence.records import RunRecord
     from lossgate.gate.verdict import GateVerdict
     from lossgate.reports.kept_records import KeptRecords
 
@@ -82,8 +82,9 @@ def gate(
     subjects = [_digested(file) for file in subject or ()]
     kept, earlier = KeptRecords(), KeptRecords()
     gathered = gather(evidence, kept.keep if html is not None else None)
+    runs = gathered.runs
     if history:
-        gather(history, earlier.keep)
+        runs = gather(history, earlier.keep).runs | runs
     verdict = decide(gathered, rules, time, _whole_commit(commit))
     closed_pipe = False
     try:
@@ -92,7 +93,7 @@ def gate(
         closed_pipe = True
     texts = _texts(verdict, files, subjects)
     if html is not None:
-        texts["html"] = lambda: _page(verdict, gathered, kept, earlier)
+        texts["html"] = lambda: _page(verdict, runs.values(), kept, earlier)
     code = _write(files, texts, Exit(verdict.code))
     if closed_pipe:
         raise BrokenPipeError
@@ -238,7 +239,7 @@ def _texts(verdict: GateVerdict, files: Mapping[str, Path | None], subjects: Seq
     return {name: makers[name] for name, file in files.items() if file is not None and name in makers}
 
 
-def _page(verdict: GateVerdict, gathered: Gathered, kept: KeptRecords, earlier: KeptRecords) -> str:
+def _page(verdict: GateVerdict, runs: Iterable[RunRecord], kept: KeptRecords, earlier: KeptRecords) -> str:
     from lossgate.reports.page.page import Page
     from lossgate.reports.page.render import render_page
 
@@ -247,7 +248,7 @@ def _page(verdict: GateVerdict, gathered: Gathered, kept: KeptRecords, earlier: 
         cells=list(kept.newest().values()),
         gate=verdict,
         history=earlier.by_cell(),
-        runs=list(gathered.runs.values()),
+        runs=list(runs),
     )
     return render_page(page)
 

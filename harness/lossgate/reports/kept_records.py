@@ -17,7 +17,7 @@ class KeptRecords:
         self._records[record.key].append(record)
 
     def by_cell(self) -> dict[CellKey, tuple[CellRecord, ...]]:
-        """Returns all records of each cell, the oldest first."""
+        """Returns all records of each cell, the oldest first, ordered as in ``Gathered``."""
         return {key: tuple(sorted(found, key=lambda r: r.time)) for key, found in self._records.items()}
 
     def newest(self) -> dict[CellKey, CellRecord]:

@@ -2,17 +2,20 @@
 """Tests of what the page shows before a cell is opened: states, headline, matrix."""
 
 import pytest
+from msgspec.structs import replace
 
-from lossgate.evidence.records import CellRecord
+from lossgate.evidence.records import CellRecord, RunRecord
 from lossgate.gate.verdict import GatedCell, Kind
 from lossgate.reports.page.entries import State, count_states, entries_of
 from lossgate.reports.page.matrix import matrix_of
+from lossgate.reports.page.origin import origin_of
 from lossgate.reports.page.page import Page
 from lossgate.reports.page.words import detects, headline, problems_of
-from property_tests.meta.page.made import blocker, gate, gated, key, known, page, record
+from property_tests.meta.page.made import DIGEST, blocker, gate, gated, key, known, page, record
 
 WRONG = record("wrong", verdict="DISAGREE", reasons=("loss: 1.01 times the reference",))
 UNSURE = record("unsure", verdict="INCONCLUSIVE", mde=None)
+DAY = "2026-01-31"
 EXPECTED = record("expected", verdict="DISAGREE", known_failure=known(expected=True))
 
 
@@ -65,9 +68,22 @@ def test_what_is_detected_by_a_cell_without_power_or_without_evidence() -> None:
 
 
 @pytest.mark.parametrize(
+    "cell",
+    [
+        record(verdict="DISAGREE", mde=None),
+        record(verdict="DISAGREE", mde=1.5),
+        record(verdict="DISAGREE", mde=None, known_failure=known(expected=True)),
+        record(verdict="INCONCLUSIVE", mde=None, comparisons=0),
+    ],
+)
+def test_no_effect_is_known_of_a_cell_that_disagrees_or_was_never_compared(cell: CellRecord) -> None:
+    assert [detects(entry) for entry in entries_of(page(cell))] == ["\N{EN DASH}"]
+
+
+@pytest.mark.parametrize(
     ("good", "shown", "verdict", "why"),
     [
-        (False, page(), "There are no cells.", "The evidence tells of none."),
+        (False, page(), "There are no cells.", "The evidence has no results."),
         (True, page(record()), "The one cell agrees.", ""),
         (True, page(record("a"), record("b")), "All 2 cells agree.", ""),
         (True, page(record("a"), EXPECTED), "No cell disagrees.", "Only known failures do."),
@@ -87,9 +103,27 @@ def test_what_is_detected_by_a_cell_without_power_or_without_evidence() -> None:
         ),
         (
             False,
+            page(
+                gate=gate(
+                    gated(WRONG, blocker(Kind.DISAGREE, "wrong")),
+                    gated("gone", blocker(Kind.MISSING, "gone")),
+                    others=[blocker(Kind.STALE), blocker(Kind.STALE, message="Again.")],
+                )
+            ),
+            "The gate is closed.",
+            "Exit code 1: 1 cell disagrees, and there are 3 other reasons: 1 missing, 2 stale.",
+        ),
+        (
+            False,
+            page(gate=gate(gated(WRONG, blocker(Kind.DISAGREE, "wrong")), others=[blocker(Kind.MIXED)])),
+            "The gate is closed.",
+            "Exit code 1: 1 cell disagrees, and there is 1 other reason: 1 mixed.",
+        ),
+        (
+            False,
             page(gate=gate(gated("gone", blocker(Kind.MISSING, "gone")))),
             "The gate is closed.",
-            "Exit code 3: no cell disagrees, but the evidence is not enough.",
+            "Exit code 3: no cell disagrees, but the evidence is not enough: 1 missing.",
         ),
     ],
 )
@@ -108,10 +142,10 @@ def test_what_keeps_a_gate_closed_names_the_cell_that_opens() -> None:
     ]
 
 
-def test_a_report_tells_what_does_not_agree_but_for_known_failures() -> None:
+def test_a_report_lists_what_does_not_agree_but_for_known_failures() -> None:
     shown = page(record("a"), EXPECTED, UNSURE, WRONG)
-    told = [(problem.kind, problem.message) for problem in problems_of(None, entries_of(shown))]
-    assert told == [("inconclusive", ""), ("disagrees", "loss: 1.01 times the reference")]
+    found = [(problem.kind, problem.message) for problem in problems_of(None, entries_of(shown))]
+    assert found == [("inconclusive", ""), ("disagrees", "loss: 1.01 times the reference")]
 
 
 def test_states_are_counted_the_worst_first() -> None:
@@ -149,3 +183,53 @@ def test_every_cell_is_in_the_matrix_once() -> None:
     numbers = [i for group in matrix_of(entries).groups for row in group.rows for i in row.cells if i is not None]
     assert sorted(numbers) == list(range(len(entries)))
     assert entries[-1].key == key("gone")
+
+
+RUN = RunRecord(
+    schema="1.0",
+    run="1f",
+    started="2026-01-31T12:00:00+00:00",
+    commit="4f" * 20,
+    modified=True,
+    host="host",
+    versions={"torch": "2.13.0", "lossgate": "0.1.0", "machine": "x86_64"},
+    settings={},
+)
+OLDER = replace(RUN, run="older", commit="00" * 20, versions={"torch": "1.0"})
+VERSIONS = [("lossgate", "0.1.0"), ("torch", "2.13.0")]
+
+
+@pytest.mark.parametrize(
+    ("shown", "facts"),
+    [
+        (page(), []),
+        (
+            page(record(), record("b", time="2026-02-01T00:00:00+00:00"), runs=[RUN, OLDER]),
+            [
+                ("commit", f"{'4f' * 6}, with files that differ from it"),
+                *VERSIONS,
+                ("evidence of", "2026-01-31 to 2026-02-01"),
+            ],
+        ),
+        (page(record(), runs=[replace(RUN, commit=None, versions={})]), [("commit", "unknown"), ("evidence of", DAY)]),
+        (
+            page(gate=gate(gated(record()))),
+            [
+                ("commit", "4f" * 6),
+                ("policy", f"gate.toml {DIGEST[:12]}"),
+                ("lossgate", "0.1.0"),
+                ("evidence of", DAY),
+            ],
+        ),
+    ],
+)
+def test_the_line_of_commit_policy_versions_and_date(shown: Page, facts: list[tuple[str, str]]) -> None:
+    """Runs of history do not count."""
+    assert [tuple(fact) for fact in origin_of(shown, entries_of(shown))] == facts
+
+
+def test_a_line_of_many_commits_stays_short() -> None:
+    runs = [replace(RUN, run=str(i), commit=f"{i}" * 40, modified=False) for i in range(1, 6)]
+    cells = [record(str(i), run=str(i)) for i in range(1, 6)]
+    facts = dict(origin_of(shown := page(*cells, runs=runs), entries_of(shown)))
+    assert facts["commits"] == f"{'1' * 12}, {'2' * 12}, {'3' * 12} and 2 more"

@@ -141,6 +141,24 @@ def test_a_missing_cell_is_in_the_table() -> None:
     assert "No evidence tells of it." in html
 
 
+@pytest.mark.parametrize(
+    ("changes", "sign", "meaning"),
+    [
+        ({"verdict": "INCONCLUSIVE", "mde": None}, "nothing", "even an error of 100%"),
+        ({"verdict": "DISAGREE", "mde": None}, "\N{EN DASH}", "no smallest detectable error: the cell disagrees"),
+    ],
+)
+def test_the_legend_explains_what_stands_instead_of_an_effect(changes: dict[str, Any], sign: str, meaning: str) -> None:
+    assert f"<li><b>{sign}</b> {meaning}" in render_page(page(record(**changes)))
+    assert meaning not in render_page(page(record()))
+
+
+def test_commit_policy_versions_and_date_stand_at_the_top() -> None:
+    top = render_page(page(gate=gate(gated(record())))).partition("<header")[2].partition("</header>")[0]
+    facts = [("commit", "4f" * 6), ("policy", "gate.toml"), ("lossgate", "0.1.0"), ("evidence of", "2026-01-31")]
+    assert [name for name, value in facts if f"{name} <bdi>{value}" not in top] == []
+
+
 def test_a_page_without_cells_says_so() -> None:
     html = render_page(page())
     assert "There are no cells." in html

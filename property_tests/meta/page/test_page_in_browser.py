@@ -3,7 +3,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -88,11 +88,13 @@ class Desk:
     folder: Path
     readers: list[Reader] = field(default_factory=list)
 
-    def open(self, shown: Page, size: tuple[int, int] = DESKTOP, hash_: str = "") -> Reader:
+    def open(self, shown: Page, size: tuple[int, int] = DESKTOP, hash_: str = "", before: str = "") -> Reader:
         file = self.folder / f"page{len(self.readers)}.html"
         file.write_text(render_page(shown), encoding="utf-8")
         reader = Reader(self.browser.new_page(viewport={"width": size[0], "height": size[1]}))
         self.readers.append(reader)
+        if before:
+            reader.tab.add_init_script(before)
         reader.watch(file.as_uri())
         reader.tab.goto(file.as_uri() + hash_)
         reader.tab.wait_for_selector("html[data-ready]")
@@ -309,6 +311,97 @@ def test_a_missing_cell_opens_and_says_so(desk: Desk) -> None:
     dialog = reader.tab.get_by_role("dialog", name="gone")
     assert dialog.get_by_text("The cell is missing.").is_visible()
     assert dialog.get_by_text("No evidence tells of it.").is_visible()
+
+
+TICKS_TOUCH = """() => {
+  const axes = [...document.querySelectorAll('#cell .chart svg:not(details:not([open]) svg) .role-axis-label')];
+  const boxes = axes.map(axis => [...axis.querySelectorAll('text')]
+    .filter(t => t.textContent && getComputedStyle(t).opacity !== '0').map(t => t.getBoundingClientRect()));
+  const near = (a, b) => a.left < b.right + 4 && b.left < a.right + 4 && a.top < b.bottom && b.top < a.bottom;
+  return boxes.filter(all => all.some((a, i) => all.some((b, j) => i < j && near(a, b)))).length;
+}"""
+"""Returns how many axes have labels with less than 4 px between them."""
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE])
+@pytest.mark.parametrize(
+    ("times", "names"),
+    [
+        (["2026-01-31T05:30:00", "2026-01-31T06:30:00", "2026-01-31T12:00:00"], ["05:30", "06:30", "12:00"]),
+        (["2026-01-31T05:30:01", "2026-01-31T05:30:02"], ["05:30:01", "05:30:02"]),
+        (["2026-01-30T05:30:00", "2026-01-31T05:30:00", "2026-01-31T06:30:00"], ["01-30 05:30", "01-31 06:30"]),
+        (
+            ["2025-12-31T05:30:00", "2026-01-31T05:30:00", "2026-01-31T06:30:00"],
+            ["2025-12-31 05:30", "2026-01-31 06:30"],
+        ),
+        (["2026-01-31T05:30:00", "2026-01-31T05:30:00"], ["run 1", "run 2"]),
+    ],
+)
+def test_runs_of_one_day_have_names_that_differ_and_do_not_touch(
+    desk: Desk, real: Sequence[CellRecord], size: tuple[int, int], times: list[str], names: list[str]
+) -> None:
+    *older, now = [altered(real[0], time=f"{time}+00:00", run=f"run-{i}") for i, time in enumerate(times)]
+    reader = desk.open(page(now, history={now.key: [now, *older]}), size)
+    reader.cells().first.click()
+    reader.wait_for_plots()
+    trend = reader.tab.locator("#cell section", has=reader.tab.get_by_role("heading", name="Trend of the pooled scale"))
+    shown = trend.locator(".chart svg .role-axis-label text").all_text_contents()
+    assert [name for name in names if name not in shown] == []
+    assert reader.tab.evaluate(TICKS_TOUCH) == 0
+
+
+def test_a_cell_that_fails_says_each_thing_once(desk: Desk, real: Sequence[CellRecord]) -> None:
+    wrong = real[-1]
+    command = wrong.failure.replay
+    message = f"it disagrees: {'; '.join(wrong.reasons)}. Replay: {command}"
+    closed = replace(blocker(Kind.DISAGREE, message=message), cell=wrong.key)
+    reader = desk.open(page(wrong, gate=gate(gated(wrong, closed, required=False))))
+    reader.tab.locator("#matrix td > button").first.click()
+    reader.wait_for_plots()
+    said = reader.tab.locator("#cell").inner_text()
+    assert {text: said.count(text) for text in (*wrong.reasons, command)} == dict.fromkeys((*wrong.reasons, command), 1)
+    for sentence in (
+        "A disagreement closes the gate whether a rule asks for the cell or not.",
+        "These numbers are of the smallest problem that disagrees.",
+    ):
+        assert sentence in said
+    assert ", limit \u00b1" in reader.tab.locator("#cell").text_content()
+
+
+def test_words_in_tables_do_not_break_on_a_phone(desk: Desk, report: Page) -> None:
+    reader = desk.open(report, PHONE)
+    reader.tab.locator("#matrix td > button.disagrees").first.click()
+    reader.wait_for_plots()
+    table = reader.tab.locator("#cell section", has=reader.tab.get_by_role("heading", name="Worst examples"))
+    broken = """cells => cells.flatMap(cell => {
+      const words = [];
+      const walk = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
+      for (let node; (node = walk.nextNode());) {
+        for (const { 0: word, index } of node.data.matchAll(/[a-z]+/gi)) {
+          const range = document.createRange();
+          range.setStart(node, index);
+          range.setEnd(node, index + word.length);
+          if (range.getClientRects().length > 1) words.push(word);
+        }
+      }
+      return words;
+    })"""
+    assert table.locator("th, td").evaluate_all(broken) == []
+    assert reader.overflow() <= 0
+
+
+def test_a_browser_that_cannot_unpack_the_details_gets_a_sentence(desk: Desk, report: Page) -> None:
+    reader = desk.open(report, before="delete window.DecompressionStream")
+    reader.cells().first.click()
+    reader.tab.get_by_role("alert").wait_for()
+    assert "because it has no DecompressionStream. Open the page in" in reader.tab.get_by_role("alert").inner_text()
+
+
+def test_a_page_that_was_damaged_says_so(desk: Desk, report: Page) -> None:
+    reader = desk.open(report, before="window.atob = () => 'damaged'")
+    reader.cells().first.click()
+    reader.tab.get_by_role("alert").wait_for()
+    assert reader.tab.get_by_role("alert").inner_text().startswith("The page is damaged or was cut")
 
 
 def test_the_command_is_copied(desk: Desk, report: Page) -> None:

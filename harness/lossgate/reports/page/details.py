@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the page tells of a cell when it is opened, small enough for thousands of cells.
+"""What the page shows of a cell when it is opened, small enough for thousands of cells.
 
 Texts and problems are kept once and named by their number.
 """
@@ -10,8 +10,10 @@ from typing import Any
 import msgspec
 
 from lossgate.evidence.records import CellRecord, Failure, OutputRecord, PooledRecord, RunRecord, WorstExample
+from lossgate.evidence.summary import CellSummary
 from lossgate.reports.page.entries import Entry
 from lossgate.reports.page.histograms import histograms_of
+from lossgate.reports.page.trend import records_of_trend
 
 LONGEST_TREND = 30
 """Runs in a cell's trend: more would make the page large."""
@@ -48,22 +50,26 @@ class Details:
         self._runs = runs
 
     def of(self, entry: Entry, older: Sequence[CellRecord]) -> dict[str, Any]:
-        """Returns what the page tells of a cell, without what is empty."""
-        told = self._of_gate(entry)
+        """Returns what the page shows of a cell, without what is empty."""
+        shown = self._of_gate(entry)
         if entry.record is not None:
-            told |= self._of_record(entry.record)
-            if older:
-                told["trend"] = self._trend([*older, entry.record][-LONGEST_TREND:])
-                told["moments"] = len(older) + 1
+            shown |= self._of_record(entry.record)
+            moments = records_of_trend(entry.record, older)
+            if len(moments) > 1:
+                shown["trend"] = self._trend(moments[-LONGEST_TREND:])
+                shown["moments"] = len(moments)
         elif entry.gated is not None and (summary := entry.gated.summary) is not None:
-            told |= {"reasons": self._all(summary.reasons), "failure": self._failure(summary.failure)}
-        return {name: value for name, value in told.items() if value not in (None, "", [], {})}
+            shown |= {"reasons": self._all(summary.reasons), "failure": self._failure(summary.failure)}
+        return {name: value for name, value in shown.items() if value not in (None, "", [], {})}
 
     def _of_gate(self, entry: Entry) -> dict[str, Any]:
         cell = entry.gated
         if cell is None:
             return {}
-        blockers = [[self._text(b.kind), self._text(b.message), self._text(b.where)] for b in cell.blockers]
+        blockers = [
+            [self._text(b.kind), self._text(_without_repetition(b.message, cell.summary)), self._text(b.where)]
+            for b in cell.blockers
+        ]
         line = "" if cell.summary is None else str(cell.summary.where)
         return {"blockers": blockers, "required": int(cell.required), "excused": cell.excused, "line": line}
 
@@ -156,6 +162,18 @@ def _columns(pools: Sequence[PooledRecord | None]) -> tuple[list[float | None], 
     """Returns the scales and the limits of an output, run by run; None where it was not pooled."""
     scales = [None if pool is None else _short(pool.scale, _TREND_DIGITS) for pool in pools]
     return scales, [None if pool is None else _short(pool.limit, _TREND_DIGITS) for pool in pools]
+
+
+def _without_repetition(message: str, summary: CellSummary | None) -> str:
+    """Returns the gate's message without reasons and command, which have their own places."""
+    if summary is None:
+        return message
+    if summary.failure is not None and summary.failure.replay:
+        message = message.replace(f". Replay: {summary.failure.replay}", "")
+    reasons = "; ".join(summary.reasons)
+    if reasons and message == reasons:
+        return f"it is {summary.verdict.lower()}"
+    return message.replace(f": {reasons}", "") if reasons else message
 
 
 def _about(name: str, run: RunRecord | None) -> dict[str, Any]:

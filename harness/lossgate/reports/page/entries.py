@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cells of a page: what evidence tells of each, and what the gate says of it."""
+"""The cells of a page: what evidence says of each, and what the gate says of it."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ SYMBOLS = {
     State.KNOWN: "≈",
     State.AGREES: "✓",
 }
-"""A shape for each state, so that it is told without colour."""
+"""A shape for each state, so that no reader needs colour."""
 
 PLURALS = {
     State.DISAGREES: "disagree",
@@ -74,6 +74,11 @@ class Entry:
         """Its spec and head; empty if they are unknown."""
         source = self.record or (self.gated and self.gated.summary)
         return f"{source.spec} from {source.head}" if source else ""
+
+    @property
+    def comparisons(self) -> int:
+        source = self.record or (self.gated and self.gated.summary)
+        return source.comparisons if source else 0
 
     @property
     def has_verdict(self) -> bool:

@@ -10,7 +10,7 @@ from lossgate.gate.verdict import GateVerdict
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """All that the page tells. The same page always gives the same bytes."""
+    """All that the page shows. The same page always gives the same bytes."""
 
     title: str
     cells: Sequence[CellRecord]
@@ -18,6 +18,6 @@ class Page:
     gate: GateVerdict | None
     """What the gate says; None for a report, which has no policy."""
     history: Mapping[CellKey, Sequence[CellRecord]]
-    """The older records of each cell, oldest first."""
+    """Records of earlier runs of each cell, in any order; those of the current run do not count."""
     runs: Sequence[RunRecord]
     """The runs that the records name."""

@@ -19,8 +19,9 @@ from lossgate.errors import UsageError
 from lossgate.reports.page.details import Details, Kept
 from lossgate.reports.page.entries import PLURALS, SYMBOLS, Entry, count_states, entries_of
 from lossgate.reports.page.matrix import matrix_of, where
+from lossgate.reports.page.origin import origin_of
 from lossgate.reports.page.page import Page
-from lossgate.reports.page.words import detects, headline, problems_of
+from lossgate.reports.page.words import NOTHING, UNKNOWN, detects, headline, problems_of
 
 _ASSETS = Path(__file__).parent / "assets"
 _SCRIPTS = ("dom", "data", "words", "plots", "charts", "sections", "dialog", "filters", "grid", "main")
@@ -67,7 +68,10 @@ def _context(page: Page, library: str) -> dict[str, Any]:
         "states": count_states(entries),
         "symbols": SYMBOLS,
         "plurals": PLURALS,
+        "origin": origin_of(page, entries),
         "detects": detects,
+        "unknown": UNKNOWN,
+        "unclear": _explained(entries),
         "problems": problems[:_SHOWN_PROBLEMS],
         "more_problems": problems[_SHOWN_PROBLEMS:],
         "style": style,
@@ -77,6 +81,16 @@ def _context(page: Page, library: str) -> dict[str, Any]:
         "details": _packed(msgspec.json.encode(_details(page, entries))),
         "policy": _policy(style=[style], scripts=[script, library]),
     }
+
+
+def _explained(entries: Sequence[Entry]) -> dict[str, str]:
+    """Returns what stands in cells instead of an effect, and what it means."""
+    meanings = {
+        NOTHING: "even an error of 100% in the scale of an output could have stayed hidden",
+        UNKNOWN: "no smallest detectable error: the cell disagrees, or nothing was compared",
+    }
+    shown = {detects(entry) for entry in entries}
+    return {sign: meaning for sign, meaning in meanings.items() if sign in shown}
 
 
 def _index(entries: Sequence[Entry], gate: bool) -> dict[str, Any]:

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sentences and numbers at the top of the page."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from lossgate.evidence.records import CellKey
 from lossgate.gate.verdict import Blocker, GateCode, GateVerdict, Kind
 from lossgate.reports.page.entries import Entry, State
+
+UNKNOWN, NOTHING = "\N{EN DASH}", "nothing"
+"""The minimum detectable effect of a cell that disagrees or was never compared, and of one that
+would not even have seen an error of 100%."""
 
 
 class Headline(NamedTuple):
@@ -32,7 +37,8 @@ def detects(entry: Entry) -> str:
     if not entry.has_verdict:
         return "missing"
     if entry.mde is None or entry.mde > 1:
-        return "nothing"
+        disagrees = entry.state in (State.DISAGREES, State.KNOWN)
+        return UNKNOWN if disagrees or not entry.comparisons else NOTHING
     if entry.mde < 1e-4:
         return _plain_exponent(f"{entry.mde:.2g}")
     return f"{float(f'{100 * entry.mde:.2g}'):g}%"
@@ -56,17 +62,29 @@ def _of_gate(gate: GateVerdict) -> Headline:
         return Headline("The gate is open.", f"Exit code 0: {passing}.", good=True)
     if gate.code is GateCode.DISAGREE:
         wrong = len({blocker.cell for blocker in gate.blockers if blocker.kind is Kind.DISAGREE})
-        why = f"Exit code 1: {_count(wrong, 'cell')} {'disagrees' if wrong == 1 else 'disagree'}."
-        return Headline("The gate is closed.", why, good=False)
-    why = "Exit code 3: no cell disagrees, but the evidence is not enough."
+        why = f"Exit code 1: {_count(wrong, 'cell')} {'disagrees' if wrong == 1 else 'disagree'}"
+        others = _by_kind(gate)
+        if number := others.total():
+            why += f", and there {'is' if number == 1 else 'are'} {_count(number, 'other reason')}: {_listed(others)}"
+        return Headline("The gate is closed.", f"{why}.", good=False)
+    why = f"Exit code 3: no cell disagrees, but the evidence is not enough: {_listed(_by_kind(gate))}."
     return Headline("The gate is closed.", why, good=False)
+
+
+def _by_kind(gate: GateVerdict) -> Counter[Kind]:
+    """Counts the reasons other than disagreements."""
+    return Counter(blocker.kind for blocker in gate.blockers if blocker.kind is not Kind.DISAGREE)
+
+
+def _listed(kinds: Counter[Kind]) -> str:
+    return ", ".join(f"{kinds[kind]:,} {kind}" for kind in Kind if kinds[kind])
 
 
 def _of_report(entries: Sequence[Entry]) -> Headline:
     wrong = sum(entry.state is State.DISAGREES for entry in entries)
     unsure = sum(entry.state is State.INCONCLUSIVE for entry in entries)
     if not entries:
-        return Headline("There are no cells.", "The evidence tells of none.", good=False)
+        return Headline("There are no cells.", "The evidence has no results.", good=False)
     if wrong:
         return Headline(f"{_share(wrong, entries)} {'disagrees' if wrong == 1 else 'disagree'}.", "", good=False)
     if unsure:

@@ -105,6 +105,15 @@ function coverageChart(names, notes, counts, problems) {
   ]) });
 }
 
+// The runs that the axis names: the first, the last, and one between if their names do not touch.
+function trendTicks(last, letters, width) {
+  const middle = Math.round(last / 2);
+  const label = letters * 7 + 8;
+  const unit = (width - 72) / (last + 0.6);
+  const fits = Math.min(middle, last - middle) * unit > 1.5 * label;
+  return fits ? [0, middle, last] : [0, last];
+}
+
 // The pooled scale of an output and its band, run by run.
 function trendChart(moments) {
   const limits = moments.map((m) => m.limit).filter((limit) => limit > 0).sort((a, b) => a - b);
@@ -118,17 +127,18 @@ function trendChart(moments) {
     run: i, low: -m.limit, high: m.limit, scale: m.scale, place: Math.abs(m.scale) > m.limit ? 'outside' : 'inside',
   }));
   const last = moments.length - 1;
-  const steps = [...new Set([0, Math.round(last / 2), last])];
+  const { names, day } = momentNames(moments.map((m) => m.time));
   const yAxis = { values: wide ? [-farthest, -limit, limit, farthest] : [-limit, 0, limit], title: null,
     labelExpr: "datum.value == 0 ? '0' : format(datum.value, '.1e')", tickSize: 4, minExtent: 56, maxExtent: 56, labelOverlap: true };
-  const specification = (colours) => {
+  const specification = (colours, width) => {
+    const steps = trendTicks(last, Math.max(...names.map((name) => name.length)), width);
     const run = x('run', {
       scale: { domain: [-0.3, last + 0.3], nice: false },
-      axis: { values: steps, labelExpr: 'dates[datum.value]', title: null, labelFlush: 40, labelOverlap: true, tickSize: 4 },
+      axis: { values: steps, labelExpr: 'names[datum.value]', title: day || null, labelFlush: 40, labelOverlap: true, tickSize: 4 },
     });
     const y = (field) => x(field, { scale, axis: yAxis });
     return {
-      height: 130, data: { values }, params: [{ name: 'dates', value: moments.map((m) => m.date) }],
+      height: 130, data: { values }, params: [{ name: 'names', value: names }],
       layer: [
         { mark: { type: 'area', color: colours.band }, encoding: { x: run, y: y('low'), y2: { field: 'high' } } },
         ...['low', 'high'].map((edge) => ({ mark: { type: 'line', color: colours.muted, strokeDash: [3, 3], strokeWidth: 1 },

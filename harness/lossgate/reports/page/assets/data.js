@@ -34,4 +34,11 @@ function once(read) {
   return () => { promise = promise || read(); return promise; };
 }
 
+// Why the details could not be read, in a sentence for the reader.
+function whyUnread() {
+  return window.DecompressionStream
+    ? 'The page is damaged or was cut, so that its details cannot be read. Make it again, or copy it again.'
+    : 'This browser cannot unpack the details of a cell, because it has no DecompressionStream. Open the page in Chrome or Edge 80, Firefox 113, Safari 16.4 or newer. The table shows every verdict without it.';
+}
+
 const readDetails = once(async () => { data = JSON.parse(await unpack('details')); });

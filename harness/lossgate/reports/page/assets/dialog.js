@@ -18,8 +18,12 @@ async function openCell(number, from) {
   if (!dialog.open) dialog.showModal();
   dialog.scrollTop = 0;
   rememberAddress();
-  await readDetails();
+  const problem = await readDetails().then(() => '', whyUnread);
   if (opened !== cell) return;
+  if (problem) {
+    dialog.append(section('The details cannot be shown', make('p', { role: 'alert' }, problem)));
+    return;
+  }
   cell.details = data.cells[number];
   dialog.append(...SECTIONS.map((part) => part(cell)).filter(Boolean));
   for (const part of dialog.querySelectorAll('details')) part.addEventListener('toggle', () => drawAll(part));

@@ -11,5 +11,5 @@ if (count) {
   followAddress();
   addEventListener('hashchange', () => { if (!dialog.open) followAddress(); });
 }
-(window.requestIdleCallback || setTimeout)(readDetails);
+(window.requestIdleCallback || setTimeout)(() => readDetails().catch(() => {}));  // openCell says what went wrong
 document.documentElement.dataset.ready = 'yes';

@@ -16,12 +16,23 @@ function reasonsSection(cell) {
     if (cell.state !== 'disagrees') notes.push(detected(mde));
   }
   if (excused) notes.push(`The policy excuses it: ${excused}`);
-  if (required === 0) notes.push('No rule of the policy asks for it.');
+  if (required === 0) {
+    const disagrees = (blockers || []).some(([kind]) => text(kind) === 'disagree');
+    notes.push(`No rule of the policy asks for it.${disagrees ? ' A disagreement closes the gate whether a rule asks for the cell or not.' : ''}`);
+  }
   const kept = (blockers || []).map(([, message, where]) => (text(where) ? `${text(message)} (${text(where)})` : text(message)));
   return make('section', { 'aria-label': 'Verdict' }, verdict, notes.map((note) => make('p', {}, quote(note))),
     reasons ? points(texts(reasons)) : null,
+    isOfSmallest(cell.details) ? make('p', { className: 'note' }, OF_SMALLEST) : null,
     kept.length ? [make('h3', { className: 'later' }, 'What keeps the gate closed'), points(kept)] : null);
 }
+
+// Whether reasons tell numbers of the smallest problem, and not of those that were drawn at first.
+function isOfSmallest({ reasons, failure, outputs }) {
+  return Boolean(failure && outputs) && (reasons || []).some((reason) => failure[2].includes(reason));
+}
+
+const OF_SMALLEST = 'These numbers are of the smallest problem that disagrees. Plots and tables further below have those of the original problems, before one was made smaller: they are other numbers.';
 
 const VERDICTS = {
   agrees: 'agrees', disagrees: 'disagrees', inconclusive: 'is inconclusive', missing: 'is missing',
@@ -40,8 +51,8 @@ function causesSection({ details: { causes } }) {
 }
 
 function failureSection({ details: { failure, faults, reasons } }) {
-  const told = new Set(texts(reasons));
-  const others = [...new Set([...texts(failure ? failure[2] : []), ...texts(faults)])].filter((finding) => !told.has(finding));
+  const said = new Set(texts(reasons));
+  const others = [...new Set([...texts(failure ? failure[2] : []), ...texts(faults)])].filter((finding) => !said.has(finding));
   if (!failure) return others.length ? section('Findings', points(others)) : null;
   const [problem, description, , calls, replay] = failure;
   const tried = calls ? ` ${counted(calls, 'problem was', 'problems were')} tried to make it smaller.` : '';
@@ -88,12 +99,12 @@ function pooledSection({ details: { outputs } }) {
     ? `${counted(outside, 'output is', 'outputs are')} outside of the band that rounding explains.`
     : 'Every output is inside the band that rounding explains.';
   const notes = pooled.map(([, [, scale, limit]], i) =>
-    `${number(scale)} in \u00b1${number(limit)}${Math.abs(shares[i]) > 1 ? ', outside' : ''}`);
+    `${number(scale)}, limit \u00b1${number(limit)}${Math.abs(shares[i]) > 1 ? ', outside' : ''}`);
   const rows = pooled.map(([, [problems, scale, limit]], i) =>
     [names[i], counted(problems, 'problem'), number(scale), `\u00b1${number(limit)}`, Math.abs(shares[i]) > 1 ? 'outside' : 'inside']);
   return section('Pooled scale',
-    make('p', { className: 'note' }, 'By how much each output is too large, over all problems together.'),
-    pooled.length ? figure(sentence, pooledChart(names, notes, shares), table(['output', '#problems', '#scale', '#band', 'place'], rows)) : null,
+    make('p', { className: 'note' }, 'By how much each output is too large: 0.01 means by 1%. It is measured over all original problems together.'),
+    pooled.length ? figure(sentence, pooledChart(names, notes, shares), table(['output', '#problems', '#scale', '#limit', 'place'], rows)) : null,
     silent.length ? make('p', {}, `No problem says anything about the scale of ${silent.join(', ')}.`) : null);
 }
 
@@ -103,7 +114,7 @@ function errorsSection({ details: { outputs } }) {
   const worst = (output) => Math.max(0, ...output[2].map((h) => (h[2] === null ? Infinity : h[2])));
   const sorted = [...compared].sort((a, b) => worst(b) - worst(a));
   return section('Errors against their limits',
-    make('p', { className: 'note' }, 'How many problems had which share of the limit. A bar to the right of the limit disagrees.'),
+    make('p', { className: 'note' }, 'How many problems had which share of the limit. A bar to the right of the limit disagrees. The problems are the original ones.'),
     sorted.map((output, i) => outputErrors(output, worst(output), i === 0)));
 }
 
@@ -170,22 +181,22 @@ function trendSection({ details: { trend, moments } }) {
   const charts = trend.outputs.map((output, i) => outputTrend(output, trend.times, i === 0)).filter(Boolean);
   const shown = trend.times.length;
   const said = moments > shown ? `The newest ${shown} of ${counted(moments, 'run')}, oldest first.` : `${counted(moments, 'run')}, oldest first.`;
-  const verdicts = trend.times.map((time, i) => [text(time), text(trend.commits[i]) || 'unknown', text(trend.verdicts[i])]);
+  const verdicts = trend.times.map((time, i) => [utc(text(time)), text(trend.commits[i]) || 'unknown', text(trend.verdicts[i])]);
   return section('Trend of the pooled scale', make('p', { className: 'note' }, said), charts,
-    folded('the verdict of each run', table(['time', 'commit', 'verdict'], verdicts)));
+    folded('the verdict of each run', table(['time (UTC)', 'commit', 'verdict'], verdicts)));
 }
 
 function outputTrend([name, scales, limits], times, open) {
-  const moments = times.map((time, i) => ({ time: text(time), date: text(time).slice(0, 10), scale: scales[i], limit: limits[i] }))
+  const moments = times.map((time, i) => ({ time: text(time), scale: scales[i], limit: limits[i] }))
     .filter((moment) => moment.scale !== null);
   if (moments.length < 2) return null;
   const outside = moments.filter((m) => Math.abs(m.scale) > m.limit).length;
   const sentence = outside
     ? `outside of its band in ${outside} of ${counted(moments.length, 'run')}`
     : `inside its band in all ${moments.length} runs`;
-  const rows = moments.map((m) => [m.time, number(m.scale), `\u00b1${number(m.limit)}`, Math.abs(m.scale) > m.limit ? 'outside' : 'inside']);
+  const rows = moments.map((m) => [utc(m.time), number(m.scale), `\u00b1${number(m.limit)}`, Math.abs(m.scale) > m.limit ? 'outside' : 'inside']);
   return make('details', { className: 'output', open }, summaryOf(name, outside ? counted(outside, 'run') + ' outside' : 'always inside'),
-    figure(`Its pooled scale was ${sentence}.`, trendChart(moments), table(['time', '#scale', '#band', 'place'], rows)));
+    figure(`Its pooled scale was ${sentence}.`, trendChart(moments), table(['time (UTC)', '#scale', '#limit', 'place'], rows)));
 }
 
 function originSection({ details, spec }) {
@@ -205,9 +216,9 @@ function originSection({ details, spec }) {
     seconds: details.seconds !== undefined && number(details.seconds),
     line: details.line,
   };
-  const told = Object.entries(facts).filter(([, value]) => value);
-  return told.length ? section('Where it comes from', make('dl', { className: 'facts' },
-    told.map(([name, value]) => [make('dt', {}, name), make('dd', {}, quote(value))]))) : null;
+  const found = Object.entries(facts).filter(([, value]) => value);
+  return found.length ? section('Where it comes from', make('dl', { className: 'facts' },
+    found.map(([name, value]) => [make('dt', {}, name), make('dd', {}, quote(value))]))) : null;
 }
 
 const SECTIONS = [

@@ -22,6 +22,24 @@ function detected(mde) {
   return `It would have detected an error of ${size} in the scale of any output.`;
 }
 
+// A time in UTC, or as it stands if it is none.
+function utc(time) {
+  const date = new Date(time);
+  return Number.isNaN(date.getTime()) ? time : date.toISOString().slice(0, 19).replace('T', ' ');
+}
+
+// The shortest names of times by which they differ, and the day that all of them have in common.
+function momentNames(times) {
+  const whole = times.map(utc);
+  const days = new Set(whole.map((time) => time.slice(0, 10)));
+  const years = new Set(whole.map((time) => time.slice(0, 4)));
+  const day = days.size === 1 ? `${[...days][0]}, UTC` : '';
+  const from = day ? 11 : years.size === 1 ? 5 : 0;
+  const names = (day ? [16, 19] : [10, 16, 19]).map((to) => whole.map((time) => time.slice(day ? from : to === 10 ? 0 : from, to)));
+  const clear = names.find((all) => new Set(all).size === all.length);
+  return { names: clear || whole.map((_, i) => `run ${i + 1}`), day };
+}
+
 // How far a pooled scale is from 1, as a share of what rounding explains.
 function shareOf(scale, limit) {
   return limit ? scale / limit : scale ? Math.sign(scale) * Infinity : 0;
