@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes text of a file fit to be printed in a line: names in evidence may hold anything."""
 
-from lossgate.reports.gate_files.plain import plain
+from lossgate.reports.plain import plain
 
 
 def printable(text: str) -> str:

@@ -12,9 +12,9 @@ import pytest
 from lossgate.gate.verdict import GateVerdict, Kind
 from lossgate.reports.gate_files.junit import junit_xml
 from lossgate.reports.gate_files.markdown import markdown
-from lossgate.reports.gate_files.plain import one_line, plain
 from lossgate.reports.gate_files.sarif import sarif
 from lossgate.reports.gate_files.statement import statement
+from lossgate.reports.plain import one_line, plain
 from property_tests.meta.gate_files.verdicts import (
     POLICY,
     SOURCE,

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from xml.etree import ElementTree as ET
 
 from lossgate.gate.verdict import Blocker, GatedCell, GateVerdict, Kind
-from lossgate.reports.gate_files.plain import one_line, plain
 from lossgate.reports.gate_files.told import by_cell, in_words, note, short_name
+from lossgate.reports.plain import one_line, plain
 
 _GATE = "lossgate.gate"
 

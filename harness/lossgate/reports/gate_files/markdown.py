@@ -12,8 +12,8 @@ from itertools import chain
 from lossgate.gate.verdict import Blocker, Digested, GatedCell, GateVerdict, Kind
 from lossgate.reports.gate_files.kinds import MEANINGS
 from lossgate.reports.gate_files.page import Page, code, code_block
-from lossgate.reports.gate_files.plain import one_line
 from lossgate.reports.gate_files.told import in_words
+from lossgate.reports.plain import one_line
 
 MARKER = "<!-- lossgate gate -->"
 """A hidden comment on the first line, by which a workflow finds its own comment again."""

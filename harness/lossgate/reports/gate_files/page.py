@@ -4,7 +4,7 @@
 import re
 from collections.abc import Iterable
 
-from lossgate.reports.gate_files.plain import one_line
+from lossgate.reports.plain import one_line
 
 _LEFT_OUT = "- {} more are left out here, because a comment can't be longer\n"
 _CUT = "\nThis comment can't be longer; what is left out is in the output of `lossgate gate`.\n"

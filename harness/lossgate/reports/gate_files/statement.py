@@ -12,8 +12,8 @@ from typing import Any
 
 from lossgate.errors import UsageError
 from lossgate.gate.verdict import Digested, GateVerdict
-from lossgate.reports.gate_files.plain import plain
 from lossgate.reports.gate_files.told import by_cell, note
+from lossgate.reports.plain import plain
 
 _STATEMENT = "https://in-toto.io/Statement/v1"
 _TEST_RESULT = "https://in-toto.io/attestation/test-result/v0.1"
