@@ -158,7 +158,7 @@ def test_machines_with_other_packages_are_refused(tmp_path: Path) -> None:
     command = ["-m", "lossgate", "verify", "distributed_tests/planted_bugs.py:right", "--world", "torchrun"]
     codes, out, err = two_agents([*command, "--layout", "cp=2"], paths, 1)
     assert codes == [1, 1]  # torchrun's own; those of the ranks are in its report
-    assert (out[0].strip(), out[1]) == ("1 cells", "")
+    assert (out[0].strip(), out[1]) == ("1 cell", "")
     host = socket.gethostname()
     message = f"lossgate: rank 1 on {host} has another kernels-of-ours (1.0, not 0.0) than rank 0 on {host}; install"
     assert err[0].count(message) == 1, err[0]

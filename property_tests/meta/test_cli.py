@@ -192,7 +192,7 @@ def test_profiles_of_pyproject(folder: Path, lossgate: Lossgate) -> None:
         "[tool.lossgate.profiles.quick]\nexamples = 3\ndtypes = ['float32']\n"
     )
     done = lossgate("verify", "kernels.py:right", "--profile", "quick")
-    assert done.stdout.startswith("1 cells\n")
+    assert done.stdout.startswith("1 cell\n")
     assert "float32  single:  3 problems" in done.stdout
     assert "4 problems" in lossgate("verify", "kernels.py:right", "--profile", "quick", "--examples", "4").stdout
 

@@ -54,7 +54,7 @@ def test_a_file_that_cannot_be_written_is_told_and_the_verdict_is_printed(
     done = lossgate("verify", "kernels.py:right", *FEW, "--evidence", file)
     assert done.stderr.startswith(f"lossgate: --evidence {file}: can't be written: {reason}. ")
     assert done.stderr.count("\n") == 1
-    assert "1 cells: 1 AGREE;" in done.stdout
+    assert "1 cell: 1 AGREE;" in done.stdout
     assert done.returncode == 2
 
 

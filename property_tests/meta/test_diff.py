@@ -114,7 +114,7 @@ UNCOMPARED = output(name="logprobs", cases=(), scale=(), limit=(), sd=(), mean=(
 @pytest.mark.parametrize(
     ("after", "told"),
     [
-        (with_limit(1.01 * FACTOR), ["loss detects from 1.5e-06 on, before from 1e-06"]),
+        (with_limit(1.01 * FACTOR), ["loss detected errors from 1e-06, now only from 1.5e-06"]),
         (with_limit(0.99 * FACTOR), []),
         (with_limit(0.1), []),
         (with_loss(pooled=None), ["the scale of loss is not compared any more"]),
@@ -168,13 +168,13 @@ def test_lost_power_is_told_of_cells_that_do_not_disagree(
     """A disagreement stops a cell early: that it has seen little is no loss."""
     done = diff([before], [after])
     assert done.returncode == code
-    assert (f"see less (1)\n  {NAME}: 9 problems, now 6\n" in done.stdout) is (code == 3)
+    assert (f"lost power (1)\n  {NAME}: 9 problems, now 6\n" in done.stdout) is (code == 3)
 
 
 def test_a_cell_that_agrees_now_because_it_sees_less_is_told_twice(diff: Diff) -> None:
     done = diff([inconclusive(problems=9)], [cell(problems=6)])
     assert done.returncode == 3
-    assert "see less (1)" in done.stdout
+    assert "lost power (1)" in done.stdout
     assert "better (1)" in done.stdout
 
 
@@ -199,7 +199,7 @@ def test_the_newest_of_each_side_counts(folder: Path, lossgate: Lossgate) -> Non
 )
 def test_what_changed_around_the_cells_is_told_and_is_not_worse(diff: Diff, changed: dict[str, Any], told: str) -> None:
     done = diff([cell()], [cell()], **changed)
-    assert (done.returncode, done.stdout) == (0, f"around them\n  {told}\n\n1 unchanged\n")
+    assert (done.returncode, done.stdout) == (0, f"what else changed\n  {told}\n\n1 unchanged\n")
 
 
 def test_another_device_and_another_source_are_told(diff: Diff) -> None:
@@ -220,6 +220,23 @@ def test_evidence_that_is_not_whole_is_told_and_is_no_pass(
     assert f"the evidence is not whole\n  {side}: " in done.stdout
 
 
+def test_a_trouble_names_its_side_once(folder: Path, lossgate: Lossgate) -> None:
+    """A line of evidence has the name of its file, and other troubles get that of their side."""
+    for name in ("a.jsonl", "b.jsonl"):
+        write(folder / name, whole_run([cell()]))
+    damaged = folder / "b.jsonl"
+    damaged.write_bytes(damaged.read_bytes()[:-9])
+    told = lossgate("diff", "a.jsonl", "b.jsonl").stdout.partition("the evidence is not whole\n")[2].splitlines()
+    assert told[0].startswith("  b.jsonl:3: it is cut")
+    assert told[1].startswith("  b.jsonl: run run-1: ")
+
+
+def test_nothing_to_compare_is_told(folder: Path, lossgate: Lossgate) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        write(folder / name, [])
+    assert lossgate("diff", "a.jsonl", "b.jsonl").stdout.endswith("\nno cells to compare\n")
+
+
 def test_a_line_that_contradicts_itself_is_no_disagreement(diff: Diff) -> None:
     done = diff([cell()], [cell(verdict="DISAGREE")])
     assert done.returncode == 3
@@ -234,10 +251,10 @@ def test_the_first_cells_of_a_candidate_are_told_the_worst_first(diff: Diff) -> 
     after = [cell(layout=layout, problems=number) for layout, number in numbers.items()]
     text = diff(before, [*after, cell(candidate="other", problems=50)]).stdout
     lines = text.splitlines()
-    assert lines[:2] == ["see less (8)", "  other[agreement-single-float32]: 100 problems, now 50"]
+    assert lines[:2] == ["lost power (8)", "  other[agreement-single-float32]: 100 problems, now 50"]
     assert lines[2] == "  nll[agreement-tp=8-float32]: 100 problems, now 92"
     assert lines[5:7] == ["  and 4 more like these of nll", ""]
-    assert lines[-1] == "8 see less, 0 unchanged"
+    assert lines[-1] == "8 lost power"
 
 
 def test_a_kind_of_change_fits_on_a_screen(diff: Diff) -> None:

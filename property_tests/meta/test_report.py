@@ -14,6 +14,7 @@ from lossgate.evidence.gather import gather
 from lossgate.evidence.pattern import matches
 from lossgate.evidence.records import CellKey, CellRecord, KnownFailureRecord, Matrix, Record
 from lossgate.evidence.sealed import seal
+from lossgate.reports.counted import counted
 from lossgate.reports.evidence_table import print_report
 from lossgate.reports.troubles import troubles
 from property_tests.meta.command_line import Done, Lossgate, in_a_process
@@ -46,14 +47,14 @@ def shown(files: Sequence[Path], width: int = 180, terminal: bool = False) -> st
 @pytest.mark.parametrize(
     ("cells", "code", "summary"),
     [
-        ([cell()], 0, "1 cells: 1 AGREE; 2 s"),
+        ([cell()], 0, "1 cell: 1 AGREE; 2 s"),
         ([cell(), inconclusive(dtype="bfloat16")], 3, "2 cells: 1 AGREE, 1 INCONCLUSIVE; 3 s"),
         (
             [cell(), inconclusive(dtype="bfloat16"), disagreeing(dtype="float16")],
             1,
             "3 cells: 1 AGREE, 1 DISAGREE, 1 INCONCLUSIVE; 4 s",
         ),
-        ([KNOWN], 0, "1 cells: 1 known failure; 2 s"),
+        ([KNOWN], 0, "1 cell: 1 known failure; 2 s"),
     ],
 )
 def test_the_exit_code_and_the_last_line_are_those_of_verify(
@@ -67,7 +68,7 @@ def test_the_exit_code_and_the_last_line_are_those_of_verify(
 def test_runs_are_told(report: Callable[..., Done]) -> None:
     text = report([cell()]).stdout
     assert "out.jsonl  (sha256 " in text
-    assert "run-1  2026-11-20 12:00:00 to 12:01:00 UTC, 60 s, 1 cells, seed 0" in text
+    assert "run-1  2026-11-20 12:00:00 to 12:01:00 UTC, 60 s, 1 cell, seed 0" in text
     for told in ("c" * 12, "lossgate 0.1.0, torch 2.13.0", "host"):
         assert told in text
 
@@ -115,9 +116,9 @@ def test_the_newest_of_a_cell_counts(folder: Path) -> None:
     new = write(folder / "new.jsonl", whole_run([cell(time=LATER)], run="run-2"))
     for files in ([old, new], [new, old]):
         text = shown(files)
-        assert text.splitlines()[-1].startswith("1 cells: 1 AGREE")
-        assert "1 of these cells were verified more than once, in 2 runs from 2026-11-20 12:00:30 UTC to " in text
-        assert "1 of them had another verdict before: nll[agreement-single-float32]." in text
+        assert text.splitlines()[-1].startswith("1 cell: 1 AGREE")
+        assert "1 cell was verified more than once, in 2 runs from 2026-11-20 12:00:30 UTC to " in text
+        assert "1 cell had another verdict before: nll[agreement-single-float32]." in text
     assert "more than once" not in shown([new])
 
 
@@ -272,10 +273,10 @@ def test_the_story_of_a_cell_has_all_that_is_known(folder: Path, lossgate: Lossg
         "  cause: it forgets a factor",
         "  what: nll from logits, declared as kernels.py:nll",
         "  before: 2 runs, from 2026-11-20 12:00:30 UTC to 2026-11-21 12:00:30 UTC; the last: INCONCLUSIVE, DISAGREE",
-        "  seen: 1 problems, 1 comparisons, detects 1%",
+        "  seen: 1 problem, 1 comparison, detects 1%",
         "  planted errors rejected in loss: zero 100%",
         "  goal trained token: 0 problems",
-        "  goal masked token: 1 problems  (not required)",
+        "  goal masked token: 1 problem  (not required)",
         "  option mutants: 5 killed",
         "  memory: peak 3",
     ):
@@ -323,9 +324,20 @@ def test_a_file_has_each_reason_in_one_line(folder: Path) -> None:
     assert f"  {long}\n" in shown([write(folder / "out.jsonl", whole_run([disagreeing(reasons=(long,))]))], 80)
 
 
+@pytest.mark.parametrize("arguments", [[], ["--cell", "*"]])
+def test_no_line_of_a_file_ends_in_blanks(report: Callable[..., Done], arguments: list[str]) -> None:
+    text = report([cell(), disagreeing(candidate="a_long_name_of_a_kernel")], *arguments).stdout
+    assert [line for line in text.splitlines() if line != line.rstrip()] == []
+
+
+@pytest.mark.parametrize(("number", "words"), [(0, "0 cells"), (1, "1 cell"), (2, "2 cells")])
+def test_numbers_are_told_with_the_right_plural(number: int, words: str) -> None:
+    assert counted(number, "cell") == words
+
+
 def test_report_as_a_process_without_torch(folder: Path) -> None:
     write(folder / "out.jsonl", whole_run([cell()]))
     (folder / "torch.py").write_text("raise ImportError('a report needs no torch')")
     done = in_a_process(folder, "report", "out.jsonl")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.endswith("1 cells: 1 AGREE; 2 s\n")
+    assert done.stdout.endswith("1 cell: 1 AGREE; 2 s\n")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between two gatherings of evidence, cell by cell and around them."""
+"""What differs between two gatherings of evidence: the cells, and the runs that verified them."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Change(StrEnum):
     VANISHED = "vanished"
     INCONCLUSIVE = "inconclusive now"
     EXCUSED = "known failures now, of which only a frozen example is judged"
-    LESS_POWER = "see less"
+    LESS_POWER = "lost power"
     OTHERWISE = "disagree in another way"
     BETTER = "better"
     APPEARED = "appeared"
@@ -49,7 +49,7 @@ class Side:
 
     gathered: Gathered
     cells: dict[CellKey, CellSummary]
-    """What is told last of each cell, without what contradicts its own numbers."""
+    """The newest result of each cell, without those that contradict their own numbers."""
     sights: dict[CellKey, Sight]
 
 
@@ -112,7 +112,7 @@ def _of_verdict(before: CellSummary, after: CellSummary) -> Iterator[CellChange]
 
 
 def _of_sight(key: CellKey, before: Side, after: Side) -> Iterator[CellChange]:
-    """Yields what a cell that does not disagree sees less of.
+    """Yields how a cell that does not disagree lost power.
 
     A disagreement stops a cell early, so that it has seen little.
     """
@@ -129,7 +129,7 @@ def _outcome(told: CellSummary) -> str:
 
 def _why(told: CellSummary) -> str:
     lines = [line for reason in told.reasons for line in reason.splitlines()]
-    return lines[0] if lines else "no reason is told"
+    return lines[0] if lines else "it has no reason"
 
 
 def _symptoms(told: CellSummary) -> str:
@@ -137,7 +137,7 @@ def _symptoms(told: CellSummary) -> str:
 
 
 def surroundings(before: Gathered, after: Gathered) -> list[str]:
-    """Returns in words what differs around the cells: commit, versions, settings, sources."""
+    """Returns in words what else differs: commit, versions, settings, sources."""
     was, now = _around(before), _around(after)
     return [
         f"{name}: {_either(was.get(name))}, now {_either(now.get(name))}"
@@ -151,7 +151,7 @@ def _either(values: Iterable[str] | None) -> str:
 
 
 def _around(gathered: Gathered) -> dict[str, set[str]]:
-    """Returns the values of all that is around the newest of each cell."""
+    """Returns the values of all that the newest results of the cells were verified with."""
     found: dict[str, set[str]] = {}
     newest = gathered.newest.values()
     for name in dict.fromkeys(told.run for told in newest):

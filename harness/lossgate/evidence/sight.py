@@ -103,7 +103,8 @@ def _of_output(name: str, before: SeenOutput, after: SeenOutput) -> Iterator[Los
     if after.mde == inf and before.mde < inf:
         yield Loss(f"the scale of {name} is not compared any more")
     elif after.mde > FACTOR * before.mde:
-        yield Loss(f"{name} detects from {after.mde:.2g} on, before from {before.mde:.2g}", after.mde / before.mde)
+        message = f"{name} detected errors from {before.mde:.2g}, now only from {after.mde:.2g}"
+        yield Loss(message, after.mde / before.mde)
 
 
 def in_words(found: Iterable[Loss]) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells all that evidence knows of one cell."""
+"""Shows all that evidence has on one cell."""
 
 from collections.abc import Iterator, Sequence
 from math import inf
@@ -13,6 +13,8 @@ from rich.text import Text
 from lossgate.evidence.columns import largest_share
 from lossgate.evidence.records import CellRecord, OutputRecord
 from lossgate.evidence.summary import CellSummary
+from lossgate.reports.console import print_whole
+from lossgate.reports.counted import counted
 from lossgate.reports.describe import describe, marked, print_detail
 from lossgate.reports.printable import printable
 from lossgate.reports.run_lines import moment
@@ -20,7 +22,7 @@ from lossgate.reports.shown_cell import of_summary
 from lossgate.reports.verdict_table import percent, share
 
 _TIMES = 5
-"""How many of the last verdicts of a cell are told."""
+"""How many of the last verdicts of a cell are shown."""
 
 
 def print_story(console: Console, record: CellRecord, told: Sequence[CellSummary]) -> None:
@@ -29,7 +31,7 @@ def print_story(console: Console, record: CellRecord, told: Sequence[CellSummary
     Args:
         console: where to print.
         record: the newest of the cell.
-        told: all that evidence tells of it, the newest last.
+        told: all results of it, the newest last.
     """
     shown = of_summary(told[-1])
     console.print(f"{marked(shown)}  {_escaped(str(record.key))}", soft_wrap=True)
@@ -37,7 +39,7 @@ def print_story(console: Console, record: CellRecord, told: Sequence[CellSummary
         print_detail(console, line, hanging=2)
     if record.outputs:
         console.print()
-        console.print(_outputs(record.outputs))
+        print_whole(console, _outputs(record.outputs))
     console.print()
     for line in _sight(record):
         print_detail(console, f"  {_escaped(line)}", hanging=2)
@@ -62,7 +64,8 @@ def _about(record: CellRecord, told: Sequence[CellSummary]) -> Iterator[str]:
         verdicts = ", ".join(one.verdict for one in told[-_TIMES:])
         yield f"before: {len(told)} runs, from {moment(times[0])} to {moment(times[-1])}; the last: {verdicts}"
     detects = percent(inf if record.mde is None else record.mde)
-    yield f"seen: {record.problems} problems, {record.comparisons} comparisons, detects {detects}"
+    counts = counted(record.problems, "problem"), counted(record.comparisons, "comparison")
+    yield f"seen: {', '.join(counts)}, detects {detects}"
 
 
 def _outputs(outputs: Sequence[OutputRecord]) -> Table:
@@ -107,7 +110,7 @@ def _sight(record: CellRecord) -> Iterator[str]:
     required = frozenset(record.required)
     for goal in dict.fromkeys([*record.required, *record.coverage]):
         needed = "" if goal in required else "  (not required)"
-        yield f"goal {goal}: {record.coverage.get(goal, 0)} problems{needed}"
+        yield f"goal {goal}: {counted(record.coverage.get(goal, 0), 'problem')}{needed}"
     others = {"surviving": sorted(set(record.surviving) - set(record.equivalent)), "equivalent": record.equivalent}
     words = [f"; {word}: {', '.join(names)}" for word, names in others.items() if names]
     yield f"option mutants: {record.killed} killed{''.join(words)}"

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the console that prints reports for people to read."""
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.text import Text
 
 _WIDTH = 180
 """Width without a terminal. All columns of the verdict table fit, with names of 45 characters."""
@@ -23,3 +24,14 @@ def make_console() -> Console:
     """
     console = _Console(highlight=False)
     return console if console.is_terminal else _Console(highlight=False, width=_WIDTH)
+
+
+def print_whole(console: Console, table: RenderableType) -> None:
+    """Prints a table. Without a terminal its lines end where their text does, without blanks."""
+    if console.is_terminal:
+        console.print(table)
+        return
+    with console.capture() as capture:
+        console.print(table)
+    for line in capture.get().splitlines():
+        console.print(Text(line.rstrip()), soft_wrap=True)

@@ -21,8 +21,13 @@ def describe(cell: ShownCell) -> list[str]:
     if cell.on is not None:
         lines.append(f"  on: {escape(cell.on)}")
     if cell.replay is not None:
-        lines.append(f"{_REPLAY}{escape(cell.replay)}")
+        lines.append(replay_line(escape(cell.replay)))
     return lines
+
+
+def replay_line(command: str) -> str:
+    """Returns the line that shows a command, which ``print_detail`` never wraps."""
+    return f"{_REPLAY}{command}"
 
 
 def _where(cell: ShownCell) -> str:

@@ -7,13 +7,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from lossgate.evidence.differences import CellChange, Change
+from lossgate.reports.counted import counted
 from lossgate.reports.describe import print_detail
 from lossgate.reports.printable import printable
 
 _OF_A_CANDIDATE = 3
-"""How many cells of a candidate are told of each kind of change. The others are usually alike."""
+"""How many cells of a candidate are shown for each kind of change. The others are usually alike."""
 _OF_A_KIND = 12
-"""How many cells are told of each kind of change: all kinds fit on a screen or two."""
+"""How many cells are shown for each kind of change: all kinds fit on a screen or two."""
 
 _STYLES = {
     Change.DISAGREES: "bold red",
@@ -37,22 +38,27 @@ def print_diff(
     Args:
         console: where to print.
         changed: how cells changed, the worst first.
-        around: what differs around them, in words.
+        around: what else differs, in words.
         troubles: what is wrong with the evidence, each with the side that it is of.
         same: how many cells did not change.
     """
     for change in Change:
         _section(console, change, [one for one in changed if one.change is change])
-    _lines(console, "around them", around)
-    _lines(console, "the evidence is not whole", [f"{side}: {trouble}" for side, trouble in troubles])
+    _lines(console, "what else changed", around)
+    _lines(console, "the evidence is not whole", [_named(*one) for one in troubles])
     console.print(escape(summary(changed, same)), soft_wrap=not console.is_terminal)
 
 
 def summary(changed: Sequence[CellChange], same: int) -> str:
     """Counts the changes by kind, in one line."""
-    counts = [(change, sum(one.change is change for one in changed)) for change in Change]
-    words = [f"{count} {change.value.partition(',')[0]}" for change, count in counts if count]
-    return ", ".join([*words, f"{same} unchanged"])
+    counts = {change.value.partition(",")[0]: sum(one.change is change for one in changed) for change in Change}
+    counts["unchanged"] = same
+    return ", ".join(f"{count} {what}" for what, count in counts.items() if count) or "no cells to compare"
+
+
+def _named(side: str, trouble: str) -> str:
+    """Returns a trouble with the side that it is of, unless it names a file of that side itself."""
+    return trouble if trouble.startswith((f"{side}:", f"{side}/")) else f"{side}: {trouble}"
 
 
 def _section(console: Console, change: Change, cells: Sequence[CellChange]) -> None:
@@ -74,7 +80,8 @@ def _told(cells: Sequence[CellChange]) -> Iterator[str]:
     for number, (candidate, of_candidate) in enumerate(by_candidate.items()):
         if shown >= _OF_A_KIND:
             left = list(by_candidate.values())[number:]
-            yield f"and {sum(map(len, left))} more cells of {len(left)} other candidates"
+            cells = sum(map(len, left))
+            yield f"and {counted(cells, 'more cell')} of {counted(len(left), 'other candidate')}"
             return
         told = of_candidate[:_OF_A_CANDIDATE]
         yield from (f"{one.key}: {one.message}" for one in told)

@@ -10,6 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lossgate.evidence.gather import Gathered
+from lossgate.reports.console import print_whole
+from lossgate.reports.counted import counted
 from lossgate.reports.describe import DESCRIBED, describe, print_detail
 from lossgate.reports.printable import printable
 from lossgate.reports.run_lines import moment, run_lines
@@ -24,7 +26,7 @@ _ROWS = 60
 
 
 def print_report(console: Console, gathered: Gathered, troubles: Sequence[str]) -> None:
-    """Prints what evidence says. What is told last of a cell counts.
+    """Prints what evidence says. The newest result of a cell counts.
 
     Args:
         console: where to print.
@@ -47,7 +49,7 @@ def print_runs(console: Console, gathered: Gathered) -> None:
     table = Table.grid(padding=(0, 2, 0, 0))
     for heading, line in run_lines(gathered):
         table.add_row(Text(heading, style="dim"), Text(line, overflow="fold"))
-    console.print(table)
+    print_whole(console, table)
     console.print()
 
 
@@ -67,7 +69,8 @@ def print_failures(console: Console, cells: Iterable[ShownCell]) -> None:
             )
             console.print(f"  and {len(more)} more like these of {escape(candidate)}: {words}", soft_wrap=True)
     if others := list(failing.values())[_CANDIDATES:]:
-        console.print(f"and {sum(map(len, others))} more cells of {len(others)} other candidates", soft_wrap=True)
+        cells, candidates = sum(map(len, others)), len(others)
+        console.print(f"and {counted(cells, 'more cell')} of {counted(candidates, 'other candidate')}", soft_wrap=True)
 
 
 def print_table(console: Console, cells: Sequence[ShownCell]) -> None:
@@ -76,9 +79,9 @@ def print_table(console: Console, cells: Sequence[ShownCell]) -> None:
     if len(rows) > _ROWS:
         rows.sort(key=lambda row: min(cell.verdict.order for cell in row))
     if rows:
-        console.print(verdict_table([cell for row in rows[:_ROWS] for cell in row]))
+        print_whole(console, verdict_table([cell for row in rows[:_ROWS] for cell in row]))
     if left := [cell for row in rows[_ROWS:] for cell in row]:
-        print_detail(console, f"and {len(rows) - _ROWS} more rows, none of them worse: {summary(left)}")
+        print_detail(console, f"and {counted(len(rows) - _ROWS, 'more row')}, none of them worse: {summary(left)}")
         console.print()
 
 
@@ -99,10 +102,10 @@ def _repeats(gathered: Gathered) -> Iterator[str]:
     every = [one for told in several.values() for one in told]
     times, runs = sorted(one.time for one in every), len({one.run for one in every})
     yield (
-        f"{len(several)} of these cells were verified more than once, in {runs} runs from {moment(times[0])} "
-        f"to {moment(times[-1])}; the newest counts."
+        f"{counted(len(several), 'cell')} {'was' if len(several) == 1 else 'were'} verified more than once, in "
+        f"{counted(runs, 'run')} from {moment(times[0])} to {moment(times[-1])}; the newest counts."
     )
     changed = [key for key, told in several.items() if len({(one.verdict, one.expected) for one in told}) > 1]
     if changed:
-        yield f"{len(changed)} of them had another verdict before: {printable(listed(changed))}."
+        yield f"{counted(len(changed), 'cell')} had another verdict before: {printable(listed(changed))}."
     yield ""

@@ -5,59 +5,45 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
-from rich.padding import Padding
-from rich.text import Text
+from rich.markup import escape
 
+from lossgate.evidence.records import CellKey
 from lossgate.gate.verdict import Blocker, GatedCell, GateVerdict, Kind
+from lossgate.reports.counted import counted
+from lossgate.reports.describe import print_detail, replay_line
 from lossgate.reports.printable import printable
 
 _SHOWN = 3
-"""How many reasons of each kind are shown. All kinds fit on a screen, and files have the rest."""
+"""How many cells of each kind of reason are shown. All kinds fit on a screen, and files have the
+rest."""
 
-_HEADINGS = {
-    Kind.DISAGREE: "disagree",
-    Kind.KNOWN_FAILURE: "known failures that are none any more",
-    Kind.CONTRADICTORY: "contradictory evidence",
-    Kind.DAMAGED: "damaged evidence",
-    Kind.EMPTY: "no evidence",
-    Kind.MISSING: "missing",
-    Kind.UNFINISHED: "unfinished runs",
-    Kind.MIXED: "evidence of different code",
-    Kind.STALE: "evidence of another time",
-    Kind.INCONCLUSIVE: "inconclusive",
-    Kind.WEAK: "seen too weakly",
-}
-"""The heading of each kind of reason, the gravest first."""
+_ORDER = (
+    Kind.DISAGREE,
+    Kind.KNOWN_FAILURE,
+    Kind.CONTRADICTORY,
+    Kind.DAMAGED,
+    Kind.EMPTY,
+    Kind.MISSING,
+    Kind.UNFINISHED,
+    Kind.MIXED,
+    Kind.STALE,
+    Kind.INCONCLUSIVE,
+    Kind.WEAK,
+)
+"""The kinds of reasons, the gravest first."""
 
 
 def print_gate(verdict: GateVerdict, console: Console) -> None:
     """Prints the verdict, what keeps the gate closed, and what was counted."""
-    wide = console.is_terminal
     for line in _lines(verdict):
-        if wide:
-            indent = len(line.plain) - len(line.plain.lstrip(" "))
-            console.print(Padding(line[indent:], (0, 0, 0, indent)))
-        else:  # in a file each line stays whole, so that it can be searched
-            console.print(line, soft_wrap=True)
+        print_detail(console, line, hanging=2)
 
 
-def _lines(verdict: GateVerdict) -> Iterator[Text]:
-    yield headline(verdict)
-    yield Text(f"  {summary(verdict)}")
-    yield Text(f"  policy {verdict.policy.file}, {_evidence(verdict)}")
-    by_kind: defaultdict[Kind, list[Blocker]] = defaultdict(list)
-    for blocker in verdict.blockers:
-        by_kind[blocker.kind].append(blocker)
-    for kind in sorted(by_kind, key=list(_HEADINGS).index):
-        yield from _section(kind, by_kind[kind])
-
-
-def headline(verdict: GateVerdict) -> Text:
+def headline(verdict: GateVerdict) -> str:
     """Returns whether the gate is open, in a line."""
     if verdict.passes:
-        return Text("OPEN: the evidence is what the policy asks for", style="green")
-    count = len(verdict.blockers)
-    return Text(f"CLOSED: {count} reason{'s' * (count > 1)}", style="bold red")
+        return "OPEN: the evidence is what the policy asks for"
+    return f"CLOSED: {counted(len(verdict.blockers), 'reason')}"
 
 
 def summary(verdict: GateVerdict) -> str:
@@ -67,7 +53,28 @@ def summary(verdict: GateVerdict) -> str:
     words = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
     others = len(verdict.cells) - len(required)
     more = f"; {others} more that no rule asks for" if others else ""
-    return f"{_count(len(required), 'cell')}{': ' * bool(words)}{words}{more}"
+    return f"{counted(len(required), 'cell')}{': ' * bool(words)}{words}{more}"
+
+
+def _lines(verdict: GateVerdict) -> Iterator[str]:
+    """Yields lines of rich markup."""
+    yield f"[{'green' if verdict.passes else 'bold red'}]{headline(verdict)}[/]"
+    yield f"  {summary(verdict)}"
+    yield f"  {_text(f'policy {verdict.policy.file}, {_evidence(verdict)}')}"
+    replays = dict(_replays(verdict.cells))
+    by_kind: defaultdict[Kind, list[Blocker]] = defaultdict(list)
+    for blocker in verdict.blockers:
+        by_kind[blocker.kind].append(blocker)
+    for kind in sorted(by_kind, key=_ORDER.index):
+        yield from _section(kind, by_kind[kind], replays)
+
+
+def _replays(cells: Sequence[GatedCell]) -> Iterator[tuple[CellKey, str]]:
+    """Yields the command that shows the disagreement of a cell again, for each that has one."""
+    for cell in cells:
+        failure = cell.summary.failure if cell.summary is not None else None
+        if failure is not None and failure.replay:
+            yield cell.key, failure.replay
 
 
 def _word(cell: GatedCell) -> str:
@@ -75,21 +82,45 @@ def _word(cell: GatedCell) -> str:
 
 
 def _evidence(verdict: GateVerdict) -> str:
-    files = _count(len(verdict.evidence), "file")
+    files = counted(len(verdict.evidence), "file")
     commits = f" of commit {', '.join(commit[:12] for commit in verdict.commits)}" if verdict.commits else ""
     versions = [f"{name} {' and '.join(found)}" for name, found in verdict.versions.items() if name != "machine"]
     return f"evidence in {files}{commits}{', ' * bool(versions)}{', '.join(versions)}"
 
 
-def _section(kind: Kind, blockers: Sequence[Blocker]) -> Iterator[Text]:
-    yield Text("")
-    yield Text(f"{_HEADINGS[kind]} ({len(blockers)})", style="bold")
-    for blocker in blockers[:_SHOWN]:
-        about = f"{blocker.cell}: " if blocker.cell is not None else ""
-        yield Text(f"  {printable(about + ' '.join(blocker.message.split()))}")
-    if len(blockers) > _SHOWN:
-        yield Text(f"  and {len(blockers) - _SHOWN} more like these")
+def _section(kind: Kind, blockers: Sequence[Blocker], replays: dict[CellKey, str]) -> Iterator[str]:
+    """Yields a heading, the first reasons below it, and how many more there are.
+
+    The heading is the word that the documentation explains, and that other programs are given.
+    """
+    groups = _by_cell(blockers)
+    yield ""
+    yield f"[bold]{kind} ({len(blockers)})[/]"
+    for group in groups[:_SHOWN]:
+        yield from _reasons(group)
+        cell = group[0].cell
+        if kind is Kind.DISAGREE and cell in replays:
+            yield replay_line(_text(replays[cell]))
+    if more := sum(map(len, groups[_SHOWN:])):
+        yield f"  and {more} more like {'this' if len(blockers) - more == 1 else 'these'}"
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def _by_cell(blockers: Sequence[Blocker]) -> list[list[Blocker]]:
+    """Returns the reasons of one kind, those of one cell together."""
+    groups: dict[CellKey | int, list[Blocker]] = {}
+    for number, blocker in enumerate(blockers):
+        groups.setdefault(number if blocker.cell is None else blocker.cell, []).append(blocker)
+    return list(groups.values())
+
+
+def _reasons(group: Sequence[Blocker]) -> Iterator[str]:
+    """Yields the reasons of one cell, which is named once, or a reason of no single cell."""
+    about = f"{group[0].cell}: " if group[0].cell is not None else ""
+    for number, blocker in enumerate(group):
+        before = "    also: " if number else f"  {_text(about)}"
+        yield f"{before}{_text(' '.join(blocker.message.split()))}"
+
+
+def _text(text: str) -> str:
+    """Returns text from files, fit for a line of rich markup."""
+    return escape(printable(text))

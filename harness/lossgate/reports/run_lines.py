@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells of the runs of which evidence is: when, where, how long, of which commits and versions."""
+"""Describes the runs in evidence: when, where, how long, of which commits and versions."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -7,10 +7,11 @@ from datetime import UTC, datetime
 
 from lossgate.evidence.gather import Gathered
 from lossgate.evidence.records import EndRecord, RunRecord
+from lossgate.reports.counted import counted
 from lossgate.reports.printable import printable
 
 _SHOWN = 5
-"""How many runs, or files, are told one by one: the newest."""
+"""How many runs, or files, are shown one by one: the newest."""
 _COMMIT_DIGITS = 12
 
 
@@ -39,7 +40,7 @@ def _first(heading: str, lines: list[str], others: str) -> Iterator[tuple[str, s
 def _run_line(run: RunRecord, end: EndRecord | None, cells: int) -> str:
     part = f", part {printable(run.part)}" if run.part is not None else ""
     finished = end.finished if end is not None else None
-    return f"{printable(run.run)}  {period(run.started, finished)}, {cells} cells{part}, seed {_seed(run)}"
+    return f"{printable(run.run)}  {period(run.started, finished)}, {counted(cells, 'cell')}{part}, seed {_seed(run)}"
 
 
 def _seed(run: RunRecord) -> str:
@@ -61,7 +62,9 @@ def versions_of(run: RunRecord) -> str:
 def _counted(words: Iterable[str]) -> list[str]:
     """Returns each word once, with the number of runs that have it if there are several words."""
     counts = Counter(words)
-    return list(counts) if len(counts) == 1 else [f"{word} ({count} runs)" for word, count in counts.most_common()]
+    if len(counts) == 1:
+        return list(counts)
+    return [f"{word} ({counted(count, 'run')})" for word, count in counts.most_common()]
 
 
 def period(start: str, end: str | None) -> str:

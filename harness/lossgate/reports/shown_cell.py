@@ -140,7 +140,10 @@ def _lines(reasons: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _on(problem: str, shrink_calls: int) -> str:
-    return problem + (f"  (after {shrink_calls} tries to make it smaller)" if shrink_calls else "")
+    if not shrink_calls:
+        return problem
+    tries = "1 try" if shrink_calls == 1 else f"{shrink_calls} tries"
+    return f"{problem}  (after {tries} to make it smaller)"
 
 
 def _ranks(layout: str) -> int:

@@ -11,7 +11,8 @@ from rich.table import Column
 
 from lossgate.engine.cell import CellResult
 from lossgate.engine.events import CellFinished, Event, RunStarted
-from lossgate.reports.console import make_console
+from lossgate.reports.console import make_console, print_whole
+from lossgate.reports.counted import counted
 from lossgate.reports.describe import DESCRIBED, describe, marked, print_detail
 from lossgate.reports.failures import FailureFiles
 from lossgate.reports.shown_cell import ShownCell, of_result
@@ -40,7 +41,7 @@ class Terminal:
         else:
             self.close()
             cells = [of_result(result) for result in event.results]
-            self.console.print(verdict_table(cells))
+            print_whole(self.console, verdict_table(cells))
             self.console.print(summary(cells))
             if event.stopped:
                 self.console.print(f"[bold]stopped:[/] {escape(event.stopped)}", soft_wrap=True)
@@ -64,7 +65,7 @@ class Terminal:
             self._progress.add_task("", total=cells)
             self._progress.start()
         else:
-            self.console.print(f"{cells} cells")
+            self.console.print(counted(cells, "cell"))
 
     def _cell(self, result: CellResult) -> None:
         candidate = result.cell.candidate.name
@@ -92,6 +93,6 @@ def describe_cell(result: CellResult, replay: str | None) -> list[str]:
 def _line(cell: ShownCell) -> str:
     return (
         f"{marked(cell)}  {escape(cell.candidate)}  {cell.dtype}  {cell.layout}:  "
-        f"{cell.problems} problems, {cell.comparisons} comparisons, "
+        f"{counted(cell.problems, 'problem')}, {counted(cell.comparisons, 'comparison')}, "
         f"at most {share(cell.margin)} of a limit, detects {percent(cell.mde)}  ({cell.seconds:.1f} s)"
     )

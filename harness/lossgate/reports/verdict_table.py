@@ -15,6 +15,7 @@ from rich.measure import measure_renderables
 from rich.table import Column, Table
 from rich.text import Text
 
+from lossgate.reports.counted import counted
 from lossgate.reports.shown_cell import STYLES, ShownCell, ShownVerdict
 
 _MARK = " <--"
@@ -60,7 +61,7 @@ def summary(cells: Sequence[ShownCell]) -> str:
     """Counts the cells by verdict, in one line."""
     counts = Counter("known failure" if cell.verdict.expected else cell.verdict.word for cell in cells)
     verdicts = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
-    return f"{len(cells)} cells: {verdicts}; {sum(cell.seconds for cell in cells):.0f} s"
+    return f"{counted(len(cells), 'cell')}: {verdicts}; {sum(cell.seconds for cell in cells):.0f} s"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +121,7 @@ class _Row:
 def _layouts(cells: Sequence[ShownCell]) -> str:
     if len(cells) == 1:
         return cells[0].layout
-    return f"{len(cells)}, up to {max(cell.ranks for cell in cells)} ranks"
+    return f"{len(cells)}, up to {counted(max(cell.ranks for cell in cells), 'rank')}"
 
 
 @dataclass(frozen=True)
