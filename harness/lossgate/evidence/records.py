@@ -202,7 +202,7 @@ class CellRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="cell"
     """``file.py:name`` or ``package.module:name``."""
     source_digest: Sha256 | None
     """Of the file that declares the candidate."""
-    source_modified: bool | None
+    source_modified: bool | None = None
     """Whether that file differs from the commit, or is not in it; null if that is not known."""
     verdict: VerdictName
     reasons: tuple[str, ...]

@@ -26,7 +26,7 @@ class CellSummary:
     head: str
     source: str
     source_digest: str | None
-    source_modified: bool | None
+    source_modified: bool | None = None
     verdict: VerdictName
     reasons: tuple[str, ...]
     problems: int
