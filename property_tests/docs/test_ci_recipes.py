@@ -3,6 +3,7 @@
 
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ VALUES = {
     "github.run_number": "7",
     "TARGETS": "ci/candidates/ours.py",
     "PROFILE": "ci",
+    "POLICY": "ci/gate.toml",
     "CI_NODE_INDEX": "1",
     "CI_NODE_TOTAL": "4",
     "evidence": "evidence.jsonl",
@@ -150,6 +152,27 @@ def test_parts_are_all_there_and_the_gate_runs_whatever_came_of_them(path: Path)
         uploads = [s for s in jobs.get(name, {}).get("steps", ()) if "upload-artifact" in s.get("uses", "")]
         assert all(step["if"] == "always()" for step in uploads)
     assert not any("continue-on-error" in step for name in ("verify", "gate") for step in jobs[name]["steps"])
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=by_name)
+def test_the_gate_asks_for_the_commit_that_is_checked_out(path: Path) -> None:
+    (gate,) = [words for script in scripts_of(path) for words in commands_in(script) if words[0] == "gate"]
+    assert gate[gate.index("--commit") + 1] == "$(git rev-parse HEAD)"
+    assert gate[gate.index("--policy") + 1] == "ci/gate.toml"
+    checkouts = [s for job in jobs_of(path).values() for s in job.get("steps", ()) if "checkout" in s.get("uses", "")]
+    assert not any("ref" in step["with"] for step in checkouts)
+
+
+@pytest.mark.parametrize(("evidence", "code"), [("", 4), ("a line", 1)])
+def test_a_torchrun_without_evidence_is_an_error(tmp_path: Path, evidence: str, code: int) -> None:
+    """torchrun exits with 1, whatever happened. GitLab allows 1, and GitHub needs a success."""
+    (tmp_path / "evidence-torchrun.jsonl").write_text(evidence)
+    (gitlab,) = jobs_of(GITLAB)["torchrun"]["script"]
+    (github,) = [run for run in runs_of(jobs_of(GITHUB)["torchrun"]) if "torchrun --nproc" in run]
+    assert jobs_of(GITLAB)["torchrun"]["allow_failure"] == {"exit_codes": [1]}
+    for script, expected in ((gitlab, code), (github, 0 if evidence else 1)):
+        done = subprocess.run(["bash", "-ec", f"torchrun() {{ return 1; }}\n{script}"], cwd=tmp_path, check=False)
+        assert done.returncode == expected
 
 
 def test_parts_of_gitlab_are_all_there_and_the_gate_runs_whatever_came_of_them() -> None:

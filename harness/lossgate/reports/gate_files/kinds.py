@@ -15,8 +15,9 @@ class Meaning(NamedTuple):
 
 MEANINGS: dict[Kind, Meaning] = {
     Kind.DISAGREE: Meaning(
-        "A kernel disagrees with its reference.",
-        "Run the replay command to see the disagreement again, and mend the kernel.",
+        "A kernel disagrees with its reference, and no known failure of the policy excuses it.",
+        "Run the replay command to see the disagreement again, and mend the kernel. A known failure that has "
+        "expired, has changed or is not in the policy excuses nothing.",
     ),
     Kind.INCONCLUSIVE: Meaning(
         "Nothing wrong was seen, but not enough was seen.",
@@ -31,16 +32,16 @@ MEANINGS: dict[Kind, Meaning] = {
         "Let the run come to its end, and give the gate its whole file.",
     ),
     Kind.EMPTY: Meaning(
-        "There is no evidence, or the policy asks for none of it.",
-        "Check the paths of the evidence, and the patterns of the policy.",
+        "There is no evidence.",
+        "Check the paths of the evidence.",
     ),
     Kind.DAMAGED: Meaning(
         "A line of evidence was cut or edited, or can't be read.",
         "Verify again, and carry the file unchanged from the run to the gate.",
     ),
     Kind.CONTRADICTORY: Meaning(
-        "Two lines tell different things of one cell, or a line contradicts its own numbers.",
-        "Remove the evidence of the run that is out of date, or verify the cell again.",
+        "Two lines have different results of one cell, or a line contradicts its own numbers.",
+        "Use a new file for each commit: remove the evidence that is out of date, or verify the cell again.",
     ),
     Kind.STALE: Meaning(
         "Evidence is older than the policy allows, or is dated in the future.",
@@ -55,7 +56,7 @@ MEANINGS: dict[Kind, Meaning] = {
         "Verify with more examples, or ask less of these cells in the policy.",
     ),
     Kind.KNOWN_FAILURE: Meaning(
-        "A known failure has expired, is gone, has changed, or is not in the policy.",
-        "Mend the kernel and remove the known failure, or renew its entry in the policy.",
+        "A known failure no longer fails.",
+        "Remove it from the policy, and from the candidate if that declares it.",
     ),
 }
