@@ -331,7 +331,7 @@ def test_no_line_of_a_file_ends_in_blanks(report: Callable[..., Done], arguments
 
 
 @pytest.mark.parametrize(("number", "words"), [(0, "0 cells"), (1, "1 cell"), (2, "2 cells")])
-def test_numbers_are_told_with_the_right_plural(number: int, words: str) -> None:
+def test_numbers_have_the_right_plural(number: int, words: str) -> None:
     assert counted(number, "cell") == words
 
 

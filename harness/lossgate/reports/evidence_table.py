@@ -69,8 +69,8 @@ def print_failures(console: Console, cells: Iterable[ShownCell]) -> None:
             )
             console.print(f"  and {len(more)} more like these of {escape(candidate)}: {words}", soft_wrap=True)
     if others := list(failing.values())[_CANDIDATES:]:
-        cells, candidates = sum(map(len, others)), len(others)
-        console.print(f"and {counted(cells, 'more cell')} of {counted(candidates, 'other candidate')}", soft_wrap=True)
+        left = counted(sum(map(len, others)), "more cell")
+        console.print(f"and {left} of {counted(len(others), 'other candidate')}", soft_wrap=True)
 
 
 def print_table(console: Console, cells: Sequence[ShownCell]) -> None:

@@ -129,7 +129,7 @@ def _element(case: _Case) -> ET.Element:
 
 
 def _seconds(case: _Case) -> float:
-    """Returns the time of a case; 0 if evidence tells nonsense of it."""
+    """Returns the time of a case; 0 if evidence has nonsense for it."""
     return case.seconds if isfinite(case.seconds) and case.seconds > 0 else 0.0
 
 

@@ -19,7 +19,7 @@ class Places:
     """Finds the place of each candidate and of each line of the policy.
 
     Args:
-        verdict: tells which file declares each candidate.
+        verdict: says which file declares each candidate.
         root: the folder that paths of sources start from. A source is read only to find the line
             of a candidate, and only if it is the very file that was verified; None reads nothing.
     """
@@ -36,7 +36,7 @@ class Places:
         """Returns the place that declares a candidate, or None if no file is known.
 
         Args:
-            summary: of the cell in question. Without one, another cell of the candidate tells.
+            summary: of the cell in question. Without one, another cell of the candidate says it.
         """
         found = summary or self._sources.get(candidate)
         stem, suffix, name = found.source.partition(".py:") if found is not None else ("", "", "")

@@ -29,7 +29,7 @@ _MOST_BYTES = 9_500_000
 """GitHub refuses a file of more than 10 MB after gzip. Other zlibs may pack a little worse."""
 _LONGEST_MESSAGE = 1_000
 _MORE = "more"
-"""The rule of the last result, which tells how many were left out."""
+"""The rule of the last result, which says how many were left out."""
 
 Json = dict[str, Any]
 
@@ -176,7 +176,7 @@ def _result(rule: str, level: str, message: str, fingerprint: str, more: Json) -
         "ruleIndex": _INDEX[rule],
         "level": level,
         "message": {"text": _message(message)},
-        # GitHub tells results apart by primaryLocationLineHash alone. Its own hash of the line
+        # GitHub distinguishes results by primaryLocationLineHash alone. Its own hash of the line
         # would be the same for all cells of a candidate.
         "partialFingerprints": {"primaryLocationLineHash": fingerprint, "lossgateCell/v1": fingerprint},
         **more,

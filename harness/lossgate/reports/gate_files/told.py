@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all files tell of a verdict: its sentence, and its blockers by cell."""
+"""What all files say about a verdict: its sentence, and its blockers by cell."""
 
 from collections import Counter
 from collections.abc import Sequence
