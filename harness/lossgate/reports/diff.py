@@ -80,8 +80,8 @@ def _told(cells: Sequence[CellChange]) -> Iterator[str]:
     for number, (candidate, of_candidate) in enumerate(by_candidate.items()):
         if shown >= _OF_A_KIND:
             left = list(by_candidate.values())[number:]
-            cells = sum(map(len, left))
-            yield f"and {counted(cells, 'more cell')} of {counted(len(left), 'other candidate')}"
+            more = counted(sum(map(len, left)), "more cell")
+            yield f"and {more} of {counted(len(left), 'other candidate')}"
             return
         told = of_candidate[:_OF_A_CANDIDATE]
         yield from (f"{one.key}: {one.message}" for one in told)
