@@ -11,6 +11,7 @@ from lossgate.evidence.records import CellKey
 from lossgate.gate.verdict import Blocker, GatedCell, GateVerdict, Kind
 from lossgate.reports.counted import counted
 from lossgate.reports.describe import print_detail, replay_line
+from lossgate.reports.gate_files.told import replay_of
 from lossgate.reports.printable import printable
 
 _SHOWN = 3
@@ -61,20 +62,12 @@ def _lines(verdict: GateVerdict) -> Iterator[str]:
     yield f"[{'green' if verdict.passes else 'bold red'}]{headline(verdict)}[/]"
     yield f"  {summary(verdict)}"
     yield f"  {_text(f'policy {verdict.policy.file}, {_evidence(verdict)}')}"
-    replays = dict(_replays(verdict.cells))
+    replays = {cell.key: replay for cell in verdict.cells if (replay := replay_of(cell))}
     by_kind: defaultdict[Kind, list[Blocker]] = defaultdict(list)
     for blocker in verdict.blockers:
         by_kind[blocker.kind].append(blocker)
     for kind in sorted(by_kind, key=_ORDER.index):
         yield from _section(kind, by_kind[kind], replays)
-
-
-def _replays(cells: Sequence[GatedCell]) -> Iterator[tuple[CellKey, str]]:
-    """Yields the command that shows the disagreement of a cell again, for each that has one."""
-    for cell in cells:
-        failure = cell.summary.failure if cell.summary is not None else None
-        if failure is not None and failure.replay:
-            yield cell.key, failure.replay
 
 
 def _word(cell: GatedCell) -> str:

@@ -84,7 +84,15 @@ def test_a_case_with_several_blockers_has_one_result_that_lists_all() -> None:
     told = verdict([GatedCell(key=key(), summary=summary(key(), "DISAGREE"), blockers=blockers)])
     (result,) = case(told, "agreement-single-float32")
     assert (result.tag, result.get("message")) == ("failure", "It is disagree. (and 2 more)")
-    assert result.text == "\n".join(f"{b.kind}: {key()}: It is {b.kind}. (out.jsonl:3)" for b in blockers)
+    lines = [f"{b.kind}: {key()}: It is {b.kind}. (out.jsonl:3)" for b in blockers]
+    assert (result.text or "").splitlines() == [*lines, "replay: lossgate replay failures/one.json"]
+
+
+def test_only_a_disagreement_has_its_replay_command() -> None:
+    stale = Blocker(kind=Kind.STALE, message="It is old.", cell=key())
+    told = verdict([GatedCell(key=key(), summary=summary(key(), "DISAGREE"), blockers=(stale,))])
+    (result,) = case(told, "agreement-single-float32")
+    assert "replay" not in (result.text or "")
 
 
 def test_suites_are_the_gate_and_the_candidates() -> None:

@@ -247,3 +247,9 @@ def test_code_scanning_takes_no_more_than_10_mb(monkeypatch: pytest.MonkeyPatch)
 def test_the_smallest_file_has_one_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lossgate.reports.gate_files.sarif._MOST_BYTES", 1)
     assert result(many(30))["message"]["text"].startswith("30 more results are left out here")
+
+
+@pytest.mark.parametrize(("kind", "shown"), [(Kind.DISAGREE, True), (Kind.INCONCLUSIVE, False)])
+def test_a_disagreement_has_its_replay_command(kind: Kind, shown: bool) -> None:
+    text = result(verdict([blocked(key(), kind)]))["message"]["text"]
+    assert text.endswith("What to do. Replay: lossgate replay failures/one.json") is shown

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from xml.etree import ElementTree as ET
 
 from lossgate.gate.verdict import Blocker, GatedCell, GateVerdict, Kind
-from lossgate.reports.gate_files.told import by_cell, in_words, note, short_name
+from lossgate.reports.gate_files.told import by_cell, in_words, note, replay_of, short_name
 from lossgate.reports.plain import one_line, plain
 
 _GATE = "lossgate.gate"
@@ -71,7 +71,7 @@ def _gate_cases(verdict: GateVerdict, general: Sequence[Blocker]) -> Iterator[_C
 
 def _cell_case(cell: GatedCell, blockers: Sequence[Blocker]) -> _Case:
     seconds = cell.summary.seconds if cell.summary is not None else 0.0
-    outcome = _outcome(blockers) if blockers else None
+    outcome = _outcome(blockers, replay_of(cell)) if blockers else None
     return _Case(cell.key.candidate, short_name(cell.key), outcome, seconds, "" if blockers else note(cell))
 
 
@@ -79,10 +79,11 @@ def _worst(blockers: Sequence[Blocker]) -> Blocker:
     return next((blocker for blocker in blockers if blocker.kind is Kind.DISAGREE), blockers[0])
 
 
-def _outcome(blockers: Sequence[Blocker]) -> _Outcome:
+def _outcome(blockers: Sequence[Blocker], replay: str = "") -> _Outcome:
     worst = _worst(blockers)
     more = f" (and {len(blockers) - 1} more)" if len(blockers) > 1 else ""
-    return _Outcome(worst.kind, f"{worst.message}{more}", "\n".join(map(_line, blockers)))
+    command = [f"replay: {replay}"] if replay and worst.kind is Kind.DISAGREE else []
+    return _Outcome(worst.kind, f"{worst.message}{more}", "\n".join([*map(_line, blockers), *command]))
 
 
 def _line(blocker: Blocker) -> str:

@@ -19,7 +19,7 @@ from lossgate.evidence.records import CellKey
 from lossgate.gate.verdict import Blocker, GatedCell, GateVerdict, Kind
 from lossgate.reports.gate_files.kinds import MEANINGS
 from lossgate.reports.gate_files.places import Places
-from lossgate.reports.gate_files.told import in_words
+from lossgate.reports.gate_files.told import in_words, replay_of
 from lossgate.reports.plain import one_line, plain
 
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
@@ -131,6 +131,8 @@ def _results(verdict: GateVerdict, places: Places) -> Iterator[Json]:
 def _of_blocker(blocker: Blocker, cell: GatedCell | None, number: int, places: Places) -> Json:
     key = blocker.cell
     message = f"{key}: {blocker.message}" if key is not None else blocker.message
+    if blocker.kind is Kind.DISAGREE and (replay := replay_of(cell)):
+        message = f"{message.rstrip('.')}. Replay: {replay}"
     of_candidate = places.of_candidate(key.candidate, cell.summary if cell else None) if key is not None else None
     related = places.of_evidence(blocker)
     more: Json = {

@@ -42,6 +42,12 @@ def short_name(key: CellKey) -> str:
     return f"{key.property}-{key.layout}-{key.dtype}{where}"
 
 
+def replay_of(cell: GatedCell | None) -> str:
+    """Returns the command that shows the disagreement of a cell again; empty if there is none."""
+    failure = cell.summary.failure if cell is not None and cell.summary is not None else None
+    return failure.replay or "" if failure is not None else ""
+
+
 def note(cell: GatedCell) -> str:
     """Returns why a cell without blockers passes although it does not agree; empty if it agrees."""
     if cell.excused:
