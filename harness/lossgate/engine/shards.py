@@ -45,7 +45,7 @@ class Shard:
             UsageError: if there are more parts than cells.
         """
         if self.of > len(cells):
-            raise UsageError(f"shard {self}: the matrix has only {len(cells)} cells; use at most as many parts")
+            raise UsageError(f"shard {self}: the matrix has no more cells than {len(cells)}; use at most as many parts")
         first = {key: i for i, key in reversed([*enumerate(map(_deck, cells))])}
         order = sorted(range(len(cells)), key=lambda i: (first[_deck(cells[i])], i))
         start, end = ((n * len(cells)) // self.of for n in (self.number - 1, self.number))

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The release gate: evidence and a policy in, one verdict out.
 
-``policy`` reads ``gate.toml``, ``decide`` holds evidence to it, ``verdict`` is what comes out. The
-gate fails closed: what it cannot see is no pass.
+``policy`` reads ``gate.toml`` into the classes of ``rules``; ``patterns`` says which cells a rule
+asks for, and ``init_policy`` writes a first policy. ``decide`` holds evidence to a policy: ``runs``
+has what is asked of runs, ``cells`` what is asked of cells. ``verdict`` is what comes out.
+
+The gate fails closed: what it cannot see is no pass.
 """

@@ -19,11 +19,11 @@ class Kind(StrEnum):
     UNFINISHED = "unfinished"
     """A run was stopped, or its end is not there."""
     EMPTY = "empty"
-    """There is no evidence, or the policy asks for none of it."""
+    """There is no evidence of any cell."""
     DAMAGED = "damaged"
     """A line was cut or edited, or cannot be read."""
     CONTRADICTORY = "contradictory"
-    """Two lines tell different things of one cell, or a line contradicts its own numbers."""
+    """Two lines have different results of one cell, or a line contradicts its own numbers."""
     STALE = "stale"
     """Evidence is older than the policy allows, or from the future."""
     MIXED = "mixed"
@@ -31,7 +31,8 @@ class Kind(StrEnum):
     WEAK = "weak"
     """Too few problems, or too large an effect could have stayed hidden."""
     KNOWN_FAILURE = "known failure"
-    """A known failure has expired, is gone, has changed, or is not in the policy."""
+    """A known failure no longer fails. One that has expired, has changed or is not in the policy is
+    a disagreement."""
 
 
 class GateCode(IntEnum):

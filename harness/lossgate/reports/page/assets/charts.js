@@ -131,10 +131,10 @@ function trendChart(moments) {
   const yAxis = { values: wide ? [-farthest, -limit, limit, farthest] : [-limit, 0, limit], title: null,
     labelExpr: "datum.value == 0 ? '0' : format(datum.value, '.1e')", tickSize: 4, minExtent: 56, maxExtent: 56, labelOverlap: true };
   const specification = (colours, width) => {
-    const steps = trendTicks(last, Math.max(...names.map((name) => name.length)), width);
+    const steps = trendTicks(last, Math.max(...names.flatMap((name) => name.split(' ').map((line) => line.length))), width);
     const run = x('run', {
       scale: { domain: [-0.3, last + 0.3], nice: false },
-      axis: { values: steps, labelExpr: 'names[datum.value]', title: day || null, labelFlush: 40, labelOverlap: true, tickSize: 4 },
+      axis: { values: steps, labelExpr: "split(names[datum.value], ' ')", title: day || null, labelFlush: 40, labelOverlap: true, tickSize: 4 },
     });
     const y = (field) => x(field, { scale, axis: yAxis });
     return {

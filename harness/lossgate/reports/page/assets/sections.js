@@ -27,12 +27,12 @@ function reasonsSection(cell) {
     kept.length ? [make('h3', { className: 'later' }, 'What keeps the gate closed'), points(kept)] : null);
 }
 
-// Whether reasons tell numbers of the smallest problem, and not of those that were drawn at first.
+// Whether reasons have numbers of the smallest problem, and not of those that were drawn at first.
 function isOfSmallest({ reasons, failure, outputs }) {
   return Boolean(failure && outputs) && (reasons || []).some((reason) => failure[2].includes(reason));
 }
 
-const OF_SMALLEST = 'These numbers are of the smallest problem that disagrees. Plots and tables further below have those of the original problems, before one was made smaller: they are other numbers.';
+const OF_SMALLEST = 'These numbers are of the smallest problem that disagrees. Plots and tables further below have those of the original problems, before one was made smaller, so their numbers differ.';
 
 const VERDICTS = {
   agrees: 'agrees', disagrees: 'disagrees', inconclusive: 'is inconclusive', missing: 'is missing',

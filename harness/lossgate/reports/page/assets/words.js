@@ -37,7 +37,7 @@ function momentNames(times) {
   const from = day ? 11 : years.size === 1 ? 5 : 0;
   const names = (day ? [16, 19] : [10, 16, 19]).map((to) => whole.map((time) => time.slice(day ? from : to === 10 ? 0 : from, to)));
   const clear = names.find((all) => new Set(all).size === all.length);
-  return { names: clear || whole.map((_, i) => `run ${i + 1}`), day };
+  return { names: clear || whole.map((_, i) => `run\u00a0${i + 1}`), day };
 }
 
 // How far a pooled scale is from 1, as a share of what rounding explains.
