@@ -208,7 +208,10 @@ LIES: dict[str, tuple[CellRecord, str]] = {
     "a list too short": (made.cell(outputs=(made.output(sd=(1e-7,)),)), "the lists of loss do not have one entry"),
     "no comparisons": (made.cell(comparisons=2), "it says 2 comparisons, and has 3"),
     "no such problem": (made.cell(problems=2), "it says 2 problems, and has the numbers of problem 2, counted from 0"),
-    "problems that nothing compares": (made.cell(problems=500), "it says 500 problems, and has comparisons of 3"),
+    "problems that nothing compares": (
+        msgspec.structs.replace(made.cell(), problems=500),
+        "it says 500 problems, and has comparisons of 3",
+    ),
     "more goals than problems": (
         made.cell(coverage={"trained token": 99}),
         "it says that 99 of 3 problems reach a goal",

@@ -158,7 +158,7 @@ def empty(records: list[Record]) -> list[Record]:
     ("change", "told"),
     [
         (cut, "run run-1: the record of its end is missing"),
-        (cell_gone, "nll[agreement-single-float32]: run run-1 was to verify it, and tells nothing of it"),
+        (cell_gone, "nll[agreement-single-float32]: run run-1 planned it, and has no result of it"),
         (start_gone, "run run-1: the record of its start is missing"),
         (stopped, "run run-1: it was stopped: a rank was lost"),
         (a_part, "parts 1/3, 3/3 of the matrix of 9 cells are missing"),

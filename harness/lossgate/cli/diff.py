@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @app.command
 def diff(before: Path, after: Path, /) -> int:
-    """Show what got better, worse or vanished between two runs, and which cells see less.
+    """Show what got better, worse or vanished between two runs, and which cells lost power.
 
     Args:
         before: A file that verify --evidence wrote, or a folder of them (*.jsonl).

@@ -213,8 +213,8 @@ def test_the_trend_is_sorted_by_time_and_not_by_text(times: list[str], order: li
 @pytest.mark.parametrize(
     ("verdict", "message", "shown"),
     [
-        ("DISAGREE", "it disagrees: too large; too noisy. Replay: lossgate replay f.json", "it disagrees"),
-        ("INCONCLUSIVE", "too large; too noisy", "it is inconclusive"),
+        ("DISAGREE", "it disagrees: too large; too noisy", "it disagrees"),
+        ("INCONCLUSIVE", "it is inconclusive: too large; too noisy", "it is inconclusive"),
     ],
 )
 def test_reasons_and_command_are_not_repeated_in_what_the_gate_says(verdict: Any, message: str, shown: str) -> None:
