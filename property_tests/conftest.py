@@ -3,7 +3,6 @@
 
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jaxtyping
 import pytest
@@ -19,20 +18,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores
 
 jaxtyping.config.update("jaxtyping_disable", True)  # it makes the references three times slower
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    from property_tests.xdist_scheduler import Parts
-
-    return Parts(config, log)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        from property_tests.xdist_scheduler import in_order
-
-        in_order(items)
 
 
 @pytest.fixture

@@ -49,9 +49,7 @@ EQUIVALENT = {
 
 
 def param(spec: Spec, *values: Any, name: str = "") -> Any:
-    """Returns parameters of a test. ``property_tests/xdist_scheduler.py`` reads the spec's name in
-    the id: tests of a spec run in one worker, because they share decks.
-    """
+    """Returns parameters of a test."""
     return pytest.param(spec, *values, id=f"{spec.name}{name and '-'}{name}")
 
 

@@ -25,8 +25,8 @@ HTML comments directly before a block, which readers do not see, change how it r
   must exit with 0.
 
 Some commands take minutes or need the network, and are not run: ``ci/verify``, ``ci/test``,
-``ci/wrappers``, ``python benchmarks/*.py`` and ``pip``. They must name a file that exists and flags
-that ``--help`` lists, and their output must not be shown. The same holds for commands in code spans
+``ci/gate``, ``ci/wrappers``, ``python benchmarks/*.py`` and ``pip``. They must name a file that
+exists and flags that ``--help`` lists, and their output must not be shown. The same holds for commands in code spans
 in the text, none of which is run. Other code spans that name a path in the repository must name one
 that exists.
 """
@@ -56,11 +56,12 @@ from lossgate.engine.settings import load_settings
 from lossgate.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("lossgate", "python", "pip", "pytest", "torchrun", "ci/verify", "ci/test", "ci/wrappers")
+COMMANDS = ("lossgate", "python", "pip", "pytest", "torchrun", "ci/verify", "ci/test", "ci/gate", "ci/wrappers")
 """What a code span or an indented block starts with if it is a command."""
 _NOT_RUN_HELP = {
     "ci/verify": "lossgate verify --help",
     "ci/test": "pytest --help",
+    "ci/gate": "lossgate gate --help",
     "ci/wrappers": "python -m distributed_tests.wrappers --help",
     "pip": "python -m pip install --help",
 }

@@ -14,11 +14,6 @@ from check_jsonschema import main as check_jsonschema
 from cyclopts import CycloptsError
 
 from lossgate.cli import app
-from lossgate.declaration.loading import load_candidates
-from lossgate.engine.cell import Cell
-from lossgate.engine.plan import plan
-from lossgate.engine.settings import load_settings
-from lossgate.pytest_plugin.evidence import collected
 
 from .markdown import ROOT
 
@@ -204,17 +199,3 @@ def test_actions_are_pinned_and_permissions_are_the_least(path: Path) -> None:
 
 def runs_of(job: dict[str, Any]) -> list[str]:
     return [step["run"] for step in job["steps"] if "run" in step]
-
-
-def test_tests_and_gate_verify_different_cells(request: pytest.FixtureRequest) -> None:
-    """The gate refuses evidence that tells two things of one cell. Seen where all tests are run."""
-    (verify,) = [words for words in commands_in((ROOT / "ci/gate").read_text()) if words[0] == "verify"]
-    ranks = int(verify[verify.index("--ranks") + 1])
-    ours = load_candidates(str(ROOT / verify[1]))
-    gated = plan(ours, load_settings(verify[verify.index("--profile") + 1], ROOT, ranks=ranks))
-    tested = collected(request.session.items)
-    assert not {*map(key, gated)} & {*map(key, tested)}
-
-
-def key(cell: Cell) -> tuple[str, ...]:
-    return cell.candidate.name, cell.property, str(cell.layout), cell.dtype
