@@ -26,9 +26,9 @@ HTML comments directly before a block, which readers do not see, change how it r
 
 Some commands take minutes or need the network, and are not run: ``ci/verify``, ``ci/test``,
 ``ci/gate``, ``ci/wrappers``, ``python benchmarks/*.py`` and ``pip``. They must name a file that
-exists and flags that ``--help`` lists, and their output must not be shown. The same holds for commands in code spans
-in the text, none of which is run. Other code spans that name a path in the repository must name one
-that exists.
+exists and flags that ``--help`` lists, and their output must not be shown. The same holds for
+commands in code spans in the text, none of which is run. Other code spans that name a path in the
+repository must name one that exists.
 """
 
 import importlib
