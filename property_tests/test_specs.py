@@ -49,8 +49,8 @@ EQUIVALENT = {
 
 
 def param(spec: Spec, *values: Any, name: str = "") -> Any:
-    """Returns parameters of a test."""
-    return pytest.param(spec, *values, id=f"{spec.name}{name and '-'}{name}")
+    """Returns parameters of a test. Tests of a spec run in one worker, because they share decks."""
+    return pytest.param(spec, *values, id=f"{spec.name}{name and '-'}{name}", marks=pytest.mark.xdist_group(spec.name))
 
 
 EACH_SPEC = pytest.mark.parametrize("spec", [param(spec) for spec in SPECS.values()])

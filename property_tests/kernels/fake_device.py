@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from fused_losses import Pack, filtering, unchecked_values
+from fused_losses import Pack, unchecked_values
 from fused_losses.packed_lengths import PackedLengths
 from lossgate import Candidate, Layout
 from lossgate.cases.case import Case
@@ -69,12 +69,7 @@ class Run:
     error: str | None
 
 
-TURNS = 2
-"""Of the bisection of a filter, which takes 33 or 65 of the same. It took half of the time here."""
-
-
 def main(targets: list[str]) -> None:
-    filtering.range = lambda turns: range(min(turns, TURNS))  # type: ignore[attr-defined]
     _setup_privateuseone_for_python_backend(DEVICE)
     torch.sim.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]  # torch.autocast asks
     candidates = [candidate for target in targets for candidate in load_candidates(target)]

@@ -129,7 +129,7 @@ GRPO: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("tiles", [1, 3, 9])  # 9 leave tiles without tokens
+@pytest.mark.parametrize("tiles", [1, 3, 100])
 @pytest.mark.parametrize("rho", RHO)
 @pytest.mark.parametrize("options", GRPO)
 def test_grpo_agrees_with_two_passes(options: str, rho: str, tiles: int) -> None:

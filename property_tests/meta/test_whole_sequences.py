@@ -192,7 +192,7 @@ def verdict_on(candidate: Candidate, layout: str) -> Verdict:
 
 def group(spec: str, *values: Any) -> Any:
     """Tests of a spec run in one worker, because they share decks."""
-    return pytest.param(spec, *values, id="-".join((spec, *values)))
+    return pytest.param(spec, *values, id="-".join((spec, *values)), marks=pytest.mark.xdist_group(f"whole {spec}"))
 
 
 @pytest.mark.parametrize("spec", [group(spec) for spec in SPECS])
@@ -218,12 +218,14 @@ def test_bugs_of_shift_and_split_disagree(spec: str, bug: InputBug, tokens: Toke
     assert verdict_on(given_whole(shards_of(spec), tokens, bug), "cp=2") is Verdict.DISAGREE
 
 
+@pytest.mark.xdist_group("whole token_logprobs")
 @EITHER
 def test_whole_sequences_may_be_returned(tokens: Tokens) -> None:
     right = returning_whole(given_whole(shards_of("token_logprobs"), tokens))
     assert verdict_on(right, "dp=2,cp=2,tp=2") is Verdict.AGREE
 
 
+@pytest.mark.xdist_group("whole token_logprobs")
 @pytest.mark.parametrize("bug", OUTPUT_BUGS)
 @EITHER
 def test_bugs_of_what_is_returned_disagree(tokens: Tokens, bug: OutputBug) -> None:

@@ -15,7 +15,8 @@ EVIDENCE = Digested(file="out/evidence.jsonl", sha256="b" * 64)
 SOURCE = Digested(file="ci/kernels.py", sha256="c" * 64)
 ISSUE = "https://example.org/issues/7"
 HOSTILE = (
-    "a|b `c` ``d`` <script>x</script> <!-- @here @org/team #1 \x00\x1b[31m \u202e]]> & \"' {0} [x](https://evil.example)"
+    "a|b `c` ``d`` <script>x</script> <!-- @here @org/team #1 \x00\x1b[31m \u202e]]> "
+    "& \"' {0} [x](https://evil.example)"
     " www.evil.example ~~e~~ *f* _g_ $h$ \\| \udcff \ufffe é 漢 😀\r\n- item\n# head\n```\n</details>\x85\u2028end`"
 )
 """A text that breaks every format in which it stands bare."""
