@@ -93,7 +93,7 @@ def test_what_ranks_print_is_printed(
     assert capsys.readouterr().out == "".join(f"[rank {rank}] hello from {rank}\n" for rank in range(4))
 
 
-def test_what_was_printed_before_a_crash_is_told(gloo: World) -> None:
+def test_what_was_printed_before_a_crash_is_reported(gloo: World) -> None:
     def crash(context: RankContext) -> None:
         if context.rank == 1:
             print("last words")
@@ -253,7 +253,7 @@ def test_nccl_needs_a_device_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> N
         make_world("nccl", LAYOUT, device="cuda")
 
 
-def test_what_a_task_leaves_changed_is_told_and_restored(gloo: World) -> None:
+def test_what_a_task_leaves_changed_is_reported_and_restored(gloo: World) -> None:
     def leak(context: RankContext) -> None:
         if context.rank == 2:
             torch.set_default_dtype(torch.float64)

@@ -76,9 +76,9 @@ def _fetch(shared: GitHubArtifactDatabase, repository: str) -> None:
 
     It is kept for a day in ``.hypothesis``, so that workers of pytest-xdist find it there.
     """
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", HypothesisWarning)
         list(shared.fetch(b""))
-    for warning in told:
+    for warning in caught:
         if "PYTEST_XDIST_WORKER" not in os.environ:
             print(f"hypothesis: examples of {repository}: {warning.message}", file=sys.stderr)

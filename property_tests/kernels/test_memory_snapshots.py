@@ -443,7 +443,7 @@ def test_names_that_fit_into_no_file_name(make: Make, name: str) -> None:
 # Training goes on without a snapshot.
 
 
-def test_a_directory_that_cannot_be_written_is_told_before_the_step(
+def test_a_directory_that_cannot_be_written_is_reported_before_the_step(
     make: Make, recorder: Recorder, tmp_path: Path
 ) -> None:
     (tmp_path / "snapshots").write_text("in the way")

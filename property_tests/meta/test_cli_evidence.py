@@ -48,7 +48,7 @@ def test_runs_add_to_a_file(folder: Path, lossgate: Lossgate) -> None:
         ),
     ],
 )
-def test_a_file_that_cannot_be_written_is_told_and_the_verdict_is_printed(
+def test_a_file_that_cannot_be_written_is_reported_and_the_verdict_is_printed(
     lossgate: Lossgate, file: str, reason: str
 ) -> None:
     done = lossgate("verify", "kernels.py:right", *FEW, "--evidence", file)
@@ -58,7 +58,7 @@ def test_a_file_that_cannot_be_written_is_told_and_the_verdict_is_printed(
     assert done.returncode == 2
 
 
-def test_a_file_that_cannot_be_written_is_told_before_the_work(
+def test_a_file_that_cannot_be_written_is_reported_before_the_work(
     lossgate: Lossgate, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said: list[str] = []

@@ -63,7 +63,7 @@ def test_conclusions(which: str) -> None:
     assert cell.verdict is (Verdict.AGREE if which == "right" else Verdict.DISAGREE)
 
 
-def test_a_bug_is_told_with_a_small_problem_and_both_comparisons() -> None:
+def test_a_bug_is_reported_with_a_small_problem_and_both_comparisons() -> None:
     found = lossgate.compare(buggy(FUSED, "loss x1.01"), ONLINE, **HERE)
     with pytest.raises(AssertionError) as raised:
         found.check()
@@ -189,7 +189,7 @@ def test_ranks_that_fail_are_named_and_nothing_is_compared() -> None:
     assert "  failing: rank 1 raised RuntimeError: out of shared memory" in str(found)
 
 
-def test_an_output_that_only_one_returns_is_told() -> None:
+def test_an_output_that_only_one_returns_is_reported() -> None:
     found = lossgate.compare(declared(plain, "plain"), declared(with_logprobs, "more"), layouts=["single"])
     assert found.agree
     assert str(found).splitlines()[-1] == "only more returns logprobs"
@@ -251,7 +251,7 @@ def test_problems_suit_both() -> None:
     assert not any(p.bias for p in problems)
 
 
-def test_kernels_of_one_name_are_told_apart() -> None:
+def test_kernels_of_one_name_are_reported_apart() -> None:
     found = lossgate.compare(FUSED, buggy(FUSED, "loss x1.01"), problem=PROBLEM)
     assert found.names == ("fused", "wrong")
     found = lossgate.compare(FUSED, FUSED, problem=PROBLEM)

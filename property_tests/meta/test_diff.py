@@ -43,13 +43,13 @@ def diff(folder: Path, lossgate: Lossgate) -> Diff:
 
 
 @pytest.mark.parametrize("one", [cell(), disagreeing(), inconclusive(), KNOWN, GONE], ids=lambda one: one.verdict)
-def test_what_did_not_change_is_not_told(diff: Diff, one: CellRecord) -> None:
+def test_what_did_not_change_is_not_reported(diff: Diff, one: CellRecord) -> None:
     done = diff([one], [one])
     assert (done.returncode, done.stdout, done.stderr) == (0, "1 unchanged\n", "")
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "code", "told"),
+    ("before", "after", "code", "line"),
     [
         ([cell()], [disagreeing()], 1, f"disagree now (1)\n  {NAME}: was AGREE; loss: 1.01 times the reference"),
         ([inconclusive()], [disagreeing()], 1, f"disagree now (1)\n  {NAME}: was INCONCLUSIVE; loss: 1.01"),
@@ -69,17 +69,17 @@ def test_what_did_not_change_is_not_told(diff: Diff, one: CellRecord) -> None:
     ],
 )
 def test_a_change_of_verdict(
-    diff: Diff, before: list[CellRecord], after: list[CellRecord], code: int, told: str
+    diff: Diff, before: list[CellRecord], after: list[CellRecord], code: int, line: str
 ) -> None:
     same = cell(candidate="same")
     done = diff([same, *before], [same, *after])
     assert (done.returncode, done.stderr) == (code, "")
-    assert done.stdout.startswith(told) or f" {told}" in done.stdout
+    assert done.stdout.startswith(line) or f" {line}" in done.stdout
     assert done.stdout.count(NAME) == 1
     assert done.stdout.endswith(", 1 unchanged\n")
 
 
-def test_a_disagreement_of_another_kind_is_told_and_is_not_worse(diff: Diff) -> None:
+def test_a_disagreement_of_another_kind_is_reported_and_is_not_worse(diff: Diff) -> None:
     assert disagreeing().failure is not None
     elsewhere = disagreeing(failure=msgspec.structs.replace(disagreeing().failure, symptoms=("grad of logits",)))
     done = diff([disagreeing()], [elsewhere])
@@ -112,7 +112,7 @@ UNCOMPARED = output(name="logprobs", cases=(), scale=(), limit=(), sd=(), mean=(
 
 
 @pytest.mark.parametrize(
-    ("after", "told"),
+    ("after", "lost"),
     [
         (with_limit(1.01 * FACTOR), ["loss detected errors from 1e-06, now only from 1.5e-06"]),
         (with_limit(0.99 * FACTOR), []),
@@ -142,14 +142,14 @@ UNCOMPARED = output(name="logprobs", cases=(), scale=(), limit=(), sd=(), mean=(
         (replaced(needs_adequacy=False), ["goals and option mutants are not asked for any more"]),
     ],
 )
-def test_what_a_cell_sees_less_of(after: CellRecord, told: list[str]) -> None:
-    assert [loss.message for loss in losses(sight_of(MANY), sight_of(after))] == told
+def test_what_a_cell_sees_less_of(after: CellRecord, lost: list[str]) -> None:
+    assert [loss.message for loss in losses(sight_of(MANY), sight_of(after))] == lost
 
 
 def test_the_gravest_loss_stands_first() -> None:
     after = msgspec.structs.replace(with_limit(50.0), problems=10, coverage={"trained token": 1})
-    told = [loss.message for loss in losses(sight_of(MANY), sight_of(after))]
-    assert [line.split()[0] for line in told] == ["goals", "loss", "20"]
+    lost = [loss.message for loss in losses(sight_of(MANY), sight_of(after))]
+    assert [line.split()[0] for line in lost] == ["goals", "loss", "20"]
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_the_gravest_loss_stands_first() -> None:
         (cell(problems=6), cell(problems=9), 0),
     ],
 )
-def test_lost_power_is_told_of_cells_that_do_not_disagree(
+def test_lost_power_is_reported_of_cells_that_do_not_disagree(
     diff: Diff, before: CellRecord, after: CellRecord, code: int
 ) -> None:
     """A disagreement stops a cell early: that it has seen little is no loss."""
@@ -171,7 +171,7 @@ def test_lost_power_is_told_of_cells_that_do_not_disagree(
     assert (f"lost power (1)\n  {NAME}: 9 problems, now 6\n" in done.stdout) is (code == 3)
 
 
-def test_a_cell_that_agrees_now_because_it_sees_less_is_told_twice(diff: Diff) -> None:
+def test_a_cell_that_agrees_now_because_it_sees_less_is_reported_twice(diff: Diff) -> None:
     done = diff([inconclusive(problems=9)], [cell(problems=6)])
     assert done.returncode == 3
     assert "lost power (1)" in done.stdout
@@ -187,7 +187,7 @@ def test_the_newest_of_each_side_counts(folder: Path, lossgate: Lossgate) -> Non
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "line"),
     [
         ({"commit": "d" * 40}, f"commit: {'c' * 40}, now {'d' * 40}"),
         ({"modified": True}, f"commit: {'c' * 40}, now {'c' * 40} with changes"),
@@ -197,12 +197,12 @@ def test_the_newest_of_each_side_counts(folder: Path, lossgate: Lossgate) -> Non
         ({"host": "elsewhere"}, "host: host, now elsewhere"),
     ],
 )
-def test_what_changed_around_the_cells_is_told_and_is_not_worse(diff: Diff, changed: dict[str, Any], told: str) -> None:
+def test_what_changed_around_cells_is_reported_and_is_not_worse(diff: Diff, changed: dict[str, Any], line: str) -> None:
     done = diff([cell()], [cell()], **changed)
-    assert (done.returncode, done.stdout) == (0, f"what else changed\n  {told}\n\n1 unchanged\n")
+    assert (done.returncode, done.stdout) == (0, f"what else changed\n  {line}\n\n1 unchanged\n")
 
 
-def test_another_device_and_another_source_are_told(diff: Diff) -> None:
+def test_another_device_and_another_source_are_reported(diff: Diff) -> None:
     text = diff([cell()], [cell(device="cuda", source_digest="b" * 64)]).stdout
     assert "  device: cpu, now cuda\n" in text
     assert f"  source kernels.py: sha256 {'a' * 12}, now sha256 {'b' * 12}\n" in text
@@ -210,7 +210,7 @@ def test_another_device_and_another_source_are_told(diff: Diff) -> None:
 
 @pytest.mark.parametrize("side", ["a.jsonl", "b.jsonl"])
 @pytest.mark.parametrize("lines", [0, 2], ids=["empty", "unfinished"])
-def test_evidence_that_is_not_whole_is_told_and_is_no_pass(
+def test_evidence_that_is_not_whole_is_reported_and_is_no_pass(
     folder: Path, lossgate: Lossgate, side: str, lines: int
 ) -> None:
     for name in ("a.jsonl", "b.jsonl"):
@@ -226,12 +226,12 @@ def test_a_trouble_names_its_side_once(folder: Path, lossgate: Lossgate) -> None
         write(folder / name, whole_run([cell()]))
     damaged = folder / "b.jsonl"
     damaged.write_bytes(damaged.read_bytes()[:-9])
-    told = lossgate("diff", "a.jsonl", "b.jsonl").stdout.partition("the evidence is not whole\n")[2].splitlines()
-    assert told[0].startswith("  b.jsonl:3: it is cut")
-    assert told[1].startswith("  b.jsonl: run run-1: ")
+    lines = lossgate("diff", "a.jsonl", "b.jsonl").stdout.partition("the evidence is not whole\n")[2].splitlines()
+    assert lines[0].startswith("  b.jsonl:3: it is cut")
+    assert lines[1].startswith("  b.jsonl: run run-1: ")
 
 
-def test_nothing_to_compare_is_told(folder: Path, lossgate: Lossgate) -> None:
+def test_nothing_to_compare_is_reported(folder: Path, lossgate: Lossgate) -> None:
     for name in ("a.jsonl", "b.jsonl"):
         write(folder / name, [])
     assert lossgate("diff", "a.jsonl", "b.jsonl").stdout.endswith("\nno cells to compare\n")
@@ -245,7 +245,7 @@ def test_a_line_that_contradicts_itself_is_no_disagreement(diff: Diff) -> None:
     assert "vanished" not in done.stdout
 
 
-def test_the_first_cells_of_a_candidate_are_told_the_worst_first(diff: Diff) -> None:
+def test_the_first_cells_of_a_candidate_are_reported_the_worst_first(diff: Diff) -> None:
     numbers = {f"tp={tp}": 100 - tp for tp in range(2, 9)}
     before = [cell(layout=layout, problems=100) for layout in numbers] + [cell(candidate="other", problems=100)]
     after = [cell(layout=layout, problems=number) for layout, number in numbers.items()]

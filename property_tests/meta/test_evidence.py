@@ -302,7 +302,7 @@ def seal_of(values: dict[str, Any]) -> bytes:
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_line_is_told(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_line_is_reported(tmp_path: Path, damage: str) -> None:
     change, message = DAMAGE[damage]
     good = seal(made.cell())
     first, second, third = lines_of(tmp_path / "out.jsonl", good + b"\n", change(good) + b"\n", good)

@@ -17,8 +17,8 @@ from lossgate.evidence.records import Record
 from lossgate.evidence.sealed import seal
 from lossgate.gate.decide import decide
 from lossgate.gate.policy import load_policy
+from property_tests.meta.gate_decisions.decided import CELLS, FROZEN, KNOWN, NOW, RULES, declared
 from property_tests.meta.made_evidence import cell, disagreeing, inconclusive, whole_run
-from property_tests.meta.test_gate_decide import CELLS, FROZEN, KNOWN, NOW, RULES, declared
 
 EVIDENCE: dict[str, tuple[Sequence[Record], bool]] = {
     "good": (whole_run(CELLS), True),

@@ -79,7 +79,7 @@ def test_a_rule_matches_cells(rule: Rule, matching: set[CellKey]) -> None:
         ),
     ],
 )
-def test_what_is_missing_is_told_in_words(rule: Rule, missing: list[str]) -> None:
+def test_what_is_missing_is_reported_in_words(rule: Rule, missing: list[str]) -> None:
     assert unmet(rule, NLL, NLL_TP, GRPO) == missing
 
 

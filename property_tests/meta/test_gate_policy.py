@@ -231,7 +231,7 @@ def test_an_effect_is_a_number_or_a_percentage(value: str, effect: float) -> Non
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_wrong_value_is_told_with_line_and_way_out(before: str, after: str, message: str) -> None:
+def test_a_wrong_value_is_reported_with_line_and_way_out(before: str, after: str, message: str) -> None:
     assert before in FULL
     assert fault(FULL.replace(before, after, 1)).startswith(f"ci/gate.toml:{message}")
 
@@ -271,7 +271,7 @@ def test_a_wrong_value_is_told_with_line_and_way_out(before: str, after: str, me
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_wrong_structure_is_told_with_line_and_way_out(content: str | bytes, message: str) -> None:
+def test_a_wrong_structure_is_reported_with_line_and_way_out(content: str | bytes, message: str) -> None:
     assert fault(content).startswith(f"ci/gate.toml:{message}")
 
 
@@ -286,7 +286,7 @@ def test_a_key_of_many_parts_is_no_crash(table: str) -> None:
 
 
 @pytest.mark.parametrize("file", ["nowhere.toml", "ci", "\0"])
-def test_a_file_that_cannot_be_read_is_told(file: str) -> None:
+def test_a_file_that_cannot_be_read_is_reported(file: str) -> None:
     with pytest.raises(
         UsageError, match=r"^can't read the policy .*; lossgate gate EVIDENCE --init writes a first one$"
     ):
@@ -294,7 +294,7 @@ def test_a_file_that_cannot_be_read_is_told(file: str) -> None:
 
 
 def outcome(content: bytes) -> str:
-    """Returns what is told of a policy; "" if it is read."""
+    """Returns the error of a policy; "" if it is read."""
     try:
         load(content)
     except UsageError as error:
@@ -309,9 +309,9 @@ def test_a_mutated_policy_is_read_or_refused_on_one_line(part: int) -> None:
         random = Random(seed)
         text = mutated(FULL, random) if seed % 2 else FULL
         content = with_other_bytes(text.encode(), random) if seed % 3 else text.encode()
-        told = outcome(content)
-        assert told == "" or (told.startswith("ci/gate.toml:") and told.isprintable()), content
-        refused += bool(told)
+        error = outcome(content)
+        assert error == "" or (error.startswith("ci/gate.toml:") and error.isprintable()), content
+        refused += bool(error)
     assert refused > 50
 
 

@@ -126,6 +126,6 @@ def test_without_an_artifact_one_line_is_printed_and_tests_go_on(
         warnings.simplefilter("error")
         load(HYPOTHESIS_SHARED_EXAMPLES="owner/repository")
         settings(max_examples=1)(fails_on(-1, []))()
-    told = capsys.readouterr().err
-    assert told.startswith("hypothesis: examples of owner/repository: Couldn't acquire")
-    assert told.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("hypothesis: examples of owner/repository: Couldn't acquire")
+    assert printed.count("\n") == 1

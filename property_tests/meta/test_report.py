@@ -65,15 +65,15 @@ def test_the_exit_code_and_the_last_line_are_those_of_verify(
     assert done.stdout.splitlines()[-1] == summary
 
 
-def test_runs_are_told(report: Callable[..., Done]) -> None:
+def test_runs_are_reported(report: Callable[..., Done]) -> None:
     text = report([cell()]).stdout
     assert "out.jsonl  (sha256 " in text
     assert "run-1  2026-11-20 12:00:00 to 12:01:00 UTC, 60 s, 1 cell, seed 0" in text
-    for told in ("c" * 12, "lossgate 0.1.0, torch 2.13.0", "host"):
-        assert told in text
+    for line in ("c" * 12, "lossgate 0.1.0, torch 2.13.0", "host"):
+        assert line in text
 
 
-def test_a_cell_that_disagrees_is_told_as_verify_tells_it(folder: Path, lossgate: Lossgate) -> None:
+def test_a_cell_that_disagrees_is_reported_as_verify_tells_it(folder: Path, lossgate: Lossgate) -> None:
     verified = lossgate(
         "verify", "kernels.py:wrong", "--layout", "single", "--dtype", "float32", "--evidence", "out.jsonl"
     )
@@ -155,7 +155,7 @@ def empty(records: list[Record]) -> list[Record]:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "line"),
     [
         (cut, "run run-1: the record of its end is missing"),
         (cell_gone, "nll[agreement-single-float32]: run run-1 planned it, and has no result of it"),
@@ -170,8 +170,8 @@ def empty(records: list[Record]) -> list[Record]:
         (empty, "there is no evidence of any cell"),
     ],
 )
-def test_what_is_wrong_with_evidence_is_told_and_is_no_pass(
-    folder: Path, lossgate: Lossgate, change: Change, told: str
+def test_what_is_wrong_with_evidence_is_reported_and_is_no_pass(
+    folder: Path, lossgate: Lossgate, change: Change, line: str
 ) -> None:
     whole = whole_run([cell(), cell(dtype="bfloat16")])
     write(folder / "out.jsonl", whole)
@@ -179,10 +179,10 @@ def test_what_is_wrong_with_evidence_is_told_and_is_no_pass(
     write(folder / "out.jsonl", change(whole))
     done = lossgate("report", "out.jsonl")
     assert (done.returncode, done.stderr) == (3, "")
-    assert f"  {told}" in done.stdout.partition("The evidence is not whole:\n")[2]
+    assert f"  {line}" in done.stdout.partition("The evidence is not whole:\n")[2]
 
 
-def test_damaged_lines_are_told_with_their_place(folder: Path, lossgate: Lossgate) -> None:
+def test_damaged_lines_are_reported_with_their_place(folder: Path, lossgate: Lossgate) -> None:
     lines = [seal(record) for record in whole_run([cell(layout=f"tp={tp}") for tp in range(2, 12)])]
     damaged = [line[:-9] if b'"kind":"cell"' in line else line for line in lines]
     (folder / "out.jsonl").write_bytes(b"\n".join(damaged))
@@ -255,14 +255,14 @@ def test_each_cell_is_matched_by_its_own_name(candidate: str) -> None:
 
 def test_the_story_of_a_cell_has_all_that_is_known(folder: Path, lossgate: Lossgate) -> None:
     write(folder / "old.jsonl", whole_run([inconclusive()]))
-    told = disagreeing(
+    failing = disagreeing(
         time=LATER,
         causes=("it forgets a factor",),
         resources={"memory": {"peak": 3.0}},
         coverage={"masked token": 1},
         killed=5,
     )
-    write(folder / "new.jsonl", whole_run([told, cell(candidate="other")], run="run-2"))
+    write(folder / "new.jsonl", whole_run([failing, cell(candidate="other")], run="run-2"))
     done = lossgate("report", "old.jsonl", "new.jsonl", "--cell", "nll[agreement-single-float32]")
     assert done.returncode == 1
     for line in (
@@ -291,7 +291,7 @@ def test_the_exit_code_of_a_story_is_that_of_its_cells(report: Callable[..., Don
     assert report(cells, "--cell", "nll", "--cell", "oth*").returncode == 1
 
 
-def test_an_output_that_was_never_compared_is_told(report: Callable[..., Done]) -> None:
+def test_an_output_that_was_never_compared_is_reported(report: Callable[..., Done]) -> None:
     unseen = output(name="entropy", metric=True, cases=(), scale=(), limit=(), sd=(), mean=(), shares={}, pooled=None)
     text = report([cell(outputs=(output(), unseen))], "--cell", "nll").stdout
     assert re.search(r"^  entropy +never compared +nothing ", text, re.MULTILINE)

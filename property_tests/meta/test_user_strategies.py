@@ -66,7 +66,7 @@ def test_a_right_candidate_passes_its_check(problem: DrawnProblem) -> None:
     problem.check(FUSED)
 
 
-def test_a_wrong_candidate_is_told_on_a_small_problem() -> None:
+def test_a_wrong_candidate_is_reported_on_a_small_problem() -> None:
     wrong = replace(BUGS["cp gradient x cp"].put_into(FUSED), name="wrong")
 
     @settings(deadline=None, max_examples=100, database=None, report_multiple_bugs=False)

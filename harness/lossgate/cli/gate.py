@@ -3,23 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from lossgate.cli.app import Exit, app, say
+from lossgate.cli.app import Exit, app
+from lossgate.cli.outputs import Text, check_outputs, write_outputs
 
 if TYPE_CHECKING:
     from lossgate.evidence.reader import Digested
     from lossgate.evidence.records import RunRecord
     from lossgate.gate.verdict import GateVerdict
     from lossgate.reports.kept_records import KeptRecords
-
-    Text = Callable[[], str]
 
 
 @app.command
@@ -65,7 +63,9 @@ def gate(
     given = {name for name, value in {**files, "commit": commit, "now": now, "subject": subject}.items() if value}
     if init:
         _refuse(given | ({"history"} if history else set()), "takes no --{}: it writes a policy, and judges nothing")
-        return _init(evidence, policy)
+        from lossgate.cli.gate_init import write_first_policy
+
+        return write_first_policy(evidence, policy)
     if subject and statement is None:
         _refuse({"subject"}, "has --{} and no --statement, which alone names subjects")
     if history and html is None:
@@ -77,7 +77,7 @@ def gate(
     from lossgate.reports.gate_text import print_gate
     from lossgate.reports.kept_records import KeptRecords
 
-    _check_outputs(files, [policy, *files_in(evidence), *files_in(history or ()), *(subject or ())])
+    check_outputs(files, [policy, *files_in(evidence), *files_in(history or ()), *(subject or ())])
     rules, time = load_policy(policy), _time(now)
     subjects = [_digested(file) for file in subject or ()]
     kept, earlier = KeptRecords(), KeptRecords()
@@ -91,10 +91,8 @@ def gate(
         print_gate(verdict, make_console())
     except BrokenPipeError:  # nobody reads the screen, and the files are asked for all the same
         closed_pipe = True
-    texts = _texts(verdict, files, subjects)
-    if html is not None:
-        texts["html"] = lambda: _page(verdict, runs.values(), kept, earlier)
-    code = _write(files, texts, Exit(verdict.code))
+    texts = _texts(verdict, subjects, lambda: _page(verdict, runs.values(), kept, earlier))
+    code = write_outputs({name: (file, texts[name]) for name, file in files.items() if file}, Exit(verdict.code))
     if closed_pipe:
         raise BrokenPipeError
     return code
@@ -105,29 +103,6 @@ def _refuse(names: Iterable[str], why: str) -> None:
 
     for name in sorted(names):
         raise UsageError(f"gate: the command {why.format(name)}; leave it out")
-
-
-def _check_outputs(files: Mapping[str, Path | None], inputs: Sequence[Path]) -> None:
-    """Refuses to write over what is read, or over another file that is written.
-
-    Raises:
-        UsageError: if one would be lost.
-    """
-    from lossgate.errors import UsageError
-
-    taken = {_real(file): str(file) for file in inputs}
-    for name, file in files.items():
-        if file is None or (file.exists() and not file.is_file()):  # such as /dev/stdout
-            continue
-        if (real := _real(file)) in taken:
-            raise UsageError(f"--{name} {file}: it would write over {taken[real]}; name another file")
-        taken[real] = f"--{name} {file}"
-
-
-def _real(file: Path) -> str:
-    import os
-
-    return os.path.realpath(file)
 
 
 def _whole_commit(commit: str | None) -> str | None:
@@ -145,56 +120,6 @@ def _whole_commit(commit: str | None) -> str | None:
             f'--commit {commit}: expected the whole name of a commit; write --commit "$(git rev-parse HEAD)"'
         )
     return commit
-
-
-def _init(evidence: Sequence[Path], policy: Path) -> int:
-    """Writes a first policy."""
-    from lossgate.errors import UsageError
-    from lossgate.evidence.gather import gather
-    from lossgate.gate.init_policy import first_policy
-
-    if policy.exists():
-        raise UsageError(f"gate --init: {policy} is there already; name another file with --policy, or remove it")
-    gathered = gather(evidence)
-    cells = gathered.newest.values()
-    text = first_policy(cells, gathered.runs.values(), _examples(policy))
-    try:
-        with policy.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise UsageError(f"--policy {policy}: can't be written: {error.strerror}") from None
-    count = "the one cell" if len(cells) == 1 else f"the {len(cells)} cells"
-    print(f"wrote {policy}, which asks for {count} of the evidence")
-    if any(cell.known_failure is not None for cell in cells):
-        print("fill in issue, owner and expires of each known failure before you use it")
-    if failing := sum(cell.verdict != "AGREE" and not cell.expected for cell in cells):
-        print(f"the gate is closed now: {failing} of them {'does' if failing == 1 else 'do'} not agree")
-    if gathered.damaged or gathered.contradictory:
-        print(f"the gate is closed now: {len(gathered.damaged) + len(gathered.contradictory)} lines are no evidence")
-    return Exit.AGREE
-
-
-_LARGEST_EXAMPLE = 1 << 20
-"""Files that are larger are no failure files: those are a few kilobytes."""
-
-
-def _examples(policy: Path) -> dict[str, Path]:
-    """Returns the JSON files below the working folder by their SHA-256, as the policy would name
-    them.
-    """
-    import os
-    from hashlib import sha256
-
-    folder = policy.resolve().parent
-    found: dict[str, Path] = {}
-    for inside, folders, files in os.walk("."):
-        folders[:] = sorted(name for name in folders if name == ".lossgate" or not name.startswith("."))
-        for name in sorted(files):
-            file = Path(inside, name)
-            with suppress(OSError):  # a file that can't be read is no example
-                if file.suffix == ".json" and file.is_file() and file.stat().st_size <= _LARGEST_EXAMPLE:
-                    found[sha256(file.read_bytes()).hexdigest()] = Path(os.path.relpath(file, folder))
-    return found
 
 
 def _time(now: str | None) -> datetime:
@@ -223,20 +148,20 @@ def _digested(file: Path) -> Digested:
         raise UsageError(f"--subject {file}: can't be read: {error.strerror}") from None
 
 
-def _texts(verdict: GateVerdict, files: Mapping[str, Path | None], subjects: Sequence[Digested]) -> dict[str, Text]:
-    """Returns how to make the text of each file that is asked for."""
+def _texts(verdict: GateVerdict, subjects: Sequence[Digested], page: Text) -> dict[str, Text]:
+    """Returns how to make the text of each file that can be asked for."""
     from lossgate.reports.gate_files.junit import junit_xml
     from lossgate.reports.gate_files.markdown import markdown
     from lossgate.reports.gate_files.sarif import sarif
     from lossgate.reports.gate_files.statement import statement
 
-    makers: dict[str, Text] = {
+    return {
         "junit": lambda: junit_xml(verdict),
         "sarif": lambda: sarif(verdict, root=Path.cwd()),
         "markdown": lambda: markdown(verdict),
         "statement": lambda: statement(verdict, subjects),
+        "html": page,
     }
-    return {name: makers[name] for name, file in files.items() if file is not None and name in makers}
 
 
 def _page(verdict: GateVerdict, runs: Iterable[RunRecord], kept: KeptRecords, earlier: KeptRecords) -> str:
@@ -251,24 +176,3 @@ def _page(verdict: GateVerdict, runs: Iterable[RunRecord], kept: KeptRecords, ea
         runs=list(runs),
     )
     return render_page(page)
-
-
-def _write(files: Mapping[str, Path | None], texts: Mapping[str, Text], code: Exit) -> int:
-    """Writes the files. One that can't be written is told, and the others are written all the same.
-
-    Returns:
-        The exit code: that of the verdict, or that of wrong use if a file could not be written and
-        nothing disagrees.
-    """
-    from lossgate.errors import UsageError
-    from lossgate.reports.written import write_file
-
-    for name, make in texts.items():
-        file = files[name]
-        assert file is not None
-        try:
-            write_file(file, make(), option=f"--{name}")
-        except UsageError as error:
-            say(str(error))
-            code = code if code is Exit.DISAGREE else Exit.USAGE
-    return code

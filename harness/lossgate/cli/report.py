@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from lossgate.cli.app import Exit, app, say
+from lossgate.cli.app import Exit, app
+from lossgate.cli.outputs import write_outputs
 
 if TYPE_CHECKING:
     from lossgate.evidence.gather import Gathered
@@ -50,21 +51,21 @@ def report(
     named = [key for key in gathered.cells if any(matches(pattern, key) for pattern in patterns)]
     found = troubles(gathered)
     if cell:
-        _tell_cells(gathered, kept, named, found, patterns)
+        _print_cells(gathered, kept, named, found, patterns)
     else:
-        _tell(gathered, found)
+        _print_all(gathered, found)
     code = exit_code(gathered, named, found)
-    return _write_page(html, gathered, kept, code) if html is not None else code
+    return write_outputs({"html": (html, lambda: _page(gathered, kept))} if html is not None else {}, code)
 
 
-def _tell(gathered: Gathered, troubles: Sequence[str]) -> None:
+def _print_all(gathered: Gathered, troubles: Sequence[str]) -> None:
     from lossgate.reports.console import make_console
     from lossgate.reports.evidence_table import print_report
 
     print_report(make_console(), gathered, troubles)
 
 
-def _tell_cells(
+def _print_cells(
     gathered: Gathered,
     kept: KeptRecords,
     named: Sequence[CellKey],
@@ -94,41 +95,30 @@ def _tell_cells(
 
 
 def exit_code(gathered: Gathered, cells: Iterable[CellKey], troubles: Sequence[str]) -> Exit:
-    """Returns the code of the worst of what is told last of cells.
+    """Returns the code of the worst of the newest results.
 
     A line that contradicts its own numbers is no disagreement: it is no evidence.
     """
     from lossgate.reports.troubles import trusted
 
-    told = trusted(gathered)
-    verdicts = {told[key].verdict for key in cells if key in told and not told[key].expected}
+    newest = trusted(gathered)
+    verdicts = {newest[key].verdict for key in cells if key in newest and not newest[key].expected}
     if "DISAGREE" in verdicts:
         return Exit.DISAGREE
     return Exit.INCONCLUSIVE if troubles or "INCONCLUSIVE" in verdicts else Exit.AGREE
 
 
-def _write_page(html: Path, gathered: Gathered, kept: KeptRecords, code: Exit) -> Exit:
-    """Writes a page about the cells that were kept.
-
-    Returns:
-        The exit code: that of wrong use if the page can't be written and nothing disagrees.
-    """
-    from lossgate.errors import UsageError
+def _page(gathered: Gathered, kept: KeptRecords) -> str:
+    """Returns a page about the cells that were kept."""
     from lossgate.reports.page.page import Page
     from lossgate.reports.page.render import render_page
-    from lossgate.reports.written import write_file
 
-    told = kept.by_cell()
+    results = kept.by_cell()
     page = Page(
         title="Evidence",
-        cells=[of_cell[-1] for of_cell in told.values()],
+        cells=[of_cell[-1] for of_cell in results.values()],
         gate=None,
-        history={key: of_cell[:-1] for key, of_cell in told.items() if len(of_cell) > 1},
+        history={key: of_cell[:-1] for key, of_cell in results.items() if len(of_cell) > 1},
         runs=list(gathered.runs.values()),
     )
-    try:
-        write_file(html, render_page(page), option="--html")
-    except UsageError as error:
-        say(str(error))
-        return code if code is Exit.DISAGREE else Exit.USAGE
-    return code
+    return render_page(page)

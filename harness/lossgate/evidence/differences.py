@@ -67,7 +67,7 @@ def read_side(path: Path) -> Side:
             sights[record.key] = sight_of(record)
 
     gathered = gather([path], keep)
-    newest = {key: told for key, told in gathered.newest.items() if told.where not in gathered.contradictory}
+    newest = {key: cell for key, cell in gathered.newest.items() if cell.where not in gathered.contradictory}
     return Side(gathered, newest, sights)
 
 
@@ -80,17 +80,17 @@ def changes(before: Side, after: Side) -> list[CellChange]:
 
 
 def _changes(before: Side, after: Side) -> Iterator[CellChange]:
-    for key, told in before.cells.items():
+    for key, cell in before.cells.items():
         if key not in after.gathered.cells:
-            yield CellChange(Change.VANISHED, key, f"was {_outcome(told)}")
+            yield CellChange(Change.VANISHED, key, f"was {_outcome(cell)}")
         elif key in after.cells:
-            yield from _of_verdict(told, after.cells[key])
+            yield from _of_verdict(cell, after.cells[key])
             yield from _of_sight(key, before, after)
-    for key, told in after.cells.items():
+    for key, cell in after.cells.items():
         if key not in before.gathered.cells:
-            change = Change.DISAGREES if _outcome(told) == "DISAGREE" else Change.APPEARED
-            message = f"was not there; {_why(told)}" if change is Change.DISAGREES else f"is {_outcome(told)}"
-            yield CellChange(change, key, message, told.margin)
+            change = Change.DISAGREES if _outcome(cell) == "DISAGREE" else Change.APPEARED
+            message = f"was not there; {_why(cell)}" if change is Change.DISAGREES else f"is {_outcome(cell)}"
+            yield CellChange(change, key, message, cell.margin)
 
 
 def _of_verdict(before: CellSummary, after: CellSummary) -> Iterator[CellChange]:
@@ -123,17 +123,17 @@ def _of_sight(key: CellKey, before: Side, after: Side) -> Iterator[CellChange]:
         yield CellChange(Change.LESS_POWER, key, in_words(found), found[0].factor)
 
 
-def _outcome(told: CellSummary) -> str:
-    return "known failure" if told.expected else told.verdict
+def _outcome(cell: CellSummary) -> str:
+    return "known failure" if cell.expected else cell.verdict
 
 
-def _why(told: CellSummary) -> str:
-    lines = [line for reason in told.reasons for line in reason.splitlines()]
+def _why(cell: CellSummary) -> str:
+    lines = [line for reason in cell.reasons for line in reason.splitlines()]
     return lines[0] if lines else "it has no reason"
 
 
-def _symptoms(told: CellSummary) -> str:
-    return ", ".join(told.failure.symptoms) if told.failure is not None else "all problems pooled"
+def _symptoms(cell: CellSummary) -> str:
+    return ", ".join(cell.failure.symptoms) if cell.failure is not None else "all problems pooled"
 
 
 def surroundings(before: Gathered, after: Gathered) -> list[str]:
@@ -154,15 +154,15 @@ def _around(gathered: Gathered) -> dict[str, set[str]]:
     """Returns the values of all that the newest results of the cells were verified with."""
     found: dict[str, set[str]] = {}
     newest = gathered.newest.values()
-    for name in dict.fromkeys(told.run for told in newest):
+    for name in dict.fromkeys(cell.run for cell in newest):
         if (run := gathered.runs.get(name)) is not None:
             commit = f"{run.commit} with changes" if run.commit and run.modified else run.commit or "unknown"
             settings = {f"setting {name}": str(value) for name, value in run.settings.items()}
             for what, value in {"commit": commit, "host": run.host, **run.versions, **settings}.items():
                 found.setdefault(what, set()).add(value)
-    for told in newest:
-        found.setdefault("world", set()).add(told.key.world)
-        found.setdefault("device", set()).add(told.key.device)
-        file = told.source.rpartition(":")[0]
-        found.setdefault(f"source {file}", set()).add(f"sha256 {(told.source_digest or 'unknown')[:12]}")
+    for cell in newest:
+        found.setdefault("world", set()).add(cell.key.world)
+        found.setdefault("device", set()).add(cell.key.device)
+        file = cell.source.rpartition(":")[0]
+        found.setdefault(f"source {file}", set()).add(f"sha256 {(cell.source_digest or 'unknown')[:12]}")
     return found

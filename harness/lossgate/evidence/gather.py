@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lossgate.errors import UsageError
+from lossgate.evidence.checked_lines import CellLine, CheckedLine, RunLine, checked_lines
 from lossgate.evidence.reader import DamagedLine, Digested, Where
 from lossgate.evidence.records import CellKey, CellRecord, EndRecord, RunRecord
 from lossgate.evidence.summary import CellSummary
-from lossgate.evidence.told import Told, ToldCell, ToldRun, told_by
 
 Keep = Callable[[CellRecord, Where], None]
 """Is given the full record of each cell. Records that are not kept are gone afterwards."""
@@ -38,8 +38,8 @@ class Gathered:
 
     @property
     def newest(self) -> dict[CellKey, CellSummary]:
-        """What is told last of each cell."""
-        return {key: told[-1] for key, told in self.cells.items()}
+        """The newest result of each cell."""
+        return {key: results[-1] for key, results in self.cells.items()}
 
 
 def gather(files: Sequence[Path], keep: Keep | None = None) -> Gathered:
@@ -101,10 +101,10 @@ class _Gatherer:
         self._seen: set[str] = set()
 
     def read(self, file: Path) -> None:
-        told = told_by(file, records=self._keep is not None)
+        lines = checked_lines(file, records=self._keep is not None)
         while True:
             try:
-                self._take(next(told))
+                self._take(next(lines))
             except StopIteration as end:
                 self._files.append(end.value)
                 return
@@ -115,39 +115,39 @@ class _Gatherer:
             runs=self._runs,
             starts=self._starts,
             ends=self._ends,
-            cells={key: tuple(sorted(told, key=lambda one: one.time)) for key, told in self._cells.items()},
+            cells={key: tuple(sorted(results, key=lambda one: one.time)) for key, results in self._cells.items()},
             damaged=tuple(self._damaged),
             contradictory=self._contradictory,
             repeated=tuple(self._repeated),
         )
 
-    def _take(self, told: Told) -> None:
-        if isinstance(told, DamagedLine):
-            self._damaged.append(told)
+    def _take(self, line: CheckedLine) -> None:
+        if isinstance(line, DamagedLine):
+            self._damaged.append(line)
             return
-        digest = told.digest if isinstance(told, ToldRun) else told.summary.digest
+        digest = line.digest if isinstance(line, RunLine) else line.summary.digest
         if digest in self._seen:
             return
         self._seen.add(digest)
-        if isinstance(told, ToldRun):
-            self._run(told)
+        if isinstance(line, RunLine):
+            self._run(line)
         else:
-            self._cell(told)
+            self._cell(line)
 
-    def _run(self, told: ToldRun) -> None:
-        record = told.record
+    def _run(self, line: RunLine) -> None:
+        record = line.record
         if record.run in (self._runs if isinstance(record, RunRecord) else self._ends):
-            self._repeated.append(told.where)
+            self._repeated.append(line.where)
         elif isinstance(record, RunRecord):
-            self._starts[record.run] = told.where
+            self._starts[record.run] = line.where
             self._runs[record.run] = record
         else:
             self._ends[record.run] = record
 
-    def _cell(self, told: ToldCell) -> None:
-        summary = told.summary
-        if self._keep is not None and told.record is not None:
-            self._keep(told.record, summary.where)
+    def _cell(self, line: CellLine) -> None:
+        summary = line.summary
+        if self._keep is not None and line.record is not None:
+            self._keep(line.record, summary.where)
         self._cells.setdefault(summary.key, []).append(summary)
-        if told.contradiction:
-            self._contradictory[summary.where] = told.contradiction
+        if line.contradiction:
+            self._contradictory[summary.where] = line.contradiction

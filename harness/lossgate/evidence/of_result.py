@@ -163,10 +163,10 @@ def _worst(cases: Sequence[CaseResult]) -> Iterator[WorstExample]:
         for c in case.comparisons
         for name, share in c.shares.items()
     ]
-    told = set[tuple[str, str]]()
+    listed = set[tuple[str, str]]()
     for _, output, statistic, comparison, problem in sorted(found, key=lambda one: -one[0]):
-        if len(told) < _WORST and (output, statistic) not in told:
-            told.add((output, statistic))
+        if len(listed) < _WORST and (output, statistic) not in listed:
+            listed.add((output, statistic))
             value, limit = _rounded((comparison.values[statistic], comparison.limits[statistic]), _DIGITS[-1])
             yield WorstExample(
                 output=output,

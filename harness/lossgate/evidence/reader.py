@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads evidence, line by line. What is wrong with a line is told, not raised."""
+"""Reads evidence, line by line. What is wrong with a line is returned, not raised."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

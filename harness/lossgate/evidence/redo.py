@@ -100,9 +100,9 @@ def largest_mde(record: CellRecord) -> float | None:
 
     Metrics that were zero on every problem are left out.
     """
-    told = [output for output in record.outputs if output.pooled is not None or not output.metric]
-    effects = [output.pooled.mde for output in told if output.pooled is not None]
-    return max(effects) if effects and len(effects) == len(told) else None
+    counted = [output for output in record.outputs if output.pooled is not None or not output.metric]
+    effects = [output.pooled.mde for output in counted if output.pooled is not None]
+    return max(effects) if effects and len(effects) == len(counted) else None
 
 
 def _verdict(record: CellRecord, disagrees: bool) -> VerdictName:

@@ -10,7 +10,7 @@ from lossgate.evidence.records import CellRecord, OutputRecord
 
 FACTOR = 1.5
 """By which factor the minimum detectable effect of an output must grow, or the share of planted
-errors that are rejected must fall, to be told as a loss.
+errors that are rejected must fall, to be reported as a loss.
 
 Half as many problems made the effect 1.4 to 6 times as large (36 pairs of outputs of cross entropy,
 20 problems and 10). Another seed made it more than 1.4 times as large in 6 of 36 pairs.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people are told of a cell: small enough to keep those of 100,000 cells."""
+"""The summary of a record: small enough to keep those of 100,000 cells."""
 
 from dataclasses import dataclass
 from hashlib import blake2b

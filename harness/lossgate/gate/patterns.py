@@ -85,8 +85,8 @@ class Demand(NamedTuple):
         if self.candidate is None:
             return f"no candidate matches {self.pattern}"
         named = {name: pattern for name, pattern in zip(_PARTS, self.wanted, strict=True) if pattern != "*"}
-        told = {name: pattern for name, pattern in named.items() if _USUAL.get(name) != pattern} or named
-        ending = ", ".join(f"{name} {pattern}" for name, pattern in told.items())
+        shown = {name: pattern for name, pattern in named.items() if _USUAL.get(name) != pattern} or named
+        ending = ", ".join(f"{name} {pattern}" for name, pattern in shown.items())
         return f"{self.candidate}: no cell{' with ' * bool(ending)}{ending}"
 
 

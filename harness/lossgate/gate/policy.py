@@ -34,9 +34,9 @@ def load_policy(file: Path) -> Policy:
     try:
         content = file.read_bytes()
     except (OSError, ValueError) as error:
-        told = error.strerror if isinstance(error, OSError) else error
+        why = error.strerror if isinstance(error, OSError) else error
         raise UsageError(
-            f"can't read the policy {file}: {told}; lossgate gate EVIDENCE --init writes a first one"
+            f"can't read the policy {file}: {why}; lossgate gate EVIDENCE --init writes a first one"
         ) from None
     text = PolicyText(file, content)
     top = text.read_table((), text.values, _TOP, ("schema",))

@@ -97,10 +97,10 @@ class PolicyText:
         try:
             return read(value)
         except Unexpected as error:
-            where, told = path, f"{title(path)} = {shown(value)}"
+            where, what = path, f"{title(path)} = {shown(value)}"
             if error.element is not None:
-                where, told = (*path, error.element), f"{shown(value[error.element])} in {title(path)}"
-            raise self.error(where, f"{told}: expected {error.expected}") from None
+                where, what = (*path, error.element), f"{shown(value[error.element])} in {title(path)}"
+            raise self.error(where, f"{what}: expected {error.expected}") from None
 
     def _missing(self, path: Keys, read: Read) -> UsageError:
         place = "below this line" if path[:-1] else "at the top"

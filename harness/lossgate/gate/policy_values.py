@@ -162,7 +162,7 @@ def _check_layout(spelling: str, element: int | None = None) -> None:
     try:
         canonical = str(Layout.parse(spelling))
     except (UsageError, ValueError) as error:
-        told = f" ({error})" if isinstance(error, UsageError) and len(spelling) < _LONGEST_LAYOUT else ""
-        raise Unexpected(f'a layout such as "single" or "cp=2,tp=2"{told}', element) from None
+        why = f" ({error})" if isinstance(error, UsageError) and len(spelling) < _LONGEST_LAYOUT else ""
+        raise Unexpected(f'a layout such as "single" or "cp=2,tp=2"{why}', element) from None
     if canonical != spelling:
         raise Unexpected(f'"{canonical}", which is how evidence spells this layout', element)

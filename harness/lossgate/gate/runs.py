@@ -41,8 +41,8 @@ class Run:
 def runs_of(evidence: Gathered) -> list[Run]:
     """Returns the runs that evidence tells of, in the order of their names."""
     cells: defaultdict[str, list[CellSummary]] = defaultdict(list)
-    for told in evidence.cells.values():
-        for summary in told:
+    for results in evidence.cells.values():
+        for summary in results:
             cells[summary.run].append(summary)
     return [
         Run(

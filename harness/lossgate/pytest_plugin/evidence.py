@@ -66,8 +66,8 @@ class Evidence:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        """Writes the record of the run, so that a file that can't be written is told before the
-        work.
+        """Writes the record of the run before the work, so that a file that cannot be written is
+        reported first.
         """
         if self._path is None or self._input is not None:
             return

@@ -25,17 +25,17 @@ _TIMES = 5
 """How many of the last verdicts of a cell are shown."""
 
 
-def print_story(console: Console, record: CellRecord, told: Sequence[CellSummary]) -> None:
+def print_story(console: Console, record: CellRecord, results: Sequence[CellSummary]) -> None:
     """Prints all that is known of a cell.
 
     Args:
         console: where to print.
         record: the newest of the cell.
-        told: all results of it, the newest last.
+        results: all results of it, the newest last.
     """
-    shown = of_summary(told[-1])
+    shown = of_summary(results[-1])
     console.print(f"{marked(shown)}  {_escaped(str(record.key))}", soft_wrap=True)
-    for line in [*describe(shown)[1:], *(f"  {_escaped(line)}" for line in _about(record, told))]:
+    for line in [*describe(shown)[1:], *(f"  {_escaped(line)}" for line in _about(record, results))]:
         print_detail(console, line, hanging=2)
     if record.outputs:
         console.print()
@@ -55,14 +55,14 @@ def _escaped(text: str) -> str:
     return escape(printable(text))
 
 
-def _about(record: CellRecord, told: Sequence[CellSummary]) -> Iterator[str]:
+def _about(record: CellRecord, results: Sequence[CellSummary]) -> Iterator[str]:
     yield from (f"cause: {cause}" for cause in record.causes)
     yield f"what: {record.spec} from {record.head}, declared as {record.source}"
     yield f"when: {moment(record.time)}, {record.seconds:.1f} s, in run {record.run}"
-    if len(told) > 1:
-        times = sorted(one.time for one in told)
-        verdicts = ", ".join(one.verdict for one in told[-_TIMES:])
-        yield f"before: {len(told)} runs, from {moment(times[0])} to {moment(times[-1])}; the last: {verdicts}"
+    if len(results) > 1:
+        times = sorted(one.time for one in results)
+        verdicts = ", ".join(one.verdict for one in results[-_TIMES:])
+        yield f"before: {len(results)} runs, from {moment(times[0])} to {moment(times[-1])}; the last: {verdicts}"
     detects = percent(inf if record.mde is None else record.mde)
     counts = counted(record.problems, "problem"), counted(record.comparisons, "comparison")
     yield f"seen: {', '.join(counts)}, detects {detects}"

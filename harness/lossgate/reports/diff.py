@@ -66,12 +66,12 @@ def _section(console: Console, change: Change, cells: Sequence[CellChange]) -> N
         return
     style = _STYLES.get(change, "bold")
     console.print(f"[{style}]{change.value} ({len(cells)})[/]", soft_wrap=True)
-    for line in _told(cells):
+    for line in _of_cells(cells):
         print_detail(console, f"  {escape(printable(line))}", hanging=4)
     console.print()
 
 
-def _told(cells: Sequence[CellChange]) -> Iterator[str]:
+def _of_cells(cells: Sequence[CellChange]) -> Iterator[str]:
     """Yields a line for the first cells of each candidate, and how many more there are."""
     by_candidate: dict[str, list[CellChange]] = {}
     for one in cells:
@@ -83,11 +83,11 @@ def _told(cells: Sequence[CellChange]) -> Iterator[str]:
             more = counted(sum(map(len, left)), "more cell")
             yield f"and {more} of {counted(len(left), 'other candidate')}"
             return
-        told = of_candidate[:_OF_A_CANDIDATE]
-        yield from (f"{one.key}: {one.message}" for one in told)
-        if len(of_candidate) > len(told):
-            yield f"and {len(of_candidate) - len(told)} more like these of {candidate}"
-        shown += len(told)
+        listed = of_candidate[:_OF_A_CANDIDATE]
+        yield from (f"{one.key}: {one.message}" for one in listed)
+        if len(of_candidate) > len(listed):
+            yield f"and {len(of_candidate) - len(listed)} more like these of {candidate}"
+        shown += len(listed)
 
 
 def _lines(console: Console, heading: str, lines: Sequence[str]) -> None:

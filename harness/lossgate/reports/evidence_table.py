@@ -34,7 +34,7 @@ def print_report(console: Console, gathered: Gathered, troubles: Sequence[str]) 
         troubles: what is wrong with it.
     """
     newest = gathered.newest.values()
-    cells = [of_summary(told) for told in newest]
+    cells = [of_summary(result) for result in newest]
     print_runs(console, gathered)
     print_failures(console, cells)
     print_table(console, cells)
@@ -96,16 +96,16 @@ def print_troubles(console: Console, troubles: Sequence[str]) -> None:
 
 def _repeats(gathered: Gathered) -> Iterator[str]:
     """Yields which cells were verified several times, and which of them had another verdict."""
-    several = {key: told for key, told in gathered.cells.items() if len(told) > 1}
+    several = {key: results for key, results in gathered.cells.items() if len(results) > 1}
     if not several:
         return
-    every = [one for told in several.values() for one in told]
+    every = [one for results in several.values() for one in results]
     times, runs = sorted(one.time for one in every), len({one.run for one in every})
     yield (
         f"{counted(len(several), 'cell')} {'was' if len(several) == 1 else 'were'} verified more than once, in "
         f"{counted(runs, 'run')} from {moment(times[0])} to {moment(times[-1])}; the newest counts."
     )
-    changed = [key for key, told in several.items() if len({(one.verdict, one.expected) for one in told}) > 1]
+    changed = [key for key, results in several.items() if len({(one.verdict, one.expected) for one in results}) > 1]
     if changed:
         yield f"{counted(len(changed), 'cell')} had another verdict before: {printable(listed(changed))}."
     yield ""

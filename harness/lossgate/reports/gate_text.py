@@ -11,7 +11,7 @@ from lossgate.evidence.records import CellKey
 from lossgate.gate.verdict import Blocker, GatedCell, GateVerdict, Kind
 from lossgate.reports.counted import counted
 from lossgate.reports.describe import print_detail, replay_line
-from lossgate.reports.gate_files.told import replay_of
+from lossgate.reports.gate_files.wording import replay_of
 from lossgate.reports.printable import printable
 
 _SHOWN = 3

@@ -17,7 +17,7 @@ _COMMIT_DIGITS = 12
 
 def run_lines(gathered: Gathered) -> Iterator[tuple[str, str]]:
     """Yields headings and lines of text about runs. The heading is empty where it is as before."""
-    cells = Counter(told.run for of_cell in gathered.cells.values() for told in of_cell)
+    cells = Counter(result.run for of_cell in gathered.cells.values() for result in of_cell)
     files = [f"{printable(file.file)}  (sha256 {file.sha256[:_COMMIT_DIGITS]})" for file in gathered.files]
     runs = [
         _run_line(run, gathered.ends.get(name), cells[name])

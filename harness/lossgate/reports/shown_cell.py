@@ -109,9 +109,9 @@ def of_result(result: CellResult, replay: str | None = None) -> ShownCell:
     )
 
 
-def of_summary(told: CellSummary) -> ShownCell:
+def of_summary(summary: CellSummary) -> ShownCell:
     """Shows a cell of which evidence tells."""
-    key, known, failure = told.key, told.known_failure, told.failure
+    key, known, failure = summary.key, summary.known_failure, summary.failure
     return ShownCell(
         candidate=printable(key.candidate),
         held_to=printable(key.property),
@@ -119,13 +119,13 @@ def of_summary(told: CellSummary) -> ShownCell:
         layout=printable(key.layout),
         ranks=_ranks(key.layout),
         place="" if (key.world, key.device) == ("simulated", "cpu") else printable(f"{key.world}/{key.device}"),
-        verdict=_verdict(told.verdict, told.expected, printable(known.name) if known else None),
-        reasons=_lines(told.reasons),
-        problems=told.problems,
-        comparisons=told.comparisons,
-        margin=told.margin,
-        mde=inf if told.mde is None else told.mde,
-        seconds=told.seconds,
+        verdict=_verdict(summary.verdict, summary.expected, printable(known.name) if known else None),
+        reasons=_lines(summary.reasons),
+        problems=summary.problems,
+        comparisons=summary.comparisons,
+        margin=summary.margin,
+        mde=inf if summary.mde is None else summary.mde,
+        seconds=summary.seconds,
         on=_on(printable(failure.description), failure.shrink_calls) if failure else None,
         replay=printable(failure.replay) if failure and failure.replay else None,
     )

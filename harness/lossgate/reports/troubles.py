@@ -10,9 +10,9 @@ from lossgate.gate.runs import incomplete, runs_of, wrong_matrix
 from lossgate.gate.verdict import Kind
 
 _NAMED = 3
-"""How many of many names are told."""
+"""The most names that are listed."""
 _LIKE = 5
-"""How many troubles of a kind are told. The others usually have the same cause."""
+"""The most troubles of a kind that are listed. The others usually have the same cause."""
 
 
 def troubles(gathered: Gathered) -> list[str]:
@@ -24,8 +24,8 @@ def troubles(gathered: Gathered) -> list[str]:
 
 
 def trusted(gathered: Gathered) -> dict[CellKey, CellSummary]:
-    """Returns what is told last of each cell, without what contradicts its own numbers."""
-    return {key: told for key, told in gathered.newest.items() if told.where not in gathered.contradictory}
+    """Returns the newest result of each cell, without what contradicts its own numbers."""
+    return {key: result for key, result in gathered.newest.items() if result.where not in gathered.contradictory}
 
 
 def listed(names: Sequence[object]) -> str:
@@ -39,7 +39,7 @@ def _troubles(gathered: Gathered) -> Iterator[tuple[Kind, str]]:
         yield Kind.EMPTY, "there is no evidence of any cell; name files that lossgate verify --evidence wrote"
     for line in gathered.damaged:
         yield Kind.DAMAGED, f"{line.where}: {line.message}"
-    cells = {told.where: told.key for of_cell in gathered.cells.values() for told in of_cell}
+    cells = {result.where: result.key for of_cell in gathered.cells.values() for result in of_cell}
     for where, how in gathered.contradictory.items():
         yield Kind.CONTRADICTORY, f"{where}: {cells[where]} contradicts its own numbers: {how}. Verify it again"
     for where in gathered.repeated:

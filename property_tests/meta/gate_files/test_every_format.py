@@ -30,8 +30,8 @@ from property_tests.meta.gate_files.verdicts import (
 MODULES = ("junit", "sarif", "markdown", "statement")
 
 
-def about_sources(told: GateVerdict) -> str:
-    return statement(told, [SOURCE])
+def about_sources(judged: GateVerdict) -> str:
+    return statement(judged, [SOURCE])
 
 
 FORMATS: dict[str, Callable[[GateVerdict], str]] = {
@@ -61,8 +61,8 @@ def test_no_character_of_a_hostile_verdict_is_hidden(form: str) -> None:
 @pytest.mark.parametrize("kind", Kind)
 @pytest.mark.parametrize("form", FORMATS)
 def test_each_kind_shows_if_it_concerns_the_gate(form: str, kind: Kind) -> None:
-    told = verdict([agreeing(key())], of_gate(kind, "This is wrong. Do that."))
-    text = FORMATS[form](told)
+    judged = verdict([agreeing(key())], of_gate(kind, "This is wrong. Do that."))
+    text = FORMATS[form](judged)
     assert {
         "junit": f'<testcase classname="lossgate.gate" name="{kind}"',
         "sarif": f'"ruleId": "{kind.replace(" ", "-")}"',
@@ -102,9 +102,9 @@ def test_files_name_policy_and_evidence_by_digest(form: str) -> None:
 @pytest.mark.parametrize("form", FORMATS)
 def test_thirty_thousand_blockers_are_written_quickly(form: str) -> None:
     """100,000 lines of evidence must gate in 20 s. Each file takes 1 to 3 s for a third of them."""
-    told = many()
+    judged = many()
     start = process_time()
-    text = FORMATS[form](told)
+    text = FORMATS[form](judged)
     assert process_time() - start < 15
     assert len(text) > 10_000
 
@@ -130,9 +130,9 @@ def test_one_line_is_one_line_and_says_that_it_was_cut() -> None:
 
 
 def test_json_is_json() -> None:
-    for told in VERDICTS.values():
-        json.loads(sarif(told))
-        json.loads(about_sources(told))
+    for judged in VERDICTS.values():
+        json.loads(sarif(judged))
+        json.loads(about_sources(judged))
 
 
 def test_writing_a_file_does_not_import_torch() -> None:

@@ -32,12 +32,12 @@ def schema() -> xmlschema.XMLSchema:
     return xmlschema.XMLSchema(SCHEMA)
 
 
-def tree(told: GateVerdict) -> ET.Element:
-    return ET.fromstring(junit_xml(told).encode())
+def tree(judged: GateVerdict) -> ET.Element:
+    return ET.fromstring(junit_xml(judged).encode())
 
 
-def case(told: GateVerdict, name: str) -> ET.Element:
-    (found,) = (one for one in tree(told).iter("testcase") if one.get("name") == name)
+def case(judged: GateVerdict, name: str) -> ET.Element:
+    (found,) = (one for one in tree(judged).iter("testcase") if one.get("name") == name)
     return found
 
 
@@ -60,20 +60,20 @@ def test_the_schema_finds_what_is_broken(broken: str) -> None:
 @pytest.mark.parametrize("name", VERDICTS)
 def test_a_closed_gate_never_looks_open(name: str) -> None:
     """A reader that sums up the attributes, or that counts elements, sees what the gate says."""
-    told, read = VERDICTS[name], JUnitXml.fromstring(junit_xml(VERDICTS[name]).encode())
+    judged, read = VERDICTS[name], JUnitXml.fromstring(junit_xml(VERDICTS[name]).encode())
     stated = (read.tests, read.failures, read.errors)
     read.update_statistics()
     assert stated == (read.tests, read.failures, read.errors)
-    assert (read.failures + read.errors == 0) == told.passes
+    assert (read.failures + read.errors == 0) == judged.passes
     assert any(suite.name == "lossgate.gate" for suite in read)
 
 
 @pytest.mark.parametrize("kind", Kind)
 def test_only_a_disagreement_is_a_failure(kind: Kind) -> None:
     tag = "failure" if kind is Kind.DISAGREE else "error"
-    for told in (verdict([blocked(key(), kind)]), verdict([], of_gate(kind))):
-        assert {one.tag for one in tree(told).iter() if one.get("type")} == {tag}
-        assert {one.get("type") for one in tree(told).iter(tag)} == {kind.value}
+    for judged in (verdict([blocked(key(), kind)]), verdict([], of_gate(kind))):
+        assert {one.tag for one in tree(judged).iter() if one.get("type")} == {tag}
+        assert {one.get("type") for one in tree(judged).iter(tag)} == {kind.value}
 
 
 def test_a_case_with_several_blockers_has_one_result_that_lists_all() -> None:
@@ -81,8 +81,8 @@ def test_a_case_with_several_blockers_has_one_result_that_lists_all() -> None:
         Blocker(kind=kind, message=f"It is {kind}.", cell=key(), where="out.jsonl:3")
         for kind in (Kind.STALE, Kind.DISAGREE, Kind.WEAK)
     )
-    told = verdict([GatedCell(key=key(), summary=summary(key(), "DISAGREE"), blockers=blockers)])
-    (result,) = case(told, "agreement-single-float32")
+    judged = verdict([GatedCell(key=key(), summary=summary(key(), "DISAGREE"), blockers=blockers)])
+    (result,) = case(judged, "agreement-single-float32")
     assert (result.tag, result.get("message")) == ("failure", "It is disagree. (and 2 more)")
     lines = [f"{b.kind}: {key()}: It is {b.kind}. (out.jsonl:3)" for b in blockers]
     assert (result.text or "").splitlines() == [*lines, "replay: lossgate replay failures/one.json"]
@@ -90,27 +90,27 @@ def test_a_case_with_several_blockers_has_one_result_that_lists_all() -> None:
 
 def test_only_a_disagreement_has_its_replay_command() -> None:
     stale = Blocker(kind=Kind.STALE, message="It is old.", cell=key())
-    told = verdict([GatedCell(key=key(), summary=summary(key(), "DISAGREE"), blockers=(stale,))])
-    (result,) = case(told, "agreement-single-float32")
+    judged = verdict([GatedCell(key=key(), summary=summary(key(), "DISAGREE"), blockers=(stale,))])
+    (result,) = case(judged, "agreement-single-float32")
     assert "replay" not in (result.text or "")
 
 
 def test_suites_are_the_gate_and_the_candidates() -> None:
-    told = verdict([agreeing(key("b")), agreeing(key("a")), agreeing(key("a", layout="cp=2")), excused(key("c"))])
-    suites = [(suite.get("name"), len(suite.findall("testcase"))) for suite in tree(told)]
+    judged = verdict([agreeing(key("b")), agreeing(key("a")), agreeing(key("a", layout="cp=2")), excused(key("c"))])
+    suites = [(suite.get("name"), len(suite.findall("testcase"))) for suite in tree(judged)]
     assert suites == [("lossgate.gate", 1), ("a", 2), ("b", 1), ("c", 1)]
 
 
 def test_a_case_tells_layout_world_and_time() -> None:
-    told = verdict([agreeing(key("a", layout="tp=2", world="gloo", device="cuda"))])
-    found = case(told, "agreement-tp=2-float32 on gloo/cuda")
+    judged = verdict([agreeing(key("a", layout="tp=2", world="gloo", device="cuda"))])
+    found = case(judged, "agreement-tp=2-float32 on gloo/cuda")
     assert (found.get("classname"), found.get("time")) == ("a", "1.500")
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf"), 1e-9, 1e12])
 def test_a_time_is_valid_whatever_the_evidence_says(seconds: float) -> None:
-    told = verdict([GatedCell(key=key(), summary=summary(key(), seconds=seconds))])
-    schema().validate(junit_xml(told))
+    judged = verdict([GatedCell(key=key(), summary=summary(key(), seconds=seconds))])
+    schema().validate(junit_xml(judged))
 
 
 def test_an_excused_known_failure_passes_with_its_issue() -> None:

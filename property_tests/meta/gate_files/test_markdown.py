@@ -81,7 +81,7 @@ def test_code_holds_what_is_drawn(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "line"),
+    ("judged", "line"),
     [
         (VERDICTS["open"], "## The gate is open: 2 cells"),
         (verdict([agreeing(key())]), "## The gate is open: 1 cell"),
@@ -96,15 +96,15 @@ def test_code_holds_what_is_drawn(text: str) -> None:
         ),
     ],
 )
-def test_the_first_line_is_the_verdict_with_the_marker(told: GateVerdict, line: str) -> None:
-    assert markdown(told).splitlines()[0] == f"{line} {MARKER}"
+def test_the_first_line_is_the_verdict_with_the_marker(judged: GateVerdict, line: str) -> None:
+    assert markdown(judged).splitlines()[0] == f"{line} {MARKER}"
 
 
 def test_the_table_counts_cells_by_verdict() -> None:
-    told = verdict(
+    judged = verdict(
         [agreeing(key("a")), excused(key("b")), blocked(key("c"), Kind.MISSING), blocked(key("d"), Kind.STALE)]
     )
-    assert markdown(told).split("\n\n")[1].splitlines()[2:] == [
+    assert markdown(judged).split("\n\n")[1].splitlines()[2:] == [
         "| AGREE | 2 | 0 | 1 |",
         "| DISAGREE | 1 | 1 | 0 |",
         "| MISSING | 1 | 0 | 1 |",
@@ -127,9 +127,9 @@ def test_a_disagreement_tells_its_problem_and_how_to_replay_it() -> None:
 
 
 def test_a_failure_without_a_replay_command_has_no_block() -> None:
-    told = summary(key(), "DISAGREE", failure=failure(replay=None))
+    judged = summary(key(), "DISAGREE", failure=failure(replay=None))
     cell = blocked(key(), Kind.DISAGREE)
-    assert "```" not in markdown(verdict([GatedCell(key=key(), summary=told, blockers=cell.blockers)]))
+    assert "```" not in markdown(verdict([GatedCell(key=key(), summary=judged, blockers=cell.blockers)]))
 
 
 def test_excused_known_failures_are_listed_with_their_issue() -> None:
@@ -138,15 +138,15 @@ def test_excused_known_failures_are_listed_with_their_issue() -> None:
 
 @pytest.mark.parametrize("limit", [2_000, 4_000, 10_000, 65_000])
 def test_the_comment_is_not_longer_than_its_limit(limit: int) -> None:
-    for told in (many(3_000), hostile(), verdict(blocked(key(f"😀{n}"), Kind.WEAK, "😀" * 400) for n in range(90))):
-        text = markdown(told, limit=limit)
+    for judged in (many(3_000), hostile(), verdict(blocked(key(f"😀{n}"), Kind.WEAK, "😀" * 400) for n in range(90))):
+        text = markdown(judged, limit=limit)
         assert len(text.encode("utf-16-le")) // 2 <= limit
         assert text.startswith("## The gate is closed")
 
 
 def test_a_cut_comment_says_how_many_items_it_leaves_out() -> None:
-    told = verdict(blocked(key(f"k{n:04}"), Kind.WEAK) for n in range(1_000))
-    text = markdown(told)
+    judged = verdict(blocked(key(f"k{n:04}"), Kind.WEAK) for n in range(1_000))
+    text = markdown(judged)
     (left,) = re.findall(r"^- (\d+) more are left out here", text, re.MULTILINE)
     assert int(left) + text.count("- `k") + text.count("- weak: `k") == 1_000
     assert "This comment can't be longer" in text

@@ -50,8 +50,8 @@ def schema() -> Draft4Validator:
     return Draft4Validator(json.loads(text), format_checker=Draft4Validator.FORMAT_CHECKER)
 
 
-def run(told: GateVerdict, root: Path | None = None) -> dict[str, Any]:
-    (one,) = json.loads(sarif(told, root=root))["runs"]
+def run(judged: GateVerdict, root: Path | None = None) -> dict[str, Any]:
+    (one,) = json.loads(sarif(judged, root=root))["runs"]
     return one
 
 
@@ -59,8 +59,8 @@ def uri(physical: dict[str, Any]) -> str:
     return physical["physicalLocation"]["artifactLocation"]["uri"]
 
 
-def result(told: GateVerdict, root: Path | None = None) -> dict[str, Any]:
-    (one,) = run(told, root)["results"]
+def result(judged: GateVerdict, root: Path | None = None) -> dict[str, Any]:
+    (one,) = run(judged, root)["results"]
     return one
 
 
@@ -68,8 +68,10 @@ def declared(source: str, text: str | None = None, layout: str = "single") -> Ga
     """Returns a verdict in which the cell of a source disagrees."""
     of = key(source.rpartition(":")[2], layout)
     digest = sha256(text.encode()).hexdigest() if text is not None else None
-    told = summary(of, "DISAGREE", source=source, source_digest=digest)
-    return verdict([GatedCell(key=of, summary=told, blockers=(Blocker(kind=Kind.DISAGREE, message="Bad.", cell=of),))])
+    judged = summary(of, "DISAGREE", source=source, source_digest=digest)
+    return verdict(
+        [GatedCell(key=of, summary=judged, blockers=(Blocker(kind=Kind.DISAGREE, message="Bad.", cell=of),))]
+    )
 
 
 @pytest.mark.parametrize("name", VERDICTS)
@@ -101,11 +103,11 @@ def test_every_kind_has_a_rule() -> None:
 
 @pytest.mark.parametrize("name", VERDICTS)
 def test_each_blocker_is_an_error_that_code_scanning_can_show(name: str) -> None:
-    told = VERDICTS[name]
-    one = run(told)
+    judged = VERDICTS[name]
+    one = run(judged)
     results = one["results"]
-    assert sum(r["level"] == "error" for r in results) == len(told.blockers)
-    assert sum(r["level"] == "note" for r in results) == sum(bool(cell.excused) for cell in told.cells)
+    assert sum(r["level"] == "error" for r in results) == len(judged.blockers)
+    assert sum(r["level"] == "note" for r in results) == sum(bool(cell.excused) for cell in judged.cells)
     for found in results:
         assert one["tool"]["driver"]["rules"][found["ruleIndex"]]["id"] == found["ruleId"]
         assert uri(found["locations"][0])
@@ -114,10 +116,10 @@ def test_each_blocker_is_an_error_that_code_scanning_can_show(name: str) -> None
 
 
 def test_disagreements_come_first() -> None:
-    told = verdict(
+    judged = verdict(
         [blocked(key("a"), Kind.STALE), blocked(key("b"), Kind.DISAGREE), excused(key("c"))], of_gate(Kind.MIXED)
     )
-    found = [(r["ruleId"], r["level"]) for r in run(told)["results"]]
+    found = [(r["ruleId"], r["level"]) for r in run(judged)["results"]]
     assert found == [("disagree", "error"), ("mixed", "error"), ("stale", "error"), ("known-failure", "note")]
 
 
@@ -139,8 +141,8 @@ def test_a_result_names_its_evidence() -> None:
 
 
 def test_fingerprints_hang_on_kind_and_cell_only() -> None:
-    def fingerprints(told: GateVerdict) -> list[str]:
-        return [r["partialFingerprints"]["primaryLocationLineHash"] for r in run(told)["results"]]
+    def fingerprints(judged: GateVerdict) -> list[str]:
+        return [r["partialFingerprints"]["primaryLocationLineHash"] for r in run(judged)["results"]]
 
     before = fingerprints(verdict([blocked(key(), Kind.STALE, "It is 3 days old.", "a.jsonl:3")]))
     after = fingerprints(verdict([blocked(key(), Kind.STALE, "It is 4 days old.", "b.jsonl:9")]))
@@ -194,16 +196,16 @@ def test_what_concerns_no_cell_is_shown_in_the_policy(where: str, line: int) -> 
 
 
 def test_a_missing_cell_is_shown_where_its_candidate_is_declared() -> None:
-    told = verdict([agreeing(key()), blocked(key(layout="tp=2"), Kind.MISSING)])
-    assert uri(result(told)["locations"][0]) == "ci/kernels.py"
+    judged = verdict([agreeing(key()), blocked(key(layout="tp=2"), Kind.MISSING)])
+    assert uri(result(judged)["locations"][0]) == "ci/kernels.py"
     assert uri(result(verdict([blocked(key(), Kind.MISSING)]))["locations"][0]) == POLICY.file
 
 
 @pytest.mark.parametrize(("name", "line"), [("decorated", 4), ("assigned", 6), ("typed", 7), ("nowhere", 1)])
 def test_the_line_is_that_of_the_declaration(tmp_path: Path, name: str, line: int) -> None:
     (tmp_path / "kernels.py").write_text(SOURCES)
-    told = declared(f"kernels.py:{name}", SOURCES)
-    assert result(told, tmp_path)["locations"][0]["physicalLocation"]["region"] == {"startLine": line}
+    judged = declared(f"kernels.py:{name}", SOURCES)
+    assert result(judged, tmp_path)["locations"][0]["physicalLocation"]["region"] == {"startLine": line}
 
 
 @pytest.mark.parametrize("now", [SOURCES + "\n", None, "def (", "\x00", "(" * 10_000])
@@ -211,8 +213,8 @@ def test_the_line_is_the_first_if_the_source_is_not_the_one_that_was_verified(tm
     if now is not None:
         (tmp_path / "kernels.py").write_text(now)
     for verified in (SOURCES, now):
-        told = declared("kernels.py:assigned", verified if verified != SOURCES + "\n" else SOURCES)
-        assert result(told, tmp_path)["locations"][0]["physicalLocation"]["region"] == {"startLine": 1}
+        judged = declared("kernels.py:assigned", verified if verified != SOURCES + "\n" else SOURCES)
+        assert result(judged, tmp_path)["locations"][0]["physicalLocation"]["region"] == {"startLine": 1}
 
 
 @pytest.mark.parametrize("source", ["/dev/zero", "/proc/self/mem", "\x00", "."])
@@ -220,8 +222,8 @@ def test_only_ordinary_files_are_read(tmp_path: Path, source: str) -> None:
     device = tmp_path / "kernels.py"
     if source != "\x00":
         device.symlink_to(source)
-    told = declared("kernels.py:f" if source != "\x00" else "\x00.py:f", "")
-    assert result(told, tmp_path)["locations"][0]["physicalLocation"]["region"] == {"startLine": 1}
+    judged = declared("kernels.py:f" if source != "\x00" else "\x00.py:f", "")
+    assert result(judged, tmp_path)["locations"][0]["physicalLocation"]["region"] == {"startLine": 1}
 
 
 def test_code_scanning_takes_no_more_than_25000_results() -> None:
@@ -235,10 +237,10 @@ def test_code_scanning_takes_no_more_than_25000_results() -> None:
 
 
 def test_code_scanning_takes_no_more_than_10_mb(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = many(300)
-    whole = len(zlib.compress(sarif(told).encode()))
+    judged = many(300)
+    whole = len(zlib.compress(sarif(judged).encode()))
     monkeypatch.setattr("lossgate.reports.gate_files.sarif._MOST_BYTES", whole // 2)
-    text = sarif(told)
+    text = sarif(judged)
     results = json.loads(text)["runs"][0]["results"]
     assert whole // 4 < len(zlib.compress(text.encode())) <= whole // 2
     assert results[-1]["message"]["text"].startswith(f"{300 - len(results) + 1} more results are left out")

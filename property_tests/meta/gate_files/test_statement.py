@@ -43,12 +43,12 @@ def parsed(text: str) -> Statement:
     return found
 
 
-def predicate(told: GateVerdict) -> dict[str, Any]:
-    return json.loads(statement(told, [WHEEL]))["predicate"]
+def predicate(judged: GateVerdict) -> dict[str, Any]:
+    return json.loads(statement(judged, [WHEEL]))["predicate"]
 
 
-def subjects(told: GateVerdict, *given: Digested) -> list[dict[str, Any]]:
-    return json.loads(statement(told, given))["subject"]
+def subjects(judged: GateVerdict, *given: Digested) -> list[dict[str, Any]]:
+    return json.loads(statement(judged, given))["subject"]
 
 
 @pytest.mark.parametrize("name", VERDICTS)
@@ -82,7 +82,7 @@ def test_types_are_those_of_the_specification() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "result", "passed", "warned", "failed"),
+    ("judged", "result", "passed", "warned", "failed"),
     [
         (verdict([agreeing(key())]), "PASSED", [key()], [], []),
         (verdict([agreeing(key()), excused(key("b"))]), "WARNED", [key()], [key("b")], []),
@@ -93,9 +93,9 @@ def test_types_are_those_of_the_specification() -> None:
     ],
 )
 def test_cells_are_tests(
-    told: GateVerdict, result: str, passed: list[Any], warned: list[Any], failed: list[Any]
+    judged: GateVerdict, result: str, passed: list[Any], warned: list[Any], failed: list[Any]
 ) -> None:
-    found = predicate(told)
+    found = predicate(judged)
     assert found["result"] == result
     assert found["passedTests"] == list(map(str, passed))
     assert found["warnedTests"] == list(map(str, warned))
@@ -104,10 +104,10 @@ def test_cells_are_tests(
 
 @pytest.mark.parametrize("name", VERDICTS)
 def test_only_an_open_gate_has_not_failed(name: str) -> None:
-    told, found = VERDICTS[name], predicate(VERDICTS[name])
-    assert (found["result"] == "FAILED") == (not told.passes) == bool(found["failedTests"])
+    judged, found = VERDICTS[name], predicate(VERDICTS[name])
+    assert (found["result"] == "FAILED") == (not judged.passes) == bool(found["failedTests"])
     tests = [test for tests in ("passedTests", "warnedTests", "failedTests") for test in found[tests]]
-    assert sum(not test.startswith("gate: ") for test in tests) == len(told.cells)
+    assert sum(not test.startswith("gate: ") for test in tests) == len(judged.cells)
 
 
 def test_policy_and_evidence_are_bound_by_digest() -> None:

@@ -28,8 +28,8 @@ def reason(kind: Kind, message: str = "it is wrong", cell: CellKey | None = None
 
 
 def disagreeing(of: CellKey, message: str = "it disagrees: loss is 2 times the reference", **changed: Any) -> GatedCell:
-    told = summary(of, "DISAGREE", failure=failure(**changed))
-    return GatedCell(key=of, summary=told, blockers=(reason(Kind.DISAGREE, message, of),))
+    result = summary(of, "DISAGREE", failure=failure(**changed))
+    return GatedCell(key=of, summary=result, blockers=(reason(Kind.DISAGREE, message, of),))
 
 
 def test_an_open_gate_has_three_lines() -> None:
@@ -90,8 +90,8 @@ def test_the_replay_command_is_a_line_of_its_own_that_is_never_wrapped(width: in
 
 def test_only_disagreements_have_a_replay_command() -> None:
     one = key()
-    told = summary(one, "DISAGREE")
-    stale = GatedCell(key=one, summary=told, blockers=(reason(Kind.STALE, cell=one),))
+    result = summary(one, "DISAGREE")
+    stale = GatedCell(key=one, summary=result, blockers=(reason(Kind.STALE, cell=one),))
     assert REPLAY not in shown(verdict([stale]))
     assert not any("replay" in line for line in shown(verdict([disagreeing(one, replay=None)])))
 

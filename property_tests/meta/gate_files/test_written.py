@@ -111,7 +111,7 @@ def test_standard_output_may_be_a_stream_of_text() -> None:
     assert out.getvalue() == "é\n"
 
 
-def test_a_closed_standard_output_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_standard_output_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     class Closed(io.BytesIO):
         def write(self, data: object) -> int:
             raise BrokenPipeError(32, "Broken pipe")

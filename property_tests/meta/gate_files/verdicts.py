@@ -71,8 +71,8 @@ def agreeing(of: CellKey) -> GatedCell:
 def blocked(of: CellKey, kind: Kind, message: str = "What is wrong. What to do.", where: str = "") -> GatedCell:
     """Returns a cell with one blocker; a missing one has no summary."""
     verdict = {Kind.DISAGREE: "DISAGREE", Kind.INCONCLUSIVE: "INCONCLUSIVE"}.get(kind, "AGREE")
-    told = None if kind is Kind.MISSING else summary(of, verdict)
-    return GatedCell(key=of, summary=told, blockers=(Blocker(kind=kind, message=message, cell=of, where=where),))
+    result = None if kind is Kind.MISSING else summary(of, verdict)
+    return GatedCell(key=of, summary=result, blockers=(Blocker(kind=kind, message=message, cell=of, where=where),))
 
 
 def excused(of: CellKey, issue: str = ISSUE) -> GatedCell:
@@ -102,7 +102,7 @@ def hostile() -> GateVerdict:
     """A closed gate in which each text is hostile."""
     first, second = key(HOSTILE, HOSTILE, property=HOSTILE, dtype=HOSTILE), key(HOSTILE, "x", world=HOSTILE)
     failed = failure(description=HOSTILE, findings=(HOSTILE,), symptoms=(HOSTILE,), replay=HOSTILE)
-    told = summary(
+    result = summary(
         first,
         "DISAGREE",
         failure=failed,
@@ -113,7 +113,7 @@ def hostile() -> GateVerdict:
     blocker = Blocker(kind=Kind.DISAGREE, message=HOSTILE, cell=first, where=HOSTILE)
     file = Digested(file=HOSTILE, sha256="e" * 64)
     return verdict(
-        [GatedCell(key=first, summary=told, blockers=(blocker,)), excused(second, HOSTILE)],
+        [GatedCell(key=first, summary=result, blockers=(blocker,)), excused(second, HOSTILE)],
         of_gate(Kind.MIXED, HOSTILE, HOSTILE),
         policy=file,
         evidence=(file,),

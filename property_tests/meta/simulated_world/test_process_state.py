@@ -75,7 +75,7 @@ CHANGES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("left", CHANGES)
-def test_what_a_rank_leaves_changed_is_told_and_restored(
+def test_what_a_rank_leaves_changed_is_reported_and_restored(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, left: str
 ) -> None:
     monkeypatch.setenv("LOSSGATE_OLD", "old")

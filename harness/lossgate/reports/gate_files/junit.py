@@ -13,7 +13,7 @@ from typing import NamedTuple
 from xml.etree import ElementTree as ET
 
 from lossgate.gate.verdict import Blocker, GatedCell, GateVerdict, Kind
-from lossgate.reports.gate_files.told import by_cell, in_words, note, replay_of, short_name
+from lossgate.reports.gate_files.wording import by_cell, in_words, note, replay_of, short_name
 from lossgate.reports.plain import one_line, plain
 
 _GATE = "lossgate.gate"

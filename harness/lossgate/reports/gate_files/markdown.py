@@ -12,7 +12,7 @@ from itertools import chain
 from lossgate.gate.verdict import Blocker, Digested, GatedCell, GateVerdict, Kind
 from lossgate.reports.gate_files.kinds import MEANINGS
 from lossgate.reports.gate_files.page import Page, code, code_block
-from lossgate.reports.gate_files.told import in_words
+from lossgate.reports.gate_files.wording import in_words
 from lossgate.reports.plain import one_line
 
 MARKER = "<!-- lossgate gate -->"

@@ -19,7 +19,7 @@ from lossgate.evidence.records import CellKey
 from lossgate.gate.verdict import Blocker, GatedCell, GateVerdict, Kind
 from lossgate.reports.gate_files.kinds import MEANINGS
 from lossgate.reports.gate_files.places import Places
-from lossgate.reports.gate_files.told import in_words, replay_of
+from lossgate.reports.gate_files.wording import in_words, replay_of
 from lossgate.reports.plain import one_line, plain
 
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"

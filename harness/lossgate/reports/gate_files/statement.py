@@ -12,7 +12,7 @@ from typing import Any
 
 from lossgate.errors import UsageError
 from lossgate.gate.verdict import Digested, GateVerdict
-from lossgate.reports.gate_files.told import by_cell, note
+from lossgate.reports.gate_files.wording import by_cell, note
 from lossgate.reports.plain import plain
 
 _STATEMENT = "https://in-toto.io/Statement/v1"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lines of evidence tell: all work that needs one line alone. Several processes share that of
-a large file.
+"""Reads lines of evidence and checks each against its own numbers: all work that needs one line
+alone. Several processes share a large file.
 """
 
 import gc
@@ -17,7 +17,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from threading import active_count
 
-from lossgate.evidence.reader import DamagedLine, Digested, Where, raw_lines, read_line
+from lossgate.evidence.reader import DamagedLine, Digested, GoodLine, Where, raw_lines, read_line
 from lossgate.evidence.records import CellRecord, EndRecord, RunRecord
 from lossgate.evidence.redo import redo
 from lossgate.evidence.summary import CellSummary, summarize
@@ -38,7 +38,7 @@ RawLines = Sequence[tuple[int, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
-class ToldRun:
+class RunLine:
     """A line that starts or ends a run."""
 
     where: Where
@@ -47,8 +47,8 @@ class ToldRun:
 
 
 @dataclass(frozen=True, slots=True)
-class ToldCell:
-    """A line that tells of a cell."""
+class CellLine:
+    """A line about a cell."""
 
     summary: CellSummary
     contradiction: str
@@ -57,11 +57,11 @@ class ToldCell:
     """The record, if it was asked for."""
 
 
-Told = DamagedLine | ToldRun | ToldCell
+CheckedLine = DamagedLine | RunLine | CellLine
 
 
-def told_by(file: Path, *, records: bool) -> Generator[Told, None, Digested]:
-    """Yields what each line of a file tells, in their order; returns the file's digest.
+def checked_lines(file: Path, *, records: bool) -> Generator[CheckedLine, None, Digested]:
+    """Yields the lines of a file, checked, in their order; returns the file's digest.
 
     Args:
         file: the file.
@@ -72,29 +72,35 @@ def told_by(file: Path, *, records: bool) -> Generator[Told, None, Digested]:
     """
     digest = sha256()
     batches = _batches(raw_lines(file, digest))
-    one_by_one = map(partial(tell, str(file), records=records), batches)
-    for told in _shared(str(file), batches) if _is_large(file) and not records else one_by_one:
-        yield from told
+    one_by_one = map(partial(check_lines, str(file), records=records), batches)
+    for batch in _shared(str(file), batches) if _is_large(file) and not records else one_by_one:
+        yield from batch
     return Digested(file=str(file), sha256=digest.hexdigest())
 
 
-def tell(file: str, lines: RawLines, *, records: bool = False) -> list[Told]:
-    """Returns what lines of a file tell, in their order."""
+def check_lines(file: str, lines: RawLines, *, records: bool = False) -> list[CheckedLine]:
+    """Checks lines of a file. Returns them in their order."""
+    # Records are freed when the inner function returns, so the collector wakes up to little.
     with _without_collector():
-        read = [line for number, text in lines if (line := read_line(Where(file, number), text)) is not None]
-        good = [line for line in read if not isinstance(line, DamagedLine)]
-        redone = iter(redo([line.record for line in good if isinstance(line.record, CellRecord)]))
-        told: list[Told] = []
-        for line in read:
-            if isinstance(line, DamagedLine):
-                told.append(line)
-            elif isinstance(line.record, CellRecord):
-                found = next(redone)
-                summary = summarize(line.record, line.where, line.digest, found)
-                told.append(ToldCell(summary, found.contradiction, line.record if records else None))
-            else:
-                told.append(ToldRun(line.where, line.digest, line.record))
-        return told
+        return _check_lines(file, lines, records)
+
+
+def _check_lines(file: str, lines: RawLines, records: bool) -> list[CheckedLine]:
+    read = [line for number, text in lines if (line := read_line(Where(file, number), text)) is not None]
+    redone = iter(
+        redo([line.record for line in read if isinstance(line, GoodLine) and isinstance(line.record, CellRecord)])
+    )
+    checked: list[CheckedLine] = []
+    for line in read:
+        if isinstance(line, DamagedLine):
+            checked.append(line)
+        elif isinstance(line.record, CellRecord):
+            found = next(redone)
+            summary = summarize(line.record, line.where, line.digest, found)
+            checked.append(CellLine(summary, found.contradiction, line.record if records else None))
+        else:
+            checked.append(RunLine(line.where, line.digest, line.record))
+    return checked
 
 
 def _batches(lines: Iterable[tuple[int, bytes]]) -> Iterator[RawLines]:
@@ -121,13 +127,15 @@ def _is_large(file: Path) -> bool:
     return size >= _LARGE and sys.platform == "linux" and active_count() == 1 and (os.cpu_count() or 1) > 1
 
 
-def _shared(file: str, batches: Iterator[RawLines]) -> Iterator[list[Told]]:
-    """Yields what batches tell, in their order. Few wait at a time, so that memory stays small."""
+def _shared(file: str, batches: Iterator[RawLines]) -> Iterator[list[CheckedLine]]:
+    """Yields the checked lines of batches, in their order. Few wait at a time, so that memory
+    stays small.
+    """
     processes = min(os.cpu_count() or 1, _MOST_PROCESSES)
     with ProcessPoolExecutor(processes, get_context("fork")) as pool:
-        waiting: deque[Future[list[Told]]] = deque()
+        waiting: deque[Future[list[CheckedLine]]] = deque()
         for batch in batches:
-            waiting.append(pool.submit(tell, file, batch))
+            waiting.append(pool.submit(check_lines, file, batch))
             if len(waiting) > 2 * processes:
                 yield waiting.popleft().result()
         while waiting:
