@@ -5,12 +5,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from lossgate.evidence.reader import Where
-from lossgate.evidence.records import SCHEMA, CellKey, CellRecord, Failure, KnownFailureRecord
+from lossgate.evidence.records import CellKey, CellRecord, Failure, KnownFailureRecord
 from lossgate.evidence.summary import summarize
 from lossgate.gate.verdict import Blocker, Digested, GatedCell, GateVerdict, Kind
 from lossgate.reports.page.page import Page
+from property_tests.meta.made_evidence import cell, run
 
 DIGEST = "ab" * 32
+RUN = run(
+    [],
+    run="1f",
+    started="2026-01-31T12:00:00+00:00",
+    commit="4f" * 20,
+    modified=True,
+    versions={"torch": "2.13.0", "lossgate": "0.1.0", "machine": "x86_64"},
+    matrix=None,
+)
 HOSTILE = [
     "<script>window.hit = 1</script>",
     "</script><img src=x onerror='window.hit = 2'>",
@@ -24,38 +34,20 @@ HOSTILE = [
 
 def record(candidate: str = "kernel", **changes: Any) -> CellRecord:
     """Returns the record of a cell that agrees, without any numbers."""
-    fields: dict[str, Any] = {
-        "schema": SCHEMA,
-        "run": "1f",
-        "property": "agreement",
-        "layout": "single",
-        "dtype": "float32",
-        "world": "simulated",
-        "device": "cpu",
-        "spec": "nll",
+    without_numbers: dict[str, Any] = {
+        "candidate": candidate,
+        "run": RUN.run,
+        "time": RUN.started,
         "head": "hidden",
         "source": "kernels.py:kernel",
         "source_digest": DIGEST,
-        "verdict": "AGREE",
-        "reasons": (),
-        "problems": 3,
         "comparisons": 6,
-        "needs_adequacy": True,
         "outputs": (),
-        "faults": (),
         "mde": 1e-3,
         "coverage": {},
         "required": (),
-        "killed": 0,
-        "surviving": (),
-        "equivalent": (),
-        "worst": (),
-        "failure": None,
-        "known_failure": None,
-        "seconds": 1.0,
-        "time": "2026-01-31T12:00:00+00:00",
     }
-    return CellRecord(candidate=candidate, **{**fields, **changes})
+    return cell(**without_numbers | changes)
 
 
 def known(*, expected: bool) -> KnownFailureRecord:

@@ -9,7 +9,7 @@ import pytest
 
 from lossgate.evidence.gather import Gathered
 from lossgate.evidence.reader import Where
-from lossgate.evidence.records import CellRecord, OutputRecord, PooledRecord, RunRecord, WorstExample
+from lossgate.evidence.records import CellRecord, OutputRecord, PooledRecord, WorstExample
 from lossgate.evidence.summary import summarize
 from lossgate.gate.cells import CellJudge, Need
 from lossgate.gate.rules import EvidenceRules, Policy
@@ -19,18 +19,7 @@ from lossgate.reports.page.entries import entries_of
 from lossgate.reports.page.histograms import BINS_PER_DECADE, HIGHEST, LOWEST, Histogram, histograms_of
 from lossgate.reports.page.page import Page
 from lossgate.reports.page.trend import records_of_trend
-from property_tests.meta.page.made import DIGEST, blocker, failure, gate, gated, known, page, record
-
-RUN = RunRecord(
-    schema="1.0",
-    run="1f",
-    started="2026-01-31T12:00:00+00:00",
-    commit="4f" * 20,
-    modified=True,
-    host="host",
-    versions={"torch": "2.13.0"},
-    settings={"seed": 0},
-)
+from property_tests.meta.page.made import DIGEST, RUN, blocker, failure, gate, gated, known, page, record
 
 
 def output(*shares: float | None, **changes: Any) -> OutputRecord:

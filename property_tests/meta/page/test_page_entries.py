@@ -4,14 +4,14 @@
 import pytest
 from msgspec.structs import replace
 
-from lossgate.evidence.records import CellRecord, RunRecord
+from lossgate.evidence.records import CellRecord
 from lossgate.gate.verdict import GatedCell, Kind
 from lossgate.reports.page.entries import State, count_states, entries_of
 from lossgate.reports.page.matrix import matrix_of
 from lossgate.reports.page.origin import origin_of
 from lossgate.reports.page.page import Page
 from lossgate.reports.page.words import detects, headline, problems_of
-from property_tests.meta.page.made import DIGEST, blocker, gate, gated, key, known, page, record
+from property_tests.meta.page.made import DIGEST, RUN, blocker, gate, gated, key, known, page, record
 
 WRONG = record("wrong", verdict="DISAGREE", reasons=("loss: 1.01 times the reference",))
 UNSURE = record("unsure", verdict="INCONCLUSIVE", mde=None)
@@ -185,16 +185,6 @@ def test_every_cell_is_in_the_matrix_once() -> None:
     assert entries[-1].key == key("gone")
 
 
-RUN = RunRecord(
-    schema="1.0",
-    run="1f",
-    started="2026-01-31T12:00:00+00:00",
-    commit="4f" * 20,
-    modified=True,
-    host="host",
-    versions={"torch": "2.13.0", "lossgate": "0.1.0", "machine": "x86_64"},
-    settings={},
-)
 OLDER = replace(RUN, run="older", commit="00" * 20, versions={"torch": "1.0"})
 VERSIONS = [("lossgate", "0.1.0"), ("torch", "2.13.0")]
 

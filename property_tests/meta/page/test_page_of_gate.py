@@ -8,8 +8,7 @@ from msgspec.structs import replace
 
 from lossgate.cli.app import main
 from lossgate.evidence.sealed import seal
-from property_tests.meta.page.made import record
-from property_tests.meta.page.test_page_entries import RUN
+from property_tests.meta.page.made import RUN, record
 from property_tests.meta.page.test_page_html import embedded
 
 POLICY = """schema = 1
