@@ -10,21 +10,24 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
 from threading import active_count
+
+import msgspec
 
 from lossgate.evidence.reader import DamagedLine, Digested, GoodLine, Where, raw_lines, read_line
 from lossgate.evidence.records import CellRecord, EndRecord, RunRecord
 from lossgate.evidence.redo import redo
 from lossgate.evidence.summary import CellSummary, summarize
 
-_BATCH = 1 << 20
-"""Bytes of lines that are worked on at once: the judge's arithmetic is slow for one record alone,
-and a record takes some ten times its bytes."""
+_AT_ONCE = 1 << 16
+"""Bytes of lines that are checked at once: the judge's arithmetic is slow for one record alone. As
+objects they take some ten times their bytes, and should stay in the processor's cache."""
+
+_SHARE = 1 << 20
+"""Bytes of lines that are sent to a process at once."""
 
 _LARGE = 1 << 25
 """Bytes of a file from which on several processes share it. To start them takes about as long as
@@ -37,8 +40,7 @@ RawLines = Sequence[tuple[int, bytes]]
 """Lines with their numbers."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunLine:
+class RunLine(msgspec.Struct, frozen=True):
     """A line that starts or ends a run."""
 
     where: Where
@@ -46,8 +48,7 @@ class RunLine:
     record: RunRecord | EndRecord
 
 
-@dataclass(frozen=True, slots=True)
-class CellLine:
+class CellLine(msgspec.Struct, frozen=True):
     """A line about a cell."""
 
     summary: CellSummary
@@ -71,18 +72,20 @@ def checked_lines(file: Path, *, records: bool) -> Generator[CheckedLine, None, 
         UsageError: if the file cannot be read.
     """
     digest = sha256()
-    batches = _batches(raw_lines(file, digest))
-    one_by_one = map(partial(check_lines, str(file), records=records), batches)
-    for batch in _shared(str(file), batches) if _is_large(file) and not records else one_by_one:
-        yield from batch
+    lines = raw_lines(file, digest)
+    if _is_large(file) and not records:
+        yield from _shared(str(file), lines)
+    else:
+        yield from check_lines(str(file), lines, records=records)
     return Digested(file=str(file), sha256=digest.hexdigest())
 
 
-def check_lines(file: str, lines: RawLines, *, records: bool = False) -> list[CheckedLine]:
-    """Checks lines of a file. Returns them in their order."""
-    # Records are freed when the inner function returns, so the collector wakes up to little.
-    with _without_collector():
-        return _check_lines(file, lines, records)
+def check_lines(file: str, lines: Iterable[tuple[int, bytes]], *, records: bool = False) -> Iterator[CheckedLine]:
+    """Yields lines of a file, checked, in their order."""
+    for batch in _batches(lines, _AT_ONCE):
+        with _without_collector():
+            checked = _check_lines(file, batch, records)
+        yield from checked
 
 
 def _check_lines(file: str, lines: RawLines, records: bool) -> list[CheckedLine]:
@@ -103,14 +106,14 @@ def _check_lines(file: str, lines: RawLines, records: bool) -> list[CheckedLine]
     return checked
 
 
-def _batches(lines: Iterable[tuple[int, bytes]]) -> Iterator[RawLines]:
-    """Yields lines in groups of about ``_BATCH`` bytes."""
+def _batches(lines: Iterable[tuple[int, bytes]], most: int) -> Iterator[RawLines]:
+    """Yields lines in groups of about so many bytes."""
     batch: list[tuple[int, bytes]] = []
     size = 0
     for line in lines:
         batch.append(line)
         size += len(line[1])
-        if size >= _BATCH:
+        if size >= most:
             yield batch
             batch, size = [], 0
     if batch:
@@ -127,19 +130,23 @@ def _is_large(file: Path) -> bool:
     return size >= _LARGE and sys.platform == "linux" and active_count() == 1 and (os.cpu_count() or 1) > 1
 
 
-def _shared(file: str, batches: Iterator[RawLines]) -> Iterator[list[CheckedLine]]:
-    """Yields the checked lines of batches, in their order. Few wait at a time, so that memory
-    stays small.
+def _shared(file: str, lines: Iterable[tuple[int, bytes]]) -> Iterator[CheckedLine]:
+    """Yields lines in their order, checked by several processes. Few shares wait at a time, so that
+    memory stays small.
     """
     processes = min(os.cpu_count() or 1, _MOST_PROCESSES)
     with ProcessPoolExecutor(processes, get_context("fork")) as pool:
         waiting: deque[Future[list[CheckedLine]]] = deque()
-        for batch in batches:
-            waiting.append(pool.submit(check_lines, file, batch))
+        for share in _batches(lines, _SHARE):
+            waiting.append(pool.submit(_check_share, file, share))
             if len(waiting) > 2 * processes:
-                yield waiting.popleft().result()
+                yield from waiting.popleft().result()
         while waiting:
-            yield waiting.popleft().result()
+            yield from waiting.popleft().result()
+
+
+def _check_share(file: str, lines: RawLines) -> list[CheckedLine]:
+    return list(check_lines(file, lines))
 
 
 @contextmanager

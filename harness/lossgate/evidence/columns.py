@@ -101,6 +101,5 @@ def largest_share(shares: Sequence[float | None]) -> float:
 
 def _fits(output: OutputRecord) -> bool:
     count = len(output.cases)
-    if not count == len(output.scale) == len(output.limit) == len(output.sd) == len(output.mean):
-        return False
-    return all(len(one) == count for one in output.shares.values()) and max(output.vacuous, default=-1) < count
+    lists = (output.scale, output.limit, output.sd, output.mean, *output.shares.values())
+    return {count, *map(len, lists)} == {count} and max(output.vacuous, default=-1) < count

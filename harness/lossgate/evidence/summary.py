@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The summary of a record: small enough to keep those of 100,000 cells."""
 
-from dataclasses import dataclass
-from hashlib import blake2b
 from sys import intern
 
 import msgspec
@@ -12,8 +10,7 @@ from lossgate.evidence.records import CellKey, CellRecord, Failure, KnownFailure
 from lossgate.evidence.redo import Redone, redo
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CellSummary:
+class CellSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The record of a cell without the numbers of each problem."""
 
     key: CellKey
@@ -42,7 +39,8 @@ class CellSummary:
     seconds: float
     time: str
     content: int = 0
-    """A hash of the record without its run, time, duration and replay command."""
+    """A hash of the record without its run, time, duration and replay command. Other processes have
+    another, unless they were forked from this one."""
 
     @property
     def expected(self) -> bool:
@@ -88,4 +86,4 @@ def summarize(record: CellRecord, where: Where, digest: str, redone: Redone | No
 def _content(record: CellRecord) -> int:
     failure = None if record.failure is None else msgspec.structs.replace(record.failure, replay=None)
     bare = msgspec.structs.replace(record, run="", time="", seconds=0.0, failure=failure)
-    return int.from_bytes(blake2b(msgspec.msgpack.encode(bare), digest_size=8).digest())
+    return hash(msgspec.msgpack.encode(bare))
