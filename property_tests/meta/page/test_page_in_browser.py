@@ -18,6 +18,8 @@ from lossgate.reports.page.page import Page
 from lossgate.reports.page.render import render_page
 from property_tests.meta.page.made import HOSTILE, blocker, failure, gate, gated, page, record
 
+pytestmark = pytest.mark.xdist_group("browser")  # three browsers at once take three times as long
+
 DESKTOP, PHONE = (1280, 900), (375, 812)
 
 PLOTS_ARE_DRAWN = """() => {
