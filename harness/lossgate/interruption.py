@@ -5,10 +5,12 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_PATIENCE = 1.0
+"""Seconds for the end of a child that was killed."""
 _clean_ups = list[Callable[[], object]]()
 
 
@@ -36,8 +38,7 @@ def ended_by_signals(last_word: Callable[[str], None]) -> Generator[None]:
         try:
             last_word(signal.Signals(number).name)
         finally:
-            for child in multiprocessing.active_children():
-                child.kill()
+            _end_children()
             for clean_up in _clean_ups:
                 clean_up()
             os._exit(128 + number)
@@ -48,3 +49,12 @@ def ended_by_signals(last_word: Callable[[str], None]) -> Generator[None]:
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
+
+
+def _end_children() -> None:
+    """Waits for their end too, so that they make no file after the clean-up."""
+    children = multiprocessing.active_children()
+    for wait in (False, True):
+        for child in children:
+            with suppress(AttributeError, ValueError):  # the signal came while it was being closed
+                child.join(_PATIENCE) if wait else child.kill()

@@ -20,6 +20,7 @@ from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.fork_server import start_process, start_worker
 from lossgate.layout import Layout
+from lossgate.process_folder import new_folder, remove_folder, take_folder
 from lossgate.properties import find_property
 from lossgate.worlds.base import WorldLost
 
@@ -62,7 +63,8 @@ class _Worker:
 
     def __init__(self) -> None:
         self.connection, far = Pipe()
-        self._process = start_process(_serve, far, dict(os.environ), has_children=True)
+        self.folder = new_folder()
+        self._process = start_process(_serve, far, dict(os.environ), self.folder, has_children=True)
         far.close()  # else the end of the process would not end the connection
 
     def start(self, name: "CellName", sources: Sequence[str], settings: Settings) -> None:
@@ -87,6 +89,7 @@ class _Worker:
         self._process.kill()
         self._process.join()
         self.connection.close()
+        remove_folder(self.folder)
 
 
 class _Queue:
@@ -142,9 +145,10 @@ def _run_by_name(name: CellName, sources: Sequence[str], settings: Settings) -> 
     return {f.name: getattr(result, f.name) for f in fields(result) if f.name != "cell"}
 
 
-def _serve(connection: Connection, environment: Mapping[str, str]) -> None:
+def _serve(connection: Connection, environment: Mapping[str, str], folder: str) -> None:
     """Verifies the cells that the parent names, until it has no more."""
-    start_worker(environment)
+    start_worker(environment, lambda: remove_folder(folder))
+    take_folder(folder)
     torch.set_num_threads(1)  # the processes share the cores
     with suppress(EOFError):
         while True:

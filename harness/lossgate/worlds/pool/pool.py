@@ -15,8 +15,8 @@ import torch
 
 from lossgate.errors import UsageError
 from lossgate.fork_server import start_process
-from lossgate.interruption import before_a_signal_ends
 from lossgate.layout import Layout
+from lossgate.process_folder import process_folder
 from lossgate.worlds.pool.process import Start, run_rank
 from lossgate.worlds.processes.conductor import Died
 from lossgate.worlds.processes.world import ProcessWorld, RankProcesses
@@ -57,8 +57,9 @@ def close_pool() -> None:
 
 @cache
 def _pool() -> "RankPool":
-    atexit.register(close_pool)
-    return RankPool()
+    pool = RankPool()
+    atexit.register(close_pool)  # after its folder's, and so it runs before: the ranks end first
+    return pool
 
 
 class RankPool(RankProcesses):
@@ -66,8 +67,7 @@ class RankPool(RankProcesses):
 
     def __init__(self) -> None:
         super().__init__()
-        self._folder = tempfile.TemporaryDirectory(prefix="lossgate-", ignore_cleanup_errors=True)
-        before_a_signal_ends(self._folder.cleanup)
+        self._folder = tempfile.TemporaryDirectory(dir=process_folder(), ignore_cleanup_errors=True)
         self._handles: list[PoolRank] = []
 
     def ranks(self, count: int) -> Sequence["PoolRank"]:
@@ -99,7 +99,7 @@ class PoolRank:
         self._output = Path(folder, f"output{rank}")
         self._output.touch()
         (self.work, works), (self.alarm, alarms) = Pipe(), Pipe()
-        start = Start(rank, folder, str(self._output), dict(os.environ), tuple(sys.path))
+        start = Start(rank, folder, str(self._output), process_folder(), dict(os.environ), tuple(sys.path))
         self._process = start_process(run_rank, start, works, alarms)
         works.close()  # else the end of the process would not end the connection
         alarms.close()

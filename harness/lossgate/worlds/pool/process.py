@@ -3,7 +3,6 @@
 
 import faulthandler
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lossgate.fork_server import start_worker
+from lossgate.process_folder import remove_folder
 from lossgate.worlds.processes.server import serve
 
 
@@ -27,6 +27,8 @@ class Start:
     """Where ranks meet, in a file for each meeting."""
     output: str
     """The file for what it prints."""
+    driver_folder: str
+    """The folder of the driver's process, which holds both. A rank that outlives it removes it."""
     environment: Mapping[str, str]
     path: tuple[str, ...]
     """Where it looks for modules."""
@@ -34,10 +36,13 @@ class Start:
 
 def run_rank(start: Start, work: Connection, alarm: Connection) -> None:
     """Serves as a rank until the driver ends it, or ends itself."""
-    start_worker(start.environment, lambda: shutil.rmtree(start.folder, ignore_errors=True))
+    start_worker(start.environment, lambda: remove_folder(start.driver_folder))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the driver, which ends its ranks
     sys.path[:] = start.path
-    _print_to(start.output)
+    try:
+        _print_to(start.output)
+    except FileNotFoundError:
+        os._exit(1)  # the driver has ended meanwhile, and its folder with it
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
     dist.set_debug_level_from_env()  # torch read it when the fork server loaded it
     rank = start.rank
