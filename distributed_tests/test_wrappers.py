@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import count
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from distributed_tests.wrappers.wrappers import FSDP, FSDP2, WRAPPERS, FSDPFlat,
 from fused_losses import backbone_and_lm_head, linear_logprobs, run_in_forward, tiled_token_logprobs
 from lossgate import Layout
 from lossgate.worlds import RankContext, World, make_world
+from lossgate.worlds.base import RankRaised
 
 
 @pytest.fixture
@@ -51,6 +53,22 @@ def test_a_refusal_that_the_dense_head_does_not_share_is_wrong() -> None:
     working = Step({}, {}, {}, 0, logits=False, held=(1, 1, 1))
     assert judged(cell, [message] * RANKS, [working] * RANKS).wrong == (message,) * RANKS
     assert judged(cell, ["ValueError: of ours"] * RANKS, ["ValueError: of ours"] * RANKS).wrong
+
+
+@pytest.mark.parametrize(("way", "tries"), [("dense", 2), ("tiled_token_logprobs", 1)])
+def test_only_a_rare_error_of_a_dense_step_is_tried_again(
+    way: str, tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell, made = Cell("ZeRO-3", "plain", way), count()
+
+    def fail(steps: object) -> None:
+        next(made)
+        raise RankRaised(f"rank 0 raised RuntimeError: {cell}: ...\nthe tensor already had autograd metadata", 0)
+
+    monkeypatch.setattr("distributed_tests.wrappers.table._run", fail)
+    with pytest.raises(RankRaised, match="already had autograd metadata"):
+        results([cell])
+    assert next(made) == tries
 
 
 def test_a_way_out_that_does_not_work_is_wrong() -> None:

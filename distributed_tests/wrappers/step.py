@@ -2,6 +2,7 @@
 """One training step of one cell of the table, on every rank."""
 
 import os
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -85,7 +86,7 @@ def run_step(cell: Cell, context: RankContext) -> Step | str:
             message = f"{type(error).__name__}: {error}"
             if any(refusal in message for refusal in REFUSALS):
                 return message
-            raise RuntimeError(f"{cell}: {message}") from error
+            raise RuntimeError(f"{cell}: {traceback.format_exc()}") from error
 
 
 @contextmanager
