@@ -22,8 +22,12 @@ from lossgate.worlds.processes.messages import (
     Whereabouts,
 )
 
-_PATIENCE: Mapping[type, float] = {Begun: 120.0, Met: 15.0, Loaded: 120.0}
-"""Seconds in which all ranks must have come so far, once all had done what comes before."""
+_PATIENCE: Mapping[type, float] = {Begun: 120.0, Met: 60.0, Loaded: 120.0}
+"""Seconds in which all ranks must have come so far, once all had done what comes before.
+
+Ranks of torchrun that are given up can't be replaced. On a busy machine 15 seconds to meet have
+been too short for four of them.
+"""
 _STAGES = (Begun, Met, Loaded)
 _GRACE = 1.0
 """Seconds that other ranks have, once one has failed or has been asked to stop."""
