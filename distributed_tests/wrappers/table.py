@@ -91,8 +91,8 @@ def new_world() -> Iterator[World]:
 
 
 RARE_ERROR = re.compile(r"ZeRO-3, \S+, dense.*the tensor already had autograd metadata", re.DOTALL)
-"""One of about a hundred tables met this error of torch in a dense step of ZeRO-3, which has no
-kernel of ours. Nine tables and 18 runs of all dense steps since then have not."""
+"""One table met this error of torch in a dense step of ZeRO-3, which has no kernel of ours. Nine
+tables and 18 runs of all dense steps after it did not. The cause is not known."""
 
 
 def results(asked: Sequence[Cell]) -> dict[Cell, Entry]:

@@ -52,9 +52,11 @@ def ended_by_signals(last_word: Callable[[str], None]) -> Generator[None]:
 
 
 def _end_children() -> None:
-    """Waits for their end too, so that they make no file after the clean-up."""
+    """Kills the children, and waits for their end, so that they make no file after the clean-up."""
     children = multiprocessing.active_children()
-    for wait in (False, True):
-        for child in children:
-            with suppress(AttributeError, ValueError):  # the signal came while it was being closed
-                child.join(_PATIENCE) if wait else child.kill()
+    for child in children:
+        with suppress(AttributeError, ValueError):  # the signal came while it was being closed
+            child.kill()
+    for child in children:
+        with suppress(AttributeError, ValueError):
+            child.join(_PATIENCE)

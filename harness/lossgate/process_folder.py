@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The temporary folder of a process that may be killed; whoever started it then removes that."""
+"""Temporary folders of processes. Who starts a process that may be killed removes its folder."""
 
 import atexit
 import os

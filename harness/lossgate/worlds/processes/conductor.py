@@ -25,8 +25,8 @@ from lossgate.worlds.processes.messages import (
 _PATIENCE: Mapping[type, float] = {Begun: 120.0, Met: 60.0, Loaded: 120.0}
 """Seconds in which all ranks must have come so far, once all had done what comes before.
 
-Ranks of torchrun that are given up can't be replaced. On a busy machine 15 seconds to meet have
-been too short for four of them.
+Ranks of torchrun that are given up can't be replaced, so that all later tasks fail too. A minute
+leaves four of them time to meet on a machine that is busy with other tests.
 """
 _STAGES = (Begun, Met, Loaded)
 _GRACE = 1.0
