@@ -29,8 +29,8 @@ from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import PROFILES
+from lossgate.inputs import NllLogits
 from lossgate.losses import SPECS
-from lossgate.specs.inputs import LogitsInputs
 
 SPLIT = "dp=2,cp=2,tp=2"
 ONE_AXIS = {
@@ -82,7 +82,7 @@ def measure(profiles: list[str], seeds: int, jobs: int) -> dict[str, dict[str, s
         return {f"{p} {s}": found for (p, s), found in zip(runs, verdicts, strict=True)}
 
 
-def local_mean(inputs: LogitsInputs, options: object, mesh: object) -> Tensor:
+def local_mean(inputs: NllLogits, options: object, mesh: object) -> Tensor:
     """The kernel of the README: each rank divides by its own trained tokens."""
     targets = inputs.labels.masked_fill(~inputs.mask, -100)
     total = cross_entropy(inputs.logits.float(), targets, reduction="sum")

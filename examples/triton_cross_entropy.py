@@ -18,6 +18,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from lossgate.inputs import NllLogits
+from lossgate.options import NllOptions
+
 # Triton decides when it is imported whether kernels are interpreted. Without a GPU they must be.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -26,7 +29,6 @@ import triton  # pyright: ignore[reportMissingImports]  # there is none for macO
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 import lossgate
-from lossgate.losses.nll import NllLogitsInputs, NllOptions
 
 IGNORED: Any = tl.constexpr(-100)
 """The label of tokens that do not count."""
@@ -125,7 +127,7 @@ BLOCK = 16  # so that small problems turn the loops
     tiles={"vocab": BLOCK},
     good_for="an example: Triton, interpreted where there is no GPU",
 )
-def triton_cross_entropy(inputs: NllLogitsInputs, options: NllOptions, mesh: DeviceMesh) -> Tensor:
+def triton_cross_entropy(inputs: NllLogits, options: NllOptions, mesh: DeviceMesh) -> Tensor:
     labels = inputs.labels.masked_fill(~inputs.mask, -100)
     total = token_losses(inputs.logits, labels, BLOCK).sum()
     return total if options.reduction == "sum" else total / inputs.valid_tokens.clamp(min=1)

@@ -115,7 +115,7 @@ DISAGREEING = Settings(shrink_calls=1)
 
 def _of_logits(spec: Spec) -> set[str]:
     """Returns the options that have no meaning for a kernel that starts from log-probabilities."""
-    return {"temperature", *(spec.token_options or ())}
+    return set(spec.logit_options)
 
 
 def _with_logits(spec: Spec) -> str:

@@ -14,11 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fused_losses import Pack, TokenLogprobs, vocab_parallel_logprobs
 from lossgate import ANY, Contract, Outputs, candidate
-from lossgate.losses.clipped_pg import CLIPPED_PG, ClippedPGLogitsInputs, ClippedPGSpecOptions
-from lossgate.losses.dpo import DPO, DpoHiddenInputs, DpoLogitsInputs, DpoSpecOptions
-from lossgate.losses.grpo import GRPO, GrpoLogitsInputs, GrpoSpecOptions
-from lossgate.losses.token_logprobs import TOKEN_LOGPROBS, TokenLogprobsOptions
-from lossgate.specs.inputs import HiddenInputs
+from lossgate.inputs import ClippedPgLogits, DpoHidden, DpoLogits, GrpoLogits, TokenLogprobsHidden
+from lossgate.losses import SPECS
+from lossgate.options import ClippedPGSpecOptions, DpoSpecOptions, GrpoSpecOptions, TokenLogprobsOptions
 from lossgate.specs.logit_filter import FilterOptions
 
 EVERYWHERE: dict[str, Any] = {"axes": ("dp", "cp", "tp"), "dtypes": ("float32",)}
@@ -69,11 +67,11 @@ def _filtered_logprobs(own: Any, options: FilterOptions, mesh: DeviceMesh) -> To
     head="logits",
     tokens="rows",
     **EVERYWHERE,
-    supports={option.name: ANY for option in CLIPPED_PG.options} | SPLIT,
+    supports={option.name: ANY for option in SPECS["clipped_pg"].options} | SPLIT,
     good_for="PPO, GRPO, REINFORCE, GSPO and CISPO from tensor-parallel logits of a pack, with rows of all else",
 )
 def fused_vocab_parallel_clipped_pg(
-    inputs: ClippedPGLogitsInputs, options: ClippedPGSpecOptions, mesh: DeviceMesh
+    inputs: ClippedPgLogits, options: ClippedPGSpecOptions, mesh: DeviceMesh
 ) -> Outputs:
     own = _own(inputs, mesh)
     return ours._clipped_pg(_filtered_logprobs(own, options, mesh), own, options, mesh)
@@ -84,10 +82,10 @@ def fused_vocab_parallel_clipped_pg(
     head="logits",
     tokens="packed",
     **EVERYWHERE,
-    supports={option.name: ANY for option in GRPO.options} | SPLIT,
+    supports={option.name: ANY for option in SPECS["grpo"].options} | SPLIT,
     good_for="GRPO with DAPO or CISPO from tensor-parallel logits, everything packed",
 )
-def fused_vocab_parallel_grpo(inputs: GrpoLogitsInputs, options: GrpoSpecOptions, mesh: DeviceMesh) -> Outputs:
+def fused_vocab_parallel_grpo(inputs: GrpoLogits, options: GrpoSpecOptions, mesh: DeviceMesh) -> Outputs:
     own = _own(inputs, mesh)
     return ours._grpo(_filtered_logprobs(own, options, mesh), own, options, mesh, ours._rho(options))
 
@@ -98,10 +96,10 @@ def fused_vocab_parallel_grpo(inputs: GrpoLogitsInputs, options: GrpoSpecOptions
     tokens="packed",
     **EVERYWHERE,
     contract=PAIRS_REPLICATED,
-    supports={option.name: ANY for option in DPO.options} | SPLIT,
+    supports={option.name: ANY for option in SPECS["dpo"].options} | SPLIT,
     good_for="DPO and IPO from tensor-parallel logits, everything packed",
 )
-def fused_vocab_parallel_dpo(inputs: DpoLogitsInputs, options: DpoSpecOptions, mesh: DeviceMesh) -> Outputs:
+def fused_vocab_parallel_dpo(inputs: DpoLogits, options: DpoSpecOptions, mesh: DeviceMesh) -> Outputs:
     own = _with_reference(_own(inputs, mesh), inputs.reference_logprobs, options, mesh)
     given = {"temperature": options.temperature, "chunk": ours.CHUNK, **ours._split(own, mesh)}
     return ours._dpo(vocab_parallel_logprobs(own.logits, own.labels, **given).logprobs, own, options, mesh)
@@ -113,11 +111,11 @@ def fused_vocab_parallel_dpo(inputs: DpoLogitsInputs, options: DpoSpecOptions, m
     tokens="rows",
     **EVERYWHERE,
     contract=PAIRS_REPLICATED,
-    supports={option.name: ANY for option in DPO.options} | SPLIT | {"bias": ANY},
+    supports={option.name: ANY for option in SPECS["dpo"].options} | SPLIT | {"bias": ANY},
     tiles={"token": ours.CHUNK},
     good_for="DPO and IPO from hidden states of a pack, with rows of all else",
 )
-def fused_linear_dpo_of_rows(inputs: DpoHiddenInputs, options: DpoSpecOptions, mesh: DeviceMesh) -> Outputs:
+def fused_linear_dpo_of_rows(inputs: DpoHidden, options: DpoSpecOptions, mesh: DeviceMesh) -> Outputs:
     own = _with_reference(_own(inputs, mesh), inputs.reference_logprobs, options, mesh)
     return ours.fused_linear_dpo.kernel(own, options, mesh)
 
@@ -133,13 +131,15 @@ def _with_reference(own: Any, whole: Tensor, options: DpoSpecOptions, mesh: Devi
     head="hidden",
     tokens="rows",
     **EVERYWHERE,
-    supports={option.name: ANY for option in TOKEN_LOGPROBS.options} | SPLIT | {"bias": ANY},
+    supports={option.name: ANY for option in SPECS["token_logprobs"].options} | SPLIT | {"bias": ANY},
     contract=Contract(logprobs={"cp": "replicate"}),
     differentiable=("logprobs", "token_entropy"),
     tiles={"token": ours.CHUNK},
     good_for="rows of log-probabilities and entropies from hidden states of a pack, as reference policies need them",
 )
-def fused_linear_logprobs_of_rows(inputs: HiddenInputs, options: TokenLogprobsOptions, mesh: DeviceMesh) -> Outputs:
+def fused_linear_logprobs_of_rows(
+    inputs: TokenLogprobsHidden, options: TokenLogprobsOptions, mesh: DeviceMesh
+) -> Outputs:
     found = ours.fused_linear_logprobs.kernel(_own(inputs, mesh), options, mesh)
     pack, group, width = _pack(inputs, mesh), mesh.get_group("cp"), inputs.input_ids.shape[1]
 

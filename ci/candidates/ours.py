@@ -31,12 +31,19 @@ from fused_losses import (
     vocab_parallel_logprobs,
 )
 from lossgate import ANY, Contract, Outputs, Precision, candidate
-from lossgate.losses.clipped_pg import CLIPPED_PG, ClippedPGHiddenInputs, ClippedPGSpecOptions
-from lossgate.losses.dpo import DPO, DpoHiddenInputs, DpoLogitsInputs, DpoSpecOptions
-from lossgate.losses.grpo import GRPO, GrpoHiddenInputs, GrpoSpecOptions
-from lossgate.losses.nll import NLL, NllHiddenInputs, NllLogitsInputs, NllOptions
-from lossgate.losses.token_logprobs import TokenLogprobsOptions
-from lossgate.specs.inputs import HiddenHead, HiddenInputs, LogitsInputs
+from lossgate.inputs import (
+    ClippedPgHidden,
+    DpoHidden,
+    DpoLogits,
+    GrpoHidden,
+    Hidden,
+    NllHidden,
+    NllLogits,
+    TokenLogprobsHidden,
+    TokenLogprobsLogits,
+)
+from lossgate.losses import SPECS
+from lossgate.options import ClippedPGSpecOptions, DpoSpecOptions, GrpoSpecOptions, NllOptions, TokenLogprobsOptions
 from lossgate.specs.logit_filter import FilterOptions
 
 CHUNK = 16
@@ -58,7 +65,7 @@ def _in_forward(precisions: dict[str, Precision]) -> dict[str, Precision]:
     return {dtype: replace(p, grads_in_forward=dtype != "float32") for dtype, p in precisions.items()}
 
 
-REDUCED = {name: {"dp": "replicate", "cp": "replicate"} for name in NLL.metrics}
+REDUCED = {name: {"dp": "replicate", "cp": "replicate"} for name in SPECS["nll"].metrics}
 """Statistics that the candidate reduces over ranks itself."""
 
 
@@ -66,7 +73,7 @@ FINE = Precision()
 """Everything in float32, whatever the inputs."""
 
 
-def _split(inputs: HiddenInputs | LogitsInputs, mesh: DeviceMesh) -> dict[str, Any]:
+def _split(inputs: TokenLogprobsHidden | TokenLogprobsLogits, mesh: DeviceMesh) -> dict[str, Any]:
     """How the vocabulary is split, as the kernels want it."""
     return {
         "vocab_start": inputs.vocab_start,
@@ -75,7 +82,7 @@ def _split(inputs: HiddenInputs | LogitsInputs, mesh: DeviceMesh) -> dict[str, A
     }
 
 
-def _counted(inputs: NllHiddenInputs | NllLogitsInputs, options: NllOptions) -> dict[str, Any]:
+def _counted(inputs: NllHidden | NllLogits, options: NllOptions) -> dict[str, Any]:
     return {
         "mask": inputs.mask,
         "valid_tokens": inputs.valid_tokens,
@@ -94,7 +101,7 @@ def _counted(inputs: NllHiddenInputs | NllLogitsInputs, options: NllOptions) -> 
     tiles={"token": CHUNK},
     good_for="SFT from hidden states: no logits, and gradients made in forward",
 )
-def fused_linear_cross_entropy(inputs: NllHiddenInputs, options: NllOptions, mesh: DeviceMesh) -> Tensor:
+def fused_linear_cross_entropy(inputs: NllHidden, options: NllOptions, mesh: DeviceMesh) -> Tensor:
     given = _counted(inputs, options) | _split(inputs, mesh) | {"softcap": options.softcap}
     return linear_cross_entropy(inputs.hidden, inputs.weight, inputs.labels, bias=inputs.bias, chunk=CHUNK, **given)
 
@@ -118,7 +125,7 @@ def _part(hidden: Tensor, labels: Tensor, mesh: DeviceMesh, ignored: int = -100)
     tiles={"token": CHUNK},
     good_for="the same as a module, with sequence parallelism, and labels to ignore in place of a mask",
 )
-def fused_cross_entropy_module(inputs: NllHiddenInputs, options: NllOptions, mesh: DeviceMesh) -> Tensor:
+def fused_cross_entropy_module(inputs: NllHidden, options: NllOptions, mesh: DeviceMesh) -> Tensor:
     given = {"temperature": options.temperature, "softcap": options.softcap, "reduction": options.reduction}
     module = LinearCrossEntropyLoss(
         ignore_index=IGNORED, sequence_parallel=True, chunk=CHUNK, **given, **_split(inputs, mesh)
@@ -133,11 +140,11 @@ def fused_cross_entropy_module(inputs: NllHiddenInputs, options: NllOptions, mes
     axes=("dp", "cp", "tp"),
     precision=TRAINED,
     contract=Contract(metrics=REDUCED),
-    supports={option.name: ANY for option in NLL.options} | {"bias": ANY, "vocab_split": ANY},
+    supports={option.name: ANY for option in SPECS["nll"].options} | {"bias": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},
     good_for="SFT with its statistics from this rank's tokens alone, under context parallelism",
 )
-def fused_linear_sft(inputs: NllHiddenInputs, options: NllOptions, mesh: DeviceMesh) -> Outputs:
+def fused_linear_sft(inputs: NllHidden, options: NllOptions, mesh: DeviceMesh) -> Outputs:
     given = _sft_arguments(inputs, options, mesh)
     return _sft_outputs(*linear_sft_loss(inputs.hidden, inputs.weight, inputs.labels, **given), mesh)
 
@@ -148,11 +155,11 @@ def fused_linear_sft(inputs: NllHiddenInputs, options: NllOptions, mesh: DeviceM
     axes=("dp", "cp", "tp"),
     dtypes=("float32",),
     contract=Contract(grads={"hidden": {"tp": "sum"}}, metrics=REDUCED),
-    supports={option.name: ANY for option in NLL.options} | {"bias": ANY, "vocab_split": ANY},
+    supports={option.name: ANY for option in SPECS["nll"].options} | {"bias": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},
     good_for="the same with sequence parallelism",
 )
-def fused_linear_sft_sequence_parallel(inputs: NllHiddenInputs, options: NllOptions, mesh: DeviceMesh) -> Outputs:
+def fused_linear_sft_sequence_parallel(inputs: NllHidden, options: NllOptions, mesh: DeviceMesh) -> Outputs:
     own, labels = _part(inputs.hidden, inputs.labels, mesh)
     fill = (0, len(labels) - len(inputs.labels))
     given = _sft_arguments(inputs, options, mesh)
@@ -160,7 +167,7 @@ def fused_linear_sft_sequence_parallel(inputs: NllHiddenInputs, options: NllOpti
     return _sft_outputs(*linear_sft_loss(own, inputs.weight, labels, sequence_parallel=True, **given), mesh)
 
 
-def _sft_arguments(inputs: NllHiddenInputs, options: NllOptions, mesh: DeviceMesh) -> dict[str, Any]:
+def _sft_arguments(inputs: NllHidden, options: NllOptions, mesh: DeviceMesh) -> dict[str, Any]:
     return {
         "mask": inputs.mask,
         "real": inputs.real,
@@ -194,7 +201,7 @@ def _sft_outputs(loss: Tensor, statistics: SFTStatistics, mesh: DeviceMesh) -> O
     tiles={"token": CHUNK},
     good_for="SFT with its statistics from tensor-parallel logits",
 )
-def fused_vocab_parallel_sft(inputs: NllLogitsInputs, options: NllOptions, mesh: DeviceMesh) -> Outputs:
+def fused_vocab_parallel_sft(inputs: NllLogits, options: NllOptions, mesh: DeviceMesh) -> Outputs:
     statistics: dict[str, Any] = {"temperature": options.temperature, "entropy": True, "logit_range": True}
     tokens = vocab_parallel_logprobs(inputs.logits, inputs.labels, chunk=CHUNK, **statistics, **_split(inputs, mesh))
     where: dict[str, Any] = {"mask": inputs.mask, "real": inputs.real, "sequence": inputs.sequence}
@@ -212,7 +219,7 @@ def fused_vocab_parallel_sft(inputs: NllLogitsInputs, options: NllOptions, mesh:
     tiles={"token": CHUNK},
     good_for="SFT from tensor-parallel logits",
 )
-def fused_vocab_parallel_cross_entropy(inputs: NllLogitsInputs, options: NllOptions, mesh: DeviceMesh) -> Tensor:
+def fused_vocab_parallel_cross_entropy(inputs: NllLogits, options: NllOptions, mesh: DeviceMesh) -> Tensor:
     return vocab_parallel_cross_entropy(
         inputs.logits, inputs.labels, chunk=CHUNK, **_counted(inputs, options), **_split(inputs, mesh)
     )
@@ -234,7 +241,7 @@ _LOGPROBS: dict[str, Any] = {
     good_for="any loss on log-probabilities and entropies, from hidden states: no logits",
     **_LOGPROBS,
 )
-def fused_linear_logprobs(inputs: HiddenInputs, options: TokenLogprobsOptions, mesh: DeviceMesh) -> Outputs:
+def fused_linear_logprobs(inputs: TokenLogprobsHidden, options: TokenLogprobsOptions, mesh: DeviceMesh) -> Outputs:
     given: dict[str, Any] = {
         "bias": inputs.bias,
         "temperature": options.temperature,
@@ -261,7 +268,7 @@ def fused_linear_logprobs(inputs: HiddenInputs, options: TokenLogprobsOptions, m
     **_LOGPROBS,
 )
 def fused_linear_logprobs_sequence_parallel(
-    inputs: HiddenInputs, options: TokenLogprobsOptions, mesh: DeviceMesh
+    inputs: TokenLogprobsHidden, options: TokenLogprobsOptions, mesh: DeviceMesh
 ) -> Outputs:
     own, labels = _part(inputs.hidden, inputs.labels, mesh)
     tokens = len(inputs.labels)
@@ -286,7 +293,9 @@ def fused_linear_logprobs_sequence_parallel(
     good_for="the same from tensor-parallel logits",
     **_LOGPROBS,
 )
-def fused_vocab_parallel_logprobs(inputs: LogitsInputs, options: TokenLogprobsOptions, mesh: DeviceMesh) -> Outputs:
+def fused_vocab_parallel_logprobs(
+    inputs: TokenLogprobsLogits, options: TokenLogprobsOptions, mesh: DeviceMesh
+) -> Outputs:
     given: dict[str, Any] = {
         "temperature": options.temperature,
         "top_k": options.top_k,
@@ -307,7 +316,7 @@ def fused_vocab_parallel_logprobs(inputs: LogitsInputs, options: TokenLogprobsOp
     good_for="the same through an lm-head that is a module of any kind",
     **(_LOGPROBS | {"axes": ("dp", "cp")}),
 )
-def fused_tiled_token_logprobs(inputs: HiddenInputs, options: TokenLogprobsOptions, mesh: DeviceMesh) -> Outputs:
+def fused_tiled_token_logprobs(inputs: TokenLogprobsHidden, options: TokenLogprobsOptions, mesh: DeviceMesh) -> Outputs:
     found = tiled_token_logprobs(
         _as_module(inputs),
         inputs.hidden,
@@ -327,12 +336,12 @@ def fused_tiled_token_logprobs(inputs: HiddenInputs, options: TokenLogprobsOptio
     axes=("dp", "cp", "tp"),
     precision=TRAINED,
     contract=Contract(loss={"cp": "replicate"}),
-    supports={option.name: ANY for option in DPO.options}
+    supports={option.name: ANY for option in SPECS["dpo"].options}
     | {"reference_layout": ("next", "rolled"), "bias": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},
     good_for="DPO and IPO from hidden states, packed, with context parallelism",
 )
-def fused_linear_dpo(inputs: DpoHiddenInputs, options: DpoSpecOptions, mesh: DeviceMesh) -> Outputs:
+def fused_linear_dpo(inputs: DpoHidden, options: DpoSpecOptions, mesh: DeviceMesh) -> Outputs:
     given: dict[str, Any] = {
         "bias": inputs.bias,
         "temperature": options.temperature,
@@ -342,9 +351,7 @@ def fused_linear_dpo(inputs: DpoHiddenInputs, options: DpoSpecOptions, mesh: Dev
     return _dpo(linear_logprobs(inputs.hidden, inputs.weight, inputs.labels, **given).logprobs, inputs, options, mesh)
 
 
-def _dpo(
-    logprobs: Tensor, inputs: DpoHiddenInputs | DpoLogitsInputs, options: DpoSpecOptions, mesh: DeviceMesh
-) -> Outputs:
+def _dpo(logprobs: Tensor, inputs: DpoHidden | DpoLogits, options: DpoSpecOptions, mesh: DeviceMesh) -> Outputs:
     loss, metrics = dpo_loss(
         logprobs,
         inputs.reference_logprobs,
@@ -369,17 +376,15 @@ def _dpo(
     head="hidden",
     axes=("dp", "cp", "tp"),
     precision=TRAINED,
-    supports={option.name: ANY for option in CLIPPED_PG.options} | {"bias": ANY, "vocab_split": ANY},
+    supports={option.name: ANY for option in SPECS["clipped_pg"].options} | {"bias": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},
     good_for="PPO, GRPO, REINFORCE, GSPO and CISPO from hidden states, packed, with context parallelism",
 )
-def fused_linear_clipped_pg(inputs: ClippedPGHiddenInputs, options: ClippedPGSpecOptions, mesh: DeviceMesh) -> Outputs:
+def fused_linear_clipped_pg(inputs: ClippedPgHidden, options: ClippedPGSpecOptions, mesh: DeviceMesh) -> Outputs:
     return _clipped_pg(_filtered_logprobs(inputs, options, mesh), inputs, options, mesh)
 
 
-def _filtered_logprobs(
-    inputs: ClippedPGHiddenInputs | GrpoHiddenInputs, options: FilterOptions, mesh: DeviceMesh
-) -> TokenLogprobs:
+def _filtered_logprobs(inputs: ClippedPgHidden | GrpoHidden, options: FilterOptions, mesh: DeviceMesh) -> TokenLogprobs:
     return linear_logprobs(
         inputs.hidden,
         inputs.weight,
@@ -399,14 +404,14 @@ def _filtered_logprobs(
     head="hidden",
     axes=("dp", "cp"),
     precision=TRAINED,
-    supports={option.name: ANY for option in CLIPPED_PG.options} | {"bias": ANY},
+    supports={option.name: ANY for option in SPECS["clipped_pg"].options} | {"bias": ANY},
     good_for="the same through an lm-head that is a module of any kind",
 )
-def fused_tiled_clipped_pg(inputs: ClippedPGHiddenInputs, options: ClippedPGSpecOptions, mesh: DeviceMesh) -> Outputs:
+def fused_tiled_clipped_pg(inputs: ClippedPgHidden, options: ClippedPGSpecOptions, mesh: DeviceMesh) -> Outputs:
     return _clipped_pg(_tiled_logprobs(inputs, options), inputs, options, mesh)
 
 
-def _tiled_logprobs(inputs: ClippedPGHiddenInputs | GrpoHiddenInputs, options: FilterOptions) -> TokenLogprobs:
+def _tiled_logprobs(inputs: ClippedPgHidden | GrpoHidden, options: FilterOptions) -> TokenLogprobs:
     return tiled_token_logprobs(
         _as_module(inputs),
         inputs.hidden,
@@ -419,7 +424,7 @@ def _tiled_logprobs(inputs: ClippedPGHiddenInputs | GrpoHiddenInputs, options: F
     )
 
 
-def _as_module(inputs: HiddenHead) -> torch.nn.Linear:
+def _as_module(inputs: Hidden) -> torch.nn.Linear:
     """An lm-head that hands the gradients of its parameters on once they are complete."""
     head = torch.nn.Linear(inputs.weight.shape[1], inputs.weight.shape[0], bias=inputs.bias is not None, device="meta")
     for name, leaf in (("weight", inputs.weight), ("bias", inputs.bias)):
@@ -431,7 +436,7 @@ def _as_module(inputs: HiddenHead) -> torch.nn.Linear:
 
 
 def _clipped_pg(
-    tokens: TokenLogprobs, inputs: ClippedPGHiddenInputs, options: ClippedPGSpecOptions, mesh: DeviceMesh
+    tokens: TokenLogprobs, inputs: ClippedPgHidden, options: ClippedPGSpecOptions, mesh: DeviceMesh
 ) -> Outputs:
     loss, metrics = clipped_pg_loss(
         tokens.logprobs,
@@ -458,11 +463,11 @@ def _clipped_pg(
     head="hidden",
     axes=("dp", "cp", "tp"),
     precision=TRAINED,
-    supports={option.name: ANY for option in GRPO.options} | {"bias": ANY, "vocab_split": ANY},
+    supports={option.name: ANY for option in SPECS["grpo"].options} | {"bias": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},
     good_for="GRPO with DAPO or CISPO from hidden states, as open-instruct's tiled lm-head loss",
 )
-def fused_linear_grpo(inputs: GrpoHiddenInputs, options: GrpoSpecOptions, mesh: DeviceMesh) -> Outputs:
+def fused_linear_grpo(inputs: GrpoHidden, options: GrpoSpecOptions, mesh: DeviceMesh) -> Outputs:
     return _grpo(_filtered_logprobs(inputs, options, mesh), inputs, options, mesh, _rho(options))
 
 
@@ -471,10 +476,10 @@ def fused_linear_grpo(inputs: GrpoHiddenInputs, options: GrpoSpecOptions, mesh: 
     head="hidden",
     axes=("dp", "cp"),
     precision=TRAINED,
-    supports={option.name: ANY for option in GRPO.options} | {"bias": ANY},
+    supports={option.name: ANY for option in SPECS["grpo"].options} | {"bias": ANY},
     good_for="the same through an lm-head that is a module of any kind, with rho's weights computed before",
 )
-def fused_tiled_grpo(inputs: GrpoHiddenInputs, options: GrpoSpecOptions, mesh: DeviceMesh) -> Outputs:
+def fused_tiled_grpo(inputs: GrpoHidden, options: GrpoSpecOptions, mesh: DeviceMesh) -> Outputs:
     weights = rho_weights(
         _rho(options),
         old_logprobs=inputs.old_logprobs,
@@ -493,10 +498,10 @@ def fused_tiled_grpo(inputs: GrpoHiddenInputs, options: GrpoSpecOptions, mesh: D
     head="hidden",
     axes=("dp", "cp"),
     precision=_in_forward(TRAINED),
-    supports={option.name: ANY for option in GRPO.options} | {"bias": ANY},
+    supports={option.name: ANY for option in SPECS["grpo"].options} | {"bias": ANY},
     good_for="the same, with each tile's gradients made in forward: the head runs once, not twice",
 )
-def fused_tiled_grpo_in_one_pass(inputs: GrpoHiddenInputs, options: GrpoSpecOptions, mesh: DeviceMesh) -> Outputs:
+def fused_tiled_grpo_in_one_pass(inputs: GrpoHidden, options: GrpoSpecOptions, mesh: DeviceMesh) -> Outputs:
     given: dict[str, Any] = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
     given |= {"tiles": TILES, "rho": _rho(options)}
     given |= _grpo_arguments(inputs, options, mesh)
@@ -510,7 +515,7 @@ def _rho(options: GrpoSpecOptions) -> RhoCorrection:
 
 def _grpo(
     tokens: TokenLogprobs,
-    inputs: GrpoHiddenInputs,
+    inputs: GrpoHidden,
     options: GrpoSpecOptions,
     mesh: DeviceMesh,
     rho: RhoCorrection | RhoWeights,
@@ -520,7 +525,7 @@ def _grpo(
     return Outputs(loss=loss, metrics=metrics)
 
 
-def _grpo_arguments(inputs: GrpoHiddenInputs, options: GrpoSpecOptions, mesh: DeviceMesh) -> dict[str, Any]:
+def _grpo_arguments(inputs: GrpoHidden, options: GrpoSpecOptions, mesh: DeviceMesh) -> dict[str, Any]:
     return {
         "advantages": inputs.advantages,
         "mask": inputs.mask,

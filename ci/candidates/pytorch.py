@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 from lossgate import ANY, KnownFailure, Precision, candidate
-from lossgate.losses.nll import NllOptions
-from lossgate.specs.inputs import HiddenInputs, LogitsInputs
+from lossgate.inputs import NllHidden, NllLogits
+from lossgate.options import NllOptions
 
 KNOWN_FAILURES = Path(__file__).parent / "known_failures"
 IGNORED = -100
@@ -28,11 +28,11 @@ ON_CPU = {
 }
 
 
-def _targets(inputs: HiddenInputs | LogitsInputs) -> Tensor:
+def _targets(inputs: NllHidden | NllLogits) -> Tensor:
     return inputs.labels.masked_fill(~inputs.mask, IGNORED)
 
 
-def _normalised(total: Tensor, inputs: HiddenInputs | LogitsInputs, options: NllOptions) -> Tensor:
+def _normalised(total: Tensor, inputs: NllHidden | NllLogits, options: NllOptions) -> Tensor:
     return total if options.reduction == "sum" else total / inputs.valid_tokens.clamp(min=1)
 
 
@@ -44,7 +44,7 @@ def _normalised(total: Tensor, inputs: HiddenInputs | LogitsInputs, options: Nll
     supports={"reduction": ANY},
     good_for="whole logits; the sum, to be divided by the global count",
 )
-def torch_cross_entropy(inputs: LogitsInputs, options: NllOptions, mesh: DeviceMesh) -> Tensor:
+def torch_cross_entropy(inputs: NllLogits, options: NllOptions, mesh: DeviceMesh) -> Tensor:
     return _normalised(F.cross_entropy(inputs.logits, _targets(inputs), reduction="sum"), inputs, options)
 
 
@@ -55,11 +55,11 @@ def torch_cross_entropy(inputs: LogitsInputs, options: NllOptions, mesh: DeviceM
     good_for="single-rank means with at least one trained token",
     known_failure=KnownFailure(name="torch-1", example=KNOWN_FAILURES / "torch-1-mean-of-nothing.json"),
 )
-def torch_cross_entropy_mean(inputs: LogitsInputs, options: NllOptions, mesh: DeviceMesh) -> Tensor:
+def torch_cross_entropy_mean(inputs: NllLogits, options: NllOptions, mesh: DeviceMesh) -> Tensor:
     return F.cross_entropy(inputs.logits, _targets(inputs))
 
 
-def _linear(inputs: HiddenInputs, options: NllOptions, chunking: torch.nn.LinearCrossEntropyOptions | None) -> Tensor:
+def _linear(inputs: NllHidden, options: NllOptions, chunking: torch.nn.LinearCrossEntropyOptions | None) -> Tensor:
     targets = _targets(inputs)
     total = F.linear_cross_entropy(
         inputs.hidden, inputs.weight, targets, linear_bias=inputs.bias, reduction="sum", options=chunking
@@ -75,7 +75,7 @@ def _linear(inputs: HiddenInputs, options: NllOptions, chunking: torch.nn.Linear
     supports={"reduction": ANY, "bias": ANY},
     good_for="hidden states; forms the logits",
 )
-def torch_linear_cross_entropy(inputs: HiddenInputs, options: NllOptions, mesh: DeviceMesh) -> Tensor:
+def torch_linear_cross_entropy(inputs: NllHidden, options: NllOptions, mesh: DeviceMesh) -> Tensor:
     return _linear(inputs, options, None)
 
 
@@ -94,14 +94,14 @@ CHUNK = 16
     tiles={"token": CHUNK},
     good_for="hidden states in chunks; float32, or few chunks",
 )
-def torch_linear_cross_entropy_chunked(inputs: HiddenInputs, options: NllOptions, mesh: DeviceMesh) -> Tensor:
+def torch_linear_cross_entropy_chunked(inputs: NllHidden, options: NllOptions, mesh: DeviceMesh) -> Tensor:
     chunking = torch.nn.LinearCrossEntropyOptions(
         batch_chunk_size=CHUNK, acc_policy="accurate", acc_dtype=_accumulate(inputs)
     )
     return _linear(inputs, options, chunking)
 
 
-def _accumulate(inputs: HiddenInputs) -> torch.dtype:
+def _accumulate(inputs: NllHidden) -> torch.dtype:
     return torch.promote_types(inputs.hidden.dtype, torch.float32)
 
 
@@ -113,7 +113,7 @@ def _accumulate(inputs: HiddenInputs) -> torch.dtype:
     good_for="not the value of a bfloat16 loss",
     known_failure=KnownFailure(name="torch-2", example=KNOWN_FAILURES / "torch-2-chunked-loss.json"),
 )
-def torch_linear_cross_entropy_default_chunks(inputs: HiddenInputs, options: NllOptions, mesh: DeviceMesh) -> Tensor:
+def torch_linear_cross_entropy_default_chunks(inputs: NllHidden, options: NllOptions, mesh: DeviceMesh) -> Tensor:
     return _linear(inputs, options, torch.nn.LinearCrossEntropyOptions())
 
 
@@ -127,7 +127,7 @@ def torch_linear_cross_entropy_default_chunks(inputs: HiddenInputs, options: Nll
     good_for="not many chunks in bfloat16",
     known_failure=KnownFailure(name="torch-3", example=KNOWN_FAILURES / "torch-3-chunked-gradients.json"),
 )
-def torch_linear_cross_entropy_many_chunks(inputs: HiddenInputs, options: NllOptions, mesh: DeviceMesh) -> Tensor:
+def torch_linear_cross_entropy_many_chunks(inputs: NllHidden, options: NllOptions, mesh: DeviceMesh) -> Tensor:
     return _linear(
         inputs,
         options,
@@ -141,7 +141,7 @@ _loss_parallel = loss_parallel()
 _loss_parallel.__enter__()
 
 
-def _parallel(inputs: LogitsInputs, options: NllOptions, mesh: DeviceMesh) -> Tensor:
+def _parallel(inputs: NllLogits, options: NllOptions, mesh: DeviceMesh) -> Tensor:
     shape = torch.Size((len(inputs.labels), inputs.vocab_size))
     logits = DTensor.from_local(
         inputs.logits, mesh["tp"], [Shard(1)], run_check=False, shape=shape, stride=(shape[1], 1)
@@ -159,7 +159,7 @@ def _parallel(inputs: LogitsInputs, options: NllOptions, mesh: DeviceMesh) -> Te
     supports={"reduction": ANY, "vocab_split": "even"},
     good_for="tensor-parallel logits as DTensor; float32, vocabularies that tp divides",
 )
-def torch_loss_parallel(inputs: LogitsInputs, options: NllOptions, mesh: DeviceMesh) -> Tensor:
+def torch_loss_parallel(inputs: NllLogits, options: NllOptions, mesh: DeviceMesh) -> Tensor:
     return _parallel(inputs, options, mesh)
 
 
@@ -172,7 +172,7 @@ def torch_loss_parallel(inputs: LogitsInputs, options: NllOptions, mesh: DeviceM
     good_for="not vocabularies that leave a rank without a row",
     known_failure=KnownFailure(name="torch-4", example=KNOWN_FAILURES / "torch-4-empty-shard.json"),
 )
-def torch_loss_parallel_uneven(inputs: LogitsInputs, options: NllOptions, mesh: DeviceMesh) -> Tensor:
+def torch_loss_parallel_uneven(inputs: NllLogits, options: NllOptions, mesh: DeviceMesh) -> Tensor:
     return _parallel(inputs, options, mesh)
 
 
@@ -186,5 +186,5 @@ def torch_loss_parallel_uneven(inputs: LogitsInputs, options: NllOptions, mesh: 
     good_for="not confident labels in bfloat16",
     known_failure=KnownFailure(name="torch-5", example=KNOWN_FAILURES / "torch-5-confident-label.json"),
 )
-def torch_loss_parallel_bfloat16(inputs: LogitsInputs, options: NllOptions, mesh: DeviceMesh) -> Tensor:
+def torch_loss_parallel_bfloat16(inputs: NllLogits, options: NllOptions, mesh: DeviceMesh) -> Tensor:
     return _parallel(inputs, options, mesh)

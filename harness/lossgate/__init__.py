@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lossgate import strategies
+    from lossgate import inputs, options, strategies
     from lossgate.cases.case import Case
     from lossgate.declaration.any_value import ANY
     from lossgate.declaration.candidate import Candidate, Outputs, candidate
@@ -25,6 +25,17 @@ if TYPE_CHECKING:
     from lossgate.problems.problem import Problem
     from lossgate.properties.registry import Checked, Property, property
     from lossgate.pytest_plugin.suite import suite
+    from lossgate.specs.coverage import CoverageGoal
+    from lossgate.specs.declare import spec
+    from lossgate.specs.field_context import FieldContext
+    from lossgate.specs.inputs import Batch
+    from lossgate.specs.metric import Metric
+    from lossgate.specs.mistakes import Mistake
+    from lossgate.specs.option import Option
+    from lossgate.specs.record import Between, Options, field, option
+    from lossgate.specs.spec import Spec
+    from lossgate.specs.terms import Term, Terms
+    from lossgate.specs.token_values import TokenValues
     from lossgate.worlds.assertions import all_ranks_assert
     from lossgate.worlds.base import RankContext, RankFailure
     from lossgate.worlds.simulated_ranks import SimulatedRanks
@@ -33,14 +44,22 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ANY": "declaration.any_value",
+    "Batch": "specs.inputs",
+    "Between": "specs.record",
     "Candidate": "declaration.candidate",
     "CandidateError": "errors",
     "Case": "cases.case",
     "Checked": "properties.registry",
     "Contract": "declaration.contract",
+    "CoverageGoal": "specs.coverage",
+    "FieldContext": "specs.field_context",
     "KnownFailure": "declaration.known_failure",
     "Layout": "layout",
     "LossgateError": "errors",
+    "Metric": "specs.metric",
+    "Mistake": "specs.mistakes",
+    "Option": "specs.option",
+    "Options": "specs.record",
     "Outputs": "declaration.candidate",
     "Precision": "declaration.precision",
     "Problem": "problems.problem",
@@ -48,24 +67,39 @@ _HOMES = {
     "RankContext": "worlds.base",
     "RankFailure": "worlds.base",
     "SimulatedRanks": "worlds.simulated_ranks",
+    "Spec": "specs.spec",
+    "Term": "specs.terms",
+    "Terms": "specs.terms",
+    "TokenValues": "specs.token_values",
     "UsageError": "errors",
     "all_ranks_assert": "worlds.assertions",
     "candidate": "declaration.candidate",
     "compare": "engine.compare",
+    "field": "specs.record",
+    "option": "specs.record",
     "property": "properties.registry",
+    "spec": "specs.declare",
     "suite": "pytest_plugin.suite",
 }
 
 __all__ = [
     "ANY",
+    "Batch",
+    "Between",
     "Candidate",
     "CandidateError",
     "Case",
     "Checked",
     "Contract",
+    "CoverageGoal",
+    "FieldContext",
     "KnownFailure",
     "Layout",
     "LossgateError",
+    "Metric",
+    "Mistake",
+    "Option",
+    "Options",
     "Outputs",
     "Precision",
     "Problem",
@@ -73,19 +107,28 @@ __all__ = [
     "RankContext",
     "RankFailure",
     "SimulatedRanks",
+    "Spec",
+    "Term",
+    "Terms",
+    "TokenValues",
     "UsageError",
     "all_ranks_assert",
     "candidate",
     "compare",
+    "field",
+    "inputs",
+    "option",
+    "options",
     "property",
+    "spec",
     "strategies",
     "suite",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "strategies":
-        return import_module("lossgate.strategies")
+    if name in ("inputs", "options", "strategies"):
+        return import_module(f"lossgate.{name}")
     if name in _HOMES:
         return getattr(import_module(f"lossgate.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'lossgate' has no attribute {name!r}")

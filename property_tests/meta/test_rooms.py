@@ -22,6 +22,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("problems",),
     ("specs",),
     ("losses",),
+    ("inputs", "options"),
     ("declaration",),
     ("bank",),
     ("judge",),

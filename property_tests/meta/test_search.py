@@ -13,7 +13,7 @@ from lossgate.bank.cross_entropy import FLOAT32, STYLES, Style, make
 from lossgate.engine.cell import Cell
 from lossgate.engine.search import Search, _DisagreementError
 from lossgate.engine.settings import Settings
-from lossgate.specs.inputs import HiddenInputs
+from lossgate.inputs import NllHidden
 from lossgate.worlds import SimulatedWorld
 
 RIGHT = make(STYLES["float32"][1])
@@ -29,14 +29,14 @@ def search(kernel: Candidate, layout: str = "single", examples: int = 200, **set
     return found
 
 
-def right_loss(inputs: HiddenInputs, options: object, mesh: object) -> torch.Tensor:
+def right_loss(inputs: NllHidden, options: object, mesh: object) -> torch.Tensor:
     outputs = RIGHT(inputs, options, mesh)  # type: ignore[arg-type]
     assert isinstance(outputs, Outputs)
     assert outputs.loss is not None
     return outputs.loss
 
 
-def last_row_is_wrong(inputs: HiddenInputs, options: object, mesh: object) -> Outputs:
+def last_row_is_wrong(inputs: NllHidden, options: object, mesh: object) -> Outputs:
     """Returns the right loss, but for labels on the last row of the vocabulary."""
     wrong = inputs.mask & (inputs.labels == inputs.vocab_size - 1)
     return Outputs(loss=right_loss(inputs, options, mesh) + 0.1 * wrong.sum())
@@ -100,7 +100,7 @@ def test_a_kernel_that_is_not_deterministic_disagrees_with_the_reason() -> None:
     calls = [0]
 
     @candidate("nll", head="hidden")
-    def moody(inputs: HiddenInputs, options: object, mesh: object) -> Outputs:
+    def moody(inputs: NllHidden, options: object, mesh: object) -> Outputs:
         calls[0] += 1
         return Outputs(loss=right_loss(inputs, options, mesh) * (2 if calls[0] % 3 == 0 else 1))
 
@@ -111,7 +111,7 @@ def test_a_kernel_that_is_not_deterministic_disagrees_with_the_reason() -> None:
 
 def test_a_hang_is_not_shrunk() -> None:
     @candidate("nll", head="hidden")
-    def hanging(inputs: HiddenInputs, options: object, mesh: object) -> Outputs:
+    def hanging(inputs: NllHidden, options: object, mesh: object) -> Outputs:
         while len(inputs.labels) > 1:
             pass
         return RIGHT(inputs, options, mesh)  # type: ignore[arg-type,return-value]
@@ -125,7 +125,7 @@ def test_a_hang_is_not_shrunk() -> None:
 
 def test_a_kernel_that_always_raises_is_shown_on_the_simplest_problem() -> None:
     @candidate("nll", head="hidden")
-    def raising(inputs: HiddenInputs, options: object, mesh: object) -> Outputs:
+    def raising(inputs: NllHidden, options: object, mesh: object) -> Outputs:
         raise RuntimeError("always")
 
     found = search(raising)
@@ -145,7 +145,7 @@ def test_no_gaps_are_filled_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_raising_kernel_disagrees_with_the_reason() -> None:
     @candidate("nll", head="hidden")
-    def raising(inputs: HiddenInputs, options: object, mesh: object) -> Outputs:
+    def raising(inputs: NllHidden, options: object, mesh: object) -> Outputs:
         if len(inputs.labels) > 2:
             raise RuntimeError("too many")
         return RIGHT(inputs, options, mesh)  # type: ignore[arg-type,return-value]
@@ -160,7 +160,7 @@ def test_a_broken_interface_ends_the_search_at_once() -> None:
     calls = [0]
 
     @candidate("nll", head="hidden")
-    def shapeless(inputs: HiddenInputs, options: object, mesh: object) -> torch.Tensor:
+    def shapeless(inputs: NllHidden, options: object, mesh: object) -> torch.Tensor:
         calls[0] += 1
         return inputs.hidden.sum(0)
 

@@ -45,6 +45,7 @@ from torch import Tensor
 
 from dense_losses.importance import Truncation, TruncationType, exp_or_zero, importance_weights
 from dense_losses.kl import KLType, js_estimate, kl_estimate
+from dense_losses.options import option
 from dense_losses.reductions import largest, select, sequence_mean, smallest, token_mean
 
 PositiveNLLNormaliser = Literal["global", "local"]
@@ -61,57 +62,77 @@ class ClippedPGOptions:
         ValueError: An option is out of range, or does not go with another one.
     """
 
-    disable_ppo_ratio: bool = False
-    """REINFORCE: uses the log-prob c in place of the ratio, without a clip.
-    ``force_on_policy_ratio`` overrides it."""
-    token_level_loss: bool = True
-    """Whether R is the mean over tokens. If not, it is the mean over sequences of each sequence's
-    mean over its tokens."""
-    sequence_level_importance_ratios: bool = False
-    """GSPO: one ratio per sequence, from the *mean* of c - p, and one importance weight per
-    sequence, from the *sum* of p - g."""
-    ratio_clip_min: float = 0.2
-    """The ratio is clamped from below to 1 minus this."""
-    ratio_clip_max: float = 0.2
-    """The ratio is clamped from above to 1 plus this."""
-    ratio_clip_c: float | None = None
-    """Dual clip: the loss of a token with a negative advantage is at most -A times this number,
-    which is above 1. None: no such bound."""
-    reference_policy_kl_penalty: float = 0.01
-    """beta, the weight of the KL penalty."""
-    reference_policy_kl_type: KLType = "k3"
-    """The KL estimator of the penalty and of the metrics ``gen_kl_error`` and
-    ``policy_kl_error``."""
-    kl_input_clamp_value: float | None = 20.0
-    """Clamps q - u to plus or minus this many nats. None: no clamp."""
-    kl_output_clamp_value: float | None = 10.0
-    """Clamps the weighted estimate to plus or minus this many nats. None: no clamp."""
-    use_kl_in_reward: bool = False
-    """Whether the penalty is part of the reward already. If so, beta is 0 in the loss."""
-    use_importance_sampling_correction: bool = False
-    """Whether w weights the policy loss. If not, w is only a metric."""
-    truncated_importance_sampling_type: TruncationType | None = None
-    """How w is bounded; see importance.py. None: not at all."""
-    truncated_importance_sampling_ratio: float | None = None
-    """The upper bound of w; for seq-mask-tis, of the geometric mean of w over a sequence."""
-    truncated_importance_sampling_ratio_min: float | None = None
-    """The lower bound. None: 0, for tis only."""
-    use_on_policy_kl_approximation: bool = False
-    """Whether the KL estimate is weighted by exp(u - g), which corrects for generation by g. If
-    not, its weight is exp(u - sg(u)) = 1, which only adds the score term."""
-    force_on_policy_ratio: bool = False
-    """Replaces p by sg(c) everywhere: the ratio is 1, its gradient is that of c, and there is no
-    clip."""
-    use_cispo: bool = False
-    """CISPO, with the ratio clamped on both sides."""
-    positive_example_nll_weight: float = 0.0
-    """mu of VAPO, the weight of the mean NLL of tokens in sequences with a positive reward."""
-    positive_nll_normaliser: PositiveNLLNormaliser = "global"
-    """``"global"`` divides that NLL by ``positive_tokens``. ``"local"`` divides it, as NeMo-RL
-    does, by the number of such tokens in this call; the losses of parts then do not add up."""
-    epsilon: float = 0.0
-    """Added to every count that divides; 1e-8 in NeMo-RL's ``masked_mean``. At 0, a mean over
-    nothing is 0."""
+    disable_ppo_ratio: bool = option(
+        False,
+        "REINFORCE: uses the log-prob c in place of the ratio, without a clip. force_on_policy_ratio overrides it",
+    )
+    token_level_loss: bool = option(
+        True,
+        "Whether R is the mean over tokens. If not, it is the mean over sequences of each sequence's mean"
+        " over its tokens",
+    )
+    sequence_level_importance_ratios: bool = option(
+        False,
+        "GSPO: one ratio per sequence, from the *mean* of c - p, and one importance weight per sequence, "
+        "from the *sum* of p - g",
+    )
+    ratio_clip_min: float = option(0.2, "The ratio is clamped from below to 1 minus this")
+    ratio_clip_max: float = option(0.2, "The ratio is clamped from above to 1 plus this")
+    ratio_clip_c: float | None = option(
+        None,
+        "Dual clip: the loss of a token with a negative advantage is at most -A times this number, which "
+        "is above 1. None: no such bound",
+    )
+    reference_policy_kl_penalty: float = option(0.01, "beta, the weight of the KL penalty")
+    reference_policy_kl_type: KLType = option(
+        "k3",
+        "The KL estimator of the penalty and of the metrics gen_kl_error and policy_kl_error",
+    )
+    kl_input_clamp_value: float | None = option(20.0, "Clamps q - u to plus or minus this many nats. None: no clamp")
+    kl_output_clamp_value: float | None = option(
+        10.0,
+        "Clamps the weighted estimate to plus or minus this many nats. None: no clamp",
+    )
+    use_kl_in_reward: bool = option(
+        False,
+        "Whether the penalty is part of the reward already. If so, beta is 0 in the loss",
+    )
+    use_importance_sampling_correction: bool = option(
+        False,
+        "Whether w weights the policy loss. If not, w is only a metric",
+    )
+    truncated_importance_sampling_type: TruncationType | None = option(
+        None,
+        "How w is bounded; see importance.py. None: not at all",
+    )
+    truncated_importance_sampling_ratio: float | None = option(
+        None,
+        "The upper bound of w; for seq-mask-tis, of the geometric mean of w over a sequence",
+    )
+    truncated_importance_sampling_ratio_min: float | None = option(None, "The lower bound. None: 0, for tis only")
+    use_on_policy_kl_approximation: bool = option(
+        False,
+        "Whether the KL estimate is weighted by exp(u - g), which corrects for generation by g. If not, "
+        "its weight is exp(u - sg(u)) = 1, which only adds the score term",
+    )
+    force_on_policy_ratio: bool = option(
+        False,
+        "Replaces p by sg(c) everywhere: the ratio is 1, its gradient is that of c, and there is no clip",
+    )
+    use_cispo: bool = option(False, "CISPO, with the ratio clamped on both sides")
+    positive_example_nll_weight: float = option(
+        0.0,
+        "mu of VAPO, the weight of the mean NLL of tokens in sequences with a positive reward",
+    )
+    positive_nll_normaliser: PositiveNLLNormaliser = option(
+        "global",
+        '"global" divides that NLL by positive_tokens. "local" divides it, as NeMo-RL does, by the number'
+        " of such tokens in this call; the losses of parts then do not add up",
+    )
+    epsilon: float = option(
+        0.0,
+        "Added to every count that divides; 1e-8 in NeMo-RL's masked_mean. At 0, a mean over nothing is 0",
+    )
 
     @property
     def kl_penalty(self) -> float:

@@ -32,6 +32,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dense_losses.options import option
 from dense_losses.reductions import token_mean
 
 
@@ -43,27 +44,35 @@ class DistillOptions:
         ValueError: An option is out of range.
     """
 
-    kl_type: Literal["forward", "reverse", "mixed"] = "forward"
-    """``"forward"`` is KL(teacher || student), ``"reverse"`` is KL(student || teacher), ``"mixed"``
-    is a weighted mean of both."""
+    kl_type: Literal["forward", "reverse", "mixed"] = option(
+        "forward",
+        '"forward" is KL(teacher || student), "reverse" is KL(student || teacher), "mixed" is a weighted mean of both',
+    )
 
-    mixed_kl_weight: float = 0.5
-    """The weight of the forward KL in ``"mixed"``, in [0, 1]; the reverse KL has 1 minus that."""
+    mixed_kl_weight: float = option(
+        0.5,
+        'The weight of the forward KL in "mixed", in [0, 1]; the reverse KL has 1 minus that',
+    )
 
-    zero_outside_topk: bool = False
-    """Whether the student's probabilities are those in the whole vocabulary. If not, both models
-    are renormalised over the teacher's top-k."""
+    zero_outside_topk: bool = option(
+        False,
+        "Whether the student's probabilities are those in the whole vocabulary. If not, both models are "
+        "renormalised over the teacher's top-k",
+    )
 
-    log_infinitesimal: float = -100.0
-    """The teacher's log-probability, in nats, of each token outside its top-k, in the reverse KL
-    with ``zero_outside_topk``."""
+    log_infinitesimal: float = option(
+        -100.0,
+        "The teacher's log-probability, in nats, of each token outside its top-k, in the reverse KL with "
+        "zero_outside_topk",
+    )
 
-    temperature: float = 1.0
-    """Divides the logits of the student and of the teacher; there is no factor tau^2. In NeMo-RL it
-    is the temperature of generation, which the workers apply."""
+    temperature: float = option(
+        1.0,
+        "Divides the logits of the student and of the teacher; there is no factor tau^2. In NeMo-RL it is"
+        " the temperature of generation, which the workers apply",
+    )
 
-    epsilon: float = 0.0
-    """Added to the token count in the denominator; 1e-8 in NeMo-RL's ``masked_mean``."""
+    epsilon: float = option(0.0, "Added to the token count in the denominator; 1e-8 in NeMo-RL's masked_mean")
 
     def __post_init__(self) -> None:
         if self.kl_type not in ("forward", "reverse", "mixed"):

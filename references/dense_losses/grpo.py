@@ -31,6 +31,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dense_losses.options import option
 from dense_losses.reductions import divide, largest, select, smallest, token_mean
 from dense_losses.rho import Rho, RhoOptions, importance_weights
 
@@ -47,25 +48,27 @@ class GrpoOptions(RhoOptions):
         ValueError: An option is out of range.
     """
 
-    loss_fn: Literal["dapo", "cispo"] = "dapo"
-    """The policy loss."""
-    clip_lower: float = 0.2
-    """The ratio is clipped from below at 1 - clip_lower, by DAPO alone. ``ratio_clip_min`` in
-    NeMo-RL."""
-    clip_higher: float = 0.272
-    """The ratio is clipped from above at 1 + clip_higher. ``ratio_clip_max`` in NeMo-RL."""
-    beta: float = 0.05
-    """The factor of the KL term. Without a reference policy, set it to 0 and pass any finite
-    ``reference_logprobs``."""
-    kl_estimator: Literal[0, 1, 2, 3] = 2
-    """Which estimate of KL(p || p_ref) is the KL term; see ``kl_estimates``."""
-    loss_denominator: Literal["token"] | float = "token"
-    """D: ``"token"`` for the number of trained tokens of the whole batch, or a positive constant,
-    as in Dr. GRPO."""
-    loss_scale: int = 1
-    """The factor of the loss, but not of metrics. It is ``world_size // sequence_parallel_size`` in
-    open-instruct: DeepSpeed averages over data-parallel ranks, so each rank must return that many
-    times its part for the average to be the loss of the batch."""
+    loss_fn: Literal["dapo", "cispo"] = option("dapo", "The policy loss")
+    clip_lower: float = option(
+        0.2,
+        "The ratio is clipped from below at 1 - clip_lower, by DAPO alone. ratio_clip_min in NeMo-RL",
+    )
+    clip_higher: float = option(0.272, "The ratio is clipped from above at 1 + clip_higher. ratio_clip_max in NeMo-RL")
+    beta: float = option(
+        0.05,
+        "The factor of the KL term. Without a reference policy, set it to 0 and pass any finite reference_logprobs",
+    )
+    kl_estimator: Literal[0, 1, 2, 3] = option(2, "Which estimate of KL(p || p_ref) is the KL term; see kl_estimates")
+    loss_denominator: Literal["token"] | float = option(
+        "token",
+        'D: "token" for the number of trained tokens of the whole batch, or a positive constant, as in Dr. GRPO',
+    )
+    loss_scale: int = option(
+        1,
+        "The factor of the loss, but not of metrics. It is world_size // sequence_parallel_size in open-"
+        "instruct: DeepSpeed averages over data-parallel ranks, so each rank must return that many times "
+        "its part for the average to be the loss of the batch",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

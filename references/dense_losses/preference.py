@@ -29,6 +29,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dense_losses.options import option
 from dense_losses.reductions import divide, select, sequence_mean, sequence_sum
 
 LossType = Literal["sigmoid", "ipo"]
@@ -43,25 +44,32 @@ class DpoOptions:
         ValueError: An option is out of range, or beta is 0 for IPO.
     """
 
-    reference_policy_kl_penalty: float = 0.05
-    """beta, in 1 / nat: how strongly the loss holds the policy to the reference. ``beta`` in
-    TRL."""
-    preference_loss_weight: float = 1.0
-    """w_pref, the factor of the preference loss."""
-    sft_loss_weight: float = 0.0
-    """w_sft, the factor of the NLL of the chosen responses. At 0 the NLL is not evaluated."""
-    preference_average_log_probs: bool = False
-    """Rewards are means over the trained tokens of a sequence, not sums. TRL does so for IPO
-    only."""
-    sft_average_log_probs: bool = False
-    """The NLL of a chosen response is the mean over its trained tokens, not their sum."""
-    loss_type: LossType = "sigmoid"
-    """``"sigmoid"`` is DPO, ``"ipo"`` is IPO. NeMo-RL has only DPO."""
-    reference_layout: ReferenceLayout = "next"
-    """Which prediction each of the reference's log-probabilities belongs to; see
-    ``align_reference``."""
-    epsilon: float = 0.0
-    """Added to the number of pairs, which divides the loss and the metrics; 1e-8 in NeMo-RL."""
+    reference_policy_kl_penalty: float = option(
+        0.05,
+        "beta, in 1 / nat: how strongly the loss holds the policy to the reference. beta in TRL",
+    )
+    preference_loss_weight: float = option(1.0, "w_pref, the factor of the preference loss")
+    sft_loss_weight: float = option(
+        0.0,
+        "w_sft, the factor of the NLL of the chosen responses. At 0 the NLL is not evaluated",
+    )
+    preference_average_log_probs: bool = option(
+        False,
+        "Rewards are means over the trained tokens of a sequence, not sums. TRL does so for IPO only",
+    )
+    sft_average_log_probs: bool = option(
+        False,
+        "The NLL of a chosen response is the mean over its trained tokens, not their sum",
+    )
+    loss_type: LossType = option("sigmoid", '"sigmoid" is DPO, "ipo" is IPO. NeMo-RL has only DPO')
+    reference_layout: ReferenceLayout = option(
+        "next",
+        "Which prediction each of the reference's log-probabilities belongs to; see align_reference",
+    )
+    epsilon: float = option(
+        0.0,
+        "Added to the number of pairs, which divides the loss and the metrics; 1e-8 in NeMo-RL",
+    )
 
     def __post_init__(self) -> None:
         for name in ("reference_policy_kl_penalty", "preference_loss_weight", "sft_loss_weight", "epsilon"):

@@ -30,6 +30,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dense_losses.options import option
 from dense_losses.reductions import sequence_mean
 
 LOG_RHO_BOUND = 10.0  # nats; the value of open-instruct
@@ -45,25 +46,32 @@ class RhoOptions:
         ValueError: An option is out of range.
     """
 
-    use_rho_correction: bool = True
-    """Whether the policy loss is weighted; if not, every weight is 1. Switch it off if
-    ``old_logprobs`` come from vLLM."""
-    rho_clamp_lower_bound: float = 0.0
-    """The smallest weight of a token that is not dropped; below 1."""
-    rho_clamp_upper_bound: float = 2.0
-    """The largest weight; above 1."""
-    rho_mask_lower_bound: float = 0.0
-    """Tokens with a smaller rho are dropped; below 1. With ``rho_mask_tv_divergence`` it bounds tv
-    instead, and any positive number is allowed."""
-    rho_mask_upper_bound: float = 0.0
-    """Tokens with a larger rho are dropped; above 1. With ``rho_mask_tv_divergence`` it bounds tv
-    instead, and any positive number is allowed; open-instruct still requires more than 1."""
-    rho_mask_sequence_level: bool = False
-    """Every token has the rho of its sequence, a geometric mean, for the mask and as its weight.
-    open-instruct documents the mask alone, but its code does both."""
-    rho_mask_tv_divergence: bool = False
-    """The mask bounds apply to tv, the mean over the sequence of |rho - 1| of each token's own rho.
-    Only tokens whose update would increase tv are dropped."""
+    use_rho_correction: bool = option(
+        True,
+        "Whether the policy loss is weighted; if not, every weight is 1. Switch it off if old_logprobs come from vLLM",
+    )
+    rho_clamp_lower_bound: float = option(0.0, "The smallest weight of a token that is not dropped; below 1")
+    rho_clamp_upper_bound: float = option(2.0, "The largest weight; above 1")
+    rho_mask_lower_bound: float = option(
+        0.0,
+        "Tokens with a smaller rho are dropped; below 1. With rho_mask_tv_divergence it bounds tv "
+        "instead, and any positive number is allowed",
+    )
+    rho_mask_upper_bound: float = option(
+        0.0,
+        "Tokens with a larger rho are dropped; above 1. With rho_mask_tv_divergence it bounds tv instead,"
+        " and any positive number is allowed; open-instruct still requires more than 1",
+    )
+    rho_mask_sequence_level: bool = option(
+        False,
+        "Every token has the rho of its sequence, a geometric mean, for the mask and as its weight. open-"
+        "instruct documents the mask alone, but its code does both",
+    )
+    rho_mask_tv_divergence: bool = option(
+        False,
+        "The mask bounds apply to tv, the mean over the sequence of |rho - 1| of each token's own rho. "
+        "Only tokens whose update would increase tv are dropped",
+    )
 
     def __post_init__(self) -> None:
         below_1, above_1 = "0, or a number between 0 and 1", "0, or a finite number above 1"

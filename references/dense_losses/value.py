@@ -26,6 +26,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dense_losses.options import option
 from dense_losses.reductions import largest, select, smallest, token_mean
 
 
@@ -37,13 +38,13 @@ class ValueOptions:
         ValueError: An option is out of range.
     """
 
-    cliprange: float | None = None
-    """c, in the unit of the values: how far a value may move from its old value. None: no clip.
-    NeMo-RL also takes 0 for no clip; here 0 is refused."""
-    scale: float = 1.0
-    """The factor of the loss, beside the 1/2. It scales no metric but ``loss``."""
-    epsilon: float = 0.0
-    """Added to N, which divides the loss and the metrics; 1e-8 in NeMo-RL."""
+    cliprange: float | None = option(
+        None,
+        "c, in the unit of the values: how far a value may move from its old value. None: no clip. NeMo-"
+        "RL also takes 0 for no clip; here 0 is refused",
+    )
+    scale: float = option(1.0, "The factor of the loss, beside the 1/2. It scales no metric but loss")
+    epsilon: float = option(0.0, "Added to N, which divides the loss and the metrics; 1e-8 in NeMo-RL")
 
     def __post_init__(self) -> None:
         if self.cliprange is not None and not 0 < self.cliprange < float("inf"):

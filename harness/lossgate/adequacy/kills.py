@@ -89,23 +89,29 @@ def _changes(own: BoundSpec, other: BoundSpec, bound: BoundProblem, dense: Dense
         outputs = dense.outputs(own), dense.outputs(other)
         return {side: _largest(*([o[name] for name in _shown_in(side, bound)] for o in outputs)) for side in SIDES}
     stages = dense.loss_stage(own), dense.loss_stage(other)
-    weight = _reach(stages[0], bound)
-    names = {name: None for stage in stages for name in stage.upstream}
+    reach = _reach(stages[0], bound)
+    weights = {name: _weight(tensor, reach, name) for stage in stages for name, tensor in stage.upstream.items()}
     zero = torch.zeros((), dtype=torch.float64)
     return {
         "value": _largest(*([stage.outputs[output] for output in _shown_in("value", bound)] for stage in stages)),
-        "gradient": _largest(*([stage.upstream.get(name, zero) * weight for name in names] for stage in stages)),
+        "gradient": _largest(*([stage.upstream.get(n, zero) * w for n, w in weights.items()] for stage in stages)),
     }
 
 
-def _reach(stage: LossStage, bound: BoundProblem) -> Tensor | float:
-    """Returns how far the gradient of each token's log-probabilities reaches, 0 to 1.
+def _reach(stage: LossStage, bound: BoundProblem) -> Tensor | None:
+    """Returns how far the gradient of each log-probability reaches, 0 to 1; None if all the way.
 
     That of a label whose probability is nearly 1 hardly reaches its logits.
     """
-    if not HEADS[bound.problem.head].has_logits:
-        return 1.0
+    if stage.logprobs is None or not HEADS[bound.problem.head].has_logits:
+        return None
     return 1 - stage.logprobs.exp()
+
+
+def _weight(tensor: Tensor, reach: Tensor | None, name: str) -> Tensor | float:
+    if reach is None or name not in ("logprobs", "unfiltered", "entropy") or reach.shape != tensor.shape:
+        return 1.0
+    return reach
 
 
 def _largest(own: Sequence[Tensor], other: Sequence[Tensor]) -> float:

@@ -83,8 +83,7 @@ def option_mutants(candidate: Candidate) -> Mapping[str, OptionMutant]:
     logits.
     """
     spec = candidate.spec
-    of_logits = (spec.temperature, *(spec.token_options or ()))
-    options = (o for o in spec.options if candidate.starts_at.has_logits or o.name not in of_logits)
+    options = (o for o in spec.options if candidate.starts_at.has_logits or o.name not in spec.logit_options)
     found = (mutant for option in options for mutant in _of_option(option, candidate.supported(option.name)))
     return {str(mutant): mutant for mutant in found}
 

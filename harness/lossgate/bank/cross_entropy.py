@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate, Outputs, candidate
 from lossgate.declaration.precision import Precision
-from lossgate.losses.nll import NllOptions
-from lossgate.specs.inputs import HiddenInputs
+from lossgate.inputs import NllHidden
+from lossgate.options import NllOptions
 
 TILE = 37
 """Rows per step of the online kernel."""
@@ -72,7 +72,7 @@ Switch = Literal["drop vocab tile", "skip temperature in backward", "skip tp all
 def make(style: Style, switch: Switch | None = None) -> Candidate:
     """Returns a style's kernel, correct or with one bug switched on; declared as correct."""
 
-    def kernel(inputs: HiddenInputs, options: NllOptions, mesh: DeviceMesh) -> Outputs:
+    def kernel(inputs: NllHidden, options: NllOptions, mesh: DeviceMesh) -> Outputs:
         logprobs = _logprobs(inputs, options, mesh, style, switch).to(getattr(torch, style.precision.loss))
         total = -torch.where(inputs.mask, logprobs, 0.0).sum()
         loss = total if options.reduction == "sum" else total / inputs.valid_tokens.clamp(min=1)
@@ -91,9 +91,7 @@ def make(style: Style, switch: Switch | None = None) -> Candidate:
     return declare(kernel)
 
 
-def _logprobs(
-    inputs: HiddenInputs, options: NllOptions, mesh: DeviceMesh, style: Style, switch: Switch | None
-) -> Tensor:
+def _logprobs(inputs: NllHidden, options: NllOptions, mesh: DeviceMesh, style: Style, switch: Switch | None) -> Tensor:
     group = mesh.get_group("tp")
     if style.eager and group.size() == 1 and switch is None:
         return _eager(inputs, options, style)
@@ -101,7 +99,7 @@ def _logprobs(
     return _Fused.apply(inputs.hidden, inputs.weight, inputs.bias, settings)  # type: ignore[return-value]
 
 
-def _eager(inputs: HiddenInputs, options: NllOptions, style: Style) -> Tensor:
+def _eager(inputs: NllHidden, options: NllOptions, style: Style) -> Tensor:
     logits = inputs.hidden @ inputs.weight.T
     logits = logits if inputs.bias is None else logits + inputs.bias
     logits = logits / options.temperature

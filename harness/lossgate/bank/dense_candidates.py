@@ -9,7 +9,6 @@ loss of all of its sequences.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -88,13 +87,13 @@ def dense_kernel(spec: Spec, head: str) -> Kernel:
     """Returns a dense kernel of a spec at a head."""
 
     def kernel(inputs: Any, options: Any, mesh: DeviceMesh) -> Outputs:
-        batch = {f.name: getattr(inputs, f.name) for f in fields(inputs)} | {"lengths": inputs.cu_seqlens.diff()}
+        batch = dict(vars(inputs))
         added = [name for name, dims in spec.fields.items() if dims[:1] == ("token",)]
         batch |= {name: whole_pack(batch[name], inputs, mesh) for name in ("labels", "mask", "sequence", *added)}
         bound = spec.bind_options(options)
         local = local_values(bound, head, inputs, mesh)
         outputs = {name: _VALUES[name](local) for name in spec.outputs if name != "loss"}
-        if spec.loss is None:
+        if spec.reference is None:
             return Outputs(**outputs)
         values = local if head == "rewards" else _whole_values(local, inputs, mesh)
         loss, metrics = bound.loss(values, batch)
@@ -110,8 +109,7 @@ _VALUES: Mapping[str, Callable[[TokenValues], Any]] = {
 
 
 def _whole_values(local: TokenValues, inputs: Any, mesh: DeviceMesh) -> TokenValues:
-    given = {f.name: value for f in fields(local) if (value := getattr(local, f.name)) is not None}
-    return TokenValues(**{name: whole_pack(value, inputs, mesh) for name, value in given.items()})
+    return TokenValues(**{name: whole_pack(value, inputs, mesh) for name, value in local.given.items()})
 
 
 _GRADIENTS: Mapping[str, Mapping[str, Placements]] = {
@@ -134,7 +132,7 @@ def dense_candidate(spec: Spec, head: str) -> Candidate:
         contract=Contract(
             loss={"cp": "replicate"}, metrics={name: {"cp": "replicate"} for name in spec.metrics}, grads=gradients
         ),
-        differentiable=spec.outputs[:1] if spec.loss is not None else spec.outputs,
+        differentiable=spec.outputs[:1] if spec.reference is not None else spec.outputs,
         name=f"dense_{spec.name}_{head}",
     )
     return declare(dense_kernel(spec, head))

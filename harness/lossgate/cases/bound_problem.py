@@ -20,7 +20,9 @@ from lossgate.numerics.rounded_arithmetic import Stages
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Partition
 from lossgate.problems.problem import Problem
+from lossgate.specs.coverage import Reached, covered_token_goals
 from lossgate.specs.heads import HEADS
+from lossgate.specs.logit_filter import covered_filter_goals
 from lossgate.specs.outputs import Output
 from lossgate.specs.sharding_goals import Trained
 from lossgate.specs.spec import Spec
@@ -59,22 +61,31 @@ class BoundProblem:
     @cached_property
     def coverage(self) -> frozenset[str]:
         """The coverage goals that the problem reaches on any layout."""
-        covered = self.spec.covered(self.batch, self.bound_spec.options)
-        if bool(self.spec.trained(self.batch.fields).any()):
+        batch, spec, options = self.batch, self.spec, self.bound_spec.options
+        trained = spec.trained_of(batch.known)
+        covered = set[str]() if spec.covered is None else set(spec.covered(batch, options))
+        if spec.trained_dim == "token":
+            covered |= covered_token_goals(batch, trained) | covered_filter_goals(batch.fields, trained)
+        covered |= {name for name, goal in spec.goals.items() if goal.reached and self._reaches(goal.reached)}
+        if bool(trained.any()):
             chosen = self.problem.scenario
             covered |= {f"{c.name}: {chosen.get(c.name, c.default)}" for c in self.spec.scenarios}
         return frozenset(covered)
+
+    def _reaches(self, reached: Reached) -> bool:
+        values, batch = self.dense.token_values(self.bound_spec), self.spec.batch(self.batch.known)
+        with torch.no_grad():
+            return bool(torch.as_tensor(reached(values, batch, self.bound_spec.options)).any())
 
     @cached_property
     def trained(self) -> Trained:
         """What is trained."""
         fields, spec = self.batch.fields, self.spec
-        chosen = spec.trained(fields).nonzero().squeeze(1)
+        chosen = spec.trained_of(self.batch.known).nonzero().squeeze(1)
         if spec.trained_dim == "sequence":
             return Trained(chosen.numpy(), torch.zeros_like(chosen).numpy(), chosen[:, None][:, :0].numpy())
-        sequence, lengths = fields["sequence"][chosen], fields["lengths"]
+        sequence, starts = fields["sequence"][chosen], self.batch.known["cu_seqlens"]
         ids = fields[spec.gathered_ids] if spec.gathered_ids else fields["labels"][:, None]
-        starts = lengths.cumsum(0) - lengths
         return Trained(sequence.numpy(), (chosen - starts[sequence]).numpy(), ids[chosen].numpy())
 
     @cached_property

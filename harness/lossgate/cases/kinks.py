@@ -62,8 +62,8 @@ def mask_near_kinks(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> G
         near = tokens | sequences[batch.fields["sequence"]]
         if not bool((near & batch.fields["mask"]).any()):
             break
-        fields = {**batch.fields, "mask": batch.fields["mask"] & ~near}
-        batch = replace(batch, fields={**fields, **spec.counts(fields)})
+        masked = replace(batch, fields={**batch.fields, "mask": batch.fields["mask"] & ~near})
+        batch = spec.counted(masked)
     return batch
 
 
@@ -99,13 +99,11 @@ def _outcomes(batch: GlobalBatch, bound: BoundSpec, values: TokenValues, moves: 
     """Returns, for each comparison that depends on log-probabilities, ``[moves, tokens or
     sequences or groups]``.
     """
-    loss = bound.spec.loss
-    assert loss is not None
+    both = {name: value for name, value in values.given.items() if name in ("logprobs", "unfiltered")}
 
     def moved(by: Tensor) -> Tensor:
-        unfiltered = None if values.unfiltered is None else values.unfiltered + by
-        given = replace(values, logprobs=values.logprobs + by, unfiltered=unfiltered)
-        return loss(given, batch.fields, bound.options)[0]
+        given = values.replace(**{name: value + by for name, value in both.items()})
+        return bound.returning(()).loss(given, batch.known)[0]
 
     with torch.no_grad(), _RecordComparisons() as record:
         torch.vmap(moved)(moves)

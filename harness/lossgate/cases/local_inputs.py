@@ -40,6 +40,7 @@ def local_inputs(
     dims = HEADS[head].leaves
     leaves = {name: of_kind(batch.local_leaf(name, dims[name], rank)).requires_grad_() for name in batch.leaves}
     absent = dict.fromkeys(set(dims) - set(leaves))
-    given = batch.local_fields(rank, tokens, spec.all_unshifted)
+    given = batch.local_fields(rank, tokens, spec.unshifted)
     fields = {name: of_kind(value) if isinstance(value, Tensor) else value for name, value in given.items()}
-    return spec.inputs[head](**fields, **leaves, **absent)
+    inputs_class: Any = spec.inputs[head]
+    return inputs_class(**fields, **leaves, **absent)

@@ -5,6 +5,7 @@ The same problem gives the same tensors, bit for bit, on every machine.
 """
 
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -17,10 +18,11 @@ from lossgate.problems.packing import pack
 from lossgate.problems.problem import Problem
 from lossgate.problems.random_streams import RandomStreams
 from lossgate.problems.tokens import draw_tokens
+from lossgate.specs.field_context import FieldContext
 from lossgate.specs.heads import HEADS
 from lossgate.specs.heads.base import HeadContext
 from lossgate.specs.logit_filter import filter_fields, filters
-from lossgate.specs.spec import BoundSpec, FieldContext
+from lossgate.specs.spec import BoundSpec
 
 
 def materialize(problem: Problem, bound: BoundSpec) -> GlobalBatch:
@@ -72,24 +74,25 @@ def _with_fields(batch: GlobalBatch, problem: Problem, bound: BoundSpec, streams
 
     if head.has_logits and filters(bound.options):
         chosen = filter_fields(logits(), batch.fields, batch.dtype, bound.options, streams)
-        fields = {**batch.fields, **chosen}
-        batch = replace(batch, fields={**fields, **spec.counts(fields)} if spec.make_fields is None else fields)
-    if spec.make_fields is None:
+        batch = replace(batch, fields={**batch.fields, **chosen})
+        batch = batch if spec.added else spec.counted(batch)
+    if not spec.added:
         return batch
-    policy, unfiltered = _policy_logprobs(batch, problem, bound) if spec.scenarios else (batch.policy, batch.policy)
+    policy = cache(lambda: _policy_logprobs(batch, problem, bound))
     context = FieldContext(
         batch=batch,
         options=bound.options,
         streams=streams,
         scenario={choice.name: choice.default for choice in spec.scenarios} | problem.scenario,
-        logprobs=policy,
-        unfiltered=unfiltered,
+        policy=policy,
         logits=logits,
     )
-    made = spec.make_fields(context)
+    made = spec.draw_fields(context)
     exact = {name: value.float().double() if value.is_floating_point() else value for name, value in made.items()}
-    fields = {**batch.fields, **exact}
-    return replace(batch, fields={**fields, **spec.counts(fields)}, field_dims=spec.fields, policy=policy)
+    drawn = replace(batch, fields={**batch.fields, **exact}, field_dims=spec.fields)
+    if policy.cache_info().currsize:
+        drawn = replace(drawn, policy=policy()[0])
+    return spec.counted(drawn)
 
 
 def _policy_logprobs(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> tuple[Tensor, Tensor]:

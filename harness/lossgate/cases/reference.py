@@ -2,7 +2,7 @@
 """Runs the dense reference of a spec in float64 on the whole batch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ class LossStage:
     """Values and metrics."""
     upstream: Mapping[str, Tensor]
     """The gradient of each of the values per token, by its name in ``TokenValues``."""
-    logprobs: Tensor
-    """Of ``TokenValues``."""
+    logprobs: Tensor | None
+    """Of ``TokenValues``, if the loss uses them."""
 
 
 class DenseRun:
@@ -51,8 +51,8 @@ class DenseRun:
         Args:
             bound: the spec with options, and with the outputs that will be compared.
         """
-        stage, values, leaves = self.loss_stage(bound), self._token_values(bound), self._leaves
-        roots = [getattr(values, name) for name in stage.upstream]
+        stage, values, leaves = self.loss_stage(bound), self.token_values(bound), self._leaves
+        roots = [values.given[name] for name in stage.upstream]
         gradients = torch.autograd.grad(roots, list(leaves.values()), list(stage.upstream.values()), retain_graph=True)
         return {**stage.outputs, **dict(zip(HEADS[self._head].gradients(leaves).values(), gradients, strict=True))}
 
@@ -64,15 +64,15 @@ class DenseRun:
         return self._stages[key]
 
     def _run_loss(self, bound: BoundSpec) -> LossStage:
-        whole = self._token_values(bound)
-        given = {f.name: value for f in fields(whole) if isinstance(value := getattr(whole, f.name), Tensor)}
+        whole = self.token_values(bound)
+        given = whole.given
         per_token = {name: value.detach().requires_grad_() for name, value in given.items() if value.requires_grad}
-        values = replace(whole, **per_token)
+        values = whole.replace(**per_token)
         outputs: dict[Output, Tensor] = {LOGPROBS: values.logprobs} if "logprobs" in bound.spec.outputs else {}
-        if "token_entropy" in bound.spec.outputs and values.entropy is not None:
+        if "token_entropy" in bound.spec.outputs and "entropy" in given:
             outputs[TOKEN_ENTROPY] = values.entropy
-        if bound.spec.loss is not None:
-            loss, metrics = bound.loss(values, self._batch.fields)
+        if bound.spec.reference is not None:
+            loss, metrics = bound.loss(values, self._batch.known)
             outputs |= {LOSS: loss, **{metric_output(name): metric for name, metric in metrics.items()}}
         roots = [_finite(outputs[bound.spec.output(name)]) for name in self._batch.cotangents]
         cotangents = list(self._batch.cotangents.values())
@@ -80,13 +80,15 @@ class DenseRun:
         found = {output: tensor.detach() for output, tensor in outputs.items()}
         found_of = zip(per_token, gradients, strict=True)
         upstream = {name: g for name, g in found_of if g is not None}  # pyright: ignore[reportUnnecessaryComparison]
-        return LossStage(found, upstream, whole.logprobs.detach())
+        logprobs = whole.logprobs.detach() if "logprobs" in given else None
+        return LossStage(found, upstream, logprobs)
 
     def token_stage(self, bound: BoundSpec) -> str:
         """Names what the values per token are computed with: options of one name share them."""
         return bound.token_stage if HEADS[self._head].has_logits else ""
 
-    def _token_values(self, bound: BoundSpec) -> TokenValues:
+    def token_values(self, bound: BoundSpec) -> TokenValues:
+        """Computes the values per token."""
         name = self.token_stage(bound)
         if name not in self._values:
             self._values[name] = bound.token_values(self._head, self._leaves, self._batch.fields)

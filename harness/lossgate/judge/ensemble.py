@@ -12,7 +12,6 @@ torch dispatches.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from dataclasses import fields as dataclass_fields
 from typing import Any
 from zlib import crc32
 
@@ -220,10 +219,10 @@ class _Ensemble:
 
     def _loss(self, values: TokenValues) -> _LossStage:
         outputs: dict[Output, Tensor] = {LOGPROBS: values.logprobs} if "logprobs" in self.spec.outputs else {}
-        if "token_entropy" in self.spec.outputs and values.entropy is not None:
+        if "token_entropy" in self.spec.outputs and "entropy" in values.given:
             outputs[TOKEN_ENTROPY] = values.entropy
         stage = _LossStage({}, torch.zeros_like(values.logprobs))
-        if self.spec.loss is not None:
+        if self.spec.reference is not None:
             stage = self._scalars(values)
             outputs |= stage.outputs
         of_logprobs, of_entropy = stage.of_logprobs, stage.of_entropy
@@ -239,7 +238,7 @@ class _Ensemble:
         # Everything is expanded, so that each member rounds what it meets for itself.
         upstream = self.batch.cotangents.get("loss", torch.zeros((), dtype=torch.float64)).expand(self.members)
         own = {n: field.expand(self.members, *field.shape) for n, field in self.batch.fields.items() if _rounds(field)}
-        given = {f.name: v.detach() for f in dataclass_fields(values) if (v := getattr(values, f.name)) is not None}
+        given = {name: value.detach() for name, value in values.given.items()}
         extremes = {name: given.pop(name) for name in ("lowest", "highest") if name in given}
         primals = {name: value.requires_grad_() for name, value in given.items()}
 
@@ -247,7 +246,7 @@ class _Ensemble:
             extremes: dict[str, Tensor], own: dict[str, Tensor], primals: dict[str, Tensor]
         ) -> tuple[Tensor, dict[str, Tensor]]:
             per_token: dict[str, Any] = {**extremes, **primals}
-            return self.bound.loss(TokenValues(**per_token), {**self.batch.fields, **own})
+            return self.bound.loss(TokenValues(**per_token), {**self.batch.known, **own})
 
         with RoundEveryOperation(self.noise, self.stages.loss):
             loss, metrics = torch.vmap(one_member)(extremes, own, primals)
@@ -282,7 +281,6 @@ class _Ensemble:
             total = round_(factor.sum(-1, keepdim=True))
             dlogits = round_(p * -total).scatter_add_(-1, ids, factor)
         if of_entropy is not None:
-            assert softmax.values.entropy is not None
             surprise = round_(softmax.log_p + softmax.values.entropy[..., None])
             factor = self.noise.round(of_entropy / self.temperature, FLOAT32)[..., None]
             dlogits = round_(dlogits - round_(p * torch.where(p > 0, surprise, 0.0)) * factor)

@@ -1,27 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The losses that lossgate knows, one file each.
+"""The losses that lossgate knows, one file each. A new one is a new file here, and nothing else.
 
-A new one is added here and in its own file, nowhere else.
+Other packages bring theirs by an entry point:
+
+    [project.entry-points."lossgate.specs"]
+    focal = "my_package.losses:focal"
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from pkgutil import iter_modules
 from types import MappingProxyType
 
-from lossgate.losses.clipped_pg import CLIPPED_PG
-from lossgate.losses.distill import DISTILL
-from lossgate.losses.dpo import DPO, PREFERENCE
-from lossgate.losses.grpo import GRPO
-from lossgate.losses.nll import NLL
-from lossgate.losses.token_logprobs import TOKEN_LOGPROBS
-from lossgate.losses.value import VALUE
+from lossgate.errors import UsageError
 from lossgate.specs.spec import Spec
 from lossgate.spelling import look_up
 
-SPECS: Mapping[str, Spec] = MappingProxyType(
-    {spec.name: spec for spec in (NLL, DPO, PREFERENCE, CLIPPED_PG, GRPO, VALUE, DISTILL, TOKEN_LOGPROBS)}
-)
+ENTRY_POINTS = "lossgate.specs"
+
+
+def _own() -> Iterator[Spec]:
+    for module in iter_modules(__path__):
+        if not module.ispkg:
+            yield from (v for v in vars(import_module(f"{__name__}.{module.name}")).values() if isinstance(v, Spec))
+
+
+SPECS: Mapping[str, Spec] = MappingProxyType({spec.name: spec for spec in _own()})
+"""Those of lossgate itself."""
 
 
 def find_spec(name: str) -> Spec:
-    """Returns the spec of a name; ``UsageError`` with the nearest spelling if there is none."""
-    return look_up("spec", name, SPECS)
+    """Returns the spec of a name, of lossgate or of an installed package.
+
+    Raises:
+        UsageError: if there is none, with the nearest spelling; or its package can't be imported.
+    """
+    if name in SPECS:
+        return SPECS[name]
+    installed = _installed()
+    if name in installed:
+        return _loaded(installed[name])
+    return look_up("spec", name, {**SPECS, **dict.fromkeys(installed)})  # pyright: ignore[reportReturnType]
+
+
+def all_specs() -> dict[str, Spec]:
+    """Returns every spec of lossgate and of installed packages, by name."""
+    return {**SPECS, **{name: _loaded(point) for name, point in _installed().items() if name not in SPECS}}
+
+
+@cache
+def _installed() -> Mapping[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+
+
+@cache
+def _loaded(point: EntryPoint) -> Spec:
+    where = f"entry point {point.name!r} ({point.value}) of group {ENTRY_POINTS!r}"
+    try:
+        spec = point.load()
+    except Exception as error:
+        raise UsageError(f"{where} can't be loaded: {type(error).__name__}: {error}") from error
+    if not isinstance(spec, Spec):
+        raise UsageError(f"{where} is a {type(spec).__name__}; expected what @lossgate.spec(...) returns")
+    if spec.name != point.name:
+        raise UsageError(f"{where} is the spec {spec.name!r}; name the entry point so, too")
+    return spec

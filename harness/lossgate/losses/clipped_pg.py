@@ -4,14 +4,14 @@
 Its options cover PPO, GRPO, DAPO, REINFORCE, GSPO and CISPO.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from math import log
 
 import torch
 from torch import Tensor
 
-from dense_losses import ClippedPGOptions, clipped_pg
+import dense_losses
+from dense_losses import ClippedPGOptions
 from dense_losses.reductions import sequence_mean
 from lossgate.losses.shared.clips import clip_goals, covered_clip_goals
 from lossgate.losses.shared.policies import (
@@ -28,32 +28,19 @@ from lossgate.losses.shared.policies import (
     draw_reference_logprobs,
     on_tokens,
 )
-from lossgate.losses.shared.samples import (
-    EVERY_SEQUENCE_COUNTS,
-    SAMPLES,
-    count_samples,
-    draw_sample_mask,
-    trained_tokens,
-)
+from lossgate.losses.shared.samples import EVERY_SEQUENCE_COUNTS, SAMPLES, draw_sample_mask, trained_tokens
 from lossgate.problems.batch import GlobalBatch
-from lossgate.specs.coverage import TOKEN_GOALS, AtLeast, CoverageGoal, covered_token_goals
-from lossgate.specs.inputs import HiddenHead, LogitsHead, LogprobsHead, PackedBatch
-from lossgate.specs.logit_filter import (
-    FILTER_GOALS,
-    TOP_K,
-    TOP_P,
-    FilterOptions,
-    covered_filter_goals,
-    filtered_values,
-    labels_stay,
-)
+from lossgate.specs.coverage import AtLeast, CoverageGoal
+from lossgate.specs.declare import spec
+from lossgate.specs.field_context import FieldContext
+from lossgate.specs.inputs import Batch
+from lossgate.specs.logit_filter import FilterOptions, labels_stay
+from lossgate.specs.metric import Metric
 from lossgate.specs.mistakes import fixed_option, mistaken_choice
-from lossgate.specs.option import TEMPERATURE, Between, options_of
-from lossgate.specs.spec import FieldContext, Metric, Spec
+from lossgate.specs.record import field
 from lossgate.specs.token_values import TokenValues
 
 
-@dataclass(frozen=True, kw_only=True)
 class ClippedPGSpecOptions(FilterOptions, ClippedPGOptions):
     """The options of spec ``clipped_pg``."""
 
@@ -62,70 +49,32 @@ class ClippedPGSpecOptions(FilterOptions, ClippedPGOptions):
         self.check_filter()
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClippedPGBatch(PackedBatch):
-    """What the spec adds to a packed batch. S is the number of this dp rank's sequences."""
+class ClippedPGBatch(Batch):
+    """What the spec adds to a packed batch."""
 
-    prev_logprobs: Tensor
-    """``[T]``, of the policy before the update."""
-    generation_logprobs: Tensor
-    """``[T]``, of the policy that generated."""
-    reference_logprobs: Tensor
-    """``[T]``, of the reference policy."""
-    advantages: Tensor
-    """``[T]``."""
-    rewards: Tensor
-    """``[S]``."""
-    sample_mask: Tensor
-    """``[S]`` bool: the sequence counts. ``mask`` is the token mask alone."""
-    valid_sequences: Tensor
-    """Scalar int64: sequences that count, of the whole batch."""
-    positive_tokens: Tensor
-    """Scalar int64: trained tokens in sequences that count and have a reward above 0, of the whole
-    batch."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClippedPGHiddenInputs(HiddenHead, ClippedPGBatch):
-    """The inputs at head "hidden"."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClippedPGLogitsInputs(LogitsHead, ClippedPGBatch):
-    """The inputs at head "logits"."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClippedPGLogprobsInputs(LogprobsHead, ClippedPGBatch):
-    """The inputs at head "logprobs"."""
-
-
-_POLICIES = ("prev_logprobs", "generation_logprobs", "reference_logprobs")
-
-
-def _loss(
-    values: TokenValues, batch: Mapping[str, Tensor], options: ClippedPGOptions
-) -> tuple[Tensor, dict[str, Tensor]]:
-    names = (
-        *_POLICIES,
-        "advantages",
-        "mask",
-        "sequence",
-        "sample_mask",
-        "valid_tokens",
-        "valid_sequences",
-        "rewards",
-        "positive_tokens",
+    prev_logprobs: Tensor = field("token", "log-probabilities of the labels, of the policy before the update")
+    generation_logprobs: Tensor = field("token", "likewise, of the policy that generated")
+    reference_logprobs: Tensor = field("token", "likewise, of the reference policy")
+    advantages: Tensor = field("token", "the advantages")
+    rewards: Tensor = field("sequence", "the reward of each of this dp rank's sequences")
+    sample_mask: Tensor = field(
+        "sequence", "the sequence counts. mask is the token mask alone", dtype="bool", draw=draw_sample_mask
     )
-    given = {name: batch[name] for name in names}
-    loss, metrics = clipped_pg(
-        logprobs=values.logprobs, unfiltered_logprobs=values.unfiltered, options=options, **given
+    valid_sequences: Tensor = field(
+        "",
+        "sequences that count, of the whole batch",
+        dtype="int64",
+        count=lambda batch: batch.sample_mask.sum(),
     )
-    del metrics["loss"]  # the loss itself
-    return loss, metrics
+    positive_tokens: Tensor = field(
+        "",
+        "trained tokens in sequences that count and have a reward above 0, of the whole batch",
+        dtype="int64",
+        count=lambda batch: (trained_tokens(batch) & (batch.rewards > 0)[batch.sequence]).sum(),
+    )
 
 
-def _make_fields(context: FieldContext) -> dict[str, Tensor]:
+def _draw(context: FieldContext) -> dict[str, Tensor]:
     prev = context.logprobs - _log_ratios(context)
     before = context.logprobs if context.options.force_on_policy_ratio else prev
     return {
@@ -134,13 +83,7 @@ def _make_fields(context: FieldContext) -> dict[str, Tensor]:
         "reference_logprobs": draw_reference_logprobs(context, context.options.kl_input_clamp_value),
         "advantages": draw_advantages(context),
         "rewards": context.streams.integers("rewards", 3, context.sequences) - 1.0,
-        "sample_mask": draw_sample_mask(context),
     }
-
-
-def _counts(fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    positive = (fields["rewards"] > 0)[fields["sequence"]]
-    return {**count_samples(fields), "positive_tokens": (trained_tokens(fields) & positive).sum()}
 
 
 def _log_ratios(context: FieldContext) -> Tensor:
@@ -187,15 +130,14 @@ def _log_weights(context: FieldContext) -> Tensor:
 
 
 def _covered(batch: GlobalBatch, options: ClippedPGSpecOptions) -> set[str]:
-    fields, trained = batch.fields, trained_tokens(batch.fields)
-    covered = covered_token_goals(batch, trained)
-    covered |= {"sequence that does not count"} if not fields["sample_mask"].all() else set()
-    covered |= covered_filter_goals(fields, trained)
+    own, fields = ClippedPGBatch.of(batch.known), batch.fields
+    trained = trained_tokens(own)
+    covered = {"sequence that does not count"} if not own.sample_mask.all() else set[str]()
     trained = trained & labels_stay(fields) & (fields["prev_logprobs"] > -torch.inf)
     ratio, advantage = batch.policy - fields["prev_logprobs"], fields["advantages"]
     edges = log(max(1 - options.ratio_clip_min, 1e-9)), log(1 + options.ratio_clip_max)
     if options.sequence_level_importance_ratios:
-        ratio = sequence_mean(ratio, fields["mask"], fields["sequence"], len(fields["lengths"]))[fields["sequence"]]
+        ratio = sequence_mean(ratio, own.mask, own.sequence, own.sequences)[own.sequence]
         covered |= set(covered_clip_goals("sequence", ratio[trained], advantage[trained], *edges))
     elif not options.disable_ppo_ratio and not options.force_on_policy_ratio:
         covered |= set(covered_clip_goals("token", ratio[trained], advantage[trained], *edges))
@@ -243,44 +185,36 @@ _METRICS = {
 
 _SWITCH = (False, True)
 
-CLIPPED_PG = Spec(
-    name="clipped_pg",
+
+@spec(
+    "clipped_pg",
     summary="clipped policy gradient: PPO, GRPO, DAPO, REINFORCE, GSPO, CISPO, with KL penalty and off-policy weights",
     source="NeMo-RL ClippedPGLossFn",
-    loss=_loss,
-    temperature="temperature",
-    options_type=ClippedPGSpecOptions,
-    options=options_of(
-        ClippedPGSpecOptions,
-        {
-            "disable_ppo_ratio": _SWITCH,
-            "token_level_loss": (True, False),
-            "sequence_level_importance_ratios": _SWITCH,
-            "ratio_clip_min": (0.2, 0.1, 0.4),
-            "ratio_clip_max": (0.2, 0.28, 0.1),
-            "ratio_clip_c": (None, 3.0, 1.75),
-            "reference_policy_kl_penalty": (0.01, 0.0, 0.5),
-            "reference_policy_kl_type": ("k3", "k1", "k2"),
-            "kl_input_clamp_value": (20.0, None, 5.0),
-            "kl_output_clamp_value": (10.0, None, 2.0),
-            "use_kl_in_reward": _SWITCH,
-            "use_importance_sampling_correction": _SWITCH,
-            "truncated_importance_sampling_type": (None, "tis", "icepop", "seq-mask-tis"),
-            "truncated_importance_sampling_ratio": (None, 2.0, 1.5),
-            "truncated_importance_sampling_ratio_min": (None, 0.5),
-            "use_on_policy_kl_approximation": _SWITCH,
-            "force_on_policy_ratio": _SWITCH,
-            "use_cispo": _SWITCH,
-            "positive_example_nll_weight": (0.0, 0.1),
-            "positive_nll_normaliser": ("global",),
-            "epsilon": (0.0, 1e-8, 0.5),
-            "temperature": Between(TEMPERATURE),
-            "top_k": TOP_K,
-            "top_p": TOP_P,
-        },
-    ),
-    token_values=filtered_values,
-    token_options=("temperature", "top_k", "top_p"),
+    batch=ClippedPGBatch,
+    options=ClippedPGSpecOptions,
+    choices={
+        "disable_ppo_ratio": _SWITCH,
+        "token_level_loss": (True, False),
+        "sequence_level_importance_ratios": _SWITCH,
+        "ratio_clip_min": (0.2, 0.1, 0.4),
+        "ratio_clip_max": (0.2, 0.28, 0.1),
+        "ratio_clip_c": (None, 3.0, 1.75),
+        "reference_policy_kl_penalty": (0.01, 0.0, 0.5),
+        "reference_policy_kl_type": ("k3", "k1", "k2"),
+        "kl_input_clamp_value": (20.0, None, 5.0),
+        "kl_output_clamp_value": (10.0, None, 2.0),
+        "use_kl_in_reward": _SWITCH,
+        "use_importance_sampling_correction": _SWITCH,
+        "truncated_importance_sampling_type": (None, "tis", "icepop", "seq-mask-tis"),
+        "truncated_importance_sampling_ratio": (None, 2.0, 1.5),
+        "truncated_importance_sampling_ratio_min": (None, 0.5),
+        "use_on_policy_kl_approximation": _SWITCH,
+        "force_on_policy_ratio": _SWITCH,
+        "use_cispo": _SWITCH,
+        "positive_example_nll_weight": (0.0, 0.1),
+        "positive_nll_normaliser": ("global",),
+        "epsilon": (0.0, 1e-8, 0.5),
+    },
     option_groups=(
         (
             "token_level_loss",
@@ -296,16 +230,9 @@ CLIPPED_PG = Spec(
             "truncated_importance_sampling_ratio_min",
         ),
     ),
-    inputs={"hidden": ClippedPGHiddenInputs, "logits": ClippedPGLogitsInputs, "logprobs": ClippedPGLogprobsInputs},
-    fields={
-        **dict.fromkeys((*_POLICIES, "advantages"), ("token",)),
-        "rewards": ("sequence",),
-        "sample_mask": ("sequence",),
-        "valid_sequences": (),
-        "positive_tokens": (),
-    },
-    make_fields=_make_fields,
-    counts=_counts,
+    heads=("hidden", "logits", "logprobs"),
+    uses=("logprobs", "unfiltered"),
+    draw=_draw,
     trained=trained_tokens,
     scenarios=(RATIOS, ADVANTAGES, REFERENCE, GENERATION, SAMPLES),
     mistakes=(
@@ -322,8 +249,6 @@ CLIPPED_PG = Spec(
     kinks=True,
     metrics=_METRICS,
     goals={
-        **TOKEN_GOALS,
-        **FILTER_GOALS,
         "sequence that does not count": CoverageGoal(meaning="a sequence that the sample mask leaves out"),
         **clip_goals("token", _NO_RATIO, _NOTHING_BELOW),
         **clip_goals("sequence", _NO_SEQUENCE_RATIO, _NOTHING_BELOW),
@@ -337,3 +262,25 @@ CLIPPED_PG = Spec(
     },
     covered=_covered,
 )
+def clipped_pg(
+    values: TokenValues, batch: ClippedPGBatch, options: ClippedPGSpecOptions
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The clipped policy gradient."""
+    loss, metrics = dense_losses.clipped_pg(
+        logprobs=values.logprobs,
+        unfiltered_logprobs=values.given.get("unfiltered"),
+        prev_logprobs=batch.prev_logprobs,
+        generation_logprobs=batch.generation_logprobs,
+        reference_logprobs=batch.reference_logprobs,
+        advantages=batch.advantages,
+        rewards=batch.rewards,
+        mask=batch.mask,
+        sequence=batch.sequence,
+        sample_mask=batch.sample_mask,
+        valid_tokens=batch.valid_tokens,
+        valid_sequences=batch.valid_sequences,
+        positive_tokens=batch.positive_tokens,
+        options=options,
+    )
+    del metrics["loss"]  # the loss itself
+    return loss, metrics

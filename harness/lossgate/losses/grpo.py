@@ -3,14 +3,15 @@
 and CISPO.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from math import log
 
 import torch
 from torch import Tensor
 
-from dense_losses import GrpoOptions, grpo
+import dense_losses
+from dense_losses import GrpoOptions
 from dense_losses.rho import RhoOptions
 from lossgate.losses.shared.clips import clip_goals, covered_clip_goals
 from lossgate.losses.shared.policies import (
@@ -28,24 +29,17 @@ from lossgate.losses.shared.policies import (
     on_tokens,
 )
 from lossgate.problems.batch import GlobalBatch
-from lossgate.specs.coverage import TOKEN_GOALS, AtLeast, CoverageGoal, covered_by_mask
-from lossgate.specs.inputs import HiddenHead, LogitsHead, LogprobsHead, PackedBatch
-from lossgate.specs.logit_filter import (
-    FILTER_GOALS,
-    TOP_K,
-    TOP_P,
-    FilterOptions,
-    covered_filter_goals,
-    filtered_values,
-    labels_stay,
-)
+from lossgate.specs.coverage import AtLeast, CoverageGoal
+from lossgate.specs.declare import spec
+from lossgate.specs.field_context import FieldContext
+from lossgate.specs.inputs import Batch
+from lossgate.specs.logit_filter import FilterOptions, labels_stay
+from lossgate.specs.metric import Metric
 from lossgate.specs.mistakes import Mistake, fixed_option, mistaken_choice
-from lossgate.specs.option import TEMPERATURE, Between, options_of
-from lossgate.specs.spec import FieldContext, Metric, Spec
+from lossgate.specs.record import field
 from lossgate.specs.token_values import TokenValues
 
 
-@dataclass(frozen=True, kw_only=True)
 class GrpoSpecOptions(FilterOptions, GrpoOptions):
     """The options of spec ``grpo``."""
 
@@ -54,48 +48,18 @@ class GrpoSpecOptions(FilterOptions, GrpoOptions):
         self.check_filter()
 
 
-@dataclass(frozen=True, kw_only=True)
-class GrpoBatch(PackedBatch):
+class GrpoBatch(Batch):
     """What the spec adds to a packed batch."""
 
-    old_logprobs: Tensor
-    """``[T]``, of the policy before the update."""
-    reference_logprobs: Tensor
-    """``[T]``, of the reference policy."""
-    vllm_logprobs: Tensor
-    """``[T]``, of the engine that sampled; NaN at a token means that it is not known."""
-    advantages: Tensor
-    """``[T]``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GrpoHiddenInputs(HiddenHead, GrpoBatch):
-    """The inputs at head "hidden"."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GrpoLogitsInputs(LogitsHead, GrpoBatch):
-    """The inputs at head "logits"."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GrpoLogprobsInputs(LogprobsHead, GrpoBatch):
-    """The inputs at head "logprobs"."""
-
-
-def _loss(values: TokenValues, batch: Mapping[str, Tensor], options: GrpoOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    names = ("old_logprobs", "reference_logprobs", "vllm_logprobs", "advantages", "mask", "sequence", "valid_tokens")
-    given = {name: batch[name] for name in names}
-    return grpo(
-        logprobs=values.logprobs,
-        unfiltered_logprobs=values.unfiltered,
-        sequences=len(batch["lengths"]),
-        options=options,
-        **given,
+    old_logprobs: Tensor = field("token", "log-probabilities of the labels, of the policy before the update")
+    reference_logprobs: Tensor = field("token", "likewise, of the reference policy")
+    vllm_logprobs: Tensor = field(
+        "token", "likewise, of the engine that sampled; NaN at a token means that it is not known"
     )
+    advantages: Tensor = field("token", "the advantages")
 
 
-def _make_fields(context: FieldContext) -> dict[str, Tensor]:
+def _draw(context: FieldContext) -> dict[str, Tensor]:
     o: GrpoOptions = context.options
     spans = clip_spans(log(max(1 - o.clip_lower, 0.05)), log(1 + o.clip_higher))
     ratios: dict[str, list[Span]] = {
@@ -140,7 +104,7 @@ def _log_rho(context: FieldContext) -> Tensor:
 
 def _covered(batch: GlobalBatch, o: GrpoSpecOptions) -> set[str]:
     fields, trained = batch.fields, batch.fields["mask"]
-    covered = covered_by_mask(batch, o) | covered_filter_goals(fields, trained)
+    covered = set[str]()
     ratio, edges = batch.policy - fields["old_logprobs"], (log(max(1 - o.clip_lower, 0.05)), log(1 + o.clip_higher))
     acting = trained & labels_stay(fields) & (fields["old_logprobs"] > -torch.inf)
     sides = set(covered_clip_goals("token", ratio[acting], fields["advantages"][acting], *edges))
@@ -166,41 +130,33 @@ _MEAN = "mean over trained tokens of"
 _SHARE = "share of trained tokens"
 _SWITCH = (False, True)
 
-GRPO = Spec(
-    name="grpo",
+
+@spec(
+    "grpo",
     summary="group relative policy optimisation: DAPO or CISPO, with a KL penalty and corrections for the sampler",
     source="open-instruct compute_grpo_loss",
-    loss=_loss,
-    temperature="temperature",
-    options_type=GrpoSpecOptions,
-    options=options_of(
-        GrpoSpecOptions,
-        {
-            "use_rho_correction": (True, False),
-            "rho_clamp_lower_bound": (0.0, 0.5),
-            "rho_clamp_upper_bound": (2.0, 0.0, 1.5),
-            "rho_mask_lower_bound": (0.0, 0.4),
-            "rho_mask_upper_bound": (0.0, 3.0),
-            "rho_mask_sequence_level": _SWITCH,
-            "rho_mask_tv_divergence": _SWITCH,
-            "loss_fn": ("dapo", "cispo"),
-            "clip_lower": (0.2, 0.1, 0.4),
-            "clip_higher": (0.272, 0.2, 0.5),
-            "beta": (0.05, 0.0, 0.5),
-            "kl_estimator": (2, 0, 1, 3),
-            "loss_denominator": ("token", 7.0, 0.5, 512.0),
-            "loss_scale": (1, 4),
-            "temperature": Between(TEMPERATURE),
-            "top_k": TOP_K,
-            "top_p": TOP_P,
-        },
-    ),
-    token_values=filtered_values,
-    token_options=("temperature", "top_k", "top_p"),
+    batch=GrpoBatch,
+    options=GrpoSpecOptions,
+    choices={
+        "use_rho_correction": (True, False),
+        "rho_clamp_lower_bound": (0.0, 0.5),
+        "rho_clamp_upper_bound": (2.0, 0.0, 1.5),
+        "rho_mask_lower_bound": (0.0, 0.4),
+        "rho_mask_upper_bound": (0.0, 3.0),
+        "rho_mask_sequence_level": _SWITCH,
+        "rho_mask_tv_divergence": _SWITCH,
+        "loss_fn": ("dapo", "cispo"),
+        "clip_lower": (0.2, 0.1, 0.4),
+        "clip_higher": (0.272, 0.2, 0.5),
+        "beta": (0.05, 0.0, 0.5),
+        "kl_estimator": (2, 0, 1, 3),
+        "loss_denominator": ("token", 7.0, 0.5, 512.0),
+        "loss_scale": (1, 4),
+    },
     option_groups=(tuple(f.name for f in fields(RhoOptions)),),
-    inputs={"hidden": GrpoHiddenInputs, "logits": GrpoLogitsInputs, "logprobs": GrpoLogprobsInputs},
-    fields=dict.fromkeys(("old_logprobs", "reference_logprobs", "vllm_logprobs", "advantages"), ("token",)),
-    make_fields=_make_fields,
+    heads=("hidden", "logits", "logprobs"),
+    uses=("logprobs", "unfiltered"),
+    draw=_draw,
     scenarios=(RATIOS, ADVANTAGES, REFERENCE, GENERATION),
     mistakes=(
         Mistake(
@@ -232,8 +188,6 @@ GRPO = Spec(
         "rho_max": Metric(meaning="largest rho, -inf without tokens", reduction="max"),
     },
     goals={
-        **TOKEN_GOALS,
-        **FILTER_GOALS,
         **clip_goals("token", {}, {"loss_fn": ("cispo",), "clip_lower": AtLeast(1)}),
         "rho above its bounds": CoverageGoal(
             meaning="an importance weight above its bound",
@@ -255,3 +209,18 @@ GRPO = Spec(
     },
     covered=_covered,
 )
+def grpo(values: TokenValues, batch: GrpoBatch, options: GrpoSpecOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    """Group relative policy optimisation."""
+    return dense_losses.grpo(
+        logprobs=values.logprobs,
+        unfiltered_logprobs=values.given.get("unfiltered"),
+        old_logprobs=batch.old_logprobs,
+        reference_logprobs=batch.reference_logprobs,
+        vllm_logprobs=batch.vllm_logprobs,
+        advantages=batch.advantages,
+        mask=batch.mask,
+        sequence=batch.sequence,
+        sequences=batch.sequences,
+        valid_tokens=batch.valid_tokens,
+        options=options,
+    )

@@ -3,97 +3,80 @@
 that its runs report.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from dense_losses import mean_entropy, nll, sft_statistics
+import dense_losses
 from dense_losses.nll import Reduction
-from lossgate.specs.coverage import TOKEN_GOALS, covered_by_mask
-from lossgate.specs.inputs import HiddenHead, LogitsHead, LogprobsHead, PackedBatch
+from lossgate.specs.declare import spec
+from lossgate.specs.inputs import Batch
+from lossgate.specs.metric import Metric
 from lossgate.specs.mistakes import Mistake
-from lossgate.specs.option import SOFTCAPS, TEMPERATURE, Between, options_of
-from lossgate.specs.spec import FieldContext, Metric, Spec
+from lossgate.specs.option import SOFTCAPS, TEMPERATURE
+from lossgate.specs.record import Options, field, option
 from lossgate.specs.token_values import TokenValues
 
 
-@dataclass(frozen=True, kw_only=True)
-class NllOptions:
+class NllOptions(Options):
     """The options of spec ``nll``."""
 
-    reduction: Reduction = "mean"
-    """Whether the sum is divided by the trained tokens of the whole batch."""
-    temperature: float = 1.0
-    """Divides the logits."""
-    epsilon: float = 0.0
-    """Added to the number of trained tokens: 1e-8 in NeMo-RL, 1e-5 in AReaL."""
-    softcap: float | None = None
-    """The logits are ``softcap tanh(z / softcap)``, before the temperature. None for no cap."""
+    reduction: Reduction = option(
+        "mean", "whether the sum is divided by the trained tokens of the whole batch", choices=("mean", "sum")
+    )
+    temperature: float = option(1.0, "divides the logits", between=TEMPERATURE)
+    epsilon: float = option(
+        0.0,
+        "added to the number of trained tokens: 1e-8 in NeMo-RL, 1e-5 in AReaL",
+        choices=(0.0, 1e-8, 1e-5, 0.5),
+    )
+    softcap: float | None = option(
+        None,
+        "the logits are softcap tanh(z / softcap), before the temperature. None for no cap",
+        choices=SOFTCAPS,
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
-class NllBatch(PackedBatch):
+class NllBatch(Batch):
     """What the spec adds to a packed batch, for its statistics.
 
     The loss itself needs none of it.
     """
 
-    real: Tensor
-    """``[T]`` bool: the token is no padding."""
-    real_tokens: Tensor
-    """Scalar int64: tokens that are no padding, of the whole batch."""
-    trained_sequences: Tensor
-    """Scalar int64: sequences with a trained token, of the whole batch."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NllHiddenInputs(HiddenHead, NllBatch):
-    """The inputs at head "hidden"."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NllLogitsInputs(LogitsHead, NllBatch):
-    """The inputs at head "logits"."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NllLogprobsInputs(LogprobsHead, NllBatch):
-    """The inputs at head "logprobs"."""
-
-
-def _loss(values: TokenValues, batch: Mapping[str, Tensor], options: NllOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    mask, valid_tokens = batch["mask"], batch["valid_tokens"]
-    loss = nll(values.logprobs, mask, valid_tokens, options.reduction, options.epsilon)
-    return loss, {} if values.entropy is None else {"entropy": mean_entropy(values.entropy, mask, valid_tokens)}
-
-
-def _extra_metrics(values: TokenValues, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    nothing = torch.zeros_like(values.logprobs)
-    statistics = sft_statistics(
-        logprobs=values.logprobs,
-        entropy=nothing if values.entropy is None else values.entropy,
-        vocab_min=nothing if values.lowest is None else values.lowest,
-        vocab_max=nothing if values.highest is None else values.highest,
-        mask=batch["mask"],
-        real=batch["real"],
-        sequence=batch["sequence"],
-        sequences=len(batch["lengths"]),
-        valid_sequences=batch["trained_sequences"],
-        real_tokens=batch["real_tokens"],
-        valid_tokens=batch["valid_tokens"],
+    real: Tensor = field("token", "the token is no padding", dtype="bool", unshifted=True, draw=lambda c: c.coin(1.0))
+    real_tokens: Tensor = field(
+        "", "tokens that are no padding, of the whole batch", dtype="int64", count=lambda batch: batch.real.sum()
     )
-    if values.entropy is None:
+    trained_sequences: Tensor = field(
+        "",
+        "sequences with a trained token, of the whole batch",
+        dtype="int64",
+        count=lambda batch: (_trained_tokens(batch) > 0).sum(),
+    )
+
+
+def _trained_tokens(batch: Batch) -> Tensor:
+    """Returns ``[sequences]``: the trained tokens of each."""
+    return torch.zeros(batch.sequences, dtype=torch.long).index_add(0, batch.sequence, batch.mask.long())
+
+
+def _extra_metrics(values: TokenValues, batch: NllBatch, options: NllOptions) -> dict[str, Tensor]:
+    given, nothing = values.given, torch.zeros_like(values.logprobs)
+    statistics = dense_losses.sft_statistics(
+        logprobs=values.logprobs,
+        entropy=given.get("entropy", nothing),
+        vocab_min=given.get("lowest", nothing),
+        vocab_max=given.get("highest", nothing),
+        mask=batch.mask,
+        real=batch.real,
+        sequence=batch.sequence,
+        sequences=batch.sequences,
+        valid_sequences=batch.trained_sequences,
+        real_tokens=batch.real_tokens,
+        valid_tokens=batch.valid_tokens,
+    )
+    if "entropy" not in given:  # head "logprobs"
         return {name: value for name, value in statistics.items() if not name.startswith(("entropy", "vocab"))}
     return statistics
-
-
-def _make_fields(context: FieldContext) -> dict[str, Tensor]:
-    partition, mask = context.batch.partition, context.batch.fields["mask"]
-    real = torch.ones(context.tokens, dtype=torch.bool)
-    trained = torch.zeros(context.sequences, dtype=torch.long).index_add(0, partition.sequence_of_token, mask.long())
-    return {"real": real, "real_tokens": real.sum(), "trained_sequences": (trained > 0).sum()}
 
 
 def _summary(name: str, meaning: str, *, uses_entropy: bool = False) -> dict[str, Metric]:
@@ -109,26 +92,17 @@ def _summary(name: str, meaning: str, *, uses_entropy: bool = False) -> dict[str
     }
 
 
-NLL = Spec(
-    name="nll",
+@spec(
+    "nll",
     summary="negative log-likelihood of the labels, over trained tokens (SFT)",
     source="NeMo-RL NLLLoss, AReaL sft_loss, torch cross_entropy",
-    loss=_loss,
+    batch=NllBatch,
+    options=NllOptions,
+    heads=("hidden", "logits", "logprobs"),
+    uses=("logprobs", "entropy", "lowest", "highest"),
+    temperature="temperature",
+    softcap="softcap",
     extra_metrics=_extra_metrics,
-    options_type=NllOptions,
-    options=options_of(
-        NllOptions,
-        {
-            "reduction": ("mean", "sum"),
-            "temperature": Between(TEMPERATURE),
-            "epsilon": (0.0, 1e-8, 1e-5, 0.5),
-            "softcap": SOFTCAPS,
-        },
-    ),
-    inputs={"hidden": NllHiddenInputs, "logits": NllLogitsInputs, "logprobs": NllLogprobsInputs},
-    fields={"real": ("token",), "real_tokens": (), "trained_sequences": ()},
-    unshifted=frozenset({"real"}),
-    make_fields=_make_fields,
     metrics={
         "entropy": Metric(
             meaning="entropy of the tempered distribution, mean over trained tokens, in nats", uses_entropy=True
@@ -143,9 +117,6 @@ NLL = Spec(
         **_summary("vocab_min_logits", "the smallest logit of tokens that are no padding, before the temperature"),
         **_summary("vocab_max_logits", "the largest logit of tokens that are no padding"),
     },
-    temperature="temperature",
-    softcap="softcap",
-    token_options=("temperature", "softcap"),
     mistakes=(
         Mistake(
             name="mask shifted by one",
@@ -153,6 +124,11 @@ NLL = Spec(
             inputs=lambda inputs: {"mask": inputs.mask.roll(1)},
         ),
     ),
-    goals=TOKEN_GOALS,
-    covered=covered_by_mask,
 )
+def nll(values: TokenValues, batch: NllBatch, options: NllOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    """Negative log-likelihood of the labels."""
+    mask, valid_tokens = batch.mask, batch.valid_tokens
+    loss = dense_losses.nll(values.logprobs, mask, valid_tokens, options.reduction, options.epsilon)
+    if "entropy" not in values.given:  # head "logprobs"
+        return loss, {}
+    return loss, {"entropy": dense_losses.mean_entropy(values.entropy, mask, valid_tokens)}

@@ -1,40 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spec ``value``: the clipped squared error of a value model."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from dense_losses import ValueOptions, value_loss
 from lossgate.losses.shared.policies import Span, draw_in_spans
 from lossgate.problems.batch import GlobalBatch
-from lossgate.specs.coverage import TOKEN_GOALS, CoverageGoal, covered_by_mask
-from lossgate.specs.inputs import PackedBatch, ValuesHead
+from lossgate.specs.coverage import CoverageGoal
+from lossgate.specs.declare import spec
+from lossgate.specs.field_context import FieldContext
+from lossgate.specs.inputs import Batch
+from lossgate.specs.metric import Metric
 from lossgate.specs.mistakes import fixed_option
-from lossgate.specs.option import Option, options_of
-from lossgate.specs.spec import FieldContext, Metric, Spec
+from lossgate.specs.option import Option
+from lossgate.specs.record import field
 from lossgate.specs.token_values import TokenValues
 
 
-@dataclass(frozen=True, kw_only=True)
-class ValueInputs(ValuesHead, PackedBatch):
-    """The inputs at head "values"."""
+class ValueBatch(Batch):
+    """What the spec adds to a packed batch. A value is that of its own token."""
 
-    old_values: Tensor
-    """``[T]``, at the time of the rollout."""
-    returns: Tensor
-    """``[T]``."""
+    mask: Tensor = field("token", "the value is trained", dtype="bool", unshifted=True)
+    old_values: Tensor = field("token", "values at the time of the rollout", unshifted=True)
+    returns: Tensor = field("token", "the returns", unshifted=True)
 
 
-def _loss(values: TokenValues, batch: Mapping[str, Tensor], options: ValueOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    names = ("old_values", "returns", "mask", "valid_tokens")
-    loss, metrics = value_loss(values=values.logprobs, options=options, **{name: batch[name] for name in names})
-    del metrics["loss"]  # the loss itself
-    return loss, metrics
-
-
-def _make_fields(context: FieldContext) -> dict[str, Tensor]:
+def _draw(context: FieldContext) -> dict[str, Tensor]:
     """Places old values so that values lie inside the clip range and beyond it, and returns on
     either side of them.
     """
@@ -46,7 +37,7 @@ def _make_fields(context: FieldContext) -> dict[str, Tensor]:
 
 
 def _covered(batch: GlobalBatch, options: ValueOptions) -> set[str]:
-    fields, covered = batch.fields, covered_by_mask(batch, options)
+    fields, covered = batch.fields, set[str]()
     reach = options.cliprange
     if reach is None:
         return covered
@@ -62,18 +53,17 @@ def _covered(batch: GlobalBatch, options: ValueOptions) -> set[str]:
 _UNCLIPPED = {"cliprange": (None,)}
 _MEAN = "mean over trained tokens of"
 
-VALUE = Spec(
-    name="value",
+
+@spec(
+    "value",
     summary="clipped squared error of a value model",
     source="NeMo-RL MseValueLossFn",
-    loss=_loss,
-    options_type=ValueOptions,
-    options=options_of(ValueOptions, {"cliprange": (None, 0.2, 0.5), "scale": (1.0, 0.5), "epsilon": (0.0, 1e-8, 0.5)}),
+    batch=ValueBatch,
+    options=ValueOptions,
+    choices={"cliprange": (None, 0.2, 0.5), "scale": (1.0, 0.5), "epsilon": (0.0, 1e-8, 0.5)},
+    heads=("values",),
     outputs=("loss",),
-    inputs={"values": ValueInputs},
-    fields={"old_values": ("token",), "returns": ("token",)},
-    unshifted=frozenset({"mask", "old_values", "returns"}),  # a value is that of its own token
-    make_fields=_make_fields,
+    draw=_draw,
     scenarios=(
         Option(name="values", meaning="how far values moved", default="inside", choices=("inside", "everywhere")),
     ),
@@ -89,7 +79,6 @@ VALUE = Spec(
         "values_max": Metric(meaning="largest value, -inf without tokens", reduction="max"),
     },
     goals={
-        **TOKEN_GOALS,
         "inside the range": CoverageGoal(meaning="a value inside the clip range", unreachable_if=_UNCLIPPED),
         "beyond the range, towards the return": CoverageGoal(
             meaning="a value beyond the clip range, nearer to its return", unreachable_if=_UNCLIPPED
@@ -100,3 +89,15 @@ VALUE = Spec(
     },
     covered=_covered,
 )
+def value(values: TokenValues, batch: ValueBatch, options: ValueOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    """Clipped squared error of a value model."""
+    loss, metrics = value_loss(
+        values=values.logprobs,
+        old_values=batch.old_values,
+        returns=batch.returns,
+        mask=batch.mask,
+        valid_tokens=batch.valid_tokens,
+        options=options,
+    )
+    del metrics["loss"]  # the loss itself
+    return loss, metrics

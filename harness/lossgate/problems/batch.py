@@ -3,6 +3,7 @@
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,8 +36,16 @@ class GlobalBatch:
     vocab_padding: Mapping[str, Tensor] = field(default_factory=dict)
     """The padding rows of a padded vocabulary, for each leaf that has the vocab dim."""
     policy: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
-    """``[T]``: the reference's log-probabilities of the labels, for specs with scenarios; empty for
-    others."""
+    """``[T]``: the reference's log-probabilities of the labels; empty unless fields were
+    drawn from them."""
+
+    @cached_property
+    def known(self) -> dict[str, Any]:
+        """The fields, and all else that a reference is given of the whole batch."""
+        starts = offsets(self.partition.padded_lengths)
+        vocab = self.partition.vocab
+        whole = {"cu_seqlens": offsets(self.partition.lengths), "cu_seqlens_padded": starts}
+        return {**self.fields, **whole, "vocab_size": vocab, "vocab_start": 0, "vocab_end": vocab}
 
     def local_leaf(self, name: str, dims: Dims, rank: int) -> Tensor:
         """Returns the shard of a differentiable input that a rank holds, in the problem's dtype."""

@@ -13,7 +13,6 @@ from lossgate.declaration.loading import load_candidates
 from lossgate.losses import SPECS
 from lossgate.properties import PROPERTIES
 from lossgate.specs.heads import HEADS
-from lossgate.specs.option import field_meanings
 from lossgate.specs.spec import COMMON_OPTIONS, Spec
 
 
@@ -44,9 +43,8 @@ def _options(spec: Spec) -> Iterator[Row]:
 
 
 def _inputs(spec: Spec) -> Iterator[Row]:
-    meanings = dict(field_meanings(next(iter(spec.inputs.values()))))
-    for name, dims in spec.fields.items():
-        yield "input", name, f"[{', '.join(dims)}]", "", meanings[name]
+    for name, own in spec.added.items():
+        yield "input", name, own.shape, "", own.meaning
     for name, metric in spec.metrics.items():
         yield "metric", name, "", "", f"{metric.meaning} (ranks: {metric.reduction})"
 

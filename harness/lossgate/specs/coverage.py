@@ -24,6 +24,10 @@ class AtLeast(Container[Any]):
         return isinstance(value, int | float) and value >= self._least
 
 
+Reached = Callable[[Any, Any, Any], Any]
+"""``(values, batch, options) -> `` a bool, or a tensor of bools of which one must be true."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CoverageGoal:
     """A situation that at least one problem must reach."""
@@ -38,6 +42,8 @@ class CoverageGoal:
     """The heads at which it can be reached; empty for all."""
     axes: tuple[Axis, ...] = ()
     """The goal exists only on layouts that split one of these axes; empty for all layouts."""
+    reached: Reached | None = None
+    """How a problem reaches it; None if ``Spec.covered`` tells."""
 
 
 Covered = Callable[[GlobalBatch, Any], set[str]]
@@ -72,10 +78,3 @@ def covered_token_goals(batch: GlobalBatch, trained: Tensor) -> set[str]:
         "label on the last row": (labels == batch.partition.vocab - 1).any(),
     }
     return {name for name, there in reached.items() if there}
-
-
-def covered_by_mask(batch: GlobalBatch, _options: Any) -> set[str]:
-    """Returns the ``TOKEN_GOALS`` that a batch reaches if its mask alone says which tokens are
-    trained.
-    """
-    return covered_token_goals(batch, batch.fields["mask"])

@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a kernel is given on each rank: the local shards of one packed batch, and what is known of
 the whole.
+
+The inputs of a spec at a head are the fields of its batch class and the leaves of the head.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import Any, Self
 
 from torch import Tensor
 
+from lossgate.specs.record import Record, field
 
-@dataclass(frozen=True, kw_only=True)
-class PackedBatch:
-    """Common to every spec and head. T is the number of this rank's tokens, padding included.
 
-    Labels and mask are shifted on the full sequence before it is split: position t's label is token
-    t + 1. The raw ids are there for kernels that shift themselves.
+class Batch(Record):
+    """A packed batch, common to every spec and head.
 
-    A candidate with ``tokens="rows"`` or ``"packed"`` gets what is ``[T, ...]`` here for whole
+    A rank holds its own tokens, padding included. Labels and mask are shifted on the full sequence
+    before it is split: position t's label is token t + 1. The raw ids are there for kernels that
+    shift themselves.
+
+    A candidate with ``tokens="rows"`` or ``"packed"`` gets what is ``[token, ...]`` here for whole
     sequences, as a framework has them before it shifts and splits: ``[B, S, ...]``, a row for each
     sequence of its dp rank, of any width; or ``[1, padded T, ...]``, the padded pack of its dp
     rank. What belongs to the prediction of a token is then at that token, one entry later. So
@@ -23,86 +28,59 @@ class PackedBatch:
     unused entry at the first token. Entries without a value hold anything: the first of each
     sequence, its mask too, and padding, where masks are false. Hidden states, logits and other
     differentiable inputs stay those of this rank: its tokens after padding and split.
+
+    A reference gets the same for the whole batch, on one rank, without padding and in float64.
     """
 
-    labels: Tensor
-    """``[T]`` int64 ids in the whole vocabulary. Where ``mask`` is false they mean nothing, but are
-    valid ids."""
-    mask: Tensor
-    """``[T]`` bool: the label is trained. Never true for the last token of a sequence, nor for
-    padding."""
-    input_ids: Tensor
-    """``[T]`` int64."""
-    sequence: Tensor
-    """``[T]`` int64: the number of each token's sequence, among those of this dp rank."""
-    cu_seqlens: Tensor
-    """``[sequences + 1]`` int32: where the sequences of this dp rank would start, end to end
-    without padding."""
-    cu_seqlens_padded: Tensor
-    """``[sequences + 1]`` int32: where they start in this dp rank's padded pack, before cp splits
-    it."""
-    valid_tokens: Tensor
-    """Scalar int64: trained tokens of the whole batch, over every rank. The normaliser of a token
-    mean; may be 0."""
-    vocab_size: int
-    """Of the whole vocabulary, over every tp rank, without padding rows."""
-    vocab_start: int
-    """First row of the vocabulary that this rank owns."""
-    vocab_end: int
-    """One past the last. Rows beyond ``vocab_end - vocab_start`` of the local weight or logits are
-    padding, and take no part in the softmax."""
+    labels: Tensor = field(
+        "token",
+        "ids in the whole vocabulary. Where mask is false they mean nothing, but are valid ids",
+        dtype="int64",
+    )
+    mask: Tensor = field(
+        "token",
+        "the label is trained. Never true for the last token of a sequence, nor for padding",
+        dtype="bool",
+    )
+    input_ids: Tensor = field("token", "the tokens themselves", dtype="int64", unshifted=True)
+    sequence: Tensor = field("token", "the number of each token's sequence, among those of this dp rank", dtype="int64")
+    cu_seqlens: Tensor = field(
+        "sequences+1",
+        "where the sequences of this dp rank would start, end to end without padding",
+        dtype="int32",
+    )
+    cu_seqlens_padded: Tensor = field(
+        "sequences+1",
+        "where they start in this dp rank's padded pack, before cp splits it",
+        dtype="int32",
+    )
+    valid_tokens: Tensor = field(
+        "",
+        "trained tokens of the whole batch, over every rank. The normaliser of a token mean; may be 0",
+        dtype="int64",
+    )
+    vocab_size: int = field("", "rows of the whole vocabulary, over every tp rank, without padding rows", dtype="int")
+    vocab_start: int = field("", "first row of the vocabulary that this rank owns", dtype="int")
+    vocab_end: int = field(
+        "",
+        "one past the last. Rows beyond vocab_end - vocab_start of the local weight or logits are padding, and take "
+        "no part in the softmax",
+        dtype="int",
+    )
 
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Self:
+        """Returns an object with these fields alone; it lacks those that are not there yet."""
+        made = object.__new__(cls)
+        vars(made).update(fields)
+        return made
 
-@dataclass(frozen=True, kw_only=True)
-class HiddenHead:
-    """What head "hidden" gives."""
+    @property
+    def lengths(self) -> Tensor:
+        """``[sequences]`` int32: tokens of each sequence of this dp rank, without padding."""
+        return self.cu_seqlens.diff()
 
-    hidden: Tensor
-    """``[T, H]``, requires grad."""
-    weight: Tensor
-    """``[local vocab, H]``, requires grad."""
-    bias: Tensor | None
-    """``[local vocab]``, requires grad, or None."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogitsHead:
-    """What head "logits" gives."""
-
-    logits: Tensor
-    """``[T, local vocab]``, requires grad; before the temperature."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogprobsHead:
-    """What head "logprobs" gives."""
-
-    logprobs: Tensor
-    """``[T]``, of the labels; requires grad. Equal on all tp ranks."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ValuesHead:
-    """What head "values" gives."""
-
-    values: Tensor
-    """``[T]``, of the value head; requires grad. Equal on all tp ranks."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardsHead:
-    """What head "rewards" gives."""
-
-    rewards: Tensor
-    """``[S]``, of the reward model, one for each of this dp rank's sequences; requires grad. Equal
-    on all cp and tp ranks."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HiddenInputs(HiddenHead, PackedBatch):
-    """Of a spec that adds nothing to ``PackedBatch``, at head "hidden"."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogitsInputs(LogitsHead, PackedBatch):
-    """At head "logits"."""
+    @property
+    def sequences(self) -> int:
+        """The number of this dp rank's sequences."""
+        return len(self.cu_seqlens) - 1

@@ -4,17 +4,17 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dense_losses import filtered_token_entropy, filtered_token_logprobs, kept_tokens, token_logprobs
+from dense_losses import kept_tokens
 from lossgate.numerics.float_formats import TORCH_DTYPES
 from lossgate.problems.random_streams import RandomStreams
 from lossgate.specs.coverage import CoverageGoal
-from lossgate.specs.token_values import TokenValues, logit_range
+from lossgate.specs.option import TEMPERATURE
+from lossgate.specs.record import Options, option
 
 LOGIT_FILTER = "logit_filter"
 """The field ``[tokens, vocab]`` that says which logits enter the softmax; absent if all do."""
@@ -36,17 +36,18 @@ _MOVED = 0.75
 filtered in generation as in training mostly generates those."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FilterOptions:
+class FilterOptions(Options):
     """What makes a distribution of logits."""
 
-    temperature: float = 1.0
-    """Divides the logits, before they are filtered."""
-    top_k: int | None = None
-    """Only the k largest logits take part in the softmax; ties with the last of them too. None for
-    all."""
-    top_p: float = 1.0
-    """Of those, only the most probable, until their probability reaches this. 1 for all."""
+    temperature: float = option(1.0, "divides the logits, before they are filtered", between=TEMPERATURE)
+    top_k: int | None = option(
+        None,
+        "only the k largest logits take part in the softmax; ties with the last of them too. None for all",
+        choices=TOP_K,
+    )
+    top_p: float = option(
+        1.0, "of those, only the most probable, until their probability reaches this. 1 for all", choices=TOP_P
+    )
 
     def check_filter(self) -> None:
         """Checks the numbers.
@@ -63,17 +64,6 @@ class FilterOptions:
 def filters(options: Any) -> bool:
     """Returns whether options leave any logits out."""
     return isinstance(options, FilterOptions) and (options.top_k is not None or options.top_p < 1)
-
-
-def filtered_values(logits: Tensor, fields: Mapping[str, Tensor], options: FilterOptions) -> TokenValues:
-    """Computes the values per token of a filtered distribution: a ``TokenStage``."""
-    how = (options.temperature, options.top_k, options.top_p)
-    return TokenValues(
-        logprobs=filtered_token_logprobs(logits, fields["labels"], *how),
-        entropy=filtered_token_entropy(logits, *how),
-        unfiltered=token_logprobs(logits, fields["labels"], options.temperature) if filters(options) else None,
-        **logit_range(logits),
-    )
 
 
 def filter_fields(

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of a spec, and the values that problems draw for them."""
 
-import ast
-import inspect
-import textwrap
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, fields
 from math import isfinite
 from typing import Any
 
 import torch
+
+from lossgate.errors import UsageError
+from lossgate.specs.record import Between
+from lossgate.spelling import nearest
 
 TEMPERATURE = (0.3, 3.0)
 SOFTCAPS = (None, 2.0, 30.0)
@@ -62,12 +63,6 @@ class Option:
         return " | ".join(map(str, dict.fromkeys(self.choices)))
 
 
-class Between(tuple[float, float]):
-    """All numbers from the first to the second."""
-
-    __slots__ = ()
-
-
 Domain = tuple[Any, ...]
 """Choices; or ``Between(low, high)``."""
 
@@ -76,27 +71,37 @@ def options_of(options_type: type, domains: Mapping[str, Domain]) -> tuple[Optio
     """Returns one ``Option`` for each field of ``options_type``, in its order.
 
     Args:
-        options_type: the dataclass of the options. Its defaults and the docstrings below its fields
-            are used.
-        domains: what problems draw for each field.
+        options_type: the dataclass of the options. Each field's metadata holds its ``meaning``, and
+            may hold its ``domain``.
+        domains: what problems draw for each field, where the class does not say it or says
+            otherwise.
+
+    Raises:
+        UsageError: if a field has no default, meaning or domain, or ``domains`` names another one.
     """
-    meanings, known = dict(field_meanings(options_type)), fields(options_type)
-    assert {f.name for f in known} == set(domains), {f.name for f in known} ^ set(domains)
-    found: list[Option] = []
-    for f in known:
-        domain = domains[f.name]
-        drawn: dict[str, Any] = {"interval": tuple(domain)} if isinstance(domain, Between) else {"choices": domain}
-        found.append(Option(name=f.name, meaning=meanings[f.name], default=f.default, **drawn))
-    return tuple(found)
+    known = {f.name: f for f in fields(options_type)}
+    for name in domains:
+        if name not in known:
+            raise UsageError(
+                f"choices={{{name!r}: ...}}: {options_type.__name__} has no option {name!r}; {nearest(name, known)}"
+            )
+    return tuple(_option(f, options_type, domains.get(name, f.metadata.get("domain"))) for name, f in known.items())
 
 
-def field_meanings(holder: type) -> Iterator[tuple[str, str]]:
-    """Yields each field of a dataclass and the docstring below it, those of base classes too."""
-    for base in reversed(holder.__mro__[:-1]):
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        assert isinstance(definition, ast.ClassDef)
-        for line, after in zip(definition.body, definition.body[1:], strict=False):
-            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-                assert isinstance(after, ast.Expr), f"{base.__name__}.{line.target.id} has no docstring"
-                assert isinstance(after.value, ast.Constant)
-                yield line.target.id, " ".join(str(after.value.value).split())
+def _option(f: Field[Any], options_type: type, domain: Domain | None) -> Option:
+    where = f"{options_type.__name__}.{f.name}"
+    if f.default is MISSING:
+        raise UsageError(f"{where} has no default; give it one: {f.name} = lossgate.option(default, meaning, ...)")
+    if "meaning" not in f.metadata:
+        raise UsageError(
+            f"{where} does not say what it means; write {f.name} = lossgate.option({f.default!r}, meaning, ...)"
+        )
+    if not domain and isinstance(f.default, bool):
+        domain = (f.default, not f.default)
+    if not domain:
+        raise UsageError(
+            f"{where} does not say which values problems draw; "
+            f"write lossgate.option({f.default!r}, ..., choices=(...)) or, for numbers, between=(low, high)"
+        )
+    drawn: dict[str, Any] = {"interval": tuple(domain)} if isinstance(domain, Between) else {"choices": tuple(domain)}
+    return Option(name=f.name, meaning=f.metadata["meaning"], default=f.default, **drawn)

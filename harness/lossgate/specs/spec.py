@@ -18,21 +18,30 @@ from dense_losses import softcapped
 from lossgate.errors import UsageError
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import VOCAB_SPLITS, Dims
-from lossgate.problems.random_streams import RandomStreams
-from lossgate.specs.coverage import CoverageGoal, Covered
+from lossgate.specs.coverage import TOKEN_GOALS, CoverageGoal, Covered
+from lossgate.specs.field_context import FieldContext, checked, draw_default
 from lossgate.specs.heads import HEADS
+from lossgate.specs.inputs import Batch
+from lossgate.specs.logit_filter import FILTER_GOALS, FilterOptions, filters
+from lossgate.specs.metric import Metric
 from lossgate.specs.mistakes import Mistake
 from lossgate.specs.option import Option
 from lossgate.specs.outputs import RETURNED, Output, metric_output
-from lossgate.specs.sharding_goals import SHARDING_GOALS
-from lossgate.specs.token_values import TokenStage, TokenValues, label_values
+from lossgate.specs.record import Field, fields_of
+from lossgate.specs.sharding_goals import IDS_GOALS, SHARDING_GOALS
+from lossgate.specs.terms import Terms
+from lossgate.specs.token_stage import token_values
+from lossgate.specs.token_values import TokenValues
 from lossgate.spelling import nearest
 
-LossStage = Callable[[TokenValues, Mapping[str, Tensor], Any], tuple[Tensor, dict[str, Tensor]]]
-"""``(token values, fields of the batch, options) -> (loss, metrics)``."""
+Reference = Callable[[TokenValues, Any, Any], Tensor | tuple[Tensor, Mapping[str, Tensor]] | Terms | None]
+"""``(values, batch, options) -> `` loss, or loss and metrics, or ``Terms``."""
 
-ExtraMetrics = Callable[[TokenValues, Mapping[str, Tensor]], dict[str, Tensor]]
-"""``(token values, fields of the batch) -> metrics``."""
+ExtraMetrics = Callable[[TokenValues, Any, Any], Mapping[str, Tensor]]
+"""``(values, batch, options) -> metrics``."""
+
+DrawFields = Callable[[FieldContext], Mapping[str, Tensor]]
+"""Draws several fields of a problem together."""
 
 COMMON_OPTIONS: Mapping[str, Option] = MappingProxyType(
     {
@@ -49,164 +58,154 @@ COMMON_OPTIONS: Mapping[str, Option] = MappingProxyType(
 )
 """What a candidate of any spec may support or not, beside the options of its spec."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Metric:
-    """A scalar that a candidate may return."""
-
-    meaning: str
-    reduction: Literal["sum", "min", "max"] = "sum"
-    """How the parts of ranks that share a batch make the whole."""
-    uses_entropy: bool = False
-    """It is computed from the entropies of tokens, which kernels compute in two ways."""
+FILTER_OPTIONS = frozenset(("top_k", "top_p"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class FieldContext:
-    """What a spec makes its further fields from.
-
-    T tokens of the sequences end to end, without padding; S sequences. Padding is added later, for
-    each layout.
-    """
-
-    batch: GlobalBatch
-    options: Any
-    streams: RandomStreams
-    scenario: Mapping[str, str]
-    """The choice of each of ``Spec.scenarios``."""
-    logprobs: Tensor
-    """``[T]``: the reference's log-probabilities of the labels, or what the head gives in their
-    place; without the filter where that leaves a label out. Only for specs with scenarios."""
-    unfiltered: Tensor
-    """``[T]``: the same without any filter."""
-    logits: Callable[[], Tensor]
-    """Computes the reference's logits ``[T, vocab]``."""
-
-    @property
-    def tokens(self) -> int:
-        return self.batch.partition.tokens
-
-    @property
-    def sequences(self) -> int:
-        return len(self.batch.partition.lengths)
-
-
-MakeFields = Callable[[FieldContext], dict[str, Tensor]]
-CountTokens = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
-"""``fields of the batch -> `` the fields that count what is trained."""
-
-
-def count_by_mask(fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Counts the tokens that the mask trains."""
-    return {"valid_tokens": fields["mask"].sum()}
-
-
-def trained_by_mask(fields: Mapping[str, Tensor]) -> Tensor:
+def trained_by_mask(batch: Batch) -> Tensor:
     """Returns ``[T]`` bool: the tokens that the mask trains."""
-    return fields["mask"]
+    return batch.mask
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Spec:
-    """One loss: what a kernel is given, what it must give back, and what problems must show."""
+    """One loss: what a kernel is given, what it must give back, and what problems must show.
+
+    ``lossgate.spec`` makes it, and tells what each field means.
+    """
 
     name: str
     summary: str
     source: str
-    """The projects or papers that the reference follows."""
+    reference: Reference | None
+    """None for a spec without a loss."""
+    batch_type: type[Batch]
+    """The class of what a kernel is given beside the leaves of its head."""
     options_type: type
     options: tuple[Option, ...]
     option_groups: tuple[tuple[str, ...], ...] = ()
-    """Options that are valid only together; drawn from the combinations that ``options_type``
-    accepts."""
-    inputs: Mapping[str, type]
-    """The dataclass of a rank's inputs, for each head."""
-
-    loss: LossStage | None
-    token_values: TokenStage | None = None
-    """What the loss needs of the logits; by default log-probabilities of the labels and entropies,
-    after the temperature."""
+    inputs: Mapping[str, type[Batch]]
+    """The class of a rank's inputs, for each head."""
+    uses: tuple[str, ...]
+    gathered_ids: str | None = None
     temperature: str | None = None
-    """The option that divides the logits and does nothing else; None if there is none."""
     softcap: str | None = None
-    """The option that bounds the logits and does nothing else; None if there is none."""
-    token_options: tuple[str, ...] | None = None
-    """The options that ``token_values`` depends on; None for all. They have no meaning for a head
-    without logits."""
-    outputs: tuple[str, ...] = ("loss", "logprobs")
-    """What a candidate may return beside metrics. The first is required, and carries gradients by
-    default."""
+    outputs: tuple[str, ...]
     metrics: Mapping[str, Metric]
     extra_metrics: ExtraMetrics | None = None
-    """Metrics that cost more than the loss: they are computed only for a candidate that returns one
-    of them."""
-
-    fields: Mapping[str, Dims] = field(default_factory=dict)
-    """Inputs beside those of ``PackedBatch`` and of the head, and how they are split.
-
-    A bool for each token is a mask: it is false at padding.
-    """
-    unshifted: frozenset[str] = frozenset()
-    """The fields that belong to a token itself, not to the prediction of the next one. A candidate
-    that is given whole sequences finds them at their token, and all others one entry later."""
     scenarios: tuple[Option, ...] = ()
-    """How the fields may be made: choices that problems draw."""
-    make_fields: MakeFields | None = None
-    counts: CountTokens = count_by_mask
-    """The fields that count what is trained. They are computed again whenever a token is masked."""
-    trained: Callable[[Mapping[str, Tensor]], Tensor] = trained_by_mask
-    """``fields -> `` what counts for the loss: ``[T]`` bool of tokens, or ``[S]`` of sequences. If
-    nothing does, the problem's scenario shows nothing."""
+    draw: DrawFields | None = None
+    trained: Callable[[Any], Tensor] = trained_by_mask
     trained_dim: Literal["token", "sequence"] = "token"
-    """Whether ``trained`` tells of tokens or of sequences."""
     group_size: int = 1
-    """Neighbouring sequences that dp keeps on one rank."""
-    gathered_ids: str | None = None
-    """The field ``[tokens, k]`` of vocabulary ids whose log-probabilities the loss needs, if not
-    the labels'."""
-
     goals: Mapping[str, CoverageGoal] = field(default_factory=dict)
-    covered: Covered
-    """The goals that a problem reaches."""
+    covered: Covered | None = None
     kinks: bool = False
-    """The loss has clips and comparisons. Tokens that are too near to one of them, for the dtype,
-    are masked."""
     tie_scenarios: Mapping[str, str] = field(default_factory=dict)
-    """Scenarios in which every comparison is a tie that does not matter to loss and gradients:
-    nothing is masked."""
-
     mistakes: tuple[Mistake, ...] = ()
-    """What kernels of it have got wrong; the first is the plainest."""
+
+    def __call__(self, values: TokenValues, batch: Any, options: Any) -> Any:
+        """Calls the reference."""
+        if self.reference is None:
+            raise UsageError(f"spec {self.name!r} has no loss, so there is no reference to call")
+        return self.reference(values, batch, options)
+
+    def __repr__(self) -> str:
+        return f"Spec({self.name!r})"
+
+    @cached_property
+    def added(self) -> Mapping[str, Field]:
+        """The inputs beside those of ``Batch`` and of the head."""
+        common = fields_of(Batch)
+        return {name: own for name, own in fields_of(self.batch_type).items() if name not in common}
+
+    @cached_property
+    def fields(self) -> Mapping[str, Dims]:
+        """The same, and how each is split."""
+        return {name: own.dims for name, own in self.added.items()}
+
+    @cached_property
+    def unshifted(self) -> frozenset[str]:
+        """The fields that belong to a token itself, not to the prediction of the next one."""
+        return frozenset(name for name, own in fields_of(self.batch_type).items() if own.unshifted)
 
     @cached_property
     def supported_options(self) -> dict[str, Option]:
         """Everything that a candidate's ``supports`` may name."""
         return {**COMMON_OPTIONS, **{option.name: option for option in self.options}}
 
-    @property
-    def all_unshifted(self) -> frozenset[str]:
-        """What belongs to a token itself, ``PackedBatch`` included."""
-        return self.unshifted | {"input_ids"}
+    @cached_property
+    def logit_options(self) -> tuple[str, ...]:
+        """The options that change what the loss is given of the logits, not the loss itself.
 
-    @property
+        They have no meaning for a head without logits.
+        """
+        named = {self.temperature, self.softcap, *FILTER_OPTIONS}
+        return tuple(option.name for option in self.options if option.name in named)
+
+    @cached_property
     def all_goals(self) -> dict[str, CoverageGoal]:
-        """The declared goals, those of layouts, and one for each choice of each scenario."""
+        """Those of every loss, the declared ones, those of layouts, and one for each choice of each
+        scenario.
+        """
+        common = dict(TOKEN_GOALS) if self.trained_dim == "token" else {}
+        common |= FILTER_GOALS if issubclass(self.options_type, FilterOptions) else {}
+        common |= IDS_GOALS if self.gathered_ids is not None else {}
         chosen = ((choice.name, value) for choice in self.scenarios for value in dict.fromkeys(choice.choices))
         by_scenario = {
             f"{name}: {value}": CoverageGoal(meaning=f"a problem with {name} {value!r}") for name, value in chosen
         }
-        return {**self.goals, **SHARDING_GOALS, **by_scenario}
+        return {**common, **self.goals, **SHARDING_GOALS, **by_scenario}
 
     def output(self, name: str) -> Output:
-        """Returns the output of a name: "loss", "logprobs", "token_entropy" or a metric's.
-
-        "loss", "logprobs", "token_entropy" or a metric's name.
-        """
+        """Returns the output of a name: "loss", "logprobs", "token_entropy" or a metric's."""
         return RETURNED[name] if name in RETURNED else metric_output(name)
 
     def uses_entropy(self, output: Output) -> bool:
         """Returns whether an output is computed from the entropies of tokens."""
         return output.name == "token_entropy" or (output.kind == "metric" and self.metrics[output.name].uses_entropy)
+
+    # Fields
+
+    def batch(self, fields: Mapping[str, Any]) -> Any:
+        """Returns fields as an object of the batch class."""
+        return self.batch_type.of(fields)
+
+    def draw_fields(self, context: FieldContext) -> dict[str, Tensor]:
+        """Draws the fields that the spec adds, without those that count."""
+        drawn = dict(self.draw(context)) if self.draw is not None else {}
+        for name in drawn:
+            if name not in self.added:
+                raise UsageError(
+                    f"spec {self.name!r}: draw= gave {name!r}, which is no field; {nearest(name, self.added)}"
+                )
+        for name, own in self.added.items():
+            if own.count is None:
+                of = context.on(name, own.dims)
+                made = drawn[name] if name in drawn else own.draw(of) if own.draw else draw_default(of, own.dtype)
+                drawn[name] = checked(of, made, own.dtype)
+        return drawn
+
+    def counts(self, fields: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Computes the fields that count others.
+
+        They are computed again whenever a token is masked.
+        """
+        trained = self.trained(self.batch(fields)) if self.trained_dim == "token" else fields["mask"]
+        found = {"valid_tokens": trained.sum()}
+        for name, own in fields_of(self.batch_type).items():
+            if own.count is not None:
+                found[name] = own.count(self.batch({**fields, **found}))
+        return found
+
+    def counted(self, batch: GlobalBatch) -> GlobalBatch:
+        """Returns a batch with its counts computed anew."""
+        return replace(batch, fields={**batch.fields, **self.counts(batch.known)})
+
+    def trained_of(self, fields: Mapping[str, Any]) -> Tensor:
+        """Returns what counts for the loss: ``[T]`` bool of tokens, or ``[S]`` of sequences."""
+        return self.trained(self.batch(fields))
+
+    # Options
 
     def bind(self, values: Mapping[str, Any]) -> "BoundSpec":
         """Returns the spec with options.
@@ -301,28 +300,42 @@ class BoundSpec:
     @property
     def token_stage(self) -> str:
         """Names what the values per token are computed with: options of one name share them."""
-        named = self.spec.token_options
-        if named is None and self.spec.token_values is not None:
-            return repr(self.options)
-        return repr([getattr(self.options, name) for name in named or filter(None, [self.spec.temperature])])
+        return repr([getattr(self.options, name) for name in self.spec.logit_options])
 
-    def token_values(self, head: str, leaves: Mapping[str, Tensor], fields: Mapping[str, Tensor]) -> TokenValues:
+    def token_values(self, head: str, leaves: Mapping[str, Tensor], fields: Mapping[str, Any]) -> TokenValues:
         """Returns the reference's values per token, from a head's inputs."""
         start = HEADS[head]
         if not start.has_logits:
             return TokenValues(logprobs=start.logits(leaves))
         logits = self.capped(start.logits(leaves))
-        if self.spec.token_values is None:
-            return label_values(logits, fields["labels"], self.temperature)
-        return self.spec.token_values(logits, fields, self.options)
+        ids = None if self.spec.gathered_ids is None else fields[self.spec.gathered_ids]
+        kept = (self.options.top_k, self.options.top_p) if filters(self.options) else None
+        return token_values(self.spec.uses, logits, fields["labels"], self.temperature, ids, kept)
 
-    def loss(self, values: TokenValues, fields: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the reference's loss and metrics. For specs that have a loss."""
-        assert self.spec.loss is not None
-        loss, metrics = self.spec.loss(values, fields, self.options)
+    def loss(self, values: TokenValues, fields: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns the reference's loss and metrics. For specs that have a loss.
+
+        Raises:
+            UsageError: if the reference returns something else.
+        """
+        batch = self.spec.batch(fields)
+        loss, metrics = _loss_and_metrics(self.spec, self.spec(values, batch, self.options))
         if self.spec.extra_metrics is not None and self._wants_more_than(metrics):
-            metrics |= self.spec.extra_metrics(values, fields)
+            metrics |= self.spec.extra_metrics(values, batch, self.options)
         return loss, metrics
 
     def _wants_more_than(self, metrics: Collection[str]) -> bool:
         return self.returned is None or any(o.kind == "metric" and o.name not in metrics for o in self.returned)
+
+
+def _loss_and_metrics(spec: Spec, returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    if isinstance(returned, Terms):
+        return returned.loss, dict(returned.metrics)
+    if isinstance(returned, Tensor):
+        return returned, {}
+    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], Tensor):
+        return returned[0], dict(returned[1])
+    raise UsageError(
+        f"spec {spec.name!r}: its reference returned {type(returned).__name__}; expected the loss, "
+        "(loss, metrics) or lossgate.Terms(...)"
+    )

@@ -1,52 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the stages before a loss give to it: log-probabilities of the labels, entropies, ranges of
-the logits.
+"""What a loss may ask of the logits: log-probabilities, entropies, normalisers, or the logits
+themselves.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from dense_losses import token_entropy, token_logprobs
+from lossgate.errors import UsageError
 
 
-@dataclass(frozen=True, kw_only=True)
 class TokenValues:
-    """Values per token, ``[tokens]`` each.
+    """Values per token, ``[tokens]`` each. A spec names those that it ``uses``.
 
-    Those that need the logits are None at heads without logits.
+    All are after the soft-cap and the temperature, where a spec has them, except the range of the
+    logits, which is before the temperature. Heads without logits give ``logprobs`` alone. To read
+    another one is an ``AttributeError`` that says so; ``given`` has those that are there.
     """
 
     logprobs: Tensor
-    """Log-probabilities of the labels; ``[tokens, k]`` for a spec with ``Spec.gathered_ids``. At
-    heads "values" and "rewards" it holds the values and rewards themselves, ``[tokens]`` and
-    ``[sequences]``."""
-    entropy: Tensor | None = None
-    lowest: Tensor | None = None
-    """The smallest logit of each token, before the temperature."""
-    highest: Tensor | None = None
-    """The largest logit of each token, before the temperature."""
-    unfiltered: Tensor | None = None
-    """Log-probabilities of the labels without the filter; None if nothing is filtered."""
+    """Log-probabilities of the labels; of the ids ``[tokens, k]`` in the field that
+    ``gathered_ids`` names, if the spec has one. At heads "values" and "rewards" it holds the values
+    and rewards themselves, ``[tokens]`` and ``[sequences]``."""
+    entropy: Tensor
+    """Entropies, in nats."""
+    logsumexp: Tensor
+    """Logarithms of the softmax's normaliser."""
+    mean_logprob: Tensor
+    """Means of the log-probabilities over the vocabulary, as label smoothing needs them."""
+    lowest: Tensor
+    """The smallest logit of each token, before the temperature, without a gradient."""
+    highest: Tensor
+    """The largest logit of each token, before the temperature, without a gradient."""
+    unfiltered: Tensor
+    """Log-probabilities of the labels without the filter; only where something is filtered."""
+    logits: Tensor
+    """``[tokens, vocab]``: the logits, for whatever else a loss computes of them."""
+
+    def __init__(self, **given: Tensor | None) -> None:
+        for name in given:
+            if name not in USES:
+                raise UsageError(f"TokenValues({name}=...): expected some of {', '.join(USES)}")
+        self.given = {name: value for name, value in given.items() if value is not None}
+
+    def __getattr__(self, name: str) -> Any:
+        given = self.__dict__.get("given", {})
+        if name in given:
+            return given[name]
+        if name in USES:
+            raise AttributeError(
+                f"values.{name} is not there: either the spec does not name {name!r} in uses=, "
+                "or the head has no logits (drop it from heads=, or look into values.given first)"
+            )
+        raise AttributeError(f"TokenValues has no {name!r}; there are {', '.join(USES)}")
+
+    def replace(self, **changed: Tensor) -> "TokenValues":
+        """Returns the same with other values."""
+        return TokenValues(**{**self.given, **changed})
 
 
-TokenStage = Callable[[Tensor, Mapping[str, Tensor], Any], TokenValues]
-"""``(logits [tokens, vocab], fields of the batch, options) -> token values``: the reference of what
-a loss asks of logits."""
-
-
-def label_values(logits: Tensor, labels: Tensor, temperature: float) -> TokenValues:
-    """Returns the log-probabilities of the labels and all else that ``TokenValues`` has."""
-    return TokenValues(
-        logprobs=token_logprobs(logits, labels, temperature),
-        entropy=token_entropy(logits, temperature),
-        **logit_range(logits),
-    )
-
-
-def logit_range(logits: Tensor) -> dict[str, Tensor]:
-    """Returns the smallest and largest logit of each token, without gradients."""
-    lowest, highest = logits.detach().aminmax(dim=-1)
-    return {"lowest": lowest, "highest": highest}
+USES = tuple(TokenValues.__annotations__)
+"""What a spec may use."""

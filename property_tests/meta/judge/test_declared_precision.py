@@ -16,7 +16,8 @@ from lossgate.engine.cell import Cell
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.engine.verdict import Verdict
-from lossgate.losses.nll import NllHiddenInputs, NllOptions
+from lossgate.inputs import NllHidden
+from lossgate.options import NllOptions
 
 from .checks import MakeWorld, by_output, judge_changed, make_problem, run
 
@@ -72,7 +73,7 @@ def test_rounding_on_the_way_to_a_gradient_may_hit_all_of_it_alike(
     precision=Precision(logits="bfloat16", dlogits="bfloat16", reduce="bfloat16"),
     supports={"softcap": (None, 2.0)},
 )
-def capped_in_bfloat16(inputs: NllHiddenInputs, options: NllOptions, mesh: DeviceMesh) -> Tensor:
+def capped_in_bfloat16(inputs: NllHidden, options: NllOptions, mesh: DeviceMesh) -> Tensor:
     logits = inputs.hidden @ inputs.weight.T
     if options.softcap is not None:
         logits = torch.tanh(logits / options.softcap) * options.softcap

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lossgate import Outputs, candidate
 from lossgate.bank.cross_entropy import STYLES, make
+from lossgate.inputs import NllHidden
 from lossgate.judge.explain import explain
-from lossgate.specs.inputs import HiddenInputs
 
 from .checks import MakeWorld, bind, judge_changed, make_problem, run
 
@@ -51,7 +51,7 @@ def test_a_gradient_where_there_should_be_none_is_a_fault(make_world: MakeWorld)
 
 def test_a_missing_gradient_is_a_fault(make_world: MakeWorld) -> None:
     @candidate("nll", head="hidden")
-    def frozen(inputs: HiddenInputs, options: object, mesh: object) -> Outputs:
+    def frozen(inputs: NllHidden, options: object, mesh: object) -> Outputs:
         outputs = make(STYLES["float32"][1])(replace(inputs, weight=inputs.weight.detach()), options, mesh)  # type: ignore[arg-type]
         assert isinstance(outputs, Outputs)
         return Outputs(loss=outputs.loss)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lossgate.problems.random_streams import RandomStreams
+from lossgate.specs.field_context import FieldContext
 from lossgate.specs.logit_filter import filters
 from lossgate.specs.option import Option
-from lossgate.specs.spec import FieldContext
 
 Span = tuple[float, float]
 """The ends of an interval of log-ratios, in nats."""

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masks of whole sequences: which of them count."""
 
-from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lossgate.specs.field_context import FieldContext
 from lossgate.specs.mistakes import Mistake
 from lossgate.specs.option import Option
-from lossgate.specs.spec import FieldContext
 
 SAMPLES = Option(name="samples", meaning="which sequences count", default="all", choices=("all", "some"))
 
@@ -26,11 +26,6 @@ def draw_sample_mask(context: FieldContext) -> Tensor:
     return context.streams.uniform("samples", context.sequences) < 0.67
 
 
-def trained_tokens(fields: Mapping[str, Tensor]) -> Tensor:
+def trained_tokens(batch: Any) -> Tensor:
     """Returns ``[tokens]`` bool: the token is in the mask, and its sequence counts."""
-    return fields["mask"] & fields["sample_mask"][fields["sequence"]]
-
-
-def count_samples(fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Counts trained tokens and sequences that count."""
-    return {"valid_tokens": trained_tokens(fields).sum(), "valid_sequences": fields["sample_mask"].sum()}
+    return batch.mask & batch.sample_mask[batch.sequence]

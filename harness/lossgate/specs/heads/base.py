@@ -16,6 +16,7 @@ from lossgate.problems.partition import Dims, Partition
 from lossgate.problems.problem import Problem
 from lossgate.problems.random_streams import RandomStreams
 from lossgate.specs.outputs import Output, gradient_output
+from lossgate.specs.record import Record, fields_of
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,16 @@ class Head(ABC):
 
     name: ClassVar[str]
     meaning: ClassVar[str]
+    inputs: ClassVar[type[Record]]
+    """The class of what the head gives beside the batch: its differentiable inputs."""
     leaves: ClassVar[Mapping[str, Dims]]
-    """The differentiable inputs and their dims."""
+    """The differentiable inputs and their dims, as ``inputs`` declares them."""
     has_logits: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "inputs" in vars(cls):
+            cls.leaves = {name: field.dims for name, field in fields_of(cls.inputs).items()}
 
     @abstractmethod
     def draw(self, context: HeadContext) -> dict[str, Tensor]:

@@ -3,7 +3,6 @@
 
 from collections.abc import Mapping, Sequence
 from math import sqrt
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,10 +10,19 @@ from torch import Tensor
 from dense_losses import linear_logits
 from lossgate.numerics.float_formats import FLOAT32
 from lossgate.numerics.rounded_arithmetic import RoundedRun
-from lossgate.problems.partition import Dims, Partition, VocabShard
+from lossgate.problems.partition import Partition, VocabShard
 from lossgate.problems.problem import Problem
 from lossgate.problems.random_streams import RandomStreams
 from lossgate.specs.heads.base import Head, HeadContext
+from lossgate.specs.record import Record, field
+
+
+class Hidden(Record):
+    """What head "hidden" gives beside the batch."""
+
+    hidden: Tensor = field("token hidden", "the last hidden states; requires grad", dtype="input")
+    weight: Tensor = field("vocab hidden", "this rank's rows of the lm-head; requires grad", dtype="input")
+    bias: Tensor | None = field("vocab", "its bias, or None; requires grad", dtype="input")
 
 
 class HiddenHead(Head):
@@ -25,11 +33,7 @@ class HiddenHead(Head):
 
     name = "hidden"
     meaning = "from the last hidden states and the lm-head"
-    leaves: ClassVar[Mapping[str, Dims]] = {
-        "hidden": ("token", "hidden"),
-        "weight": ("vocab", "hidden"),
-        "bias": ("vocab",),
-    }
+    inputs = Hidden
     has_logits = True
 
     def draw(self, context: HeadContext) -> dict[str, Tensor]:

@@ -2,16 +2,22 @@
 """Head "logits": the kernel starts from the logits."""
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lossgate.numerics.rounded_arithmetic import RoundedRun
-from lossgate.problems.partition import Dims, Partition
+from lossgate.problems.partition import Partition
 from lossgate.problems.problem import Problem
 from lossgate.problems.random_streams import RandomStreams
 from lossgate.specs.heads.base import Head, HeadContext
+from lossgate.specs.record import Record, field
+
+
+class Logits(Record):
+    """What head "logits" gives beside the batch."""
+
+    logits: Tensor = field("token vocab", "before the temperature; requires grad", dtype="input")
 
 
 class LogitsHead(Head):
@@ -19,7 +25,7 @@ class LogitsHead(Head):
 
     name = "logits"
     meaning = "from the logits, before the temperature"
-    leaves: ClassVar[Mapping[str, Dims]] = {"logits": ("token", "vocab")}
+    inputs = Logits
     has_logits = True
 
     def draw(self, context: HeadContext) -> dict[str, Tensor]:

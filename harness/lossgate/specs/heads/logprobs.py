@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Head "logprobs": the kernel starts from the log-probabilities of the labels."""
 
-from collections.abc import Mapping
-from typing import ClassVar
-
 from torch import Tensor
 
-from lossgate.problems.partition import Dims
 from lossgate.specs.heads.base import HeadContext, ValueHead
+from lossgate.specs.record import Record, field
+
+
+class Logprobs(Record):
+    """What head "logprobs" gives beside the batch."""
+
+    logprobs: Tensor = field(
+        "token", "log-probabilities of the labels; requires grad. Equal on all tp ranks", dtype="input"
+    )
 
 
 class LogprobsHead(ValueHead):
@@ -17,7 +22,7 @@ class LogprobsHead(ValueHead):
 
     name = "logprobs"
     meaning = "from the labels' log-probabilities"
-    leaves: ClassVar[Mapping[str, Dims]] = {"logprobs": ("token",)}
+    inputs = Logprobs
 
     def draw(self, context: HeadContext) -> dict[str, Tensor]:
         problem = context.problem

@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Head "rewards": the kernel starts from the reward model's scores."""
 
-from collections.abc import Mapping
-from typing import ClassVar
-
 from torch import Tensor
 
-from lossgate.problems.partition import Dims
 from lossgate.specs.heads.base import HeadContext, ValueHead
+from lossgate.specs.record import Record, field
+
+
+class Rewards(Record):
+    """What head "rewards" gives beside the batch."""
+
+    rewards: Tensor = field(
+        "sequence",
+        "of the reward model, one for each of this dp rank's sequences; requires grad. Equal on all cp and tp ranks",
+        dtype="input",
+    )
 
 
 class RewardsHead(ValueHead):
@@ -15,7 +22,7 @@ class RewardsHead(ValueHead):
 
     name = "rewards"
     meaning = "from the reward model's scores"
-    leaves: ClassVar[Mapping[str, Dims]] = {"rewards": ("sequence",)}
+    inputs = Rewards
 
     def draw(self, context: HeadContext) -> dict[str, Tensor]:
         problem = context.problem

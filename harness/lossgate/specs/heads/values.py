@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Head "values": the kernel starts from the value head's predictions."""
 
-from collections.abc import Mapping
-from typing import ClassVar
-
 from torch import Tensor
 
-from lossgate.problems.partition import Dims
 from lossgate.specs.heads.base import HeadContext, ValueHead
+from lossgate.specs.record import Record, field
+
+
+class Values(Record):
+    """What head "values" gives beside the batch."""
+
+    values: Tensor = field("token", "of the value head; requires grad. Equal on all tp ranks", dtype="input")
 
 
 class ValuesHead(ValueHead):
@@ -15,7 +18,7 @@ class ValuesHead(ValueHead):
 
     name = "values"
     meaning = "from the value head's predictions"
-    leaves: ClassVar[Mapping[str, Dims]] = {"values": ("token",)}
+    inputs = Values
 
     def draw(self, context: HeadContext) -> dict[str, Tensor]:
         problem = context.problem

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the author of a loss writes: ``@lossgate.spec`` on a dense reference."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import is_dataclass
+from functools import partial
+from typing import Any, Literal
+
+from torch import Tensor
+
+from lossgate.errors import UsageError
+from lossgate.specs.coverage import CoverageGoal, Covered
+from lossgate.specs.heads import HEADS
+from lossgate.specs.inputs import Batch
+from lossgate.specs.logit_filter import FilterOptions
+from lossgate.specs.metric import Metric
+from lossgate.specs.mistakes import Mistake
+from lossgate.specs.option import Domain, Option, options_of
+from lossgate.specs.outputs import RETURNED
+from lossgate.specs.record import Options, fields_of
+from lossgate.specs.spec import DrawFields, ExtraMetrics, Reference, Spec, trained_by_mask
+from lossgate.specs.token_values import USES
+from lossgate.spelling import nearest
+
+
+class NoOptions(Options):
+    """The options of a spec that has none."""
+
+
+def spec(
+    name: str,
+    *,
+    batch: type[Batch] = Batch,
+    options: type = NoOptions,
+    choices: Mapping[str, Domain] | None = None,
+    option_groups: tuple[tuple[str, ...], ...] = (),
+    heads: tuple[str, ...] | None = None,
+    uses: tuple[str, ...] = ("logprobs",),
+    gathered_ids: str | None = None,
+    temperature: str | None = None,
+    softcap: str | None = None,
+    outputs: tuple[str, ...] | None = None,
+    metrics: Mapping[str, Metric | str] | None = None,
+    extra_metrics: ExtraMetrics | None = None,
+    scenarios: tuple[Option, ...] = (),
+    draw: DrawFields | None = None,
+    trained: Callable[[Any], Tensor] = trained_by_mask,
+    trained_dim: Literal["token", "sequence"] = "token",
+    group_size: int = 1,
+    goals: Mapping[str, CoverageGoal] | None = None,
+    covered: Covered | None = None,
+    kinks: bool = False,
+    tie_scenarios: Mapping[str, str] | None = None,
+    mistakes: tuple[Mistake, ...] = (),
+    summary: str | None = None,
+    source: str = "",
+) -> Callable[[Reference], Spec]:
+    """Declares the decorated function the dense reference of a loss.
+
+        @lossgate.spec("focal", options=FocalOptions)
+        def focal(values, batch, options):
+            p = values.logprobs.exp()
+            return torch.where(batch.mask, -((1 - p) ** options.gamma) * values.logprobs, 0.0).sum()
+
+    It is called with the ``TokenValues`` that it ``uses``, the whole batch as an object of the
+    batch class, and an object of the option class; all floats are float64. It returns the loss, a
+    scalar; or ``(loss, metrics)``; or ``lossgate.Terms``. It must be differentiable and run under
+    ``torch.vmap``: no ``.item()``, no ``if`` on a tensor. What is masked may hold NaN: select it
+    away with ``torch.where``.
+
+    Args:
+        name: of the spec, for people and files.
+        batch: a class derived from ``lossgate.Batch``, with ``lossgate.field`` for each input that
+            the loss needs beside the labels and the mask.
+        options: a class derived from ``lossgate.Options``, with ``lossgate.option`` for each; or
+            any frozen dataclass whose fields' metadata has a ``meaning``.
+        choices: what problems draw for an option, where the option class does not say it: a tuple
+            of values, or ``lossgate.Between(low, high)``.
+        option_groups: options that are valid only together. They are drawn from the combinations
+            that the option class accepts; it refuses others with ``ValueError``.
+        heads: where a kernel may start, of "hidden", "logits", "logprobs", "values" and "rewards".
+            By default "hidden" and "logits", and "logprobs" if the loss uses nothing else.
+        uses: what the loss is given of each token, of the names in ``TokenValues``.
+        gathered_ids: the field ``[token, k]`` of vocabulary ids whose log-probabilities
+            ``values.logprobs`` holds, if not the labels'.
+        temperature: the option that divides the logits and does nothing else. The loss gets values
+            after it.
+        softcap: the option that bounds the logits and does nothing else; likewise.
+        outputs: what a candidate may return beside metrics. The first is required, and carries
+            gradients by default. By default the loss, and "logprobs" if the loss uses them.
+            Without "loss", the reference returns None.
+        metrics: what else a candidate may return, each a ``lossgate.Metric`` or what it means.
+        extra_metrics: ``(values, batch, options) -> metrics`` that cost more than the loss. They
+            are computed only for a candidate that returns one of them.
+        scenarios: ways in which the fields may be drawn: choices that problems draw, and
+            ``context.scenario`` tells.
+        draw: ``context -> fields``, for fields that are drawn together.
+        trained: ``batch -> [T]`` bool, the tokens that count for the loss; by default the mask. If
+            none does, the problem shows nothing. ``[S]`` if ``trained_dim`` is "sequence".
+        trained_dim: whether ``trained`` tells of tokens or of sequences.
+        group_size: neighbouring sequences that belong together, such as 2 for preference pairs. dp
+            keeps them on one rank.
+        goals: situations that problems must reach before a verdict counts, beside those of every
+            loss.
+        covered: ``(batch of a problem, options) -> `` names of goals, for those that do not say
+            themselves how they are reached.
+        kinks: the loss has clips or comparisons. Tokens that are too near to one of them, for the
+            dtype, are masked.
+        tie_scenarios: scenarios in which every comparison is a tie that does not matter to loss and
+            gradients: nothing is masked.
+        mistakes: what kernels of it have got wrong, for tests of one's own tests.
+        summary: one line for people; by default the first line of the reference's docstring.
+        source: the paper or project that the reference follows.
+
+    Raises:
+        UsageError: if the declaration contradicts itself. The message names the argument, and the
+            nearest right spelling.
+    """
+    where = f"spec({name!r})"
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_.-]*", str(name)):
+        raise UsageError(f"spec({name!r}): expected a name of letters, digits, '_', '-' and '.', such as 'focal_nll'")
+    batch_type = _class("batch", batch, Batch, where)
+    if not isinstance(options, type) or not is_dataclass(options):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UsageError(f"{where}: options is {options!r}; expected a class derived from lossgate.Options")
+    own_uses = _names("uses", uses, USES, where)
+    default_heads = [h for h in ("hidden", "logits", "logprobs") if h != "logprobs" or set(own_uses) == {"logprobs"}]
+    own_heads = _names("heads", default_heads if heads is None else heads, HEADS, where)
+    default_outputs = ("loss", "logprobs") if "logprobs" in own_uses and gathered_ids is None else ("loss",)
+    own_outputs = _names("outputs", default_outputs if outputs is None else outputs, RETURNED, where)
+    try:
+        own_options = options_of(options, choices or {})
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
+    known = [option.name for option in own_options]
+    for argument, option in {"temperature": temperature, "softcap": softcap}.items():
+        if option is not None and option not in known:
+            raise UsageError(f"{where}: {argument}={option!r} is no option; {nearest(option, known)}")
+    for option in (option for group in option_groups for option in group):
+        if option not in known:
+            raise UsageError(f"{where}: option_groups has {option!r}, which is no option; {nearest(option, known)}")
+    if gathered_ids is not None and gathered_ids not in fields_of(batch_type):
+        raise UsageError(
+            f"{where}: gathered_ids={gathered_ids!r} is no field; {nearest(gathered_ids, fields_of(batch_type))}"
+        )
+    if issubclass(options, FilterOptions) and temperature is None:
+        temperature = "temperature"
+    made: dict[str, Any] = {
+        "name": name,
+        "source": source,
+        "batch_type": batch_type,
+        "options_type": options,
+        "options": own_options,
+        "option_groups": option_groups,
+        "inputs": {head: _inputs_class(name, head, batch_type) for head in own_heads},
+        "uses": tuple(name for name in USES if name in own_uses),
+        "gathered_ids": gathered_ids,
+        "temperature": temperature,
+        "softcap": softcap,
+        "outputs": own_outputs,
+        "metrics": {key: Metric(meaning=m) if isinstance(m, str) else m for key, m in (metrics or {}).items()},
+        "extra_metrics": extra_metrics,
+        "scenarios": scenarios,
+        "draw": draw,
+        "trained": trained,
+        "trained_dim": trained_dim,
+        "group_size": group_size,
+        "goals": dict(goals or {}),
+        "covered": covered,
+        "kinks": kinks,
+        "tie_scenarios": dict(tie_scenarios or {}),
+        "mistakes": mistakes,
+    }
+    return partial(_declared, made, summary)
+
+
+def _declared(made: Mapping[str, Any], summary: str | None, reference: Reference) -> Spec:
+    if not callable(reference):
+        raise UsageError(
+            f"spec({made['name']!r}) decorates {reference!r}; expected a function of values, batch, options"
+        )
+    lines = (getattr(reference, "__doc__", None) or "").strip().splitlines()
+    said = summary if summary is not None else lines[0].rstrip(".") if lines else made["name"]
+    return Spec(**made, summary=said, reference=reference if "loss" in made["outputs"] else None)
+
+
+def _names(argument: str, given: Any, known: Iterable[str], where: str) -> tuple[str, ...]:
+    if isinstance(given, str) or not isinstance(given, Iterable) or not (names := tuple(given)):
+        raise UsageError(f"{where}: {argument}={given!r}; expected a tuple of some of {', '.join(known)}")
+    for name in names:
+        if name not in known:
+            raise UsageError(f"{where}: {argument} has {name!r}; {nearest(str(name), known)}")
+    return names
+
+
+def _class(argument: str, given: Any, base: type, where: str) -> Any:
+    if not isinstance(given, type) or not issubclass(given, base):
+        raise UsageError(f"{where}: {argument} is {given!r}; expected a class derived from lossgate.{base.__name__}")
+    return given
+
+
+def _inputs_class(name: str, head: str, batch_type: type[Batch]) -> type[Batch]:
+    """Makes the class of a rank's inputs: the leaves of the head, and the batch."""
+    title = "".join(part[:1].upper() + part[1:] for part in re.split(r"[_.-]", f"{name}_{head}"))
+    doc = f"""What a kernel of spec {name} gets on a rank at head "{head}"."""
+    bases: tuple[Any, ...] = (HEADS[head].inputs, batch_type)
+    return type(title, bases, {"__doc__": doc, "__module__": "lossgate.inputs"})

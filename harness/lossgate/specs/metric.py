@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A scalar that a candidate may return beside the loss."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A scalar that a candidate may return."""
+
+    meaning: str
+    reduction: Literal["sum", "min", "max"] = "sum"
+    """How the parts of ranks that share a batch make the whole."""
+    uses_entropy: bool = False
+    """It is computed from the entropies of tokens, which kernels compute in two ways."""
