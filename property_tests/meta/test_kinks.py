@@ -37,11 +37,12 @@ def test_a_kink_is_found_where_a_probe_crosses_it() -> None:
     bound = bind(scenario={"ratios": "everywhere"})
     batch, spec = bound.batch, bound.bound_spec
     values = spec.token_values("logprobs", batch.leaves, batch.fields)
-    none, _ = _near_kinks(batch, spec, values, [torch.full_like(values.logprobs, 1e-9)])
+    still = torch.zeros_like(values.logprobs)
+    none, _ = _near_kinks(batch, spec, values, {"logprobs": torch.stack([still, still + 1e-9])})
     assert not none.any()
     moved = torch.zeros_like(values.logprobs)
     moved[3] = 10.0  # far beyond the clip, from wherever it was
-    tokens, _ = _near_kinks(batch, spec, values, [moved])
+    tokens, _ = _near_kinks(batch, spec, values, {"logprobs": torch.stack([still, moved])})
     assert tokens.nonzero().flatten().tolist() == [3]
 
 

@@ -22,6 +22,7 @@ from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate, Kernel, Outputs, candidate
 from lossgate.declaration.contract import Contract, Placements
 from lossgate.losses import SPECS
+from lossgate.problems.partition import Dims
 from lossgate.specs.heads import HEADS
 from lossgate.specs.spec import COMMON_OPTIONS, BoundSpec, Spec
 from lossgate.specs.token_values import TokenValues
@@ -72,6 +73,12 @@ def whole_pack(part: Tensor, inputs: Any, mesh: DeviceMesh) -> Tensor:
     return gather(part, 0, mesh.get_group("cp"))[order.argsort()]
 
 
+def _whole_vocab(part: Tensor, dims: Dims, inputs: Any, mesh: DeviceMesh) -> Tensor:
+    """Returns a tensor with the whole vocabulary, without padding rows."""
+    at = dims.index("vocab")
+    return gather(part.narrow(at, 0, inputs.vocab_end - inputs.vocab_start), at, mesh.get_group("tp"))
+
+
 def local_values(bound: BoundSpec, head: str, inputs: Any, mesh: DeviceMesh) -> TokenValues:
     """Runs the stages before the loss on this rank's tokens."""
     start = HEADS[head]
@@ -89,6 +96,7 @@ def dense_kernel(spec: Spec, head: str) -> Kernel:
     def kernel(inputs: Any, options: Any, mesh: DeviceMesh) -> Outputs:
         batch = dict(vars(inputs))
         added = [name for name, dims in spec.fields.items() if dims[:1] == ("token",)]
+        batch |= {n: _whole_vocab(batch[n], dims, inputs, mesh) for n, dims in spec.fields.items() if "vocab" in dims}
         batch |= {name: whole_pack(batch[name], inputs, mesh) for name in ("labels", "mask", "sequence", *added)}
         bound = spec.bind_options(options)
         local = local_values(bound, head, inputs, mesh)

@@ -6,7 +6,7 @@ comparison. Exact ties, such as a ratio of exactly 1 in on-policy training, are 
 give the same value there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from math import sqrt
 from typing import Any
@@ -54,17 +54,30 @@ def mask_near_kinks(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> G
         return batch
     streams, gap = RandomStreams(problem.to_json()), _SIGMAS * _rounding_error(batch, problem, bound)
     values = bound.token_values(problem.head, batch.leaves, batch.fields)
-    shape = values.logprobs.shape
     for round_ in range(_ROUNDS):
-        signs = [torch.ones(shape), -torch.ones(shape)]
-        signs += [streams.normal(f"probe {round_} {i}", *shape).sign() for i in range(_PROBES - 2)]
-        tokens, sequences = _near_kinks(batch, bound, values, [gap * sign for sign in signs])
+        moves = {name: gap * _signs(streams, round_, name, value.shape) for name, value in _moved(values).items()}
+        tokens, sequences = _near_kinks(batch, bound, values, moves)
         near = tokens | sequences[batch.fields["sequence"]]
         if not bool((near & batch.fields["mask"]).any()):
             break
         masked = replace(batch, fields={**batch.fields, "mask": batch.fields["mask"] & ~near})
         batch = spec.counted(masked)
     return batch
+
+
+def _moved(values: TokenValues) -> dict[str, Tensor]:
+    """Returns the values per token that rounding moves."""
+    return {name: value for name, value in values.given.items() if name not in ("lowest", "highest")}
+
+
+def _signs(streams: RandomStreams, round_: int, name: str, shape: torch.Size) -> Tensor:
+    """Returns ``[1 + probes, *shape]``: no move, up, down, and others at random.
+
+    Log-probabilities with and without a filter move together.
+    """
+    stream = f"probe {round_} " + {"logprobs": "", "unfiltered": ""}.get(name, f"{name} ")
+    drawn = [streams.normal(f"{stream}{i}", *shape).sign() for i in range(_PROBES - 2)]
+    return torch.stack([torch.zeros(shape), torch.ones(shape), -torch.ones(shape), *drawn])
 
 
 def _rounding_error(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> Tensor:
@@ -78,14 +91,16 @@ def _rounding_error(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> T
 
 
 def _near_kinks(
-    batch: GlobalBatch, bound: BoundSpec, values: TokenValues, moves: Sequence[Tensor]
+    batch: GlobalBatch, bound: BoundSpec, values: TokenValues, moves: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Returns the tokens and the sequences with a comparison that some move decides otherwise."""
     tokens = torch.zeros(batch.partition.tokens, dtype=torch.bool)
     sequences = torch.zeros(len(batch.partition.lengths), dtype=torch.bool)
     group_size = batch.partition.group_size
-    for outcome in _outcomes(batch, bound, values, torch.stack([torch.zeros_like(moves[0]), *moves])):
+    for outcome in _outcomes(batch, bound, values, moves):
         changed = ((outcome != outcome[0]) & (outcome[0] != 0)).any(0)
+        if changed.dim() > 1:  # of logits, or of several ids of a token
+            changed = changed.flatten(1).any(1)
         if changed.shape == tokens.shape:
             tokens |= changed
         elif changed.shape == sequences.shape:
@@ -95,19 +110,19 @@ def _near_kinks(
     return tokens, sequences
 
 
-def _outcomes(batch: GlobalBatch, bound: BoundSpec, values: TokenValues, moves: Tensor) -> list[Tensor]:
-    """Returns, for each comparison that depends on log-probabilities, ``[moves, tokens or
-    sequences or groups]``.
+def _outcomes(batch: GlobalBatch, bound: BoundSpec, values: TokenValues, moves: Mapping[str, Tensor]) -> list[Tensor]:
+    """Returns, for each comparison that depends on values per token, ``[moves, tokens or sequences
+    or groups, ...]``.
     """
-    both = {name: value for name, value in values.given.items() if name in ("logprobs", "unfiltered")}
 
-    def moved(by: Tensor) -> Tensor:
-        given = values.replace(**{name: value + by for name, value in both.items()})
+    def moved(by: dict[str, Tensor]) -> Tensor:
+        given = values.replace(**{name: values.given[name] + move for name, move in by.items()})
         return bound.returning(()).loss(given, batch.known)[0]
 
     with torch.no_grad(), _RecordComparisons() as record:
-        torch.vmap(moved)(moves)
-    return [outcome for outcome in record.outcomes if outcome.dim() == 2 and len(outcome) == len(moves)]
+        torch.vmap(moved)(dict(moves))
+    count = len(next(iter(moves.values())))
+    return [outcome for outcome in record.outcomes if outcome.dim() >= 2 and len(outcome) == count]
 
 
 class _RecordComparisons(TorchDispatchMode):

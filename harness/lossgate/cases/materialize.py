@@ -15,6 +15,7 @@ from lossgate.numerics.float_formats import TORCH_DTYPES
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.cotangents import draw_cotangents
 from lossgate.problems.packing import pack
+from lossgate.problems.partition import Partition
 from lossgate.problems.problem import Problem
 from lossgate.problems.random_streams import RandomStreams
 from lossgate.problems.tokens import draw_tokens
@@ -62,7 +63,20 @@ def lay_out(batch: GlobalBatch, problem: Problem) -> GlobalBatch:
         problem: with its layout.
     """
     head, streams, partition = HEADS[problem.head], RandomStreams(problem.to_json()), problem.partition
-    return pack(batch, partition, head.leaves, head.draw_vocab_padding(problem, streams), streams)
+    padding = head.draw_vocab_padding(problem, streams) | _field_padding(batch, partition, streams)
+    return pack(batch, partition, head.leaves, padding, streams)
+
+
+def _field_padding(batch: GlobalBatch, partition: Partition, streams: RandomStreams) -> dict[str, Tensor]:
+    """Draws the padding rows of a padded vocabulary, for each field that has the vocab dim."""
+    rows = max(shard.padding for shard in partition.vocab_shards)
+    sizes = {"vocab": rows, "token": partition.tokens}
+    padding: dict[str, Tensor] = {}
+    for name, dims in batch.field_dims.items():
+        if rows and "vocab" in dims:
+            shape = (sizes.get(dim, size) for dim, size in zip(dims, batch.fields[name].shape, strict=True))
+            padding[name] = streams.normal(f"{name} vocab padding", *shape)
+    return padding
 
 
 def _with_fields(batch: GlobalBatch, problem: Problem, bound: BoundSpec, streams: RandomStreams) -> GlobalBatch:

@@ -10,7 +10,7 @@ states.) The loss itself runs as the reference has it, with float32 noise on eve
 torch dispatches.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
@@ -109,17 +109,6 @@ class _Softmax:
     p_of_all: Tensor | None  # [M, T, V], without the filter; None if nothing is filtered
     ids: Tensor  # [T, k], whose log-probabilities the loss needs
     filtered: Tensor  # [T, k] bool: left out by a filter
-    values: TokenValues  # [M, T] each, or [M, T, k]
-
-
-@dataclass(frozen=True)
-class _LossStage:
-    """Every output that is no gradient, and the upstream gradients of the values per token."""
-
-    outputs: dict[Output, Tensor]
-    of_logprobs: Tensor
-    of_entropy: Tensor | None = None
-    of_unfiltered: Tensor | None = None
 
 
 class _Ensemble:
@@ -136,16 +125,18 @@ class _Ensemble:
         leaves = self.batch.leaves
         if not self.head.has_logits:
             ((name, leaf),) = leaves.items()
-            stage = self._loss(TokenValues(logprobs=leaf.expand(self.members, *leaf.shape)))
-            gradient = self.noise.round(stage.of_logprobs, self.stages.inputs)
-            return Ensemble(stage.outputs | {self.head.gradients(leaves)[name]: gradient}, None)
+            values = TokenValues(logprobs=leaf.expand(self.members, *leaf.shape))
+            outputs, upstream = self._loss(values)
+            gradient = self.noise.round(upstream.get("logprobs", torch.zeros_like(values.logprobs)), self.stages.inputs)
+            return Ensemble(outputs | {self.head.gradients(leaves)[name]: gradient}, None)
         capped, slope = self._capped(self.head.rounded_logits(leaves, self.rounded))
-        softmax = self._softmax(self._tempered(capped))
-        stage = self._loss(softmax.values)
-        dlogits = self._dlogits(softmax, stage)
+        logits = self._tempered(capped)
+        softmax, values = self._values(logits)
+        outputs, upstream = self._loss(values)
+        dlogits = self._dlogits(logits, softmax, values, upstream)
         if slope is not None:
             dlogits = self.rounded.round(dlogits * slope, self.stages.logits)
-        return Ensemble(stage.outputs, self.noise.round(dlogits, self.stages.dlogits))
+        return Ensemble(outputs, self.noise.round(dlogits, self.stages.dlogits))
 
     # Forward
 
@@ -168,9 +159,21 @@ class _Ensemble:
         temperature = self.temperature * (1 + FLOAT32.unit * error)
         return self.rounded.round(logits / temperature, self.stages.logits)
 
-    def _softmax(self, logits: Tensor) -> _Softmax:
+    def _values(self, logits: Tensor) -> tuple[_Softmax | None, TokenValues]:
+        """Returns the values per token that the loss uses, and what their backward needs."""
+        uses = frozenset(self.spec.uses)
+        given: dict[str, Tensor | None] = {"logits": logits} if "logits" in uses else {}
+        if uses & {"lowest", "highest"}:
+            lowest, highest = logits.aminmax(dim=-1)  # they are those before the temperature
+            given |= {"lowest": lowest * self.temperature, "highest": highest * self.temperature}
+        softmax = None
+        if uses - {"logits", "lowest", "highest"}:
+            softmax, of_softmax = self._softmax(logits)
+            given |= of_softmax
+        return softmax, TokenValues(**{name: value for name, value in given.items() if name in uses})
+
+    def _softmax(self, logits: Tensor) -> tuple[_Softmax, dict[str, Tensor | None]]:
         fields, spec = self.batch.fields, self.spec
-        lowest, highest = self._range(logits)
         ids = fields[spec.gathered_ids] if spec.gathered_ids else fields["labels"][:, None]
         filtered = torch.zeros_like(ids, dtype=torch.bool)
         p_of_all = unfiltered = None
@@ -181,14 +184,14 @@ class _Ensemble:
             filtered = ~passing.gather(1, ids)
         log_p, p, logsumexp = self._log_softmax(logits)
         chosen = log_p.gather(-1, ids.expand(self.members, -1, -1)).masked_fill(filtered, float("-inf"))
-        values = TokenValues(
-            logprobs=chosen if spec.gathered_ids else chosen.squeeze(-1),
-            entropy=self._entropy(p, log_p, logits, logsumexp.squeeze(-1)),
-            lowest=lowest,
-            highest=highest,
-            unfiltered=unfiltered,
-        )
-        return _Softmax(p, log_p, p_of_all, ids, filtered, values)
+        values: dict[str, Tensor | None] = {
+            "logprobs": chosen if spec.gathered_ids else chosen.squeeze(-1),
+            "entropy": self._entropy(p, log_p, logits, logsumexp.squeeze(-1)) if "entropy" in spec.uses else None,
+            "logsumexp": logsumexp.squeeze(-1),
+            "mean_logprob": self._mean_logprob(log_p, logits, logsumexp) if "mean_logprob" in spec.uses else None,
+            "unfiltered": unfiltered,
+        }
+        return _Softmax(p, log_p, p_of_all, ids, filtered), values
 
     def _log_softmax(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns log-probabilities, probabilities and logsumexps."""
@@ -209,31 +212,43 @@ class _Ensemble:
         if not self.bound.compares_entropy:
             return entropy
         term_by_term = self.rounded.round(torch.linalg.vecdot(p, torch.where(p > 0, log_p, 0.0))) * -1
-        coin = self.noise.uniform(torch.Size((self.members, 1))) > 0
-        return torch.where(coin, entropy, term_by_term)
+        return torch.where(self._coin(), entropy, term_by_term)
 
-    def _range(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the smallest and largest logit of each token, before the temperature."""
-        lowest, highest = logits.aminmax(dim=-1)
-        return lowest * self.temperature, highest * self.temperature
+    def _mean_logprob(self, log_p: Tensor, logits: Tensor, logsumexp: Tensor) -> Tensor:
+        """Computes the means of log-probabilities in either of two ways, at random for each member:
+        of the log-probabilities themselves, or of the logits, less the logsumexp.
+        """
+        of_logits = self._mean(logits) - logsumexp.squeeze(-1)
+        return self.rounded.round(torch.where(self._coin(), of_logits, self._mean(log_p)), self.stages.logprobs)
 
-    def _loss(self, values: TokenValues) -> _LossStage:
+    def _mean(self, x: Tensor) -> Tensor:
+        """Returns means over the vocabulary, ``[M, T]``, as float32 sums give them."""
+        ones = torch.ones(x.shape[-1], 1, dtype=x.dtype)
+        return self.rounded.round(self.rounded.matmul(x, ones).squeeze(-1) / x.shape[-1])
+
+    def _coin(self) -> Tensor:
+        """Returns ``[M, 1]`` bool, one for each member."""
+        return self.noise.uniform(torch.Size((self.members, 1))) > 0
+
+    def _loss(self, values: TokenValues) -> tuple[dict[Output, Tensor], dict[str, Tensor]]:
+        """Returns every output that is no gradient, and the upstream gradient of each value per
+        token.
+        """
         outputs: dict[Output, Tensor] = {LOGPROBS: values.logprobs} if "logprobs" in self.spec.outputs else {}
         if "token_entropy" in self.spec.outputs and "entropy" in values.given:
             outputs[TOKEN_ENTROPY] = values.entropy
-        stage = _LossStage({}, torch.zeros_like(values.logprobs))
+        upstream: dict[str, Tensor] = {}
         if self.spec.reference is not None:
-            stage = self._scalars(values)
-            outputs |= stage.outputs
-        of_logprobs, of_entropy = stage.of_logprobs, stage.of_entropy
+            scalars, upstream = self._scalars(values)
+            outputs |= scalars
         outputs = {output: self.noise.round(tensor, self.stages.loss) for output, tensor in outputs.items()}
-        if (cotangent := self.batch.cotangents.get("logprobs")) is not None:
-            of_logprobs = self.noise.round(of_logprobs + cotangent, self.stages.loss)
-        if (cotangent := self.batch.cotangents.get("token_entropy")) is not None:
-            of_entropy = self.noise.round(cotangent.expand(self.members, -1), self.stages.loss)
-        return _LossStage(outputs, of_logprobs, of_entropy, stage.of_unfiltered)
+        for name, value in {"logprobs": "logprobs", "token_entropy": "entropy"}.items():
+            if (cotangent := self.batch.cotangents.get(name)) is not None:
+                total = cotangent.expand(self.members, -1) + upstream.get(value, 0.0)
+                upstream[value] = self.noise.round(total, self.stages.loss)
+        return outputs, upstream
 
-    def _scalars(self, values: TokenValues) -> _LossStage:
+    def _scalars(self, values: TokenValues) -> tuple[dict[Output, Tensor], dict[str, Tensor]]:
         """Computes loss and metrics ``[M]``, and the gradients of the values per token."""
         # Everything is expanded, so that each member rounds what it meets for itself.
         upstream = self.batch.cotangents.get("loss", torch.zeros((), dtype=torch.float64)).expand(self.members)
@@ -251,46 +266,61 @@ class _Ensemble:
         with RoundEveryOperation(self.noise, self.stages.loss):
             loss, metrics = torch.vmap(one_member)(extremes, own, primals)
             found = torch.autograd.grad(loss, list(primals.values()), upstream, allow_unused=True)
-        gradients: dict[str, Tensor | None] = dict(zip(primals, found, strict=True))
+        gradients = {name: g for name, g in zip(primals, found, strict=True) if g is not None and bool(g.any())}  # pyright: ignore[reportUnnecessaryComparison]
         scalars = {LOSS: loss, **{metric_output(name): metric for name, metric in metrics.items()}}
-        scalars = {output: tensor.detach() for output, tensor in scalars.items()}
-        of_logprobs = gradients["logprobs"]
-        assert of_logprobs is not None
-        others = (
-            g if (g := gradients.get(n)) is not None and bool(g.any()) else None for n in ("entropy", "unfiltered")
-        )
-        return _LossStage(scalars, of_logprobs, *others)
+        return {output: tensor.detach() for output, tensor in scalars.items()}, gradients
 
     # Backward
 
-    def _dlogits(self, softmax: _Softmax, stage: _LossStage) -> Tensor:
+    def _dlogits(
+        self, logits: Tensor, softmax: _Softmax | None, values: TokenValues, upstream: Mapping[str, Tensor]
+    ) -> Tensor:
         """Returns the gradient of the logits after the soft-cap, ``[M, T, V]``, not yet rounded.
 
-        It is ``(onehot - p) g / temperature``, summed over the ids, ``-p (log p + H) h /
-        temperature`` for the entropy H, and the first once more for log-probabilities without the
-        filter.
+        It is the sum of what each value per token gives back, divided by the temperature.
         """
-        of_logprobs, of_entropy = stage.of_logprobs, stage.of_entropy
-        round_ = self.rounded.round
-        p, ids = softmax.p, softmax.ids.expand(self.members, -1, -1)
-        factor = self.noise.round(of_logprobs / self.temperature, FLOAT32)
-        factor = (factor if self.spec.gathered_ids else factor[..., None]).masked_fill(softmax.filtered, 0.0)
-        if factor.shape[-1] == 1:
-            dlogits = p.neg().scatter_add_(-1, ids, torch.ones_like(factor)).mul_(factor)
-        else:
-            total = round_(factor.sum(-1, keepdim=True))
-            dlogits = round_(p * -total).scatter_add_(-1, ids, factor)
-        if of_entropy is not None:
-            surprise = round_(softmax.log_p + softmax.values.entropy[..., None])
-            factor = self.noise.round(of_entropy / self.temperature, FLOAT32)[..., None]
-            dlogits = round_(dlogits - round_(p * torch.where(p > 0, surprise, 0.0)) * factor)
-        if stage.of_unfiltered is not None and softmax.p_of_all is not None:
-            factor = self.noise.round(stage.of_unfiltered / self.temperature, FLOAT32)[..., None]
-            of_all = softmax.p_of_all.neg().scatter_add_(-1, ids, torch.ones_like(factor)).mul_(factor)
-            dlogits = round_(dlogits + round_(of_all))
+        if not upstream:
+            return torch.zeros_like(logits)
+        found = list(self._parts(softmax, values, upstream))
+        dlogits = found[0]
+        for part in found[1:]:
+            dlogits = self.rounded.round(dlogits + part)
         if self.temperature != 1.0:  # the gradient of the tempered logits has the logits' dtype
             dlogits = self.noise.round(dlogits, self.stages.logits)
         return dlogits
+
+    def _parts(self, softmax: _Softmax | None, values: TokenValues, upstream: Mapping[str, Tensor]) -> Iterator[Tensor]:
+        """Yields what each value per token gives back.
+
+        With p the probabilities and H the entropy: ``(onehot - p) g`` for a log-probability,
+        ``-p (log p + H) g`` for the entropy, ``p g`` for the logsumexp, ``(1 / V - p) g`` for the
+        mean log-probability, and g itself for logits.
+        """
+        round_ = self.rounded.round
+        factors = {name: self.noise.round(g / self.temperature, FLOAT32) for name, g in upstream.items()}
+        if "logits" in factors:
+            yield factors["logits"]
+        if softmax is None:
+            return
+        p, ids = softmax.p, softmax.ids.expand(self.members, -1, -1)
+        if "logprobs" in factors:
+            factor = factors["logprobs"] if self.spec.gathered_ids else factors["logprobs"][..., None]
+            factor = factor.masked_fill(softmax.filtered, 0.0)
+            if factor.shape[-1] == 1:
+                yield p.neg().scatter_add_(-1, ids, torch.ones_like(factor)).mul_(factor)
+            else:
+                total = round_(factor.sum(-1, keepdim=True))
+                yield round_(p * -total).scatter_add_(-1, ids, factor)
+        if "entropy" in factors:
+            surprise = round_(softmax.log_p + values.entropy[..., None])
+            yield round_(p * torch.where(p > 0, surprise, 0.0)) * -factors["entropy"][..., None]
+        if "logsumexp" in factors:
+            yield round_(p * factors["logsumexp"][..., None])
+        if "mean_logprob" in factors:
+            yield round_((1 / p.shape[-1] - p) * factors["mean_logprob"][..., None])
+        if "unfiltered" in factors and softmax.p_of_all is not None:
+            factor = factors["unfiltered"][..., None]
+            yield round_(softmax.p_of_all.neg().scatter_add_(-1, ids, torch.ones_like(factor)).mul_(factor))
 
 
 def _rounds(field: Tensor) -> bool:

@@ -64,14 +64,14 @@ class GlobalBatch:
         shard, sequences = self.partition.vocab_shards[at["tp"]], self.partition.sequences(at["dp"])
         dims: dict[str, Dims] = {**dict.fromkeys(("labels", "mask", "input_ids"), ("token",)), **self.field_dims}
         if tokens == "shard":
-            given = {name: self.partition.shard(self.fields[name], of, rank) for name, of in dims.items()}
+            given = {name: self._shard(name, of, rank) for name, of in dims.items()}
             sequence = self.partition.shard(self.fields["sequence"], ("token",), rank)
         else:
             whole = WholeSequences.of(self.partition, tokens, rank)
             given = {
-                name: whole.lay(self.fields[name], shifted=name not in unshifted)
+                name: whole.lay(self._shard(name, _without_tokens(of), rank), shifted=name not in unshifted)
                 if "token" in of
-                else self.partition.shard(self.fields[name], of, rank)
+                else self._shard(name, of, rank)
                 for name, of in dims.items()
             }
             sequence = whole.sequence
@@ -84,6 +84,14 @@ class GlobalBatch:
             "vocab_start": shard.start,
             "vocab_end": shard.end,
         }
+
+    def _shard(self, name: str, dims: Dims, rank: int) -> Tensor:
+        return self.partition.shard(self.fields[name], dims, rank, self.vocab_padding.get(name))
+
+
+def _without_tokens(dims: Dims) -> Dims:
+    """Returns dims of which those of tokens are not split."""
+    return tuple("whole tokens" if dim == "token" else dim for dim in dims)
 
 
 def offsets(lengths: Iterable[int]) -> Tensor:

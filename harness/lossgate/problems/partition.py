@@ -20,7 +20,9 @@ from torch import Tensor
 from lossgate.errors import UsageError
 from lossgate.layout import Axis, Layout
 
-Dim = Literal["token", "vocab", "hidden", "sequence", "topk"]
+Dim = str
+"""The name of a dim: "token", "vocab" and "sequence" are split over ranks, every other is not."""
+
 Dims = tuple[Dim, ...]
 
 SHARDED_DIMS: Mapping[Axis, tuple[Dim, ...]] = {"dp": ("token", "sequence"), "cp": ("token",), "tp": ("vocab",)}

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Spec ``divergence``: distillation over the whole vocabulary."""
+
+import torch
+from torch import Tensor
+
+import dense_losses
+from dense_losses.divergence import DivergenceKind
+from lossgate.specs.declare import spec
+from lossgate.specs.field_context import FieldContext
+from lossgate.specs.inputs import Batch
+from lossgate.specs.mistakes import fixed_option, mistaken_choice
+from lossgate.specs.option import TEMPERATURE, Option
+from lossgate.specs.record import Options, field, option
+from lossgate.specs.token_values import TokenValues
+
+
+class DivergenceOptions(Options):
+    """The options of spec ``divergence``."""
+
+    kind: DivergenceKind = option(
+        "forward",
+        "forward is KL(teacher || student), reverse is KL(student || teacher), jsd is the generalised Jensen-Shannon "
+        "divergence",
+        choices=("forward", "reverse", "jsd"),
+    )
+    beta: float = option(0.5, "the weight of the teacher in jsd, between 0 and 1", choices=(0.5, 0.1, 0.9))
+    temperature: float = option(1.0, "divides the logits of the student and of the teacher", between=TEMPERATURE)
+
+
+def _draw_teacher(context: FieldContext) -> Tensor:
+    """Draws teachers that nearly or exactly agree with the student, and others that are unrelated
+    to it.
+    """
+    scenario = context.scenario["teacher"]
+    if scenario in ("near", "equal"):
+        return context.logits() + context.normal(0.5 if scenario == "near" else 0.0)
+    return context.normal({"other": 1.0, "sure": 8.0, "flat": 0.0}[scenario])
+
+
+class DivergenceBatch(Batch):
+    """What the spec adds to a packed batch."""
+
+    teacher_logits: Tensor = field(
+        "token vocab",
+        "this rank's columns of the teacher's logits, before the temperature",
+        unshifted=True,  # as a model gives them
+        draw=_draw_teacher,
+    )
+
+
+@spec(
+    "divergence",
+    summary="distillation over the whole vocabulary: forward or reverse KL, or a Jensen-Shannon divergence",
+    source="GKD (Agarwal et al. 2024, arXiv 2306.13649), TRL GKDTrainer, Liger fused linear JSD",
+    batch=DivergenceBatch,
+    options=DivergenceOptions,
+    heads=("hidden", "logits"),
+    uses=("logits",),
+    temperature="temperature",
+    scenarios=(
+        Option(
+            name="teacher",
+            meaning="it nearly or exactly agrees with the student, or is unrelated to it, with usual, sure or flat "
+            "logits",
+            default="other",
+            choices=("other", "near", "near", "equal", "sure", "flat"),
+        ),
+    ),
+    mistakes=(
+        mistaken_choice("kind", "forward", "reverse"),
+        mistaken_choice("kind", "jsd", "forward"),
+        fixed_option("beta", 0.5, "beta is ignored"),
+    ),
+)
+def divergence(values: TokenValues, batch: DivergenceBatch, options: DivergenceOptions) -> Tensor:
+    """A divergence between teacher and student, mean over trained tokens."""
+    rows = batch.mask[:, None]
+    student = torch.where(rows, values.logits, 0.0)
+    teacher = torch.where(rows, batch.teacher_logits, 0.0) / options.temperature
+    per_token = dense_losses.divergence(student, teacher, options.kind, options.beta)
+    return torch.where(batch.mask, per_token, 0.0).sum() / batch.valid_tokens.clamp(min=1)
