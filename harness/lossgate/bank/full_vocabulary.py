@@ -173,7 +173,8 @@ def _mixture_detached(logits: Tensor, vocab: Columns, batch: Mapping[str, Tensor
         return divergence(logits, vocab, batch, options)
     student, teacher = logits / options.temperature, batch["teacher_logits"] / options.temperature
     log_q, log_p = vocab.log_softmax(student), vocab.log_softmax(teacher)
-    log_r = (options.beta * log_p.exp() + (1 - options.beta) * log_q.exp()).log().detach()
+    weights = torch.tensor([options.beta, 1 - options.beta]).log()
+    log_r = torch.logaddexp(log_p + weights[0], log_q + weights[1]).detach()
     of_teacher, of_student = log_p.exp() * (log_p - log_r), log_q.exp() * (log_q - log_r)
     return vocab.sum(options.beta * of_teacher + (1 - options.beta) * of_student)
 

@@ -263,7 +263,7 @@ class _Ensemble:
             per_token: dict[str, Any] = {**extremes, **primals}
             return self.bound.loss(TokenValues(**per_token), {**self.batch.known, **own})
 
-        with RoundEveryOperation(self.noise, self.stages.loss):
+        with RoundEveryOperation(self.noise, self.stages.loss, self.members):
             loss, metrics = torch.vmap(one_member)(extremes, own, primals)
             found = torch.autograd.grad(loss, list(primals.values()), upstream, allow_unused=True)
         gradients = {name: g for name, g in zip(primals, found, strict=True) if g is not None and bool(g.any())}  # pyright: ignore[reportUnnecessaryComparison]

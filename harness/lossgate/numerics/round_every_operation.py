@@ -4,75 +4,51 @@
 The ensemble runs the loss stage of any spec this way, as the reference has it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 import torch
+from numpy import float32
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_map, tree_map_only
 
+from lossgate.numerics.exact_operations import base_name, is_view, rounds, writes
 from lossgate.numerics.float_formats import FLOAT32, FloatFormat
+from lossgate.numerics.fused_operations import SPELLED_OUT
 from lossgate.numerics.noise import Noise
-
-_EXACT = frozenset(
-    [
-        "view",
-        "expand",
-        "select",
-        "slice",
-        "neg",
-        "where",
-        "detach",
-        "alias",
-        "clone",
-        "unsqueeze",
-        "squeeze",
-        "maximum",
-        "minimum",
-        "clamp",
-        "zeros_like",
-        "ones_like",
-        "scalar_tensor",
-        "lift_fresh",
-        "new_zeros",
-        "zeros",
-        "gather",
-        "index",
-        "permute",
-        "transpose",
-        "abs",
-        "amax",
-        "amin",
-        "cat",
-        "constant_pad_nd",
-        "copysign",
-        "flip",
-        "full",
-        "full_like",
-        "index_select",
-        "masked_fill",
-        "new_full",
-        "new_ones",
-        "roll",
-        "scatter",
-        "sign",
-        "stack",
-        "unbind",
-        "zero_",
-    ]
-)
-"""Operations that do not round."""
 
 _COMPARISONS = frozenset(["gt", "lt", "ge", "le", "eq", "ne"])
 
+_WITH_NUMBERS = frozenset(["add", "sub", "mul", "div"])
+"""Operations in which a kernel has a number of its own, which is rounded to float32."""
+
+_SUMMED = {"sum": 0, "cumsum": 0, "mean": 0, "index_add": 3, "scatter_add": 3}
+"""Operations that add up: the position of what they add."""
+
+_PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "vdot": 0, "addmm": 1, "addmv": 1, "baddbmm": 1}
+"""Products of matrices: the position of the left one, which the right one follows."""
+
 
 class RoundEveryOperation(TorchDispatchMode):
-    """Rounds the float64 result of every dispatched operation."""
+    """Rounds the float64 result of every dispatched operation that rounds.
 
-    def __init__(self, noise: Noise, to: FloatFormat) -> None:
+    What an operation reads is never written to: a view is returned as it is, and other results are
+    new tensors. Only an operation in place rounds what it has written.
+    """
+
+    def __init__(self, noise: Noise, to: FloatFormat, members: int | None = None) -> None:
+        """Prepares rounded runs.
+
+        Args:
+            noise: the source of errors.
+            to: the format of results.
+            members: the size of the first dim, if it counts runs. The numbers that code adds or
+                multiplies with, such as a weight of 0.1, are then rounded too, once in each run.
+        """
         super().__init__()
-        self.noise, self.to = noise, to
+        self.noise, self.to, self.members = noise, to, members
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -80,22 +56,40 @@ class RoundEveryOperation(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        name = func._schema.name.removeprefix("aten::")
+        name, kwargs = base_name(func), kwargs or {}
+        if name in SPELLED_OUT and not writes(func):
+            with self:
+                return SPELLED_OUT[name](*args, **kwargs)
         if name in _COMPARISONS and isinstance(args[1], Tensor) and args[0].dtype is torch.float64:
             args = (self._with_ties(*args[:2]), *args[1:])
-        result = func(*args, **(kwargs or {}))
-        if name in _EXACT:
+        if name in _WITH_NUMBERS and self.members is not None:
+            args = tuple(self._constant(arg, args) for arg in args)
+        result = func(*args, **kwargs)
+        if is_view(func) or not rounds(func, args, kwargs):
             return result
-        if name == "expm1":  # or exp(x) - 1, which cancels
-            result = result + result.add(1).clamp(min=1) * self.noise.uniform(result.shape) * FLOAT32.unit
-        if name in ("_log_softmax", "logsumexp"):
-            result = result + self._normaliser_error(args, result)
-        if name in ("sum", "index_add") and result.dtype is torch.float64:
-            result.add_(self._sum_error(func, args, kwargs or {}, result))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.dtype is torch.float64 and tensor.dim():
-                tensor.copy_(torch.where(tensor.isfinite(), self.noise.round(tensor, self.to), tensor))
-        return result
+        error = self._error(name, func, args, kwargs, result)
+        rounded = tree_map_only(Tensor, self._rounded, result if error is None else result + error)
+        if writes(func):  # the result is an argument
+            tree_map(_write, result, rounded)
+            return result
+        return rounded
+
+    def _constant(self, number: Any, args: Sequence[Any]) -> Any:
+        """Returns a number as a kernel holds it, in float32: rounded once in each run.
+
+        That is no error to be averaged over tokens. Where a loss is a small difference, such as a
+        divergence of nearly equal distributions, it is the largest one.
+        """
+        batched = [arg for arg in args if isinstance(arg, Tensor) and arg.shape[:1] == (self.members,)]
+        if not batched or not isinstance(number, float) or not isfinite(number) or float(float32(number)) == number:
+            return number
+        ones = (1,) * (max(arg.dim() for arg in batched) - 1)
+        return self.noise.round(batched[0].new_full((len(batched[0]), *ones), number), FLOAT32)
+
+    def _rounded(self, tensor: Tensor) -> Tensor:
+        if tensor.dtype is not torch.float64 or not tensor.dim():
+            return tensor
+        return torch.where(tensor.isfinite(), self.noise.round(tensor, self.to), tensor)
 
     def _with_ties(self, a: Tensor, b: Tensor) -> Tensor:
         """Returns ``a``, with ``b`` in its place wherever the two are equal up to rounding.
@@ -104,28 +98,60 @@ class RoundEveryOperation(TorchDispatchMode):
         """
         return torch.where((a - b).abs() <= 8 * self.to.unit * torch.maximum(a.abs(), b.abs()), b, a)
 
-    def _normaliser_error(self, args: Any, result: Tensor) -> Tensor:
+    def _error(
+        self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> Tensor | None:
+        """Returns what an operation gets wrong beside the rounding of its result.
+
+        It is None for nothing.
+        """
+        if not isinstance(result, Tensor) or result.dtype is not torch.float64 or not result.dim():
+            return None
+        if name == "expm1":  # or exp(x) - 1, which cancels
+            return result.add(1).clamp(min=1) * self.noise.uniform(result.shape) * FLOAT32.unit
+        if name in ("_log_softmax", "logsumexp"):
+            return self._normaliser_error(name, args, result)
+        if name in _SUMMED:
+            at = _SUMMED[name]
+            return self._sum_error(_on(func, args, kwargs, at, 1), args[at : at + 1], result, name == "mean")
+        if name in _PRODUCTS:
+            at = _PRODUCTS[name]
+            return self._sum_error(_on(func, args, kwargs, at, 2), args[at : at + 2], result, False)
+        return None
+
+    def _normaliser_error(self, name: str, args: Sequence[Any], result: Tensor) -> Tensor:
         """Returns the error of the logarithm of a sum of exponentials, however small the result is.
 
         It holds the rounding of the exponentials and of the logarithm itself, and is the same for a
-        whole row.
+        whole row. A kernel that goes over the vocabulary in parts keeps the logsumexp, and
+        subtracts it from the logits. So its own rounding is in every log-probability.
         """
-        dim, x = args[1] if isinstance(args[1], int) else args[1][0], args[0]
-        row = result.amax(dim, keepdim=True) if result.dim() == x.dim() else result
-        return 1.5 * FLOAT32.unit * self.noise.uniform(row.shape)
+        x, dim = args[0], args[1] if isinstance(args[1], int) else args[1][0]
+        if name == "logsumexp":
+            return 1.5 * FLOAT32.unit * self.noise.uniform(result.shape)
+        size = 1.5 + (x - result).abs().nan_to_num_(0.0).amax(dim, keepdim=True)
+        return size * FLOAT32.unit * self.noise.uniform(size.shape)
 
-    def _sum_error(self, func: Any, args: Any, kwargs: Mapping[str, Any], total: Tensor) -> Tensor:
+    def _sum_error(self, sums: Callable[..., Tensor], terms: Sequence[Tensor], total: Tensor, is_mean: bool) -> Tensor:
         """Returns the error of K terms that are added one by one in float32, as in
         ``RoundedRun.matmul``.
 
         Partial sums are rounded, and may be larger than the total.
         """
-        position = 3 if func._schema.name == "aten::index_add" else 0
-        terms: Tensor = args[position]
-        squares, ones = terms.square(), torch.ones_like(terms)
-        rest = args[:position], args[position + 1 :]
-        if position:
-            rest = ((torch.zeros_like(args[0]), *args[1:position]), args[position + 1 :])
-        square_sum, count = (func(*rest[0], x, *rest[1], **kwargs) for x in (squares, ones))
+        square_sum, count = sums(*(term.square() for term in terms)), sums(*(torch.ones_like(term) for term in terms))
+        if is_mean:  # a sum of K terms, divided by K
+            count = count * (terms[0].numel() // max(total.numel(), 1))
+            square_sum = square_sum / count  # that of the squares was divided by K once, not twice
         size = (count * (total.square() / 3 + square_sum / 2)).sqrt()
         return size * self.noise.uniform(total.shape) * FLOAT32.unit * (count > 1)
+
+
+def _on(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], position: int, count: int) -> Callable[..., Tensor]:
+    """Returns an operation that adds up, as a function of its terms alone. It adds them to 0."""
+    before = (torch.zeros_like(args[0]), *args[1:position]) if position else ()
+    return lambda *terms: func(*before, *terms, *args[position + count :], **kwargs)
+
+
+def _write(result: Any, rounded: Any) -> None:
+    if isinstance(result, Tensor):
+        result.copy_(rounded)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses that ask for more of the logits than the labels' log-probabilities.
+
+They are z-loss, label smoothing, soft-cap and divergences over the whole vocabulary. Right kernels
+agree, dense, chunked and parallel over the vocabulary; those with one line wrong disagree.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lossgate import Layout, Problem
+from lossgate.bank.dense_candidates import dense_candidate
+from lossgate.bank.full_vocabulary import LOSSES, WRONG, Style, make
+from lossgate.cases.bound_problem import BoundProblem
+from lossgate.engine.cell import Cell, Verdict
+from lossgate.engine.run_cell import run_cell
+from lossgate.engine.settings import Settings
+from lossgate.judge.ensemble import stages_of
+from lossgate.losses import SPECS
+from lossgate.specs.outputs import gradient_output
+
+SETTINGS = Settings(examples=20, rounds=12)
+
+LAYOUTS: dict[Style, tuple[str, ...]] = {
+    "dense": ("dp=2,cp=2",),
+    "chunked": ("dp=2,cp=2",),
+    "vocab-parallel": ("tp=3", "dp=2,tp=2"),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("style", "layout"), [(style, one) for style, all_ in LAYOUTS.items() for one in all_])
+@pytest.mark.parametrize("head", ["hidden", "logits"])
+@pytest.mark.parametrize("spec", LOSSES)
+def test_right_kernels_agree(spec: str, head: str, style: Style, layout: str, dtype: str) -> None:
+    result = run_cell(Cell(make(spec, head, style), Layout.parse(layout), dtype), SETTINGS)
+    assert result.verdict is Verdict.AGREE, result.reasons
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("head", ["hidden", "logits"])
+@pytest.mark.parametrize(("spec", "what"), [(spec, what) for spec, wrong in WRONG.items() for what in wrong])
+def test_one_wrong_line_is_found(spec: str, what: str, head: str, dtype: str) -> None:
+    wrong = make(spec, head, "dense", WRONG[spec][what])
+    result = run_cell(Cell(wrong, Layout(), dtype), Settings(examples=20, rounds=12, shrink_calls=1))
+    assert result.verdict is Verdict.DISAGREE
+
+
+def test_the_general_way_is_as_sharp_as_the_fast_one() -> None:
+    """Spec ``softcap`` asks for the logits, spec ``nll`` for log-probabilities of capped logits.
+
+    Both are the same loss. The judge allows them nearly the same noise.
+    """
+    general = Problem(
+        spec="softcap",
+        head="hidden",
+        dtype="float32",
+        lengths=(20, 13),
+        masks=("all", "response"),
+        hidden=8,
+        vocab=33,
+        options={"softcap": 2.0},
+        seed=3,
+    )
+    fast = replace(general, spec="nll")
+    for leaf, dims in {"hidden": ("token", "hidden"), "weight": ("vocab", "hidden")}.items():
+        found = [_noise(problem, leaf, dims) for problem in (general, fast)]
+        assert 0.5 < found[0] / found[1] < 2
+
+
+def _noise(problem: Problem, leaf: str, dims: tuple[str, ...]) -> float:
+    """Returns the standard deviation of the noise of a gradient, relative to its size."""
+    spec = SPECS[problem.spec]
+    bound = BoundProblem(spec, problem)
+    stages = stages_of(dense_candidate(spec, "hidden"), "float32")
+    noise = bound.noise_on(problem.partition, stages, ())[gradient_output(leaf, dims)]
+    return float(noise.std(0).square().mean().sqrt() / torch.linalg.vector_norm(noise.mean(0)))
