@@ -38,12 +38,12 @@ from lossgate.declaration.candidate import Candidate, candidate
 from lossgate.declaration.checks import check_spec
 from lossgate.errors import UsageError
 from lossgate.layout import AXES, MAX_RANKS, Axis, Layout
-from lossgate.losses import find_spec
 from lossgate.problems.masks import MASK_PATTERNS, MaskPattern, draw_mask
 from lossgate.problems.problem import Problem, ReductionOrder
 from lossgate.problems.random_streams import RandomStreams
 from lossgate.problems.tokens import draw_tokens
 from lossgate.specs.heads import HEADS
+from lossgate.specs.option import TEMPERATURE, Option
 from lossgate.specs.spec import COMMON_OPTIONS, Spec
 from lossgate.spelling import nearest
 
@@ -63,6 +63,7 @@ __all__ = [
 _PADDING = (1, 3)
 """Sequences are padded to multiples of these, on top of what cp needs."""
 _SEEDS = st.integers(0, 2**32 - 1)
+_TEMPERATURE = Option(name="temperature", meaning="divides the logits", default=1.0, interval=TEMPERATURE)
 
 
 def problems(
@@ -185,7 +186,7 @@ def labels(lengths: Sequence[int], vocab: int) -> SearchStrategy[Tensor]:
 
     def made(forced: tuple[tuple[int, int], ...], seed: int) -> Tensor:
         problem = Problem(
-            spec="nll",
+            spec="",  # tokens are drawn before any loss is asked for its fields
             head="logprobs",
             dtype="float32",
             lengths=own,
@@ -202,7 +203,7 @@ def labels(lengths: Sequence[int], vocab: int) -> SearchStrategy[Tensor]:
 
 def temperatures() -> SearchStrategy[float]:
     """Draws temperatures from 0.3 to 3, often 1. All of them are exact in bfloat16."""
-    return draw_value(find_spec("nll").supported_options["temperature"], ANY)
+    return draw_value(_TEMPERATURE, ANY)
 
 
 def options(of: str | Spec | Candidate, *, supports: Mapping[str, Any] | Any = ANY) -> SearchStrategy[Any]:

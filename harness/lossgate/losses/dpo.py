@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Specs ``dpo`` and ``preference``: losses on pairs of a chosen and a rejected response."""
+"""Spec ``dpo``: direct preference optimisation, on pairs of a chosen and a rejected response."""
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import dense_losses
 from dense_losses import DpoOptions
+from lossgate.losses.shared.pairs import PAIR_GOALS, PAIR_METRICS, PairBatch, covered_pairs
 from lossgate.losses.shared.policies import on_tokens
-from lossgate.losses.shared.samples import EVERY_SEQUENCE_COUNTS, SAMPLES, draw_sample_mask, trained_tokens
+from lossgate.losses.shared.samples import EVERY_SEQUENCE_COUNTS, SAMPLES, trained_tokens
 from lossgate.problems.batch import GlobalBatch
-from lossgate.specs.coverage import CoverageGoal
 from lossgate.specs.declare import spec
 from lossgate.specs.field_context import FieldContext
-from lossgate.specs.inputs import Batch
 from lossgate.specs.metric import Metric
 from lossgate.specs.mistakes import Mistake
 from lossgate.specs.option import TEMPERATURE, Option
@@ -28,50 +26,6 @@ class DpoSpecOptions(DpoOptions, Options):
     """The options of spec ``dpo``."""
 
     temperature: float = option(1.0, "divides the logits", between=TEMPERATURE)
-
-
-class PreferenceOptions(Options):
-    """The options of spec ``preference``."""
-
-    epsilon: float = option(
-        0.0,
-        "added to the number of pairs that divides the loss and the metrics: 1e-8 in NeMo-RL",
-        choices=(0.0, 1e-8, 0.5),
-    )
-
-
-def _draw_pairs(context: FieldContext) -> Tensor:
-    """Masks a pair as a whole.
-
-    NeMo-RL masks its rewards by the rejected response alone; we do not reproduce that.
-    """
-    return draw_sample_mask(context)[0::2].repeat_interleave(2)
-
-
-class PairBatch(Batch):
-    """What both specs add to a packed batch.
-
-    Sequences 2p and 2p + 1 are the chosen and the rejected response of pair p, on one dp rank.
-    """
-
-    sample_mask: Tensor = field(
-        "sequence",
-        "the sequence counts. The chosen response's entry decides about the pair. mask is the token mask only",
-        dtype="bool",
-        draw=_draw_pairs,
-    )
-    valid_tokens: Tensor = field(
-        "",
-        "trained tokens of the whole batch, over every rank, in sequences that count",
-        dtype="int64",
-        count=lambda batch: trained_tokens(batch).sum(),
-    )
-    valid_sequences: Tensor = field(
-        "",
-        "sequences that count, of the whole batch. Losses and metrics are divided by half of it, the pairs",
-        dtype="int64",
-        count=lambda batch: batch.sample_mask.sum(),
-    )
 
 
 class DpoBatch(PairBatch):
@@ -128,14 +82,8 @@ def _in_layout(values: Tensor, context: FieldContext) -> Tensor:
     return shifted
 
 
-def _covered_pairs(batch: GlobalBatch) -> set[str]:
-    samples = batch.fields["sample_mask"]
-    covered = {"pair that counts"} if samples.any() else set[str]()
-    return covered | ({"pair that does not count"} if not samples.all() else set())
-
-
 def _covered_dpo(batch: GlobalBatch, options: DpoSpecOptions) -> set[str]:
-    covered = _covered_pairs(batch)
+    covered = covered_pairs(batch)
     if bool(batch.fields["sample_mask"].any()):
         _, outputs = _loss(TokenValues(logprobs=batch.policy), DpoBatch.of(batch.known), options)
         covered |= {"chosen preferred"} if outputs["accuracy"] > 0 else set()
@@ -145,25 +93,6 @@ def _covered_dpo(batch: GlobalBatch, options: DpoSpecOptions) -> set[str]:
     return covered
 
 
-def _covered_preference(batch: GlobalBatch, _options: Any) -> set[str]:
-    rewards = batch.leaves["rewards"] * batch.fields["sample_mask"]
-    covered = _covered_pairs(batch)
-    covered |= {"chosen preferred"} if bool((rewards[0::2] > rewards[1::2]).any()) else set()
-    return covered | ({"rejected preferred"} if bool((rewards[0::2] < rewards[1::2]).any()) else set())
-
-
-_METRICS = {
-    "accuracy": Metric(meaning="share of pairs whose chosen sequence has the larger reward"),
-    "rewards_chosen_mean": Metric(meaning="mean reward of chosen sequences, in nats, without beta"),
-    "rewards_rejected_mean": Metric(meaning="mean reward of rejected sequences"),
-    "num_valid_samples": Metric(meaning="pairs that count"),
-}
-_PAIRS = {
-    "pair that counts": CoverageGoal(meaning="a pair of sequences that the sample mask keeps"),
-    "pair that does not count": CoverageGoal(meaning="a pair of sequences that the sample mask leaves out"),
-    "chosen preferred": CoverageGoal(meaning="a pair whose chosen sequence has the larger reward"),
-    "rejected preferred": CoverageGoal(meaning="a pair whose rejected sequence has the larger reward"),
-}
 _SWITCH = (False, True)
 
 
@@ -202,41 +131,11 @@ _SWITCH = (False, True)
     metrics={
         "sft_loss": Metric(meaning="the SFT term before its weight"),
         "preference_loss": Metric(meaning="the preference term before its weight"),
-        **_METRICS,
+        **PAIR_METRICS,
     },
-    goals=_PAIRS,
+    goals=PAIR_GOALS,
     covered=_covered_dpo,
 )
 def dpo(values: TokenValues, batch: DpoBatch, options: DpoSpecOptions) -> tuple[Tensor, dict[str, Tensor]]:
     """Direct preference optimisation."""
     return _loss(values, batch, options)
-
-
-@spec(
-    "preference",
-    summary="the Bradley-Terry loss of a reward model",
-    source="NeMo-RL PreferenceLossFn",
-    batch=PairBatch,
-    options=PreferenceOptions,
-    heads=("rewards",),
-    outputs=("loss",),
-    scenarios=(SAMPLES,),
-    group_size=2,
-    trained=lambda batch: batch.sample_mask,
-    trained_dim="sequence",
-    kinks=True,
-    mistakes=(EVERY_SEQUENCE_COUNTS,),
-    metrics=_METRICS,
-    goals=_PAIRS,
-    covered=_covered_preference,
-)
-def preference(values: TokenValues, batch: PairBatch, options: PreferenceOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """The Bradley-Terry loss."""
-    loss, metrics = dense_losses.preference(
-        rewards=values.logprobs,
-        sample_mask=batch.sample_mask,
-        valid_sequences=batch.valid_sequences,
-        epsilon=options.epsilon,
-    )
-    del metrics["loss"]  # the loss itself
-    return loss, metrics

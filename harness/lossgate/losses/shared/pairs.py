@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What losses on pairs of a chosen and a rejected response share."""
+
+from torch import Tensor
+
+from lossgate.losses.shared.samples import draw_sample_mask, trained_tokens
+from lossgate.problems.batch import GlobalBatch
+from lossgate.specs.coverage import CoverageGoal
+from lossgate.specs.field_context import FieldContext
+from lossgate.specs.inputs import Batch
+from lossgate.specs.metric import Metric
+from lossgate.specs.record import field
+
+PAIR_METRICS = {
+    "accuracy": Metric(meaning="share of pairs whose chosen sequence has the larger reward"),
+    "rewards_chosen_mean": Metric(meaning="mean reward of chosen sequences, in nats, without beta"),
+    "rewards_rejected_mean": Metric(meaning="mean reward of rejected sequences"),
+    "num_valid_samples": Metric(meaning="pairs that count"),
+}
+PAIR_GOALS = {
+    "pair that counts": CoverageGoal(meaning="a pair of sequences that the sample mask keeps"),
+    "pair that does not count": CoverageGoal(meaning="a pair of sequences that the sample mask leaves out"),
+    "chosen preferred": CoverageGoal(meaning="a pair whose chosen sequence has the larger reward"),
+    "rejected preferred": CoverageGoal(meaning="a pair whose rejected sequence has the larger reward"),
+}
+
+
+def _draw_pairs(context: FieldContext) -> Tensor:
+    """Masks a pair as a whole.
+
+    NeMo-RL masks its rewards by the rejected response alone; we do not reproduce that.
+    """
+    return draw_sample_mask(context)[0::2].repeat_interleave(2)
+
+
+class PairBatch(Batch):
+    """What these losses add to a packed batch.
+
+    Sequences 2p and 2p + 1 are the chosen and the rejected response of pair p, on one dp rank.
+    """
+
+    sample_mask: Tensor = field(
+        "sequence",
+        "the sequence counts. The chosen response's entry decides about the pair. mask is the token mask only",
+        dtype="bool",
+        draw=_draw_pairs,
+    )
+    valid_tokens: Tensor = field(
+        "",
+        "trained tokens of the whole batch, over every rank, in sequences that count",
+        dtype="int64",
+        count=lambda batch: trained_tokens(batch).sum(),
+    )
+    valid_sequences: Tensor = field(
+        "",
+        "sequences that count, of the whole batch. Losses and metrics are divided by half of it, the pairs",
+        dtype="int64",
+        count=lambda batch: batch.sample_mask.sum(),
+    )
+
+
+def covered_pairs(batch: GlobalBatch) -> set[str]:
+    """Returns the names of the goals of ``PAIR_GOALS`` that a batch reaches by its sample mask."""
+    samples = batch.fields["sample_mask"]
+    covered = {"pair that counts"} if samples.any() else set[str]()
+    return covered | ({"pair that does not count"} if not samples.all() else set())
