@@ -66,8 +66,10 @@ def test_references_get_and_return_the_shapes_that_they_declare(spec: Spec, head
 def test_references_refuse_other_shapes() -> None:
     bound = BoundProblem(CLIPPED_PG, problem("clipped_pg"))
     short = replace(bound.batch, fields={**bound.batch.fields, "advantages": bound.batch.fields["advantages"][1:]})
-    with pytest.raises(jaxtyping.TypeCheckError, match="advantages"):
+    with pytest.raises(UsageError, match="its reference raised TypeCheckError") as raised:
         DenseRun(short, "logprobs").outputs(bound.bound_spec)
+    assert isinstance(raised.value.__cause__, jaxtyping.TypeCheckError)
+    assert "parameter 'advantages'" in str(raised.value)
 
 
 # Splits

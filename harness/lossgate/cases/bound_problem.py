@@ -26,6 +26,7 @@ from lossgate.specs.logit_filter import covered_filter_goals
 from lossgate.specs.outputs import Output
 from lossgate.specs.sharding_goals import Trained
 from lossgate.specs.spec import Spec
+from lossgate.specs.users_code import told_as
 
 
 class BoundProblem:
@@ -63,18 +64,18 @@ class BoundProblem:
         """The coverage goals that the problem reaches on any layout."""
         batch, spec, options = self.batch, self.spec, self.bound_spec.options
         trained = spec.trained_of(batch.known)
-        covered = set[str]() if spec.covered is None else set(spec.covered(batch, options))
+        covered = spec.covered_by(batch, options)
         if spec.trained_dim == "token":
             covered |= covered_token_goals(batch, trained) | covered_filter_goals(batch.fields, trained)
-        covered |= {name for name, goal in spec.goals.items() if goal.reached and self._reaches(goal.reached)}
+        covered |= {name for name, goal in spec.goals.items() if goal.reached and self._reaches(name, goal.reached)}
         if bool(trained.any()):
             chosen = self.problem.scenario
             covered |= {f"{c.name}: {chosen.get(c.name, c.default)}" for c in self.spec.scenarios}
         return frozenset(covered)
 
-    def _reaches(self, reached: Reached) -> bool:
+    def _reaches(self, name: str, reached: Reached) -> bool:
         values, batch = self.dense.token_values(self.bound_spec), self.spec.batch(self.batch.known)
-        with torch.no_grad():
+        with torch.no_grad(), told_as(f"spec {self.spec.name!r}: reached= of goal {name!r}"):
             return bool(torch.as_tensor(reached(values, batch, self.bound_spec.options)).any())
 
     @cached_property

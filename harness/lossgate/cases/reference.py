@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lossgate.errors import UsageError
 from lossgate.problems.batch import GlobalBatch
 from lossgate.specs.heads import HEADS
 from lossgate.specs.outputs import LOGPROBS, LOSS, TOKEN_ENTROPY, Output, metric_output
@@ -74,7 +75,7 @@ class DenseRun:
         if bound.spec.reference is not None:
             loss, metrics = bound.loss(values, self._batch.known)
             outputs |= {LOSS: loss, **{metric_output(name): metric for name, metric in metrics.items()}}
-        roots = [_finite(outputs[bound.spec.output(name)]) for name in self._batch.cotangents]
+        roots = [_finite(_with_graph(outputs[bound.spec.output(name)], name, bound)) for name in self._batch.cotangents]
         cotangents = list(self._batch.cotangents.values())
         gradients = torch.autograd.grad(roots, list(per_token.values()), cotangents, allow_unused=True)
         found = {output: tensor.detach() for output, tensor in outputs.items()}
@@ -93,6 +94,15 @@ class DenseRun:
         if name not in self._values:
             self._values[name] = bound.token_values(self._head, self._leaves, self._batch.fields)
         return self._values[name]
+
+
+def _with_graph(x: Tensor, name: str, bound: BoundSpec) -> Tensor:
+    if not x.requires_grad:
+        raise UsageError(
+            f"spec {bound.spec.name!r}: its reference returned a {name} that no value per token leads to; "
+            "compute it from values, with torch, and detach nothing"
+        )
+    return x
 
 
 def _finite(x: Tensor) -> Tensor:

@@ -11,8 +11,9 @@ from types import ModuleType
 from typing import Any
 from zlib import crc32
 
-from lossgate.declaration.candidate import Candidate, Kernel
+from lossgate.declaration.candidate import Candidate
 from lossgate.errors import UsageError
+from lossgate.specs.spec import Spec
 from lossgate.spelling import nearest
 
 
@@ -59,6 +60,13 @@ def check_source(candidate: Candidate) -> None:
     Raises:
         UsageError: if the candidate's source does not hold it.
     """
+    location = candidate.source.rpartition(":")[0]
+    if not _is_loadable(location):
+        raise UsageError(
+            f"candidate {candidate.name!r} was made in {location}, as in a notebook or on standard input, and other "
+            "processes can't load it from there; save it in a file that ends in .py, with its spec if that is yours, "
+            "or run in world 'simulated' with one job"
+        )
     loaded = load_candidate(candidate.source)
     way_out = "define it at the top of a module, or run in world 'simulated' with one job"
     if loaded.name != candidate.name:
@@ -67,7 +75,7 @@ def check_source(candidate: Candidate) -> None:
     changed = [name for name in declared if getattr(candidate, name) != getattr(loaded, name)]
     if _code(candidate.kernel) != _code(loaded.kernel):
         changed.append("kernel")
-    if candidate.spec.name != loaded.spec.name:
+    if not _is_same(candidate.spec, loaded.spec):
         changed.append("spec")
     if changed:
         raise UsageError(
@@ -75,9 +83,22 @@ def check_source(candidate: Candidate) -> None:
         )
 
 
-def _code(kernel: Kernel) -> Any:
-    """Returns what is equal for two kernels of one source, which may be loaded twice."""
-    return getattr(kernel, "__code__", type(kernel))
+def _is_loadable(location: str) -> bool:
+    """Returns whether a location is a file or the name of a module."""
+    if location.endswith(".py"):
+        return Path(location).is_file()
+    return all(part.isidentifier() for part in location.split("."))
+
+
+def _is_same(spec: Spec, loaded: Spec) -> bool:
+    """Returns whether two specs are one, which may be loaded twice."""
+    same = spec.name == loaded.name and spec.options == loaded.options and spec.uses == loaded.uses
+    return spec is loaded or (same and _code(spec.reference) == _code(loaded.reference))
+
+
+def _code(function: Any) -> Any:
+    """Returns what is equal for two functions of one source, which may be loaded twice."""
+    return getattr(function, "__code__", type(function))
 
 
 @cache

@@ -7,7 +7,7 @@ Other packages bring theirs by an entry point:
     focal = "my_package.losses:focal"
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from lossgate.errors import UsageError
 from lossgate.specs.spec import Spec
-from lossgate.spelling import look_up
+from lossgate.spelling import nearest
 
 ENTRY_POINTS = "lossgate.specs"
 
@@ -41,23 +41,44 @@ def find_spec(name: str) -> Spec:
         return SPECS[name]
     installed = _installed()
     if name in installed:
-        return _loaded(installed[name])
-    return look_up("spec", name, {**SPECS, **dict.fromkeys(installed)})  # pyright: ignore[reportReturnType]
+        return _only(installed[name])
+    known = [*SPECS, *installed]
+    raise UsageError(f"unknown spec {name!r}; {nearest(name, known)}; or give what @lossgate.spec(...) returned")
 
 
 def all_specs() -> dict[str, Spec]:
-    """Returns every spec of lossgate and of installed packages, by name."""
-    return {**SPECS, **{name: _loaded(point) for name, point in _installed().items() if name not in SPECS}}
+    """Returns every spec of lossgate and of installed packages, by name.
+
+    Raises:
+        UsageError: if a package's spec can't be loaded, or has the name of another.
+    """
+    for name, points in _installed().items():
+        if name in SPECS:
+            raise UsageError(f"{_named(points[0])} has the name of a spec of lossgate; rename it")
+    return {**SPECS, **{name: _only(points) for name, points in _installed().items()}}
 
 
 @cache
-def _installed() -> Mapping[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+def _installed() -> Mapping[str, Sequence[EntryPoint]]:
+    found: dict[str, list[EntryPoint]] = {}
+    for point in entry_points(group=ENTRY_POINTS):
+        found.setdefault(point.name, []).append(point)
+    return found
+
+
+def _named(point: EntryPoint) -> str:
+    return f"entry point {point.name!r} ({point.value}) of group {ENTRY_POINTS!r}"
+
+
+def _only(points: Sequence[EntryPoint]) -> Spec:
+    if len(points) > 1:
+        raise UsageError(f"{_named(points[0])} has the same name as {points[1].value}; rename one")
+    return _loaded(points[0])
 
 
 @cache
 def _loaded(point: EntryPoint) -> Spec:
-    where = f"entry point {point.name!r} ({point.value}) of group {ENTRY_POINTS!r}"
+    where = _named(point)
     try:
         spec = point.load()
     except Exception as error:

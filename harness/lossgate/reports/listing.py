@@ -10,15 +10,15 @@ from rich.table import Table
 from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.loading import load_candidates
-from lossgate.losses import SPECS
+from lossgate.losses import all_specs
 from lossgate.properties import PROPERTIES
 from lossgate.specs.heads import HEADS
 from lossgate.specs.spec import COMMON_OPTIONS, Spec
 
 
 def spec_tables() -> Iterator[Table]:
-    """Yields a table for each spec."""
-    for spec in SPECS.values():
+    """Yields a table for each spec, of lossgate and of installed packages."""
+    for spec in all_specs().values():
         title = f"{spec.name}: {spec.summary}  (source: {spec.source})"
         table = Table("", "name", "values", "default", "meaning", title=title, title_justify="left", box=SIMPLE)
         for row in (*_heads(spec), *_options(spec), *_inputs(spec), *_goals(spec)):

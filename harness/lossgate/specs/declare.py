@@ -2,8 +2,7 @@
 """What the author of a loss writes: ``@lossgate.spec`` on a dense reference."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import is_dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -11,6 +10,22 @@ from torch import Tensor
 
 from lossgate.errors import UsageError
 from lossgate.specs.coverage import CoverageGoal, Covered
+from lossgate.specs.declared import (
+    RESERVED_OPTIONS,
+    check_batch,
+    check_divisor,
+    check_function,
+    check_goals,
+    check_metrics,
+    check_mistakes,
+    check_name,
+    check_names,
+    check_option_names,
+    check_options,
+    check_reference,
+    check_scenarios,
+    check_sequences,
+)
 from lossgate.specs.heads import HEADS
 from lossgate.specs.inputs import Batch
 from lossgate.specs.logit_filter import FilterOptions
@@ -118,33 +133,34 @@ def spec(
             nearest right spelling.
     """
     where = f"spec({name!r})"
-    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_.-]*", str(name)):
-        raise UsageError(f"spec({name!r}): expected a name of letters, digits, '_', '-' and '.', such as 'focal_nll'")
-    batch_type = _class("batch", batch, Batch, where)
-    if not isinstance(options, type) or not is_dataclass(options):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise UsageError(f"{where}: options is {options!r}; expected a class derived from lossgate.Options")
-    own_uses = _names("uses", uses, USES, where)
+    check_name(name)
+    own_uses = check_names("uses", uses, USES, where)
     default_heads = [h for h in ("hidden", "logits", "logprobs") if h != "logprobs" or set(own_uses) == {"logprobs"}]
-    own_heads = _names("heads", default_heads if heads is None else heads, HEADS, where)
+    own_heads = check_names("heads", default_heads if heads is None else heads, HEADS, where)
     default_outputs = ("loss", "logprobs") if "logprobs" in own_uses and gathered_ids is None else ("loss",)
-    own_outputs = _names("outputs", default_outputs if outputs is None else outputs, RETURNED, where)
-    try:
-        own_options = options_of(options, choices or {})
-    except UsageError as error:
-        raise UsageError(f"{where}: {error}") from None
-    known = [option.name for option in own_options]
-    for argument, option in {"temperature": temperature, "softcap": softcap}.items():
-        if option is not None and option not in known:
-            raise UsageError(f"{where}: {argument}={option!r} is no option; {nearest(option, known)}")
-    for option in (option for group in option_groups for option in group):
-        if option not in known:
-            raise UsageError(f"{where}: option_groups has {option!r}, which is no option; {nearest(option, known)}")
+    own_outputs = check_names("outputs", default_outputs if outputs is None else outputs, RETURNED, where)
+    batch_type = check_batch(batch, own_heads, where)
+    own_options = _options(check_options(options, where), choices or {}, where)
+    if issubclass(options, FilterOptions) and temperature is None:
+        temperature = "temperature"
+    named = {"temperature": _one(temperature), "softcap": _one(softcap)}
+    check_option_names(own_options, {**named, "option_groups": [o for group in option_groups for o in group]}, where)
+    by_name = {option.name: option for option in own_options}
+    check_divisor("temperature", by_name.get(temperature or ""), False, where)
+    check_divisor("softcap", by_name.get(softcap or ""), True, where)
     if gathered_ids is not None and gathered_ids not in fields_of(batch_type):
         raise UsageError(
             f"{where}: gathered_ids={gathered_ids!r} is no field; {nearest(gathered_ids, fields_of(batch_type))}"
         )
-    if issubclass(options, FilterOptions) and temperature is None:
-        temperature = "temperature"
+    for argument, (function, wanted) in {
+        "draw": (draw, ("context",)),
+        "trained": (trained, ("batch",)),
+        "covered": (covered, ("batch", "options")),
+        "extra_metrics": (extra_metrics, ("values", "batch", "options")),
+    }.items():
+        if function is not None:
+            check_function(argument, function, wanted, where)
+    check_sequences(trained_dim, group_size, where)
     made: dict[str, Any] = {
         "name": name,
         "source": source,
@@ -158,45 +174,38 @@ def spec(
         "temperature": temperature,
         "softcap": softcap,
         "outputs": own_outputs,
-        "metrics": {key: Metric(meaning=m) if isinstance(m, str) else m for key, m in (metrics or {}).items()},
+        "metrics": check_metrics({} if metrics is None else metrics, where),
         "extra_metrics": extra_metrics,
-        "scenarios": scenarios,
+        "scenarios": check_scenarios(scenarios, tie_scenarios or {}, own_options, where),
         "draw": draw,
         "trained": trained,
         "trained_dim": trained_dim,
         "group_size": group_size,
-        "goals": dict(goals or {}),
+        "goals": check_goals(goals or {}, covered, [*by_name, *RESERVED_OPTIONS], where),
         "covered": covered,
         "kinks": kinks,
         "tie_scenarios": dict(tie_scenarios or {}),
-        "mistakes": mistakes,
+        "mistakes": check_mistakes(mistakes, where),
     }
     return partial(_declared, made, summary)
 
 
 def _declared(made: Mapping[str, Any], summary: str | None, reference: Reference) -> Spec:
-    if not callable(reference):
-        raise UsageError(
-            f"spec({made['name']!r}) decorates {reference!r}; expected a function of values, batch, options"
-        )
+    check_reference(reference, lambda given: isinstance(given, Spec), f"spec({made['name']!r})")
     lines = (getattr(reference, "__doc__", None) or "").strip().splitlines()
     said = summary if summary is not None else lines[0].rstrip(".") if lines else made["name"]
     return Spec(**made, summary=said, reference=reference if "loss" in made["outputs"] else None)
 
 
-def _names(argument: str, given: Any, known: Iterable[str], where: str) -> tuple[str, ...]:
-    if isinstance(given, str) or not isinstance(given, Iterable) or not (names := tuple(given)):
-        raise UsageError(f"{where}: {argument}={given!r}; expected a tuple of some of {', '.join(known)}")
-    for name in names:
-        if name not in known:
-            raise UsageError(f"{where}: {argument} has {name!r}; {nearest(str(name), known)}")
-    return names
+def _options(options: type, choices: Mapping[str, Domain], where: str) -> tuple[Option, ...]:
+    try:
+        return options_of(options, choices)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
 
 
-def _class(argument: str, given: Any, base: type, where: str) -> Any:
-    if not isinstance(given, type) or not issubclass(given, base):
-        raise UsageError(f"{where}: {argument} is {given!r}; expected a class derived from lossgate.{base.__name__}")
-    return given
+def _one(name: str | None) -> tuple[str, ...]:
+    return () if name is None else (name,)
 
 
 def _inputs_class(name: str, head: str, batch_type: type[Batch]) -> type[Batch]:

@@ -100,7 +100,15 @@ class FieldContext:
 def draw_default(context: FieldContext, dtype: str) -> Tensor:
     """Draws a field that says nothing of how: normal numbers, or bools of which two in three are
     true.
+
+    Raises:
+        UsageError: if it is neither.
     """
+    if dtype not in ("bool", "float32"):
+        raise UsageError(
+            f"field {context.field!r} is declared {dtype} and does not say how it is drawn; "
+            "give it draw=lambda c: c.integers(8), say, or count= if it counts others"
+        )
     return context.coin(2 / 3) if dtype == "bool" else context.normal()
 
 

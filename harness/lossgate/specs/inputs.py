@@ -6,11 +6,14 @@ The inputs of a spec at a head are the fields of its batch class and the leaves 
 """
 
 from collections.abc import Mapping
+from dataclasses import fields as dataclass_fields
+from dataclasses import replace
 from typing import Any, Self
 
 from torch import Tensor
 
-from lossgate.specs.record import Record, field
+from lossgate.errors import UsageError
+from lossgate.specs.record import Field, Record, field, fields_of
 
 
 class Batch(Record):
@@ -68,6 +71,10 @@ class Batch(Record):
         dtype="int",
     )
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _check_fields(cls)
+
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Self:
         """Returns an object with these fields alone; it lacks those that are not there yet."""
@@ -84,3 +91,32 @@ class Batch(Record):
     def sequences(self) -> int:
         """The number of this dp rank's sequences."""
         return len(self.cu_seqlens) - 1
+
+
+def _check_fields(batch: type[Batch]) -> None:
+    """Checks what a class adds to ``Batch``.
+
+    Raises:
+        UsageError: if a field does not say what it holds, or has the name of something in every
+            batch. Such a field may mean something else, and ``valid_tokens`` count it.
+    """
+    declared, common = fields_of(batch), fields_of(Batch)
+    for f in dataclass_fields(batch):
+        if f.name not in declared:
+            raise UsageError(
+                f"{batch.__name__}.{f.name} does not say what it holds; write "
+                f"{f.name}: Tensor = lossgate.field('token', 'what it is', ...)"
+            )
+    for name in vars(batch).get("__annotations__", {}):
+        if name in common and _only_means_otherwise(name, declared[name]):
+            continue
+        if name in common or name in vars(Batch):
+            way_out = "its count= may differ, and nothing else" if name == "valid_tokens" else "call it otherwise"
+            raise UsageError(f"{batch.__name__}.{name}: every batch has {name!r} already; {way_out}")
+
+
+def _only_means_otherwise(name: str, own: Field) -> bool:
+    """Returns whether a field is that of ``Batch``, up to what it means, counts or belongs to."""
+    common = fields_of(Batch)[name]
+    count = own.count if name == "valid_tokens" else None
+    return own == replace(common, meaning=own.meaning, unshifted=own.unshifted, count=count)

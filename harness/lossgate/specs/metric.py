@@ -4,13 +4,15 @@
 from dataclasses import dataclass
 from typing import Literal
 
+Reduction = Literal["sum", "min", "max"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
     """A scalar that a candidate may return."""
 
     meaning: str
-    reduction: Literal["sum", "min", "max"] = "sum"
+    reduction: Reduction = "sum"
     """How the parts of ranks that share a batch make the whole."""
     uses_entropy: bool = False
     """It is computed from the entropies of tokens, which kernels compute in two ways."""

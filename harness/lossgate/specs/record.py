@@ -4,6 +4,7 @@
 from dataclasses import MISSING, dataclass
 from dataclasses import field as dataclass_field
 from dataclasses import fields as dataclass_fields
+from math import isfinite
 from types import MappingProxyType
 from typing import Any
 
@@ -63,6 +64,8 @@ def field(
     for name, function in {"draw": draw, "count": count}.items():
         if function is not None and not callable(function):
             raise UsageError(f"field({dims!r}, {name}={function!r}): expected a function")
+    if draw is not None and count is not None:
+        raise UsageError(f"field({dims!r}, {meaning!r}): give draw= or count=, not both")
     own = Field(tuple(dims.split()), " ".join(meaning.split()), dtype, draw, count, unshifted)  # pyright: ignore[reportArgumentType]
     return dataclass_field(metadata={"field": own})
 
@@ -104,17 +107,52 @@ def option(
     """
     if not isinstance(meaning, str) or not meaning.strip():  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UsageError(f"option({default!r}, {meaning!r}): expected what it means, in words")
-    if choices and between is not None:
-        raise UsageError(f"option({default!r}, choices={choices!r}, between={between!r}): give one of the two")
-    if choices and not any(type(c) is type(default) and c == default for c in choices):
-        raise UsageError(f"option({default!r}, choices={choices!r}): the default is none of them; add it")
-    if between is not None and not between[0] <= default <= between[1]:
-        raise UsageError(f"option({default!r}, between={between!r}): the default is not between them")
+    _check_domain(default, choices, between)
     domain = Between(between) if between is not None else tuple(choices)
     if not domain and isinstance(default, bool):
         domain = (default, not default)
     meaning = " ".join(meaning.split())
     return dataclass_field(default=default, metadata={"meaning": meaning, **({"domain": domain} if domain else {})})
+
+
+def is_plain(value: Any) -> bool:
+    """Returns whether a value is one that an option may have: problems are written as JSON."""
+    finite = not isinstance(value, float) or isfinite(value)
+    return value is None or (isinstance(value, str | bool | int | float) and finite)
+
+
+def _check_domain(default: Any, choices: Any, between: Any) -> None:
+    where = (
+        f"option({default!r}, choices={choices!r}" if between is None else f"option({default!r}, between={between!r}"
+    )
+    if choices and between is not None:
+        raise UsageError(f"{where}, choices={choices!r}): give choices= or between=, not both")
+    if not isinstance(choices, tuple):
+        raise UsageError(f"{where}): expected a tuple of values, such as choices=({default!r},)")
+    for value in (default, *choices):
+        if not is_plain(value):
+            raise UsageError(f"{where}): {value!r} can't be written into a problem; expected numbers, strings or None")
+    if choices and not any(type(c) is type(default) and c == default for c in choices):
+        same = [c for c in choices if c == default]
+        raise UsageError(
+            f"{where}): the default is {default!r} and the choice is {same[0]!r}; write both alike"
+            if same
+            else f"{where}): the default is none of them; add it"
+        )
+    if between is not None:
+        _check_between(default, between, where)
+
+
+def _check_between(default: Any, between: Any, where: str) -> None:
+    numbers = isinstance(between, tuple) and len(between) == 2 and all(map(_is_number, between))
+    if not numbers or not between[0] < between[1]:
+        raise UsageError(f"{where}): expected two numbers, the smaller first, such as between=(0.3, 3.0)")
+    if not _is_number(default) or not between[0] <= default <= between[1]:
+        raise UsageError(f"{where}): the default is not between them")
+
+
+def _is_number(value: Any) -> bool:
+    return is_plain(value) and isinstance(value, int | float) and not isinstance(value, bool)
 
 
 class Between(tuple[float, float]):

@@ -12,6 +12,7 @@ from itertools import product
 from types import MappingProxyType
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from dense_losses import softcapped
@@ -32,6 +33,7 @@ from lossgate.specs.sharding_goals import IDS_GOALS, SHARDING_GOALS
 from lossgate.specs.terms import Terms
 from lossgate.specs.token_stage import token_values
 from lossgate.specs.token_values import TokenValues
+from lossgate.specs.users_code import told_as
 from lossgate.spelling import nearest
 
 Reference = Callable[[TokenValues, Any, Any], Tensor | tuple[Tensor, Mapping[str, Tensor]] | Terms | None]
@@ -112,6 +114,12 @@ class Spec:
     def __repr__(self) -> str:
         return f"Spec({self.name!r})"
 
+    def __copy__(self) -> "Spec":
+        return self
+
+    def __deepcopy__(self, memo: Any) -> "Spec":
+        return self
+
     @cached_property
     def added(self) -> Mapping[str, Field]:
         """The inputs beside those of ``Batch`` and of the head."""
@@ -172,7 +180,10 @@ class Spec:
 
     def draw_fields(self, context: FieldContext) -> dict[str, Tensor]:
         """Draws the fields that the spec adds, without those that count."""
-        drawn = dict(self.draw(context)) if self.draw is not None else {}
+        drawn = dict[str, Tensor]()
+        if self.draw is not None:
+            with told_as(f"spec {self.name!r}: its draw="):
+                drawn = dict(self.draw(context))
         for name in drawn:
             if name not in self.added:
                 raise UsageError(
@@ -181,7 +192,8 @@ class Spec:
         for name, own in self.added.items():
             if own.count is None:
                 of = context.on(name, own.dims)
-                made = drawn[name] if name in drawn else own.draw(of) if own.draw else draw_default(of, own.dtype)
+                with told_as(f"spec {self.name!r}: the draw= of field {name!r}"):
+                    made = drawn[name] if name in drawn else own.draw(of) if own.draw else draw_default(of, own.dtype)
                 drawn[name] = checked(of, made, own.dtype)
         return drawn
 
@@ -190,11 +202,12 @@ class Spec:
 
         They are computed again whenever a token is masked.
         """
-        trained = self.trained(self.batch(fields)) if self.trained_dim == "token" else fields["mask"]
+        trained = self.trained_of(fields) if self.trained_dim == "token" else fields["mask"]
         found = {"valid_tokens": trained.sum()}
         for name, own in fields_of(self.batch_type).items():
             if own.count is not None:
-                found[name] = own.count(self.batch({**fields, **found}))
+                with told_as(f"spec {self.name!r}: the count= of field {name!r}"):
+                    found[name] = own.count(self.batch({**fields, **found}))
         return found
 
     def counted(self, batch: GlobalBatch) -> GlobalBatch:
@@ -202,8 +215,32 @@ class Spec:
         return replace(batch, fields={**batch.fields, **self.counts(batch.known)})
 
     def trained_of(self, fields: Mapping[str, Any]) -> Tensor:
-        """Returns what counts for the loss: ``[T]`` bool of tokens, or ``[S]`` of sequences."""
-        return self.trained(self.batch(fields))
+        """Returns what counts for the loss: ``[T]`` bool of tokens, or ``[S]`` of sequences.
+
+        Raises:
+            UsageError: if ``trained`` gives something else.
+        """
+        size = len(fields["mask"]) if self.trained_dim == "token" else len(fields["cu_seqlens"]) - 1
+        with told_as(f"spec {self.name!r}: its trained="):
+            found: Any = self.trained(self.batch(fields))
+        if not isinstance(found, Tensor) or found.dtype is not torch.bool or found.shape != (size,):
+            given = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise UsageError(
+                f"spec {self.name!r}: its trained= gave {given}; expected bools, one for each {self.trained_dim}"
+            )
+        return found
+
+    def covered_by(self, batch: GlobalBatch, options: Any) -> set[str]:
+        """Returns the goals that ``covered`` says a problem reaches."""
+        if self.covered is None:
+            return set()
+        with told_as(f"spec {self.name!r}: its covered="):
+            found = set(self.covered(batch, options))
+        for name in found - self.goals.keys():
+            raise UsageError(
+                f"spec {self.name!r}: its covered= gave {name!r}, which is no goal; {nearest(name, self.goals)}"
+            )
+        return found
 
     # Options
 
@@ -318,24 +355,57 @@ class BoundSpec:
         Raises:
             UsageError: if the reference returns something else.
         """
-        batch = self.spec.batch(fields)
-        loss, metrics = _loss_and_metrics(self.spec, self.spec(values, batch, self.options))
+        with told_as(f"spec {self.spec.name!r}: its reference"):
+            returned = self.spec(values, self.spec.batch(fields), self.options)
+        loss, metrics = _loss_and_metrics(self.spec, returned)
         if self.spec.extra_metrics is not None and self._wants_more_than(metrics):
-            metrics |= self.spec.extra_metrics(values, batch, self.options)
+            with told_as(f"spec {self.spec.name!r}: its extra_metrics="):
+                metrics |= self.spec.extra_metrics(values, self.spec.batch(fields), self.options)
+        self._check({"loss": loss}, values)
+        self._check_metrics(metrics)
+        self._check({f"metric {name!r}": metric for name, metric in metrics.items()}, values)
         return loss, metrics
+
+    def _check(self, scalars: Mapping[str, Any], values: TokenValues) -> None:
+        """Checks that scalars are, and in the dtype of the values per token."""
+        wanted, who = next(iter(values.given.values())).dtype, f"spec {self.spec.name!r}: its reference"
+        for name, scalar in scalars.items():
+            if not isinstance(scalar, Tensor) or scalar.dim():
+                raise UsageError(f"{who} returned {name} as {_shown(scalar)}; expected a scalar tensor: add up entries")
+            if scalar.dtype != wanted:
+                got, own = (str(dtype).removeprefix("torch.") for dtype in (scalar.dtype, wanted))
+                raise UsageError(
+                    f"{who} returned {name} in {got}, and computes in {own}; in torch a count divided by a count is "
+                    "float32: write count.to(values.logprobs) / total, or whatever else it is computed from"
+                )
+
+    def _check_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Checks that the reference has given what it declares, and what is compared."""
+        who, declared = f"spec {self.spec.name!r}: its reference", self.spec.metrics
+        for name in metrics:
+            if name not in declared:
+                raise UsageError(f"{who} returned metric {name!r}, which metrics= lacks; {nearest(name, declared)}")
+        if missing := [o.name for o in self.returned or () if o.kind == "metric" and o.name not in metrics]:
+            raise UsageError(f"{who} did not return metric {missing[0]!r}, which the candidate returns; return it, too")
 
     def _wants_more_than(self, metrics: Collection[str]) -> bool:
         return self.returned is None or any(o.kind == "metric" and o.name not in metrics for o in self.returned)
 
 
 def _loss_and_metrics(spec: Spec, returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    who = f"spec {spec.name!r}: its reference"
     if isinstance(returned, Terms):
-        return returned.loss, dict(returned.metrics)
-    if isinstance(returned, Tensor):
-        return returned, {}
-    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], Tensor):
-        return returned[0], dict(returned[1])
-    raise UsageError(
-        f"spec {spec.name!r}: its reference returned {type(returned).__name__}; expected the loss, "
-        "(loss, metrics) or lossgate.Terms(...)"
-    )
+        with told_as(f"{who} returned terms that"):
+            returned = returned.loss, returned.metrics
+    loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    if not isinstance(loss, Tensor) or not isinstance(metrics, Mapping):
+        raise UsageError(
+            f"{who} returned {type(returned).__name__}; expected the loss as a tensor, (loss, metrics) or "
+            "lossgate.Terms(...)"
+        )
+    return loss, dict(metrics)
+
+
+def _shown(value: Any) -> str:
+    """Returns what a value is, for people."""
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"the {type(value).__name__}"

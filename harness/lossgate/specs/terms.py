@@ -38,13 +38,18 @@ class Terms:
         """The sum of all terms.
 
         Raises:
-            UsageError: if there is no term, or a term names a normaliser that is not there.
+            UsageError: if there is no term, one is no ``Term``, or names a normaliser that is not
+                there.
         """
         if not self.terms:
             raise UsageError("Terms(terms={}): expected at least one term")
         return torch.stack([self._total(name, term) for name, term in self.terms.items()]).sum()
 
     def _total(self, name: str, term: Term) -> Tensor:
+        if not isinstance(term, Term):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UsageError(
+                f"term {name!r} is a {type(term).__name__}; expected lossgate.Term(values=..., over='a normaliser')"
+            )
         total = term.values.sum()
         if term.over is None:
             return total

@@ -1,0 +1,387 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a spec must not say, and what its functions must not return: each has a message."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lossgate
+from lossgate import Between, CoverageGoal, Mistake, Option, Problem, Spec, Term, Terms, UsageError, field, option
+from lossgate.adequacy.coverage import required_goals
+from lossgate.bank.dense_candidates import dense_candidate
+from lossgate.cases.bound_problem import BoundProblem
+from lossgate.layout import Layout
+
+
+class SomeOptions(lossgate.Options):
+    gamma: float = option(2.0, "a power", choices=(2.0, 0.0))
+    mode: str = option("a", "a mode", choices=("a", "b"))
+
+
+class SomeBatch(lossgate.Batch):
+    weights: Tensor = field("token", "weights")
+
+
+class HasHidden(lossgate.Batch):
+    hidden: Tensor = field("token", "not those of the head")
+
+
+class HasBias(lossgate.Options):
+    bias: bool = option(False, "a bias")
+
+
+class NoDefault(lossgate.Options):
+    gamma: float
+
+
+class NoChoices(lossgate.Options):
+    gamma: float = option(2.0, "a power")
+
+
+@dataclass(frozen=True)
+class NoMeaning:
+    gamma: float = 2.0
+
+
+def nll(values: Any, batch: Any, options: Any) -> Any:
+    """The sum of all NLLs."""
+    return torch.where(batch.mask, -values.logprobs, 0.0).sum()
+
+
+def scenario(**changes: Any) -> Option:
+    return Option(**{"name": "kind", "meaning": "a kind", "default": "a", "choices": ("a", "b"), **changes})
+
+
+def goal(**changes: Any) -> dict[str, CoverageGoal]:
+    return {"mine": CoverageGoal(**{"meaning": "mine", "reached": nll, **changes})}
+
+
+DECLARATIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "no name": ({"name": nll}, "spec(...) decorates a reference without a name; write @lossgate.spec('focal') above"),
+    "name": ({"name": "a loss"}, "spec('a loss'): expected a name of letters, digits, '_', '-' and '.'"),
+    "uses": ({"uses": ("logprob",)}, "uses has 'logprob'; did you mean 'logprobs'? (expected one of logprobs, entropy"),
+    "uses as text": ({"uses": "logprobs"}, "uses='logprobs'; expected a tuple of some of logprobs, entropy"),
+    "head": ({"heads": ("hiden",)}, "heads has 'hiden'; did you mean 'hidden'? (expected one of hidden, logits"),
+    "no head": ({"heads": ()}, "heads=(); expected a tuple of some of hidden, logits"),
+    "output": ({"outputs": ("los",)}, "outputs has 'los'; did you mean 'loss'?"),
+    "batch": ({"batch": dict}, "batch is <class 'dict'>; expected a class derived from lossgate.Batch"),
+    "batch object": ({"batch": 3}, "batch is 3; expected a class derived from lossgate.Batch"),
+    "field of a head": (
+        {"batch": HasHidden},
+        "field 'hidden' of HasHidden is also an input of head 'hidden'; call it otherwise, such as 'token_hidden'",
+    ),
+    "options": ({"options": dict}, "options is <class 'dict'>; expected a class derived from lossgate.Options"),
+    "option of every spec": ({"options": HasBias}, "option 'bias' is one that every spec has; call it otherwise"),
+    "no default": ({"options": NoDefault}, "NoDefault.gamma has no default; give it one: gamma = lossgate.option("),
+    "no meaning": ({"options": NoMeaning}, "NoMeaning.gamma does not say what it means; write gamma = lossgate.option"),
+    "no choices": ({"options": NoChoices}, "NoChoices.gamma does not say which values problems draw; write"),
+    "choices of no option": ({"choices": {"gama": (1.0,)}}, "SomeOptions has no option 'gama'; did you mean 'gamma'?"),
+    "temperature": ({"temperature": "gama"}, "temperature names 'gama', which is no option; did you mean 'gamma'?"),
+    "temperature of 0": (
+        {"temperature": "gamma"},
+        "temperature is an option with the value 0.0; expected numbers above 0",
+    ),
+    "softcap": ({"softcap": "mode"}, "softcap is an option with the value 'a'; expected numbers above 0, or None"),
+    "group": ({"option_groups": (("gamma", "mod"),)}, "option_groups names 'mod', which is no option; did you mean"),
+    "ids": ({"gathered_ids": "weight"}, "gathered_ids='weight' is no field; did you mean 'weights'?"),
+    "metrics": ({"metrics": ("a",)}, "metrics=('a',); expected a mapping, such as {'accuracy': 'what it means'}"),
+    "metric": ({"metrics": {"a": 3}}, "metrics['a'] is 3; expected what it means, or a lossgate.Metric"),
+    "metric loss": ({"metrics": {"loss": "x"}}, "metrics has 'loss', which is an output of its own; call the metric"),
+    "metric logprobs": ({"metrics": {"logprobs": "x"}}, "metrics has 'logprobs', which is an output of its own"),
+    "metric grad": (
+        {"metrics": {"grad of hidden": "x"}},
+        "metrics has 'grad of hidden', which is an output of its own",
+    ),
+    "reduction": (
+        {"metrics": {"a": lossgate.Metric(meaning="x", reduction="mean")}},  # pyright: ignore[reportArgumentType]
+        "metrics['a'] has reduction='mean'; expected one of sum, min, max. A mean is a sum that is already divided",
+    ),
+    "scenarios": ({"scenarios": ("a",)}, "scenarios=('a',); expected a tuple of lossgate.Option(name=..., ...)"),
+    "scenario named twice": ({"scenarios": (scenario(name="mode"),)}, "'mode' is the name of two options or scenarios"),
+    "scenario": (
+        {"scenarios": (scenario(default="c"),)},
+        "scenario 'kind' has default='c' and choices=('a', 'b'); expected a tuple of strings, the default among them",
+    ),
+    "tie": (
+        {"scenarios": (scenario(),), "tie_scenarios": {"kind": "c"}},
+        "tie_scenarios has 'kind': 'c'; expected a scenario and its choice",
+    ),
+    "goals": ({"goals": {"mine": "x"}}, "goal 'mine' is 'x'; expected lossgate.CoverageGoal(meaning=..., reached=...)"),
+    "goal out of reach": (
+        {"goals": goal(reached=None)},
+        "goal 'mine' does not say how it is reached; give it reached=",
+    ),
+    "goal of every loss": (
+        {"goals": {"masked token": goal()["mine"]}},
+        "goal 'masked token' is one that every loss has; call it otherwise",
+    ),
+    "goal's option": (
+        {"goals": goal(unreachable_if={"gama": (1.0,)})},
+        "goal 'mine': unreachable_if has 'gama'; did you mean 'gamma'?",
+    ),
+    "goal's head": ({"goals": goal(heads=("hiden",))}, "goal 'mine': heads has 'hiden'; did you mean 'hidden'?"),
+    "goal's axis": ({"goals": goal(axes=("pp",))}, "goal 'mine': axes has 'pp'; expected one of dp, cp, tp"),
+    "goal's function": (
+        {"goals": goal(reached=lambda batch: True)},
+        "goal 'mine': reached can't be called as it will be (too many positional arguments); expected a function of",
+    ),
+    "mistakes": ({"mistakes": Mistake(name="a", sentence="b")}, "expected a tuple of lossgate.Mistake(name=..., ...)"),
+    "trained dim": ({"trained_dim": "tokens"}, "trained_dim='tokens'; expected 'token' or 'sequence'"),
+    "group size": ({"group_size": 0}, "group_size=0; expected a positive whole number, such as 2 for pairs"),
+    "draw": ({"draw": 3}, "draw is 3; expected a function of context"),
+    "draw of nothing": ({"draw": lambda: {"a": 1}}, "draw can't be called as it will be (too many positional arg"),
+    "trained": ({"trained": "mask"}, "trained is 'mask'; expected a function of batch"),
+}
+
+
+@pytest.mark.parametrize(("given", "message"), DECLARATIONS.values(), ids=DECLARATIONS)
+def test_a_declaration_that_is_wrong_is_refused(given: dict[str, Any], message: str) -> None:
+    right: dict[str, Any] = {"name": "mine", "options": SomeOptions, "batch": SomeBatch}
+    assert isinstance(lossgate.spec(**right)(nll), Spec)
+    with pytest.raises(UsageError) as error:
+        lossgate.spec(**{**right, **given})
+    assert message in str(error.value)
+    assert str(error.value).startswith("spec(")
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        (3, "spec('mine'): the reference is 3; expected a function of values, batch, options"),
+        (lambda values, batch: 0, "the reference can't be called as it will be (too many positional arguments)"),
+        (lossgate.spec("mine")(nll), "spec('mine') decorates Spec('mine'), which is a spec already; decorate its"),
+    ],
+)
+def test_what_is_no_reference_is_refused(reference: Any, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        lossgate.spec("mine")(reference)
+    assert message in str(error.value)
+
+
+CLASSES: dict[str, tuple[Callable[[], Any], str]] = {
+    "dims": (lambda: field(("token",), "x"), "field(('token',), ...): expected names of dims in one string"),  # pyright: ignore[reportArgumentType]
+    "meaning": (lambda: field("token", ""), "field('token', ''): expected what it means, in words"),
+    "dtype": (lambda: field("token", "x", dtype="f32"), "field('token', dtype='f32'): expected 'float32', 'bool' or"),
+    "draw": (lambda: field("token", "x", draw=3), "field('token', draw=3): expected a function"),
+    "count": (lambda: field("", "x", count="all"), "field('', count='all'): expected a function"),
+    "both": (lambda: field("", "x", draw=len, count=len), "field('', 'x'): give draw= or count=, not both"),
+    "option meaning": (lambda: option(1.0, " "), "option(1.0, ' '): expected what it means, in words"),
+    "choices and between": (
+        lambda: option(1.0, "x", choices=(1.0,), between=(0.0, 1.0)),
+        "option(1.0, between=(0.0, 1.0), choices=(1.0,)): give choices= or between=, not both",
+    ),
+    "choices": (lambda: option(1.0, "x", choices=[1.0]), "expected a tuple of values, such as choices=(1.0,)"),  # pyright: ignore[reportArgumentType]
+    "default": (lambda: option(3.0, "x", choices=(1.0, 2.0)), "choices=(1.0, 2.0)): the default is none of them; add"),
+    "alike": (lambda: option(2, "x", choices=(2.0,)), "the default is 2 and the choice is 2.0; write both alike"),
+    "value": (
+        lambda: option((1, 2), "x", choices=((1, 2),)),
+        "(1, 2) can't be written into a problem; expected numbers, strings or None",
+    ),
+    "infinite": (lambda: option(float("inf"), "x", choices=(float("inf"),)), "inf can't be written into a problem"),
+    "interval": (lambda: option(1.0, "x", between=(2.0, 0.5)), "expected two numbers, the smaller first, such as"),
+    "outside": (lambda: option(1.0, "x", between=(2.0, 3.0)), "between=(2.0, 3.0)): the default is not between them"),
+    "no field": (
+        lambda: type("Mine", (lossgate.Batch,), {"__annotations__": {"weights": Tensor}}),
+        "Mine.weights does not say what it holds; write weights: Tensor = lossgate.field('token', 'what it is', ...)",
+    ),
+    "labels": (
+        lambda: type("Mine", (lossgate.Batch,), {"__annotations__": {"labels": Tensor}, "labels": field("", "x")}),
+        "Mine.labels: every batch has 'labels' already; call it otherwise",
+    ),
+    "sequences": (
+        lambda: type("Mine", (lossgate.Batch,), {"__annotations__": {"sequences": int}, "sequences": field("", "x")}),
+        "Mine.sequences: every batch has 'sequences' already; call it otherwise",
+    ),
+    "drawn tokens": (
+        lambda: type(
+            "Mine",
+            (lossgate.Batch,),
+            {
+                "__annotations__": {"valid_tokens": Tensor},
+                "valid_tokens": field("", "x", dtype="int64", draw=lambda c: c.integers(3)),
+            },
+        ),
+        "Mine.valid_tokens: every batch has 'valid_tokens' already; its count= may differ, and nothing else",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), CLASSES.values(), ids=CLASSES)
+def test_a_field_or_option_that_is_wrong_is_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        make()
+    assert message in str(error.value)
+
+
+def test_an_option_may_say_its_values_in_the_spec() -> None:
+    made = lossgate.spec("mine", options=SomeOptions, choices={"gamma": Between((0.5, 3.0))})(nll)
+    assert made.supported_options["gamma"].interval == (0.5, 3.0)
+
+
+# What a spec's functions return
+
+
+def bound(reference: Any = nll, *, returned: Any = (), **declared: Any) -> BoundProblem:
+    return BoundProblem(lossgate.spec("mine", heads=("logprobs",), **declared)(reference), PROBLEM)
+
+
+def batch_of(dims: str, dtype: str = "float32", **given: Any) -> type[lossgate.Batch]:
+    namespace = {"__annotations__": {"mine": Tensor}, "mine": field(dims, "x", dtype=dtype, **given)}
+    return type("Mine", (lossgate.Batch,), namespace)
+
+
+PROBLEM = Problem(
+    spec="mine", head="logprobs", dtype="float32", lengths=(3, 2), masks=("all",) * 2, hidden=1, vocab=5, seed=1
+)
+
+RESULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "number": (
+        {"reference": lambda v, b, o: 3.0},
+        "its reference returned float; expected the loss as a tensor, (loss",
+    ),
+    "loss": (
+        {"reference": lambda v, b, o: v.logprobs},
+        "its reference returned loss as a tensor of shape [5]; expected a scalar tensor: add up entries",
+    ),
+    "float32": (
+        {"reference": lambda v, b, o: nll(v, b, o).float()},
+        "its reference returned loss in float32, and computes in float64; in torch a count divided by a count is",
+    ),
+    "a metric in float32": (
+        {"reference": lambda v, b, o: (nll(v, b, o), {"a": b.mask.sum() / 3}), "metrics": {"a": "x"}},
+        "its reference returned metric 'a' in float32, and computes in float64",
+    ),
+    "a metric that is no tensor": (
+        {"reference": lambda v, b, o: (nll(v, b, o), {"a": 3.0}), "metrics": {"a": "x"}},
+        "its reference returned metric 'a' as the float; expected a scalar tensor",
+    ),
+    "a metric without a name": (
+        {"reference": lambda v, b, o: (nll(v, b, o), {"b": v.logprobs.sum()}), "metrics": {"a": "x"}},
+        "its reference returned metric 'b', which metrics= lacks; expected one of a",
+    ),
+    "detached": (
+        {"reference": lambda v, b, o: v.logprobs.detach().sum()},
+        "its reference returned a loss that no value per token leads to; compute it from values",
+    ),
+    "raises": (
+        {"reference": lambda v, b, o: v.entropy.sum()},
+        "its reference raised AttributeError: values.entropy is not there: either the spec does not name 'entropy' in",
+    ),
+    "no terms": ({"reference": lambda v, b, o: Terms(terms={})}, "Terms(terms={}): expected at least one term"),
+    "normaliser": (
+        {"reference": lambda v, b, o: Terms(terms={"t": Term(values=v.logprobs, over="n")}, normalisers={"m": 1})},  # pyright: ignore[reportArgumentType]
+        "term 't' is over 'n', which is no normaliser; there are: 'm'",
+    ),
+    "no term": (
+        {"reference": lambda v, b, o: Terms(terms={"t": v.logprobs})},
+        "term 't' is a Tensor; expected lossgate.Term(values=..., over='a normaliser')",
+    ),
+    "trained": (
+        {"trained": lambda b: b.mask.long()},
+        "its trained= gave torch.int64 [5]; expected bools, one for each token",
+    ),
+    "trained raises": ({"trained": lambda b: b.weights}, "its trained= raised AttributeError: "),
+    "draw raises": (
+        {"batch": batch_of("token", draw=lambda c: 1 / 0)},
+        "the draw= of field 'mine' raised ZeroDivisionError: division by zero (test_declared_specs.py, line ",
+    ),
+    "count raises": ({"batch": batch_of("", count=lambda b: 1 / 0)}, "the count= of field 'mine' raised ZeroDivisionE"),
+    "shape": (
+        {"batch": batch_of("sequence", draw=lambda c: c.logprobs)},
+        "field 'mine': its draw= gave the shape (5,); expected that of its dims [sequence], here (2,)",
+    ),
+    "drawn dtype": (
+        {"batch": batch_of("token", "int64", draw=lambda c: c.uniform())},
+        "field 'mine': its draw= gave torch.float64; it is declared int64",
+    ),
+    "no tensor": ({"batch": batch_of("token", draw=lambda c: 1.0)}, "its draw= gave float; expected a tensor"),
+    "no draw": (
+        {"batch": batch_of("token", "int64")},
+        "field 'mine' is declared int64 and does not say how it is drawn; give it draw=lambda c: c.integers(8), say",
+    ),
+    "dim": ({"batch": batch_of("token topk")}, "field 'mine' has dim 'topk', whose size no problem knows; make the"),
+    "another field": (
+        {"batch": batch_of("token"), "draw": lambda c: {"mime": c.logprobs}},
+        "draw= gave 'mime', which is no field; did you mean 'mine'?",
+    ),
+    "draw of the spec": (
+        {"batch": batch_of("token"), "draw": lambda c: {}[1]},
+        "spec 'mine': its draw= raised KeyError: 1",
+    ),
+    "reached": (
+        {"goals": goal(reached=lambda v, b, o: b.weights)},
+        "spec 'mine': reached= of goal 'mine' raised AttributeError",
+    ),
+    "covered": ({"covered": lambda b, o: 1 / 0}, "spec 'mine': its covered= raised ZeroDivisionError"),
+    "covers no goal": (
+        {"covered": lambda b, o: {"mime"}, "goals": goal(reached=None)},
+        "spec 'mine': its covered= gave 'mime', which is no goal; did you mean 'mine'?",
+    ),
+}
+
+
+@pytest.mark.parametrize(("given", "message"), RESULTS.values(), ids=RESULTS)
+def test_what_a_spec_must_not_return_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        _run(bound(**given))
+    assert message in str(error.value)
+
+
+def _run(problem: BoundProblem) -> Any:
+    _ = problem.coverage
+    return problem.dense.outputs(problem.bound_spec)
+
+
+def test_a_metric_that_a_candidate_returns_must_come_from_the_reference() -> None:
+    problem = bound(metrics={"a": "x"})
+    _run(problem)
+    with pytest.raises(UsageError, match="did not return metric 'a', which the candidate returns; return it, too"):
+        problem.reference([problem.spec.output("loss"), problem.spec.output("a")])
+
+
+def test_terms_are_added_up() -> None:
+    def reference(values: Any, batch: Any, options: Any) -> Terms:
+        logprobs = torch.where(batch.mask, -values.logprobs, 0.0)
+        terms = {"a": Term(values=logprobs), "b": Term(values=2 * logprobs, over="n")}
+        return Terms(terms=terms, normalisers={"n": batch.valid_tokens}, metrics={"n": batch.valid_tokens.to(logprobs)})
+
+    def plain(values: Any, batch: Any, options: Any) -> Tensor:
+        return nll(values, batch, options) * (1 + 2 / batch.valid_tokens)
+
+    named = _run(bound(reference, metrics={"n": "x"}))
+    for output, value in _run(bound(plain)).items():
+        torch.testing.assert_close(named[output], value)
+    assert any(str(output) == "n" for output in named)
+
+
+# Specs as objects
+
+
+def test_a_spec_is_not_copied() -> None:
+    made = lossgate.spec("mine")(nll)
+    assert copy.copy(made) is made
+    assert copy.deepcopy([made])[0] is made
+
+
+def test_a_spec_says_what_it_is_without_its_source() -> None:
+    """In a notebook or with ``exec`` there is no source to read."""
+    namespace: dict[str, Any] = {"__name__": "nowhere"}
+    text = (
+        "import lossgate\nclass O(lossgate.Options):\n  a: float = lossgate.option(1.0, 'a  b', choices=(1.0, 2.0))\n"
+    )
+    text += "@lossgate.spec('made', options=O)\ndef made(values, batch, options):\n  '''A line.\n\n  More.'''\n"
+    exec(text, namespace)
+    made = namespace["made"]
+    assert (made.summary, [one.meaning for one in made.options]) == ("A line", ["a b"])
+
+
+def test_options_and_goals_of_a_spec_are_those_of_its_candidates() -> None:
+    made = lossgate.spec("mine", options=SomeOptions, goals=goal())(nll)
+    dense = dense_candidate(made, "hidden")
+    assert dense.supports["gamma"] is lossgate.ANY
+    assert "mine" in required_goals(dense, Layout())
