@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds candidates in files and modules."""
+"""Finds candidates and specs in files and modules."""
 
 import importlib
 import importlib.util
@@ -13,6 +13,7 @@ from zlib import crc32
 
 from lossgate.declaration.candidate import Candidate
 from lossgate.errors import UsageError
+from lossgate.losses import SPECS
 from lossgate.specs.spec import Spec
 from lossgate.spelling import nearest
 
@@ -41,6 +42,31 @@ def load_candidates(target: str) -> list[Candidate]:
         raise UsageError(f"{location}: no candidate named {name!r}; {nearest(name, found)}")
     chosen = [candidate for candidate in found.values() if name in ("", candidate.name)]
     return [replace(candidate, source=f"{location}:{candidate.name}") for candidate in chosen]
+
+
+def load_specs(target: str) -> list[Spec]:
+    """Loads specs, in the order of their definition: those that a file or module makes.
+
+    Those that it imports from lossgate are not its own.
+
+    Args:
+        target: ``file.py`` or ``package.module`` for all, ``file.py:name`` or
+            ``package.module:name`` for one.
+
+    Raises:
+        UsageError: if there is no such file, module or spec, or it cannot be imported.
+    """
+    location, _, name = target.rpartition(":") if ":" in target else (target, "", "")
+    found: dict[str, Spec] = {}
+    for value in vars(_load(location)).values():
+        if isinstance(value, Spec) and found.setdefault(value.name, value) is not value:
+            raise UsageError(f"{location}: two specs are named {value.name!r}; rename one")
+    own = {name: spec for name, spec in found.items() if SPECS.get(name) is not spec} or found
+    if not own:
+        raise UsageError(f"{location}: no spec in it; decorate a reference with @lossgate.spec('its name', ...)")
+    if name and name not in own:
+        raise UsageError(f"{location}: no spec named {name!r}; {nearest(name, own)}")
+    return [own[name]] if name else list(own.values())
 
 
 def load_candidate(source: str) -> Candidate:

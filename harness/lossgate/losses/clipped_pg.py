@@ -247,6 +247,7 @@ _SWITCH = (False, True)
         EVERY_SEQUENCE_COUNTS,
     ),
     kinks=True,
+    stop_gradient=True,
     metrics=_METRICS,
     goals={
         "sequence that does not count": CoverageGoal(meaning="a sequence that the sample mask leaves out"),

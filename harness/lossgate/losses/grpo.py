@@ -170,6 +170,7 @@ _SWITCH = (False, True)
         fixed_option("top_p", 1.0, "top-p is ignored"),
     ),
     kinks=True,
+    stop_gradient=True,
     metrics={
         **{f"kl{k}": Metric(meaning=f"{_MEAN} KL estimate {k}") for k in range(4)},
         "kl_avg": Metric(meaning="beta times the mean of the chosen KL estimate"),

@@ -66,6 +66,7 @@ def spec(
     goals: Mapping[str, CoverageGoal] | None = None,
     covered: Covered | None = None,
     kinks: bool = False,
+    stop_gradient: bool = False,
     tie_scenarios: Mapping[str, str] | None = None,
     mistakes: tuple[Mistake, ...] = (),
     summary: str | None = None,
@@ -122,6 +123,8 @@ def spec(
             themselves how they are reached.
         kinks: the loss has clips or comparisons. Tokens that are too near to one of them, for the
             dtype, are masked.
+        stop_gradient: the loss stops gradients on purpose, so that its gradient is not its
+            derivative. ``lossgate spec check`` then does not compare them.
         tie_scenarios: scenarios in which every comparison is a tie that does not matter to loss and
             gradients: nothing is masked.
         mistakes: what kernels of it have got wrong, for tests of one's own tests.
@@ -184,6 +187,7 @@ def spec(
         "goals": check_goals(goals or {}, covered, [*by_name, *RESERVED_OPTIONS], where),
         "covered": covered,
         "kinks": kinks,
+        "stop_gradient": stop_gradient,
         "tie_scenarios": dict(tie_scenarios or {}),
         "mistakes": check_mistakes(mistakes, where),
     }

@@ -102,6 +102,7 @@ class Spec:
     goals: Mapping[str, CoverageGoal] = field(default_factory=dict)
     covered: Covered | None = None
     kinks: bool = False
+    stop_gradient: bool = False
     tie_scenarios: Mapping[str, str] = field(default_factory=dict)
     mistakes: tuple[Mistake, ...] = ()
 
