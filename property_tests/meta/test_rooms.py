@@ -32,6 +32,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("properties",),
     ("adequacy",),
     ("engine",),
+    ("spec_check",),
     ("evidence",),
     ("gate",),
     ("reports",),

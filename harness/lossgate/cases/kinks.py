@@ -55,7 +55,9 @@ def mask_near_kinks(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> G
     streams, gap = RandomStreams(problem.to_json()), _SIGMAS * _rounding_error(batch, problem, bound)
     values = bound.token_values(problem.head, batch.leaves, batch.fields)
     for round_ in range(_ROUNDS):
-        moves = {name: gap * _signs(streams, round_, name, value.shape) for name, value in _moved(values).items()}
+        moves = {
+            name: gap * _signs(streams, round_, name, value.shape) for name, value in values.differentiable.items()
+        }
         tokens, sequences = _near_kinks(batch, bound, values, moves)
         near = tokens | sequences[batch.fields["sequence"]]
         if not bool((near & batch.fields["mask"]).any()):
@@ -65,9 +67,17 @@ def mask_near_kinks(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> G
     return batch
 
 
-def _moved(values: TokenValues) -> dict[str, Tensor]:
-    """Returns the values per token that rounding moves."""
-    return {name: value for name, value in values.given.items() if name not in ("lowest", "highest")}
+def has_comparisons(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> bool:
+    """Returns whether a comparison of the loss comes out otherwise on one trained token, or
+    sequence, than on another.
+    """
+    values, trained = bound.token_values(problem.head, batch.leaves, batch.fields), bound.spec.trained_of(batch.known)
+    nowhere = {name: torch.zeros(2, *value.shape) for name, value in values.differentiable.items()}
+    for outcome in (outcome[0] for outcome in _outcomes(batch, bound, values, nowhere)):
+        of_trained = outcome[trained] if len(outcome) == len(trained) else outcome
+        if bool((of_trained > 0).any() and (of_trained < 0).any()):
+            return True
+    return False
 
 
 def _signs(streams: RandomStreams, round_: int, name: str, shape: torch.Size) -> Tensor:

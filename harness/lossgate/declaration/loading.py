@@ -13,7 +13,7 @@ from zlib import crc32
 
 from lossgate.declaration.candidate import Candidate
 from lossgate.errors import UsageError
-from lossgate.losses import SPECS
+from lossgate.losses import SPECS, all_specs, find_spec
 from lossgate.specs.spec import Spec
 from lossgate.spelling import nearest
 
@@ -67,6 +67,17 @@ def load_specs(target: str) -> list[Spec]:
     if name and name not in own:
         raise UsageError(f"{location}: no spec named {name!r}; {nearest(name, own)}")
     return [own[name]] if name else list(own.values())
+
+
+def find_specs(target: str) -> list[Spec]:
+    """Returns the specs of a file or module, as ``load_specs`` does; or the spec of a name.
+
+    Raises:
+        UsageError: if there is none.
+    """
+    if target.isidentifier() and (target in all_specs() or importlib.util.find_spec(target) is None):
+        return [find_spec(target)]
+    return load_specs(target)
 
 
 def load_candidate(source: str) -> Candidate:

@@ -54,6 +54,11 @@ class TokenValues:
             )
         raise AttributeError(f"TokenValues has no {name!r}; there are {', '.join(USES)}")
 
+    @property
+    def differentiable(self) -> dict[str, Tensor]:
+        """Those that are there and have a gradient."""
+        return {name: value for name, value in self.given.items() if name not in ("lowest", "highest")}
+
     def replace(self, **changed: Tensor) -> "TokenValues":
         """Returns the same with other values."""
         return TokenValues(**{**self.given, **changed})

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Judges the reference of a spec: is it fit to judge kernels by?"""

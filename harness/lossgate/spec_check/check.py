@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All checks of a spec, in order."""
+
+from collections.abc import Iterator
+
+import hypothesis.errors
+
+from lossgate.errors import UsageError
+from lossgate.spec_check.evaluated import ordinary_problems
+from lossgate.spec_check.gradients import comparisons, gradient, used
+from lossgate.spec_check.judged import judged, on_ranks
+from lossgate.spec_check.masked import masked, nothing_trained
+from lossgate.spec_check.outcome import Check, Finding, Outcome, Subject
+from lossgate.spec_check.sums import counts_add_up, parts_add_up
+from lossgate.spec_check.values import finite, metrics, runs, unchanged
+from lossgate.specs.spec import Spec
+
+CHECKS = (
+    Check("runs", "it runs on every problem, and under torch.vmap", runs, needed=True),
+    Check("unchanged", "it gives the same each time, and overwrites nothing", unchanged, needed=True),
+    Check("metrics", "it returns every metric that it declares", metrics),
+    Check("nothing trained", "if nothing is trained, the loss is finite and gradients are 0", nothing_trained),
+    Check("finite", "loss, metrics and gradients are finite", finite),
+    Check("masked", "NaN in what is not trained changes nothing", masked),
+    Check("gradient", "the gradient is the derivative of the loss", gradient),
+    Check("comparisons", "clips and comparisons are declared by kinks=True", comparisons),
+    Check("used", "every value and field changes a result", used),
+    Check("counts", "the counts of two halves of a batch add up", counts_add_up),
+    Check("parts", "loss, gradients and metrics of two halves of a batch add up", parts_add_up),
+    Check("judged", "problems show every option and goal, and the reference in float32 agrees", judged),
+    Check("ranks", "it agrees on ranks that split the batch and the vocabulary", on_ranks),
+)
+"""In the order in which they are done: the causes before what follows from them."""
+
+_DRAWS = Check("draws", "problems of it can be drawn", lambda _: iter(()), needed=True)
+
+_PROBLEMS = 40
+"""For each head."""
+
+
+def check_spec(spec: Spec) -> Iterator[Outcome]:
+    """Checks a spec: is its reference fit to judge kernels by?
+
+    The checks of a dense kernel, which take longest, are left out if another one has failed.
+
+    Args:
+        spec: what ``lossgate.spec`` returned.
+
+    Yields:
+        What came of each check, as soon as it is done.
+    """
+    try:
+        subject = Subject(spec, tuple(ordinary_problems(spec, _PROBLEMS)))
+        _ = [bound.batch for bound in subject.problems]
+    except UsageError as error:
+        yield Outcome(_DRAWS, (Finding(str(error), "mend what the message names"),))
+        return
+    except hypothesis.errors.Unsatisfiable:
+        yield Outcome(_DRAWS, (Finding("no options are valid together", "see __post_init__ and option_groups="),))
+        return
+    failed = False
+    for check in CHECKS:
+        if failed and check.find in (judged, on_ranks):
+            return
+        outcome = Outcome(check, _found(check, subject))
+        yield outcome
+        failed = failed or not outcome.passed
+        if check.needed and not outcome.passed:
+            return
+
+
+def _found(check: Check, subject: Subject) -> tuple[Finding, ...]:
+    try:
+        return tuple(check.find(subject))
+    except UsageError as error:
+        return (Finding(str(error), "mend what the message names"),)

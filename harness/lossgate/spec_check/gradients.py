@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of gradients, and of what a loss does with its values and fields."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lossgate.cases.bound_problem import BoundProblem
+from lossgate.cases.kinks import has_comparisons
+from lossgate.problems.random_streams import RandomStreams
+from lossgate.spec_check.evaluated import evaluate, evaluated, unlike, values_of
+from lossgate.spec_check.outcome import Finding, Subject, on
+from lossgate.specs.token_values import TokenValues
+
+_STEP = 2e-7
+"""Of central differences, for each value. Tokens stay about 1e-6 clear of kinks."""
+
+_TOLERANCE = 1e-4
+"""Relative to the gradient. What is detached by mistake is off by far more."""
+
+
+def gradient(subject: Subject) -> Iterator[Finding]:
+    """Looks for gradients that differences of the loss do not give."""
+    for bound in () if subject.spec.stop_gradient else subject.with_loss:
+        if _at_a_tie(bound):
+            continue
+        values, own = values_of(bound), evaluated(bound)
+        for name, value in values.differentiable.items():
+            signs = RandomStreams(bound.problem.to_json()).normal(f"direction of {name}", *value.shape).sign()
+            direction = torch.where(value.isfinite(), signs, 0.0)
+            found = float((own.gradients[name] * direction).sum())
+            expected, noise = _difference(bound, values, name, direction)
+            size = float(own.gradients[name].abs().sum()) + abs(expected)
+            if abs(expected - found) > _TOLERANCE * size + noise:
+                ratio = f"{found / expected:.3g} times" if abs(expected) > 1e-3 * size else "not"
+                yield Finding(
+                    f"the gradient of values.{name} is {ratio} what differences of the loss give",
+                    "detach nothing, and use no torch.no_grad(). If the loss stops gradients on purpose, as CISPO and "
+                    "REINFORCE do, say so with stop_gradient=True; if it has a clip or another comparison, with "
+                    "kinks=True",
+                    on(bound),
+                )
+                return
+
+
+def _at_a_tie(bound: BoundProblem) -> bool:
+    chosen = {choice.name: choice.default for choice in bound.spec.scenarios} | dict(bound.problem.scenario)
+    return any(chosen[name] == tie for name, tie in bound.spec.tie_scenarios.items())
+
+
+def _difference(bound: BoundProblem, values: TokenValues, name: str, direction: Tensor) -> tuple[float, float]:
+    """Returns the derivative along a direction, by differences, and how far rounding moves it.
+
+    Rounding is what two steps differ by, since the loss is smooth between them.
+    """
+
+    def loss(step: float) -> float:
+        moved = torch.where(direction != 0, values.given[name] + step * direction, values.given[name])
+        return float(evaluate(bound.bound_spec, values.replace(**{name: moved}), bound.batch.known).loss)
+
+    one, two = ((loss(step) - loss(-step)) / (2 * step) for step in (_STEP, 2 * _STEP))
+    return one, 10 * abs(one - two)
+
+
+def comparisons(subject: Subject) -> Iterator[Finding]:
+    """Looks for clips and comparisons of a loss that declares none."""
+    for bound in () if subject.spec.kinks else subject.with_loss:
+        if has_comparisons(bound.batch, bound.problem, bound.bound_spec):
+            yield Finding(
+                "it clamps or compares what rounding moves",
+                "say kinks=True: near the edge rounding decides which gradient, or metric, a right kernel finds, so "
+                "problems must stay clear of it",
+                on(bound),
+            )
+            return
+
+
+def used(subject: Subject) -> Iterator[Finding]:
+    """Looks for values and fields that change no result."""
+    spec = subject.spec
+    left = (
+        {*spec.uses, *(name for name in spec.added if name != spec.gathered_ids)} if subject.with_loss else set[str]()
+    )
+    for bound in subject.with_loss:
+        left = {name for name in left if not _matters(bound, name)}
+        if not left:
+            return
+    for name in sorted(left):
+        what, where = (f"values.{name}", "uses=") if name in spec.uses else (f"field {name!r}", "the batch class")
+        yield Finding(f"{what} changes nothing", f"use it, or drop it from {where}: kernels need not get it")
+
+
+def _matters(bound: BoundProblem, name: str) -> bool:
+    own, values, fields = evaluated(bound), values_of(bound), bound.batch.known
+    tensor = values.given.get(name, fields.get(name))
+    if tensor is None:
+        return False
+    other = _other(tensor)
+    if name in values.given:
+        return unlike(own, evaluate(bound.bound_spec, values.replace(**{name: other}), fields)) != ""
+    changed = {**fields, name: other}
+    if bound.spec.added[name].count is None:
+        changed |= bound.spec.counts(changed)
+    return unlike(own, evaluate(bound.bound_spec, values, changed)) != ""
+
+
+def _other(tensor: Tensor) -> Tensor:
+    """Returns another tensor of the same shape and kind."""
+    if tensor.dtype is torch.bool:
+        return ~tensor
+    if tensor.is_floating_point():
+        return torch.where(tensor.isfinite(), -0.75 * tensor - 0.25, tensor)
+    return tensor.flip(0) if tensor.dim() else 2 * tensor + 1

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks that what is not trained takes no part."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lossgate.cases.bound_problem import BoundProblem
+from lossgate.errors import UsageError
+from lossgate.spec_check.evaluated import evaluate, evaluated, unlike, values_dim, values_of
+from lossgate.spec_check.outcome import Finding, Subject, on
+from lossgate.spec_check.values import REMEDY
+from lossgate.specs.spec import Spec
+from lossgate.specs.token_values import TokenValues
+
+
+def _untrained(spec: Spec, fields: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns what is not trained, by dim: ``[tokens]`` and ``[sequences]``."""
+    trained, sequence = spec.trained_of(fields), fields["sequence"]
+    if spec.trained_dim == "sequence":
+        return {"token": ~(fields["mask"] & trained[sequence]), "sequence": ~trained}
+    none = torch.zeros(len(fields["cu_seqlens"]) - 1)
+    return {"token": ~trained, "sequence": none.index_add(0, sequence, trained.float()) == 0}
+
+
+def _poisoned(tensor: Tensor, away: Tensor) -> Tensor:
+    return torch.where(away.view(-1, *[1] * (tensor.dim() - 1)), torch.nan, tensor)
+
+
+def masked(subject: Subject) -> Iterator[Finding]:
+    """Looks for results that change where values or fields of what is not trained are NaN."""
+    for bound in subject.with_loss:
+        values, fields = values_of(bound), dict(bound.batch.known)
+        untrained = _untrained(subject.spec, fields)
+        of_values = untrained[values_dim(bound)]
+        poisoned = {name: _poisoned(value, of_values) for name, value in values.differentiable.items()}
+        if (what := _change(bound, values.replace(**poisoned), fields)) != "":
+            yield Finding(
+                f"NaN in values where nothing is trained changes {what}",
+                "select first, then compute: logprobs = torch.where(batch.mask, values.logprobs, 0.0). A product with "
+                "the mask keeps NaN, and so does the gradient of a torch.where that comes last",
+                on(bound),
+            )
+            return
+        for name, field in subject.spec.added.items():
+            if field.dims[:1] != (subject.spec.trained_dim,) or field.dtype != "float32" or field.unshifted:
+                continue
+            poison = {name: _poisoned(fields[name], untrained[subject.spec.trained_dim])}
+            if (what := _change(bound, values, {**fields, **poison})) != "":
+                yield Finding(
+                    f"NaN in field {name!r} where nothing is trained changes {what}",
+                    f"select it first, too: torch.where(batch.mask, batch.{name}, 0.0)",
+                    on(bound),
+                )
+                return
+
+
+def _change(bound: BoundProblem, values: TokenValues, fields: Mapping[str, Any]) -> str:
+    """Returns what differs with other inputs; empty if nothing does."""
+    try:
+        return unlike(evaluated(bound), evaluate(bound.bound_spec, values, fields))
+    except UsageError as error:
+        return f"whether it runs: {error}"
+
+
+def nothing_trained(subject: Subject) -> Iterator[Finding]:
+    """Looks for losses that are not finite, and gradients that are not 0, if nothing is trained."""
+    for bound in subject.with_loss:
+        fields = _without_trained(subject.spec, bound.batch.known)
+        if bool(subject.spec.trained_of(fields).any()):
+            continue
+        try:
+            found = evaluate(bound.bound_spec, values_of(bound), {**fields, **subject.spec.counts(fields)})
+        except UsageError as error:
+            yield Finding(f"with nothing trained: {error}", REMEDY, on(bound))
+            return
+        if not bool(found.loss.isfinite()) or any(bool((g != 0).any()) for g in found.gradients.values()):
+            yield Finding(
+                "with nothing trained, the loss is not finite, or a gradient is not 0",
+                "divide by batch.valid_tokens.clamp(min=1), and add up trained tokens alone",
+                on(bound),
+            )
+            return
+
+
+def _without_trained(spec: Spec, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns fields with an empty mask; if that is not enough, with no bool of a sequence true."""
+    emptied = {**fields, "mask": torch.zeros_like(fields["mask"])}
+    if bool(spec.trained_of(emptied).any()):
+        bools = [n for n, own in spec.added.items() if own.dtype == "bool" and own.dims == ("sequence",)]
+        emptied |= {name: torch.zeros_like(fields[name]) for name in bools}
+    return emptied
