@@ -31,7 +31,12 @@ def parts_add_up(subject: Subject) -> Iterator[Finding]:
             try:
                 parts.append((evaluate(bound.bound_spec, taken, fields), held))
             except UsageError as error:
-                yield Finding(f"on a part of the batch: {error}", "make it run on any number of tokens; a field with an entry for each needs 'token' in its dims", on(bound))
+                yield Finding(
+                    f"on a part of the batch: {error}",
+                    "make it run on any number of tokens, even none, as a rank may have it; and give a field with an "
+                    "entry for each token 'token' in its dims",
+                    on(bound),
+                )
                 return
         if (name := _not_the_sum(bound, whole, parts)) != "":
             yield Finding(f"two halves of a batch do not add up to the whole: {name}", _DIVIDE, on(bound))

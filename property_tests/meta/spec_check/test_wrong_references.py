@@ -142,7 +142,9 @@ def over_local_vocabulary(values: Any, batch: Any, options: Any) -> Any:
 
 def as_terms(values: Any, batch: Any, options: Any) -> Any:
     losses = batch.weights.where(batch.mask, 0.0) * focal_losses(values, batch, options.gamma)
-    return Terms(terms={"focal": Term(values=losses, over="tokens")}, normalisers={"tokens": batch.mask.sum().clamp(min=1)})
+    return Terms(
+        terms={"focal": Term(values=losses, over="tokens")}, normalisers={"tokens": batch.mask.sum().clamp(min=1)}
+    )
 
 
 class MeanCount(WeightBatch):
@@ -194,7 +196,9 @@ class Wrong:
 
 WRONG = {
     "wrong dims of the loss": Wrong(per_token, "runs", "shape", "mend"),
-    "wrong dims of a field": Wrong(right, "draws", "field 'weights': its draw= gave the shape", "mend", {"batch": WrongDims}),
+    "wrong dims of a field": Wrong(
+        right, "draws", "field 'weights': its draw= gave the shape", "mend", {"batch": WrongDims}
+    ),
     "float32": Wrong(in_float32, "runs", "returned loss in float32", "mend"),
     "an if on a tensor": Wrong(with_if, "runs", "under torch.vmap", "torch.where in place of if"),
     "an item": Wrong(with_item, "runs", "under torch.vmap", "no .item()"),

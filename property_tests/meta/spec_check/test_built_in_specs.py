@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every built-in reference holds to what is asked of users' ones."""
+
+import pytest
+
+from lossgate.losses import SPECS
+from lossgate.spec_check.check import CHECKS, check_spec
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_built_in_reference_holds(name: str) -> None:
+    outcomes = list(check_spec(SPECS[name]))
+    assert [outcome for outcome in outcomes if not outcome.passed] == []
+    assert [outcome.check for outcome in outcomes] == list(CHECKS)
