@@ -64,62 +64,68 @@ class ClippedPGOptions:
 
     disable_ppo_ratio: bool = option(
         False,
-        "REINFORCE: uses the log-prob c in place of the ratio, without a clip. force_on_policy_ratio overrides it",
+        "REINFORCE: the log-probability stands in place of the ratio, without a clip. force_on_policy_ratio "
+        "overrides it",
     )
     token_level_loss: bool = option(
         True,
-        "Whether R is the mean over tokens. If not, it is the mean over sequences of each sequence's mean"
-        " over its tokens",
+        "the loss is the mean over tokens. If not, it is the mean over sequences of each sequence's mean over "
+        "its tokens",
     )
     sequence_level_importance_ratios: bool = option(
         False,
-        "GSPO: one ratio per sequence, from the *mean* of c - p, and one importance weight per sequence, "
-        "from the *sum* of p - g",
+        "GSPO: one ratio for each sequence, from the mean of its tokens' log-ratios to prev_logprobs, and one "
+        "importance weight, from the sum of those of prev_logprobs to generation_logprobs",
     )
-    ratio_clip_min: float = option(0.2, "The ratio is clamped from below to 1 minus this")
-    ratio_clip_max: float = option(0.2, "The ratio is clamped from above to 1 plus this")
+    ratio_clip_min: float = option(0.2, "the ratio is clamped from below to 1 minus this")
+    ratio_clip_max: float = option(0.2, "the ratio is clamped from above to 1 plus this")
     ratio_clip_c: float | None = option(
         None,
-        "Dual clip: the loss of a token with a negative advantage is at most -A times this number, which "
-        "is above 1. None: no such bound",
+        "dual clip: the loss of a token with a negative advantage is at most minus the advantage times this "
+        "number, which is above 1. None for no such bound",
     )
     reference_policy_kl_penalty: float = option(0.01, "beta, the weight of the KL penalty")
     reference_policy_kl_type: KLType = option(
         "k3",
-        "The KL estimator of the penalty and of the metrics gen_kl_error and policy_kl_error",
+        "the KL estimator of the penalty and of the metrics gen_kl_error and policy_kl_error",
     )
-    kl_input_clamp_value: float | None = option(20.0, "Clamps q - u to plus or minus this many nats. None: no clamp")
+    kl_input_clamp_value: float | None = option(
+        20.0, "the log-ratio of reference and policy is clamped to plus or minus this many nats. None for no clamp"
+    )
     kl_output_clamp_value: float | None = option(
         10.0,
-        "Clamps the weighted estimate to plus or minus this many nats. None: no clamp",
+        "the weighted KL estimate is clamped to plus or minus this many nats. None for no clamp",
     )
     use_kl_in_reward: bool = option(
         False,
-        "Whether the penalty is part of the reward already. If so, beta is 0 in the loss",
+        "the penalty is part of the reward already, so that the loss has none",
     )
     use_importance_sampling_correction: bool = option(
         False,
-        "Whether w weights the policy loss. If not, w is only a metric",
+        "the policy loss is weighted by the probability in prev_logprobs over that in generation_logprobs. If "
+        "not, this weight is a metric only",
     )
     truncated_importance_sampling_type: TruncationType | None = option(
         None,
-        "How w is bounded; see importance.py. None: not at all",
+        "how that weight is bounded. None for no bound",
     )
     truncated_importance_sampling_ratio: float | None = option(
         None,
-        "The upper bound of w; for seq-mask-tis, of the geometric mean of w over a sequence",
+        "the upper bound of that weight; for seq-mask-tis, of its geometric mean over a sequence",
     )
-    truncated_importance_sampling_ratio_min: float | None = option(None, "The lower bound. None: 0, for tis only")
+    truncated_importance_sampling_ratio_min: float | None = option(
+        None, "the lower bound of that weight. None for 0, with tis only"
+    )
     use_on_policy_kl_approximation: bool = option(
         False,
-        "Whether the KL estimate is weighted by exp(u - g), which corrects for generation by g. If not, "
-        "its weight is exp(u - sg(u)) = 1, which only adds the score term",
+        "the KL estimate is weighted by the policy's probability over that in generation_logprobs, which "
+        "corrects for who generated. If not, its weight is 1, which only adds the gradient of a score term",
     )
     force_on_policy_ratio: bool = option(
         False,
-        "Replaces p by sg(c) everywhere: the ratio is 1, its gradient is that of c, and there is no clip",
+        "prev_logprobs are replaced by the policy's own, without their gradient: the ratio is 1, and there is no clip",
     )
-    use_cispo: bool = option(False, "CISPO, with the ratio clamped on both sides")
+    use_cispo: bool = option(False, "CISPO: the ratio, clamped on both sides, is a weight without a gradient")
     positive_example_nll_weight: float = option(
         0.0,
         "mu of VAPO, the weight of the mean NLL of tokens in sequences with a positive reward",
@@ -131,7 +137,7 @@ class ClippedPGOptions:
     )
     epsilon: float = option(
         0.0,
-        "Added to every count that divides; 1e-8 in NeMo-RL's masked_mean. At 0, a mean over nothing is 0",
+        "added to every count that divides; 1e-8 in NeMo-RL's masked_mean. At 0, a mean over nothing is 0",
     )
 
     @property

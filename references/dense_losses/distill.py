@@ -51,28 +51,28 @@ class DistillOptions:
 
     mixed_kl_weight: float = option(
         0.5,
-        'The weight of the forward KL in "mixed", in [0, 1]; the reverse KL has 1 minus that',
+        'the weight of the forward KL in "mixed", in [0, 1]; the reverse KL has 1 minus that',
     )
 
     zero_outside_topk: bool = option(
         False,
-        "Whether the student's probabilities are those in the whole vocabulary. If not, both models are "
-        "renormalised over the teacher's top-k",
+        "the student's probabilities are those in the whole vocabulary. If not, both models are renormalised "
+        "over the teacher's top-k",
     )
 
     log_infinitesimal: float = option(
         -100.0,
-        "The teacher's log-probability, in nats, of each token outside its top-k, in the reverse KL with "
+        "the teacher's log-probability, in nats, of each token outside its top-k, in the reverse KL with "
         "zero_outside_topk",
     )
 
     temperature: float = option(
         1.0,
-        "Divides the logits of the student and of the teacher; there is no factor tau^2. In NeMo-RL it is"
-        " the temperature of generation, which the workers apply",
+        "divides the logits of the student and of the teacher; there is no factor of its square. In NeMo-RL it "
+        "is the temperature of generation, which the workers apply",
     )
 
-    epsilon: float = option(0.0, "Added to the token count in the denominator; 1e-8 in NeMo-RL's masked_mean")
+    epsilon: float = option(0.0, "added to the token count in the denominator; 1e-8 in NeMo-RL's masked_mean")
 
     def __post_init__(self) -> None:
         if self.kl_type not in ("forward", "reverse", "mixed"):

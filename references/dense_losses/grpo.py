@@ -48,25 +48,32 @@ class GrpoOptions(RhoOptions):
         ValueError: An option is out of range.
     """
 
-    loss_fn: Literal["dapo", "cispo"] = option("dapo", "The policy loss")
+    loss_fn: Literal["dapo", "cispo"] = option(
+        "dapo", "the policy loss: DAPO clips the ratio, CISPO makes the clamped ratio a weight without a gradient"
+    )
     clip_lower: float = option(
         0.2,
-        "The ratio is clipped from below at 1 - clip_lower, by DAPO alone. ratio_clip_min in NeMo-RL",
+        "the ratio is clipped from below at 1 minus this, by DAPO alone. ratio_clip_min in NeMo-RL",
     )
-    clip_higher: float = option(0.272, "The ratio is clipped from above at 1 + clip_higher. ratio_clip_max in NeMo-RL")
+    clip_higher: float = option(0.272, "the ratio is clipped from above at 1 plus this. ratio_clip_max in NeMo-RL")
     beta: float = option(
         0.05,
-        "The factor of the KL term. Without a reference policy, set it to 0 and pass any finite reference_logprobs",
+        "the factor of the KL term. Without a reference policy, set it to 0 and pass any finite reference_logprobs",
     )
-    kl_estimator: Literal[0, 1, 2, 3] = option(2, "Which estimate of KL(p || p_ref) is the KL term; see kl_estimates")
+    kl_estimator: Literal[0, 1, 2, 3] = option(
+        2,
+        "which estimate of KL(policy || reference) is the KL term. With d the log-ratio of policy to reference:"
+        " 0 is d, 1 is d^2 / 2, 2 is exp(-d) - 1 + d, 3 is the ratio times d",
+    )
     loss_denominator: Literal["token"] | float = option(
         "token",
-        'D: "token" for the number of trained tokens of the whole batch, or a positive constant, as in Dr. GRPO',
+        'what divides the sums over tokens: "token" for the number of trained tokens of the whole batch, or a '
+        "positive constant, as in Dr. GRPO",
     )
     loss_scale: int = option(
         1,
-        "The factor of the loss, but not of metrics. It is world_size // sequence_parallel_size in open-"
-        "instruct: DeepSpeed averages over data-parallel ranks, so each rank must return that many times "
+        "the factor of the loss, but not of metrics. It is world_size // sequence_parallel_size in "
+        "open-instruct: DeepSpeed averages over data-parallel ranks, so each rank must return that many times "
         "its part for the average to be the loss of the batch",
     )
 

@@ -48,27 +48,28 @@ class DpoOptions:
         0.05,
         "beta, in 1 / nat: how strongly the loss holds the policy to the reference. beta in TRL",
     )
-    preference_loss_weight: float = option(1.0, "w_pref, the factor of the preference loss")
+    preference_loss_weight: float = option(1.0, "the factor of the preference loss")
     sft_loss_weight: float = option(
         0.0,
-        "w_sft, the factor of the NLL of the chosen responses. At 0 the NLL is not evaluated",
+        "the factor of the NLL of the chosen responses. At 0 the NLL is not evaluated",
     )
     preference_average_log_probs: bool = option(
         False,
-        "Rewards are means over the trained tokens of a sequence, not sums. TRL does so for IPO only",
+        "rewards are means over the trained tokens of a sequence, not sums. TRL does so for IPO only",
     )
     sft_average_log_probs: bool = option(
         False,
-        "The NLL of a chosen response is the mean over its trained tokens, not their sum",
+        "the NLL of a chosen response is the mean over its trained tokens, not their sum",
     )
     loss_type: LossType = option("sigmoid", '"sigmoid" is DPO, "ipo" is IPO. NeMo-RL has only DPO')
     reference_layout: ReferenceLayout = option(
         "next",
-        "Which prediction each of the reference's log-probabilities belongs to; see align_reference",
+        'which prediction each of the reference\'s log-probabilities belongs to: "next" is that of the next '
+        'token, "token" that of the token itself, and "rolled" is "token" rolled left by one',
     )
     epsilon: float = option(
         0.0,
-        "Added to the number of pairs, which divides the loss and the metrics; 1e-8 in NeMo-RL",
+        "added to the number of pairs, which divides the loss and the metrics; 1e-8 in NeMo-RL",
     )
 
     def __post_init__(self) -> None:

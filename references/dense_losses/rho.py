@@ -48,29 +48,30 @@ class RhoOptions:
 
     use_rho_correction: bool = option(
         True,
-        "Whether the policy loss is weighted; if not, every weight is 1. Switch it off if old_logprobs come from vLLM",
+        "the policy loss is weighted by rho, the probability in old_logprobs over that in vllm_logprobs. If "
+        "not, every weight is 1. Switch it off if old_logprobs come from vLLM",
     )
-    rho_clamp_lower_bound: float = option(0.0, "The smallest weight of a token that is not dropped; below 1")
-    rho_clamp_upper_bound: float = option(2.0, "The largest weight; above 1")
+    rho_clamp_lower_bound: float = option(0.0, "the smallest weight of a token that is not dropped; below 1")
+    rho_clamp_upper_bound: float = option(2.0, "the largest weight; above 1. 0 for no bound")
     rho_mask_lower_bound: float = option(
         0.0,
-        "Tokens with a smaller rho are dropped; below 1. With rho_mask_tv_divergence it bounds tv "
-        "instead, and any positive number is allowed",
+        "tokens with a smaller rho are dropped; below 1. With rho_mask_tv_divergence it bounds tv instead, and "
+        "any positive number is allowed",
     )
     rho_mask_upper_bound: float = option(
         0.0,
-        "Tokens with a larger rho are dropped; above 1. With rho_mask_tv_divergence it bounds tv instead,"
-        " and any positive number is allowed; open-instruct still requires more than 1",
+        "tokens with a larger rho are dropped; above 1. 0 for no bound. With rho_mask_tv_divergence it bounds "
+        "tv instead, and any positive number is allowed; open-instruct still requires more than 1",
     )
     rho_mask_sequence_level: bool = option(
         False,
-        "Every token has the rho of its sequence, a geometric mean, for the mask and as its weight. open-"
-        "instruct documents the mask alone, but its code does both",
+        "every token has the rho of its sequence, a geometric mean, for the mask and as its weight. "
+        "open-instruct documents the mask alone, but its code does both",
     )
     rho_mask_tv_divergence: bool = option(
         False,
-        "The mask bounds apply to tv, the mean over the sequence of |rho - 1| of each token's own rho. "
-        "Only tokens whose update would increase tv are dropped",
+        "the mask bounds apply to tv, the mean over the sequence of |rho - 1| of each token's own rho. Only "
+        "tokens whose update would increase tv are dropped",
     )
 
     def __post_init__(self) -> None:

@@ -40,11 +40,13 @@ class ValueOptions:
 
     cliprange: float | None = option(
         None,
-        "c, in the unit of the values: how far a value may move from its old value. None: no clip. NeMo-"
-        "RL also takes 0 for no clip; here 0 is refused",
+        "how far a value may move from its old value, in the unit of the values. None for no clip. NeMo-RL also"
+        " takes 0 for no clip; here 0 is refused",
     )
-    scale: float = option(1.0, "The factor of the loss, beside the 1/2. It scales no metric but loss")
-    epsilon: float = option(0.0, "Added to N, which divides the loss and the metrics; 1e-8 in NeMo-RL")
+    scale: float = option(1.0, "the factor of the loss, beside the 1/2. It scales no metric but loss")
+    epsilon: float = option(
+        0.0, "added to the number of trained tokens, which divides the loss and the metrics; 1e-8 in NeMo-RL"
+    )
 
     def __post_init__(self) -> None:
         if self.cliprange is not None and not 0 < self.cliprange < float("inf"):

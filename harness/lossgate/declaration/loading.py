@@ -28,20 +28,13 @@ def load_candidates(target: str) -> list[Candidate]:
     Raises:
         UsageError: if there is no such file, module or candidate, or it cannot be imported.
     """
-    location, _, name = target.rpartition(":") if ":" in target else (target, "", "")
-    module = _load(location)
-    found: dict[str, Candidate] = {}
-    for candidate in vars(module).values():
-        if isinstance(candidate, Candidate) and found.setdefault(candidate.name, candidate) is not candidate:
-            raise UsageError(
-                f"{location}: two candidates are named {candidate.name!r}; tell them apart with candidate(name=...)"
-            )
+    location, name = _split(target)
+    found = _candidates_in(location)
     if not found:
         raise UsageError(f"{location}: no candidate in it; decorate a kernel with @lossgate.candidate(...)")
     if name and name not in found:
         raise UsageError(f"{location}: no candidate named {name!r}; {nearest(name, found)}")
-    chosen = [candidate for candidate in found.values() if name in ("", candidate.name)]
-    return [replace(candidate, source=f"{location}:{candidate.name}") for candidate in chosen]
+    return [found[name]] if name else list(found.values())
 
 
 def load_specs(target: str) -> list[Spec]:
@@ -56,17 +49,65 @@ def load_specs(target: str) -> list[Spec]:
     Raises:
         UsageError: if there is no such file, module or spec, or it cannot be imported.
     """
+    location, name = _split(target)
+    found = _specs_in(location)
+    if not found:
+        raise UsageError(f"{location}: no spec in it; decorate a reference with @lossgate.spec('its name', ...)")
+    if name and name not in found:
+        raise UsageError(f"{location}: no spec named {name!r}; {nearest(name, found)}")
+    return [found[name]] if name else list(found.values())
+
+
+def load_declared(target: str) -> tuple[list[Candidate], list[Spec]]:
+    """Loads both candidates and specs, as ``load_candidates`` and ``load_specs`` do.
+
+    Raises:
+        UsageError: if there is neither.
+    """
+    location, name = _split(target)
+    candidates, specs = _candidates_in(location), _specs_in(location)
+    if name and name not in candidates and name not in specs:
+        raise UsageError(
+            f"{location}: no candidate or spec named {name!r}; {nearest(name, dict.fromkeys((*candidates, *specs)))}"
+        )
+    if not candidates and not specs:
+        raise UsageError(
+            f"{location}: no candidate or spec in it; decorate a kernel with @lossgate.candidate(...), "
+            "or a reference with @lossgate.spec(...)"
+        )
+    return (
+        [candidate for key, candidate in candidates.items() if name in ("", key)],
+        [spec for key, spec in specs.items() if name in ("", key)],
+    )
+
+
+def _split(target: str) -> tuple[str, str]:
+    """Returns the file or module of a target, and the name in it; empty for all."""
     location, _, name = target.rpartition(":") if ":" in target else (target, "", "")
+    return location, name
+
+
+def _candidates_in(location: str) -> dict[str, Candidate]:
+    found: dict[str, Candidate] = {}
+    for candidate in vars(_load(location)).values():
+        if isinstance(candidate, Candidate) and found.setdefault(candidate.name, candidate) is not candidate:
+            raise UsageError(
+                f"{location}: two candidates are named {candidate.name!r}; tell them apart with candidate(name=...)"
+            )
+    return {name: replace(candidate, source=f"{location}:{name}") for name, candidate in found.items()}
+
+
+def _specs_in(location: str) -> dict[str, Spec]:
     found: dict[str, Spec] = {}
     for value in vars(_load(location)).values():
         if isinstance(value, Spec) and found.setdefault(value.name, value) is not value:
             raise UsageError(f"{location}: two specs are named {value.name!r}; rename one")
-    own = {name: spec for name, spec in found.items() if SPECS.get(name) is not spec} or found
-    if not own:
-        raise UsageError(f"{location}: no spec in it; decorate a reference with @lossgate.spec('its name', ...)")
-    if name and name not in own:
-        raise UsageError(f"{location}: no spec named {name!r}; {nearest(name, own)}")
-    return [own[name]] if name else list(own.values())
+    return {name: spec for name, spec in found.items() if SPECS.get(name) is not spec}
+
+
+def is_name_of_a_spec(target: str) -> bool:
+    """Returns whether a target can only be the name of a spec, not a file or module."""
+    return target.isidentifier() and (target in all_specs() or importlib.util.find_spec(target) is None)
 
 
 def find_specs(target: str) -> list[Spec]:
@@ -75,9 +116,7 @@ def find_specs(target: str) -> list[Spec]:
     Raises:
         UsageError: if there is none.
     """
-    if target.isidentifier() and (target in all_specs() or importlib.util.find_spec(target) is None):
-        return [find_spec(target)]
-    return load_specs(target)
+    return [find_spec(target)] if is_name_of_a_spec(target) else load_specs(target)
 
 
 def load_candidate(source: str) -> Candidate:

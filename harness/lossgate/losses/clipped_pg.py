@@ -53,9 +53,11 @@ class ClippedPGBatch(Batch):
     """What the spec adds to a packed batch."""
 
     prev_logprobs: Tensor = field("token", "log-probabilities of the labels, of the policy before the update")
-    generation_logprobs: Tensor = field("token", "likewise, of the policy that generated")
-    reference_logprobs: Tensor = field("token", "likewise, of the reference policy")
-    advantages: Tensor = field("token", "the advantages")
+    generation_logprobs: Tensor = field(
+        "token", "log-probabilities of the labels, of the policy that generated the tokens"
+    )
+    reference_logprobs: Tensor = field("token", "log-probabilities of the labels, of the reference policy")
+    advantages: Tensor = field("token", "the advantage of each token")
     rewards: Tensor = field("sequence", "the reward of each of this dp rank's sequences")
     sample_mask: Tensor = field(
         "sequence", "the sequence counts. mask is the token mask alone", dtype="bool", draw=draw_sample_mask
@@ -176,7 +178,7 @@ _METRICS = {
     "token_mult_prob_error": Metric(meaning=f"{_MEAN} exp |g - p|"),
     "gen_kl_error": Metric(meaning=f"{_MEAN} KL(g || p)"),
     "policy_kl_error": Metric(meaning=f"{_MEAN} KL(p || g)"),
-    "js_divergence_error": Metric(meaning=f"{_MEAN} the Jensen-Shannon divergence of p and g"),
+    "js_divergence_error": Metric(meaning=f"{_MEAN} the estimated Jensen-Shannon divergence of prev and generation"),
     "sampling_importance_ratio": Metric(meaning="mean importance weight after truncation; over sequences for GSPO"),
     "is_oob_ratio": Metric(meaning="share of weights out of bounds, if truncated; over sequences for seq-mask-tis"),
     "num_valid_samples": Metric(meaning="sequences that count"),

@@ -22,7 +22,9 @@ TOP_K = 4
 class DistillBatch(Batch):
     """What the spec adds to a packed batch, as a model gives it."""
 
-    teacher_logits: Tensor = field("token topk", "before the temperature", unshifted=True)
+    teacher_logits: Tensor = field(
+        "token topk", "the teacher's logits at teacher_indices, before the temperature", unshifted=True
+    )
     teacher_indices: Tensor = field(
         "token topk", "ids in the whole vocabulary, distinct for each token", dtype="int64", unshifted=True
     )

@@ -52,11 +52,13 @@ class GrpoBatch(Batch):
     """What the spec adds to a packed batch."""
 
     old_logprobs: Tensor = field("token", "log-probabilities of the labels, of the policy before the update")
-    reference_logprobs: Tensor = field("token", "likewise, of the reference policy")
+    reference_logprobs: Tensor = field("token", "log-probabilities of the labels, of the reference policy")
     vllm_logprobs: Tensor = field(
-        "token", "likewise, of the engine that sampled; NaN at a token means that it is not known"
+        "token",
+        "log-probabilities of the labels, of the engine that sampled the tokens; "
+        "NaN at a token means that it is not known",
     )
-    advantages: Tensor = field("token", "the advantages")
+    advantages: Tensor = field("token", "the advantage of each token")
 
 
 def _draw(context: FieldContext) -> dict[str, Tensor]:

@@ -21,8 +21,8 @@ class ValueBatch(Batch):
     """What the spec adds to a packed batch. A value is that of its own token."""
 
     mask: Tensor = field("token", "the value is trained", dtype="bool", unshifted=True)
-    old_values: Tensor = field("token", "values at the time of the rollout", unshifted=True)
-    returns: Tensor = field("token", "the returns", unshifted=True)
+    old_values: Tensor = field("token", "the value of each token at the time of the rollout", unshifted=True)
+    returns: Tensor = field("token", "the return of each token, which its value should be", unshifted=True)
 
 
 def _draw(context: FieldContext) -> dict[str, Tensor]:
@@ -65,7 +65,12 @@ _MEAN = "mean over trained tokens of"
     outputs=("loss",),
     draw=_draw,
     scenarios=(
-        Option(name="values", meaning="how far values moved", default="inside", choices=("inside", "everywhere")),
+        Option(
+            name="values",
+            meaning="how far values have moved from their old ones",
+            default="inside",
+            choices=("inside", "everywhere"),
+        ),
     ),
     mistakes=(fixed_option("cliprange", None, "values are never clipped"),),
     kinks=True,

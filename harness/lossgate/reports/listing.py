@@ -1,91 +1,122 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of the specs, of the properties, and of the candidates of a file."""
+"""What ``lossgate list`` shows: all specs and properties, one spec, or the candidates of a file."""
 
 from collections.abc import Iterator
+from textwrap import wrap
 
-from rich.box import SIMPLE
 from rich.markup import escape
-from rich.table import Table
 
 from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate
-from lossgate.declaration.loading import load_candidates
+from lossgate.declaration.loading import load_declared
 from lossgate.losses import all_specs
 from lossgate.properties import PROPERTIES
-from lossgate.specs.heads import HEADS
-from lossgate.specs.spec import COMMON_OPTIONS, Spec
+from lossgate.reports.spec_sections import FIELD, Entry, Section, sections
+from lossgate.specs.spec import Spec
 
 
-def spec_tables() -> Iterator[Table]:
-    """Yields a table for each spec, of lossgate and of installed packages."""
-    for spec in all_specs().values():
-        title = f"{spec.name}: {spec.summary}  (source: {spec.source})"
-        table = Table("", "name", "values", "default", "meaning", title=title, title_justify="left", box=SIMPLE)
-        for row in (*_heads(spec), *_options(spec), *_inputs(spec), *_goals(spec)):
-            table.add_row(*map(escape, row))
-        yield table
-
-
-Row = tuple[str, str, str, str, str]
-
-
-def _heads(spec: Spec) -> Iterator[Row]:
-    for name in spec.inputs:
-        leaves = "; ".join(f"{leaf}[{', '.join(dims)}]" for leaf, dims in HEADS[name].leaves.items())
-        yield "head", name, leaves, "", HEADS[name].meaning
-
-
-def _options(spec: Spec) -> Iterator[Row]:
-    for option in spec.options:
-        yield "option", option.name, option.domain, str(option.default), option.meaning
-    for option in COMMON_OPTIONS.values():
-        yield "common option", option.name, option.domain, str(option.default), option.meaning
-
-
-def _inputs(spec: Spec) -> Iterator[Row]:
-    for name, own in spec.added.items():
-        yield "input", name, own.shape, "", own.meaning
-    for name, metric in spec.metrics.items():
-        yield "metric", name, "", "", f"{metric.meaning} (ranks: {metric.reduction})"
-
-
-def _goals(spec: Spec) -> Iterator[Row]:
-    for choice in spec.scenarios:
-        yield "scenario", choice.name, choice.domain, str(choice.default), choice.meaning
-    for name, goal in spec.all_goals.items():
-        yield "coverage goal", name, "", "", goal.meaning
-
-
-def properties_table() -> Table:
-    """Returns a table of the properties that candidates are held to."""
-    table = Table("property", "what it asks", "runs per problem", title="properties", title_justify="left", box=SIMPLE)
+def overview(width: int) -> Iterator[str]:
+    """Yields lines of rich markup that list the specs, of lossgate and of installed packages, and
+    the properties.
+    """
+    yield "[bold]specs[/]"
+    specs = all_specs()
+    longest = max(map(len, specs))
+    for name, spec in specs.items():
+        heads = ", ".join(spec.inputs)
+        yield from hanging(f"{name:{longest}}  ", f"{spec.summary} (from {heads})", width, indent=2)
+    yield ""
+    yield "[bold]properties[/]"
+    longest = max(map(len, PROPERTIES))
     for held_to in PROPERTIES.values():
-        table.add_row(held_to.name, escape(held_to.summary), str(held_to.runs))
-    return table
+        yield from hanging(f"{held_to.name:{longest}}  ", held_to.summary, width, indent=2)
+    yield ""
+    yield from hanging("", NEXT, width)
 
 
-def candidates_table(target: str) -> Table:
-    """Returns a table of the candidates of a file or module."""
-    table = Table(title=target, title_justify="left")
-    for heading in ("candidate", "spec", "head", "tokens", "axes", "dtypes", "supports", "good for"):
-        table.add_column(heading)
-    for candidate in load_candidates(target):
-        supports = ", ".join(_supported(candidate))
-        axes, dtypes = ", ".join(candidate.axes) or "none", ", ".join(candidate.dtypes)
-        table.add_row(
-            candidate.name,
-            candidate.spec.name,
-            candidate.head,
-            candidate.tokens,
-            axes,
-            dtypes,
-            escape(supports),
-            escape(candidate.good_for),
-        )
-    return table
+NEXT = (
+    "lossgate list SPEC describes the inputs, options, outputs and goals of a spec; lossgate list FILE lists the "
+    "candidates and specs of a file or module, and lossgate list FILE:NAME describes one of its specs"
+)
 
 
-def _supported(candidate: Candidate) -> Iterator[str]:
-    for name in candidate.supports:
-        values = candidate.supported(name)
-        yield f"{name} {'any' if values is ANY else '/'.join(map(str, values))}"
+def described(spec: Spec, width: int) -> Iterator[str]:
+    """Yields lines of rich markup that say everything about a spec.
+
+    No word of them is cut or left out, however narrow they are. A word that is wider than a line
+    has one of its own.
+    """
+    yield from hanging(f"{spec.name}: ", spec.summary, width)
+    if spec.source:
+        yield from hanging("source: ", spec.source, width)
+    for section in sections(spec):
+        yield ""
+        yield from (f"[bold]{line}[/]" for line in hanging("", section.title, width))
+        if section.about:
+            yield from hanging("", section.about, width)
+        for entry in section.entries:
+            facts = (f"{c}: {fact}" if section.columns is not FIELD else fact for c, fact in _facts(section, entry))
+            yield from hanging(f"{entry.name}  ", "; ".join(facts), width, indent=2)
+            yield from hanging("", entry.meaning, width, indent=6)
+
+
+def _facts(section: Section, entry: Entry) -> Iterator[tuple[str, str]]:
+    yield from zip(section.columns, entry.facts, strict=True)
+
+
+def hanging(name: str, text: str, width: int, indent: int = 0) -> list[str]:
+    """Returns a name and a text in lines of rich markup, of which all but the first are indented
+    further.
+    """
+    lines = wrap(
+        name + text,
+        max(width, indent + 8),
+        initial_indent=" " * indent,
+        subsequent_indent=" " * (indent + (4 if name else 0)),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    bold = escape(name.rstrip())
+    lines = [escape(line) for line in lines]
+    if bold and lines:
+        lines[0] = lines[0].replace(bold, f"[bold]{bold}[/]", 1)
+    return lines
+
+
+def declared(target: str, width: int) -> Iterator[str]:
+    """Yields lines of rich markup that list the candidates and specs of a file or module.
+
+    Raises:
+        UsageError: if there is neither, or it can't be loaded.
+    """
+    candidates, specs = load_declared(target)
+    if specs and not candidates and ":" in target:
+        yield from described(specs[0], width)
+        return
+    if candidates:
+        yield f"[bold]candidates of {escape(target)}[/]"
+    for candidate in candidates:
+        yield from hanging(f"{candidate.name}  ", _of_candidate(candidate), width, indent=2)
+        if candidate.good_for:
+            yield from hanging("", f"good for {candidate.good_for}", width, indent=6)
+    if specs:
+        yield f"[bold]specs of {escape(target)}[/]"
+    for spec in specs:
+        text = f"{spec.summary} (from {', '.join(spec.inputs)}); lossgate list {target}:{spec.name} describes it"
+        yield from hanging(f"{spec.name}  ", text, width, indent=2)
+
+
+def _of_candidate(candidate: Candidate) -> str:
+    supports = (
+        f"{name} {'any' if values is ANY else '/'.join(map(str, values))}"
+        for name in candidate.supports
+        for values in [candidate.supported(name)]
+    )
+    facts = (
+        f"spec {candidate.spec.name}",
+        f"head {candidate.head}",
+        f"tokens {candidate.tokens}",
+        f"axes {', '.join(candidate.axes) or 'none'}",
+        f"dtypes {', '.join(candidate.dtypes)}",
+    )
+    return "; ".join((*facts, *([f"supports {', '.join(supports)}"] if candidate.supports else [])))

@@ -15,7 +15,7 @@ from lossgate.problems.partition import Dims
 
 DTYPES = MappingProxyType(
     {
-        "float32": "float32; in the reference float64",
+        "float32": "float32",
         "bool": "bool",
         "int32": "int32",
         "int64": "int64",

@@ -16,7 +16,8 @@ def mean_nll(values, batch, options):
 
 @lossgate.spec("squared", heads=("logits",))
 def squared(values, batch, options):
-    return (torch.where(batch.mask, values.logprobs.detach(), 0.0) * torch.where(batch.mask, values.logprobs, 0.0)).sum()
+    logprobs = torch.where(batch.mask, values.logprobs, 0.0)
+    return (logprobs.detach() * logprobs).sum()
 """
 
 

@@ -17,7 +17,7 @@ from lossgate.specs.record import Record, field
 class Logits(Record):
     """What head "logits" gives beside the batch."""
 
-    logits: Tensor = field("token vocab", "before the temperature; requires grad", dtype="input")
+    logits: Tensor = field("token vocab", "the logits, before the temperature; requires grad", dtype="input")
 
 
 class LogitsHead(Head):

@@ -12,7 +12,8 @@ class Rewards(Record):
 
     rewards: Tensor = field(
         "sequence",
-        "of the reward model, one for each of this dp rank's sequences; requires grad. Equal on all cp and tp ranks",
+        "the predictions of the reward model, one for each of this dp rank's sequences; requires grad. "
+        "Equal on all cp and tp ranks",
         dtype="input",
     )
 

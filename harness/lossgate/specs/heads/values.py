@@ -10,7 +10,9 @@ from lossgate.specs.record import Record, field
 class Values(Record):
     """What head "values" gives beside the batch."""
 
-    values: Tensor = field("token", "of the value head; requires grad. Equal on all tp ranks", dtype="input")
+    values: Tensor = field(
+        "token", "the predictions of the value head; requires grad. Equal on all tp ranks", dtype="input"
+    )
 
 
 class ValuesHead(ValueHead):

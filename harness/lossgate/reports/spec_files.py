@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes what follows from the built-in specs: their pages in the docs, and the classes of their
+inputs and options for editors and type checkers.
+
+    python -m lossgate.reports.spec_files          # writes them
+    python -m lossgate.reports.spec_files --check  # exits with 1 if a file is not as it should be
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from textwrap import wrap
+from typing import Any, get_args, get_type_hints
+
+from lossgate.losses import SPECS
+from lossgate.reports.spec_sections import Entry, Section, sections
+from lossgate.specs.heads import HEADS
+from lossgate.specs.inputs import Batch
+from lossgate.specs.record import DTYPES, fields_of
+from lossgate.specs.spec import Spec
+
+_HARNESS = Path(__file__).parents[1]
+_ROOT = _HARNESS.parents[1]
+
+
+def files() -> dict[Path, str]:
+    """Returns the text of each file."""
+    pages = {_ROOT / "docs" / "specs" / f"{spec.name}.md": "\n".join(page(spec)) for spec in SPECS.values()}
+    index = {_ROOT / "docs" / "specs" / "README.md": "\n".join(_index())}
+    stubs = {_HARNESS / "inputs.pyi": "\n".join(_inputs()), _HARNESS / "options.pyi": "\n".join(_options())}
+    return {**index, **pages, **stubs}
+
+
+def stale() -> list[str]:
+    """Returns the files that are not as they should be, and those that are left over."""
+    wanted = files()
+    wrong = [path for path, text in wanted.items() if not path.is_file() or path.read_text() != text]
+    left = [path for path in (_ROOT / "docs" / "specs").glob("*") if path not in wanted]
+    return [str(path.relative_to(_ROOT)) for path in (*wrong, *left)]
+
+
+# Pages
+
+
+def _index() -> Iterator[str]:
+    yield "# Specs"
+    yield ""
+    yield from wrap(
+        "What a kernel of each loss is given, what it may return, and what problems must show. These pages are "
+        "written from the code; [the formulas](../losses.md) have a page of their own. `lossgate list` shows the same.",
+        100,
+        break_on_hyphens=False,
+    )
+    yield ""
+    yield from _table(("spec", "heads", "what it is"), (_of_index(spec) for spec in SPECS.values()))
+    yield ""
+
+
+def _of_index(spec: Spec) -> tuple[str, ...]:
+    return f"[{spec.name}]({spec.name}.md)", ", ".join(spec.inputs), spec.summary
+
+
+def page(spec: Spec) -> Iterator[str]:
+    """Yields the lines of a spec's page."""
+    yield f"# Spec {spec.name}"
+    yield ""
+    said = f"{spec.summary[:1].upper()}{spec.summary[1:]}."
+    yield from wrap(f"{said} Source: {spec.source}." if spec.source else said, 100, break_on_hyphens=False)
+    yield ""
+    for section in sections(spec):
+        yield f"## {section.title[:1].upper()}{section.title[1:]}"
+        yield ""
+        if section.about:
+            yield from wrap(section.about, 100, break_on_hyphens=False)
+            yield ""
+        yield from _table(("name", *section.columns, "meaning"), (_row(section, entry) for entry in section.entries))
+        yield ""
+
+
+def _row(section: Section, entry: Entry) -> tuple[str, ...]:
+    name = f"`{entry.name}`" if section.is_code else entry.name
+    return name, *entry.facts, entry.meaning
+
+
+def _table(heading: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Iterator[str]:
+    yield f"| {' | '.join(heading)} |"
+    yield "|" + "---|" * len(heading)
+    for row in rows:
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
+
+
+# Stubs
+
+_WRITTEN = '''# SPDX-License-Identifier: Apache-2.0
+# Written by python -m lossgate.reports.spec_files: change the specs, and run that.
+"""{}"""
+'''
+
+
+def _inputs() -> Iterator[str]:
+    yield _WRITTEN.format("What a kernel is given on each rank, for each spec and head.")
+    yield "from torch import Tensor"
+    yield ""
+    batches = dict.fromkeys(spec.batch_type for spec in SPECS.values() if spec.batch_type is not Batch)
+    yield from _imported([*(head.inputs for head in HEADS.values()), Batch, *batches])
+    for spec in SPECS.values():
+        for kind in spec.inputs.values():
+            yield from ("", *_class(kind, [base.__name__ for base in kind.__bases__]))
+    yield ""
+
+
+def _class(kind: type, bases: list[str]) -> Iterator[str]:
+    yield f"class {kind.__name__}({', '.join(bases)}):"
+    yield f'    """{kind.__doc__}"""'
+    yield ""
+    types = get_type_hints(kind)
+    for name, own in fields_of(kind).items():
+        yield f"    {name}: {_type(types[name])}"
+        yield from _docstring(f"{own.shape}, {DTYPES[own.dtype]}: {own.meaning}.")
+
+
+def _type(annotation: Any) -> str:
+    parts = get_args(annotation) or (annotation,)
+    return " | ".join("None" if part is type(None) else part.__name__ for part in parts)
+
+
+def _docstring(text: str) -> list[str]:
+    if len(text) <= 88:
+        return [f'    """{text}"""']
+    lines = wrap(text, 93, break_long_words=False, break_on_hyphens=False)
+    return [f'    """{lines[0]}', *(f"    {line}" for line in lines[1:-1]), f"    {lines[-1]}", '    """']
+
+
+def _options() -> Iterator[str]:
+    yield _WRITTEN.format("The options of each spec, as a kernel is given them.")
+    yield from _imported([spec.options_type for spec in SPECS.values()])
+    yield ""
+
+
+def _imported(kinds: list[type]) -> list[str]:
+    """Returns the lines that import classes, in the order of their modules."""
+    return sorted({f"from {kind.__module__} import {kind.__name__} as {kind.__name__}" for kind in kinds})
+
+
+def main(arguments: list[str]) -> int:
+    """Writes the files, or checks them."""
+    wrong = stale()
+    if "--check" in arguments:
+        for path in wrong:
+            print(f"{path} is not as python -m lossgate.reports.spec_files writes it")
+        return 1 if wrong else 0
+    _write(files())
+    print(f"wrote {len(wrong)} files" if wrong else "every file is as it should be")
+    return 0
+
+
+def _write(texts: Mapping[Path, str]) -> None:
+    for path, text in texts.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    for path in (_ROOT / "docs" / "specs").glob("*"):
+        if path not in texts:
+            path.unlink()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

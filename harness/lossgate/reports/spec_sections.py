@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What there is to know of a spec, for the screen and for its page in the docs."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from lossgate.losses import SPECS
+from lossgate.specs.coverage import CoverageGoal
+from lossgate.specs.heads import HEADS
+from lossgate.specs.inputs import Batch
+from lossgate.specs.option import Option
+from lossgate.specs.record import DTYPES, Field, fields_of
+from lossgate.specs.spec import COMMON_OPTIONS, Spec
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A name with what is known of it, in the columns of its section, and what it means."""
+
+    name: str
+    facts: tuple[str, ...]
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """Some of what there is to know of a spec."""
+
+    title: str
+    about: str
+    """A sentence before the entries; may be empty."""
+    columns: tuple[str, ...]
+    """What the facts are."""
+    entries: tuple[Entry, ...]
+    is_code: bool = True
+    """Whether names are those of code."""
+
+
+def sections(spec: Spec) -> Iterator[Section]:
+    """Yields everything that the author of a kernel needs to know of a spec."""
+    own = [_head(spec, name) for name in spec.inputs]
+    added = Section(
+        "inputs at every head",
+        "What this loss adds to the labels and the mask.",
+        FIELD,
+        _fields(spec.added),
+    )
+    common = {name: own for name, own in fields_of(spec.batch_type).items() if name in fields_of(Batch)}
+    everywhere = Section(
+        "inputs of every spec",
+        "They are there at every head, too. A reference gets floats as float64.",
+        FIELD,
+        _fields(common),
+    )
+    options = Section("options", _about_options(spec), _OPTION, tuple(map(_option, spec.options)))
+    general = Section(
+        "options of every spec",
+        "Not fields of options: a candidate says in supports whether it takes such problems.",
+        _OPTION,
+        tuple(map(_option, COMMON_OPTIONS.values())) if any(HEADS[head].has_logits for head in spec.inputs) else (),
+    )
+    outputs = Section("outputs", "What a candidate may return. It must return the first.", (), tuple(_outputs(spec)))
+    metrics = tuple(Entry(name, (metric.reduction,), metric.meaning) for name, metric in spec.metrics.items())
+    of_metrics = Section("metrics", "What a candidate may return in metrics.", ("ranks",), metrics)
+    scenarios = Section(
+        "scenarios",
+        "Ways in which problems draw the fields.",
+        ("default", "choices"),
+        tuple(map(_chosen, spec.scenarios)),
+    )
+    by_scenario = {f"{scenario.name}: {choice}" for scenario in spec.scenarios for choice in scenario.choices}
+    goals = Section(
+        "coverage goals",
+        "Situations that problems must reach before a verdict counts. Each scenario's choice is one, too.",
+        ("where",),
+        tuple(
+            _goal(name, goal) for name, goal in spec.all_goals.items() if name not in by_scenario and _is_of(spec, goal)
+        ),
+        is_code=False,
+    )
+    every = (*own, added, everywhere, options, general, outputs, of_metrics, scenarios, goals)
+    yield from (section for section in every if section.entries)
+
+
+FIELD = ("dims", "dtype")
+_OPTION = ("default", "problems draw")
+
+
+def _head(spec: Spec, name: str) -> Section:
+    head = HEADS[name]
+    if SPECS.get(spec.name) is spec:
+        about = f"Annotate inputs with lossgate.inputs.{spec.inputs[name].__name__}."
+    else:
+        about = f"Annotate inputs with a class that joins lossgate.inputs.{head.inputs.__name__} and {_batch(spec)}."
+    return Section(f'inputs at head "{name}", {head.meaning}', about, FIELD, _fields(fields_of(head.inputs)))
+
+
+def _batch(spec: Spec) -> str:
+    return "lossgate.Batch" if spec.batch_type is Batch else spec.batch_type.__name__
+
+
+def _about_options(spec: Spec) -> str:
+    if not spec.options:
+        return ""
+    public = "lossgate.options." if SPECS.get(spec.name) is spec else ""
+    return f"Annotate options with {public}{spec.options_type.__name__}."
+
+
+def _fields(fields: Mapping[str, Field]) -> tuple[Entry, ...]:
+    return tuple(Entry(name, (own.shape, DTYPES[own.dtype]), own.meaning) for name, own in fields.items())
+
+
+def _option(option: Option) -> Entry:
+    return Entry(option.name, (repr(option.default), _drawn(option)), option.meaning)
+
+
+def _drawn(option: Option) -> str:
+    return option.domain if option.interval else ", ".join(map(repr, dict.fromkeys(option.choices)))
+
+
+def _chosen(scenario: Option) -> Entry:
+    return Entry(scenario.name, (scenario.default, ", ".join(dict.fromkeys(scenario.choices))), scenario.meaning)
+
+
+_RETURNED = {
+    "loss": "the loss, a scalar",
+    "logprobs": "the log-probability of each token's label, [token]",
+    "token_entropy": "the entropy of each token's distribution, in nats, [token]",
+}
+
+
+def _outputs(spec: Spec) -> Iterator[Entry]:
+    for name in spec.outputs:
+        yield Entry(name, (), _RETURNED[name])
+
+
+def _is_of(spec: Spec, goal: CoverageGoal) -> bool:
+    """Returns whether a goal can be reached from a head of the spec."""
+    return not goal.heads or any(head in spec.inputs for head in goal.heads)
+
+
+def _goal(name: str, goal: CoverageGoal) -> Entry:
+    heads = f"heads {', '.join(goal.heads)}" if goal.heads else ""
+    axes = f"layouts that split {' or '.join(goal.axes)}" if goal.axes else ""
+    return Entry(name, ("; ".join(filter(None, (heads, axes))) or "everywhere",), goal.meaning)
