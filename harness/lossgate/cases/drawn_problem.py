@@ -130,6 +130,11 @@ class DrawnProblem:
         return self._bound.dense.outputs(self._bound.bound_spec)
 
     def _case(self, candidate: Candidate) -> Case:
+        if candidate.spec is not self.spec and candidate.spec.name == self.spec.name:  # as in a notebook
+            raise UsageError(
+                f"candidate {candidate.name!r} is of another spec named {self.spec.name!r} than the problem; "
+                "draw problems from the candidate after its spec was made"
+            )
         world = SimulatedWorld(self.layout)
         try:
             case = Case(candidate, self.problem, world, self._bound)

@@ -11,7 +11,7 @@ from lossgate.declaration.any_value import ANY
 from lossgate.declaration.arguments import check_mapping, check_names, check_type
 from lossgate.declaration.contract import Contract
 from lossgate.errors import UsageError
-from lossgate.losses import find_spec
+from lossgate.losses import check_own_name, find_spec
 from lossgate.problems.whole_sequences import Tokens
 from lossgate.specs.heads import HEADS
 from lossgate.specs.option import Option
@@ -22,6 +22,7 @@ from lossgate.spelling import nearest
 
 def check_spec(spec: Any) -> Spec:
     if isinstance(spec, Spec):
+        check_own_name(spec)
         return spec
     return find_spec(check_type("spec", spec, str, "the name of a loss or a Spec; 'lossgate list' describes them"))
 

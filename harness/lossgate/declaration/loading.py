@@ -4,6 +4,7 @@
 import importlib
 import importlib.util
 import sys
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
@@ -35,6 +36,14 @@ def load_candidates(target: str) -> list[Candidate]:
     if name and name not in found:
         raise UsageError(f"{location}: no candidate named {name!r}; {nearest(name, found)}")
     return [found[name]] if name else list(found.values())
+
+
+def _check_specs(location: str, specs: Sequence[Spec]) -> None:
+    """Refuses candidates of two losses with one name, which no reader of verdicts can tell apart."""
+    references: dict[str, Any] = {}
+    for spec in specs:
+        if references.setdefault(spec.name, spec.reference) is not spec.reference:
+            raise UsageError(f"{location}: its candidates have two specs that are both named {spec.name!r}; rename one")
 
 
 def load_specs(target: str) -> list[Spec]:
@@ -94,6 +103,7 @@ def _candidates_in(location: str) -> dict[str, Candidate]:
             raise UsageError(
                 f"{location}: two candidates are named {candidate.name!r}; tell them apart with candidate(name=...)"
             )
+    _check_specs(location, [candidate.spec for candidate in found.values()])
     return {name: replace(candidate, source=f"{location}:{name}") for name, candidate in found.items()}
 
 

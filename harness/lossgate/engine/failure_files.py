@@ -3,7 +3,7 @@
 
 import platform
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from zlib import crc32
 
@@ -38,7 +38,8 @@ class FailureFile:
     """What a failure file holds: one problem, or all problems that disagree only when pooled."""
 
     candidate: str
-    """``file.py:name``, the file relative to the working folder if it lies below."""
+    """``file.py:name``, the file relative to the working folder if it lies below. One that is read
+    again also names it from another working folder."""
     reasons: tuple[str, ...]
     examples: tuple[FrozenCase, ...]
     pooled: bool
@@ -73,6 +74,7 @@ def read_failure(file: Path) -> FailureFile:
     try:
         values = msgspec.json.decode(file.read_bytes())
         failure = msgspec.convert(values, FailureFile)
+        failure = replace(failure, candidate=_located(failure.candidate, file))
         for example in values["examples"]:
             Problem.from_builtins(example["problem"])  # refuses fields that it does not know
     except OSError as error:
@@ -117,6 +119,17 @@ def write_failure(result: CellResult, folder: Path) -> Path:
     except OSError as error:
         raise UsageError(f"can't write {file}: {error.strerror}; choose another folder with --failures") from None
     return file
+
+
+def _located(candidate: str, file: Path) -> str:
+    """Returns a candidate that was named in the folder of a run, for this working folder.
+
+    A failure file lies below the folder of its run, unless the user chose another place.
+    """
+    location, _, name = candidate.rpartition(":")
+    if not location.endswith(".py") or Path(location).is_file():
+        return candidate
+    return next((f"{at / location}:{name}" for at in file.resolve().parents if (at / location).is_file()), candidate)
 
 
 def _portable(candidate: Candidate) -> str:

@@ -2,12 +2,14 @@
 """Judges the problems of a failure file again."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from lossgate.cases.case import Case
+from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.loading import load_candidates
 from lossgate.engine.case_result import run_case
 from lossgate.engine.cell import Cell, Verdict
-from lossgate.engine.failure_files import FailureFile, FrozenCase
+from lossgate.engine.failure_files import FailureFile, FrozenCase, versions
 from lossgate.engine.settings import Settings
 from lossgate.engine.verdict import pooled_disagreements
 from lossgate.errors import UsageError
@@ -42,10 +44,17 @@ def replay_failure(
             not positive.
         WorldLost: if a rank is gone and cannot be replaced.
     """
+    location = failure.candidate.rpartition(":")[0]
+    if candidate is None and location.endswith(".py") and not Path(location).is_file():
+        raise UsageError(
+            f"{location}: no such file, neither here nor above the failure file; replay it in the folder where it was "
+            "verified, or name the candidate: --candidate file.py:name"
+        )
     found = load_candidates(candidate or failure.candidate)
     if len(found) != 1:
         raise UsageError(f"{candidate or failure.candidate}: {len(found)} candidates in it; name one, as file.py:name")
     problem = failure.examples[0].problem
+    _check_options(found[0], failure)
     kind, held_to = world or failure.world, find_property(failure.property)
     cell = Cell(found[0], problem.layout, problem.dtype, held_to, kind, failure.device)
     settings = Settings() if timeout is None else Settings(timeout=timeout)
@@ -63,6 +72,30 @@ def replay_failure(
     if exact:
         lines.append("  every statistic is the one in the file")
     elif candidate is None:
-        written_with = ", ".join(f"{k} {v}" for k, v in failure.versions.items())
-        lines.append(f"  statistics differ from those in the file, which was written with {written_with}")
+        lines.append(f"  statistics differ from those in the file{_why(failure)}")
     return Replayed(bool(reasons), tuple(lines), exact)
+
+
+def _why(failure: FailureFile) -> str:
+    """Returns what may have changed the statistics since the file was written."""
+    if failure.versions == versions():
+        return ": the kernel or its spec has changed since"
+    return f", which was written with {', '.join(f'{name} {version}' for name, version in failure.versions.items())}"
+
+
+def _check_options(candidate: Candidate, failure: FailureFile) -> None:
+    """Refuses problems with options that the spec of today does not have.
+
+    Raises:
+        UsageError: if there is one.
+    """
+    for frozen in failure.examples:
+        if frozen.problem.spec != candidate.spec.name:
+            continue  # the message is then about that
+        try:
+            candidate.spec.bind(frozen.problem.options)
+        except UsageError as error:
+            raise UsageError(
+                f"{error}. Spec {candidate.spec.name!r} has changed since the failure file was written; "
+                "run verify again to write a new one"
+            ) from None

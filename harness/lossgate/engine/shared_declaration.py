@@ -27,8 +27,13 @@ def able_alike(a: Any, b: Any) -> tuple[Candidate, Candidate]:
             )
     for what, way_out in (("spec", "compare kernels of one spec"), ("head", "let both start at the same head")):
         own, others = (c.spec.name if what == "spec" else c.head for c in (a, b))
-        if own != others or a.spec is not b.spec:
+        if own != others:
             raise UsageError(f"compare: {a.name!r} has {what} {own!r}, and {b.name!r} has {others!r}; {way_out}")
+    if a.spec is not b.spec:  # as in a notebook, where one of two cells was run again
+        raise UsageError(
+            f"compare: {a.name!r} and {b.name!r} are of two specs that are both named {a.spec.name!r}; "
+            "make both kernels after the spec, or give the two specs two names"
+        )
     dtypes = tuple(dtype for dtype in a.dtypes if dtype in b.dtypes)
     if not dtypes:
         raise UsageError(

@@ -46,6 +46,22 @@ def find_spec(name: str) -> Spec:
     raise UsageError(f"unknown spec {name!r}; {nearest(name, known)}; or give what @lossgate.spec(...) returned")
 
 
+def check_own_name(spec: Spec) -> None:
+    """Refuses a spec that evidence and failure files would take for one of lossgate.
+
+    Raises:
+        UsageError: if it is another spec with the name of one of lossgate.
+    """
+    known = SPECS.get(spec.name, spec)
+    if known is not spec and _file_of(known) != _file_of(spec):
+        raise UsageError(f"spec {spec.name!r} has the name of a spec of lossgate, and is another one; rename it")
+
+
+def _file_of(spec: Spec) -> str:
+    """Returns where a spec's reference stands. A file that is loaded twice makes a spec twice."""
+    return str(getattr(getattr(spec.reference, "__code__", None), "co_filename", ""))
+
+
 def all_specs() -> dict[str, Spec]:
     """Returns every spec of lossgate and of installed packages, by name.
 
