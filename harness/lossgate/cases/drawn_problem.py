@@ -17,7 +17,7 @@ from lossgate.declaration.candidate import Candidate
 from lossgate.errors import UsageError
 from lossgate.judge.explain import explain
 from lossgate.layout import Layout
-from lossgate.losses import find_spec
+from lossgate.losses import SPECS, find_spec
 from lossgate.problems.problem import Problem
 from lossgate.specs.outputs import RETURNED, Output
 from lossgate.specs.spec import Spec
@@ -41,7 +41,7 @@ class DrawnProblem:
 
         Args:
             text: what ``problem.to_json()`` gives.
-            spec: of the problem, if lossgate does not know it by name.
+            spec: of the problem, if it is not one of lossgate or of an installed package.
         """
         problem = Problem.from_json(text)
         return cls(problem, spec or find_spec(problem.spec))
@@ -111,7 +111,13 @@ class DrawnProblem:
         return self.problem.describe()
 
     def __repr__(self) -> str:
-        return f"DrawnProblem.from_json({self.problem.to_json()!r})"
+        own = "" if self.spec is SPECS.get(self.spec.name) else f", spec={self._spec_variable}"
+        return f"DrawnProblem.from_json({self.problem.to_json()!r}{own})"
+
+    @property
+    def _spec_variable(self) -> str:
+        """The variable that holds a spec of the user: the decorator left it its name."""
+        return str(getattr(self.spec.reference, "__name__", self.spec.name))
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """Shows the same in Hypothesis's reports, which otherwise print every field of the spec."""

@@ -39,7 +39,7 @@ def load_candidates(target: str) -> list[Candidate]:
 
 
 def _check_specs(location: str, specs: Sequence[Spec]) -> None:
-    """Refuses candidates of two losses with one name, which no reader of verdicts can tell apart."""
+    """Refuses candidates of two losses with one name: readers of verdicts can't tell them apart."""
     references: dict[str, Any] = {}
     for spec in specs:
         if references.setdefault(spec.name, spec.reference) is not spec.reference:
@@ -200,6 +200,10 @@ def _load(location: str) -> ModuleType:
         return importlib.import_module(location)
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and error.name and location.startswith(error.name):
+            if Path(location).exists() and not Path(location).is_dir():
+                raise UsageError(
+                    f"{location} does not end in .py; save the kernels in a file that does, with their own spec"
+                ) from None
             raise UsageError(
                 f"{location}: no such module; expected a file ending in .py or an importable module"
             ) from None
@@ -216,19 +220,52 @@ def _load_file(file: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    folder = file.resolve().parent
+    _forget_namesakes(folder)
     sys.modules[name] = module
-    sys.path.insert(0, str(file.resolve().parent))  # it can import its neighbours, as if it were run
+    before = set(sys.modules)
+    sys.path.insert(0, str(folder))  # it can import its neighbours, as if it were run
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise _import_error(str(file), error) from error
     finally:
-        sys.path.remove(str(file.resolve().parent))
+        sys.path.remove(str(folder))
+        _NEIGHBOURS.update({top: folder for top in map(_top, set(sys.modules) - before) if _stands_in(folder, top)})
     return module
+
+
+_NEIGHBOURS: dict[str, Path] = {}
+"""The modules that loaded files have imported from their own folders, and these folders."""
+
+
+def _forget_namesakes(folder: Path) -> None:
+    """Forgets the neighbours of other files that have the name of one in this folder.
+
+    Else its files would get those: the spec in the losses.py of another folder, say.
+    """
+    for name in [*sys.modules]:
+        top = _top(name)
+        is_here = (folder / f"{top}.py").is_file() or (folder / top).is_dir()
+        if _NEIGHBOURS.get(top, folder) != folder and is_here:
+            del sys.modules[name]
+
+
+def _top(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _stands_in(folder: Path, top: str) -> bool:
+    """Returns whether a module or package is one of a folder's own, not of a folder below it."""
+    file = getattr(sys.modules.get(top), "__file__", None)
+    return file is not None and Path(file).resolve() in (folder / f"{top}.py", folder / top / "__init__.py")
 
 
 def _import_error(location: str, error: BaseException) -> UsageError:
     if isinstance(error, UsageError):
         return error
+    if "relative import with no known parent" in str(error):
+        module = ".".join(Path(location).with_suffix("").parts[-2:])
+        return UsageError(f"{location}: can't be imported: {error}; name the module, as {module}, not its file")
     return UsageError(f"{location}: can't be imported: {type(error).__name__}: {error}")
