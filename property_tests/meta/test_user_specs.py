@@ -197,6 +197,19 @@ def test_a_file_of_a_package_is_named_as_a_module(tmp_path: Path) -> None:
         load_candidates(str(file))
 
 
+def test_a_module_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command, unlike ``python -m lossgate``, does not look there for modules."""
+    write(tmp_path / "own_package/kernels.py", FOCAL)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError) as error:
+        load_candidates("own_package.kernels")
+    assert str(error.value).endswith(
+        "own_package lies in this folder, where Python does not look: install it, or set PYTHONPATH=."
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert [found.name for found in load_candidates("own_package.kernels")] == ["right", "detached"]
+
+
 # Without a file
 
 ATTEMPTS = """

@@ -206,8 +206,17 @@ def _load(location: str) -> ModuleType:
                 ) from None
             raise UsageError(
                 f"{location}: no such module; expected a file ending in .py or an importable module"
+                f"{_unsearched(location)}"
             ) from None
         raise _import_error(location, error) from error
+
+
+def _unsearched(location: str) -> str:
+    """Returns what to do about a module of the working folder, where Python need not look."""
+    top, here = _top(location), Path.cwd()
+    if not ((here / top).is_dir() or (here / f"{top}.py").is_file()) or {"", str(here)} & {*sys.path}:
+        return ""
+    return f". {top} lies in this folder, where Python does not look: install it, or set PYTHONPATH=."
 
 
 def _load_file(file: Path) -> ModuleType:
