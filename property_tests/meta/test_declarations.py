@@ -28,8 +28,8 @@ def test_whole_numbers_of_an_option_that_takes_floats_are_floats() -> None:
     ("slip", "message"),
     [
         # Names
-        ({"spec": "nl"}, "unknown spec 'nl'; did you mean 'nll'? (expected one of clipped_pg, distill, dpo"),
-        ({"spec": "nope"}, "unknown spec 'nope'; expected one of clipped_pg, distill, dpo"),
+        ({"spec": "nl"}, "unknown spec 'nl'; did you mean 'nll'? (expected one of clipped_pg, distill, divergence"),
+        ({"spec": "nope"}, "unknown spec 'nope'; expected one of clipped_pg, distill, divergence"),
         ({"head": "hiden"}, "candidate(head='hiden'): spec 'nll' has no such head; did you mean 'hidden'?"),
         ({"head": "embeddings"}, "spec 'nll' has no such head; expected one of hidden, logits, logprobs"),
         ({"spec": "value"}, "candidate(head='hidden'): spec 'value' has no such head; expected one of values"),
