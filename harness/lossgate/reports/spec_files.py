@@ -143,7 +143,12 @@ def _imported(kinds: list[type]) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Writes the files, or checks them."""
+    """Writes the files of a checkout, or checks them."""
+    if not (_ROOT / "pyproject.toml").is_file():
+        print(
+            "these files are those of a checkout of lossgate; install it with pip install --editable", file=sys.stderr
+        )
+        return 2
     wrong = stale()
     if "--check" in arguments:
         for path in wrong:
