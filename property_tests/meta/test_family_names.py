@@ -20,6 +20,7 @@ KNOWING = {"losses", "bank"}
 SHARED = {
     "real_tokens": "the positions of a partition's tokens that are no padding; nll counts them under the same name",
     "reduction": "how a metric's parts are reduced over ranks; nll has an option of that name",
+    "returns": "what an operation of torch returns, in its schema; value has a field of that name",
     "rewards": "a head and its input; clipped_pg has a field of that name",
     "scale": "the judge's statistic of a result as a whole; value has an option of that name",
     "softcap": "the stage that bounds the logits, which is shared by all losses that have it",

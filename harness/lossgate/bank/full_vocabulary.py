@@ -102,7 +102,7 @@ PerToken = Callable[[Tensor, Columns, Mapping[str, Tensor], Any], Tensor]
 
 def z_loss(logits: Tensor, vocab: Columns, batch: Mapping[str, Tensor], options: Any) -> Tensor:
     lse = vocab.logsumexp(logits)
-    return lse - vocab.pick(logits, batch["labels"]) + options.weight * lse.square()
+    return lse - vocab.pick(logits, batch["labels"]) + options.z_loss_weight * lse.square()
 
 
 def label_smoothing(logits: Tensor, vocab: Columns, batch: Mapping[str, Tensor], options: Any) -> Tensor:
@@ -118,7 +118,7 @@ def softcap(logits: Tensor, vocab: Columns, batch: Mapping[str, Tensor], options
 def divergence(logits: Tensor, vocab: Columns, batch: Mapping[str, Tensor], options: Any) -> Tensor:
     student, teacher = logits / options.temperature, batch["teacher_logits"] / options.temperature
     log_q, log_p = vocab.log_softmax(student), vocab.log_softmax(teacher)
-    return _divergence(log_p, log_q, vocab, options.kind, options.beta)
+    return _divergence(log_p, log_q, vocab, options.divergence_type, options.beta)
 
 
 def _divergence(log_p: Tensor, log_q: Tensor, vocab: Columns, kind: str, beta: float) -> Tensor:
@@ -148,7 +148,7 @@ LOSSES: Mapping[str, PerToken] = {
 
 def _unsquared_gradient(logits: Tensor, vocab: Columns, batch: Mapping[str, Tensor], options: Any) -> Tensor:
     lse = vocab.logsumexp(logits)
-    return lse - vocab.pick(logits, batch["labels"]) + options.weight * lse * lse.detach()
+    return lse - vocab.pick(logits, batch["labels"]) + options.z_loss_weight * lse * lse.detach()
 
 
 def _mean_without_label(logits: Tensor, vocab: Columns, batch: Mapping[str, Tensor], options: Any) -> Tensor:
@@ -165,11 +165,11 @@ def _capped_without_slope(logits: Tensor, vocab: Columns, batch: Mapping[str, Te
 def _teacher_not_tempered(logits: Tensor, vocab: Columns, batch: Mapping[str, Tensor], options: Any) -> Tensor:
     student, teacher = logits / options.temperature, batch["teacher_logits"]
     log_q, log_p = vocab.log_softmax(student), vocab.log_softmax(teacher)
-    return _divergence(log_p, log_q, vocab, options.kind, options.beta)
+    return _divergence(log_p, log_q, vocab, options.divergence_type, options.beta)
 
 
 def _mixture_detached(logits: Tensor, vocab: Columns, batch: Mapping[str, Tensor], options: Any) -> Tensor:
-    if options.kind != "jsd":
+    if options.divergence_type != "jsd":
         return divergence(logits, vocab, batch, options)
     student, teacher = logits / options.temperature, batch["teacher_logits"] / options.temperature
     log_q, log_p = vocab.log_softmax(student), vocab.log_softmax(teacher)
@@ -182,7 +182,7 @@ def _mixture_detached(logits: Tensor, vocab: Columns, batch: Mapping[str, Tensor
 def _swapped_weights(logits: Tensor, vocab: Columns, batch: Mapping[str, Tensor], options: Any) -> Tensor:
     student, teacher = logits / options.temperature, batch["teacher_logits"] / options.temperature
     log_q, log_p = vocab.log_softmax(student), vocab.log_softmax(teacher)
-    return _divergence(log_p, log_q, vocab, options.kind, 1 - options.beta)
+    return _divergence(log_p, log_q, vocab, options.divergence_type, 1 - options.beta)
 
 
 WRONG: Mapping[str, Mapping[str, PerToken]] = {

@@ -79,7 +79,7 @@ def replay_failure(
 def _why(failure: FailureFile) -> str:
     """Returns what may have changed the statistics since the file was written."""
     if failure.versions == versions():
-        return ": the kernel or its spec has changed since"
+        return ": the kernel, its spec or the machine is another one"
     return f", which was written with {', '.join(f'{name} {version}' for name, version in failure.versions.items())}"
 
 

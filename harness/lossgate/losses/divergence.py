@@ -18,7 +18,7 @@ from lossgate.specs.token_values import TokenValues
 class DivergenceOptions(Options):
     """The options of spec ``divergence``."""
 
-    kind: DivergenceKind = option(
+    divergence_type: DivergenceKind = option(
         "forward",
         "forward is KL(teacher || student), reverse is KL(student || teacher), jsd is the generalised Jensen-Shannon "
         "divergence",
@@ -68,8 +68,8 @@ class DivergenceBatch(Batch):
         ),
     ),
     mistakes=(
-        mistaken_choice("kind", "forward", "reverse"),
-        mistaken_choice("kind", "jsd", "forward"),
+        mistaken_choice("divergence_type", "forward", "reverse"),
+        mistaken_choice("divergence_type", "jsd", "forward"),
         fixed_option("beta", 0.5, "beta is ignored"),
     ),
 )
@@ -78,5 +78,5 @@ def divergence(values: TokenValues, batch: DivergenceBatch, options: DivergenceO
     rows = batch.mask[:, None]
     student = torch.where(rows, values.logits, 0.0)
     teacher = torch.where(rows, batch.teacher_logits, 0.0) / options.temperature
-    per_token = dense_losses.divergence(student, teacher, options.kind, options.beta)
+    per_token = dense_losses.divergence(student, teacher, options.divergence_type, options.beta)
     return torch.where(batch.mask, per_token, 0.0).sum() / batch.valid_tokens.clamp(min=1)

@@ -13,7 +13,7 @@ from lossgate.specs.token_values import TokenValues
 class ZLossOptions(Options):
     """The options of spec ``z_loss``."""
 
-    weight: float = option(1e-4, "the weight of the squared logsumexp, 1e-4 in PaLM", choices=(1e-4, 0.0, 0.125, 1.0))
+    z_loss_weight: float = option(1e-4, "the weight of the squared logsumexp, 1e-4 in PaLM", choices=(1e-4, 0.0, 0.125, 1.0))
 
 
 @spec(
@@ -24,7 +24,7 @@ class ZLossOptions(Options):
     heads=("hidden", "logits"),
     uses=("logprobs", "logsumexp"),
     metrics={"z_loss": "the squared logsumexp, mean over trained tokens, before its weight"},
-    mistakes=(fixed_option("weight", 0.0, "the z-loss is left out"),),
+    mistakes=(fixed_option("z_loss_weight", 0.0, "the z-loss is left out"),),
 )
 def z_loss(values: TokenValues, batch: Batch, options: ZLossOptions) -> Terms:
     """Negative log-likelihood with a z-loss."""
@@ -34,7 +34,7 @@ def z_loss(values: TokenValues, batch: Batch, options: ZLossOptions) -> Terms:
     return Terms(
         terms={
             "nll": Term(values=nll, over="trained tokens"),
-            "z": Term(values=options.weight * penalty, over="trained tokens"),
+            "z": Term(values=options.z_loss_weight * penalty, over="trained tokens"),
         },
         normalisers=normalisers,
         metrics={"z_loss": penalty.detach().sum() / normalisers["trained tokens"]},
