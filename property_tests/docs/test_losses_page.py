@@ -33,6 +33,7 @@ DEFINED_BY: dict[str, type | Callable[..., Any]] = {
     "grpo": GrpoOptions,
     "value": ValueOptions,
     "distill": DistillOptions,
+    "divergence": SPECS["divergence"].options_type,
 }
 """Where the options of each loss and their defaults are defined."""
 
@@ -67,6 +68,18 @@ def test_options_and_defaults(loss: str) -> None:
         for name, default in zip(names, items, strict=True)
     }
     assert stated == defaults(DEFINED_BY[loss])
+
+
+def test_options_of_regularisers() -> None:
+    """They share a section, and so a table."""
+    stated = {names[0]: ast.literal_eval(items[0].strip("`")) for names, items in rows("z_loss", "option")}
+    specs = [SPECS[name] for name in ("z_loss", "label_smoothing", "softcap")]
+    assert stated == {name: default for spec in specs for name, default in defaults(spec.options_type).items()}
+
+
+def test_every_spec_has_a_section() -> None:
+    headings = [line for line in TEXT.splitlines() if line.startswith("## ")]
+    assert [name for name in SPECS if not any(f"`{name}`" in heading for heading in headings)] == []
 
 
 @pytest.mark.parametrize("loss", [name for name, spec in SPECS.items() if spec.metrics and name != "preference"])

@@ -359,7 +359,10 @@ def test_a_spec_that_has_changed_since_a_failure_was_written(tmp_path: Path, run
     write(tmp_path / "focal.py", FOCAL.replace("losses = -(", "losses = -1.5 * (", 1))
     changed = run(*replay_of(done.stdout), code=1)
     assert "  loss: 0.66666" in changed.stdout
-    assert "  statistics differ from those in the file: the kernel, its spec or the machine is another one" in changed.stdout
+    assert (
+        "  statistics differ from those in the file: the kernel, its spec or the machine is another one"
+        in changed.stdout
+    )
 
 
 # The page's specs are short

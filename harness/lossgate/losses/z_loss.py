@@ -13,7 +13,9 @@ from lossgate.specs.token_values import TokenValues
 class ZLossOptions(Options):
     """The options of spec ``z_loss``."""
 
-    z_loss_weight: float = option(1e-4, "the weight of the squared logsumexp, 1e-4 in PaLM", choices=(1e-4, 0.0, 0.125, 1.0))
+    z_loss_weight: float = option(
+        1e-4, "the weight of the squared logsumexp, 1e-4 in PaLM", choices=(1e-4, 0.0, 0.125, 1.0)
+    )
 
 
 @spec(

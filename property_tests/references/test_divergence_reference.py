@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of the divergences between two models.
+
+The methods are torch's ``kl_div``, mpmath, gradcheck, limits and properties.
+"""
+
+import mpmath
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+from torch.nn.functional import kl_div
+
+from dense_losses import divergence
+from dense_losses.divergence import DivergenceKind
+
+KINDS: tuple[DivergenceKind, ...] = ("forward", "reverse", "jsd")
+
+
+def two_models(std: float = 1.0, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Returns the logits of student and teacher."""
+    generator = torch.Generator().manual_seed(seed)
+    student, teacher = std * torch.randn(2, 4, 6, generator=generator, dtype=torch.float64)
+    return student, teacher
+
+
+@pytest.mark.parametrize("std", [0.1, 1.0, 30.0])
+def test_kl_is_that_of_torch(std: float) -> None:
+    student, teacher = two_models(std)
+    log_q, log_p = torch.log_softmax(student, -1), torch.log_softmax(teacher, -1)
+    forward = kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+    reverse = kl_div(log_p, log_q, reduction="none", log_target=True).sum(-1)
+    assert torch.allclose(divergence(student, teacher, "forward"), forward, rtol=1e-12, atol=1e-14)
+    assert torch.allclose(divergence(student, teacher, "reverse"), reverse, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("std", [0.1, 3.0, 30.0, 300.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_by_mpmath(kind: DivergenceKind, std: float) -> None:
+    """Compares with four hundred digits, of probabilities and not of their logarithms."""
+    (student, teacher), beta = two_models(std, seed=1), 0.3
+    found = divergence(student, teacher, kind, beta)
+    with mpmath.workdps(1000):
+
+        def probabilities(row: Tensor) -> list[mpmath.mpf]:
+            exps = [mpmath.exp(mpmath.mpf(float(z))) for z in row]
+            return [x / sum(exps) for x in exps]
+
+        def kl(a: list[mpmath.mpf], b: list[mpmath.mpf]) -> mpmath.mpf:
+            return sum(x * mpmath.log(x / y) for x, y in zip(a, b, strict=True))
+
+        for i in range(len(student)):
+            q, p = probabilities(student[i]), probabilities(teacher[i])
+            mix = [mpmath.mpf(beta) * x + (1 - mpmath.mpf(beta)) * y for x, y in zip(p, q, strict=True)]
+            jsd = mpmath.mpf(beta) * kl(p, mix) + (1 - mpmath.mpf(beta)) * kl(q, mix)
+            expected = {"forward": kl(p, q), "reverse": kl(q, p), "jsd": jsd}[kind]
+            assert float(found[i]) == pytest.approx(float(expected), rel=1e-11, abs=1e-13)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_by_finite_differences(kind: DivergenceKind) -> None:
+    student, teacher = two_models(seed=2)
+    assert gradcheck(lambda z: divergence(z, teacher, kind, 0.3), (student.requires_grad_(),))
+
+
+def test_gradient_of_forward_kl_by_a_closed_form() -> None:
+    """It is q - p."""
+    student, teacher = two_models(seed=3)
+    (found,) = torch.autograd.grad(divergence(student.requires_grad_(), teacher, "forward").sum(), student)
+    assert torch.allclose(found, (torch.softmax(student, -1) - torch.softmax(teacher, -1)).detach(), atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_zero_for_equal_models_and_positive_for_others(kind: DivergenceKind) -> None:
+    student, teacher = two_models(seed=4)
+    assert torch.allclose(divergence(teacher + 3.0, teacher, kind, 0.3), torch.zeros(4).double(), atol=1e-14)
+    assert bool((divergence(student, teacher, kind, 0.3) > 1e-3).all())
+
+
+def test_jsd_tends_to_forward_kl_for_small_beta_and_to_reverse_kl_for_large() -> None:
+    """Divided by the small weight, as in equation 1 of Agarwal et al. 2024."""
+    student, teacher = two_models(seed=5)
+    small, large = (divergence(student, teacher, "jsd", beta) / 1e-6 for beta in (1e-6, 1 - 1e-6))
+    assert torch.allclose(small, divergence(student, teacher, "forward"), rtol=1e-4)
+    assert torch.allclose(large, divergence(student, teacher, "reverse"), rtol=1e-4)
+
+
+def test_jsd_with_beta_of_one_half_is_symmetric_and_at_most_log_2() -> None:
+    student, teacher = two_models(std=1e3, seed=6)
+    found = divergence(student, teacher, "jsd", 0.5)
+    assert torch.allclose(found, divergence(teacher, student, "jsd", 0.5), rtol=1e-12)
+    assert float(found.max()) <= torch.tensor(2.0).log().double() + 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_token(kind: DivergenceKind) -> None:
+    none = torch.zeros(0, 3, dtype=torch.float64)
+    assert divergence(none, none, kind).shape == (0,)

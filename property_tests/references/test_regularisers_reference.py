@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of the z-loss and of label smoothing.
+
+The methods are torch's own cross-entropy, closed forms, mpmath, gradcheck and properties.
+"""
+
+import mpmath
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+from torch.nn.functional import cross_entropy
+
+from dense_losses import smoothed_nll, z_penalty
+
+TOKENS, VOCAB = 6, 5
+MASK = torch.tensor([True, True, False, True, False, True])
+
+
+def logits_and_labels(std: float = 1.0, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = std * torch.randn(TOKENS, VOCAB, generator=generator, dtype=torch.float64)
+    return logits, torch.randint(VOCAB, (TOKENS,), generator=generator)
+
+
+def smoothed(logits: Tensor, labels: Tensor, smoothing: float, mask: Tensor = MASK) -> Tensor:
+    logprobs = torch.log_softmax(logits, -1)
+    own = logprobs.gather(1, labels[:, None]).squeeze(1)
+    return torch.stack(smoothed_nll(own, logprobs.mean(-1), mask, smoothing)).sum(0)
+
+
+@pytest.mark.parametrize("std", [0.0, 1.0, 30.0, 1e3])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.75, 1.0])
+def test_smoothing_is_that_of_torch(smoothing: float, std: float) -> None:
+    logits, labels = logits_and_labels(std)
+    theirs = cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+    ours = smoothed(logits, labels, smoothing)
+    assert torch.allclose(ours, torch.where(MASK, theirs, 0.0), rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.75, 1.0])
+def test_gradient_of_smoothing_by_a_closed_form(smoothing: float) -> None:
+    """It is p - t, where t are the smoothed labels."""
+    logits, labels = logits_and_labels(seed=1)
+    logits.requires_grad_()
+    (found,) = torch.autograd.grad(smoothed(logits, labels, smoothing).sum(), logits)
+    targets = (1 - smoothing) * torch.eye(VOCAB, dtype=torch.float64)[labels] + smoothing / VOCAB
+    with torch.no_grad():
+        p = logits.exp() / logits.exp().sum(1, keepdim=True)
+    assert torch.allclose(found, (p - targets) * MASK[:, None], rtol=1e-12, atol=1e-14)
+
+
+def test_smoothing_is_split_into_its_terms() -> None:
+    """The first is the likelihood of the label, the second that of the whole vocabulary."""
+    nll, smooth = smoothed_nll(torch.tensor([-2.0]), torch.tensor([-5.0]), torch.tensor([True]), 0.25)
+    assert (float(nll), float(smooth)) == (1.5, 1.25)
+
+
+@pytest.mark.parametrize("std", [0.1, 1.0, 30.0, 1e3])
+def test_z_penalty_by_mpmath(std: float) -> None:
+    logits, _ = logits_and_labels(std, seed=2)
+    found = z_penalty(torch.logsumexp(logits, -1), MASK)
+    with mpmath.workdps(50):
+        exact = [mpmath.log(sum(mpmath.exp(mpmath.mpf(float(z))) for z in row)) ** 2 for row in logits]
+    expected = torch.tensor([float(x) for x in exact], dtype=torch.float64)
+    assert torch.allclose(found, torch.where(MASK, expected, 0.0), rtol=1e-13, atol=1e-13)
+
+
+def test_gradient_of_z_penalty_by_a_closed_form() -> None:
+    """It is 2 lse(z) p."""
+    logits, _ = logits_and_labels(seed=3)
+    logits.requires_grad_()
+    (found,) = torch.autograd.grad(z_penalty(torch.logsumexp(logits, -1), MASK).sum(), logits)
+    with torch.no_grad():
+        exps = logits.exp()
+        expected = 2 * exps.sum(1, keepdim=True).log() * exps / exps.sum(1, keepdim=True) * MASK[:, None]
+    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_gradients_by_finite_differences() -> None:
+    logits, labels = logits_and_labels(seed=4)
+    logits.requires_grad_()
+    assert gradcheck(lambda z: smoothed(z, labels, 0.3), (logits,))
+    assert gradcheck(lambda z: z_penalty(torch.logsumexp(z, -1), MASK), (logits,))
+
+
+def test_nan_at_masked_tokens_does_no_harm() -> None:
+    values = torch.where(MASK, 1.5, torch.nan).double().requires_grad_()
+    total = z_penalty(values, MASK).sum() + torch.stack(smoothed_nll(values, values, MASK, 0.3)).sum()
+    (gradient,) = torch.autograd.grad(total, values)
+    assert float(total.detach()) == pytest.approx(4 * (2.25 - 1.5))
+    assert torch.equal(gradient, torch.where(MASK, 2.0, 0.0).double())
+
+
+def test_no_token() -> None:
+    none = torch.zeros(0, dtype=torch.float64)
+    assert float(z_penalty(none, none.bool()).sum()) == 0
+    assert [float(term.sum()) for term in smoothed_nll(none, none, none.bool(), 0.1)] == [0, 0]
