@@ -52,7 +52,8 @@ def _at_a_tie(bound: BoundProblem) -> bool:
 def _difference(bound: BoundProblem, values: TokenValues, name: str, direction: Tensor) -> tuple[float, float]:
     """Returns the derivative along a direction, by differences, and how far rounding moves it.
 
-    Rounding is what two steps differ by, since the loss is smooth between them.
+    Two steps differ by no more than that, since the loss is smooth between them. They may agree by
+    chance, or both be 0 where the loss hardly changes; so the last digits of the loss count, too.
     """
 
     def loss(step: float) -> float:
@@ -60,7 +61,8 @@ def _difference(bound: BoundProblem, values: TokenValues, name: str, direction: 
         return float(evaluate(bound.bound_spec, values.replace(**{name: moved}), bound.batch.known).loss)
 
     one, two = ((loss(step) - loss(-step)) / (2 * step) for step in (_STEP, 2 * _STEP))
-    return one, 10 * abs(one - two)
+    last_digits = 4 * torch.finfo(torch.float64).eps * abs(loss(0.0)) / _STEP
+    return one, 10 * abs(one - two) + last_digits
 
 
 def comparisons(subject: Subject) -> Iterator[Finding]:

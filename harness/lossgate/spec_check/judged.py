@@ -87,15 +87,20 @@ def _disagreement(result: CellResult) -> Iterator[Finding]:
     if result.verdict is not Verdict.DISAGREE:
         return
     on = result.failure.problem.describe() if result.failure is not None else ""
-    if str(result.cell.layout) == "single":
-        change = (
-            "compute so that float32 suffices: differences of large numbers cancel, and exp overflows; "
-            "if it compares or clamps values, say kinks=True"
-        )
-    else:
+    if str(result.cell.layout) != "single":
         change = (
             "use batch.vocab_size, not vocab_start and vocab_end; give each field the dims by which ranks split it; "
             "and see that parts of ranks add up to the whole"
+        )
+    elif any("finite" in reason for reason in result.reasons):
+        change = (
+            "bound what becomes infinite in float32, in which a probability rounds to 1 and exp overflows, such as the "
+            "logarithm of (1 - p).clamp(min=1e-5), and say kinks=True"
+        )
+    else:
+        change = (
+            "compute so that float32 suffices: differences of large numbers cancel, and exp overflows; "
+            "if it compares or clamps values, say kinks=True"
         )
     where = f"from {result.cell.candidate.head} on {result.cell.layout}"
     yield Finding(f"{where}, the reference in float32 disagrees with itself: {'; '.join(result.reasons)}", change, on)

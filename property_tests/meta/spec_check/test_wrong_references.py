@@ -136,6 +136,13 @@ def root(values: Any, batch: Any, options: Any) -> Any:
     return torch.where(batch.mask, batch.weights * losses, 0.0).sum() / tokens(batch)
 
 
+def infinite_in_float32(values: Any, batch: Any, options: Any) -> Any:
+    """Perplexities to the power of 3 overflow on problems with large logits."""
+    logprobs = torch.where(batch.mask, values.logprobs, 0.0)
+    weights = torch.where(batch.mask, batch.weights, 0.0)
+    return (weights * (-3 * logprobs).exp()).sum() / tokens(batch)
+
+
 def over_local_vocabulary(values: Any, batch: Any, options: Any) -> Any:
     return right(values, batch, options) / batch.vocab_end
 
@@ -233,6 +240,13 @@ WRONG = {
     "choices alike": Wrong(any_power_is_two, "judged", "'gamma': 1.0 and 2.0 give the same", "tells them apart"),
     "choice never valid": Wrong(
         with_mode, "judged", "option mode='average' is never valid", "drop the choice", {"options": ModeOptions}
+    ),
+    "infinite in float32": Wrong(
+        infinite_in_float32,
+        "judged",
+        "the reference in float32 disagrees with itself",
+        "clamp(min=1e-5)",
+        {"options": lossgate.Options},
     ),
     "size of a shard": Wrong(over_local_vocabulary, "ranks", "from logits on tp=2", "batch.vocab_size"),
     "field split by no dim": Wrong(right, "parts", "on a part of the batch", "its dims", {"batch": Unsplit}),
