@@ -218,7 +218,7 @@ def test_problems_say_what_is_trained(family: str, head: str) -> None:
     for problem in Draws(dense_candidate(SPECS[family], head), "float32", "goals", 15).all():
         placed_problem = replace(problem, layout=Layout(dp=2, cp=2), pad_to_multiple=2)
         placed = PlacedProblem(BoundProblem(SPECS[family], problem), placed_problem)
-        chosen = SPECS[family].trained_of(placed.batch.fields)
+        chosen = SPECS[family].trained_of(placed.batch.known)
         found = _counts(placed.partition, placed.bound.trained)
         if SPECS[family].trained_dim == "sequence":
             own = [int(chosen[list(placed.partition.sequences(dp))].sum()) for dp in range(2)]

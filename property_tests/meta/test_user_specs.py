@@ -187,7 +187,7 @@ def test_a_spec_of_a_package_that_offers_it_by_an_entry_point(tmp_path: Path, ru
         "verify", "my_package.kernels", "--layout", "single", *SMALL, "--jobs", "2", at=tmp_path, path=site, code=1
     )
     assert outcomes(as_module.stdout) == BOTH
-    assert re.search(r"^focal: The NLL of each trained token", run("list", at=work, path=site).stdout, re.MULTILINE)
+    assert re.search(r"^  focal  +The NLL of each trained token", run("list", at=work, path=site).stdout, re.MULTILINE)
 
 
 def test_a_file_of_a_package_is_named_as_a_module(tmp_path: Path) -> None:
