@@ -11,7 +11,7 @@ from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.loading import load_declared
 from lossgate.losses import all_specs
 from lossgate.properties import PROPERTIES
-from lossgate.reports.spec_sections import FIELD, Entry, Section, sections
+from lossgate.reports.spec_sections import sections
 from lossgate.specs.spec import Spec
 
 
@@ -31,10 +31,10 @@ def overview(width: int) -> Iterator[str]:
     for held_to in PROPERTIES.values():
         yield from hanging(f"{held_to.name:{longest}}  ", held_to.summary, width, indent=2)
     yield ""
-    yield from hanging("", NEXT, width)
+    yield from hanging("", _NEXT, width)
 
 
-NEXT = (
+_NEXT = (
     "lossgate list SPEC describes the inputs, options, outputs and goals of a spec; lossgate list FILE lists the "
     "candidates and specs of a file or module, and lossgate list FILE:NAME describes one of its specs"
 )
@@ -55,13 +55,14 @@ def described(spec: Spec, width: int) -> Iterator[str]:
         if section.about:
             yield from hanging("", section.about, width)
         for entry in section.entries:
-            facts = (f"{c}: {fact}" if section.columns is not FIELD else fact for c, fact in _facts(section, entry))
+            columns = zip(section.columns, entry.facts, strict=True)
+            facts = (fact if column in _PLAIN else f"{column}: {fact}" for column, fact in columns)
             yield from hanging(f"{entry.name}  ", "; ".join(facts), width, indent=2)
             yield from hanging("", entry.meaning, width, indent=6)
 
 
-def _facts(section: Section, entry: Entry) -> Iterator[tuple[str, str]]:
-    yield from zip(section.columns, entry.facts, strict=True)
+_PLAIN = ("dims", "dtype")
+"""What a reader knows by sight."""
 
 
 def hanging(name: str, text: str, width: int, indent: int = 0) -> list[str]:

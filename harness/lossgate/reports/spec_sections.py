@@ -42,14 +42,14 @@ def sections(spec: Spec) -> Iterator[Section]:
     added = Section(
         "inputs at every head",
         "What this loss adds to the labels and the mask.",
-        FIELD,
+        _FIELD,
         _fields(spec.added),
     )
     common = {name: own for name, own in fields_of(spec.batch_type).items() if name in fields_of(Batch)}
     everywhere = Section(
         "inputs of every spec",
         "They are there at every head, too. A reference gets floats as float64.",
-        FIELD,
+        _FIELD,
         _fields(common),
     )
     options = Section("options", _about_options(spec), _OPTION, tuple(map(_option, spec.options)))
@@ -82,7 +82,7 @@ def sections(spec: Spec) -> Iterator[Section]:
     yield from (section for section in every if section.entries)
 
 
-FIELD = ("dims", "dtype")
+_FIELD = ("dims", "dtype")
 _OPTION = ("default", "problems draw")
 
 
@@ -92,7 +92,7 @@ def _head(spec: Spec, name: str) -> Section:
         about = f"Annotate inputs with lossgate.inputs.{spec.inputs[name].__name__}."
     else:
         about = f"Annotate inputs with a class that joins lossgate.inputs.{head.inputs.__name__} and {_batch(spec)}."
-    return Section(f'inputs at head "{name}", {head.meaning}', about, FIELD, _fields(fields_of(head.inputs)))
+    return Section(f'inputs at head "{name}", {head.meaning}', about, _FIELD, _fields(fields_of(head.inputs)))
 
 
 def _batch(spec: Spec) -> str:
