@@ -28,6 +28,11 @@ PLOTS_ARE_DRAWN = """() => {
 }"""
 
 
+PLOTS_FIT = """() => [...document.querySelectorAll('#cell .chart svg')].every(
+  plot => !plot.checkVisibility() || plot.getBoundingClientRect().right <= innerWidth
+)"""
+
+
 def browser_path() -> str:
     """Returns the path of a Chromium. Without one the test is skipped, or fails if it may not."""
     if path := find_browser():
@@ -71,11 +76,15 @@ class Reader:
 
     def wait_for_plots(self) -> None:
         """Waits until every plot that can be seen is drawn."""
+        self.wait_until(PLOTS_ARE_DRAWN)
+
+    def wait_until(self, condition: str) -> None:
+        """Waits until an expression holds in the page, for half a minute at most."""
         for _ in range(300):  # Playwright would wait by eval, and the page's policy forbids that
-            if self.tab.evaluate(PLOTS_ARE_DRAWN):
+            if self.tab.evaluate(condition):
                 return
             self.tab.wait_for_timeout(100)
-        raise AssertionError("a plot was not drawn within 30 s")
+        raise AssertionError(f"this did not hold within 30 s: {condition}")
 
     def overflow(self) -> int:
         """Returns by how many pixels the page is wider than its window."""
@@ -233,12 +242,7 @@ def test_the_page_fits_its_window_and_cuts_no_number(
     reader.wait_for_plots()
     assert reader.overflow() <= 0
     assert reader.tab.evaluate("cell.scrollWidth <= cell.clientWidth")
-    assert (
-        reader.tab.locator("#cell .chart svg:visible").evaluate_all(
-            "plots => plots.filter(p => p.getBoundingClientRect().right > innerWidth).length"
-        )
-        == 0
-    )
+    reader.wait_until(PLOTS_FIT)  # once drawn, they are laid out anew when the scroll bar shows
 
 
 CONTRAST = """() => {
