@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of the divergences between two models.
 
-The methods are torch's ``kl_div``, mpmath, gradcheck, limits and properties.
+The methods are torch's ``kl_div``, fractions, mpmath, gradcheck, closed forms, limits and
+properties.
 """
+
+import math
+from fractions import Fraction
 
 import mpmath
 import pytest
@@ -37,7 +41,7 @@ def test_kl_is_that_of_torch(std: float) -> None:
 @pytest.mark.parametrize("std", [0.1, 3.0, 30.0, 300.0])
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_by_mpmath(kind: DivergenceKind, std: float) -> None:
-    """Compares with four hundred digits, of probabilities and not of their logarithms."""
+    """Compares with a thousand digits, of probabilities and not of their logarithms."""
     (student, teacher), beta = two_models(std, seed=1), 0.3
     found = divergence(student, teacher, kind, beta)
     with mpmath.workdps(1000):
@@ -63,11 +67,61 @@ def test_gradients_by_finite_differences(kind: DivergenceKind) -> None:
     assert gradcheck(lambda z: divergence(z, teacher, kind, 0.3), (student.requires_grad_(),))
 
 
-def test_gradient_of_forward_kl_by_a_closed_form() -> None:
-    """It is q - p."""
-    student, teacher = two_models(seed=3)
-    (found,) = torch.autograd.grad(divergence(student.requires_grad_(), teacher, "forward").sum(), student)
-    assert torch.allclose(found, (torch.softmax(student, -1) - torch.softmax(teacher, -1)).detach(), atol=1e-14)
+@pytest.mark.parametrize("std", [0.1, 1.0, 5.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_by_closed_forms(kind: DivergenceKind, std: float) -> None:
+    """That of the forward KL is q - p. The others are q (x - <q, x>), with x = log(q / p) for the
+    reverse KL, and x = (1 - beta) log(q / r) for the mixture r, through which no gradient flows.
+    """
+    (student, teacher), beta = two_models(std, seed=3), 0.3
+    (found,) = torch.autograd.grad(divergence(student.requires_grad_(), teacher, kind, beta).sum(), student)
+    with torch.no_grad():
+        q, p = (z.exp() / z.exp().sum(1, keepdim=True) for z in (student, teacher))
+        x = (1 - beta) * (q / (beta * p + (1 - beta) * q)).log() if kind == "jsd" else (q / p).log()
+        expected = q - p if kind == "forward" else q * (x - (q * x).sum(1, keepdim=True))
+    assert torch.allclose(found, expected, rtol=1e-11, atol=1e-14)
+
+
+def test_values_by_hand() -> None:
+    """A student of (1/4, 3/4) and a teacher of (1/2, 1/2), by fractions and logarithms of them."""
+    q, p, b = (Fraction(1, 4), Fraction(3, 4)), (Fraction(1, 2), Fraction(1, 2)), Fraction(1, 4)
+    r = tuple(b * x + (1 - b) * y for x, y in zip(p, q, strict=True))
+    assert r == (Fraction(5, 16), Fraction(11, 16))
+
+    def kl(x: tuple[Fraction, ...], y: tuple[Fraction, ...]) -> float:
+        return math.fsum(a * math.log(a / c) for a, c in zip(x, y, strict=True))
+
+    student, teacher = (torch.tensor([[float(x) for x in row]], dtype=torch.float64).log() for row in (q, p))
+    assert float(divergence(student, teacher, "forward")) == pytest.approx(kl(p, q), rel=1e-14)
+    assert float(divergence(student, teacher, "reverse")) == pytest.approx(kl(q, p), rel=1e-14)
+    mixed = kl(p, r) / 4 + 3 * kl(q, r) / 4
+    assert float(divergence(student, teacher, "jsd", 0.25)) == pytest.approx(mixed, rel=1e-14)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_logits_are_finite_forward_and_backward(kind: DivergenceKind) -> None:
+    """Both models are sure, of different tokens, by 2,000 nats."""
+    student, teacher = (
+        1e3 * torch.tensor([row], dtype=torch.float64) for row in ([1.0, -1.0, -1.0], [-1.0, 1.0, -1.0])
+    )
+    found = divergence(student.requires_grad_(), teacher, kind, 0.3)
+    (gradient,) = torch.autograd.grad(found.sum(), student)
+    bound = -0.3 * math.log(0.3) - 0.7 * math.log(0.7)  # the entropy of the weights
+    assert float(found.detach()) == pytest.approx(bound if kind == "jsd" else 2e3, rel=1e-12)
+    assert bool(gradient.isfinite().all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_column_has_no_divergence(kind: DivergenceKind) -> None:
+    assert float(divergence(torch.tensor([[3.0]]), torch.tensor([[-2.0]]), kind)) == 0.0
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0, -0.1, 1.5, math.nan])
+def test_a_mixture_needs_both(beta: float) -> None:
+    student, teacher = two_models()
+    with pytest.raises(ValueError, match=rf"beta is {beta}; expected a weight above 0 and below 1"):
+        divergence(student, teacher, "jsd", beta)
+    assert bool(divergence(student, teacher, "forward", beta).isfinite().all())  # it has no mixture
 
 
 @pytest.mark.parametrize("kind", KINDS)

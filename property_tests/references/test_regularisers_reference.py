@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the z-loss and of label smoothing.
+"""Tests of the z-loss, of label smoothing and of the soft-cap.
 
-The methods are torch's own cross-entropy, closed forms, mpmath, gradcheck and properties.
+The methods are torch's own cross-entropy, closed forms, mpmath, gradcheck, limits and properties.
 """
+
+import math
 
 import mpmath
 import pytest
@@ -11,7 +13,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 from torch.nn.functional import cross_entropy
 
-from dense_losses import smoothed_nll, z_penalty
+from dense_losses import smoothed_nll, softcapped, z_penalty
 
 TOKENS, VOCAB = 6, 5
 MASK = torch.tensor([True, True, False, True, False, True])
@@ -77,11 +79,65 @@ def test_gradient_of_z_penalty_by_a_closed_form() -> None:
     assert torch.allclose(found, expected, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_z_penalty_of_large_logits(sign: float) -> None:
+    """The normaliser of equal logits z is z + log V, above 0 or below."""
+    logits = torch.full((TOKENS, VOCAB), sign * 1e3, dtype=torch.float64, requires_grad=True)
+    found = z_penalty(torch.logsumexp(logits, -1), torch.ones(TOKENS, dtype=torch.bool))
+    (gradient,) = torch.autograd.grad(found.sum(), logits)
+    lse = sign * 1e3 + math.log(VOCAB)
+    assert found.tolist() == pytest.approx([lse**2] * TOKENS, rel=1e-14)
+    assert gradient.flatten().tolist() == pytest.approx([2 * lse / VOCAB] * TOKENS * VOCAB, rel=1e-13)
+
+
+def test_z_penalty_is_0_for_a_normalised_softmax() -> None:
+    """Of log-probabilities in place of logits."""
+    logits, _ = logits_and_labels(seed=5)
+    logits = torch.log_softmax(logits, -1).requires_grad_()
+    found = z_penalty(torch.logsumexp(logits, -1), MASK)
+    (gradient,) = torch.autograd.grad(found.sum(), logits)
+    assert float(found.detach().max()) < 1e-30
+    assert float(gradient.abs().max()) < 1e-15
+
+
+def test_z_penalty_needs_no_finite_logit_of_every_column() -> None:
+    """Columns of a padded vocabulary, whose logits are -inf, change nothing."""
+    logits, _ = logits_and_labels(seed=6)
+    padded = torch.nn.functional.pad(logits, (0, 2), value=-torch.inf)
+    found, expected = (z_penalty(torch.logsumexp(z, -1), MASK) for z in (padded, logits))
+    assert torch.allclose(found, expected, rtol=1e-15)
+
+
+@pytest.mark.parametrize("cap", [0.5, 2.0, 30.0])
+@pytest.mark.parametrize("std", [0.1, 1.0, 30.0, 1e3])
+def test_softcap_by_mpmath(std: float, cap: float) -> None:
+    """tanh(x) is (1 - e^-2x) / (1 + e^-2x), and the slope of the soft-cap is 1 / cosh(x)^2."""
+    logits, _ = logits_and_labels(std, seed=7)
+    logits.requires_grad_()
+    found = softcapped(logits, cap)
+    (gradient,) = torch.autograd.grad(found.sum(), logits)
+    with mpmath.workdps(50):
+        x = [mpmath.mpf(float(z)) / mpmath.mpf(cap) for z in logits.detach().flatten()]
+        expected = [float(cap * (1 - mpmath.exp(-2 * v)) / (1 + mpmath.exp(-2 * v))) for v in x]
+        slopes = [float(4 / (mpmath.exp(v) + mpmath.exp(-v)) ** 2) for v in x]
+    assert found.flatten().tolist() == pytest.approx(expected, rel=1e-14)
+    assert gradient.flatten().tolist() == pytest.approx(slopes, rel=1e-12, abs=1e-15)
+
+
+def test_softcap_tends_to_the_logits_and_bounds_them() -> None:
+    """What it takes from z is z^3 / (3 cap^2) for a large cap."""
+    logits, _ = logits_and_labels(seed=8)
+    lost = logits - softcapped(logits, 1e3)
+    assert torch.allclose(lost, logits**3 / 3e6, rtol=1e-4, atol=1e-13)
+    assert torch.equal(softcapped(logits * torch.inf, 2.0), 2.0 * logits.sign())
+
+
 def test_gradients_by_finite_differences() -> None:
     logits, labels = logits_and_labels(seed=4)
     logits.requires_grad_()
     assert gradcheck(lambda z: smoothed(z, labels, 0.3), (logits,))
     assert gradcheck(lambda z: z_penalty(torch.logsumexp(z, -1), MASK), (logits,))
+    assert gradcheck(lambda z: softcapped(z, 0.7), (logits,))
 
 
 def test_nan_at_masked_tokens_does_no_harm() -> None:

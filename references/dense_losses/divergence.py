@@ -8,7 +8,8 @@ Symbols: p the teacher, q the student, b a weight between 0 and 1, r = b p + (1 
     jsd       b KL(p || r) + (1 - b) KL(q || r)
 
 Sources: the generalised Jensen-Shannon divergence is that of GKD (Agarwal et al. 2024, arXiv
-2306.13649, section 2); TRL's ``GKDTrainer`` and Liger's fused linear JSD compute it too.
+2306.13649, section 2); TRL's ``GKDTrainer`` and Liger's fused linear JSD compute it too. Its
+gradient does not reach q through r: sum_v r d(log r) = d(sum_v r) = 0.
 """
 
 import math
@@ -30,15 +31,20 @@ def divergence(
     """Computes a divergence between the softmaxes of two sets of logits.
 
     Args:
-        student: the logits of q ``[tokens, vocab]``, after the temperature. The result is
-            differentiable in them.
-        teacher: the logits of p ``[tokens, vocab]``, after the temperature.
+        student: the logits of q ``[tokens, vocab]``, finite and after the temperature. The result
+            is differentiable in them.
+        teacher: the logits of p ``[tokens, vocab]``, likewise.
         kind: which divergence.
-        beta: b, the weight of the teacher in ``"jsd"``, between 0 and 1.
+        beta: b, the weight of the teacher in ``"jsd"``, above 0 and below 1.
 
     Returns:
         The divergence of each token ``[tokens]``, in nats.
+
+    Raises:
+        ValueError: if the mixture has no weight for one of the two.
     """
+    if kind == "jsd" and not 0 < beta < 1:
+        raise ValueError(f"beta is {beta}; expected a weight above 0 and below 1")
     log_q, log_p = torch.log_softmax(student, -1), torch.log_softmax(teacher, -1)
     if kind == "forward":
         return _kl(log_p, log_q)

@@ -40,7 +40,8 @@ def smoothed_nll(
 
     Args:
         logprobs: log p(y) ``[tokens]``, in nats. The result is differentiable in it.
-        mean_logprob: the mean of log p(v) over the vocabulary ``[tokens]``; likewise.
+        mean_logprob: the mean of log p(v) over the vocabulary ``[tokens]``; likewise. Both are
+            finite where m is true.
         mask: m ``[tokens]``, true at trained tokens.
         smoothing: a, from 0 to 1.
 

@@ -27,6 +27,10 @@ class DivergenceOptions(Options):
     beta: float = option(0.5, "the weight of the teacher in jsd, between 0 and 1", choices=(0.5, 0.1, 0.9))
     temperature: float = option(1.0, "divides the logits of the student and of the teacher", between=TEMPERATURE)
 
+    def __post_init__(self) -> None:
+        if not 0 < self.beta < 1:
+            raise ValueError(f"beta is {self.beta}; expected a weight above 0 and below 1")
+
 
 def _draw_teacher(context: FieldContext) -> Tensor:
     """Draws teachers that nearly or exactly agree with the student, and others that are unrelated

@@ -19,6 +19,10 @@ class LabelSmoothingOptions(Options):
         0.1, "the weight that goes to the whole vocabulary, 0 to 1", choices=(0.1, 0.0, 0.3, 0.75)
     )
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.smoothing <= 1:
+            raise ValueError(f"smoothing is {self.smoothing}; expected a weight in [0, 1]")
+
 
 @spec(
     "label_smoothing",

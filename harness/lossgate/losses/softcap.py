@@ -21,6 +21,10 @@ class SoftcapOptions(Options):
 
     softcap: float = option(30.0, "the logits are softcap tanh(z / softcap)", choices=(30.0, 2.0))
 
+    def __post_init__(self) -> None:
+        if not self.softcap > 0:
+            raise ValueError(f"softcap is {self.softcap}; expected a number above 0")
+
 
 @spec(
     "softcap",
