@@ -12,6 +12,7 @@ import lossgate
 from lossgate import Contract, Precision
 from lossgate.engine.settings import PROFILES, Settings
 from lossgate.layout import AXES
+from lossgate.losses import SPECS
 from lossgate.problems.partition import SHARDED_DIMS
 from lossgate.specs.heads import HEADS
 from lossgate.specs.outputs import LOGPROBS, LOSS, Output, gradient_output
@@ -82,6 +83,21 @@ def test_settings_that_are_the_same_in_every_profile() -> None:
     assert {name: type(default)(stated[name]) for name, default in named.items()} == {
         name: getattr(ci, name) for name in named
     }
+
+
+def test_losses_that_take_a_model_s_output_unshifted() -> None:
+    """Other specs have fields that a token itself has, too, but none that a model gave it."""
+    of_models = {"teacher_logits", "teacher_indices", "old_values"}
+    named = sorted(name for name, spec in SPECS.items() if spec.unshifted & of_models)
+    assert f"{', '.join(f'`{name}`' for name in named[:-1])} and `{named[-1]}` get of models stays" in " ".join(
+        TEXT.split()
+    )
+
+
+def test_losses_that_ask_for_all_logits() -> None:
+    named = [name for name, spec in SPECS.items() if "logits" in spec.uses]
+    (said,) = re.findall(r"A loss may ask for all logits, as (.*?) do\.", " ".join(TEXT.split()))
+    assert sorted(re.findall(r"`(\w+)`", said)) == sorted(named)
 
 
 @pytest.mark.parametrize("option", COMMON_OPTIONS)

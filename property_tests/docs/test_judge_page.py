@@ -12,6 +12,8 @@ from lossgate.judge import ensemble, pooled_scale
 from lossgate.judge.power import PLANTED
 from lossgate.judge.statistics import BLOCK_FACTOR, FACTORS, NOISE, WORST, scale_sigmas
 from lossgate.numerics.float_formats import FLOAT32
+from lossgate.numerics.fused_operations import SPELLED_OUT
+from lossgate.numerics.round_every_operation import _WITH_NUMBERS
 
 from .markdown import ROOT
 
@@ -44,6 +46,17 @@ def test_constants(words: str) -> None:
 def test_the_limit_of_the_scale(runs: int) -> None:
     assert "v + 5 (1 + 8/M) standard deviations of the M runs" in TEXT
     assert scale_sigmas(runs) == 5 * (1 + 8 / runs)
+
+
+def test_operations_that_are_spelled_out() -> None:
+    assert "such as `softmax`, `logaddexp` and the backward of `log_softmax`, are spelled out" in TEXT
+    assert {"_softmax", "logaddexp", "_log_softmax_backward_data"} <= SPELLED_OUT.keys()
+    assert "_log_softmax" not in SPELLED_OUT
+
+
+def test_operations_whose_float_is_rounded() -> None:
+    assert "and that the loss adds, subtracts, multiplies or divides with, is rounded once in each run" in TEXT
+    assert {"add", "sub", "mul", "div"} == _WITH_NUMBERS
 
 
 def test_planted_errors() -> None:

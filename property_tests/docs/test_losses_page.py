@@ -77,6 +77,11 @@ def test_options_of_regularisers() -> None:
     assert stated == {name: default for spec in specs for name, default in defaults(spec.options_type).items()}
 
 
+def test_the_readme_names_every_spec() -> None:
+    specs = (ROOT / "README.md").read_text().partition("\nSpecs: ")[2].partition(";")[0]
+    assert set(re.findall(r"`(\w+)`", specs)) == set(SPECS)
+
+
 def test_every_spec_has_a_section() -> None:
     headings = [line for line in TEXT.splitlines() if line.startswith("## ")]
     assert [name for name in SPECS if not any(f"`{name}`" in heading for heading in headings)] == []

@@ -112,6 +112,25 @@ def test_large_logits_are_finite_forward_and_backward(kind: DivergenceKind) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_column_that_neither_has_makes_nan(kind: DivergenceKind) -> None:
+    """As torch's own KL does: a padded vocabulary is left out before."""
+    student, teacher = (torch.tensor([row]).double() for row in ([1.0, 2.0, -torch.inf], [0.0, 1.0, -torch.inf]))
+    assert bool(divergence(student, teacher, kind).isnan().all())
+    log_q, log_p = torch.log_softmax(student, -1), torch.log_softmax(teacher, -1)
+    assert bool(kl_div(log_q, log_p, reduction="sum", log_target=True).isnan())
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
+def test_no_gradient_flows_through_the_mixture(beta: float) -> None:
+    student, teacher = two_models(seed=7)
+    (found,) = torch.autograd.grad(divergence(student.requires_grad_(), teacher, "jsd", beta).sum(), student)
+    q, p = torch.softmax(student, -1), torch.softmax(teacher, -1)
+    r = (beta * p + (1 - beta) * q).detach()
+    stopped = (1 - beta) * (q * (q / r).log()).sum()
+    assert torch.allclose(found, torch.autograd.grad(stopped, student)[0], rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_one_column_has_no_divergence(kind: DivergenceKind) -> None:
     assert float(divergence(torch.tensor([[3.0]]), torch.tensor([[-2.0]]), kind)) == 0.0
 

@@ -6,9 +6,9 @@ Symbols: z logits, y the label, V the size of the vocabulary, m the mask of trai
     z-loss            m lse(z)^2                      keeps the softmax's normaliser near 1
     label smoothing   m ((1 - a) (-log p(y)) + a mean_v (-log p(v)))
 
-Sources: the z-loss is that of PaLM (Chowdhery et al. 2022, section 5), with weight 1e-4, and of
-ST-MoE (Zoph et al. 2022). Label smoothing is that of Szegedy et al. 2016 (section 7), as
-``torch.nn.functional.cross_entropy`` has it.
+Sources: the z-loss is that of PaLM (Chowdhery et al. 2022, section 5), with weight 1e-4; ST-MoE
+(Zoph et al. 2022) has it on the logits of its router. Label smoothing is that of Szegedy et al.
+2016 (section 7), as ``torch.nn.functional.cross_entropy`` has it.
 """
 
 from jaxtyping import Bool, Float

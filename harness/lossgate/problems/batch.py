@@ -53,7 +53,7 @@ class GlobalBatch:
         return part.to(TORCH_DTYPES[self.dtype])
 
     def local_fields(self, rank: int, tokens: Tokens = "shard", unshifted: Collection[str] = ()) -> dict[str, Any]:
-        """Returns what ``PackedBatch`` holds on a rank, and what the spec adds to it.
+        """Returns what ``Batch`` holds on a rank, and what the spec adds to it.
 
         Args:
             rank: the rank.
