@@ -168,17 +168,6 @@ def _teacher_not_tempered(logits: Tensor, vocab: Columns, batch: Mapping[str, Te
     return _divergence(log_p, log_q, vocab, options.divergence_type, options.beta)
 
 
-def _mixture_detached(logits: Tensor, vocab: Columns, batch: Mapping[str, Tensor], options: Any) -> Tensor:
-    if options.divergence_type != "jsd":
-        return divergence(logits, vocab, batch, options)
-    student, teacher = logits / options.temperature, batch["teacher_logits"] / options.temperature
-    log_q, log_p = vocab.log_softmax(student), vocab.log_softmax(teacher)
-    weights = torch.tensor([options.beta, 1 - options.beta]).log()
-    log_r = torch.logaddexp(log_p + weights[0], log_q + weights[1]).detach()
-    of_teacher, of_student = log_p.exp() * (log_p - log_r), log_q.exp() * (log_q - log_r)
-    return vocab.sum(options.beta * of_teacher + (1 - options.beta) * of_student)
-
-
 def _swapped_weights(logits: Tensor, vocab: Columns, batch: Mapping[str, Tensor], options: Any) -> Tensor:
     student, teacher = logits / options.temperature, batch["teacher_logits"] / options.temperature
     log_q, log_p = vocab.log_softmax(student), vocab.log_softmax(teacher)
@@ -191,7 +180,6 @@ WRONG: Mapping[str, Mapping[str, PerToken]] = {
     "softcap": {"the slope of the cap is missing in backward": _capped_without_slope},
     "divergence": {
         "the teacher is not tempered": _teacher_not_tempered,
-        "the mixture is detached": _mixture_detached,
         "beta and 1 - beta are swapped": _swapped_weights,
     },
 }
