@@ -323,8 +323,8 @@ def _run_commands(block: Block, where: str, root: Path) -> None:
         done = _run(command.text, Path.cwd())
         status = int(block.directives.get("exits", 0)) if command is commands[-1] else 0
         if done.returncode != status and command.text.startswith("torchrun "):
-            # On a busy machine, about one in 25 aborts in torch when all is done, with "terminate called without an
-            # active exception".
+            # On a busy machine, about one in 25 aborts in torch when all is done, with "terminate
+            # called without an active exception".
             done = _run(command.text, Path.cwd())
         if done.returncode != status:
             raise PageError(
