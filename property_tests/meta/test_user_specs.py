@@ -87,7 +87,9 @@ def outcomes(output: str) -> set[tuple[str, str]]:
 
 
 def replay_of(output: str) -> list[str]:
-    """Returns the arguments of the command that the output shows; pytest shows a failure twice where CI is set."""
+    """Returns the arguments of the command that the output shows; twice, from pytest where CI is
+    set.
+    """
     (shown,) = set(re.findall(r"^ *replay: lossgate (replay \S+)", output, re.MULTILINE))
     return shown.split()
 

@@ -12,7 +12,6 @@ Sources: the generalised Jensen-Shannon divergence is that of GKD (Agarwal et al
 gradient does not reach q through r: sum_v r d(log r) = d(sum_v r) = 0.
 """
 
-import math
 from typing import Literal
 
 import torch
@@ -50,8 +49,9 @@ def divergence(
         return _kl(log_p, log_q)
     if kind == "reverse":
         return _kl(log_q, log_p)
-    log_r = torch.logaddexp(log_p + math.log(beta), log_q + math.log(1 - beta))
-    return beta * _kl(log_p, log_r) + (1 - beta) * _kl(log_q, log_r)
+    weight = student.new_full((), beta)  # a tensor, as whose logarithm rounds in a kernel
+    log_r = torch.logaddexp(log_p + weight.log(), log_q + (1 - weight).log())
+    return weight * _kl(log_p, log_r) + (1 - weight) * _kl(log_q, log_r)
 
 
 def _kl(log_p: Float[Tensor, "tokens vocab"], log_q: Float[Tensor, "tokens vocab"]) -> Float[Tensor, " tokens"]:

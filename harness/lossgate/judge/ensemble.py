@@ -23,6 +23,7 @@ from lossgate.numerics.float_formats import FLOAT32
 from lossgate.numerics.noise import Noise
 from lossgate.numerics.round_every_operation import RoundEveryOperation
 from lossgate.numerics.rounded_arithmetic import RoundedRun, Stages
+from lossgate.numerics.rounded_numbers import ERRORS, RoundNumbers
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Partition
 from lossgate.specs.heads.base import Head
@@ -258,13 +259,15 @@ class _Ensemble:
         primals = {name: value.requires_grad_() for name, value in given.items()}
 
         def one_member(
-            extremes: dict[str, Tensor], own: dict[str, Tensor], primals: dict[str, Tensor]
+            extremes: dict[str, Tensor], own: dict[str, Tensor], primals: dict[str, Tensor], errors: Tensor
         ) -> tuple[Tensor, dict[str, Tensor]]:
             per_token: dict[str, Any] = {**extremes, **primals}
-            return self.bound.loss(TokenValues(**per_token), {**self.batch.known, **own})
+            with RoundNumbers(errors, rounding):
+                return self.bound.loss(TokenValues(**per_token), {**self.batch.known, **own})
 
-        with RoundEveryOperation(self.noise, self.stages.loss, self.members):
-            loss, metrics = torch.vmap(one_member)(extremes, own, primals)
+        errors = self.noise.uniform(torch.Size((self.members, ERRORS)))
+        with RoundEveryOperation(self.noise, self.stages.loss) as rounding:
+            loss, metrics = torch.vmap(one_member)(extremes, own, primals, errors)
             found = torch.autograd.grad(loss, list(primals.values()), upstream, allow_unused=True)
         gradients = {name: g for name, g in zip(primals, found, strict=True) if g is not None and bool(g.any())}  # pyright: ignore[reportUnnecessaryComparison]
         scalars = {LOSS: loss, **{metric_output(name): metric for name, metric in metrics.items()}}

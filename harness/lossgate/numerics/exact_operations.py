@@ -28,7 +28,7 @@ _CONSTANTS = """
     arange empty empty_like empty_strided eye full full_like new_empty new_empty_strided new_full new_ones new_zeros
     ones ones_like scalar_tensor zeros zeros_like
 """
-"""They make the same numbers in a kernel as in a reference."""
+"""They make numbers. ``RoundNumbers`` rounds those that float32 does not hold."""
 
 _EXACT = frozenset(f"{_MOVES} {_SELECTIONS} {_SIGNS_AND_WHOLES} {_CONSTANTS}".split())
 
@@ -37,6 +37,14 @@ _EXACT = frozenset(f"{_MOVES} {_SELECTIONS} {_SIGNS_AND_WHOLES} {_CONSTANTS}".sp
 def base_name(operation: Any) -> str:
     """Returns the name of an operation, in place or not: ``add`` for ``aten::add_.Tensor``."""
     return operation._schema.name.removeprefix("aten::").rstrip("_")
+
+
+def name_of(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Returns what an operation does: its name; with what it does to numbers that meet, if it is
+    asked that: ``scatter_reduce sum``.
+    """
+    name = base_name(operation)
+    return f"{name} {kwargs['reduce'] if 'reduce' in kwargs else args[4]}" if name == "scatter_reduce" else name
 
 
 @cache

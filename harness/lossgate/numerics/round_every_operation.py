@@ -4,27 +4,23 @@
 The ensemble runs the loss stage of any spec this way, as the reference has it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from math import isfinite
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from numpy import float32
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_map_only
 
-from lossgate.numerics.exact_operations import base_name, is_view, rounds, writes
+from lossgate.numerics.exact_operations import is_view, name_of, rounds, writes
 from lossgate.numerics.float_formats import FLOAT32, FloatFormat
 from lossgate.numerics.fused_operations import SPELLED_OUT
 from lossgate.numerics.noise import Noise
 
 _COMPARISONS = frozenset(["gt", "lt", "ge", "le", "eq", "ne"])
 
-_WITH_NUMBERS = frozenset(["add", "sub", "mul", "div"])
-"""Operations in which a kernel has a number of its own, which is rounded to float32."""
-
-_SUMMED = {"sum": 0, "cumsum": 0, "mean": 0, "index_add": 3, "scatter_add": 3}
+_SUMMED = {"sum": 0, "cumsum": 0, "mean": 0, "index_add": 3, "scatter_add": 3, "index_put": 2, "scatter_reduce sum": 3}
 """Operations that add up: the position of what they add."""
 
 _PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "vdot": 0, "addmm": 1, "addmv": 1, "baddbmm": 1}
@@ -38,17 +34,25 @@ class RoundEveryOperation(TorchDispatchMode):
     new tensors. Only an operation in place rounds what it has written.
     """
 
-    def __init__(self, noise: Noise, to: FloatFormat, members: int | None = None) -> None:
+    def __init__(self, noise: Noise, to: FloatFormat) -> None:
         """Prepares rounded runs.
 
         Args:
             noise: the source of errors.
             to: the format of results.
-            members: the size of the first dim, if it counts runs. The numbers that code adds or
-                multiplies with, such as a weight of 0.1, are then rounded too, once in each run.
         """
         super().__init__()
-        self.noise, self.to, self.members = noise, to, members
+        self.noise, self.to = noise, to
+        self._paused = False
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Leaves results as they are."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -56,14 +60,15 @@ class RoundEveryOperation(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        name, kwargs = base_name(func), kwargs or {}
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        name = name_of(func, args, kwargs)
         if name in SPELLED_OUT and not writes(func):
             with self:
                 return SPELLED_OUT[name](*args, **kwargs)
         if name in _COMPARISONS and isinstance(args[1], Tensor) and args[0].dtype is torch.float64:
             args = (self._with_ties(*args[:2]), *args[1:])
-        if name in _WITH_NUMBERS and self.members is not None:
-            args = tuple(self._constant(arg, args) for arg in args)
         result = func(*args, **kwargs)
         if is_view(func) or not rounds(func, args, kwargs):
             return result
@@ -73,18 +78,6 @@ class RoundEveryOperation(TorchDispatchMode):
             tree_map(_write, result, rounded)
             return result
         return rounded
-
-    def _constant(self, number: Any, args: Sequence[Any]) -> Any:
-        """Returns a number as a kernel holds it, in float32: rounded once in each run.
-
-        That is no error to be averaged over tokens. Where a loss is a small difference, such as a
-        divergence of nearly equal distributions, it is the largest one.
-        """
-        batched = [arg for arg in args if isinstance(arg, Tensor) and arg.shape[:1] == (self.members,)]
-        if not batched or not isinstance(number, float) or not isfinite(number) or float(float32(number)) == number:
-            return number
-        ones = (1,) * (max(arg.dim() for arg in batched) - 1)
-        return self.noise.round(batched[0].new_full((len(batched[0]), *ones), number), FLOAT32)
 
     def _rounded(self, tensor: Tensor) -> Tensor:
         if tensor.dtype is not torch.float64 or not tensor.dim():
@@ -109,7 +102,7 @@ class RoundEveryOperation(TorchDispatchMode):
             return None
         if name == "expm1":  # or exp(x) - 1, which cancels
             return result.add(1).clamp(min=1) * self.noise.uniform(result.shape) * FLOAT32.unit
-        if name in ("_log_softmax", "logsumexp"):
+        if name in ("_log_softmax", "logsumexp", "logcumsumexp"):
             return self._normaliser_error(name, args, result)
         if name in _SUMMED:
             at = _SUMMED[name]
@@ -126,9 +119,9 @@ class RoundEveryOperation(TorchDispatchMode):
         whole row. A kernel that goes over the vocabulary in parts keeps the logsumexp, and
         subtracts it from the logits. So its own rounding is in every log-probability.
         """
-        x, dim = args[0], args[1] if isinstance(args[1], int) else args[1][0]
-        if name == "logsumexp":
+        if name != "_log_softmax":
             return 1.5 * FLOAT32.unit * self.noise.uniform(result.shape)
+        x, dim = args[0], args[1]
         size = 1.5 + (x - result).abs().nan_to_num_(0.0).amax(dim, keepdim=True)
         return size * FLOAT32.unit * self.noise.uniform(size.shape)
 

@@ -112,6 +112,9 @@ EXACT: dict[str, Operation] = {
     "filled in place": lambda x: x.clone().fill_(0.3),
     "copied in place": lambda x: torch.zeros_like(x).copy_(x),
     "masked in place": lambda x: x.clone().masked_fill_(x > 0.5, 0.3),
+    "largest by norm": lambda x: torch.linalg.vector_norm(x, float("inf"), dim=1),
+    "smallest by norm": lambda x: torch.linalg.vector_norm(x, float("-inf"), dim=1),
+    "counted by norm": lambda x: torch.linalg.vector_norm(x, 0, dim=1),
     "compared": lambda x: x > x.flip(0),
 }
 ROUNDING: dict[str, Operation] = {
@@ -139,7 +142,19 @@ ROUNDING: dict[str, Operation] = {
     "added in place": lambda x: x.clone().add_(0.7),
     "added up in place": lambda x: x.clone().index_add_(0, torch.tensor([0, 0]), x[1:3]),
     "written by out=": lambda x: torch.mul(x, x.flip(0), out=torch.empty_like(x)),
+    "nansum": lambda x: x.nansum(1),
+    "nansum of all": lambda x: x.nansum((0, 1), keepdim=True),
+    "norm": lambda x: x.norm(dim=1, keepdim=True),
+    "norm of order 1": lambda x: torch.linalg.vector_norm(x, 1, dim=(0, 1)),
+    "norm of order 3": lambda x: torch.linalg.vector_norm(x, 3, dim=1),
+    "var": lambda x: x.var(1),
+    "var without correction": lambda x: x.var(correction=0, dim=0, keepdim=True),
+    "var of all": lambda x: x.var()[None],
     "var_mean": lambda x: torch.var_mean(x, dim=1),
+    "std": lambda x: x.std(1, unbiased=False),
+    "std_mean": lambda x: torch.std_mean(x, dim=1, keepdim=True),
+    "logcumsumexp": lambda x: x.logcumsumexp(1),
+    "scatter_reduce mean": lambda x: x.scatter_reduce(1, INDEX, x[:, :3], "mean"),
 }
 
 
@@ -220,6 +235,9 @@ CANCELLING: dict[str, Callable[[Tensor], Tensor]] = {
     "logaddexp": lambda x: torch.logaddexp(x[:, 3], x[:, 3]),
     "addcmul": lambda x: torch.addcmul(-x[:, 1] * x[:, 2], x[:, 1], x[:, 2] + 1e-3),
     "lerp": lambda x: torch.lerp(x[:, 1], 3.7 * x[:, 2], 0.3) - 0.7 * x[:, 1] - 1.1 * x[:, 2],
+    "logcumsumexp": lambda x: x.logcumsumexp(1)[:, 1] - x[:, 0],
+    "var": lambda x: (x + 1000).var(1),
+    "norm": lambda x: x.norm(dim=1) - x[:, 0],
     "sigmoid": lambda x: x.sigmoid().sum(1),
     "tanh": lambda x: x.tanh().sum(1),
 }
@@ -260,13 +278,39 @@ def test_noise_would_be_missing_without_what_is_spelled_out(monkeypatch: pytest.
         test_noise_covers_what_float32_gets_wrong_where_numbers_cancel("logaddexp", "value")
 
 
-@pytest.mark.parametrize(("number", "members", "rounded_once"), [(0.1, 64, True), (0.1, None, False), (0.5, 64, False)])
-def test_a_number_that_float32_does_not_hold_is_rounded_once_in_each_run(
-    number: float, members: int | None, rounded_once: bool
-) -> None:
-    """Its error is that of every product in a run. The products' own errors average out."""
-    with RoundEveryOperation(Noise(0), FLOAT32, members):
-        products = torch.ones(64, 4000, dtype=torch.float64) * number
-    of_runs = products.mean(1) / number - 1
-    assert bool(of_runs.abs().max() > 0.3 * UNIT) is rounded_once
-    assert float(of_runs.abs().max()) < 2 * UNIT
+INTO = torch.zeros(1, 8, dtype=torch.float64)
+TO_FIRST = torch.zeros(3, dtype=torch.int64)
+ADDING_UP: dict[str, Operation] = {
+    "sum": lambda x: x.sum(0),
+    "nansum": lambda x: x.nansum(0),
+    "mean": lambda x: x.mean(0),
+    "cumsum": lambda x: x.cumsum(0)[-1],
+    "index_add": lambda x: INTO.index_add(0, TO_FIRST, x)[0],
+    "scatter_add": lambda x: INTO.scatter_add(0, TO_FIRST[:, None].expand(3, 8), x)[0],
+    "index_put": lambda x: INTO.index_put((TO_FIRST,), x, accumulate=True)[0],
+    "scatter_reduce": lambda x: INTO.scatter_reduce(0, TO_FIRST[:, None].expand(3, 8), x, "sum")[0],
+    "scatter_reduce, mean": lambda x: INTO.scatter_reduce(
+        0, TO_FIRST[:, None].expand(3, 8), x, "mean", include_self=False
+    )[0],
+    "mm": lambda x: (torch.ones(1, 3, dtype=x.dtype) @ x)[0],
+    "mv": lambda x: x.T @ torch.ones(3, dtype=x.dtype),
+    "addmm": lambda x: torch.addmm(INTO, torch.ones(1, 3, dtype=x.dtype), x)[0],
+}
+
+
+@pytest.mark.parametrize("name", ADDING_UP)
+def test_what_adds_up_is_off_by_units_of_its_largest_term(name: str) -> None:
+    """Sums of large terms that cancel are small, and their errors are not."""
+    terms = torch.tensor([1000.0, -1000.0, 1.0], dtype=torch.float64)[:, None].expand(3, 8).contiguous()
+    exact = ADDING_UP[name](terms)
+    noise = torch.stack([rounded(ADDING_UP[name], terms, seed) - exact for seed in range(8)]).square().mean().sqrt()
+    assert 100 * UNIT < float((noise / exact).abs().mean()) < 3000 * UNIT
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("name", ["mean", "sum"])
+def test_scattered_means_and_sums_are_those_of_torch(name: str, include: bool) -> None:
+    def scattered(x: Tensor) -> Tensor:
+        return torch.full_like(x, 2.0).scatter_reduce(1, INDEX, x[:, :3], name, include_self=include)
+
+    assert torch.allclose(rounded(scattered, numbers()), scattered(numbers()), rtol=8 * UNIT, atol=8 * UNIT)
