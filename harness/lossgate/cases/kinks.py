@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masks tokens near a kink, such as the edge of a clip, where rounding decides the gradient.
 
-The loss is run under a dispatch mode that records the outcome of every clamp, minimum, maximum and
-comparison. Exact ties, such as a ratio of exactly 1 in on-policy training, are no kink: both sides
-give the same value there.
+The loss is run under a dispatch mode that records the outcome of everything that chooses by size:
+comparisons, clamps, ``relu`` and its kin, absolute values, minima and maxima. Exact ties, such as a
+ratio of exactly 1 in on-policy training, are no kink: both sides give the same value there.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import sqrt
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lossgate.cases.choices import RecordChoices
 from lossgate.numerics.float_formats import TORCH_DTYPES
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.problem import Problem
@@ -26,14 +25,12 @@ from lossgate.specs.token_values import TokenValues
 _SIGMAS = 6
 """Standard deviations of rounding that comparisons stay clear of."""
 
-_PROBES = 4
-"""Moves of all log-probabilities: up, down, and two at random."""
+_AT_RANDOM = 4
+"""Moves with signs at random; there are two more, up and down."""
 
 _ROUNDS = 5
 """Masking a token moves the means over its sequence, and with them other comparisons. So masking is
 repeated up to this often."""
-
-_COMPARISONS = frozenset(["gt", "lt", "ge", "le", "maximum", "minimum"])
 
 
 def mask_near_kinks(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> GlobalBatch:
@@ -54,12 +51,13 @@ def mask_near_kinks(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> G
         return batch
     streams, gap = RandomStreams(problem.to_json()), _SIGMAS * _rounding_error(batch, problem, bound)
     values = bound.token_values(problem.head, batch.leaves, batch.fields)
+    shapes = [outcome.shape for outcome in outcomes(batch, bound, values)]
     for round_ in range(_ROUNDS):
         moves = {
-            name: gap * _signs(streams, round_, name, value.shape) for name, value in values.differentiable.items()
+            name: gap * _signs(streams, round_, name, value.shape, batch)
+            for name, value in values.differentiable.items()
         }
-        tokens, sequences = _near_kinks(batch, bound, values, moves)
-        near = tokens | sequences[batch.fields["sequence"]]
+        near = near_kinks(batch, bound, values, moves, shapes)
         if not bool((near & batch.fields["mask"]).any()):
             break
         masked = replace(batch, fields={**batch.fields, "mask": batch.fields["mask"] & ~near})
@@ -72,22 +70,24 @@ def has_comparisons(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> b
     sequence, than on another.
     """
     values, trained = bound.token_values(problem.head, batch.leaves, batch.fields), bound.spec.trained_of(batch.known)
-    nowhere = {name: torch.zeros(2, *value.shape) for name, value in values.differentiable.items()}
-    for outcome in (outcome[0] for outcome in _outcomes(batch, bound, values, nowhere)):
-        of_trained = outcome[trained] if len(outcome) == len(trained) else outcome
+    for outcome in outcomes(batch, bound, values):
+        of_trained = outcome[trained] if outcome.shape[:1] == trained.shape else outcome
         if bool((of_trained > 0).any() and (of_trained < 0).any()):
             return True
     return False
 
 
-def _signs(streams: RandomStreams, round_: int, name: str, shape: torch.Size) -> Tensor:
-    """Returns ``[1 + probes, *shape]``: no move, up, down, and others at random.
+def _signs(streams: RandomStreams, round_: int, name: str, shape: torch.Size, batch: GlobalBatch) -> Tensor:
+    """Returns ``[moves, *shape]``: up, down, and others at random.
 
-    Log-probabilities with and without a filter move together.
+    Log-probabilities with and without a filter move together. Logits that all move up change no
+    probability, so the logit of the label moves against all others.
     """
+    up = torch.ones(shape)
+    if name == "logits":
+        up = -up.scatter(-1, batch.fields["labels"][:, None], -1.0)
     stream = f"probe {round_} " + {"logprobs": "", "unfiltered": ""}.get(name, f"{name} ")
-    drawn = [streams.normal(f"{stream}{i}", *shape).sign() for i in range(_PROBES - 2)]
-    return torch.stack([torch.zeros(shape), torch.ones(shape), -torch.ones(shape), *drawn])
+    return torch.stack([up, -up, *(streams.normal(f"{stream}{i}", *shape).sign() for i in range(_AT_RANDOM))])
 
 
 def _rounding_error(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> Tensor:
@@ -100,65 +100,80 @@ def _rounding_error(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> T
     return head.rounding_unit(TORCH_DTYPES[batch.dtype]) * largest / bound.temperature / sqrt(3)
 
 
-def _near_kinks(
-    batch: GlobalBatch, bound: BoundSpec, values: TokenValues, moves: Mapping[str, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Returns the tokens and the sequences with a comparison that some move decides otherwise."""
-    tokens = torch.zeros(batch.partition.tokens, dtype=torch.bool)
-    sequences = torch.zeros(len(batch.partition.lengths), dtype=torch.bool)
-    group_size = batch.partition.group_size
-    for outcome in _outcomes(batch, bound, values, moves):
-        changed = ((outcome != outcome[0]) & (outcome[0] != 0)).any(0)
-        if changed.dim() > 1:  # of logits, or of several ids of a token
-            changed = changed.flatten(1).any(1)
-        if changed.shape == tokens.shape:
-            tokens |= changed
-        elif changed.shape == sequences.shape:
-            sequences |= changed
-        elif len(changed) * group_size == len(sequences):
-            sequences |= changed.repeat_interleave(group_size)
-    return tokens, sequences
+def near_kinks(
+    batch: GlobalBatch,
+    bound: BoundSpec,
+    values: TokenValues,
+    moves: Mapping[str, Tensor],
+    shapes: Sequence[torch.Size],
+) -> Tensor:
+    """Returns ``[tokens]`` bool: those with a choice that some move decides otherwise.
+
+    Args:
+        batch: that the loss is of.
+        bound: the spec with its options.
+        values: of the batch.
+        moves: of the values, by name, ``[moves, tokens, ...]``.
+        shapes: of the outcomes of one run. Masks do not change them.
+    """
+    near = torch.zeros(batch.partition.tokens, dtype=torch.bool)
+    still = {name: torch.cat([torch.zeros_like(move[:1]), move]) for name, move in moves.items()}
+    for outcome in _moved_outcomes(batch, bound, values, still, shapes):
+        near |= tokens_of(((outcome != outcome[0]) & (outcome[0] != 0)).any(0), batch)
+    return near
 
 
-def _outcomes(batch: GlobalBatch, bound: BoundSpec, values: TokenValues, moves: Mapping[str, Tensor]) -> list[Tensor]:
-    """Returns, for each comparison that depends on values per token, ``[moves, tokens or sequences
-    or groups, ...]``.
+def _moved_outcomes(
+    batch: GlobalBatch,
+    bound: BoundSpec,
+    values: TokenValues,
+    moves: Mapping[str, Tensor],
+    shapes: Sequence[torch.Size],
+) -> list[Tensor]:
+    """Returns the outcomes ``[moves, ...]`` of the choices that moves can change.
+
+    All moves are run at once. Torch may then run other operations, and the outcomes are no longer
+    those of one run, some with one dim more: in that case the moves are run one by one.
     """
 
     def moved(by: dict[str, Tensor]) -> Tensor:
         given = values.replace(**{name: values.given[name] + move for name, move in by.items()})
         return bound.returning(()).loss(given, batch.known)[0]
 
-    with torch.no_grad(), _RecordComparisons() as record:
-        torch.vmap(moved)(dict(moves))
     count = len(next(iter(moves.values())))
-    return [outcome for outcome in record.outcomes if outcome.dim() >= 2 and len(outcome) == count]
+    with torch.no_grad(), RecordChoices() as record:
+        torch.vmap(moved)(dict(moves))
+    found = list(zip(record.outcomes, shapes, strict=False))
+    if len(record.outcomes) == len(shapes) and all(one.shape in ((count, *own), own) for one, own in found):
+        return [one for one, own in found if one.dim() > len(own)]
+    runs = []
+    for i in range(count):
+        with torch.no_grad(), RecordChoices() as record:
+            moved({name: move[i] for name, move in moves.items()})
+        runs.append(record.outcomes)
+    return [torch.stack(of_runs) for of_runs in zip(*runs, strict=True)]
 
 
-class _RecordComparisons(TorchDispatchMode):
-    """Records, for each comparison in turn, the sign of the difference."""
+def tokens_of(changed: Tensor, batch: GlobalBatch) -> Tensor:
+    """Returns the tokens that changed outcomes belong to.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.outcomes: list[Tensor] = []
+    The size of a dim tells whether they are of tokens, of sequences or of groups. If two of these
+    are alike they are taken as both. What is chosen for the whole batch at once, such as its
+    largest ratio, masks nothing: masking could not mend it, and it is a metric as a rule.
+    """
+    sequence, sequences = batch.fields["sequence"], len(batch.partition.lengths)
+    groups = torch.arange(sequences) // batch.partition.group_size
+    belongs = (torch.arange(len(sequence)), sequence, groups[sequence])
+    sizes = (len(sequence), sequences, len(groups.unique()))
+    dim = next((dim for dim, size in enumerate(changed.shape) if size in sizes), None)
+    if dim is None:
+        return torch.zeros(len(sequence), dtype=torch.bool)
+    changed = changed.movedim(dim, -1).flatten(0, -2).any(0) if changed.dim() > 1 else changed
+    return torch.stack([changed[to] for to, size in zip(belongs, sizes, strict=True) if size == len(changed)]).any(0)
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Keeps torch from importing its compiler; see ``RoundEveryOperation``."""
-        return False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func._schema.name.removeprefix("aten::")
-        if name in _COMPARISONS and args[0].is_floating_point():
-            self._record(args[0] - args[1])
-        elif name in ("clamp", "clamp_min", "clamp_max"):
-            names = ("max",) if name == "clamp_max" else ("min", "max")
-            bounds = dict(zip(names, args[1:], strict=False)) | dict(kwargs or {})
-            for bound in bounds.values():
-                if bound is not None:
-                    self._record(args[0] - bound)
-        return result
-
-    def _record(self, difference: Tensor) -> None:
-        self.outcomes.append(difference.sign().nan_to_num_(0.0))
+def outcomes(batch: GlobalBatch, bound: BoundSpec, values: TokenValues) -> list[Tensor]:
+    """Returns the outcome of each choice of a loss in turn, as ``RecordChoices`` has it."""
+    with torch.no_grad(), RecordChoices() as record:
+        bound.returning(()).loss(values, batch.known)
+    return record.outcomes

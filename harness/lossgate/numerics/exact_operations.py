@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from lossgate.numerics.dispatched import argument_names, base_name
+
 _MOVES = """
     _conj_physical _reshape_alias _to_copy _unsafe_view cat channel_shuffle clone constant_pad_nd contiguous diag
     diag_embed flip gather index index_select lift lift_fresh masked_select permute pixel_shuffle
@@ -31,12 +33,6 @@ _CONSTANTS = """
 """They make numbers. ``RoundNumbers`` rounds those that float32 does not hold."""
 
 _EXACT = frozenset(f"{_MOVES} {_SELECTIONS} {_SIGNS_AND_WHOLES} {_CONSTANTS}".split())
-
-
-@cache
-def base_name(operation: Any) -> str:
-    """Returns the name of an operation, in place or not: ``add`` for ``aten::add_.Tensor``."""
-    return operation._schema.name.removeprefix("aten::").rstrip("_")
 
 
 def name_of(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
@@ -87,7 +83,7 @@ def _rounds(operation: Any) -> bool | None:
 
 
 def _adds_up(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    names = [argument.name for argument in operation._schema.arguments]
+    names = argument_names(operation)
     given = dict(zip(names, args, strict=False)) | dict(kwargs)
     if "accumulate" in names:
         return bool(given.get("accumulate", False))

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_map_only
 
+from lossgate.numerics.dispatched import DispatchMode
 from lossgate.numerics.exact_operations import is_view, name_of, rounds, writes
 from lossgate.numerics.float_formats import FLOAT32, FloatFormat
 from lossgate.numerics.fused_operations import SPELLED_OUT
@@ -27,7 +27,7 @@ _PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "vdot": 0, "addmm": 1, "addmv
 """Products of matrices: the position of the left one, which the right one follows."""
 
 
-class RoundEveryOperation(TorchDispatchMode):
+class RoundEveryOperation(DispatchMode):
     """Rounds the float64 result of every dispatched operation that rounds.
 
     What an operation reads is never written to: a view is returned as it is, and other results are
@@ -53,11 +53,6 @@ class RoundEveryOperation(TorchDispatchMode):
             yield
         finally:
             self._paused = before
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Keeps torch from importing its compiler, which takes seconds and is of no use here."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
