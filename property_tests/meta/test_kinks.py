@@ -181,7 +181,8 @@ def test_moves_that_torch_runs_otherwise_than_one_run_are_run_one_by_one() -> No
         spec="bounded", head="logits", dtype="bfloat16", lengths=(400,), masks=("all",), hidden=1, vocab=5, seed=3
     )
     batch = BoundProblem(spec, problem).batch
-    mask, distance = batch.fields["mask"], (batch.policy + 1.0).abs()
-    gap = 6 * 2.0**-8 * float(batch.leaves["logits"].abs().max()) / 3**0.5
+    mask, logits = batch.fields["mask"], batch.leaves["logits"].double()
+    logprobs = logits.log_softmax(-1).gather(1, batch.fields["labels"][:, None]).squeeze(1)
+    distance, gap = (logprobs + 1.0).abs(), 6 * 2.0**-8 * float(logits.abs().max()) / 3**0.5
     assert 50 < int(mask.sum()) < 399
     assert bool((distance[mask] >= gap).all())
