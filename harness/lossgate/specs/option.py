@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields
-from math import isfinite
+from math import floor, isfinite, log10
 from typing import Any
 
 import torch
@@ -45,15 +45,17 @@ class Option:
     def drawn(self) -> tuple[Any, ...]:
         """The values that problems draw.
 
-        Of an interval these are the default and tenths that bfloat16 holds exactly, so that
-        rounding the option itself is no error.
+        Of an interval these are the default and evenly spaced numbers, rounded to bfloat16, so that
+        rounding the option itself is no error. Where the interval is too narrow for that, they are
+        rounded to float32.
         """
         if self.interval is None:
             return self.choices
-        low, high = self.interval
-        tenths = range(round(10 * low), round(10 * high) + 1)
-        exact = [float(torch.tensor(n / 10, dtype=torch.bfloat16)) for n in tenths]
-        return tuple(sorted({self.default, *(min(max(x, low), high) for x in exact)}))
+        for dtype in (torch.bfloat16, torch.float32):
+            rounded = {x for x in _evenly(*self.interval, dtype) if self.allows(x)}
+            if len(rounded) >= _ENOUGH:
+                break
+        return tuple(sorted({self.default, *rounded}))
 
     @property
     def domain(self) -> str:
@@ -61,6 +63,16 @@ class Option:
         if self.interval:
             return f"{self.interval[0]:g} to {self.interval[1]:g}"
         return " | ".join(map(str, dict.fromkeys(self.choices)))
+
+
+_ENOUGH = 8
+"""Numbers of an interval. Steps of a power of ten give at least ten, before they are rounded."""
+
+
+def _evenly(low: float, high: float, dtype: torch.dtype) -> list[float]:
+    """Returns 11 to 100 numbers of an interval, rounded."""
+    step = 10.0 ** (floor(log10(high - low)) - 1)
+    return [float(torch.tensor(low + n * step, dtype=dtype)) for n in range(round((high - low) / step) + 1)]
 
 
 Domain = tuple[Any, ...]
