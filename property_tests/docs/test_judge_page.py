@@ -13,7 +13,7 @@ from lossgate.judge.power import PLANTED
 from lossgate.judge.statistics import BLOCK_FACTOR, FACTORS, NOISE, WORST, scale_sigmas
 from lossgate.numerics.float_formats import FLOAT32
 from lossgate.numerics.fused_operations import SPELLED_OUT
-from lossgate.numerics.round_every_operation import _WITH_NUMBERS
+from lossgate.numerics.rounded_numbers import _BETWEEN, _FILLED, _NAMES
 
 from .markdown import ROOT
 
@@ -49,14 +49,17 @@ def test_the_limit_of_the_scale(runs: int) -> None:
 
 
 def test_operations_that_are_spelled_out() -> None:
-    assert "such as `softmax`, `logaddexp` and the backward of `log_softmax`, are spelled out" in TEXT
-    assert {"_softmax", "logaddexp", "_log_softmax_backward_data"} <= SPELLED_OUT.keys()
+    assert "such as `softmax`, `logaddexp`, `var` and the backward of `log_softmax`, are spelled out" in TEXT
+    assert {"_softmax", "logaddexp", "var", "_log_softmax_backward_data"} <= SPELLED_OUT.keys()
     assert "_log_softmax" not in SPELLED_OUT
 
 
 def test_operations_whose_float_is_rounded() -> None:
-    assert "and that the loss adds, subtracts, multiplies or divides with, is rounded once in each run" in TEXT
-    assert {"add", "sub", "mul", "div"} == _WITH_NUMBERS
+    said = "adds, subtracts, multiplies or divides with, takes a power of, clamps or fills with, is rounded once in"
+    assert said in TEXT
+    assert {"add", "sub", "mul", "div", "pow"} <= _NAMES
+    assert "clamp" in _BETWEEN
+    assert "full" in _FILLED
 
 
 def test_planted_errors() -> None:

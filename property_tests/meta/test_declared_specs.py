@@ -304,7 +304,7 @@ RESULTS: dict[str, tuple[dict[str, Any], str]] = {
         {"batch": batch_of("token", "int64")},
         "field 'mine' is declared int64 and does not say how it is drawn; give it draw=lambda c: c.integers(8), say",
     ),
-    "dim": ({"batch": batch_of("token topk")}, "field 'mine' has dim 'topk', whose size no problem knows; make the"),
+    "dim": ({"batch": batch_of("token topk")}, "field 'mine' has dim 'topk', whose size no problem knows; did you"),
     "another field": (
         {"batch": batch_of("token"), "draw": lambda c: {"mime": c.logprobs}},
         "draw= gave 'mime', which is no field; did you mean 'mine'?",

@@ -73,6 +73,15 @@ def whole_pack(part: Tensor, inputs: Any, mesh: DeviceMesh) -> Tensor:
     return gather(part, 0, mesh.get_group("cp"))[order.argsort()]
 
 
+def _whole_batch(part: Tensor, inputs: Any, mesh: DeviceMesh) -> Tensor:
+    """Returns a tensor per token of this dp rank's whole batch, without padding, as references get
+    it.
+    """
+    starts, lengths = inputs.cu_seqlens_padded[:-1].tolist(), inputs.cu_seqlens.diff().tolist()
+    real = [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+    return whole_pack(part, inputs, mesh)[torch.cat([torch.zeros(0, dtype=torch.long), *real])]
+
+
 def _whole_vocab(part: Tensor, dims: Dims, inputs: Any, mesh: DeviceMesh) -> Tensor:
     """Returns a tensor with the whole vocabulary, without padding rows."""
     at = dims.index("vocab")
@@ -97,7 +106,8 @@ def dense_kernel(spec: Spec, head: str) -> Kernel:
         batch = dict(vars(inputs))
         added = [name for name, dims in spec.fields.items() if dims[:1] == ("token",)]
         batch |= {n: _whole_vocab(batch[n], dims, inputs, mesh) for n, dims in spec.fields.items() if "vocab" in dims}
-        batch |= {name: whole_pack(batch[name], inputs, mesh) for name in ("labels", "mask", "sequence", *added)}
+        batch |= {name: _whole_batch(batch[name], inputs, mesh) for name in ("labels", "mask", "sequence", *added)}
+        batch["cu_seqlens_padded"] = batch["cu_seqlens"]
         bound = spec.bind_options(options)
         local = local_values(bound, head, inputs, mesh)
         outputs = {name: _VALUES[name](local) for name in spec.outputs if name != "loss"}
@@ -117,7 +127,7 @@ _VALUES: Mapping[str, Callable[[TokenValues], Any]] = {
 
 
 def _whole_values(local: TokenValues, inputs: Any, mesh: DeviceMesh) -> TokenValues:
-    return TokenValues(**{name: whole_pack(value, inputs, mesh) for name, value in local.given.items()})
+    return TokenValues(**{name: _whole_batch(value, inputs, mesh) for name, value in local.given.items()})
 
 
 _GRADIENTS: Mapping[str, Mapping[str, Placements]] = {

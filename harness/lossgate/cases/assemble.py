@@ -82,7 +82,10 @@ def _without_padding(padded: Tensor, output: Output, partition: Partition) -> tu
 def _missing(output: Output, ranks: Sequence[int]) -> str:
     where = f"on rank {', '.join(map(str, ranks))}"
     if output.kind == "gradient":
-        return f"backward did not reach it {where}; it is None there"
+        return (
+            f"backward did not reach it {where}; it is None there. A rank that has nothing to compute adds "
+            "0.0 * x.sum() to its loss"
+        )
     return f"it is missing {where}, and other ranks return it"
 
 

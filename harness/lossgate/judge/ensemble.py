@@ -253,7 +253,7 @@ class _Ensemble:
         """Computes loss and metrics ``[M]``, and the gradients of the values per token."""
         # Everything is expanded, so that each member rounds what it meets for itself.
         upstream = self.batch.cotangents.get("loss", torch.zeros((), dtype=torch.float64)).expand(self.members)
-        own = {n: field.expand(self.members, *field.shape) for n, field in self.batch.fields.items() if _rounds(field)}
+        own = {name: field.expand(self.members, *field.shape) for name, field in self.batch.numbers.items()}
         given = {name: value.detach() for name, value in values.given.items()}
         extremes = {name: given.pop(name) for name in ("lowest", "highest") if name in given}
         primals = {name: value.requires_grad_() for name, value in given.items()}
@@ -324,10 +324,3 @@ class _Ensemble:
         if "unfiltered" in factors and softmax.p_of_all is not None:
             factor = factors["unfiltered"][..., None]
             yield round_(softmax.p_of_all.neg().scatter_add_(-1, ids, torch.ones_like(factor)).mul_(factor))
-
-
-def _rounds(field: Tensor) -> bool:
-    """Returns whether a field holds numbers, masks that are summed, or counts; an index does not
-    round.
-    """
-    return field.is_floating_point() or field.dtype is torch.bool or not field.dim()

@@ -43,7 +43,10 @@ def find_spec(name: str) -> Spec:
     if name in installed:
         return _only(installed[name])
     known = [*SPECS, *installed]
-    raise UsageError(f"unknown spec {name!r}; {nearest(name, known)}; or give what @lossgate.spec(...) returned")
+    raise UsageError(
+        f"unknown spec {name!r}; {nearest(name, known)}; or give what "
+        "@lossgate.spec(...) returned, and on the command line FILE or FILE:NAME"
+    )
 
 
 def check_own_name(spec: Spec) -> None:

@@ -47,6 +47,17 @@ class GlobalBatch:
         whole = {"cu_seqlens": offsets(self.partition.lengths), "cu_seqlens_padded": starts}
         return {**self.fields, **whole, "vocab_size": vocab, "vocab_start": 0, "vocab_end": vocab}
 
+    @property
+    def numbers(self) -> dict[str, Tensor]:
+        """The fields that hold numbers, masks that are summed, or counts; but no index, which does
+        not round.
+        """
+        return {
+            name: field
+            for name, field in self.fields.items()
+            if field.is_floating_point() or field.dtype is torch.bool or not field.dim()
+        }
+
     def local_leaf(self, name: str, dims: Dims, rank: int) -> Tensor:
         """Returns the shard of a differentiable input that a rank holds, in the problem's dtype."""
         part = self.partition.shard(self.leaves[name], dims, rank, self.vocab_padding.get(name))

@@ -32,7 +32,14 @@ CHECKS = (
 )
 """In the order in which they are done: the causes before what follows from them."""
 
-_DRAWS = Check("draws", "problems of it can be drawn", lambda _: iter(()), needed=True)
+_DRAWS = Check("draws", "problems can be drawn, with counts, clips and options", lambda _: iter(()), needed=True)
+
+_AS_TOLD = "mend what the message names"
+
+_RAISED = (
+    "mend it there. A batch may have any number of sequences, and of tokens in each, even none; if "
+    "sequences belong together, such as the two of a pair, say group_size=2"
+)
 
 _PROBLEMS = 40
 """For each head."""
@@ -53,7 +60,7 @@ def check_spec(spec: Spec) -> Iterator[Outcome]:
         subject = Subject(spec, tuple(ordinary_problems(spec, _PROBLEMS)))
         _ = [bound.batch for bound in subject.problems]
     except UsageError as error:
-        yield Outcome(_DRAWS, (Finding(str(error), "mend what the message names"),))
+        yield Outcome(_DRAWS, (Finding(str(error), _RAISED if " raised " in str(error) else _AS_TOLD),))
         return
     except hypothesis.errors.Unsatisfiable:
         yield Outcome(_DRAWS, (Finding("no options are valid together", "see __post_init__ and option_groups="),))
@@ -73,4 +80,4 @@ def _found(check: Check, subject: Subject) -> tuple[Finding, ...]:
     try:
         return tuple(check.find(subject))
     except UsageError as error:
-        return (Finding(str(error), "mend what the message names"),)
+        return (Finding(str(error), _AS_TOLD),)

@@ -22,7 +22,19 @@ _TOLERANCE = 1e-4
 
 def gradient(subject: Subject) -> Iterator[Finding]:
     """Looks for gradients that differences of the loss do not give."""
-    for bound in () if subject.spec.stop_gradient else subject.with_loss:
+    if subject.spec.stop_gradient:
+        if subject.with_loss and next(_stopped(subject), None) is None:
+            yield Finding(
+                "stop_gradient=True, and yet every gradient is the derivative of the loss",
+                "detach what the loss takes as a constant, such as a weight: w.detach(); or drop stop_gradient=True",
+            )
+        return
+    yield from _stopped(subject)
+
+
+def _stopped(subject: Subject) -> Iterator[Finding]:
+    """Yields the first gradient that differences of the loss do not give."""
+    for bound in subject.with_loss:
         if _at_a_tie(bound):
             continue
         values, own = values_of(bound), evaluated(bound)
@@ -90,7 +102,9 @@ def used(subject: Subject) -> Iterator[Finding]:
             return
     for name in sorted(left):
         what, where = (f"values.{name}", "uses=") if name in spec.uses else (f"field {name!r}", "the batch class")
-        yield Finding(f"{what} changes nothing", f"use it, or drop it from {where}: kernels need not get it")
+        counts = name in spec.added and spec.added[name].count is not None
+        use = "divide by it, in place of a count of the tokens at hand," if counts else "use it,"
+        yield Finding(f"{what} changes nothing", f"{use} or drop it from {where}: kernels need not get it")
 
 
 def _matters(bound: BoundProblem, name: str) -> bool:

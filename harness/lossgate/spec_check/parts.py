@@ -27,8 +27,8 @@ def part_of(bound: BoundProblem, values: TokenValues, own: range) -> tuple[Token
     What counts the whole batch stays that of the whole batch.
     """
     known = bound.batch.known
-    tokens = torch.isin(known["sequence"], torch.tensor(list(own)))
-    sequences = torch.tensor(list(own))
+    sequences = torch.tensor(list(own), dtype=torch.int64)
+    tokens = torch.isin(known["sequence"], sequences)
     held = sequences if values_dim(bound) == "sequence" else tokens.nonzero().squeeze(1)
     taken = TokenValues(**{name: value[held] for name, value in values.given.items()})
     return taken, _fields_of_part(bound, known, own, tokens, sequences), held

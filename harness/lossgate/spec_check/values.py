@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of what a reference returns."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.errors import UsageError
-from lossgate.spec_check.evaluated import evaluated, unlike, values_of
+from lossgate.spec_check.evaluated import evaluate, evaluated, same, unlike, values_of
 from lossgate.spec_check.outcome import Finding, Subject, on
+from lossgate.spec_check.parts import part_of
 
 REMEDY = "mend it there; a reference must run on every batch, with an empty sequence or no trained token, too"
 
@@ -19,7 +20,7 @@ def runs(subject: Subject) -> Iterator[Finding]:
     for bound in subject.problems:
         try:
             bound.dense.outputs(bound.bound_spec)
-            found = _under_vmap(bound) if bound in subject.with_loss else None
+            found = _under_vmap(bound) or _without_sequences(bound) if bound in subject.with_loss else None
         except UsageError as error:
             found = str(error), REMEDY
         if found is not None:
@@ -28,14 +29,20 @@ def runs(subject: Subject) -> Iterator[Finding]:
 
 
 def _under_vmap(bound: BoundProblem) -> tuple[str, str] | None:
-    values, alone = values_of(bound), evaluated(bound).loss
+    """Runs the reference as the ensemble does: every number that rounds is one of each member."""
+    values, known, alone = values_of(bound), bound.batch.known, evaluated(bound).loss
 
-    def run(given: dict[str, Tensor]) -> Tensor:
-        return bound.bound_spec.loss(values.replace(**given), bound.batch.known)[0]
+    def run(given: dict[str, Tensor], fields: dict[str, Tensor]) -> Tensor:
+        return bound.bound_spec.loss(values.replace(**given), {**known, **fields})[0]
 
-    twice = {name: torch.stack([value, value]) for name, value in values.differentiable.items()}
+    def twice(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: torch.stack([tensor, tensor]) for name, tensor in tensors.items()}
+
     try:
-        found = torch.vmap(run)(twice)
+        found = torch.vmap(run)(
+            twice(values.differentiable),
+            twice(bound.batch.numbers),
+        )
     except UsageError as error:
         return (
             f"under torch.vmap, {error}",
@@ -43,6 +50,20 @@ def _under_vmap(bound: BoundProblem) -> tuple[str, str] | None:
         )
     if not torch.allclose(found[0], alone, rtol=1e-9, atol=1e-12, equal_nan=True):
         return "under torch.vmap it gives another loss", "keep no state in the reference, and write nothing in place"
+    return None
+
+
+def _without_sequences(bound: BoundProblem) -> tuple[str, str] | None:
+    """Runs the reference on what a rank may hold: no sequence at all."""
+    values, fields, _ = part_of(bound, values_of(bound), range(0))
+    try:
+        evaluate(bound.bound_spec, values, fields)
+    except UsageError as error:
+        remedy = (
+            "make it run on no sequence and no token: torch.stack and amax need an entry, index_add and sum do not. "
+            "A field with an entry for each token has 'token' in its dims"
+        )
+        return f"without any sequence, as a rank may be: {error}", remedy
     return None
 
 
@@ -81,6 +102,16 @@ def unchanged(subject: Subject) -> Iterator[Finding]:
         for name, version in before.items():
             if inputs[name]._version != version:
                 yield Finding(f"it overwrites {name!r}", "write nothing in place: x * y in place of x *= y", on(bound))
+                return
+        again = BoundProblem(subject.spec, bound.problem).batch.known
+        for name, own in subject.spec.added.items():
+            if own.count is None and not same(bound.batch.known[name], again[name]):
+                yield Finding(
+                    f"drawn twice, the same problem has another field {name!r}",
+                    "draw numbers from the context: c.normal(), c.uniform(), c.coin(), c.integers() or c.streams, "
+                    "and never from torch.rand or random",
+                    on(bound),
+                )
                 return
         if (name := unlike(first, second)) != "":
             yield Finding(f"two calls differ in {name}", "draw nothing at random, and keep no state", on(bound))

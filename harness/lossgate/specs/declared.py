@@ -12,6 +12,7 @@ from lossgate.layout import AXES
 from lossgate.specs.coverage import TOKEN_GOALS, CoverageGoal
 from lossgate.specs.heads import HEADS
 from lossgate.specs.inputs import Batch
+from lossgate.specs.logit_filter import FILTER_GOALS
 from lossgate.specs.metric import Metric, Reduction
 from lossgate.specs.mistakes import Mistake
 from lossgate.specs.option import Option
@@ -140,7 +141,7 @@ def check_goals(goals: Any, covered: Any, options: Sequence[str], where: str) ->
         of_goal = f"{where}: goal {name!r}"
         if not isinstance(goal, CoverageGoal):
             raise UsageError(f"{of_goal} is {goal!r}; expected lossgate.CoverageGoal(meaning=..., reached=...)")
-        if name in {**TOKEN_GOALS, **SHARDING_GOALS, **IDS_GOALS}:
+        if name in {**TOKEN_GOALS, **FILTER_GOALS, **SHARDING_GOALS, **IDS_GOALS}:
             raise UsageError(f"{of_goal} is one that every loss has; call it otherwise")
         if goal.reached is None and covered is None:
             raise UsageError(f"{of_goal} does not say how it is reached; give it reached=, or the spec covered=")

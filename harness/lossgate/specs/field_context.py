@@ -12,6 +12,7 @@ from lossgate.errors import UsageError
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Dims
 from lossgate.problems.random_streams import RandomStreams
+from lossgate.spelling import nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +72,9 @@ class FieldContext:
         for dim in self.dims:
             if dim not in sizes:
                 raise UsageError(
-                    f"field {self.field!r} has dim {dim!r}, whose size no problem knows; make the tensor in its draw="
-                    " from c.streams, c.tokens, c.sequences and c.vocab"
+                    f"field {self.field!r} has dim {dim!r}, whose size no problem knows; {nearest(dim, sizes)}. "
+                    "If it is a dim of its own, make the tensor in its draw= from c.streams, c.tokens, c.sequences "
+                    "and c.vocab"
                 )
         return tuple(sizes[dim] for dim in self.dims)
 
@@ -119,8 +121,7 @@ def checked(context: FieldContext, drawn: Any, dtype: str) -> Tensor:
         UsageError: if it is no tensor of the field's shape and kind of dtype.
     """
     name = context.field
-    if not isinstance(drawn, Tensor):
-        raise UsageError(f"field {name!r}: its draw= gave {type(drawn).__name__}; expected a tensor")
+    checked_dtype(f"field {name!r}: its draw=", drawn, dtype)
     sizes = {"token": context.tokens, "sequence": context.sequences, "vocab": context.vocab}
     expected = [sizes.get(dim) for dim in context.dims]
     if drawn.dim() != len(expected) or any(e not in (None, n) for e, n in zip(expected, drawn.shape, strict=True)):
@@ -128,7 +129,18 @@ def checked(context: FieldContext, drawn: Any, dtype: str) -> Tensor:
             f"field {name!r}: its draw= gave the shape {tuple(drawn.shape)}; expected that of its dims "
             f"[{', '.join(context.dims)}], here {tuple('any' if e is None else e for e in expected)}"
         )
-    kinds = {"float32": drawn.is_floating_point(), "bool": drawn.dtype is torch.bool}
-    if not kinds.get(dtype, drawn.dtype in (torch.int64, torch.int32)):
-        raise UsageError(f"field {name!r}: its draw= gave {drawn.dtype}; it is declared {dtype}")
     return drawn
+
+
+def checked_dtype(who: str, made: Any, dtype: str) -> Tensor:
+    """Returns what a function of the spec made.
+
+    Raises:
+        UsageError: if it is no tensor of the declared kind of dtype.
+    """
+    if not isinstance(made, Tensor):
+        raise UsageError(f"{who} gave {type(made).__name__}; expected a tensor")
+    kinds = {"float32": made.is_floating_point(), "bool": made.dtype is torch.bool}
+    if not kinds.get(dtype, made.dtype in (torch.int64, torch.int32)):
+        raise UsageError(f"{who} gave {made.dtype}; it is declared {dtype}")
+    return made

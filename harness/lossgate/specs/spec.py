@@ -20,7 +20,7 @@ from lossgate.errors import UsageError
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import VOCAB_SPLITS, Dims
 from lossgate.specs.coverage import TOKEN_GOALS, CoverageGoal, Covered
-from lossgate.specs.field_context import FieldContext, checked, draw_default
+from lossgate.specs.field_context import FieldContext, checked, checked_dtype, draw_default
 from lossgate.specs.heads import HEADS
 from lossgate.specs.inputs import Batch
 from lossgate.specs.logit_filter import FILTER_GOALS, FilterOptions, filters
@@ -208,7 +208,8 @@ class Spec:
         for name, own in fields_of(self.batch_type).items():
             if own.count is not None:
                 with told_as(f"spec {self.name!r}: the count= of field {name!r}"):
-                    found[name] = own.count(self.batch({**fields, **found}))
+                    counted = own.count(self.batch({**fields, **found}))
+                found[name] = checked_dtype(f"field {name!r}: its count=", counted, own.dtype)
         return found
 
     def counted(self, batch: GlobalBatch) -> GlobalBatch:

@@ -25,7 +25,7 @@ class Term:
 class Terms:
     """What a reference may return in place of the loss: the terms that it is the sum of.
 
-    A reference that names its terms and normalisers lets a diagnosis say which of them is wrong.
+    Nothing reads the terms yet but their sum.
     """
 
     terms: Mapping[str, Term]

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -113,8 +114,28 @@ def clamped(values: Any, batch: Any, options: Any) -> Any:
 
 
 def in_place(values: Any, batch: Any, options: Any) -> Any:
-    batch.weights.clamp_(max=1.5)
+    batch.weights.mul_(0.5)
     return right(values, batch, options)
+
+
+def with_if_on_a_field(values: Any, batch: Any, options: Any) -> Any:
+    loss = right(values, batch, options)
+    return loss if batch.weights.sum() > 1e9 else 2 * loss
+
+
+def with_boolean_index(values: Any, batch: Any, options: Any) -> Any:
+    return -(batch.weights[batch.mask] * values.logprobs[batch.mask]).sum() / tokens(batch)
+
+
+def loop_over_sequences(values: Any, batch: Any, options: Any) -> Any:
+    losses = batch.weights.where(batch.mask, 0.0) * focal_losses(values, batch, options.gamma)
+    starts = batch.cu_seqlens.tolist()
+    return torch.stack([losses[a:b].sum() for a, b in pairwise(starts)]).sum() / tokens(batch)
+
+
+def float32_sums(values: Any, batch: Any, options: Any) -> Any:
+    losses = batch.weights.where(batch.mask, 0.0) * focal_losses(values, batch, options.gamma)
+    return torch.zeros(batch.sequences).index_add(0, batch.sequence, losses).sum() / tokens(batch)
 
 
 class Counter:
@@ -164,6 +185,28 @@ def over_mean_length(values: Any, batch: Any, options: Any) -> Any:
     return right(values, batch, options) / batch.mean_length
 
 
+def written_to(values: Any, batch: Any, options: Any) -> Any:
+    batch.weights.mul_(1.0)
+    return right(values, batch, options)
+
+
+class FloatCount(WeightBatch):
+    halves: Tensor = lossgate.field("", "twice the tokens", dtype="int64", count=lambda batch: batch.mask.sum() / 2)
+
+
+class PairCount(WeightBatch):
+    pairs: Tensor = lossgate.field("", "of sequences", dtype="int64", count=lambda batch: count_pairs(batch))
+
+
+def count_pairs(batch: Any) -> Tensor:
+    lengths = batch.cu_seqlens.diff()
+    return ((lengths[0::2] > 0) & (lengths[1::2] > 0)).sum()
+
+
+class DrawnAtRandom(lossgate.Batch):
+    weights: Tensor = lossgate.field("token", "a weight", draw=lambda c: 0.5 + torch.rand(c.tokens))
+
+
 class WrongDims(lossgate.Batch):
     weights: Tensor = lossgate.field("sequence", "a weight", draw=lambda c: c.streams.uniform("w", c.tokens + 1))
 
@@ -208,10 +251,27 @@ WRONG = {
     ),
     "float32": Wrong(in_float32, "runs", "returned loss in float32", "mend"),
     "an if on a tensor": Wrong(with_if, "runs", "under torch.vmap", "torch.where in place of if"),
+    "an if on a field": Wrong(with_if_on_a_field, "runs", "torch.where or clamp in place of if", "in place of if"),
+    "a mask as an index": Wrong(with_boolean_index, "runs", "torch.where(mask, x, 0.0) in place of x[mask]", "where"),
+    "no sequences": Wrong(loop_over_sequences, "runs", "without any sequence, as a rank may be", "index_add and sum"),
+    "sums in float32": Wrong(float32_sums, "runs", "values.logprobs.new_zeros(...)", "mend"),
+    "count of another dtype": Wrong(
+        right, "draws", "field 'halves': its count= gave torch.float32; it is declared int64", "", {"batch": FloatCount}
+    ),
+    "pairs of any number of sequences": Wrong(
+        right, "draws", "the count= of field 'pairs' raised", "say group_size=2", {"batch": PairCount}
+    ),
+    "drawn at random": Wrong(
+        right, "unchanged", "another field 'weights'", "from the context: c.normal()", {"batch": DrawnAtRandom}
+    ),
+    "nothing stopped": Wrong(
+        right, "gradient", "every gradient is the derivative", "w.detach(); or drop", {"stop_gradient": True}
+    ),
     "an item": Wrong(with_item, "runs", "under torch.vmap", "no .item()"),
     "no gradient": Wrong(all_detached, "runs", "no value per token leads to", "mend"),
     "metric not declared": Wrong(with_metric, "runs", "metrics= lacks", "mend"),
-    "input overwritten": Wrong(in_place, "unchanged", "overwrites 'weights'", "write nothing in place"),
+    "input overwritten": Wrong(in_place, "runs", "another loss", "write nothing in place"),
+    "input written to": Wrong(written_to, "unchanged", "overwrites 'weights'", "write nothing in place"),
     "state": Wrong(with_state, "runs", "under torch.vmap it gives another loss", "keep no state"),
     "metric never returned": Wrong(
         right, "metrics", "metric 'hits' is declared", "drop it from metrics=", {"metrics": {"hits": "never returned"}}
@@ -249,7 +309,7 @@ WRONG = {
         {"options": lossgate.Options},
     ),
     "size of a shard": Wrong(over_local_vocabulary, "ranks", "from logits on tp=2", "batch.vocab_size"),
-    "field split by no dim": Wrong(right, "parts", "on a part of the batch", "its dims", {"batch": Unsplit}),
+    "field split by no dim": Wrong(right, "runs", "without any sequence", "in its dims", {"batch": Unsplit}),
     "goal out of reach": Wrong(
         right,
         "judged",
