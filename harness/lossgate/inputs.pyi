@@ -40,7 +40,6 @@ class ClippedPgHidden(Hidden, ClippedPGBatch):
     """
     cu_seqlens_padded: Tensor
     """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    [sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
     """
     valid_tokens: Tensor
     """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
@@ -48,7 +47,6 @@ class ClippedPgHidden(Hidden, ClippedPGBatch):
     """
     vocab_size: int
     """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
     """
     vocab_start: int
     """scalar, a Python int: first row of the vocabulary that this rank owns."""
@@ -60,7 +58,6 @@ class ClippedPgHidden(Hidden, ClippedPGBatch):
     """[token], float32: log-probabilities of the labels, of the policy before the update."""
     generation_logprobs: Tensor
     """[token], float32: log-probabilities of the labels, of the policy that generated the tokens.
-    [token], float32: log-probabilities of the labels, of the policy that generated the tokens.
     """
     reference_logprobs: Tensor
     """[token], float32: log-probabilities of the labels, of the reference policy."""
@@ -80,7 +77,6 @@ class ClippedPgHidden(Hidden, ClippedPGBatch):
     """[token, hidden], the dtype of the problem: the last hidden states; requires grad."""
     weight: Tensor
     """[vocab, hidden], the dtype of the problem: this rank's rows of the lm-head; requires grad.
-    [vocab, hidden], the dtype of the problem: this rank's rows of the lm-head; requires grad.
     """
     bias: Tensor | None
     """[vocab], the dtype of the problem: its bias, or None; requires grad."""
@@ -106,7 +102,6 @@ class ClippedPgLogits(Logits, ClippedPGBatch):
     """
     cu_seqlens_padded: Tensor
     """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    [sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
     """
     valid_tokens: Tensor
     """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
@@ -114,7 +109,6 @@ class ClippedPgLogits(Logits, ClippedPGBatch):
     """
     vocab_size: int
     """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
     """
     vocab_start: int
     """scalar, a Python int: first row of the vocabulary that this rank owns."""
@@ -126,7 +120,6 @@ class ClippedPgLogits(Logits, ClippedPGBatch):
     """[token], float32: log-probabilities of the labels, of the policy before the update."""
     generation_logprobs: Tensor
     """[token], float32: log-probabilities of the labels, of the policy that generated the tokens.
-    [token], float32: log-probabilities of the labels, of the policy that generated the tokens.
     """
     reference_logprobs: Tensor
     """[token], float32: log-probabilities of the labels, of the reference policy."""
@@ -144,7 +137,6 @@ class ClippedPgLogits(Logits, ClippedPGBatch):
     """
     logits: Tensor
     """[token, vocab], the dtype of the problem: the logits, before the temperature; requires grad.
-    [token, vocab], the dtype of the problem: the logits, before the temperature; requires grad.
     """
 
 class ClippedPgLogprobs(Logprobs, ClippedPGBatch):
@@ -168,7 +160,6 @@ class ClippedPgLogprobs(Logprobs, ClippedPGBatch):
     """
     cu_seqlens_padded: Tensor
     """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    [sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
     """
     valid_tokens: Tensor
     """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
@@ -176,7 +167,6 @@ class ClippedPgLogprobs(Logprobs, ClippedPGBatch):
     """
     vocab_size: int
     """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
     """
     vocab_start: int
     """scalar, a Python int: first row of the vocabulary that this rank owns."""
@@ -188,7 +178,6 @@ class ClippedPgLogprobs(Logprobs, ClippedPGBatch):
     """[token], float32: log-probabilities of the labels, of the policy before the update."""
     generation_logprobs: Tensor
     """[token], float32: log-probabilities of the labels, of the policy that generated the tokens.
-    [token], float32: log-probabilities of the labels, of the policy that generated the tokens.
     """
     reference_logprobs: Tensor
     """[token], float32: log-probabilities of the labels, of the reference policy."""
@@ -230,7 +219,6 @@ class DistillHidden(Hidden, DistillBatch):
     """
     cu_seqlens_padded: Tensor
     """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    [sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
     """
     valid_tokens: Tensor
     """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
@@ -238,7 +226,6 @@ class DistillHidden(Hidden, DistillBatch):
     """
     vocab_size: int
     """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
     """
     vocab_start: int
     """scalar, a Python int: first row of the vocabulary that this rank owns."""
@@ -254,7 +241,6 @@ class DistillHidden(Hidden, DistillBatch):
     """[token, hidden], the dtype of the problem: the last hidden states; requires grad."""
     weight: Tensor
     """[vocab, hidden], the dtype of the problem: this rank's rows of the lm-head; requires grad.
-    [vocab, hidden], the dtype of the problem: this rank's rows of the lm-head; requires grad.
     """
     bias: Tensor | None
     """[vocab], the dtype of the problem: its bias, or None; requires grad."""
@@ -280,7 +266,6 @@ class DistillLogits(Logits, DistillBatch):
     """
     cu_seqlens_padded: Tensor
     """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    [sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
     """
     valid_tokens: Tensor
     """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
@@ -288,7 +273,6 @@ class DistillLogits(Logits, DistillBatch):
     """
     vocab_size: int
     """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
     """
     vocab_start: int
     """scalar, a Python int: first row of the vocabulary that this rank owns."""
@@ -302,7 +286,6 @@ class DistillLogits(Logits, DistillBatch):
     """[token, topk], int64: ids in the whole vocabulary, distinct for each token."""
     logits: Tensor
     """[token, vocab], the dtype of the problem: the logits, before the temperature; requires grad.
-    [token, vocab], the dtype of the problem: the logits, before the temperature; requires grad.
     """
 
 class DivergenceHidden(Hidden, DivergenceBatch):
@@ -326,7 +309,6 @@ class DivergenceHidden(Hidden, DivergenceBatch):
     """
     cu_seqlens_padded: Tensor
     """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    [sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
     """
     valid_tokens: Tensor
     """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
@@ -334,7 +316,6 @@ class DivergenceHidden(Hidden, DivergenceBatch):
     """
     vocab_size: int
     """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
     """
     vocab_start: int
     """scalar, a Python int: first row of the vocabulary that this rank owns."""
@@ -344,13 +325,11 @@ class DivergenceHidden(Hidden, DivergenceBatch):
     """
     teacher_logits: Tensor
     """[token, vocab], float32: this rank's columns of the teacher's logits, before the temperature.
-    [token, vocab], float32: this rank's columns of the teacher's logits, before the temperature.
     """
     hidden: Tensor
     """[token, hidden], the dtype of the problem: the last hidden states; requires grad."""
     weight: Tensor
     """[vocab, hidden], the dtype of the problem: this rank's rows of the lm-head; requires grad.
-    [vocab, hidden], the dtype of the problem: this rank's rows of the lm-head; requires grad.
     """
     bias: Tensor | None
     """[vocab], the dtype of the problem: its bias, or None; requires grad."""
@@ -376,7 +355,6 @@ class DivergenceLogits(Logits, DivergenceBatch):
     """
     cu_seqlens_padded: Tensor
     """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    [sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
     """
     valid_tokens: Tensor
     """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
@@ -384,7 +362,6 @@ class DivergenceLogits(Logits, DivergenceBatch):
     """
     vocab_size: int
     """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
     """
     vocab_start: int
     """scalar, a Python int: first row of the vocabulary that this rank owns."""
@@ -394,11 +371,9 @@ class DivergenceLogits(Logits, DivergenceBatch):
     """
     teacher_logits: Tensor
     """[token, vocab], float32: this rank's columns of the teacher's logits, before the temperature.
-    [token, vocab], float32: this rank's columns of the teacher's logits, before the temperature.
     """
     logits: Tensor
     """[token, vocab], the dtype of the problem: the logits, before the temperature; requires grad.
-    [token, vocab], the dtype of the problem: the logits, before the temperature; requires grad.
     """
 
 class DpoHidden(Hidden, DpoBatch):
@@ -422,15 +397,12 @@ class DpoHidden(Hidden, DpoBatch):
     """
     cu_seqlens_padded: Tensor
     """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    [sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
     """
     valid_tokens: Tensor
     """scalar, int64: trained tokens of the whole batch, over every rank, in sequences that count.
-    scalar, int64: trained tokens of the whole batch, over every rank, in sequences that count.
     """
     vocab_size: int
     """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
     """
     vocab_start: int
     """scalar, a Python int: first row of the vocabulary that this rank owns."""
@@ -454,7 +426,6 @@ class DpoHidden(Hidden, DpoBatch):
     """[token, hidden], the dtype of the problem: the last hidden states; requires grad."""
     weight: Tensor
     """[vocab, hidden], the dtype of the problem: this rank's rows of the lm-head; requires grad.
-    [vocab, hidden], the dtype of the problem: this rank's rows of the lm-head; requires grad.
     """
     bias: Tensor | None
     """[vocab], the dtype of the problem: its bias, or None; requires grad."""
@@ -480,15 +451,12 @@ class DpoLogits(Logits, DpoBatch):
     """
     cu_seqlens_padded: Tensor
     """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    [sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
     """
     valid_tokens: Tensor
     """scalar, int64: trained tokens of the whole batch, over every rank, in sequences that count.
-    scalar, int64: trained tokens of the whole batch, over every rank, in sequences that count.
     """
     vocab_size: int
     """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
     """
     vocab_start: int
     """scalar, a Python int: first row of the vocabulary that this rank owns."""
@@ -510,7 +478,6 @@ class DpoLogits(Logits, DpoBatch):
     """
     logits: Tensor
     """[token, vocab], the dtype of the problem: the logits, before the temperature; requires grad.
-    [token, vocab], the dtype of the problem: the logits, before the temperature; requires grad.
     """
 
 class DpoLogprobs(Logprobs, DpoBatch):
@@ -534,15 +501,12 @@ class DpoLogprobs(Logprobs, DpoBatch):
     """
     cu_seqlens_padded: Tensor
     """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    [sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
     """
     valid_tokens: Tensor
     """scalar, int64: trained tokens of the whole batch, over every rank, in sequences that count.
-    scalar, int64: trained tokens of the whole batch, over every rank, in sequences that count.
     """
     vocab_size: int
     """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
     """
     vocab_start: int
     """scalar, a Python int: first row of the vocabulary that this rank owns."""
@@ -588,7 +552,6 @@ class GrpoHidden(Hidden, GrpoBatch):
     """
     cu_seqlens_padded: Tensor
     """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    [sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
     """
     valid_tokens: Tensor
     """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
@@ -596,7 +559,6 @@ class GrpoHidden(Hidden, GrpoBatch):
     """
     vocab_size: int
     """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
     """
     vocab_start: int
     """scalar, a Python int: first row of the vocabulary that this rank owns."""
@@ -618,7 +580,6 @@ class GrpoHidden(Hidden, GrpoBatch):
     """[token, hidden], the dtype of the problem: the last hidden states; requires grad."""
     weight: Tensor
     """[vocab, hidden], the dtype of the problem: this rank's rows of the lm-head; requires grad.
-    [vocab, hidden], the dtype of the problem: this rank's rows of the lm-head; requires grad.
     """
     bias: Tensor | None
     """[vocab], the dtype of the problem: its bias, or None; requires grad."""
@@ -644,7 +605,6 @@ class GrpoLogits(Logits, GrpoBatch):
     """
     cu_seqlens_padded: Tensor
     """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    [sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
     """
     valid_tokens: Tensor
     """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
@@ -652,7 +612,6 @@ class GrpoLogits(Logits, GrpoBatch):
     """
     vocab_size: int
     """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
     """
     vocab_start: int
     """scalar, a Python int: first row of the vocabulary that this rank owns."""
@@ -672,7 +631,6 @@ class GrpoLogits(Logits, GrpoBatch):
     """[token], float32: the advantage of each token."""
     logits: Tensor
     """[token, vocab], the dtype of the problem: the logits, before the temperature; requires grad.
-    [token, vocab], the dtype of the problem: the logits, before the temperature; requires grad.
     """
 
 class GrpoLogprobs(Logprobs, GrpoBatch):
@@ -696,7 +654,6 @@ class GrpoLogprobs(Logprobs, GrpoBatch):
     """
     cu_seqlens_padded: Tensor
     """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    [sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
     """
     valid_tokens: Tensor
     """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
@@ -704,7 +661,6 @@ class GrpoLogprobs(Logprobs, GrpoBatch):
     """
     vocab_size: int
     """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
     """
     vocab_start: int
     """scalar, a Python int: first row of the vocabulary that this rank owns."""
@@ -748,7 +704,6 @@ class LabelSmoothingHidden(Hidden, Batch):
     """
     cu_seqlens_padded: Tensor
     """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    [sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
     """
     valid_tokens: Tensor
     """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
@@ -756,7 +711,6 @@ class LabelSmoothingHidden(Hidden, Batch):
     """
     vocab_size: int
     """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
     """
     vocab_start: int
     """scalar, a Python int: first row of the vocabulary that this rank owns."""
@@ -768,7 +722,6 @@ class LabelSmoothingHidden(Hidden, Batch):
     """[token, hidden], the dtype of the problem: the last hidden states; requires grad."""
     weight: Tensor
     """[vocab, hidden], the dtype of the problem: this rank's rows of the lm-head; requires grad.
-    [vocab, hidden], the dtype of the problem: this rank's rows of the lm-head; requires grad.
     """
     bias: Tensor | None
     """[vocab], the dtype of the problem: its bias, or None; requires grad."""
@@ -794,7 +747,6 @@ class LabelSmoothingLogits(Logits, Batch):
     """
     cu_seqlens_padded: Tensor
     """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    [sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
     """
     valid_tokens: Tensor
     """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
@@ -802,7 +754,6 @@ class LabelSmoothingLogits(Logits, Batch):
     """
     vocab_size: int
     """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
     """
     vocab_start: int
     """scalar, a Python int: first row of the vocabulary that this rank owns."""
@@ -812,7 +763,6 @@ class LabelSmoothingLogits(Logits, Batch):
     """
     logits: Tensor
     """[token, vocab], the dtype of the problem: the logits, before the temperature; requires grad.
-    [token, vocab], the dtype of the problem: the logits, before the temperature; requires grad.
     """
 
 class NllHidden(Hidden, NllBatch):
@@ -836,7 +786,6 @@ class NllHidden(Hidden, NllBatch):
     """
     cu_seqlens_padded: Tensor
     """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    [sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
     """
     valid_tokens: Tensor
     """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
@@ -844,7 +793,6 @@ class NllHidden(Hidden, NllBatch):
     """
     vocab_size: int
     """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
     """
     vocab_start: int
     """scalar, a Python int: first row of the vocabulary that this rank owns."""
@@ -862,7 +810,6 @@ class NllHidden(Hidden, NllBatch):
     """[token, hidden], the dtype of the problem: the last hidden states; requires grad."""
     weight: Tensor
     """[vocab, hidden], the dtype of the problem: this rank's rows of the lm-head; requires grad.
-    [vocab, hidden], the dtype of the problem: this rank's rows of the lm-head; requires grad.
     """
     bias: Tensor | None
     """[vocab], the dtype of the problem: its bias, or None; requires grad."""
@@ -888,7 +835,6 @@ class NllLogits(Logits, NllBatch):
     """
     cu_seqlens_padded: Tensor
     """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    [sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
     """
     valid_tokens: Tensor
     """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
@@ -896,7 +842,6 @@ class NllLogits(Logits, NllBatch):
     """
     vocab_size: int
     """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
     """
     vocab_start: int
     """scalar, a Python int: first row of the vocabulary that this rank owns."""
@@ -912,7 +857,6 @@ class NllLogits(Logits, NllBatch):
     """scalar, int64: sequences with a trained token, of the whole batch."""
     logits: Tensor
     """[token, vocab], the dtype of the problem: the logits, before the temperature; requires grad.
-    [token, vocab], the dtype of the problem: the logits, before the temperature; requires grad.
     """
 
 class NllLogprobs(Logprobs, NllBatch):
@@ -936,7 +880,6 @@ class NllLogprobs(Logprobs, NllBatch):
     """
     cu_seqlens_padded: Tensor
     """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    [sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
     """
     valid_tokens: Tensor
     """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
@@ -944,7 +887,6 @@ class NllLogprobs(Logprobs, NllBatch):
     """
     vocab_size: int
     """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
     """
     vocab_start: int
     """scalar, a Python int: first row of the vocabulary that this rank owns."""
@@ -984,15 +926,12 @@ class PreferenceRewards(Rewards, PairBatch):
     """
     cu_seqlens_padded: Tensor
     """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    [sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
     """
     valid_tokens: Tensor
     """scalar, int64: trained tokens of the whole batch, over every rank, in sequences that count.
-    scalar, int64: trained tokens of the whole batch, over every rank, in sequences that count.
     """
     vocab_size: int
     """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
     """
     vocab_start: int
     """scalar, a Python int: first row of the vocabulary that this rank owns."""
@@ -1034,7 +973,6 @@ class SoftcapHidden(Hidden, Batch):
     """
     cu_seqlens_padded: Tensor
     """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    [sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
     """
     valid_tokens: Tensor
     """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
@@ -1042,7 +980,6 @@ class SoftcapHidden(Hidden, Batch):
     """
     vocab_size: int
     """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
     """
     vocab_start: int
     """scalar, a Python int: first row of the vocabulary that this rank owns."""
@@ -1054,7 +991,6 @@ class SoftcapHidden(Hidden, Batch):
     """[token, hidden], the dtype of the problem: the last hidden states; requires grad."""
     weight: Tensor
     """[vocab, hidden], the dtype of the problem: this rank's rows of the lm-head; requires grad.
-    [vocab, hidden], the dtype of the problem: this rank's rows of the lm-head; requires grad.
     """
     bias: Tensor | None
     """[vocab], the dtype of the problem: its bias, or None; requires grad."""
@@ -1080,7 +1016,6 @@ class SoftcapLogits(Logits, Batch):
     """
     cu_seqlens_padded: Tensor
     """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    [sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
     """
     valid_tokens: Tensor
     """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
@@ -1088,7 +1023,6 @@ class SoftcapLogits(Logits, Batch):
     """
     vocab_size: int
     """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
     """
     vocab_start: int
     """scalar, a Python int: first row of the vocabulary that this rank owns."""
@@ -1098,7 +1032,6 @@ class SoftcapLogits(Logits, Batch):
     """
     logits: Tensor
     """[token, vocab], the dtype of the problem: the logits, before the temperature; requires grad.
-    [token, vocab], the dtype of the problem: the logits, before the temperature; requires grad.
     """
 
 class TokenLogprobsHidden(Hidden, Batch):
@@ -1122,7 +1055,6 @@ class TokenLogprobsHidden(Hidden, Batch):
     """
     cu_seqlens_padded: Tensor
     """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    [sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
     """
     valid_tokens: Tensor
     """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
@@ -1130,7 +1062,6 @@ class TokenLogprobsHidden(Hidden, Batch):
     """
     vocab_size: int
     """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
     """
     vocab_start: int
     """scalar, a Python int: first row of the vocabulary that this rank owns."""
@@ -1142,7 +1073,6 @@ class TokenLogprobsHidden(Hidden, Batch):
     """[token, hidden], the dtype of the problem: the last hidden states; requires grad."""
     weight: Tensor
     """[vocab, hidden], the dtype of the problem: this rank's rows of the lm-head; requires grad.
-    [vocab, hidden], the dtype of the problem: this rank's rows of the lm-head; requires grad.
     """
     bias: Tensor | None
     """[vocab], the dtype of the problem: its bias, or None; requires grad."""
@@ -1168,7 +1098,6 @@ class TokenLogprobsLogits(Logits, Batch):
     """
     cu_seqlens_padded: Tensor
     """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    [sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
     """
     valid_tokens: Tensor
     """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
@@ -1176,7 +1105,6 @@ class TokenLogprobsLogits(Logits, Batch):
     """
     vocab_size: int
     """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
     """
     vocab_start: int
     """scalar, a Python int: first row of the vocabulary that this rank owns."""
@@ -1186,7 +1114,6 @@ class TokenLogprobsLogits(Logits, Batch):
     """
     logits: Tensor
     """[token, vocab], the dtype of the problem: the logits, before the temperature; requires grad.
-    [token, vocab], the dtype of the problem: the logits, before the temperature; requires grad.
     """
 
 class ValueValues(Values, ValueBatch):
@@ -1208,7 +1135,6 @@ class ValueValues(Values, ValueBatch):
     """
     cu_seqlens_padded: Tensor
     """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    [sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
     """
     valid_tokens: Tensor
     """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
@@ -1216,7 +1142,6 @@ class ValueValues(Values, ValueBatch):
     """
     vocab_size: int
     """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
     """
     vocab_start: int
     """scalar, a Python int: first row of the vocabulary that this rank owns."""
@@ -1254,7 +1179,6 @@ class ZLossHidden(Hidden, Batch):
     """
     cu_seqlens_padded: Tensor
     """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    [sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
     """
     valid_tokens: Tensor
     """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
@@ -1262,7 +1186,6 @@ class ZLossHidden(Hidden, Batch):
     """
     vocab_size: int
     """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
     """
     vocab_start: int
     """scalar, a Python int: first row of the vocabulary that this rank owns."""
@@ -1274,7 +1197,6 @@ class ZLossHidden(Hidden, Batch):
     """[token, hidden], the dtype of the problem: the last hidden states; requires grad."""
     weight: Tensor
     """[vocab, hidden], the dtype of the problem: this rank's rows of the lm-head; requires grad.
-    [vocab, hidden], the dtype of the problem: this rank's rows of the lm-head; requires grad.
     """
     bias: Tensor | None
     """[vocab], the dtype of the problem: its bias, or None; requires grad."""
@@ -1300,7 +1222,6 @@ class ZLossLogits(Logits, Batch):
     """
     cu_seqlens_padded: Tensor
     """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    [sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
     """
     valid_tokens: Tensor
     """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
@@ -1308,7 +1229,6 @@ class ZLossLogits(Logits, Batch):
     """
     vocab_size: int
     """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
     """
     vocab_start: int
     """scalar, a Python int: first row of the vocabulary that this rank owns."""
@@ -1318,5 +1238,4 @@ class ZLossLogits(Logits, Batch):
     """
     logits: Tensor
     """[token, vocab], the dtype of the problem: the logits, before the temperature; requires grad.
-    [token, vocab], the dtype of the problem: the logits, before the temperature; requires grad.
     """

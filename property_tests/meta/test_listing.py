@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``lossgate list`` shows, at any width, and the files that are written from the specs."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -157,6 +158,15 @@ def test_stubs_name_every_class() -> None:
     stub = (Path(lossgate.__file__).parent / "options.pyi").read_text()
     assert {line.split()[-1] for line in stub.splitlines() if line.startswith("from ")} == set(names_of_options())
     assert set(HEADS) == {head for spec in SPECS.values() for head in spec.inputs}
+
+
+def test_stubs_say_once_what_each_input_means() -> None:
+    stub = ast.parse((Path(lossgate.__file__).parent / "inputs.pyi").read_text())
+    for written in (node for node in stub.body if isinstance(node, ast.ClassDef)):
+        docs = [node.value for node in written.body[1:] if isinstance(node, ast.Expr)]
+        said = [" ".join(str(doc.value).split()) for doc in docs if isinstance(doc, ast.Constant)]
+        own = fields_of(getattr(lossgate.inputs, written.name)).values()
+        assert said == [f"{field.shape}, {DTYPES[field.dtype]}: {field.meaning}." for field in own], written.name
 
 
 TYPED = """

@@ -128,7 +128,7 @@ def _docstring(text: str) -> list[str]:
     if len(text) <= 88:
         return [f'    """{text}"""']
     lines = wrap(text, 93, break_long_words=False, break_on_hyphens=False)
-    return [f'    """{lines[0]}', *(f"    {line}" for line in lines[1:-1]), f"    {lines[-1]}", '    """']
+    return [f'    """{lines[0]}', *(f"    {line}" for line in lines[1:]), '    """']
 
 
 def _options() -> Iterator[str]:
