@@ -16,7 +16,7 @@ from fused_losses import Pack, TokenLogprobs, vocab_parallel_logprobs
 from lossgate import ANY, Contract, Outputs, candidate
 from lossgate.inputs import ClippedPgLogits, DpoHidden, DpoLogits, GrpoLogits, TokenLogprobsHidden
 from lossgate.losses import SPECS
-from lossgate.options import ClippedPGSpecOptions, DpoSpecOptions, GrpoSpecOptions, TokenLogprobsOptions
+from lossgate.options import ClippedPgOptions, DpoOptions, GrpoOptions, TokenLogprobsOptions
 from lossgate.specs.logit_filter import FilterOptions
 
 EVERYWHERE: dict[str, Any] = {"axes": ("dp", "cp", "tp"), "dtypes": ("float32",)}
@@ -70,9 +70,7 @@ def _filtered_logprobs(own: Any, options: FilterOptions, mesh: DeviceMesh) -> To
     supports={option.name: ANY for option in SPECS["clipped_pg"].options} | SPLIT,
     good_for="PPO, GRPO, REINFORCE, GSPO and CISPO from tensor-parallel logits of a pack, with rows of all else",
 )
-def fused_vocab_parallel_clipped_pg(
-    inputs: ClippedPgLogits, options: ClippedPGSpecOptions, mesh: DeviceMesh
-) -> Outputs:
+def fused_vocab_parallel_clipped_pg(inputs: ClippedPgLogits, options: ClippedPgOptions, mesh: DeviceMesh) -> Outputs:
     own = _own(inputs, mesh)
     return ours._clipped_pg(_filtered_logprobs(own, options, mesh), own, options, mesh)
 
@@ -85,7 +83,7 @@ def fused_vocab_parallel_clipped_pg(
     supports={option.name: ANY for option in SPECS["grpo"].options} | SPLIT,
     good_for="GRPO with DAPO or CISPO from tensor-parallel logits, everything packed",
 )
-def fused_vocab_parallel_grpo(inputs: GrpoLogits, options: GrpoSpecOptions, mesh: DeviceMesh) -> Outputs:
+def fused_vocab_parallel_grpo(inputs: GrpoLogits, options: GrpoOptions, mesh: DeviceMesh) -> Outputs:
     own = _own(inputs, mesh)
     return ours._grpo(_filtered_logprobs(own, options, mesh), own, options, mesh, ours._rho(options))
 
@@ -99,7 +97,7 @@ def fused_vocab_parallel_grpo(inputs: GrpoLogits, options: GrpoSpecOptions, mesh
     supports={option.name: ANY for option in SPECS["dpo"].options} | SPLIT,
     good_for="DPO and IPO from tensor-parallel logits, everything packed",
 )
-def fused_vocab_parallel_dpo(inputs: DpoLogits, options: DpoSpecOptions, mesh: DeviceMesh) -> Outputs:
+def fused_vocab_parallel_dpo(inputs: DpoLogits, options: DpoOptions, mesh: DeviceMesh) -> Outputs:
     own = _with_reference(_own(inputs, mesh), inputs.reference_logprobs, options, mesh)
     given = {"temperature": options.temperature, "chunk": ours.CHUNK, **ours._split(own, mesh)}
     return ours._dpo(vocab_parallel_logprobs(own.logits, own.labels, **given).logprobs, own, options, mesh)
@@ -115,12 +113,12 @@ def fused_vocab_parallel_dpo(inputs: DpoLogits, options: DpoSpecOptions, mesh: D
     tiles={"token": ours.CHUNK},
     good_for="DPO and IPO from hidden states of a pack, with rows of all else",
 )
-def fused_linear_dpo_of_rows(inputs: DpoHidden, options: DpoSpecOptions, mesh: DeviceMesh) -> Outputs:
+def fused_linear_dpo_of_rows(inputs: DpoHidden, options: DpoOptions, mesh: DeviceMesh) -> Outputs:
     own = _with_reference(_own(inputs, mesh), inputs.reference_logprobs, options, mesh)
     return ours.fused_linear_dpo.kernel(own, options, mesh)
 
 
-def _with_reference(own: Any, whole: Tensor, options: DpoSpecOptions, mesh: DeviceMesh) -> Any:
+def _with_reference(own: Any, whole: Tensor, options: DpoOptions, mesh: DeviceMesh) -> Any:
     """Returns the inputs with reference log-probabilities aligned as the option says."""
     shift = 1 if options.reference_layout == "token" else 0
     return replace(own, reference_logprobs=_pack(own, mesh).from_rows(whole, shift=shift))

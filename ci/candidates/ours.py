@@ -43,7 +43,7 @@ from lossgate.inputs import (
     TokenLogprobsLogits,
 )
 from lossgate.losses import SPECS
-from lossgate.options import ClippedPGSpecOptions, DpoSpecOptions, GrpoSpecOptions, NllOptions, TokenLogprobsOptions
+from lossgate.options import ClippedPgOptions, DpoOptions, GrpoOptions, NllOptions, TokenLogprobsOptions
 from lossgate.specs.logit_filter import FilterOptions
 
 CHUNK = 16
@@ -341,7 +341,7 @@ def fused_tiled_token_logprobs(inputs: TokenLogprobsHidden, options: TokenLogpro
     tiles={"token": CHUNK},
     good_for="DPO and IPO from hidden states, packed, with context parallelism",
 )
-def fused_linear_dpo(inputs: DpoHidden, options: DpoSpecOptions, mesh: DeviceMesh) -> Outputs:
+def fused_linear_dpo(inputs: DpoHidden, options: DpoOptions, mesh: DeviceMesh) -> Outputs:
     given: dict[str, Any] = {
         "bias": inputs.bias,
         "temperature": options.temperature,
@@ -351,7 +351,7 @@ def fused_linear_dpo(inputs: DpoHidden, options: DpoSpecOptions, mesh: DeviceMes
     return _dpo(linear_logprobs(inputs.hidden, inputs.weight, inputs.labels, **given).logprobs, inputs, options, mesh)
 
 
-def _dpo(logprobs: Tensor, inputs: DpoHidden | DpoLogits, options: DpoSpecOptions, mesh: DeviceMesh) -> Outputs:
+def _dpo(logprobs: Tensor, inputs: DpoHidden | DpoLogits, options: DpoOptions, mesh: DeviceMesh) -> Outputs:
     loss, metrics = dpo_loss(
         logprobs,
         inputs.reference_logprobs,
@@ -380,7 +380,7 @@ def _dpo(logprobs: Tensor, inputs: DpoHidden | DpoLogits, options: DpoSpecOption
     tiles={"token": CHUNK},
     good_for="PPO, GRPO, REINFORCE, GSPO and CISPO from hidden states, packed, with context parallelism",
 )
-def fused_linear_clipped_pg(inputs: ClippedPgHidden, options: ClippedPGSpecOptions, mesh: DeviceMesh) -> Outputs:
+def fused_linear_clipped_pg(inputs: ClippedPgHidden, options: ClippedPgOptions, mesh: DeviceMesh) -> Outputs:
     return _clipped_pg(_filtered_logprobs(inputs, options, mesh), inputs, options, mesh)
 
 
@@ -407,7 +407,7 @@ def _filtered_logprobs(inputs: ClippedPgHidden | GrpoHidden, options: FilterOpti
     supports={option.name: ANY for option in SPECS["clipped_pg"].options} | {"bias": ANY},
     good_for="the same through an lm-head that is a module of any kind",
 )
-def fused_tiled_clipped_pg(inputs: ClippedPgHidden, options: ClippedPGSpecOptions, mesh: DeviceMesh) -> Outputs:
+def fused_tiled_clipped_pg(inputs: ClippedPgHidden, options: ClippedPgOptions, mesh: DeviceMesh) -> Outputs:
     return _clipped_pg(_tiled_logprobs(inputs, options), inputs, options, mesh)
 
 
@@ -435,9 +435,7 @@ def _as_module(inputs: Hidden) -> torch.nn.Linear:
     return head
 
 
-def _clipped_pg(
-    tokens: TokenLogprobs, inputs: ClippedPgHidden, options: ClippedPGSpecOptions, mesh: DeviceMesh
-) -> Outputs:
+def _clipped_pg(tokens: TokenLogprobs, inputs: ClippedPgHidden, options: ClippedPgOptions, mesh: DeviceMesh) -> Outputs:
     loss, metrics = clipped_pg_loss(
         tokens.logprobs,
         unfiltered_logprobs=tokens.unfiltered_logprobs,
@@ -467,7 +465,7 @@ def _clipped_pg(
     tiles={"token": CHUNK},
     good_for="GRPO with DAPO or CISPO from hidden states, as open-instruct's tiled lm-head loss",
 )
-def fused_linear_grpo(inputs: GrpoHidden, options: GrpoSpecOptions, mesh: DeviceMesh) -> Outputs:
+def fused_linear_grpo(inputs: GrpoHidden, options: GrpoOptions, mesh: DeviceMesh) -> Outputs:
     return _grpo(_filtered_logprobs(inputs, options, mesh), inputs, options, mesh, _rho(options))
 
 
@@ -479,7 +477,7 @@ def fused_linear_grpo(inputs: GrpoHidden, options: GrpoSpecOptions, mesh: Device
     supports={option.name: ANY for option in SPECS["grpo"].options} | {"bias": ANY},
     good_for="the same through an lm-head that is a module of any kind, with rho's weights computed before",
 )
-def fused_tiled_grpo(inputs: GrpoHidden, options: GrpoSpecOptions, mesh: DeviceMesh) -> Outputs:
+def fused_tiled_grpo(inputs: GrpoHidden, options: GrpoOptions, mesh: DeviceMesh) -> Outputs:
     weights = rho_weights(
         _rho(options),
         old_logprobs=inputs.old_logprobs,
@@ -501,7 +499,7 @@ def fused_tiled_grpo(inputs: GrpoHidden, options: GrpoSpecOptions, mesh: DeviceM
     supports={option.name: ANY for option in SPECS["grpo"].options} | {"bias": ANY},
     good_for="the same, with each tile's gradients made in forward: the head runs once, not twice",
 )
-def fused_tiled_grpo_in_one_pass(inputs: GrpoHidden, options: GrpoSpecOptions, mesh: DeviceMesh) -> Outputs:
+def fused_tiled_grpo_in_one_pass(inputs: GrpoHidden, options: GrpoOptions, mesh: DeviceMesh) -> Outputs:
     given: dict[str, Any] = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
     given |= {"tiles": TILES, "rho": _rho(options)}
     given |= _grpo_arguments(inputs, options, mesh)
@@ -509,14 +507,14 @@ def fused_tiled_grpo_in_one_pass(inputs: GrpoHidden, options: GrpoSpecOptions, m
     return Outputs(loss=loss, metrics={name: value.to(loss.dtype) for name, value in metrics.items()})
 
 
-def _rho(options: GrpoSpecOptions) -> RhoCorrection:
+def _rho(options: GrpoOptions) -> RhoCorrection:
     return RhoCorrection(**{field.name: getattr(options, field.name) for field in fields(RhoCorrection)})
 
 
 def _grpo(
     tokens: TokenLogprobs,
     inputs: GrpoHidden,
-    options: GrpoSpecOptions,
+    options: GrpoOptions,
     mesh: DeviceMesh,
     rho: RhoCorrection | RhoWeights,
 ) -> Outputs:
@@ -525,7 +523,7 @@ def _grpo(
     return Outputs(loss=loss, metrics=metrics)
 
 
-def _grpo_arguments(inputs: GrpoHidden, options: GrpoSpecOptions, mesh: DeviceMesh) -> dict[str, Any]:
+def _grpo_arguments(inputs: GrpoHidden, options: GrpoOptions, mesh: DeviceMesh) -> dict[str, Any]:
     return {
         "advantages": inputs.advantages,
         "mask": inputs.mask,

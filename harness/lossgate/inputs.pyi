@@ -4,7 +4,7 @@
 
 from torch import Tensor
 
-from lossgate.losses.clipped_pg import ClippedPGBatch as ClippedPGBatch
+from lossgate.losses.clipped_pg import ClippedPgBatch as ClippedPgBatch
 from lossgate.losses.distill import DistillBatch as DistillBatch
 from lossgate.losses.divergence import DivergenceBatch as DivergenceBatch
 from lossgate.losses.dpo import DpoBatch as DpoBatch
@@ -19,7 +19,7 @@ from lossgate.specs.heads.rewards import Rewards as Rewards
 from lossgate.specs.heads.values import Values as Values
 from lossgate.specs.inputs import Batch as Batch
 
-class ClippedPgHidden(Hidden, ClippedPGBatch):
+class ClippedPgHidden(Hidden, ClippedPgBatch):
     """What a kernel of spec clipped_pg gets on a rank at head "hidden"."""
 
     labels: Tensor
@@ -81,7 +81,7 @@ class ClippedPgHidden(Hidden, ClippedPGBatch):
     bias: Tensor | None
     """[vocab], the dtype of the problem: its bias, or None; requires grad."""
 
-class ClippedPgLogits(Logits, ClippedPGBatch):
+class ClippedPgLogits(Logits, ClippedPgBatch):
     """What a kernel of spec clipped_pg gets on a rank at head "logits"."""
 
     labels: Tensor
@@ -139,7 +139,7 @@ class ClippedPgLogits(Logits, ClippedPGBatch):
     """[token, vocab], the dtype of the problem: the logits, before the temperature; requires grad.
     """
 
-class ClippedPgLogprobs(Logprobs, ClippedPGBatch):
+class ClippedPgLogprobs(Logprobs, ClippedPgBatch):
     """What a kernel of spec clipped_pg gets on a rank at head "logprobs"."""
 
     labels: Tensor

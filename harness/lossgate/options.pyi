@@ -4,10 +4,10 @@
 
 from dense_losses.distill import DistillOptions as DistillOptions
 from dense_losses.value import ValueOptions as ValueOptions
-from lossgate.losses.clipped_pg import ClippedPGSpecOptions as ClippedPGSpecOptions
+from lossgate.losses.clipped_pg import ClippedPgOptions as ClippedPgOptions
 from lossgate.losses.divergence import DivergenceOptions as DivergenceOptions
-from lossgate.losses.dpo import DpoSpecOptions as DpoSpecOptions
-from lossgate.losses.grpo import GrpoSpecOptions as GrpoSpecOptions
+from lossgate.losses.dpo import DpoOptions as DpoOptions
+from lossgate.losses.grpo import GrpoOptions as GrpoOptions
 from lossgate.losses.label_smoothing import LabelSmoothingOptions as LabelSmoothingOptions
 from lossgate.losses.nll import NllOptions as NllOptions
 from lossgate.losses.preference import PreferenceOptions as PreferenceOptions

@@ -160,6 +160,13 @@ def test_stubs_name_every_class() -> None:
     assert set(HEADS) == {head for spec in SPECS.values() for head in spec.inputs}
 
 
+@pytest.mark.parametrize("name", SPECS)
+def test_classes_are_named_as_their_spec(name: str) -> None:
+    spec, title = SPECS[name], "".join(word.capitalize() for word in name.split("_"))
+    assert spec.options_type.__name__ == f"{title}Options"
+    assert {kind.__name__ for kind in spec.inputs.values()} == {f"{title}{head.capitalize()}" for head in spec.inputs}
+
+
 def test_stubs_say_once_what_each_input_means() -> None:
     stub = ast.parse((Path(lossgate.__file__).parent / "inputs.pyi").read_text())
     for written in (node for node in stub.body if isinstance(node, ast.ClassDef)):

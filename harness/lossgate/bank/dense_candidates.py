@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import pad
 
 from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate, Kernel, Outputs, candidate
@@ -73,13 +74,16 @@ def whole_pack(part: Tensor, inputs: Any, mesh: DeviceMesh) -> Tensor:
     return gather(part, 0, mesh.get_group("cp"))[order.argsort()]
 
 
-def _whole_batch(part: Tensor, inputs: Any, mesh: DeviceMesh) -> Tensor:
-    """Returns a tensor per token of this dp rank's whole batch, without padding, as references get
-    it.
+def _kept(inputs: Any, mesh: DeviceMesh) -> Tensor:
+    """Returns ``[padded tokens]`` bool: what a reference gets of this dp rank's padded pack.
+
+    That is all but padding. Padding that the mask trains stays: a kernel obeys the mask, so a
+    wrong one must show.
     """
-    starts, lengths = inputs.cu_seqlens_padded[:-1].tolist(), inputs.cu_seqlens.diff().tolist()
-    real = [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
-    return whole_pack(part, inputs, mesh)[torch.cat([torch.zeros(0, dtype=torch.long), *real])]
+    kept = whole_pack(inputs.mask, inputs, mesh).clone()
+    for start, length in zip(inputs.cu_seqlens_padded[:-1].tolist(), inputs.lengths.tolist(), strict=True):
+        kept[start : start + length] = True
+    return kept
 
 
 def _whole_vocab(part: Tensor, dims: Dims, inputs: Any, mesh: DeviceMesh) -> Tensor:
@@ -106,14 +110,17 @@ def dense_kernel(spec: Spec, head: str) -> Kernel:
         batch = dict(vars(inputs))
         added = [name for name, dims in spec.fields.items() if dims[:1] == ("token",)]
         batch |= {n: _whole_vocab(batch[n], dims, inputs, mesh) for n, dims in spec.fields.items() if "vocab" in dims}
-        batch |= {name: _whole_batch(batch[name], inputs, mesh) for name in ("labels", "mask", "sequence", *added)}
-        batch["cu_seqlens_padded"] = batch["cu_seqlens"]
+        kept = _kept(inputs, mesh)
+        of_tokens = ("labels", "mask", "input_ids", "sequence", *added)
+        batch |= {name: whole_pack(batch[name], inputs, mesh)[kept] for name in of_tokens}
+        starts = pad(kept.cumsum(0), (1, 0))[inputs.cu_seqlens_padded].to(torch.int32)
+        batch |= {"cu_seqlens": starts, "cu_seqlens_padded": starts}
         bound = spec.bind_options(options)
         local = local_values(bound, head, inputs, mesh)
         outputs = {name: _VALUES[name](local) for name in spec.outputs if name != "loss"}
         if spec.reference is None:
             return Outputs(**outputs)
-        values = local if head == "rewards" else _whole_values(local, inputs, mesh)
+        values = local if head == "rewards" else _whole_values(local, inputs, mesh, kept)
         loss, metrics = bound.loss(values, batch)
         return Outputs(loss=loss, metrics=metrics, **outputs)
 
@@ -126,8 +133,8 @@ _VALUES: Mapping[str, Callable[[TokenValues], Any]] = {
 }
 
 
-def _whole_values(local: TokenValues, inputs: Any, mesh: DeviceMesh) -> TokenValues:
-    return TokenValues(**{name: _whole_batch(value, inputs, mesh) for name, value in local.given.items()})
+def _whole_values(local: TokenValues, inputs: Any, mesh: DeviceMesh, kept: Tensor) -> TokenValues:
+    return TokenValues(**{name: whole_pack(value, inputs, mesh)[kept] for name, value in local.given.items()})
 
 
 _GRADIENTS: Mapping[str, Mapping[str, Placements]] = {

@@ -64,8 +64,9 @@ def given_whole(candidate: Candidate, tokens: Tokens, bug: InputBug | None = Non
 
     def kernel(inputs: Any, options: Any, mesh: DeviceMesh) -> Outputs | Tensor:
         own = _Split(inputs, mesh, tokens, bug)
-        of_tokens = [name for name, dims in candidate.spec.fields.items() if "token" in dims]
-        fields = {name: own.field(name, candidate.spec.unshifted) for name in ("labels", "mask", *of_tokens)}
+        added = [name for name, dims in candidate.spec.fields.items() if "token" in dims]
+        of_tokens = ("labels", "mask", "input_ids", *added)
+        fields = {name: own.field(name, candidate.spec.unshifted) for name in of_tokens}
         return candidate.kernel(replace(inputs, **fields, sequence=own.sequence), options, mesh)
 
     return replace(candidate, kernel=kernel, tokens=tokens, name=f"{candidate.name} of {tokens}; {bug}")

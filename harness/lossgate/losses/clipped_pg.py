@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import dense_losses
-from dense_losses import ClippedPGOptions
 from dense_losses.reductions import sequence_mean
 from lossgate.losses.shared.clips import clip_goals, covered_clip_goals
 from lossgate.losses.shared.policies import (
@@ -41,15 +40,15 @@ from lossgate.specs.record import field
 from lossgate.specs.token_values import TokenValues
 
 
-class ClippedPGSpecOptions(FilterOptions, ClippedPGOptions):
+class ClippedPgOptions(FilterOptions, dense_losses.ClippedPGOptions):
     """The options of spec ``clipped_pg``."""
 
     def __post_init__(self) -> None:
-        ClippedPGOptions.__post_init__(self)
+        dense_losses.ClippedPGOptions.__post_init__(self)
         self.check_filter()
 
 
-class ClippedPGBatch(Batch):
+class ClippedPgBatch(Batch):
     """What the spec adds to a packed batch."""
 
     prev_logprobs: Tensor = field("token", "log-probabilities of the labels, of the policy before the update")
@@ -90,7 +89,7 @@ def _draw(context: FieldContext) -> dict[str, Tensor]:
 
 def _log_ratios(context: FieldContext) -> Tensor:
     """Draws log p - log p_prev, ``[tokens]``."""
-    o: ClippedPGOptions = context.options
+    o: ClippedPgOptions = context.options
     edges = log(max(1 - o.ratio_clip_min, 0.05)), log(1 + o.ratio_clip_max)
     dual_clip = log(o.ratio_clip_c) if o.ratio_clip_c else 0.0
     spans = clip_spans(*edges, dual_clip if dual_clip > edges[1] + 0.1 else max(log(3), edges[1] + 0.2))
@@ -111,7 +110,7 @@ def _log_ratios(context: FieldContext) -> Tensor:
 
 def _log_weights(context: FieldContext) -> Tensor:
     """Draws log p_prev - log p_generation, ``[tokens]``."""
-    o: ClippedPGOptions = context.options
+    o: ClippedPgOptions = context.options
     low, high = o.truncated_importance_sampling_ratio_min or 0.1, o.truncated_importance_sampling_ratio or 3.0
     spans = clip_spans(log(low), log(high))
     scenario: dict[str, Sequence[Span]] = {"near": NEAR, "equal": [(0.0, 0.0)], "everywhere": list(spans.values())}
@@ -131,8 +130,8 @@ def _log_weights(context: FieldContext) -> Tensor:
     return draw_in_spans(context.streams, "weights", context.tokens, chosen)
 
 
-def _covered(batch: GlobalBatch, options: ClippedPGSpecOptions) -> set[str]:
-    own, fields = ClippedPGBatch.of(batch.known), batch.fields
+def _covered(batch: GlobalBatch, options: ClippedPgOptions) -> set[str]:
+    own, fields = ClippedPgBatch.of(batch.known), batch.fields
     trained = trained_tokens(own)
     covered = {"sequence that does not count"} if not own.sample_mask.all() else set[str]()
     trained = trained & labels_stay(fields) & (fields["prev_logprobs"] > -torch.inf)
@@ -192,8 +191,8 @@ _SWITCH = (False, True)
     "clipped_pg",
     summary="clipped policy gradient: PPO, GRPO, DAPO, REINFORCE, GSPO, CISPO, with KL penalty and off-policy weights",
     source="NeMo-RL ClippedPGLossFn",
-    batch=ClippedPGBatch,
-    options=ClippedPGSpecOptions,
+    batch=ClippedPgBatch,
+    options=ClippedPgOptions,
     choices={
         "disable_ppo_ratio": _SWITCH,
         "token_level_loss": (True, False),
@@ -266,7 +265,7 @@ _SWITCH = (False, True)
     covered=_covered,
 )
 def clipped_pg(
-    values: TokenValues, batch: ClippedPGBatch, options: ClippedPGSpecOptions
+    values: TokenValues, batch: ClippedPgBatch, options: ClippedPgOptions
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The clipped policy gradient."""
     loss, metrics = dense_losses.clipped_pg(

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 import dense_losses
-from dense_losses import DpoOptions
 from lossgate.losses.shared.pairs import PAIR_GOALS, PAIR_METRICS, PairBatch, covered_pairs
 from lossgate.losses.shared.policies import on_tokens
 from lossgate.losses.shared.samples import EVERY_SEQUENCE_COUNTS, SAMPLES, trained_tokens
@@ -22,7 +21,7 @@ from lossgate.specs.record import Options, field, option
 from lossgate.specs.token_values import TokenValues
 
 
-class DpoSpecOptions(DpoOptions, Options):
+class DpoOptions(dense_losses.DpoOptions, Options):
     """The options of spec ``dpo``."""
 
     temperature: float = option(1.0, "divides the logits", between=TEMPERATURE)
@@ -82,7 +81,7 @@ def _in_layout(values: Tensor, context: FieldContext) -> Tensor:
     return shifted
 
 
-def _covered_dpo(batch: GlobalBatch, options: DpoSpecOptions) -> set[str]:
+def _covered_dpo(batch: GlobalBatch, options: DpoOptions) -> set[str]:
     covered = covered_pairs(batch)
     if bool(batch.fields["sample_mask"].any()):
         _, outputs = _loss(TokenValues(logprobs=batch.policy), DpoBatch.of(batch.known), options)
@@ -101,7 +100,7 @@ _SWITCH = (False, True)
     summary="direct preference optimisation and IPO, with an optional SFT term",
     source="NeMo-RL DPOLossFn, TRL DPOTrainer",
     batch=DpoBatch,
-    options=DpoSpecOptions,
+    options=DpoOptions,
     choices={
         "reference_policy_kl_penalty": (0.05, 0.5, 0.1),
         "preference_loss_weight": (1.0, 0.5),
@@ -136,6 +135,6 @@ _SWITCH = (False, True)
     goals=PAIR_GOALS,
     covered=_covered_dpo,
 )
-def dpo(values: TokenValues, batch: DpoBatch, options: DpoSpecOptions) -> tuple[Tensor, dict[str, Tensor]]:
+def dpo(values: TokenValues, batch: DpoBatch, options: DpoOptions) -> tuple[Tensor, dict[str, Tensor]]:
     """Direct preference optimisation."""
     return _loss(values, batch, options)

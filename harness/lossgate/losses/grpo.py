@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import dense_losses
-from dense_losses import GrpoOptions
 from dense_losses.rho import RhoOptions
 from lossgate.losses.shared.clips import clip_goals, covered_clip_goals
 from lossgate.losses.shared.policies import (
@@ -40,11 +39,11 @@ from lossgate.specs.record import field
 from lossgate.specs.token_values import TokenValues
 
 
-class GrpoSpecOptions(FilterOptions, GrpoOptions):
+class GrpoOptions(FilterOptions, dense_losses.GrpoOptions):
     """The options of spec ``grpo``."""
 
     def __post_init__(self) -> None:
-        GrpoOptions.__post_init__(self)
+        dense_losses.GrpoOptions.__post_init__(self)
         self.check_filter()
 
 
@@ -104,7 +103,7 @@ def _log_rho(context: FieldContext) -> Tensor:
     return draw_in_spans(context.streams, "rho", context.tokens, chosen)
 
 
-def _covered(batch: GlobalBatch, o: GrpoSpecOptions) -> set[str]:
+def _covered(batch: GlobalBatch, o: GrpoOptions) -> set[str]:
     fields, trained = batch.fields, batch.fields["mask"]
     covered = set[str]()
     ratio, edges = batch.policy - fields["old_logprobs"], (log(max(1 - o.clip_lower, 0.05)), log(1 + o.clip_higher))
@@ -138,7 +137,7 @@ _SWITCH = (False, True)
     summary="group relative policy optimisation: DAPO or CISPO, with a KL penalty and corrections for the sampler",
     source="open-instruct compute_grpo_loss",
     batch=GrpoBatch,
-    options=GrpoSpecOptions,
+    options=GrpoOptions,
     choices={
         "use_rho_correction": (True, False),
         "rho_clamp_lower_bound": (0.0, 0.5),
@@ -212,7 +211,7 @@ _SWITCH = (False, True)
     },
     covered=_covered,
 )
-def grpo(values: TokenValues, batch: GrpoBatch, options: GrpoSpecOptions) -> tuple[Tensor, dict[str, Tensor]]:
+def grpo(values: TokenValues, batch: GrpoBatch, options: GrpoOptions) -> tuple[Tensor, dict[str, Tensor]]:
     """Group relative policy optimisation."""
     return dense_losses.grpo(
         logprobs=values.logprobs,
