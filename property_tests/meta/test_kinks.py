@@ -89,19 +89,30 @@ CHOICES: dict[str, Callable[[Tensor], Any]] = {
     "amax": lambda x: torch.stack([x, torch.full_like(x, 0.5)]).amax(0),
     "max along a dim": lambda x: torch.stack([x, torch.full_like(x, 0.5)]).max(0),
     "aminmax": lambda x: torch.aminmax(torch.stack([x, torch.full_like(x, 0.5)]), dim=0),
+    "argmax": lambda x: torch.stack([x, torch.full_like(x, 0.5)]).argmax(0),
+    "argmin": lambda x: torch.stack([x, torch.full_like(x, 0.5)]).argmin(0),
+    "topk": lambda x: torch.stack([x, torch.full_like(x, 0.5)], 1).topk(1),
+    "smallest of topk": lambda x: torch.stack([x, torch.full_like(x, 0.5)], 1).topk(1, largest=False),
+    "largest in a place": lambda x: torch.full_like(x, 0.5).scatter_reduce(0, torch.arange(2), x, "amax"),
+    "smallest in a place": lambda x: torch.full_like(x, 0.5).scatter_reduce(0, torch.arange(2), x, "amin"),
+    "norm of order 1": lambda x: torch.linalg.vector_norm((x - 0.5)[:, None], 1, dim=1),
+    "norm of infinite order": lambda x: torch.linalg.vector_norm(
+        torch.stack([x, torch.full_like(x, 0.5)]), math.inf, dim=0
+    ),
+    "comparison of integers": lambda x: torch.zeros(2, dtype=torch.int64) < x - 0.5,
 }
 
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_what_chooses_by_size_is_recorded(name: str) -> None:
-    def outcomes(*numbers: float) -> list[list[float]]:
+    def outcomes(*numbers: float) -> list[Tensor]:
         with RecordChoices() as record:
             CHOICES[name](torch.tensor(numbers, dtype=torch.float64))
-        return [outcome.tolist() for outcome in record.outcomes]
+        return record.outcomes
 
     below, above = outcomes(0.4, 0.4), outcomes(0.4, 0.6)
-    assert any(a[0] == b[0] and a[1] != b[1] for a, b in zip(below, above, strict=True))
-    assert any(tie[0] == 0 for tie in outcomes(0.5, 0.5))
+    assert any(torch.equal(a[0], b[0]) and not torch.equal(a[1], b[1]) for a, b in zip(below, above, strict=True))
+    assert any(bool((tie[0] == 0).all()) for tie in outcomes(0.5, 0.5))
 
 
 def test_what_is_smooth_is_no_choice() -> None:
@@ -109,6 +120,7 @@ def test_what_is_smooth_is_no_choice() -> None:
         x = torch.ones(3, dtype=torch.float64)
         _ = x.log_softmax(0) + x.exp().sum() / x.sort().values + F.softplus(x) - torch.where(x == 1, x, 0.0)
         _ = torch.arange(3) > 1
+        _ = x.scatter_reduce(0, torch.arange(3), x, "sum"), torch.linalg.vector_norm(x, 2)
     assert not record.outcomes
 
 

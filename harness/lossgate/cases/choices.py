@@ -2,6 +2,7 @@
 """Records what a loss chooses by size: comparisons, clamps, kinks and extremes."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import inf
 from types import MappingProxyType
 from typing import Any
 
@@ -29,16 +30,30 @@ _EDGES: Mapping[str, Callable[[Mapping[str, Any]], Sequence[Any]]] = MappingProx
 )
 """Where else an operation has kinks, from its arguments."""
 
-_EXTREMES = {"amax": (True,), "max": (True,), "amin": (False,), "min": (False,), "aminmax": (True, False)}
+_EXTREMES = {
+    "amax": (True,),
+    "argmax": (True,),
+    "max": (True,),
+    "amin": (False,),
+    "argmin": (False,),
+    "min": (False,),
+    "aminmax": (True, False),
+}
 """Reductions to an extreme: whether they choose the largest."""
 
-_CHOOSING = frozenset([*_COMPARISONS, *_AT_ZERO, *_EDGES, *_EXTREMES])
+_NORM = "linalg_vector_norm"
+
+_CHOOSING = frozenset([*_COMPARISONS, *_AT_ZERO, *_EDGES, *_EXTREMES, _NORM, "topk", "scatter_reduce"])
 
 
 class RecordChoices(DispatchMode):
     """Records the outcome of each choice in turn: the sign of a difference, 0 for a tie.
 
-    Of a reduction to an extreme it is the number of the entry chosen, from 1 on.
+    Of a reduction to an extreme it is the number of the entry chosen, from 1 on. Of ``topk`` it is
+    whether each entry is chosen.
+
+    What sorts is no choice: what is made of it may be smooth, as in sparsemax. Nor is what rounds
+    to whole numbers: its derivative is 0 on both sides.
     """
 
     def __init__(self) -> None:
@@ -47,7 +62,7 @@ class RecordChoices(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         name = base_name(func)
-        if name in _CHOOSING and isinstance(args[0], Tensor) and args[0].is_floating_point():
+        if name in _CHOOSING and any(isinstance(arg, Tensor) and arg.is_floating_point() for arg in args):
             # Before it runs, since an operation in place changes its input.
             self.outcomes += _outcomes(name, args[0], arguments_of(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -60,8 +75,35 @@ def _outcomes(name: str, x: Tensor, given: Mapping[str, Any]) -> Iterator[Tensor
         yield _sign(x)
     elif name in _EDGES:
         yield from (_sign(x - edge) for edge in _EDGES[name](given) if edge is not None)
+    elif name == "topk":
+        yield _is_in_top(x, given)
+    elif name == "scatter_reduce":
+        if given["reduce"] in ("amax", "amin"):
+            reached = torch.scatter_reduce(x, **{key: given[key] for key in _SCATTERED})
+            used = given["src"][tuple(map(slice, given["index"].shape))]  # the rest of src goes nowhere
+            yield _sign(used - reached.gather(given["dim"], given["index"]))
+    elif name == _NORM:
+        if given["ord"] == 1:
+            yield _sign(x)
+        elif abs(given["ord"]) == inf:
+            yield _chosen(x.abs() if given["ord"] > 0 else -x.abs(), given.get("dim"))
     elif name in _EXTREMES:
         yield from (_chosen(x if largest else -x, given.get("dim")) for largest in _EXTREMES[name])
+
+
+_SCATTERED = ("dim", "index", "src", "reduce", "include_self")
+
+
+def _is_in_top(x: Tensor, given: Mapping[str, Any]) -> Tensor:
+    """Returns 1 where an entry is among the k largest, or smallest, and -1 elsewhere; 0 where two
+    are equal and one of them is.
+    """
+    k, dim = given["k"], given["dim"]
+    if not 0 < k < x.shape[dim]:
+        return torch.zeros_like(x)
+    ordered = (x if given["largest"] else -x).topk(k + 1, dim).values
+    last, next_ = ordered.narrow(dim, k - 1, 1), ordered.narrow(dim, k, 1)
+    return _sign((x if given["largest"] else -x) - (last + next_) / 2)
 
 
 def _sign(difference: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masks tokens near a kink, such as the edge of a clip, where rounding decides the gradient.
 
-The loss is run under a dispatch mode that records the outcome of everything that chooses by size:
-comparisons, clamps, ``relu`` and its kin, absolute values, minima and maxima. Exact ties, such as a
+The loss is run under a dispatch mode that records the outcome of what chooses by size: comparisons,
+clamps, ``relu`` and its kin, absolute values, minima and maxima, ``topk``. Exact ties, such as a
 ratio of exactly 1 in on-policy training, are no kink: both sides give the same value there.
 """
 

@@ -35,8 +35,19 @@ def _tanh_backward(gradient: Tensor, y: Tensor) -> Tensor:
     return gradient * (1 - y * y)
 
 
+def _silu_backward(gradient: Tensor, x: Tensor) -> Tensor:
+    y = x.sigmoid()
+    return gradient * (y * (1 + x * (1 - y)))
+
+
+def _logit(x: Tensor, eps: float | None = None) -> Tensor:
+    p = x if eps is None else x.clamp(eps, 1 - eps)
+    return (p / (1 - p)).log()
+
+
 def _logaddexp(a: Tensor, b: Tensor) -> Tensor:
-    return torch.maximum(a, b) + (-(a - b).abs()).exp().log1p()
+    gap = (a - b).nan_to_num(nan=0.0, posinf=inf, neginf=-inf)  # of two that are infinite alike, it is NaN
+    return torch.maximum(a, b) + (-gap.abs()).exp().log1p()
 
 
 def _addcmul(x: Tensor, a: Tensor, b: Tensor, *, value: float = 1) -> Tensor:
@@ -113,6 +124,8 @@ SPELLED_OUT: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "addcmul": _addcmul,
         "lerp": _lerp,
         "logaddexp": _logaddexp,
+        "logit": _logit,
+        "silu_backward": _silu_backward,
         "_softmax_backward_data": _softmax_backward,
         "_log_softmax_backward_data": _log_softmax_backward,
         "sigmoid_backward": _sigmoid_backward,

@@ -6,6 +6,7 @@ The ensemble runs the loss stage of any spec this way, as the reference has it.
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,28 +64,33 @@ class RoundEveryOperation(DispatchMode):
             with self:
                 return SPELLED_OUT[name](*args, **kwargs)
         if name in _COMPARISONS and isinstance(args[1], Tensor) and args[0].dtype is torch.float64:
-            args = (self._with_ties(*args[:2]), *args[1:])
+            tied = self._with_ties(*args[:2])
+            args = (args[0].copy_(tied) if writes(func) and "out" not in kwargs else tied, *args[1:])
+        read = tree_map_only(Tensor, Tensor.clone, args) if writes(func) and name in _SUMMED else args
         result = func(*args, **kwargs)
         if is_view(func) or not rounds(func, args, kwargs):
             return result
-        error = self._error(name, func, args, kwargs, result)
-        rounded = tree_map_only(Tensor, self._rounded, result if error is None else result + error)
+        error = self._error(name, func, read, kwargs, result)
+        rounded = tree_map_only(Tensor, partial(self._rounded, error=error), result)
         if writes(func):  # the result is an argument
             tree_map(_write, result, rounded)
             return result
         return rounded
 
-    def _rounded(self, tensor: Tensor) -> Tensor:
-        if tensor.dtype is not torch.float64 or not tensor.dim():
-            return tensor
-        return torch.where(tensor.isfinite(), self.noise.round(tensor, self.to), tensor)
+    def _rounded(self, exact: Tensor, error: Tensor | None) -> Tensor:
+        """Returns a result with its error and that of rounding it. What is not finite stays so."""
+        if exact.dtype is not torch.float64 or not exact.dim():
+            return exact
+        rounded = self.noise.round(exact if error is None else exact + error, self.to)
+        return torch.where(exact.isfinite(), rounded, exact)
 
     def _with_ties(self, a: Tensor, b: Tensor) -> Tensor:
         """Returns ``a``, with ``b`` in its place wherever the two are equal up to rounding.
 
         A kernel computes equal results from equal inputs, so that such a comparison stays a tie.
         """
-        return torch.where((a - b).abs() <= 8 * self.to.unit * torch.maximum(a.abs(), b.abs()), b, a)
+        apart = (a - b).abs()  # infinite or NaN if a number is infinite, which is no tie
+        return torch.where(apart.isfinite() & (apart <= 8 * self.to.unit * torch.maximum(a.abs(), b.abs())), b, a)
 
     def _error(
         self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
@@ -93,7 +99,12 @@ class RoundEveryOperation(DispatchMode):
 
         It is None for nothing.
         """
-        if not isinstance(result, Tensor) or result.dtype is not torch.float64 or not result.dim():
+        if (
+            not isinstance(result, Tensor)
+            or result.dtype is not torch.float64
+            or not result.dim()
+            or not result.numel()
+        ):
             return None
         if name == "expm1":  # or exp(x) - 1, which cancels
             return result.add(1).clamp(min=1) * self.noise.uniform(result.shape) * FLOAT32.unit
@@ -101,10 +112,10 @@ class RoundEveryOperation(DispatchMode):
             return self._normaliser_error(name, args, result)
         if name in _SUMMED:
             at = _SUMMED[name]
-            return self._sum_error(_on(func, args, kwargs, at, 1), args[at : at + 1], result, name == "mean")
+            return self._sum_error(_on(func, args, kwargs, at, 1), args[at : at + 1], kwargs, result, name == "mean")
         if name in _PRODUCTS:
             at = _PRODUCTS[name]
-            return self._sum_error(_on(func, args, kwargs, at, 2), args[at : at + 2], result, False)
+            return self._sum_error(_on(func, args, kwargs, at, 2), args[at : at + 2], kwargs, result, False)
         return None
 
     def _normaliser_error(self, name: str, args: Sequence[Any], result: Tensor) -> Tensor:
@@ -120,13 +131,22 @@ class RoundEveryOperation(DispatchMode):
         size = 1.5 + (x - result).abs().nan_to_num_(0.0).amax(dim, keepdim=True)
         return size * FLOAT32.unit * self.noise.uniform(size.shape)
 
-    def _sum_error(self, sums: Callable[..., Tensor], terms: Sequence[Tensor], total: Tensor, is_mean: bool) -> Tensor:
+    def _sum_error(
+        self,
+        sums: Callable[..., Tensor],
+        terms: Sequence[Tensor],
+        kwargs: Mapping[str, Any],
+        total: Tensor,
+        is_mean: bool,
+    ) -> Tensor:
         """Returns the error of K terms that are added one by one in float32, as in
         ``RoundedRun.matmul``.
 
         Partial sums are rounded, and may be larger than the total.
         """
         square_sum, count = sums(*(term.square() for term in terms)), sums(*(torch.ones_like(term) for term in terms))
+        if "alpha" in kwargs:  # it multiplies each term
+            square_sum = square_sum * kwargs["alpha"] ** 2
         if is_mean:  # a sum of K terms, divided by K
             count = count * (terms[0].numel() // max(total.numel(), 1))
             square_sum = square_sum / count  # that of the squares was divided by K once, not twice
@@ -137,7 +157,13 @@ class RoundEveryOperation(DispatchMode):
 def _on(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], position: int, count: int) -> Callable[..., Tensor]:
     """Returns an operation that adds up, as a function of its terms alone. It adds them to 0."""
     before = (torch.zeros_like(args[0]), *args[1:position]) if position else ()
-    return lambda *terms: func(*before, *terms, *args[position + count :], **kwargs)
+    rest = {key: value for key, value in kwargs.items() if key not in ("alpha", "beta", "out")}
+
+    def sums(*terms: Tensor) -> Tensor:
+        into = {"out": torch.empty_like(kwargs["out"])} if "out" in kwargs else {}
+        return func(*before, *terms, *args[position + count :], **rest, **into)
+
+    return sums
 
 
 def _write(result: Any, rounded: Any) -> None:

@@ -2,7 +2,7 @@
 """Rounds the numbers that code writes, such as a weight of 0.1, as a kernel holds them."""
 
 from collections.abc import Callable, Mapping
-from math import frexp, isfinite, sqrt
+from math import copysign, frexp, isfinite, sqrt
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ ERRORS = 64
 
 _ARITHMETIC = """
     add radd sub rsub subtract mul rmul multiply div rdiv divide truediv rtruediv true_divide pow rpow where
+    clamp_min clamp_max
 """
 _NAMES = frozenset(_ARITHMETIC.split())
 _BETWEEN = frozenset(["clamp", "clip"])
@@ -27,7 +28,8 @@ _FILLED = frozenset(["full", "full_like", "new_full"])
 class RoundNumbers(TorchFunctionMode):
     """Gives each number that an operation takes, or is filled with, the error of float32.
 
-    The error is drawn once for a run, and is the same for all tokens: it does not average out.
+    The error is drawn once for a run, and is the same for all tokens and wherever the number is
+    written: it does not average out.
     Where a loss is a small difference, such as a divergence of nearly equal distributions, it is
     the largest one.
 
@@ -45,7 +47,7 @@ class RoundNumbers(TorchFunctionMode):
         """
         super().__init__()
         self._errors, self._rounding = errors, rounding
-        self._count = 0
+        self._seen: dict[float, int] = {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -53,6 +55,8 @@ class RoundNumbers(TorchFunctionMode):
         name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
         if (name.endswith("_") and not name.startswith("_")) or "out" in kwargs:
             return func(*args, **kwargs)
+        if "input" in kwargs:
+            args = (kwargs.pop("input"), *args)
         if name.strip("_") in _NAMES and _in_float64(args, kwargs):
             held = {key: value if key == "alpha" else self._held(value) for key, value in kwargs.items()}
             return func(*map(self._held, args), **held)
@@ -78,9 +82,8 @@ class RoundNumbers(TorchFunctionMode):
             return number
         spacing = 2.0 ** (frexp(number)[1] - 1) * FLOAT32.unit * sqrt(2) if _is_rounded(number) else 0.0
         with self._rounding.paused():
-            error = self._errors[self._count % len(self._errors)]
-            self._count += 1
-            return number + spacing * error
+            error = self._errors[self._seen.setdefault(abs(number), len(self._seen)) % len(self._errors)]
+            return number + copysign(spacing, number) * error
 
 
 def _is_rounded(number: Any) -> bool:

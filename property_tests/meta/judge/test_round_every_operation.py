@@ -56,6 +56,11 @@ VIEWS: dict[str, Operation] = {
     "as_strided": lambda x: x.as_strided((3, 2), (4, 1)),
     "detach": lambda x: x.detach(),
     "swapaxes": lambda x: x.swapaxes(0, 1),
+    "t in place": lambda x: x.detach().t_(),
+    "transpose in place": lambda x: x.detach().transpose_(0, 1),
+    "squeeze in place": lambda x: x[:, :1].squeeze_(1),
+    "unsqueeze in place": lambda x: x.detach().unsqueeze_(0),
+    "as_strided in place": lambda x: x.detach().as_strided_((3, 2), (4, 1)),
 }
 EXACT: dict[str, Operation] = {
     "clone": lambda x: x.clone(),
@@ -116,6 +121,15 @@ EXACT: dict[str, Operation] = {
     "smallest by norm": lambda x: torch.linalg.vector_norm(x, float("-inf"), dim=1),
     "counted by norm": lambda x: torch.linalg.vector_norm(x, 0, dim=1),
     "compared": lambda x: x > x.flip(0),
+    "compared in place": lambda x: x.clone().gt_(x.flip(0)),
+    "compared with a number in place": lambda x: x.clone().gt_(0.5),
+    "compared into floats": lambda x: torch.gt(x, x.flip(0), out=torch.empty_like(x)),
+    "both true in place": lambda x: x.clone().logical_and_(x > 0.5),
+    "copied by a view": lambda x: torch.squeeze_copy(x[:, :1]),
+    "unique": lambda x: x.unique(),
+    "put": lambda x: x.put(torch.tensor([3, 1]), x[0, :2]),
+    "relu's gradient": lambda x: torch.ops.aten.threshold_backward(x, x, 0.5),
+    "of nothing": lambda x: x[:, :0].log_softmax(1),
 }
 ROUNDING: dict[str, Operation] = {
     "add": lambda x: x + 0.7,
@@ -155,6 +169,14 @@ ROUNDING: dict[str, Operation] = {
     "std_mean": lambda x: torch.std_mean(x, dim=1, keepdim=True),
     "logcumsumexp": lambda x: x.logcumsumexp(1),
     "scatter_reduce mean": lambda x: x.scatter_reduce(1, INDEX, x[:, :3], "mean"),
+    "put, accumulated": lambda x: x.put(torch.tensor([3, 3]), x[0, :2], accumulate=True),
+    "addmm, subtracted": lambda x: torch.addmm(x[:, :1], x, x.T, beta=0.3, alpha=-1),
+    "index_add, subtracted": lambda x: x.index_add(0, torch.tensor([0, 0]), x[1:3], alpha=-1),
+    "sum written by out=": lambda x: torch.sum(x, 1, out=torch.empty(6, dtype=x.dtype)),
+    "mm written by out=": lambda x: torch.mm(x, x.T, out=torch.empty(6, 6, dtype=x.dtype)),
+    "cumsum in place": lambda x: x.clone().cumsum_(1),
+    "logit": lambda x: (x.abs() / 2).logit(1e-3),
+    "silu": lambda x: F.silu(x),
 }
 
 
@@ -201,6 +223,52 @@ def test_an_operation_in_place_rounds_what_it_has_written() -> None:
     assert torch.allclose(x[0], 3 * (numbers()[0] + 0.7), rtol=1e-6)
 
 
+INFINITE: dict[str, Operation] = {
+    "sum": lambda x: x.sum(1),
+    "mean": lambda x: x.mean(1),
+    "cumsum": lambda x: x.cumsum(1),
+    "mm": lambda x: x @ torch.ones(4, 2, dtype=x.dtype),
+    "scatter_add": lambda x: torch.zeros_like(x).scatter_add(1, torch.zeros(3, 4, dtype=torch.int64), x),
+    "nansum": lambda x: x.nansum(1),
+    "norm": lambda x: x.norm(dim=1),
+    "expm1": lambda x: x.expm1(),
+    "logaddexp": lambda x: torch.logaddexp(x, x),
+    "logsumexp": lambda x: x.logsumexp(1),
+    "comparison": lambda x: torch.cat([x > 0.5, x < 0.5, x == 0.5, x == x.flip(0)]),
+    "comparison with a tensor": lambda x: torch.cat([op(x, torch.zeros_like(x)) for op in (torch.gt, torch.eq)]),
+}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", INFINITE)
+def test_what_is_infinite_stays_so(name: str, seed: int) -> None:
+    x = torch.ones(3, 4, dtype=torch.float64)
+    x[0, 0], x[1, 0] = -torch.inf, torch.inf
+    found, plain = rounded(INFINITE[name], x, seed), INFINITE[name](x)
+    assert torch.equal(found.isfinite(), plain.isfinite())
+    assert torch.equal(found[~plain.isfinite()], plain[~plain.isfinite()])
+    assert torch.allclose(found.double(), plain.double())
+
+
+def test_numbers_that_are_equal_up_to_rounding_are_a_tie() -> None:
+    x = numbers()
+    near, apart = x * (1 + 4 * UNIT), x * (1 + 20 * UNIT)
+    for operation, tie in ((torch.gt, False), (torch.lt, False), (torch.ge, True), (torch.eq, True)):
+        assert bool((rounded(lambda x, op=operation: op(near, x), x) == tie).all())
+    assert bool((rounded(lambda x: apart.abs() > x.abs(), x)).all())
+
+
+def test_the_largest_takes_the_whole_gradient_beside_infinities() -> None:
+    """Backward of ``amax`` compares with the largest, which what is masked by -inf is not."""
+
+    def gradient(x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        masked = torch.where(torch.tensor([True, False, True, False]), x, -torch.inf)
+        return torch.autograd.grad(masked.amax(1).sum(), x)[0]
+
+    assert torch.allclose(rounded(gradient, numbers()), gradient(numbers()), rtol=4 * UNIT, atol=0)
+
+
 GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {
     "views": lambda x: (x.t().split(2)[1] * x.chunk(2, 1)[0].t()).sum() + x.diagonal().square().sum(),
     "unfold": lambda x: x.unfold(0, 3, 2).square().sum(),
@@ -240,6 +308,8 @@ CANCELLING: dict[str, Callable[[Tensor], Tensor]] = {
     "norm": lambda x: x.norm(dim=1) - x[:, 0],
     "sigmoid": lambda x: x.sigmoid().sum(1),
     "tanh": lambda x: x.tanh().sum(1),
+    "silu": lambda x: F.silu(x - 20).sum(1),
+    "logit": lambda x: (0.5 + 1e-4 * x[:, 1]).logit(),
 }
 """Functions of ``[n, 4]``, whose first entry is large and whose last is -log 2. Values or gradients
 are small differences."""

@@ -52,6 +52,9 @@ ROUNDED: dict[str, Operation] = {
     "clamp": lambda x: x.clamp(0.0, 0.1),
     "clamp, by name": lambda x: torch.clamp(x, min=1.1),
     "clip": lambda x: torch.clip(x, max=0.1),
+    "clamp_min": lambda x: x.clamp_min(1.1),
+    "clamp, all by name": lambda x: torch.clamp(input=x, max=0.1),
+    "masked_fill, all by name": lambda x: torch.masked_fill(input=x, mask=x > 0, value=0.1),
     "full_like": lambda x: torch.full_like(x, 0.1),
     "full": lambda x: torch.full((TOKENS,), 0.1, dtype=x.dtype),
     "new_full": lambda x: x.new_full((TOKENS,), 0.1),
@@ -64,6 +67,9 @@ EXACT: dict[str, Operation] = {
     "a bool": lambda x: x * True,
     "clamp at numbers of float32": lambda x: x.clamp(0.25, 0.5),
     "float32": lambda x: (x.float() * 0.1).double() * 0,
+    "0.1 twice": lambda x: 0.1 * x - 0.1 * x,
+    "0.1 and -0.1": lambda x: 0.1 * x + x * -0.1,
+    "by name": lambda x: torch.clamp(input=x, min=0.25),
     "integers": lambda x: (torch.arange(len(x)) + 0.1) * 0.0 * x,
 }
 
@@ -83,6 +89,11 @@ def test_a_number_that_float32_holds_stays(name: str) -> None:
     plain = EXACT[name](torch.ones(TOKENS, dtype=torch.float64))
     found = in_runs(EXACT[name])
     assert float((found.mean(1) - plain.mean()).nan_to_num().abs().max()) < 0.1 * UNIT
+
+
+def test_other_numbers_have_other_errors() -> None:
+    difference = in_runs(lambda x: 0.1 * x - 0.3 * x / 3).mean(1)
+    assert float(difference.abs().max()) > 0.02 * UNIT
 
 
 @pytest.mark.parametrize("tokens", [RUNS - 1, RUNS, RUNS + 1])
