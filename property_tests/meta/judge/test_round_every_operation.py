@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lossgate.numerics.float_formats import FLOAT32
+from lossgate.numerics.float_formats import FLOAT32, FLOAT_FORMATS
 from lossgate.numerics.fused_operations import SPELLED_OUT
 from lossgate.numerics.noise import Noise
 from lossgate.numerics.round_every_operation import RoundEveryOperation
@@ -365,6 +365,10 @@ ADDING_UP: dict[str, Operation] = {
     "mm": lambda x: (torch.ones(1, 3, dtype=x.dtype) @ x)[0],
     "mv": lambda x: x.T @ torch.ones(3, dtype=x.dtype),
     "addmm": lambda x: torch.addmm(INTO, torch.ones(1, 3, dtype=x.dtype), x)[0],
+    "addmm, subtracted": lambda x: torch.addmm(INTO, torch.ones(1, 3, dtype=x.dtype), x, alpha=-1)[0],
+    "addmv": lambda x: torch.addmv(INTO[0], x.T, torch.ones(3, dtype=x.dtype)),
+    "bmm": lambda x: torch.bmm(torch.ones(1, 1, 3, dtype=x.dtype), x[None])[0, 0],
+    "baddbmm": lambda x: torch.baddbmm(INTO[None], torch.ones(1, 1, 3, dtype=x.dtype), x[None])[0, 0],
 }
 
 
@@ -375,6 +379,42 @@ def test_what_adds_up_is_off_by_units_of_its_largest_term(name: str) -> None:
     exact = ADDING_UP[name](terms)
     noise = torch.stack([rounded(ADDING_UP[name], terms, seed) - exact for seed in range(8)]).square().mean().sqrt()
     assert 100 * UNIT < float((noise / exact).abs().mean()) < 3000 * UNIT
+
+
+def test_a_sum_of_one_term_is_rounded_once() -> None:
+    x = numbers()[:, :1]
+    errors = torch.stack([rounded(lambda x: x.sum(1), x, seed) for seed in range(40)]) - x.sum(1)
+    assert bool((errors.abs() <= 1.5 * UNIT * x.sum(1).abs()).all())
+
+
+NEARLY_ZERO: dict[str, Operation] = {
+    "logsumexp": lambda x: x.logsumexp(1),
+    "logcumsumexp": lambda x: x.logcumsumexp(1)[:, -1],
+    "expm1": lambda x: (1e-9 * x).expm1(),
+}
+
+
+@pytest.mark.parametrize("name", NEARLY_ZERO)
+def test_results_near_0_have_the_error_of_what_cancels_inside(name: str) -> None:
+    x, operation = numbers().log_softmax(1), NEARLY_ZERO[name]
+    errors = torch.stack([rounded(operation, x, seed) - operation(x) for seed in range(20)])
+    assert float(errors.abs().max()) > 0.3 * UNIT
+
+
+def test_a_row_of_log_softmax_has_one_error_of_its_normaliser() -> None:
+    """Of logits near 1000 it is that of a number near 1000, and the same for the whole row."""
+    x = numbers() + 1000
+    errors = torch.stack([rounded(lambda x: x.log_softmax(1), x, seed) - x.log_softmax(1) for seed in range(20)])
+    assert float(errors.abs().max()) > 100 * UNIT
+    assert float(errors.std(2).max()) < 8 * UNIT
+
+
+def test_results_are_rounded_to_the_format_that_is_asked_for() -> None:
+    x, bfloat16 = numbers(), FLOAT_FORMATS["bfloat16"]
+    with RoundEveryOperation(Noise(0), bfloat16):
+        found = x * 0.7
+    relative = float(((found - x * 0.7) / (x * 0.7)).abs().max())
+    assert 0.3 * bfloat16.unit < relative < bfloat16.unit
 
 
 @pytest.mark.parametrize("include", [False, True])
