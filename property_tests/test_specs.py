@@ -24,8 +24,8 @@ from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.losses import SPECS
 from lossgate.properties import PROPERTIES
-from lossgate.specs.option import Option
-from lossgate.specs.spec import COMMON_OPTIONS, Spec
+from lossgate.specs.option import COMMON_OPTIONS, Option
+from lossgate.specs.spec import Spec
 from lossgate.worlds import SimulatedWorld
 
 LAYOUTS = ("single", "dp=2", "cp=2", "tp=2", "dp=2,cp=2,tp=2")

@@ -43,8 +43,8 @@ from lossgate.problems.problem import Problem, ReductionOrder
 from lossgate.problems.random_streams import RandomStreams
 from lossgate.problems.tokens import draw_tokens
 from lossgate.specs.heads import HEADS
-from lossgate.specs.option import TEMPERATURE, Option
-from lossgate.specs.spec import COMMON_OPTIONS, Spec
+from lossgate.specs.option import COMMON_OPTIONS, TEMPERATURE, Option
+from lossgate.specs.spec import Spec
 from lossgate.spelling import nearest
 
 __all__ = [

@@ -15,8 +15,8 @@ from lossgate.layout import AXES
 from lossgate.losses import SPECS
 from lossgate.problems.partition import SHARDED_DIMS
 from lossgate.specs.heads import HEADS
+from lossgate.specs.option import COMMON_OPTIONS
 from lossgate.specs.outputs import LOGPROBS, LOSS, Output, gradient_output
-from lossgate.specs.spec import COMMON_OPTIONS
 
 from .markdown import ROOT
 

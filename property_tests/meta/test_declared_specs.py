@@ -2,6 +2,7 @@
 """What a spec must not say, and what its functions must not return: each has a message."""
 
 import copy
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 import lossgate
 from lossgate import Between, CoverageGoal, Mistake, Option, Problem, Spec, Term, Terms, UsageError, field, option
 from lossgate.adequacy.coverage import required_goals
+from lossgate.adequacy.option_mutants import option_mutants
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.layout import Layout
@@ -21,6 +23,10 @@ from lossgate.layout import Layout
 class SomeOptions(lossgate.Options):
     gamma: float = option(2.0, "a power", choices=(2.0, 0.0))
     mode: str = option("a", "a mode", choices=("a", "b"))
+
+
+class Divisor(SomeOptions):
+    heat: float = option(1.0, "divides", choices=(1.0, 2.0))
 
 
 class SomeBatch(lossgate.Batch):
@@ -132,7 +138,59 @@ DECLARATIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "mistakes": ({"mistakes": Mistake(name="a", sentence="b")}, "expected a tuple of lossgate.Mistake(name=..., ...)"),
     "trained dim": ({"trained_dim": "tokens"}, "trained_dim='tokens'; expected 'token' or 'sequence'"),
-    "group size": ({"group_size": 0}, "group_size=0; expected a positive whole number, such as 2 for pairs"),
+    "group size": ({"group_size": 0}, "group_size=0; expected a whole number from 1 to 64, such as 2 for pairs"),
+    "large group": ({"group_size": 2000}, "group_size=2000; expected a whole number from 1 to 64"),
+    "choices as text": ({"choices": {"gamma": "abc"}}, "SomeOptions.gamma, which draws 'abc': expected a tuple of val"),
+    "choices without default": ({"choices": {"gamma": (0.0, 1.0)}}, "draws (0.0, 1.0): the default is none of them"),
+    "choices with NaN": ({"choices": {"gamma": (2.0, float("nan"))}}, "nan can't be written into a problem"),
+    "choices that are equal": ({"choices": {"gamma": (2.0, 0.0, -0.0)}}, "0.0 and -0.0 are equal; write both alike"),
+    "interval without default": ({"choices": {"gamma": Between(3.0, 4.0)}}, "the default is not between them"),
+    "choices of nothing": ({"choices": {"gamma": 3.5}}, "draws 3.5: expected a tuple of values"),
+    "groups": ({"option_groups": ("gamma", "mode")}, "expected a tuple of tuples of options"),
+    "groups of nothing": ({"option_groups": None}, "option_groups=None; expected a tuple of tuples of options"),
+    "two groups": ({"option_groups": (("gamma", "mode"), ("mode",))}, "option_groups has 'mode' twice; join its"),
+    "float ids": ({"gathered_ids": "weights"}, "gathered_ids names 'weights', which is float32 [token]; expected ids"),
+    "ids of nothing": ({"gathered_ids": []}, "gathered_ids=[] is no field"),
+    "output not used": (
+        {"uses": ("entropy",), "outputs": ("loss", "logprobs")},
+        "outputs has 'logprobs', which needs 'logprobs' in uses=, and no gathered_ids=",
+    ),
+    "entropy not used": (
+        {"outputs": ("loss", "token_entropy")},
+        "outputs has 'token_entropy', which needs 'entropy' in uses=",
+    ),
+    "output of another head": (
+        {"heads": ("rewards",), "outputs": ("loss", "logprobs")},
+        "outputs has 'logprobs', which head 'rewards' does not give; drop one of them",
+    ),
+    "no loss": ({"outputs": ("logprobs",), "kinks": True}, "has no 'loss', so nothing calls the reference; drop"),
+    "both of the logits": (
+        {"options": Divisor, "temperature": "heat", "softcap": "heat"},
+        "temperature and softcap are both 'heat'; give each an option",
+    ),
+    "kinks": ({"kinks": "no"}, "kinks='no'; expected True or False"),
+    "stop_gradient": ({"stop_gradient": 1}, "stop_gradient=1; expected True or False"),
+    "summary": ({"summary": ""}, "summary is ''; expected words"),
+    "source": ({"source": 3}, "source is 3; expected words"),
+    "metric's meaning": ({"metrics": {"a": lossgate.Metric(meaning="")}}, "the meaning of metric 'a' is ''"),
+    "metric's name": ({"metrics": {1: "x"}}, "the name of a metric is 1; expected words"),
+    "goals of nothing": ({"goals": 3}, "goals=3; expected a mapping of names to lossgate.CoverageGoal(...)"),
+    "goal's name": ({"goals": {None: goal()["mine"]}}, "the name of a goal is None; expected words"),
+    "goal's meaning": ({"goals": goal(meaning=3)}, "goal 'mine': its meaning is 3; expected words"),
+    "goal's heads": ({"goals": goal(heads="hidden")}, "goal 'mine': heads='hidden'; expected a tuple of names"),
+    "goal's options": ({"goals": goal(unreachable_if=1)}, "unreachable_if=1; expected a mapping of options to values"),
+    "goal's values": ({"goals": goal(unreachable_if={"gamma": 1.0})}, "unreachable_if['gamma']=1.0; expected a tuple"),
+    "goal of a scenario": (
+        {"scenarios": (scenario(),), "goals": {"kind: a": goal()["mine"]}},
+        "goal 'kind: a' is the choice of a scenario, which is a goal anyway; call it otherwise",
+    ),
+    "scenario of every spec": ({"scenarios": (scenario(name="bias"),)}, "'bias' is the name of two options or scenar"),
+    "scenario's choices": ({"scenarios": (scenario(choices=1),)}, "expected a tuple of strings, the default among"),
+    "ties of nothing": ({"tie_scenarios": 1}, "tie_scenarios=1; expected a mapping, such as"),
+    "mistake's function": (
+        {"mistakes": (Mistake(name="a", sentence="b", inputs=3),)},  # pyright: ignore[reportArgumentType]
+        "mistake 'a': inputs is 3; expected a function of inputs",
+    ),
     "draw": ({"draw": 3}, "draw is 3; expected a function of context"),
     "draw of nothing": ({"draw": lambda: {"a": 1}}, "draw can't be called as it will be (too many positional arg"),
     "trained": ({"trained": "mask"}, "trained is 'mask'; expected a function of batch"),
@@ -153,6 +211,7 @@ def test_a_declaration_that_is_wrong_is_refused(given: dict[str, Any], message: 
     ("reference", "message"),
     [
         (3, "spec('mine'): the reference is 3; expected a function of values, batch, options"),
+        (int, "the reference is <class 'int'>; expected a function of values, batch, options"),
         (lambda values, batch: 0, "the reference can't be called as it will be (too many positional arguments)"),
         (lossgate.spec("mine")(nll), "spec('mine') decorates Spec('mine'), which is a spec already; decorate its"),
     ],
@@ -167,8 +226,30 @@ CLASSES: dict[str, tuple[Callable[[], Any], str]] = {
     "dims": (lambda: field(("token",), "x"), "field(('token',), ...): expected names of dims in one string"),  # pyright: ignore[reportArgumentType]
     "meaning": (lambda: field("token", ""), "field('token', ''): expected what it means, in words"),
     "dtype": (lambda: field("token", "x", dtype="f32"), "field('token', dtype='f32'): expected 'float32', 'bool' or"),
-    "draw": (lambda: field("token", "x", draw=3), "field('token', draw=3): expected a function"),
-    "count": (lambda: field("", "x", count="all"), "field('', count='all'): expected a function"),
+    "draw": (lambda: field("token", "x", draw=3), "field('token'): draw is 3; expected a function of context"),
+    "count": (lambda: field("", "x", count="all"), "field(''): count is 'all'; expected a function of batch"),
+    "dims with a comma": (lambda: field("token, k", "x"), "'token,' is no name of a dim; separate names by spaces"),
+    "a dim twice": (lambda: field("token token", "x"), "a dim stands twice"),
+    "token later": (lambda: field("k token", "x"), "the dim 'token' must be the first"),
+    "count of tokens": (lambda: field("token", "x", count=len), "what counts the whole batch is a scalar; write field"),
+    "dtype of heads": (lambda: field("token", "x", dtype="input"), "expected 'float32', 'bool' or 'int64'"),
+    "dtype list": (lambda: field("token", "x", dtype=[]), "expected 'float32', 'bool' or 'int64'"),  # pyright: ignore[reportArgumentType]
+    "unshifted": (lambda: field("token", "x", unshifted="yes"), "unshifted='yes'): expected True or False"),  # pyright: ignore[reportArgumentType]
+    "draw of two": (lambda: field("token", "x", draw=lambda c, d: c), "draw can't be called as it will be"),
+    "equal choices": (lambda: option(1, "x", choices=(1, True)), "1 and True are equal; write both alike"),
+    "no annotation": (
+        lambda: type("Mine", (lossgate.Options,), {"gamma": option(1.0, "x", choices=(1.0,))}),
+        "class Mine: 'gamma' is a field but has no type annotation; write one",
+    ),
+    "own of": (lambda: type("Mine", (lossgate.Batch,), {"of": 3}), "Mine.of: every batch has 'of' already"),
+    "filter": (
+        lambda: type(
+            "Mine",
+            (lossgate.Batch,),
+            {"__annotations__": {"logit_filter": Tensor}, "logit_filter": field("token", "x")},
+        ),
+        "Mine.logit_filter: every batch has 'logit_filter' already",
+    ),
     "both": (lambda: field("", "x", draw=len, count=len), "field('', 'x'): give draw= or count=, not both"),
     "option meaning": (lambda: option(1.0, " "), "option(1.0, ' '): expected what it means, in words"),
     "choices and between": (
@@ -177,7 +258,7 @@ CLASSES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "choices": (lambda: option(1.0, "x", choices=[1.0]), "expected a tuple of values, such as choices=(1.0,)"),  # pyright: ignore[reportArgumentType]
     "default": (lambda: option(3.0, "x", choices=(1.0, 2.0)), "choices=(1.0, 2.0)): the default is none of them; add"),
-    "alike": (lambda: option(2, "x", choices=(2.0,)), "the default is 2 and the choice is 2.0; write both alike"),
+    "alike": (lambda: option(2, "x", choices=(2.0,)), "2 and 2.0 are equal; write both alike"),
     "value": (
         lambda: option((1, 2), "x", choices=((1, 2),)),
         "(1, 2) can't be written into a problem; expected numbers, strings or None",
@@ -219,7 +300,7 @@ def test_a_field_or_option_that_is_wrong_is_refused(make: Callable[[], Any], mes
 
 
 def test_an_option_may_say_its_values_in_the_spec() -> None:
-    made = lossgate.spec("mine", options=SomeOptions, choices={"gamma": Between((0.5, 3.0))})(nll)
+    made = lossgate.spec("mine", options=SomeOptions, choices={"gamma": Between(0.5, 3.0)})(nll)
     assert made.supported_options["gamma"].interval == (0.5, 3.0)
 
 
@@ -279,7 +360,41 @@ RESULTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no term": (
         {"reference": lambda v, b, o: Terms(terms={"t": v.logprobs})},
-        "term 't' is a Tensor; expected lossgate.Term(values=..., over='a normaliser')",
+        "term 't' is a tensor of shape [5]; expected lossgate.Term(values=..., over='a normaliser')",
+    ),
+    "terms": ({"reference": lambda v, b, o: Terms(terms=3)}, "Terms(terms=3): expected a dict"),  # pyright: ignore[reportArgumentType]
+    "values of a term": (
+        {"reference": lambda v, b, o: Terms(terms={"t": Term(values=3)})},  # pyright: ignore[reportArgumentType]
+        "term 't' has values=3; expected a tensor",
+    ),
+    "normalisers": (
+        {
+            "reference": lambda v, b, o: Terms(
+                terms={"t": Term(values=v.logprobs, over="n")}, normalisers={"n": v.logprobs}
+            )
+        },
+        "normaliser 'n' is a tensor of shape [5]; expected a scalar tensor",
+    ),
+    "unused normaliser": (
+        {"reference": lambda v, b, o: Terms(terms={"t": Term(values=v.logprobs)}, normalisers={"n": b.valid_tokens})},
+        "normaliser 'n' divides no term; write Term(..., over='n'), or drop it",
+    ),
+    "metrics of terms": (
+        {"reference": lambda v, b, o: Terms(terms={"t": Term(values=v.logprobs)}, metrics=3)},  # pyright: ignore[reportArgumentType]
+        "Terms(metrics=3): expected a dict",
+    ),
+    "metrics as a list": (
+        {"reference": lambda v, b, o: (nll(v, b, o), [1])},
+        "its reference returned metrics as list; expected a dict of scalars by name",
+    ),
+    "extra metrics": (
+        {"extra_metrics": lambda v, b, o: [("a", nll(v, b, o))], "metrics": {"a": "x"}},
+        "its extra_metrics= returned metrics as list; expected a dict",
+    ),
+    "exits": ({"reference": lambda v, b, o: sys.exit(0)}, "its reference raised SystemExit: 0"),
+    "count of a shape": (
+        {"batch": batch_of("", "int64", count=lambda b: b.mask.long())},
+        "field 'mine': its count= gave the shape (5,); expected a scalar",
     ),
     "trained": (
         {"trained": lambda b: b.mask.long()},
@@ -357,6 +472,37 @@ def test_terms_are_added_up() -> None:
     for output, value in _run(bound(plain)).items():
         torch.testing.assert_close(named[output], value)
     assert any(str(output) == "n" for output in named)
+
+
+class Refusing(lossgate.Options):
+    gamma: float = option(1.0, "a power", choices=(1.0, 2.0))
+
+    def __post_init__(self) -> None:
+        assert self.gamma < 2
+
+
+def test_options_are_refused_by_value_error_alone() -> None:
+    made = lossgate.spec("mine", options=Refusing)(nll)
+    with pytest.raises(UsageError, match=r"Refusing, which refuses options by ValueError alone, raised AssertionError"):
+        made.conflict({"gamma": 2.0})
+
+
+def test_outputs_and_heads_are_what_the_loss_can_give() -> None:
+    ids = batch_of("token k", "int64", draw=lambda c: c.integers(2))
+    assert [*lossgate.spec("mine", batch=ids, gathered_ids="mine")(nll).inputs] == ["hidden", "logits"]
+    assert lossgate.spec("mine", heads=("rewards",))(nll).outputs == ("loss",)
+    assert lossgate.spec("mine")(nll).outputs == ("loss", "logprobs")
+
+
+class NamedAsAFilter(lossgate.Options):
+    top_k: int = option(1, "not what a filter keeps", choices=(1, 2))
+
+
+def test_an_option_that_is_called_as_that_of_a_filter_is_one_of_the_loss() -> None:
+    made = lossgate.spec("mine", options=NamedAsAFilter)(nll)
+    assert "top_k" in dense_candidate(made, "logprobs").supports
+    assert made.logit_options == ()
+    assert [mutant for mutant in option_mutants(dense_candidate(made, "logprobs")) if "top_k" in mutant]
 
 
 # Specs as objects

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 import lossgate
 from lossgate import UsageError
 from lossgate.cases.drawn_problem import DrawnProblem
-from lossgate.declaration.loading import load_candidates
+from lossgate.declaration.loading import find_specs, is_name_of_a_spec, load_all_candidates, load_candidates
 from lossgate.strategies import problems
 from property_tests.docs.markdown import ROOT, blocks_of
 
@@ -192,6 +192,42 @@ def test_a_spec_of_a_package_that_offers_it_by_an_entry_point(tmp_path: Path, ru
     assert re.search(r"^  focal  +The NLL of each trained token", run("list", at=work, path=site).stdout, re.MULTILINE)
 
 
+ENTRY_POINTS = """[lossgate.specs]
+focal-nll = my_specs:focal
+broken = no_such_module:focal
+exits = exits:focal
+"""
+
+
+def test_one_broken_package_breaks_nothing_else(tmp_path: Path, run: Run) -> None:
+    site = tmp_path / "site"
+    write(site / "my_specs.py", SPEC.replace('spec("focal"', 'spec("focal-nll"'))
+    write(site / "exits.py", "raise SystemExit(0)")
+    write(site / "my_specs-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: my_specs\nVersion: 1.0\n")
+    write(site / "my_specs-1.0.dist-info/entry_points.txt", ENTRY_POINTS)
+    listed = run("list", path=site).stdout
+    assert re.search(r"^  focal-nll +The NLL of each", listed, re.MULTILINE), listed
+    assert re.search(r"^  broken +entry point 'broken' .* can't be loaded: ModuleNotFoundError", listed, re.MULTILINE)
+    assert re.search(r"^  exits +entry point 'exits' .* can't be loaded: SystemExit", listed, re.MULTILINE)
+    assert "focal-nll: The NLL of each trained token" in run("list", "focal-nll", path=site).stdout
+    assert "source: NeMo-RL" in run("list", "nll", path=site).stdout
+
+
+def test_names_of_specs_and_of_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "own.py", SPEC)
+    assert is_name_of_a_spec("nll")
+    assert is_name_of_a_spec("nlll")
+    with pytest.raises(UsageError, match="own lies in this folder, where Python does not look"):
+        find_specs("own")
+    with pytest.raises(UsageError, match=r"\./own: no such module; expected a file ending in \.py"):
+        find_specs("./own")
+    for nothing in ("", ":focal"):
+        with pytest.raises(UsageError, match=f"'{nothing}' names nothing; expected FILE.py"):
+            find_specs(nothing)
+    assert [spec.name for spec in find_specs("lossgate.losses.nll")] == ["nll"]
+
+
 def test_a_file_of_a_package_is_named_as_a_module(tmp_path: Path) -> None:
     write(tmp_path / "package/losses.py", SPEC)
     file = write(tmp_path / "package/kernels.py", kernels("focal", "from .losses import focal"))
@@ -345,6 +381,52 @@ def test_two_specs_of_one_name_in_two_folders_are_kept_apart(tmp_path: Path, run
     done = run("verify", *targets, "--layout", "single", *SMALL, "--jobs", "2", code=1)
     assert outcomes(done.stdout) == {("AGREE", "a"), ("DISAGREE", "b")}
     assert "loss: 0.66666" in done.stdout
+
+
+def test_two_candidates_whose_verdicts_would_read_alike_are_refused(tmp_path: Path) -> None:
+    files = [
+        write(tmp_path / folder / "kernels.py", FOCAL.replace("losses = -(", f"losses = {factor}("))
+        for folder, factor in (("a", "-"), ("b", "-1.5 * "), ("c", "-"))
+    ]
+    targets = [f"{file}:right" for file in files]
+    with pytest.raises(UsageError, match=r"have one name, and two specs that are both named 'focal'; rename a candida"):
+        load_all_candidates(targets[:2])
+    assert len(load_all_candidates([targets[0], targets[2]])) == 2
+
+
+WITHOUT_LOSS = """
+import lossgate
+
+@lossgate.spec("{name}", outputs=("logprobs",))
+def mine(values, batch, options):
+    return None
+"""
+
+
+def test_a_spec_without_a_loss_may_not_have_the_name_of_one_of_lossgate() -> None:
+    made = cell(WITHOUT_LOSS.format(name="token_logprobs"))["mine"]
+    with pytest.raises(UsageError, match="spec 'token_logprobs' has the name of a spec of lossgate, and is another"):
+        lossgate.candidate(made, head="logits")(lambda inputs, options, mesh: None)  # pyright: ignore[reportArgumentType]
+
+
+def test_two_specs_without_a_loss_are_two(tmp_path: Path) -> None:
+    own = WITHOUT_LOSS.format(name="two")
+    kernel = '@lossgate.candidate(mine, head="logits")\ndef {}(inputs, options, mesh): ...\n'
+    file = write(tmp_path / "two.py", f"{own}{kernel.format('a')}{own}{kernel.format('b')}")
+    with pytest.raises(UsageError, match="its candidates have two specs that are both named 'two'; rename one"):
+        load_candidates(str(file))
+
+
+def test_a_reference_that_exits_is_no_verdict(tmp_path: Path, run: Run) -> None:
+    write(
+        tmp_path / "exits.py",
+        FOCAL.replace(
+            "    logprobs = torch.where(batch", "    raise SystemExit(0)\n    logprobs = torch.where(batch", 1
+        ),
+    )
+    for command in (("verify", "exits.py", "--layout", "single", *SMALL), ("spec", "check", "exits.py")):
+        done = run(*command, code=2 if command[0] == "verify" else 1)
+        assert "its reference raised SystemExit: 0 (exits.py, line " in done.stdout + done.stderr
 
 
 def test_a_spec_that_a_function_makes(tmp_path: Path, run: Run) -> None:

@@ -25,7 +25,8 @@ from lossgate.declaration.contract import Contract, Placements
 from lossgate.losses import SPECS
 from lossgate.problems.partition import Dims
 from lossgate.specs.heads import HEADS
-from lossgate.specs.spec import COMMON_OPTIONS, BoundSpec, Spec
+from lossgate.specs.option import COMMON_OPTIONS
+from lossgate.specs.spec import BoundSpec, Spec
 from lossgate.specs.token_values import TokenValues
 
 
@@ -120,7 +121,7 @@ def dense_kernel(spec: Spec, head: str) -> Kernel:
         outputs = {name: _VALUES[name](local) for name in spec.outputs if name != "loss"}
         if spec.reference is None:
             return Outputs(**outputs)
-        values = local if head == "rewards" else _whole_values(local, inputs, mesh, kept)
+        values = local if HEADS[head].gives == "sequence" else _whole_values(local, inputs, mesh, kept)
         loss, metrics = bound.loss(values, batch)
         return Outputs(loss=loss, metrics=metrics, **outputs)
 

@@ -22,8 +22,7 @@ from lossgate.declaration.candidate import Candidate
 from lossgate.problems.masks import MASK_PATTERNS, MaskPattern
 from lossgate.problems.partition import split_vocab
 from lossgate.problems.problem import Problem
-from lossgate.specs.option import Option
-from lossgate.specs.spec import COMMON_OPTIONS
+from lossgate.specs.option import COMMON_OPTIONS, Option
 
 TOKENS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 32, 33, 64, 67)
 WIDTHS = (1, 2, 3, 7, 8, 16, 17, 32, 48, 61)

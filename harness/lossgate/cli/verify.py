@@ -136,14 +136,14 @@ def _run(targets: Sequence[str], settings: Settings, shard: Shard | None, failur
 
         worker_context()  # other processes load torch while this one does
 
-    from lossgate.declaration.loading import load_candidates
+    from lossgate.declaration.loading import load_all_candidates
     from lossgate.engine.events import Consumer
     from lossgate.engine.run import run
     from lossgate.evidence.writer import EvidenceFile
     from lossgate.reports.failures import FailureFiles
     from lossgate.reports.terminal import Terminal
 
-    candidates = [candidate for target in targets for candidate in load_candidates(target)]
+    candidates = load_all_candidates(targets)
     with ExitStack() as stack:
         failure_files = FailureFiles(failures)
         consumers: list[Consumer] = [failure_files, tally]

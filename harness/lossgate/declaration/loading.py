@@ -12,7 +12,7 @@ from typing import Any
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.modules import load_module
 from lossgate.errors import UsageError
-from lossgate.losses import SPECS, all_specs, find_spec
+from lossgate.losses import SPECS, find_spec, known_names
 from lossgate.specs.spec import Spec
 from lossgate.spelling import nearest
 
@@ -36,11 +36,30 @@ def load_candidates(target: str) -> list[Candidate]:
     return [found[name]] if name else list(found.values())
 
 
+def load_all_candidates(targets: Sequence[str]) -> list[Candidate]:
+    """Loads the candidates of several targets, as ``load_candidates`` does.
+
+    Raises:
+        UsageError: also if verdicts of two of them would read alike: their names and those of their
+            specs are the same, and the specs are not.
+    """
+    found = [candidate for target in targets for candidate in load_candidates(target)]
+    known: dict[tuple[str, str], Candidate] = {}
+    for candidate in found:
+        other = known.setdefault((candidate.name, candidate.spec.name), candidate)
+        if not _is_same(other.spec, candidate.spec):
+            raise UsageError(
+                f"{other.source} and {candidate.source} have one name, and two specs that are both named "
+                f"{candidate.spec.name!r}; rename a candidate or a spec, or verify one after the other"
+            )
+    return found
+
+
 def _check_specs(location: str, specs: Sequence[Spec]) -> None:
     """Refuses candidates of two losses with one name: readers of verdicts can't tell them apart."""
-    references: dict[str, Any] = {}
+    known: dict[str, Spec] = {}
     for spec in specs:
-        if references.setdefault(spec.name, spec.reference) is not spec.reference:
+        if known.setdefault(spec.name, spec) is not spec:
             raise UsageError(f"{location}: its candidates have two specs that are both named {spec.name!r}; rename one")
 
 
@@ -91,6 +110,8 @@ def load_declared(target: str) -> tuple[list[Candidate], list[Spec]]:
 def _split(target: str) -> tuple[str, str]:
     """Returns the file or module of a target, and the name in it; empty for all."""
     location, _, name = target.rpartition(":") if ":" in target else (target, "", "")
+    if not location.strip():
+        raise UsageError(f"{target!r} names nothing; expected FILE.py, FILE.py:NAME, a module, or MODULE:NAME")
     return location, name
 
 
@@ -110,12 +131,20 @@ def _specs_in(location: str) -> dict[str, Spec]:
     for value in vars(load_module(location)).values():
         if isinstance(value, Spec) and found.setdefault(value.name, value) is not value:
             raise UsageError(f"{location}: two specs are named {value.name!r}; rename one")
-    return {name: spec for name, spec in found.items() if SPECS.get(name) is not spec}
+    return {name: spec for name, spec in found.items() if SPECS.get(name) is not spec or _is_made_in(spec, location)}
+
+
+def _is_made_in(spec: Spec, location: str) -> bool:
+    """Returns whether a built-in spec is that of a module, and not imported by it."""
+    return getattr(spec.function, "__module__", "") == location
 
 
 def is_name_of_a_spec(target: str) -> bool:
     """Returns whether a target can only be the name of a spec, not a file or module."""
-    return target.isidentifier() and (target in all_specs() or importlib.util.find_spec(target) is None)
+    if target in known_names():
+        return True
+    here = Path(target).is_dir() or Path(f"{target}.py").is_file()  # it is told how Python finds it
+    return target.isidentifier() and not here and importlib.util.find_spec(target) is None
 
 
 def find_specs(target: str) -> list[Spec]:
@@ -177,7 +206,7 @@ def _is_loadable(location: str) -> bool:
 def _is_same(spec: Spec, loaded: Spec) -> bool:
     """Returns whether two specs are one, which may be loaded twice."""
     same = spec.name == loaded.name and spec.options == loaded.options and spec.uses == loaded.uses
-    return spec is loaded or (same and _code(spec.reference) == _code(loaded.reference))
+    return spec is loaded or (same and _code(spec.function) == _code(loaded.function))
 
 
 def _code(function: Any) -> Any:

@@ -19,6 +19,8 @@ def load_module(location: str) -> ModuleType:
     """
     if location.endswith(".py"):
         return _load_file(Path(location))
+    if not all(part.isidentifier() for part in location.split(".")) and not Path(location).is_file():
+        raise UsageError(f"{location}: no such module; expected a file ending in .py or an importable module")
     try:
         return importlib.import_module(location)
     except (Exception, SystemExit) as error:

@@ -56,25 +56,35 @@ def check_own_name(spec: Spec) -> None:
         UsageError: if it is another spec with the name of one of lossgate.
     """
     known = SPECS.get(spec.name, spec)
-    if known is not spec and _file_of(known) != _file_of(spec):
+    if known is not spec and _place_of(known) != _place_of(spec):
         raise UsageError(f"spec {spec.name!r} has the name of a spec of lossgate, and is another one; rename it")
 
 
-def _file_of(spec: Spec) -> str:
-    """Returns where a spec's reference stands. A file that is loaded twice makes a spec twice."""
-    return str(getattr(getattr(spec.reference, "__code__", None), "co_filename", ""))
+def _place_of(spec: Spec) -> object:
+    """Returns where a spec's function stands. A file that is loaded twice makes a spec twice."""
+    code = getattr(spec.function, "__code__", None)
+    return spec.function if code is None else (code.co_filename, code.co_firstlineno)
 
 
-def all_specs() -> dict[str, Spec]:
+def known_names() -> tuple[str, ...]:
+    """Returns the names of the specs of lossgate and of installed packages, and loads none."""
+    return tuple(dict.fromkeys((*SPECS, *_installed())))
+
+
+def all_specs() -> dict[str, Spec | UsageError]:
     """Returns every spec of lossgate and of installed packages, by name.
 
-    Raises:
-        UsageError: if a package's spec can't be loaded, or has the name of another.
+    In place of a spec that can't be loaded, or has the name of another, it is what is wrong.
     """
+    found: dict[str, Spec | UsageError] = dict(SPECS)
     for name, points in _installed().items():
-        if name in SPECS:
-            raise UsageError(f"{_named(points[0])} has the name of a spec of lossgate; rename it")
-    return {**SPECS, **{name: _only(points) for name, points in _installed().items()}}
+        try:
+            if name in SPECS:
+                raise UsageError(f"{_named(points[0])} has the name of a spec of lossgate; rename it")
+            found[name] = _only(points)
+        except UsageError as error:
+            found[name if name not in SPECS else f"{name} (of a package)"] = error
+    return found
 
 
 @cache
@@ -100,7 +110,7 @@ def _loaded(point: EntryPoint) -> Spec:
     where = _named(point)
     try:
         spec = point.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(f"{where} can't be loaded: {type(error).__name__}: {error}") from error
     if not isinstance(spec, Spec):
         raise UsageError(f"{where} is a {type(spec).__name__}; expected what @lossgate.spec(...) returns")

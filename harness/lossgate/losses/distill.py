@@ -65,7 +65,7 @@ _SWITCH = (False, True)
         "mixed_kl_weight": (0.5, 0.25, 0.8),
         "zero_outside_topk": _SWITCH,
         "log_infinitesimal": (-100.0, -20.0),
-        "temperature": Between(TEMPERATURE),
+        "temperature": Between(*TEMPERATURE),
         "epsilon": (0.0, 1e-8, 0.5),
     },
     heads=("hidden", "logits"),

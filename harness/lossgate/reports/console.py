@@ -22,8 +22,8 @@ def make_console() -> Console:
         A console as wide as the terminal, with colours unless ``NO_COLOR`` is set. Without a
         terminal it has a fixed width and no colours, so that a log reads the same everywhere.
     """
-    console = _Console(highlight=False)
-    return console if console.is_terminal else _Console(highlight=False, width=_WIDTH)
+    console = _Console(highlight=False, emoji=False)
+    return console if console.is_terminal else _Console(highlight=False, emoji=False, width=_WIDTH)
 
 
 def print_whole(console: Console, table: RenderableType) -> None:

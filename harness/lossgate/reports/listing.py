@@ -23,8 +23,8 @@ def overview(width: int) -> Iterator[str]:
     specs = all_specs()
     longest = max(map(len, specs))
     for name, spec in specs.items():
-        heads = ", ".join(spec.inputs)
-        yield from hanging(f"{name:{longest}}  ", f"{spec.summary} (from {heads})", width, indent=2)
+        said = f"{spec.summary} (from {', '.join(spec.inputs)})" if isinstance(spec, Spec) else str(spec)
+        yield from hanging(f"{name:{longest}}  ", said, width, indent=2)
     yield ""
     yield "[bold]properties[/]"
     longest = max(map(len, PROPERTIES))

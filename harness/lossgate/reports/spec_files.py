@@ -163,7 +163,7 @@ def _write(texts: Mapping[Path, str]) -> None:
     for path, text in texts.items():
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-    for path in (_ROOT / "docs" / "specs").glob("*"):
+    for path in (_ROOT / "docs" / "specs").glob("*.md"):
         if path not in texts:
             path.unlink()
 

@@ -8,9 +8,9 @@ from lossgate.losses import SPECS
 from lossgate.specs.coverage import CoverageGoal
 from lossgate.specs.heads import HEADS
 from lossgate.specs.inputs import Batch
-from lossgate.specs.option import Option
+from lossgate.specs.option import COMMON_OPTIONS, Option
 from lossgate.specs.record import DTYPES, Field, fields_of
-from lossgate.specs.spec import COMMON_OPTIONS, Spec
+from lossgate.specs.spec import Spec
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.drawing import Draws
 from lossgate.errors import UsageError
-from lossgate.specs.heads import HEADS
 from lossgate.specs.spec import BoundSpec, Spec
 from lossgate.specs.token_values import TokenValues
 
@@ -49,11 +48,6 @@ def values_of(bound: BoundProblem) -> TokenValues:
     """Returns a problem's values per token, without a graph."""
     given = bound.dense.token_values(bound.bound_spec).given
     return TokenValues(**{name: value.detach() for name, value in given.items()})
-
-
-def values_dim(bound: BoundProblem) -> str:
-    """Returns what a problem's values belong to: "token", or "sequence"."""
-    return "sequence" if ("sequence",) in HEADS[bound.problem.head].leaves.values() else "token"
 
 
 def evaluate(bound: BoundSpec, values: TokenValues, fields: Mapping[str, Any]) -> Evaluated:

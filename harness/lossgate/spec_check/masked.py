@@ -9,9 +9,10 @@ from torch import Tensor
 
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.errors import UsageError
-from lossgate.spec_check.evaluated import evaluate, evaluated, unlike, values_dim, values_of
+from lossgate.spec_check.evaluated import evaluate, evaluated, unlike, values_of
 from lossgate.spec_check.outcome import Finding, Subject, on
 from lossgate.spec_check.values import REMEDY
+from lossgate.specs.heads import HEADS
 from lossgate.specs.spec import Spec
 from lossgate.specs.token_values import TokenValues
 
@@ -34,7 +35,7 @@ def masked(subject: Subject) -> Iterator[Finding]:
     for bound in subject.with_loss:
         values, fields = values_of(bound), dict(bound.batch.known)
         untrained = _untrained(subject.spec, fields)
-        of_values = untrained[values_dim(bound)]
+        of_values = untrained[HEADS[bound.problem.head].gives]
         poisoned = {name: _poisoned(value, of_values) for name, value in values.differentiable.items()}
         if (what := _change(bound, values.replace(**poisoned), fields)) != "":
             yield Finding(

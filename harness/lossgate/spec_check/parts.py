@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lossgate.cases.bound_problem import BoundProblem
-from lossgate.spec_check.evaluated import values_dim
+from lossgate.specs.heads import HEADS
+from lossgate.specs.logit_filter import LOGIT_FILTER
 from lossgate.specs.record import fields_of
 from lossgate.specs.token_values import TokenValues
 
@@ -29,7 +30,7 @@ def part_of(bound: BoundProblem, values: TokenValues, own: range) -> tuple[Token
     known = bound.batch.known
     sequences = torch.tensor(list(own), dtype=torch.int64)
     tokens = torch.isin(known["sequence"], sequences)
-    held = sequences if values_dim(bound) == "sequence" else tokens.nonzero().squeeze(1)
+    held = sequences if HEADS[bound.problem.head].gives == "sequence" else tokens.nonzero().squeeze(1)
     taken = TokenValues(**{name: value[held] for name, value in values.given.items()})
     return taken, _fields_of_part(bound, known, own, tokens, sequences), held
 
@@ -48,6 +49,6 @@ def _fields_of_part(
     starts = known["cu_seqlens"][own.start : own.stop + 1]
     part |= {"sequence": known["sequence"][tokens] - own.start}
     part |= dict.fromkeys(("cu_seqlens", "cu_seqlens_padded"), starts - starts[0])
-    if "logit_filter" in known:
-        part["logit_filter"] = known["logit_filter"][tokens]
+    if LOGIT_FILTER in known:
+        part[LOGIT_FILTER] = known[LOGIT_FILTER][tokens]
     return part

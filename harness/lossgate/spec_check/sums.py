@@ -20,7 +20,7 @@ _DIVIDE = (
 
 
 def parts_add_up(subject: Subject) -> Iterator[Finding]:
-    """Do losses, gradients and metrics of two halves add up to those of the batch?"""
+    """Looks for losses, gradients and metrics of two halves that do not add up to the batch's."""
     for bound in subject.with_loss:
         if not (cut := halves(bound)):
             continue
@@ -62,7 +62,7 @@ _REDUCE = {"sum": lambda x: x.sum(0), "min": lambda x: x.amin(0), "max": lambda 
 
 
 def counts_add_up(subject: Subject) -> Iterator[Finding]:
-    """Do the fields with ``count=`` of two halves add up to that of the batch?"""
+    """Looks for fields with ``count=`` whose values of two halves do not add up to the batch's."""
     spec = subject.spec
     counting = [name for name, field in fields_of(spec.batch_type).items() if field.count is not None]
     for bound in subject.problems if counting else ():

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the author of a loss writes: ``@lossgate.spec`` on a dense reference."""
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import FunctionType
 from typing import Any, Literal
 
 from torch import Tensor
@@ -11,32 +13,33 @@ from torch import Tensor
 from lossgate.errors import UsageError
 from lossgate.specs.coverage import CoverageGoal, Covered
 from lossgate.specs.declared import (
-    RESERVED_OPTIONS,
     check_batch,
     check_divisor,
-    check_function,
+    check_gathered_ids,
     check_goals,
+    check_groups,
     check_metrics,
     check_mistakes,
     check_name,
     check_names,
     check_option_names,
     check_options,
-    check_reference,
+    check_outputs,
     check_scenarios,
     check_sequences,
+    check_text,
+    check_truth,
 )
 from lossgate.specs.heads import HEADS
 from lossgate.specs.inputs import Batch
 from lossgate.specs.logit_filter import FilterOptions
 from lossgate.specs.metric import Metric
 from lossgate.specs.mistakes import Mistake
-from lossgate.specs.option import Domain, Option, options_of
-from lossgate.specs.outputs import RETURNED
-from lossgate.specs.record import Options, fields_of
+from lossgate.specs.option import COMMON_OPTIONS, Domain, Option, options_of
+from lossgate.specs.record import Options
 from lossgate.specs.spec import DrawFields, ExtraMetrics, Reference, Spec, trained_by_mask
 from lossgate.specs.token_values import USES
-from lossgate.spelling import nearest
+from lossgate.specs.users_code import check_function
 
 
 class NoOptions(Options):
@@ -96,7 +99,8 @@ def spec(
         option_groups: options that are valid only together. They are drawn from the combinations
             that the option class accepts; it refuses others with ``ValueError``.
         heads: where a kernel may start, of "hidden", "logits", "logprobs", "values" and "rewards".
-            By default "hidden" and "logits", and "logprobs" if the loss uses nothing else.
+            By default "hidden" and "logits", and "logprobs" if the loss uses nothing else of the
+            labels' tokens.
         uses: what the loss is given of each token, of the names in ``TokenValues``.
         gathered_ids: the field ``[token, k]`` of vocabulary ids whose log-probabilities
             ``values.logprobs`` holds, if not the labels'.
@@ -104,7 +108,8 @@ def spec(
             after it.
         softcap: the option that bounds the logits and does nothing else; likewise.
         outputs: what a candidate may return beside metrics. The first is required, and carries
-            gradients by default. By default the loss, and "logprobs" if the loss uses them.
+            gradients by default. By default the loss, and "logprobs" if the loss uses the labels'
+            and every head gives them.
             Without "loss", the reference returns None.
         metrics: what else a candidate may return, each a ``lossgate.Metric`` or what it means.
         extra_metrics: ``(values, batch, options) -> metrics`` that cost more than the loss. They
@@ -128,7 +133,7 @@ def spec(
         tie_scenarios: scenarios in which every comparison is a tie that does not matter to loss and
             gradients: nothing is masked.
         mistakes: what kernels of it have got wrong, for tests of one's own tests.
-        summary: one line for people; by default the first line of the reference's docstring.
+        summary: one line for people; by default the first paragraph of the reference's docstring.
         source: the paper or project that the reference follows.
 
     Raises:
@@ -138,23 +143,21 @@ def spec(
     where = f"spec({name!r})"
     check_name(name)
     own_uses = check_names("uses", uses, USES, where)
-    default_heads = [h for h in ("hidden", "logits", "logprobs") if h != "logprobs" or set(own_uses) == {"logprobs"}]
+    of_labels = set(own_uses) == {"logprobs"} and gathered_ids is None
+    default_heads = ("hidden", "logits", "logprobs") if of_labels else ("hidden", "logits")
     own_heads = check_names("heads", default_heads if heads is None else heads, HEADS, where)
-    default_outputs = ("loss", "logprobs") if "logprobs" in own_uses and gathered_ids is None else ("loss",)
-    own_outputs = check_names("outputs", default_outputs if outputs is None else outputs, RETURNED, where)
     batch_type = check_batch(batch, own_heads, where)
-    own_options = _options(check_options(options, where), choices or {}, where)
+    check_gathered_ids(gathered_ids, batch_type, where)
+    own_outputs = check_outputs(outputs, own_uses, own_heads, gathered_ids, where)
+    own_options = _options(check_options(options, where), {} if choices is None else choices, where)
+    groups = check_groups(option_groups, where)
     if issubclass(options, FilterOptions) and temperature is None:
         temperature = "temperature"
     named = {"temperature": _one(temperature), "softcap": _one(softcap)}
-    check_option_names(own_options, {**named, "option_groups": [o for group in option_groups for o in group]}, where)
+    check_option_names(own_options, {**named, "option_groups": [o for group in groups for o in group]}, where)
     by_name = {option.name: option for option in own_options}
     check_divisor("temperature", by_name.get(temperature or ""), False, where)
     check_divisor("softcap", by_name.get(softcap or ""), True, where)
-    if gathered_ids is not None and gathered_ids not in fields_of(batch_type):
-        raise UsageError(
-            f"{where}: gathered_ids={gathered_ids!r} is no field; {nearest(gathered_ids, fields_of(batch_type))}"
-        )
     for argument, (function, wanted) in {
         "draw": (draw, ("context",)),
         "trained": (trained, ("batch",)),
@@ -164,41 +167,60 @@ def spec(
         if function is not None:
             check_function(argument, function, wanted, where)
     check_sequences(trained_dim, group_size, where)
+    ties = {} if tie_scenarios is None else tie_scenarios
+    own_scenarios = check_scenarios(scenarios, ties, own_options, where)
+    own_metrics = check_metrics({} if metrics is None else metrics, where)
+    if "loss" not in own_outputs and (own_metrics or kinks or stop_gradient or extra_metrics):
+        raise UsageError(
+            f"{where}: outputs={own_outputs!r} has no 'loss', so nothing calls the reference; drop metrics=, "
+            "extra_metrics=, kinks= and stop_gradient=, or add 'loss'"
+        )
     made: dict[str, Any] = {
         "name": name,
-        "source": source,
+        "source": "" if source == "" else check_text("source", source, where),
         "batch_type": batch_type,
         "options_type": options,
         "options": own_options,
-        "option_groups": option_groups,
+        "option_groups": groups,
         "inputs": {head: _inputs_class(name, head, batch_type) for head in own_heads},
         "uses": tuple(name for name in USES if name in own_uses),
         "gathered_ids": gathered_ids,
         "temperature": temperature,
         "softcap": softcap,
         "outputs": own_outputs,
-        "metrics": check_metrics({} if metrics is None else metrics, where),
+        "metrics": own_metrics,
         "extra_metrics": extra_metrics,
-        "scenarios": check_scenarios(scenarios, tie_scenarios or {}, own_options, where),
+        "scenarios": own_scenarios,
         "draw": draw,
         "trained": trained,
         "trained_dim": trained_dim,
         "group_size": group_size,
-        "goals": check_goals(goals or {}, covered, [*by_name, *RESERVED_OPTIONS], where),
+        "goals": check_goals(
+            {} if goals is None else goals, covered, [*by_name, *COMMON_OPTIONS], own_scenarios, where
+        ),
         "covered": covered,
-        "kinks": kinks,
-        "stop_gradient": stop_gradient,
-        "tie_scenarios": dict(tie_scenarios or {}),
+        "kinks": check_truth("kinks", kinks, where),
+        "stop_gradient": check_truth("stop_gradient", stop_gradient, where),
+        "tie_scenarios": dict(ties),
         "mistakes": check_mistakes(mistakes, where),
     }
-    return partial(_declared, made, summary)
+    return partial(_declared, made, None if summary is None else check_text("summary", summary, where))
 
 
 def _declared(made: Mapping[str, Any], summary: str | None, reference: Reference) -> Spec:
-    check_reference(reference, lambda given: isinstance(given, Spec), f"spec({made['name']!r})")
-    lines = (getattr(reference, "__doc__", None) or "").strip().splitlines()
-    said = summary if summary is not None else lines[0].rstrip(".") if lines else made["name"]
-    return Spec(**made, summary=said, reference=reference if "loss" in made["outputs"] else None)
+    where = f"spec({made['name']!r})"
+    if isinstance(reference, Spec):
+        raise UsageError(f"{where} decorates {reference!r}, which is a spec already; decorate its function once")
+    check_function("the reference", reference, ("values", "batch", "options"), where)
+    if inspect.isclass(reference):
+        raise UsageError(f"{where}: the reference is {reference!r}; expected a function of values, batch, options")
+    return Spec(**made, summary=summary or _first_paragraph(reference) or made["name"], function=reference)
+
+
+def _first_paragraph(reference: Reference) -> str:
+    """Returns what a function's docstring says first, in one line; empty if it says nothing."""
+    doc = inspect.getdoc(reference) if isinstance(reference, FunctionType) else None
+    return " ".join((doc or "").split("\n\n")[0].split()).rstrip(".")
 
 
 def _options(options: type, choices: Mapping[str, Domain], where: str) -> tuple[Option, ...]:

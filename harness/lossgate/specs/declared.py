@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks what ``lossgate.spec`` is given, so that a slip is reported where it is made."""
 
-import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any, get_args
 
@@ -15,14 +14,15 @@ from lossgate.specs.inputs import Batch
 from lossgate.specs.logit_filter import FILTER_GOALS
 from lossgate.specs.metric import Metric, Reduction
 from lossgate.specs.mistakes import Mistake
-from lossgate.specs.option import Option
+from lossgate.specs.option import COMMON_OPTIONS, Option
 from lossgate.specs.outputs import RETURNED
-from lossgate.specs.record import fields_of, is_plain
+from lossgate.specs.record import Field, fields_of
 from lossgate.specs.sharding_goals import IDS_GOALS, SHARDING_GOALS
+from lossgate.specs.users_code import check_function
 from lossgate.spelling import nearest
 
-RESERVED_OPTIONS = ("bias", "vocab_split")
-"""The options that candidates of every spec may support."""
+_LARGEST_GROUP = 64
+"""Problems hold whole groups of sequences, and stay small."""
 
 
 def check_name(name: Any) -> None:
@@ -39,7 +39,54 @@ def check_names(argument: str, given: Any, known: Iterable[str], where: str) -> 
     for name in names:
         if name not in known:
             raise UsageError(f"{where}: {argument} has {name!r}; {nearest(str(name), known)}")
-    return names
+    return tuple(dict.fromkeys(names))
+
+
+def check_truth(argument: str, given: Any, where: str) -> bool:
+    if not isinstance(given, bool):
+        raise UsageError(f"{where}: {argument}={given!r}; expected True or False")
+    return given
+
+
+def check_text(argument: str, given: Any, where: str) -> str:
+    """Returns a text for people, in one line."""
+    if not isinstance(given, str) or not given.strip():
+        raise UsageError(f"{where}: {argument} is {given!r}; expected words")
+    return " ".join(given.split())
+
+
+def check_outputs(given: Any, uses: Sequence[str], heads: Sequence[str], ids: Any, where: str) -> tuple[str, ...]:
+    """Returns the names of outputs that are there: what a kernel returns for each token, the loss
+    must use.
+    """
+    per_token = [head for head in heads if HEADS[head].has_logits or head == "logprobs"]
+    has = {"logprobs": "logprobs" in uses and ids is None, "token_entropy": "entropy" in uses}
+    if given is None:
+        return ("loss", "logprobs") if has["logprobs"] and len(per_token) == len(heads) else ("loss",)
+    outputs = check_names("outputs", given, RETURNED, where)
+    for name, there in has.items():
+        if name not in outputs:
+            continue
+        if not there:
+            wanted = "'logprobs' in uses=, and no gathered_ids=" if name == "logprobs" else "'entropy' in uses="
+            raise UsageError(f"{where}: outputs has {name!r}, which needs {wanted}")
+        if other := [head for head in heads if head not in per_token]:
+            raise UsageError(f"{where}: outputs has {name!r}, which head {other[0]!r} does not give; drop one of them")
+    return outputs
+
+
+def check_gathered_ids(given: Any, batch: type[Batch], where: str) -> None:
+    if given is None:
+        return
+    fields = fields_of(batch)
+    if not isinstance(given, str) or given not in fields:
+        raise UsageError(f"{where}: gathered_ids={given!r} is no field; {nearest(str(given), fields)}")
+    own: Field = fields[given]
+    if own.dtype != "int64" or len(own.dims) != 2 or own.dims[0] != "token":
+        raise UsageError(
+            f"{where}: gathered_ids names {given!r}, which is {own.dtype} {own.shape}; expected ids, such as "
+            f"{given}: Tensor = lossgate.field('token k', ..., dtype='int64', draw=...)"
+        )
 
 
 def check_batch(batch: Any, heads: Sequence[str], where: str) -> type[Batch]:
@@ -70,14 +117,28 @@ def check_option_names(options: Sequence[Option], named: Mapping[str, Iterable[s
         named: the options that each argument names.
         where: how messages begin.
     """
-    known = [option.name for option in options]
-    for name in RESERVED_OPTIONS:
+    known, named = [option.name for option in options], {argument: [*names] for argument, names in named.items()}
+    for name in COMMON_OPTIONS:
         if name in known:
             raise UsageError(f"{where}: option {name!r} is one that every spec has; call it otherwise")
     for argument, names in named.items():
         for name in names:
             if name not in known:
-                raise UsageError(f"{where}: {argument} names {name!r}, which is no option; {nearest(name, known)}")
+                raise UsageError(f"{where}: {argument} names {name!r}, which is no option; {nearest(str(name), known)}")
+    if named["temperature"] and named["temperature"] == named["softcap"]:
+        raise UsageError(f"{where}: temperature and softcap are both {named['softcap'][0]!r}; give each an option")
+
+
+def check_groups(groups: Any, where: str) -> tuple[tuple[str, ...], ...]:
+    """Returns groups of options, none of which is in two."""
+    expected = "expected a tuple of tuples of options, such as (('top_k', 'top_p'),)"
+    if not isinstance(groups, tuple) or not all(isinstance(group, tuple) for group in groups):
+        raise UsageError(f"{where}: option_groups={groups!r}; {expected}")
+    names = [name for group in groups for name in group]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"{where}: option_groups has {name!r} twice; join its groups")
+    return groups
 
 
 def check_divisor(argument: str, option: Option | None, none: bool, where: str) -> None:
@@ -102,8 +163,11 @@ def check_metrics(metrics: Any, where: str) -> dict[str, Metric]:
         raise UsageError(f"{where}: metrics={metrics!r}; expected a mapping, such as {{'accuracy': 'what it means'}}")
     found = {name: Metric(meaning=given) if isinstance(given, str) else given for name, given in metrics.items()}
     for name, metric in found.items():
+        check_text("the name of a metric", name, where)
         if not isinstance(metric, Metric):
             raise UsageError(f"{where}: metrics[{name!r}] is {metric!r}; expected what it means, or a lossgate.Metric")
+        check_text(f"the meaning of metric {name!r}", metric.meaning, where)
+        check_truth(f"uses_entropy of metric {name!r}", metric.uses_entropy, where)
         if name in RETURNED or str(name).startswith("grad of "):
             raise UsageError(f"{where}: metrics has {name!r}, which is an output of its own; call the metric otherwise")
         if metric.reduction not in get_args(Reduction):
@@ -118,78 +182,80 @@ def check_scenarios(scenarios: Any, ties: Any, options: Sequence[Option], where:
     """Returns the scenarios, if each has a name of its own and ties name their choices."""
     if not isinstance(scenarios, tuple) or not all(isinstance(scenario, Option) for scenario in scenarios):
         raise UsageError(f"{where}: scenarios={scenarios!r}; expected a tuple of lossgate.Option(name=..., ...)")
-    taken = {option.name for option in options}
+    taken = {*COMMON_OPTIONS, *(option.name for option in options)}
     for scenario in scenarios:
+        check_text("the name of a scenario", scenario.name, where)
+        check_text(f"the meaning of scenario {scenario.name!r}", scenario.meaning, where)
         if scenario.name in taken:
             raise UsageError(f"{where}: {scenario.name!r} is the name of two options or scenarios; rename one")
         taken.add(scenario.name)
-        if scenario.default not in scenario.choices or not all(isinstance(c, str) for c in scenario.choices):
+        texts = isinstance(scenario.choices, tuple) and all(isinstance(c, str) for c in scenario.choices)  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not texts or scenario.default not in scenario.choices:
             raise UsageError(
                 f"{where}: scenario {scenario.name!r} has default={scenario.default!r} and "
                 f"choices={scenario.choices!r}; expected a tuple of strings, the default among them"
             )
     choices = {scenario.name: scenario.choices for scenario in scenarios}
+    if not isinstance(ties, Mapping):
+        raise UsageError(f"{where}: tie_scenarios={ties!r}; expected a mapping, such as {{'reference': 'equal'}}")
     for name, choice in ties.items():
         if choice not in choices.get(name, ()):
             raise UsageError(f"{where}: tie_scenarios has {name!r}: {choice!r}; expected a scenario and its choice")
     return scenarios
 
 
-def check_goals(goals: Any, covered: Any, options: Sequence[str], where: str) -> dict[str, CoverageGoal]:
+def check_goals(
+    goals: Any, covered: Any, options: Sequence[str], scenarios: Sequence[Option], where: str
+) -> dict[str, CoverageGoal]:
     """Returns the goals by name, if each can be reached and needs what exists."""
-    for name, goal in dict(goals).items():
-        of_goal = f"{where}: goal {name!r}"
+    if not isinstance(goals, Mapping):
+        raise UsageError(f"{where}: goals={goals!r}; expected a mapping of names to lossgate.CoverageGoal(...)")
+    taken = {f"{scenario.name}: {choice}" for scenario in scenarios for choice in scenario.choices}
+    for name, goal in goals.items():
+        of_goal = f"{where}: goal {check_text('the name of a goal', name, where)!r}"
+        if name in taken:
+            raise UsageError(f"{of_goal} is the choice of a scenario, which is a goal anyway; call it otherwise")
         if not isinstance(goal, CoverageGoal):
             raise UsageError(f"{of_goal} is {goal!r}; expected lossgate.CoverageGoal(meaning=..., reached=...)")
         if name in {**TOKEN_GOALS, **FILTER_GOALS, **SHARDING_GOALS, **IDS_GOALS}:
             raise UsageError(f"{of_goal} is one that every loss has; call it otherwise")
+        check_text("its meaning", goal.meaning, of_goal)
         if goal.reached is None and covered is None:
             raise UsageError(f"{of_goal} does not say how it is reached; give it reached=, or the spec covered=")
         if goal.reached is not None:
             check_function("reached", goal.reached, ("values", "batch", "options"), of_goal)
         wanted = {"unreachable_if": (goal.unreachable_if, options), "heads": (goal.heads, HEADS)}
         for argument, (given, known) in {**wanted, "axes": (goal.axes, AXES)}.items():
+            fits: bool = isinstance(given, Mapping if argument == "unreachable_if" else tuple)  # pyright: ignore[reportUnnecessaryIsInstance]
+            if not fits:
+                kind = "a mapping of options to values" if argument == "unreachable_if" else "a tuple of names"
+                raise UsageError(f"{of_goal}: {argument}={given!r}; expected {kind}")
             for one in given:
                 if one not in known:
-                    raise UsageError(f"{of_goal}: {argument} has {one!r}; {nearest(one, known)}")
+                    raise UsageError(f"{of_goal}: {argument} has {one!r}; {nearest(str(one), known)}")
+        for option, values in goal.unreachable_if.items():
+            if isinstance(values, str) or not isinstance(values, Container):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise UsageError(f"{of_goal}: unreachable_if[{option!r}]={values!r}; expected a tuple of values")
     return dict(goals)
 
 
 def check_mistakes(mistakes: Any, where: str) -> tuple[Mistake, ...]:
     if not isinstance(mistakes, tuple) or not all(isinstance(mistake, Mistake) for mistake in mistakes):
         raise UsageError(f"{where}: mistakes={mistakes!r}; expected a tuple of lossgate.Mistake(name=..., ...)")
+    for mistake in mistakes:
+        of_mistake = f"{where}: mistake {check_text('the name of a mistake', mistake.name, where)!r}"
+        check_text("its sentence", mistake.sentence, of_mistake)
+        check_function("options", mistake.options, ("options",), of_mistake)
+        check_function("inputs", mistake.inputs, ("inputs",), of_mistake)
     return mistakes
 
 
 def check_sequences(trained_dim: Any, group_size: Any, where: str) -> None:
     if trained_dim not in ("token", "sequence"):
         raise UsageError(f"{where}: trained_dim={trained_dim!r}; expected 'token' or 'sequence'")
-    if not is_plain(group_size) or not isinstance(group_size, int) or group_size < 1:
-        raise UsageError(f"{where}: group_size={group_size!r}; expected a positive whole number, such as 2 for pairs")
-
-
-def check_function(argument: str, given: Any, wanted: Sequence[str], where: str) -> Any:
-    """Returns a function that can be called with so many positional arguments.
-
-    Args:
-        argument: of ``spec``, for the message.
-        given: the function.
-        wanted: the names of what it will be called with.
-        where: how messages begin.
-    """
-    expected = f"expected a function of {', '.join(wanted)}"
-    if not callable(given):
-        raise UsageError(f"{where}: {argument} is {given!r}; {expected}")
-    try:
-        inspect.signature(given).bind(*wanted)
-    except TypeError as error:
-        raise UsageError(f"{where}: {argument} can't be called as it will be ({error}); {expected}") from None
-    except ValueError:
-        pass  # a function of C has no signature
-    return given
-
-
-def check_reference(reference: Any, is_spec: Callable[[Any], bool], where: str) -> None:
-    if is_spec(reference):
-        raise UsageError(f"{where} decorates {reference!r}, which is a spec already; decorate its function once")
-    check_function("the reference", reference, ("values", "batch", "options"), where)
+    whole = isinstance(group_size, int) and not isinstance(group_size, bool)
+    if not whole or not 1 <= group_size <= _LARGEST_GROUP:
+        raise UsageError(
+            f"{where}: group_size={group_size!r}; expected a whole number from 1 to {_LARGEST_GROUP}, such as 2 for "
+            "pairs"
+        )

@@ -13,7 +13,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from lossgate.errors import UsageError
-from lossgate.specs.record import Field, Record, field, fields_of
+from lossgate.specs.record import Field, Record, built_in_field, fields_of
 
 
 class Batch(Record):
@@ -35,36 +35,40 @@ class Batch(Record):
     A reference gets the same for the whole batch, on one rank, without padding and in float64.
     """
 
-    labels: Tensor = field(
+    labels: Tensor = built_in_field(
         "token",
         "ids in the whole vocabulary. Where mask is false they mean nothing, but are valid ids",
         dtype="int64",
     )
-    mask: Tensor = field(
+    mask: Tensor = built_in_field(
         "token",
         "the label is trained. Never true for the last token of a sequence, nor for padding",
         dtype="bool",
     )
-    input_ids: Tensor = field("token", "the tokens themselves", dtype="int64", unshifted=True)
-    sequence: Tensor = field("token", "the number of each token's sequence, among those of this dp rank", dtype="int64")
-    cu_seqlens: Tensor = field(
+    input_ids: Tensor = built_in_field("token", "the tokens themselves", dtype="int64", unshifted=True)
+    sequence: Tensor = built_in_field(
+        "token", "the number of each token's sequence, among those of this dp rank", dtype="int64"
+    )
+    cu_seqlens: Tensor = built_in_field(
         "sequences+1",
         "where the sequences of this dp rank would start, end to end without padding",
         dtype="int32",
     )
-    cu_seqlens_padded: Tensor = field(
+    cu_seqlens_padded: Tensor = built_in_field(
         "sequences+1",
         "where they start in this dp rank's padded pack, before cp splits it",
         dtype="int32",
     )
-    valid_tokens: Tensor = field(
+    valid_tokens: Tensor = built_in_field(
         "",
         "trained tokens of the whole batch, over every rank. The normaliser of a token mean; may be 0",
         dtype="int64",
     )
-    vocab_size: int = field("", "rows of the whole vocabulary, over every tp rank, without padding rows", dtype="int")
-    vocab_start: int = field("", "first row of the vocabulary that this rank owns", dtype="int")
-    vocab_end: int = field(
+    vocab_size: int = built_in_field(
+        "", "rows of the whole vocabulary, over every tp rank, without padding rows", dtype="int"
+    )
+    vocab_start: int = built_in_field("", "first row of the vocabulary that this rank owns", dtype="int")
+    vocab_end: int = built_in_field(
         "",
         "one past the last. Rows beyond vocab_end - vocab_start of the local weight or logits are padding, and take "
         "no part in the softmax",
@@ -107,12 +111,16 @@ def _check_fields(batch: type[Batch]) -> None:
                 f"{batch.__name__}.{f.name} does not say what it holds; write "
                 f"{f.name}: Tensor = lossgate.field('token', 'what it is', ...)"
             )
-    for name in vars(batch).get("__annotations__", {}):
+    for name in {**vars(batch).get("__annotations__", {}), **{n: 0 for n in _OWN if n in vars(batch)}}:
         if name in common and _only_means_otherwise(name, declared[name]):
             continue
-        if name in common or name in vars(Batch):
+        if name in common or name in _OWN:
             way_out = "its count= may differ, and nothing else" if name == "valid_tokens" else "call it otherwise"
             raise UsageError(f"{batch.__name__}.{name}: every batch has {name!r} already; {way_out}")
+
+
+_OWN = ("of", "lengths", "sequences", "logit_filter")
+"""What every batch has beside its fields; the last one only where options filter."""
 
 
 def _only_means_otherwise(name: str, own: Field) -> bool:

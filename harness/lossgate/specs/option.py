@@ -4,12 +4,14 @@
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from math import floor, isfinite, log10
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from lossgate.errors import UsageError
-from lossgate.specs.record import Between
+from lossgate.problems.partition import VOCAB_SPLITS
+from lossgate.specs.record import Between, check_domain
 from lossgate.spelling import nearest
 
 TEMPERATURE = (0.3, 3.0)
@@ -65,6 +67,22 @@ class Option:
         return " | ".join(map(str, dict.fromkeys(self.choices)))
 
 
+COMMON_OPTIONS: Mapping[str, Option] = MappingProxyType(
+    {
+        "bias": Option(
+            name="bias", meaning="the lm-head has a bias (head hidden)", default=False, choices=(False, True)
+        ),
+        "vocab_split": Option(
+            name="vocab_split",
+            meaning="how tp splits the vocabulary: " + "; ".join(f"{k}: {v}" for k, v in VOCAB_SPLITS.items()),
+            default="balanced",
+            choices=tuple(VOCAB_SPLITS),
+        ),
+    }
+)
+"""What a candidate of any spec may support or not, beside the options of its spec."""
+
+
 _ENOUGH = 8
 """Numbers of an interval. Steps of a power of ten give at least ten, before they are rounded."""
 
@@ -104,16 +122,18 @@ def _option(f: Field[Any], options_type: type, domain: Domain | None) -> Option:
     where = f"{options_type.__name__}.{f.name}"
     if f.default is MISSING:
         raise UsageError(f"{where} has no default; give it one: {f.name} = lossgate.option(default, meaning, ...)")
-    if "meaning" not in f.metadata:
+    meaning = f.metadata.get("meaning")
+    if not isinstance(meaning, str) or not meaning.strip():
         raise UsageError(
             f"{where} does not say what it means; write {f.name} = lossgate.option({f.default!r}, meaning, ...)"
         )
     if not domain and isinstance(f.default, bool):
         domain = (f.default, not f.default)
-    if not domain:
+    if domain is None or domain == ():
         raise UsageError(
             f"{where} does not say which values problems draw; "
             f"write lossgate.option({f.default!r}, ..., choices=(...)) or, for numbers, between=(low, high)"
         )
+    check_domain(f.default, domain, f"{where}, which draws {domain!r}")
     drawn: dict[str, Any] = {"interval": tuple(domain)} if isinstance(domain, Between) else {"choices": tuple(domain)}
-    return Option(name=f.name, meaning=f.metadata["meaning"], default=f.default, **drawn)
+    return Option(name=f.name, meaning=meaning, default=f.default, **drawn)

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The base of classes that hold inputs or options: each subclass is a frozen dataclass."""
 
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from dataclasses import fields as dataclass_fields
+from itertools import combinations
 from math import isfinite
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 from typing_extensions import dataclass_transform
 
 from lossgate.errors import UsageError
 from lossgate.problems.partition import Dims
+from lossgate.specs.users_code import check_function
+
+FIELD_DTYPES = ("float32", "bool", "int64")
+"""The dtypes that a spec's own field may have."""
 
 DTYPES = MappingProxyType(
     {
@@ -23,7 +28,7 @@ DTYPES = MappingProxyType(
         "input": "the dtype of the problem",
     }
 )
-"""The dtypes that a field may have, for people."""
+"""The dtypes that inputs have, for people."""
 
 
 def field(
@@ -57,17 +62,40 @@ def field(
     """
     if not isinstance(dims, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UsageError(f"field({dims!r}, ...): expected names of dims in one string, such as 'token' or 'token topk'")
-    if not isinstance(meaning, str) or not meaning.strip():  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise UsageError(f"field({dims!r}, {meaning!r}): expected what it means, in words")
-    if dtype not in DTYPES:
+    _check_dims(dims, meaning)
+    if dtype not in FIELD_DTYPES:
         raise UsageError(f"field({dims!r}, dtype={dtype!r}): expected 'float32', 'bool' or 'int64'")
-    for name, function in {"draw": draw, "count": count}.items():
-        if function is not None and not callable(function):
-            raise UsageError(f"field({dims!r}, {name}={function!r}): expected a function")
     if draw is not None and count is not None:
         raise UsageError(f"field({dims!r}, {meaning!r}): give draw= or count=, not both")
+    if count is not None and dims.split():
+        raise UsageError(f"field({dims!r}, count=...): what counts the whole batch is a scalar; write field('', ...)")
+    for name, function, wanted in (("draw", draw, "context"), ("count", count, "batch")):
+        if function is not None:
+            check_function(name, function, (wanted,), f"field({dims!r})")
+    if not isinstance(unshifted, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UsageError(f"field({dims!r}, unshifted={unshifted!r}): expected True or False")
+    return built_in_field(dims, meaning, dtype=dtype, draw=draw, count=count, unshifted=unshifted)
+
+
+def built_in_field(
+    dims: str, meaning: str, *, dtype: str, draw: Any = None, count: Any = None, unshifted: bool = False
+) -> Any:
+    """Declares an input of every spec or of a head, as ``field`` does, with any of ``DTYPES``."""
     own = Field(tuple(dims.split()), " ".join(meaning.split()), dtype, draw, count, unshifted)  # pyright: ignore[reportArgumentType]
     return dataclass_field(metadata={"field": own})
+
+
+def _check_dims(dims: str, meaning: Any) -> None:
+    names = dims.split()
+    for dim in names:
+        if not dim.isidentifier():
+            raise UsageError(f"field({dims!r}, ...): {dim!r} is no name of a dim; separate names by spaces alone")
+    if len({*names}) < len(names):
+        raise UsageError(f"field({dims!r}, ...): a dim stands twice; give each dim a name of its own")
+    if "token" in names[1:]:
+        raise UsageError(f"field({dims!r}, ...): the dim 'token' must be the first")
+    if not isinstance(meaning, str) or not meaning.strip():
+        raise UsageError(f"field({dims!r}, {meaning!r}): expected what it means, in words")
 
 
 @dataclass(frozen=True)
@@ -107,10 +135,18 @@ def option(
     """
     if not isinstance(meaning, str) or not meaning.strip():  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UsageError(f"option({default!r}, {meaning!r}): expected what it means, in words")
-    _check_domain(default, choices, between)
-    domain = Between(between) if between is not None else tuple(choices)
-    if not domain and isinstance(default, bool):
+    shown = f"choices={choices!r}" if between is None else f"between={between!r}"
+    if choices and between is not None:
+        raise UsageError(f"option({default!r}, {shown}, choices={choices!r}): give choices= or between=, not both")
+    domain: Any = choices
+    if between is not None:
+        numbers = isinstance(between, tuple) and len(between) == 2  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not numbers:
+            raise UsageError(f"option({default!r}, {shown}): {_TWO_NUMBERS}")
+        domain = Between(*between)
+    elif choices == () and isinstance(default, bool):
         domain = (default, not default)
+    check_domain(default, domain, f"option({default!r}, {shown})")
     meaning = " ".join(meaning.split())
     return dataclass_field(default=default, metadata={"meaning": meaning, **({"domain": domain} if domain else {})})
 
@@ -121,53 +157,64 @@ def is_plain(value: Any) -> bool:
     return value is None or (isinstance(value, str | bool | int | float) and finite)
 
 
-def _check_domain(default: Any, choices: Any, between: Any) -> None:
-    where = (
-        f"option({default!r}, choices={choices!r}" if between is None else f"option({default!r}, between={between!r}"
-    )
-    if choices and between is not None:
-        raise UsageError(f"{where}, choices={choices!r}): give choices= or between=, not both")
-    if not isinstance(choices, tuple):
-        raise UsageError(f"{where}): expected a tuple of values, such as choices=({default!r},)")
-    for value in (default, *choices):
+def check_domain(default: Any, domain: Any, where: str) -> None:
+    """Checks what problems draw for an option.
+
+    Args:
+        default: of the option.
+        domain: its choices, or ``Between(low, high)``.
+        where: how messages begin.
+
+    Raises:
+        UsageError: if a value can't be written into a problem, or the default is none of them.
+    """
+    if isinstance(domain, Between):
+        if not _is_number(default) or not domain[0] <= default <= domain[1]:
+            raise UsageError(f"{where}: the default is not between them")
+        return
+    if not isinstance(domain, tuple):
+        raise UsageError(f"{where}: expected a tuple of values, such as choices=({default!r},)")
+    for value in (default, *domain):
         if not is_plain(value):
-            raise UsageError(f"{where}): {value!r} can't be written into a problem; expected numbers, strings or None")
-    if choices and not any(type(c) is type(default) and c == default for c in choices):
-        same = [c for c in choices if c == default]
-        raise UsageError(
-            f"{where}): the default is {default!r} and the choice is {same[0]!r}; write both alike"
-            if same
-            else f"{where}): the default is none of them; add it"
-        )
-    if between is not None:
-        _check_between(default, between, where)
-
-
-def _check_between(default: Any, between: Any, where: str) -> None:
-    numbers = isinstance(between, tuple) and len(between) == 2 and all(map(_is_number, between))
-    if not numbers or not between[0] < between[1]:
-        raise UsageError(f"{where}): expected two numbers, the smaller first, such as between=(0.3, 3.0)")
-    if not _is_number(default) or not between[0] <= default <= between[1]:
-        raise UsageError(f"{where}): the default is not between them")
+            raise UsageError(f"{where}: {value!r} can't be written into a problem; expected numbers, strings or None")
+    for one, other in combinations((default, *domain), 2):
+        if one == other and repr(one) != repr(other):
+            raise UsageError(f"{where}: {one!r} and {other!r} are equal; write both alike")
+    if domain and default not in domain:
+        raise UsageError(f"{where}: the default is none of them; add it")
 
 
 def _is_number(value: Any) -> bool:
     return is_plain(value) and isinstance(value, int | float) and not isinstance(value, bool)
 
 
+_TWO_NUMBERS = "expected two numbers, the smaller first, such as between=(0.3, 3.0)"
+
+
 class Between(tuple[float, float]):
-    """All numbers from the first to the second."""
+    """All numbers from ``low`` to ``high``."""
 
     __slots__ = ()
 
+    def __new__(cls, low: float, high: float) -> Self:
+        if not _is_number(low) or not _is_number(high) or not low < high:
+            raise UsageError(f"between ({low!r}, {high!r}): {_TWO_NUMBERS}")
+        return super().__new__(cls, (low, high))
 
-@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field, option))
+    def __getnewargs__(self) -> tuple[float, float]:
+        return self[0], self[1]
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field, built_in_field, option))
 class Record:
     """A class whose subclasses are frozen dataclasses with keyword arguments."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        dataclass(frozen=True, kw_only=True)(cls)
+        try:
+            dataclass(frozen=True, kw_only=True)(cls)
+        except TypeError as error:  # a field or option without an annotation
+            raise UsageError(f"class {cls.__name__}: {error}; write one, such as weights: Tensor = ...") from None
 
 
 class Options(Record):
@@ -178,8 +225,3 @@ def fields_of(holder: type) -> dict[str, Field]:
     """Returns what ``field`` declared in a class and its bases, by name."""
     own = dataclass_fields(holder) if hasattr(holder, "__dataclass_fields__") else ()
     return {f.name: f.metadata["field"] for f in own if "field" in f.metadata}
-
-
-def has_default(f: Any) -> bool:
-    """Returns whether a field of a dataclass has a default."""
-    return f.default is not MISSING or f.default_factory is not MISSING

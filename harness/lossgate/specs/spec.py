@@ -7,9 +7,9 @@ before it are shared, and a kernel may start at any of them: its head.
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from dataclasses import fields as dataclass_fields
 from functools import cached_property
 from itertools import product
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from dense_losses import softcapped
 from lossgate.errors import UsageError
 from lossgate.problems.batch import GlobalBatch
-from lossgate.problems.partition import VOCAB_SPLITS, Dims
+from lossgate.problems.partition import Dims
 from lossgate.specs.coverage import TOKEN_GOALS, CoverageGoal, Covered
 from lossgate.specs.field_context import FieldContext, checked, checked_dtype, draw_default
 from lossgate.specs.heads import HEADS
@@ -26,9 +26,10 @@ from lossgate.specs.inputs import Batch
 from lossgate.specs.logit_filter import FILTER_GOALS, FilterOptions, filters
 from lossgate.specs.metric import Metric
 from lossgate.specs.mistakes import Mistake
-from lossgate.specs.option import Option
+from lossgate.specs.option import COMMON_OPTIONS, Option
 from lossgate.specs.outputs import RETURNED, Output, metric_output
 from lossgate.specs.record import Field, fields_of
+from lossgate.specs.reference_result import check_metrics, check_scalars, checked_mapping, loss_and_metrics
 from lossgate.specs.sharding_goals import IDS_GOALS, SHARDING_GOALS
 from lossgate.specs.terms import Terms
 from lossgate.specs.token_stage import token_values
@@ -44,23 +45,6 @@ ExtraMetrics = Callable[[TokenValues, Any, Any], Mapping[str, Tensor]]
 
 DrawFields = Callable[[FieldContext], Mapping[str, Tensor]]
 """Draws several fields of a problem together."""
-
-COMMON_OPTIONS: Mapping[str, Option] = MappingProxyType(
-    {
-        "bias": Option(
-            name="bias", meaning="the lm-head has a bias (head hidden)", default=False, choices=(False, True)
-        ),
-        "vocab_split": Option(
-            name="vocab_split",
-            meaning="how tp splits the vocabulary: " + "; ".join(f"{k}: {v}" for k, v in VOCAB_SPLITS.items()),
-            default="balanced",
-            choices=tuple(VOCAB_SPLITS),
-        ),
-    }
-)
-"""What a candidate of any spec may support or not, beside the options of its spec."""
-
-FILTER_OPTIONS = frozenset(("top_k", "top_p"))
 
 
 def trained_by_mask(batch: Batch) -> Tensor:
@@ -78,8 +62,8 @@ class Spec:
     name: str
     summary: str
     source: str
-    reference: Reference | None
-    """None for a spec without a loss."""
+    function: Reference
+    """What ``lossgate.spec`` decorates."""
     batch_type: type[Batch]
     """The class of what a kernel is given beside the leaves of its head."""
     options_type: type
@@ -105,6 +89,11 @@ class Spec:
     stop_gradient: bool = False
     tie_scenarios: Mapping[str, str] = field(default_factory=dict)
     mistakes: tuple[Mistake, ...] = ()
+
+    @property
+    def reference(self) -> Reference | None:
+        """The function that gives the loss; None for a spec without a loss."""
+        return self.function if "loss" in self.outputs else None
 
     def __call__(self, values: TokenValues, batch: Any, options: Any) -> Any:
         """Calls the reference."""
@@ -148,7 +137,9 @@ class Spec:
 
         They have no meaning for a head without logits.
         """
-        named = {self.temperature, self.softcap, *FILTER_OPTIONS}
+        named = {self.temperature, self.softcap}
+        if issubclass(self.options_type, FilterOptions):
+            named |= {one.name for one in dataclass_fields(FilterOptions)}
         return tuple(option.name for option in self.options if option.name in named)
 
     @cached_property
@@ -210,6 +201,10 @@ class Spec:
                 with told_as(f"spec {self.name!r}: the count= of field {name!r}"):
                     counted = own.count(self.batch({**fields, **found}))
                 found[name] = checked_dtype(f"field {name!r}: its count=", counted, own.dtype)
+                if found[name].dim():
+                    raise UsageError(
+                        f"field {name!r}: its count= gave the shape {tuple(found[name].shape)}; expected a scalar"
+                    )
         return found
 
     def counted(self, batch: GlobalBatch) -> GlobalBatch:
@@ -261,11 +256,9 @@ class Spec:
                 raise UsageError(f"problem: spec {self.name!r} has no option {name!r}; {nearest(name, known)}")
             if not known[name].allows(value):
                 raise UsageError(f"problem: option {name} is {value!r}; spec {self.name!r} allows {known[name].domain}")
-        try:
-            options = self.options_type(**values)
-        except ValueError as error:
-            raise UsageError(f"problem: {error}") from None
-        return BoundSpec(spec=self, values=values, options=options)
+        if why := self.conflict(values):
+            raise UsageError(f"problem: {why}")
+        return BoundSpec(spec=self, values=values, options=self.options_type(**values))
 
     def bind_options(self, options: Any) -> "BoundSpec":
         """Returns the spec with an object of ``options_type``."""
@@ -274,11 +267,16 @@ class Spec:
         return BoundSpec(spec=self, values=changed, options=options)
 
     def conflict(self, values: Mapping[str, Any]) -> str:
-        """Returns why these options are not valid together; empty if they are."""
-        try:
-            self.options_type(**values)
-        except ValueError as error:
-            return str(error)
+        """Returns why these options are not valid together; empty if they are.
+
+        Raises:
+            UsageError: if the option class raises something else than ``ValueError``.
+        """
+        with told_as(f"spec {self.name!r}: {self.options_type.__name__}, which refuses options by ValueError alone,"):
+            try:
+                self.options_type(**values)
+            except ValueError as error:
+                return str(error) or "they are not valid"
         return ""
 
     def with_choice(self, values: Mapping[str, Any], name: str, value: Any) -> dict[str, Any] | None:
@@ -359,55 +357,17 @@ class BoundSpec:
         """
         with told_as(f"spec {self.spec.name!r}: its reference"):
             returned = self.spec(values, self.spec.batch(fields), self.options)
-        loss, metrics = _loss_and_metrics(self.spec, returned)
+        who = f"spec {self.spec.name!r}: its reference"
+        loss, metrics = loss_and_metrics(returned, who)
         if self.spec.extra_metrics is not None and self._wants_more_than(metrics):
-            with told_as(f"spec {self.spec.name!r}: its extra_metrics="):
-                metrics |= self.spec.extra_metrics(values, self.spec.batch(fields), self.options)
-        self._check({"loss": loss}, values)
-        self._check_metrics(metrics)
-        self._check({f"metric {name!r}": metric for name, metric in metrics.items()}, values)
+            who_else = f"spec {self.spec.name!r}: its extra_metrics="
+            with told_as(who_else):
+                extra = self.spec.extra_metrics(values, self.spec.batch(fields), self.options)
+            metrics |= checked_mapping(extra, who_else)
+        check_metrics(metrics, self.spec.metrics, [] if self.returned is None else self.returned, who)
+        dtype = next(iter(values.given.values())).dtype
+        check_scalars({"loss": loss, **{f"metric {name!r}": metric for name, metric in metrics.items()}}, dtype, who)
         return loss, metrics
-
-    def _check(self, scalars: Mapping[str, Any], values: TokenValues) -> None:
-        """Checks that scalars are, and in the dtype of the values per token."""
-        wanted, who = next(iter(values.given.values())).dtype, f"spec {self.spec.name!r}: its reference"
-        for name, scalar in scalars.items():
-            if not isinstance(scalar, Tensor) or scalar.dim():
-                raise UsageError(f"{who} returned {name} as {_shown(scalar)}; expected a scalar tensor: add up entries")
-            if scalar.dtype != wanted:
-                got, own = (str(dtype).removeprefix("torch.") for dtype in (scalar.dtype, wanted))
-                raise UsageError(
-                    f"{who} returned {name} in {got}, and computes in {own}; in torch a count divided by a count is "
-                    "float32: write count.to(values.logprobs) / total, or whatever else it is computed from"
-                )
-
-    def _check_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Checks that the reference has given what it declares, and what is compared."""
-        who, declared = f"spec {self.spec.name!r}: its reference", self.spec.metrics
-        for name in metrics:
-            if name not in declared:
-                raise UsageError(f"{who} returned metric {name!r}, which metrics= lacks; {nearest(name, declared)}")
-        if missing := [o.name for o in self.returned or () if o.kind == "metric" and o.name not in metrics]:
-            raise UsageError(f"{who} did not return metric {missing[0]!r}, which the candidate returns; return it, too")
 
     def _wants_more_than(self, metrics: Collection[str]) -> bool:
         return self.returned is None or any(o.kind == "metric" and o.name not in metrics for o in self.returned)
-
-
-def _loss_and_metrics(spec: Spec, returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    who = f"spec {spec.name!r}: its reference"
-    if isinstance(returned, Terms):
-        with told_as(f"{who} returned terms that"):
-            returned = returned.loss, returned.metrics
-    loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
-    if not isinstance(loss, Tensor) or not isinstance(metrics, Mapping):
-        raise UsageError(
-            f"{who} returned {type(returned).__name__}; expected the loss as a tensor, (loss, metrics) or "
-            "lossgate.Terms(...)"
-        )
-    return loss, dict(metrics)
-
-
-def _shown(value: Any) -> str:
-    """Returns what a value is, for people."""
-    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"the {type(value).__name__}"

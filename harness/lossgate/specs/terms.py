@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,27 +34,48 @@ class Terms:
     """Scalars that divide, of the whole batch."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
-    @property
-    def loss(self) -> Tensor:
-        """The sum of all terms.
+    def __post_init__(self) -> None:
+        """Checks that terms and normalisers fit.
 
         Raises:
-            UsageError: if there is no term, one is no ``Term``, or names a normaliser that is not
-                there.
+            UsageError: if there is no term, one is no ``Term``, its normaliser is not there or is
+                no scalar; or if a normaliser divides nothing.
         """
+        for name, given in {"terms": self.terms, "normalisers": self.normalisers, "metrics": self.metrics}.items():
+            if not isinstance(given, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise UsageError(f"Terms({name}={given!r}): expected a dict")
         if not self.terms:
             raise UsageError("Terms(terms={}): expected at least one term")
-        return torch.stack([self._total(name, term) for name, term in self.terms.items()]).sum()
+        for name, term in self.terms.items():
+            self._check(name, term)
+        for name, normaliser in self.normalisers.items():
+            if not isinstance(normaliser, Tensor) or normaliser.dim():  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise UsageError(f"normaliser {name!r} is {_shown(normaliser)}; expected a scalar tensor")
+            if all(term.over != name for term in self.terms.values()):
+                raise UsageError(f"normaliser {name!r} divides no term; write Term(..., over={name!r}), or drop it")
 
-    def _total(self, name: str, term: Term) -> Tensor:
-        if not isinstance(term, Term):  # pyright: ignore[reportUnnecessaryIsInstance]
+    def _check(self, name: str, term: Any) -> None:
+        if not isinstance(term, Term):
             raise UsageError(
-                f"term {name!r} is a {type(term).__name__}; expected lossgate.Term(values=..., over='a normaliser')"
+                f"term {name!r} is {_shown(term)}; expected lossgate.Term(values=..., over='a normaliser')"
             )
-        total = term.values.sum()
-        if term.over is None:
-            return total
-        if term.over not in self.normalisers:
+        if not isinstance(term.values, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UsageError(f"term {name!r} has values={term.values!r}; expected a tensor")
+        if term.over is not None and term.over not in self.normalisers:
             known = ", ".join(map(repr, self.normalisers)) or "none"
             raise UsageError(f"term {name!r} is over {term.over!r}, which is no normaliser; there are: {known}")
-        return total / self.normalisers[term.over]
+
+    @property
+    def loss(self) -> Tensor:
+        """The sum of all terms."""
+        return torch.stack([self._total(term) for term in self.terms.values()]).sum()
+
+    def _total(self, term: Term) -> Tensor:
+        total = term.values.sum()
+        return total if term.over is None else total / self.normalisers[term.over]
+
+
+def _shown(given: Any) -> str:
+    if isinstance(given, Tensor):
+        return f"a tensor of shape {list(given.shape)}"
+    return f"{given!r}, a {type(given).__name__}"

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors in what the author of a spec wrote: they are told as such, with their place."""
+"""Functions that the author of a spec wrote: what they raise is told as such, with its place."""
 
+import inspect
 import traceback
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,14 +46,14 @@ def told_as(what: str) -> Generator[None]:
         yield
     except LossgateError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit(0) in it is no verdict
         text = str(error).rstrip()
         remedies = [f"; {remedy}" for part, remedy in _REMEDIES.items() if part in text]
         text = text.split(". ")[0] if remedies else text  # the rest asks to report an issue to torch
         raise UsageError(f"{what} raised {type(error).__name__}: {text}{_place(error)}{''.join(remedies)}") from error
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """Returns the innermost line that is neither torch's nor the harness's; empty if none is."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if _is_theirs(Path(frame.filename))]
@@ -62,3 +64,24 @@ def _is_theirs(file: Path) -> bool:
     if file.is_relative_to(_HARNESS):
         return file.is_relative_to(_SPECS)
     return not file.is_relative_to(_TORCH)
+
+
+def check_function(argument: str, given: Any, wanted: Sequence[str], where: str) -> Any:
+    """Returns a function that can be called with so many positional arguments.
+
+    Args:
+        argument: what is given the function, for the message.
+        given: the function.
+        wanted: the names of what it will be called with.
+        where: how messages begin.
+    """
+    expected = f"expected a function of {', '.join(wanted)}"
+    if not callable(given):
+        raise UsageError(f"{where}: {argument} is {given!r}; {expected}")
+    try:
+        inspect.signature(given).bind(*wanted)
+    except TypeError as error:
+        raise UsageError(f"{where}: {argument} can't be called as it will be ({error}); {expected}") from None
+    except ValueError:
+        pass  # a function of C has no signature
+    return given

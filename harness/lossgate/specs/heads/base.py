@@ -68,6 +68,11 @@ class Head(ABC):
         if "inputs" in vars(cls):
             cls.leaves = {name: field.dims for name, field in fields_of(cls.inputs).items()}
 
+    @property
+    def gives(self) -> str:
+        """What its values belong to: "token", or "sequence"."""
+        return "sequence" if ("sequence",) in self.leaves.values() else "token"
+
     @abstractmethod
     def draw(self, context: HeadContext) -> dict[str, Tensor]:
         """Draws the leaves in float64, without padding."""

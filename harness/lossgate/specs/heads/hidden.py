@@ -14,15 +14,15 @@ from lossgate.problems.partition import Partition, VocabShard
 from lossgate.problems.problem import Problem
 from lossgate.problems.random_streams import RandomStreams
 from lossgate.specs.heads.base import Head, HeadContext
-from lossgate.specs.record import Record, field
+from lossgate.specs.record import Record, built_in_field
 
 
 class Hidden(Record):
     """What head "hidden" gives beside the batch."""
 
-    hidden: Tensor = field("token hidden", "the last hidden states; requires grad", dtype="input")
-    weight: Tensor = field("vocab hidden", "this rank's rows of the lm-head; requires grad", dtype="input")
-    bias: Tensor | None = field("vocab", "its bias, or None; requires grad", dtype="input")
+    hidden: Tensor = built_in_field("token hidden", "the last hidden states; requires grad", dtype="input")
+    weight: Tensor = built_in_field("vocab hidden", "this rank's rows of the lm-head; requires grad", dtype="input")
+    bias: Tensor | None = built_in_field("vocab", "its bias, or None; requires grad", dtype="input")
 
 
 class HiddenHead(Head):

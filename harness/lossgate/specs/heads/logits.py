@@ -11,13 +11,13 @@ from lossgate.problems.partition import Partition
 from lossgate.problems.problem import Problem
 from lossgate.problems.random_streams import RandomStreams
 from lossgate.specs.heads.base import Head, HeadContext
-from lossgate.specs.record import Record, field
+from lossgate.specs.record import Record, built_in_field
 
 
 class Logits(Record):
     """What head "logits" gives beside the batch."""
 
-    logits: Tensor = field("token vocab", "the logits, before the temperature; requires grad", dtype="input")
+    logits: Tensor = built_in_field("token vocab", "the logits, before the temperature; requires grad", dtype="input")
 
 
 class LogitsHead(Head):

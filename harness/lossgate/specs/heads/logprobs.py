@@ -4,13 +4,13 @@
 from torch import Tensor
 
 from lossgate.specs.heads.base import HeadContext, ValueHead
-from lossgate.specs.record import Record, field
+from lossgate.specs.record import Record, built_in_field
 
 
 class Logprobs(Record):
     """What head "logprobs" gives beside the batch."""
 
-    logprobs: Tensor = field(
+    logprobs: Tensor = built_in_field(
         "token", "log-probabilities of the labels; requires grad. Equal on all tp ranks", dtype="input"
     )
 

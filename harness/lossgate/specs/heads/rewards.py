@@ -4,13 +4,13 @@
 from torch import Tensor
 
 from lossgate.specs.heads.base import HeadContext, ValueHead
-from lossgate.specs.record import Record, field
+from lossgate.specs.record import Record, built_in_field
 
 
 class Rewards(Record):
     """What head "rewards" gives beside the batch."""
 
-    rewards: Tensor = field(
+    rewards: Tensor = built_in_field(
         "sequence",
         "the predictions of the reward model, one for each of this dp rank's sequences; requires grad. "
         "Equal on all cp and tp ranks",

@@ -4,13 +4,13 @@
 from torch import Tensor
 
 from lossgate.specs.heads.base import HeadContext, ValueHead
-from lossgate.specs.record import Record, field
+from lossgate.specs.record import Record, built_in_field
 
 
 class Values(Record):
     """What head "values" gives beside the batch."""
 
-    values: Tensor = field(
+    values: Tensor = built_in_field(
         "token", "the predictions of the value head; requires grad. Equal on all tp ranks", dtype="input"
     )
 
