@@ -53,8 +53,8 @@ _OF_TOKENS = {"rank with nothing trained", "trained on several cp ranks"}
 def counts(candidate: Candidate) -> tuple[int, int, int, int]:
     return (
         len(candidate.spec.all_goals),
-        len(required_goals(candidate, Layout(dp=2, cp=2, tp=2))),
-        len(required_goals(candidate, Layout())),
+        len(required_goals(candidate, Layout(dp=2, cp=2, tp=2), "float32")),
+        len(required_goals(candidate, Layout(), "float32")),
         len(option_mutants(candidate)),
     )
 
@@ -82,7 +82,9 @@ def test_as_many_goals_and_mutants_as_written_down(family: str, head: str) -> No
 def test_several_ranks_add_the_goals_of_layouts(family: str, head: str, without: set[str], beside: set[str]) -> None:
     """Heads without a vocabulary have none of tp, and a loss of whole sequences none of cp."""
     dense = dense_candidate(SPECS[family], head)
-    added = set(required_goals(dense, Layout(dp=2, cp=2, tp=2))) - set(required_goals(dense, Layout()))
+    added = set(required_goals(dense, Layout(dp=2, cp=2, tp=2), "float32")) - set(
+        required_goals(dense, Layout(), "float32")
+    )
     assert added == set(SHARDING_GOALS) - without | beside
 
 

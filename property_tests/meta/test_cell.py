@@ -13,6 +13,7 @@ from lossgate import Candidate, KnownFailure, Layout, UsageError
 from lossgate.adequacy.deck import Placed
 from lossgate.bank.bugs import cross_entropy_with
 from lossgate.bank.cross_entropy import STYLES, make
+from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.declaration.loading import load_candidates
 from lossgate.engine import search
 from lossgate.engine.case_result import CaseResult
@@ -23,6 +24,7 @@ from lossgate.engine.run import run
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.engine.verdict import conclude
+from lossgate.losses import SPECS
 from lossgate.specs.coverage import CoverageGoal
 
 RIGHT = make(STYLES["bfloat16"][0])
@@ -77,7 +79,7 @@ def test_one_problem_is_inconclusive(monkeypatch: pytest.MonkeyPatch) -> None:
     result = verified(RIGHT, examples=1, rounds=1)
     assert len(result.cases) == 1
     assert result.verdict is Verdict.INCONCLUSIVE
-    assert any(re.fullmatch(r"no problem had .*; raise --examples", reason) for reason in result.reasons)
+    assert any(re.fullmatch(r"no problem reached goal '.*': .*; raise --examples", reason) for reason in result.reasons)
 
 
 def test_no_more_rounds_are_tried_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +89,7 @@ def test_no_more_rounds_are_tried_than_allowed(monkeypatch: pytest.MonkeyPatch) 
     needy = replace(RIGHT, spec=replace(RIGHT.spec, goals=never))
     first, second, third = (verified(needy, examples=1, rounds=rounds) for rounds in (1, 2, 3))
     assert first.verdict is second.verdict is third.verdict is Verdict.INCONCLUSIVE
-    assert "no problem had what no problem has; raise --examples" in third.reasons
+    assert "no problem reached goal 'never': what no problem has; raise --examples" in third.reasons
     assert len(first.cases) == 1 < len(second.cases) < len(third.cases)
     assert second.cases[:1] == first.cases
     assert third.cases[: len(second.cases)] == second.cases
@@ -121,10 +123,13 @@ def test_a_missing_coverage_goal_is_inconclusive(agreed: CellResult) -> None:
     cases = tuple(replace(case, covered=frozenset({"trained token"})) for case in agreed.cases)
     result = concluded(agreed, cases)
     assert result.verdict is Verdict.INCONCLUSIVE
-    assert result.reasons == (
-        "no problem had a token whose label is not trained; raise --examples",
-        "no problem had a trained label on the first row of the vocabulary; raise --examples",
-        "no problem had a trained label on the last row of the vocabulary; raise --examples",
+    goals = {
+        "masked token": "a token whose label is not trained",
+        "label on the first row": "a trained label on the first row of the vocabulary",
+        "label on the last row": "a trained label on the last row of the vocabulary",
+    }
+    assert result.reasons == tuple(
+        f"no problem reached goal {name!r}: {meaning}; raise --examples" for name, meaning in goals.items()
     )
 
 
@@ -223,4 +228,16 @@ def test_a_known_failure_that_has_changed_is_no_pass() -> None:
     assert result.reasons[0] == (
         "known failure torch-2 has changed: it was in grad of weight and loss, and now is in RankRaised; "
         "freeze it again"
+    )
+
+
+def test_a_goal_near_a_kink_says_what_to_do_in_coarse_dtypes() -> None:
+    spec = SPECS["clipped_pg"]
+    never = replace(spec, goals={"never": CoverageGoal(meaning="what no problem has")}, scenarios=())
+    cell = Cell(replace(dense_candidate(spec, "logprobs"), spec=never, dtypes=("bfloat16",)), Layout(), "bfloat16")
+    (reason,) = (one for one in conclude(cell, (), None, 0, 0.0).reasons if "never" in one)
+    assert reason == (
+        "no problem reached goal 'never': what no problem has; raise --examples. Tokens at which bfloat16 decides a "
+        "clip or comparison are masked: if that keeps it out of reach, say in dtypes= of the goal where it can be "
+        "reached, or use a bound without a kink"
     )

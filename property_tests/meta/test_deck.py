@@ -65,14 +65,14 @@ def test_a_deck_has_a_problem_for_each_goal_and_each_mutant(candidate: Candidate
     assert own.mutants.keys() - own.equivalent - killed == set()
     assert not own.equivalent & killed
     reached = frozenset[str]().union(*(entry.bound.coverage for entry in own.entries))
-    assert required_goals(candidate, Layout()).keys() - reached == set()
+    assert required_goals(candidate, Layout(), dtype).keys() - reached == set()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize(("candidate", "dtype"), DECKS, ids=IDS)
 def test_a_deck_reaches_the_goals_of_layouts(candidate: Candidate, dtype: str, layout: Layout) -> None:
     """A shard without a row is rare, in about 4 of 48 problems. If missed, it is looked for."""
-    missed = required_goals(candidate, layout).keys() - covered(on(candidate, dtype, layout))
+    missed = required_goals(candidate, layout, dtype).keys() - covered(on(candidate, dtype, layout))
     assert missed <= {"shard without a row"}
     assert all(deck(candidate, dtype).reaching_on(layout, splits_of(candidate), goal, 0) for goal in missed)
 
@@ -163,7 +163,7 @@ def test_a_problem_that_does_not_fit_is_left_out() -> None:
 @pytest.mark.parametrize(("candidate", "dtype"), DECKS, ids=IDS)
 def test_what_is_chosen_covers_all_that_can_be_covered(candidate: Candidate, dtype: str, layout: Layout) -> None:
     placed = on(candidate, dtype, layout)
-    wanted = {*deck(candidate, dtype).mutants, *required_goals(candidate, layout)}
+    wanted = {*deck(candidate, dtype).mutants, *required_goals(candidate, layout, dtype)}
     for seed in range(3):
         chosen = choose(placed, wanted, 1, Random(seed))
         assert wanted & covered(placed) <= covered(chosen)
@@ -174,7 +174,7 @@ def test_what_is_chosen_covers_all_that_can_be_covered(candidate: Candidate, dty
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(dp=2, cp=2)], ids=str)
 def test_as_many_are_chosen_as_are_asked_for_and_none_twice(layout: Layout, least: int) -> None:
     placed = on(NLL, "float32", layout)
-    wanted = {*deck(NLL, "float32").mutants, *required_goals(NLL, layout)}
+    wanted = {*deck(NLL, "float32").mutants, *required_goals(NLL, layout, "float32")}
     entries = {id(one.entry) for one in placed}
     chosen = choose(placed, wanted, least, Random(0))
     needed = len(choose(placed, wanted, 1, Random(0)))
@@ -194,14 +194,14 @@ def test_half_of_what_is_chosen_has_trained_tokens_on_several_ranks() -> None:
     placed = on(NLL, "float32", layout)
     assert sum(several in one.goals for one in placed) >= 10
     for seed in range(5):
-        chosen = choose(placed, required_goals(NLL, layout), 20, Random(seed))
+        chosen = choose(placed, required_goals(NLL, layout, "float32"), 20, Random(seed))
         assert sum(several in one.goals for one in chosen) >= 10
 
 
 def test_layouts_and_seeds_choose_differently() -> None:
     """Variety over the whole matrix finds bugs."""
     placed = on(NLL, "float32", Layout())
-    wanted = {*deck(NLL, "float32").mutants, *required_goals(NLL, Layout())}
+    wanted = {*deck(NLL, "float32").mutants, *required_goals(NLL, Layout(), "float32")}
 
     def chosen(seed: str) -> frozenset[int]:
         return frozenset(id(one.entry) for one in choose(placed, wanted, 12, Random(seed)))

@@ -132,6 +132,7 @@ DECLARATIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "goal's head": ({"goals": goal(heads=("hiden",))}, "goal 'mine': heads has 'hiden'; did you mean 'hidden'?"),
     "goal's axis": ({"goals": goal(axes=("pp",))}, "goal 'mine': axes has 'pp'; expected one of dp, cp, tp"),
+    "goal's dtype": ({"goals": goal(dtypes=("bf16",))}, "goal 'mine': dtypes has 'bf16'; did you mean 'bfloat16'?"),
     "goal's function": (
         {"goals": goal(reached=lambda batch: True)},
         "goal 'mine': reached can't be called as it will be (too many positional arguments); expected a function of",
@@ -530,4 +531,11 @@ def test_options_and_goals_of_a_spec_are_those_of_its_candidates() -> None:
     made = lossgate.spec("mine", options=SomeOptions, goals=goal())(nll)
     dense = dense_candidate(made, "hidden")
     assert dense.supports["gamma"] is lossgate.ANY
-    assert "mine" in required_goals(dense, Layout())
+    assert "mine" in required_goals(dense, Layout(), "float32")
+
+
+def test_a_goal_may_be_asked_for_in_some_dtypes_alone() -> None:
+    made = lossgate.spec("mine", goals=goal(dtypes=("float32",)))(nll)
+    dense = dense_candidate(made, "hidden")
+    assert "mine" in required_goals(dense, Layout(), "float32")
+    assert "mine" not in required_goals(dense, Layout(), "bfloat16")

@@ -193,9 +193,9 @@ def test_a_value_that_is_out_of_range_is_refused_by_name() -> None:
 
 
 def test_goals_out_of_reach_are_not_required() -> None:
-    every = required_goals(dense_candidate(CLIPPED_PG, "hidden"), Layout(dp=2, cp=2, tp=2))
+    every = required_goals(dense_candidate(CLIPPED_PG, "hidden"), Layout(dp=2, cp=2, tp=2), "float32")
     assert every == CLIPPED_PG.all_goals
-    plain = required_goals(declare({}), Layout())
+    plain = required_goals(declare({}), Layout(), "float32")
     assert set(every) - set(plain) == {
         *SHARDING_GOALS,
         "weight above its bound",
@@ -206,8 +206,8 @@ def test_goals_out_of_reach_are_not_required() -> None:
         "label on the last row",
         *(name for name in every if name.startswith("sequence ") and "the clip" in name),
     }
-    assert "token below the clip, A < 0" in required_goals(declare({"ratio_clip_min": (0.2, 1.5)}), Layout())
-    assert "token below the clip, A < 0" not in required_goals(declare({"ratio_clip_min": 1.5}), Layout())
+    assert "token below the clip, A < 0" in required_goals(declare({"ratio_clip_min": (0.2, 1.5)}), Layout(), "float32")
+    assert "token below the clip, A < 0" not in required_goals(declare({"ratio_clip_min": 1.5}), Layout(), "float32")
 
 
 def test_every_scenario_is_a_goal() -> None:

@@ -7,14 +7,14 @@ from lossgate.layout import Layout
 from lossgate.specs.coverage import CoverageGoal
 
 
-def required_goals(candidate: Candidate, layout: Layout) -> dict[str, CoverageGoal]:
+def required_goals(candidate: Candidate, layout: Layout, dtype: str) -> dict[str, CoverageGoal]:
     """Returns the goals that a problem of this candidate on this layout can reach, by name."""
     goals = candidate.spec.all_goals
-    return {name: goal for name, goal in goals.items() if _reachable(goal, candidate, layout)}
+    return {name: goal for name, goal in goals.items() if _reachable(goal, candidate, layout, dtype)}
 
 
-def _reachable(goal: CoverageGoal, candidate: Candidate, layout: Layout) -> bool:
-    if goal.heads and candidate.head not in goal.heads:
+def _reachable(goal: CoverageGoal, candidate: Candidate, layout: Layout, dtype: str) -> bool:
+    if (goal.heads and candidate.head not in goal.heads) or (goal.dtypes and dtype not in goal.dtypes):
         return False
     if goal.axes and not set(goal.axes) & set(layout.axes):
         return False

@@ -110,7 +110,7 @@ class Deck:
         equivalent = equivalent_mutants(alive, self._candidate, self._many(found))
         for target, mutants in by_target.items():
             self._add_killers(found, target, mutants.difference(equivalent, *(entry.kills for entry in found)))
-        for goal in required_goals(self._candidate, Layout()):
+        for goal in required_goals(self._candidate, Layout(), self._dtype):
             if not any(goal in entry.bound.coverage for entry in found):
                 found += self._reaching("first", goal, 1)
         return found, equivalent

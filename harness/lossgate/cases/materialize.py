@@ -99,7 +99,7 @@ def _with_fields(batch: GlobalBatch, problem: Problem, bound: BoundSpec, streams
         streams=streams,
         scenario={choice.name: choice.default for choice in spec.scenarios} | problem.scenario,
         policy=policy,
-        logits=logits,
+        untempered=logits,
     )
     made = spec.draw_fields(context)
     exact = {name: value.float().double() if value.is_floating_point() else value for name, value in made.items()}

@@ -57,9 +57,9 @@ def load_all_candidates(targets: Sequence[str]) -> list[Candidate]:
 
 def _check_specs(location: str, specs: Sequence[Spec]) -> None:
     """Refuses candidates of two losses with one name: readers of verdicts can't tell them apart."""
-    known: dict[str, Spec] = {}
+    known: dict[str, Any] = {}
     for spec in specs:
-        if known.setdefault(spec.name, spec) is not spec:
+        if known.setdefault(spec.name, spec.function) is not spec.function:
             raise UsageError(f"{location}: its candidates have two specs that are both named {spec.name!r}; rename one")
 
 

@@ -39,7 +39,7 @@ class Cell:
     @cached_property
     def required_goals(self) -> Mapping[str, CoverageGoal]:
         """The coverage goals that problems must reach, by name."""
-        return required_goals(self.candidate, self.layout) if self.property.needs_adequacy else {}
+        return required_goals(self.candidate, self.layout, self.dtype) if self.property.needs_adequacy else {}
 
     def __str__(self) -> str:
         return f"{self.candidate.name}[{self.property}-{self.layout}-{self.dtype}]"

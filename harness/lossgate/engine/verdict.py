@@ -126,7 +126,17 @@ def _gaps(
             )
     for name, goal in cell.required_goals.items():
         if name not in covered:
-            yield f"no problem had {goal.meaning}; raise --examples"
+            yield f"no problem reached goal {name!r}: {goal.meaning}; {_way_to(name, cell)}"
+
+
+def _way_to(goal: str, cell: Cell) -> str:
+    spec = cell.candidate.spec
+    if goal in spec.goals and spec.kinks and cell.dtype != "float32":
+        return (
+            f"raise --examples. Tokens at which {cell.dtype} decides a clip or comparison are masked: if that keeps it "
+            "out of reach, say in dtypes= of the goal where it can be reached, or use a bound without a kink"
+        )
+    return "raise --examples"
 
 
 def _survivors(mutants: Iterable[OptionMutant]) -> Iterator[str]:

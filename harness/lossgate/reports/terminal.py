@@ -91,8 +91,9 @@ def describe_cell(result: CellResult, replay: str | None) -> list[str]:
 
 
 def _line(cell: ShownCell) -> str:
+    seen = f", detects {percent(cell.mde)}" if cell.verdict != "DISAGREE" else ""  # it has detected an error
     return (
         f"{marked(cell)}  {escape(cell.candidate)}  {cell.dtype}  {cell.layout}:  "
         f"{counted(cell.problems, 'problem')}, {counted(cell.comparisons, 'comparison')}, "
-        f"at most {share(cell.margin)} of a limit, detects {percent(cell.mde)}  ({cell.seconds:.1f} s)"
+        f"at most {share(cell.margin)} of a limit{seen}  ({cell.seconds:.1f} s)"
     )

@@ -9,7 +9,7 @@ from lossgate.errors import UsageError
 from lossgate.spec_check.evaluated import ordinary_problems
 from lossgate.spec_check.gradients import comparisons, gradient, used
 from lossgate.spec_check.judged import judged, on_ranks
-from lossgate.spec_check.masked import masked, nothing_trained
+from lossgate.spec_check.masked import masked, nothing_trained, untrained_sequences
 from lossgate.spec_check.outcome import Check, Finding, Outcome, Subject
 from lossgate.spec_check.sums import counts_add_up, parts_add_up
 from lossgate.spec_check.values import finite, metrics, runs, unchanged
@@ -22,6 +22,7 @@ CHECKS = (
     Check("nothing trained", "if nothing is trained, the loss is finite and gradients are 0", nothing_trained),
     Check("finite", "loss, metrics and gradients are finite", finite),
     Check("masked", "NaN in what is not trained changes nothing", masked),
+    Check("untrained", "sequences without a trained token change nothing", untrained_sequences),
     Check("gradient", "the gradient is the derivative of the loss", gradient),
     Check("comparisons", "clips and comparisons are declared by kinks=True", comparisons),
     Check("used", "every value and field changes a result", used),
@@ -60,7 +61,7 @@ def check_spec(spec: Spec) -> Iterator[Outcome]:
         subject = Subject(spec, tuple(ordinary_problems(spec, _PROBLEMS)))
         _ = [bound.batch for bound in subject.problems]
     except UsageError as error:
-        yield Outcome(_DRAWS, (Finding(str(error), _RAISED if " raised " in str(error) else _AS_TOLD),))
+        yield Outcome(_DRAWS, (Finding(str(error), _remedy(error)),))
         return
     except hypothesis.errors.Unsatisfiable:
         yield Outcome(_DRAWS, (Finding("no options are valid together", "see __post_init__ and option_groups="),))
@@ -74,6 +75,12 @@ def check_spec(spec: Spec) -> Iterator[Outcome]:
         failed = failed or not outcome.passed
         if check.needed and not outcome.passed:
             return
+
+
+def _remedy(error: UsageError) -> str:
+    """Returns what to do. Batches of odd sizes make operations fail, and no names."""
+    of_sizes = isinstance(error.__cause__, IndexError | RuntimeError | ValueError | ZeroDivisionError)
+    return _RAISED if of_sizes and "references run" not in str(error) else _AS_TOLD
 
 
 def _found(check: Check, subject: Subject) -> tuple[Finding, ...]:

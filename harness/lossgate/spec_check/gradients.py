@@ -48,12 +48,21 @@ def _stopped(subject: Subject) -> Iterator[Finding]:
                 ratio = f"{found / expected:.3g} times" if abs(expected) > 1e-3 * size else "not"
                 yield Finding(
                     f"the gradient of values.{name} is {ratio} what differences of the loss give",
-                    "detach nothing, and use no torch.no_grad(). If the loss stops gradients on purpose, as CISPO and "
-                    "REINFORCE do, say so with stop_gradient=True; if it has a clip or another comparison, with "
-                    "kinks=True",
+                    f"{_DETACH_NOTHING} {_AT_AN_EDGE if subject.spec.kinks else _SAY_KINKS}",
                     on(bound),
                 )
                 return
+
+
+_DETACH_NOTHING = (
+    "detach nothing, and use no torch.no_grad(). If the loss stops gradients on purpose, as CISPO and REINFORCE do, "
+    "say so with stop_gradient=True."
+)
+_SAY_KINKS = "If it has a clip or another comparison, say kinks=True"
+_AT_AN_EDGE = (
+    "If the options of the problem put an exact tie on the edge of a clip or comparison, as a clip at a ratio of 1 "
+    "does on-policy, drop that choice, draw the field off the edge, or name the scenario in tie_scenarios="
+)
 
 
 def _at_a_tie(bound: BoundProblem) -> bool:

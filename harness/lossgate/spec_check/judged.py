@@ -94,8 +94,9 @@ def _disagreement(result: CellResult) -> Iterator[Finding]:
         )
     elif any("finite" in reason for reason in result.reasons):
         change = (
-            "bound what becomes infinite in float32, in which a probability rounds to 1 and exp overflows, such as the "
-            "logarithm of (1 - p).clamp(min=1e-5), and say kinks=True"
+            "in float32 small probabilities round to 0, those near 1 to 1, and exp overflows. Compute in logarithms, "
+            "with log_softmax, logsumexp, logaddexp and logsigmoid. Only where the loss itself is infinite, bound it, "
+            "as in (1 - p).clamp(min=1e-5), with kinks=True: a bound makes another loss, so kernels need it, too"
         )
     else:
         change = (

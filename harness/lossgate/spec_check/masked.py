@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.errors import UsageError
-from lossgate.spec_check.evaluated import evaluate, evaluated, unlike, values_of
+from lossgate.spec_check.evaluated import evaluate, evaluated, same, unlike, values_of
 from lossgate.spec_check.outcome import Finding, Subject, on
 from lossgate.spec_check.values import REMEDY
 from lossgate.specs.heads import HEADS
@@ -53,6 +53,34 @@ def masked(subject: Subject) -> Iterator[Finding]:
                 yield Finding(
                     f"NaN in field {name!r} where nothing is trained changes {what}",
                     f"select it first, too: torch.where(batch.mask, batch.{name}, 0.0)",
+                    on(bound),
+                )
+                return
+
+
+def untrained_sequences(subject: Subject) -> Iterator[Finding]:
+    """Looks for losses that change with the fields of sequences without any trained token.
+
+    Sequences that belong together count as one. Metrics may be of all sequences.
+    """
+    spec = subject.spec
+    for bound in subject.with_loss:
+        fields, own = dict(bound.batch.known), evaluated(bound)
+        away = _untrained(spec, fields)["sequence"].view(-1, spec.group_size).all(1).repeat_interleave(spec.group_size)
+        for name, field in spec.added.items():
+            if field.dims[:1] != ("sequence",) or field.dtype != "float32":
+                continue
+            other = torch.where(
+                away.view(-1, *[1] * (fields[name].dim() - 1)), -0.75 * fields[name] - 0.25, fields[name]
+            )
+            changed = {**fields, name: other}
+            found = evaluate(bound.bound_spec, values_of(bound), {**changed, **spec.counts(changed)})
+            if not same(own.loss, found.loss):
+                yield Finding(
+                    f"field {name!r} of a sequence without a trained token changes the loss",
+                    "leave such sequences out: count the trained tokens of each, as in "
+                    "x.new_zeros(batch.sequences).index_add(0, batch.sequence, batch.mask.to(x)), and select those "
+                    "with some by torch.where",
                     on(bound),
                 )
                 return

@@ -30,7 +30,18 @@ Reached = Callable[[Any, Any, Any], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class CoverageGoal:
-    """A situation that at least one problem must reach."""
+    """A situation that at least one problem must reach.
+
+    Args:
+        meaning: what it is, to be read after "no problem reached goal NAME:".
+        unreachable_if: containers of values, by option; see below.
+        heads: the heads at which it can be reached; empty for all.
+        axes: it exists only on layouts that split one of these axes; empty for all layouts.
+        dtypes: the dtypes in which it can be reached; empty for all. Near a kink, the tokens at
+            which bfloat16 decides the outcome are masked.
+        reached: ``(values, batch, options) -> `` a bool, or a tensor of bools of which one must be
+            true. None if ``covered=`` of the spec tells.
+    """
 
     meaning: str
     unreachable_if: Mapping[str, Container[Any]] = field(default_factory=dict)
@@ -42,6 +53,8 @@ class CoverageGoal:
     """The heads at which it can be reached; empty for all."""
     axes: tuple[Axis, ...] = ()
     """The goal exists only on layouts that split one of these axes; empty for all layouts."""
+    dtypes: tuple[str, ...] = ()
+    """The dtypes in which it can be reached; empty for all."""
     reached: Reached | None = None
     """How a problem reaches it; None if ``Spec.covered`` tells."""
 

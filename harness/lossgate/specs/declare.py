@@ -79,8 +79,9 @@ def spec(
 
         @lossgate.spec("focal", options=FocalOptions)
         def focal(values, batch, options):
-            p = values.logprobs.exp()
-            return torch.where(batch.mask, -((1 - p) ** options.gamma) * values.logprobs, 0.0).sum()
+            logprobs = torch.where(batch.mask, values.logprobs, -1.0)
+            losses = -((1 - logprobs.exp()) ** options.gamma) * logprobs
+            return torch.where(batch.mask, losses, 0.0).sum() / batch.valid_tokens.clamp(min=1)
 
     It is called with the ``TokenValues`` that it ``uses``, the whole batch as an object of the
     batch class, and an object of the option class; all floats are float64. It returns the loss, a
@@ -104,9 +105,9 @@ def spec(
         uses: what the loss is given of each token, of the names in ``TokenValues``.
         gathered_ids: the field ``[token, k]`` of vocabulary ids whose log-probabilities
             ``values.logprobs`` holds, if not the labels'.
-        temperature: the option that divides the logits and does nothing else. The loss gets values
-            after it.
-        softcap: the option that bounds the logits and does nothing else; likewise.
+        temperature: the option that divides the logits. The loss gets values after it, and divides
+            what else it needs, such as a teacher's logits, itself.
+        softcap: the option that bounds the logits; likewise.
         outputs: what a candidate may return beside metrics. The first is required, and carries
             gradients by default. By default the loss, and "logprobs" if the loss uses the labels'
             and every head gives them.
@@ -124,8 +125,8 @@ def spec(
             keeps them on one rank.
         goals: situations that problems must reach before a verdict counts, beside those of every
             loss.
-        covered: ``(batch of a problem, options) -> `` names of goals, for those that do not say
-            themselves how they are reached.
+        covered: ``(batch of a problem, options) -> `` the names of goals that it reaches, for goals
+            without ``reached=``. One function for several goals is shorter where they share work.
         kinks: the loss has clips or comparisons. Tokens that are too near to one of them, for the
             dtype, are masked.
         stop_gradient: the loss stops gradients on purpose, so that its gradient is not its

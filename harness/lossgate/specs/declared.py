@@ -6,6 +6,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any, get_args
 
+from lossgate.dtypes import DTYPES
 from lossgate.errors import UsageError
 from lossgate.layout import AXES
 from lossgate.specs.coverage import TOKEN_GOALS, CoverageGoal
@@ -225,7 +226,7 @@ def check_goals(
         if goal.reached is not None:
             check_function("reached", goal.reached, ("values", "batch", "options"), of_goal)
         wanted = {"unreachable_if": (goal.unreachable_if, options), "heads": (goal.heads, HEADS)}
-        for argument, (given, known) in {**wanted, "axes": (goal.axes, AXES)}.items():
+        for argument, (given, known) in {**wanted, "axes": (goal.axes, AXES), "dtypes": (goal.dtypes, DTYPES)}.items():
             fits: bool = isinstance(given, Mapping if argument == "unreachable_if" else tuple)  # pyright: ignore[reportUnnecessaryIsInstance]
             if not fits:
                 kind = "a mapping of options to values" if argument == "unreachable_if" else "a tuple of names"

@@ -25,22 +25,31 @@ class FieldContext:
 
     batch: GlobalBatch
     options: Any
+    """The options of the problem, an object of the spec's option class."""
     streams: RandomStreams
+    """Named streams of numbers: ``streams.normal("name", 3, 4)``, ``streams.uniform("name", 3)`` in
+    [0, 1), ``streams.integers("name", below, 3)``. One name always gives the same numbers."""
     scenario: Mapping[str, str]
     """The choice of each of ``Spec.scenarios``."""
     policy: Callable[[], tuple[Tensor, Tensor]]
     """Computes ``logprobs`` and ``unfiltered``, once."""
-    logits: Callable[[], Tensor]
+    untempered: Callable[[], Tensor]
     """Computes the reference's logits ``[T, vocab]``."""
     field: str = ""
     """The field that is being drawn by its own ``draw``."""
     dims: Dims = ()
     """Its dims."""
 
+    def logits(self) -> Tensor:
+        """Returns ``[T, vocab]`` float64: the logits of the policy, after the soft-cap and *before*
+        the temperature. For heads with logits.
+        """
+        return self.untempered()
+
     @property
     def logprobs(self) -> Tensor:
-        """``[T]``: the reference's log-probabilities of the labels, or what the head gives in their
-        place; without the filter where that leaves a label out.
+        """``[T]`` float64: the policy's log-probabilities of the labels, *after* the temperature,
+        or what the head gives in their place; without the filter where that leaves a label out.
         """
         return self.policy()[0]
 
@@ -48,6 +57,21 @@ class FieldContext:
     def unfiltered(self) -> Tensor:
         """``[T]``: the same without any filter."""
         return self.policy()[1]
+
+    @property
+    def labels(self) -> Tensor:
+        """``[T]`` int64."""
+        return self.batch.fields["labels"]
+
+    @property
+    def mask(self) -> Tensor:
+        """``[T]`` bool: the label is trained. Further tokens may be masked later."""
+        return self.batch.fields["mask"]
+
+    @property
+    def sequence(self) -> Tensor:
+        """``[T]`` int64: the number of each token's sequence."""
+        return self.batch.fields["sequence"]
 
     @property
     def tokens(self) -> int:

@@ -13,7 +13,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Mistake:
-    """A correct kernel makes it if it is given other options or other inputs."""
+    """What a correct kernel gets wrong if it is given other options or other inputs.
+
+    Args:
+        name: of the mistake.
+        sentence: what the kernel does, for people.
+        options: ``options -> `` those that the kernel works with.
+        inputs: ``inputs of a rank -> `` the fields of them that the kernel replaces.
+    """
 
     name: str
     sentence: str

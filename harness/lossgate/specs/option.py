@@ -21,7 +21,14 @@ SOFTCAPS = (None, 2.0, 30.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One option of a spec.
+    """One option of a spec, or a scenario: a way in which problems draw the fields.
+
+    Args:
+        name: of the option.
+        meaning: what it does, for people.
+        default: its default.
+        choices: the values that problems draw. One that stands twice is drawn twice as often.
+        interval: two numbers between which problems draw, in place of ``choices``.
 
     A kernel may support numbers that ``choices`` does not list, if one of the choices is a float.
     """

@@ -54,8 +54,10 @@ def field(
             floats are standard normal, and about two in three bools are true.
         count: ``batch -> tensor``, for what counts or sums other fields over the whole batch. It is
             computed anew whenever a token is masked.
-        unshifted: it belongs to a token itself, not to the prediction of the next one. A candidate
-            that is given whole sequences finds it at its token, and all others one entry later.
+        unshifted: it is what a model gives at the token that it reads, such as a teacher's logits
+            or values; not what belongs to a label, such as advantages and log-probabilities. It
+            matters only to candidates with ``tokens="rows"`` or ``"packed"``, who find it at that
+            token, and what belongs to a label one entry later.
 
     Raises:
         UsageError: if an argument is none of these.
@@ -121,7 +123,7 @@ def option(
     """Declares an option of a spec, as the value of a field of its option class.
 
         class FocalOptions(lossgate.Options):
-            gamma: float = lossgate.option(2.0, "the power of 1 - p", choices=(2.0, 0.0, 0.5))
+            gamma: float = lossgate.option(2.0, "the power of 1 - p", choices=(2.0, 0.0, 1.0))
 
     Args:
         default: its default.

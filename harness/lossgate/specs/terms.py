@@ -13,7 +13,12 @@ from lossgate.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """One summand of a loss: the sum of ``values``, divided by a normaliser."""
+    """One summand of a loss: the sum of ``values``, divided by a normaliser.
+
+    Args:
+        values: ``[tokens]`` or ``[sequences]``; 0 where nothing counts.
+        over: the name of the normaliser that divides the sum; None for a plain sum.
+    """
 
     values: Tensor
     """``[tokens]`` or ``[sequences]``; 0 where nothing counts. Its sum is the term before the
@@ -25,6 +30,11 @@ class Term:
 @dataclass(frozen=True, kw_only=True)
 class Terms:
     """What a reference may return in place of the loss: the terms that it is the sum of.
+
+    Args:
+        terms: a ``Term`` for each name.
+        normalisers: what divides them, by name: scalars that count the whole batch.
+        metrics: scalars, by name.
 
     Nothing reads the terms yet but their sum.
     """

@@ -28,6 +28,10 @@ _REMEDIES = {
     "vmap: It looks like you're calling .item()": (
         "references run under torch.vmap: no .item(), .tolist(), float() or int() of a tensor"
     ),
+    "must match the size of tensor": (
+        "write x[batch.sequence] to take what belongs to sequences to their tokens, and "
+        "x.new_zeros(batch.sequences).index_add(0, batch.sequence, x) for sums of sequences"
+    ),
     "must have the same scalar type": (
         "references run in float64: make tensors with values.logprobs.new_zeros(...), and turn counts with .to(...)"
     ),

@@ -175,6 +175,27 @@ def as_terms(values: Any, batch: Any, options: Any) -> Any:
     )
 
 
+class RewardBatch(WeightBatch):
+    reward: Tensor = lossgate.field("sequence", "the reward of a sequence")
+
+
+def untrained_rewarded(values: Any, batch: Any, options: Any) -> Any:
+    """A sequence without a trained token has a mean of 0, and so a ratio of 1."""
+    losses = batch.weights.where(batch.mask, 0.0) * focal_losses(values, batch, options.gamma)
+    sums = losses.new_zeros(batch.sequences).index_add(0, batch.sequence, losses)
+    return -(batch.reward * (-sums).exp()).sum() / tokens(batch)
+
+
+def clipped_at_a_tie(values: Any, batch: Any, options: Any) -> Any:
+    logprobs = torch.where(batch.mask, values.logprobs, -1.0)
+    ratios = (logprobs - batch.weights.where(batch.mask, -1.0)).exp()
+    return torch.where(batch.mask, ratios.clamp(max=1.0), 0.0).sum() / tokens(batch)
+
+
+class OnPolicy(lossgate.Batch):
+    weights: Tensor = lossgate.field("token", "the same policy", draw=lambda c: c.logprobs)
+
+
 class MeanCount(WeightBatch):
     mean_length: Tensor = lossgate.field(
         "", "tokens of a sequence", dtype="float32", count=lambda batch: batch.mask.double().mean() + 1
@@ -281,6 +302,16 @@ WRONG = {
     "product with the mask": Wrong(multiplied_by_the_mask, "masked", "NaN in values", "select first, then compute"),
     "selected last": Wrong(selected_last, "masked", "the gradient of values.logprobs", "select first, then compute"),
     "field not selected": Wrong(weights_not_selected, "masked", "NaN in field 'weights'", "batch.weights, 0.0"),
+    "untrained sequences count": Wrong(
+        untrained_rewarded, "untrained", "field 'reward' of a sequence without", "leave such", {"batch": RewardBatch}
+    ),
+    "a tie on an edge": Wrong(
+        clipped_at_a_tie,
+        "gradient",
+        "what differences of the loss give",
+        "drop that choice, draw the field off the edge, or name the scenario in tie_scenarios=",
+        {"batch": OnPolicy, "kinks": True, "options": lossgate.Options, "heads": ("logprobs",)},
+    ),
     "a gradient cut": Wrong(gradient_cut, "gradient", "what differences of the loss give", "stop_gradient=True"),
     "clamp not declared": Wrong(clamped, "comparisons", "clamps or compares", "say kinks=True"),
     "field not used": Wrong(without_the_weights, "used", "field 'weights' changes nothing", "drop it from the batch"),
