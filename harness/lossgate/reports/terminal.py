@@ -91,7 +91,7 @@ def describe_cell(result: CellResult, replay: str | None) -> list[str]:
 
 
 def _line(cell: ShownCell) -> str:
-    seen = f", detects {percent(cell.mde)}" if cell.verdict != "DISAGREE" else ""  # it has detected an error
+    seen = f", detects {percent(cell.mde)}" if cell.verdict.word != "DISAGREE" else ""  # it has detected an error
     return (
         f"{marked(cell)}  {escape(cell.candidate)}  {cell.dtype}  {cell.layout}:  "
         f"{counted(cell.problems, 'problem')}, {counted(cell.comparisons, 'comparison')}, "
