@@ -32,6 +32,10 @@ class DivergenceOptions(Options):
             raise ValueError(f"beta is {self.beta}; expected a weight above 0 and below 1")
 
 
+_FLAT = 0.125
+"""Not 0: equal log-probabilities all round alike, and no error of a kernel averages out."""
+
+
 def _draw_teacher(context: FieldContext) -> Tensor:
     """Draws teachers that nearly or exactly agree with the student, and others that are unrelated
     to it.
@@ -39,7 +43,7 @@ def _draw_teacher(context: FieldContext) -> Tensor:
     scenario = context.scenario["teacher"]
     if scenario in ("near", "equal"):
         return context.logits() + context.normal(0.5 if scenario == "near" else 0.0)
-    return context.normal({"other": 1.0, "sure": 8.0, "flat": 0.0}[scenario])
+    return context.normal({"other": 1.0, "sure": 8.0, "flat": _FLAT}[scenario])
 
 
 class DivergenceBatch(Batch):

@@ -409,6 +409,18 @@ def test_a_row_of_log_softmax_has_one_error_of_its_normaliser() -> None:
     assert float(errors.std(2).max()) < 8 * UNIT
 
 
+def test_the_normaliser_of_a_coarse_log_softmax_is_coarse() -> None:
+    """Torch's own, of bfloat16 on a CPU, gives 0 here: it rounds max + log(sum) to bfloat16."""
+    x = torch.tensor([[1.1328125, 8.8125]], dtype=torch.float64)
+    exact, real = x.log_softmax(1)[0, 1], x.bfloat16().log_softmax(1)[0, 1]
+    assert float(real) == 0
+    found: list[float] = []
+    for seed in range(20):
+        with RoundEveryOperation(Noise(seed), FLOAT_FORMATS["bfloat16"]):
+            found.append(float(x.log_softmax(1)[0, 1] - exact))
+    assert max(found) > float(real - exact)
+
+
 def test_results_are_rounded_to_the_format_that_is_asked_for() -> None:
     x, bfloat16 = numbers(), FLOAT_FORMATS["bfloat16"]
     with RoundEveryOperation(Noise(0), bfloat16):
