@@ -14,7 +14,7 @@ import lossgate
 from lossgate import Problem
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.choices import RecordChoices
-from lossgate.cases.kinks import near_kinks, outcomes, tokens_of
+from lossgate.cases.kinks import near_kinks, tokens_of
 from lossgate.losses import SPECS
 from lossgate.problems.batch import GlobalBatch
 
@@ -44,11 +44,10 @@ def test_a_kink_is_found_where_a_probe_crosses_it() -> None:
     batch, spec = bound.batch, bound.bound_spec
     values = spec.token_values("logprobs", batch.leaves, batch.fields)
     still = torch.zeros_like(values.logprobs)
-    shapes = [outcome.shape for outcome in outcomes(batch, spec, values)]
-    assert not near_kinks(batch, spec, values, {"logprobs": (still + 1e-9)[None]}, shapes).any()
+    assert not near_kinks(batch, spec, values, {"logprobs": (still + 1e-9)[None]}).any()
     moved = torch.zeros_like(values.logprobs)
     moved[3] = 10.0  # far beyond the clip, from wherever it was
-    tokens = near_kinks(batch, spec, values, {"logprobs": torch.stack([still, moved])}, shapes)
+    tokens = near_kinks(batch, spec, values, {"logprobs": torch.stack([still, moved])})
     assert tokens.nonzero().flatten().tolist() == [3]
 
 

@@ -6,7 +6,7 @@ clamps, ``relu`` and its kin, absolute values, minima and maxima, ``topk``. Exac
 ratio of exactly 1 in on-policy training, are no kink: both sides give the same value there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from math import sqrt
 
@@ -51,13 +51,12 @@ def mask_near_kinks(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> G
         return batch
     streams, gap = RandomStreams(problem.to_json()), _SIGMAS * _rounding_error(batch, problem, bound)
     values = bound.token_values(problem.head, batch.leaves, batch.fields)
-    shapes = [outcome.shape for outcome in outcomes(batch, bound, values)]
     for round_ in range(_ROUNDS):
         moves = {
             name: gap * _signs(streams, round_, name, value.shape, batch)
             for name, value in values.differentiable.items()
         }
-        near = near_kinks(batch, bound, values, moves, shapes)
+        near = near_kinks(batch, bound, values, moves)
         if not bool((near & batch.fields["mask"]).any()):
             break
         masked = replace(batch, fields={**batch.fields, "mask": batch.fields["mask"] & ~near})
@@ -105,7 +104,6 @@ def near_kinks(
     bound: BoundSpec,
     values: TokenValues,
     moves: Mapping[str, Tensor],
-    shapes: Sequence[torch.Size],
 ) -> Tensor:
     """Returns ``[tokens]`` bool: those with a choice that some move decides otherwise.
 
@@ -114,26 +112,21 @@ def near_kinks(
         bound: the spec with its options.
         values: of the batch.
         moves: of the values, by name, ``[moves, tokens, ...]``.
-        shapes: of the outcomes of one run. Masks do not change them.
     """
     near = torch.zeros(batch.partition.tokens, dtype=torch.bool)
     still = {name: torch.cat([torch.zeros_like(move[:1]), move]) for name, move in moves.items()}
-    for outcome in _moved_outcomes(batch, bound, values, still, shapes):
+    for outcome in _moved_outcomes(batch, bound, values, still):
         near |= tokens_of(((outcome != outcome[0]) & (outcome[0] != 0)).any(0), batch)
     return near
 
 
 def _moved_outcomes(
-    batch: GlobalBatch,
-    bound: BoundSpec,
-    values: TokenValues,
-    moves: Mapping[str, Tensor],
-    shapes: Sequence[torch.Size],
+    batch: GlobalBatch, bound: BoundSpec, values: TokenValues, moves: Mapping[str, Tensor]
 ) -> list[Tensor]:
     """Returns the outcomes ``[moves, ...]`` of the choices that moves can change.
 
-    All moves are run at once. Torch may then run other operations, and the outcomes are no longer
-    those of one run, some with one dim more: in that case the moves are run one by one.
+    All moves are run at once. Torch may then run an operation move by move, and its outcomes are no
+    longer those of one run with one dim more: in that case all of them are.
     """
 
     def moved(by: dict[str, Tensor]) -> Tensor:
@@ -143,6 +136,11 @@ def _moved_outcomes(
     count = len(next(iter(moves.values())))
     with torch.no_grad(), RecordChoices() as record:
         torch.vmap(moved)(dict(moves))
+    mapped = [outcome for outcome in record.outcomes if outcome.shape[:1] == (count,)]
+    others = [outcome for outcome in record.outcomes if outcome.shape[:1] != (count,)]
+    if len(others) < count and not any(count in other.shape for other in others) and not _has_dim(count, batch, values):
+        return mapped  # nothing was run move by move, and every first dim is that of the moves
+    shapes = [outcome.shape for outcome in outcomes(batch, bound, values)]
     found = list(zip(record.outcomes, shapes, strict=False))
     if len(record.outcomes) == len(shapes) and all(one.shape in ((count, *own), own) for one, own in found):
         return [one for one, own in found if one.dim() > len(own)]
@@ -152,6 +150,13 @@ def _moved_outcomes(
             moved({name: move[i] for name, move in moves.items()})
         runs.append(record.outcomes)
     return [torch.stack(of_runs) for of_runs in zip(*runs, strict=True)]
+
+
+def _has_dim(size: int, batch: GlobalBatch, values: TokenValues) -> bool:
+    """Returns whether anything has so many entries that it looks as if it was run for each move."""
+    sizes = {len(batch.partition.lengths), len(batch.partition.lengths) // batch.partition.group_size}
+    tensors = (*batch.fields.values(), *values.given.values())
+    return size in sizes or any(size in tensor.shape for tensor in tensors)
 
 
 def tokens_of(changed: Tensor, batch: GlobalBatch) -> Tensor:

@@ -121,10 +121,10 @@ class RoundEveryOperation(DispatchMode):
     def _normaliser_error(self, name: str, args: Sequence[Any], result: Tensor) -> Tensor:
         """Returns the error of the logarithm of a sum of exponentials, however small the result is.
 
-        It holds the rounding of the exponentials and of the logarithm itself, in float32, and is the
-        same for a whole row. A kernel that goes over the vocabulary in parts keeps the logsumexp,
-        and subtracts it from the logits. So its own rounding, to the format of results, is in every
-        log-probability. Torch's ``log_softmax`` of bfloat16 on a CPU is such a kernel.
+        It holds the rounding of the exponentials and of the logarithm itself, in float32, and is
+        the same for a whole row. A kernel that goes over the vocabulary in parts keeps the
+        logsumexp, and subtracts it from the logits. So its own rounding, to the format of results,
+        is in every log-probability. Torch's ``log_softmax`` of bfloat16 on a CPU is such a kernel.
         """
         if name != "_log_softmax":
             return 1.5 * FLOAT32.unit * self.noise.uniform(result.shape)

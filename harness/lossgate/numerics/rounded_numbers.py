@@ -2,6 +2,7 @@
 """Rounds the numbers that code writes, such as a weight of 0.1, as a kernel holds them."""
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from math import copysign, frexp, isfinite, sqrt
 from typing import Any
 
@@ -52,12 +53,12 @@ class RoundNumbers(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
-        if (name.endswith("_") and not name.startswith("_")) or "out" in kwargs:
+        name, kwargs = _takes_numbers(func), dict(kwargs or {})
+        if not name or "out" in kwargs or not any(map(_is_rounded, (*args, *kwargs.values()))):
             return func(*args, **kwargs)
         if "input" in kwargs:
             args = (kwargs.pop("input"), *args)
-        if name.strip("_") in _NAMES and _in_float64(args, kwargs):
+        if name in _NAMES and _in_float64(args, kwargs):
             held = {key: value if key == "alpha" else self._held(value) for key, value in kwargs.items()}
             return func(*map(self._held, args), **held)
         if name in _BETWEEN and _in_float64(args, kwargs):
@@ -84,6 +85,18 @@ class RoundNumbers(TorchFunctionMode):
         with self._rounding.paused():
             error = self._errors[self._seen.setdefault(abs(number), len(self._seen)) % len(self._errors)]
             return number + copysign(spacing, number) * error
+
+
+@cache
+def _takes_numbers(func: Callable[..., Any]) -> str:
+    """Returns the name of a function whose numbers are rounded; empty for all others, and for what
+    works in place.
+    """
+    name = getattr(func, "__name__", "")
+    if name.endswith("_") and not name.startswith("_"):
+        return ""
+    plain = name.strip("_")
+    return plain if plain in (*_NAMES, *_BETWEEN, *_FILLED, "masked_fill") else ""
 
 
 def _is_rounded(number: Any) -> bool:

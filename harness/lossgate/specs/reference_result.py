@@ -43,17 +43,19 @@ def checked_mapping(metrics: Any, who: str) -> dict[str, Tensor]:
     return dict(metrics)
 
 
-def check_scalars(scalars: Mapping[str, Any], dtype: torch.dtype, who: str) -> None:
-    """Checks that scalars are, and in the dtype of the values per token."""
-    for name, scalar in scalars.items():
+def check_scalars(loss: Any, metrics: Mapping[str, Any], dtype: torch.dtype, who: str) -> None:
+    """Checks that loss and metrics are scalars, and in the dtype of the values per token."""
+    for name, scalar in (("", loss), *metrics.items()):
+        if isinstance(scalar, Tensor) and not scalar.dim() and scalar.dtype == dtype:
+            continue
+        what = f"metric {name!r}" if name else "loss"
         if not isinstance(scalar, Tensor) or scalar.dim():
-            raise UsageError(f"{who} returned {name} as {_shown(scalar)}; expected a scalar tensor: add up entries")
-        if scalar.dtype != dtype:
-            got, own = (str(one).removeprefix("torch.") for one in (scalar.dtype, dtype))
-            raise UsageError(
-                f"{who} returned {name} in {got}, and computes in {own}; in torch a count divided by a count is "
-                "float32: write count.to(values.logprobs) / total, or whatever else it is computed from"
-            )
+            raise UsageError(f"{who} returned {what} as {_shown(scalar)}; expected a scalar tensor: add up entries")
+        got, own = (str(one).removeprefix("torch.") for one in (scalar.dtype, dtype))
+        raise UsageError(
+            f"{who} returned {what} in {got}, and computes in {own}; in torch a count divided by a count is "
+            "float32: write count.to(values.logprobs) / total, or whatever else it is computed from"
+        )
 
 
 def check_metrics(

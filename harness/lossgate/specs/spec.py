@@ -256,9 +256,10 @@ class Spec:
                 raise UsageError(f"problem: spec {self.name!r} has no option {name!r}; {nearest(name, known)}")
             if not known[name].allows(value):
                 raise UsageError(f"problem: option {name} is {value!r}; spec {self.name!r} allows {known[name].domain}")
-        if why := self.conflict(values):
+        options, why = self._made(values)
+        if why:
             raise UsageError(f"problem: {why}")
-        return BoundSpec(spec=self, values=values, options=self.options_type(**values))
+        return BoundSpec(spec=self, values=values, options=options)
 
     def bind_options(self, options: Any) -> "BoundSpec":
         """Returns the spec with an object of ``options_type``."""
@@ -272,12 +273,15 @@ class Spec:
         Raises:
             UsageError: if the option class raises something else than ``ValueError``.
         """
+        return self._made(values)[1]
+
+    def _made(self, values: Mapping[str, Any]) -> tuple[Any, str]:
+        """Returns an object of ``options_type``, or why it is not valid."""
         with told_as(f"spec {self.name!r}: {self.options_type.__name__}, which refuses options by ValueError alone,"):
             try:
-                self.options_type(**values)
+                return self.options_type(**values), ""
             except ValueError as error:
-                return str(error) or "they are not valid"
-        return ""
+                return None, str(error) or "they are not valid"
 
     def with_choice(self, values: Mapping[str, Any], name: str, value: Any) -> dict[str, Any] | None:
         """Returns these options with another value of ``name``.
@@ -366,7 +370,7 @@ class BoundSpec:
             metrics |= checked_mapping(extra, who_else)
         check_metrics(metrics, self.spec.metrics, [] if self.returned is None else self.returned, who)
         dtype = next(iter(values.given.values())).dtype
-        check_scalars({"loss": loss, **{f"metric {name!r}": metric for name, metric in metrics.items()}}, dtype, who)
+        check_scalars(loss, metrics, dtype, who)
         return loss, metrics
 
     def _wants_more_than(self, metrics: Collection[str]) -> bool:
