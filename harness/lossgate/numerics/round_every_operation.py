@@ -57,7 +57,7 @@ class RoundEveryOperation(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if self._paused:
+        if self._paused or is_view(func):
             return func(*args, **kwargs)
         name = name_of(func, args, kwargs)
         if name in SPELLED_OUT and not writes(func):
@@ -68,10 +68,13 @@ class RoundEveryOperation(DispatchMode):
             args = (args[0].copy_(tied) if writes(func) and "out" not in kwargs else tied, *args[1:])
         read = tree_map_only(Tensor, Tensor.clone, args) if writes(func) and name in _SUMMED else args
         result = func(*args, **kwargs)
-        if is_view(func) or not rounds(func, args, kwargs):
+        if not rounds(func, args, kwargs):
             return result
         error = self._error(name, func, read, kwargs, result)
-        rounded = tree_map_only(Tensor, partial(self._rounded, error=error), result)
+        if isinstance(result, Tensor):
+            rounded = self._rounded(result, error)
+        else:
+            rounded = tree_map_only(Tensor, partial(self._rounded, error=None), result)
         if writes(func):  # the result is an argument
             tree_map(_write, result, rounded)
             return result

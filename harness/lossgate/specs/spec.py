@@ -277,11 +277,15 @@ class Spec:
 
     def _made(self, values: Mapping[str, Any]) -> tuple[Any, str]:
         """Returns an object of ``options_type``, or why it is not valid."""
-        with told_as(f"spec {self.name!r}: {self.options_type.__name__}, which refuses options by ValueError alone,"):
-            try:
-                return self.options_type(**values), ""
-            except ValueError as error:
-                return None, str(error) or "they are not valid"
+        try:
+            return self.options_type(**values), ""
+        except ValueError as error:
+            return None, str(error) or "they are not valid"
+        except Exception:
+            with told_as(
+                f"spec {self.name!r}: {self.options_type.__name__}, which refuses options by ValueError alone,"
+            ):
+                raise
 
     def with_choice(self, values: Mapping[str, Any], name: str, value: Any) -> dict[str, Any] | None:
         """Returns these options with another value of ``name``.
