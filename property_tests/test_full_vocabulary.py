@@ -6,11 +6,14 @@ agree, dense, chunked and parallel over the vocabulary; those with one line wron
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from lossgate import Layout, Problem
+from lossgate import ANY, Layout, Precision, Problem, candidate
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.bank.full_vocabulary import LOSSES, WRONG, Style, make
 from lossgate.cases.bound_problem import BoundProblem
@@ -46,6 +49,23 @@ def test_one_wrong_line_is_found(spec: str, what: str, head: str, dtype: str) ->
     wrong = make(spec, head, "dense", WRONG[spec][what])
     result = run_cell(Cell(wrong, Layout(), dtype), Settings(examples=20, rounds=12, shrink_calls=1))
     assert result.verdict is Verdict.DISAGREE
+
+
+def capped_in_bfloat16(inputs: Any, options: Any, mesh: Any) -> Tensor:
+    """As Hugging Face's Gemma 2: the cap in bfloat16, then the softmax in float32."""
+    logits = inputs.logits
+    if options.softcap is not None:
+        logits = (logits / options.softcap).tanh() * options.softcap
+    labels = inputs.labels.masked_fill(~inputs.mask, -100)
+    return F.cross_entropy(logits.float(), labels, reduction="sum") / inputs.valid_tokens.clamp(min=1)
+
+
+def test_a_cap_in_bfloat16_before_a_softmax_in_float32_is_one_of_spec_nll() -> None:
+    low = Precision(logits="bfloat16", dlogits="bfloat16")
+    supports = {"softcap": ANY}
+    declare = candidate("nll", head="logits", dtypes=("bfloat16",), precision=low, supports=supports)
+    result = run_cell(Cell(declare(capped_in_bfloat16), Layout(), "bfloat16"), SETTINGS)
+    assert result.verdict is Verdict.AGREE, result.reasons
 
 
 def test_the_general_way_is_as_sharp_as_the_fast_one() -> None:

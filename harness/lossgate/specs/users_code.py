@@ -4,6 +4,7 @@
 import inspect
 import traceback
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,17 @@ _REMEDIES = {
 """What to do, by a part of torch's message."""
 
 
-class told_as:  # noqa: N801: it reads as a function, and a generator takes three times as long
+def told_as(what: str) -> AbstractContextManager[None]:
     """Raises what goes wrong as a ``UsageError`` that says whose code it is, and where.
 
     Args:
         what: the code that is run, such as "spec 'focal': its reference".
     """
+    return _ToldAs(what)
+
+
+class _ToldAs(AbstractContextManager[None]):
+    """A generator would take three times as long, and every call of a reference is told."""
 
     def __init__(self, what: str) -> None:
         self._what = what
