@@ -16,6 +16,7 @@ from torch import Tensor
 
 import lossgate
 from lossgate import Problem, Spec, UsageError, field, option
+from lossgate.adequacy.option_mutants import option_mutants
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.drawn_problem import DrawnProblem
@@ -193,6 +194,36 @@ def drawn_fields(**changes: Any) -> tuple[BoundProblem, Any]:
     size = {"lengths": (400,) * 5, "masks": ("all",) * 5, "layout": Layout(), "pad_to_multiple": 1}
     bound = BoundProblem(mine(batch=Drawn, scenarios=(kind,)), replace(PROBLEM, **{**size, **changes}))
     return bound, bound.spec.batch(bound.batch.known)
+
+
+class OfTokens(lossgate.Batch):
+    policy_logits: Tensor = field("token vocab", "before the temperature", draw=lambda c: c.logits())
+    policy: Tensor = field("token", "after the temperature", draw=lambda c: c.logprobs)
+    ids: Tensor = field("token", "labels", dtype="int64", draw=lambda c: c.labels)
+    trains: Tensor = field("token", "mask", dtype="bool", draw=lambda c: c.mask)
+    numbers: Tensor = field("token", "sequences", dtype="int64", draw=lambda c: c.sequence)
+
+
+def test_what_a_drawing_function_knows_of_tokens() -> None:
+    bound = BoundProblem(mine(batch=OfTokens), replace(PROBLEM, layout=Layout(), pad_to_multiple=1))
+    batch, heat = bound.spec.batch(bound.batch.known), bound.bound_spec.options.heat
+    assert heat != 1
+    of_labels = (batch.policy_logits / heat).log_softmax(-1).gather(1, batch.labels[:, None]).squeeze(1)
+    torch.testing.assert_close(of_labels, batch.policy)
+    for drawn, own in ((batch.ids, batch.labels), (batch.trains, batch.mask), (batch.numbers, batch.sequence)):
+        assert torch.equal(drawn, own)
+
+
+class ManyNumbers(lossgate.Options):
+    size: float = option(1.0, "a number", choices=(1.0, 0.0, 0.5, 2.0))
+    mode: str = option("a", "a word", choices=("a", "b"))
+
+
+def test_numbers_are_one_choice_and_the_default_and_0_and_words_are_their_own() -> None:
+    made = lossgate.spec("mine", options=ManyNumbers)(nll)
+    told = {(one.option, one.choice, one.other) for one in option_mutants(dense_candidate(made, "logits")).values()}
+    assert len({choice for name, choice, _ in told if name == "size"}) == 3
+    assert len({choice for name, choice, _ in told if name == "mode"}) == 2
 
 
 def test_how_fields_are_drawn() -> None:

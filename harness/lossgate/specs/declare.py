@@ -100,8 +100,8 @@ def spec(
         option_groups: options that are valid only together. They are drawn from the combinations
             that the option class accepts; it refuses others with ``ValueError``.
         heads: where a kernel may start, of "hidden", "logits", "logprobs", "values" and "rewards".
-            By default "hidden" and "logits", and "logprobs" if the loss uses nothing else of the
-            labels' tokens.
+            By default "hidden" and "logits", and "logprobs" if the loss uses the log-probabilities
+            of the labels alone.
         uses: what the loss is given of each token, of the names in ``TokenValues``.
         gathered_ids: the field ``[token, k]`` of vocabulary ids whose log-probabilities
             ``values.logprobs`` holds, if not the labels'.
