@@ -134,7 +134,7 @@ def test_sources_are_known_by_their_absolute_path(tmp_path: Path, monkeypatch: p
 def test_specs_of_one_name_do_not_share_problems() -> None:
     """Else a mutant that is equivalent for one loss would not be asked for in the other."""
     real = dense_candidate(SPECS["nll"], "logprobs")
-    flat_spec = replace(SPECS["nll"], reference=lambda values, batch, options: 0 * values.logprobs.sum())
+    flat_spec = replace(SPECS["nll"], function=lambda values, batch, options: 0 * values.logprobs.sum())
     name = next(name for name, mutant in option_mutants(real).items() if mutant.option == "reduction")
     flat = deck_of(replace(real, spec=flat_spec), "float32", 1)
     assert name in flat.equivalent
