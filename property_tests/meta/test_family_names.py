@@ -18,7 +18,6 @@ HARNESS = Path(__file__).parents[2] / "harness/lossgate"
 KNOWING = {"losses", "bank"}
 
 SHARED = {
-    "beta": "an argument of torch's addmm; dpo and divergence have options of that name",
     "real_tokens": "the positions of a partition's tokens that are no padding; nll counts them under the same name",
     "reduction": "how a metric's parts are reduced over ranks; nll has an option of that name",
     "returns": "what an operation of torch returns, in its schema; value has a field of that name",

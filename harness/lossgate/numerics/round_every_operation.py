@@ -162,7 +162,8 @@ class RoundEveryOperation(DispatchMode):
 def _on(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], position: int, count: int) -> Callable[..., Tensor]:
     """Returns an operation that adds up, as a function of its terms alone. It adds them to 0."""
     before = (torch.zeros_like(args[0]), *args[1:position]) if position else ()
-    rest = {key: value for key, value in kwargs.items() if key not in ("alpha", "beta", "out")}
+    factors = {key for key, value in kwargs.items() if type(value) in (int, float)}  # alpha, beta
+    rest = {key: value for key, value in kwargs.items() if key not in (*factors, "out")}
 
     def sums(*terms: Tensor) -> Tensor:
         into = {"out": torch.empty_like(kwargs["out"])} if "out" in kwargs else {}
