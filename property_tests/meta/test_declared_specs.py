@@ -482,10 +482,19 @@ class Refusing(lossgate.Options):
         assert self.gamma < 2
 
 
+class Exiting(lossgate.Options):
+    gamma: float = option(1.0, "a power", choices=(1.0, 2.0))
+
+    def __post_init__(self) -> None:
+        sys.exit(0)
+
+
 def test_options_are_refused_by_value_error_alone() -> None:
     made = lossgate.spec("mine", options=Refusing)(nll)
     with pytest.raises(UsageError, match=r"Refusing, which refuses options by ValueError alone, raised AssertionError"):
         made.conflict({"gamma": 2.0})
+    with pytest.raises(UsageError, match=r"Exiting, which refuses options by ValueError alone, raised SystemExit: 0"):
+        lossgate.spec("mine", options=Exiting)(nll).bind({"gamma": 2.0})
 
 
 def test_outputs_and_heads_are_what_the_loss_can_give() -> None:

@@ -180,6 +180,23 @@ def test_probabilities_of_logits_stay_clear_of_a_kink() -> None:
     assert bool((distance[bound.batch.fields["mask"]] >= gap).all())
 
 
+class Grid(lossgate.Batch):
+    grid: Tensor = lossgate.field("token vocab", "numbers that no move changes")
+
+
+def gridded(values: Any, batch: Any, options: Any) -> Tensor:
+    own = torch.where(batch.mask, values.logprobs, 0.0)[:, None]
+    return torch.where(batch.grid > 0, own, 2 * own).sum()
+
+
+def test_what_has_as_many_entries_as_there_are_moves_is_not_taken_for_moves() -> None:
+    spec = lossgate.spec("gridded", batch=Grid, kinks=True)(gridded)
+    problem = Problem(
+        spec="gridded", head="logits", dtype="bfloat16", lengths=(7,), masks=("all",), hidden=1, vocab=7, seed=3
+    )
+    assert int(BoundProblem(spec, problem).batch.fields["mask"].sum()) == 6
+
+
 def bounded(values: Any, batch: Any, options: Any) -> Tensor:
     """A loss that clamps in place, which torch does not map over moves: it clamps move by move."""
     return torch.where(batch.mask, (values.logprobs * 1.0).clamp_(min=-1.0), 0.0).sum()

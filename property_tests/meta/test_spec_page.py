@@ -214,6 +214,16 @@ def test_what_a_drawing_function_knows_of_tokens() -> None:
         assert torch.equal(drawn, own)
 
 
+def test_references_get_the_ids_of_the_whole_batch_on_ranks_too() -> None:
+    def reference(values: Any, batch: Any, options: Any) -> Tensor:
+        weights = 1.0 + batch.input_ids.remainder(3).to(values.logprobs)
+        return (weights * torch.where(batch.mask, -values.logprobs, 0.0)).sum()
+
+    dense = dense_candidate(lossgate.spec("mine", heads=("logprobs",))(reference), "logprobs")
+    result = run_cell(Cell(dense, Layout.parse("cp=2"), "float32"), Settings(examples=4, rounds=4))
+    assert result.verdict is Verdict.AGREE, result.reasons
+
+
 class ManyNumbers(lossgate.Options):
     size: float = option(1.0, "a number", choices=(1.0, 0.0, 0.5, 2.0))
     mode: str = option("a", "a word", choices=("a", "b"))
@@ -221,9 +231,9 @@ class ManyNumbers(lossgate.Options):
 
 def test_numbers_are_one_choice_and_the_default_and_0_and_words_are_their_own() -> None:
     made = lossgate.spec("mine", options=ManyNumbers)(nll)
-    told = {(one.option, one.choice, one.other) for one in option_mutants(dense_candidate(made, "logits")).values()}
-    assert len({choice for name, choice, _ in told if name == "size"}) == 3
-    assert len({choice for name, choice, _ in told if name == "mode"}) == 2
+    mutants = option_mutants(dense_candidate(made, "logits")).values()
+    assert len({mutant.choice for mutant in mutants if mutant.option == "size"}) == 3
+    assert len({mutant.choice for mutant in mutants if mutant.option == "mode"}) == 2
 
 
 def test_how_fields_are_drawn() -> None:

@@ -66,11 +66,10 @@ class RoundEveryOperation(DispatchMode):
         if name in _COMPARISONS and isinstance(args[1], Tensor) and args[0].dtype is torch.float64:
             tied = self._with_ties(*args[:2])
             args = (args[0].copy_(tied) if writes(func) and "out" not in kwargs else tied, *args[1:])
-        read = tree_map_only(Tensor, Tensor.clone, args) if writes(func) and name in _SUMMED else args
         result = func(*args, **kwargs)
         if not rounds(func, args, kwargs):
             return result
-        error = self._error(name, func, read, kwargs, result)
+        error = self._error(name, func, args, kwargs, result)
         if isinstance(result, Tensor):
             rounded = self._rounded(result, error)
         else:

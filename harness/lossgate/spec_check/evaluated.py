@@ -97,3 +97,12 @@ def same(one: Tensor, other: Tensor) -> bool:
         return False
     scale = float(torch.nan_to_num(one.double()).abs().max()) if one.numel() else 0.0
     return torch.allclose(one.double(), other.double(), rtol=1e-9, atol=1e-9 * scale + 1e-12, equal_nan=True)
+
+
+def another(tensor: Tensor) -> Tensor:
+    """Returns another tensor of the same shape and kind."""
+    if tensor.dtype is torch.bool:
+        return ~tensor
+    if tensor.is_floating_point():
+        return torch.where(tensor.isfinite(), -0.75 * tensor - 0.25, tensor)
+    return tensor.flip(0) if tensor.dim() else 2 * tensor + 1

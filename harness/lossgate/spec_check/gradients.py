@@ -9,7 +9,7 @@ from torch import Tensor
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.kinks import has_comparisons
 from lossgate.problems.random_streams import RandomStreams
-from lossgate.spec_check.evaluated import evaluate, evaluated, unlike, values_of
+from lossgate.spec_check.evaluated import another, evaluate, evaluated, unlike, values_of
 from lossgate.spec_check.outcome import Finding, Subject, on
 from lossgate.specs.token_values import TokenValues
 
@@ -121,19 +121,10 @@ def _matters(bound: BoundProblem, name: str) -> bool:
     tensor = values.given.get(name, fields.get(name))
     if tensor is None:
         return False
-    other = _other(tensor)
+    other = another(tensor)
     if name in values.given:
         return unlike(own, evaluate(bound.bound_spec, values.replace(**{name: other}), fields)) != ""
     changed = {**fields, name: other}
     if bound.spec.added[name].count is None:
         changed |= bound.spec.counts(changed)
     return unlike(own, evaluate(bound.bound_spec, values, changed)) != ""
-
-
-def _other(tensor: Tensor) -> Tensor:
-    """Returns another tensor of the same shape and kind."""
-    if tensor.dtype is torch.bool:
-        return ~tensor
-    if tensor.is_floating_point():
-        return torch.where(tensor.isfinite(), -0.75 * tensor - 0.25, tensor)
-    return tensor.flip(0) if tensor.dim() else 2 * tensor + 1

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.errors import UsageError
-from lossgate.spec_check.evaluated import evaluate, evaluated, same, unlike, values_of
+from lossgate.spec_check.evaluated import another, evaluate, evaluated, same, unlike, values_of
 from lossgate.spec_check.outcome import Finding, Subject, on
 from lossgate.spec_check.values import REMEDY
 from lossgate.specs.heads import HEADS
@@ -26,8 +26,9 @@ def _untrained(spec: Spec, fields: Mapping[str, Any]) -> dict[str, Tensor]:
     return {"token": ~trained, "sequence": none.index_add(0, sequence, trained.float()) == 0}
 
 
-def _poisoned(tensor: Tensor, away: Tensor) -> Tensor:
-    return torch.where(away.view(-1, *[1] * (tensor.dim() - 1)), torch.nan, tensor)
+def _replaced(tensor: Tensor, away: Tensor, by: Tensor | float = torch.nan) -> Tensor:
+    """Returns a tensor with other entries where ``away`` is true, along its first dim."""
+    return torch.where(away.view(-1, *[1] * (tensor.dim() - 1)), by, tensor)
 
 
 def masked(subject: Subject) -> Iterator[Finding]:
@@ -36,7 +37,7 @@ def masked(subject: Subject) -> Iterator[Finding]:
         values, fields = values_of(bound), dict(bound.batch.known)
         untrained = _untrained(subject.spec, fields)
         of_values = untrained[HEADS[bound.problem.head].gives]
-        poisoned = {name: _poisoned(value, of_values) for name, value in values.differentiable.items()}
+        poisoned = {name: _replaced(value, of_values) for name, value in values.differentiable.items()}
         if (what := _change(bound, values.replace(**poisoned), fields)) != "":
             yield Finding(
                 f"NaN in values where nothing is trained changes {what}",
@@ -48,7 +49,7 @@ def masked(subject: Subject) -> Iterator[Finding]:
         for name, field in subject.spec.added.items():
             if field.dims[:1] != (subject.spec.trained_dim,) or field.dtype != "float32" or field.unshifted:
                 continue
-            poison = {name: _poisoned(fields[name], untrained[subject.spec.trained_dim])}
+            poison = {name: _replaced(fields[name], untrained[subject.spec.trained_dim])}
             if (what := _change(bound, values, {**fields, **poison})) != "":
                 yield Finding(
                     f"NaN in field {name!r} where nothing is trained changes {what}",
@@ -70,10 +71,7 @@ def untrained_sequences(subject: Subject) -> Iterator[Finding]:
         for name, field in spec.added.items():
             if field.dims[:1] != ("sequence",) or field.dtype != "float32":
                 continue
-            other = torch.where(
-                away.view(-1, *[1] * (fields[name].dim() - 1)), -0.75 * fields[name] - 0.25, fields[name]
-            )
-            changed = {**fields, name: other}
+            changed = {**fields, name: _replaced(fields[name], away, another(fields[name]))}
             found = evaluate(bound.bound_spec, values_of(bound), {**changed, **spec.counts(changed)})
             if not same(own.loss, found.loss):
                 yield Finding(

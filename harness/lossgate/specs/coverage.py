@@ -34,7 +34,8 @@ class CoverageGoal:
 
     Args:
         meaning: what it is, to be read after "no problem reached goal NAME:".
-        unreachable_if: containers of values, by option; see below.
+        unreachable_if: containers of values, by option. A candidate that supports only values in
+            one of these containers cannot reach the goal.
         heads: the heads at which it can be reached; empty for all.
         axes: it exists only on layouts that split one of these axes; empty for all layouts.
         dtypes: the dtypes in which it can be reached; empty for all. Near a kink, the tokens at
@@ -45,18 +46,10 @@ class CoverageGoal:
 
     meaning: str
     unreachable_if: Mapping[str, Container[Any]] = field(default_factory=dict)
-    """Containers of values, by option.
-
-    A candidate that supports only values in one of these containers cannot reach the goal.
-    """
     heads: tuple[str, ...] = ()
-    """The heads at which it can be reached; empty for all."""
     axes: tuple[Axis, ...] = ()
-    """The goal exists only on layouts that split one of these axes; empty for all layouts."""
     dtypes: tuple[str, ...] = ()
-    """The dtypes in which it can be reached; empty for all."""
     reached: Reached | None = None
-    """How a problem reaches it; None if ``Spec.covered`` tells."""
 
 
 Covered = Callable[[GlobalBatch, Any], set[str]]

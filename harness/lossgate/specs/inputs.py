@@ -111,7 +111,7 @@ def _check_fields(batch: type[Batch]) -> None:
                 f"{batch.__name__}.{f.name} does not say what it holds; write "
                 f"{f.name}: Tensor = lossgate.field('token', 'what it is', ...)"
             )
-    for name in {**vars(batch).get("__annotations__", {}), **{n: 0 for n in _OWN if n in vars(batch)}}:
+    for name in (*vars(batch).get("__annotations__", {}), *(name for name in _OWN if name in vars(batch))):
         if name in common and _only_means_otherwise(name, declared[name]):
             continue
         if name in common or name in _OWN:

@@ -15,11 +15,9 @@ class Metric:
         meaning: what it is, for people.
         reduction: how the parts of ranks that share a batch make the whole: "sum", "min" or "max".
             A mean is a sum that is already divided by a count of the whole batch.
-        uses_entropy: it is computed from ``values.entropy``.
+        uses_entropy: it is computed from ``values.entropy``, which kernels compute in two ways.
     """
 
     meaning: str
     reduction: Reduction = "sum"
-    """How the parts of ranks that share a batch make the whole."""
     uses_entropy: bool = False
-    """It is computed from the entropies of tokens, which kernels compute in two ways."""

@@ -24,11 +24,8 @@ class Mistake:
 
     name: str
     sentence: str
-    """What the kernel does, for people."""
     options: Callable[[Any], Any] = lambda options: options
-    """``options -> `` those that the kernel works with."""
     inputs: Callable[[Any], Mapping[str, Tensor]] = lambda inputs: {}
-    """``inputs of a rank -> `` the fields of them that the kernel replaces."""
 
 
 def mistaken_choice(option: str, value: Any, other: Any) -> Mistake:

@@ -37,9 +37,7 @@ class Option:
     meaning: str
     default: Any
     choices: tuple[Any, ...] = ()
-    """The values that problems draw, if there is no interval."""
     interval: tuple[float, float] | None = None
-    """Problems draw numbers between these two."""
 
     def allows(self, value: Any) -> bool:
         """Returns whether a candidate may support this value."""

@@ -11,7 +11,7 @@ from lossgate.errors import UsageError
 from lossgate.specs.metric import Metric
 from lossgate.specs.outputs import Output
 from lossgate.specs.terms import Terms
-from lossgate.specs.users_code import told_as
+from lossgate.specs.users_code import shown, told_as
 from lossgate.spelling import nearest
 
 
@@ -50,7 +50,7 @@ def check_scalars(loss: Any, metrics: Mapping[str, Any], dtype: torch.dtype, who
             continue
         what = f"metric {name!r}" if name else "loss"
         if not isinstance(scalar, Tensor) or scalar.dim():
-            raise UsageError(f"{who} returned {what} as {_shown(scalar)}; expected a scalar tensor: add up entries")
+            raise UsageError(f"{who} returned {what} as {shown(scalar)}; expected a scalar tensor: add up entries")
         got, own = (str(one).removeprefix("torch.") for one in (scalar.dtype, dtype))
         raise UsageError(
             f"{who} returned {what} in {got}, and computes in {own}; in torch a count divided by a count is "
@@ -67,8 +67,3 @@ def check_metrics(
             raise UsageError(f"{who} returned metric {name!r}, which metrics= lacks; {nearest(str(name), declared)}")
     if missing := [output.name for output in returned if output.kind == "metric" and output.name not in metrics]:
         raise UsageError(f"{who} did not return metric {missing[0]!r}, which the candidate returns; return it, too")
-
-
-def _shown(value: Any) -> str:
-    """Returns what a value is, for people."""
-    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"the {type(value).__name__}"

@@ -281,7 +281,7 @@ class Spec:
             return self.options_type(**values), ""
         except ValueError as error:
             return None, str(error) or "they are not valid"
-        except Exception:
+        except (Exception, SystemExit):
             with told_as(
                 f"spec {self.name!r}: {self.options_type.__name__}, which refuses options by ValueError alone,"
             ):
@@ -354,8 +354,8 @@ class BoundSpec:
             return TokenValues(logprobs=start.logits(leaves))
         logits = self.capped(start.logits(leaves))
         ids = None if self.spec.gathered_ids is None else fields[self.spec.gathered_ids]
-        kept = (self.options.top_k, self.options.top_p) if filters(self.options) else None
-        return token_values(self.spec.uses, logits, fields["labels"], self.temperature, ids, kept)
+        logit_filter = (self.options.top_k, self.options.top_p) if filters(self.options) else None
+        return token_values(self.spec.uses, logits, fields["labels"], self.temperature, ids, logit_filter)
 
     def loss(self, values: TokenValues, fields: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the reference's loss and metrics. For specs that have a loss.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lossgate.errors import UsageError
+from lossgate.specs.users_code import shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,10 +22,7 @@ class Term:
     """
 
     values: Tensor
-    """``[tokens]`` or ``[sequences]``; 0 where nothing counts. Its sum is the term before the
-    normaliser."""
     over: str | None = None
-    """The name of the normaliser that divides the sum; None for a plain sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +39,6 @@ class Terms:
 
     terms: Mapping[str, Term]
     normalisers: Mapping[str, Tensor] = field(default_factory=dict)
-    """Scalars that divide, of the whole batch."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -60,15 +57,13 @@ class Terms:
             self._check(name, term)
         for name, normaliser in self.normalisers.items():
             if not isinstance(normaliser, Tensor) or normaliser.dim():  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise UsageError(f"normaliser {name!r} is {_shown(normaliser)}; expected a scalar tensor")
+                raise UsageError(f"normaliser {name!r} is {shown(normaliser)}; expected a scalar tensor")
             if all(term.over != name for term in self.terms.values()):
                 raise UsageError(f"normaliser {name!r} divides no term; write Term(..., over={name!r}), or drop it")
 
     def _check(self, name: str, term: Any) -> None:
         if not isinstance(term, Term):
-            raise UsageError(
-                f"term {name!r} is {_shown(term)}; expected lossgate.Term(values=..., over='a normaliser')"
-            )
+            raise UsageError(f"term {name!r} is {shown(term)}; expected lossgate.Term(values=..., over='a normaliser')")
         if not isinstance(term.values, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UsageError(f"term {name!r} has values={term.values!r}; expected a tensor")
         if term.over is not None and term.over not in self.normalisers:
@@ -83,9 +78,3 @@ class Terms:
     def _total(self, term: Term) -> Tensor:
         total = term.values.sum()
         return total if term.over is None else total / self.normalisers[term.over]
-
-
-def _shown(given: Any) -> str:
-    if isinstance(given, Tensor):
-        return f"a tensor of shape {list(given.shape)}"
-    return f"{given!r}, a {type(given).__name__}"

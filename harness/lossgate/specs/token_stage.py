@@ -18,7 +18,7 @@ def token_values(
     labels: Tensor,
     temperature: float,
     ids: Tensor | None,
-    kept: tuple[int | None, float] | None,
+    logit_filter: tuple[int | None, float] | None,
 ) -> TokenValues:
     """Computes values per token.
 
@@ -29,9 +29,9 @@ def token_values(
         temperature: the number that divides the logits.
         ids: ``[T, k]``, whose log-probabilities are wanted in place of the labels'; None for the
             labels'.
-        kept: top-k and top-p; None for no filter.
+        logit_filter: top-k and top-p; None for no filter.
     """
-    stage = _Stage(logits, labels, temperature, ids, kept)
+    stage = _Stage(logits, labels, temperature, ids, logit_filter)
     return TokenValues(**{name: _VALUES[name](stage) for name in uses})
 
 
@@ -41,7 +41,7 @@ class _Stage:
     labels: Tensor
     temperature: float
     ids: Tensor | None
-    kept: tuple[int | None, float] | None
+    logit_filter: tuple[int | None, float] | None
 
     @property
     def tempered(self) -> Tensor:
@@ -51,19 +51,19 @@ class _Stage:
 def _logprobs(of: _Stage) -> Tensor:
     if of.ids is not None:
         return torch.log_softmax(of.tempered, -1).gather(1, of.ids)
-    if of.kept is not None:
-        return filtered_token_logprobs(of.logits, of.labels, of.temperature, *of.kept)
+    if of.logit_filter is not None:
+        return filtered_token_logprobs(of.logits, of.labels, of.temperature, *of.logit_filter)
     return token_logprobs(of.logits, of.labels, of.temperature)
 
 
 def _entropy(of: _Stage) -> Tensor:
-    if of.kept is not None:
-        return filtered_token_entropy(of.logits, of.temperature, *of.kept)
+    if of.logit_filter is not None:
+        return filtered_token_entropy(of.logits, of.temperature, *of.logit_filter)
     return token_entropy(of.logits, of.temperature)
 
 
 def _unfiltered(of: _Stage) -> Tensor | None:
-    return None if of.kept is None else token_logprobs(of.logits, of.labels, of.temperature)
+    return None if of.logit_filter is None else token_logprobs(of.logits, of.labels, of.temperature)
 
 
 _VALUES: Mapping[str, Callable[[_Stage], Tensor | None]] = MappingProxyType(

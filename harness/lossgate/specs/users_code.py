@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lossgate.errors import LossgateError, UsageError
 
@@ -99,3 +100,8 @@ def check_function(argument: str, given: Any, wanted: Sequence[str], where: str)
     except ValueError:
         pass  # a function of C has no signature
     return given
+
+
+def shown(value: Any) -> str:
+    """Returns what a value is, for people."""
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"the {type(value).__name__}"

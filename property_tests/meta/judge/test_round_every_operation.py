@@ -356,6 +356,7 @@ ADDING_UP: dict[str, Operation] = {
     "mean": lambda x: x.mean(0),
     "cumsum": lambda x: x.cumsum(0)[-1],
     "index_add": lambda x: INTO.index_add(0, TO_FIRST, x)[0],
+    "index_add, scaled": lambda x: INTO.index_add(0, TO_FIRST, x, alpha=0.01)[0],
     "scatter_add": lambda x: INTO.scatter_add(0, TO_FIRST[:, None].expand(3, 8), x)[0],
     "index_put": lambda x: INTO.index_put((TO_FIRST,), x, accumulate=True)[0],
     "scatter_reduce": lambda x: INTO.scatter_reduce(0, TO_FIRST[:, None].expand(3, 8), x, "sum")[0],
