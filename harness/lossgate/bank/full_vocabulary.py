@@ -24,6 +24,7 @@ CHUNK = 7
 """Tokens per step of a chunked kernel."""
 
 Style = Literal["dense", "chunked", "vocab-parallel"]
+STYLES: tuple[Style, ...] = ("dense", "chunked", "vocab-parallel")
 
 
 PerToken = Callable[[Tensor, Columns, Mapping[str, Tensor], Any], Tensor]
