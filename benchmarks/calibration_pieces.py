@@ -13,7 +13,6 @@ from calibration_counts import RightCounts, WrongCounts
 from lossgate import Candidate, Layout, Problem
 from lossgate.bank.bugs import BUGS, SWITCHES, Bug, bugs_of, cross_entropy_with
 from lossgate.bank.cross_entropy import STYLES, make
-from lossgate.bank.known_right import known_right
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.difference import differences
@@ -60,9 +59,8 @@ class Sizes:
     """Those on which kernels are compared with each other, too."""
 
 
-def all_pieces(seeds: Sequence[int]) -> list[Piece]:
-    """Returns the pieces in an order in which every beginning covers much of everything."""
-    kernels = known_right()
+def all_pieces(seeds: Sequence[int], kernels: Sequence[Candidate]) -> list[Piece]:
+    """Returns the pieces of kernels, in an order in which every beginning covers much of all."""
     found: list[Piece] = []
     for seed in seeds:
         of_seed = sorted({Piece(k.spec.name, k.head, d, at, seed) for k in kernels for d in DTYPES for at in LAYOUTS})
@@ -77,7 +75,7 @@ def run_piece(piece: Piece, sizes: Sizes, kernels: Sequence[Candidate]) -> dict[
     Args:
         piece: what is judged.
         sizes: on how many problems.
-        kernels: all that are known to be right.
+        kernels: those that are known to be right, of this piece and of others.
 
     Returns:
         What was counted, as JSON can hold it.

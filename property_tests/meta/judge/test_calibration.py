@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import calibration
-import calibration_pieces
 import pytest
 from calibration_counts import RightCounts, WrongCounts, largest_step, median_step
 from calibration_pieces import LAYOUTS, Piece, Sizes, all_pieces, run_piece
@@ -21,9 +20,10 @@ from lossgate.bank.known_right import known_right
 from lossgate.dtypes import DTYPES
 from lossgate.losses import SPECS
 
+ROOT = Path(__file__).parents[3]
 FEW = Sizes(problems=4, wrong=2, pairs=1)
 ONLY = "preference rewards float16"
-PIECES = [piece for piece in all_pieces([0]) if ONLY in str(piece)]
+PIECES = [piece for piece in all_pieces([0], known_right()) if ONLY in str(piece)]
 SMALL = ["--problems", "2", "--wrong-problems", "0", "--pair-problems", "0", "--seeds", "1", "--only", ONLY]
 
 
@@ -46,7 +46,7 @@ def test_a_slice_has_no_false_alarm(piece: Piece) -> None:
 
 
 def test_pieces_cover_every_spec_head_dtype_and_layout() -> None:
-    pieces = all_pieces([0, 1])
+    pieces = all_pieces([0, 1], known_right())
     assert len({*pieces}) == len(pieces)
     for seed in (0, 1):
         covered = {(p.spec, p.head, p.dtype) for p in pieces if p.seed == seed}
@@ -94,8 +94,7 @@ def test_a_false_alarm_is_counted_and_shown(
 ) -> None:
     right = next(kernel for kernel in known_right() if kernel.head == "rewards")
     wrong = replace(BUGS["loss x1.01"].put_into(right), name="taken for right")
-    for module in (calibration, calibration_pieces):
-        monkeypatch.setattr(module, "known_right", lambda: (wrong,))
+    monkeypatch.setattr(calibration, "known_right", lambda: (wrong,))
     arguments = ["--out", str(tmp_path / "counted.jsonl"), *SMALL, "--alarms"]
     assert calibration.main(arguments) == 1
     shown = capsys.readouterr().out
@@ -103,10 +102,17 @@ def test_a_false_alarm_is_counted_and_shown(
     assert '"spec":"preference"' in shown.replace(" ", "")
 
 
+def test_candidates_of_a_file_are_judged_in_place_of_the_bank(tmp_path: Path) -> None:
+    out = tmp_path / "counted.jsonl"
+    given = ["--only", "nll logits float32 single", "--candidates", str(ROOT / "ci/candidates/ours.py")]
+    assert calibration.main(["--out", str(out), *SMALL, *given]) == 0
+    assert {*json.loads(out.read_text())["right"]} == {"fused_vocab_parallel_cross_entropy", "fused_vocab_parallel_sft"}
+
+
 def test_other_sizes_are_refused(tmp_path: Path) -> None:
     out = tmp_path / "counted.jsonl"
     calibration.main(["--out", str(out), "--minutes", "0", *SMALL])
-    out.write_text(json.dumps({"piece": vars(all_pieces([0])[0]), "sizes": vars(FEW)}) + "\n")
+    out.write_text(json.dumps({"piece": vars(all_pieces([0], known_right())[0]), "sizes": vars(FEW)}) + "\n")
     with pytest.raises(SystemExit, match=r"pieces of other sizes.*give the same sizes, or another --out"):
         calibration.main(["--out", str(out), *SMALL])
 
