@@ -79,9 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--wrong-problems", type=int, default=Sizes.wrong, help="for each bug of a piece")
     parser.add_argument("--pair-problems", type=int, default=Sizes.pairs, help="for each two kernels of a piece")
     parser.add_argument("--only", default="", metavar="TEXT", help="pieces whose name holds this text alone")
-    parser.add_argument(
-        "--candidates", metavar="FILE", help="judge those of this file, not the bank's kernels"
-    )
+    parser.add_argument("--candidates", metavar="FILE", help="judge those of this file, not the bank's kernels")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no piece after so long")
     parser.add_argument("--alarms", action="store_true", help="show the problem of each alarm")
     given = parser.parse_args(arguments)

@@ -103,9 +103,16 @@ class _Judge:
         self.piece, self.layout = piece, Layout.parse(piece.layout)
         self.world = SimulatedWorld(self.layout)
         self._bound: dict[str, BoundProblem] = {}
+        self._few: dict[str, list[tuple[Problem, CaseResult]]] = {}
 
     def problems(self, kernel: Candidate, count: int) -> list[Problem]:
         return sample_problems(kernel, self.layout, self.piece.dtype, count, self.piece.seed)
+
+    def few(self, kernel: Candidate, count: int) -> list[tuple[Problem, CaseResult]]:
+        """Returns the problems of a kernel that bugs are put into, and what comes of it."""
+        if kernel.name not in self._few:
+            self._few[kernel.name] = [(one, self.run(kernel, one)) for one in self.problems(kernel, count)]
+        return self._few[kernel.name]
 
     def case(self, kernel: Candidate, problem: Problem) -> Case:
         key = problem.unsharded.to_json()
@@ -131,7 +138,7 @@ class _Judge:
         """Compares each kernel with the next one, on problems that both can be given."""
         found = RightCounts()
         for first, second in pairwise(kernels):
-            for problem in self.problems(first, count):
+            for problem in self.problems(first, count) if count else ():
                 if not _supports(second, problem):
                     continue
                 compared = tuple(differences(self.case(first, problem), self.case(second, problem)))
@@ -143,8 +150,8 @@ class _Judge:
     def wrong(self, kernels: Sequence[Candidate], count: int) -> dict[str, WrongCounts]:
         found: dict[str, WrongCounts] = {}
         for name, right, wrong in _wrong(self.piece, kernels):
-            for problem in self.problems(right, count):
-                found.setdefault(name, WrongCounts()).add(self.run(right, problem), self.run(wrong, problem))
+            for problem, result in self.few(right, count) if count else ():
+                found.setdefault(name, WrongCounts()).add(result, self.run(wrong, problem))
         return found
 
 
