@@ -19,6 +19,7 @@ from lossgate.cases.difference import differences
 from lossgate.cases.placement import sample_problems
 from lossgate.dtypes import DTYPES
 from lossgate.engine.case_result import CaseResult, run_case
+from lossgate.errors import UsageError
 from lossgate.judge.comparison import Comparison
 from lossgate.judge.explain import explain_difference
 from lossgate.properties import PROPERTIES
@@ -151,8 +152,14 @@ class _Judge:
         found: dict[str, WrongCounts] = {}
         for name, right, wrong in _wrong(self.piece, kernels):
             for problem, result in self.few(right, count) if count else ():
-                found.setdefault(name, WrongCounts()).add(result, self.run(wrong, problem))
+                found.setdefault(name, WrongCounts()).add(result, self._run_wrong(wrong, problem))
         return found
+
+    def _run_wrong(self, wrong: Candidate, problem: Problem) -> CaseResult:
+        try:
+            return self.run(wrong, problem)
+        except UsageError as error:  # a dense kernel's reference met a label that is not in the vocabulary
+            return CaseResult(problem=problem, findings=(str(error),))
 
 
 def _supports(kernel: Candidate, problem: Problem) -> bool:
