@@ -10,7 +10,7 @@ from typing import Any
 
 from calibration_counts import RightCounts, WrongCounts
 
-from lossgate import Candidate, Layout, Problem
+from lossgate import ANY, Candidate, Layout, Problem
 from lossgate.bank.bugs import BUGS, SWITCHES, Bug, bugs_of, cross_entropy_with
 from lossgate.bank.cross_entropy import STYLES, make
 from lossgate.cases.bound_problem import BoundProblem
@@ -140,7 +140,7 @@ class _Judge:
         found = RightCounts()
         for first, second in pairwise(kernels):
             for problem in self.problems(first, count) if count else ():
-                if not _supports(second, problem):
+                if not _can_compare(first, second, problem):
                     continue
                 compared = tuple(differences(self.case(first, problem), self.case(second, problem)))
                 names = first.name, second.name
@@ -162,11 +162,13 @@ class _Judge:
             return CaseResult(problem=problem, findings=(str(error),))
 
 
-def _supports(kernel: Candidate, problem: Problem) -> bool:
-    """Returns whether a kernel can be given a problem of another one."""
+def _can_compare(first: Candidate, second: Candidate, problem: Problem) -> bool:
+    """Returns whether another kernel can be given a problem of one, and is to give the same."""
     values: dict[str, Any] = {**problem.options, "bias": problem.bias, "vocab_split": problem.vocab_split}
-    supported = {name: kernel.supported(name) for name in values}
-    return all(isinstance(able, tuple) is False or values[name] in able for name, able in supported.items())
+    able = ((value, second.supported(name)) for name, value in values.items())
+    return first.differentiable == second.differentiable and all(
+        supported is ANY or value in supported for value, supported in able
+    )
 
 
 def _wrong(piece: Piece, kernels: Sequence[Candidate]) -> Iterator[tuple[str, Candidate, Candidate]]:
