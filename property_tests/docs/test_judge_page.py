@@ -4,9 +4,11 @@
 from math import log2
 
 import pytest
+from calibration_pieces import LAYOUTS, Sizes, all_pieces
 
 from lossgate.adequacy.equivalence import UNCHANGED
 from lossgate.adequacy.option_mutants import NEAREST
+from lossgate.bank.known_right import known_right
 from lossgate.cases import kinks
 from lossgate.judge import ensemble, pooled_scale
 from lossgate.judge.power import PLANTED
@@ -17,6 +19,7 @@ from lossgate.numerics.rounded_numbers import _BETWEEN, _FILLED, _NAMES
 
 from .markdown import ROOT
 
+RIGHT = known_right()
 TEXT = " ".join((ROOT / "docs/judge.md").read_text().split())
 NUMBERS = {4: "four", 6: "six"}
 
@@ -34,6 +37,11 @@ STATED = {
     "mde": f"An error of {pooled_scale.LARGEST_MDE:.0%} in the scale",
     "equivalent": f"on each of {UNCHANGED} problems",
     "nearest": f"within {NEAREST:g} of each other",
+    "kernels": f"holds {len(RIGHT)} kernels, of every spec at every head",
+    "kernels and dtypes": f"and {sum(len(kernel.dtypes) for kernel in RIGHT)} pairs of kernel and dtype",
+    "layouts": f"in each of its dtypes, on {len(LAYOUTS)} layouts of up to eight ranks",
+    "problems": f"run on {Sizes.problems} problems each, and on {Sizes.wrong} of them every bug",
+    "pieces": f"With three seeds there are {len(all_pieces(range(3), RIGHT)):,} pieces",
 }
 
 
