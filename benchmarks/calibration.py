@@ -8,6 +8,8 @@ it catches: every right kernel of the bank, in every dtype, on several layouts.
     python benchmarks/calibration.py --out a.jsonl --candidates ci/candidates/ours.py
                                                                     kernels of a file, not the bank
     python benchmarks/calibration.py --merge a.jsonl b.jsonl        one table of what was counted
+    python benchmarks/calibration.py --merge a.jsonl --failures alarms
+                                                                    judge each alarm again
 
 The same command again goes on where it was stopped: a piece that stands in the file is done. The
 problems are random; their seeds stand in the file. The exit code is 1 if there was a false alarm.
@@ -24,6 +26,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from calibration_alarms import judged_again
 from calibration_pieces import Piece, Sizes, all_pieces, run_piece
 from calibration_tables import Merged, show
 
@@ -82,20 +85,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--candidates", metavar="FILE", help="judge those of this file, not the bank's kernels")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no piece after so long")
     parser.add_argument("--alarms", action="store_true", help="show the problem of each alarm")
+    parser.add_argument("--failures", type=Path, metavar="FOLDER", help="judge each alarm again, and freeze it here")
     given = parser.parse_args(arguments)
     if bool(given.out) == bool(given.merge):
         parser.error("give --out to run pieces, or --merge to show what files hold")
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    kernels = load_candidates(given.candidates) if given.candidates else known_right()
     if given.out:
         seeds = range(given.first_seed, given.first_seed + given.seeds)
-        kernels = load_candidates(given.candidates) if given.candidates else known_right()
         pieces = [piece for piece in all_pieces(seeds, kernels) if given.only in str(piece)]
         index, count = given.shard
         sizes = Sizes(given.problems, given.wrong_problems, given.pair_problems)
         run(pieces[index - 1 :: count], kernels, sizes, given.out, 60 * given.minutes)
     merged = Merged.of(read(given.merge or [given.out]))
     show(merged, alarms=given.alarms)
+    if given.failures:
+        print(*judged_again(merged, kernels, given.failures), sep="\n")
     return 1 if merged.alarms else 0
 
 

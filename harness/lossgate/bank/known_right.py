@@ -20,7 +20,7 @@ from lossgate.losses import SPECS
 
 def known_right() -> tuple[Candidate, ...]:
     """Returns the kernels, each under a name of its own."""
-    return (*KERNELS.values(), *_fine(), *_cross_entropies())
+    return (*KERNELS.values(), *_OTHERS.values())
 
 
 def _fine() -> Iterator[Candidate]:
@@ -39,3 +39,9 @@ def _cross_entropies() -> Iterator[Candidate]:
         for style in of_dtype:
             kernel = make(style)
             yield replace(kernel, dtypes=(dtype,), precision={dtype: style.precision}, name=f"{style.name} ({dtype})")
+
+
+_OTHERS = {k.name: replace(k, source=f"{__name__}:{k.name}") for k in (*_fine(), *_cross_entropies())}
+"""Those that are not in ``bank.right``."""
+
+globals().update(_OTHERS)

@@ -17,6 +17,7 @@ from calibration_tables import Merged
 
 from lossgate.bank.bugs import BUGS
 from lossgate.bank.known_right import known_right
+from lossgate.declaration.loading import load_candidate
 from lossgate.dtypes import DTYPES
 from lossgate.losses import SPECS
 
@@ -100,6 +101,26 @@ def test_a_false_alarm_is_counted_and_shown(
     shown = capsys.readouterr().out
     assert "FALSE ALARM  taken for right" in shown
     assert '"spec":"preference"' in shown.replace(" ", "")
+
+
+def test_alarms_are_judged_again_and_frozen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = next(kernel for kernel in known_right() if kernel.head == "rewards")
+    wrong = replace(BUGS["loss x1.01"].put_into(right), name=right.name)
+    out, folder = tmp_path / "counted.jsonl", tmp_path / "failures"
+    monkeypatch.setattr(calibration, "known_right", lambda: (wrong,))
+    assert calibration.main(["--out", str(out), *SMALL, "--failures", str(folder)]) == 1
+    replayed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("lossgate replay")]
+    assert len(replayed) == len([*folder.iterdir()]) > 0
+    monkeypatch.setattr(calibration, "known_right", lambda: (right,))
+    assert calibration.main(["--merge", str(out), "--failures", str(folder)]) == 1
+    assert capsys.readouterr().out.count("agrees now:") == len(replayed)
+
+
+def test_kernels_are_loaded_by_their_sources() -> None:
+    for kernel in known_right():
+        assert load_candidate(kernel.source).kernel is kernel.kernel, kernel.name
 
 
 def test_candidates_of_a_file_are_judged_in_place_of_the_bank(tmp_path: Path) -> None:
