@@ -170,6 +170,15 @@ DECLARATIONS: dict[str, tuple[dict[str, Any], str]] = {
         "temperature and softcap are both 'heat'; give each an option",
     ),
     "kinks": ({"kinks": "no"}, "kinks='no'; expected True or False"),
+    "also written, without a loss": (
+        {"outputs": ("logprobs",), "also_written": (nll,)},
+        "stop_gradient= and also_written=, or add 'loss'",
+    ),
+    "also written": ({"also_written": nll}, "expected a tuple of functions, such as ("),
+    "also written with one argument": (
+        {"also_written": (lambda values: values,)},
+        "number 1 of also_written= can't be called as it will be",
+    ),
     "stop_gradient": ({"stop_gradient": 1}, "stop_gradient=1; expected True or False"),
     "summary": ({"summary": ""}, "summary is ''; expected words"),
     "source": ({"source": 3}, "source is 3; expected words"),

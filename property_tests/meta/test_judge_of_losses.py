@@ -25,6 +25,8 @@ from lossgate.properties import PROPERTIES
 from lossgate.specs.outputs import LOGPROBS
 from lossgate.worlds import SimulatedWorld
 
+from .judge.checks import rounds_to
+
 
 def problem(spec: str, **changes: Any) -> Problem:
     plain = {"dtype": "float32", "lengths": (9, 7), "masks": ("all", "all"), "hidden": 1, "vocab": 5, "seed": 7}
@@ -52,7 +54,7 @@ def test_an_infinite_reference_wants_the_same() -> None:
     members = torch.stack([reference, reference]) + torch.tensor([[1e-7, 0.0, -1e-7], [-1e-7, 0.0, 1e-7]])
 
     def compared(result: Tensor) -> Comparison:
-        tolerance = Tolerance(LOGPROBS, reference, members, unit=2.0**-24, allowed=2.0**-24)
+        tolerance = Tolerance(LOGPROBS, reference, members, **rounds_to(2.0**-24, reference))
         return tolerance.compare(result)
 
     assert compared(reference.clone()).agrees

@@ -26,7 +26,7 @@ PROBLEM = Problem(spec="nll", head="hidden", dtype="float32", lengths=(3,), mask
     [
         (lambda i: 3.0, "returned float; expected lossgate.Outputs, or the loss as a tensor"),
         (lambda i: i.hidden.sum(0), "returned loss of shape [2]; expected []"),
-        (lambda i: i.hidden.sum().bfloat16(), "returned loss in bfloat16; its Precision(loss=...) declares float32"),
+        (lambda i: i.hidden.sum().bfloat16(), "returned loss in bfloat16; its Precision declares float32"),
         (lambda i: i.hidden.sum().detach(), "returned loss without a graph (detached?); it is declared differentiable"),
         (lambda i: i.hidden.sum().to("meta"), "returned loss on meta; its inputs are on cpu"),
         (lambda i: Outputs(), "returned no loss; spec 'nll' requires it"),

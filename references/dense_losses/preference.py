@@ -21,6 +21,7 @@ and multiplies by the sample mask twice, which squares weights other than 0 and 
 values are selected away and the mask is boolean.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -34,6 +35,9 @@ from dense_losses.reductions import divide, select, sequence_mean, sequence_sum
 
 LossType = Literal["sigmoid", "ipo"]
 ReferenceLayout = Literal["next", "token", "rolled"]
+
+SigmoidLoss = Callable[[Tensor], Tensor]
+"""``-log sigmoid(x)``, as one may write it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,21 +170,37 @@ def pair_mean(
     return divide(select(gate, x).sum(), valid_sequences.to(x.dtype) / 2, epsilon)
 
 
-def pair_loss(margin: Float[Tensor, " pairs"], beta: float, loss_type: LossType) -> Float[Tensor, " pairs"]:
+def sigmoid_loss(x: Float[Tensor, " pairs"]) -> Float[Tensor, " pairs"]:
+    """Computes ``-log sigmoid(x)`` as ``log(exp(0) + exp(-x))``."""
+    return torch.logaddexp(torch.zeros_like(x), -x)  # the backward of F.logsigmoid warns under vmap
+
+
+def two_class_loss(x: Float[Tensor, " pairs"]) -> Float[Tensor, " pairs"]:
+    """Computes the same as the cross-entropy of two classes, ``log(exp(x) + exp(0)) - x``.
+
+    In float32 this loses digits where the loss is small, and so does its slope
+    ``sigmoid(x) - 1``.
+    """
+    return torch.logaddexp(x, torch.zeros_like(x)) - x
+
+
+def pair_loss(
+    margin: Float[Tensor, " pairs"], beta: float, loss_type: LossType, sigmoid_loss: SigmoidLoss = sigmoid_loss
+) -> Float[Tensor, " pairs"]:
     """Computes the preference loss of each pair.
 
     Args:
         margin: ``[pairs]``, the chosen reward minus the rejected one, in nats.
         beta: In 1 / nat.
         loss_type: ``"sigmoid"`` for DPO, ``"ipo"`` for IPO.
+        sigmoid_loss: How to write ``-log sigmoid(x)``.
 
     Returns:
         ``[pairs]``, in nats for ``"sigmoid"`` and in squared nats for ``"ipo"``.
     """
     if loss_type == "ipo":
         return (margin - 1 / (2 * beta)) ** 2
-    # -log sigmoid(x) = log(exp(0) + exp(-x)). The backward of F.logsigmoid warns under vmap.
-    return torch.logaddexp(torch.zeros_like(margin), -beta * margin)
+    return sigmoid_loss(beta * margin)
 
 
 def reward_metrics(
@@ -206,6 +226,7 @@ def preference(
     sample_mask: Bool[Tensor, " sequences"],
     valid_sequences: Int[Tensor, ""],
     epsilon: float = 0.0,
+    sigmoid_loss: SigmoidLoss = sigmoid_loss,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
     """Computes the Bradley-Terry loss of a reward model and its metrics.
 
@@ -215,6 +236,7 @@ def preference(
         valid_sequences: N, the number of sequences in ``sample_mask`` over every rank and
             microbatch.
         epsilon: Added to the number of pairs; 1e-8 in NeMo-RL.
+        sigmoid_loss: How to write ``-log sigmoid(x)``.
 
     Returns:
         The loss, in nats per pair, and the metrics, which ranks sum and which carry no gradient:
@@ -229,7 +251,8 @@ def preference(
     """
     gate = pair_gate(sample_mask)
     rewards = select(gate.repeat_interleave(2), rewards)
-    loss = pair_mean(pair_loss(rewards[0::2] - rewards[1::2], 1.0, "sigmoid"), gate, valid_sequences, epsilon)
+    of_pairs = pair_loss(rewards[0::2] - rewards[1::2], 1.0, "sigmoid", sigmoid_loss)
+    loss = pair_mean(of_pairs, gate, valid_sequences, epsilon)
     return loss, {"loss": loss.detach(), **reward_metrics(rewards, sample_mask, valid_sequences, epsilon)}
 
 
@@ -242,6 +265,7 @@ def dpo(
     sample_mask: Bool[Tensor, " sequences"],
     valid_sequences: Int[Tensor, ""],
     options: DpoOptions,
+    sigmoid_loss: SigmoidLoss = sigmoid_loss,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
     """Computes the DPO or IPO loss, with an optional SFT term, and its metrics.
 
@@ -259,6 +283,7 @@ def dpo(
         valid_sequences: N, the number of sequences in ``sample_mask`` over every rank and
             microbatch.
         options: See ``DpoOptions``.
+        sigmoid_loss: How to write ``-log sigmoid(x)``.
 
     Returns:
         The loss per pair and the metrics, which ranks sum and which carry no gradient:
@@ -284,7 +309,7 @@ def dpo(
     average = options.preference_average_log_probs
     rewards = total(logprobs, average=average) - total(reference, average=average)
     preference_loss = mean(
-        pair_loss(rewards[0::2] - rewards[1::2], options.reference_policy_kl_penalty, options.loss_type)
+        pair_loss(rewards[0::2] - rewards[1::2], options.reference_policy_kl_penalty, options.loss_type, sigmoid_loss)
     )
     sft_loss = torch.zeros_like(preference_loss)
     if options.sft_loss_weight > 0:

@@ -16,7 +16,7 @@ Two kernels that share code round alike and differ by less. That is no disagreem
 expected of a difference but that it is not too large.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import hypot
 
@@ -65,22 +65,34 @@ def _difference(output: Output, first: Case, second: Case) -> Comparison:
         for case, dtype in zip(cases, dtypes, strict=True)
     ]
     noise = first.oracle.noise[output] - second.oracle.noise[output].roll(1, 0)
+    formats = [float_format_of(dtype) for dtype in dtypes]
+    rounding = torch.hypot(*(format_.error(reference) for format_ in formats))
+    alike = torch.stack([c.oracle.alike(output, dtype) for c, dtype in zip(cases, dtypes, strict=True)]).sum(0)
+    alike_runs = _apart(reference, [case.oracle.alike_runs(output) for case in cases])
     if compared is not None:
-        reference, noise = reference[compared], noise[:, compared]
-        results = [result[compared] for result in results]
+        reference, noise, rounding, alike = (x[..., compared] for x in (reference, noise, rounding, alike))
+        results, alike_runs = [result[compared] for result in results], alike_runs[..., compared]
     apart, faults = _subtract(*results)
     finite = reference.isfinite()  # where it is not, only the kind of infinity counts
     reference, noise, apart = (torch.where(finite, x, 0.0) for x in (reference, noise, apart))
-    units = [float_format_of(dtype).unit for dtype in dtypes]
     tolerance = Tolerance(
         output,
         reference,
         reference + noise,
-        unit=hypot(*units),
-        allowed=sum(case.oracle.allowed(output, dtype) for case, dtype in zip(cases, dtypes, strict=True)),
+        unit=hypot(*(format_.unit for format_ in formats)),
+        rounding=rounding,
+        alike=alike,
+        alike_runs=reference + torch.where(finite, alike_runs, 0.0),
         blocks=blocks_of(output, first.placed.partition, first.candidate.tiles, compared),
     )
+    units = [format_.unit for format_ in formats]
     return replace(tolerance.compare(reference + apart, faults), unit=max(units), kernels=2)
+
+
+def _apart(reference: Tensor, runs: Sequence[Tensor | None]) -> Tensor:
+    """Returns how far two kernels are apart that round equal numbers alike, ``[n, *shape]``."""
+    one, other = (reference[None] if each is None else each for each in runs)
+    return one - other.roll(1, 0)
 
 
 def _subtract(one: Tensor, other: Tensor) -> tuple[Tensor, tuple[str, ...]]:

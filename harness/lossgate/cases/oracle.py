@@ -15,7 +15,7 @@ from lossgate.declaration.candidate import Candidate
 from lossgate.judge.blocks import blocks_of
 from lossgate.judge.comparison import Comparison, Tolerance
 from lossgate.judge.ensemble import stages_of
-from lossgate.numerics.float_formats import FLOAT_FORMATS, float_format_of
+from lossgate.numerics.float_formats import coarsest, float_format_of
 from lossgate.specs.outputs import Output
 
 
@@ -67,11 +67,16 @@ class Oracle:
         """Returns which tokens count; None for all."""
         return self._bound.batch.fields["mask"] if output.kind == "token value" else None
 
-    def allowed(self, output: Output, dtype: torch.dtype) -> float:
-        """Returns what rounding may do to a whole output alike, relative to it."""
-        precision = self._candidate.precision[self._placed.problem.dtype]
-        on_the_way = (precision.dlogits, precision.loss) if output.kind == "gradient" else ()
-        return max([float_format_of(dtype).unit, *(FLOAT_FORMATS[stage].unit for stage in on_the_way)])
+    def alike(self, output: Output, dtype: torch.dtype) -> Tensor:
+        """Returns what rounding may do to each entry of an output and, in the same way, to all."""
+        stages = (self._stages.dlogits, self._stages.loss) if output.kind == "gradient" else ()
+        return coarsest(float_format_of(dtype), *stages).error(self.reference[output])
+
+    def alike_runs(self, output: Output) -> Tensor | None:
+        """Returns an output as runs give it that round equal numbers alike, ``[n, *shape]``; None
+        if there are none.
+        """
+        return self._bound.alike_on(self._placed.partition, self._stages, self._returned).get(output)
 
     def _tolerance(self, output: Output, dtype: torch.dtype) -> Tolerance:
         """Returns the tolerance of an output that comes in ``dtype``.
@@ -86,16 +91,20 @@ class Oracle:
         return kept[key]
 
     def _make_tolerance(self, output: Output, dtype: torch.dtype) -> Tolerance:
-        compared = self.compared(output)
-        reference, noise = self.reference[output], self.noise[output]
-        if compared is not None:
-            reference, noise = reference[compared], noise[:, compared]
+        compared, reference = self.compared(output), self.reference[output]
+        format_, alike_runs = float_format_of(dtype), self.alike_runs(output)
+
+        def of_compared(x: Tensor) -> Tensor:
+            return x if compared is None else x[..., compared]
+
         return Tolerance(
             output,
-            reference,
-            noise,
-            unit=float_format_of(dtype).unit,
-            allowed=self.allowed(output, dtype),
+            of_compared(reference),
+            of_compared(self.noise[output]),
+            unit=format_.unit,
+            rounding=of_compared(format_.error(reference)),
+            alike=of_compared(self.alike(output, dtype)),
+            alike_runs=None if alike_runs is None else of_compared(alike_runs),
             blocks=blocks_of(output, self._placed.partition, self._candidate.tiles, compared),
         )
 

@@ -32,19 +32,25 @@ def check_returned(returned: Any, candidate: Candidate, batch: GlobalBatch, rank
         )
     values = _values(returned, candidate, batch, rank, who)
     expected = values | _metrics(returned, candidate, who)
-    dtype = TORCH_DTYPES[candidate.precision[batch.dtype].loss]
+    precision, own_names = candidate.precision[batch.dtype], {f"metric {name!r}": name for name in returned.metrics}
     for name, (tensor, shape) in expected.items():
+        dtype = TORCH_DTYPES[precision.dtype_of(own_names.get(name, name))]
         if not isinstance(tensor, Tensor):
             raise CandidateError(f"{who} returned {name} as {type(tensor).__name__}; expected a tensor")
         if tuple(tensor.shape) != shape:
             raise CandidateError(f"{who} returned {name} of shape {list(tensor.shape)}; expected {list(shape)}")
         if tensor.dtype != dtype:
             got, want = (str(d).removeprefix("torch.") for d in (tensor.dtype, dtype))
-            raise CandidateError(f"{who} returned {name} in {got}; its Precision(loss=...) declares {want}")
+            raise CandidateError(f"{who} returned {name} in {got}; {_remedy(own_names.get(name, name), got, want)}")
         if name in values and tensor.device.type != device.type:
             raise CandidateError(f"{who} returned {name} on {tensor.device.type}; its inputs are on {device.type}")
     _check_graphs(returned, candidate, who)
     return returned
+
+
+def _remedy(name: str, got: str, want: str) -> str:
+    own = f"returned={{{name!r}: {got!r}}}"
+    return f"its Precision declares {want}: give it {own}, or loss={got!r} if the loss is computed in {got}"
 
 
 def _values(

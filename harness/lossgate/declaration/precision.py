@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a kernel rounds: the declaration from which the judge's tolerances come."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Literal
 
 from lossgate.dtypes import DTYPES
 from lossgate.errors import UsageError
-from lossgate.numerics.float_formats import FLOAT_FORMATS
+from lossgate.numerics.float_formats import FLOAT32, FLOAT_FORMATS, TF32
 from lossgate.numerics.rounded_arithmetic import Stages
 from lossgate.spelling import nearest
+
+_COUNTED = {"chunk": "tokens", "vocab_chunk": "rows"}
+_WORDS = {"products": ("float32", "tf32"), "accumulators": ("rounded", "truncated")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +25,8 @@ class Precision:
     the verdict less sharp.
 
     Raises:
-        UsageError: if a dtype is unknown, ``chunk`` is not positive, or ``grads_in_forward`` is no
-            bool.
+        UsageError: if a dtype or a word is unknown, a number is not positive, or
+            ``grads_in_forward`` is no bool.
     """
 
     logits: str = "float32"
@@ -30,6 +35,8 @@ class Precision:
     """The sum of exponentials over the vocabulary, and its logarithm."""
     logprobs: str = "float32"
     """The log-softmax, from which log-probabilities are read and backward rebuilds the softmax."""
+    entropy: str = "float32"
+    """Entropies, and each of the terms that are added up to one."""
     dlogits: str = "float32"
     """The gradient of the logits, before it is multiplied by weight and hidden states. At head
     "logits" it is an output."""
@@ -38,11 +45,25 @@ class Precision:
     chunk: int | None = None
     """Tokens per step of that running sum, counted on each rank; None for a single step. It matters
     only if ``accumulate`` is coarser than float32."""
+    accumulate_hidden: str = "float32"
+    """The running sum of the hidden states' gradient over steps of ``vocab_chunk`` rows of the
+    vocabulary."""
+    vocab_chunk: int | None = None
+    """Rows of the vocabulary per step of that running sum, counted on each rank; None for a single
+    step. It matters only if ``accumulate_hidden`` is coarser than float32."""
     reduce: str = "float32"
     """What the kernel all-reduces of the hidden states' gradient over tp."""
     loss: str = "float32"
-    """The stage from log-probabilities to loss and back, and what is returned: loss,
-    log-probabilities, metrics."""
+    """The stage from log-probabilities to loss and back. Kernels may cast log-probabilities and
+    other inputs to it as they enter."""
+    returned: str | Mapping[str, str] | None = field(default=None, hash=False)
+    """What is returned: one dtype for all, or a mapping from the names of outputs and metrics. By
+    default, and for names that are left out, it is that of ``loss``."""
+    products: Literal["float32", "tf32"] = "float32"
+    """How the factors of products are rounded: not at all, or to the 10 bits of TF32, as
+    ``torch.backends.cuda.matmul.allow_tf32`` and Triton's ``tl.dot`` do with float32."""
+    accumulators: Literal["rounded", "truncated"] = "rounded"
+    """How products are added up: rounded to nearest, or toward zero, as tensor cores do."""
 
     grads_in_forward: bool = False
     """The kernel computes gradients in forward, rounds them to the inputs' dtype, and multiplies
@@ -54,11 +75,38 @@ class Precision:
             if f.name == "grads_in_forward":
                 if not isinstance(value, bool):
                     raise UsageError(f"Precision(grads_in_forward={value!r}): expected True or False")
-            elif f.name == "chunk":
+            elif f.name in _COUNTED:
                 if value is not None and (type(value) is not int or value < 1):
-                    raise UsageError(f"Precision(chunk={value!r}): expected a positive number of tokens, or None")
+                    raise UsageError(
+                        f"Precision({f.name}={value!r}): expected a positive number of {_COUNTED[f.name]}, or None"
+                    )
+            elif f.name == "returned":
+                self._check_returned()
+            elif f.name in _WORDS:
+                if value not in _WORDS[f.name]:
+                    raise UsageError(f"Precision({f.name}={value!r}): {nearest(str(value), _WORDS[f.name])}")
             elif value not in DTYPES:
                 raise UsageError(f"Precision({f.name}={value!r}): {nearest(value, DTYPES)}")
+
+    def _check_returned(self) -> None:
+        given = self.returned
+        if given is not None and not isinstance(given, str | Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UsageError(
+                f"Precision(returned={given!r}): expected a dtype, or a mapping such as {{'logprobs': 'float32'}}"
+            )
+        for dtype in self._named_dtypes.values():
+            if dtype not in DTYPES:
+                raise UsageError(f"Precision(returned={given!r}): {nearest(str(dtype), DTYPES)}")
+
+    def dtype_of(self, name: str) -> str:
+        """Returns the dtype in which an output or metric of a name is returned."""
+        given = self._named_dtypes
+        return given.get(name, given.get("", self.loss))
+
+    @property
+    def _named_dtypes(self) -> Mapping[str, str]:
+        """The dtypes of outputs by name; "" is for all others."""
+        return {"": self.returned} if isinstance(self.returned, str) else self.returned or {}
 
     def stages(self, dtype: str, *, caller_reduces_hidden: bool) -> Stages:
         """Returns the float format of each stage.
@@ -73,10 +121,16 @@ class Precision:
             logits=FLOAT_FORMATS[self.logits],
             logsumexp=FLOAT_FORMATS[self.logsumexp],
             logprobs=FLOAT_FORMATS[self.logprobs],
+            entropy=FLOAT_FORMATS[self.entropy],
             dlogits=FLOAT_FORMATS[self.dlogits],
             accumulate=FLOAT_FORMATS[self.accumulate],
+            accumulate_hidden=FLOAT_FORMATS[self.accumulate_hidden],
+            vocab_chunk=self.vocab_chunk,
             reduce_hidden=FLOAT_FORMATS[dtype if caller_reduces_hidden else self.reduce],
             loss=FLOAT_FORMATS[self.loss],
+            returned=tuple((name, FLOAT_FORMATS[one]) for name, one in self._named_dtypes.items()),
+            products=TF32 if self.products == "tf32" else FLOAT32,
+            truncates=self.accumulators == "truncated",
             chunk=self.chunk,
             grads_in_forward=self.grads_in_forward,
         )

@@ -11,7 +11,18 @@ import torch
 from torch import Tensor
 
 from lossgate.judge.power import blind_spots, plant
-from lossgate.judge.statistics import SCALE, WORST, Blocks, Limits, NoiseModel, Statistic, limits, statistics
+from lossgate.judge.statistics import (
+    ALIKE_FACTOR,
+    SCALE,
+    WORST,
+    Blocks,
+    Limits,
+    NoiseModel,
+    Statistic,
+    alike_in_blocks,
+    limits,
+    statistics,
+)
 from lossgate.specs.outputs import Output
 
 
@@ -84,7 +95,9 @@ class Tolerance:
         members: Tensor,
         *,
         unit: float,
-        allowed: float,
+        rounding: Tensor,
+        alike: Tensor,
+        alike_runs: Tensor | None = None,
         blocks: Sequence[Blocks] = (),
     ) -> None:
         """Prepares to compare results with a reference. All tensors are float64.
@@ -94,10 +107,14 @@ class Tolerance:
             reference: its shape is that of each result.
             members: ``[M, *shape]``, correct but rounded runs.
             unit: unit roundoff of the output's dtype.
-            allowed: what rounding may do to a whole result alike, relative to it.
+            rounding: of the reference's shape, the most that rounding the output changes an entry.
+            alike: of the reference's shape, what rounding may do to an entry and, in the same way,
+                to all others.
+            alike_runs: ``[n, *shape]``, runs that round equal numbers alike, and nothing else; None
+                if there are none.
             blocks: the ways to cut the output into blocks.
         """
-        self._output, self._reference, self._allowed, self._blocks = output, reference, allowed, blocks
+        self._output, self._reference, self._unit, self._blocks = output, reference, unit, blocks
         self._finite = reference.isfinite()
         self._all_finite = bool(self._finite.all())
         self._known = self._zeroed(reference)
@@ -108,7 +125,11 @@ class Tolerance:
         """Nothing is left to compare: every entry is exactly zero in every run."""
         if not self.vacuous:
             self._size = float(torch.stack([self._known.abs().max(), -low.min(), high.max()]).max())
-            self._model = NoiseModel(self._known / self._size, deviations.div_(self._size), unit)
+            known, rounding = self._known / self._size, torch.where(self._exactly_zero, 0.0, rounding / self._size)
+            self._model = NoiseModel(known, deviations.div_(self._size), rounding)
+            self._alike, self._alike_runs = self._zeroed(alike) / self._size, torch.zeros_like(known)[None]
+            if alike_runs is not None:
+                self._alike_runs = self._zeroed(alike_runs) / self._size - known
 
     def _zeroed(self, x: Tensor) -> Tensor:
         """Zeroes the entries whose reference is infinite, such as the log-probability of a label
@@ -118,7 +139,18 @@ class Tolerance:
 
     @cached_property
     def _limits(self) -> Limits:
-        return limits(self._model, self._blocks, self._allowed)
+        return limits(self._model, self._blocks, self._allowed, self._alike_runs)
+
+    @cached_property
+    def _allowed(self) -> float:
+        """What rounding may do to the whole output alike, relative to it."""
+        reference = self._model.reference
+        off = torch.cat([self._alike[None] * reference.sign(), ALIKE_FACTOR * self._alike_runs])
+        return float(statistics(off, reference, self._precision, ())[SCALE].values.abs().max())
+
+    @cached_property
+    def _allowed_in_blocks(self) -> dict[str, Tensor]:
+        return alike_in_blocks(self._alike, self._alike_runs, self._model.reference, self._precision, self._blocks)
 
     @cached_property
     def _precision(self) -> Tensor:
@@ -170,7 +202,7 @@ class Tolerance:
             where={name: _number(int(entries[0]), name, self._reference) for name, entries in where},
             sd=self._limits.sd,
             mean=self._limits.mean,
-            unit=self._model.unit,
+            unit=self._unit,
             faults=faults,
             vacuous=not planted,
             rejected=rejected,
@@ -192,7 +224,7 @@ class Tolerance:
             limits=limits.of,
             sd=limits.sd,
             mean=limits.mean,
-            unit=self._model.unit,
+            unit=self._unit,
             faults=faults,
             vacuous=not planted,
             rejected=rejected,
@@ -212,7 +244,7 @@ class Tolerance:
 
     def _statistics(self, results: Tensor) -> dict[str, Statistic]:
         reference = self._model.reference
-        return statistics(results - reference, reference, self._precision, self._blocks, self._allowed)
+        return statistics(results - reference, reference, self._precision, self._blocks, self._allowed_in_blocks)
 
     def _over(self, found: Mapping[str, Statistic]) -> Tensor:
         limit = self._limits.of

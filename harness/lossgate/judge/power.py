@@ -38,6 +38,8 @@ def _median_block(reference: Tensor, cut: Blocks) -> Tensor:
     squares = reference.square().sum(others) if others else reference.square()
     norms = squares.new_zeros(cut.count).index_add_(0, cut.index, squares)
     present = norms.nonzero().squeeze(1)
+    if not len(present):  # the squares of the largest entries underflow: any block will do
+        present = torch.arange(cut.count)
     middle = present[norms[present].argsort()[len(present) // 2]]
     return (cut.index == middle).nonzero().squeeze(1)
 

@@ -33,6 +33,10 @@ BLOCK_FACTOR = 3.0
 """Limits: these factors of the largest value among the members. With them, and ``scale_sigmas``, no
 correct kernel of ``benchmarks/calibration.py`` is rejected; ``docs/judge.md`` has its figures."""
 
+ALIKE_FACTOR = 1.5
+"""What a kernel may deviate by is at least this factor of what the runs do that round equal numbers
+alike: it does nearly what one of them does."""
+
 _TINY = 1e-200
 """Squares below this are taken for zero; results are scaled so that the largest is 1."""
 
@@ -54,8 +58,8 @@ class NoiseModel:
     reference: Tensor
     deviations: Tensor
     """``[M, *shape]``: each member minus the reference."""
-    unit: float
-    """Unit roundoff of the output's dtype."""
+    rounding: Tensor
+    """``[*shape]``: the most that rounding the output itself changes each entry."""
 
     @property
     def members(self) -> int:
@@ -84,7 +88,7 @@ class NoiseModel:
             rows, columns = squares.mean(2, keepdim=True), squares.mean(1, keepdim=True)
             grand = rows.mean(1, keepdim=True).clamp(min=_TINY)
             squares = (rows / grand) * columns
-        variance = (self.reference.square() * (self.unit**2 / 3)).add(squares, alpha=1 / members)
+        variance = (self.rounding.square() / 3).add(squares, alpha=1 / members)
         return variance.masked_fill_(variance < _TINY, float("inf")).reciprocal_()
 
 
@@ -99,7 +103,11 @@ class Statistic:
 
 
 def statistics(
-    deviations: Tensor, reference: Tensor, precision: Tensor, blocks: Sequence[Blocks], allowed: float = 0.0
+    deviations: Tensor,
+    reference: Tensor,
+    precision: Tensor,
+    blocks: Sequence[Blocks],
+    allowed: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Statistic]:
     """Returns every statistic of a stack of results; for scalars SCALE only.
 
@@ -108,7 +116,8 @@ def statistics(
         reference: ``[*shape]``.
         precision: 1 / s^2, ``[n, *shape]`` or ``[1, *shape]``.
         blocks: the ways to cut the output into blocks.
-        allowed: what rounding may do to a whole block alike, relative to it.
+        allowed: how large ``<d, R / s^2>`` of each block may be by rounding alike, ``[blocks]``, by
+            the name of the cut; by default 0.
     """
     weighted = reference * precision
     pull, size = deviations * weighted, reference * weighted
@@ -123,13 +132,30 @@ def statistics(
     slices: dict[int, tuple[Tensor, Tensor]] = {}
     for cut in blocks:
         if cut.dim not in slices:
-            others = [d + 1 for d in range(reference.dim()) if d != cut.dim]
-            slices[cut.dim] = (pull.sum(others), size.sum(others)) if others else (pull, size)
+            slices[cut.dim] = _sliced(pull, cut), _sliced(size, cut)
         block_pull, block_size = (_add_up(tensor, cut) for tensor in slices[cut.dim])
-        norm = block_size.sqrt()
-        worst, block = (_ratio(block_pull.abs(), norm) - allowed * norm).max(1)
+        off = block_pull.abs() - (0.0 if allowed is None else allowed[cut.name])
+        worst, block = _ratio(off, block_size.sqrt()).max(1)
         found[cut.name] = Statistic(worst.clamp(min=0), block)
     return found
+
+
+def alike_in_blocks(
+    alike: Tensor, runs: Tensor, reference: Tensor, precision: Tensor, blocks: Sequence[Blocks]
+) -> dict[str, Tensor]:
+    """Returns how large ``<d, R / s^2>`` of each block may be by rounding alike, ``[blocks]``, by
+    the name of the cut.
+
+    Args:
+        alike: ``[*shape]``, what rounding may do to each entry of a whole block alike.
+        runs: ``[n, *shape]``, what it does in runs that round equal numbers alike.
+        reference: ``[*shape]``.
+        precision: 1 / s^2, ``[1, *shape]``.
+        blocks: the ways to cut the output into blocks.
+    """
+    weighted = reference * precision
+    stack = torch.cat([alike * weighted.abs(), runs * weighted * ALIKE_FACTOR])
+    return {cut.name: _add_up(_sliced(stack, cut), cut).abs().amax(0) for cut in blocks}
 
 
 def _total(stack: Tensor) -> Tensor:
@@ -139,6 +165,12 @@ def _total(stack: Tensor) -> Tensor:
 def _ratio(above: Tensor, below: Tensor) -> Tensor:
     """Returns the ratio, and 0 where there is nothing to compare with."""
     return torch.where(below > 0, above / below, 0.0)
+
+
+def _sliced(stack: Tensor, cut: Blocks) -> Tensor:
+    """Sums ``[n, *shape]`` over all dims but the one that is cut, ``[n, slices]``."""
+    others = [d for d in range(1, stack.dim()) if d != cut.dim + 1]
+    return stack.sum(others) if others else stack
 
 
 def _add_up(slices: Tensor, cut: Blocks) -> Tensor:
@@ -158,13 +190,22 @@ class Limits:
     """Mean of SCALE over the members."""
 
 
-def limits(model: NoiseModel, blocks: Sequence[Blocks], allowed: float) -> Limits:
-    """Returns the limit of each statistic."""
+def limits(model: NoiseModel, blocks: Sequence[Blocks], allowed: float, alike: Tensor) -> Limits:
+    """Returns the limit of each statistic.
+
+    Args:
+        model: of the noise.
+        blocks: the ways to cut the output into blocks.
+        allowed: what rounding may do to the whole output alike, relative to it.
+        alike: ``[n, *shape]``, the deviations of runs that round equal numbers alike.
+    """
     members = statistics(model.deviations, model.reference, model.precision_without_each(), blocks)
     sd = float(members[SCALE].values.square().mean().sqrt())
     limit = {
         name: FACTORS.get(name, BLOCK_FACTOR) * float(statistic.values.max()) for name, statistic in members.items()
     }
+    for name, statistic in statistics(alike, model.reference, model.precision(), ()).items():
+        limit[name] = max(limit[name], ALIKE_FACTOR * float(statistic.values.max()))
     limit[SCALE] = allowed + scale_sigmas(model.members) * sd
     return Limits(limit, sd, float(members[SCALE].values.mean()))
 

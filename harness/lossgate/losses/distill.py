@@ -6,7 +6,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dense_losses import DistillOptions, distill_mean, teacher_topk_logprobs, topk_kl
+from dense_losses.distill import (
+    DistillOptions,
+    distill_mean,
+    student_tail_kl,
+    student_topk_logprobs,
+    teacher_topk_logprobs,
+    topk_kl,
+)
 from lossgate.specs.declare import spec
 from lossgate.specs.field_context import FieldContext
 from lossgate.specs.inputs import Batch
@@ -54,6 +61,41 @@ _TEACHER = Option(
 _SWITCH = (False, True)
 
 
+def _mean(token_kl: Tensor, batch: DistillBatch, options: DistillOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    loss, metrics = distill_mean(token_kl, batch.mask, batch.valid_tokens, options)
+    del metrics["loss"]  # the loss itself
+    return loss, metrics
+
+
+def _teacher(batch: DistillBatch, options: DistillOptions) -> Tensor:
+    """Returns the teacher's log-probabilities ``[tokens, k]``."""
+    return teacher_topk_logprobs(torch.where(batch.mask[:, None], batch.teacher_logits, 0.0), options.temperature)
+
+
+def _through_the_whole_vocabulary(
+    values: TokenValues, batch: DistillBatch, options: DistillOptions
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Reads the top-k from log-probabilities in the whole vocabulary, and the tail from their
+    entropy, as NeMo-RL does; and writes ``p log p - p log q`` as ``torch.nn.functional.kl_div``
+    does.
+    """
+    logprobs = torch.where(batch.mask[:, None], values.logits, 0.0).log_softmax(1)
+    student, teacher = logprobs.gather(1, batch.teacher_indices), _teacher(batch, options)
+    inside = (student.exp() * (student - options.log_infinitesimal)).sum(1)
+    tail = (logprobs.exp() * logprobs).sum(1) - options.log_infinitesimal - inside
+    if not options.zero_outside_topk:
+        student, tail = student - student.logsumexp(1, keepdim=True), torch.zeros_like(tail)
+    forward = _term_by_term(teacher, student)
+    reverse = _term_by_term(student, teacher) + tail
+    weight = {"forward": 1.0, "reverse": 0.0, "mixed": options.mixed_kl_weight}[options.kl_type]
+    return _mean(weight * forward + (1 - weight) * reverse, batch, options)
+
+
+def _term_by_term(logp: Tensor, logq: Tensor) -> Tensor:
+    p = logp.exp()
+    return (p * logp - p * logq).sum(1)
+
+
 @spec(
     "distill",
     summary="distillation: forward, reverse or mixed KL over the teacher's top-k",
@@ -69,7 +111,8 @@ _SWITCH = (False, True)
         "epsilon": (0.0, 1e-8, 0.5),
     },
     heads=("hidden", "logits"),
-    uses=("logprobs", "entropy"),
+    uses=("logits",),
+    also_written=(_through_the_whole_vocabulary,),
     gathered_ids="teacher_indices",
     temperature="temperature",
     draw=_draw,
@@ -87,19 +130,13 @@ _SWITCH = (False, True)
     },
 )
 def distill(values: TokenValues, batch: DistillBatch, options: DistillOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """Runs the reference's last stages on log-probabilities ``[tokens, k]`` in the whole
-    vocabulary.
-    """
-    rows = batch.mask[:, None]
-    student = torch.where(rows, values.logprobs, 0.0)
-    entropy = torch.where(batch.mask, values.entropy, 0.0)
-    # What is outside the top-k: sum_v q_v (log q_v - c) over all v, less the top-k's.
-    inside = (student.exp() * (student - options.log_infinitesimal)).sum(1)
-    tail = -entropy - options.log_infinitesimal - inside
-    if not options.zero_outside_topk:
-        student, tail = student - student.logsumexp(1, keepdim=True), torch.zeros_like(tail)
-    teacher = teacher_topk_logprobs(torch.where(rows, batch.teacher_logits, 0.0), options.temperature)
-    token_kl = topk_kl(student, teacher, tail, options)
-    loss, metrics = distill_mean(token_kl, batch.mask, batch.valid_tokens, options)
-    del metrics["loss"]  # the loss itself
-    return loss, metrics
+    """The divergence to the teacher, mean over trained tokens."""
+    logits = torch.where(batch.mask[:, None], values.logits, 0.0)
+    ids, whole = batch.teacher_indices, options.zero_outside_topk
+    student = student_topk_logprobs(logits, ids, zero_outside_topk=whole)  # after the temperature
+    tail = (
+        student_tail_kl(logits, ids, log_infinitesimal=options.log_infinitesimal)
+        if whole
+        else torch.zeros_like(student[:, 0])
+    )
+    return _mean(topk_kl(student, _teacher(batch, options), tail, options), batch, options)

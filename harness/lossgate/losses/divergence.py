@@ -57,6 +57,36 @@ class DivergenceBatch(Batch):
     )
 
 
+def _term_by_term(values: TokenValues, batch: DivergenceBatch, options: DivergenceOptions) -> Tensor:
+    """Writes ``sum p (log p - log q)`` as ``sum p log p - sum p log q``, as a cross-entropy less an
+    entropy has it.
+    """
+    log_q, log_p = (logits.log_softmax(1) for logits in _logits(values, batch, options))
+
+    def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+        a = log_a.exp()
+        return (a * log_a).sum(1) - (a * log_b).sum(1)
+
+    if options.divergence_type == "forward":
+        return _mean(kl(log_p, log_q), batch)
+    if options.divergence_type == "reverse":
+        return _mean(kl(log_q, log_p), batch)
+    weight = log_q.new_full((), options.beta)
+    log_r = (weight * log_p.exp() + (1 - weight) * log_q.exp()).log()
+    return _mean(weight * kl(log_p, log_r) + (1 - weight) * kl(log_q, log_r), batch)
+
+
+def _logits(values: TokenValues, batch: DivergenceBatch, options: DivergenceOptions) -> tuple[Tensor, Tensor]:
+    """Returns the logits of student and teacher, after the temperature; 0 where not trained."""
+    rows = batch.mask[:, None]
+    teacher = torch.where(rows, batch.teacher_logits, 0.0) / options.temperature
+    return torch.where(rows, values.logits, 0.0), teacher
+
+
+def _mean(per_token: Tensor, batch: DivergenceBatch) -> Tensor:
+    return torch.where(batch.mask, per_token, 0.0).sum() / batch.valid_tokens.clamp(min=1)
+
+
 @spec(
     "divergence",
     summary="distillation over the whole vocabulary: forward or reverse KL, or a Jensen-Shannon divergence",
@@ -80,11 +110,9 @@ class DivergenceBatch(Batch):
         mistaken_choice("divergence_type", "jsd", "forward"),
         fixed_option("beta", 0.5, "beta is ignored"),
     ),
+    also_written=(_term_by_term,),
 )
 def divergence(values: TokenValues, batch: DivergenceBatch, options: DivergenceOptions) -> Tensor:
     """A divergence between teacher and student, mean over trained tokens."""
-    rows = batch.mask[:, None]
-    student = torch.where(rows, values.logits, 0.0)
-    teacher = torch.where(rows, batch.teacher_logits, 0.0) / options.temperature
-    per_token = dense_losses.divergence(student, teacher, options.divergence_type, options.beta)
-    return torch.where(batch.mask, per_token, 0.0).sum() / batch.valid_tokens.clamp(min=1)
+    student, teacher = _logits(values, batch, options)
+    return _mean(dense_losses.divergence(student, teacher, options.divergence_type, options.beta), batch)

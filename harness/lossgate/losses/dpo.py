@@ -2,12 +2,14 @@
 """Spec ``dpo``: direct preference optimisation, on pairs of a chosen and a rejected response."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 import dense_losses
+from dense_losses.preference import SigmoidLoss, sigmoid_loss, two_class_loss
 from lossgate.losses.shared.pairs import PAIR_GOALS, PAIR_METRICS, PairBatch, covered_pairs
 from lossgate.losses.shared.policies import on_tokens
 from lossgate.losses.shared.samples import EVERY_SEQUENCE_COUNTS, SAMPLES, trained_tokens
@@ -38,7 +40,9 @@ class DpoBatch(PairBatch):
     )
 
 
-def _loss(values: TokenValues, batch: DpoBatch, options: DpoOptions) -> tuple[Tensor, dict[str, Tensor]]:
+def _loss(
+    values: TokenValues, batch: DpoBatch, options: DpoOptions, sigmoid_loss: SigmoidLoss = sigmoid_loss
+) -> tuple[Tensor, dict[str, Tensor]]:
     loss, metrics = dense_losses.dpo(
         logprobs=values.logprobs,
         reference_logprobs=batch.reference_logprobs,
@@ -47,6 +51,7 @@ def _loss(values: TokenValues, batch: DpoBatch, options: DpoOptions) -> tuple[Te
         sample_mask=batch.sample_mask,
         valid_sequences=batch.valid_sequences,
         options=options,
+        sigmoid_loss=sigmoid_loss,
     )
     del metrics["loss"]  # the loss itself
     return loss, metrics
@@ -134,6 +139,7 @@ _SWITCH = (False, True)
     },
     goals=PAIR_GOALS,
     covered=_covered_dpo,
+    also_written=(partial(_loss, sigmoid_loss=two_class_loss),),
 )
 def dpo(values: TokenValues, batch: DpoBatch, options: DpoOptions) -> tuple[Tensor, dict[str, Tensor]]:
     """Direct preference optimisation."""

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spec ``preference``: the loss of a reward model, on pairs of a chosen and a rejected response."""
 
+from functools import partial
+
 from torch import Tensor
 
 import dense_losses
+from dense_losses.preference import SigmoidLoss, sigmoid_loss, two_class_loss
 from lossgate.losses.shared.pairs import PAIR_GOALS, PAIR_METRICS, PairBatch, covered_pairs
 from lossgate.losses.shared.samples import EVERY_SEQUENCE_COUNTS, SAMPLES
 from lossgate.problems.batch import GlobalBatch
@@ -29,6 +32,20 @@ def _covered_preference(batch: GlobalBatch, options: PreferenceOptions) -> set[s
     return covered | ({"rejected preferred"} if bool((rewards[0::2] < rewards[1::2]).any()) else set())
 
 
+def _loss(
+    values: TokenValues, batch: PairBatch, options: PreferenceOptions, sigmoid_loss: SigmoidLoss
+) -> tuple[Tensor, dict[str, Tensor]]:
+    loss, metrics = dense_losses.preference(
+        rewards=values.logprobs,
+        sample_mask=batch.sample_mask,
+        valid_sequences=batch.valid_sequences,
+        epsilon=options.epsilon,
+        sigmoid_loss=sigmoid_loss,
+    )
+    del metrics["loss"]  # the loss itself
+    return loss, metrics
+
+
 @spec(
     "preference",
     summary="the Bradley-Terry loss of a reward model",
@@ -46,14 +63,8 @@ def _covered_preference(batch: GlobalBatch, options: PreferenceOptions) -> set[s
     metrics=PAIR_METRICS,
     goals=PAIR_GOALS,
     covered=_covered_preference,
+    also_written=(partial(_loss, sigmoid_loss=two_class_loss),),
 )
 def preference(values: TokenValues, batch: PairBatch, options: PreferenceOptions) -> tuple[Tensor, dict[str, Tensor]]:
     """The Bradley-Terry loss."""
-    loss, metrics = dense_losses.preference(
-        rewards=values.logprobs,
-        sample_mask=batch.sample_mask,
-        valid_sequences=batch.valid_sequences,
-        epsilon=options.epsilon,
-    )
-    del metrics["loss"]  # the loss itself
-    return loss, metrics
+    return _loss(values, batch, options, sigmoid_loss)

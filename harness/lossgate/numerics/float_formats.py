@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
+from torch import Tensor
 
 from lossgate.dtypes import DTYPES
 
@@ -14,6 +15,7 @@ from lossgate.dtypes import DTYPES
 class FloatFormat:
     """A binary floating-point format."""
 
+    dtype: torch.dtype
     bits: int
     """Bits of the significand, the hidden one included."""
     min_exponent: int
@@ -33,18 +35,34 @@ class FloatFormat:
         """
         return 2.0 ** (self.min_exponent if self.flushes else self.min_exponent + 1 - self.bits)
 
+    def error(self, x: Tensor) -> Tensor:
+        """Returns the most that rounding to the format changes numbers by."""
+        return x.abs().clamp_(min=self.spacing / (2 * self.unit)).mul_(self.unit)
+
+    def nearest(self, x: Tensor) -> Tensor:
+        """Returns float64 numbers as the format holds them."""
+        return x.to(self.dtype).double()
+
 
 FLOAT_FORMATS: Mapping[str, FloatFormat] = MappingProxyType(
     {
-        "float32": FloatFormat(24, -126, True),
-        "bfloat16": FloatFormat(8, -126, True),
-        "float16": FloatFormat(11, -14, False),
+        "float32": FloatFormat(torch.float32, 24, -126, True),
+        "bfloat16": FloatFormat(torch.bfloat16, 8, -126, True),
+        "float16": FloatFormat(torch.float16, 11, -14, False),
     }
 )
 FLOAT32 = FLOAT_FORMATS["float32"]
 
+TF32 = FloatFormat(torch.float32, 11, -126, True)
+"""What NVIDIA's tensor cores take of a float32 factor. Numbers in it are stored as float32."""
+
 TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType({name: getattr(torch, name) for name in DTYPES})
 """The torch dtype of each name."""
+
+
+def coarsest(*formats: FloatFormat) -> FloatFormat:
+    """Returns the format with the largest unit roundoff."""
+    return max(formats, key=lambda one: one.unit)
 
 
 def float_format_of(dtype: torch.dtype) -> FloatFormat:

@@ -25,6 +25,11 @@ def _pool() -> Tensor:
     return torch.from_numpy(words.astype(np.float64) * 2.0**-52 - 1)
 
 
+def power_of_two(x: Tensor) -> Tensor:
+    """Returns the power of two at or below the size of each float64 number; 0 for 0."""
+    return x.contiguous().view(torch.int64).bitwise_and(_EXPONENT).view(torch.float64)
+
+
 class Noise:
     """Draws rounding errors: Monte Carlo arithmetic (Parker 1997) with a seed of its own.
 
@@ -58,7 +63,7 @@ class Noise:
             near_zero: also add the errors below the smallest normal number. Turn it off where they
                 cannot matter.
         """
-        power = x.contiguous().view(torch.int64).bitwise_and(_EXPONENT).view(torch.float64)
+        power = power_of_two(x)
         if near_zero:
             power.add_(power.sign(), alpha=to.spacing / (2 * to.unit))
         return torch.addcmul(x, power, self.uniform(x.shape), value=to.unit * (sqrt(2) if to.bits == 24 else 1.0))

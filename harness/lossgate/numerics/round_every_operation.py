@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from lossgate.numerics.dispatched import DispatchMode
 from lossgate.numerics.exact_operations import is_view, name_of, rounds, writes
-from lossgate.numerics.float_formats import FLOAT32, FloatFormat
+from lossgate.numerics.float_formats import FLOAT32, FloatFormat, coarsest
 from lossgate.numerics.fused_operations import SPELLED_OUT
 from lossgate.numerics.noise import Noise
 
@@ -35,15 +35,17 @@ class RoundEveryOperation(DispatchMode):
     new tensors. Only an operation in place rounds what it has written.
     """
 
-    def __init__(self, noise: Noise, to: FloatFormat) -> None:
+    def __init__(self, noise: Noise, to: FloatFormat, *, log_softmax: FloatFormat = FLOAT32) -> None:
         """Prepares rounded runs.
 
         Args:
             noise: the source of errors.
             to: the format of results.
+            log_softmax: that of results of ``log_softmax``, if it is coarser.
         """
         super().__init__()
         self.noise, self.to = noise, to
+        self.formats = {"_log_softmax": coarsest(to, log_softmax)}
         self._paused = False
 
     @contextmanager
@@ -71,19 +73,19 @@ class RoundEveryOperation(DispatchMode):
             return result
         error = self._error(name, func, args, kwargs, result)
         if isinstance(result, Tensor):
-            rounded = self._rounded(result, error)
+            rounded = self._rounded(result, error, self.formats.get(name, self.to))
         else:
-            rounded = tree_map_only(Tensor, partial(self._rounded, error=None), result)
+            rounded = tree_map_only(Tensor, partial(self._rounded, error=None, to=self.to), result)
         if writes(func):  # the result is an argument
             tree_map(_write, result, rounded)
             return result
         return rounded
 
-    def _rounded(self, exact: Tensor, error: Tensor | None) -> Tensor:
+    def _rounded(self, exact: Tensor, error: Tensor | None, to: FloatFormat) -> Tensor:
         """Returns a result with its error and that of rounding it. What is not finite stays so."""
         if exact.dtype is not torch.float64 or not exact.dim():
             return exact
-        rounded = self.noise.round(exact if error is None else exact + error, self.to)
+        rounded = self.noise.round(exact if error is None else exact + error, to)
         return torch.where(exact.isfinite(), rounded, exact)
 
     def _with_ties(self, a: Tensor, b: Tensor) -> Tensor:
@@ -132,7 +134,7 @@ class RoundEveryOperation(DispatchMode):
             return 1.5 * FLOAT32.unit * self.noise.uniform(result.shape)
         x, dim = args[0], args[1]
         normaliser = (x - result).abs().nan_to_num_(0.0).amax(dim, keepdim=True)
-        size = 1.5 * FLOAT32.unit + normaliser * self.to.unit
+        size = 1.5 * FLOAT32.unit + normaliser * self.formats[name].unit
         return size * self.noise.uniform(size.shape)
 
     def _sum_error(

@@ -12,7 +12,7 @@ from lossgate.spec_check.judged import judged, on_ranks
 from lossgate.spec_check.masked import masked, nothing_trained, untrained_sequences
 from lossgate.spec_check.outcome import Check, Finding, Outcome, Subject
 from lossgate.spec_check.sums import counts_add_up, parts_add_up
-from lossgate.spec_check.values import finite, metrics, runs, unchanged
+from lossgate.spec_check.values import also_written, finite, metrics, runs, unchanged
 from lossgate.specs.spec import Spec
 
 CHECKS = (
@@ -21,6 +21,7 @@ CHECKS = (
     Check("metrics", "it returns every metric that it declares", metrics),
     Check("nothing trained", "if nothing is trained, the loss is finite and gradients are 0", nothing_trained),
     Check("finite", "loss, metrics and gradients are finite", finite),
+    Check("also written", "other ways to write it give the same", also_written),
     Check("masked", "NaN in what is not trained changes nothing", masked),
     Check("untrained", "sequences without a trained token change nothing", untrained_sequences),
     Check("gradient", "the gradient is the derivative of the loss", gradient),

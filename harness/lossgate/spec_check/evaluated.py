@@ -50,17 +50,23 @@ def values_of(bound: BoundProblem) -> TokenValues:
     return TokenValues(**{name: value.detach() for name, value in given.items()})
 
 
-def evaluate(bound: BoundSpec, values: TokenValues, fields: Mapping[str, Any]) -> Evaluated:
-    """Runs the reference.
+def evaluate(bound: BoundSpec, values: TokenValues, fields: Mapping[str, Any], way: int = 0) -> Evaluated:
+    """Runs the reference, or the same loss as it is also written.
+
+    Args:
+        bound: the spec with its options.
+        values: of each token.
+        fields: of the batch.
+        way: which of ``bound.ways``.
 
     Raises:
         UsageError: if it raises, or returns something else than a loss that has a gradient.
     """
     leaves = {name: value.clone().requires_grad_() for name, value in values.differentiable.items()}
-    loss, metrics = bound.loss(values.replace(**leaves), fields)
+    loss, metrics = bound.loss(values.replace(**leaves), fields, way)
     if not loss.requires_grad:
         raise UsageError(
-            f"spec {bound.spec.name!r}: its reference returned a loss that no value per token leads to; "
+            f"spec {bound.spec.name!r}: {bound.ways[way]} returned a loss that no value per token leads to; "
             "compute it from values, with torch, and detach nothing"
         )
     found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)

@@ -93,6 +93,22 @@ def finite(subject: Subject) -> Iterator[Finding]:
                 return
 
 
+def also_written(subject: Subject) -> Iterator[Finding]:
+    """Looks for another way to write the loss that gives another result."""
+    for bound in subject.with_loss:
+        own, values = evaluated(bound), values_of(bound)
+        for way, who in enumerate(bound.bound_spec.ways[1:], 1):
+            other = evaluate(bound.bound_spec, values, bound.batch.known, way)
+            name = unlike(own, other) or unlike(other, own)
+            if name != "":
+                yield Finding(
+                    f"{who} differs from it in {name}, with options {bound.bound_spec.options}",
+                    "compute the same loss, metrics and gradients in it, for every choice of the options; or drop it",
+                    on(bound),
+                )
+                return
+
+
 def unchanged(subject: Subject) -> Iterator[Finding]:
     """Looks for results that differ from call to call, and for inputs that are overwritten."""
     for bound in subject.with_loss:

@@ -13,6 +13,7 @@ from torch import Tensor
 from lossgate.errors import UsageError
 from lossgate.specs.coverage import CoverageGoal, Covered
 from lossgate.specs.declared import (
+    check_also_written,
     check_batch,
     check_divisor,
     check_gathered_ids,
@@ -72,6 +73,7 @@ def spec(
     stop_gradient: bool = False,
     tie_scenarios: Mapping[str, str] | None = None,
     mistakes: tuple[Mistake, ...] = (),
+    also_written: tuple[Reference, ...] = (),
     summary: str | None = None,
     source: str = "",
 ) -> Callable[[Reference], Spec]:
@@ -134,6 +136,9 @@ def spec(
         tie_scenarios: scenarios in which every comparison is a tie that does not matter to loss and
             gradients: nothing is masked.
         mistakes: what kernels of it have got wrong, for tests of one's own tests.
+        also_written: other functions ``(values, batch, options)`` that compute the same loss and
+            metrics as kernels may write them, and that round otherwise: ``p * log p - p * log q``
+            for ``p * (log p - log q)``. The noise of right kernels is that of all ways together.
         summary: one line for people; by default the first paragraph of the reference's docstring.
         source: the paper or project that the reference follows.
 
@@ -167,14 +172,15 @@ def spec(
     }.items():
         if function is not None:
             check_function(argument, function, wanted, where)
+    check_also_written(also_written, where)
     check_sequences(trained_dim, group_size, where)
     ties = {} if tie_scenarios is None else tie_scenarios
     own_scenarios = check_scenarios(scenarios, ties, own_options, where)
     own_metrics = check_metrics({} if metrics is None else metrics, where)
-    if "loss" not in own_outputs and (own_metrics or kinks or stop_gradient or extra_metrics):
+    if "loss" not in own_outputs and (own_metrics or kinks or stop_gradient or extra_metrics or also_written):
         raise UsageError(
             f"{where}: outputs={own_outputs!r} has no 'loss', so nothing calls the reference; drop metrics=, "
-            "extra_metrics=, kinks= and stop_gradient=, or add 'loss'"
+            "extra_metrics=, kinks=, stop_gradient= and also_written=, or add 'loss'"
         )
     made: dict[str, Any] = {
         "name": name,
@@ -204,6 +210,7 @@ def spec(
         "stop_gradient": check_truth("stop_gradient", stop_gradient, where),
         "tie_scenarios": dict(ties),
         "mistakes": check_mistakes(mistakes, where),
+        "also_written": tuple(also_written),
     }
     return partial(_declared, made, None if summary is None else check_text("summary", summary, where))
 

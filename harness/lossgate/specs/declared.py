@@ -251,6 +251,13 @@ def check_mistakes(mistakes: Any, where: str) -> tuple[Mistake, ...]:
     return mistakes
 
 
+def check_also_written(given: Any, where: str) -> None:
+    if not isinstance(given, tuple | list):
+        raise UsageError(f"{where}: also_written={given!r}; expected a tuple of functions, such as ({given!r},)")
+    for number, way in enumerate(given, 1):
+        check_function(f"number {number} of also_written=", way, ("values", "batch", "options"), where)
+
+
 def check_sequences(trained_dim: Any, group_size: Any, where: str) -> None:
     if trained_dim not in ("token", "sequence"):
         raise UsageError(f"{where}: trained_dim={trained_dim!r}; expected 'token' or 'sequence'")

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Mapping
+from math import log
 from typing import Any
 
 import torch
@@ -23,8 +24,7 @@ TOP_K, TOP_P = (None, 8, 3), (1.0, 0.9, 0.5)
 """What problems draw: NeMo-RL's tests have 8 and 0.9."""
 
 _MARGIN = 2.0**-7
-"""Nats, and probability: what the edge of a filter keeps clear of, so that rounding moves nothing
-across it."""
+"""Nats that the edge of a filter keeps clear of, so that rounding moves nothing across it."""
 
 _ROUNDINGS = 4
 """The same in units of ``eps`` times the largest logit of a token, for coarser dtypes. A kernel may
@@ -110,7 +110,10 @@ def passing_logits(logits: Tensor, dtype: str, options: FilterOptions) -> tuple[
         close |= ordered[:, options.top_k - 1] - ordered[:, options.top_k] < margin
         ordered = ordered[:, : options.top_k]
     if options.top_p < 1:
-        close |= (ordered.softmax(1).cumsum(1) - options.top_p).abs().amin(1) < margin
+        # Logits that move against each other by up to the margin move a log-odds by no more.
+        kept = ordered.softmax(1).cumsum(1)[:, :-1]  # all together are 1, which nothing moves
+        apart = (kept.logit() - log(options.top_p / (1 - options.top_p))).abs()
+        close |= (apart < margin[:, None]).any(1)
         close |= (
             (ordered[:, :-1] - ordered[:, 1:] < margin[:, None])
             & passing.sum(1, keepdim=True).eq(torch.arange(1, ordered.shape[1]))

@@ -64,6 +64,8 @@ class Spec:
     source: str
     function: Reference
     """What ``lossgate.spec`` decorates."""
+    also_written: tuple[Reference, ...] = ()
+    """The same loss as kernels may write it, too."""
     batch_type: type[Batch]
     """The class of what a kernel is given beside the leaves of its head."""
     options_type: type
@@ -357,15 +359,28 @@ class BoundSpec:
         logit_filter = (self.options.top_k, self.options.top_p) if filters(self.options) else None
         return token_values(self.spec.uses, logits, fields["labels"], self.temperature, ids, logit_filter)
 
-    def loss(self, values: TokenValues, fields: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the reference's loss and metrics. For specs that have a loss.
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """What to call each way in which the loss is written, the reference first."""
+        others = range(1, len(self.spec.also_written) + 1)
+        return ("its reference", *(f"number {i} of also_written=" for i in others))
+
+    def loss(self, values: TokenValues, fields: Mapping[str, Any], way: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns the loss and its metrics, by default as the reference has them. For specs that
+        have a loss.
+
+        Args:
+            values: of each token.
+            fields: of the batch.
+            way: which of the ``ways`` to compute it.
 
         Raises:
             UsageError: if the reference returns something else.
         """
-        with told_as(f"spec {self.spec.name!r}: its reference"):
-            returned = self.spec(values, self.spec.batch(fields), self.options)
-        who = f"spec {self.spec.name!r}: its reference"
+        who = f"spec {self.spec.name!r}: {self.ways[way]}"
+        written = (self.spec, *self.spec.also_written)[way]
+        with told_as(who):
+            returned = written(values, self.spec.batch(fields), self.options)
         loss, metrics = loss_and_metrics(returned, who)
         if self.spec.extra_metrics is not None and self._wants_more_than(metrics):
             who_else = f"spec {self.spec.name!r}: its extra_metrics="

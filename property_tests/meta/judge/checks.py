@@ -15,7 +15,7 @@ from lossgate.cases.case import Case
 from lossgate.cases.reference import DenseRun
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.judge.comparison import Comparison, Tolerance
-from lossgate.judge.ensemble import gradient_on, run_ensemble, stages_of
+from lossgate.judge.ensemble import gradient_on, rounded_runs, run_ensemble, stages_of
 from lossgate.losses import find_spec
 from lossgate.properties import PROPERTIES
 from lossgate.specs.outputs import Output
@@ -91,15 +91,23 @@ def compare(output: Output, result: Tensor, reference: Tensor, members: Tensor, 
     return Tolerance(output, reference, members, **given).compare(result)
 
 
+def rounds_to(unit: float, reference: Tensor) -> dict[str, Any]:
+    """Returns what a ``Tolerance`` is told of an output that is rounded with a unit roundoff."""
+    error = unit * reference.abs()
+    return {"unit": unit, "rounding": error, "alike": error}
+
+
 def noise_of(candidate: Candidate, problem: Problem, bound: BoundProblem, seed: str) -> dict[str, Tensor]:
     """Returns every output of the ensemble of a problem, with a seed of its own, by name."""
     head, stages, batch = candidate.starts_at, stages_of(candidate, problem.dtype), bound.batch
-    ensemble = run_ensemble(head, batch, bound.bound_spec, stages, seed)
+    ensemble = run_ensemble(head, batch, bound.bound_spec, rounded_runs(batch, stages, seed))
     outputs = dict(ensemble.outputs)
     if ensemble.dlogits is not None:
         for leaf, output in head.gradients(batch.leaves).items():
             of_leaf = f"{seed} {leaf}"
-            outputs[output] = gradient_on(problem.partition, leaf, head, batch, ensemble.dlogits, stages, of_leaf)
+            outputs[output] = gradient_on(
+                problem.partition, leaf, head, batch, ensemble.dlogits, rounded_runs(batch, stages, of_leaf)
+            )
     return {str(output): members for output, members in outputs.items()}
 
 

@@ -5,14 +5,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from lossgate import Problem
 from lossgate.bank.cross_entropy import STYLES, make
+from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.judge import comparison as comparison_module
 from lossgate.judge import power
 from lossgate.judge.comparison import Comparison
 from lossgate.judge.statistics import SCALE, Blocks
+from lossgate.losses import SPECS
 from lossgate.specs.outputs import metric_output
 
-from .checks import MakeWorld, compare, make_problem, run
+from .checks import MakeWorld, compare, make_problem, rounds_to, run
 
 
 def test_the_minimum_detectable_effect_is_what_it_says() -> None:
@@ -25,7 +28,7 @@ def test_the_minimum_detectable_effect_is_what_it_says() -> None:
     members, result = reference + noise[:8], reference + noise[8]
 
     def judged(k: Tensor) -> Comparison:
-        return compare(metric_output("x"), k, reference, members, unit=2**-24, allowed=2**-24)
+        return compare(metric_output("x"), k, reference, members, **rounds_to(2**-24, reference))
 
     mde = judged(result).mde
     for sign in (1, -1):
@@ -73,7 +76,7 @@ def test_a_comparison_without_a_reference_is_vacuous() -> None:
     zero = torch.zeros(3, 2, dtype=torch.float64)
 
     def judged(result: Tensor) -> Comparison:
-        return compare(metric_output("x"), result, zero, zero.expand(8, 3, 2), unit=2**-8, allowed=2**-8)
+        return compare(metric_output("x"), result, zero, zero.expand(8, 3, 2), **rounds_to(2**-8, zero))
 
     assert judged(zero).vacuous
     assert judged(zero).mde == float("inf")
@@ -84,7 +87,16 @@ def test_a_reference_far_below_its_noise_is_vacuous() -> None:
     """Its square is zero even in float64, so that no error in its scale could show."""
     reference = torch.full((3, 2), 1e-170, dtype=torch.float64)
     members = torch.randn(9, 3, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    rows = [Blocks("token", 0, torch.arange(3), 3)]
-    judged = compare(metric_output("x"), members[0], reference, members[1:], unit=2**-24, allowed=2**-24, blocks=rows)
+    given = {**rounds_to(2**-24, reference), "blocks": [Blocks("token", 0, torch.arange(3), 3)]}
+    judged = compare(metric_output("x"), members[0], reference, members[1:], **given)
     assert judged.vacuous
     assert judged.mde == float("inf")
+
+
+def test_a_gradient_whose_squares_underflow_is_judged(make_world: MakeWorld) -> None:
+    """The probability that is left beside logits of 300 and -300 is 1e-261."""
+    spikes = ((0, 0, 300.0), (0, 1, -300.0), (1, 0, 300.0), (1, 1, -300.0))
+    sizes = {"lengths": (2,), "masks": ("all",), "hidden": 1, "vocab": 2, "forced_labels": ((0, 0), (1, 0))}
+    problem = Problem(spec="nll", head="logits", dtype="float32", outliers=spikes, **sizes)
+    found = run(dense_candidate(SPECS["nll"], "logits"), problem, make_world("single"))
+    assert found.agrees, found.findings

@@ -62,6 +62,12 @@ SLICE = (
     ("dpo_logits_by_index_add_by_binary_cross_entropy_joined_trained", "float16", "dp=2"),
     ("preference_rewards_by_two_classes_float32", "float16", "dp=2"),
     ("value_values_moves_float32", "float16", "cp=2"),
+    ("distill_logits_kl_of_differences_float32", "float32", "single"),
+    ("distill_hidden_kl_by_torch_trained", "bfloat16", "dp=2"),
+    ("nll_hidden_cut_low_sums_float32", "bfloat16", "single"),
+    ("nll_hidden_label_apart_float64", "float32", "single"),
+    ("token_logprobs_logits_log_softmax_entropy_of_logprobs_low", "bfloat16", "single"),
+    ("grpo_hidden_minimum_float32", "float16", "dp=2"),
 )
 """At least one kernel of every file of the bank, and every dtype and axis."""
 

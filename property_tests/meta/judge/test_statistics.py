@@ -11,7 +11,7 @@ from lossgate.judge.comparison import Comparison
 from lossgate.judge.statistics import NOISE, SCALE, WORST, NoiseModel
 from lossgate.specs.outputs import metric_output
 
-from .checks import MakeWorld, compare, judge_changed, make_problem
+from .checks import MakeWorld, compare, judge_changed, make_problem, rounds_to
 
 
 def with_noise(gradient: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def test_one_entry_may_be_three_times_as_far_off_as_the_worst_of_the_members() -
     def judged(times: float) -> Comparison:
         wrong = reference.clone()
         wrong[7, 4] += times * noise.abs().max()
-        return compare(metric_output("x"), wrong, reference, reference + noise, unit=2**-24, allowed=2**-24)
+        return compare(metric_output("x"), wrong, reference, reference + noise, **rounds_to(2**-24, reference))
 
     assert judged(2.5).agrees
     assert [name for name, share in judged(3.5).shares.items() if share > 1] == [WORST]
@@ -56,7 +56,8 @@ def test_one_entry_may_be_three_times_as_far_off_as_the_worst_of_the_members() -
 def test_no_member_is_judged_by_noise_that_it_helped_to_make() -> None:
     reference = torch.ones(6, 5, dtype=torch.float64)
     deviations = 1e-3 * torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found = NoiseModel(reference, deviations, 2**-24).precision_without_each()
+    rounding = 2**-24 * reference
+    found = NoiseModel(reference, deviations, rounding).precision_without_each()
     for i in range(4):
         others = torch.cat([deviations[:i], deviations[i + 1 :]])
-        assert torch.allclose(found[i], NoiseModel(reference, others, 2**-24).precision()[0], rtol=1e-12)
+        assert torch.allclose(found[i], NoiseModel(reference, others, rounding).precision()[0], rtol=1e-12)

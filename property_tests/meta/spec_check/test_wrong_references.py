@@ -41,6 +41,10 @@ def right(values: Any, batch: Any, options: Any) -> Any:
     return (batch.weights.where(batch.mask, 0.0) * focal_losses(values, batch, options.gamma)).sum() / tokens(batch)
 
 
+def negated(values: Any, batch: Any, options: Any) -> Any:
+    return -right(values, batch, options)
+
+
 def per_token(values: Any, batch: Any, options: Any) -> Any:
     return focal_losses(values, batch, options.gamma) / tokens(batch)
 
@@ -299,6 +303,13 @@ WRONG = {
     ),
     "count not clamped": Wrong(count_not_clamped, "nothing trained", "the loss is not finite", "clamp(min=1)"),
     "root of 0": Wrong(root, "finite", "the gradient of values.logprobs is not finite", "roots at 0"),
+    "also written with another sign": Wrong(
+        right,
+        "also written",
+        "number 2 of also_written= differs from it in the loss",
+        "or drop it",
+        {"also_written": (right, negated)},
+    ),
     "product with the mask": Wrong(multiplied_by_the_mask, "masked", "NaN in values", "select first, then compute"),
     "selected last": Wrong(selected_last, "masked", "the gradient of values.logprobs", "select first, then compute"),
     "field not selected": Wrong(weights_not_selected, "masked", "NaN in field 'weights'", "batch.weights, 0.0"),

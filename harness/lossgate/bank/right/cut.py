@@ -74,8 +74,7 @@ def _cut(name: str, *, dlogits: str, sums: str) -> Candidate:
         weight, labels = weight[: call.columns], call.inputs.labels[tokens]
         return -_Cut.apply(hidden, weight, bias[0][: call.columns] if bias else None, labels, how)  # pyright: ignore[reportOperatorIssue]
 
-    # No word of ``Precision`` is for sums over tiles of one rank. The nearest is for sums over tp.
-    declares = {"dlogits": dlogits, "reduce": sums}
+    declares = {"dlogits": dlogits, "accumulate_hidden": sums, "vocab_chunk": VOCAB_TILE}
     return of_tokens(name, "nll", "hidden", write, supports={"reduction": ANY}, declares=declares)
 
 

@@ -52,7 +52,13 @@ class Formats:
         stages = (self.product, self.softmax, self.loss)
         product, softmax, loss = (dtype if one == INPUTS else "float32" for one in stages)
         declared = Precision(
-            logits=product, dlogits=product, reduce=product, logsumexp=softmax, logprobs=softmax, loss=loss
+            logits=product,
+            dlogits=product,
+            reduce=product,
+            logsumexp=softmax,
+            logprobs=softmax,
+            entropy=softmax,
+            loss=loss,
         )
         own = {name: dtype if value == INPUTS else value for name, value in changes.items()}
         return replace(declared, **own)  # pyright: ignore[reportArgumentType]

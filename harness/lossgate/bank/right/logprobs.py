@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lossgate.bank.columns import Columns
 
-VOCAB_TILE = 5
+VOCAB_TILE = 32
 """Columns per step of what goes over the vocabulary tile by tile."""
 
 

@@ -103,6 +103,17 @@ class Head(ABC):
         """Returns the logits of rounded runs, ``[members, tokens, vocab]``."""
         raise TypeError(f"head {self.name!r} has no logits")
 
+    def rounded_logits_at(self, leaves: Mapping[str, Tensor], ids: Tensor, run: RoundedRun) -> Tensor | None:
+        """Returns the logits of some ids ``[members, tokens, k]``, each as a dot product of its
+        own; None where a kernel has none to compute.
+
+        Args:
+            leaves: the differentiable inputs.
+            ids: ``[tokens, k]``, rows of the vocabulary.
+            run: the rounded runs.
+        """
+        return None
+
     def rounded_gradient(
         self, leaf: str, leaves: Mapping[str, Tensor], dlogits: Tensor, partition: Partition, run: RoundedRun
     ) -> Tensor:

@@ -67,6 +67,14 @@ class HiddenHead(Head):
             logits = run.round(logits + bias, run.stages.logits)
         return logits
 
+    def rounded_logits_at(self, leaves: Mapping[str, Tensor], ids: Tensor, run: RoundedRun) -> Tensor:
+        rows = leaves["weight"][ids].transpose(-1, -2)  # [tokens, hidden, k]
+        products = run.matmul(leaves["hidden"][None, :, None], rows).squeeze(-2)
+        logits = run.round(products, run.stages.logits)
+        if (bias := leaves.get("bias")) is not None:
+            logits = run.round(logits + bias[ids], run.stages.logits)
+        return logits
+
     def rounded_gradient(
         self, leaf: str, leaves: Mapping[str, Tensor], dlogits: Tensor, partition: Partition, run: RoundedRun
     ) -> Tensor:
@@ -88,7 +96,11 @@ def _grad_hidden(dlogits: Tensor, weight: Tensor, partition: Partition, run: Rou
 
 
 def _vocab_part(dlogits: Tensor, weight: Tensor, shard: VocabShard, run: RoundedRun) -> Tensor:
-    return run.matmul(dlogits[..., shard.start : shard.end], weight[shard.start : shard.end])
+    whole = shard.end - shard.start
+    step = whole if run.stages.accumulate_hidden == FLOAT32 else run.stages.vocab_chunk or whole
+    tiles = [slice(start, min(start + step, shard.end)) for start in range(shard.start, shard.end, step)]
+    parts = [run.matmul(dlogits[..., tile], weight[tile]) for tile in tiles]
+    return parts[0] if len(parts) == 1 else run.running_sum(parts, run.stages.accumulate_hidden)
 
 
 def _grad_weight(dlogits: Tensor, hidden: Tensor, partition: Partition, run: RoundedRun) -> Tensor:

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masks tokens whose numbers a narrow dtype cannot hold, such as ratios of 1e9 in float16.
+
+A kernel in that dtype gives infinities there, and NaN where it multiplies them by 0. It is no less
+right for that, so problems keep clear of such numbers.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lossgate.cases.kinks import tokens_of
+from lossgate.cases.reference import DenseRun
+from lossgate.numerics.dispatched import DispatchMode
+from lossgate.numerics.float_formats import TORCH_DTYPES
+from lossgate.problems.batch import GlobalBatch
+from lossgate.problems.problem import Problem
+from lossgate.specs.spec import BoundSpec
+
+_SHARE = 2.0**-7
+"""Of the dtype's largest number: what a number of one token may be, so that sums over tokens, and
+over a row of the lm-head, stay in range."""
+
+_ROUNDS = 5
+"""Masking a token moves the means over others. So it is repeated up to this often."""
+
+
+def mask_out_of_range(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> GlobalBatch:
+    """Masks the tokens at which the loss, or a gradient, leaves the range of the problem's dtype.
+
+    Returns:
+        The batch with a smaller mask; the batch itself if all numbers are in range, as they always
+        are in a dtype with the exponents of float32.
+    """
+    largest = torch.finfo(TORCH_DTYPES[problem.dtype]).max
+    if largest >= torch.finfo(torch.bfloat16).max or bound.spec.reference is None:
+        return batch
+    for _ in range(_ROUNDS):
+        beyond = torch.zeros(batch.partition.tokens, dtype=torch.bool)
+        for large in _large(batch, problem, bound, _SHARE * largest):
+            beyond |= tokens_of(large, batch)
+        if not bool((beyond & batch.fields["mask"]).any()):
+            break
+        masked = replace(batch, fields={**batch.fields, "mask": batch.fields["mask"] & ~beyond})
+        batch = bound.spec.counted(masked)
+    return batch
+
+
+def _large(batch: GlobalBatch, problem: Problem, bound: BoundSpec, most: float) -> Iterator[Tensor]:
+    """Yields bool tensors: which entries of the results of each operation are too large."""
+    run = DenseRun(batch, problem.head)
+    run.token_values(bound)
+    with _RecordLarge(most) as record:
+        upstream = run.loss_stage(bound.returning(())).upstream
+    yield from record.found
+    # A logit's gradient is multiplied by rows of the hidden states and of the lm-head.
+    factor = max(1.0, *(float(leaf.abs().max()) for leaf in batch.leaves.values())) / bound.temperature
+    for gradient in upstream.values():
+        yield (gradient.abs() * factor > most) & gradient.isfinite()
+
+
+class _RecordLarge(DispatchMode):
+    """Records which entries of results are larger than a number, and finite."""
+
+    def __init__(self, most: float) -> None:
+        super().__init__()
+        self.most = most
+        self.found: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dim():
+                large = (tensor.abs() > self.most) & tensor.isfinite()
+                if bool(large.any()):
+                    self.found.append(large)
+        return result

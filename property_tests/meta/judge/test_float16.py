@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Problems in float16 stay in its range, and its smallest numbers are judged by their spacing."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lossgate import Candidate, Precision, Problem
+from lossgate.bank.dense_candidates import dense_candidate
+from lossgate.cases.bound_problem import BoundProblem
+from lossgate.cases.placement import sample_problems
+from lossgate.judge.comparison import Tolerance
+from lossgate.losses import SPECS
+from lossgate.numerics.float_formats import FLOAT_FORMATS
+from lossgate.specs.outputs import gradient_output
+
+from .checks import MakeWorld, run
+
+FLOAT16 = FLOAT_FORMATS["float16"]
+LARGEST = torch.finfo(torch.float16).max
+
+
+def in_float16(spec: str, head: str) -> Candidate:
+    return replace(dense_candidate(SPECS[spec], head), precision={"float16": Precision()})
+
+
+@pytest.mark.parametrize(
+    ("spec", "head"), [(spec.name, head) for spec in SPECS.values() for head in spec.inputs], ids="-".join
+)
+def test_dense_kernels_agree(make_world: MakeWorld, spec: str, head: str) -> None:
+    kernel, world = in_float16(spec, head), make_world("single")
+    for problem in sample_problems(kernel, world.layout, "float16", 6, seed=5):
+        result = run(kernel, problem, world)
+        assert result.agrees, (result.findings, problem.to_json())
+
+
+def extreme(dtype: str) -> BoundProblem:
+    problem = Problem(
+        spec="clipped_pg",
+        head="logprobs",
+        dtype=dtype,
+        lengths=(60,),
+        masks=("all",),
+        hidden=1,
+        vocab=9,
+        scenario={"ratios": "extreme"},
+        logit_std=30.0,
+    )
+    return BoundProblem(SPECS["clipped_pg"], problem)
+
+
+def test_tokens_out_of_range_are_masked() -> None:
+    fine, bound = extreme("float32"), extreme("float16")
+    assert largest(fine) > LARGEST
+    assert largest(bound) < LARGEST
+    assert 0 < int(bound.batch.fields["mask"].sum()) < int(fine.batch.fields["mask"].sum())
+
+
+def largest(bound: BoundProblem) -> float:
+    return max(float(x.abs().max()) for x in bound.dense.outputs(bound.bound_spec).values())
+
+
+def test_a_gradient_below_the_smallest_normal_number_may_be_rounded() -> None:
+    """There numbers are 2^-24 apart, however small they are."""
+    output = gradient_output("logits", ("token", "vocab"))
+    generator = torch.Generator().manual_seed(0)
+    reference = 2.0**-20 * (1 + torch.rand(8, 30, generator=generator, dtype=torch.float64))
+    noise = FLOAT16.spacing * (torch.rand(12, 8, 30, generator=generator, dtype=torch.float64) - 0.5)
+    error = FLOAT16.error(reference)
+    tolerance = Tolerance(output, reference, reference + noise, unit=FLOAT16.unit, rounding=error, alike=error)
+    assert tolerance.compare(reference.half().double()).agrees
+    assert not tolerance.compare(1.2 * reference.half().double()).agrees
