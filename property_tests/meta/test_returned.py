@@ -2,13 +2,14 @@
 """What a candidate returns is checked, and assembled as its contract says."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from lossgate import CandidateError, Contract, Outputs, Problem, candidate
+from lossgate import CandidateError, Contract, Layout, Outputs, Problem, candidate
 from lossgate.bank.cross_entropy import STYLES, make
 from lossgate.cases.case import Case
 from lossgate.engine.case_result import run_case
@@ -51,6 +52,21 @@ PROBLEM = Problem(spec="nll", head="hidden", dtype="float32", lengths=(3,), mask
             lambda i: Outputs(loss=i.hidden.sum(), metrics={"entropy": torch.ones(1)}),
             "returned metric 'entropy' of shape [1]; expected []",
         ),
+        (
+            lambda i: Outputs(loss=i.hidden.sum(), metrics={"entropy": "high"}),  # type: ignore[dict-item]
+            "returned metric 'entropy' as str; expected a tensor",
+        ),
+        (
+            lambda i: Outputs(loss=i.hidden.sum(), metrics={3: torch.tensor(1.0)}),  # type: ignore[dict-item]
+            "returned metric 3, which spec 'nll' does not have; expected one of entropy, n_seqs",
+        ),
+        (
+            lambda i: Outputs(loss=i.hidden.sum(), metrics=None),  # type: ignore[arg-type]
+            'returned metrics=None; expected a dict of tensors, such as {"name": tensor}, and {} for none',
+        ),
+        (lambda i: Outputs(loss=i.hidden.sum().detach().numpy()), "returned loss as ndarray; expected a tensor"),
+        (lambda i: None, "returned NoneType; expected lossgate.Outputs, or the loss as a tensor"),
+        (lambda i: Layout.parse("x=2"), "raised UsageError: "),
     ],
 )
 def test_what_a_candidate_must_not_return(make_world: MakeWorld, returned: Callable[[Any], Any], message: str) -> None:
@@ -132,3 +148,37 @@ def test_a_rank_without_tokens_need_not_give_their_gradient(make_world: MakeWorl
     assert Case(declare(forgets_the_weight), problem, world).result.faults == {
         gradient_output("weight", ("vocab", "hidden")): (f"backward did not reach it on rank 1; {WAY_OUT}",)
     }
+
+
+def test_a_broken_interface_is_the_verdict_of_its_case(make_world: MakeWorld) -> None:
+    detached = candidate("nll", head="hidden")(lambda inputs, options, mesh: torch.tensor(1.0))
+    result = run_case(Case(detached, PROBLEM, make_world("single")), PROPERTIES["agreement"])
+    assert (result.agrees, result.symptoms, result.problem) == (False, ("CandidateError",), PROBLEM)
+    assert "without a graph" in result.findings[0]
+
+
+@pytest.mark.parametrize("limit_is_raised", [True, False])
+def test_a_compiled_kernel_meets_more_shapes_than_the_compiler_takes_by_itself(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, limit_is_raised: bool
+) -> None:
+    """It is compiled for each, and torch's limit of eight is afterwards what it was."""
+    torch.compiler.reset()
+    if not limit_is_raised:
+        monkeypatch.setattr("lossgate.cases.task.many_shapes", nullcontext)
+    right = make(STYLES["float32"][1])
+
+    @torch.compile(backend="eager", fullgraph=True, dynamic=False)
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    def doubled(inputs: Any, options: Any, mesh: Any) -> Outputs:
+        outputs = right(inputs, options, mesh)
+        assert isinstance(outputs, Outputs)
+        assert compiled(inputs.hidden.detach()).shape == inputs.hidden.shape
+        return outputs
+
+    declared, world = candidate("nll", head="hidden", axes=("dp",))(doubled), make_world("dp=2")
+    problems = [replace(PROBLEM, layout=world.layout, lengths=(2 * n,), seed=n) for n in range(1, 13)]
+    findings = [run_case(Case(declared, problem, world), PROPERTIES["agreement"]).findings for problem in problems]
+    assert any("FailOnRecompileLimitHit" in line for each in findings for line in each) is not limit_is_raised
+    assert torch._dynamo.config.recompile_limit == 8

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks what a candidate returned against its declared interface."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -77,10 +78,16 @@ def _shape(output: Output, candidate: Candidate, batch: GlobalBatch, rank: int) 
 
 def _metrics(returned: Outputs, candidate: Candidate, who: str) -> dict[str, tuple[Any, tuple[int, ...]]]:
     spec = candidate.spec
+    if not isinstance(returned.metrics, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise CandidateError(
+            f"{who} returned metrics={returned.metrics!r:.60}; expected a dict of tensors, such as "
+            '{"name": tensor}, and {} for none'
+        )
     for name in returned.metrics:
         if name not in spec.metrics:
             raise CandidateError(
-                f"{who} returned metric {name!r}, which spec {spec.name!r} does not have; {nearest(name, spec.metrics)}"
+                f"{who} returned metric {name!r}, which spec {spec.name!r} does not have; "
+                f"{nearest(str(name), spec.metrics)}"
             )
     return {f"metric {name!r}": (metric, ()) for name, metric in returned.metrics.items()}
 

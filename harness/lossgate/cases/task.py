@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lossgate.cases.compiled_kernels import many_shapes
 from lossgate.cases.local_inputs import local_inputs
 from lossgate.cases.returned import check_returned
 from lossgate.declaration.candidate import Candidate, Outputs
+from lossgate.errors import CandidateError, UsageError
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.whole_sequences import WholeSequences
 from lossgate.specs.outputs import RETURNED, Output, metric_output
@@ -40,12 +42,19 @@ class RankTask:
         """Runs the candidate on this rank.
 
         Raises:
-            CandidateError: if it breaks its declared interface.
+            CandidateError: if it breaks its declared interface, or calls lossgate wrongly itself.
         """
         candidate, batch, rank, device = self.candidate, self.batch, context.rank, context.device
         local = local_inputs(candidate.spec, candidate.head, batch, rank, device, candidate.tokens)
         leaves = {name: getattr(local, name) for name in batch.leaves}
-        returned = candidate(local, candidate.spec.bind(self.options).options, context.mesh)
+        options = candidate.spec.bind(self.options).options
+        try:
+            with many_shapes():
+                returned = candidate(local, options, context.mesh)
+        except UsageError as error:  # passed on as it is, it would end the run like one of the command line
+            raise CandidateError(
+                f"candidate {candidate.name!r} on rank {rank} raised {type(error).__name__}: {error}"
+            ) from error
         outputs = check_returned(returned, candidate, batch, rank, device)
         _backward(outputs, candidate, batch, context)
         found = _collect(outputs, candidate, leaves)

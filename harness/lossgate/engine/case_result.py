@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from lossgate.adequacy.kills import killed_mutants
 from lossgate.adequacy.option_mutants import OptionMutant
 from lossgate.cases.case import Case
+from lossgate.errors import CandidateError
 from lossgate.judge.comparison import Comparison
 from lossgate.problems.problem import Problem
 from lossgate.properties import Property
@@ -31,7 +32,8 @@ class CaseResult:
     faults: tuple[str, ...] = ()
     """The findings that are no comparison of outputs."""
     failure: str | None = None
-    """The kind of ``RankFailure`` that ended it before its outputs could be compared."""
+    """The kind of error that ended it before its outputs could be compared: a ``RankFailure``, a
+    ``CandidateError`` or a crash."""
 
     @property
     def symptoms(self) -> tuple[str, ...]:
@@ -52,14 +54,11 @@ def run_case(case: Case, held_to: Property, mutants: Iterable[OptionMutant] = ()
         case: the candidate, the problem and the world.
         held_to: the property.
         mutants: the option mutants that no problem has killed yet.
-
-    Raises:
-        CandidateError: if the candidate breaks its declared interface.
     """
     try:
         checked = held_to.check(case)
         killed = frozenset(str(mutant) for mutant in killed_mutants(mutants, case))
-    except RankFailure as failure:
+    except (RankFailure, CandidateError) as failure:
         return CaseResult(problem=case.problem, findings=(str(failure),), failure=type(failure).__name__)
     return CaseResult(
         problem=case.problem,

@@ -71,7 +71,6 @@ def compare(
 
     Raises:
         UsageError: if the two cannot be compared, or a setting is wrong.
-        CandidateError: if one breaks its declared interface.
     """
     one, other = able_alike(kernel_a, kernel_b)
     settings = load_settings(

@@ -83,7 +83,6 @@ class Search:
         """Runs problems until one fails, then shrinks it. Another round runs other problems.
 
         Raises:
-            CandidateError: if the candidate breaks its declared interface.
             UsageError: if no valid options are left for the candidate.
         """
         entries, least = self._entries(), len(self.cases) + self.settings.examples
