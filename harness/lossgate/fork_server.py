@@ -17,7 +17,12 @@ from threading import Thread
 from types import ModuleType
 from typing import Any
 
-_LOADED = ["lossgate.engine.workers", "lossgate.worlds.pool.process", "torch.fx.experimental.symbolic_shapes"]
+_LOADED = [
+    "lossgate.engine.child",
+    "lossgate.engine.jobs",
+    "lossgate.worlds.pool.process",
+    "torch.fx.experimental.symbolic_shapes",
+]
 """The last is what torch loads with the first backward pass; it takes half a second."""
 
 

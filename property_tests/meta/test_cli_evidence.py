@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from lossgate.engine.cell import Cell
 from lossgate.evidence.records import CellRecord, EndRecord, RunRecord
 from property_tests.meta.command_line import Lossgate
 from property_tests.meta.evidence_lines import cells_in, records_in
@@ -63,11 +62,11 @@ def test_a_file_that_cannot_be_written_is_reported_before_the_work(
 ) -> None:
     said: list[str] = []
 
-    def run_cell(*_: object) -> None:
+    def first_cell(*_: object) -> None:
         said.append(capsys.readouterr().err)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lossgate.engine.run.run_cell", run_cell)
+    monkeypatch.setattr("lossgate.engine.run.run_side_by_side", first_cell)
     lossgate("verify", "kernels.py:right", *FEW, "--evidence", "no/such/folder.jsonl")
     assert "can't be written" in said[0]
 
@@ -109,33 +108,16 @@ def test_more_parts_than_cells_are_refused(lossgate: Lossgate) -> None:
 
 
 def test_a_crash_of_lossgate_has_its_own_code(lossgate: Lossgate, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(_: Cell, __: object) -> None:
+    def broken(*_: object) -> None:
         raise ZeroDivisionError("a fault")
 
-    monkeypatch.setattr("lossgate.engine.run.run_cell", broken)
+    monkeypatch.setattr("lossgate.engine.run.run_side_by_side", broken)
     done = lossgate("verify", "kernels.py:right", *FEW)
     assert done.returncode == 4
     assert done.stderr.splitlines()[-2:] == [
         "ZeroDivisionError: a fault",
         "lossgate: this is a fault of lossgate itself; please report it with the lines above",
     ]
-
-
-ENDS_ITS_PROCESS = """
-import os, lossgate
-
-@lossgate.candidate("nll", head="logits", axes=("dp",))
-def leaver(inputs, options, mesh):
-    os._exit(1)
-"""
-
-
-def test_a_kernel_that_ends_a_worker_is_no_disagreement(folder: Path) -> None:
-    (folder / "leaver.py").write_text(ENDS_ITS_PROCESS)
-    command = [sys.executable, "-m", "lossgate", "verify", "leaver.py", "--ranks", "2", "--jobs", "2"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 3, done.stderr
-    assert "the process of a worker ended with exit code 1" in " ".join(done.stdout.split())
 
 
 def test_a_closed_pipe_is_no_disagreement(folder: Path) -> None:

@@ -9,7 +9,7 @@ from threading import Event, Thread
 
 import pytest
 
-from lossgate.engine.workers import _Worker
+from lossgate.engine.child import Child
 from lossgate.process_folder import new_folder, process_folder, remove_folder, take_folder
 
 
@@ -61,7 +61,7 @@ def test_a_process_that_ends_removes_its_folder() -> None:
 
 def test_a_worker_that_is_killed_leaves_no_folder() -> None:
     """It may be killed before its ranks have started, and then only its parent can remove it."""
-    worker = _Worker()
+    worker = Child()
     Path(worker.folder, "of its ranks").mkdir()
     worker.end()
     assert not Path(worker.folder).exists()

@@ -74,7 +74,9 @@ def test_cells_of_all_layouts_share_a_deck_and_those_of_a_dtype_do_not() -> None
 
 
 class AtOnce:
-    """A worker that has always finished."""
+    """A process that has always finished."""
+
+    threads_left = 0
 
     def __init__(self) -> None:
         self.connection, self._far = Pipe()
@@ -93,7 +95,7 @@ class AtOnce:
 def test_workers_that_finish_together_find_the_last_cells(
     jobs: int, cells: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "_Worker", AtOnce)
+    monkeypatch.setattr(workers, "Child", AtOnce)
     monkeypatch.setattr(workers, "CellResult", lambda cell: cell)
     planned = [Cell(dense_candidate(SPECS["nll"], "logprobs"), layout, "float32") for layout in LAYOUTS[:cells]]
     monkeypatch.setattr(workers, "check_source", lambda _: None)

@@ -23,6 +23,11 @@ def replay(
         timeout: Seconds that a rank may take to the next collective or, if it is a process, to
             return. Then it counts as hanging.
     """
+    from lossgate.fork_server import worker_context
+
+    if world != "torchrun":
+        worker_context()  # other processes load torch while this one does
+
     from lossgate.engine.failure_files import read_failure
     from lossgate.engine.replay import replay_failure
     from lossgate.worlds.base import WorldLost

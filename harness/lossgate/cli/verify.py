@@ -131,7 +131,7 @@ class _Tally:
 
 
 def _run(targets: Sequence[str], settings: Settings, shard: Shard | None, failures: Path, tally: _Tally) -> None:
-    if settings.jobs != 1 or settings.world in ("gloo", "nccl"):
+    if settings.jobs != 1 or settings.world != "torchrun":
         from lossgate.fork_server import worker_context
 
         worker_context()  # other processes load torch while this one does

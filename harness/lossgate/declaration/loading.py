@@ -196,6 +196,15 @@ def check_source(candidate: Candidate) -> None:
         )
 
 
+def has_source(candidate: Candidate) -> bool:
+    """Returns whether other processes can load a candidate."""
+    try:
+        check_source(candidate)
+    except UsageError:
+        return False
+    return True
+
+
 def _is_loadable(location: str) -> bool:
     """Returns whether a location is a file or the name of a module."""
     if location.endswith(".py"):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from lossgate.adequacy.kills import killed_mutants
 from lossgate.adequacy.option_mutants import OptionMutant
 from lossgate.cases.case import Case
+from lossgate.engine.current_case import running
 from lossgate.errors import CandidateError
 from lossgate.judge.comparison import Comparison
 from lossgate.problems.problem import Problem
@@ -56,7 +57,8 @@ def run_case(case: Case, held_to: Property, mutants: Iterable[OptionMutant] = ()
         mutants: the option mutants that no problem has killed yet.
     """
     try:
-        checked = held_to.check(case)
+        with running(case.problem):
+            checked = held_to.check(case)
         killed = frozenset(str(mutant) for mutant in killed_mutants(mutants, case))
     except (RankFailure, CandidateError) as failure:
         return CaseResult(problem=case.problem, findings=(str(failure),), failure=type(failure).__name__)

@@ -4,17 +4,16 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from lossgate.cases.case import Case
 from lossgate.declaration.candidate import Candidate
-from lossgate.declaration.loading import load_candidates
-from lossgate.engine.case_result import run_case
+from lossgate.declaration.loading import has_source, load_candidates
 from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.failure_files import FailureFile, FrozenCase, versions
+from lossgate.engine.fresh import run_in_child
+from lossgate.engine.jobs import run_cases
 from lossgate.engine.settings import Settings
 from lossgate.engine.verdict import pooled_disagreements
 from lossgate.errors import UsageError
 from lossgate.properties import find_property
-from lossgate.worlds import make_world
 
 
 @dataclass(frozen=True)
@@ -58,11 +57,9 @@ def replay_failure(
     kind, held_to = world or failure.world, find_property(failure.property)
     cell = Cell(found[0], problem.layout, problem.dtype, held_to, kind, failure.device)
     settings = Settings() if timeout is None else Settings(timeout=timeout)
-    ranks = make_world(kind, cell.layout, settings.timeout, cell.device)
-    try:
-        cases = [run_case(Case(cell.candidate, frozen.problem, ranks), cell.property) for frozen in failure.examples]
-    finally:
-        ranks.close()
+    problems = [frozen.problem for frozen in failure.examples]
+    run = run_in_child if kind == "simulated" and has_source(cell.candidate) else run_cases
+    cases = run(cell, problems, settings.timeout)
     failing = next((case for case in cases if not case.agrees), None)
     reasons = failing.findings if failing else pooled_disagreements(cases) if failure.pooled else ()
     exact = [FrozenCase.of(case).statistics for case in cases] == [frozen.statistics for frozen in failure.examples]

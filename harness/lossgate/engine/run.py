@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterable
 from contextlib import closing
 
 from lossgate.declaration.candidate import Candidate
+from lossgate.declaration.loading import has_source
 from lossgate.engine.cell import CellResult
 from lossgate.engine.events import CellFinished, Event, RunFinished, RunStarted
 from lossgate.engine.plan import plan
@@ -20,13 +21,16 @@ def run(candidates: Iterable[Candidate], settings: Settings, shard: Shard | None
     """Verifies candidates, or one part of their cells; yields what happens, in the order of the
     plan.
 
-    Ranks of torchrun verify one cell after another, whatever ``jobs`` says.
+    Candidates on simulated ranks run in other processes, so that none ends this one. Those that
+    were made in a function or a notebook, which no other process can load, run in this one if
+    there is one job. Ranks of torchrun verify one cell after another, whatever ``jobs`` says.
     """
     matrix = plan(candidates, settings)
     cells = matrix if shard is None else shard.take(matrix)
     yield RunStarted(tuple(cells), settings, tuple(matrix), shard)
     jobs = 1 if settings.world == "torchrun" else min(settings.jobs or os.cpu_count() or 1, len(cells))
-    done = (run_cell(cell, settings) for cell in cells) if jobs == 1 else run_side_by_side(cells, settings, jobs)
+    own = jobs == 1 and (settings.world != "simulated" or not all(has_source(cell.candidate) for cell in cells))
+    done = (run_cell(cell, settings) for cell in cells) if own else run_side_by_side(cells, settings, jobs)
     results, stopped = list[CellResult](), ""
     with closing(done):
         try:

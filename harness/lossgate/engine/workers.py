@@ -1,43 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs cells side by side, in other processes."""
+"""Runs cells in other processes, side by side."""
 
-import os
-import traceback
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, fields
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
-from typing import Any
-
-import torch
+from collections.abc import Generator, Sequence
+from multiprocessing.connection import wait
+from time import perf_counter
 
 from lossgate.adequacy.deck import deck_key
-from lossgate.declaration.loading import check_source, load_candidate
+from lossgate.declaration.loading import check_source
 from lossgate.engine.cell import Cell, CellResult
-from lossgate.engine.run_cell import run_cell
+from lossgate.engine.child import Child, ChildDied
+from lossgate.engine.crash import result_of_crash
+from lossgate.engine.jobs import CellJob, CellName
 from lossgate.engine.settings import Settings
-from lossgate.fork_server import start_process, start_worker
-from lossgate.layout import Layout
-from lossgate.process_folder import new_folder, remove_folder, take_folder
-from lossgate.properties import find_property
-from lossgate.worlds.base import WorldLost
+
+_LOOK = 1.0
+"""Seconds between two looks at processes that give no answer."""
 
 
 def run_side_by_side(cells: Sequence[Cell], settings: Settings, jobs: int) -> Generator[CellResult]:
     """Runs cells in other processes, which load the candidates again from their sources.
 
-    Cells that share a deck run in one process, as far as possible, so that it is drawn once.
+    Cells that share a deck run in one process, as far as possible, so that it is drawn once. A
+    candidate that ends its process is told as a crash, and the next cells run in a new one.
 
     Raises:
         UsageError: if a candidate is not the one that its source holds, because it was made in a
             function, say.
     """
-    sources = tuple(dict.fromkeys(cell.candidate.source for cell in cells))
-    names = [CellName.of(cell) for cell in cells]
     for cell in cells:
         check_source(cell.candidate)
+    sources = tuple(dict.fromkeys(cell.candidate.source for cell in cells))
+    given = [CellJob(CellName.of(cell), sources, settings) for cell in cells]
     workers, queue, finished = [_Worker() for _ in range(jobs)], _Queue(cells), dict[int, CellResult]()
     idle, running = list(range(jobs)), dict[int, int]()
     try:
@@ -45,51 +39,48 @@ def run_side_by_side(cells: Sequence[Cell], settings: Settings, jobs: int) -> Ge
             while due not in finished:
                 while idle and queue:
                     worker = idle.pop(0)
-                    running[worker] = queue.take(worker)
-                    workers[worker].start(names[running[worker]], sources, settings)
-                ready = wait([workers[worker].connection for worker in running])
-                for worker in [w for w in running if workers[w].connection in ready]:
-                    number = running.pop(worker)
-                    finished[number] = CellResult(cell=cells[number], **workers[worker].result())
-                    idle.append(worker)
+                    number = running[worker] = queue.take(worker)
+                    workers[worker].start(cells[number], given[number])
+                ready = wait([workers[worker].child.connection for worker in running], _LOOK)
+                for worker in list(running):
+                    if workers[worker].child.connection in ready:
+                        finished[running.pop(worker)] = workers[worker].result()
+                        idle.append(worker)
+                    else:
+                        workers[worker].child.check_alive(settings.timeout)
             yield finished.pop(due)
     finally:
         for worker in workers:
-            worker.end()
+            worker.child.end()
 
 
 class _Worker:
-    """A process that verifies cells."""
+    """A process that verifies cells, or the next one if a candidate has spoilt it."""
 
     def __init__(self) -> None:
-        self.connection, far = Pipe()
-        self.folder = new_folder()
-        self._process = start_process(_serve, far, dict(os.environ), self.folder, has_children=True)
-        far.close()  # else the end of the process would not end the connection
+        self.child = Child()
+        self._cell: Cell | None = None
+        self._started = 0.0
 
-    def start(self, name: "CellName", sources: Sequence[str], settings: Settings) -> None:
-        self.connection.send((name, sources, settings))
+    def start(self, cell: Cell, job: CellJob) -> None:
+        another = self._cell is not None and self._cell.candidate is not cell.candidate
+        if another and self.child.threads_left:
+            self._replace()
+        self._cell, self._started = cell, perf_counter()
+        self.child.start(job)
 
-    def result(self) -> dict[str, Any]:
-        """Returns all of a cell's result but the cell. Raises what verifying it raised."""
+    def result(self) -> CellResult:
+        """Returns what came of the cell, also if its candidate ended the process."""
+        assert self._cell is not None
         try:
-            answer = self.connection.recv()
-        except EOFError:
-            self._process.join()
-            raise WorldLost(
-                f"the process of a worker ended with exit code {self._process.exitcode}; to see which cell ends it, "
-                "run with one job"
-            ) from None
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
+            return CellResult(cell=self._cell, **self.child.result())
+        except ChildDied as died:
+            self._replace()
+            return result_of_crash(self._cell, died, perf_counter() - self._started)
 
-    def end(self) -> None:
-        """Ends the process, whatever it does."""
-        self._process.kill()
-        self._process.join()
-        self.connection.close()
-        remove_folder(self.folder)
+    def _replace(self) -> None:
+        self.child.end()
+        self.child = Child()
 
 
 class _Queue:
@@ -113,49 +104,3 @@ class _Queue:
             free = [deck for deck in left if deck not in self._decks.values()]
             self._decks[worker] = free[0] if free else max(left, key=lambda deck: len(self._waiting[deck]))
         return self._waiting[self._decks[worker]].popleft()
-
-
-@dataclass(frozen=True)
-class CellName:
-    """A cell as data that any process can read."""
-
-    source: str
-    property: str
-    layout: Layout
-    dtype: str
-    world: str
-    device: str
-
-    @classmethod
-    def of(cls, cell: Cell) -> "CellName":
-        source, held_to = cell.candidate.source, cell.property.name
-        return cls(source, held_to, cell.layout, cell.dtype, cell.world, cell.device)
-
-    def load(self) -> Cell:
-        """Loads the candidate and finds the property."""
-        candidate = load_candidate(self.source)
-        return Cell(candidate, self.layout, self.dtype, find_property(self.property), self.world, self.device)
-
-
-def _run_by_name(name: CellName, sources: Sequence[str], settings: Settings) -> dict[str, Any]:
-    """Runs a cell in a worker; returns all of its result but the cell, which the parent has."""
-    for source in sources:
-        load_candidate(source)  # whose file may also register a property
-    result = run_cell(name.load(), settings)
-    return {f.name: getattr(result, f.name) for f in fields(result) if f.name != "cell"}
-
-
-def _serve(connection: Connection, environment: Mapping[str, str], folder: str) -> None:
-    """Verifies the cells that the parent names, until it has no more."""
-    start_worker(environment, lambda: remove_folder(folder))
-    take_folder(folder)
-    torch.set_num_threads(1)  # the processes share the cores
-    with suppress(EOFError):
-        while True:
-            given = connection.recv()
-            try:
-                answer = _run_by_name(*given)
-            except Exception as error:
-                error.add_note(traceback.format_exc())
-                answer = error
-            connection.send(answer)

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process in which candidates run, and what it leaves when it dies.
+
+The parent believes only what the process reports as finished. Before each case the process writes
+down which problem comes, so that the parent can tell what it died of.
+"""
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from io import TextIOWrapper
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from lossgate.engine import current_case
+from lossgate.engine.left_behind import LeftBehind
+from lossgate.fork_server import start_process, start_worker
+from lossgate.problems.problem import Problem
+from lossgate.process_folder import new_folder, remove_folder, take_folder
+
+_BEAT = 1.0
+"""Seconds between two signs of life."""
+_GRACE = 15.0
+"""Seconds beyond the time-out of ranks after which a process without a sign of life is taken to
+hang: whatever Python can notice, the world notices first."""
+_STACK = "stack"
+"""The file for Python's own report of a crash."""
+_LINES = 3
+"""The most lines of it that are told."""
+_OWN = str(Path(__file__).parents[1])
+
+
+class Job(Protocol):
+    """Work for a child, as data that pickles."""
+
+    def load(self) -> None:
+        """Imports the candidates. What their modules set as they are imported stays set."""
+        ...
+
+    def run(self) -> Any: ...
+
+
+class ChildDied(Exception):
+    """A child ended before it had reported what it was asked for."""
+
+    def __init__(self, how: str, problem: Problem | None) -> None:
+        super().__init__(how)
+        self.how = how
+        """In words, after "the process that ran the candidate"."""
+        self.problem = problem
+        """What it ran, or had run last; None if it had run nothing."""
+
+
+class Child:
+    """A process that runs jobs, one after the other."""
+
+    def __init__(self) -> None:
+        self.connection, far = Pipe()
+        self.folder = new_folder()
+        self._process = start_process(_serve, far, dict(os.environ), self.folder, has_children=True)
+        far.close()  # else the end of the process would not end the connection
+        self._beat, self._beat_seen = 0, time.monotonic()
+        self._hangs = ""
+        self.threads_left = 0
+        """How many threads candidates have left running in it."""
+
+    def start(self, job: Job) -> None:
+        with suppress(OSError):  # it has died meanwhile, which its result will tell
+            self.connection.send(job)
+
+    def check_alive(self, timeout: float) -> None:
+        """Ends the process if it gives no sign of life: C code may hold the lock of Python."""
+        beat = current_case.last_beat(self.folder)
+        if beat != self._beat or not beat:
+            self._beat, self._beat_seen = beat, time.monotonic()
+        elif (silent := time.monotonic() - self._beat_seen) > timeout + _GRACE:
+            self._hangs = f"gave no sign of life for {silent:.0f} s, and was ended"
+            self._process.kill()
+
+    def result(self) -> Any:
+        """Returns what a job returned, or raises what it raised.
+
+        Raises:
+            ChildDied: if the process ended instead.
+        """
+        try:
+            answer, self.threads_left = self.connection.recv()
+        except Exception:  # the connection has ended, or the candidate wrote into it
+            raise self._died() from None
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def run(self, job: Job, timeout: float) -> Any:
+        """Runs a job. Raises what ``result`` raises."""
+        self.start(job)
+        while not self.connection.poll(_BEAT):
+            self.check_alive(timeout)
+        return self.result()
+
+    def end(self) -> None:
+        """Ends the process, whatever it does."""
+        self._process.kill()
+        self._process.join()
+        self.connection.close()
+        remove_folder(self.folder)
+
+    def _died(self) -> ChildDied:
+        self._process.join(_BEAT)
+        if self._process.exitcode is None:
+            self._hangs = "cut its connection to lossgate"
+            self._process.kill()
+            self._process.join()
+        problem, finished = current_case.read(self.folder)
+        how = self._hangs or _how(self._process.exitcode)
+        when = "" if problem is None else " after it had run this problem" if finished else " on this problem"
+        stack = "" if self._hangs else _stack(self.folder)
+        return ChildDied(f"{how}{when}{stack}", problem)
+
+
+def _how(exit_code: int | None) -> str:
+    if exit_code is None or exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    killed = ", as the system does with one that takes too much memory," if name == "SIGKILL" else ""
+    return f"was ended by {name}{killed}"
+
+
+def _stack(folder: str) -> str:
+    """Returns the lines of Python that led to a crash, as Python itself reports them."""
+    try:
+        lines = Path(folder, _STACK).read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    found = [line for line in lines if line.startswith("  File ") and _OWN not in line]
+    return "".join(f"\n{line}" for line in found[:_LINES])
+
+
+def _serve(connection: Connection, environment: Mapping[str, str], folder: str) -> None:
+    """Runs the jobs that the parent sends, until it has no more."""
+    start_worker(environment, lambda: remove_folder(folder))
+    take_folder(folder)
+    for output in (sys.stdout, sys.stderr):
+        if isinstance(output, TextIOWrapper):
+            output.reconfigure(line_buffering=True)  # what a kernel printed before it crashed arrives
+    current_case.open_in(folder)
+    threading.Thread(target=_beat_on, daemon=True).start()
+    torch.set_num_threads(1)  # the processes share the cores
+    with suppress(EOFError, OSError), Path(folder, _STACK).open("w") as stack:
+        faulthandler.enable(stack, all_threads=False)
+        while True:
+            connection.send(_run(connection.recv()))
+
+
+def _run(job: Job) -> tuple[Any, int]:
+    """Returns what a job returned or raised, and how many threads it has left running."""
+    threads = threading.active_count()
+    try:
+        job.load()
+        before = LeftBehind.capture()
+        try:
+            answer = job.run()
+        finally:
+            before.restore()
+    except Exception as error:
+        error.add_note(traceback.format_exc())
+        answer = error
+    return answer, threading.active_count() - threads
+
+
+def _beat_on() -> None:
+    while True:
+        current_case.beat()
+        time.sleep(_BEAT)

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs cases in a process that has run nothing before."""
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+
+from lossgate.engine.case_result import CaseResult
+from lossgate.engine.cell import Cell
+from lossgate.engine.child import Child, ChildDied
+from lossgate.engine.crash import case_of_crash
+from lossgate.engine.jobs import CasesJob, CellName
+from lossgate.problems.problem import Problem
+
+
+@contextmanager
+def fresh_child() -> Generator[Child]:
+    """Starts a process, and ends it in the end."""
+    child = Child()
+    try:
+        yield child
+    finally:
+        child.end()
+
+
+def run_in_child(cell: Cell, problems: Sequence[Problem], timeout: float) -> list[CaseResult]:
+    """Runs problems of a cell one after the other, in a process of their own.
+
+    If that dies, the crash is all that is returned.
+    """
+    with fresh_child() as child:
+        return run_in(child, cell, problems, timeout)
+
+
+def run_in(child: Child, cell: Cell, problems: Sequence[Problem], timeout: float) -> list[CaseResult]:
+    """Runs problems of a cell one after the other in a process, as ``run_in_child`` does."""
+    try:
+        return child.run(CasesJob(CellName.of(cell), (cell.candidate.source,), problems, timeout), timeout)
+    except ChildDied as died:
+        return [case_of_crash(died, died.problem or problems[0])]

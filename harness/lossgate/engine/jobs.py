@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a child is asked to do: data that pickles, with candidates by the names of their sources."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from lossgate.cases.case import Case
+from lossgate.declaration.loading import load_candidate
+from lossgate.engine.case_result import CaseResult, run_case
+from lossgate.engine.cell import Cell
+from lossgate.engine.run_cell import run_cell
+from lossgate.engine.settings import Settings
+from lossgate.layout import Layout
+from lossgate.problems.problem import Problem
+from lossgate.properties import find_property
+from lossgate.worlds import make_world
+
+
+@dataclass(frozen=True)
+class CellName:
+    """A cell as data that any process can read."""
+
+    source: str
+    property: str
+    layout: Layout
+    dtype: str
+    world: str
+    device: str
+
+    @classmethod
+    def of(cls, cell: Cell) -> "CellName":
+        source, held_to = cell.candidate.source, cell.property.name
+        return cls(source, held_to, cell.layout, cell.dtype, cell.world, cell.device)
+
+    def load(self) -> Cell:
+        """Loads the candidate and finds the property."""
+        candidate = load_candidate(self.source)
+        return Cell(candidate, self.layout, self.dtype, find_property(self.property), self.world, self.device)
+
+
+@dataclass(frozen=True)
+class CellJob:
+    """Verifies a cell; returns all of its result but the cell, which the parent has."""
+
+    name: CellName
+    sources: Sequence[str]
+    """The candidates of the run, whose files may also register a property."""
+    settings: Settings
+
+    def load(self) -> None:
+        for source in self.sources:
+            load_candidate(source)
+
+    def run(self) -> dict[str, Any]:
+        result = run_cell(self.name.load(), self.settings)
+        return {f.name: getattr(result, f.name) for f in fields(result) if f.name != "cell"}
+
+
+@dataclass(frozen=True)
+class CasesJob:
+    """Runs problems one after the other; returns what came of each."""
+
+    name: CellName
+    sources: Sequence[str]
+    problems: Sequence[Problem]
+    timeout: float
+
+    def load(self) -> None:
+        for source in self.sources:
+            load_candidate(source)
+
+    def run(self) -> list[CaseResult]:
+        return run_cases(self.name.load(), self.problems, self.timeout)
+
+
+def run_cases(cell: Cell, problems: Sequence[Problem], timeout: float) -> list[CaseResult]:
+    """Runs problems of a cell one after the other, in this process."""
+    world = make_world(cell.world, cell.layout, timeout, cell.device)
+    try:
+        return [run_case(Case(cell.candidate, problem, world), cell.property) for problem in problems]
+    finally:
+        world.close()

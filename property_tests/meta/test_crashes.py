@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A candidate that ends its process is told as that, and no other candidate has anything of it."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from lossgate.declaration.loading import load_candidates
+from lossgate.engine.cell import CellResult, Verdict
+from lossgate.engine.events import CellFinished
+from lossgate.engine.run import run
+from lossgate.engine.settings import Settings
+from property_tests.meta.command_line import Lossgate
+
+ABUSES = """
+import ctypes, os, random, signal, sys, threading, time
+import numpy, torch, lossgate
+from lossgate.bank.dense_candidates import dense_nll_logprobs as dense
+
+STATE = {"folder": os.getcwd(), "handler": signal.getsignal(signal.SIGUSR1), "output": sys.stdout}
+
+def abuse(name, act):
+    @lossgate.candidate("nll", head="logprobs", name=name, dtypes=("float32",))
+    def kernel(inputs, options, mesh):
+        act()
+        return dense.kernel(inputs, options, mesh)
+    return kernel
+
+def leave_changed():
+    os.chdir("/")
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    sys.setrecursionlimit(5000)
+    numpy.random.seed(5)
+    random.seed(5)
+    sys.stdout = None
+    os.close(1)
+
+def find_unchanged():
+    assert os.getcwd() == STATE["folder"]
+    assert signal.getsignal(signal.SIGUSR1) == STATE["handler"]
+    assert sys.getrecursionlimit() != 5000
+    assert sys.stdout is STATE["output"]
+    os.fstat(1)
+    numbers = numpy.random.random(), random.random()
+    numpy.random.seed(5)
+    random.seed(5)
+    assert numbers != (numpy.random.random(), random.random())
+
+def leave_a_thread():
+    threading.Thread(target=time.sleep, args=(600,), name="left", daemon=True).start()
+
+def find_no_thread():
+    assert "left" not in [thread.name for thread in threading.enumerate()]
+
+def hold_the_lock():
+    ctypes.PyDLL(None).sleep(600)
+
+acts = {
+    "segv": lambda: ctypes.string_at(0), "abort": os.abort, "exit 0": lambda: os._exit(0),
+    "exit 3": lambda: os._exit(3), "sys.exit": lambda: sys.exit(0), "killed": lambda: os.kill(os.getpid(), 9),
+    "cuts": lambda: os.closerange(3, 100), "leaves": leave_changed, "finds": find_unchanged,
+    "threads": leave_a_thread, "finds no thread": find_no_thread, "hold": hold_the_lock, "right": lambda: None,
+}
+kernels = {name: abuse(name, act) for name, act in acts.items()}
+globals().update({f"kernel{i}": kernel for i, kernel in enumerate(kernels.values())})
+"""
+
+SETTINGS = Settings(layouts=("single",), dtypes=("float32",), examples=2, rounds=1)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("abuses") / "abuses.py"
+    file.write_text(ABUSES)
+    return file
+
+
+def results(file: Path, *names: str, settings: Settings = SETTINGS) -> Iterator[CellResult]:
+    kernels = [load_candidates(f"{file}:{name}")[0] for name in names]
+    with closing(run(kernels, settings)) as events:
+        yield from (event.result for event in events if isinstance(event, CellFinished))
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("segv", "was ended by SIGSEGV on this problem\n  File "),
+        ("abort", "was ended by SIGABRT on this problem"),
+        ("exit 0", "ended with exit code 0 on this problem"),
+        ("exit 3", "ended with exit code 3 on this problem"),
+        ("killed", "was ended by SIGKILL, as the system does with one that takes too much memory, on this problem"),
+        ("cuts", "ended with exit code 0 on this problem"),
+    ],
+)
+def test_a_crash_is_the_verdict_of_its_cell_and_the_next_goes_on(file: Path, name: str, how: str) -> None:
+    crashed, right = results(file, name, "right")
+    assert crashed.verdict is Verdict.DISAGREE
+    assert crashed.reasons[0].startswith(f"CRASH: the process that ran the candidate {how}")
+    assert crashed.failure is not None
+    assert crashed.failure.problem.tokens > 0
+    assert right.verdict is not Verdict.DISAGREE
+    assert len(right.cases) >= 2
+
+
+def test_crashes_are_told_side_by_side_too(file: Path) -> None:
+    given = Settings(**{**vars(SETTINGS), "jobs": 2})
+    first, right, last = results(file, "segv", "right", "exit 0", settings=given)
+    assert ["CRASH" in " ".join(each.reasons) for each in (first, right, last)] == [True, False, True]
+
+
+def test_an_exit_that_python_sees_is_an_exception_of_the_kernel(file: Path) -> None:
+    (result,) = results(file, "sys.exit")
+    assert result.reasons[0].startswith("rank 0 raised SystemExit: 0")
+
+
+def test_code_that_holds_the_lock_of_python_is_ended(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lossgate.engine.child._GRACE", 2.0)
+    held, right = results(file, "hold", "right", settings=Settings(**{**vars(SETTINGS), "timeout": 1.0}))
+    assert "CRASH: the process that ran the candidate gave no sign of life for" in held.reasons[0]
+    assert "CRASH" not in " ".join(right.reasons)
+
+
+def test_what_a_candidate_leaves_changed_reaches_no_other(file: Path) -> None:
+    _, found, _, found_no_thread = results(file, "leaves", "finds", "threads", "finds no thread")
+    assert (found.failure, found_no_thread.failure) == (None, None)
+
+
+def test_a_crash_has_evidence_and_a_line_that_replays_it(file: Path, lossgate: Lossgate) -> None:
+    targets = [f"{file}:{name}" for name in ("segv", "right")]
+    done = lossgate("verify", *targets, "--layout", "single", "--examples", "2", "--evidence", "e")
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    assert "  CRASH: the process that ran the candidate was ended by SIGSEGV on this problem" in lines
+    replay = next(line for line in lines if line.startswith("  replay: ")).split()[2:]
+    again = lossgate(*replay)
+    assert again.returncode == 1
+    assert "CRASH: the process that ran the candidate was ended by SIGSEGV on this problem" in again.stdout
+    gate = lossgate("gate", "e")
+    assert gate.returncode == 1
+    assert "SIGSEGV" in gate.stdout
