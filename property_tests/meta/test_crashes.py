@@ -54,6 +54,13 @@ def leave_a_thread():
 def find_no_thread():
     assert "left" not in [thread.name for thread in threading.enumerate()]
 
+CALLS = [0]
+
+def be_wrong_in_call(wrong):
+    CALLS[0] += 1
+    if wrong(CALLS[0]):
+        raise RuntimeError("wrong")
+
 def hold_the_lock():
     ctypes.PyDLL(None).sleep(600)
 
@@ -62,6 +69,9 @@ acts = {
     "exit 3": lambda: os._exit(3), "sys.exit": lambda: sys.exit(0), "killed": lambda: os.kill(os.getpid(), 9),
     "cuts": lambda: os.closerange(3, 100), "leaves": leave_changed, "finds": find_unchanged,
     "threads": leave_a_thread, "finds no thread": find_no_thread, "hold": hold_the_lock, "right": lambda: None,
+    "once": lambda: be_wrong_in_call(lambda call: call == 30),
+    "in every third": lambda: be_wrong_in_call(lambda call: call % 3 == 2),
+    "after thirty": lambda: be_wrong_in_call(lambda call: call > 30),
 }
 kernels = {name: abuse(name, act) for name, act in acts.items()}
 globals().update({f"kernel{i}": kernel for i, kernel in enumerate(kernels.values())})
@@ -127,6 +137,26 @@ def test_what_a_candidate_leaves_changed_reaches_no_other(file: Path) -> None:
     assert (found.failure, found_no_thread.failure) == (None, None)
 
 
+AGREED = "in a fresh process this problem agreed in 20 of 20 calls"
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("once", f"{AGREED}: the candidate is wrong in few calls, or only after certain other calls"),
+        ("in every third", "not wrong in every call: in a fresh process this problem disagreed in 7 of 20 calls"),
+        ("after thirty", f"wrong only after other calls in the same process: {AGREED}, as its replay will"),
+        ("sys.exit", "rank 0 raised SystemExit: 0"),
+    ],
+)
+def test_how_often_a_candidate_is_wrong_is_told(file: Path, name: str, told: str) -> None:
+    (result,) = results(file, name, settings=Settings(**{**vars(SETTINGS), "examples": 40}))
+    assert result.verdict is Verdict.DISAGREE
+    assert result.reasons[-1].startswith(told)
+    assert result.failure is not None
+    assert result.failure.findings == result.reasons
+
+
 def test_a_crash_has_evidence_and_a_line_that_replays_it(file: Path, lossgate: Lossgate) -> None:
     targets = [f"{file}:{name}" for name in ("segv", "right")]
     done = lossgate("verify", *targets, "--layout", "single", "--examples", "2", "--evidence", "e")
@@ -137,6 +167,7 @@ def test_a_crash_has_evidence_and_a_line_that_replays_it(file: Path, lossgate: L
     again = lossgate(*replay)
     assert again.returncode == 1
     assert "CRASH: the process that ran the candidate was ended by SIGSEGV on this problem" in again.stdout
-    gate = lossgate("gate", "e")
+    (file.parent / "gate.toml").write_text('schema = 1\n[[require]]\ncandidates = ["segv"]\n')
+    gate = lossgate("gate", "e", "--policy", str(file.parent / "gate.toml"))
     assert gate.returncode == 1
     assert "SIGSEGV" in gate.stdout

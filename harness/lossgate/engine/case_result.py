@@ -35,6 +35,8 @@ class CaseResult:
     failure: str | None = None
     """The kind of error that ended it before its outputs could be compared: a ``RankFailure``, a
     ``CandidateError`` or a crash."""
+    unstable: bool = False
+    """It disagreed, and did not when it was run again in the same process."""
 
     @property
     def symptoms(self) -> tuple[str, ...]:

@@ -241,7 +241,7 @@ class Search:
     def _add_flaky(self) -> None:
         assert self.failure is not None
         finding = "the candidate is not deterministic: the same problem, run again, gave another result"
-        self.failure = replace(self.failure, findings=(*self.failure.findings, finding), failure=None)
+        self.failure = replace(self.failure, findings=(*self.failure.findings, finding), failure=None, unstable=True)
 
 
 def _size(problem: Problem) -> tuple[int, int, int, int]:
