@@ -51,7 +51,7 @@ def verify(
         profile: dev, ci, nightly, release, or one of [tool.lossgate.profiles] in pyproject.toml.
         examples: Problems for each cell. A cell is one candidate, property, layout and dtype.
         ranks: Ranks of the largest layout.
-        world: Where ranks run: simulated (all in this process, the default), gloo or nccl (one
+        world: Where ranks run: simulated (all in one process, the default), gloo or nccl (one
             process each), or torchrun (the processes that torchrun has launched).
         device: Where ranks compute: cpu (the default) or cuda.
         seed: Another seed draws other problems.

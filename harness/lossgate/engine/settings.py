@@ -34,8 +34,8 @@ class Settings:
     dtypes: tuple[str, ...] = ()
     """The dtypes to verify; by default all that the candidate takes."""
     world: str = "simulated"
-    """Where the ranks run: ``simulated`` in this process, ``gloo`` or ``nccl`` in one each, or in
-    those that ``torchrun`` has launched."""
+    """Where the ranks run: ``simulated`` all in one process, ``gloo`` or ``nccl`` in one each, or
+    in those that ``torchrun`` has launched."""
     device: str = "cpu"
     """Where the ranks compute: ``cpu`` or ``cuda``."""
     seed: int = 0
