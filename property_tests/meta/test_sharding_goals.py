@@ -82,15 +82,57 @@ TABLE: dict[str, tuple[list[tuple[Partition, Trained]], list[tuple[Partition, Tr
         [(split("dp=2", (4, 0)), trained((0, 0))), (split("dp=2", (1,) * 4, group_size=2), trained((0, 0)))],
     ),
     "shards of different size": (
-        [(split("tp=2", vocab=7), labels(0)), (split("tp=3", vocab=7, vocab_split="padded"), labels(0))],
-        [(split("tp=2", vocab=8), labels(0)), (split("dp=2", vocab=7), labels(0))],
+        [(split("tp=2", vocab=7), labels(0)), (split("tp=3", vocab=7, vocab_split="chunked"), labels(0))],
+        [
+            (split("tp=2", vocab=8), labels(0)),
+            (split("dp=2", vocab=7), labels(0)),
+            (split("tp=2", vocab=7), labels()),
+            (split("tp=3", vocab=7, vocab_split="padded"), labels(0)),
+        ],
     ),
     "shard without a row": (
         [
             (split("tp=4", vocab=5, vocab_split="chunked"), labels(0)),
+            (split("tp=2", vocab=1, vocab_split="chunked"), labels(0)),
+        ],
+        [
+            (split("tp=4", vocab=5), labels(0)),
+            (split("tp=4", vocab=7, vocab_split="chunked"), labels(0)),
+            (split("tp=4", vocab=5, vocab_split="chunked"), labels()),
+            (split("tp=4", vocab=1, vocab_split="chunked"), labels(0)),
             (split("tp=4", vocab=5, vocab_split="padded"), labels(0)),
         ],
-        [(split("tp=4", vocab=5), labels(0)), (split("tp=4", vocab=7, vocab_split="chunked"), labels(0))],
+    ),
+    "shard with padding rows": (
+        # 3 padding rows for 5 of the vocabulary: two tokens are as good as 6 in 5.
+        [(split("tp=4", vocab=5, vocab_split="padded"), labels(0, 1))],
+        [
+            (split("tp=4", vocab=5, vocab_split="padded"), labels(0)),
+            (split("tp=4", vocab=5, vocab_split="padded"), labels()),
+            (split("tp=4", vocab=5, vocab_split="chunked"), labels(0, 1)),
+            (split("tp=4", vocab=8, vocab_split="padded"), labels(0, 1)),
+        ],
+    ),
+    "shard of padding rows alone": (
+        [(split("tp=4", vocab=5, vocab_split="padded"), labels(0))],
+        [
+            (split("tp=4", vocab=7, vocab_split="padded"), labels(0)),
+            (split("tp=4", vocab=5, vocab_split="padded"), labels()),
+            (split("tp=4", vocab=1, vocab_split="padded"), labels(0)),
+            (split("tp=4", vocab=5, vocab_split="chunked"), labels(0)),
+        ],
+    ),
+    "padding between sequences": (
+        [
+            (split("single", (4, 2, 4, 1, 3), pad_to_multiple=3), trained((0, 0), (1, 0), (2, 0))),
+            (split("cp=2", (3, 3, 0, 5, 4)), trained((0, 0), (1, 0), (3, 0))),
+        ],
+        [
+            (split("single", (4, 2, 4, 1, 3)), trained((0, 0), (1, 0), (2, 0))),
+            (split("single", (4, 2, 4, 1, 3), pad_to_multiple=3), trained((0, 0), (1, 0))),
+            (split("single", (4, 2, 4, 0), pad_to_multiple=3), trained((0, 0), (1, 0), (2, 0))),
+            (split("dp=2", (4, 2, 4, 1), pad_to_multiple=3), trained((0, 0), (1, 0), (2, 0))),
+        ],
     ),
     "trained on several dp ranks": (
         [
@@ -199,8 +241,12 @@ def test_labels_are_on_the_rows_that_ranks_hold() -> None:
         expected = {
             "label on a shard's first row": any(s.start in rows for s in held[1:]),
             "label on a shard's last row": any(s.end - 1 in rows for s in held[:-1]),
-            "shards of different size": len({s.end - s.start for s in shards}) > 1,
-            "shard without a row": len(held) < len(shards),
+            "shards of different size": len({s.rows for s in shards}) > 1 and bool(rows),
+            "shard without a row": 0 in [s.rows for s in shards] and bool(rows) and partition.vocab > 1,
+            "shard of padding rows alone": any(s.start == s.end and s.padding for s in shards)
+            and bool(rows)
+            and partition.vocab > 1,
+            "shard with padding rows": partition.vocab <= len(tokens.ids) * sum(s.padding for s in shards),
             "trained on several tp ranks": len(counts) > 1 and max(counts) >= 2 * min(counts),
         }
         found = set(covered_sharding_goals(partition, tokens))

@@ -197,7 +197,9 @@ def test_goals_out_of_reach_are_not_required() -> None:
     assert every == CLIPPED_PG.all_goals
     plain = required_goals(declare({}), Layout(), "float32")
     assert set(every) - set(plain) == {
-        *SHARDING_GOALS,
+        *(name for name, goal in SHARDING_GOALS.items() if goal.axes),
+        "with a bias",
+        "without a bias",
         "weight above its bound",
         "weight below its bound",
         "label filtered out",
@@ -222,3 +224,21 @@ def test_a_rank_with_nothing_trained_is_a_goal() -> None:
     assert "rank with nothing trained" in placed_coverage(uneven)
     assert "rank with nothing trained" not in placed_coverage(replace(uneven, masks=("all", "all")))
     assert "rank with nothing trained" not in coverage(uneven)  # without its layout
+
+
+@pytest.mark.parametrize(
+    ("spec", "goal"), [("clipped_pg", "sequence that does not count"), ("dpo", "pair that does not count")]
+)
+def test_what_is_left_out_must_have_trained_tokens_beside_some_that_count(spec: str, goal: str) -> None:
+    """A kernel that counts it all the same is right where nothing of it, or all else, is masked."""
+    group, seen = SPECS[spec].group_size, set[bool]()
+    for seed in range(16):
+        masks = tuple("none" if (seed >> (i // group)) & 1 else "all" for i in range(4 * group))
+        example = problem(
+            spec, lengths=(4,) * 4 * group, masks=masks, seed=seed, group_size=group, scenario={"samples": "some"}
+        )
+        samples = BoundProblem(SPECS[spec], example).batch.fields["sample_mask"].tolist()
+        trained = {counts for counts, mask in zip(samples, masks, strict=True) if mask == "all"}
+        assert (goal in coverage(example)) == (len(trained) == 2), example
+        seen.add(len(trained) == 2)
+    assert seen == {True, False}

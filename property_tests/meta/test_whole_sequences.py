@@ -215,7 +215,17 @@ HAVE_NO_SHIFTED_FIELDS = ("dpo", "nll")
 )
 @EITHER
 def test_bugs_of_shift_and_split_disagree(spec: str, bug: InputBug, tokens: Tokens) -> None:
+    if bug == "padding before a sequence trained":  # in rows, nothing follows the padding
+        tokens = "packed"
     assert verdict_on(given_whole(shards_of(spec), tokens, bug), "cp=2") is Verdict.DISAGREE
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_padding_between_sequences_is_asked_for_on_a_single_rank(seed: int) -> None:
+    """Before it was a coverage goal, a kernel that trains it agreed in 4 of 12 cells."""
+    wrong = given_whole(shards_of("value"), "packed", "padding before a sequence trained")
+    found = run_cell(Cell(wrong, Layout(), "float32"), Settings(shrink_calls=0, seed=seed))
+    assert found.verdict is Verdict.DISAGREE
 
 
 @pytest.mark.xdist_group("whole token_logprobs")

@@ -26,7 +26,8 @@ from lossgate.declaration.candidate import Candidate
 from lossgate.layout import Layout
 from lossgate.problems.partition import VocabSplit
 from lossgate.problems.problem import Problem
-from lossgate.specs.sharding_goals import covered_sharding_goals
+from lossgate.specs.option import COMMON_OPTIONS
+from lossgate.specs.sharding_goals import SHARDING_GOALS, covered_sharding_goals
 from lossgate.specs.spec import Spec
 
 SIZE = 48
@@ -111,7 +112,7 @@ class Deck:
         for target, mutants in by_target.items():
             self._add_killers(found, target, mutants.difference(equivalent, *(entry.kills for entry in found)))
         for goal in required_goals(self._candidate, Layout(), self._dtype):
-            if not any(goal in entry.bound.coverage for entry in found):
+            if goal not in SHARDING_GOALS and not any(goal in entry.bound.coverage for entry in found):
                 found += self._reaching("first", goal, 1)
         return found, equivalent
 
@@ -134,10 +135,8 @@ class Deck:
         for entry in entries:
             for placement in placements(entry.bound.problem, splits, layout):
                 fitted = self._fit(entry, placement)
-                goals = fitted.bound.coverage
-                if layout.ranks > 1:
-                    partition = placement.partition(fitted.bound.problem)
-                    goals = goals.union(covered_sharding_goals(partition, fitted.bound.trained))
+                partition = placement.partition(fitted.bound.problem)
+                goals = fitted.bound.coverage.union(covered_sharding_goals(partition, fitted.bound.trained))
                 found.append(Placed(fitted, placement, goals))
         return found
 
@@ -223,6 +222,8 @@ class Deck:
                 if goal == f"{scenario.name}: {value}":
                     return ForcedOption(scenario.name, (value,))
         for option, unreachable in self._candidate.spec.all_goals[goal].unreachable_if.items():
+            if option in COMMON_OPTIONS:  # no option of the spec, and never rare
+                continue
             supported = self._candidate.supported(option)
             drawn = self._candidate.spec.supported_options[option].drawn if supported is ANY else supported
             reachable = tuple(value for value in drawn if value not in unreachable)

@@ -144,7 +144,8 @@ class _Fused(torch.autograd.Function):
         shared = largest.clone()
         dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=at.group)
         here = (at.labels >= 0) & (at.labels < logits.shape[1])
-        label = torch.where(here, logits.gather(1, at.labels.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1), 0.0)
+        label = torch.zeros(len(logits))
+        label[here] = logits[here, at.labels[here]]
         sums = torch.stack([total * (largest - shared).exp(), label])
         dist.all_reduce(sums, group=at.group)
         logsumexp = shared + sums[0].log()
@@ -184,7 +185,7 @@ def _all_reduce(tensor: Tensor, at: _Settings) -> Tensor:
 
 def _statistics(logits: Tensor, online: bool) -> tuple[Tensor, Tensor]:
     largest, total = torch.full((len(logits),), float("-inf")), torch.zeros(len(logits))
-    for tile in logits.split(TILE if online else max(logits.shape[1], 1), 1):
+    for tile in logits.split(TILE if online else max(logits.shape[1], 1), 1) if logits.shape[1] else ():
         new = torch.maximum(largest, tile.amax(1))
         finite = torch.where(new.isfinite(), new, 0.0)
         total = total * (largest - finite).exp() + (tile - finite[:, None]).exp().sum(1)

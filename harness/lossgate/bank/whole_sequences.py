@@ -25,6 +25,7 @@ InputBug = Literal[
     "fields not shifted",
     "rolled over the end",
     "last token trained",
+    "padding before a sequence trained",
     "true offsets for padded",
     "cp order of pieces",
 ]
@@ -35,6 +36,7 @@ INPUT_BUGS: Mapping[InputBug, str] = {
     "fields not shifted": "log-probabilities and advantages of a token are taken for those of its prediction",
     "rolled over the end": "rows or pack are rolled, with the mask: the last token predicts the first one that follows",
     "last token trained": "the last token of each sequence is trained, though it has no label",
+    "padding before a sequence trained": "a pack is rolled, with the mask: the padding before a sequence predicts it",
     "true offsets for padded": "sequences are looked for where they would start without padding",
     "cp order of pieces": "rank r of cp takes the pieces 2 r and 2 r + 1, while the model works in a zigzag",
 }
@@ -116,6 +118,8 @@ class _Split:
             pack &= self._position + shifted < length
         if name == "mask" and bug == "last token trained":
             pack |= self._position == length - 1
+        if name == "mask" and bug == "padding before a sequence trained":
+            pack |= self._padding_before & self._pack(whole, 1)
         return self._own(pack)
 
     @property
@@ -132,6 +136,12 @@ class _Split:
     def _position(self) -> Tensor:
         sequence = self._sequence
         return torch.arange(len(sequence)) - self.inputs.cu_seqlens_padded[sequence]
+
+    @property
+    def _padding_before(self) -> Tensor:
+        """The last padding token of each sequence that has padding."""
+        length, padded = self.inputs.cu_seqlens.diff(), self.inputs.cu_seqlens_padded.diff()
+        return (self._position == (padded - 1)[self._sequence]) & (padded > length)[self._sequence]
 
     def _pack(self, whole: Tensor, later: int = 0) -> Tensor:
         """Returns, for each token of the padded pack, the entry so much later in its sequence.

@@ -74,6 +74,8 @@ class BoundProblem:
         if bool(trained.any()):
             chosen = self.problem.scenario
             covered |= {f"{c.name}: {chosen.get(c.name, c.default)}" for c in self.spec.scenarios}
+            if spec.trained_dim == "token" and self.problem.head == "hidden":
+                covered.add("with a bias" if self.problem.bias else "without a bias")
         return frozenset(covered)
 
     def _reaches(self, name: str, reached: Reached) -> bool:

@@ -15,7 +15,7 @@ from lossgate.layout import Layout
 from lossgate.problems.partition import VOCAB_SPLITS, Partition, VocabSplit
 from lossgate.problems.problem import Problem, ReductionOrder
 
-_MULTIPLES = (1, 1, 3)
+_MULTIPLES = (1, 3)
 _ORDERS: tuple[ReductionOrder, ...] = ("rank", "permuted", "tree", "ring")
 
 

@@ -133,7 +133,7 @@ def _log_weights(context: FieldContext) -> Tensor:
 def _covered(batch: GlobalBatch, options: ClippedPgOptions) -> set[str]:
     own, fields = ClippedPgBatch.of(batch.known), batch.fields
     trained = trained_tokens(own)
-    covered = {"sequence that does not count"} if not own.sample_mask.all() else set[str]()
+    covered = {"sequence that does not count"} if trained.any() and (own.mask & ~trained).any() else set[str]()
     trained = trained & labels_stay(fields) & (fields["prev_logprobs"] > -torch.inf)
     ratio, advantage = batch.policy - fields["prev_logprobs"], fields["advantages"]
     edges = log(max(1 - options.ratio_clip_min, 1e-9)), log(1 + options.ratio_clip_max)
@@ -251,7 +251,9 @@ _SWITCH = (False, True)
     stop_gradient=True,
     metrics=_METRICS,
     goals={
-        "sequence that does not count": CoverageGoal(meaning="a sequence that the sample mask leaves out"),
+        "sequence that does not count": CoverageGoal(
+            meaning="a sequence with trained tokens that the sample mask leaves out, beside one that counts"
+        ),
         **clip_goals("token", _NO_RATIO, _NOTHING_BELOW),
         **clip_goals("sequence", _NO_SEQUENCE_RATIO, _NOTHING_BELOW),
         "weight above its bound": CoverageGoal(

@@ -87,7 +87,9 @@ def _in_layout(values: Tensor, context: FieldContext) -> Tensor:
 
 
 def _covered_dpo(batch: GlobalBatch, options: DpoOptions) -> set[str]:
-    covered = covered_pairs(batch)
+    samples, mask = batch.fields["sample_mask"], batch.fields["mask"]
+    at_stake = torch.zeros_like(samples).index_put((batch.fields["sequence"][mask],), torch.tensor(True))
+    covered = covered_pairs(samples, at_stake)
     if bool(batch.fields["sample_mask"].any()):
         _, outputs = _loss(TokenValues(logprobs=batch.policy), DpoBatch.of(batch.known), options)
         covered |= {"chosen preferred"} if outputs["accuracy"] > 0 else set()

@@ -3,6 +3,7 @@
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
 import dense_losses
@@ -27,7 +28,7 @@ class PreferenceOptions(Options):
 
 def _covered_preference(batch: GlobalBatch, options: PreferenceOptions) -> set[str]:
     rewards = batch.leaves["rewards"] * batch.fields["sample_mask"]
-    covered = covered_pairs(batch)
+    covered = covered_pairs(batch.fields["sample_mask"], torch.tensor([True]).expand(len(rewards)))
     covered |= {"chosen preferred"} if bool((rewards[0::2] > rewards[1::2]).any()) else set()
     return covered | ({"rejected preferred"} if bool((rewards[0::2] < rewards[1::2]).any()) else set())
 

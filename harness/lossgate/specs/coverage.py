@@ -68,6 +68,15 @@ TOKEN_GOALS: Mapping[str, CoverageGoal] = {
     ),
 }
 
+BIAS_GOALS: Mapping[str, CoverageGoal] = {
+    "with a bias": CoverageGoal(
+        meaning="trained tokens, and an lm-head with a bias", heads=("hidden",), unreachable_if={"bias": (False,)}
+    ),
+    "without a bias": CoverageGoal(
+        meaning="trained tokens, and an lm-head without a bias", heads=("hidden",), unreachable_if={"bias": (True,)}
+    ),
+}
+
 
 def covered_token_goals(batch: GlobalBatch, trained: Tensor) -> set[str]:
     """Returns the ``TOKEN_GOALS`` that a batch reaches.

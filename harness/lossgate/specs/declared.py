@@ -9,7 +9,7 @@ from typing import Any, get_args
 from lossgate.dtypes import DTYPES
 from lossgate.errors import UsageError
 from lossgate.layout import AXES
-from lossgate.specs.coverage import TOKEN_GOALS, CoverageGoal
+from lossgate.specs.coverage import BIAS_GOALS, TOKEN_GOALS, CoverageGoal
 from lossgate.specs.heads import HEADS
 from lossgate.specs.inputs import Batch
 from lossgate.specs.logit_filter import FILTER_GOALS
@@ -218,7 +218,7 @@ def check_goals(
             raise UsageError(f"{of_goal} is the choice of a scenario, which is a goal anyway; call it otherwise")
         if not isinstance(goal, CoverageGoal):
             raise UsageError(f"{of_goal} is {goal!r}; expected lossgate.CoverageGoal(meaning=..., reached=...)")
-        if name in {**TOKEN_GOALS, **FILTER_GOALS, **SHARDING_GOALS, **IDS_GOALS}:
+        if name in {**TOKEN_GOALS, **BIAS_GOALS, **FILTER_GOALS, **SHARDING_GOALS, **IDS_GOALS}:
             raise UsageError(f"{of_goal} is one that every loss has; call it otherwise")
         check_text("its meaning", goal.meaning, of_goal)
         if goal.reached is None and covered is None:

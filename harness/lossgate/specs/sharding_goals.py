@@ -17,6 +17,10 @@ from lossgate.specs.coverage import CoverageGoal
 
 _WITH_LABELS = ("hidden", "logits")
 _PER_TOKEN = ("hidden", "logits", "logprobs", "values")
+_UNPADDED = ("balanced", "even", "chunked")
+_GAPS = 3
+"""Sequences with padding behind them: whether a kernel that trains this padding shows depends on
+masks that are drawn at random."""
 _UNEVEN = 2
 """Ranks have clearly different numbers of trained tokens if one has this many times another's."""
 
@@ -41,16 +45,32 @@ SHARDING_GOALS: Mapping[str, CoverageGoal] = {
     ),
     "rank without a sequence": CoverageGoal(meaning="a dp rank without any sequence", axes=("dp",)),
     "shards of different size": CoverageGoal(
-        meaning="tp ranks with different numbers of rows of the vocabulary",
+        meaning="trained tokens, and tp ranks that are given different numbers of rows of the vocabulary",
         heads=_WITH_LABELS,
         axes=("tp",),
-        unreachable_if={"vocab_split": ("even",)},
+        unreachable_if={"vocab_split": ("even", "padded")},
     ),
     "shard without a row": CoverageGoal(
-        meaning="a tp rank without any row of the vocabulary",
+        meaning="trained tokens, and a tp rank that is given no row of the vocabulary",
         heads=_WITH_LABELS,
         axes=("tp",),
-        unreachable_if={"vocab_split": ("balanced", "even")},
+        unreachable_if={"vocab_split": ("balanced", "even", "padded")},
+    ),
+    "shard with padding rows": CoverageGoal(
+        meaning="padding rows of the vocabulary on a tp rank, and so many trained tokens that counting them must show",
+        heads=_WITH_LABELS,
+        axes=("tp",),
+        unreachable_if={"vocab_split": _UNPADDED},
+    ),
+    "shard of padding rows alone": CoverageGoal(
+        meaning="trained tokens, and a tp rank whose rows of the vocabulary are all padding",
+        heads=_WITH_LABELS,
+        axes=("tp",),
+        unreachable_if={"vocab_split": _UNPADDED},
+    ),
+    "padding between sequences": CoverageGoal(
+        meaning=f"{_GAPS} trained sequences, each followed by padding tokens and then by another one on its dp rank",
+        heads=_PER_TOKEN,
     ),
     _several("dp"): CoverageGoal(
         meaning=f"trained tokens on several dp ranks, on one at least {_UNEVEN} times as many as on another",
@@ -101,6 +121,8 @@ def covered_sharding_goals(partition: Partition, trained: Trained) -> Iterator[s
         yield _several("dp")
     if _on_several(counts.sum(0)):
         yield _several("cp")
+    if _padded_between(partition, trained.sequence) >= _GAPS:
+        yield "padding between sequences"
     if partition.layout.tp > 1:
         yield from _covered_of_vocabulary(partition, trained.ids)
 
@@ -121,13 +143,37 @@ def _on_several(counts: np.ndarray) -> bool:
     return len(held) > 1 and bool(held.max() >= _UNEVEN * held.min())
 
 
+def _padded_between(partition: Partition, trained: np.ndarray) -> int:
+    """Returns how many trained sequences are followed by padding, and then by another sequence of
+    their dp rank.
+    """
+    found, lengths, padded = 0, partition.lengths, partition.padded_lengths
+    for rank in range(partition.layout.dp):
+        held = [sequence for sequence in partition.sequences(rank) if lengths[sequence]]
+        found += sum(padded[sequence] > lengths[sequence] and sequence in trained for sequence in held[:-1])
+    return found
+
+
+def _covered_of_shards(partition: Partition) -> Iterator[str]:
+    shards = partition.vocab_shards
+    if len({shard.rows for shard in shards}) > 1:
+        yield "shards of different size"
+    # Of two ranks one is empty only if the vocabulary has a single row: only a crash can show then.
+    if partition.vocab > 1 or len(shards) == 2:
+        if not all(shard.rows for shard in shards):
+            yield "shard without a row"
+        if any(shard.padding == shard.rows > 0 for shard in shards):
+            yield "shard of padding rows alone"
+
+
 def _covered_of_vocabulary(partition: Partition, ids: np.ndarray) -> Iterator[str]:
     shards = partition.vocab_shards
     rows = [shard.end - shard.start for shard in shards]
-    if len(set(rows)) > 1:
-        yield "shards of different size"
-    if not all(rows):
-        yield "shard without a row"
+    if len(ids):
+        yield from _covered_of_shards(partition)
+    # A kernel that counts padding rows gives each token about as many more rows as there are.
+    if len(ids) * sum(shard.padding for shard in shards) >= partition.vocab:
+        yield "shard with padding rows"
     held = [shard for shard, count in zip(shards, rows, strict=True) if count]
     starts = np.array([shard.start for shard in held])
     if np.isin(ids, starts[1:]).any():

@@ -19,7 +19,7 @@ from dense_losses import softcapped
 from lossgate.errors import UsageError
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Dims
-from lossgate.specs.coverage import TOKEN_GOALS, CoverageGoal, Covered
+from lossgate.specs.coverage import BIAS_GOALS, TOKEN_GOALS, CoverageGoal, Covered
 from lossgate.specs.field_context import FieldContext, checked, checked_dtype, draw_default
 from lossgate.specs.heads import HEADS
 from lossgate.specs.inputs import Batch
@@ -149,7 +149,7 @@ class Spec:
         """Those of every loss, the declared ones, those of layouts, and one for each choice of each
         scenario.
         """
-        common = dict(TOKEN_GOALS) if self.trained_dim == "token" else {}
+        common = {**TOKEN_GOALS, **BIAS_GOALS} if self.trained_dim == "token" else {}
         common |= FILTER_GOALS if issubclass(self.options_type, FilterOptions) else {}
         common |= IDS_GOALS if self.gathered_ids is not None else {}
         chosen = ((choice.name, value) for choice in self.scenarios for value in dict.fromkeys(choice.choices))

@@ -4,7 +4,6 @@
 from torch import Tensor
 
 from lossgate.losses.shared.samples import draw_sample_mask, trained_tokens
-from lossgate.problems.batch import GlobalBatch
 from lossgate.specs.coverage import CoverageGoal
 from lossgate.specs.field_context import FieldContext
 from lossgate.specs.inputs import Batch
@@ -18,8 +17,10 @@ PAIR_METRICS = {
     "num_valid_samples": Metric(meaning="pairs that count"),
 }
 PAIR_GOALS = {
-    "pair that counts": CoverageGoal(meaning="a pair of sequences that the sample mask keeps"),
-    "pair that does not count": CoverageGoal(meaning="a pair of sequences that the sample mask leaves out"),
+    "pair that counts": CoverageGoal(meaning="a pair of sequences with trained tokens that the sample mask keeps"),
+    "pair that does not count": CoverageGoal(
+        meaning="a pair of sequences with trained tokens that the sample mask leaves out, beside one that counts"
+    ),
     "chosen preferred": CoverageGoal(meaning="a pair whose chosen sequence has the larger reward"),
     "rejected preferred": CoverageGoal(meaning="a pair whose rejected sequence has the larger reward"),
 }
@@ -59,8 +60,13 @@ class PairBatch(Batch):
     )
 
 
-def covered_pairs(batch: GlobalBatch) -> set[str]:
-    """Returns the names of the goals of ``PAIR_GOALS`` that a batch reaches by its sample mask."""
-    samples = batch.fields["sample_mask"]
-    covered = {"pair that counts"} if samples.any() else set[str]()
-    return covered | ({"pair that does not count"} if not samples.all() else set())
+def covered_pairs(samples: Tensor, at_stake: Tensor) -> set[str]:
+    """Returns the names of the goals of ``PAIR_GOALS`` that a batch reaches by its sample mask.
+
+    Args:
+        samples: ``[sequences]`` bool, the sample mask.
+        at_stake: ``[sequences]`` bool, those that would change the loss if they counted.
+    """
+    counts, at_stake = samples[0::2], at_stake[0::2] | at_stake[1::2]
+    covered = {"pair that counts"} if (counts & at_stake).any() else set[str]()
+    return covered | ({"pair that does not count"} if covered and (~counts & at_stake).any() else set())

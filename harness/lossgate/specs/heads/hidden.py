@@ -53,8 +53,10 @@ class HiddenHead(Head):
         rows = max(shard.padding for shard in problem.partition.vocab_shards)
         if not rows:
             return {}
+        # As large as the rows of the vocabulary at least, so that logits of padding rows stand out.
+        scale = max(1.0, problem.logit_std / sqrt(problem.hidden))
         return {
-            "weight": streams.normal("weight vocab padding", rows, problem.hidden),
+            "weight": streams.normal("weight vocab padding", rows, problem.hidden) * scale,
             "bias": streams.normal("bias vocab padding", rows),
         }
 
