@@ -19,6 +19,7 @@ from lossgate.adequacy.kills import changes
 from lossgate.adequacy.option_mutants import option_mutants
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.drawing import Draws
+from lossgate.cases.large import large_shapes
 from lossgate.cases.option_strategies import ForcedOption
 from lossgate.cases.placement import Placement, placements
 from lossgate.declaration.any_value import ANY
@@ -27,7 +28,7 @@ from lossgate.layout import Layout
 from lossgate.problems.partition import VocabSplit
 from lossgate.problems.problem import Problem
 from lossgate.specs.option import COMMON_OPTIONS
-from lossgate.specs.sharding_goals import SHARDING_GOALS, covered_sharding_goals
+from lossgate.specs.sharding_goals import SHARDING_GOALS, covered_sharding_goals, may_reach
 from lossgate.specs.spec import Spec
 
 SIZE = 48
@@ -151,6 +152,15 @@ class Deck:
             self._fitted[text] = replace(entry, bound=BoundProblem(self._candidate.spec, fitting))
         return self._fitted[text]
 
+    @cached_property
+    def large(self) -> Sequence[Entry]:
+        """One problem of each large shape, for every cell. No mutant is asked about them."""
+        found: list[Entry] = []
+        for shape in large_shapes(self._candidate):
+            draws = replace(self._draws(f"large {shape}", 1, rich=True), large=shape)
+            found += (self._entry(bound, draws, ()) for bound in self._bound(draws))
+        return found
+
     # Problems that are drawn on purpose
 
     def more(self, number: int) -> Sequence[Entry]:
@@ -172,10 +182,14 @@ class Deck:
 
     def reaching_on(self, layout: Layout, splits: Sequence[VocabSplit], goal: str, round_: int) -> Sequence[Entry]:
         """Draws problems that reach a goal on a layout."""
-        return self._seek(
-            f"reach {goal} {layout} {splits} {round_}",
-            lambda entry: any(goal in placed.goals for placed in self.on(layout, splits, [entry])),
-        )
+
+        def reaches(entry: Entry) -> bool:
+            problem = entry.bound.problem
+            partitions = [placement.partition(problem) for placement in placements(problem, splits, layout)]
+            possible = any(may_reach(goal, partition) for partition in partitions)
+            return possible and any(goal in placed.goals for placed in self.on(layout, splits, [entry]))
+
+        return self._seek(f"reach {goal} {layout} {splits} {round_}", reaches)
 
     def _seek(
         self,

@@ -13,6 +13,7 @@ import hypothesis
 from hypothesis import HealthCheck, Phase
 from hypothesis.errors import Unsatisfiable
 
+from lossgate.cases.large import Shape
 from lossgate.cases.option_strategies import ForcedOption
 from lossgate.cases.seeded_provider import SeededProvider
 from lossgate.cases.strategies import problems
@@ -36,6 +37,8 @@ class Draws:
     """Each problem has one of these: an option that must have one of some values, or None."""
     rich: bool = False
     """Nearly all problems are of middle size and have trained tokens."""
+    large: Shape | None = None
+    """The sizes of the problems, if they are large."""
 
     def all(self) -> list[Problem]:
         """Returns the problems, without layouts; fewer if options leave fewer."""
@@ -76,7 +79,7 @@ class Draws:
             print_blob=False,
             backend=SeededProvider.backend,
         )
-        @hypothesis.given(problems(self.candidate, self.dtype, self.targets, rich=self.rich))
+        @hypothesis.given(problems(self.candidate, self.dtype, self.targets, rich=self.rich, large=self.large))
         def draw(problem: Problem) -> None:
             nonlocal first
             if shrink or not first:

@@ -11,11 +11,13 @@ from them.
 """
 
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
+from lossgate.cases.large import Shape
 from lossgate.cases.option_strategies import ForcedOption, draw_options, draw_value, one_of
 from lossgate.cases.seeded_provider import preferring
 from lossgate.declaration.candidate import Candidate
@@ -34,6 +36,8 @@ _RICH_VOCABS = (7, 8, 13, 17, 32, 33, 64)
 
 LOGIT_STDS = (1.0, 3.0, 10.0, 30.0, 0.1)
 """Standard deviations of the logits."""
+
+_SOME: tuple[MaskPattern, ...] = tuple(pattern for pattern in MASK_PATTERNS if pattern != "none")
 
 _LOGIT_STDS = st.sampled_from(LOGIT_STDS)
 _SMALL_LOGIT_STDS = st.sampled_from((1.0, 0.3, 0.1))
@@ -55,6 +59,7 @@ def problems(
     targets: tuple[ForcedOption | None, ...] = (None,),
     *,
     rich: bool = False,
+    large: Shape | None = None,
 ) -> Problem:
     """Draws problems that a candidate says it can solve, without layouts.
 
@@ -66,30 +71,36 @@ def problems(
             None.
         rich: of middle size and with trained tokens, so that many kinds of tokens are there. What
             is made smaller need not be.
+        large: it has these sizes, and trains all tokens. What is made smaller need not.
     """
     spec, head, coarse = candidate.spec, candidate.starts_at, dtype != "float32"
     target = _one_of(draw, targets, targets)
     bias = draw(draw_value(COMMON_OPTIONS["bias"], candidate.supported("bias")))
-    tokens = _one_of(draw, _sizes(TOKENS, candidate.tiles.get("token", ())), _RICH_TOKENS if rich else ())
-    vocab = _one_of(draw, _sizes(VOCABS, candidate.tiles.get("vocab", ())), _RICH_VOCABS if rich else ())
-    width = _one_of(draw, _sizes(WIDTHS, candidate.tiles.get("hidden", ()))) if "hidden" in head.leaves else 1
+    tiles = candidate.tiles
+    tokens = _size(draw, _sizes(TOKENS, tiles.get("token", ())), _RICH_TOKENS if rich else (), large and large.tokens)
+    vocab = _size(draw, _sizes(VOCABS, tiles.get("vocab", ())), _RICH_VOCABS if rich else (), large and large.vocab)
+    widths = _sizes(WIDTHS, tiles.get("hidden", ()))
+    width = _size(draw, widths, (), large and large.width) if "hidden" in head.leaves else 1
     cut = draw(lengths(tokens, draw(_SEQUENCES)))
+    if large is not None:
+        whole = _equal(tokens, large.sequences)
+        cut = _one_of(draw, (cut, whole), (whole,))
     cut += (0,) * (-len(cut) % spec.group_size)
     return Problem(
         spec=spec.name,
         head=candidate.head,
         dtype=dtype,
         lengths=cut,
-        masks=_masks(draw, len(cut), rich),
+        masks=_masks(draw, len(cut), ("all",) if large is not None else _SOME if rich else ()),
         hidden=width,
         vocab=vocab,
         bias=bias and "bias" in head.leaves,
         options=draw(draw_options(candidate, target)),
         scenario={c.name: value for c in spec.scenarios if (value := draw(_scenario(c, target, rich))) != c.default},
         group_size=spec.group_size,
-        logit_std=draw(_SMALL_LOGIT_STDS if coarse and spec.kinks else _LOGIT_STDS),
+        logit_std=_logit_std(draw, coarse and spec.kinks, large),
         label_boost=draw(_LABEL_BOOSTS),
-        forced_labels=draw(forced_labels(tokens, vocab)),
+        forced_labels=draw(forced_labels(tokens, vocab)) if large is None else (),
         outliers=()
         if (coarse and spec.kinks) or not head.has_logits
         else draw(_outliers(tokens, width if "hidden" in head.leaves else vocab)),
@@ -115,6 +126,17 @@ def _one_of(draw: DrawFn, values: tuple[Any, ...], preferred: tuple[Any, ...] = 
         return draw(one_of(values))
 
 
+def _size(draw: DrawFn, usual: tuple[int, ...], preferred: tuple[int, ...], large: int | None) -> int:
+    """Draws a usual size, or a large one, which is made smaller to a usual one."""
+    return _one_of(draw, usual, preferred) if large is None else _one_of(draw, (*usual, large), (large,))
+
+
+def _logit_std(draw: DrawFn, small: bool, large: Shape | None) -> float:
+    if small or large is None:
+        return draw(_SMALL_LOGIT_STDS if small else _LOGIT_STDS)
+    return _one_of(draw, LOGIT_STDS, (large.logit_std,))
+
+
 def _seed(draw: DrawFn) -> int:
     """Draws a seed. Its ends are no more likely than others, or problems would share tokens."""
     with preferring(_SEEDS):
@@ -135,14 +157,19 @@ def lengths(tokens: int, most: int) -> SearchStrategy[tuple[int, ...]]:
     return cuts.map(lambda at: tuple(b - a for a, b in zip([0, *at], [*at, tokens], strict=True)))
 
 
-def _masks(draw: DrawFn, sequences: int, rich: bool) -> tuple[MaskPattern, ...]:
+def _equal(tokens: int, sequences: int) -> tuple[int, ...]:
+    """Cuts ``tokens`` into so many sequences of nearly equal length."""
+    ends = [tokens * i // sequences for i in range(sequences + 1)]
+    return tuple(b - a for a, b in pairwise(ends))
+
+
+def _masks(draw: DrawFn, sequences: int, preferred: tuple[MaskPattern, ...]) -> tuple[MaskPattern, ...]:
     """Draws one pattern for each sequence.
 
     A single sequence is never masked whole: nothing would be left to compare.
     """
-    some = tuple(pattern for pattern in MASK_PATTERNS if pattern != "none")
-    patterns = tuple(MASK_PATTERNS) if sequences > 1 else some
-    return tuple(_one_of(draw, patterns, some if rich else ()) for _ in range(sequences))
+    patterns = tuple(MASK_PATTERNS) if sequences > 1 else _SOME
+    return tuple(_one_of(draw, patterns, preferred) for _ in range(sequences))
 
 
 @cache

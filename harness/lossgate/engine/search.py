@@ -89,15 +89,27 @@ class Search:
         if self.cell.property.needs_adequacy:
             self.equivalent = self._deck.equivalent
         chance, drawn = Random(f"{self.settings.seed} {round_} {self.cell}"), 0
+        large = self._large(chance) if round_ == 0 else []
+        least -= len(large)
         while True:
             placed = self._on_layout(entries)
             unused = [one for one in placed if id(one.entry.drawn) not in self._used]
             wanted = {*self.still_to_kill, *self.missing_goals}
             self._run_all(choose(unused, wanted, least - len(self.cases), chance))
+            self._run_all(large)  # after the others: what they show is easier to make small
+            least, large = least + len(large), []
             nothing_fits = not placed and drawn > 0
             if self.failure is not None or len(self.cases) >= least or nothing_fits:
                 return
             entries, drawn = self._deck.more(drawn), drawn + 1
+
+    def _large(self, chance: Random) -> list[Placed]:
+        """Returns the large problems, each with one split of the vocabulary."""
+        if not self.cell.property.needs_adequacy:
+            return []
+        placed = self._on_layout(self._deck.large)
+        by_entry = {id(one.entry.drawn): one for one in chance.sample(placed, len(placed))}
+        return list(by_entry.values())
 
     def fill_gaps(self, round_: int) -> None:
         """Runs problems that are likely to kill survivors or reach missing goals, until one

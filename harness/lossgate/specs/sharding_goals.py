@@ -127,6 +127,23 @@ def covered_sharding_goals(partition: Partition, trained: Trained) -> Iterator[s
         yield from _covered_of_vocabulary(partition, trained.ids)
 
 
+_OF_SIZES = (
+    "shards of different size",
+    "shard without a row",
+    "shard of padding rows alone",
+    "padding between sequences",
+)
+
+
+def may_reach(goal: str, partition: Partition) -> bool:
+    """Returns whether a problem of these sizes may reach a goal. It is quick: no token is made."""
+    if goal not in _OF_SIZES:
+        return True
+    sequence = np.repeat(np.arange(len(partition.lengths)), partition.lengths)
+    everything = Trained(sequence, 0 * sequence, np.zeros((len(sequence), 1), dtype=np.int64))
+    return goal in set(covered_sharding_goals(partition, everything))
+
+
 def _counts(partition: Partition, trained: Trained) -> np.ndarray:
     """Returns ``[dp, cp]``: how many trained tokens each rank holds."""
     layout = partition.layout

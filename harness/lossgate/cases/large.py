@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Large problems: sizes at which kernels fail that are right on small ones.
+
+Blocks of 1,024 tokens whose tail is lost, ids through float16, sums over dozens of chunks in a
+coarse format, and an exp without a maximum show on no small problem. Each shape is large in one
+direction only, because a problem takes time and memory in proportion to tokens times vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lossgate.declaration.candidate import Candidate
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes that a large problem has. When it is made smaller, it gets usual ones."""
+
+    tokens: int
+    vocab: int
+    width: int
+    sequences: int
+    logit_std: float = 3.0
+
+
+MANY_TOKENS = Shape(tokens=2085, vocab=13, width=8, sequences=4)
+"""Past 1,024 and 2,048, and no multiple of any block."""
+
+MANY_SEQUENCES = Shape(tokens=301, vocab=17, width=16, sequences=40)
+
+LARGE_VOCABULARY = Shape(tokens=5, vocab=33_023, width=3, sequences=1, logit_std=30.0)
+"""Past what float16 and bfloat16 tell apart, and 2^15. In float32, exp of its logits overflows."""
+
+
+def large_shapes(candidate: Candidate) -> Sequence[Shape]:
+    """Returns the shapes that mean something to a candidate."""
+    if candidate.spec.trained_dim == "sequence":
+        return (MANY_SEQUENCES,)
+    vocabulary = (LARGE_VOCABULARY,) if candidate.starts_at.has_logits else ()
+    return (MANY_TOKENS, MANY_SEQUENCES, *vocabulary)
