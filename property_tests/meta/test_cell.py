@@ -2,7 +2,6 @@
 """Tests of verdicts: what makes a cell AGREE, DISAGREE or INCONCLUSIVE."""
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +22,10 @@ from lossgate.engine.plan import plan
 from lossgate.engine.run import run
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
-from lossgate.engine.verdict import conclude
+from lossgate.engine.verdict import FEWEST, conclude
 from lossgate.losses import SPECS
 from lossgate.specs.coverage import CoverageGoal
+from lossgate.specs.sharding_goals import SHARDING_GOALS
 
 RIGHT = make(STYLES["bfloat16"][0])
 WRONG = cross_entropy_with(STYLES["bfloat16"][0], "dX x1.01")
@@ -69,6 +69,10 @@ def test_a_wrong_kernel_disagrees_on_a_small_problem() -> None:
     assert result.reasons == result.failure.findings
 
 
+LARGE = 3
+"""Every cell tries so many large problems beside those that are chosen."""
+
+
 def only_one(placed: Sequence[Placed], *_: object) -> list[Placed]:
     """Chooses one problem, with as few goals as any, in place of all problems that are needed."""
     return [min(placed, key=lambda one: len(one.goals))]
@@ -77,9 +81,18 @@ def only_one(placed: Sequence[Placed], *_: object) -> list[Placed]:
 def test_one_problem_is_inconclusive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "choose", only_one)
     result = verified(RIGHT, examples=1, rounds=1)
-    assert len(result.cases) == 1
+    assert len(result.cases) == 1 + LARGE
     assert result.verdict is Verdict.INCONCLUSIVE
-    assert any(re.fullmatch(r"no problem reached goal '.*': .*; raise --examples", reason) for reason in result.reasons)
+    assert "4 problems are too few for AGREE; raise --examples to 8 at least" in result.reasons
+
+
+def test_few_problems_never_agree(agreed: CellResult) -> None:
+    """Whatever they cover and kill."""
+    for count in (1, FEWEST - 1, FEWEST):
+        result = concluded(agreed, agreed.cases[:count])
+        few = [reason for reason in result.reasons if "too few for AGREE" in reason]
+        assert bool(few) == (count < FEWEST)
+        assert result.verdict is Verdict.INCONCLUSIVE or not few
 
 
 def test_no_more_rounds_are_tried_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,8 +103,8 @@ def test_no_more_rounds_are_tried_than_allowed(monkeypatch: pytest.MonkeyPatch) 
     first, second, third = (verified(needy, examples=1, rounds=rounds) for rounds in (1, 2, 3))
     assert first.verdict is second.verdict is third.verdict is Verdict.INCONCLUSIVE
     assert "no problem reached goal 'never': what no problem has; raise --examples" in third.reasons
-    assert len(first.cases) == 1 < len(second.cases) < len(third.cases)
-    assert second.cases[:1] == first.cases
+    assert len(first.cases) == 1 + LARGE < len(second.cases) < len(third.cases)
+    assert second.cases[: len(first.cases)] == first.cases
     assert third.cases[: len(second.cases)] == second.cases
 
 
@@ -127,6 +140,9 @@ def test_a_missing_coverage_goal_is_inconclusive(agreed: CellResult) -> None:
         "masked token": "a token whose label is not trained",
         "label on the first row": "a trained label on the first row of the vocabulary",
         "label on the last row": "a trained label on the last row of the vocabulary",
+        "with a bias": "trained tokens, and an lm-head with a bias",
+        "without a bias": "trained tokens, and an lm-head without a bias",
+        "padding between sequences": SHARDING_GOALS["padding between sequences"].meaning,
     }
     assert result.reasons == tuple(
         f"no problem reached goal {name!r}: {meaning}; raise --examples" for name, meaning in goals.items()

@@ -22,7 +22,8 @@ class Settings:
     """The settings of a run."""
 
     examples: int = 20
-    """The least problems per cell: a candidate, held to a property, on a layout, in a dtype."""
+    """The least problems per cell: a candidate, held to a property, on a layout, in a dtype. A cell
+    never agrees on fewer than 8."""
     rounds: int = 4
     """While the cell is inconclusive: how often that many more are tried, and some are looked for
     that show what is missing."""

@@ -13,6 +13,10 @@ from lossgate.judge.explain import explain_pooled
 from lossgate.judge.pooled_scale import LARGEST_MDE
 from lossgate.judge.pooling import Pooled, pool
 
+FEWEST = 8
+"""The fewest problems on which a cell may agree, whatever they cover and kill: the pooled scale of
+fewer says little."""
+
 
 def conclude(
     cell: Cell,
@@ -115,6 +119,9 @@ def _gaps(
             f"the judge accepted planted errors: {', '.join(comparison.blind)} in {comparison.output}; "
             "please report this fault of lossgate"
         )
+    if cell.property.needs_adequacy and len(cases) < FEWEST:
+        are = "problem is" if len(cases) == 1 else "problems are"
+        yield f"{len(cases)} {are} too few for AGREE; raise --examples to {FEWEST} at least"
     for p in pooled if cell.property.needs_adequacy else ():
         # A metric may be zero on every problem: the share of tokens that are clipped, say.
         if not p.problems and p.output.kind != "metric":
