@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from io import StringIO
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -18,6 +18,7 @@ from lossgate.engine.events import CellFinished, RunFinished, RunStarted
 from lossgate.engine.settings import Settings
 from lossgate.judge.comparison import Comparison
 from lossgate.judge.pooling import Pooled
+from lossgate.problems.problem import Problem
 from lossgate.reports.console import make_console
 from lossgate.reports.failures import FailureFiles
 from lossgate.reports.shown_cell import of_result
@@ -29,6 +30,10 @@ WIDTHS = pytest.mark.parametrize("width", [60, 80, 100, 140, 200])
 LONG = "fused_linear_cross_entropy_of_the_third_party"
 LAYOUTS = [Layout(dp=dp, cp=cp, tp=tp) for dp in (1, 2) for cp in (1, 2) for tp in (1, 2)]
 KNOWN = KnownFailure(name="torch-1", example=Path("torch-1.json"))
+
+PROBLEM = Problem(
+    spec="nll", head="hidden", dtype="float32", lengths=(1234,), masks=("all",), hidden=1, vocab=2345, seed=0
+)
 
 
 def kernel(name: str, good_for: str = "", known_failure: KnownFailure | None = None) -> Candidate:
@@ -50,7 +55,7 @@ def made_up(
 ) -> CellResult:
     """A result of ``problems`` problems with ``comparisons`` comparisons each."""
     comparison = Comparison(output=LOSS, values={"scale": margin}, limits={"scale": 1.0})
-    problem = CaseResult(problem=cast(Any, None), comparisons=(comparison,) * comparisons)
+    problem = CaseResult(problem=PROBLEM, comparisons=(comparison,) * comparisons)
     return CellResult(
         cell=cell,
         verdict=verdict,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,7 +12,9 @@ from lossgate.errors import UsageError
 from lossgate.evidence.records import VerdictName
 from lossgate.evidence.summary import CellSummary
 from lossgate.layout import Layout
+from lossgate.problems.problem import Problem
 from lossgate.reports.printable import printable
+from lossgate.specs.heads import HEADS
 
 if TYPE_CHECKING:  # an engine needs torch, and a report of evidence does not
     from lossgate.engine.cell import CellResult
@@ -73,6 +76,8 @@ class ShownCell:
     """The smallest problem that disagrees, in words."""
     replay: str | None = None
     """The command that judges it again."""
+    largest: str = ""
+    """How large the problems were, in words; "" if nothing tells."""
 
     @property
     def passes(self) -> bool:
@@ -106,6 +111,7 @@ def of_result(result: CellResult, replay: str | None = None) -> ShownCell:
         good_for=candidate.good_for,
         on=_on(result.failure.problem.describe(), result.shrink_calls) if result.failure is not None else None,
         replay=replay,
+        largest=_largest([case.problem for case in result.cases]),
     )
 
 
@@ -144,6 +150,13 @@ def _on(problem: str, shrink_calls: int) -> str:
         return problem
     tries = "1 try" if shrink_calls == 1 else f"{shrink_calls} tries"
     return f"{problem}  (after {tries} to make it smaller)"
+
+
+def _largest(problems: Sequence[Problem]) -> str:
+    if not problems:
+        return ""
+    tokens, vocab = max(one.tokens for one in problems), max(one.vocab for one in problems)
+    return f"up to T={tokens:,}, V={vocab:,}" if HEADS[problems[0].head].has_logits else f"up to T={tokens:,}"
 
 
 def _ranks(layout: str) -> int:

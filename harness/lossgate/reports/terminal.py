@@ -92,8 +92,9 @@ def describe_cell(result: CellResult, replay: str | None) -> list[str]:
 
 def _line(cell: ShownCell) -> str:
     seen = f", detects {percent(cell.mde)}" if cell.verdict.word != "DISAGREE" else ""  # it has detected an error
+    tried = f", {cell.largest}" if cell.largest else ""
     return (
         f"{marked(cell)}  {escape(cell.candidate)}  {cell.dtype}  {cell.layout}:  "
         f"{counted(cell.problems, 'problem')}, {counted(cell.comparisons, 'comparison')}, "
-        f"at most {share(cell.margin)} of a limit{seen}  ({cell.seconds:.1f} s)"
+        f"at most {share(cell.margin)} of a limit{seen}{tried}  ({cell.seconds:.1f} s)"
     )
