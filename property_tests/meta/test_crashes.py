@@ -7,11 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from lossgate import Layout, Problem
 from lossgate.declaration.loading import load_candidates
-from lossgate.engine.cell import CellResult, Verdict
+from lossgate.engine import current_case
+from lossgate.engine.cell import Cell, CellResult, Verdict
+from lossgate.engine.child import ChildDied
+from lossgate.engine.crash import result_of_crash
 from lossgate.engine.events import CellFinished
 from lossgate.engine.run import run
 from lossgate.engine.settings import Settings
+from lossgate.evidence.of_result import record_of
+from lossgate.evidence.redo import redo
 from property_tests.meta.command_line import Lossgate
 
 ABUSES = """
@@ -77,6 +83,8 @@ kernels = {name: abuse(name, act) for name, act in acts.items()}
 globals().update({f"kernel{i}": kernel for i, kernel in enumerate(kernels.values())})
 """
 
+PROBLEM = Problem(spec="nll", head="logprobs", dtype="float32", lengths=(3,), masks=("all",), hidden=1, vocab=4)
+
 SETTINGS = Settings(layouts=("single",), dtypes=("float32",), examples=2, rounds=1)
 
 
@@ -135,6 +143,26 @@ def test_code_that_holds_the_lock_of_python_is_ended(file: Path, monkeypatch: py
 def test_what_a_candidate_leaves_changed_reaches_no_other(file: Path) -> None:
     _, found, _, found_no_thread = results(file, "leaves", "finds", "threads", "finds no thread")
     assert (found.failure, found_no_thread.failure) == (None, None)
+
+
+def test_a_process_that_dies_leaves_the_problem_that_it_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of an earlier cell is none of the next, whose candidate is another."""
+    monkeypatch.setattr(current_case, "_open", [])
+    assert current_case.read(str(tmp_path)) == (None, False)
+    current_case.open_in(str(tmp_path))
+    with current_case.running(PROBLEM):
+        assert current_case.read(str(tmp_path)) == (PROBLEM, False)
+    assert current_case.read(str(tmp_path)) == (PROBLEM, True)
+    current_case.none_yet()
+    assert current_case.read(str(tmp_path)) == (None, False)
+
+
+def test_a_process_that_dies_before_any_problem_says_nothing_of_its_candidate(file: Path) -> None:
+    (kernel,) = load_candidates(f"{file}:right")
+    result = result_of_crash(Cell(kernel, Layout(), "float32"), ChildDied("was ended by SIGKILL", None), 1.0)
+    assert (result.verdict, result.passes) == (Verdict.INCONCLUSIVE, False)
+    assert result.reasons[0] == "CRASH: the process was ended by SIGKILL before it ran a problem"
+    assert redo([record_of(result, "a run", "2026-01-01T00:00:00Z")])[0].contradiction == ""
 
 
 AGREED = "in a fresh process this problem agreed in 20 of 20 calls"

@@ -168,6 +168,7 @@ def _serve(connection: Connection, environment: Mapping[str, str], folder: str) 
 def _run(job: Job) -> tuple[Any, int]:
     """Returns what a job returned or raised, and how many threads it has left running."""
     threads = threading.active_count()
+    current_case.none_yet()
     try:
         job.load()
         before = LeftBehind.capture()

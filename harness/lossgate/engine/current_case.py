@@ -34,6 +34,11 @@ def running(problem: Problem) -> Generator[None]:
         _write(_DONE + text[1:])
 
 
+def none_yet() -> None:
+    """Writes that a new job has run no problem yet: that of the last one is not its own."""
+    _write(b"")
+
+
 def _write(text: bytes) -> None:
     for file in _open:
         with suppress(OSError):  # a kernel may have closed it
