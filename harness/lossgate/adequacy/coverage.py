@@ -16,7 +16,7 @@ def required_goals(candidate: Candidate, layout: Layout, dtype: str) -> dict[str
 def _reachable(goal: CoverageGoal, candidate: Candidate, layout: Layout, dtype: str) -> bool:
     if (goal.heads and candidate.head not in goal.heads) or (goal.dtypes and dtype not in goal.dtypes):
         return False
-    if goal.axes and not set(goal.axes) & set(layout.axes):
+    if goal.axes and all(layout.sizes[axis] < goal.least_ranks for axis in goal.axes):
         return False
     for option, unreachable in goal.unreachable_if.items():
         values = candidate.supported(option)

@@ -141,6 +141,7 @@ def _is_of(spec: Spec, goal: CoverageGoal) -> bool:
 
 def _goal(name: str, goal: CoverageGoal) -> Entry:
     heads = f"heads {', '.join(goal.heads)}" if goal.heads else ""
-    axes = f"layouts that split {' or '.join(goal.axes)}" if goal.axes else ""
+    over = f" over {goal.least_ranks} ranks or more" if goal.least_ranks > 2 else ""
+    axes = f"layouts that split {' or '.join(goal.axes)}{over}" if goal.axes else ""
     dtypes = f"in {', '.join(goal.dtypes)}" if goal.dtypes else ""
     return Entry(name, ("; ".join(filter(None, (heads, axes, dtypes))) or "everywhere",), goal.meaning)

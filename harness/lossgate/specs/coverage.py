@@ -38,6 +38,7 @@ class CoverageGoal:
             one of these containers cannot reach the goal.
         heads: the heads at which it can be reached; empty for all.
         axes: it exists only on layouts that split one of these axes; empty for all layouts.
+        least_ranks: of one of the axes, on which it exists.
         dtypes: the dtypes in which it can be reached; empty for all. Near a kink, the tokens at
             which bfloat16 decides the outcome are masked.
         reached: ``(values, batch, options) -> `` a bool, or a tensor of bools of which one must be
@@ -48,6 +49,7 @@ class CoverageGoal:
     unreachable_if: Mapping[str, Container[Any]] = field(default_factory=dict)
     heads: tuple[str, ...] = ()
     axes: tuple[Axis, ...] = ()
+    least_ranks: int = 2
     dtypes: tuple[str, ...] = ()
     reached: Reached | None = None
 

@@ -21,6 +21,9 @@ _UNPADDED = ("balanced", "even", "chunked")
 _GAPS = 3
 """Sequences with padding behind them: whether a kernel that trains this padding shows depends on
 masks that are drawn at random."""
+_THREE = 3
+"""Of two ranks one is empty only if the vocabulary has a single row. Then the loss is 0, and only a
+crash can show."""
 _UNEVEN = 2
 """Ranks have clearly different numbers of trained tokens if one has this many times another's."""
 
@@ -54,6 +57,7 @@ SHARDING_GOALS: Mapping[str, CoverageGoal] = {
         meaning="trained tokens, and a tp rank that is given no row of the vocabulary",
         heads=_WITH_LABELS,
         axes=("tp",),
+        least_ranks=_THREE,
         unreachable_if={"vocab_split": ("balanced", "even", "padded")},
     ),
     "shard with padding rows": CoverageGoal(
@@ -66,6 +70,7 @@ SHARDING_GOALS: Mapping[str, CoverageGoal] = {
         meaning="trained tokens, and a tp rank whose rows of the vocabulary are all padding",
         heads=_WITH_LABELS,
         axes=("tp",),
+        least_ranks=_THREE,
         unreachable_if={"vocab_split": _UNPADDED},
     ),
     "padding between sequences": CoverageGoal(
@@ -175,8 +180,7 @@ def _covered_of_shards(partition: Partition) -> Iterator[str]:
     shards = partition.vocab_shards
     if len({shard.rows for shard in shards}) > 1:
         yield "shards of different size"
-    # Of two ranks one is empty only if the vocabulary has a single row: only a crash can show then.
-    if partition.vocab > 1 or len(shards) == 2:
+    if partition.vocab > 1:
         if not all(shard.rows for shard in shards):
             yield "shard without a row"
         if any(shard.padding == shard.rows > 0 for shard in shards):
