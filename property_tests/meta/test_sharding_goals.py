@@ -91,11 +91,9 @@ TABLE: dict[str, tuple[list[tuple[Partition, Trained]], list[tuple[Partition, Tr
         ],
     ),
     "shard without a row": (
+        [(split("tp=4", vocab=5, vocab_split="chunked"), labels(0))],
         [
-            (split("tp=4", vocab=5, vocab_split="chunked"), labels(0)),
             (split("tp=2", vocab=1, vocab_split="chunked"), labels(0)),
-        ],
-        [
             (split("tp=4", vocab=5), labels(0)),
             (split("tp=4", vocab=7, vocab_split="chunked"), labels(0)),
             (split("tp=4", vocab=5, vocab_split="chunked"), labels()),
