@@ -40,6 +40,12 @@ class PooledScales:
     limit: Floats
 
 
+def sigmas(problems: ArrayLike) -> Floats:
+    """Returns how many standard deviations a pool of so many problems is allowed."""
+    count = np.asarray(problems, float)
+    return SIGMAS * np.where(count == 1, 1.0, 1 + 60 / count**2)
+
+
 def smallest_bias(unit: ArrayLike, kernels: ArrayLike) -> Floats:
     """Returns the smallest bias that counts, for outputs of a unit roundoff.
 
@@ -89,7 +95,7 @@ def _pool_scales(
     pooled, sd = total(weight * scale) / weights, 1 / np.sqrt(weights)
     # What rounding itself does to the scale: it makes the largest of many numbers larger.
     expected = np.abs(total(weight * mean) / weights)
-    allowed = floor + expected + SIGMAS * np.where(size == 1, 1.0, 1 + 60 / size**2) * sd
+    allowed = floor + expected + sigmas(size) * sd
     # Nothing tells what rounding did to all of a single problem alike: its own limit judges it.
     first = limit[starts] if len(limit) else limit
     return PooledScales(pooled, sd, np.where(size == 1, np.maximum(allowed, first), allowed))

@@ -59,6 +59,10 @@ class RoundedRun:
         """Rounds numbers that need no care near zero, such as logits and logarithms."""
         return self.noise.round(x, to, near_zero=False)
 
+    def coins(self, dims: int) -> Tensor:
+        """Returns ``[members, 1, ...]`` bool of so many dims, one for each member."""
+        return self.noise.uniform(torch.Size((self.members,))).view(-1, *[1] * (dims - 1)) > 0
+
     def matmul(self, left: Tensor, right: Tensor) -> Tensor:
         """Returns a product as float32 accumulation gives it, in any order.
 
