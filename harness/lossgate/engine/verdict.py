@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from lossgate.adequacy.option_mutants import OptionMutant
 from lossgate.declaration.known_failure import KnownFailure
+from lossgate.engine.advice import to_detect
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.failure_files import FrozenCase
@@ -129,7 +130,7 @@ def _gaps(
         elif p.problems and p.mde > LARGEST_MDE:
             yield (
                 f"{p.output}: an error of {LARGEST_MDE:.0%} in its scale would not have been detected "
-                f"(the least that would is {p.mde:.2g}); raise --examples"
+                f"(the least that would is {p.mde:.2g}); {to_detect(p, len(cases))}"
             )
     for name, goal in cell.required_goals.items():
         if name not in covered:
