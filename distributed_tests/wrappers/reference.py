@@ -55,9 +55,9 @@ def reference(head: str, way: str, dtype: str, microbatches: int, empty: bool) -
         for name, known in exact[kind].items():
             output = gradient_output(name, ()) if kind else LOSS if name == "loss" else metric_output(name)
             # Wrappers hold the gradients in the parameters' dtype; losses and metrics are float32.
-            unit = rounded.unit
+            error = rounded.error(known)
             noise = torch.stack([member[kind][name] for member in members])
-            tolerances[kind][name] = Tolerance(output, known, noise, unit=unit, allowed=unit)
+            tolerances[kind][name] = Tolerance(output, known, noise, unit=rounded.unit, rounding=error, alike=error)
     return Reference(*tolerances)
 
 

@@ -10,9 +10,9 @@ from lossgate.adequacy.equivalence import UNCHANGED
 from lossgate.adequacy.option_mutants import NEAREST
 from lossgate.bank.known_right import known_right
 from lossgate.cases import kinks
-from lossgate.judge import ensemble, pooled_scale
+from lossgate.judge import ensemble, pooled_scale, token_stage
 from lossgate.judge.power import PLANTED
-from lossgate.judge.statistics import BLOCK_FACTOR, FACTORS, NOISE, WORST, scale_sigmas
+from lossgate.judge.statistics import ALIKE_FACTOR, BLOCK_FACTOR, FACTORS, NOISE, WORST, scale_sigmas
 from lossgate.numerics.float_formats import FLOAT32
 from lossgate.numerics.fused_operations import SPELLED_OUT
 from lossgate.numerics.rounded_numbers import _BETWEEN, _FILLED, _NAMES
@@ -30,6 +30,9 @@ STATED = {
     "noise": f"| NOISE | `rms(d/s)` | {FACTORS[NOISE]:g} times the largest of the runs |",
     "worst": f"| WORST | `max abs(d/s)` | {FACTORS[WORST]:g} times the largest of the runs |",
     "block": f"at least 0 | {BLOCK_FACTOR:g} times the largest of the runs |",
+    "alike": f"v is {ALIKE_FACTOR:g} times the larger SCALE of these two",
+    "alike in noise": f"and NOISE and WORST at least {ALIKE_FACTOR:g} times theirs",
+    "tiles of a logsumexp": f"put together from tiles of {token_stage._COLUMNS} columns",
     "kinks": f"by {NUMBERS[kinks._SIGMAS]} standard deviations of what rounding",
     "pooled": f"{pooled_scale.SIGMAS:g} (1 + 60 / n^2) standard deviations of the pooled scale",
     "floor": f"a {1 / pooled_scale.FLOOR:.0f}th of the unit roundoff, "

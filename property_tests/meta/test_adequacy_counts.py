@@ -16,7 +16,7 @@ from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.losses import SPECS
 from lossgate.specs.sharding_goals import IDS_GOALS, SHARDING_GOALS
 
-# family, head: all goals, required on dp=2,cp=2,tp=2, required on a single rank, option mutants
+# family, head: all goals, required on dp=2,cp=2,tp=3, required on a single rank, option mutants
 COUNTS = {  # at head logprobs, options of logits have no mutants
     ("clipped_pg", "hidden"): (51, 51, 40, 152),
     ("clipped_pg", "logits"): (51, 49, 38, 152),
@@ -54,7 +54,7 @@ _OF_ONE_RANK = {name for name, goal in SHARDING_GOALS.items() if not goal.axes}
 def counts(candidate: Candidate) -> tuple[int, int, int, int]:
     return (
         len(candidate.spec.all_goals),
-        len(required_goals(candidate, Layout(dp=2, cp=2, tp=2), "float32")),
+        len(required_goals(candidate, Layout(dp=2, cp=2, tp=3), "float32")),
         len(required_goals(candidate, Layout(), "float32")),
         len(option_mutants(candidate)),
     )
@@ -83,7 +83,7 @@ def test_as_many_goals_and_mutants_as_written_down(family: str, head: str) -> No
 def test_several_ranks_add_the_goals_of_layouts(family: str, head: str, without: set[str], beside: set[str]) -> None:
     """Heads without a vocabulary have none of tp, and a loss of whole sequences none of cp."""
     dense = dense_candidate(SPECS[family], head)
-    added = set(required_goals(dense, Layout(dp=2, cp=2, tp=2), "float32")) - set(
+    added = set(required_goals(dense, Layout(dp=2, cp=2, tp=3), "float32")) - set(
         required_goals(dense, Layout(), "float32")
     )
     assert added == set(SHARDING_GOALS) - _OF_ONE_RANK - without | beside

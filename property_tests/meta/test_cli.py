@@ -202,12 +202,12 @@ def test_bad_use_from_the_shell(folder: Path) -> None:
 def test_profiles_of_pyproject(folder: Path, lossgate: Lossgate) -> None:
     (folder / "pyproject.toml").write_text(
         "[tool.lossgate]\nlayouts = ['single']\nrounds = 1\n"
-        "[tool.lossgate.profiles.quick]\nexamples = 3\ndtypes = ['float32']\n"
+        "[tool.lossgate.profiles.quick]\nexamples = 12\ndtypes = ['float32']\n"
     )
     done = lossgate("verify", "kernels.py:right", "--profile", "quick")
     assert done.stdout.startswith("1 cell\n")
-    assert "float32  single:  3 problems" in done.stdout
-    assert "4 problems" in lossgate("verify", "kernels.py:right", "--profile", "quick", "--examples", "4").stdout
+    assert "float32  single:  12 problems" in done.stdout
+    assert "13 problems" in lossgate("verify", "kernels.py:right", "--profile", "quick", "--examples", "13").stdout
 
 
 def test_list(folder: Path, lossgate: Lossgate) -> None:

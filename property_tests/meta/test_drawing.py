@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +166,12 @@ def test_without_shrinking_the_first_failure_ends_the_draws() -> None:
         draws.each(check)
     assert seen[:3] == first
     assert set(map(Problem.to_json, seen[3:])) <= {first[2].to_json()}  # it is tried again
+
+
+def test_a_bias_has_two_rows_at_least() -> None:
+    """The gradient of one row is 0, and what a right kernel gives is all rounding."""
+    biased = replace(dense_candidate(SPECS["nll"], "hidden"), supports={"bias": True})
+    plain = dense_candidate(SPECS["nll"], "hidden")
+    rows = [problem.vocab for problem in Draws(biased, "float32", "bias", 200).all()]
+    assert min(rows) == 2
+    assert 1 in [problem.vocab for problem in Draws(plain, "float32", "bias", 200).all() if not problem.bias]

@@ -63,7 +63,7 @@ def test_json_round_trip() -> None:
 
 @pytest.mark.parametrize(
     ("example", "expected"),
-    [(problem(), "e35e7b3f9bbd29ba"), (EXAMPLE, "8398586cebd1ccae"), (problem(head="logits"), "89a992c20bf6afae")],
+    [(problem(), "e35e7b3f9bbd29ba"), (EXAMPLE, "00387654f10e834a"), (problem(head="logits"), "89a992c20bf6afae")],
 )
 def test_the_same_tensors_on_every_machine(example: Problem, expected: str) -> None:
     """The digests were written down once. Another machine, numpy or torch must give the same bits.

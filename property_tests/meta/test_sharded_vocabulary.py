@@ -35,5 +35,6 @@ def test_bugs_of_shards_disagree(bug: ShardBug, seed: int) -> None:
 def test_the_kernel_without_them_agrees(layout: str) -> None:
     found = verified(None, layout, 0)
     assert found.verdict is Verdict.AGREE, found.reasons
-    assert {"shard with padding rows", "shard of padding rows alone", "shard without a row"} <= found.covered
+    empty = {"shard of padding rows alone", "shard without a row"} if layout == "tp=4" else set[str]()
+    assert {"shard with padding rows", *empty} <= found.covered
     assert {"with a bias", "without a bias", "padding between sequences"} <= found.covered

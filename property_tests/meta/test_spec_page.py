@@ -156,7 +156,7 @@ def verdict_with(effect: float) -> CellResult:
         return nll(values, batch, options) * (1 + effect * options.twice)
 
     candidate = dense_candidate(lossgate.spec("mine", options=Idle, heads=("logprobs",))(reference), "logprobs")
-    return run_cell(Cell(candidate, Layout(), "float32"), Settings(examples=4, rounds=1))
+    return run_cell(Cell(candidate, Layout(), "float32"), Settings(examples=8, rounds=1))
 
 
 @pytest.mark.parametrize(

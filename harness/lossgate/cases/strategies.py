@@ -75,10 +75,12 @@ def problems(
     """
     spec, head, coarse = candidate.spec, candidate.starts_at, dtype != "float32"
     target = _one_of(draw, targets, targets)
-    bias = draw(draw_value(COMMON_OPTIONS["bias"], candidate.supported("bias")))
+    bias = draw(draw_value(COMMON_OPTIONS["bias"], candidate.supported("bias"))) and "bias" in head.leaves
     tiles = candidate.tiles
     tokens = _size(draw, _sizes(TOKENS, tiles.get("token", ())), _RICH_TOKENS if rich else (), large and large.tokens)
     vocab = _size(draw, _sizes(VOCABS, tiles.get("vocab", ())), _RICH_VOCABS if rich else (), large and large.vocab)
+    if bias:  # in a single row its gradient is 0, and what a kernel gives is all rounding
+        vocab = max(vocab, 2)
     widths = _sizes(WIDTHS, tiles.get("hidden", ()))
     width = _size(draw, widths, (), large and large.width) if "hidden" in head.leaves else 1
     cut = draw(lengths(tokens, draw(_SEQUENCES)))
@@ -94,7 +96,7 @@ def problems(
         masks=_masks(draw, len(cut), ("all",) if large is not None else _SOME if rich else ()),
         hidden=width,
         vocab=vocab,
-        bias=bias and "bias" in head.leaves,
+        bias=bias,
         options=draw(draw_options(candidate, target)),
         scenario={c.name: value for c in spec.scenarios if (value := draw(_scenario(c, target, rich))) != c.default},
         group_size=spec.group_size,

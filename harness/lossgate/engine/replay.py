@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Judges the problems of a failure file again."""
 
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.loading import has_source, load_candidates
+from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.failure_files import FailureFile, FrozenCase, versions
 from lossgate.engine.fresh import run_in_child
@@ -13,6 +16,7 @@ from lossgate.engine.jobs import run_cases
 from lossgate.engine.settings import Settings
 from lossgate.engine.verdict import pooled_disagreements
 from lossgate.errors import UsageError
+from lossgate.problems.problem import Problem
 from lossgate.properties import find_property
 
 
@@ -58,8 +62,7 @@ def replay_failure(
     cell = Cell(found[0], problem.layout, problem.dtype, held_to, kind, failure.device)
     settings = Settings() if timeout is None else Settings(timeout=timeout)
     problems = [frozen.problem for frozen in failure.examples]
-    run = run_in_child if kind == "simulated" and has_source(cell.candidate) else run_cases
-    cases = run(cell, problems, settings.timeout)
+    cases = _run(cell, problems, settings.timeout)
     failing = next((case for case in cases if not case.agrees), None)
     reasons = failing.findings if failing else pooled_disagreements(cases) if failure.pooled else ()
     exact = [FrozenCase.of(case).statistics for case in cases] == [frozen.statistics for frozen in failure.examples]
@@ -71,6 +74,14 @@ def replay_failure(
     elif candidate is None:
         lines.append(f"  statistics differ from those in the file{_why(failure)}")
     return Replayed(bool(reasons), tuple(lines), exact)
+
+
+def _run(cell: Cell, problems: Sequence[Problem], timeout: float) -> list[CaseResult]:
+    """Runs problems in a process of their own, if that can load the candidate and the property."""
+    if cell.world == "simulated" and has_source(cell.candidate):
+        with suppress(UsageError):
+            return run_in_child(cell, problems, timeout)
+    return run_cases(cell, problems, timeout)
 
 
 def _why(failure: FailureFile) -> str:

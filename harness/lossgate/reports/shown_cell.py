@@ -12,12 +12,11 @@ from lossgate.errors import UsageError
 from lossgate.evidence.records import VerdictName
 from lossgate.evidence.summary import CellSummary
 from lossgate.layout import Layout
-from lossgate.problems.problem import Problem
 from lossgate.reports.printable import printable
-from lossgate.specs.heads import HEADS
 
 if TYPE_CHECKING:  # an engine needs torch, and a report of evidence does not
     from lossgate.engine.cell import CellResult
+    from lossgate.problems.problem import Problem
 
 STYLES: dict[VerdictName, str] = {"AGREE": "green", "DISAGREE": "bold red", "INCONCLUSIVE": "yellow"}
 KNOWN_STYLE = "cyan"
@@ -155,6 +154,8 @@ def _on(problem: str, shrink_calls: int) -> str:
 def _largest(problems: Sequence[Problem]) -> str:
     if not problems:
         return ""
+    from lossgate.specs.heads import HEADS  # a report of evidence needs no torch
+
     tokens, vocab = max(one.tokens for one in problems), max(one.vocab for one in problems)
     return f"up to T={tokens:,}, V={vocab:,}" if HEADS[problems[0].head].has_logits else f"up to T={tokens:,}"
 
