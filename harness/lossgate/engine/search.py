@@ -27,6 +27,9 @@ from lossgate.problems.problem import Problem
 from lossgate.specs.sharding_goals import IDS_GOALS, SHARDING_GOALS
 from lossgate.worlds.base import Hang, World, WorldLost
 
+_PADDED = 3
+"""What the sequences of large problems are padded to a multiple of."""
+
 
 class _DisagreementError(Exception):
     """Tells Hypothesis that a problem fails.
@@ -104,12 +107,15 @@ class Search:
             entries, drawn = self._deck.more(drawn), drawn + 1
 
     def _large(self, chance: Random) -> list[Placed]:
-        """Returns the large problems, each with one split of the vocabulary."""
+        """Returns the large problems, each with one split of the vocabulary.
+
+        They are padded: on many ranks few others have padding between sequences.
+        """
         if not self.cell.property.needs_adequacy:
             return []
         placed = self._on_layout(self._deck.large)
         by_entry = {id(one.entry.drawn): one for one in chance.sample(placed, len(placed))}
-        return list(by_entry.values())
+        return [replace(one, placement=replace(one.placement, pad_to_multiple=_PADDED)) for one in by_entry.values()]
 
     def fill_gaps(self, round_: int) -> None:
         """Runs problems that are likely to kill survivors or reach missing goals, until one
