@@ -91,8 +91,8 @@ class BoundProblem:
         if spec.trained_dim == "sequence":
             return Trained(chosen.numpy(), torch.zeros_like(chosen).numpy(), chosen[:, None][:, :0].numpy())
         sequence, starts = fields["sequence"][chosen], self.batch.known["cu_seqlens"]
-        ids = fields[spec.gathered_ids] if spec.gathered_ids else fields["labels"][:, None]
-        return Trained(sequence.numpy(), (chosen - starts[sequence]).numpy(), ids[chosen].numpy())
+        ids = spec.ids_of(fields)[chosen]
+        return Trained(sequence.numpy(), (chosen - starts[sequence]).numpy(), ids.numpy())
 
     @cached_property
     def dense(self) -> DenseRun:

@@ -52,8 +52,7 @@ class TokenStage:
     @property
     def ids(self) -> Tensor:
         """Whose log-probabilities the loss uses, ``[T, k]``."""
-        fields = self.batch.fields
-        return fields[self.spec.gathered_ids] if self.spec.gathered_ids else fields["labels"][:, None]
+        return self.spec.ids_of(self.batch.fields)
 
     # Forward
 

@@ -79,16 +79,12 @@ def _extra_metrics(values: TokenValues, batch: NllBatch, options: NllOptions) ->
     return statistics
 
 
-def _summary(name: str, meaning: str, *, uses_entropy: bool = False) -> dict[str, Metric]:
+def _summary(name: str, meaning: str) -> dict[str, Metric]:
     """Returns the metrics ``name_avg``, ``name_min`` and ``name_max``."""
     return {
-        f"{name}_avg": Metric(meaning=f"mean of {meaning}", uses_entropy=uses_entropy),
-        f"{name}_min": Metric(
-            meaning=f"smallest of {meaning}, inf without any", reduction="min", uses_entropy=uses_entropy
-        ),
-        f"{name}_max": Metric(
-            meaning=f"largest of {meaning}, -inf without any", reduction="max", uses_entropy=uses_entropy
-        ),
+        f"{name}_avg": Metric(meaning=f"mean of {meaning}"),
+        f"{name}_min": Metric(meaning=f"smallest of {meaning}, inf without any", reduction="min"),
+        f"{name}_max": Metric(meaning=f"largest of {meaning}, -inf without any", reduction="max"),
     }
 
 
@@ -104,16 +100,14 @@ def _summary(name: str, meaning: str, *, uses_entropy: bool = False) -> dict[str
     softcap="softcap",
     extra_metrics=_extra_metrics,
     metrics={
-        "entropy": Metric(
-            meaning="entropy of the tempered distribution, mean over trained tokens, in nats", uses_entropy=True
-        ),
+        "entropy": Metric(meaning="entropy of the tempered distribution, mean over trained tokens, in nats"),
         "n_seqs": Metric(meaning="sequences with a trained token"),
         "n_tokens": Metric(meaning="tokens that are no padding"),
         "n_valid_tokens": Metric(meaning="trained tokens"),
         "prompt_tokens": Metric(meaning="tokens that are neither trained nor padding"),
         **_summary("ppl", "the perplexity of sequences with a trained token"),
         **_summary("loss", "the loss of trained tokens"),
-        **_summary("entropy", "the entropy at trained tokens", uses_entropy=True),
+        **_summary("entropy", "the entropy at trained tokens"),
         **_summary("vocab_min_logits", "the smallest logit of tokens that are no padding, before the temperature"),
         **_summary("vocab_max_logits", "the largest logit of tokens that are no padding"),
     },

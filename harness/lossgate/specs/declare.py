@@ -106,7 +106,8 @@ def spec(
             of the labels alone.
         uses: what the loss is given of each token, of the names in ``TokenValues``.
         gathered_ids: the field ``[token, k]`` of vocabulary ids whose log-probabilities
-            ``values.logprobs`` holds, if not the labels'.
+            ``values.logprobs`` holds, if not the labels'. A loss that uses the logits reads them at
+            these ids itself; goals of layouts then ask for these ids.
         temperature: the option that divides the logits. The loss gets values after it, and divides
             what else it needs, such as a teacher's logits, itself.
         softcap: the option that bounds the logits; likewise.

@@ -168,7 +168,6 @@ def check_metrics(metrics: Any, where: str) -> dict[str, Metric]:
         if not isinstance(metric, Metric):
             raise UsageError(f"{where}: metrics[{name!r}] is {metric!r}; expected what it means, or a lossgate.Metric")
         check_text(f"the meaning of metric {name!r}", metric.meaning, where)
-        check_truth(f"uses_entropy of metric {name!r}", metric.uses_entropy, where)
         if name in RETURNED or str(name).startswith("grad of "):
             raise UsageError(f"{where}: metrics has {name!r}, which is an output of its own; call the metric otherwise")
         if metric.reduction not in get_args(Reduction):

@@ -15,9 +15,7 @@ class Metric:
         meaning: what it is, for people.
         reduction: how the parts of ranks that share a batch make the whole: "sum", "min" or "max".
             A mean is a sum that is already divided by a count of the whole batch.
-        uses_entropy: it is computed from ``values.entropy``, which kernels compute in two ways.
     """
 
     meaning: str
     reduction: Reduction = "sum"
-    uses_entropy: bool = False

@@ -162,9 +162,11 @@ class Spec:
         """Returns the output of a name: "loss", "logprobs", "token_entropy" or a metric's."""
         return RETURNED[name] if name in RETURNED else metric_output(name)
 
-    def uses_entropy(self, output: Output) -> bool:
-        """Returns whether an output is computed from the entropies of tokens."""
-        return output.name == "token_entropy" or (output.kind == "metric" and self.metrics[output.name].uses_entropy)
+    def ids_of(self, fields: Mapping[str, Tensor]) -> Tensor:
+        """Returns the ids ``[T, k]`` of the vocabulary at which the loss looks: by default the
+        labels.
+        """
+        return fields[self.gathered_ids] if self.gathered_ids else fields["labels"][:, None]
 
     # Fields
 
@@ -338,11 +340,6 @@ class BoundSpec:
     def capped(self, logits: Tensor) -> Tensor:
         """Returns logits after the soft-cap."""
         return logits if self.softcap is None else softcapped(logits, self.softcap)
-
-    @property
-    def compares_entropy(self) -> bool:
-        """Whether any output that will be compared is computed from entropies."""
-        return self.returned is None or any(self.spec.uses_entropy(output) for output in self.returned)
 
     @property
     def token_stage(self) -> str:
