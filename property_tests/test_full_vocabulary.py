@@ -95,5 +95,6 @@ def _noise(problem: Problem, leaf: str, dims: tuple[str, ...]) -> float:
     spec = SPECS[problem.spec]
     bound = BoundProblem(spec, problem)
     stages = stages_of(dense_candidate(spec, "hidden"), "float32")
-    noise = bound.noise_on(problem.partition, stages, ())[gradient_output(leaf, dims)]
-    return float(noise.std(0).square().mean().sqrt() / torch.linalg.vector_norm(noise.mean(0)))
+    output, reference = gradient_output(leaf, dims), bound.reference(())
+    noise = bound.noise.deviations(problem.partition, stages, (), reference)[output]
+    return float(noise.std(0).square().mean().sqrt() / torch.linalg.vector_norm(reference[output]))

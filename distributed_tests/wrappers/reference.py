@@ -56,7 +56,7 @@ def reference(head: str, way: str, dtype: str, microbatches: int, empty: bool) -
             output = gradient_output(name, ()) if kind else LOSS if name == "loss" else metric_output(name)
             # Wrappers hold the gradients in the parameters' dtype; losses and metrics are float32.
             error = rounded.error(known)
-            noise = torch.stack([member[kind][name] for member in members])
+            noise = torch.stack([member[kind][name] - known for member in members])
             tolerances[kind][name] = Tolerance(output, known, noise, unit=rounded.unit, rounding=error, alike=error)
     return Reference(*tolerances)
 

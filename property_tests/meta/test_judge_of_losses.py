@@ -17,7 +17,7 @@ from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.judge.comparison import Comparison, Tolerance
-from lossgate.judge.ensemble import _Ensemble
+from lossgate.judge.ensemble import run_ensemble
 from lossgate.losses import SPECS
 from lossgate.numerics.noise import Noise
 from lossgate.numerics.rounded_arithmetic import RoundedRun
@@ -45,8 +45,8 @@ def noise(example: Problem, members: int) -> dict[str, Tensor]:
     spec = SPECS[example.spec]
     dense, bound = dense_candidate(spec, example.head), BoundProblem(spec, example)
     stages = dense.precision[example.dtype].stages(example.dtype, caller_reduces_hidden=False)
-    ensemble = _Ensemble(dense.starts_at, bound.batch, bound.bound_spec, RoundedRun(Noise(1), members, stages))
-    return {str(output): tensor for output, tensor in ensemble.run().outputs.items()}
+    ensemble = run_ensemble(dense.starts_at, bound.batch, bound.bound_spec, RoundedRun(Noise(1), members, stages))
+    return {str(output): tensor for output, tensor in ensemble.outputs.items()}
 
 
 def test_an_infinite_reference_wants_the_same() -> None:
@@ -54,7 +54,7 @@ def test_an_infinite_reference_wants_the_same() -> None:
     members = torch.stack([reference, reference]) + torch.tensor([[1e-7, 0.0, -1e-7], [-1e-7, 0.0, 1e-7]])
 
     def compared(result: Tensor) -> Comparison:
-        tolerance = Tolerance(LOGPROBS, reference, members, **rounds_to(2.0**-24, reference))
+        tolerance = Tolerance(LOGPROBS, reference, members - reference, **rounds_to(2.0**-24, reference))
         return tolerance.compare(result)
 
     assert compared(reference.clone()).agrees

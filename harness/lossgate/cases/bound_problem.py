@@ -12,18 +12,14 @@ import torch
 from torch import Tensor
 
 from lossgate.cases.float_range import mask_out_of_range
+from lossgate.cases.kernel_noise import KernelNoise
 from lossgate.cases.kinks import mask_near_kinks
 from lossgate.cases.materialize import materialize, with_cotangents
 from lossgate.cases.reference import DenseRun
-from lossgate.judge.alike import PHASES, OnGrid, rounds_coarsely
 from lossgate.judge.comparison import Tolerance
-from lossgate.judge.ensemble import Ensemble, gradient_on, rounded_runs, run_ensemble
-from lossgate.numerics.rounded_arithmetic import RoundedRun, Stages
 from lossgate.problems.batch import GlobalBatch
-from lossgate.problems.partition import Partition
 from lossgate.problems.problem import Problem
 from lossgate.specs.coverage import Reached, covered_token_goals
-from lossgate.specs.heads import HEADS
 from lossgate.specs.logit_filter import covered_filter_goals
 from lossgate.specs.outputs import Output
 from lossgate.specs.sharding_goals import Trained
@@ -43,8 +39,6 @@ class BoundProblem:
         self.bound_spec = spec.bind(problem.options)
         self._references: dict[frozenset[Output], Mapping[Output, Tensor]] = {}
         self._mutated: dict[str, Mapping[Output, Tensor]] = {}
-        self._ensembles: dict[tuple[Stages, frozenset[Output], float | None], Ensemble] = {}
-        self._gradients: dict[tuple[str, float | None], Tensor] = {}
         self.tolerances: dict[Any, Tolerance] = {}
         """Those of outputs that are the same on every layout, kept by ``Oracle``."""
 
@@ -118,50 +112,7 @@ class BoundProblem:
             self._mutated[key] = self.dense.outputs(self.spec.bind(options).returning(()))
         return self._mutated[key]
 
-    def noise_on(
-        self, partition: Partition, stages: Stages, returned: Collection[Output], phase: float | None = None
-    ) -> Mapping[Output, Tensor]:
-        """Returns what correct kernels of one precision give on a layout, ``[members, *shape]``.
-
-        A gradient hangs on the layout only by the dims that its leaf does not have. So what is made
-        for one layout is kept for others.
-
-        Args:
-            partition: how the layout splits the problem.
-            stages: the formats to which the kernels round.
-            returned: the outputs that the candidate returns.
-            phase: None for random errors; or that of the grid to which all numbers are rounded.
-        """
-        ensemble = self._ensemble(stages, returned, phase)
-        outputs = HEADS[self.problem.head].gradients(self.batch.leaves)
-        if ensemble.dlogits is None:
-            return ensemble.outputs
-        gradients: dict[Output, Tensor] = {}
-        for leaf, output in outputs.items():
-            key = repr((leaf, partition.shards_without(output.dims), sorted(map(str, returned)), stages))
-            if (key, phase) not in self._gradients:
-                head, run = HEADS[self.problem.head], self._runs(stages, f"{self.problem.to_json()} {key}", phase)
-                gradient = gradient_on(partition, leaf, head, self.batch, ensemble.dlogits, run)
-                self._gradients[key, phase] = gradient
-            gradients[output] = self._gradients[key, phase]
-        return {**ensemble.outputs, **gradients}
-
-    def alike_on(self, partition: Partition, stages: Stages, returned: Collection[Output]) -> Mapping[Output, Tensor]:
-        """Returns what ``noise_on`` does, of runs that round equal numbers alike; nothing for
-        kernels that round to float32 alone.
-        """
-        if not rounds_coarsely(stages):
-            return {}
-        runs = [self.noise_on(partition, stages, returned, phase) for phase in PHASES]
-        return {output: torch.cat([run[output] for run in runs]) for output in runs[0]}
-
-    def _ensemble(self, stages: Stages, returned: Collection[Output], phase: float | None) -> Ensemble:
-        key = stages, frozenset(returned), phase
-        if key not in self._ensembles:
-            head, bound = HEADS[self.problem.head], self.bound_spec.returning(key[1])
-            run = self._runs(stages, self.problem.to_json(), phase)
-            self._ensembles[key] = run_ensemble(head, self.batch, bound, run)
-        return self._ensembles[key]
-
-    def _runs(self, stages: Stages, seed: str, phase: float | None) -> RoundedRun:
-        return rounded_runs(self.batch, stages, seed) if phase is None else RoundedRun(OnGrid(phase), 1, stages)
+    @cached_property
+    def noise(self) -> KernelNoise:
+        """How far right kernels are from the reference."""
+        return KernelNoise(self.problem, self.batch, self.bound_spec)

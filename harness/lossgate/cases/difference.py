@@ -64,7 +64,7 @@ def _difference(output: Output, first: Case, second: Case) -> Comparison:
         without_overflow(case.result.outputs[output], reference, dtype)
         for case, dtype in zip(cases, dtypes, strict=True)
     ]
-    noise = first.oracle.noise[output] - second.oracle.noise[output].roll(1, 0)
+    noise = first.oracle.deviations[output] - second.oracle.deviations[output].roll(1, 0)
     formats = [float_format_of(dtype) for dtype in dtypes]
     rounding = torch.hypot(*(format_.error(reference) for format_ in formats))
     alike = torch.stack([c.oracle.alike(output, dtype) for c, dtype in zip(cases, dtypes, strict=True)]).sum(0)
@@ -78,11 +78,11 @@ def _difference(output: Output, first: Case, second: Case) -> Comparison:
     tolerance = Tolerance(
         output,
         reference,
-        reference + noise,
+        noise,
         unit=hypot(*(format_.unit for format_ in formats)),
         rounding=rounding,
         alike=alike,
-        alike_runs=reference + torch.where(finite, alike_runs, 0.0),
+        alike_runs=torch.where(finite, alike_runs, 0.0),
         blocks=blocks_of(output, first.placed.partition, first.candidate.tiles, compared),
     )
     units = [format_.unit for format_ in formats]
@@ -91,7 +91,7 @@ def _difference(output: Output, first: Case, second: Case) -> Comparison:
 
 def _apart(reference: Tensor, runs: Sequence[Tensor | None]) -> Tensor:
     """Returns how far two kernels are apart that round equal numbers alike, ``[n, *shape]``."""
-    one, other = (reference[None] if each is None else each for each in runs)
+    one, other = (torch.zeros_like(reference)[None] if each is None else each for each in runs)
     return one - other.roll(1, 0)
 
 

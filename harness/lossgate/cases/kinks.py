@@ -20,6 +20,7 @@ from lossgate.problems.problem import Problem
 from lossgate.problems.random_streams import RandomStreams
 from lossgate.specs.heads import HEADS
 from lossgate.specs.spec import BoundSpec
+from lossgate.specs.token_chunks import chunks
 from lossgate.specs.token_values import TokenValues
 
 _SIGMAS = 6
@@ -95,7 +96,11 @@ def _rounding_error(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> T
     It assumes that everything is rounded to the problem's dtype.
     """
     head = HEADS[problem.head]
-    largest = head.logits(batch.leaves).abs().max().clamp(min=1)
+    if head.has_logits:
+        sizes = [head.logits(leaves).abs().max() for _, leaves in chunks(head, batch.leaves)]
+    else:
+        sizes = [head.logits(batch.leaves).abs().max()]
+    largest = torch.stack(sizes).max().clamp(min=1)
     return head.rounding_unit(TORCH_DTYPES[batch.dtype]) * largest / bound.temperature / sqrt(3)
 
 

@@ -24,6 +24,7 @@ from lossgate.specs.heads import HEADS
 from lossgate.specs.heads.base import HeadContext
 from lossgate.specs.logit_filter import filter_fields, filters
 from lossgate.specs.spec import BoundSpec
+from lossgate.specs.token_chunks import chunks
 
 
 def materialize(problem: Problem, bound: BoundSpec) -> GlobalBatch:
@@ -119,7 +120,12 @@ def _policy_logprobs(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> 
     if not head.has_logits:
         given = head.logits(batch.leaves)
         return given, given
-    unfiltered = token_logprobs(bound.capped(head.logits(batch.leaves)), batch.fields["labels"], bound.temperature)
+    unfiltered = torch.cat(
+        [
+            token_logprobs(bound.capped(head.logits(leaves)), batch.fields["labels"][some], bound.temperature)
+            for some, leaves in chunks(head, batch.leaves)
+        ]
+    )
     if not filters(bound.options):
         return unfiltered, unfiltered
     filtered = bound.token_values(problem.head, batch.leaves, batch.fields).logprobs

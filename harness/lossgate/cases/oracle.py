@@ -46,9 +46,16 @@ class Oracle:
         return self._bound.reference(self._returned)
 
     @cached_property
-    def noise(self) -> Mapping[Output, Tensor]:
-        """Every output as correct but rounded runs give it, ``[members, *shape]``."""
-        return self._bound.noise_on(self._placed.partition, self._stages, self._returned)
+    def deviations(self) -> Mapping[Output, Tensor]:
+        """Every output as correct but rounded runs give it, ``[members, *shape]``, less the
+        reference.
+        """
+        return self._bound.noise.deviations(self._placed.partition, self._stages, self._returned, self.reference)
+
+    @cached_property
+    def _alike(self) -> Mapping[Output, Tensor]:
+        """The same of runs that round equal numbers alike."""
+        return self._bound.noise.alike(self._placed.partition, self._stages, self._returned, self.reference)
 
     def compare(self, output: Output, result: Tensor, dtype: torch.dtype, faults: tuple[str, ...] = ()) -> Comparison:
         """Compares a whole float64 tensor, which came in ``dtype``, with the reference output."""
@@ -73,10 +80,10 @@ class Oracle:
         return coarsest(float_format_of(dtype), *stages).error(self.reference[output])
 
     def alike_runs(self, output: Output) -> Tensor | None:
-        """Returns an output as runs give it that round equal numbers alike, ``[n, *shape]``; None
-        if there are none.
+        """Returns an output as runs give it that round equal numbers alike, ``[n, *shape]``, less
+        the reference; None if there are none.
         """
-        return self._bound.alike_on(self._placed.partition, self._stages, self._returned).get(output)
+        return self._alike.get(output)
 
     def _tolerance(self, output: Output, dtype: torch.dtype) -> Tolerance:
         """Returns the tolerance of an output that comes in ``dtype``.
@@ -100,7 +107,7 @@ class Oracle:
         return Tolerance(
             output,
             of_compared(reference),
-            of_compared(self.noise[output]),
+            of_compared(self.deviations[output]),
             unit=format_.unit,
             rounding=of_compared(format_.error(reference)),
             alike=of_compared(self.alike(output, dtype)),

@@ -42,7 +42,7 @@ class DenseRun:
             head: where the kernel starts.
         """
         self._batch, self._head = batch, head
-        self._leaves = {name: leaf.clone().requires_grad_() for name, leaf in batch.leaves.items()}
+        self._leaves = {name: leaf.detach().requires_grad_() for name, leaf in batch.leaves.items()}
         self._values: dict[str, TokenValues] = {}
         self._stages: dict[str, LossStage] = {}
 

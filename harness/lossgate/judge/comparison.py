@@ -18,9 +18,14 @@ from lossgate.judge.statistics import (
     Blocks,
     Limits,
     NoiseModel,
+    Rows,
+    Stack,
     Statistic,
     alike_in_blocks,
+    at,
+    fits_at_once,
     limits,
+    stack_of,
     statistics,
 )
 from lossgate.specs.outputs import Output
@@ -92,7 +97,7 @@ class Tolerance:
         self,
         output: Output,
         reference: Tensor,
-        members: Tensor,
+        deviations: Tensor,
         *,
         unit: float,
         rounding: Tensor,
@@ -105,31 +110,32 @@ class Tolerance:
         Args:
             output: what the results are.
             reference: its shape is that of each result.
-            members: ``[M, *shape]``, correct but rounded runs.
+            deviations: ``[M, *shape]``, correct but rounded runs, less the reference. May be
+                float32.
             unit: unit roundoff of the output's dtype.
             rounding: of the reference's shape, the most that rounding the output changes an entry.
             alike: of the reference's shape, what rounding may do to an entry and, in the same way,
                 to all others.
-            alike_runs: ``[n, *shape]``, runs that round equal numbers alike, and nothing else; None
-                if there are none.
+            alike_runs: ``[n, *shape]``, runs that round equal numbers alike, and nothing else, less
+                the reference; None if there are none. May be float32.
             blocks: the ways to cut the output into blocks.
         """
         self._output, self._reference, self._unit, self._blocks = output, reference, unit, blocks
         self._finite = reference.isfinite()
         self._all_finite = bool(self._finite.all())
         self._known = self._zeroed(reference)
-        deviations = self._zeroed(members) - self._known
+        deviations = self._zeroed(deviations)
         low, high = deviations.amin(0), deviations.amax(0)
         self._exactly_zero = (self._known == 0) & (low == 0) & (high == 0)
         self.vacuous = bool(self._exactly_zero.all())
         """Nothing is left to compare: every entry is exactly zero in every run."""
         if not self.vacuous:
-            self._size = float(torch.stack([self._known.abs().max(), -low.min(), high.max()]).max())
-            known, rounding = self._known / self._size, torch.where(self._exactly_zero, 0.0, rounding / self._size)
-            self._model = NoiseModel(known, deviations.div_(self._size), rounding)
-            self._alike, self._alike_runs = self._zeroed(alike) / self._size, torch.zeros_like(known)[None]
-            if alike_runs is not None:
-                self._alike_runs = self._zeroed(alike_runs) / self._size - known
+            sizes = self._known.abs().max(), -low.min().double(), high.max().double()
+            self._size = float(torch.stack(sizes).max())
+            rounding = torch.where(self._exactly_zero, 0.0, rounding / self._size)
+            self._model = NoiseModel(self._known / self._size, deviations, rounding, self._size)
+            self._alike = self._zeroed(alike) / self._size
+            self._alike_runs = None if alike_runs is None else self._zeroed(alike_runs)
 
     def _zeroed(self, x: Tensor) -> Tensor:
         """Zeroes the entries whose reference is infinite, such as the log-probability of a label
@@ -139,22 +145,34 @@ class Tolerance:
 
     @cached_property
     def _limits(self) -> Limits:
-        return limits(self._model, self._blocks, self._allowed, self._alike_runs)
+        return limits(self._model, self._blocks, self._allowed, self._off_alike)
+
+    def _off_alike(self, rows: Rows) -> Tensor:
+        """Returns how far some rows of runs are off that round equal numbers alike."""
+        if self._alike_runs is None:
+            return torch.zeros_like(at(self._model.reference, rows))[None]
+        return stack_of(self._alike_runs)(rows) / self._size
+
+    def _alike_at_most(self, rows: Rows) -> Tensor:
+        """Returns what rounding may do to some rows alike, in several ways."""
+        alike = at(self._alike, rows) * at(self._model.reference, rows).sign()
+        return torch.cat([alike[None], ALIKE_FACTOR * self._off_alike(rows)])
 
     @cached_property
     def _allowed(self) -> float:
         """What rounding may do to the whole output alike, relative to it."""
-        reference = self._model.reference
-        off = torch.cat([self._alike[None] * reference.sign(), ALIKE_FACTOR * self._alike_runs])
-        return float(statistics(off, reference, self._precision, ())[SCALE].values.abs().max())
+        off = statistics(self._alike_at_most, self._model.reference, self._precision, ())[SCALE]
+        return float(off.values.abs().max())
 
     @cached_property
     def _allowed_in_blocks(self) -> dict[str, Tensor]:
-        return alike_in_blocks(self._alike, self._alike_runs, self._model.reference, self._precision, self._blocks)
+        return alike_in_blocks(self._alike_at_most, self._model.reference, self._precision, self._blocks)
 
     @cached_property
-    def _precision(self) -> Tensor:
-        return self._model.precision()
+    def _precision(self) -> Stack:
+        """1 / s^2, ``[1, *shape]``: kept if it is small."""
+        precision = self._model.precision
+        return stack_of(precision(slice(None))) if fits_at_once(self._reference.shape) else precision
 
     def compare(self, result: Tensor, faults: tuple[str, ...] = ()) -> Comparison:
         """Compares a result with the reference.
@@ -188,8 +206,13 @@ class Tolerance:
         if not result.dim():
             return self._measure_number(float(result), faults)
         limit = self._limits.of
-        planted = plant(result, self._model.reference, self._blocks) if self._model.says_something else {}
-        found = self._statistics(torch.stack([result, *planted.values()]))
+        planted = plant(self._model.reference, self._blocks) if self._model.says_something else {}
+
+        def results(rows: Rows) -> Tensor:
+            some = result[rows]
+            return torch.stack([some, *(error.put(some, rows) for error in planted.values())])
+
+        found = self._statistics(results)
         values = {name: float(statistic.values[0]) for name, statistic in found.items()}
         over = self._over(found)
         rejected = {name: bool(over[i]) for i, name in enumerate(planted, 1)}
@@ -212,7 +235,7 @@ class Tolerance:
     def _measure_number(self, result: float, faults: tuple[str, ...]) -> Comparison:
         """Does what ``_measure`` does for a number, which has SCALE alone, in far less time."""
         limits, known = self._limits, float(self._model.reference)
-        weight = known * float(self._precision)
+        weight = known * float(self._precision(slice(None)))
         size = known * weight  # 0 if there is no noise, or nearly nothing but noise
         planted = {"x1.01": result * 1.01, "x0.99": result * 0.99, "zero": 0.0} if self._model.says_something else {}
         scales = {name: (value - known) * weight / size if size > 0 else 0.0 for name, value in planted.items()}
@@ -240,11 +263,15 @@ class Tolerance:
         wrong = (flat[:, ~known] != self._reference.flatten()[~known]).any(1)
         wrong |= ~flat[:, known].isfinite().all(1) | (flat[:, zero & known] != 0).any(1)
         results = self._zeroed(results)
-        return wrong if self.vacuous else wrong | self._over(self._statistics(results / self._size))
+        return wrong if self.vacuous else wrong | self._over(self._statistics(stack_of(results / self._size)))
 
-    def _statistics(self, results: Tensor) -> dict[str, Statistic]:
-        reference = self._model.reference
-        return statistics(results - reference, reference, self._precision, self._blocks, self._allowed_in_blocks)
+    def _statistics(self, results: Stack) -> dict[str, Statistic]:
+        reference, precision = self._model.reference, self._precision
+
+        def deviations(rows: Rows) -> Tensor:
+            return results(rows) - at(reference, rows)
+
+        return statistics(deviations, reference, precision, self._blocks, self._allowed_in_blocks)
 
     def _over(self, found: Mapping[str, Statistic]) -> Tensor:
         limit = self._limits.of

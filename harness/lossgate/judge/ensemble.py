@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from lossgate.declaration.candidate import Candidate
+from lossgate.judge.logit_stage import LogitStage
 from lossgate.judge.loss_stage import RoundedLoss
-from lossgate.judge.token_stage import Softmax, TokenStage
-from lossgate.numerics.float_formats import FLOAT32
 from lossgate.numerics.noise import Noise
 from lossgate.numerics.rounded_arithmetic import RoundedRun, Stages
 from lossgate.problems.batch import GlobalBatch
@@ -65,7 +64,16 @@ def run_ensemble(head: Head, batch: GlobalBatch, bound: BoundSpec, run: RoundedR
         bound: the spec with options, and with the outputs that will be compared.
         run: the members, and how they round.
     """
-    return _Ensemble(head, batch, bound, run).run()
+    leaves, loss = batch.leaves, RoundedLoss(batch, bound, run)
+    if not head.has_logits:
+        ((name, leaf),) = leaves.items()
+        values = TokenValues(logprobs=leaf.expand(run.members, *leaf.shape))
+        outputs, upstream = loss.outputs(values)
+        gradient = run.noise.round(upstream.get("logprobs", torch.zeros_like(values.logprobs)), run.stages.inputs)
+        return Ensemble(outputs | {head.gradients(leaves)[name]: gradient}, None)
+    stage = LogitStage(head, leaves, batch.fields, bound, run)
+    outputs, upstream = loss.outputs(stage.values)
+    return Ensemble(outputs, stage.backward(upstream))
 
 
 def gradient_on(
@@ -99,76 +107,3 @@ def _members(batch: GlobalBatch) -> int:
     largest = max(leaf.numel() for leaf in batch.leaves.values())
     logits = batch.partition.tokens * batch.partition.vocab
     return min(max(_ELEMENTS // max(largest, logits), _FEWEST), _MOST)
-
-
-class _Ensemble:
-    def __init__(self, head: Head, batch: GlobalBatch, bound: BoundSpec, run: RoundedRun) -> None:
-        self.head, self.batch, self.bound, self.rounded = head, batch, bound, run
-        self.tokens, self.loss = TokenStage(batch, bound, run), RoundedLoss(batch, bound, run)
-        # A kernel holds the temperature in float32: one error for all logits of a run.
-        self.temperature = bound.temperature * (1 + self._error_of_runs())
-
-    @property
-    def stages(self) -> Stages:
-        return self.rounded.stages
-
-    def _error_of_runs(self) -> Tensor:
-        """Returns one relative error of float32 for each member, ``[M, 1, 1]``."""
-        return FLOAT32.unit * self.rounded.noise.uniform(torch.Size((self.rounded.members, 1, 1)))
-
-    def run(self) -> Ensemble:
-        leaves, noise = self.batch.leaves, self.rounded.noise
-        if not self.head.has_logits:
-            ((name, leaf),) = leaves.items()
-            values = TokenValues(logprobs=leaf.expand(self.rounded.members, *leaf.shape))
-            outputs, upstream = self.loss.outputs(values)
-            gradient = noise.round(upstream.get("logprobs", torch.zeros_like(values.logprobs)), self.stages.inputs)
-            return Ensemble(outputs | {self.head.gradients(leaves)[name]: gradient}, None)
-        capped, slope = self._capped(self.head.rounded_logits(leaves, self.rounded))
-        logits = self._tempered(capped)
-        softmax, values = self.tokens.values(logits, self._apart())
-        outputs, upstream = self.loss.outputs(values)
-        dlogits = self._dlogits(logits, softmax, values, upstream)
-        if slope is not None:
-            dlogits = self.rounded.round(dlogits * slope, self.stages.logits)
-        return Ensemble(outputs, noise.round(dlogits, self.stages.dlogits))
-
-    def _apart(self) -> Tensor | None:
-        """Returns the logits of labels, each as a dot product of its own; None at a head that has
-        none to compute.
-        """
-        own = self.head.rounded_logits_at(self.batch.leaves, self.tokens.ids, self.rounded)
-        return None if own is None else self._tempered(self._capped(own)[0])
-
-    def _capped(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns the logits after the soft-cap, and its slope at each; None without one."""
-        cap = self.bound.softcap
-        if cap is None:
-            return logits, None
-        round_, stage = self.rounded.round, self.stages.logits
-        # An approximation of tanh is off in one direction for many tokens.
-        bent = round_(round_(logits / cap, stage).tanh() * (1 + self._error_of_runs()), stage)
-        return round_(bent * cap, stage), round_(1 - round_(bent.square(), stage), stage)
-
-    def _tempered(self, logits: Tensor) -> Tensor:
-        """Returns logits divided by the temperature."""
-        if self.bound.temperature == 1.0:
-            return logits
-        return self.rounded.round(logits / self.temperature, self.stages.logits)
-
-    def _dlogits(
-        self, logits: Tensor, softmax: Softmax | None, values: TokenValues, upstream: Mapping[str, Tensor]
-    ) -> Tensor:
-        """Returns the gradient of the logits after the soft-cap, ``[M, T, V]``, not yet rounded.
-
-        It is the sum of what each value per token gives back, divided by the temperature.
-        """
-        if not upstream:
-            return torch.zeros_like(logits)
-        first, *others = self.tokens.parts(softmax, values, upstream)
-        dlogits = first
-        for part in others:
-            dlogits = self.rounded.round(dlogits + part)
-        if self.bound.temperature != 1.0:  # the gradient of the tempered logits has the logits' dtype
-            dlogits = self.rounded.noise.round(dlogits, self.stages.logits)
-        return dlogits

@@ -4,11 +4,12 @@ limits say so.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lossgate.judge.statistics import Blocks
+from lossgate.judge.statistics import Blocks, Rows
 
 PLANTED = {
     "x1.01": "scaled by 1.01",
@@ -19,21 +20,40 @@ PLANTED = {
 }
 
 
-def plant(result: Tensor, reference: Tensor, blocks: Sequence[Blocks]) -> dict[str, Tensor]:
-    """Returns copies of a result, each with one error.
+@dataclass(frozen=True)
+class Planted:
+    """An error in a result."""
+
+    factor: float
+    """What the result is multiplied by."""
+    dim: int = 0
+    dropped: Tensor | None = None
+    """Which slices along ``dim`` are zero, bool; None for none."""
+
+    def put(self, result: Tensor, rows: Rows) -> Tensor:
+        """Returns some rows of a result with the error."""
+        if self.dropped is None:
+            return result * self.factor
+        if self.dim == 1:
+            return result.masked_fill(self.dropped, 0.0)
+        return result.masked_fill(self.dropped[rows].view(-1, *[1] * (result.dim() - 1)), 0.0)
+
+
+def plant(reference: Tensor, blocks: Sequence[Blocks]) -> dict[str, Planted]:
+    """Returns errors to put into a result.
 
     The block that is dropped is the one of median size.
     """
-    planted = {"x1.01": result * 1.01, "x0.99": result * 0.99, "zero": torch.zeros_like(result)}
+    planted = {"x1.01": Planted(1.01), "x0.99": Planted(0.99), "zero": Planted(0.0)}
     for cut in blocks:
         name = f"{cut.name} dropped"
         if name in PLANTED:
-            planted[name] = result.index_fill(cut.dim, _median_block(reference, cut), 0.0)
+            planted[name] = Planted(1.0, cut.dim, _median_block(reference, cut))
     return planted
 
 
 def _median_block(reference: Tensor, cut: Blocks) -> Tensor:
-    """Returns the slices of the block whose norm is the median of those that are not zero."""
+    """Returns which slices are of the block whose norm is the median of those that are not zero."""
     others = [d for d in range(reference.dim()) if d != cut.dim]
     squares = reference.square().sum(others) if others else reference.square()
     norms = squares.new_zeros(cut.count).index_add_(0, cut.index, squares)
@@ -41,7 +61,7 @@ def _median_block(reference: Tensor, cut: Blocks) -> Tensor:
     if not len(present):  # the squares of the largest entries underflow: any block will do
         present = torch.arange(cut.count)
     middle = present[norms[present].argsort()[len(present) // 2]]
-    return (cut.index == middle).nonzero().squeeze(1)
+    return cut.index == middle
 
 
 def blind_spots(scales: dict[str, float], rejected: dict[str, bool], scale: float, limit: float) -> tuple[str, ...]:

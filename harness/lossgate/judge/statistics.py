@@ -18,10 +18,13 @@ Rounding may do the same to a whole block: in a token mean the gradient of every
 nearly the same number, and is rounded alike. The ensemble's members each round for themselves and
 do not show it. So one unit roundoff is allowed for it: it is added to SCALE's limit, and subtracted
 from a result's BLOCK.
+
+Large outputs are read some rows at a time, so that no tensor of a whole stack is ever held.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -40,6 +43,40 @@ alike: it does nearly what one of them does."""
 _TINY = 1e-200
 """Squares below this are taken for zero; results are scaled so that the largest is 1."""
 
+_AT_ONCE = 1 << 18
+"""Entries of one result that are read at once."""
+
+Rows = slice
+"""Some of the first dim of an output; all of it for a scalar."""
+
+Stack = Callable[[Rows], Tensor]
+"""Some rows of a stack of results, ``[n, rows, ...]`` in float64."""
+
+
+def fits_at_once(shape: torch.Size) -> bool:
+    """Returns whether an output is read in one go."""
+    return shape.numel() <= _AT_ONCE
+
+
+def some_rows(shape: torch.Size) -> Iterator[Rows]:
+    """Yields the rows of an output, as many at once as are to be read."""
+    if fits_at_once(shape):
+        yield slice(None)
+        return
+    at_once = max(1, _AT_ONCE // shape[1:].numel())
+    for start in range(0, shape[0], at_once):
+        yield slice(start, start + at_once)
+
+
+def at(tensor: Tensor, rows: Rows) -> Tensor:
+    """Returns some rows of one output; a scalar as it is."""
+    return tensor[rows] if tensor.dim() else tensor
+
+
+def stack_of(tensor: Tensor) -> Stack:
+    """Returns a stack whose tensor, ``[n, *shape]``, is there."""
+    return lambda rows: (tensor[:, rows] if tensor.dim() > 1 else tensor).double()
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -57,9 +94,11 @@ class NoiseModel:
 
     reference: Tensor
     deviations: Tensor
-    """``[M, *shape]``: each member minus the reference."""
+    """``[M, *shape]``: each member minus the reference, times ``size``."""
     rounding: Tensor
     """``[*shape]``: the most that rounding the output itself changes each entry."""
+    size: float = 1.0
+    """What reference and rounding are divided by already."""
 
     @property
     def members(self) -> int:
@@ -70,26 +109,67 @@ class NoiseModel:
         """Whether the reference is not zero, nor so far below its noise that its square is."""
         return float(self.reference.abs().max()) ** 2 >= _TINY
 
-    def precision(self) -> Tensor:
-        """Returns 1 / s^2 from every member, ``[1, *shape]``; 0 where there is no noise at all."""
-        return self._pooled(self.deviations.square().sum(0, keepdim=True), self.members)
+    def of_members(self, rows: Rows) -> Tensor:
+        """Returns some rows of the deviations, ``[M, rows, ...]``."""
+        runs = stack_of(self.deviations)(rows)
+        return runs if self.size == 1.0 else runs / self.size
 
-    def precision_without_each(self) -> Tensor:
-        """Returns 1 / s^2 for each member from all others, ``[M, *shape]``.
+    def precision(self, rows: Rows) -> Tensor:
+        """Returns 1 / s^2 from every member, ``[1, rows, ...]``; 0 where there is no noise at
+        all.
+        """
+        return self._precision(rows, self._squares, self.members)
+
+    def precision_without_each(self, rows: Rows) -> Tensor:
+        """Returns 1 / s^2 for each member from all others, ``[M, rows, ...]``.
 
         No member is judged by noise that it helped to make.
         """
-        squares = self.deviations.square()
-        return self._pooled(squares.sum(0) - squares, max(self.members - 1, 1))
+        return self._precision(rows, self._squares_of_others, max(self.members - 1, 1))
 
-    def _pooled(self, squares: Tensor, members: int) -> Tensor:
-        """Returns 1 / s^2 from sums of squares over so many members, ``[n, *shape]``."""
-        if squares.dim() == 3:
-            rows, columns = squares.mean(2, keepdim=True), squares.mean(1, keepdim=True)
-            grand = rows.mean(1, keepdim=True).clamp(min=_TINY)
-            squares = (rows / grand) * columns
-        variance = (self.rounding.square() / 3).add(squares, alpha=1 / members)
+    def _precision(self, rows: Rows, squares: Stack, members: int) -> Tensor:
+        variance = (at(self.rounding, rows).square() / 3).add(squares(rows), alpha=1 / members)
         return variance.masked_fill_(variance < _TINY, float("inf")).reciprocal_()
+
+    @cached_property
+    def _squares(self) -> Stack:
+        """The sums of squares over the members, ``[1, rows, ...]``."""
+        if self.reference.dim() == 2:
+            return _pooled(*(sums.sum(0, keepdim=True) for sums in self._sums))
+        return stack_of(self.of_members(slice(None)).square().sum(0, keepdim=True))
+
+    @cached_property
+    def _squares_of_others(self) -> Stack:
+        """The same over all members but one, ``[M, rows, ...]``."""
+        if self.reference.dim() == 2:
+            return _pooled(*(sums.sum(0, keepdim=True) - sums for sums in self._sums))
+        squares = self.of_members(slice(None)).square()
+        return stack_of(squares.sum(0) - squares)
+
+    @cached_property
+    def _sums(self) -> tuple[Tensor, Tensor]:
+        """The sums of each member's squares over the columns of a matrix, ``[M, rows]``, and over
+        its rows, ``[M, columns]``.
+        """
+        by_row: list[Tensor] = []
+        by_column = self.reference.new_zeros(self.members, self.reference.shape[1])
+        for rows in some_rows(self.reference.shape):
+            squares = self.of_members(rows).square()
+            by_row.append(squares.sum(2))
+            by_column += squares.sum(1)
+        return torch.cat(by_row, 1), by_column
+
+
+def _pooled(by_row: Tensor, by_column: Tensor) -> Stack:
+    """Returns squares of a matrix that are a product of row mean and column mean.
+
+    Args:
+        by_row: ``[n, rows]``, sums over the columns.
+        by_column: ``[n, columns]``, sums over the rows.
+    """
+    of_row, of_column = by_row / by_column.shape[1], by_column / by_row.shape[1]
+    of_row = of_row / of_row.mean(1, keepdim=True).clamp(min=_TINY)
+    return lambda rows: of_row[:, rows, None] * of_column[:, None]
 
 
 @dataclass(frozen=True)
@@ -103,9 +183,9 @@ class Statistic:
 
 
 def statistics(
-    deviations: Tensor,
+    deviations: Stack,
     reference: Tensor,
-    precision: Tensor,
+    precision: Stack,
     blocks: Sequence[Blocks],
     allowed: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Statistic]:
@@ -119,63 +199,83 @@ def statistics(
         allowed: how large ``<d, R / s^2>`` of each block may be by rounding alike, ``[blocks]``, by
             the name of the cut; by default 0.
     """
-    weighted = reference * precision
-    pull, size = deviations * weighted, reference * weighted
-    found = {SCALE: Statistic(_ratio(_total(pull), _total(size)))}
+    pull, size = _Sums(reference, blocks), _Sums(reference, blocks)
+    total = noisy = torch.zeros((), dtype=torch.float64)
+    worst: list[Tensor] = []
+    entries: list[Tensor] = []
+    for rows in some_rows(reference.shape):
+        deviation, weight = deviations(rows), precision(rows)
+        known = at(reference, rows)
+        weighted = known * weight
+        pull.add(rows, deviation * weighted)
+        size.add(rows, known * weighted)
+        if not reference.dim():
+            continue
+        squares = (deviation.square() * weight).flatten(1)
+        noisy = noisy + (weight > 0).flatten(1).sum(1)
+        total = total + squares.sum(1)
+        largest, entry = squares.max(1)
+        worst.append(largest)
+        entries.append(entry + rows.start * reference[0].numel() if rows.start else entry)
+    found = {SCALE: Statistic(_ratio(pull.total, size.total))}
     if not reference.dim():
         return found
-    squares = (deviations.square() * precision).flatten(1)
-    noisy = (precision > 0).flatten(1).sum(1).clamp(min=1)
-    found[NOISE] = Statistic((squares.sum(1) / noisy).sqrt())
-    worst, entry = squares.max(1)
-    found[WORST] = Statistic(worst.sqrt(), entry)
-    slices: dict[int, tuple[Tensor, Tensor]] = {}
+    found[NOISE] = Statistic((total / noisy.clamp(min=1)).sqrt())
+    largest, part = torch.stack(worst, 1).max(1)
+    found[WORST] = Statistic(largest.sqrt(), torch.stack(entries, 1).gather(1, part[:, None]).squeeze(1))
     for cut in blocks:
-        if cut.dim not in slices:
-            slices[cut.dim] = _sliced(pull, cut), _sliced(size, cut)
-        block_pull, block_size = (_add_up(tensor, cut) for tensor in slices[cut.dim])
-        off = block_pull.abs() - (0.0 if allowed is None else allowed[cut.name])
-        worst, block = _ratio(off, block_size.sqrt()).max(1)
-        found[cut.name] = Statistic(worst.clamp(min=0), block)
+        off = pull.of_blocks(cut).abs() - (0.0 if allowed is None else allowed[cut.name])
+        most, block = _ratio(off, size.of_blocks(cut).sqrt()).max(1)
+        found[cut.name] = Statistic(most.clamp(min=0), block)
     return found
 
 
-def alike_in_blocks(
-    alike: Tensor, runs: Tensor, reference: Tensor, precision: Tensor, blocks: Sequence[Blocks]
-) -> dict[str, Tensor]:
+def alike_in_blocks(stack: Stack, reference: Tensor, precision: Stack, blocks: Sequence[Blocks]) -> dict[str, Tensor]:
     """Returns how large ``<d, R / s^2>`` of each block may be by rounding alike, ``[blocks]``, by
     the name of the cut.
 
     Args:
-        alike: ``[*shape]``, what rounding may do to each entry of a whole block alike.
-        runs: ``[n, *shape]``, what it does in runs that round equal numbers alike.
+        stack: what rounding may do to each entry, in several ways, ``[n, *shape]``: to all entries
+            of a block at once.
         reference: ``[*shape]``.
         precision: 1 / s^2, ``[1, *shape]``.
         blocks: the ways to cut the output into blocks.
     """
-    weighted = reference * precision
-    stack = torch.cat([alike * weighted.abs(), runs * weighted * ALIKE_FACTOR])
-    return {cut.name: _add_up(_sliced(stack, cut), cut).abs().amax(0) for cut in blocks}
+    pull = _Sums(reference, blocks)
+    for rows in some_rows(reference.shape):
+        pull.add(rows, stack(rows) * at(reference, rows) * precision(rows))
+    return {cut.name: pull.of_blocks(cut).abs().amax(0) for cut in blocks}
 
 
-def _total(stack: Tensor) -> Tensor:
-    return stack.flatten(1).sum(1) if stack.dim() > 1 else stack
+class _Sums:
+    """Sums of a stack of results over all entries, and over those of each block."""
+
+    def __init__(self, reference: Tensor, blocks: Sequence[Blocks]) -> None:
+        self._dims = {cut.dim for cut in blocks} if reference.dim() > 1 else set[int]()
+        self._whole: list[Tensor] = []
+        self._slices: dict[int, list[Tensor]] = {0: [], 1: []}
+        self._matrix = reference.dim() > 1
+        self.total = torch.zeros((), dtype=torch.float64)
+
+    def add(self, rows: Rows, stack: Tensor) -> None:
+        """Adds some rows ``[n, rows, ...]``."""
+        self.total = self.total + (stack.flatten(1).sum(1) if stack.dim() > 1 else stack)
+        if not self._matrix:
+            self._slices[0].append(stack)
+            return
+        for dim in self._dims:
+            self._slices[dim].append(stack.sum(2 - dim))
+
+    def of_blocks(self, cut: Blocks) -> Tensor:
+        """Returns the sum of each block, ``[n, blocks]``."""
+        parts = self._slices[cut.dim]
+        slices = torch.cat(parts, 1) if cut.dim == 0 else torch.stack(parts).sum(0)
+        return slices.new_zeros(len(slices), cut.count).index_add_(1, cut.index, slices)
 
 
 def _ratio(above: Tensor, below: Tensor) -> Tensor:
     """Returns the ratio, and 0 where there is nothing to compare with."""
     return torch.where(below > 0, above / below, 0.0)
-
-
-def _sliced(stack: Tensor, cut: Blocks) -> Tensor:
-    """Sums ``[n, *shape]`` over all dims but the one that is cut, ``[n, slices]``."""
-    others = [d for d in range(1, stack.dim()) if d != cut.dim + 1]
-    return stack.sum(others) if others else stack
-
-
-def _add_up(slices: Tensor, cut: Blocks) -> Tensor:
-    """Sums ``[n, slices]`` to ``[n, blocks]``."""
-    return slices.new_zeros(len(slices), cut.count).index_add_(1, cut.index, slices)
 
 
 @dataclass(frozen=True)
@@ -190,7 +290,7 @@ class Limits:
     """Mean of SCALE over the members."""
 
 
-def limits(model: NoiseModel, blocks: Sequence[Blocks], allowed: float, alike: Tensor) -> Limits:
+def limits(model: NoiseModel, blocks: Sequence[Blocks], allowed: float, alike: Stack) -> Limits:
     """Returns the limit of each statistic.
 
     Args:
@@ -199,12 +299,12 @@ def limits(model: NoiseModel, blocks: Sequence[Blocks], allowed: float, alike: T
         allowed: what rounding may do to the whole output alike, relative to it.
         alike: ``[n, *shape]``, the deviations of runs that round equal numbers alike.
     """
-    members = statistics(model.deviations, model.reference, model.precision_without_each(), blocks)
+    members = statistics(model.of_members, model.reference, model.precision_without_each, blocks)
     sd = float(members[SCALE].values.square().mean().sqrt())
     limit = {
         name: FACTORS.get(name, BLOCK_FACTOR) * float(statistic.values.max()) for name, statistic in members.items()
     }
-    for name, statistic in statistics(alike, model.reference, model.precision(), ()).items():
+    for name, statistic in statistics(alike, model.reference, model.precision, ()).items():
         limit[name] = max(limit[name], ALIKE_FACTOR * float(statistic.values.max()))
     limit[SCALE] = allowed + scale_sigmas(model.members) * sd
     return Limits(limit, sd, float(members[SCALE].values.mean()))
@@ -214,6 +314,10 @@ def scale_sigmas(members: int) -> float:
     """Returns how many standard deviations of SCALE are allowed: five, and more for few members.
 
     The standard deviation is itself estimated. With twelve members or more, the result is within a
-    tenth of the quantile of Student's t at 1e-6.
+    tenth of the quantile of Student's t at 1e-6, and with fewer it is that quantile.
     """
-    return 5 * (1 + 8 / members)
+    return _QUANTILES.get(members, 5 * (1 + 8 / members))
+
+
+_QUANTILES = dict(enumerate((636_620, 1000, 130.2, 49.5, 28.5, 20.1, 15.8, 13.3, 11.7, 10.6, 9.7), 1))
+"""Those of Student's t at 1e-6, by the degrees of freedom."""

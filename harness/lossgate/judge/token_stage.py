@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lossgate.numerics.float_formats import FLOAT32
 from lossgate.numerics.rounded_arithmetic import RoundedRun
-from lossgate.problems.batch import GlobalBatch
 from lossgate.specs.logit_filter import LOGIT_FILTER
 from lossgate.specs.spec import BoundSpec
 from lossgate.specs.token_values import TokenValues
@@ -39,20 +38,20 @@ class Softmax:
 class TokenStage:
     """The stage between logits and loss."""
 
-    def __init__(self, batch: GlobalBatch, bound: BoundSpec, run: RoundedRun) -> None:
+    def __init__(self, fields: Mapping[str, Tensor], bound: BoundSpec, run: RoundedRun) -> None:
         """Prepares the stage.
 
         Args:
-            batch: the tensors of the unsharded problem.
+            fields: of the tokens; see ``GlobalBatch``.
             bound: the spec with its options.
             run: the members, and how they round.
         """
-        self.batch, self.bound, self.spec, self.run = batch, bound, bound.spec, run
+        self.fields, self.bound, self.spec, self.run = fields, bound, bound.spec, run
 
     @property
     def ids(self) -> Tensor:
         """Whose log-probabilities the loss uses, ``[T, k]``."""
-        return self.spec.ids_of(self.batch.fields)
+        return self.spec.ids_of(self.fields)
 
     # Forward
 
@@ -76,10 +75,10 @@ class TokenStage:
         return softmax, TokenValues(**{name: value for name, value in given.items() if name in uses})
 
     def _softmax(self, logits: Tensor, apart: Tensor | None) -> tuple[Softmax, dict[str, Tensor | None]]:
-        fields, spec, ids = self.batch.fields, self.spec, self.ids
+        spec, ids = self.spec, self.ids
         filtered = torch.zeros_like(ids, dtype=torch.bool)
         p_of_all = unfiltered = None
-        if (passing := fields.get(LOGIT_FILTER)) is not None:
+        if (passing := self.fields.get(LOGIT_FILTER)) is not None:
             log_p_of_all, p_of_all, _ = self._log_softmax(logits)
             unfiltered = log_p_of_all.gather(-1, ids.expand(self.run.members, -1, -1)).squeeze(-1)
             logits = logits.masked_fill(~passing, _FILTERED)
@@ -105,15 +104,15 @@ class TokenStage:
         top = logits.amax(-1, keepdim=True)
         total = round_(round_(logits - top).exp_().sum(-1, keepdim=True), coarse)
         logsumexp = round_(top + round_(total.log(), coarse))
-        logsumexp = torch.where(self.run.coins(3), self._put_together(logsumexp), logsumexp)
+        logsumexp = torch.where(self.run.coins(3), self._put_together(logsumexp, logits.shape[-1]), logsumexp)
         log_p = round_(logits - logsumexp, self.run.stages.logprobs)
         return log_p, self.run.noise.round(log_p.exp(), FLOAT32), logsumexp
 
-    def _put_together(self, logsumexp: Tensor) -> Tensor:
+    def _put_together(self, logsumexp: Tensor, vocab: int) -> Tensor:
         """Returns logsumexps as ``logaddexp`` of those of tiles of the vocabulary gives them: each
         step rounds.
         """
-        steps = min(-(-self.batch.partition.vocab // _COLUMNS), _STEPS) - 1
+        steps = min(-(-vocab // _COLUMNS), _STEPS) - 1
         error = (self.run.noise.round(logsumexp, FLOAT32) - logsumexp) * steps**0.5
         return logsumexp + error
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lossgate.numerics.float_formats import FLOAT32, FloatFormat
 from lossgate.numerics.noise import Noise
+from lossgate.problems.partition import Partition
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,10 @@ class Stages:
     """Tokens per step of the weight gradient's running sum; None for a single step."""
     grads_in_forward: bool
 
+    def chunks_of(self, partition: Partition) -> list[list[Tensor]]:
+        """Returns the tokens of each chunk of each rank, for a sum over tokens."""
+        return partition.real_token_chunks(self.chunk if self.accumulate != FLOAT32 else None)
+
     def returned_in(self, name: str) -> FloatFormat:
         """Returns the format in which an output or metric is returned."""
         given = dict(self.returned)
@@ -52,37 +57,51 @@ class Stages:
 class RoundedRun:
     """Arithmetic of ``members`` rounded runs at once, along the first dim of every tensor."""
 
-    def __init__(self, noise: Noise, members: int, stages: Stages) -> None:
+    def __init__(self, noise: Noise, members: int, stages: Stages, choices: Noise | None = None) -> None:
+        """Prepares runs.
+
+        Args:
+            noise: the rounding errors.
+            members: how many runs there are.
+            stages: the formats to which they round.
+            choices: of what is one for all numbers of a run; by default ``noise``.
+        """
         self.noise, self.members, self.stages = noise, members, stages
+        self._choices = choices or noise
 
     def round(self, x: Tensor, to: FloatFormat = FLOAT32) -> Tensor:
         """Rounds numbers that need no care near zero, such as logits and logarithms."""
         return self.noise.round(x, to, near_zero=False)
 
+    def of_each(self, dims: int) -> Tensor:
+        """Returns ``[members, 1, ...]`` random numbers in [-1, 1) of so many dims, one for each
+        member.
+        """
+        return self._choices.uniform(torch.Size((self.members,))).view(-1, *[1] * (dims - 1))
+
     def coins(self, dims: int) -> Tensor:
         """Returns ``[members, 1, ...]`` bool of so many dims, one for each member."""
-        return self.noise.uniform(torch.Size((self.members,))).view(-1, *[1] * (dims - 1)) > 0
+        return self.of_each(dims) > 0
 
     def matmul(self, left: Tensor, right: Tensor) -> Tensor:
         """Returns a product as float32 accumulation gives it, in any order.
 
-        Added one by one, K terms make partial sums of about ``k / K`` of the result, plus what
-        cancels later, whose size is that of the norms of row and column; each is rounded. (Higham,
-        Accuracy and Stability of Numerical Algorithms, section 3.1.)
-
         Args:
             left, right: matrices; or stacks of them, whose first dim is that of the members, or 1.
         """
-        left, right = self._factor(left), self._factor(right)
-        product, terms = left @ right, right.shape[-2]
-        norms = left.square().sum(-1, keepdim=True) * right.square().sum(-2, keepdim=True)
-        size = torch.add(norms / 2, product.square(), alpha=terms / 3).sqrt_()
-        of_one = product.shape[1:] if product.dim() > 2 else product.shape
-        noise = self.noise.uniform(torch.Size((self.members, *of_one)))
-        rounded = torch.addcmul(product, size, noise, value=FLOAT32.unit)
-        return self._truncated(rounded, terms) if self.stages.truncates else rounded
+        total = SumOfProducts(self)
+        total.add(left, right)
+        return total.rounded()
 
-    def _factor(self, x: Tensor) -> Tensor:
+    def product(self, left: Tensor, right: Tensor) -> Tensor:
+        """Returns a product in float64."""
+        return left @ right
+
+    def squares_of_columns(self, x: Tensor) -> Tensor:
+        """Returns the sum of squares of each column of matrices, ``[..., 1, columns]``."""
+        return x.square().sum(-2, keepdim=True)
+
+    def factor(self, x: Tensor) -> Tensor:
         """Returns a factor as a product takes it."""
         to, inputs = self.stages.products, self.stages.inputs
         if to == FLOAT32 or (x.dim() == 2 and inputs.unit >= to.unit):  # the inputs of a kernel are exact in it
@@ -90,7 +109,7 @@ class RoundedRun:
         of_each = x.expand(self.members, *x.shape) if x.dim() == 2 else x
         return self.noise.round(of_each, to)
 
-    def _truncated(self, product: Tensor, terms: int) -> Tensor:
+    def truncated(self, product: Tensor, terms: int) -> Tensor:
         """Returns a product of so many terms whose partial sums were rounded toward zero.
 
         Tensor cores add some terms at a time, 4 to 16 as a rule (Fasi et al. 2021, Numerical
@@ -99,13 +118,61 @@ class RoundedRun:
         kernel to kernel, and not from entry to entry.
         """
         steps = terms / 4 + 1
-        share = 0.5 + 0.5 * self.noise.uniform(torch.Size((self.members,)))
-        lost = FLOAT32.unit * steps * share
-        return product * (1 - lost.view(-1, *[1] * (product.dim() - 1)))
+        share = 0.5 + 0.5 * self.of_each(product.dim())
+        return product * (1 - FLOAT32.unit * steps * share)
 
     def running_sum(self, parts: Sequence[Tensor], to: FloatFormat) -> Tensor:
         """Adds parts one after the other, each of them and each partial sum rounded to a format."""
-        total = self.noise.round(parts[0], to)
-        for part in parts[1:]:
-            total = self.noise.round(total + self.noise.round(part, to), to)
+        total = None
+        for part in parts:
+            total = self.added(total, part, to)
+        assert total is not None, "no parts"
         return total
+
+    def added(self, total: Tensor | None, part: Tensor, to: FloatFormat) -> Tensor:
+        """Returns a running sum, None if nothing is in it yet, with a part: both rounded."""
+        part = self.noise.round(part, to)
+        return part if total is None else self.noise.round(total + part, to)
+
+
+class SumOfProducts:
+    """A product whose terms come part by part, and that rounds as one.
+
+    Added one by one, K terms make partial sums of about ``k / K`` of the result, plus what cancels
+    later, whose size is that of the norms of row and column; each is rounded. (Higham, Accuracy and
+    Stability of Numerical Algorithms, section 3.1.)
+    """
+
+    def __init__(self, run: RoundedRun) -> None:
+        """Begins with no terms.
+
+        Args:
+            run: whose product it is.
+        """
+        self._run, self._terms = run, 0
+        self.exact = self._rows = self._columns = torch.zeros((), dtype=torch.float64)
+        """``exact`` is the sum without rounding."""
+
+    def add(self, left: Tensor, right: Tensor) -> None:
+        """Adds the terms of ``left @ right``.
+
+        Args:
+            left, right: matrices; or stacks of them, whose first dim is that of the members, or 1.
+        """
+        left, right = self._run.factor(left), self._run.factor(right)
+        if not self._terms:
+            self.exact = self._run.product(left, right)
+        else:  # in place: the sum may be as large as the lm-head
+            self.exact.baddbmm_(left, right.expand(len(left), *right.shape[-2:]))
+        self._rows = self._rows + left.square().sum(-1, keepdim=True)
+        self._columns = self._columns + self._run.squares_of_columns(right)
+        self._terms += right.shape[-2]
+
+    def rounded(self, rows: slice = slice(None)) -> Tensor:
+        """Returns the product of all terms, ``[members, *shape]``, or some of its rows."""
+        run, exact, of_rows = self._run, self.exact[..., rows, :], self._rows[..., rows, :]
+        size = torch.addcmul(exact.square() * (self._terms / 3), of_rows, self._columns, value=0.5).sqrt_()
+        of_one = exact.shape[1:] if exact.dim() > 2 else exact.shape
+        noise = run.noise.uniform(torch.Size((run.members, *of_one)))
+        rounded = torch.addcmul(exact, size, noise, value=FLOAT32.unit)
+        return run.truncated(rounded, self._terms) if run.stages.truncates else rounded

@@ -32,6 +32,7 @@ from lossgate.specs.record import Field, fields_of
 from lossgate.specs.reference_result import check_metrics, check_scalars, checked_mapping, loss_and_metrics
 from lossgate.specs.sharding_goals import IDS_GOALS, SHARDING_GOALS
 from lossgate.specs.terms import Terms
+from lossgate.specs.token_chunks import in_chunks
 from lossgate.specs.token_stage import token_values
 from lossgate.specs.token_values import TokenValues
 from lossgate.specs.users_code import told_as
@@ -351,10 +352,15 @@ class BoundSpec:
         start = HEADS[head]
         if not start.has_logits:
             return TokenValues(logprobs=start.logits(leaves))
-        logits = self.capped(start.logits(leaves))
-        ids = None if self.spec.gathered_ids is None else fields[self.spec.gathered_ids]
+        ids = self.spec.gathered_ids
+        used = {name: fields[name] for name in ("labels", ids) if name is not None}
         logit_filter = (self.options.top_k, self.options.top_p) if filters(self.options) else None
-        return token_values(self.spec.uses, logits, fields["labels"], self.temperature, ids, logit_filter)
+
+        def compute(leaves: Mapping[str, Tensor], fields: Mapping[str, Any]) -> TokenValues:
+            logits, of_ids = self.capped(start.logits(leaves)), None if ids is None else fields[ids]
+            return token_values(self.spec.uses, logits, fields["labels"], self.temperature, of_ids, logit_filter)
+
+        return in_chunks(start, leaves, used, compute)
 
     @property
     def ways(self) -> tuple[str, ...]:

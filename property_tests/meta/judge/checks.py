@@ -88,7 +88,7 @@ def judge_changed(
 
 def compare(output: Output, result: Tensor, reference: Tensor, members: Tensor, **given: Any) -> Comparison:
     """Compares one result with a reference; see ``Tolerance``."""
-    return Tolerance(output, reference, members, **given).compare(result)
+    return Tolerance(output, reference, members - reference, **given).compare(result)
 
 
 def rounds_to(unit: float, reference: Tensor) -> dict[str, Any]:

@@ -72,5 +72,5 @@ def test_a_grid_moves_equal_numbers_alike() -> None:
 def test_kernels_in_float32_need_no_such_runs() -> None:
     bound, placed = BoundProblem(SPECS["nll"], EQUAL), EQUAL.partition
     stages = Precision().stages("float32", caller_reduces_hidden=False)
-    assert bound.alike_on(placed, stages, ()) == {}
-    assert bound.alike_on(placed, COARSE.stages("float32", caller_reduces_hidden=False), ())
+    assert bound.noise.alike(placed, stages, (), bound.reference(())) == {}
+    assert bound.noise.alike(placed, COARSE.stages("float32", caller_reduces_hidden=False), (), bound.reference(()))

@@ -49,7 +49,7 @@ def test_planted_errors_are_what_they_are_called() -> None:
     k = torch.arange(12.0, dtype=torch.float64).view(4, 3) + 1
     rows = Blocks("token", 0, torch.arange(4), 4)
     tiles = Blocks("vocab tile", 1, torch.tensor([0, 0, 1]), 2)
-    planted = power.plant(k, k, [rows, tiles])
+    planted = {name: error.put(k, slice(None)) for name, error in power.plant(k, [rows, tiles]).items()}
     assert set(planted) == set(power.PLANTED)
     assert torch.equal(planted["x1.01"], 1.01 * k)
     assert torch.equal(planted["x0.99"], 0.99 * k)

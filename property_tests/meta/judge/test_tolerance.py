@@ -52,8 +52,8 @@ def tolerance_of(name: str) -> Tolerance:
     """Returns the tolerance of members that are off by float32 rounding."""
     output, reference, blocks = REFERENCES[name]
     finite = torch.where(reference.isfinite(), reference, 0.0)
-    members = reference + finite * UNIT * normal(2, 16, *reference.shape)
-    return Tolerance(output, reference, members, **rounds_to(UNIT, reference), blocks=blocks)
+    deviations = finite * UNIT * normal(2, 16, *reference.shape)
+    return Tolerance(output, reference, deviations, **rounds_to(UNIT, reference), blocks=blocks)
 
 
 def results(reference: Tensor) -> list[Tensor]:
@@ -92,8 +92,8 @@ def test_one_block_that_is_off_is_rejected_in_a_stack_for_the_block_alone() -> N
     """All other statistics are within their limits."""
     reference = normal(5, 64, 40)
     tiles = Blocks("vocab tile", 0, torch.arange(64) // 8, 8)
-    members = reference * (1 + UNIT * normal(6, 16, 64, 40))
-    tolerance = Tolerance(WEIGHT, reference, members, **rounds_to(UNIT, reference), blocks=[tiles])
+    deviations = reference * UNIT * normal(6, 16, 64, 40)
+    tolerance = Tolerance(WEIGHT, reference, deviations, **rounds_to(UNIT, reference), blocks=[tiles])
     off = reference.clone()
     off[16:24] *= 1 + 3 * UNIT
     comparison = tolerance.compare(off)
@@ -118,7 +118,7 @@ def extremum(problem: int, *, bias: float = 0.0) -> Comparison:
     noise = SPREAD * normal(2000 + problem, 33, 200)
     largest = (numbers * (1 + noise)).amax(1)
     reference = numbers.max()
-    tolerance = Tolerance(metric_output("max"), reference, largest[1:], **rounds_to(UNIT, reference))
+    tolerance = Tolerance(metric_output("max"), reference, largest[1:] - reference, **rounds_to(UNIT, reference))
     return tolerance.compare(largest[0] * (1 + bias))
 
 

@@ -120,9 +120,21 @@ class Head(ABC):
         """Returns the gradient of a leaf from that of the logits, ``[members, *shape]``.
 
         Ranks make parts of it, which are rounded and added up, if they split a dim that the leaf
-        does not have.
+        does not have. Of a leaf with tokens it may be asked for some of them alone.
         """
         raise TypeError(f"head {self.name!r} has no logits")
+
+    def summed_with(self, leaf: str, leaves: Mapping[str, Tensor]) -> Tensor:
+        """Returns what the gradients of the logits are multiplied with in the gradient of a leaf
+        without tokens, ``[tokens, width]``.
+        """
+        raise TypeError(f"head {self.name!r} has no leaf without tokens")
+
+    def as_leaf(self, leaf: str, total: Tensor) -> Tensor:
+        """Returns the sum of these products, ``[members, vocab, width]``, in the shape of the
+        leaf.
+        """
+        raise TypeError(f"head {self.name!r} has no leaf without tokens")
 
 
 class ValueHead(Head):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Head "hidden": the kernel starts from the last hidden states and the lm-head."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import sqrt
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from dense_losses import linear_logits
 from lossgate.numerics.float_formats import FLOAT32
 from lossgate.numerics.rounded_arithmetic import RoundedRun
+from lossgate.numerics.token_sum import TokenSum
 from lossgate.problems.partition import Partition, VocabShard
 from lossgate.problems.problem import Problem
 from lossgate.problems.random_streams import RandomStreams
@@ -82,10 +83,22 @@ class HiddenHead(Head):
     ) -> Tensor:
         if leaf == "hidden":
             return _grad_hidden(dlogits, leaves["weight"], partition, run)
-        if leaf == "weight":
-            return _grad_weight(dlogits, leaves["hidden"], partition, run)
-        ones = torch.ones(dlogits.shape[1], 1, dtype=dlogits.dtype)
-        return _grad_weight(dlogits, ones, partition, run).squeeze(-1)
+        factor = self.summed_with(leaf, leaves)
+        total = TokenSum(run)
+        for chunks in run.stages.chunks_of(partition):
+            for tokens in chunks:
+                everything = len(tokens) == dlogits.shape[1]
+                total.add(dlogits if everything else dlogits[:, tokens], factor if everything else factor[tokens])
+                total.end_chunk(one_of=len(chunks))
+            total.end_rank()
+        return self.as_leaf(leaf, total.total)
+
+    def summed_with(self, leaf: str, leaves: Mapping[str, Tensor]) -> Tensor:
+        hidden = leaves["hidden"]
+        return hidden if leaf == "weight" else torch.ones(len(hidden), 1, dtype=hidden.dtype)
+
+    def as_leaf(self, leaf: str, total: Tensor) -> Tensor:
+        return total if leaf == "weight" else total.squeeze(-1)
 
 
 def _grad_hidden(dlogits: Tensor, weight: Tensor, partition: Partition, run: RoundedRun) -> Tensor:
@@ -103,26 +116,3 @@ def _vocab_part(dlogits: Tensor, weight: Tensor, shard: VocabShard, run: Rounded
     tiles = [slice(start, min(start + step, shard.end)) for start in range(shard.start, shard.end, step)]
     parts = [run.matmul(dlogits[..., tile], weight[tile]) for tile in tiles]
     return parts[0] if len(parts) == 1 else run.running_sum(parts, run.stages.accumulate_hidden)
-
-
-def _grad_weight(dlogits: Tensor, hidden: Tensor, partition: Partition, run: RoundedRun) -> Tensor:
-    """Each dp and cp rank multiplies its own tokens, chunk by chunk; the caller adds the ranks'
-    parts.
-    """
-    coarse = run.stages.accumulate != FLOAT32
-    shards = partition.real_token_chunks(run.stages.chunk if coarse else None)
-    parts = [_token_part(dlogits, hidden, chunks, run) for chunks in shards if chunks]
-    total = run.noise.round(parts[0], run.stages.inputs)
-    for part in parts[1:]:
-        total = total + run.noise.round(part, run.stages.inputs)
-    return total
-
-
-def _token_part(dlogits: Tensor, hidden: Tensor, chunks: Sequence[Tensor], run: RoundedRun) -> Tensor:
-    if len(chunks) == 1:
-        tokens = chunks[0]
-        everything = len(tokens) == dlogits.shape[1]
-        left = (dlogits if everything else dlogits[:, tokens]).transpose(-1, -2)
-        return run.matmul(left, hidden if everything else hidden[tokens])
-    steps = [dlogits[:, tokens].transpose(-1, -2) @ hidden[tokens] for tokens in chunks]
-    return run.running_sum(steps, run.stages.accumulate)

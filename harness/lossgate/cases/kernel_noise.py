@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far right kernels are from the reference on one problem, on any layout."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from lossgate.cases.size import is_large
+from lossgate.judge.alike import PHASES, OnGrid, rounds_coarsely
+from lossgate.judge.ensemble import Ensemble, gradient_on, rounded_runs, run_ensemble
+from lossgate.judge.streamed import run_streamed, runs_of
+from lossgate.numerics.noise import Noise
+from lossgate.numerics.rounded_arithmetic import RoundedRun, Stages
+from lossgate.problems.batch import GlobalBatch
+from lossgate.problems.partition import Partition
+from lossgate.problems.problem import Problem
+from lossgate.specs.heads import HEADS
+from lossgate.specs.outputs import Output
+from lossgate.specs.spec import BoundSpec
+
+Runs = Mapping[Output, Tensor]
+"""Each output of several runs, less the reference, ``[runs, *shape]``."""
+
+
+@dataclass
+class KernelNoise:
+    """The runs of kernels of any precision on one problem. They are kept, because what is made for
+    one layout often serves others.
+    """
+
+    problem: Problem
+    """Without a layout."""
+    batch: GlobalBatch
+    bound: BoundSpec
+    _ensembles: dict[tuple[Stages, frozenset[Output], float | None], Ensemble] = field(default_factory=dict)
+    _gradients: dict[tuple[str, float | None], Tensor] = field(default_factory=dict)
+    _streamed: dict[tuple[str, float | None], Runs] = field(default_factory=dict)
+
+    def deviations(
+        self, partition: Partition, stages: Stages, returned: Collection[Output], reference: Mapping[Output, Tensor]
+    ) -> Runs:
+        """Returns what correct kernels of one precision give on a layout, less the reference.
+
+        Args:
+            partition: how the layout splits the problem.
+            stages: the formats to which the kernels round.
+            returned: the outputs that the candidate returns.
+            reference: those of the reference, and its gradients.
+        """
+        return self._runs_on(partition, stages, returned, reference, None)
+
+    def alike(
+        self, partition: Partition, stages: Stages, returned: Collection[Output], reference: Mapping[Output, Tensor]
+    ) -> Runs:
+        """Returns what ``deviations`` does, of runs that round equal numbers alike; nothing for
+        kernels that round to float32 alone.
+        """
+        if not rounds_coarsely(stages):
+            return {}
+        runs = [self._runs_on(partition, stages, returned, reference, phase) for phase in PHASES]
+        return {output: torch.cat([run[output] for run in runs]) for output in runs[0]}
+
+    def _runs_on(
+        self,
+        partition: Partition,
+        stages: Stages,
+        returned: Collection[Output],
+        reference: Mapping[Output, Tensor],
+        phase: float | None,
+    ) -> Runs:
+        """Returns runs with random errors; or one on the grid of a phase."""
+        if is_large(self.problem):
+            return self._stream(partition, stages, returned, reference, phase)
+        runs = self._at_once(partition, stages, returned, phase)
+        return {output: of_runs - reference[output] for output, of_runs in runs.items() if output in reference}
+
+    def _at_once(
+        self, partition: Partition, stages: Stages, returned: Collection[Output], phase: float | None
+    ) -> Mapping[Output, Tensor]:
+        """Makes all runs at once.
+
+        A gradient hangs on the layout only by the dims that its leaf does not have. So what is made
+        for one layout is kept for others.
+        """
+        ensemble, head = self._ensemble(stages, returned, phase), HEADS[self.problem.head]
+        if ensemble.dlogits is None:
+            return ensemble.outputs
+        gradients: dict[Output, Tensor] = {}
+        for leaf, output in head.gradients(self.batch.leaves).items():
+            key = repr((leaf, partition.shards_without(output.dims), sorted(map(str, returned)), stages))
+            if (key, phase) not in self._gradients:
+                run = self._rounded_runs(stages, f"{self.problem.to_json()} {key}", phase)
+                gradient = gradient_on(partition, leaf, head, self.batch, ensemble.dlogits, run)
+                self._gradients[key, phase] = gradient
+            gradients[output] = self._gradients[key, phase]
+        return {**ensemble.outputs, **gradients}
+
+    def _ensemble(self, stages: Stages, returned: Collection[Output], phase: float | None) -> Ensemble:
+        key = stages, frozenset(returned), phase
+        if key not in self._ensembles:
+            head, bound = HEADS[self.problem.head], self.bound.returning(key[1])
+            run = self._rounded_runs(stages, self.problem.to_json(), phase)
+            self._ensembles[key] = run_ensemble(head, self.batch, bound, run)
+        return self._ensembles[key]
+
+    def _rounded_runs(self, stages: Stages, seed: str, phase: float | None) -> RoundedRun:
+        return rounded_runs(self.batch, stages, seed) if phase is None else RoundedRun(OnGrid(phase), 1, stages)
+
+    def _stream(
+        self,
+        partition: Partition,
+        stages: Stages,
+        returned: Collection[Output],
+        reference: Mapping[Output, Tensor],
+        phase: float | None,
+    ) -> Runs:
+        """Makes one run after the other."""
+        dims = partition.shards_without(()), partition.pad_to_multiple
+        key = repr((dims, sorted(map(str, returned)), stages)), phase
+        if key not in self._streamed:
+            seed = self.problem.to_json()
+
+            def noise_of(run: int, what: str) -> Noise:
+                return OnGrid(phase) if phase is not None else Noise(crc32(f"{seed} {run} {what}".encode()))
+
+            self._streamed[key] = run_streamed(
+                HEADS[self.problem.head],
+                self.batch,
+                self.bound.returning(frozenset(returned)),
+                partition,
+                stages,
+                noise_of,
+                reference,
+                runs_of(self.batch) if phase is None else (1, 1),
+            )
+        return self._streamed[key]
