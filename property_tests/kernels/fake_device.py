@@ -84,7 +84,7 @@ class OneRank:
         self.layout = context.layout
         self._context = context
 
-    def run(self, task: Task[T], *, order: str, seed: int) -> list[T]:
+    def run(self, task: Task[T], *, order: str, seed: int, patience: float) -> list[T]:
         with FakeDevice(), unchecked_values():  # the checks of values wait for the device
             return [task(self._context)]
 

@@ -291,7 +291,7 @@ def test_names_are_not_taken_for_markup(tmp_path: Path) -> None:
     assert "loss[red]" in render(table_of([result]), 100)
     text = StringIO()
     Terminal(FailureFiles(tmp_path), Console(file=text, width=100))(CellFinished(result))
-    assert text.getvalue().count("loss[red]") == 2
+    assert text.getvalue().count("loss[red]") == 3  # the line of the cell, of its large problems, of what is wrong
 
 
 @WIDTHS

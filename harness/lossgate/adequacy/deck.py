@@ -27,6 +27,7 @@ from lossgate.declaration.candidate import Candidate
 from lossgate.layout import Layout
 from lossgate.problems.partition import VocabSplit
 from lossgate.problems.problem import Problem
+from lossgate.shape import Shape
 from lossgate.specs.option import COMMON_OPTIONS
 from lossgate.specs.sharding_goals import SHARDING_GOALS, covered_sharding_goals, may_reach
 from lossgate.specs.spec import Spec
@@ -155,11 +156,12 @@ class Deck:
     @cached_property
     def large(self) -> Sequence[Entry]:
         """One problem of each large shape, for every cell. No mutant is asked about them."""
-        found: list[Entry] = []
-        for shape in large_shapes(self._candidate):
-            draws = replace(self._draws(f"large {shape}", 1, rich=True), large=shape)
-            found += (self._entry(bound, draws, ()) for bound in self._bound(draws))
-        return found
+        return [entry for shape in large_shapes(self._candidate) for entry in self.of_shape(shape)]
+
+    def of_shape(self, shape: Shape) -> list[Entry]:
+        """Draws a problem of a shape, always the same. Its tensors are not kept with the deck."""
+        draws = replace(self._draws(f"large {shape}", 1, rich=True), large=shape)
+        return [self._entry(bound, draws, ()) for bound in self._bound(draws)]
 
     # Problems that are drawn on purpose
 

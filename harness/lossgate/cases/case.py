@@ -2,19 +2,25 @@
 """A case: one problem bound to a candidate and a world."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 
 from lossgate.cases.assemble import Assembled, assemble
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.oracle import Oracle
 from lossgate.cases.placed_problem import PlacedProblem
+from lossgate.cases.size import is_large
 from lossgate.cases.task import RankOutputs, RankTask
 from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate
 from lossgate.errors import UsageError
 from lossgate.judge.comparison import Comparison
+from lossgate.numerics.threads import all_cores
 from lossgate.problems.problem import Problem
 from lossgate.worlds.base import RankFailure, World
+
+_PATIENCE = 10.0
+"""How many times as long a rank may take for a large problem before it counts as hanging."""
 
 
 class Case:
@@ -45,7 +51,8 @@ class Case:
     def _outcome(self) -> Sequence[RankOutputs] | RankFailure:
         task = RankTask(self.candidate, self.problem.options, self.placed.batch)
         try:
-            return self.world.run(task, order=self.problem.reduction_order, seed=self.problem.seed)
+            order, patience = self.problem.reduction_order, _PATIENCE if is_large(self.problem) else 1.0
+            return self.world.run(task, order=order, seed=self.problem.seed, patience=patience)
         except RankFailure as failure:
             return failure
 
@@ -76,10 +83,11 @@ class Case:
         """Every output that was returned, and every gradient that must be given, compared with the
         reference.
         """
-        return tuple(self._compare())
-
-    def _compare(self) -> Iterator[Comparison]:
         result = self.result
+        with all_cores() if is_large(self.problem) else nullcontext():
+            return tuple(self._compare(result))
+
+    def _compare(self, result: Assembled) -> Iterator[Comparison]:
         for output in dict.fromkeys([*result.outputs, *result.faults, *self.oracle.gradients]):
             faults = result.faults.get(output, ())
             if output in result.outputs:

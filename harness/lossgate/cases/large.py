@@ -7,21 +7,9 @@ direction only, because a problem takes time and memory in proportion to tokens 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from lossgate.declaration.candidate import Candidate
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes that a large problem has. When it is made smaller, it gets usual ones."""
-
-    tokens: int
-    vocab: int
-    width: int
-    sequences: int
-    logit_std: float = 3.0
-
+from lossgate.shape import Shape
 
 MANY_TOKENS = Shape(tokens=2085, vocab=13, width=8, sequences=4)
 """Past 1,024 and 2,048, and no multiple of any block."""

@@ -28,6 +28,7 @@ def verify(
     *targets: str,
     layout: Annotated[list[str] | None, Parameter(negative=())] = None,
     dtype: Annotated[list[str] | None, Parameter(negative=())] = None,
+    size: Annotated[list[str] | None, Parameter(negative=())] = None,
     profile: str = "dev",
     examples: int | None = None,
     ranks: int | None = None,
@@ -48,6 +49,8 @@ def verify(
         layout: A layout, such as tp=2,cp=2 or single; may be repeated. By default every layout of
             at most --ranks ranks.
         dtype: float32, bfloat16 or float16; may be repeated. By default all that a candidate takes.
+        size: Try a problem of this size in each cell, too: tokens, width of the hidden states, and
+            vocabulary, such as 4096x1024x32768; may be repeated. That one takes minutes.
         profile: dev, ci, nightly, release, or one of [tool.lossgate.profiles] in pyproject.toml.
         examples: Problems for each cell. A cell is one candidate, property, layout and dtype.
         ranks: Ranks of the largest layout.
@@ -69,7 +72,8 @@ def verify(
 
     if not targets:
         raise UsageError("verify: nothing named; expected files or modules with candidates, such as my_kernels.py")
-    lists: dict[str, Any] = {"layouts": tuple(layout) if layout else None, "dtypes": tuple(dtype) if dtype else None}
+    named = {"layouts": layout, "dtypes": dtype, "sizes": size}
+    lists: dict[str, Any] = {name: tuple(given) if given else None for name, given in named.items()}
     settings = load_settings(
         profile,
         examples=examples,

@@ -59,4 +59,5 @@ def _conclude(search: Search, start: float) -> CellResult:
         perf_counter() - start,
         search.still_to_kill,
         search.equivalent.intersection(search.surviving),
+        search.untried,
     )

@@ -18,12 +18,14 @@ from lossgate.adequacy.selection import choose
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.placement import splits_of
+from lossgate.cases.size import reason_against
 from lossgate.declaration.any_value import ANY
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.engine.cell import Cell
 from lossgate.engine.settings import Settings
 from lossgate.errors import LossgateError, UsageError
 from lossgate.problems.problem import Problem
+from lossgate.shape import Shape
 from lossgate.specs.sharding_goals import IDS_GOALS, SHARDING_GOALS
 from lossgate.worlds.base import Hang, World, WorldLost
 
@@ -61,6 +63,8 @@ class Search:
     """The option mutants that no problem has killed."""
     equivalent: frozenset[str] = frozenset()
     """Those of them that changed nothing on many problems."""
+    untried: dict[str, str] = field(default_factory=dict)
+    """The sizes that could not be tried, and why."""
     _used: set[int] = field(default_factory=set)
     """The problems of the deck that were run, by the identity of what was drawn."""
     _error: LossgateError | None = None
@@ -92,7 +96,7 @@ class Search:
         if self.cell.property.needs_adequacy:
             self.equivalent = self._deck.equivalent
         chance, drawn = Random(f"{self.settings.seed} {round_} {self.cell}"), 0
-        large = self._large(chance) if round_ == 0 else []
+        large = self._large(self._deck.large, chance) if round_ == 0 else []
         least -= len(large)
         while True:
             placed = self._on_layout(entries)
@@ -103,17 +107,33 @@ class Search:
             least, large = least + len(large), []
             nothing_fits = not placed and drawn > 0
             if self.failure is not None or len(self.cases) >= least or nothing_fits:
-                return
+                break
             entries, drawn = self._deck.more(drawn), drawn + 1
+        if round_ == 0:
+            self._run_sizes(chance)
 
-    def _large(self, chance: Random) -> list[Placed]:
-        """Returns the large problems, each with one split of the vocabulary.
+    def _run_sizes(self, chance: Random) -> None:
+        """Runs a problem of each size that the settings name. Its tensors are let go at once."""
+        for size in self.settings.sizes:
+            found = self._large(self._deck.of_shape(Shape.of_size(size)), chance)
+            why = (
+                "it does not fit on the layout"
+                if not found
+                else reason_against(found[0].problem, self.cell.candidate.spec)
+            )
+            if why:
+                self.untried[size] = why
+            else:
+                self._run_all(found)
+
+    def _large(self, entries: Sequence[Entry], chance: Random) -> list[Placed]:
+        """Returns large problems, each with one split of the vocabulary.
 
         They are padded: on many ranks few others have padding between sequences.
         """
         if not self.cell.property.needs_adequacy:
             return []
-        placed = self._on_layout(self._deck.large)
+        placed = self._on_layout(entries)
         by_entry = {id(one.entry.drawn): one for one in chance.sample(placed, len(placed))}
         return [replace(one, placement=replace(one.placement, pad_to_multiple=_PADDED)) for one in by_entry.values()]
 

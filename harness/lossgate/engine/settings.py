@@ -15,6 +15,7 @@ import msgspec
 from lossgate.dtypes import DTYPES
 from lossgate.errors import UsageError
 from lossgate.layout import Layout
+from lossgate.shape import Shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,9 @@ class Settings:
     candidate's axes allow."""
     dtypes: tuple[str, ...] = ()
     """The dtypes to verify; by default all that the candidate takes."""
+    sizes: tuple[str, ...] = ()
+    """A problem of each of these sizes is tried in every cell, too: tokens, width of the hidden
+    states, and vocabulary, such as ``4096x1024x32768``."""
     world: str = "simulated"
     """Where the ranks run: ``simulated`` all in one process, ``gloo`` or ``nccl`` in one each, or
     in those that ``torchrun`` has launched."""
@@ -61,6 +65,8 @@ class Settings:
             raise UsageError(f"unknown dtype {unknown[0]!r}; expected any of {', '.join(DTYPES)}")
         for layout in self.layouts:
             Layout.parse(layout)
+        for size in self.sizes:
+            Shape.of_size(size)
 
 
 PROFILES: Mapping[str, Settings] = {

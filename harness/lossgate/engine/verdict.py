@@ -27,6 +27,7 @@ def conclude(
     seconds: float,
     surviving: Mapping[str, OptionMutant] = MappingProxyType({}),
     equivalent: Collection[str] = (),
+    untried: Mapping[str, str] = MappingProxyType({}),
 ) -> CellResult:
     """Returns the verdict on the cases that were tried.
 
@@ -38,10 +39,11 @@ def conclude(
         seconds: how long it took.
         surviving: the option mutants that no problem killed.
         equivalent: names of option mutants that no problem can kill.
+        untried: the sizes that could not be tried, and why.
     """
     pooled = _pool(cases)
     covered = frozenset[str]().union(*(case.covered for case in cases))
-    gaps = tuple(_gaps(cell, cases, pooled, covered))
+    gaps = (*_gaps(cell, cases, pooled, covered), *_untried(untried))
     verdict, reasons = _verdict(failure, pooled, (*gaps, *_survivors(surviving.values())))
     return CellResult(
         cell=cell,
@@ -135,6 +137,11 @@ def _gaps(
     for name, goal in cell.required_goals.items():
         if name not in covered:
             yield f"no problem reached goal {name!r}: {goal.meaning}; {_way_to(name, cell)}"
+
+
+def _untried(sizes: Mapping[str, str]) -> Iterator[str]:
+    for size, why in sizes.items():
+        yield f"size {size} was not tried: {why}; leave it out for this candidate, or give a smaller one"
 
 
 def _way_to(goal: str, cell: Cell) -> str:

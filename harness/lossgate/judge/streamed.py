@@ -172,7 +172,7 @@ class _Stream:
     def _blocks(self) -> Iterator[_Block]:
         of_block, of_piece = (max(1, size // self.partition.vocab) for size in (_BLOCK, _PIECE))
         number = 0
-        for rank in self.stages.chunks_of(self.partition):
+        for rank in self.partition.real_token_chunks(self.stages.rounded_chunk):
             for at, chunk in enumerate(rank, 1):
                 blocks = chunk.split(of_block)
                 for i, tokens in enumerate(blocks, 1):

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lossgate.numerics.float_formats import FLOAT32, FloatFormat
 from lossgate.numerics.noise import Noise
-from lossgate.problems.partition import Partition
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +43,12 @@ class Stages:
     """Tokens per step of the weight gradient's running sum; None for a single step."""
     grads_in_forward: bool
 
-    def chunks_of(self, partition: Partition) -> list[list[Tensor]]:
-        """Returns the tokens of each chunk of each rank, for a sum over tokens."""
-        return partition.real_token_chunks(self.chunk if self.accumulate != FLOAT32 else None)
+    @property
+    def rounded_chunk(self) -> int | None:
+        """Tokens after which a running sum over tokens is rounded; None for the end of a rank
+        alone.
+        """
+        return self.chunk if self.accumulate != FLOAT32 else None
 
     def returned_in(self, name: str) -> FloatFormat:
         """Returns the format in which an output or metric is returned."""

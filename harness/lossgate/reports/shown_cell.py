@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,6 +15,7 @@ from lossgate.layout import Layout
 from lossgate.reports.printable import printable
 
 if TYPE_CHECKING:  # an engine needs torch, and a report of evidence does not
+    from lossgate.engine.case_result import CaseResult
     from lossgate.engine.cell import CellResult
     from lossgate.problems.problem import Problem
 
@@ -77,6 +78,8 @@ class ShownCell:
     """The command that judges it again."""
     largest: str = ""
     """How large the problems were, in words; "" if nothing tells."""
+    at_sizes: tuple[str, ...] = ()
+    """Lines in words: for each size of large problems, how near to its limits each output came."""
 
     @property
     def passes(self) -> bool:
@@ -111,6 +114,7 @@ def of_result(result: CellResult, replay: str | None = None) -> ShownCell:
         on=_on(result.failure.problem.describe(), result.shrink_calls) if result.failure is not None else None,
         replay=replay,
         largest=_largest([case.problem for case in result.cases]),
+        at_sizes=tuple(_at_sizes(result.cases)),
     )
 
 
@@ -158,6 +162,25 @@ def _largest(problems: Sequence[Problem]) -> str:
 
     tokens, vocab = max(one.tokens for one in problems), max(one.vocab for one in problems)
     return f"up to T={tokens:,}, V={vocab:,}" if HEADS[problems[0].head].has_logits else f"up to T={tokens:,}"
+
+
+def _at_sizes(cases: Sequence[CaseResult]) -> Iterator[str]:
+    from lossgate.cases.size import is_large
+
+    nearest: dict[str, dict[str, float]] = {}
+    for case in cases:
+        problem = case.problem
+        if is_large(problem):
+            width = f", H={problem.hidden:,}" if problem.head == "hidden" else ""
+            outputs = nearest.setdefault(f"T={problem.tokens:,}{width}, V={problem.vocab:,}", {})
+            for one in case.comparisons:
+                if one.values:
+                    name = str(one.output)
+                    outputs[name] = max(one.margin, outputs.get(name, 0.0))
+    for size, outputs in nearest.items():
+        if outputs:
+            shares = ", ".join(f"{output} {margin:.2f}" for output, margin in outputs.items())
+            yield f"at {size}, as shares of the limits: {shares}"
 
 
 def _ranks(layout: str) -> int:

@@ -73,6 +73,10 @@ class Terminal:
             self._progress.update(self._progress.task_ids[0], advance=1, description=escape(str(result.cell)))
         else:
             self.console.print(_line(of_result(result)), soft_wrap=True)
+        for line in of_result(result).at_sizes:
+            print_detail(
+                self.console, f"  {escape(candidate)}  {result.cell.dtype}  {result.cell.layout} {escape(line)}"
+            )
         if not result.passes:
             self._described[candidate] += 1
             if self._described[candidate] <= DESCRIBED:

@@ -35,13 +35,14 @@ class World(Protocol):
 
     layout: Layout
 
-    def run(self, task: Task[T], *, order: ReductionOrder = "rank", seed: int = 0) -> list[T]:
+    def run(self, task: Task[T], *, order: ReductionOrder = "rank", seed: int = 0, patience: float = 1.0) -> list[T]:
         """Runs a task on every rank.
 
         Args:
             task: what to run.
             order, seed: how a simulated world adds up what ranks bring to a collective. Real
                 process groups add in an order of their own.
+            patience: how many times the timeout of the world a rank may take.
 
         Returns:
             The results, by rank.

@@ -85,7 +85,7 @@ class HiddenHead(Head):
             return _grad_hidden(dlogits, leaves["weight"], partition, run)
         factor = self.summed_with(leaf, leaves)
         total = TokenSum(run)
-        for chunks in run.stages.chunks_of(partition):
+        for chunks in partition.real_token_chunks(run.stages.rounded_chunk):
             for tokens in chunks:
                 everything = len(tokens) == dlogits.shape[1]
                 total.add(dlogits if everything else dlogits[:, tokens], factor if everything else factor[tokens])

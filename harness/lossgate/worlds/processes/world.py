@@ -110,9 +110,9 @@ class ProcessWorld:
         self.layout, self.timeout, self.device = layout, timeout, device
         self._processes = processes
 
-    def run(self, task: Task[T], *, order: ReductionOrder = "rank", seed: int = 0) -> list[T]:
+    def run(self, task: Task[T], *, order: ReductionOrder = "rank", seed: int = 0, patience: float = 1.0) -> list[T]:
         """Runs a task on every rank; see ``World.run``. ``order`` and ``seed`` change nothing."""
-        return self._processes().run(_pickled(task), self.layout, self.device, self.timeout)
+        return self._processes().run(_pickled(task), self.layout, self.device, patience * self.timeout)
 
     def close(self) -> None:
         """Does nothing: the processes serve other worlds."""

@@ -52,13 +52,14 @@ class SimulatedWorld:
         """The collectives and sends of the last run, in the order in which ranks called them."""
         return self._ranks.communicator.log if self._ranks else []
 
-    def run(self, task: Task[T], *, order: ReductionOrder = "rank", seed: int = 0) -> list[T]:
+    def run(self, task: Task[T], *, order: ReductionOrder = "rank", seed: int = 0, patience: float = 1.0) -> list[T]:
         """Runs a task on every rank.
 
         Args:
             task: receives the context of its rank.
             order: the order in which reductions add what the ranks bring.
             seed: the seed of the permutations, if ``order`` is ``"permuted"``.
+            patience: how many times the timeout a rank may take.
 
         Returns:
             What the task returned on each rank, by rank.
@@ -70,7 +71,7 @@ class SimulatedWorld:
         if self._ranks is None:
             self._ranks = _Ranks(self.layout, self.device)
         try:
-            return self._ranks.run(task, order, seed, self.timeout)
+            return self._ranks.run(task, order, seed, patience * self.timeout)
         except BaseException:
             if not self._ranks.reusable:
                 self.close()

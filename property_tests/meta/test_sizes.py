@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of problems whose sizes the user gives: ``--size``, or ``sizes`` of the settings."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lossgate import Layout
+from lossgate.adequacy.deck import Deck
+from lossgate.bank.bugs import Bug, on_inputs
+from lossgate.bank.cross_entropy import STYLES, make
+from lossgate.bank.dense_candidates import dense_candidate
+from lossgate.cases.case import Case
+from lossgate.declaration.candidate import Candidate
+from lossgate.engine.case_result import run_case
+from lossgate.engine.cell import Cell, CellResult, Verdict
+from lossgate.engine.run_cell import run_cell
+from lossgate.engine.settings import Settings, load_settings
+from lossgate.errors import UsageError
+from lossgate.inputs import NllHidden
+from lossgate.losses import SPECS
+from lossgate.properties import PROPERTIES
+from lossgate.reports.shown_cell import of_result
+from lossgate.shape import Shape
+from lossgate.worlds import SimulatedWorld
+
+SIZE = "264x16x4100"
+"""The smallest that is judged some tokens at a time."""
+
+WAY_OUT = "leave it out for this candidate, or give a smaller one"
+
+RIGHT = make(STYLES["float32"][1])
+
+
+def verified(candidate: Candidate, *sizes: str, layout: str = "single", **settings: int) -> CellResult:
+    return run_cell(Cell(candidate, Layout.parse(layout), "float32"), Settings(sizes=sizes, **settings))
+
+
+@pytest.mark.parametrize("layout", ["single", "dp=2,tp=2"])
+def test_a_problem_of_each_size_is_tried_with_its_margins_shown(layout: str) -> None:
+    found = verified(RIGHT, SIZE, "520x8x2100", layout=layout)
+    assert found.verdict is Verdict.AGREE, found.reasons
+    sizes = [(case.problem.tokens, case.problem.hidden, case.problem.vocab) for case in found.cases]
+    assert sizes[-2:] == [(264, 16, 4100), (520, 8, 2100)]
+    lines = of_result(found).at_sizes
+    assert [line.partition(", as shares of the limits: ")[0] for line in lines] == [
+        "at T=264, H=16, V=4,100",
+        "at T=520, H=8, V=2,100",
+    ]
+    outputs = found.cases[-1].comparisons
+    assert lines[-1].endswith(", ".join(f"{one.output} {one.margin:.2f}" for one in outputs))
+    assert {"loss", "grad of hidden", "grad of weight"} <= {str(one.output) for one in outputs}
+
+
+def test_what_only_that_size_shows_disagrees() -> None:
+    def low_bits(inputs: NllHidden, mesh: object) -> NllHidden:
+        return replace(inputs, labels=inputs.labels % 2048) if inputs.vocab_size == 4100 else inputs
+
+    wrong = Bug("labels of 11 bits", "the labels of one vocabulary are cut", on_inputs(low_bits)).put_into(RIGHT)
+    assert verified(wrong).verdict is Verdict.AGREE
+    found = verified(wrong, SIZE, shrink_calls=0)
+    assert found.verdict is Verdict.DISAGREE
+    assert found.failure is not None
+    assert found.failure.problem.vocab == 4100
+
+
+def test_a_loss_that_needs_all_logits_at_once_says_so() -> None:
+    found = verified(dense_candidate(SPECS["softcap"], "hidden"), SIZE)
+    assert found.verdict is Verdict.INCONCLUSIVE
+    (reason,) = found.reasons
+    assert reason == (
+        f"size {SIZE} was not tried: its loss uses the logits themselves, so that all of them are held at once; "
+        f"{WAY_OUT}"
+    )
+    assert verified(dense_candidate(SPECS["softcap"], "hidden"), "64x8x32").verdict is Verdict.AGREE
+
+
+def test_a_size_that_the_layout_cannot_split_says_so() -> None:
+    found = verified(replace(RIGHT, supports={**RIGHT.supports, "vocab_split": ("balanced",)}), "64x8x2", layout="tp=3")
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert found.reasons == (f"size 64x8x2 was not tried: it does not fit on the layout; {WAY_OUT}",)
+
+
+@pytest.mark.parametrize("size", ["4096", "4096x1024", "4096x1024x", "0x8x8", "7x8x8", "64x0x8", "64 x 8 x 8"])
+def test_a_size_that_is_none_is_refused(size: str) -> None:
+    with pytest.raises(UsageError) as error:
+        Settings(sizes=(size,))
+    assert str(error.value) == (
+        f"size {size!r}: expected tokens, width of the hidden states and vocabulary, such as 4096x1024x32768, "
+        "with 8 tokens at least"
+    )
+
+
+def test_sizes_stand_in_pyproject_toml_and_a_flag_wins(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(f'[tool.lossgate.profiles.nightly]\nsizes = ["{SIZE}"]\n')
+    assert load_settings("nightly", tmp_path).sizes == (SIZE,)
+    assert load_settings("ci", tmp_path).sizes == ()
+    assert load_settings("nightly", tmp_path, sizes=("64x8x32",)).sizes == ("64x8x32",)
+
+
+@pytest.mark.parametrize(("size", "hangs"), [("64x16x4100", True), (SIZE, False)])
+def test_a_kernel_has_more_time_for_a_large_problem(size: str, hangs: bool) -> None:
+    def slowly(inputs: NllHidden, mesh: object) -> NllHidden:
+        if inputs.vocab_size == 4100:
+            time.sleep(1)
+        return inputs
+
+    slow = Bug("slow", "one vocabulary takes a second", on_inputs(slowly)).put_into(RIGHT)
+    bound = Deck(slow, "float32", 0).of_shape(Shape.of_size(size))[0].bound
+    world = SimulatedWorld(Layout.parse("dp=2"), timeout=0.5)
+    try:
+        case = Case(slow, replace(bound.problem, layout=world.layout), world, bound)
+        assert run_case(case, PROPERTIES["agreement"]).failure == ("Hang" if hangs else None)
+    finally:
+        world.close()
