@@ -16,7 +16,7 @@ from functools import cached_property
 from lossgate.adequacy.coverage import required_goals
 from lossgate.adequacy.equivalence import UNCHANGED, equivalent_mutants
 from lossgate.adequacy.kills import changes
-from lossgate.adequacy.option_mutants import option_mutants
+from lossgate.adequacy.option_mutants import near_mutants, option_mutants
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.drawing import Draws
 from lossgate.cases.large import large_shapes
@@ -49,6 +49,10 @@ WANTED = 4
 LEAST_CHANGE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.01}
 """The change of a reference, relative to its largest entry, from which on a problem is likely to
 kill a mutant."""
+
+NEAR_SHARE = 1e-3
+"""The share of that change from which on a problem may tell numbers apart that are near each other.
+In float32 it is 1e-6: a difference below 16 units of roundoff does not show."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +89,9 @@ class Deck:
 
     def __init__(self, candidate: Candidate, dtype: str, seed: int) -> None:
         self.mutants = option_mutants(candidate)
-        """All option mutants, by name."""
+        """The option mutants that must be killed, by name."""
+        self.near = near_mutants(candidate)
+        """Those that need not be, because their choices are nearly the same number."""
         self._candidate, self._dtype = candidate, dtype
         self._key = f"{deck_key(candidate, dtype)} {seed}"
         self._sought: dict[str, Sequence[Entry]] = {}
@@ -99,10 +105,15 @@ class Deck:
     @property
     def equivalent(self) -> frozenset[str]:
         """The mutants that changed nothing on many problems; see ``equivalent_mutants``."""
-        return self._first[1]
+        return frozenset(self._first[1])
+
+    @property
+    def alike(self) -> frozenset[str]:
+        """Those of them that were compared: their two choices give the same."""
+        return frozenset(name for name, compared in self._first[1].items() if compared)
 
     @cached_property
-    def _first(self) -> tuple[list[Entry], frozenset[str]]:
+    def _first(self) -> tuple[list[Entry], Mapping[str, bool]]:
         by_target = self._by_target()
         found: list[Entry] = []
         # Each problem is given a choice, so that none is rare.
@@ -119,9 +130,13 @@ class Deck:
         return found, equivalent
 
     def _add(self, found: list[Entry], draws: Draws) -> None:
-        """Adds problems. Each is asked only about mutants that few of those so far kill."""
+        """Adds problems."""
         for bound in self._bound(draws):
-            found.append(self._entry(bound, draws, self.mutants.keys() - self._common(found)))
+            found.append(self._entry(bound, draws, self._rare(found) | self.near.keys()))
+
+    def _rare(self, entries: Sequence[Entry]) -> set[str]:
+        """Returns the mutants that few problems kill. No others are asked about."""
+        return self.mutants.keys() - self._common(entries)
 
     @staticmethod
     def _common(entries: Sequence[Entry]) -> set[str]:
@@ -167,7 +182,7 @@ class Deck:
 
     def more(self, number: int) -> Sequence[Entry]:
         """Returns as many problems again, for a cell that has tried all; others for each number."""
-        rare = self.mutants.keys() - self._common(self.entries)
+        rare = self._rare(self.entries)
         return self._once(f"more {number}", lambda: self._draw(f"more {number}", SIZE, None, rare))
 
     def killing(self, name: str, round_: int) -> Sequence[Entry]:
@@ -266,7 +281,7 @@ class Deck:
             seen.add(problem.to_json())
             bound = BoundProblem(self._candidate.spec, problem)
             if self._likely(bound, left, unmasked=True) and self._likely(bound, left):
-                found.append(self._entry(bound, draws, self.mutants.keys() - self._common(found)))
+                found.append(self._entry(bound, draws, self._rare(found) | self.near.keys()))
                 left.difference_update(found[-1].kills)
             return not left
 
@@ -294,8 +309,14 @@ class Deck:
 
     def _likely(self, bound: BoundProblem, mutants: Collection[str], *, unmasked: bool = False) -> dict[str, float]:
         """Returns the mutants that a problem is likely to kill, and how much each changes it."""
-        asked = changes([self.mutants[name] for name in sorted(mutants)], bound, unmasked=unmasked)
-        return {str(mutant): change for mutant, change in asked.items() if change >= LEAST_CHANGE[self._dtype]}
+        known = {**self.mutants, **self.near}
+        asked = changes([known[name] for name in sorted(mutants)], bound, unmasked=unmasked)
+        least = LEAST_CHANGE[self._dtype]
+        return {
+            name: change
+            for name, change in ((str(mutant), change) for mutant, change in asked.items())
+            if change >= (least * NEAR_SHARE if name in self.near else least)
+        }
 
 
 def deck_key(candidate: Candidate, dtype: str) -> str:

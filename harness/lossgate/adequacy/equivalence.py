@@ -16,11 +16,13 @@ UNCHANGED = 160
 
 def equivalent_mutants(
     mutants: Mapping[str, OptionMutant], candidate: Candidate, problems: Iterable[BoundProblem]
-) -> frozenset[str]:
-    """Returns the names of the mutants that change nothing on many problems.
+) -> Mapping[str, bool]:
+    """Returns the names of the mutants that change nothing on many problems, and whether each was
+    compared with the kernel.
 
     Any problem tells of any mutant, since it is given the choice that the mutant mistakes. A mutant
-    whose other choice is never valid is equivalent too: no kernel can compute with it.
+    whose other choice is never valid is equivalent too, and is never compared: no kernel can
+    compute with it.
 
     Args:
         mutants: the mutants that may be equivalent, by name.
@@ -41,4 +43,4 @@ def equivalent_mutants(
         left -= equivalent
         if not left:
             break
-    return frozenset(equivalent)
+    return {name: unchanged[name] > 0 for name in equivalent}

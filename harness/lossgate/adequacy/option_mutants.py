@@ -6,7 +6,7 @@ enough only if they kill each mutant: on one of them the judge rejects what the 
 in place of the kernel's own.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Literal, get_args
@@ -18,7 +18,7 @@ from lossgate.specs.option import Option
 from lossgate.specs.spec import BoundSpec
 
 NEAREST = 1e-3
-"""Numbers that are nearer to each other need not be distinguished: an epsilon of 1e-8."""
+"""Numbers that are nearer to each other need not be told apart: an epsilon of 1e-8."""
 
 Kind = tuple[Any, ...]
 """Values of an option that a kernel is likely to treat alike."""
@@ -82,9 +82,22 @@ def option_mutants(candidate: Candidate) -> Mapping[str, OptionMutant]:
     Options of what comes before the log-probabilities have none for a candidate that is given no
     logits.
     """
+    return _by_name(candidate, _of_option)
+
+
+def near_mutants(candidate: Candidate) -> Mapping[str, OptionMutant]:
+    """Returns, by name, mutants that need not be killed: each takes a supported number for another
+    one, or for the default, that is near it.
+    """
+    return _by_name(candidate, _near_of_option)
+
+
+def _by_name(
+    candidate: Candidate, of_option: Callable[[Option, Any], Iterator[OptionMutant]]
+) -> Mapping[str, OptionMutant]:
     spec = candidate.spec
     options = (o for o in spec.options if candidate.starts_at.has_logits or o.name not in spec.logit_options)
-    found = (mutant for option in options for mutant in _of_option(option, candidate.supported(option.name)))
+    found = (mutant for option in options for mutant in of_option(option, candidate.supported(option.name)))
     return {str(mutant): mutant for mutant in found}
 
 
@@ -96,6 +109,16 @@ def _of_option(option: Option, supported: Any) -> Iterator[OptionMutant]:
         for others in known if mine else ():
             if others is not values and not _near(mine, others):
                 yield from (OptionMutant(option.name, mine, others[0], side) for side in SIDES)
+
+
+def _near_of_option(option: Option, supported: Any) -> Iterator[OptionMutant]:
+    # Numbers of an interval are supported together: the farthest tells whether any is far.
+    known = option.choices or (option.default, max(option.drawn, key=lambda value: abs(value - option.default)))
+    own = known if supported is ANY else supported
+    for value in dict.fromkeys(own):
+        for other in dict.fromkeys((*own, option.default)):
+            if value != other and _near((value,), (other,)):
+                yield from (OptionMutant(option.name, (value,), other, side) for side in SIDES)
 
 
 def _kinds(values: tuple[Any, ...], default: Any) -> list[Kind]:

@@ -67,6 +67,8 @@ class CellResult:
     equivalent: tuple[str, ...] = ()
     """Option mutants that changed nothing on any problem that the candidate can be given. They need
     not be killed."""
+    not_told_apart: tuple[str, ...] = ()
+    """Choices of options that no problem told apart, and that none need tell apart, in words."""
     gaps: tuple[str, ...] = ()
     """In words, what else was not seen enough of."""
     seconds: float = 0.0

@@ -60,4 +60,5 @@ def _conclude(search: Search, start: float) -> CellResult:
         search.still_to_kill,
         search.equivalent.intersection(search.surviving),
         search.untried,
+        search.not_told_apart,
     )

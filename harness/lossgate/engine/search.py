@@ -15,6 +15,7 @@ from hypothesis.errors import Flaky, Unsatisfiable
 from lossgate.adequacy.deck import WANTED, Entry, Placed, deck_of
 from lossgate.adequacy.option_mutants import OptionMutant
 from lossgate.adequacy.selection import choose
+from lossgate.adequacy.told_apart import not_told_apart
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.placement import splits_of
@@ -65,6 +66,8 @@ class Search:
     """Those of them that changed nothing on many problems."""
     untried: dict[str, str] = field(default_factory=dict)
     """The sizes that could not be tried, and why."""
+    near: dict[str, OptionMutant] = field(default_factory=dict)
+    """The option mutants that no problem has killed, and none need kill: their choices are near."""
     _used: set[int] = field(default_factory=set)
     """The problems of the deck that were run, by the identity of what was drawn."""
     _error: LossgateError | None = None
@@ -75,11 +78,21 @@ class Search:
         self._splits = splits_of(self.cell.candidate)
         if self.cell.property.needs_adequacy:
             self.surviving |= self._deck.mutants
+            self.near |= self._deck.near
 
     @property
     def still_to_kill(self) -> dict[str, OptionMutant]:
         """The mutants that a problem must still kill."""
         return {name: mutant for name, mutant in self.surviving.items() if name not in self.equivalent}
+
+    @property
+    def not_told_apart(self) -> tuple[str, ...]:
+        """The choices of options that no problem told apart, and that none need tell apart."""
+        alike = self._deck.alike if self.equivalent else frozenset[str]()
+        never_valid = self.equivalent - alike
+        asked = (m for name, m in {**self._deck.mutants, **self._deck.near}.items() if name not in never_valid)
+        unseen = {*self.near, *alike.intersection(self.surviving)}
+        return not_told_apart(self.cell.candidate, asked, unseen)
 
     @property
     def missing_goals(self) -> set[str]:
@@ -264,12 +277,13 @@ class Search:
         """
         bound = entry.bound if entry is not None else BoundProblem(self.cell.candidate.spec, problem)
         case = Case(self.cell.candidate, problem, self.world, bound)
-        likely = [self.surviving[name] for name in entry.kills if name in self.surviving] if entry is not None else ()
+        unkilled = {**self.surviving, **self.near}
+        likely = [unkilled[name] for name in entry.kills if name in unkilled] if entry is not None else ()
         result = run_case(case, self.cell.property, likely if self.failure is None else ())
         if self.failure is None:
             self.cases.append(result)
             for name in result.killed:
-                del self.surviving[name]
+                (self.near if name in self.near else self.surviving).pop(name)
         if not result.agrees and self.failure is None:
             self._failed_at = monotonic()
         if not result.agrees and (self.failure is None or _size(problem) <= _size(self.failure.problem)):

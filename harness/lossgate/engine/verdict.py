@@ -28,6 +28,7 @@ def conclude(
     surviving: Mapping[str, OptionMutant] = MappingProxyType({}),
     equivalent: Collection[str] = (),
     untried: Mapping[str, str] = MappingProxyType({}),
+    not_told_apart: tuple[str, ...] = (),
 ) -> CellResult:
     """Returns the verdict on the cases that were tried.
 
@@ -40,6 +41,8 @@ def conclude(
         surviving: the option mutants that no problem killed.
         equivalent: names of option mutants that no problem can kill.
         untried: the sizes that could not be tried, and why.
+        not_told_apart: choices that no problem told apart, in words. A disagreement ends the search
+            before all could be.
     """
     pooled = _pool(cases)
     covered = frozenset[str]().union(*(case.covered for case in cases))
@@ -56,6 +59,7 @@ def conclude(
         covered=covered,
         surviving=tuple(surviving),
         equivalent=tuple(sorted(equivalent)),
+        not_told_apart=() if verdict is Verdict.DISAGREE else not_told_apart,
         gaps=gaps,
         seconds=seconds,
     )

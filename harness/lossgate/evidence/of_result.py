@@ -81,6 +81,7 @@ def _record(result: CellResult, run: str, time: str, replay: str | None, digits:
         killed=len(frozenset[str]().union(*(case.killed for case in result.cases))),
         surviving=result.surviving,
         equivalent=result.equivalent,
+        not_told_apart=result.not_told_apart,
         worst=tuple(_worst(result.cases)),
         failure=_failure(result, replay),
         known_failure=_known_failure(result),

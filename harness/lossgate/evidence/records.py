@@ -226,6 +226,8 @@ class CellRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="cell"
     """The option mutants that no problem killed."""
     equivalent: tuple[str, ...]
     """Those of them that no problem can kill."""
+    not_told_apart: tuple[str, ...] = ()
+    """Choices of options that no problem told apart, and that none need tell apart, in words."""
     worst: tuple[WorstExample, ...]
     """The worst examples, the worst first."""
     failure: Failure | None

@@ -26,6 +26,8 @@ class CellSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     source_modified: bool | None = None
     verdict: VerdictName
     reasons: tuple[str, ...]
+    not_told_apart: tuple[str, ...] = ()
+    """Choices of options that no problem told apart, in words."""
     problems: int
     comparisons: int
     margin: float
@@ -70,6 +72,7 @@ def summarize(record: CellRecord, where: Where, digest: str, redone: Redone | No
         source_modified=record.source_modified,
         verdict=record.verdict,
         reasons=tuple(map(intern, record.reasons)),
+        not_told_apart=tuple(map(intern, record.not_told_apart)),
         problems=record.problems,
         comparisons=record.comparisons,
         margin=redone.margin,

@@ -66,6 +66,7 @@ def _about(record: CellRecord, results: Sequence[CellSummary]) -> Iterator[str]:
     detects = percent(inf if record.mde is None else record.mde)
     counts = counted(record.problems, "problem"), counted(record.comparisons, "comparison")
     yield f"seen: {', '.join(counts)}, detects {detects}"
+    yield from (f"not told apart: {choices}" for choices in record.not_told_apart)
 
 
 def _outputs(outputs: Sequence[OutputRecord]) -> Table:

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describes a cell that does not agree, line by line."""
 
+from collections.abc import Iterable
+
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 from rich.text import Text
 
 from lossgate.reports.shown_cell import ShownCell
+from lossgate.reports.told_apart import told_apart_lines
 
 DESCRIBED = 3
 """How many cells of a candidate are described in full. The others usually fail in the same way."""
@@ -37,6 +40,15 @@ def _where(cell: ShownCell) -> str:
 def marked(cell: ShownCell) -> str:
     """Returns the verdict in its colour."""
     return f"[{cell.verdict.style}]{escape(str(cell.verdict))}[/]"
+
+
+def print_told_apart(console: Console, cells: Iterable[ShownCell]) -> None:
+    """Prints which choices no problem told apart, the same ones of many cells once."""
+    lines = told_apart_lines((cell.candidate, cell.not_told_apart) for cell in cells)
+    for line in lines:
+        print_detail(console, escape(line), hanging=2)
+    if lines:
+        console.print()
 
 
 def print_detail(console: Console, line: str, hanging: int = 0) -> None:

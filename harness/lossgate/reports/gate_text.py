@@ -11,7 +11,7 @@ from lossgate.evidence.records import CellKey
 from lossgate.gate.verdict import Blocker, GatedCell, GateVerdict, Kind
 from lossgate.reports.counted import counted
 from lossgate.reports.describe import print_detail, replay_line
-from lossgate.reports.gate_files.wording import replay_of
+from lossgate.reports.gate_files.wording import replay_of, told_apart_of
 from lossgate.reports.printable import printable
 
 _SHOWN = 3
@@ -68,6 +68,7 @@ def _lines(verdict: GateVerdict) -> Iterator[str]:
         by_kind[blocker.kind].append(blocker)
     for kind in sorted(by_kind, key=_ORDER.index):
         yield from _section(kind, by_kind[kind], replays)
+    yield from _alike(verdict)
 
 
 def _word(cell: GatedCell) -> str:
@@ -96,6 +97,13 @@ def _section(kind: Kind, blockers: Sequence[Blocker], replays: dict[CellKey, str
             yield replay_line(_text(replays[cell]))
     if more := sum(map(len, groups[_SHOWN:])):
         yield f"  and {more} more like {'this' if len(blockers) - more == 1 else 'these'}"
+
+
+def _alike(verdict: GateVerdict) -> Iterator[str]:
+    """Yields which choices no problem told apart, after an empty line."""
+    for number, line in enumerate(told_apart_of(verdict)):
+        yield from () if number else ("",)
+        yield _text(line)
 
 
 def _by_cell(blockers: Sequence[Blocker]) -> list[list[Blocker]]:

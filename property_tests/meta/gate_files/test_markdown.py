@@ -136,6 +136,11 @@ def test_excused_known_failures_are_listed_with_their_issue() -> None:
     assert f"- `{key()}`: `{ISSUE}`" in markdown(verdict([excused(key())]))
 
 
+def test_choices_that_were_not_told_apart_are_listed() -> None:
+    cells = [GatedCell(key=key(name), summary=summary(key(name), not_told_apart=("mode a and b",))) for name in "xy"]
+    assert "- `mode a and b: 2 cells of x and y`\n" in markdown(verdict(cells))
+
+
 @pytest.mark.parametrize("limit", [2_000, 4_000, 10_000, 65_000])
 def test_the_comment_is_not_longer_than_its_limit(limit: int) -> None:
     for judged in (many(3_000), hostile(), verdict(blocked(key(f"😀{n}"), Kind.WEAK, "😀" * 400) for n in range(90))):

@@ -11,6 +11,7 @@ from rich.console import Console
 from lossgate.evidence.records import CellKey
 from lossgate.gate.verdict import Blocker, GatedCell, GateVerdict, Kind
 from lossgate.reports.gate_text import print_gate
+from lossgate.reports.told_apart import HEADING
 
 from .verdicts import HOSTILE, agreeing, blocked, failure, key, summary, verdict
 
@@ -30,6 +31,11 @@ def reason(kind: Kind, message: str = "it is wrong", cell: CellKey | None = None
 def disagreeing(of: CellKey, message: str = "it disagrees: loss is 2 times the reference", **changed: Any) -> GatedCell:
     result = summary(of, "DISAGREE", failure=failure(**changed))
     return GatedCell(key=of, summary=result, blockers=(reason(Kind.DISAGREE, message, of),))
+
+
+def test_choices_that_were_not_told_apart_stand_last() -> None:
+    alike = GatedCell(key=key(), summary=summary(key(), not_told_apart=("mode a and b",)))
+    assert shown(verdict([alike]))[-3:] == ["", HEADING, "  mode a and b: 1 cell of kernel"]
 
 
 def test_an_open_gate_has_three_lines() -> None:

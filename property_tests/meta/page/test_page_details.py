@@ -94,6 +94,7 @@ def test_all_that_a_record_says_is_shown() -> None:
         required=("masked token", "trained token"),
         surviving=("epsilon", "beta"),
         equivalent=("beta",),
+        not_told_apart=("beta 0 and 1",),
         worst=(WorstExample(output="loss", statistic="noise", value=2.0, limit=4.0, problem={"seed": 1}),),
         resources={"rank 0": {"peak bytes": 5.0}},
         known_failure=known(expected=True),
@@ -108,6 +109,7 @@ def test_all_that_a_record_says_is_shown() -> None:
     assert texts(shown["causes"]) == ["a sum is missing"]
     assert texts(shown["surviving"]) == ["epsilon"]
     assert texts(shown["equivalent"]) == ["beta"]
+    assert texts(shown["alike"]) == ["beta 0 and 1"]
     assert [(*texts([goal]), n, required) for goal, n, required in shown["coverage"]] == [
         ("masked token", 2, 1),
         ("trained token", 0, 1),
