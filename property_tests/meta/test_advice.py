@@ -6,14 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from lossgate import Layout
+from lossgate import ANY, Layout
+from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.bank.right import KERNELS
-from lossgate.engine.advice import to_detect
-from lossgate.engine.cell import Cell, CellResult
+from lossgate.engine.advice import to_compare, to_detect, to_kill, to_reach
+from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
+from lossgate.engine.survivors import Tried
 from lossgate.judge.pooled_scale import LARGEST_MDE, sigmas
 from lossgate.judge.pooling import Pooled
+from lossgate.losses import SPECS
 from lossgate.specs.outputs import LOSS, gradient_output, metric_output
 
 KERNEL = KERNELS["preference_rewards_by_softplus_low"]
@@ -54,3 +57,81 @@ def test_what_does_not_fall_is_told(rest: float) -> None:
 def test_few_problems_tell_no_number() -> None:
     few = replace(pooled(problems=2), output=metric_output("clipped"))
     assert to_detect(few, 20) == "only 2 of 20 problems say something about it; raise --examples"
+
+
+# Option mutants that survive
+
+
+def surviving(kernel: str, **settings: int) -> CellResult:
+    return run_cell(Cell(KERNELS[kernel], Layout(), "bfloat16"), Settings(**settings))  # type: ignore[arg-type]
+
+
+def test_so_many_problems_as_are_advised_kill_a_mutant() -> None:
+    few = surviving("clipped_pg_logprobs_hinge_low_loss", examples=1, rounds=1)
+    told = [reason for reason in few.reasons if reason.startswith("a kernel that computes")]
+    advised = [int(found[1]) for one in told if (found := re.search(r"raise --examples to about (\d+), or drop", one))]
+    assert len(advised) == len(told) > 0
+    assert surviving("clipped_pg_logprobs_hinge_low_loss", examples=max(advised), rounds=1).verdict is Verdict.AGREE
+
+
+def close(examples: int, dtype: str = "bfloat16", loss: str = "low_loss") -> list[str]:
+    """Returns what is told of a kernel of two temperatures that are close."""
+    kernel = KERNELS[f"nll_logits_log_softmax_{loss}"]
+    near = replace(kernel, supports={**kernel.supports, "temperature": (1.0, 1.01)})
+    reasons = run_cell(Cell(near, Layout(), dtype), Settings(examples=examples)).reasons
+    return [reason for reason in reasons if reason.startswith("a kernel that computes temperature=1.01 as 1.0")]
+
+
+def test_choices_that_rounding_hides_are_told() -> None:
+    """Twice as many problems do not help, and a finer dtype does."""
+    (told,) = close(40)
+    assert re.search(
+        r"; they differ by 0.\d+ in the problem that showed most, out of \d\d with it, and rounding explains 0.\d+. "
+        r"More problems hardly help: compute in a finer dtype and declare so, or drop temperature from supports$",
+        told,
+    )
+    assert close(80)
+    assert close(40, "float32", "float32") == []
+
+
+def test_how_many_problems_are_enough_for_a_mutant() -> None:
+    assert to_kill([Tried(5, 0.1, 0.2)], 20, "beta") == (
+        "5 of 20 problems have it; raise --examples to about 80, or drop beta from supports"
+    )
+    assert to_kill([Tried(20, 0.2, 0.1)], 50, "beta") == (
+        "20 of 50 problems have it; raise --examples to about 200, or drop beta from supports"
+    )
+    assert to_kill([Tried(1, 0.1, 0.2)], 200, "beta").startswith("none of 200 problems showed that, and more hardly")
+    assert to_kill([Tried(30, 0.0, 0.2)], 50, "beta") == (
+        "both give the same in all 30 problems with it; support what makes them differ, or drop beta from supports"
+    )
+
+
+# Outputs that are zero, and goals
+
+
+def test_an_output_that_is_always_zero_needs_another_choice() -> None:
+    """The label's log-probability is 0 if only the largest is kept."""
+    kernel = dense_candidate(SPECS["token_logprobs"], "logits")
+    alone = run_cell(Cell(replace(kernel, supports={"top_k": 1}), Layout(), "float32"), Settings(rounds=1))
+    assert (
+        "logprobs: it was zero in every problem, so that its scale was never compared; more than these "
+        f"{len(alone.cases)} problems hardly help: add to supports a choice with which it is not zero"
+    ) in alone.reasons
+    both = run_cell(Cell(replace(kernel, supports={"top_k": ANY}), Layout(), "float32"), Settings())
+    assert both.verdict is Verdict.AGREE, both.reasons
+    assert to_compare(19) == "raise --examples to 20"
+
+
+def test_rounds_draw_what_reaches_a_goal() -> None:
+    kernel = dense_candidate(SPECS["nll"], "logits")
+    one, four = (
+        run_cell(Cell(kernel, Layout(tp=3), "float32"), Settings(examples=8, rounds=rounds)) for rounds in (1, 4)
+    )
+    advice = "no problem was drawn for it; set rounds to 4 or more"
+    assert [reason.partition("; ")[2] for reason in one.reasons if "goal 'shard" in reason] == [advice, advice]
+    assert four.verdict is Verdict.AGREE, four.reasons
+
+
+def test_a_goal_that_no_problem_drawn_for_it_reaches_needs_something_else() -> None:
+    assert to_reach(1280) == "none of 1,280 problems that were drawn for it does, and more hardly help"

@@ -95,6 +95,7 @@ class Deck:
         self._candidate, self._dtype = candidate, dtype
         self._key = f"{deck_key(candidate, dtype)} {seed}"
         self._sought: dict[str, Sequence[Entry]] = {}
+        self._drawn_for = Counter[str]()
         self._fitted: dict[str, Entry] = {}
 
     @property
@@ -187,15 +188,15 @@ class Deck:
 
     def killing(self, name: str, round_: int) -> Sequence[Entry]:
         """Draws problems that are likely to kill a mutant."""
-        return self._seek(f"kill {name} {round_}", lambda entry: name in entry.kills, self._target(name), [name])
+        return self._seek(name, f"kill {name} {round_}", lambda entry: name in entry.kills, self._target(name), [name])
 
     def reaching(self, goal: str, round_: int) -> Sequence[Entry]:
         """Draws problems that reach a goal on any layout."""
         return self._reaching(str(round_), goal, WANTED)
 
     def _reaching(self, when: str, goal: str, wanted: int) -> Sequence[Entry]:
-        target = self._choice_for(goal)
-        return self._seek(f"reach {goal} {when}", lambda entry: goal in entry.bound.coverage, target, wanted=wanted)
+        target, what = self._choice_for(goal), f"reach {goal} {when}"
+        return self._seek(goal, what, lambda entry: goal in entry.bound.coverage, target, wanted=wanted)
 
     def reaching_on(self, layout: Layout, splits: Sequence[VocabSplit], goal: str, round_: int) -> Sequence[Entry]:
         """Draws problems that reach a goal on a layout."""
@@ -206,24 +207,31 @@ class Deck:
             possible = any(may_reach(goal, partition) for partition in partitions)
             return possible and any(goal in placed.goals for placed in self.on(layout, splits, [entry]))
 
-        return self._seek(f"reach {goal} {layout} {splits} {round_}", reaches)
+        return self._seek(f"{goal} {layout}", f"reach {goal} {layout} {splits} {round_}", reaches)
+
+    def drawn_for(self, goal: str, layout: Layout) -> int:
+        """Returns how many problems were drawn for a goal, on any layout or on this one."""
+        return self._drawn_for[goal] + self._drawn_for[f"{goal} {layout}"]
 
     def _seek(
         self,
+        aim: str,
         what: str,
         good: Callable[[Entry], bool],
         target: ForcedOption | None = None,
         mutants: Collection[str] = (),
         wanted: int = WANTED,
     ) -> Sequence[Entry]:
-        """Draws problems, rich ones and others in turn, until a few are good."""
+        """Draws problems for an aim, rich ones and others in turn, until a few are good."""
 
         def draw() -> list[Entry]:
             found: list[Entry] = []
             for batch in range(2 * DRAWN // _BATCH):
                 if len(found) < wanted:
                     rich = batch % 2 == 0
-                    found += filter(good, self._draw(f"{what} {batch}", _BATCH, target, mutants, rich=rich))
+                    drawn = self._draw(f"{what} {batch}", _BATCH, target, mutants, rich=rich)
+                    self._drawn_for[aim] += len(drawn)
+                    found += filter(good, drawn)
             return [self._entry(entry.bound, entry.draws, self.mutants) for entry in found[:wanted]]
 
         return self._once(what, draw)

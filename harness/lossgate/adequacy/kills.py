@@ -24,7 +24,7 @@ def killed_mutants(mutants: Iterable[OptionMutant], case: Case) -> Iterator[Opti
             mutated[mutant] = case.bound.mutated(options)
     for side in SIDES:
         left = [mutant for mutant in mutated if mutant.side == side]
-        for output in _shown_in(side, case.bound):
+        for output in shown_in(side, case.bound):
             if output in case.result.dtypes and left:
                 rejected = _rejected([mutated[mutant][output] for mutant in left], output, case)
                 yield from (mutant for mutant, killed in zip(left, rejected, strict=True) if killed)
@@ -87,13 +87,13 @@ def changes_with(
 def _changes(own: BoundSpec, other: BoundSpec, bound: BoundProblem, dense: DenseRun) -> Mapping[Side, float]:
     if dense.token_stage(own) != dense.token_stage(other):
         outputs = dense.outputs(own), dense.outputs(other)
-        return {side: _largest(*([o[name] for name in _shown_in(side, bound)] for o in outputs)) for side in SIDES}
+        return {side: _largest(*([o[name] for name in shown_in(side, bound)] for o in outputs)) for side in SIDES}
     stages = dense.loss_stage(own), dense.loss_stage(other)
     reach = _reach(stages[0], bound)
     weights = {name: _weight(tensor, reach, name) for stage in stages for name, tensor in stage.upstream.items()}
     zero = torch.zeros((), dtype=torch.float64)
     return {
-        "value": _largest(*([stage.outputs[output] for output in _shown_in("value", bound)] for stage in stages)),
+        "value": _largest(*([stage.outputs[output] for output in shown_in("value", bound)] for stage in stages)),
         "gradient": _largest(*([stage.upstream.get(n, zero) * w for n, w in weights.items()] for stage in stages)),
     }
 
@@ -129,7 +129,7 @@ def _relative(own: Tensor, other: Tensor) -> float:
     return float((own - other).abs().max() / torch.maximum(own.abs().max(), other.abs().max()))
 
 
-def _shown_in(side: Side, bound: BoundProblem) -> list[Output]:
+def shown_in(side: Side, bound: BoundProblem) -> list[Output]:
     """Returns the outputs that can reveal a mutant: differentiated values, or gradients."""
     batch = bound.unmasked
     if side == "value":

@@ -47,10 +47,11 @@ def _run_in(world: World, cell: Cell, settings: Settings, start: float) -> CellR
         if result.verdict is Verdict.INCONCLUSIVE and result.gaps:
             search.run(round_)
             result = _conclude(search, start)
-    return result
+    return _conclude(search, start, last=True) if result.verdict is Verdict.INCONCLUSIVE else result
 
 
-def _conclude(search: Search, start: float) -> CellResult:
+def _conclude(search: Search, start: float, *, last: bool = False) -> CellResult:
+    """Returns the verdict so far. The last one has advice, which takes longer to find."""
     return conclude(
         search.cell,
         search.cases,
@@ -61,4 +62,6 @@ def _conclude(search: Search, start: float) -> CellResult:
         search.equivalent.intersection(search.surviving),
         search.untried,
         search.not_told_apart,
+        search.drawn_for_goals if last else {},
+        search.tried_on_survivors() if last else {},
     )

@@ -24,6 +24,7 @@ from lossgate.declaration.any_value import ANY
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.engine.cell import Cell
 from lossgate.engine.settings import Settings
+from lossgate.engine.survivors import Tried, tried_on
 from lossgate.errors import LossgateError, UsageError
 from lossgate.problems.problem import Problem
 from lossgate.shape import Shape
@@ -68,6 +69,8 @@ class Search:
     """The sizes that could not be tried, and why."""
     near: dict[str, OptionMutant] = field(default_factory=dict)
     """The option mutants that no problem has killed, and none need kill: their choices are near."""
+    _tried: list[BoundProblem] = field(default_factory=list)
+    """The problem of each case."""
     _used: set[int] = field(default_factory=set)
     """The problems of the deck that were run, by the identity of what was drawn."""
     _error: LossgateError | None = None
@@ -93,6 +96,16 @@ class Search:
         asked = (m for name, m in {**self._deck.mutants, **self._deck.near}.items() if name not in never_valid)
         unseen = {*self.near, *alike.intersection(self.surviving)}
         return not_told_apart(self.cell.candidate, asked, unseen)
+
+    @property
+    def drawn_for_goals(self) -> dict[str, int]:
+        """How many problems were drawn for each goal that is missing."""
+        return {goal: self._deck.drawn_for(goal, self.cell.layout) for goal in self.missing_goals}
+
+    def tried_on_survivors(self) -> dict[OptionMutant, Tried]:
+        """Returns what the problems say of the mutants that survive. It takes a while."""
+        tried = list(zip(self._tried, self.cases, strict=True))
+        return tried_on(self.still_to_kill.values(), tried)
 
     @property
     def missing_goals(self) -> set[str]:
@@ -282,6 +295,7 @@ class Search:
         result = run_case(case, self.cell.property, likely if self.failure is None else ())
         if self.failure is None:
             self.cases.append(result)
+            self._tried.append(bound)
             for name in result.killed:
                 (self.near if name in self.near else self.surviving).pop(name)
         if not result.agrees and self.failure is None:

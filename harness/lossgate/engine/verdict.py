@@ -6,10 +6,11 @@ from types import MappingProxyType
 
 from lossgate.adequacy.option_mutants import OptionMutant
 from lossgate.declaration.known_failure import KnownFailure
-from lossgate.engine.advice import to_detect
+from lossgate.engine.advice import to_compare, to_detect, to_kill, to_reach
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.failure_files import FrozenCase
+from lossgate.engine.survivors import Tried
 from lossgate.judge.explain import explain_pooled
 from lossgate.judge.pooled_scale import LARGEST_MDE
 from lossgate.judge.pooling import Pooled, pool
@@ -17,6 +18,9 @@ from lossgate.judge.pooling import Pooled, pool
 FEWEST = 8
 """The fewest problems on which a cell may agree, whatever they cover and kill: the pooled scale of
 fewer says little."""
+
+_SHOWN = 4
+"""Values of a choice that a line names one by one."""
 
 
 def conclude(
@@ -29,6 +33,8 @@ def conclude(
     equivalent: Collection[str] = (),
     untried: Mapping[str, str] = MappingProxyType({}),
     not_told_apart: tuple[str, ...] = (),
+    drawn: Mapping[str, int] = MappingProxyType({}),
+    tried: Mapping[OptionMutant, Tried] = MappingProxyType({}),
 ) -> CellResult:
     """Returns the verdict on the cases that were tried.
 
@@ -43,11 +49,13 @@ def conclude(
         untried: the sizes that could not be tried, and why.
         not_told_apart: choices that no problem told apart, in words. A disagreement ends the search
             before all could be.
+        drawn: how many problems were drawn for each coverage goal that was missing.
+        tried: what the problems say of the mutants that survive.
     """
     pooled = _pool(cases)
     covered = frozenset[str]().union(*(case.covered for case in cases))
-    gaps = (*_gaps(cell, cases, pooled, covered), *_untried(untried))
-    verdict, reasons = _verdict(failure, pooled, (*gaps, *_survivors(surviving.values())))
+    gaps = (*_gaps(cell, cases, pooled, covered, drawn), *_untried(untried))
+    verdict, reasons = _verdict(failure, pooled, (*gaps, *_survivors(surviving.values(), tried, len(cases))))
     return CellResult(
         cell=cell,
         verdict=verdict,
@@ -118,7 +126,11 @@ def _verdict(
 
 
 def _gaps(
-    cell: Cell, cases: Sequence[CaseResult], pooled: tuple[Pooled, ...], covered: frozenset[str]
+    cell: Cell,
+    cases: Sequence[CaseResult],
+    pooled: tuple[Pooled, ...],
+    covered: frozenset[str],
+    drawn: Mapping[str, int],
 ) -> Iterator[str]:
     """Yields in words what was not seen enough of, beside option mutants that survive."""
     for comparison in (c for case in cases for c in case.comparisons if c.blind):
@@ -132,7 +144,10 @@ def _gaps(
     for p in pooled if cell.property.needs_adequacy else ():
         # A metric may be zero on every problem: the share of tokens that are clipped, say.
         if not p.problems and p.output.kind != "metric":
-            yield f"{p.output}: it was zero in every problem, so that its scale was never compared; raise --examples"
+            yield (
+                f"{p.output}: it was zero in every problem, so that its scale was never compared; "
+                f"{to_compare(len(cases))}"
+            )
         elif p.problems and p.mde > LARGEST_MDE:
             yield (
                 f"{p.output}: an error of {LARGEST_MDE:.0%} in its scale would not have been detected "
@@ -140,7 +155,9 @@ def _gaps(
             )
     for name, goal in cell.required_goals.items():
         if name not in covered:
-            yield f"no problem reached goal {name!r}: {goal.meaning}; {_way_to(name, cell)}"
+            tried = drawn.get(name, 0)
+            advice = f"{to_reach(tried)}{_way_to(name, cell, tried)}"
+            yield f"no problem reached goal {name!r}: {goal.meaning}; {advice}"
 
 
 def _untried(sizes: Mapping[str, str]) -> Iterator[str]:
@@ -148,26 +165,31 @@ def _untried(sizes: Mapping[str, str]) -> Iterator[str]:
         yield f"size {size} was not tried: {why}; leave it out for this candidate, or give a smaller one"
 
 
-def _way_to(goal: str, cell: Cell) -> str:
+def _way_to(goal: str, cell: Cell, drawn: int) -> str:
     spec = cell.candidate.spec
     if goal in spec.goals and spec.kinks and cell.dtype != "float32":
         return (
-            f"raise --examples. Tokens at which {cell.dtype} decides a clip or comparison are masked: if that keeps it "
+            f". Tokens at which {cell.dtype} decides a clip or comparison are masked: if that keeps it "
             "out of reach, say in dtypes= of the goal where it can be reached, or use a bound without a kink"
         )
-    return "raise --examples"
+    if goal in spec.goals and drawn:
+        return ". If supports keeps it out of reach, say so in unreachable_if= of the goal, or support what it needs"
+    return ""
 
 
-def _survivors(mutants: Iterable[OptionMutant]) -> Iterator[str]:
+def _survivors(mutants: Iterable[OptionMutant], tried: Mapping[OptionMutant, Tried], problems: int) -> Iterator[str]:
     """Yields one line for each choice of an option whose mutants survive."""
-    others: dict[str, list[str]] = {}
-    options: dict[str, str] = {}
+    by_choice: dict[str, list[OptionMutant]] = {}
     for mutant in mutants:
-        seen_in = "in a value" if mutant.side == "value" else "in a gradient"
-        others.setdefault(mutant.choice, []).append(f"{mutant.other} ({seen_in})")
-        options[mutant.choice] = mutant.option
-    for choice, taken_for in others.items():
-        yield (
-            f"a kernel that computes {choice} as {', '.join(taken_for)} would have passed every problem; "
-            f"raise --examples, or drop {options[choice]} from supports"
-        )
+        by_choice.setdefault(mutant.choice, []).append(mutant)
+    for own in by_choice.values():
+        taken_for = (f"{one.other} (in {'a value' if one.side == 'value' else 'a gradient'})" for one in own)
+        advice = to_kill([tried[one] for one in own if one in tried], problems, own[0].option)
+        choice = f"{own[0].option}={_shortened(own[0].values)}"
+        yield f"a kernel that computes {choice} as {', '.join(taken_for)} would have passed every problem; {advice}"
+
+
+def _shortened(values: Sequence[object]) -> str:
+    """Returns the values of a choice in words, of many the first and the last."""
+    shown = [*map(str, values)]
+    return "/".join(shown if len(shown) <= _SHOWN else [shown[0], "...", shown[-1]])
