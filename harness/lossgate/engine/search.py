@@ -19,7 +19,7 @@ from lossgate.adequacy.told_apart import not_told_apart
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.placement import splits_of
-from lossgate.cases.size import reason_against
+from lossgate.cases.size import is_large, reason_against
 from lossgate.declaration.any_value import ANY
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.engine.cell import Cell
@@ -69,8 +69,8 @@ class Search:
     """The sizes that could not be tried, and why."""
     near: dict[str, OptionMutant] = field(default_factory=dict)
     """The option mutants that no problem has killed, and none need kill: their choices are near."""
-    _tried: list[BoundProblem] = field(default_factory=list)
-    """The problem of each case."""
+    _tried: list[tuple[BoundProblem, CaseResult]] = field(default_factory=list)
+    """The problem of each case, and what came of it. Large ones are let go, for their tensors."""
     _used: set[int] = field(default_factory=set)
     """The problems of the deck that were run, by the identity of what was drawn."""
     _error: LossgateError | None = None
@@ -104,8 +104,7 @@ class Search:
 
     def tried_on_survivors(self) -> dict[OptionMutant, Tried]:
         """Returns what the problems say of the mutants that survive. It takes a while."""
-        tried = list(zip(self._tried, self.cases, strict=True))
-        return tried_on(self.still_to_kill.values(), tried)
+        return tried_on(self.still_to_kill.values(), self._tried)
 
     @property
     def missing_goals(self) -> set[str]:
@@ -295,7 +294,8 @@ class Search:
         result = run_case(case, self.cell.property, likely if self.failure is None else ())
         if self.failure is None:
             self.cases.append(result)
-            self._tried.append(bound)
+            if not is_large(problem):
+                self._tried.append((bound, result))
             for name in result.killed:
                 (self.near if name in self.near else self.surviving).pop(name)
         if not result.agrees and self.failure is None:
