@@ -31,6 +31,7 @@ class Softmax:
     p: Tensor  # [M, T, V]
     log_p: Tensor  # [M, T, V]
     p_of_all: Tensor | None  # [M, T, V], without the filter; None if nothing is filtered
+    p_of_logsumexp: Tensor | None  # [M, T, V], the slope of a logsumexp of its own; None if the loss uses none
     ids: Tensor  # [T, k], whose log-probabilities the loss needs
     filtered: Tensor  # [T, k] bool: left out by a filter
 
@@ -89,14 +90,15 @@ class TokenStage:
             own = self.run.round(apart - logsumexp, self.run.stages.logprobs)
             chosen = torch.where(self.run.coins(3), own, chosen)
         chosen = chosen.masked_fill(filtered, float("-inf"))
+        own_logsumexp, slope = self._own_logsumexp(logits, logsumexp, p) if "logsumexp" in spec.uses else (None, None)
         values: dict[str, Tensor | None] = {
             "logprobs": chosen if spec.gathered_ids else chosen.squeeze(-1),
             "entropy": self._entropy(p, log_p, logits, logsumexp.squeeze(-1)) if "entropy" in spec.uses else None,
-            "logsumexp": logsumexp.squeeze(-1),
+            "logsumexp": own_logsumexp,
             "mean_logprob": self._mean_logprob(log_p, logits, logsumexp) if "mean_logprob" in spec.uses else None,
             "unfiltered": unfiltered,
         }
-        return Softmax(p, log_p, p_of_all, ids, filtered), values
+        return Softmax(p, log_p, p_of_all, slope, ids, filtered), values
 
     def _log_softmax(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns log-probabilities, probabilities and logsumexps."""
@@ -105,8 +107,31 @@ class TokenStage:
         total = round_(round_(logits - top).exp_().sum(-1, keepdim=True), coarse)
         logsumexp = round_(top + round_(total.log(), coarse))
         logsumexp = torch.where(self.run.coins(3), self._put_together(logsumexp, logits.shape[-1]), logsumexp)
+        logsumexp = self._kept(logsumexp)
         log_p = round_(logits - logsumexp, self.run.stages.logprobs)
         return log_p, self.run.noise.round(log_p.exp(), FLOAT32), logsumexp
+
+    def _kept(self, logsumexp: Tensor) -> Tensor:
+        """Returns logsumexps as kernels keep them: rounded to the format of that stage, in some
+        members, as ``torch.logsumexp`` of coarse logits does. In others the maximum, which is
+        exact, stays apart.
+        """
+        coarse = self.run.stages.logsumexp
+        if coarse == FLOAT32:
+            return logsumexp
+        return torch.where(self.run.coins(3), self.run.round(logsumexp, coarse), logsumexp)
+
+    def _own_logsumexp(self, logits: Tensor, logsumexp: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the logsumexps that a loss uses, ``[M, T]``, and their slope, ``[M, T, V]``.
+
+        They may be computed beside the log-probabilities, and be rounded apart from them. Their
+        slope is ``exp(logits - logsumexp)``, with the rounded one: its rounding is that of a whole
+        row.
+        """
+        if self.run.stages.logsumexp == FLOAT32:
+            return logsumexp.squeeze(-1), p
+        own = self._kept(logsumexp)
+        return own.squeeze(-1), self.run.noise.round((logits - own).exp(), FLOAT32)
 
     def _put_together(self, logsumexp: Tensor, vocab: int) -> Tensor:
         """Returns logsumexps as ``logaddexp`` of those of tiles of the vocabulary gives them: each
@@ -178,8 +203,8 @@ class TokenStage:
                 yield round_(p * -total).scatter_add_(-1, ids, factor)
         if "entropy" in factors:
             yield self._entropy_slope(p, softmax.log_p, values.entropy) * -factors["entropy"][..., None]
-        if "logsumexp" in factors:
-            yield round_(p * factors["logsumexp"][..., None])
+        if "logsumexp" in factors and softmax.p_of_logsumexp is not None:
+            yield round_(softmax.p_of_logsumexp * factors["logsumexp"][..., None])
         if "mean_logprob" in factors:
             yield round_((1 / p.shape[-1] - p) * factors["mean_logprob"][..., None])
         if "unfiltered" in factors and softmax.p_of_all is not None:

@@ -110,8 +110,8 @@ class RoundEveryOperation(DispatchMode):
             or not result.numel()
         ):
             return None
-        if name == "expm1":  # or exp(x) - 1, which cancels
-            return result.add(1).clamp(min=1) * self.noise.uniform(result.shape) * FLOAT32.unit
+        if name == "expm1":
+            return self._expm1_error(result)
         if name in ("_log_softmax", "logsumexp", "logcumsumexp"):
             return self._normaliser_error(name, args, result)
         if name in _SUMMED:
@@ -121,6 +121,13 @@ class RoundEveryOperation(DispatchMode):
             at = _PRODUCTS[name]
             return self._sum_error(_on(func, args, kwargs, at, 2), args[at : at + 2], kwargs, result, False)
         return None
+
+    def _expm1_error(self, result: Tensor) -> Tensor:
+        """Returns the error of a kernel that writes ``exp(x) - 1``, which cancels, or
+        ``exp(x) - x - 1`` for ``expm1(x) - x``, which rounds twice at the size of ``exp(x)``.
+        """
+        size = result.add(1).clamp(min=1) * self.to.unit
+        return size * (self.noise.uniform(result.shape) + self.noise.uniform(result.shape))
 
     def _normaliser_error(self, name: str, args: Sequence[Any], result: Tensor) -> Tensor:
         """Returns the error of the logarithm of a sum of exponentials, however small the result is.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lossgate import Precision
+from lossgate import Precision, Problem
 from lossgate.bank import right as bank
 from lossgate.bank.right import KERNELS
 from lossgate.cases.placement import sample_problems
@@ -78,6 +78,34 @@ def test_a_slice_of_them_agrees(make_world: MakeWorld, name: str, dtype: str, la
     for problem in sample_problems(KERNELS[name], world.layout, dtype, 6, seed=11):
         result = run(KERNELS[name], problem, world)
         assert result.agrees, (result.findings, problem.to_json())
+
+
+ROUNDED_ON_THE_WAY = (
+    Problem(  # torch.logsumexp of bfloat16 logits is rounded itself, and so is the slope that it gives
+        spec="z_loss", head="logits", dtype="bfloat16", lengths=(2,), masks=("response",), vocab=509, hidden=1,
+        options={"z_loss_weight": 0.125}, logit_std=30.0, outliers=((1, 459, 8.0), (0, 205, 30.0)), seed=1161581906,
+    ),
+    Problem(
+        spec="z_loss", head="logits", dtype="float16", lengths=(16,), masks=("all",), vocab=64, hidden=1,
+        options={"z_loss_weight": 1.0}, logit_std=10.0, seed=3,
+    ),
+    Problem(  # exp(x) - 1 of a small x in bfloat16
+        spec="grpo", head="logprobs", dtype="bfloat16", lengths=(0, 2, 1, 6, 3, 1, 2, 1), vocab=13, hidden=1,
+        masks=("holes", "all", "response", "response", "response", "all", "holes", "holes"),
+        options={"use_rho_correction": False, "loss_fn": "cispo", "clip_lower": 0.1, "clip_higher": 0.2},
+        scenario={"advantages": "zero", "generation": "everywhere"}, label_boost=12.0, seed=2916830008,
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(ROUNDED_ON_THE_WAY)))
+def test_what_a_declared_format_rounds_on_the_way_agrees(make_world: MakeWorld, number: int) -> None:
+    problem, world = ROUNDED_ON_THE_WAY[number], make_world("single")
+    for kernel in KERNELS.values():
+        if (kernel.spec.name, kernel.head) == (problem.spec, problem.head):
+            for seed in range(problem.seed, problem.seed + 4):
+                result = run(kernel, replace(problem, seed=seed), world)
+                assert result.agrees, (kernel.name, seed, result.findings)
 
 
 @pytest.mark.parametrize("name", ["nll_hidden_log_softmax_trained", "nll_hidden_cross_entropy_low"])
