@@ -3,6 +3,7 @@
 
 import ast
 import re
+import tomllib
 from dataclasses import fields
 from inspect import Parameter, signature
 
@@ -76,7 +77,8 @@ def test_profiles() -> None:
 def test_settings_that_are_the_same_in_every_profile() -> None:
     (block,) = re.findall(r"```toml\n(.*?)```", TEXT, flags=re.DOTALL)
     stated = dict(re.findall(r'^(\w+) = "?([\w.]+)"?', block, flags=re.MULTILINE))
-    named = {f.name: f.default for f in fields(Settings) if f.name not in ("layouts", "dtypes")}
+    named = {f.name: f.default for f in fields(Settings) if f.name not in ("layouts", "dtypes", "sizes")}
+    assert Settings(sizes=tuple(tomllib.loads(block)["tool"]["lossgate"]["profiles"]["ci"]["sizes"])).sizes
     assert list(stated) == ["seed", *(name for name in stated if name != "seed")]
     assert stated.keys() == named.keys()
     ci = PROFILES["ci"]

@@ -9,8 +9,8 @@ from calibration_pieces import LAYOUTS, Sizes, all_pieces
 from lossgate.adequacy.equivalence import UNCHANGED
 from lossgate.adequacy.option_mutants import NEAREST
 from lossgate.bank.known_right import known_right
-from lossgate.cases import kinks
-from lossgate.judge import ensemble, pooled_scale, token_stage
+from lossgate.cases import kinks, size
+from lossgate.judge import ensemble, pooled_scale, streamed, token_stage
 from lossgate.judge.power import PLANTED
 from lossgate.judge.statistics import ALIKE_FACTOR, BLOCK_FACTOR, FACTORS, NOISE, WORST, scale_sigmas
 from lossgate.numerics.float_formats import FLOAT32
@@ -33,6 +33,10 @@ STATED = {
     "alike": f"v is {ALIKE_FACTOR:g} times the larger SCALE of these two",
     "alike in noise": f"and NOISE and WORST at least {ALIKE_FACTOR:g} times theirs",
     "tiles of a logsumexp": f"put together from tiles of {token_stage._COLUMNS} columns",
+    "large": f"more than 2^{log2(size.LARGE):.0f} logits",
+    "runs of large problems": f"{streamed._RUNS} of them forward",
+    "runs back": f"At least {streamed._RUNS_BACK} of them go back",
+    "few runs": f"which is {scale_sigmas(streamed._RUNS_BACK):g} standard deviations for {streamed._RUNS_BACK} runs",
     "kinks": f"by {NUMBERS[kinks._SIGMAS]} standard deviations of what rounding",
     "pooled": f"{pooled_scale.SIGMAS:g} (1 + 60 / n^2) standard deviations of the pooled scale",
     "floor": f"a {1 / pooled_scale.FLOOR:.0f}th of the unit roundoff, "

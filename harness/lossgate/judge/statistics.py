@@ -16,8 +16,8 @@ as it can be (Aitken's generalised least squares).
 
 Rounding may do the same to a whole block: in a token mean the gradient of every label's logit is
 nearly the same number, and is rounded alike. The ensemble's members each round for themselves and
-do not show it. So one unit roundoff is allowed for it: it is added to SCALE's limit, and subtracted
-from a result's BLOCK.
+do not show it. What is allowed for it is added to SCALE's limit, and subtracted from a result's
+BLOCK.
 
 Large outputs are read some rows at a time, so that no tensor of a whole stack is ever held.
 """

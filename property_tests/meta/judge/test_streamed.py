@@ -58,12 +58,7 @@ WAYS = {
     "gradients in forward": ("bfloat16", "single", Precision(grads_in_forward=True), {}),
     "TF32": ("float32", "single", Precision(products="tf32"), {}),
     "at the logits": ("bfloat16", "tp=2", Precision(), {"head": "logits"}),
-    "a filter": (
-        "float32",
-        "single",
-        Precision(),
-        {"spec": "token_logprobs", "options": {"top_k": 8}, "cotangent": "logprobs"},
-    ),
+    "a filter": ("float32", "single", Precision(), FILTERED),
     "a clipped loss": ("bfloat16", "single", Precision(), {"spec": "grpo", "options": {"temperature": 0.7}}),
 }
 

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/judge.md tells what the judge does not see, and what it wrongly rejects."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lossgate import ANY, Layout, candidate
+from lossgate.bank.bugs import Bug, on_inputs, scale_gradient
+from lossgate.bank.cross_entropy import STYLES, make
+from lossgate.declaration.candidate import Candidate
+from lossgate.engine.cell import Cell, CellResult, Verdict
+from lossgate.engine.run_cell import run_cell
+from lossgate.engine.settings import Settings
+
+
+def verified(kernel: Candidate, dtype: str) -> CellResult:
+    return run_cell(Cell(kernel, Layout(), dtype), Settings(shrink_calls=0))
+
+
+def too_large(kernel: Candidate, share: float) -> Candidate:
+    """Returns a kernel whose gradient of the hidden states is too large by a share."""
+
+    def scaled(inputs: Any, mesh: object) -> Any:
+        return replace(inputs, hidden=scale_gradient(inputs.hidden, 1 + share))
+
+    return Bug("dX too large", "the gradient of the hidden states is too large", on_inputs(scaled)).put_into(kernel)
+
+
+@pytest.mark.parametrize(("dtype", "missed", "seen"), [("float32", 5e-8, 2e-6), ("bfloat16", 2e-5, 1e-2)])
+def test_errors_below_what_is_detected_pass(dtype: str, missed: float, seen: float) -> None:
+    right = make(STYLES[dtype][0])
+    assert verified(too_large(right, missed), dtype).verdict is Verdict.AGREE
+    assert verified(too_large(right, seen), dtype).verdict is Verdict.DISAGREE
+
+
+def capped_nll(tanh: Any) -> Candidate:
+    @candidate("softcap", head="logits", dtypes=("float32",), supports={"softcap": ANY})
+    def kernel(inputs: Any, options: Any, mesh: Any) -> Tensor:
+        capped = options.softcap * tanh(inputs.logits / options.softcap)
+        nll = F.cross_entropy(capped, inputs.labels, reduction="none")
+        return torch.where(inputs.mask, nll, 0.0).sum() / inputs.valid_tokens.clamp(min=1)
+
+    return kernel
+
+
+def test_a_formula_that_cancels_is_rejected_in_float32() -> None:
+    assert verified(capped_nll(torch.tanh), "float32").verdict is Verdict.AGREE
+    assert verified(capped_nll(lambda x: 2 * torch.sigmoid(2 * x) - 1), "float32").verdict is Verdict.DISAGREE
