@@ -28,19 +28,22 @@ This applies if the matrix product itself cannot accumulate them in float32.
 """
 
 
-def _unit(hidden: Tensor) -> Tensor | None:
-    """Returns the divisor ``[1]`` that keeps sums over tokens in the range of float16.
+def _divisor(hidden: Tensor, dlogits: Tensor) -> Tensor | None:
+    """Returns what to divide hidden states by, so that a weight's gradient can't overflow float16.
 
     Args:
         hidden: ``[n, hidden]``.
+        dlogits: ``[n, rows]``, of the same dtype.
 
     Returns:
-        A number of at least 1 such that a sum of n rows of ``hidden / divisor`` cannot overflow;
-        None for other dtypes and for empty tensors.
+        A power of two ``[1]``, 1 or above, so that the quotients have the digits of hidden; None
+        for other dtypes and for empty tensors.
     """
-    if hidden.dtype != torch.float16 or not hidden.numel():
+    if hidden.dtype != torch.float16 or not hidden.numel() or not dlogits.numel():
         return None
-    return (len(hidden) * hidden.abs().amax().float() / torch.finfo(torch.float16).max).clamp(min=1).reshape(1)
+    largest = [torch.stack(x.aminmax()).abs().amax().float() for x in (hidden, dlogits)]
+    bound = len(hidden) * largest[0] * largest[1] / torch.finfo(torch.float16).max
+    return bound.clamp(min=1).log2().ceil().exp2().reshape(1)
 
 
 @dataclass(frozen=True)
@@ -122,13 +125,13 @@ class HeadGradients:
         if rounded.dtype == self.weight.dtype:
             self.weight.addmm_(rounded.T, hidden)
             return
-        unit = _unit(hidden)
-        if unit is not None:
-            hidden = (hidden.float() / unit).half()
+        divisor = _divisor(hidden, rounded)
+        if divisor is not None:
+            hidden = (hidden.float() / divisor).half()
         for start in range(0, len(self.weight), _ROWS):
             rows = slice(start, start + _ROWS)
             product = rounded[:, rows].T @ hidden
-            self.weight[rows] += product if unit is None else product.float().mul_(unit)
+            self.weight[rows] += product if divisor is None else product.float().mul_(divisor)
 
 
 def chunks_of(tokens: int, chunk: int) -> Iterator[slice]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exponentials with finite gradients, divisors of means, and the check of a temperature."""
+"""Exponentials with finite gradients, divisors of means, units in float16, and temperatures."""
 
 from math import floor, log
 
@@ -7,6 +7,13 @@ import torch
 from torch import Tensor
 
 from fused_losses.arguments import check_setting
+
+_LARGEST_IN_FLOAT16 = 4096
+"""The largest upstream gradient that needs no unit above 1.
+
+A gradient of logits is up to 15 times as large: once for each log-probability, and ln V + 1/e times
+for an entropy over V tokens, of which a vocabulary has up to 2^18. float16 goes up to 65504.
+"""
 
 
 def bounded_exp(x: Tensor) -> Tensor:
@@ -24,6 +31,21 @@ def divisor(count: Tensor, epsilon: float = 0.0) -> Tensor:
     Without epsilon, a count of 0 becomes 1, so that a mean over nothing is 0.
     """
     return count + epsilon if epsilon else torch.where(count == 0, 1.0, count)
+
+
+def float16_unit(largest: Tensor) -> Tensor:
+    """Returns the unit in which upstream gradients are passed to products in float16.
+
+    If all are below 1, they are enlarged, or the gradients of logits would underflow. Diminishing
+    them would make those of small ones underflow, so that is done only where the largest overflow.
+
+    Args:
+        largest: magnitude of the upstream gradients, divided by the temperature.
+
+    Returns:
+        The divisor of all upstream gradients, and the factor of what is made of them.
+    """
+    return torch.where(largest > 0, largest / largest.clamp(1, _LARGEST_IN_FLOAT16), 1.0)
 
 
 def check_temperature(temperature: float) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fused_losses.arguments import as_count, as_mask, unchecked_values
 from fused_losses.grpo import grpo_loss
 from fused_losses.metrics import Metrics
+from fused_losses.numerics import float16_unit
 from fused_losses.passes import check_not_transformed, once_differentiable
 from fused_losses.rho import RhoCorrection, RhoWeights, given_weights, rho_weights
 from fused_losses.softmax import TokenLogprobs
@@ -295,7 +296,7 @@ class _LossAndGradients:
             upstream = self._upstream(found, tile)
             if found.logprobs.requires_grad:
                 upstream = [u if counted is None else torch.where(counted, u, 0.0) for u in upstream]
-                self._add_gradients(given(found), upstream, x, tile, _unit(upstream) if half else None)
+                self._add_gradients(given(found), upstream, x, tile, self._unit(upstream) if half else None)
 
     def _check_used(self, outputs: tuple[Tensor, ...], x: Tensor) -> None:
         """Checks the tensors that the head uses for the first time."""
@@ -333,6 +334,14 @@ class _LossAndGradients:
         if not loss.requires_grad:
             return [torch.zeros_like(value) for value in given(values)]
         return list(torch.autograd.grad(loss, given(values), materialize_grads=True))
+
+    def _unit(self, upstream: list[Tensor]) -> Tensor:
+        """Returns the unit ``[1]`` of upstream gradients, for logits in float16.
+
+        The factor of a GradScaler comes only in backward.
+        """
+        largest = torch.cat([u.abs() for u in upstream] + [upstream[0].new_zeros(1)]).amax(0, keepdim=True)
+        return float16_unit(largest / self._statistics.temperature)
 
     def _add_gradients(
         self, outputs: tuple[Tensor, ...], upstream: list[Tensor], x: Tensor, tile: slice, unit: Tensor | None
@@ -375,16 +384,6 @@ def _without_callers_hooks() -> AbstractContextManager[Any]:
     if hooks._top_saved_tensors_default_hooks(False) is None:
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-
-
-def _unit(upstream: list[Tensor]) -> Tensor:
-    """Returns the largest of upstream gradients ``[1]``, or 1 if all are zero.
-
-    The gradients of logits in float16 are computed as multiples of it, or small ones would be lost:
-    the factor of a GradScaler comes only in backward.
-    """
-    largest = torch.cat([u.abs() for u in upstream] + [upstream[0].new_zeros(1)]).amax(0, keepdim=True)
-    return torch.where(largest > 0, largest, 1.0)
 
 
 class _Held(torch.autograd.Function):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fused_losses.arguments import check_flags, check_integer, values_are_checked
 from fused_losses.filtering import LogitFilter
+from fused_losses.numerics import float16_unit
 from fused_losses.softmax import TokenLogprobs, TokenSoftmax, add_at_labels_
 
 IGNORED = -(2**62)
@@ -181,9 +182,8 @@ class Saved(NamedTuple):
 class Upstream:
     """Upstream gradients of some tokens, divided by the temperature and by ``unit``.
 
-    The final gradients must be multiplied by ``unit``. It is 1, except for products in float16:
-    there it is the largest upstream gradient, so that products with small gradients do not
-    underflow.
+    The final gradients must be multiplied by ``unit``. It is 1, except for products in float16; see
+    ``float16_unit``.
     """
 
     unit: Tensor
@@ -215,8 +215,7 @@ class Upstream:
         unit = saved.logsumexp.new_ones(())
         known = [x.abs().amax() for x in (of_logprobs, of_entropy, of_unfiltered) if x is not None and len(x)]
         if known and products == torch.float16:
-            largest = torch.stack(known).amax()
-            unit = torch.where(largest > 0, largest, 1.0)
+            unit = float16_unit(torch.stack(known).amax() / temperature)
         scale = 1 / (unit * temperature)
         return cls(
             unit,
