@@ -51,13 +51,12 @@ TILES = 3
 IGNORED = -7
 """A label to ignore, other than the default."""
 
-TRAINED: dict[str, Precision] = {
+HALVES: dict[str, Precision] = {
     "float32": Precision(),
     "bfloat16": Precision(logits="bfloat16", dlogits="bfloat16", reduce="bfloat16"),
+    "float16": Precision(logits="float16", dlogits="float16", reduce="float16"),
 }
 """Matrix products in the inputs' dtype, all else in float32."""
-
-HALVES = TRAINED | {"float16": Precision(logits="float16", dlogits="float16", reduce="float16")}
 
 
 def _in_forward(precisions: dict[str, Precision]) -> dict[str, Precision]:
@@ -467,7 +466,8 @@ def _clipped_pg(tokens: TokenLogprobs, inputs: ClippedPgHidden, options: Clipped
     "grpo",
     head="hidden",
     axes=("dp", "cp", "tp"),
-    precision=TRAINED,
+    precision=HALVES,
+    dtypes=tuple(HALVES),
     supports={option.name: ANY for option in SPECS["grpo"].options} | {"bias": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},
     good_for="GRPO with DAPO or CISPO from hidden states, as open-instruct's tiled lm-head loss",
@@ -503,7 +503,8 @@ def fused_tiled_grpo(inputs: GrpoHidden, options: GrpoOptions, mesh: DeviceMesh)
     "grpo",
     head="hidden",
     axes=("dp", "cp"),
-    precision=_in_forward(TRAINED),
+    precision=_in_forward(HALVES),
+    dtypes=tuple(HALVES),
     supports={option.name: ANY for option in SPECS["grpo"].options} | {"bias": ANY},
     good_for="the same, with each tile's gradients made in forward: the head runs once, not twice",
 )
