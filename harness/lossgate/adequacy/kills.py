@@ -10,9 +10,9 @@ from lossgate.adequacy.option_mutants import SIDES, OptionMutant, Side
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.reference import DenseRun, LossStage
+from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.heads import HEADS
 from lossgate.specs.outputs import Output
-from lossgate.specs.spec import BoundSpec
 
 
 def killed_mutants(mutants: Iterable[OptionMutant], case: Case) -> Iterator[OptionMutant]:

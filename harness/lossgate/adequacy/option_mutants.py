@@ -14,8 +14,8 @@ from typing import Any, Literal, get_args
 from lossgate.cases.option_strategies import ForcedOption
 from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate
+from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.option import Option
-from lossgate.specs.spec import BoundSpec
 
 NEAREST = 1e-3
 """Numbers that are nearer to each other need not be told apart: an epsilon of 1e-8."""

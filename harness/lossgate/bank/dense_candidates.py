@@ -24,9 +24,10 @@ from lossgate.declaration.candidate import Candidate, Kernel, Outputs, candidate
 from lossgate.declaration.contract import Contract, Placements
 from lossgate.losses import SPECS
 from lossgate.problems.partition import Dims
+from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.heads import HEADS
 from lossgate.specs.option import COMMON_OPTIONS
-from lossgate.specs.spec import BoundSpec, Spec
+from lossgate.specs.spec import Spec
 from lossgate.specs.token_values import TokenValues
 
 

@@ -19,7 +19,7 @@ from lossgate.numerics.dispatched import DispatchMode
 from lossgate.numerics.float_formats import TORCH_DTYPES
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.problem import Problem
-from lossgate.specs.spec import BoundSpec
+from lossgate.specs.bound_spec import BoundSpec
 
 _SHARE = 2.0**-7
 """Of the dtype's largest number: what a number of one token may be, so that sums over tokens, and

@@ -17,9 +17,9 @@ from lossgate.numerics.rounded_arithmetic import RoundedRun, Stages
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Partition
 from lossgate.problems.problem import Problem
+from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.heads import HEADS
 from lossgate.specs.outputs import Output
-from lossgate.specs.spec import BoundSpec
 
 Runs = Mapping[Output, Tensor]
 """Each output of several runs, less the reference, ``[runs, *shape]``."""

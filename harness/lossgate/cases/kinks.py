@@ -18,8 +18,8 @@ from lossgate.numerics.float_formats import TORCH_DTYPES
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.problem import Problem
 from lossgate.problems.random_streams import RandomStreams
+from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.heads import HEADS
-from lossgate.specs.spec import BoundSpec
 from lossgate.specs.token_chunks import chunks
 from lossgate.specs.token_values import TokenValues
 

@@ -19,11 +19,11 @@ from lossgate.problems.partition import Partition
 from lossgate.problems.problem import Problem
 from lossgate.problems.random_streams import RandomStreams
 from lossgate.problems.tokens import draw_tokens
+from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.field_context import FieldContext
 from lossgate.specs.heads import HEADS
 from lossgate.specs.heads.base import HeadContext
 from lossgate.specs.logit_filter import filter_fields, filters
-from lossgate.specs.spec import BoundSpec
 from lossgate.specs.token_chunks import chunks
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lossgate.errors import UsageError
 from lossgate.problems.batch import GlobalBatch
+from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.heads import HEADS
 from lossgate.specs.outputs import LOGPROBS, LOSS, TOKEN_ENTROPY, Output, metric_output
-from lossgate.specs.spec import BoundSpec
 from lossgate.specs.token_values import TokenValues
 
 

@@ -12,7 +12,8 @@ from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.drawing import Draws
 from lossgate.errors import UsageError
-from lossgate.specs.spec import BoundSpec, Spec
+from lossgate.specs.bound_spec import BoundSpec
+from lossgate.specs.spec import Spec
 from lossgate.specs.token_values import TokenValues
 
 _STD = 3.0

@@ -19,8 +19,9 @@ from lossgate.errors import UsageError
 from lossgate.layout import Layout
 from lossgate.spec_check.evaluated import evaluate, same, unlike, values_of
 from lossgate.spec_check.outcome import Finding, Subject
+from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.heads import HEADS
-from lossgate.specs.spec import BoundSpec, Spec
+from lossgate.specs.spec import Spec
 
 _SETTINGS = Settings(examples=20, rounds=8, shrink_calls=50)
 
