@@ -24,9 +24,9 @@ from lossgate.numerics.noise import Noise
 from lossgate.numerics.rounded_arithmetic import RoundedRun, Stages
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Partition
+from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.heads.base import Head
 from lossgate.specs.outputs import Output
-from lossgate.specs.spec import BoundSpec
 from lossgate.specs.token_values import TokenValues
 
 _ELEMENTS, _FEWEST, _MOST = 1 << 18, 12, 32

@@ -11,8 +11,8 @@ from torch import Tensor
 from lossgate.judge.token_stage import Softmax, TokenStage
 from lossgate.numerics.float_formats import FLOAT32
 from lossgate.numerics.rounded_arithmetic import RoundedRun, Stages
+from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.heads.base import Head
-from lossgate.specs.spec import BoundSpec
 from lossgate.specs.token_values import TokenValues
 
 

@@ -15,8 +15,8 @@ from lossgate.numerics.round_every_operation import RoundEveryOperation
 from lossgate.numerics.rounded_arithmetic import RoundedRun
 from lossgate.numerics.rounded_numbers import ERRORS, RoundNumbers
 from lossgate.problems.batch import GlobalBatch
+from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.outputs import LOGPROBS, LOSS, TOKEN_ENTROPY, Output, metric_output
-from lossgate.specs.spec import BoundSpec
 from lossgate.specs.token_values import TokenValues
 
 

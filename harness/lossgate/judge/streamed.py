@@ -19,10 +19,10 @@ from lossgate.numerics.rounded_arithmetic import RoundedRun, Stages
 from lossgate.numerics.token_sum import TokenSum, by_rows
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Partition
+from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.heads.base import Head
 from lossgate.specs.logit_filter import LOGIT_FILTER
 from lossgate.specs.outputs import Output
-from lossgate.specs.spec import BoundSpec
 from lossgate.specs.token_values import TokenValues
 
 _BLOCK, _PIECE = 1 << 21, 1 << 17

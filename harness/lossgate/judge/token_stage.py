@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lossgate.numerics.float_formats import FLOAT32
 from lossgate.numerics.rounded_arithmetic import RoundedRun
+from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.logit_filter import LOGIT_FILTER
-from lossgate.specs.spec import BoundSpec
 from lossgate.specs.token_values import TokenValues
 
 _COLUMNS, _STEPS = 32, 32
