@@ -14,7 +14,7 @@ import torch
 
 import lossgate
 from lossgate import ANY, Layout, Problem
-from lossgate.adequacy import deck
+from lossgate.adequacy import decks
 from lossgate.bank.bugs import Bug, bugs_of, ignores
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.case import Case
@@ -35,7 +35,7 @@ LAYOUTS = ("single", "dp=2", "cp=2", "tp=2", "dp=2,cp=2,tp=2")
 def _keep_all_decks() -> Iterator[None]:
     """Most tests here use a deck that another has used before."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deck, "_KEPT", 32)
+        patch.setattr(decks, "_KEPT", 32)
         yield
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lossgate import Candidate, KnownFailure, Layout, UsageError
-from lossgate.adequacy.deck import Placed
+from lossgate.adequacy.entry import Placed
 from lossgate.bank.bugs import cross_entropy_with
 from lossgate.bank.cross_entropy import STYLES, make
 from lossgate.bank.dense_candidates import dense_candidate

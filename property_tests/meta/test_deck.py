@@ -8,9 +8,12 @@ from random import Random
 import pytest
 
 from lossgate import Candidate, Layout
-from lossgate.adequacy import deck as deck_module
+from lossgate.adequacy import decks
 from lossgate.adequacy.coverage import required_goals
-from lossgate.adequacy.deck import KILLERS, LEAST_CHANGE, SIZE, WANTED, Deck, Entry, Placed, deck_key, deck_of
+from lossgate.adequacy.deck import KILLERS, SIZE, WANTED, Deck, deck_key
+from lossgate.adequacy.decks import deck_of
+from lossgate.adequacy.entry import Entry, Placed
+from lossgate.adequacy.entry_drawer import LEAST_CHANGE
 from lossgate.adequacy.kills import changes
 from lossgate.adequacy.selection import choose
 from lossgate.bank.dense_candidates import dense_candidate
@@ -218,7 +221,7 @@ def test_layouts_and_seeds_choose_differently() -> None:
 
 
 def verified(candidate: Candidate, layouts: Sequence[Layout]) -> dict[Layout, CellResult]:
-    deck_module._DECKS.clear()
+    decks._DECKS.clear()
     settings = Settings(examples=4, rounds=2)
     return {layout: run_cell(Cell(candidate, layout, "float32"), settings) for layout in layouts}
 
@@ -266,7 +269,7 @@ def test_candidates_that_declare_something_else_do_not(other: tuple[Candidate, s
 
 def test_few_decks_are_kept() -> None:
     kept = [deck_of(NLL, "float32", seed) for seed in range(100, 105)]
-    assert len(deck_module._DECKS) == deck_module._KEPT < len(kept)
+    assert len(decks._DECKS) == decks._KEPT < len(kept)
     assert deck_of(NLL, "float32", 104) is kept[4]
     assert deck_of(NLL, "float32", 100) is not kept[0]
 

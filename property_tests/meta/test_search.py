@@ -11,8 +11,9 @@ from lossgate import ANY, Candidate, Layout, Outputs, Problem, candidate
 from lossgate.bank.bugs import cross_entropy_with
 from lossgate.bank.cross_entropy import FLOAT32, STYLES, Style, make
 from lossgate.engine.cell import Cell
-from lossgate.engine.search import Search, _DisagreementError
+from lossgate.engine.search import Search
 from lossgate.engine.settings import Settings
+from lossgate.engine.trials import _DisagreementError
 from lossgate.inputs import NllHidden
 from lossgate.worlds import SimulatedWorld
 
@@ -74,7 +75,7 @@ def test_shrinking_stops_at_its_limit_with_the_smallest_problem_so_far() -> None
 def test_shrinking_stops_when_it_has_taken_as_long_as_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """On processes each try at a deadlock takes seconds."""
     clock = count(step=20)  # seconds
-    monkeypatch.setattr("lossgate.engine.search.monotonic", lambda: next(clock))
+    monkeypatch.setattr("lossgate.engine.trials.monotonic", lambda: next(clock))
     found = search(cross_entropy_with(STYLES["float32"][1], "temperature missing in backward"))
     assert found.failure is not None
     assert found.calls_after_failure <= 4  # of 20 seconds each, in a time-out of 60

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lossgate import UsageError, candidate
-from lossgate.adequacy.deck import deck_of
+from lossgate.adequacy.decks import deck_of
 from lossgate.adequacy.option_mutants import option_mutants
 from lossgate.bank.bugs import BUGS
 from lossgate.bank.dense_candidates import dense_candidate

@@ -8,29 +8,28 @@ kills is known only when a candidate has run on it.
 A deck is the same in every process, whatever was asked before.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from lossgate.adequacy.coverage import required_goals
+from lossgate.adequacy.entry import Entry, Placed
+from lossgate.adequacy.entry_drawer import EntryDrawer
 from lossgate.adequacy.equivalence import UNCHANGED, equivalent_mutants
-from lossgate.adequacy.kills import changes
 from lossgate.adequacy.option_mutants import near_mutants, option_mutants
+from lossgate.adequacy.targets import by_target, target_for, target_of
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.drawing import Draws
 from lossgate.cases.large import large_shapes
 from lossgate.cases.option_strategies import ForcedOption
 from lossgate.cases.placement import Placement, placements
-from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate
 from lossgate.layout import Layout
 from lossgate.problems.partition import VocabSplit
 from lossgate.problems.problem import Problem
 from lossgate.shape import Shape
-from lossgate.specs.option import COMMON_OPTIONS
 from lossgate.specs.sharding_goals import SHARDING_GOALS, covered_sharding_goals, may_reach
-from lossgate.specs.spec import Spec
 
 SIZE = 48
 """Problems of a deck before any that are drawn on purpose."""
@@ -46,43 +45,6 @@ asking is slow."""
 WANTED = 4
 """The most problems that a cell runs in each round for one mutant or goal."""
 
-LEAST_CHANGE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.01}
-"""The change of a reference, relative to its largest entry, from which on a problem is likely to
-kill a mutant."""
-
-NEAR_SHARE = 1e-3
-"""The share of that change from which on a problem may tell numbers apart that are near each other.
-In float32 it is 1e-6: a difference below 16 units of roundoff does not show."""
-
-
-@dataclass(frozen=True, eq=False)
-class Entry:
-    """A problem of a deck."""
-
-    bound: BoundProblem
-    drawn: Problem
-    """As it was drawn: that of ``bound``, unless its vocabulary was made to fit."""
-    draws: Draws
-    """What it was drawn with, so that it can be made smaller."""
-    kills: Mapping[str, float]
-    """How much each mutant that it is likely to kill changes it, by the mutant's name. Mutants that
-    enough other problems kill were not asked about."""
-
-
-@dataclass(frozen=True, eq=False)
-class Placed:
-    """An entry on a layout."""
-
-    entry: Entry
-    placement: Placement
-    goals: frozenset[str]
-    """The goals that it reaches."""
-
-    @property
-    def problem(self) -> Problem:
-        """The problem with its layout."""
-        return self.placement.put(self.entry.bound.problem)
-
 
 class Deck:
     """The problems for all candidates that declare the same, in one dtype."""
@@ -93,7 +55,7 @@ class Deck:
         self.near = near_mutants(candidate)
         """Those that need not be, because their choices are nearly the same number."""
         self._candidate, self._dtype = candidate, dtype
-        self._key = f"{deck_key(candidate, dtype)} {seed}"
+        self._drawer = EntryDrawer(candidate, dtype, f"{deck_key(candidate, dtype)} {seed}", self.mutants, self.near)
         self._sought: dict[str, Sequence[Entry]] = {}
         self._drawn_for = Counter[str]()
         self._fitted: dict[str, Entry] = {}
@@ -115,15 +77,15 @@ class Deck:
 
     @cached_property
     def _first(self) -> tuple[list[Entry], Mapping[str, bool]]:
-        by_target = self._by_target()
+        targets = by_target(self.mutants)
         found: list[Entry] = []
         # Each problem is given a choice, so that none is rare.
-        self._add(found, self._draws("rich", SIZE - SIZE // 3, *by_target, rich=True))
-        self._add(found, self._draws("any size", SIZE // 3))
+        self._add(found, self._drawer.draws("rich", SIZE - SIZE // 3, *targets, rich=True))
+        self._add(found, self._drawer.draws("any size", SIZE // 3))
         killed = {name for entry in found for name in entry.kills}
         alive = {name: mutant for name, mutant in self.mutants.items() if name not in killed}
         equivalent = equivalent_mutants(alive, self._candidate, self._many(found))
-        for target, mutants in by_target.items():
+        for target, mutants in targets.items():
             self._add_killers(found, target, mutants.difference(equivalent, *(entry.kills for entry in found)))
         for goal in required_goals(self._candidate, Layout(), self._dtype):
             if goal not in SHARDING_GOALS and not any(goal in entry.bound.coverage for entry in found):
@@ -132,8 +94,8 @@ class Deck:
 
     def _add(self, found: list[Entry], draws: Draws) -> None:
         """Adds problems."""
-        for bound in self._bound(draws):
-            found.append(self._entry(bound, draws, self._rare(found) | self.near.keys()))
+        for bound in self._drawer.problems(draws):
+            found.append(self._drawer.entry(bound, draws, self._rare(found) | self.near.keys()))
 
     def _rare(self, entries: Sequence[Entry]) -> set[str]:
         """Returns the mutants that few problems kill. No others are asked about."""
@@ -176,26 +138,27 @@ class Deck:
 
     def of_shape(self, shape: Shape) -> list[Entry]:
         """Draws a problem of a shape, always the same. Its tensors are not kept with the deck."""
-        draws = replace(self._draws(f"large {shape}", 1, rich=True), large=shape)
-        return [self._entry(bound, draws, ()) for bound in self._bound(draws)]
+        draws = replace(self._drawer.draws(f"large {shape}", 1, rich=True), large=shape)
+        return [self._drawer.entry(bound, draws, ()) for bound in self._drawer.problems(draws)]
 
     # Problems that are drawn on purpose
 
     def more(self, number: int) -> Sequence[Entry]:
         """Returns as many problems again, for a cell that has tried all; others for each number."""
         rare = self._rare(self.entries)
-        return self._once(f"more {number}", lambda: self._draw(f"more {number}", SIZE, None, rare))
+        return self._once(f"more {number}", lambda: self._drawer.entries(f"more {number}", SIZE, None, rare))
 
     def killing(self, name: str, round_: int) -> Sequence[Entry]:
         """Draws problems that are likely to kill a mutant."""
-        return self._seek(name, f"kill {name} {round_}", lambda entry: name in entry.kills, self._target(name), [name])
+        target, what = target_of(name, self.mutants), f"kill {name} {round_}"
+        return self._seek(name, what, lambda entry: name in entry.kills, target, [name])
 
     def reaching(self, goal: str, round_: int) -> Sequence[Entry]:
         """Draws problems that reach a goal on any layout."""
         return self._reaching(str(round_), goal, WANTED)
 
     def _reaching(self, when: str, goal: str, wanted: int) -> Sequence[Entry]:
-        target, what = self._choice_for(goal), f"reach {goal} {when}"
+        target, what = target_for(goal, self._candidate), f"reach {goal} {when}"
         return self._seek(goal, what, lambda entry: goal in entry.bound.coverage, target, wanted=wanted)
 
     def reaching_on(self, layout: Layout, splits: Sequence[VocabSplit], goal: str, round_: int) -> Sequence[Entry]:
@@ -229,10 +192,10 @@ class Deck:
             for batch in range(2 * DRAWN // _BATCH):
                 if len(found) < wanted:
                     rich = batch % 2 == 0
-                    drawn = self._draw(f"{what} {batch}", _BATCH, target, mutants, rich=rich)
+                    drawn = self._drawer.entries(f"{what} {batch}", _BATCH, target, mutants, rich=rich)
                     self._drawn_for[aim] += len(drawn)
                     found += filter(good, drawn)
-            return [self._entry(entry.bound, entry.draws, self.mutants) for entry in found[:wanted]]
+            return [self._drawer.entry(entry.bound, entry.draws, self.mutants) for entry in found[:wanted]]
 
         return self._once(what, draw)
 
@@ -241,90 +204,31 @@ class Deck:
             self._sought[what] = draw()
         return self._sought[what]
 
-    def _by_target(self) -> dict[ForcedOption | None, set[str]]:
-        """Returns the mutants by what problems must have for them to show; None for nothing."""
-        found: dict[ForcedOption | None, set[str]] = {None: set()}
-        for name in self.mutants:
-            found.setdefault(self._target(name), set()).add(name)
-        return found
-
-    def _target(self, name: str) -> ForcedOption | None:
-        """Returns the choice that a mutant mistakes; None if candidates support no other."""
-        mutant = self.mutants[name]
-        choices = {other.values for other in self.mutants.values() if other.option == mutant.option}
-        return mutant.target if len(choices) > 1 else None
-
-    def _choice_for(self, goal: str) -> ForcedOption | None:
-        """Returns a choice without which a goal cannot be reached; None if there is none."""
-        for scenario in self._candidate.spec.scenarios:
-            for value in scenario.choices:
-                if goal == f"{scenario.name}: {value}":
-                    return ForcedOption(scenario.name, (value,))
-        for option, unreachable in self._candidate.spec.all_goals[goal].unreachable_if.items():
-            if option in COMMON_OPTIONS:  # no option of the spec, and never rare
-                continue
-            supported = self._candidate.supported(option)
-            drawn = self._candidate.spec.supported_options[option].drawn if supported is ANY else supported
-            reachable = tuple(value for value in drawn if value not in unreachable)
-            if len(reachable) < len(drawn):
-                return ForcedOption(option, reachable)
-        return None
-
     def _many(self, entries: Sequence[Entry]) -> Iterator[BoundProblem]:
         """Yields the problems of entries, then others."""
         yield from (entry.bound for entry in entries)
         for batch in range(2 * UNCHANGED // SIZE):  # some options may leave no choice to give
-            yield from self._bound(self._draws(f"equivalent {batch}", SIZE, rich=True))
+            yield from self._drawer.problems(self._drawer.draws(f"equivalent {batch}", SIZE, rich=True))
 
     def _add_killers(self, found: list[Entry], target: ForcedOption | None, mutants: set[str]) -> None:
         """Adds problems until each of some mutants has one that is likely to kill it.
 
         They are first asked as they are before tokens near a kink are masked, which is quicker.
         """
-        draws, left, seen = self._draws(f"kill {target}", DRAWN, target, rich=True), set(mutants), set[str]()
+        draws, left, seen = self._drawer.draws(f"kill {target}", DRAWN, target, rich=True), set(mutants), set[str]()
 
         def add(problem: Problem) -> bool:
             if problem.to_json() in seen:
                 return False
             seen.add(problem.to_json())
             bound = BoundProblem(self._candidate.spec, problem)
-            if self._likely(bound, left, unmasked=True) and self._likely(bound, left):
-                found.append(self._entry(bound, draws, self._rare(found) | self.near.keys()))
+            if self._drawer.likely(bound, left, unmasked=True) and self._drawer.likely(bound, left):
+                found.append(self._drawer.entry(bound, draws, self._rare(found) | self.near.keys()))
                 left.difference_update(found[-1].kills)
             return not left
 
         if left:
             draws.until(add)
-
-    # Drawing
-
-    def _draw(
-        self, what: str, count: int, target: ForcedOption | None, mutants: Collection[str], *, rich: bool = False
-    ) -> list[Entry]:
-        """Draws problems and asks which of some mutants each is likely to kill."""
-        draws = self._draws(what, count, target, rich=rich)
-        return [self._entry(bound, draws, mutants) for bound in self._bound(draws)]
-
-    def _draws(self, what: str, count: int, *targets: ForcedOption | None, rich: bool = False) -> Draws:
-        return Draws(self._candidate, self._dtype, f"{self._key} {what}", count, targets or (None,), rich)
-
-    def _bound(self, draws: Draws) -> list[BoundProblem]:
-        distinct = {problem.to_json(): problem for problem in draws.all()}.values()
-        return [BoundProblem(self._candidate.spec, problem) for problem in distinct]
-
-    def _entry(self, bound: BoundProblem, draws: Draws, mutants: Collection[str]) -> Entry:
-        return Entry(bound, bound.problem, draws, self._likely(bound, mutants))
-
-    def _likely(self, bound: BoundProblem, mutants: Collection[str], *, unmasked: bool = False) -> dict[str, float]:
-        """Returns the mutants that a problem is likely to kill, and how much each changes it."""
-        known = {**self.mutants, **self.near}
-        asked = changes([known[name] for name in sorted(mutants)], bound, unmasked=unmasked)
-        least = LEAST_CHANGE[self._dtype]
-        return {
-            name: change
-            for name, change in ((str(mutant), change) for mutant, change in asked.items())
-            if change >= (least * NEAR_SHARE if name in self.near else least)
-        }
 
 
 def deck_key(candidate: Candidate, dtype: str) -> str:
@@ -336,26 +240,3 @@ def deck_key(candidate: Candidate, dtype: str) -> str:
     supports = {name: values for name, values in sorted(candidate.supports.items()) if name != "vocab_split"}
     declared = f"{candidate.spec.name} {candidate.head} {supports} {dict(candidate.tiles)} {candidate.differentiable}"
     return f"{declared} {dtype}"
-
-
-_KEPT = 4
-"""Decks that are kept: they hold tensors, and cells are verified deck by deck."""
-
-_DECKS: OrderedDict[tuple[Spec, str], Deck] = OrderedDict()
-"""By the spec itself, as two specs may have one name, and by all else that a deck depends on."""
-
-
-def deck_of(candidate: Candidate, dtype: str, seed: int) -> Deck:
-    """Returns the deck for a candidate. It is kept for a while, for others that declare the same.
-
-    Args:
-        candidate: whose declaration says which problems can be drawn.
-        dtype: of its inputs.
-        seed: another seed draws other problems.
-    """
-    key = candidate.spec, f"{deck_key(candidate, dtype)} {seed}"
-    deck = _DECKS.pop(key, None) or Deck(candidate, dtype, seed)
-    _DECKS[key] = deck
-    while len(_DECKS) > _KEPT:
-        _DECKS.popitem(last=False)
-    return deck

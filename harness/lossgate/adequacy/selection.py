@@ -7,7 +7,7 @@ Different layouts and seeds choose differently, because variety over the whole m
 from collections.abc import Collection, Iterable, Sequence
 from random import Random
 
-from lossgate.adequacy.deck import Placed
+from lossgate.adequacy.entry import Placed
 from lossgate.specs.sharding_goals import SEVERAL_RANKS
 
 

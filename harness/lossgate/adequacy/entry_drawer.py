@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws problems for a deck, and asks which option mutants each is likely to kill."""
+
+from collections.abc import Collection, Mapping
+
+from lossgate.adequacy.entry import Entry
+from lossgate.adequacy.kills import changes
+from lossgate.adequacy.option_mutants import OptionMutant
+from lossgate.cases.bound_problem import BoundProblem
+from lossgate.cases.drawing import Draws
+from lossgate.cases.option_strategies import ForcedOption
+from lossgate.declaration.candidate import Candidate
+
+LEAST_CHANGE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.01}
+"""The change of a reference, relative to its largest entry, from which on a problem is likely to
+kill a mutant."""
+
+NEAR_SHARE = 1e-3
+"""The share of that change from which on a problem may tell numbers apart that are near each other.
+In float32 it is 1e-6: a difference below 16 units of roundoff does not show."""
+
+
+class EntryDrawer:
+    """Draws the problems of one deck."""
+
+    def __init__(
+        self,
+        candidate: Candidate,
+        dtype: str,
+        key: str,
+        mutants: Mapping[str, OptionMutant],
+        near: Mapping[str, OptionMutant],
+    ) -> None:
+        """Remembers what a deck draws for.
+
+        Args:
+            candidate: whose declaration says which problems can be drawn.
+            dtype: of its inputs.
+            key: decks with other keys draw other problems.
+            mutants: those that problems must kill, by name.
+            near: those that problems need not kill, because their choices are nearly one number.
+        """
+        self._candidate, self._dtype, self._key = candidate, dtype, key
+        self._near, self._known = near, {**mutants, **near}
+
+    def draws(self, what: str, count: int, *targets: ForcedOption | None, rich: bool = False) -> Draws:
+        """Prepares to draw problems, the same ones whenever it is for the same purpose.
+
+        Args:
+            what: names the purpose.
+            count: the most problems.
+            targets: the choices that problems must have, in turn.
+            rich: whether nearly all are of middle size and have trained tokens.
+        """
+        return Draws(self._candidate, self._dtype, f"{self._key} {what}", count, targets or (None,), rich)
+
+    def problems(self, draws: Draws) -> list[BoundProblem]:
+        """Draws problems, each once."""
+        distinct = {problem.to_json(): problem for problem in draws.all()}.values()
+        return [BoundProblem(self._candidate.spec, problem) for problem in distinct]
+
+    def entry(self, bound: BoundProblem, draws: Draws, mutants: Collection[str]) -> Entry:
+        """Returns a problem that was drawn, and which of some mutants it is likely to kill."""
+        return Entry(bound, bound.problem, draws, self.likely(bound, mutants))
+
+    def entries(
+        self, what: str, count: int, target: ForcedOption | None, mutants: Collection[str], *, rich: bool = False
+    ) -> list[Entry]:
+        """Draws problems and asks which of some mutants each is likely to kill."""
+        draws = self.draws(what, count, target, rich=rich)
+        return [self.entry(bound, draws, mutants) for bound in self.problems(draws)]
+
+    def likely(self, bound: BoundProblem, mutants: Collection[str], *, unmasked: bool = False) -> dict[str, float]:
+        """Returns the mutants that a problem is likely to kill, and how much each changes it.
+
+        Args:
+            bound: the problem.
+            mutants: the names of those that are asked about.
+            unmasked: whether to ask before tokens near a kink are masked, which is quicker.
+        """
+        asked = changes([self._known[name] for name in sorted(mutants)], bound, unmasked=unmasked)
+        least = LEAST_CHANGE[self._dtype]
+        return {
+            name: change
+            for name, change in ((str(mutant), change) for mutant, change in asked.items())
+            if change >= (least * NEAR_SHARE if name in self._near else least)
+        }

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs problems in a cell, and makes the first on which a candidate disagrees small.
+
+Hypothesis makes it smaller: it draws the problem again, and simpler ones.
+"""
+
+from dataclasses import dataclass, field, replace
+from time import monotonic
+
+import hypothesis
+from hypothesis.errors import Flaky
+
+from lossgate.adequacy.entry import Entry, Placed
+from lossgate.adequacy.option_mutants import OptionMutant
+from lossgate.cases.bound_problem import BoundProblem
+from lossgate.cases.case import Case
+from lossgate.cases.placement import splits_of
+from lossgate.cases.size import is_large
+from lossgate.engine.case_result import CaseResult, run_case
+from lossgate.engine.cell import Cell
+from lossgate.engine.settings import Settings
+from lossgate.errors import LossgateError
+from lossgate.problems.problem import Problem
+from lossgate.worlds.base import Hang, World, WorldLost
+
+
+class _DisagreementError(Exception):
+    """Tells Hypothesis that a problem fails.
+
+    It has one type and one line, so that Hypothesis sees a single failure.
+    """
+
+
+class _StopSearch(BaseException):
+    """Ends the search at once. It is not an Exception, so that Hypothesis lets it through."""
+
+
+@dataclass
+class Trials:
+    """The problems that were tried in a cell, and what came of them."""
+
+    cell: Cell
+    world: World
+    settings: Settings
+    cases: list[CaseResult] = field(default_factory=list)
+    """The cases that count, in order."""
+    failure: CaseResult | None = None
+    """What came of the smallest case that disagrees."""
+    failing_case: Case | None = None
+    """That case itself, with what each rank returned, for a second look."""
+    calls_after_failure: int = 0
+    """Problems that were tried to make it smaller."""
+    surviving: dict[str, OptionMutant] = field(default_factory=dict)
+    """The option mutants that no problem has killed."""
+    near: dict[str, OptionMutant] = field(default_factory=dict)
+    """The option mutants that no problem has killed, and none need kill: their choices are near."""
+    _tried: list[tuple[BoundProblem, CaseResult]] = field(default_factory=list)
+    """The problem of each case, and what came of it. Large ones are let go, for their tensors."""
+    _error: LossgateError | None = None
+    _failed_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._splits = splits_of(self.cell.candidate)
+
+    def try_problem(self, placed: Placed) -> None:
+        """Runs one problem. If the candidate fails on it, makes the problem smaller."""
+        try:
+            self._check(placed.problem, placed.entry)
+        except _StopSearch:
+            pass
+        except _DisagreementError:
+            self._shrink(placed)
+        if self._error is not None:
+            raise self._error
+
+    def _shrink(self, placed: Placed) -> None:
+        """Has Hypothesis draw the problem again, and make it smaller on its own layout."""
+        placement, simplest, reached = placed.placement, True, False
+        plainest = placement.plainest(self._splits)
+        try:
+            if plainest.fits(placed.entry.bound.problem):
+                self._check(plainest.put(placed.entry.bound.problem))
+        except _DisagreementError:
+            placement = plainest
+        except _StopSearch:
+            return
+
+        def check(problem: Problem) -> None:
+            nonlocal simplest, reached
+            first, simplest = simplest, False  # if it passes now, Hypothesis does not try it again
+            if first or reached or problem == placed.entry.drawn:
+                hypothesis.assume(placement.vocab_split == "even" or placement.fits(problem))
+                reached = True
+                self._check(placement.put(problem))
+                reached = not first
+
+        try:
+            placed.entry.draws.each(check, shrink=True)
+        except (_DisagreementError, _StopSearch):
+            return
+        except Flaky:
+            pass
+        self._add_flaky()  # what failed once did not fail again
+
+    def _check(self, problem: Problem, entry: Entry | None = None) -> None:
+        """Runs a problem; raises if the candidate disagrees, or if nothing more is to be tried."""
+        if self.failure is not None:
+            self.calls_after_failure += 1
+            too_late = monotonic() - self._failed_at > self.settings.timeout
+            if too_late or self.calls_after_failure > self.settings.shrink_calls:
+                raise _StopSearch
+        try:
+            result = self._run(problem, entry)
+        except LossgateError as error:
+            if isinstance(error, WorldLost) and self.failure is not None:
+                raise _StopSearch from None  # that failure is why it is lost
+            self._error = error
+            raise _StopSearch from None
+        if result.agrees:
+            return
+        if result.failure == Hang.__name__:  # each further try would cost a time-out
+            raise _StopSearch
+        raise _DisagreementError
+
+    def _run(self, problem: Problem, entry: Entry | None) -> CaseResult:
+        """Runs a problem and records what came of it.
+
+        Of all cases only the smallest one that fails is kept, because a case holds tensors.
+        """
+        bound = entry.bound if entry is not None else BoundProblem(self.cell.candidate.spec, problem)
+        case = Case(self.cell.candidate, problem, self.world, bound)
+        unkilled = {**self.surviving, **self.near}
+        likely = [unkilled[name] for name in entry.kills if name in unkilled] if entry is not None else ()
+        result = run_case(case, self.cell.property, likely if self.failure is None else ())
+        if self.failure is None:
+            self.cases.append(result)
+            if not is_large(problem):
+                self._tried.append((bound, result))
+            for name in result.killed:
+                (self.near if name in self.near else self.surviving).pop(name)
+        if not result.agrees and self.failure is None:
+            self._failed_at = monotonic()
+        if not result.agrees and (self.failure is None or _size(problem) <= _size(self.failure.problem)):
+            self.failure, self.failing_case = result, case
+        return result
+
+    def _add_flaky(self) -> None:
+        assert self.failure is not None
+        finding = "the candidate is not deterministic: the same problem, run again, gave another result"
+        self.failure = replace(self.failure, findings=(*self.failure.findings, finding), failure=None, unstable=True)
+
+
+def _size(problem: Problem) -> tuple[int, int, int, int]:
+    return problem.tokens, problem.vocab, problem.hidden, len(problem.to_json())
