@@ -32,6 +32,8 @@ class RightCounts:
     pool_alarms: int = 0
     pool_margin: float = 0.0
     """The largest pooled scale, as a share of its limit."""
+    pool_noise_margin: float = 0.0
+    """The largest pooled noise, as a share of its limit."""
     pool_mdes: Counter[str] = field(default_factory=Counter)
 
     @classmethod
@@ -45,7 +47,7 @@ class RightCounts:
         for comparison in result.comparisons:
             for name, share in comparison.shares.items():
                 self._raise(f"{comparison.output}: {name}", share)
-        self.mdes.update(_step(c.mde) for c in result.comparisons if c.values and not c.vacuous)
+        self.mdes.update(_step(c.mde) for c in result.comparisons if c.tells_scale)
         if not result.agrees:
             self.alarms.append({"problem": result.problem.to_json(), "findings": list(result.findings)})
 
@@ -57,6 +59,8 @@ class RightCounts:
         self.pools += 1
         self.pool_alarms += not pooled.agrees
         self.pool_margin = max(self.pool_margin, abs(pooled.scale) / pooled.limit)
+        if pooled.noise is not None:
+            self.pool_noise_margin = max(self.pool_noise_margin, pooled.noise.noise / pooled.noise.limit)
         self.pool_mdes[_step(pooled.mde)] += 1
 
     def merge(self, other: "RightCounts") -> None:
@@ -64,6 +68,7 @@ class RightCounts:
         for name in ("problems", "comparisons", "alarms", "mdes", "pools", "pool_alarms", "pool_mdes"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.pool_margin = max(self.pool_margin, other.pool_margin)
+        self.pool_noise_margin = max(self.pool_noise_margin, other.pool_noise_margin)
         for name, share in other.margins.items():
             self._raise(name, share)
 

@@ -71,7 +71,7 @@ def _row(counts: RightCounts) -> list[str]:
         f"{share:.2f} ({where})",
         f"{median_step(counts.mdes):.1g}",
         pools,
-        f"{counts.pool_alarms}, at most {counts.pool_margin:.2f}",
+        f"{counts.pool_alarms}, at most {counts.pool_margin:.2f} (scale) and {counts.pool_noise_margin:.2f} (noise)",
     ]
 
 

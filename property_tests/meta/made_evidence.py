@@ -34,6 +34,7 @@ def output(**changes: Any) -> OutputRecord:
         limit=(1e-6, 1e-6, 1e-6),
         sd=(1e-7, 1e-7, 1e-7),
         mean=(0.0, 0.0, 0.0),
+        noise=(0.5, 1.0, 0.25),
         shares={"noise": (0.25, 0.5, 0.125)},
         unit=2**-24,
         pooled=PooledRecord(problems=3, scale=-1.6667e-09, limit=2.3392e-06),
@@ -53,6 +54,7 @@ def output_on(problems: int) -> OutputRecord:
         limit=(1e-6,) * problems,
         sd=(1e-7,) * problems,
         mean=(0.0,) * problems,
+        noise=(0.5, 1.0, 0.25, *([None] * more)),
         shares={"noise": (0.25, 0.5, 0.125, *([0.0] * more))},
         vacuous=tuple(range(3, problems)),
     )
@@ -105,7 +107,9 @@ def cell(**changes: Any) -> CellRecord:
 def disagreeing(**changes: Any) -> CellRecord:
     """Returns the record of a cell whose loss is 1% too large on one problem."""
     pooled = PooledRecord(problems=1, scale=0.01, limit=1e-6)
-    wrong = output(cases=(0,), scale=(0.01,), limit=(1e-6,), sd=(1e-7,), mean=(0.0,), shares={}, pooled=pooled)
+    wrong = output(
+        cases=(0,), scale=(0.01,), limit=(1e-6,), sd=(1e-7,), mean=(0.0,), noise=(9.0,), shares={}, pooled=pooled
+    )
     given: dict[str, Any] = {
         "verdict": "DISAGREE",
         "reasons": ("loss: 1.01 times the reference",),

@@ -34,7 +34,7 @@ def comparisons(
     """
     random_ = random.Random(seed)
     scales = [bias + random_.gauss(0, sd) + random_.uniform(-alike, alike) for _ in range(count)]
-    return [Comparison(output=OUTPUT, values={SCALE: scale}, limits={SCALE: 1.0}, sd=sd, unit=unit) for scale in scales]
+    return [Comparison(output=OUTPUT, values={SCALE: scale}, limits={SCALE: 0.5}, sd=sd, unit=unit) for scale in scales]
 
 
 def pooled(given: list[Comparison]) -> Pooled:
@@ -102,6 +102,6 @@ def test_a_pool_of_nothing_sees_nothing() -> None:
 
 
 def test_a_pooled_disagreement_in_words() -> None:
-    words = explain_pooled(pooled(comparisons(2e-3, 1e-4)))
+    (words,) = explain_pooled(pooled(comparisons(2e-3, 1e-4)))
     assert words.startswith("grad of weight: pooled over 100 problems it is 1.00")
     assert "where rounding explains 1 +- 0.00012" in words

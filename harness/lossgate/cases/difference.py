@@ -83,6 +83,7 @@ def _difference(output: Output, first: Case, second: Case) -> Comparison:
         rounding=rounding,
         alike=alike,
         alike_runs=torch.where(finite, alike_runs, 0.0),
+        knows_noise=all(case.oracle.knows_noise(output) for case in cases),
         blocks=blocks_of(output, first.placed.partition, first.candidate.tiles, compared),
     )
     units = [format_.unit for format_ in formats]

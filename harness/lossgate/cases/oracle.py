@@ -15,7 +15,7 @@ from lossgate.declaration.candidate import Candidate
 from lossgate.judge.blocks import blocks_of
 from lossgate.judge.comparison import Comparison, Tolerance
 from lossgate.judge.ensemble import stages_of
-from lossgate.numerics.float_formats import coarsest, float_format_of
+from lossgate.numerics.float_formats import FLOAT32, coarsest, float_format_of
 from lossgate.specs.outputs import Output
 
 
@@ -85,6 +85,14 @@ class Oracle:
         """
         return self._alike.get(output)
 
+    def knows_noise(self, output: Output) -> bool:
+        """Returns whether right kernels are at most as noisy in an output as the noisiest run.
+
+        A loss in a coarse dtype may add its numbers up one by one, and round each partial sum.
+        ``Precision`` does not say so, and runs round the sum once.
+        """
+        return bool(output.dims) or self._stages.loss == FLOAT32
+
     def _tolerance(self, output: Output, dtype: torch.dtype) -> Tolerance:
         """Returns the tolerance of an output that comes in ``dtype``.
 
@@ -112,6 +120,8 @@ class Oracle:
             rounding=of_compared(format_.error(reference)),
             alike=of_compared(self.alike(output, dtype)),
             alike_runs=None if alike_runs is None else of_compared(alike_runs),
+            rounded=format_.nearest,
+            knows_noise=self.knows_noise(output),
             blocks=blocks_of(output, self._placed.partition, self._candidate.tiles, compared),
         )
 

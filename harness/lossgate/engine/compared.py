@@ -72,7 +72,7 @@ class ComparedCell:
         only_pooled = result is self.difference and self.differ and result.failure is None
         if not only_pooled:
             return result.reasons
-        return tuple(explain_pooled_difference(one, *self.names) for one in result.pooled if not one.agrees)
+        return tuple(line for one in result.pooled for line in explain_pooled_difference(one, *self.names))
 
 
 @dataclass(frozen=True, repr=False)

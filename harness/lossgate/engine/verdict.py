@@ -112,7 +112,7 @@ def _pool(cases: Sequence[CaseResult]) -> tuple[Pooled, ...]:
 
 
 def _biases(pooled: Iterable[Pooled]) -> tuple[str, ...]:
-    return tuple(explain_pooled(one) for one in pooled if not one.agrees)
+    return tuple(line for one in pooled for line in explain_pooled(one))
 
 
 def _verdict(

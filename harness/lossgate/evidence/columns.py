@@ -4,14 +4,16 @@ a time would take a gate ten times longer.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import chain
-from math import inf
+from math import inf, nan
 from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lossgate.evidence.records import CellRecord, OutputRecord
+from lossgate.judge.pooled_noise import PooledNoises, pool_noises
 from lossgate.judge.pooled_scale import Floats, PooledScales, pool_scales, smallest_bias
 
 
@@ -55,10 +57,7 @@ class Columns:
         """Returns how many comparisons of each fitting output say something about its scale, and
         the pools of those outputs of which any does.
         """
-        telling = np.ones(len(self._scale), bool)
-        for start, output in zip(_starts(self._sizes).tolist(), self._good, strict=True):
-            for entry in output.vacuous:
-                telling[start + entry] = False
+        telling = self._telling
         ends = np.concatenate([np.zeros(1, np.intp), telling.cumsum()])
         sizes = np.diff(ends[np.concatenate([np.zeros(1, np.intp), self._sizes.cumsum()])])
         used = [output for output, size in zip(self._good, sizes.tolist(), strict=True) if size]
@@ -71,6 +70,23 @@ class Columns:
             sizes=sizes[sizes > 0],
         )
         return sizes.tolist(), pools
+
+    def pooled_noise(self) -> PooledNoises:
+        """Returns the pooled noise of each fitting output."""
+        noises = np.full(len(self._scale), nan)
+        for start, output in zip(_starts(self._sizes).tolist(), self._good, strict=True):
+            if output.noise is not None:
+                noises[start : start + len(output.noise)] = [nan if one is None else one for one in output.noise]
+        return pool_noises(np.where(self._telling, noises, nan), self._sizes)
+
+    @cached_property
+    def _telling(self) -> NDArray[np.bool_]:
+        """Which comparisons say something about the scale and the noise of their output."""
+        telling = np.ones(len(self._scale), bool)
+        for start, output in zip(_starts(self._sizes).tolist(), self._good, strict=True):
+            for entry in (*output.vacuous, *output.silent):
+                telling[start + entry] = False
+        return telling
 
     def _column(self, numbers: Callable[[OutputRecord], tuple[float, ...]]) -> Floats:
         return np.fromiter(chain.from_iterable(map(numbers, self._good)), np.float64, int(self._sizes.sum()))
@@ -101,5 +117,6 @@ def largest_share(shares: Sequence[float | None]) -> float:
 
 def _fits(output: OutputRecord) -> bool:
     count = len(output.cases)
-    lists = (output.scale, output.limit, output.sd, output.mean, *output.shares.values())
-    return {count, *map(len, lists)} == {count} and max(output.vacuous, default=-1) < count
+    noise = () if output.noise is None else (output.noise,)
+    lists = (output.scale, output.limit, output.sd, output.mean, *noise, *output.shares.values())
+    return {count, *map(len, lists)} == {count} and max((*output.vacuous, *output.silent), default=-1) < count

@@ -19,11 +19,13 @@ from lossgate.evidence.records import (
     Failure,
     KnownFailureRecord,
     OutputRecord,
+    PooledNoiseRecord,
     PooledRecord,
     WorstExample,
 )
 from lossgate.evidence.redo import largest_mde, redo
 from lossgate.judge.comparison import Comparison
+from lossgate.judge.pooled_noise import PooledNoise
 from lossgate.judge.pooling import Pooled
 from lossgate.judge.statistics import SCALE
 from lossgate.problems.problem import Problem
@@ -118,10 +120,12 @@ def _output(found: Sequence[tuple[int, Comparison]], pooled: Pooled, digits: int
         limit=tuple(_rounded((c.limits[SCALE] for c in used), digits)),
         sd=tuple(_rounded((c.sd for c in used), digits)),
         mean=tuple(_rounded((c.mean for c in used), digits)),
+        noise=tuple(None if c.noise is None else next(_rounded([c.noise], digits)) for c in used),
         vacuous=tuple(i for i, c in enumerate(used) if c.vacuous),
+        silent=tuple(i for i, c in enumerate(used) if c.silent),
         shares={name: tuple(_share(c.shares.get(name, 0.0)) for c in used) for name in others},
-        unit=max((c.unit for c in used if not c.vacuous), default=0.0),
-        kernels=max((c.kernels for c in used if not c.vacuous), default=1),
+        unit=max((c.unit for c in used if c.tells_scale), default=0.0),
+        kernels=max((c.kernels for c in used if c.tells_scale), default=1),
         faults=tuple(dict.fromkeys(fault for _, c in found for fault in c.faults)),
         pooled=_pooled(pooled, digits),
         planted={name: _share_of(c.rejected[name] for c in used if name in c.rejected) for name in planted},
@@ -133,7 +137,14 @@ def _pooled(pooled: Pooled, digits: int) -> PooledRecord | None:
     if not pooled.problems:
         return None
     scale, limit = _rounded((pooled.scale, pooled.limit), digits)
-    return PooledRecord(problems=pooled.problems, scale=scale, limit=limit)
+    return PooledRecord(problems=pooled.problems, scale=scale, limit=limit, noise=_pooled_noise(pooled.noise, digits))
+
+
+def _pooled_noise(pooled: PooledNoise | None, digits: int) -> PooledNoiseRecord | None:
+    if pooled is None:
+        return None
+    noise, limit = _rounded((pooled.noise, pooled.limit), digits)
+    return PooledNoiseRecord(problems=pooled.problems, noise=noise, limit=limit)
 
 
 def _rounded(values: Iterable[float], digits: int) -> Iterator[float]:

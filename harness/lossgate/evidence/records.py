@@ -11,8 +11,11 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
-SCHEMA = "1.0"
+SCHEMA = "1.1"
 """Version of the schema: an older reader understands another second number, not another first."""
+
+WITHOUT_NOISE = "1.0"
+"""The version in which outputs had no ``noise``."""
 
 VerdictName = Literal["AGREE", "DISAGREE", "INCONCLUSIVE"]
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$", description="A SHA-256 in hexadecimal digits.")]
@@ -93,14 +96,27 @@ class EndRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="end"):
     """The cells of the run, if they were not known at the start."""
 
 
+class PooledNoiseRecord(Struct, frozen=True, kw_only=True):
+    """The noise of an output over all problems of a cell that say something about it."""
+
+    problems: Count
+    noise: Size
+    """What a quarter of the problems reach, in units of the noisiest correct run of each."""
+    limit: Size
+
+
 class PooledRecord(Struct, frozen=True, kw_only=True):
-    """The scale of an output over all problems of a cell that say something about it."""
+    """The scale of an output over all problems of a cell that say something about it, and its
+    noise.
+    """
 
     problems: Count
     scale: float
     """By how much the output is too large, relative to the reference."""
     limit: Size
     """The largest that rounding explains, on either side of 0."""
+    noise: PooledNoiseRecord | None = None
+    """Null if too few problems say something about the noise, or in evidence of schema 1.0."""
 
     @property
     def mde(self) -> float:
@@ -110,7 +126,7 @@ class PooledRecord(Struct, frozen=True, kw_only=True):
 
 class OutputRecord(Struct, frozen=True, kw_only=True):
     """One output of a cell: how it compared on each problem. ``cases``, ``scale``, ``limit``,
-    ``sd``, ``mean`` and the lists in ``shares`` have one entry for each comparison.
+    ``sd``, ``mean``, ``noise`` and the lists in ``shares`` have one entry for each comparison.
     """
 
     name: str
@@ -130,8 +146,14 @@ class OutputRecord(Struct, frozen=True, kw_only=True):
     """Standard deviation of ``scale`` over correct runs that round."""
     mean: tuple[float, ...] = ()
     """Mean of ``scale`` over correct runs that round."""
+    noise: tuple[Size | None, ...] | None = None
+    """How noisy the output is, in units of the noisiest correct run that rounds; null if none has
+    any noise. No list in evidence of schema 1.0."""
     vacuous: tuple[Count, ...] = ()
     """The entries of comparisons whose reference was zero, so that no error of scale could show."""
+    silent: tuple[Count, ...] = ()
+    """The entries of comparisons in which rounding explains an output of zero, and one that is
+    twice as large."""
     shares: dict[str, tuple[Size | None, ...]] = field(default_factory=dict)
     """Each other statistic as a share of its limit, rounded up to three digits: over 1, or null for
     any number over a limit of zero, is a disagreement. 0 where it was not measured. Outputs that

@@ -4,9 +4,11 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from math import isfinite
 
 from lossgate.evidence.columns import Columns
-from lossgate.evidence.records import CellRecord, OutputRecord, VerdictName
+from lossgate.evidence.records import WITHOUT_NOISE, CellRecord, OutputRecord, VerdictName
+from lossgate.judge.pooled_noise import PooledNoise
 from lossgate.judge.pooled_scale import LARGEST_MDE
 
 _ROUNDING = 1e-3
@@ -91,6 +93,8 @@ def _wrong_outputs(record: CellRecord) -> str:
     for output in record.outputs:
         if output.metric and (output.name in _NO_METRICS or output.name.startswith("grad of ")):
             return f"it says that {output.name} is a metric"
+        if output.cases and output.noise is None and record.schema != WITHOUT_NOISE:
+            return f"it has schema {record.schema}, and does not say how noisy {output.name} is"
     return ""
 
 
@@ -100,7 +104,7 @@ def largest_mde(record: CellRecord) -> float | None:
 
     Metrics that were zero on every problem are left out.
     """
-    counted = [output for output in record.outputs if output.pooled is not None or not output.metric]
+    counted = [output for output in record.outputs if output.pooled is not None or _must_be_compared(output)]
     effects = [output.pooled.mde for output in counted if output.pooled is not None]
     return max(effects) if effects and len(effects) == len(counted) else None
 
@@ -115,7 +119,17 @@ def _verdict(record: CellRecord, disagrees: bool) -> VerdictName:
 def _disagrees(output: OutputRecord, margin: float) -> bool:
     if output.faults or not margin <= 1:
         return True
-    return output.pooled is not None and not abs(output.pooled.scale) <= output.pooled.limit
+    pooled = output.pooled
+    if pooled is None:
+        return False
+    return not abs(pooled.scale) <= pooled.limit or (
+        pooled.noise is not None and not pooled.noise.noise <= pooled.noise.limit
+    )
+
+
+def _must_be_compared(output: OutputRecord) -> bool:
+    """Returns whether the scale of an output must be compared. A metric may be zero everywhere."""
+    return not output.metric or bool(output.silent)
 
 
 def _gaps(record: CellRecord) -> Iterator[str]:
@@ -125,7 +139,7 @@ def _gaps(record: CellRecord) -> Iterator[str]:
     for output in record.outputs:
         yield from output.blind
         if record.needs_adequacy and (
-            not output.metric if output.pooled is None else not output.pooled.mde <= LARGEST_MDE
+            _must_be_compared(output) if output.pooled is None else not output.pooled.mde <= LARGEST_MDE
         ):
             yield output.name
     yield from (goal for goal in record.required if not record.coverage.get(goal))
@@ -136,11 +150,14 @@ def _pool(columns: Columns) -> Iterator[str]:
     """Yields for each output how it contradicts its own pool, in words; empty if it does not."""
     sizes, pools = columns.pooled()
     size, scales, limits = iter(sizes), iter(pools.scale.tolist()), iter(pools.limit.tolist())
+    noises = iter(zip(*(numbers.tolist() for numbers in columns.pooled_noise()), strict=True))
     for output, fits in zip(columns.outputs, columns.fitting, strict=True):
         if not fits:
             yield f"the lists of {output.name} do not have one entry for each comparison"
-        elif problems := next(size):
-            yield _compare(output, problems, next(scales), next(limits))
+            continue
+        noise = PooledNoise(*next(noises))
+        if problems := next(size):
+            yield _compare(output, problems, next(scales), next(limits)) or _compare_noise(output, noise)
         else:
             yield f"{output.name} is pooled, and no problem says anything about its scale" if output.pooled else ""
 
@@ -156,6 +173,23 @@ def _compare(output: OutputRecord, problems: int, scale: float, limit: float) ->
         return (
             f"{output.name} has a pooled scale of {said.scale:.6g} +- {said.limit:.6g}, "
             f"and its numbers give {scale:.6g} +- {limit:.6g}"
+        )
+    return ""
+
+
+def _compare_noise(output: OutputRecord, noise: PooledNoise) -> str:
+    said = None if output.pooled is None else output.pooled.noise
+    if said is None:
+        return f"the noise of {output.name} is not pooled, and its numbers are enough" if isfinite(noise.limit) else ""
+    if said.problems != noise.problems:
+        return (
+            f"the noise of {output.name} is pooled over {said.problems} problems, "
+            f"and its numbers are of {noise.problems}"
+        )
+    if not (_near(said.noise, noise.noise) and _near(said.limit, noise.limit)):  # also if one is no number
+        return (
+            f"{output.name} has a pooled noise of {said.noise:.6g} and a limit of {said.limit:.6g}, "
+            f"and its numbers give {noise.noise:.6g} and {noise.limit:.6g}"
         )
     return ""
 

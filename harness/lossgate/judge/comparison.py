@@ -3,7 +3,7 @@
 runs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -25,6 +25,7 @@ from lossgate.judge.statistics import (
     at,
     fits_at_once,
     limits,
+    noise_of,
     stack_of,
     statistics,
 )
@@ -46,6 +47,9 @@ class Comparison:
     """Standard deviation of SCALE over the ensemble."""
     mean: float = 0.0
     """Mean of SCALE over the ensemble: rounding makes the largest of many numbers larger."""
+    noise: float | None = None
+    """How noisy the result is, in units of the noisiest run; None if no run has any noise, or right
+    kernels may be noisier than all."""
     unit: float = 0.0
     """Unit roundoff of the output's dtype."""
     kernels: int = 1
@@ -72,6 +76,18 @@ class Comparison:
     @property
     def agrees(self) -> bool:
         return not self.faults and self.margin <= 1
+
+    @property
+    def tells_scale(self) -> bool:
+        """Whether an error in the scale could show. It could not if the reference is zero, nor if
+        rounding explains even a result of zero.
+        """
+        return bool(self.values) and not self.vacuous and not self.silent
+
+    @property
+    def silent(self) -> bool:
+        """Whether rounding explains a result of zero, and one that is twice as large."""
+        return bool(self.values) and not self.vacuous and not self.limits[SCALE] < 1
 
     @property
     def mde(self) -> float:
@@ -103,6 +119,8 @@ class Tolerance:
         rounding: Tensor,
         alike: Tensor,
         alike_runs: Tensor | None = None,
+        rounded: Callable[[Tensor], Tensor] | None = None,
+        knows_noise: bool = True,
         blocks: Sequence[Blocks] = (),
     ) -> None:
         """Prepares to compare results with a reference. All tensors are float64.
@@ -118,8 +136,11 @@ class Tolerance:
                 to all others.
             alike_runs: ``[n, *shape]``, runs that round equal numbers alike, and nothing else, less
                 the reference; None if there are none. May be float32.
+            rounded: returns numbers as the output's dtype holds them; None for a difference.
+            knows_noise: whether right kernels are at most as noisy as the noisiest run.
             blocks: the ways to cut the output into blocks.
         """
+        self._rounded, self._knows_noise = rounded, knows_noise
         self._output, self._reference, self._unit, self._blocks = output, reference, unit, blocks
         self._finite = reference.isfinite()
         self._all_finite = bool(self._finite.all())
@@ -145,13 +166,19 @@ class Tolerance:
 
     @cached_property
     def _limits(self) -> Limits:
-        return limits(self._model, self._blocks, self._allowed, self._off_alike)
+        return limits(self._model, self._blocks, self._allowed, self._off_alike, self._off_rounded)
 
     def _off_alike(self, rows: Rows) -> Tensor:
         """Returns how far some rows of runs are off that round equal numbers alike."""
         if self._alike_runs is None:
             return torch.zeros_like(at(self._model.reference, rows))[None]
         return stack_of(self._alike_runs)(rows) / self._size
+
+    def _off_rounded(self, rows: Rows) -> Tensor:
+        """Returns how far some rows of the reference are off that is only rounded at its end."""
+        known = at(self._known, rows)
+        off = torch.zeros_like(known) if self._rounded is None else self._rounded(known) - known
+        return torch.where(off.isfinite(), off, 0.0)[None] / self._size
 
     def _alike_at_most(self, rows: Rows) -> Tensor:
         """Returns what rounding may do to some rows alike, in several ways."""
@@ -225,6 +252,7 @@ class Tolerance:
             where={name: _number(int(entries[0]), name, self._reference) for name, entries in where},
             sd=self._limits.sd,
             mean=self._limits.mean,
+            noise=self._in_units_of_noisiest(float(noise_of(found)[0])),
             unit=self._unit,
             faults=faults,
             vacuous=not planted,
@@ -247,12 +275,17 @@ class Tolerance:
             limits=limits.of,
             sd=limits.sd,
             mean=limits.mean,
+            noise=self._in_units_of_noisiest(abs(scale)),
             unit=self._unit,
             faults=faults,
             vacuous=not planted,
             rejected=rejected,
             blind=blind_spots(scales, rejected, scale, limits.of[SCALE]),
         )
+
+    def _in_units_of_noisiest(self, noise: float) -> float | None:
+        noisiest = self._limits.noise
+        return noise / noisiest if noisiest and self._knows_noise else None
 
     def rejects(self, results: Tensor) -> Tensor:
         """Returns for each of ``[n, *shape]`` results whether ``compare`` would disagree, ``[n]``

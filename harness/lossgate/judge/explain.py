@@ -71,10 +71,17 @@ def explain_difference(comparison: Comparison, first: str, second: str) -> Itera
             )
 
 
-def explain_pooled_difference(pooled: Pooled, first: str, second: str) -> str:
-    """Returns a line for a difference of scale that shows over many problems."""
-    less = _less(first, second, pooled.scale, pooled.limit)
-    return f"{pooled.output}: pooled over {pooled.problems} problems, {less}"
+def explain_pooled_difference(pooled: Pooled, first: str, second: str) -> Iterator[str]:
+    """Yields a line for each thing in which two results differ over many problems."""
+    if not pooled.scale_agrees:
+        less = _less(first, second, pooled.scale, pooled.limit)
+        yield f"{pooled.output}: pooled over {pooled.problems} problems, {less}"
+    if pooled.noise is not None and not pooled.noise.agrees:
+        yield (
+            f"{pooled.output}: pooled over {pooled.noise.problems} problems, {first} and {second} differ by "
+            f"{pooled.noise.noise:.3g} times the most that the noise of both explains, where "
+            f"{pooled.noise.limit:.3g} times is allowed"
+        )
 
 
 def _less(first: str, second: str, value: float, limit: float) -> str:
@@ -83,9 +90,26 @@ def _less(first: str, second: str, value: float, limit: float) -> str:
     )
 
 
-def explain_pooled(pooled: Pooled) -> str:
-    """Returns a line for a scale that is wrong over many problems."""
-    return (
-        f"{pooled.output}: pooled over {pooled.problems} problems it is {1 + pooled.scale:.7g} times the reference, "
-        f"where rounding explains 1 +- {pooled.limit:.2g}"
-    )
+def explain_pooled(pooled: Pooled) -> Iterator[str]:
+    """Yields a line for each thing that is wrong over many problems: the scale, and the noise."""
+    if not pooled.scale_agrees:
+        yield (
+            f"{pooled.output}: pooled over {pooled.problems} problems it is {1 + pooled.scale:.7g} times the "
+            f"reference, where rounding explains 1 +- {pooled.limit:.2g}"
+        )
+    if pooled.noise is not None and not pooled.noise.agrees:
+        yield (
+            f"{pooled.output}: pooled over {pooled.noise.problems} problems its errors are {pooled.noise.noise:.3g} "
+            f"times the most that the declared precision explains, where {pooled.noise.limit:.3g} times is allowed; "
+            f"{_less_noise(pooled)}"
+        )
+
+
+def _less_noise(pooled: Pooled) -> str:
+    """Returns the way out for an output that is too noisy."""
+    if pooled.output.kind == "gradient":
+        return (
+            "add it up in float32 and round it once, or declare in Precision what the kernel does, such as "
+            "accumulate or grads_in_forward"
+        )
+    return "compute it in float32 and round it once, or declare in Precision what the kernel does, such as loss"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scale of an output over many problems: errors too small for one comparison, such as a bias of
-0.2% in bf16.
+"""An output over many problems: errors too small for one comparison, such as a bias of 0.2% in
+bfloat16, or a sum in bfloat16 that is declared as one in float32.
 """
 
 from collections.abc import Iterable
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import inf
 
 from lossgate.judge.comparison import Comparison
+from lossgate.judge.pooled_noise import PooledNoise, pool_noise
 from lossgate.judge.pooled_scale import pool_scales, smallest_bias
 from lossgate.judge.statistics import SCALE
 from lossgate.specs.outputs import Output
@@ -19,13 +20,26 @@ class Pooled:
 
     output: Output
     problems: int
+    """Those that say something about its scale."""
     scale: float
     sd: float
     limit: float
+    silent: int = 0
+    """Problems in which rounding explains a result of zero, and one that is twice as large."""
+    noise: PooledNoise | None = None
+    """None if too few problems say something about its noise."""
+
+    @property
+    def scale_agrees(self) -> bool:
+        return abs(self.scale) <= self.limit
+
+    @property
+    def noise_agrees(self) -> bool:
+        return self.noise is None or self.noise.agrees
 
     @property
     def agrees(self) -> bool:
-        return abs(self.scale) <= self.limit
+        return self.scale_agrees and self.noise_agrees
 
     @property
     def mde(self) -> float:
@@ -37,9 +51,10 @@ class Pooled:
 
 def pool(output: Output, comparisons: Iterable[Comparison]) -> Pooled:
     """Pools comparisons of one output. Those that say nothing about its scale are left out."""
-    used = [c for c in comparisons if c.values and not c.vacuous]
+    found = list(comparisons)
+    used, silent = [c for c in found if c.tells_scale], sum(c.silent for c in found)
     if not used:
-        return Pooled(output, 0, 0.0, inf, inf)
+        return Pooled(output, 0, 0.0, inf, inf, silent)
     pooled = pool_scales(
         scales=[c.values[SCALE] for c in used],
         sds=[c.sd for c in used],
@@ -48,4 +63,6 @@ def pool(output: Output, comparisons: Iterable[Comparison]) -> Pooled:
         floors=[smallest_bias(max(c.unit for c in used), max(c.kernels for c in used))],
         sizes=[len(used)],
     )
-    return Pooled(output, len(used), float(pooled.scale[0]), float(pooled.sd[0]), float(pooled.limit[0]))
+    noise = pool_noise([c.noise for c in used if c.noise is not None])
+    scale, sd, limit = float(pooled.scale[0]), float(pooled.sd[0]), float(pooled.limit[0])
+    return Pooled(output, len(used), scale, sd, limit, silent, noise)

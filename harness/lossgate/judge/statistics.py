@@ -288,9 +288,12 @@ class Limits:
     """Root mean square of SCALE over the members."""
     mean: float
     """Mean of SCALE over the members."""
+    noise: float
+    """The largest NOISE of the runs, of those that round equal numbers alike, and of the rounded
+    reference; for a number, the largest abs(SCALE)."""
 
 
-def limits(model: NoiseModel, blocks: Sequence[Blocks], allowed: float, alike: Stack) -> Limits:
+def limits(model: NoiseModel, blocks: Sequence[Blocks], allowed: float, alike: Stack, rounded: Stack) -> Limits:
     """Returns the limit of each statistic.
 
     Args:
@@ -298,16 +301,25 @@ def limits(model: NoiseModel, blocks: Sequence[Blocks], allowed: float, alike: S
         blocks: the ways to cut the output into blocks.
         allowed: what rounding may do to the whole output alike, relative to it.
         alike: ``[n, *shape]``, the deviations of runs that round equal numbers alike.
+        rounded: ``[1, *shape]``, the deviation of the reference as the output's dtype holds it.
     """
     members = statistics(model.of_members, model.reference, model.precision_without_each, blocks)
     sd = float(members[SCALE].values.square().mean().sqrt())
     limit = {
         name: FACTORS.get(name, BLOCK_FACTOR) * float(statistic.values.max()) for name, statistic in members.items()
     }
-    for name, statistic in statistics(alike, model.reference, model.precision, ()).items():
+    of_alike = statistics(alike, model.reference, model.precision, ())
+    for name, statistic in of_alike.items():
         limit[name] = max(limit[name], ALIKE_FACTOR * float(statistic.values.max()))
     limit[SCALE] = allowed + scale_sigmas(model.members) * sd
-    return Limits(limit, sd, float(members[SCALE].values.mean()))
+    of_rounded = statistics(rounded, model.reference, model.precision, ())
+    noise = max(float(noise_of(runs).max()) for runs in (members, of_alike, of_rounded))
+    return Limits(limit, sd, float(members[SCALE].values.mean()), noise)
+
+
+def noise_of(found: Mapping[str, Statistic]) -> Tensor:
+    """Returns how noisy each result is, ``[n]``. A number has SCALE alone."""
+    return found[NOISE].values if NOISE in found else found[SCALE].values.abs()
 
 
 def scale_sigmas(members: int) -> float:

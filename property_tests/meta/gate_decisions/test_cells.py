@@ -47,6 +47,7 @@ TWO = output(
     limit=(1e-6, 1e-6),
     sd=(1e-7, 1e-7),
     mean=(0.0, 0.0),
+    noise=(0.5, 0.5),
     shares={},
     pooled=PooledRecord(problems=2, scale=0.0, limit=5.9325e-06),
 )
