@@ -10,7 +10,7 @@ from lossgate.adequacy.equivalence import UNCHANGED
 from lossgate.adequacy.option_mutants import NEAREST
 from lossgate.bank.known_right import known_right
 from lossgate.cases import kinks, size
-from lossgate.judge import ensemble, pooled_scale, streamed, token_stage
+from lossgate.judge import ensemble, pooled_noise, pooled_scale, streamed, token_stage
 from lossgate.judge.power import PLANTED
 from lossgate.judge.statistics import ALIKE_FACTOR, BLOCK_FACTOR, FACTORS, NOISE, WORST, scale_sigmas
 from lossgate.numerics.float_formats import FLOAT32
@@ -41,6 +41,8 @@ STATED = {
     "pooled": f"{pooled_scale.SIGMAS:g} (1 + 60 / n^2) standard deviations of the pooled scale",
     "floor": f"a {1 / pooled_scale.FLOOR:.0f}th of the unit roundoff, "
     f"and at least 2^{log2(pooled_scale.FLOAT32_FLOOR):.0f}",
+    "pooled noise": f"Its limit is {pooled_noise.LARGEST:g} + {pooled_noise.MORE:.0f} / n, "
+    f"and fewer than {pooled_noise.FEWEST} problems say nothing",
     "mde": f"An error of {pooled_scale.LARGEST_MDE:.0%} in the scale",
     "equivalent": f"on each of {UNCHANGED} problems",
     "nearest": f"within {NEAREST:g} of each other",
