@@ -44,10 +44,17 @@ def to_detect(pooled: Pooled, problems: int) -> str:
     return f"more problems hardly help, because of the rounding that Precision declares: {finer}, and declare so"
 
 
-def to_compare(problems: int) -> str:
-    """Returns what to do about an output that was zero in every problem."""
+def to_compare(problems: int, *, too_noisy: bool = False) -> str:
+    """Returns what to do about an output whose scale was not compared.
+
+    Args:
+        problems: how many were tried.
+        too_noisy: rounding explains even a result of zero; otherwise the output was zero.
+    """
     if problems < _ENOUGH:
         return f"raise --examples to {_ENOUGH}"
+    if too_noisy:
+        return f"more than these {problems} problems hardly help: compute in a finer dtype, and declare so"
     return f"more than these {problems} problems hardly help: add to supports a choice with which it is not zero"
 
 

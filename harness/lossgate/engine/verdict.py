@@ -12,12 +12,8 @@ from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.failure_files import FrozenCase
 from lossgate.engine.survivors import Tried
 from lossgate.judge.explain import explain_pooled
-from lossgate.judge.pooled_scale import LARGEST_MDE
+from lossgate.judge.pooled_scale import FEWEST, LARGEST_MDE
 from lossgate.judge.pooling import Pooled, pool
-
-FEWEST = 8
-"""The fewest problems on which a cell may agree, whatever they cover and kill: the pooled scale of
-fewer says little."""
 
 _SHOWN = 4
 """Values of a choice that a line names one by one."""
@@ -141,23 +137,35 @@ def _gaps(
     if cell.property.needs_adequacy and len(cases) < FEWEST:
         are = "problem is" if len(cases) == 1 else "problems are"
         yield f"{len(cases)} {are} too few for AGREE; raise --examples to {FEWEST} at least"
-    for p in pooled if cell.property.needs_adequacy else ():
-        # A metric may be zero on every problem: the share of tokens that are clipped, say.
-        if not p.problems and p.output.kind != "metric":
-            yield (
-                f"{p.output}: it was zero in every problem, so that its scale was never compared; "
-                f"{to_compare(len(cases))}"
-            )
-        elif p.problems and p.mde > LARGEST_MDE:
-            yield (
-                f"{p.output}: an error of {LARGEST_MDE:.0%} in its scale would not have been detected "
-                f"(the least that would is {p.mde:.2g}); {to_detect(p, len(cases))}"
-            )
+    if cell.property.needs_adequacy:
+        yield from _hidden_scales(pooled, len(cases))
     for name, goal in cell.required_goals.items():
         if name not in covered:
             tried = drawn.get(name, 0)
             advice = f"{to_reach(tried)}{_way_to(name, cell, tried)}"
             yield f"no problem reached goal {name!r}: {goal.meaning}; {advice}"
+
+
+def _hidden_scales(pooled: Iterable[Pooled], problems: int) -> Iterator[str]:
+    """Yields the outputs whose scale could be wrong, in words."""
+    for p in pooled:
+        silent = f"in {p.silent} of {problems} problems rounding explains even a result of zero"
+        # A metric may be zero on every problem: the share of tokens that are clipped, say.
+        if p.silent and (not p.problems or (p.problems < FEWEST and p.output.kind != "metric")):
+            yield (
+                f"{p.output}: {silent}, and only {p.problems} problems say something about its scale, where "
+                f"{FEWEST} are needed; {to_compare(problems, too_noisy=True)}"
+            )
+        elif not p.problems and p.output.kind != "metric":
+            yield (
+                f"{p.output}: it was zero in every problem, so that its scale was never compared; "
+                f"{to_compare(problems)}"
+            )
+        elif p.problems and p.mde > LARGEST_MDE:
+            yield (
+                f"{p.output}: an error of {LARGEST_MDE:.0%} in its scale would not have been detected "
+                f"(the least that would is {p.mde:.2g}{f'; {silent}' if p.silent else ''}); {to_detect(p, problems)}"
+            )
 
 
 def _untried(sizes: Mapping[str, str]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from math import isfinite
 from lossgate.evidence.columns import Columns
 from lossgate.evidence.records import WITHOUT_NOISE, CellRecord, OutputRecord, VerdictName
 from lossgate.judge.pooled_noise import PooledNoise
-from lossgate.judge.pooled_scale import LARGEST_MDE
+from lossgate.judge.pooled_scale import FEWEST, LARGEST_MDE
 
 _ROUNDING = 1e-3
 """Relative error of a pooled scale or limit that is explained by the digits that evidence keeps."""
@@ -127,6 +127,14 @@ def _disagrees(output: OutputRecord, margin: float) -> bool:
     )
 
 
+def _hides_scale(output: OutputRecord) -> bool:
+    """Returns whether the scale of an output could be wrong."""
+    if output.pooled is None:
+        return _must_be_compared(output)
+    few = bool(output.silent) and not output.metric and output.pooled.problems < FEWEST
+    return few or not output.pooled.mde <= LARGEST_MDE
+
+
 def _must_be_compared(output: OutputRecord) -> bool:
     """Returns whether the scale of an output must be compared. A metric may be zero everywhere."""
     return not output.metric or bool(output.silent)
@@ -138,9 +146,7 @@ def _gaps(record: CellRecord) -> Iterator[str]:
         yield "problems"
     for output in record.outputs:
         yield from output.blind
-        if record.needs_adequacy and (
-            _must_be_compared(output) if output.pooled is None else not output.pooled.mde <= LARGEST_MDE
-        ):
+        if record.needs_adequacy and _hides_scale(output):
             yield output.name
     yield from (goal for goal in record.required if not record.coverage.get(goal))
     yield from set(record.surviving).difference(record.equivalent)

@@ -17,10 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lossgate.judge.pooled_scale import Floats
-
-FEWEST = 8
-"""The fewest problems whose noise is pooled: a quarter of fewer is one problem or two."""
+from lossgate.judge.pooled_scale import FEWEST, Floats
 
 LARGEST, MORE = 1.1, 2.0
 """The limit of n problems is ``LARGEST + MORE / n``. ``docs/judge.md`` has the pools of right

@@ -27,6 +27,9 @@ FLOAT32_FLOOR = 2.0**-25
 """The same for kernels that compute in float32: their approximations of exp and log are off by that
 much."""
 
+FEWEST = 8
+"""The fewest problems of which a pool says something: the pooled scale of fewer says little."""
+
 LARGEST_MDE = 0.01
 """A cell that would not have detected an error of 1% in an output's scale is inconclusive."""
 
