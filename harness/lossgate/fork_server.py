@@ -34,7 +34,7 @@ def worker_context() -> BaseContext:
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_LOADED)
-    with _same_path(), _no_interrupts():
+    with _environment(), _no_interrupts():
         ensure_running()
     return context
 
@@ -84,13 +84,16 @@ def _end_with_parent(orphaned: Callable[[], object]) -> None:
 
 
 @contextmanager
-def _same_path() -> Generator[None]:
-    """Has the server look for modules where this process does.
+def _environment() -> Generator[None]:
+    """Has the server look for modules where this process does, and threads of torch wait asleep.
 
-    By itself it would look in the current folder first.
+    By itself it would look in the current folder first. And a thread that waits for another keeps
+    its core busy, so that the other waits for the core if several programs run: a large problem
+    that takes 3 seconds took 80.
     """
     before = dict(os.environ)
     os.environ |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         yield
     finally:

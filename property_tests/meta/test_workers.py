@@ -2,6 +2,7 @@
 """Cells that are verified side by side, in other processes."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from lossgate.declaration.loading import load_candidate, load_candidates
 from lossgate.engine.events import CellFinished, RunFinished, RunStarted
 from lossgate.engine.run import run
 from lossgate.engine.settings import Settings
-from lossgate.fork_server import _no_interrupts, _same_path, worker_context
+from lossgate.fork_server import _environment, _no_interrupts, worker_context
 from lossgate.losses import SPECS
 
 SETTINGS = Settings(layouts=("single",), dtypes=("float32",), examples=2, rounds=1, jobs=2)
@@ -89,9 +90,25 @@ def test_workers_have_the_environment_of_now(tmp_path: Path, monkeypatch: pytest
 def test_the_server_looks_for_modules_where_the_parent_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", ["/a", "/b"])
     before = dict(os.environ)
-    with _same_path():
+    with _environment():
         assert (os.environ["PYTHONPATH"], os.environ["PYTHONSAFEPATH"]) == (f"/a{os.pathsep}/b", "1")
     assert dict(os.environ) == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a server")
+@pytest.mark.parametrize("chosen", [None, "ACTIVE"])
+def test_threads_of_workers_wait_asleep_unless_users_say_otherwise(chosen: str | None) -> None:
+    """OpenMP says how they wait when the server loads torch."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment |= {"OMP_DISPLAY_ENV": "TRUE"} | ({} if chosen is None else {"OMP_WAIT_POLICY": chosen})
+    with subprocess.Popen(
+        [sys.executable, "-c", ONE_WORKER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "ready\n"
+        parent.kill()
+        _, told = parent.communicate(timeout=20)
+    assert set(re.findall("OMP_WAIT_POLICY = '(.*)'", told)) == {chosen or "PASSIVE"}
 
 
 def test_the_server_starts_with_interrupts_blocked() -> None:
