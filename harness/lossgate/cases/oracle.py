@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lossgate.cases.placed_problem import PlacedProblem
+from lossgate.cases.rank_parts import RankParts, rank_parts
 from lossgate.declaration.candidate import Candidate
 from lossgate.judge.blocks import blocks_of
 from lossgate.judge.comparison import Comparison, Tolerance
@@ -50,7 +51,14 @@ class Oracle:
         """Every output as correct but rounded runs give it, ``[members, *shape]``, less the
         reference.
         """
-        return self._bound.noise.deviations(self._placed.partition, self._stages, self._returned, self.reference)
+        found = self._bound.noise.deviations(self._placed.partition, self._stages, self._returned, self.reference)
+        parts = {output: found[output] + of.noise(len(found[output])) for output, of in self._rank_parts.items()}
+        return {**found, **parts}
+
+    @cached_property
+    def _rank_parts(self) -> Mapping[Output, RankParts]:
+        """The parts of numbers that the ranks round."""
+        return rank_parts(self._candidate, self._placed, self._stages, self._returned, self.reference)
 
     @cached_property
     def _alike(self) -> Mapping[Output, Tensor]:
@@ -96,9 +104,10 @@ class Oracle:
     def _tolerance(self, output: Output, dtype: torch.dtype) -> Tolerance:
         """Returns the tolerance of an output that comes in ``dtype``.
 
-        That of a number is the same on every layout, and is kept with the problem.
+        That of a number is kept with the problem, because it is the same on every layout, unless
+        the ranks round their parts.
         """
-        everywhere = not output.dims
+        everywhere = not output.dims and output not in self._rank_parts
         kept = self._bound.tolerances if everywhere else self._tolerances
         key = (output, dtype, self._stages, self._returned) if everywhere else (output, dtype)
         if key not in kept:

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What rounding does to a number of which each rank computes a part.
+
+Runs of the ensemble compute a loss or metric at once. Where that is returned, or computed, in a
+coarse dtype, each of several ranks rounds its own part. If parts of either sign cancel, that is far
+more than to round the sum.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from lossgate.cases.placed_problem import PlacedProblem
+from lossgate.declaration.candidate import Candidate
+from lossgate.declaration.contract import Placement
+from lossgate.layout import Axis
+from lossgate.numerics.float_formats import FLOAT32, FloatFormat, coarsest
+from lossgate.numerics.noise import Noise
+from lossgate.numerics.rounded_arithmetic import Stages
+from lossgate.specs.outputs import LOSS, Output, metric_output
+
+_SPLITTING: tuple[Axis, ...] = ("dp", "cp")
+
+_EQUAL = 1e-9
+"""Relative error up to which parts add up to the whole, in float64."""
+
+
+@dataclass(frozen=True)
+class RankParts:
+    """The parts of a number that ranks round."""
+
+    parts: Tensor
+    """``[ranks]``."""
+    format: FloatFormat
+    """To which each is rounded."""
+    own_sum: bool
+    """The kernel adds them up itself, and rounds each partial sum."""
+    seed: int
+
+    def noise(self, members: int) -> Tensor:
+        """Returns how far the sum of rounded parts is off in some runs, ``[members]``."""
+        noise, parts = Noise(self.seed), self.parts.expand(members, -1)
+        off = noise.round(parts, self.format) - parts
+        if self.own_sum:
+            sums = parts.cumsum(1)[:, 1:]
+            off = torch.cat([off, noise.round(sums, self.format) - sums], 1)
+        return off.sum(1)
+
+
+def rank_parts(
+    candidate: Candidate,
+    placed: PlacedProblem,
+    stages: Stages,
+    returned: Collection[Output],
+    reference: Mapping[Output, Tensor],
+) -> dict[Output, RankParts]:
+    """Returns the parts of numbers that ranks round.
+
+    Left out are numbers that are all in float32, those that no two ranks share, and those whose
+    parts do not add up to the whole, such as an extremum.
+
+    Args:
+        candidate: says how parts make the whole.
+        placed: the problem on its layout.
+        stages: the formats to which the kernel rounds.
+        returned: the outputs that it returns.
+        reference: those of the reference.
+    """
+    placements = {output: _over_several(candidate, placed, output) for output in reference if not output.dims}
+    formats = {output: _format_of(output, over, stages) for output, over in placements.items() if over}
+    coarse = {output: format_ for output, format_ in formats.items() if format_ != FLOAT32}
+    found: dict[Output, RankParts] = {}
+    for output, parts in _parts(placed, returned).items() if coarse else ():
+        if output in coarse and _add_up(parts, reference[output]):
+            seed = crc32(f"{placed.problem.to_json()} {output} parts".encode())
+            own_sum = "replicate" in placements[output] and stages.loss != FLOAT32
+            found[output] = RankParts(parts, coarse[output], own_sum, seed)
+    return found
+
+
+def _add_up(parts: Tensor, whole: Tensor) -> bool:
+    """Returns whether parts add up to the whole. An extremum without tokens is infinite."""
+    return bool(parts.isfinite().all() and (parts.sum() - whole).abs() <= _EQUAL * parts.abs().sum())
+
+
+def _over_several(candidate: Candidate, placed: PlacedProblem, output: Output) -> tuple[Placement, ...]:
+    """Returns how an output is placed over the axes that split its tokens among several ranks."""
+    sizes, placements = placed.partition.layout.sizes, candidate.placements(output)
+    return tuple(placements.get(axis, "replicate") for axis in _SPLITTING if sizes[axis] > 1)
+
+
+def _format_of(output: Output, over: tuple[Placement, ...], stages: Stages) -> FloatFormat:
+    """Returns the format of a rank's part: that of the loss's arithmetic if the kernel adds it up,
+    and otherwise that in which they are returned, if it is coarser.
+    """
+    own_sum = all(placement == "replicate" for placement in over)
+    return stages.loss if own_sum else coarsest(stages.loss, stages.returned_in(output.name))
+
+
+def _parts(placed: PlacedProblem, returned: Collection[Output]) -> dict[Output, Tensor]:
+    """Returns the parts of loss and metrics that come from the tokens of each rank, ``[ranks]``.
+
+    What counts the whole batch stays that of the whole batch.
+    """
+    bound, batch = placed.bound.bound_spec.returning(frozenset(returned)), placed.bound.batch
+    mask = batch.known.get("mask")
+    if mask is None or bound.spec.reference is None:
+        return {}
+    values = placed.bound.dense.token_values(bound)
+    parts: list[dict[Output, Tensor]] = []
+    for tokens in placed.partition.real_token_shards:
+        own = torch.zeros_like(mask).index_fill(0, tokens, True)
+        with torch.no_grad():
+            loss, metrics = bound.loss(values, {**batch.known, "mask": mask & own})
+        parts.append({LOSS: loss, **{metric_output(name): metric for name, metric in metrics.items()}})
+    return {output: torch.stack([part[output] for part in parts]).double() for output in parts[0]}
