@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all tests share."""
 
+import gc
 import os
 from collections.abc import Callable, Iterator
+from zlib import crc32
 
 import jaxtyping
 import pytest
 import torch
 
 from lossgate import SimulatedRanks
+from lossgate.adequacy.deck import deck_key
 from lossgate.worlds import SimulatedWorld
 from property_tests.hypothesis_profiles import load_profile
 
@@ -18,6 +21,23 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores
 
 jaxtyping.config.update("jaxtyping_disable", True)  # it makes the references three times slower
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Has cells of ``lossgate.suite`` that share a deck run in one worker, one after the other."""
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("lossgate") is not None:
+            cell = item.callspec.params["lossgate_cell"]
+            deck = crc32(deck_key(cell.candidate, cell.dtype).encode())
+            item.add_marker(pytest.mark.xdist_group(f"deck {deck:08x}"))
+
+
+def pytest_collection_finish() -> None:
+    """Has Python's collector of garbage pass over what is there now, and stays there: modules and
+    tests.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

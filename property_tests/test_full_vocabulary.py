@@ -26,6 +26,17 @@ from lossgate.specs.outputs import gradient_output
 
 SETTINGS = Settings(examples=20, rounds=12)
 
+
+def together(spec: str, *values: str, head: str) -> Any:
+    """Returns parameters of a test. Tests of a loss and a head run in one worker, because they
+    share decks.
+    """
+    mark = pytest.mark.xdist_group(f"{spec} {head}")
+    return pytest.param(spec, *values, head, id="-".join((spec, *values, head)), marks=mark)
+
+
+HEADS_OF_LOSSES = ("hidden", "logits")
+
 LAYOUTS: dict[Style, tuple[str, ...]] = {
     "dense": ("dp=2,cp=2",),
     "chunked": ("dp=2,cp=2",),
@@ -35,16 +46,17 @@ LAYOUTS: dict[Style, tuple[str, ...]] = {
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("style", "layout"), [(style, one) for style, all_ in LAYOUTS.items() for one in all_])
-@pytest.mark.parametrize("head", ["hidden", "logits"])
-@pytest.mark.parametrize("spec", LOSSES)
+@pytest.mark.parametrize(("spec", "head"), [together(spec, head=head) for spec in LOSSES for head in HEADS_OF_LOSSES])
 def test_right_kernels_agree(spec: str, head: str, style: Style, layout: str, dtype: str) -> None:
     result = run_cell(Cell(make(spec, head, style), Layout.parse(layout), dtype), SETTINGS)
     assert result.verdict is Verdict.AGREE, result.reasons
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("head", ["hidden", "logits"])
-@pytest.mark.parametrize(("spec", "what"), [(spec, what) for spec, wrong in WRONG.items() for what in wrong])
+@pytest.mark.parametrize(
+    ("spec", "what", "head"),
+    [together(spec, what, head=head) for spec, wrong in WRONG.items() for what in wrong for head in HEADS_OF_LOSSES],
+)
 def test_one_wrong_line_is_found(spec: str, what: str, head: str, dtype: str) -> None:
     wrong = make(spec, head, "dense", WRONG[spec][what])
     result = run_cell(Cell(wrong, Layout(), dtype), Settings(examples=20, rounds=12, shrink_calls=1))

@@ -191,8 +191,10 @@ def verdict_on(candidate: Candidate, layout: str) -> Verdict:
 
 
 def group(spec: str, *values: Any) -> Any:
-    """Tests of a spec run in one worker, because they share decks."""
-    return pytest.param(spec, *values, id="-".join((spec, *values)), marks=pytest.mark.xdist_group(f"whole {spec}"))
+    """Tests of a spec run in one worker, because they share decks: with each other, and with
+    ``property_tests/test_specs.py``.
+    """
+    return pytest.param(spec, *values, id="-".join((spec, *values)), marks=pytest.mark.xdist_group(spec))
 
 
 @pytest.mark.parametrize("spec", [group(spec) for spec in SPECS])
@@ -228,14 +230,14 @@ def test_padding_between_sequences_is_asked_for_on_a_single_rank(seed: int) -> N
     assert found.verdict is Verdict.DISAGREE
 
 
-@pytest.mark.xdist_group("whole token_logprobs")
+@pytest.mark.xdist_group("token_logprobs")
 @EITHER
 def test_whole_sequences_may_be_returned(tokens: Tokens) -> None:
     right = returning_whole(given_whole(shards_of("token_logprobs"), tokens))
     assert verdict_on(right, "dp=2,cp=2,tp=2") is Verdict.AGREE
 
 
-@pytest.mark.xdist_group("whole token_logprobs")
+@pytest.mark.xdist_group("token_logprobs")
 @pytest.mark.parametrize("bug", OUTPUT_BUGS)
 @EITHER
 def test_bugs_of_what_is_returned_disagree(tokens: Tokens, bug: OutputBug) -> None:
