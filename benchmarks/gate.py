@@ -24,9 +24,18 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from lossgate.evidence.records import SCHEMA, CellRecord, EndRecord, OutputRecord, PooledRecord, RunRecord
+from lossgate.evidence.records import (
+    SCHEMA,
+    CellRecord,
+    EndRecord,
+    OutputRecord,
+    PooledNoiseRecord,
+    PooledRecord,
+    RunRecord,
+)
 from lossgate.evidence.redo import largest_mde
 from lossgate.evidence.sealed import digest_in, digest_of_cells, matrix_of, seal
+from lossgate.judge.pooled_noise import pool_noise
 from lossgate.judge.pooled_scale import pool_scales, smallest_bias
 
 NOW = "2026-01-01T00:00:00+00:00"
@@ -52,6 +61,8 @@ def output(number: int, problems: int, random: Random) -> OutputRecord:
 
     scale, limit, sd, mean = draw(1e-8), (1e-6,) * problems, tuple(map(abs, draw(1e-7))), draw(1e-9)
     pooled = pool_scales(scale, sd, mean, limit, [smallest_bias(unit, 1)], [problems])
+    noise = tuple(float(f"{random.random():.5g}") for _ in range(problems))
+    of_noise = pool_noise(noise)
     return OutputRecord(
         name=f"output {number}",
         metric=False,
@@ -60,9 +71,15 @@ def output(number: int, problems: int, random: Random) -> OutputRecord:
         limit=limit,
         sd=sd,
         mean=mean,
+        noise=noise,
         shares={name: tuple(float(f"{random.random():.3g}") for _ in range(problems)) for name in STATISTICS},
         unit=unit,
-        pooled=PooledRecord(problems=problems, scale=float(pooled.scale[0]), limit=float(pooled.limit[0])),
+        pooled=PooledRecord(
+            problems=problems,
+            scale=float(pooled.scale[0]),
+            limit=float(pooled.limit[0]),
+            noise=of_noise and PooledNoiseRecord(**vars(of_noise)),
+        ),
     )
 
 

@@ -149,8 +149,10 @@ def test_counts_are_written_and_read_again() -> None:
     counts.mdes["-3.00"] += 2
     again = RightCounts.of(json.loads(json.dumps(vars(counts))))
     assert again == counts
-    again.merge(RightCounts(problems=1, margins={"loss: scale": 0.7, "loss: noise": 0.1}, pool_margin=0.4))
+    of_pool = {"pool_margin": 0.4, "pool_noise_margin": 0.6}
+    again.merge(RightCounts(problems=1, margins={"loss: scale": 0.7, "loss: noise": 0.1}, **of_pool))
     assert (again.problems, again.pool_margin, again.largest) == (3, 0.4, ("loss: scale", 0.7))
+    assert again.pool_noise_margin == 0.6
     found = WrongCounts(1, 1, 1, 1)
     found.merge(WrongCounts(2, 1, 1, 0))
     assert found == WrongCounts(3, 2, 2, 1)
