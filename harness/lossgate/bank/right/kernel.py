@@ -119,8 +119,13 @@ def scaled_sum(losses: Tensor, batch: Batch, count: Tensor) -> Tensor:
 
 def sum_of_sequences(losses: Tensor, batch: Batch, count: Tensor) -> Tensor:
     """Sequences are summed first, and then added up."""
-    sums = losses.new_zeros(len(batch["cu_seqlens"]) - 1)
-    return sums.index_add(0, batch["sequence"], torch.where(batch["mask"], losses, 0.0)).sum() / count
+    return by_index_add(torch.where(batch["mask"], losses, 0.0), batch).sum() / count
+
+
+def by_index_add(x: Tensor, batch: Batch) -> Tensor:
+    """Returns the sum of each sequence. By itself ``index_add`` rounds each partial sum."""
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))
+    return exact.new_zeros(len(batch["cu_seqlens"]) - 1).index_add(0, batch["sequence"], exact).to(x.dtype)
 
 
 # Candidates

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lossgate.bank.right.formats import DOUBLE, FINE, LOW_LOSS, TRAINED, Formats
-from lossgate.bank.right.kernel import Batch, Call, declared
+from lossgate.bank.right.kernel import Batch, Call, by_index_add, declared
 from lossgate.bank.right.logprobs import Way, cross_entropy, log_softmax, online, parallel_shifted, row_by_row
 from lossgate.bank.right.sigmoids import (
     Sigmoid,
@@ -23,10 +23,6 @@ from lossgate.declaration.candidate import Candidate, Outputs
 
 Sums = Callable[[Tensor, Batch], Tensor]
 """``(values of tokens, 0 where nothing is trained; batch) -> their sum in each sequence``."""
-
-
-def by_index_add(x: Tensor, batch: Batch) -> Tensor:
-    return x.new_zeros(len(batch["cu_seqlens"]) - 1).index_add(0, batch["sequence"], x)
 
 
 def by_slices(x: Tensor, batch: Batch) -> Tensor:
