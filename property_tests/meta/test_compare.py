@@ -106,9 +106,14 @@ def test_right_kernels_pass_the_check() -> None:
     lossgate.compare(FUSED, ONLINE, examples=4, **HERE).check()
 
 
-@pytest.mark.parametrize("spec", ["dpo", "grpo", "token_logprobs"])
+@pytest.mark.parametrize(
+    "spec", [pytest.param(spec, marks=pytest.mark.xdist_group(spec)) for spec in ("dpo", "grpo", "token_logprobs")]
+)
 def test_every_kind_of_spec(spec: str) -> None:
-    """A kernel agrees with itself; with the plainest mistake of its spec it does not."""
+    """A kernel agrees with itself; with the plainest mistake of its spec it does not.
+
+    The worker of ``property_tests/test_specs.py`` has drawn the decks.
+    """
     dense = dense_candidate(SPECS[spec], [*SPECS[spec].inputs][-1])
     wrong = replace(bugs_of(SPECS[spec])[0].put_into(dense), name="wrong")
     settings: dict[str, Any] = {"layouts": ["dp=2"], "examples": 3}
