@@ -30,7 +30,7 @@ SIZE = "264x16x4100"
 """The smallest that is judged some tokens at a time, for its logits."""
 
 WIDE = "32x264x4100"
-"""Another, for its lm-head. It has few logits, so that its judgement takes far less time."""
+"""Another, for its lm-head. It has an eighth of the logits, so that it is judged in less time."""
 
 WAY_OUT = "leave it out for this candidate, or give a smaller one"
 
