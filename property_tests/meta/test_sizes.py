@@ -32,8 +32,6 @@ SIZE = "264x16x4100"
 WIDE = "32x264x4100"
 """Another, for its lm-head. It has an eighth of the logits, so that it is judged in less time."""
 
-WAY_OUT = "leave it out for this candidate, or give a smaller one"
-
 RIGHT = make(STYLES["float32"][1])
 
 
@@ -75,7 +73,7 @@ def test_a_loss_that_needs_all_logits_at_once_says_so() -> None:
     (reason,) = found.reasons
     assert reason == (
         f"size {SIZE} was not tried: its loss uses the logits themselves, so that all of them are held at once; "
-        f"{WAY_OUT}"
+        "leave it out for this candidate, or give a smaller one"
     )
     assert verified(dense_candidate(SPECS["softcap"], "hidden"), "64x8x32").verdict is Verdict.AGREE
 
@@ -83,7 +81,15 @@ def test_a_loss_that_needs_all_logits_at_once_says_so() -> None:
 def test_a_size_that_the_layout_cannot_split_says_so() -> None:
     found = verified(replace(RIGHT, supports={**RIGHT.supports, "vocab_split": ("balanced",)}), "64x8x2", layout="tp=3")
     assert found.verdict is Verdict.INCONCLUSIVE
-    assert found.reasons == (f"size 64x8x2 was not tried: it does not fit on the layout; {WAY_OUT}",)
+    assert found.reasons == (
+        "size 64x8x2 was not tried: it does not fit on the layout; give more tokens, or a larger vocabulary",
+    )
+
+
+def test_a_size_of_which_nothing_is_trained_says_so() -> None:
+    found = verified(RIGHT, "8x264x4100")
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert found.reasons == ("size 8x264x4100 was not tried: none of its tokens is trained; give more tokens",)
 
 
 @pytest.mark.parametrize("size", ["4096", "4096x1024", "4096x1024x", "0x8x8", "7x8x8", "64x0x8", "64 x 8 x 8"])

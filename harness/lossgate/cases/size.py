@@ -3,7 +3,6 @@
 
 from lossgate.problems.problem import Problem
 from lossgate.specs.heads import HEADS
-from lossgate.specs.spec import Spec
 
 LARGE = 1 << 20
 """Logits, or entries of the lm-head, from which on a problem is large. A dozen runs of it at once
@@ -14,10 +13,3 @@ def is_large(problem: Problem) -> bool:
     """Returns whether a problem is judged some tokens, and one run, at a time."""
     width = problem.hidden if problem.head == "hidden" else 1
     return HEADS[problem.head].has_logits and problem.vocab * max(problem.tokens, width) > LARGE
-
-
-def reason_against(problem: Problem, spec: Spec) -> str:
-    """Returns why a problem cannot be judged some tokens at a time; "" if it can."""
-    if is_large(problem) and "logits" in spec.uses:
-        return "its loss uses the logits themselves, so that all of them are held at once"
-    return ""

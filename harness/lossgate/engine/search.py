@@ -16,7 +16,8 @@ from lossgate.adequacy.entry import Entry, Placed
 from lossgate.adequacy.option_mutants import OptionMutant
 from lossgate.adequacy.selection import choose
 from lossgate.adequacy.told_apart import not_told_apart
-from lossgate.cases.size import reason_against
+from lossgate.cases.bound_problem import BoundProblem
+from lossgate.cases.size import is_large
 from lossgate.declaration.any_value import ANY
 from lossgate.engine.survivors import Tried, tried_on
 from lossgate.engine.trials import Trials
@@ -104,12 +105,7 @@ class Search(Trials):
         """Runs a problem of each size that the settings name. Its tensors are let go at once."""
         for size in self.settings.sizes:
             found = self._large(self._deck.of_shape(Shape.of_size(size)), chance)
-            why = (
-                "it does not fit on the layout"
-                if not found
-                else reason_against(found[0].problem, self.cell.candidate.spec)
-            )
-            if why:
+            if why := _why_untried(found[0].entry.bound if found else None):
                 self.untried[size] = why
             else:
                 self._run_all(found)
@@ -184,3 +180,21 @@ class Search(Trials):
             f"candidate {candidate.name!r}: supports={dict(candidate.supports)!r} leaves no valid combination of "
             f"options: {candidate.spec.conflict(first)}. Change supports so that one combination is valid"
         )
+
+
+def _why_untried(bound: BoundProblem | None) -> str:
+    """Returns why the problem of a size says nothing, and the way out; "" if it may say something.
+
+    Args:
+        bound: None if no problem of the size fits on the layout.
+    """
+    if bound is None:
+        return "it does not fit on the layout; give more tokens, or a larger vocabulary"
+    if is_large(bound.problem) and "logits" in bound.spec.uses:
+        return (
+            "its loss uses the logits themselves, so that all of them are held at once; "
+            "leave it out for this candidate, or give a smaller one"
+        )
+    if not len(bound.trained.sequence):
+        return "none of its tokens is trained; give more tokens"
+    return ""

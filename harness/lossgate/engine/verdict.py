@@ -170,7 +170,7 @@ def _hidden_scales(pooled: Iterable[Pooled], problems: int) -> Iterator[str]:
 
 def _untried(sizes: Mapping[str, str]) -> Iterator[str]:
     for size, why in sizes.items():
-        yield f"size {size} was not tried: {why}; leave it out for this candidate, or give a smaller one"
+        yield f"size {size} was not tried: {why}"
 
 
 def _way_to(goal: str, cell: Cell, drawn: int) -> str:
