@@ -10,7 +10,8 @@ from torch import Tensor
 from distributed_tests.wrappers.losses import DENSE_OF, WAYS
 from distributed_tests.wrappers.model import RANKS, Batch, count, make_batch, make_model, trained
 from fused_losses import backbone_and_lm_head
-from lossgate.judge.comparison import Comparison, Tolerance
+from lossgate.judge.comparison import Comparison
+from lossgate.judge.tolerance import Tolerance
 from lossgate.numerics.float_formats import float_format_of
 from lossgate.numerics.noise import Noise
 from lossgate.numerics.round_every_operation import RoundEveryOperation

@@ -6,13 +6,16 @@ from math import log2
 import pytest
 from calibration_pieces import LAYOUTS, Sizes, all_pieces
 
+from lossgate.adequacy import deck
 from lossgate.adequacy.equivalence import UNCHANGED
 from lossgate.adequacy.option_mutants import NEAREST
 from lossgate.bank.known_right import known_right
-from lossgate.cases import kinks, size
+from lossgate.cases import float_range, kinks, large, size
+from lossgate.engine import advice
 from lossgate.judge import ensemble, pooled_noise, pooled_scale, streamed, token_stage
+from lossgate.judge.limits import ALIKE_FACTOR, BLOCK_FACTOR, FACTORS, scale_sigmas
 from lossgate.judge.power import PLANTED
-from lossgate.judge.statistics import ALIKE_FACTOR, BLOCK_FACTOR, FACTORS, NOISE, WORST, scale_sigmas
+from lossgate.judge.statistics import NOISE, WORST
 from lossgate.numerics.float_formats import FLOAT32
 from lossgate.numerics.fused_operations import SPELLED_OUT
 from lossgate.numerics.rounded_numbers import _BETWEEN, _FILLED, _NAMES
@@ -33,6 +36,14 @@ STATED = {
     "alike": f"v is {ALIKE_FACTOR:g} times the larger SCALE of these two",
     "alike in noise": f"and NOISE and WORST at least {ALIKE_FACTOR:g} times theirs",
     "tiles of a logsumexp": f"put together from tiles of {token_stage._COLUMNS} columns",
+    "share of float16": f"numbers above a {1 / float_range._SHARE:.0f}th of it on the way",
+    "deck": f"a **deck** of {deck.SIZE} problems",
+    "further batches": f"further batches of {deck.SIZE}",
+    "long problems": f"{large.MANY_TOKENS.tokens:,} tokens, {large.MANY_SEQUENCES.tokens} tokens in "
+    f"{large.MANY_SEQUENCES.sequences} sequences, and {large.LARGE_VOCABULARY.tokens} tokens with a vocabulary of "
+    f"{large.LARGE_VOCABULARY.vocab:,}",
+    "fewest problems": f"A cell never agrees on fewer than {pooled_scale.FEWEST} problems",
+    "enough for advice": f"where {advice._ENOUGH} problems had its choice",
     "large": f"more than 2^{log2(size.LARGE):.0f} logits",
     "runs of large problems": f"{streamed._RUNS} of them forward",
     "runs back": f"At least {streamed._RUNS_BACK} of them go back",

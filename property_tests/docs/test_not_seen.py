@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lossgate import ANY, Layout, candidate
+from lossgate import ANY, Layout, Precision, candidate
 from lossgate.bank.bugs import Bug, on_inputs, scale_gradient
 from lossgate.bank.cross_entropy import STYLES, make
 from lossgate.declaration.candidate import Candidate
@@ -51,3 +51,21 @@ def capped_nll(tanh: Any) -> Candidate:
 def test_a_formula_that_cancels_is_rejected_in_float32() -> None:
     assert verified(capped_nll(torch.tanh), "float32").verdict is Verdict.AGREE
     assert verified(capped_nll(lambda x: 2 * torch.sigmoid(2 * x) - 1), "float32").verdict is Verdict.DISAGREE
+
+
+@candidate("nll", head="logprobs", dtypes=("bfloat16",), precision=Precision(loss="bfloat16"))
+def summed(inputs: Any, options: Any, mesh: Any) -> Tensor:
+    nll = torch.where(inputs.mask, -inputs.logprobs, 0.0)
+    return nll.sum() / inputs.valid_tokens.clamp(min=1)
+
+
+@candidate("nll", head="logprobs", dtypes=("bfloat16",), precision=Precision(loss="bfloat16"))
+def summed_in_bfloat16(inputs: Any, options: Any, mesh: Any) -> Tensor:
+    nll = torch.where(inputs.mask, -inputs.logprobs, 0.0)
+    sums = nll.new_zeros(1).index_add(0, torch.zeros_like(inputs.labels), nll)
+    return sums.sum() / inputs.valid_tokens.clamp(min=1)
+
+
+def test_a_loss_in_bfloat16_that_adds_up_term_by_term_is_rejected() -> None:
+    assert verified(summed, "bfloat16").verdict is Verdict.AGREE
+    assert verified(summed_in_bfloat16, "bfloat16").verdict is Verdict.DISAGREE

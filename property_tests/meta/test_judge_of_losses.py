@@ -16,8 +16,9 @@ from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.engine.case_result import CaseResult, run_case
-from lossgate.judge.comparison import Comparison, Tolerance
+from lossgate.judge.comparison import Comparison
 from lossgate.judge.ensemble import run_ensemble
+from lossgate.judge.tolerance import Tolerance
 from lossgate.losses import SPECS
 from lossgate.numerics.noise import Noise
 from lossgate.numerics.rounded_arithmetic import RoundedRun

@@ -16,7 +16,7 @@ from lossgate.cases.kernel_noise import KernelNoise
 from lossgate.cases.kinks import mask_near_kinks
 from lossgate.cases.materialize import materialize, with_cotangents
 from lossgate.cases.reference import DenseRun
-from lossgate.judge.comparison import Tolerance
+from lossgate.judge.tolerance import Tolerance
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.problem import Problem
 from lossgate.specs.coverage import Reached, covered_token_goals

@@ -26,7 +26,8 @@ from torch import Tensor
 from lossgate.cases.case import Case
 from lossgate.cases.oracle import without_overflow
 from lossgate.judge.blocks import blocks_of
-from lossgate.judge.comparison import Comparison, Tolerance
+from lossgate.judge.comparison import Comparison
+from lossgate.judge.tolerance import Tolerance
 from lossgate.numerics.float_formats import float_format_of
 from lossgate.specs.outputs import Output
 

@@ -14,8 +14,9 @@ from lossgate.cases.placed_problem import PlacedProblem
 from lossgate.cases.rank_parts import RankParts, rank_parts
 from lossgate.declaration.candidate import Candidate
 from lossgate.judge.blocks import blocks_of
-from lossgate.judge.comparison import Comparison, Tolerance
+from lossgate.judge.comparison import Comparison
 from lossgate.judge.ensemble import stages_of
+from lossgate.judge.tolerance import Tolerance
 from lossgate.numerics.float_formats import FLOAT32, coarsest, float_format_of
 from lossgate.specs.outputs import Output
 
@@ -96,8 +97,7 @@ class Oracle:
     def knows_noise(self, output: Output) -> bool:
         """Returns whether right kernels are at most as noisy in an output as the noisiest run.
 
-        A loss in a coarse dtype may add its numbers up one by one, and round each partial sum.
-        ``Precision`` does not say so, and runs round the sum once.
+        A loss in a coarse dtype rounds every step, and kernels take other steps than the runs do.
         """
         return bool(output.dims) or self._stages.loss == FLOAT32
 
@@ -138,7 +138,8 @@ class Oracle:
 def without_overflow(result: Tensor, reference: Tensor, dtype: torch.dtype) -> Tensor:
     """Replaces infinities by the reference where the dtype can hardly hold the number.
 
-    Perplexities of hopeless sequences are that large.
+    Perplexities of hopeless sequences are that large. In float16 no sum of usual numbers may end in
+    an infinity: problems leave room for it.
     """
-    huge = reference.abs() > torch.finfo(dtype).max * 2.0**-20
+    huge = reference.abs() > torch.finfo(dtype).max * (0.5 if dtype == torch.float16 else 2.0**-20)
     return torch.where(huge & result.isinf() & (result.sign() == reference.sign()), reference, result)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lossgate.judge.statistics import Blocks, Rows
+from lossgate.judge.rows import Rows
+from lossgate.judge.statistics import Blocks
 
 PLANTED = {
     "x1.01": "scaled by 1.01",

@@ -14,8 +14,9 @@ from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.reference import DenseRun
 from lossgate.engine.case_result import CaseResult, run_case
-from lossgate.judge.comparison import Comparison, Tolerance
+from lossgate.judge.comparison import Comparison
 from lossgate.judge.ensemble import gradient_on, rounded_runs, run_ensemble, stages_of
+from lossgate.judge.tolerance import Tolerance
 from lossgate.losses import find_spec
 from lossgate.properties import PROPERTIES
 from lossgate.specs.outputs import Output

@@ -2,15 +2,17 @@
 """Problems in float16 stay in its range, and its smallest numbers are judged by their spacing."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from lossgate import Candidate, Precision, Problem
+from lossgate.bank.bugs import scale_gradient
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.placement import sample_problems
-from lossgate.judge.comparison import Tolerance
+from lossgate.judge.tolerance import Tolerance
 from lossgate.losses import SPECS
 from lossgate.numerics.float_formats import FLOAT_FORMATS
 from lossgate.specs.outputs import gradient_output
@@ -71,3 +73,18 @@ def test_a_gradient_below_the_smallest_normal_number_may_be_rounded() -> None:
     tolerance = Tolerance(output, reference, noise, unit=FLOAT16.unit, rounding=error, alike=error)
     assert tolerance.compare(reference.half().double()).agrees
     assert not tolerance.compare(1.2 * reference.half().double()).agrees
+
+
+def test_an_infinity_is_no_number_of_float16(make_world: MakeWorld) -> None:
+    """Here a kernel enlarges gradients for a while, and the largest overflow."""
+    right, world = in_float16("nll", "logits"), make_world("single")
+
+    def kernel(inputs: Any, options: Any, mesh: Any) -> Any:
+        logits = scale_gradient(scale_gradient(inputs.logits, 2.0**-19), 2.0**19)
+        return right(replace(inputs, logits=logits), options, mesh)
+
+    sizes = {"lengths": (6,), "masks": ("all",), "hidden": 1, "vocab": 9, "options": {"reduction": "sum"}}
+    problem = Problem(spec="nll", head="logits", dtype="float16", **sizes)  # pyright: ignore[reportArgumentType]
+    assert run(right, problem, world).agrees
+    result = run(replace(right, kernel=kernel), problem, world)
+    assert any("entries are not finite, where the reference is" in finding for finding in result.findings)

@@ -8,8 +8,7 @@ from torch import Tensor
 from lossgate import Problem
 from lossgate.bank.cross_entropy import STYLES, make
 from lossgate.bank.dense_candidates import dense_candidate
-from lossgate.judge import comparison as comparison_module
-from lossgate.judge import power
+from lossgate.judge import power, tolerance
 from lossgate.judge.comparison import Comparison
 from lossgate.judge.statistics import SCALE, Blocks
 from lossgate.losses import SPECS
@@ -64,7 +63,7 @@ def test_a_judge_that_is_blind_says_so(make_world: MakeWorld, monkeypatch: pytes
     assert power.blind_spots({"x1.01": 0.01}, {"x1.01": True}, 0.0, 0.004) == ()
     assert power.blind_spots({"x1.01": 0.01}, {"x1.01": False}, 0.0, 0.02) == ()
     monkeypatch.setattr(
-        comparison_module,
+        tolerance,
         "blind_spots",
         lambda scales, rejected, scale, limit: power.blind_spots(scales, dict.fromkeys(rejected, False), scale, limit),
     )

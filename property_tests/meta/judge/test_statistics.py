@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lossgate.judge.comparison import Comparison
-from lossgate.judge.statistics import NOISE, SCALE, WORST, NoiseModel
+from lossgate.judge.noise_model import NoiseModel
+from lossgate.judge.statistics import NOISE, SCALE, WORST
 from lossgate.specs.outputs import metric_output
 
 from .checks import MakeWorld, compare, judge_changed, make_problem, rounds_to

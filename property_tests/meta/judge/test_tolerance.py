@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lossgate.judge.comparison import Comparison, Tolerance
+from lossgate.judge.comparison import Comparison
 from lossgate.judge.pooling import pool
 from lossgate.judge.statistics import SCALE, Blocks
+from lossgate.judge.tolerance import Tolerance
 from lossgate.numerics.float_formats import FLOAT32
 from lossgate.specs.outputs import LOGPROBS, LOSS, Output, gradient_output, metric_output
 
