@@ -8,7 +8,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from lossgate.cases.size import is_large
+from lossgate.cases.size import is_large, size_of
 from lossgate.judge.alike import PHASES, OnGrid, rounds_coarsely
 from lossgate.judge.ensemble import Ensemble, gradient_on, rounded_runs, run_ensemble
 from lossgate.judge.streamed import run_streamed, runs_of
@@ -134,6 +134,6 @@ class KernelNoise:
                 stages,
                 noise_of,
                 reference,
-                runs_of(self.batch) if phase is None else (1, 1),
+                runs_of(size_of(self.problem)) if phase is None else (1, 1),
             )
         return self._streamed[key]

@@ -11,5 +11,9 @@ would take gigabytes."""
 
 def is_large(problem: Problem) -> bool:
     """Returns whether a problem is judged some tokens, and one run, at a time."""
-    width = problem.hidden if problem.head == "hidden" else 1
-    return HEADS[problem.head].has_logits and problem.vocab * max(problem.tokens, width) > LARGE
+    return HEADS[problem.head].has_logits and size_of(problem) > LARGE
+
+
+def size_of(problem: Problem) -> int:
+    """Returns the logits of a problem, or the entries of its lm-head, whichever are more."""
+    return problem.vocab * max(problem.tokens, problem.hidden if problem.head == "hidden" else 1)

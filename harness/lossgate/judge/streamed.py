@@ -38,10 +38,13 @@ NoiseOf = Callable[[int, str], Noise]
 """``(run, what) -> `` the errors of a run in a part of it, always the same."""
 
 
-def runs_of(batch: GlobalBatch) -> tuple[int, int]:
-    """Returns how many runs a problem needs, and how many of them go back."""
-    largest = batch.partition.vocab * max(batch.partition.tokens, *(leaf.shape[-1] for leaf in batch.leaves.values()))
-    return _RUNS, min(max(_BACK // largest, _RUNS_BACK), _RUNS)
+def runs_of(size: int) -> tuple[int, int]:
+    """Returns how many runs a problem needs, and how many of them go back.
+
+    Args:
+        size: its logits, or the entries of its lm-head, whichever are more.
+    """
+    return _RUNS, min(max(_BACK // size, _RUNS_BACK), _RUNS)
 
 
 def run_streamed(
@@ -188,9 +191,18 @@ class _Stream:
     def leaves(self, tokens: Tensor) -> dict[str, Tensor]:
         return {name: leaf[tokens] if name in self.by_token else leaf for name, leaf in self.batch.leaves.items()}
 
+    @property
+    def rounds_weight(self) -> bool:
+        """Whether each run multiplies with a weight of its own."""
+        return self.weight is not None and self.stages.inputs.unit < self.stages.products.unit
+
     def products(self, tokens: Tensor) -> Tensor | None:
-        """Returns the products of some tokens with the weight, the same for all runs."""
-        return None if self.weight is None else self.batch.leaves["hidden"][tokens] @ self.weight.T
+        """Returns the products of some tokens with the weight, the same for all runs; None if they
+        are not.
+        """
+        if self.weight is None or self.rounds_weight:
+            return None
+        return self.batch.leaves["hidden"][tokens] @ self.weight.T
 
     def stages_of(self, run: _Run, block: _Block, products: Tensor | None) -> Iterator[tuple[Tensor, LogitStage]]:
         """Runs the pieces of a block forward; yields the tokens and the stage of each."""
@@ -203,16 +215,23 @@ class _Stream:
 
     def values(self, count: int) -> TokenValues:
         """Returns the values per token of so many runs, ``[count, T, ...]``."""
-        runs, found = [self.run(number) for number in range(count)], dict[str, Tensor]()
+        # A weight of its own is as large as the lm-head, so that one run is to be there at a time.
+        together, found = 1 if self.rounds_weight else count, dict[str, Tensor]()
+        for first in range(0, count, together):
+            self._run_forward(range(first, first + together), count, found)
+        return TokenValues(**found)
+
+    def _run_forward(self, numbers: range, count: int, found: dict[str, Tensor]) -> None:
+        """Puts the values per token of some runs among those of all, ``[count, T, ...]``."""
+        runs = {number: self.run(number) for number in numbers}
         for block in self.blocks:
             products = self.products(block.tokens)
-            for number, run in enumerate(runs):
+            for number, run in runs.items():
                 for tokens, stage in self.stages_of(run, block, products):
                     for name, value in stage.values.given.items():
                         if name not in found:
                             found[name] = value.new_empty(count, self.batch.partition.tokens, *value.shape[2:])
                         found[name][number, tokens] = value[0]
-        return TokenValues(**found)
 
     def gradients(self, number: int, upstream: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yields the gradient of each leaf in a run, as the ranks of the layout give it."""

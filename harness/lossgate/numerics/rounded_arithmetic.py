@@ -5,6 +5,7 @@ kernel declares.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -111,16 +112,17 @@ class RoundedRun:
         of_each = x.expand(self.members, *x.shape) if x.dim() == 2 else x
         return self.noise.round(of_each, to)
 
-    def truncated(self, product: Tensor, terms: int) -> Tensor:
+    def truncated(self, product: Tensor, terms: int, steps_of_each: Tensor) -> Tensor:
         """Returns a product of so many terms whose partial sums were rounded toward zero.
 
         Tensor cores add some terms at a time, 4 to 16 as a rule (Fasi et al. 2021, Numerical
         behavior of NVIDIA tensor cores, section 4). A step loses up to two units roundoff of its
         partial sum, which is half the product on average. How many steps there are differs from
-        kernel to kernel, and not from entry to entry.
+        kernel to kernel, and not from entry to entry: ``steps_of_each`` says it, ``[members]``
+        numbers in [-1, 1).
         """
         steps = terms / 4 + 1
-        share = 0.5 + 0.5 * self.of_each(product.dim())
+        share = 0.5 + 0.5 * steps_of_each.view(-1, *[1] * (product.dim() - 1))
         return product * (1 - FLOAT32.unit * steps * share)
 
     def running_sum(self, parts: Sequence[Tensor], to: FloatFormat) -> Tensor:
@@ -177,4 +179,9 @@ class SumOfProducts:
         of_one = exact.shape[1:] if exact.dim() > 2 else exact.shape
         noise = run.noise.uniform(torch.Size((run.members, *of_one)))
         rounded = torch.addcmul(exact, size, noise, value=FLOAT32.unit)
-        return run.truncated(rounded, self._terms) if run.stages.truncates else rounded
+        return run.truncated(rounded, self._terms, self._steps_of_each) if run.stages.truncates else rounded
+
+    @cached_property
+    def _steps_of_each(self) -> Tensor:
+        """How many steps each member makes, for all rows; see ``RoundedRun.truncated``."""
+        return self._run.of_each(1)

@@ -4,6 +4,7 @@
 Here they are small ones that are taken for large.
 """
 
+import weakref
 from dataclasses import replace
 from zlib import crc32
 
@@ -15,11 +16,13 @@ from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases import kernel_noise
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
+from lossgate.cases.size import size_of
 from lossgate.judge import streamed
 from lossgate.judge.comparison import Comparison
 from lossgate.judge.statistics import SCALE
 from lossgate.losses import SPECS
 from lossgate.numerics.noise import Noise
+from lossgate.numerics.rounded_arithmetic import RoundedRun, SumOfProducts
 from lossgate.specs import token_chunks
 from lossgate.specs.heads import HEADS
 from lossgate.worlds import SimulatedWorld
@@ -116,3 +119,42 @@ def test_the_reference_in_chunks_is_the_reference(monkeypatch: pytest.MonkeyPatc
         assert whole.keys() == in_chunks.keys()
         for output, tensor in whole.items():
             assert torch.allclose(in_chunks[output], tensor, rtol=1e-11, atol=1e-15), (spec, output)
+
+
+def test_a_bias_does_not_make_runs_fewer() -> None:
+    """Its gradient has as many entries as the vocabulary."""
+    sizes = {"lengths": (520,), "masks": ("all",), "hidden": 64, "vocab": 4000}
+    problems = [problem("bfloat16", "single", **sizes, bias=bias) for bias in (False, True)]
+    assert [streamed.runs_of(size_of(one)) for one in problems] == [(12, 12), (12, 12)]
+    assert streamed.runs_of(1 << 25) == (12, 4)
+
+
+def test_runs_that_round_the_weight_hold_one_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    example = problem("float32", "single")
+    bound = BoundProblem(SPECS["nll"], example)
+    stages = Precision(products="tf32").stages("float32", caller_reduces_hidden=False)
+    stream = streamed._Stream(
+        HEADS["hidden"], bound.batch, bound.bound_spec, example.partition, stages, lambda *_: Noise(0)
+    )
+    made: list[weakref.ref[object]] = []
+    make = stream.run
+
+    def run(number: int) -> streamed._Run:
+        made.append(weakref.ref(new := make(number)))
+        assert sum(one() is not None for one in made) == 1
+        return new
+
+    monkeypatch.setattr(stream, "run", run)
+    stream.values(5)
+    assert len(made) == 5
+
+
+def test_a_product_loses_one_share_in_all_its_rows() -> None:
+    stages = Precision(accumulators="truncated").stages("bfloat16", caller_reduces_hidden=False)
+    ones = torch.ones(40, 4000, dtype=torch.float64)
+    total = SumOfProducts(RoundedRun(Noise(1), 3, stages))
+    total.add(ones, ones.T)
+    parts = [slice(i, i + 8) for i in range(0, 40, 8)]
+    lost = [(total.exact[some] - total.rounded(some)).mean((-1, -2)) for some in parts]
+    assert lost[0].std() > 0.05
+    assert all(torch.allclose(one, lost[0], atol=0.005) for one in lost)
