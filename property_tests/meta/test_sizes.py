@@ -67,6 +67,13 @@ def test_what_only_that_size_shows_disagrees() -> None:
     assert found.failure.problem.vocab == 4100
 
 
+def test_a_property_that_needs_no_adequacy_is_held_on_each_size() -> None:
+    own = replace(PROPERTIES["agreement"], name="own", needs_adequacy=False)
+    found = run_cell(Cell(RIGHT, Layout(), "float32", own), Settings(sizes=("64x8x32",), examples=1))
+    assert found.verdict is Verdict.AGREE, found.reasons
+    assert [(case.problem.tokens, case.problem.hidden, case.problem.vocab) for case in found.cases[1:]] == [(64, 8, 32)]
+
+
 def test_a_loss_that_needs_all_logits_at_once_says_so() -> None:
     found = verified(dense_candidate(SPECS["softcap"], "hidden"), SIZE)
     assert found.verdict is Verdict.INCONCLUSIVE

@@ -85,7 +85,8 @@ class Search(Trials):
         if self.cell.property.needs_adequacy:
             self.equivalent = self._deck.equivalent
         chance, drawn = Random(f"{self.settings.seed} {round_} {self.cell}"), 0
-        large = self._large(self._deck.large, chance) if round_ == 0 else []
+        asks_for_large = round_ == 0 and self.cell.property.needs_adequacy
+        large = self._large(self._deck.large, chance) if asks_for_large else []
         least -= len(large)
         while True:
             placed = self._on_layout(entries)
@@ -115,8 +116,6 @@ class Search(Trials):
 
         They are padded: on many ranks few others have padding between sequences.
         """
-        if not self.cell.property.needs_adequacy:
-            return []
         placed = self._on_layout(entries)
         by_entry = {id(one.entry.drawn): one for one in chance.sample(placed, len(placed))}
         return [replace(one, placement=replace(one.placement, pad_to_multiple=_PADDED)) for one in by_entry.values()]
