@@ -9,7 +9,8 @@ import pytest
 
 from lossgate import Layout
 from lossgate.adequacy.deck import Deck
-from lossgate.bank.bugs import Bug, on_inputs
+from lossgate.adequacy.entry import Entry
+from lossgate.bank.bugs import Bug, cross_entropy_with, on_inputs
 from lossgate.bank.cross_entropy import STYLES, make
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.case import Case
@@ -72,6 +73,35 @@ def test_a_property_that_needs_no_adequacy_is_held_on_each_size() -> None:
     found = run_cell(Cell(RIGHT, Layout(), "float32", own), Settings(sizes=("64x8x32",), examples=1))
     assert found.verdict is Verdict.AGREE, found.reasons
     assert [(case.problem.tokens, case.problem.hidden, case.problem.vocab) for case in found.cases[1:]] == [(64, 8, 32)]
+
+
+def test_no_size_is_drawn_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes as long to draw as its tensors are large."""
+    of_shape, drawn = Deck.of_shape, list[Shape]()
+
+    def counted(deck: Deck, shape: Shape) -> list[Entry]:
+        drawn.append(shape)
+        return of_shape(deck, shape)
+
+    monkeypatch.setattr(Deck, "of_shape", counted)
+    sizes = [Shape.of_size(size) for size in ("64x8x101", "64x8x103")]
+    always = cross_entropy_with(STYLES["float32"][1], "loss x1.01")
+    assert verified(always, "64x8x101", "64x8x103", shrink_calls=0).verdict is Verdict.DISAGREE
+    assert not set(sizes).intersection(drawn)
+
+    def cut(inputs: NllHidden, mesh: object) -> NllHidden:
+        return replace(inputs, labels=inputs.labels * 0) if inputs.vocab_size == 101 else inputs
+
+    at_101 = Bug("labels of one vocabulary", "they are all 0", on_inputs(cut)).put_into(RIGHT)
+    assert verified(at_101, "64x8x101", "64x8x103", shrink_calls=0).verdict is Verdict.DISAGREE
+    assert [shape for shape in drawn if shape in sizes] == sizes[:1]
+
+
+def test_a_size_that_cannot_be_tried_makes_no_further_rounds() -> None:
+    """More problems do not help."""
+    found = verified(RIGHT, "8x264x4100", rounds=4)
+    assert (found.untried, found.gaps) == (("8x264x4100",), ())
+    assert len(found.cases) == len(verified(RIGHT).cases)
 
 
 def test_a_loss_that_needs_all_logits_at_once_says_so() -> None:

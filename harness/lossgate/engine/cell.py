@@ -71,6 +71,8 @@ class CellResult:
     """Choices of options that no problem told apart, and that none need tell apart, in words."""
     gaps: tuple[str, ...] = ()
     """In words, what else was not seen enough of."""
+    untried: tuple[str, ...] = ()
+    """The sizes that could not be tried. More problems do not help."""
     seconds: float = 0.0
     expected: bool = False
     """It disagrees as a known failure says."""
@@ -109,6 +111,11 @@ class CellResult:
         cases = (*self.cases, self.failure) if self.failure is not None else self.cases
         of_cases = {symptom for case in cases for symptom in case.symptoms}
         return tuple(sorted(of_cases | {str(pooled.output) for pooled in self.pooled if not pooled.agrees}))
+
+    @property
+    def needs_more(self) -> bool:
+        """Whether more problems may change the verdict."""
+        return self.verdict is Verdict.INCONCLUSIVE and bool(self.gaps or self.surviving)
 
     @property
     def passes(self) -> bool:

@@ -41,10 +41,10 @@ def _run_in(world: World, cell: Cell, settings: Settings, start: float) -> CellR
     search.run()
     result = _conclude(search, start)
     for round_ in range(1, settings.rounds):
-        if result.verdict is Verdict.INCONCLUSIVE:
+        if result.needs_more:
             search.fill_gaps(round_)
             result = _conclude(search, start)
-        if result.verdict is Verdict.INCONCLUSIVE and result.gaps:
+        if result.needs_more and result.gaps:
             search.run(round_)
             result = _conclude(search, start)
     return _conclude(search, start, last=True) if result.verdict is Verdict.INCONCLUSIVE else result

@@ -103,8 +103,12 @@ class Search(Trials):
             self._run_sizes(chance)
 
     def _run_sizes(self, chance: Random) -> None:
-        """Runs a problem of each size that the settings name. Its tensors are let go at once."""
+        """Runs a problem of each size that the settings name, until one fails. Its tensors are let
+        go at once.
+        """
         for size in self.settings.sizes:
+            if self.failure is not None:
+                return
             found = self._large(self._deck.of_shape(Shape.of_size(size)), chance)
             if why := _why_untried(found[0].entry.bound if found else None):
                 self.untried[size] = why

@@ -50,8 +50,9 @@ def conclude(
     """
     pooled = _pool(cases)
     covered = frozenset[str]().union(*(case.covered for case in cases))
-    gaps = (*_gaps(cell, cases, pooled, covered, drawn), *_untried(untried))
-    verdict, reasons = _verdict(failure, pooled, (*gaps, *_survivors(surviving.values(), tried, len(cases))))
+    gaps = tuple(_gaps(cell, cases, pooled, covered, drawn))
+    survivors = _survivors(surviving.values(), tried, len(cases))
+    verdict, reasons = _verdict(failure, pooled, (*gaps, *_untried(untried), *survivors))
     return CellResult(
         cell=cell,
         verdict=verdict,
@@ -65,6 +66,7 @@ def conclude(
         equivalent=tuple(sorted(equivalent)),
         not_told_apart=() if verdict is Verdict.DISAGREE else not_told_apart,
         gaps=gaps,
+        untried=tuple(untried),
         seconds=seconds,
     )
 
