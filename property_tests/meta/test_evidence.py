@@ -111,6 +111,7 @@ RESULTS: dict[str, Callable[[CellResult], CellResult]] = {
     "a goal is missing": lambda result: concluded(
         result, tuple(replace(case, covered=case.covered - {"masked token"}) for case in result.cases)
     ),
+    "a size was not tried": lambda result: concluded(result, result.cases, untried={"8x8x8": "it is odd"}),
     "blind": lambda result: concluded(
         result,
         (
@@ -133,6 +134,12 @@ def test_the_numbers_of_a_record_redo_its_verdict(kind: str, agreed: CellResult)
     assert contradictions([record]) == [""]
     read = msgspec.json.decode(msgspec.json.encode(record), type=CellRecord)
     assert contradictions([read]) == [""]
+
+
+def test_evidence_from_before_sizes_were_recorded_is_read() -> None:
+    earlier = as_json(made.cell())
+    del earlier["untried"]
+    assert msgspec.json.decode(msgspec.json.encode(earlier), type=CellRecord) == made.cell()
 
 
 def test_results_give_every_verdict(agreed: CellResult) -> None:

@@ -84,6 +84,7 @@ def _record(result: CellResult, run: str, time: str, replay: str | None, digits:
         surviving=result.surviving,
         equivalent=result.equivalent,
         not_told_apart=result.not_told_apart,
+        untried=result.untried,
         worst=tuple(_worst(result.cases)),
         failure=_failure(result, replay),
         known_failure=_known_failure(result),

@@ -150,6 +150,7 @@ def _gaps(record: CellRecord) -> Iterator[str]:
             yield output.name
     yield from (goal for goal in record.required if not record.coverage.get(goal))
     yield from set(record.surviving).difference(record.equivalent)
+    yield from record.untried
 
 
 def _pool(columns: Columns) -> Iterator[str]:
