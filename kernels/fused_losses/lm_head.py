@@ -28,22 +28,26 @@ This applies if the matrix product itself cannot accumulate them in float32.
 """
 
 
-def _divisor(hidden: Tensor, dlogits: Tensor) -> Tensor | None:
+def _divisors(hidden: Tensor, dlogits: Tensor) -> Tensor | None:
     """Returns what to divide hidden states by, so that a weight's gradient can't overflow float16.
+
+    Each column has its own divisor, because some channels of a model are a thousand times as large
+    as others. With one divisor for all, the others would become subnormal.
 
     Args:
         hidden: ``[n, hidden]``.
         dlogits: ``[n, rows]``, of the same dtype.
 
     Returns:
-        A power of two ``[1]``, 1 or above, so that the quotients have the digits of hidden; None
-        for other dtypes and for empty tensors.
+        Powers of two ``[hidden]``, 1 or above, so that the quotients have the digits of hidden;
+        None for other dtypes and for empty tensors.
     """
     if hidden.dtype != torch.float16 or not hidden.numel() or not dlogits.numel():
         return None
-    largest = [torch.stack(x.aminmax()).abs().amax().float() for x in (hidden, dlogits)]
-    bound = len(hidden) * largest[0] * largest[1] / torch.finfo(torch.float16).max
-    return bound.clamp(min=1).log2().ceil().exp2().reshape(1)
+    largest = torch.stack(hidden.aminmax(dim=0)).abs().amax(0).float()
+    total = torch.linalg.vector_norm(dlogits, 1, 0, dtype=torch.float32).amax()
+    bounds = largest * total / torch.finfo(torch.float16).max
+    return bounds.clamp(min=1).log2().ceil().exp2()
 
 
 @dataclass(frozen=True)
@@ -125,13 +129,13 @@ class HeadGradients:
         if rounded.dtype == self.weight.dtype:
             self.weight.addmm_(rounded.T, hidden)
             return
-        divisor = _divisor(hidden, rounded)
-        if divisor is not None:
-            hidden = (hidden.float() / divisor).half()
+        divisors = _divisors(hidden, rounded)
+        if divisors is not None:
+            hidden = (hidden.float() / divisors).half()
         for start in range(0, len(self.weight), _ROWS):
             rows = slice(start, start + _ROWS)
             product = rounded[:, rows].T @ hidden
-            self.weight[rows] += product if divisor is None else product.float().mul_(divisor)
+            self.weight[rows] += product if divisors is None else product.float().mul_(divisors)
 
 
 def chunks_of(tokens: int, chunk: int) -> Iterator[slice]:

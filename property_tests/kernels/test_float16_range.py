@@ -90,3 +90,19 @@ def test_weight_gradients_of_many_like_tokens_do_not_overflow(kernel: str) -> No
         (-linear_logprobs(hidden, weight, labels, chunk=1024).logprobs.mean()).backward()
     assert weight.grad is not None
     torch.testing.assert_close(weight.grad[0], torch.full((8,), -93.75).half(), rtol=2e-3, atol=0.0)
+
+
+@pytest.mark.parametrize("outliers", [1, 1024])
+def test_outliers_take_no_digits_from_other_gradients_of_the_weight(outliers: int) -> None:
+    """In some tokens, hidden states have a channel that is thousands of times as large."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (scale * torch.randn(n, 16, generator=generator) for n, scale in ((1024, 0.3), (64, 0.1)))
+    hidden[:outliers, 0], weight[:, 0] = 1000.0, 0.0
+    labels = torch.randint(64, (1024,), generator=generator)
+    leaves = [x.half().float().requires_grad_() for x in (hidden, weight)]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    (4096 * logprobs(*exact, labels)).sum().backward()
+    (4096 * linear_logprobs(*leaves, labels, matmul_dtype=torch.float16, chunk=1024).logprobs).sum().backward()
+    found, expected = (gradients[1] for gradients in (gradients_of(leaves), gradients_of(exact)))
+    errors = (found - expected).norm(dim=0) / expected.norm(dim=0)
+    assert errors.max() < 5e-4
