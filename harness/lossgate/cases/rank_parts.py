@@ -6,7 +6,7 @@ coarse dtype, each of several ranks rounds its own part. If parts of either sign
 more than to round the sum.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -20,9 +20,13 @@ from lossgate.layout import Axis
 from lossgate.numerics.float_formats import FLOAT32, FloatFormat, coarsest
 from lossgate.numerics.noise import Noise
 from lossgate.numerics.rounded_arithmetic import Stages
+from lossgate.problems.partition import Partition
 from lossgate.specs.outputs import LOSS, Output, metric_output
 
 _SPLITTING: tuple[Axis, ...] = ("dp", "cp")
+
+_Share = tuple[Tensor, Tensor]
+"""Numbers of the sequences of which a rank has tokens, and of these tokens."""
 
 _EQUAL = 1e-9
 """Relative error up to which parts add up to the whole, in float64."""
@@ -59,8 +63,12 @@ def rank_parts(
 ) -> dict[Output, RankParts]:
     """Returns the parts of numbers that ranks round.
 
+    A loss of whole sequences, such as one of pairs, does not add up over the tokens of cp ranks.
+    Each of these computes the same, so its parts are those of the dp ranks.
+
     Left out are numbers that are all in float32, those that no two ranks share, and those whose
-    parts do not add up to the whole, such as an extremum.
+    parts do not add up to the whole. These are extrema, and numbers to which tokens or sequences
+    contribute whose masks are all false.
 
     Args:
         candidate: says how parts make the whole.
@@ -73,12 +81,24 @@ def rank_parts(
     formats = {output: _format_of(output, over, stages) for output, over in placements.items() if over}
     coarse = {output: format_ for output, format_ in formats.items() if format_ != FLOAT32}
     found: dict[Output, RankParts] = {}
-    for output, parts in _parts(placed, returned).items() if coarse else ():
-        if output in coarse and _add_up(parts, reference[output]):
-            seed = crc32(f"{placed.problem.to_json()} {output} parts".encode())
-            own_sum = "replicate" in placements[output] and stages.loss != FLOAT32
-            found[output] = RankParts(parts, coarse[output], own_sum, seed)
+    for shares in _splits(placed.partition):
+        missing = [output for output in coarse if output not in found]
+        parts = _parts(placed, returned, shares) if missing else {}
+        for output in missing:
+            if _add_up(parts[output], reference[output]):
+                seed = crc32(f"{placed.problem.to_json()} {output} parts".encode())
+                own_sum = "replicate" in placements[output] and stages.loss != FLOAT32
+                found[output] = RankParts(parts[output], coarse[output], own_sum, seed)
     return found
+
+
+def _splits(partition: Partition) -> list[list[_Share]]:
+    """Returns how the ranks split the batch: the shares of all ranks, and those of the dp ranks."""
+    (dp, cp), held = (partition.layout.sizes[axis] for axis in _SPLITTING), partition.real_token_shards
+    sequences = [torch.tensor(partition.sequences(rank), dtype=torch.long) for rank in range(dp)]
+    ranks = [(sequences[number // cp], tokens) for number, tokens in enumerate(held)]
+    whole = [(sequences[rank], torch.cat(held[rank * cp : (rank + 1) * cp])) for rank in range(dp)]
+    return [ranks] if cp == 1 else [ranks, whole]
 
 
 def _add_up(parts: Tensor, whole: Tensor) -> bool:
@@ -100,20 +120,28 @@ def _format_of(output: Output, over: tuple[Placement, ...], stages: Stages) -> F
     return stages.loss if own_sum else coarsest(stages.loss, stages.returned_in(output.name))
 
 
-def _parts(placed: PlacedProblem, returned: Collection[Output]) -> dict[Output, Tensor]:
-    """Returns the parts of loss and metrics that come from the tokens of each rank, ``[ranks]``.
+def _parts(placed: PlacedProblem, returned: Collection[Output], shares: Sequence[_Share]) -> dict[Output, Tensor]:
+    """Returns the parts of loss and metrics that come from each share of the batch, ``[shares]``.
 
-    What counts the whole batch stays that of the whole batch.
+    The masks of all other tokens and sequences are false. What counts the whole batch stays that of
+    the whole batch.
     """
-    bound, batch = placed.bound.bound_spec.returning(frozenset(returned)), placed.bound.batch
-    mask = batch.known.get("mask")
-    if mask is None or bound.spec.reference is None:
-        return {}
+    bound = placed.bound.bound_spec.returning(frozenset(returned))
     values = placed.bound.dense.token_values(bound)
     parts: list[dict[Output, Tensor]] = []
-    for tokens in placed.partition.real_token_shards:
-        own = torch.zeros_like(mask).index_fill(0, tokens, True)
+    for share in shares:
         with torch.no_grad():
-            loss, metrics = bound.loss(values, {**batch.known, "mask": mask & own})
+            loss, metrics = bound.loss(values, {**placed.bound.batch.known, **_masks(placed, share)})
         parts.append({LOSS: loss, **{metric_output(name): metric for name, metric in metrics.items()}})
     return {output: torch.stack([part[output] for part in parts]).double() for output in parts[0]}
+
+
+def _masks(placed: PlacedProblem, share: _Share) -> dict[str, Tensor]:
+    """Returns the boolean fields of tokens and sequences, false outside a share."""
+    batch, own = placed.bound.batch, dict(zip(("sequence", "token"), share, strict=True))
+    masks: dict[str, Tensor] = {}
+    for name, dims in {**batch.field_dims, "mask": ("token",)}.items():
+        field = batch.fields[name]
+        if field.dtype is torch.bool and dims and dims[0] in own:
+            masks[name] = torch.zeros_like(field).index_copy(0, own[dims[0]], field[own[dims[0]]])
+    return masks

@@ -15,8 +15,11 @@ from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases import oracle
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
-from lossgate.cases.rank_parts import RankParts
+from lossgate.cases.placed_problem import PlacedProblem
+from lossgate.cases.placement import sample_problems
+from lossgate.cases.rank_parts import RankParts, rank_parts
 from lossgate.judge.comparison import Comparison
+from lossgate.judge.ensemble import stages_of
 from lossgate.losses import SPECS
 from lossgate.numerics.float_formats import FLOAT_FORMATS
 from lossgate.worlds import SimulatedWorld
@@ -26,18 +29,18 @@ from .checks import MakeWorld, run
 DENSE = dense_candidate(SPECS["value"], "values")
 
 
-def returns_parts() -> Candidate:
+def returns_parts(dense: Candidate = DENSE) -> Candidate:
     """Returns a kernel in float32 that returns its parts in bfloat16."""
 
     def kernel(inputs: Any, options: Any, mesh: Any) -> Outputs:
-        outputs = DENSE.kernel(inputs, options, mesh)
+        outputs = dense.kernel(inputs, options, mesh)
         assert isinstance(outputs, Outputs)
         assert outputs.loss is not None
         metrics = {name: metric.bfloat16() for name, metric in outputs.metrics.items()}
-        return replace(outputs, loss=outputs.loss.bfloat16(), metrics=metrics)
+        return replace(outputs, loss=outputs.loss.bfloat16(), metrics=metrics, logprobs=None)
 
     precision = {"bfloat16": Precision(returned="bfloat16")}
-    return replace(DENSE, kernel=kernel, precision=precision, dtypes=("bfloat16",), name="returns parts")
+    return replace(dense, kernel=kernel, precision=precision, dtypes=("bfloat16",), name="returns parts")
 
 
 def problem(seed: int, dtype: str = "bfloat16", layout: str = "dp=4") -> Problem:
@@ -71,6 +74,28 @@ def test_a_part_that_is_wrong_disagrees(make_world: MakeWorld) -> None:
 
     found = metrics(replace(right, kernel=kernel), make_world("dp=4"))
     assert sum(not comparison.agrees for comparison in found) > len(found) / 4
+
+
+def test_parts_of_pairs_are_rounded(make_world: MakeWorld) -> None:
+    """If runs round the whole alone, a right kernel disagrees."""
+    kernel, world = returns_parts(dense_candidate(SPECS["preference"], "rewards")), make_world("dp=4")
+    for problem in sample_problems(kernel, world.layout, "bfloat16", 12, seed=0):
+        assert run(kernel, problem, world).agrees
+
+
+@pytest.mark.parametrize("layout", ["dp=4", "dp=2,cp=2"])
+@pytest.mark.parametrize(("spec", "head"), [("preference", "rewards"), ("dpo", "logprobs")])
+def test_all_numbers_of_pairs_have_parts(spec: str, head: str, layout: str) -> None:
+    """A pair without tokens counts, too, unless the mask of sequences says otherwise. All cp ranks
+    compute the same of whole sequences.
+    """
+    kernel = returns_parts(dense_candidate(SPECS[spec], head))
+    stages = stages_of(kernel, "bfloat16")
+    for problem in sample_problems(kernel, Layout.parse(layout), "bfloat16", 4, seed=0):
+        bound = BoundProblem(kernel.spec, problem)
+        numbers = {output: value for output, value in bound.reference(()).items() if not output.dims}
+        parts = rank_parts(kernel, PlacedProblem(bound, problem), stages, (), numbers)
+        assert parts.keys() == numbers.keys(), problem
 
 
 def limits(kernel: Candidate, bound: BoundProblem, layout: str) -> dict[str, float]:
