@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of problems whose sizes the user gives: ``--size``, or ``sizes`` of the settings."""
 
+import gc
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,6 +97,17 @@ def test_no_size_is_drawn_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> No
     at_101 = Bug("labels of one vocabulary", "they are all 0", on_inputs(cut)).put_into(RIGHT)
     assert verified(at_101, "64x8x101", "64x8x103", shrink_calls=0).verdict is Verdict.DISAGREE
     assert [shape for shape in drawn if shape in sizes] == sizes[:1]
+
+
+def test_a_size_that_is_made_to_fit_is_not_kept_with_the_deck() -> None:
+    """Its tensors would be held as long as the deck is."""
+    deck, layout = Deck(RIGHT, "float32", 0), Layout(tp=2)
+    (placed,) = deck.on(layout, ["even"], deck.of_shape(Shape.of_size("32x264x4101")))
+    assert placed.entry.bound.problem.vocab == 4102
+    held = weakref.ref(placed.entry.bound)
+    del placed
+    gc.collect()
+    assert held() is None
 
 
 def test_a_size_that_cannot_be_tried_makes_no_further_rounds() -> None:

@@ -24,6 +24,7 @@ from lossgate.cases.drawing import Draws
 from lossgate.cases.large import large_shapes
 from lossgate.cases.option_strategies import ForcedOption
 from lossgate.cases.placement import Placement, placements
+from lossgate.cases.size import is_large
 from lossgate.declaration.candidate import Candidate
 from lossgate.layout import Layout
 from lossgate.problems.partition import VocabSplit
@@ -121,11 +122,16 @@ class Deck:
         return found
 
     def _fit(self, entry: Entry, placement: Placement) -> Entry:
-        """Returns the entry with a vocabulary that fits. Its kills are those that it had before."""
+        """Returns the entry with a vocabulary that fits. Its kills are those that it had before.
+
+        It is kept with the deck, for other cells, unless its tensors are large.
+        """
         problem, vocab = entry.bound.problem, placement.vocab_of(entry.bound.problem)
         if vocab == problem.vocab:
             return entry
         fitting = replace(problem, vocab=vocab)
+        if is_large(fitting):
+            return replace(entry, bound=BoundProblem(self._candidate.spec, fitting))
         text = fitting.to_json()
         if text not in self._fitted:
             self._fitted[text] = replace(entry, bound=BoundProblem(self._candidate.spec, fitting))
