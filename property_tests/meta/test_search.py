@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of the search: it finds bugs, and makes the problem that shows one small."""
 
+import gc
 import time
+import weakref
 from itertools import count
 
 import pytest
@@ -15,6 +17,7 @@ from lossgate.engine.search import Search
 from lossgate.engine.settings import Settings
 from lossgate.engine.trials import _DisagreementError
 from lossgate.inputs import NllHidden
+from lossgate.shape import Shape
 from lossgate.worlds import SimulatedWorld
 
 RIGHT = make(STYLES["float32"][1])
@@ -63,6 +66,23 @@ def test_a_right_kernel_is_run_on_every_problem() -> None:
     found = search(RIGHT, examples=30)
     assert found.failure is None
     assert len(found.cases) == 30
+
+
+def test_what_was_run_stays_known_when_the_deck_lets_it_go() -> None:
+    """A problem that is drawn later must not get the identity of one that was freed."""
+    world = SimulatedWorld(Layout())
+    found = Search(Cell(RIGHT, Layout(), "float32"), world, Settings())
+    placed = found._on_layout(found._deck.of_shape(Shape.of_size("64x8x32")))
+    found._run_all(placed)
+    found._tried.clear()
+    world.close()
+    drawn = weakref.ref(placed[0].entry.drawn)
+    del placed
+    found.cases.clear()
+    gc.collect()
+    kept = drawn()
+    assert kept is not None
+    assert id(kept) in found._used
 
 
 def test_shrinking_stops_at_its_limit_with_the_smallest_problem_so_far() -> None:

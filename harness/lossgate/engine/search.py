@@ -22,6 +22,7 @@ from lossgate.declaration.any_value import ANY
 from lossgate.engine.survivors import Tried, tried_on
 from lossgate.engine.trials import Trials
 from lossgate.errors import UsageError
+from lossgate.problems.problem import Problem
 from lossgate.shape import Shape
 from lossgate.specs.sharding_goals import IDS_GOALS, SHARDING_GOALS
 
@@ -37,8 +38,8 @@ class Search(Trials):
     """The option mutants that changed nothing on many problems."""
     untried: dict[str, str] = field(default_factory=dict)
     """The sizes that could not be tried, and why."""
-    _used: set[int] = field(default_factory=set)
-    """The problems of the deck that were run, by the identity of what was drawn."""
+    _used: dict[int, Problem] = field(default_factory=dict)
+    """The problems that were run, as they were drawn, by identity: so none gets that of another."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -172,7 +173,7 @@ class Search(Trials):
         for one in placed:
             if self.failure is not None:
                 return
-            self._used.add(id(one.entry.drawn))
+            self._used[id(one.entry.drawn)] = one.entry.drawn
             self.try_problem(one)
 
     def _no_valid_options(self) -> UsageError:
