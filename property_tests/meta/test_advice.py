@@ -3,17 +3,21 @@
 
 import re
 from dataclasses import replace
+from math import inf
 
 import pytest
 
 from lossgate import ANY, Layout
+from lossgate.adequacy.deck import Deck
+from lossgate.adequacy.option_mutants import option_mutants
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.bank.right import KERNELS
 from lossgate.engine.advice import to_compare, to_detect, to_kill, to_reach
+from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
-from lossgate.engine.survivors import Tried
+from lossgate.engine.survivors import Tried, tried_on
 from lossgate.judge.pooled_scale import LARGEST_MDE, sigmas
 from lossgate.judge.pooling import Pooled
 from lossgate.losses import SPECS
@@ -104,6 +108,19 @@ def test_how_many_problems_are_enough_for_a_mutant() -> None:
     assert to_kill([Tried(1, 0.1, 0.2)], 200, "beta").startswith("none of 200 problems showed that, and more hardly")
     assert to_kill([Tried(30, 0.0, 0.2)], 50, "beta") == (
         "both give the same in all 30 problems with it; support what makes them differ, or drop beta from supports"
+    )
+
+
+def test_what_a_mutant_changes_is_told_if_no_problem_tells_its_scale() -> None:
+    """It does not look as if both choices gave the same."""
+    kernel = dense_candidate(SPECS["nll"], "logprobs")
+    mutants = [one for one in option_mutants(kernel).values() if one.option == "reduction" and one.side == "value"]
+    bounds = [entry.bound for entry in Deck(kernel, "float32", 0).entries]
+    found = tried_on(mutants, [(bound, CaseResult(problem=bound.problem)) for bound in bounds])
+    assert [(one.closest, one.change > 0) for one in found.values()] == [(0.0, True)] * len(mutants)
+    assert to_kill([Tried(20, 0.5, inf)], 20, "reduction") == (
+        "they differ by 0.5 in the problem that showed most, out of 20 with it, and rounding explains any difference. "
+        "More problems hardly help: compute in a finer dtype and declare so, or drop reduction from supports"
     )
 
 

@@ -2,7 +2,7 @@
 """What would show more, where a verdict says too little."""
 
 from collections.abc import Sequence
-from math import ceil
+from math import ceil, isfinite
 
 from lossgate.engine.survivors import Tried
 from lossgate.judge.pooled_scale import LARGEST_MDE, sigmas
@@ -72,9 +72,10 @@ def to_kill(tried: Sequence[Tried], problems: int, option: str) -> str:
     if far is not None and given >= _ENOUGH and far.closest < 1:
         if not far.change:
             return f"both give the same in all {given} problems with it; support what makes them differ, {drop}"
+        explained = f"{far.least:.2g}" if isfinite(far.least) else "any difference"
         return (
             f"they differ by {far.change:.2g} in the problem that showed most, out of {given} with it, and rounding "
-            f"explains {far.least:.2g}. More problems hardly help: compute in a finer dtype and declare so, {drop}"
+            f"explains {explained}. More problems hardly help: compute in a finer dtype and declare so, {drop}"
         )
     needed = problems * _ENOUGH / given if 0 < given < _ENOUGH else 4 * problems
     if needed > _MOST:

@@ -10,9 +10,6 @@ from lossgate.adequacy.option_mutants import OptionMutant
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.engine.case_result import CaseResult
 
-_LARGE = 2**20
-"""Logits of problems that are not asked: the reference takes long."""
-
 
 @dataclass(frozen=True)
 class Tried:
@@ -46,8 +43,7 @@ def tried_on(
 
 
 def _says(mutant: OptionMutant, bound: BoundProblem, result: CaseResult) -> bool:
-    small = bound.problem.tokens * bound.problem.vocab <= _LARGE
-    return small and not result.failure and mutant.mutate(bound.bound_spec) is not None
+    return not result.failure and mutant.mutate(bound.bound_spec) is not None
 
 
 def _tried(mutant: OptionMutant, tried: Sequence[tuple[BoundProblem, CaseResult]]) -> Tried:
@@ -56,4 +52,4 @@ def _tried(mutant: OptionMutant, tried: Sequence[tuple[BoundProblem, CaseResult]
         outputs = shown_in(mutant.side, bound)
         least = min((c.mde for c in result.comparisons if c.output in outputs and c.values), default=inf)
         each += (Tried(len(tried), change, least) for change in changes([mutant], bound).values())
-    return max(each, key=lambda one: one.closest)
+    return max(each, key=lambda one: (one.closest, one.change))
