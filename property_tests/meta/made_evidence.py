@@ -19,17 +19,21 @@ from lossgate.evidence.records import (
 )
 from lossgate.evidence.redo import largest_mde
 from lossgate.evidence.sealed import digest_in, digest_of_cells, matrix_of, seal
+from lossgate.judge.pooled_scale import FEWEST
 
 STARTED, TIME, FINISHED = "2026-11-20T12:00:00+00:00", "2026-11-20T12:00:30+00:00", "2026-11-20T12:01:00+00:00"
 COMMIT = "c" * 40
 
 
 def output(**changes: Any) -> OutputRecord:
-    """Returns the loss of a cell with three problems, which agrees, with changes."""
+    """Returns the loss of a cell with eight problems, which agrees, with changes. It has numbers of
+    three; the others are zero in every correct run.
+    """
     record = OutputRecord(
         name="loss",
         metric=False,
         cases=(0, 1, 2),
+        without_numbers=(3, 4, 5, 6, 7),
         scale=(1e-8, -2e-8, 0.5e-8),
         limit=(1e-6, 1e-6, 1e-6),
         sd=(1e-7, 1e-7, 1e-7),
@@ -44,28 +48,16 @@ def output(**changes: Any) -> OutputRecord:
 
 
 def output_on(problems: int) -> OutputRecord:
-    """Returns the loss of a cell with three problems or more. All but the first three are zero in
-    every correct run, so that the pool stays what it is.
-    """
-    more = problems - 3
-    return output(
-        cases=tuple(range(problems)),
-        scale=(1e-8, -2e-8, 0.5e-8, *([0.0] * more)),
-        limit=(1e-6,) * problems,
-        sd=(1e-7,) * problems,
-        mean=(0.0,) * problems,
-        noise=(0.5, 1.0, 0.25, *([None] * more)),
-        shares={"noise": (0.25, 0.5, 0.125, *([0.0] * more))},
-        vacuous=tuple(range(3, problems)),
-    )
+    """Returns the loss of a cell with so many problems. It has numbers of three, as ``output``."""
+    return output(without_numbers=tuple(range(3, problems)))
 
 
 def cell(**changes: Any) -> CellRecord:
-    """Returns the record of a cell that agrees, with changes. It has three problems; if only their
-    number is changed, its lists fit that.
+    """Returns the record of a cell that agrees, with changes. It has eight problems, as few as may
+    agree; if only their number is changed, its lists fit that.
     """
-    problems = changes.get("problems", 3)
-    if problems > 3 and "outputs" not in changes:
+    problems = changes.get("problems", FEWEST)
+    if problems >= 3 and "outputs" not in changes:
         changes = {"comparisons": problems, "outputs": (output_on(problems),)} | changes
     record = CellRecord(
         schema=SCHEMA,
@@ -83,8 +75,8 @@ def cell(**changes: Any) -> CellRecord:
         source_modified=False,
         verdict="AGREE",
         reasons=(),
-        problems=3,
-        comparisons=3,
+        problems=FEWEST,
+        comparisons=FEWEST,
         needs_adequacy=True,
         outputs=(output(),),
         faults=(),
@@ -108,7 +100,15 @@ def disagreeing(**changes: Any) -> CellRecord:
     """Returns the record of a cell whose loss is 1% too large on one problem."""
     pooled = PooledRecord(problems=1, scale=0.01, limit=1e-6)
     wrong = output(
-        cases=(0,), scale=(0.01,), limit=(1e-6,), sd=(1e-7,), mean=(0.0,), noise=(9.0,), shares={}, pooled=pooled
+        cases=(0,),
+        without_numbers=(),
+        scale=(0.01,),
+        limit=(1e-6,),
+        sd=(1e-7,),
+        mean=(0.0,),
+        noise=(9.0,),
+        shares={},
+        pooled=pooled,
     )
     given: dict[str, Any] = {
         "verdict": "DISAGREE",

@@ -155,11 +155,11 @@ def test_the_gravest_loss_stands_first() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "code"),
     [
-        (cell(problems=9), cell(problems=6), 3),
-        (inconclusive(problems=9), inconclusive(problems=6), 3),
-        (disagreeing(problems=9), cell(problems=6), 0),
-        (disagreeing(problems=9), disagreeing(problems=6), 0),
-        (cell(problems=6), cell(problems=9), 0),
+        (cell(problems=20), cell(problems=9), 3),
+        (inconclusive(problems=20), inconclusive(problems=9), 3),
+        (disagreeing(problems=20), cell(problems=9), 0),
+        (disagreeing(problems=20), disagreeing(problems=9), 0),
+        (cell(problems=9), cell(problems=20), 0),
     ],
 )
 def test_lost_power_is_reported_of_cells_that_do_not_disagree(
@@ -168,11 +168,11 @@ def test_lost_power_is_reported_of_cells_that_do_not_disagree(
     """A disagreement stops a cell early: that it has seen little is no loss."""
     done = diff([before], [after])
     assert done.returncode == code
-    assert (f"lost power (1)\n  {NAME}: 9 problems, now 6\n" in done.stdout) is (code == 3)
+    assert (f"lost power (1)\n  {NAME}: 20 problems, now 9\n" in done.stdout) is (code == 3)
 
 
 def test_a_cell_that_agrees_now_because_it_sees_less_is_reported_twice(diff: Diff) -> None:
-    done = diff([inconclusive(problems=9)], [cell(problems=6)])
+    done = diff([inconclusive(problems=20)], [cell(problems=9)])
     assert done.returncode == 3
     assert "lost power (1)" in done.stdout
     assert "better (1)" in done.stdout

@@ -16,7 +16,9 @@ def output(noise: tuple[float | None, ...] | None, pooled: PooledNoiseRecord | N
     of_each: dict[str, Any] = {"scale": (1e-8,) * 9, "limit": (1e-6,) * 9, "sd": (1e-7,) * 9, "mean": (0.0,) * 9}
     scale = _pooled_scale(of_each)
     record = PooledRecord(problems=9, scale=scale[0], limit=scale[1], noise=pooled)
-    return made.output(cases=tuple(range(9)), shares={}, noise=noise, pooled=record, **of_each, **changes)
+    return made.output(
+        cases=tuple(range(9)), without_numbers=(), shares={}, noise=noise, pooled=record, **of_each, **changes
+    )
 
 
 def _pooled_scale(of_each: dict[str, Any]) -> tuple[float, float]:

@@ -142,7 +142,8 @@ def _must_be_compared(output: OutputRecord) -> bool:
 
 def _gaps(record: CellRecord) -> Iterator[str]:
     """Yields what was not seen enough of."""
-    if not record.problems or (record.needs_adequacy and all(output.metric for output in record.outputs)):
+    too_few = record.problems < (FEWEST if record.needs_adequacy else 1)
+    if too_few or (record.needs_adequacy and all(output.metric for output in record.outputs)):
         yield "problems"
     for output in record.outputs:
         yield from output.blind

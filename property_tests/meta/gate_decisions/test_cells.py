@@ -6,7 +6,7 @@ from hashlib import sha256
 import msgspec
 import pytest
 
-from lossgate.evidence.records import CellRecord, PooledRecord
+from lossgate.evidence.records import CellRecord
 from lossgate.gate.verdict import GateCode, Kind
 from property_tests.meta.gate_decisions.decided import CELLS, RULES, Gate, only, reported
 from property_tests.meta.made_evidence import (
@@ -41,19 +41,6 @@ def test_the_order_of_lines_and_files_does_not_matter(gate: Gate) -> None:
     assert gate.decide([last, *cells[::-1]], [first]).passes
 
 
-TWO = output(
-    cases=(0, 1),
-    scale=(0.0, 0.0),
-    limit=(1e-6, 1e-6),
-    sd=(1e-7, 1e-7),
-    mean=(0.0, 0.0),
-    noise=(0.5, 0.5),
-    shares={},
-    pooled=PooledRecord(problems=2, scale=0.0, limit=5.9325e-06),
-)
-"""The loss of a cell with two problems."""
-
-
 ONE_WRONG: dict[str, tuple[CellRecord | None, GateCode, Kind, str]] = {
     "it disagrees": (
         disagreeing(layout="tp=2"),
@@ -66,12 +53,6 @@ ONE_WRONG: dict[str, tuple[CellRecord | None, GateCode, Kind, str]] = {
         GateCode.CLOSED,
         Kind.INCONCLUSIVE,
         "a kernel that computes label_smoothing=0.1 as 0 would have passed every problem",
-    ),
-    "few problems": (
-        cell(layout="tp=2", problems=2, comparisons=2, coverage={"trained token": 2}, outputs=(TWO,)),
-        GateCode.CLOSED,
-        Kind.WEAK,
-        "it has 2 problems, and the policy asks for 3; raise --examples",
     ),
     "it is missing": (
         None,
@@ -113,7 +94,9 @@ def test_an_error_that_could_have_stayed_hidden_closes_the_gate(gate: Gate) -> N
 
 def test_the_strictest_of_several_rules_counts(gate: Gate) -> None:
     more = '[[require]]\ncandidates = ["*"]\nmin_problems = 100\n'
-    assert [what for what, _ in reported(gate.decide(whole_run(CELLS), rules=RULES + more))] == [Kind.WEAK] * 2
+    found = reported(gate.decide(whole_run(CELLS), rules=RULES + more))
+    assert [what for what, _ in found] == [Kind.WEAK] * 2
+    assert all("it has 8 problems, and the policy asks for 100; raise --examples" in text for _, text in found)
 
 
 def test_cells_that_no_rule_asks_for_do_not_have_to_be_conclusive(gate: Gate) -> None:
