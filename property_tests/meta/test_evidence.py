@@ -21,7 +21,7 @@ from lossgate.engine.settings import Settings
 from lossgate.engine.verdict import conclude
 from lossgate.evidence.of_result import record_of
 from lossgate.evidence.reader import DamagedLine, GoodLine, Line, read_lines
-from lossgate.evidence.records import SCHEMA, CellKey, CellRecord
+from lossgate.evidence.records import SCHEMA, WITHOUT_NOISE, CellKey, CellRecord
 from lossgate.evidence.redo import redo
 from lossgate.evidence.schema import SCHEMA_FILE, json_schema
 from lossgate.evidence.sealed import is_intact, seal
@@ -184,6 +184,7 @@ def test_the_numbers_are_those_of_the_comparisons(agreed: CellResult) -> None:
 
 # A record that contradicts its own numbers
 
+SILENCE = "what loss says of silent comparisons is not what their limits say"
 LIES: dict[str, tuple[CellRecord, str]] = {
     "verdict": (made.disagreeing(verdict="AGREE", reasons=()), "its verdict is AGREE, and its numbers give DISAGREE"),
     "verdict, the other way": (
@@ -212,6 +213,12 @@ LIES: dict[str, tuple[CellRecord, str]] = {
         made.cell(outputs=(made.output(vacuous=(1,)),)),
         "loss is pooled over 3 problems, and has the numbers of 2",
     ),
+    "silent for no reason": (made.cell(outputs=(made.output(silent=(0, 1, 2), pooled=None),)), SILENCE),
+    "silent and vacuous": (
+        made.cell(outputs=(made.output(limit=(2.0,) * 3, vacuous=(0, 1, 2), silent=(1,), pooled=None),)),
+        SILENCE,
+    ),
+    "not silent": (made.cell(outputs=(made.output(limit=(1e-6, 2.0, 1e-6)),)), SILENCE),
     "a list too short": (made.cell(outputs=(made.output(sd=(1e-7,)),)), "the lists of loss do not have one entry"),
     "no comparisons": (made.cell(comparisons=2), "it says 2 comparisons, and has 8"),
     "no such problem": (made.cell(problems=2), "it says 2 problems, and has the numbers of problem 7, counted from 0"),
@@ -246,6 +253,20 @@ def test_a_record_that_contradicts_itself_is_found(lie: str) -> None:
     record, message = LIES[lie]
     (found,) = contradictions([record])
     assert message in found
+
+
+@pytest.mark.parametrize("limit", [1.0, 1.00001, 0.99999])
+@pytest.mark.parametrize("silent", [(), (0, 1, 2)])
+def test_a_limit_near_1_may_be_silent_or_not(limit: float, silent: tuple[int, ...]) -> None:
+    """The digits that evidence keeps may hide on which side of 1 it was."""
+    output = made.output(limit=(limit,) * 3, silent=silent, **({"pooled": None} if silent else {}))
+    assert SILENCE not in contradictions([made.cell(outputs=(output,))])[0]
+
+
+def test_evidence_from_before_silence_was_recorded_is_not_held_to_it() -> None:
+    silent = made.cell(outputs=(made.output(limit=(1e-6, 2.0, 1e-6)),))
+    earlier = msgspec.structs.replace(silent, schema=WITHOUT_NOISE)
+    assert [SILENCE in one for one in contradictions([silent, earlier])] == [True, False]
 
 
 def test_honest_records_contradict_nothing() -> None:

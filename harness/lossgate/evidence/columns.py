@@ -16,6 +16,9 @@ from lossgate.evidence.records import CellRecord, OutputRecord
 from lossgate.judge.pooled_noise import PooledNoises, pool_noises
 from lossgate.judge.pooled_scale import Floats, PooledScales, pool_scales, smallest_bias
 
+ROUNDING = 1e-3
+"""Relative error of a number that is explained by the digits that evidence keeps."""
+
 
 class Columns:
     """The outputs of some records, one after another.
@@ -25,6 +28,8 @@ class Columns:
 
     def __init__(self, records: Sequence[CellRecord]) -> None:
         self.outputs = [output for record in records for output in record.outputs]
+        self.schemas = [record.schema for record in records for _ in record.outputs]
+        """The schema of each output."""
         self.fitting = [_fits(output) for output in self.outputs]
         """Whether the lists of each output have one entry for each comparison."""
         self._good = [output for output, fits in zip(self.outputs, self.fitting, strict=True) if fits]
@@ -79,14 +84,31 @@ class Columns:
                 noises[start : start + len(output.noise)] = [nan if one is None else one for one in output.noise]
         return pool_noises(np.where(self._telling, noises, nan), self._sizes)
 
+    def wrong_silence(self) -> list[bool]:
+        """Returns for each fitting output whether ``silent`` names others than its limits do.
+
+        A limit fits both if its digits may hide on which side of 1 it was.
+        """
+        explains_zero = ~self._listed(lambda output: output.vacuous) & ~(self._limit < 1)
+        wrong = (self._silent != explains_zero) & ~(np.abs(self._limit - 1) <= ROUNDING)
+        return (_largest(wrong.astype(np.float64), self._sizes) > 0).tolist()
+
     @cached_property
     def _telling(self) -> NDArray[np.bool_]:
         """Which comparisons say something about the scale and the noise of their output."""
-        telling = np.ones(len(self._scale), bool)
+        return ~(self._listed(lambda output: output.vacuous) | self._silent)
+
+    @cached_property
+    def _silent(self) -> NDArray[np.bool_]:
+        return self._listed(lambda output: output.silent)
+
+    def _listed(self, entries: Callable[[OutputRecord], tuple[int, ...]]) -> NDArray[np.bool_]:
+        """Returns which comparisons a list of entries names."""
+        listed = np.zeros(len(self._scale), bool)
         for start, output in zip(_starts(self._sizes).tolist(), self._good, strict=True):
-            for entry in (*output.vacuous, *output.silent):
-                telling[start + entry] = False
-        return telling
+            for entry in entries(output):
+                listed[start + entry] = True
+        return listed
 
     def _column(self, numbers: Callable[[OutputRecord], tuple[float, ...]]) -> Floats:
         return np.fromiter(chain.from_iterable(map(numbers, self._good)), np.float64, int(self._sizes.sum()))

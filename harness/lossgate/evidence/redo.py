@@ -6,13 +6,10 @@ from dataclasses import dataclass
 from itertools import islice
 from math import isfinite
 
-from lossgate.evidence.columns import Columns
+from lossgate.evidence.columns import ROUNDING, Columns
 from lossgate.evidence.records import WITHOUT_NOISE, CellRecord, OutputRecord, VerdictName
 from lossgate.judge.pooled_noise import PooledNoise
 from lossgate.judge.pooled_scale import FEWEST, LARGEST_MDE
-
-_ROUNDING = 1e-3
-"""Relative error of a pooled scale or limit that is explained by the digits that evidence keeps."""
 
 
 @dataclass(frozen=True)
@@ -159,15 +156,18 @@ def _pool(columns: Columns) -> Iterator[str]:
     sizes, pools = columns.pooled()
     size, scales, limits = iter(sizes), iter(pools.scale.tolist()), iter(pools.limit.tolist())
     noises = iter(zip(*(numbers.tolist() for numbers in columns.pooled_noise()), strict=True))
-    for output, fits in zip(columns.outputs, columns.fitting, strict=True):
+    silence = iter(columns.wrong_silence())
+    for output, fits, schema in zip(columns.outputs, columns.fitting, columns.schemas, strict=True):
         if not fits:
             yield f"the lists of {output.name} do not have one entry for each comparison"
             continue
-        noise = PooledNoise(*next(noises))
+        noise, wrong = PooledNoise(*next(noises)), next(silence)
+        told = f"what {output.name} says of silent comparisons is not what their limits say"
+        silent = told if wrong and schema != WITHOUT_NOISE else ""
         if problems := next(size):
-            yield _compare(output, problems, next(scales), next(limits)) or _compare_noise(output, noise)
+            yield _compare(output, problems, next(scales), next(limits)) or _compare_noise(output, noise) or silent
         else:
-            yield f"{output.name} is pooled, and no problem says anything about its scale" if output.pooled else ""
+            yield f"{output.name} is pooled, and no problem says anything about its scale" if output.pooled else silent
 
 
 def _compare(output: OutputRecord, problems: int, scale: float, limit: float) -> str:
@@ -176,7 +176,7 @@ def _compare(output: OutputRecord, problems: int, scale: float, limit: float) ->
         return f"{output.name} is not pooled, and {problems} problems say something about its scale"
     if said.problems != problems:
         return f"{output.name} is pooled over {said.problems} problems, and has the numbers of {problems}"
-    near = _ROUNDING * (abs(limit) + abs(scale))
+    near = ROUNDING * (abs(limit) + abs(scale))
     if not (abs(said.scale - scale) <= near and abs(said.limit - limit) <= near):  # also if one is no number
         return (
             f"{output.name} has a pooled scale of {said.scale:.6g} +- {said.limit:.6g}, "
@@ -205,4 +205,4 @@ def _compare_noise(output: OutputRecord, noise: PooledNoise) -> str:
 def _near(a: float | None, b: float | None) -> bool:
     if a is None or b is None:
         return a is b
-    return abs(a - b) <= _ROUNDING * max(abs(a), abs(b))
+    return abs(a - b) <= ROUNDING * max(abs(a), abs(b))
