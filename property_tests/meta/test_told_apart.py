@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from lossgate import ANY, Candidate, Layout, Precision
-from lossgate.adequacy.option_mutants import near_mutants
+from lossgate.adequacy.option_mutants import OptionMutant, near_mutants
 from lossgate.adequacy.told_apart import not_told_apart
 from lossgate.bank.bugs import ignores
 from lossgate.bank.dense_candidates import dense_candidate
@@ -77,6 +77,14 @@ def test_choices_that_are_never_valid_together_with_the_others_are_left_out() ->
     result = verified(supporting("clipped_pg", ratio_clip_c=3.0, use_cispo=False))
     assert "use_cispo=False computed as True, seen in its value" in result.equivalent
     assert result.not_told_apart == ()
+
+
+def test_near_choices_of_which_one_is_never_valid_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing compared them, and no kernel can take one for the other."""
+    right = supporting(epsilon=(0.0, 1e-8))
+    assert verified(right).not_told_apart
+    monkeypatch.setattr(OptionMutant, "mutate", lambda mutant, bound: None)
+    assert verified(right).not_told_apart == ()
 
 
 def numbers(**interval: Any) -> Candidate:

@@ -59,8 +59,17 @@ class Search(Trials):
         alike = self._deck.alike if self.equivalent else frozenset[str]()
         never_valid = self.equivalent - alike
         asked = (m for name, m in {**self._deck.mutants, **self._deck.near}.items() if name not in never_valid)
-        unseen = {*self.near, *alike.intersection(self.surviving)}
+        compared = {name for name, mutant in self.near.items() if self._is_ever_valid(mutant)}
+        unseen = {*compared, *alike.intersection(self.surviving)}
         return not_told_apart(self.cell.candidate, asked, unseen)
+
+    def _is_ever_valid(self, mutant: OptionMutant) -> bool:
+        """Returns whether a problem that was tried may be given either choice of a mutant."""
+        for bound, _ in self._tried:
+            own = mutant.put_choice(bound.bound_spec, self.cell.candidate, Random(bound.problem.seed))
+            if own is not None and mutant.mutate(own) is not None:
+                return True
+        return False
 
     @property
     def drawn_for_goals(self) -> dict[str, int]:
