@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lossgate import ANY, Layout, Precision, candidate
+from lossgate import ANY, Layout, Outputs, Precision, candidate
 from lossgate.bank.bugs import Bug, on_inputs, scale_gradient
 from lossgate.bank.cross_entropy import STYLES, make
 from lossgate.declaration.candidate import Candidate
@@ -69,3 +69,30 @@ def summed_in_bfloat16(inputs: Any, options: Any, mesh: Any) -> Tensor:
 def test_a_loss_in_bfloat16_that_adds_up_term_by_term_is_rejected() -> None:
     assert verified(summed, "bfloat16").verdict is Verdict.AGREE
     assert verified(summed_in_bfloat16, "bfloat16").verdict is Verdict.DISAGREE
+
+
+def filtered(*, logits: str) -> Candidate:
+    """Returns a kernel whose logits are rounded to a dtype, which it declares."""
+
+    @candidate(
+        "token_logprobs",
+        head="hidden",
+        dtypes=("float32", "bfloat16"),
+        precision=Precision(logits=logits),
+        supports={"top_k": (3,)},
+    )
+    def kernel(inputs: Any, options: Any, mesh: Any) -> Outputs:
+        exact = inputs.hidden.float() @ inputs.weight.float().T
+        rounded = exact + (exact.to(getattr(torch, logits)).float() - exact).detach()
+        least = rounded.topk(min(options.top_k, rounded.shape[1]), 1).values[:, -1:]
+        kept = rounded.masked_fill(rounded < least, -torch.inf)
+        logprobs = torch.log_softmax(kept, 1).gather(1, inputs.labels[:, None]).squeeze(1)
+        return Outputs(logprobs=logprobs.masked_fill(logprobs.isinf(), -torch.inf))
+
+    return kernel
+
+
+def test_a_filter_of_logits_coarser_than_the_inputs_is_rejected() -> None:
+    assert verified(filtered(logits="float32"), "float32").verdict is Verdict.AGREE
+    assert verified(filtered(logits="bfloat16"), "bfloat16").verdict is Verdict.AGREE
+    assert verified(filtered(logits="bfloat16"), "float32").verdict is Verdict.DISAGREE

@@ -50,9 +50,9 @@ class Case:
     @cached_property
     def _outcome(self) -> Sequence[RankOutputs] | RankFailure:
         task = RankTask(self.candidate, self.problem.options, self.placed.batch)
+        patience = _PATIENCE if is_large(self.problem) else 1.0
         try:
-            order, patience = self.problem.reduction_order, _PATIENCE if is_large(self.problem) else 1.0
-            return self.world.run(task, order=order, seed=self.problem.seed, patience=patience)
+            return self.world.run(task, order=self.problem.reduction_order, seed=self.problem.seed, patience=patience)
         except RankFailure as failure:
             return failure
 

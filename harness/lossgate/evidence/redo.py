@@ -162,8 +162,8 @@ def _pool(columns: Columns) -> Iterator[str]:
             yield f"the lists of {output.name} do not have one entry for each comparison"
             continue
         noise, wrong = PooledNoise(*next(noises)), next(silence)
-        told = f"what {output.name} says of silent comparisons is not what their limits say"
-        silent = told if wrong and schema != WITHOUT_NOISE else ""
+        contradiction = f"what {output.name} says of silent comparisons is not what their limits say"
+        silent = contradiction if wrong and schema != WITHOUT_NOISE else ""
         if problems := next(size):
             yield _compare(output, problems, next(scales), next(limits)) or _compare_noise(output, noise) or silent
         else:

@@ -69,15 +69,14 @@ class Terminal:
             self.console.print(counted(cells, "cell"))
 
     def _cell(self, result: CellResult) -> None:
-        candidate = result.cell.candidate.name
+        candidate, shown = result.cell.candidate.name, of_result(result)
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], advance=1, description=escape(str(result.cell)))
         else:
-            self.console.print(_line(of_result(result)), soft_wrap=True)
-        for line in of_result(result).at_sizes:
-            print_detail(
-                self.console, f"  {escape(candidate)}  {result.cell.dtype}  {result.cell.layout} {escape(line)}"
-            )
+            self.console.print(_line(shown), soft_wrap=True)
+        for line in shown.at_sizes:
+            where = f"{escape(candidate)}  {result.cell.dtype}  {result.cell.layout}"
+            print_detail(self.console, f"  {where} {escape(line)}")
         if not result.passes:
             self._described[candidate] += 1
             if self._described[candidate] <= DESCRIBED:
