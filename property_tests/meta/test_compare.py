@@ -14,6 +14,7 @@ from lossgate import ANY, Candidate, Layout, Outputs, Precision, Problem, UsageE
 from lossgate.bank.bugs import BUGS, Bug, bugs_of, on_inputs, on_loss, scale_gradient
 from lossgate.bank.cross_entropy import ALL_BFLOAT16, STYLES, make
 from lossgate.bank.dense_candidates import dense_candidate
+from lossgate.bank.right import KERNELS
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.difference import differences
@@ -254,6 +255,18 @@ def test_problems_suit_both() -> None:
     assert {p.options.get("temperature", 1.0) for p in problems} == {1.0}
     assert {p.options.get("reduction", "mean") for p in problems} == {"mean", "sum"}
     assert not any(p.bias for p in problems)
+
+
+def test_problems_keep_clear_of_kinks_as_the_coarser_needs() -> None:
+    """The problems suit both, whichever of the two rounds more coarsely."""
+    fine, coarse = (KERNELS[f"grpo_hidden_{end}"] for end in ("minimum_float32", "minimum_coarse_logits"))
+    for pair in ((fine, coarse), (coarse, fine)):
+        found = lossgate.compare(*pair, layouts=["single"], dtypes=["float32"])
+        assert found.agree, str(found)
+        cell = found.cells[0]
+        for result in (*cell.results, cell.difference):
+            assert result is not None
+            assert {case.problem.rounded_to for case in result.cases} == {"bfloat16"}
 
 
 def test_kernels_of_one_name_are_reported_apart() -> None:

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from lossgate import Candidate, Layout
+from lossgate import Candidate, Layout, Precision
 from lossgate.adequacy import decks
 from lossgate.adequacy.coverage import required_goals
 from lossgate.adequacy.deck import KILLERS, SIZE, WANTED, Deck, deck_key
@@ -18,13 +18,15 @@ from lossgate.adequacy.kills import changes
 from lossgate.adequacy.selection import choose
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.placement import splits_of
+from lossgate.dtypes import DTYPES
 from lossgate.engine.cell import Cell, CellResult
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.losses import SPECS
 from lossgate.specs.sharding_goals import SHARDING_GOALS
 
-NLL = dense_candidate(SPECS["nll"], "hidden")
+_FLOAT32 = dense_candidate(SPECS["nll"], "hidden")
+NLL = replace(_FLOAT32, dtypes=DTYPES, precision=dict.fromkeys(DTYPES, Precision()))
 DPO = dense_candidate(SPECS["dpo"], "logprobs")
 SMALL = dense_candidate(SPECS["nll"], "logprobs")
 VALUE = dense_candidate(SPECS["value"], "values")

@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 
+from lossgate import Precision
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.drawing import Draws
 from lossgate.cases.option_strategies import ForcedOption
+from lossgate.dtypes import DTYPES
 from lossgate.losses import SPECS
 from lossgate.problems.problem import Problem
 
-NLL = dense_candidate(SPECS["nll"], "hidden")
-DPO = dense_candidate(SPECS["dpo"], "logprobs")
+_DTYPES: Any = {"dtypes": DTYPES, "precision": dict.fromkeys(DTYPES, Precision())}
+NLL = replace(dense_candidate(SPECS["nll"], "hidden"), **_DTYPES)
+DPO = replace(dense_candidate(SPECS["dpo"], "logprobs"), **_DTYPES)
 
 SCRIPT = """
 import json, sys
@@ -27,6 +30,7 @@ if "many_numbers" in sys.argv:
 import hypothesis
 from hypothesis import strategies as st
 from lossgate.adequacy.deck import Deck
+from lossgate import Precision
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.losses import SPECS
 

@@ -12,6 +12,7 @@ from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.drawing import Draws
 from lossgate.losses import SPECS
+from lossgate.numerics.float_formats import FLOAT_FORMATS
 from lossgate.problems.tokens import draw_tokens
 from lossgate.specs.logit_filter import FilterOptions, passing_logits
 
@@ -28,12 +29,12 @@ def test_rounding_moves_nothing_across_the_edge(top_k: int | None, top_p: float,
     """Each logit of bfloat16 is rounded up to three times, by half a unit of the largest one."""
     logits = std * normal(0, 300, 97)
     options = FilterOptions(temperature=1.5, top_k=top_k, top_p=top_p)
-    passing, close = passing_logits(logits, "bfloat16", options)
+    passing, close = passing_logits(logits, FLOAT_FORMATS["bfloat16"], options)
     assert bool(close.any())
     for seed in range(1, 9):
         most = 1.5 * torch.finfo(torch.bfloat16).eps * logits.abs().amax(1, keepdim=True)
         moved = logits + most * normal(seed, 300, 97).sign()
-        differs = (passing_logits(moved, "bfloat16", options)[0] != passing).any(1)
+        differs = (passing_logits(moved, FLOAT_FORMATS["bfloat16"], options)[0] != passing).any(1)
         assert not bool((differs & ~close).any())
     assert bool(differs.any())  # without the margin they would not agree
 

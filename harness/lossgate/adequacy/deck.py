@@ -245,4 +245,5 @@ def deck_key(candidate: Candidate, dtype: str) -> str:
     """
     supports = {name: values for name, values in sorted(candidate.supports.items()) if name != "vocab_split"}
     declared = f"{candidate.spec.name} {candidate.head} {supports} {dict(candidate.tiles)} {candidate.differentiable}"
-    return f"{declared} {dtype}"
+    coarsest = candidate.coarsest(dtype)
+    return f"{declared} {dtype}" + f", rounded to {coarsest}" * (coarsest != dtype)

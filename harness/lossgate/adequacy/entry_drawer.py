@@ -11,9 +11,9 @@ from lossgate.cases.drawing import Draws
 from lossgate.cases.option_strategies import ForcedOption
 from lossgate.declaration.candidate import Candidate
 
-LEAST_CHANGE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.01}
+LEAST_CHANGE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.01, "tf32": 0.01}
 """The change of a reference, relative to its largest entry, from which on a problem is likely to
-kill a mutant."""
+kill a mutant. It depends on the coarsest format to which kernels round."""
 
 NEAR_SHARE = 1e-3
 """The share of that change from which on a problem may tell numbers apart that are near each other.
@@ -79,7 +79,7 @@ class EntryDrawer:
             unmasked: whether to ask before tokens near a kink are masked, which is quicker.
         """
         asked = changes([self._known[name] for name in sorted(mutants)], bound, unmasked=unmasked)
-        least = LEAST_CHANGE[self._dtype]
+        least = LEAST_CHANGE[self._candidate.coarsest(self._dtype)]
         return {
             name: change
             for name, change in ((str(mutant), change) for mutant, change in asked.items())

@@ -30,13 +30,14 @@ _ROUNDS = 5
 
 
 def mask_out_of_range(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> GlobalBatch:
-    """Masks the tokens at which the loss, or a gradient, leaves the range of the problem's dtype.
+    """Masks the tokens at which the loss, or a gradient, leaves the range of the dtypes in which
+    kernels hold it.
 
     Returns:
         The batch with a smaller mask; the batch itself if all numbers are in range, as they always
         are in a dtype with the exponents of float32.
     """
-    largest = torch.finfo(TORCH_DTYPES[problem.dtype]).max
+    largest = min(torch.finfo(dtype).max for dtype in (TORCH_DTYPES[problem.dtype], problem.coarsest.dtype))
     if largest >= torch.finfo(torch.bfloat16).max or bound.spec.reference is None:
         return batch
     for _ in range(_ROUNDS):

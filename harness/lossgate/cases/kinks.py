@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from lossgate.cases.choices import RecordChoices
-from lossgate.numerics.float_formats import TORCH_DTYPES
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.problem import Problem
 from lossgate.problems.random_streams import RandomStreams
@@ -38,8 +37,8 @@ def mask_near_kinks(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> G
     """Masks the tokens at which rounding could change the outcome of a comparison.
 
     At a kink either one-sided gradient is right, and no noise tells which of them a kernel finds.
-    So the loss is run with log-probabilities moved by as much as rounding in the problem's dtype
-    may move them. Where a clip or a comparison then comes out otherwise, its token, or its whole
+    So the loss is run with log-probabilities moved by as much as rounding may
+    move them. Where a clip or a comparison then comes out otherwise, its token, or its whole
     sequence, is masked.
 
     Returns:
@@ -93,7 +92,7 @@ def _signs(streams: RandomStreams, round_: int, name: str, shape: torch.Size, ba
 def _rounding_error(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> Tensor:
     """Returns the standard deviation that rounding gives a log-probability.
 
-    It assumes that everything is rounded to the problem's dtype.
+    It assumes that everything is rounded to the coarsest format of the problem.
     """
     head = HEADS[problem.head]
     if head.has_logits:
@@ -101,7 +100,7 @@ def _rounding_error(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> T
     else:
         sizes = [head.logits(batch.leaves).abs().max()]
     largest = torch.stack(sizes).max().clamp(min=1)
-    return head.rounding_unit(TORCH_DTYPES[batch.dtype]) * largest / bound.temperature / sqrt(3)
+    return head.rounding_unit(problem.coarsest) * largest / bound.temperature / sqrt(3)
 
 
 def near_kinks(

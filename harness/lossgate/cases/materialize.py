@@ -88,7 +88,7 @@ def _with_fields(batch: GlobalBatch, problem: Problem, bound: BoundSpec, streams
         return bound.capped(head.logits(batch.leaves))
 
     if head.has_logits and filters(bound.options):
-        chosen = filter_fields(logits(), batch.fields, batch.dtype, bound.options, streams)
+        chosen = filter_fields(logits(), batch.fields, problem.coarsest, bound.options, streams)
         batch = replace(batch, fields={**batch.fields, **chosen})
         batch = batch if spec.added else spec.counted(batch)
     if not spec.added:

@@ -73,7 +73,7 @@ def problems(
             is made smaller need not be.
         large: it has these sizes, and trains all tokens. What is made smaller need not.
     """
-    spec, head, coarse = candidate.spec, candidate.starts_at, dtype != "float32"
+    spec, head, coarse = candidate.spec, candidate.starts_at, candidate.coarsest(dtype) != "float32"
     target = _one_of(draw, targets, targets)
     bias = draw(draw_value(COMMON_OPTIONS["bias"], candidate.supported("bias"))) and "bias" in head.leaves
     tiles = candidate.tiles
@@ -92,6 +92,7 @@ def problems(
         spec=spec.name,
         head=candidate.head,
         dtype=dtype,
+        rounded_to=None if candidate.coarsest(dtype) == dtype else candidate.coarsest(dtype),
         lengths=cut,
         masks=_masks(draw, len(cut), ("all",) if large is not None else _SOME if rich else ()),
         hidden=width,

@@ -37,6 +37,7 @@ from lossgate.declaration.contract import Contract, Placements
 from lossgate.declaration.known_failure import KnownFailure
 from lossgate.declaration.precision import Precision
 from lossgate.layout import Axis
+from lossgate.numerics.float_formats import ROUNDED_TO, RoundedTo
 from lossgate.problems.whole_sequences import Tokens
 from lossgate.specs.heads import HEADS
 from lossgate.specs.heads.base import Head
@@ -92,6 +93,8 @@ class Candidate:
     known_failure: KnownFailure | None
     source: str
     """Where it can be loaded from, as ``file.py:name`` or ``package.module:name``."""
+    beside: "Candidate | None" = None
+    """Another that solves the same problems, to be compared with."""
 
     def __call__(self, inputs: Any, options: Any, mesh: DeviceMesh) -> Outputs | Tensor:
         return self.kernel(inputs, options, mesh)
@@ -111,6 +114,13 @@ class Candidate:
     @property
     def starts_at(self) -> Head:
         return HEADS[self.head]
+
+    def coarsest(self, dtype: str) -> RoundedTo:
+        """Returns the coarsest format to which it, or the one beside it, rounds what a loss is
+        computed from; see ``Precision.coarsest``.
+        """
+        both = (self, self.beside or self)
+        return max((one.precision[dtype].coarsest(dtype) for one in both), key=lambda name: ROUNDED_TO[name].unit)
 
     def supported(self, name: str) -> Any:
         """Returns what the candidate supports of an option: ``ANY`` or a tuple of values."""

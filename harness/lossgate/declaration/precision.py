@@ -3,11 +3,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal
 
 from lossgate.dtypes import DTYPES
 from lossgate.errors import UsageError
-from lossgate.numerics.float_formats import FLOAT32, FLOAT_FORMATS, TF32
+from lossgate.numerics.float_formats import FLOAT32, FLOAT_FORMATS, ROUNDED_TO, TF32, RoundedTo
 from lossgate.numerics.rounded_arithmetic import Stages
 from lossgate.spelling import nearest
 
@@ -107,6 +107,16 @@ class Precision:
     def _named_dtypes(self) -> Mapping[str, str]:
         """The dtypes of outputs by name; "" is for all others."""
         return {"": self.returned} if isinstance(self.returned, str) else self.returned or {}
+
+    def coarsest(self, dtype: str) -> RoundedTo:
+        """Returns the coarsest format of all that a loss is computed from: the name of a dtype, or
+        "tf32".
+
+        Args:
+            dtype: of the kernel's inputs.
+        """
+        names: Any = (dtype, self.products, self.logits, self.logsumexp, self.logprobs, self.entropy, self.loss)
+        return max(names, key=lambda name: ROUNDED_TO[name].unit)
 
     def stages(self, dtype: str, *, caller_reduces_hidden: bool) -> Stages:
         """Returns the float format of each stage.

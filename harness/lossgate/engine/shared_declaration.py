@@ -50,7 +50,7 @@ def able_alike(a: Any, b: Any) -> tuple[Candidate, Candidate]:
         "differentiable": tuple(name for name in a.differentiable if name in b.differentiable),
         "known_failure": None,
     }
-    return replace(a, **shared), replace(b, **shared)
+    return replace(a, **shared, beside=b), replace(b, **shared, beside=a)
 
 
 def _supported(option: str, a: Candidate, b: Candidate) -> Any:

@@ -4,6 +4,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -55,6 +56,13 @@ FLOAT32 = FLOAT_FORMATS["float32"]
 
 TF32 = FloatFormat(torch.float32, 11, -126, True)
 """What NVIDIA's tensor cores take of a float32 factor. Numbers in it are stored as float32."""
+
+_BY_NAME: Any = {**FLOAT_FORMATS, "tf32": TF32}
+
+RoundedTo = Literal["float32", "bfloat16", "float16", "tf32"]
+
+ROUNDED_TO: Mapping[RoundedTo, FloatFormat] = MappingProxyType(_BY_NAME)
+"""What kernels round numbers to, by name: the dtypes of inputs, and "tf32"."""
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType({name: getattr(torch, name) for name in DTYPES})
 """The torch dtype of each name."""

@@ -13,6 +13,7 @@ import msgspec
 
 from lossgate.errors import UsageError
 from lossgate.layout import Layout
+from lossgate.numerics.float_formats import FLOAT_FORMATS, ROUNDED_TO, FloatFormat, RoundedTo
 from lossgate.problems.masks import MaskPattern
 from lossgate.problems.partition import Partition, VocabSplit
 from lossgate.spelling import nearest
@@ -33,6 +34,9 @@ class Problem:
     head: str
     dtype: str
     """The dtype of the differentiable inputs: hidden states, weight and bias; logits; or values."""
+    rounded_to: RoundedTo | None = None
+    """The coarsest format to which kernels round what the loss is computed from; None if that is
+    ``dtype``. Tokens near a kink, or near the edge of a filter of logits, keep clear by it."""
     layout: Layout = field(default_factory=Layout)
     lengths: tuple[int, ...]
     """Tokens of each sequence; 0 for an empty one."""
@@ -95,6 +99,11 @@ class Problem:
                     f"and a column below {self.outlier_columns}"
                 )
         self.partition.vocab_shards  # noqa: B018  raises where the layout is larger than the problem
+
+    @property
+    def coarsest(self) -> FloatFormat:
+        """The coarsest format to which kernels round what the loss is computed from."""
+        return FLOAT_FORMATS[self.dtype] if self.rounded_to is None else ROUNDED_TO[self.rounded_to]
 
     @property
     def tokens(self) -> int:
@@ -164,6 +173,7 @@ class Problem:
         parts += [f"hidden {self.hidden}"] * (self.head == "hidden") + [f"vocab {self.vocab}"]
         parts += [f"layout {self.layout}", self.dtype, f"logit_std {self.logit_std:g}"]
         plain = _defaults()
+        parts += [f"rounded to {self.rounded_to}"] * (self.rounded_to is not None)
         for name in ("pad_to_multiple", "vocab_split", "bias", "label_boost", "forced_labels", "outliers", "cotangent"):
             if (value := getattr(self, name)) != plain[name]:
                 parts.append(f"{name} {value}")

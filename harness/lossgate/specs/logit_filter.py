@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dense_losses import kept_tokens
-from lossgate.numerics.float_formats import TORCH_DTYPES
+from lossgate.numerics.float_formats import FLOAT32, FloatFormat
 from lossgate.problems.random_streams import RandomStreams
 from lossgate.specs.coverage import CoverageGoal
 from lossgate.specs.option import TEMPERATURE
@@ -27,8 +27,8 @@ _MARGIN = 2.0**-7
 """Nats that the edge of a filter keeps clear of, so that rounding moves nothing across it."""
 
 _ROUNDINGS = 4
-"""The same in units of ``eps`` times the largest logit of a token, for coarser dtypes. A kernel may
-round logits after the product, after the bias and after the temperature. That moves two logits
+"""The same in units of ``eps`` times the largest logit of a token, for coarser formats. A kernel
+may round logits after the product, after the bias and after the temperature. That moves two logits
 apart by 3 such units at most."""
 
 _MOVED = 0.75
@@ -67,7 +67,7 @@ def filters(options: Any) -> bool:
 
 
 def filter_fields(
-    logits: Tensor, fields: Mapping[str, Tensor], dtype: str, options: FilterOptions, streams: RandomStreams
+    logits: Tensor, fields: Mapping[str, Tensor], coarsest: FloatFormat, options: FilterOptions, streams: RandomStreams
 ) -> dict[str, Tensor]:
     """Makes the fields of a problem with a filter.
 
@@ -77,11 +77,11 @@ def filter_fields(
     Args:
         logits: ``[T, V]``, before the temperature.
         fields: those of ``problems.tokens.draw_tokens``.
-        dtype: of the differentiable inputs.
+        coarsest: to which kernels round.
         options: those of the problem.
         streams: decides which labels are replaced, and by which.
     """
-    passing, close = passing_logits(logits, dtype, options)
+    passing, close = passing_logits(logits, coarsest, options)
     chance = streams.uniform("kept labels", *passing.shape)
     inside = torch.where(passing, chance, -1.0).argmax(1)
     outside = ~of_labels(passing, fields["labels"])
@@ -95,13 +95,13 @@ def filter_fields(
     }
 
 
-def passing_logits(logits: Tensor, dtype: str, options: FilterOptions) -> tuple[Tensor, Tensor]:
+def passing_logits(logits: Tensor, coarsest: FloatFormat, options: FilterOptions) -> tuple[Tensor, Tensor]:
     """Returns ``[T, V]`` bool, which logits stay; and ``[T]`` bool, whether rounding could decide
     it otherwise.
     """
     tempered = logits / options.temperature
-    coarse = torch.finfo(TORCH_DTYPES[dtype]).eps if dtype != "float32" else 0.0
-    margin = (_ROUNDINGS * coarse * tempered.abs().amax(1)).clamp(min=_MARGIN)
+    eps = 2 * coarsest.unit if coarsest != FLOAT32 else 0.0
+    margin = (_ROUNDINGS * eps * tempered.abs().amax(1)).clamp(min=_MARGIN)
     passing = kept_tokens(tempered, options.top_k, options.top_p)
     close = torch.zeros(len(passing), dtype=torch.bool)
     vocab = passing.shape[1]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from lossgate import Precision, Problem
 from lossgate.bank import right as bank
@@ -78,6 +79,26 @@ def test_a_slice_of_them_agrees(make_world: MakeWorld, name: str, dtype: str, la
     for problem in sample_problems(KERNELS[name], world.layout, dtype, 6, seed=11):
         result = run(KERNELS[name], problem, world)
         assert result.agrees, (result.findings, problem.to_json())
+
+
+@pytest.mark.parametrize("spec", ["clipped_pg", "grpo"])
+@pytest.mark.parametrize(("head", "stage"), [("hidden", "logits"), ("logits", "logits"), ("hidden", "loss")])
+def test_formats_coarser_than_the_inputs_agree(make_world: MakeWorld, spec: str, head: str, stage: str) -> None:
+    """Problems keep clear of the edge of a clip by the coarsest format that a kernel declares."""
+    (kernel,) = (k for n, k in KERNELS.items() if n.startswith(f"{spec}_{head}") and n.endswith(f"coarse_{stage}"))
+    found = sample_problems(kernel, make_world("single").layout, "float32", 40, seed=12)
+    assert {problem.rounded_to for problem in found} == {"bfloat16"}
+    for problem in found:
+        result = run(kernel, problem, make_world("single"))
+        assert result.agrees, (result.findings, problem.to_json())
+
+
+def test_problems_of_kernels_that_round_to_their_inputs_do_not_say_so(make_world: MakeWorld) -> None:
+    for name, dtype, layout in SLICE:
+        (problem,) = sample_problems(KERNELS[name], make_world(layout).layout, dtype, 1, seed=12)
+        assert problem.rounded_to is None
+        assert problem.coarsest.dtype is getattr(torch, dtype)
+        assert "rounded_to" not in problem.to_json()
 
 
 ROUNDED_ON_THE_WAY = (

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lossgate.bank.right.formats import DOUBLE, LOW, TRAINED
+from lossgate.bank.right.formats import COARSE_LOGITS, DOUBLE, LOW, TRAINED
 from lossgate.bank.right.kernel import Batch, of_scores, of_tokens, selected_sum, sum_of_sequences
 from lossgate.bank.right.logprobs import Scores, above_zero
 from lossgate.bank.right.loops import IN_FORWARD, RECOMPUTED
@@ -121,6 +121,7 @@ def divergences() -> Iterator[Candidate]:
     yield of_tokens("recomputed", "divergence", "hidden", torchs, loop=RECOMPUTED, total=selected_sum, **given)
     yield of_tokens("in_forward", "divergence", "hidden", torchs, loop=IN_FORWARD, total=sum_of_sequences, **given)
     yield of_tokens("by_torch", "divergence", "logits", torchs, formats=LOW, **given)
+    yield of_tokens("by_torch", "divergence", "hidden", torchs, formats=COARSE_LOGITS, **given)
     parallel = of_scores(parallel_divergence)
     yield of_tokens("parallel", "divergence", "hidden", parallel, parallel=True, formats=TRAINED, **given)
     yield of_tokens("parallel", "divergence", "logits", parallel, parallel=True, **given)
@@ -194,6 +195,7 @@ def distillations() -> Iterator[Candidate]:
     usual = _distill(kl_of_differences, softmax_of_gathered, _tail_over_vocabulary)
     yield of_tokens("usual", "distill", "logits", usual, formats=DOUBLE, total=sum_of_sequences, **given)
     yield of_tokens("usual", "distill", "logits", usual, formats=LOW, **given)
+    yield of_tokens("usual", "distill", "hidden", usual, formats=COARSE_LOGITS, **given)
     yield of_tokens("recomputed", "distill", "hidden", usual, loop=RECOMPUTED, total=selected_sum, **given)
     yield of_tokens("in_forward", "distill", "hidden", usual, loop=IN_FORWARD, **given)
 

@@ -21,6 +21,9 @@ class Formats:
     name: str
     product: str = "float32"
     """Of the leaves, before they are multiplied, and so of the logits."""
+    logits: str | None = None
+    """To which logits are rounded after the product, and their gradients before it, though they go
+    on in float32; None for not at all."""
     softmax: str = "float32"
     """Of logits and log-probabilities, from the temperature on."""
     loss: str = "float32"
@@ -30,7 +33,8 @@ class Formats:
         return _to(leaf, self.product)
 
     def to_softmax(self, logits: Tensor, inputs: torch.dtype) -> Tensor:
-        return logits.to(_dtype(self.softmax, inputs))
+        rounded = logits if self.logits is None else _to(logits, self.logits)
+        return rounded.to(_dtype(self.softmax, inputs))
 
     def to_loss(self, value: Tensor, inputs: torch.dtype) -> Tensor:
         """Returns a value in the dtype of the loss; ids and masks stay what they are."""
@@ -49,11 +53,12 @@ class Formats:
         return {dtype: self._precision(dtype, changes) for dtype in DTYPES}
 
     def _precision(self, dtype: str, changes: Mapping[str, str | int | bool]) -> Precision:
-        stages = (self.product, self.softmax, self.loss)
-        product, softmax, loss = (dtype if one == INPUTS else "float32" for one in stages)
+        stages = (self.product, self.logits or self.product, self.softmax, self.loss)
+        declares = {INPUTS: dtype, "float64": "float32"}
+        product, logits, softmax, loss = (declares.get(one, one) for one in stages)
         declared = Precision(
-            logits=product,
-            dlogits=product,
+            logits=logits,
+            dlogits=logits,
             reduce=product,
             logsumexp=softmax,
             logprobs=softmax,
@@ -80,5 +85,9 @@ TRAINED = Formats(name="trained", product=INPUTS)
 """Matrix products in the inputs' dtype, then float32: what most trainers do."""
 LOW_LOSS = Formats(name="low_loss", product=INPUTS, loss=INPUTS)
 """The softmax in float32; log-probabilities and fields are cast where they enter the loss."""
+COARSE_LOGITS = Formats(name="coarse_logits", logits="bfloat16")
+"""Logits in bfloat16, whatever the inputs."""
+COARSE_LOSS = Formats(name="coarse_loss", loss="bfloat16")
+"""The loss in bfloat16, whatever the inputs."""
 LOW = Formats(name="low", product=INPUTS, softmax=INPUTS, loss=INPUTS)
 """Everything in the inputs' dtype, as under no autocast."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lossgate.bank.right.formats import DOUBLE, FINE, LOW_LOSS, TRAINED, Formats
+from lossgate.bank.right.formats import COARSE_LOGITS, COARSE_LOSS, DOUBLE, FINE, LOW_LOSS, TRAINED, Formats
 from lossgate.bank.right.kernel import Batch, Call, by_index_add, declared
 from lossgate.bank.right.logprobs import Way, cross_entropy, log_softmax, online, parallel_shifted, row_by_row
 from lossgate.bank.right.sigmoids import (
@@ -97,6 +97,8 @@ def _kernels() -> Iterator[Candidate]:
     yield _dpo("hidden", cross_entropy, by_slices, by_softplus, FINE, joined=True)
     yield _dpo("hidden", online, by_product, by_log1p, FINE)
     yield _dpo("hidden", parallel_shifted, by_index_add, by_logaddexp, TRAINED, joined=True)
+    yield _dpo("hidden", cross_entropy, by_slices, by_logsigmoid, COARSE_LOGITS)
+    yield _dpo("logits", online, by_product, by_softplus, COARSE_LOSS)
     yield _dpo("logits", parallel_shifted, by_slices, by_logsigmoid, FINE)
     yield _dpo("logits", row_by_row, by_index_add, by_binary_cross_entropy, TRAINED, joined=True)
     yield _dpo("logits", log_softmax, by_slices, by_softplus, LOW_LOSS)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lossgate.bank.right.formats import DOUBLE, LOW_LOSS, TRAINED
+from lossgate.bank.right.formats import COARSE_LOGITS, COARSE_LOSS, DOUBLE, LOW_LOSS, TRAINED
 from lossgate.bank.right.kernel import Batch, of_tokens, of_values, scaled_sum, selected_sum, sum_of_sequences, through
 from lossgate.bank.right.logprobs import (
     cross_entropy,
@@ -156,6 +156,9 @@ def _of(spec: str, losses: Mapping[str, Callable[[Tensor, Batch, Any], Tensor]],
     yield of_tokens(names[1], spec, "hidden", through(cross_entropy, second), total=scaled_sum, **given)
     yield of_tokens(names[2], spec, "hidden", through(row_by_row, third), formats=TRAINED, loop=RECOMPUTED, **given)
     yield of_tokens(names[3], spec, "hidden", through(online, fourth), loop=IN_FORWARD, **given)
+    yield of_tokens(names[1], spec, "hidden", through(log_softmax, second), formats=COARSE_LOGITS, **given)
+    yield of_tokens(names[2], spec, "logits", through(cross_entropy, third), formats=COARSE_LOGITS, **given)
+    yield of_tokens(names[0], spec, "hidden", through(online, first), formats=COARSE_LOSS, **given)
     parallel = through(parallel_shifted, second)
     yield of_tokens("parallel", spec, "hidden", parallel, parallel=True, formats=TRAINED, **given)
     yield of_tokens("parallel", spec, "logits", parallel, parallel=True, **given)

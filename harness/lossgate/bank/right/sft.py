@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lossgate.bank.right.formats import DOUBLE, LOW, LOW_LOSS, TRAINED
+from lossgate.bank.right.formats import COARSE_LOGITS, COARSE_LOSS, DOUBLE, LOW, LOW_LOSS, TRAINED
 from lossgate.bank.right.kernel import (
     Batch,
     of_scores,
@@ -60,6 +60,8 @@ def nll() -> Iterator[Candidate]:
     yield of_tokens("log_softmax", "nll", "logits", through(log_softmax, negative), formats=LOW_LOSS, **_NLL)
     yield of_tokens("cross_entropy", "nll", "hidden", through(cross_entropy, negative), formats=LOW, **_NLL)
     yield of_tokens("cross_entropy", "nll", "logits", through(cross_entropy, negative), formats=LOW, **_NLL)
+    yield of_tokens("log_softmax", "nll", "hidden", through(log_softmax, negative), formats=COARSE_LOGITS, **_NLL)
+    yield of_tokens("online", "nll", "logits", through(online, negative), formats=COARSE_LOSS, **_NLL)
     yield from _nll_loops()
     yield of_tokens("selected", "nll", "logprobs", of_values(negative), total=selected_sum, **_NLL)
     yield of_tokens("sequences", "nll", "logprobs", of_values(negative), total=sum_of_sequences, **_NLL)
@@ -184,6 +186,7 @@ def regularised() -> Iterator[Candidate]:
         name, last = [*written][-1], of_scores([*written.values()][-1])
         yield of_tokens(name, spec, "logits", last, formats=DOUBLE, total=sum_of_sequences, **given)
         yield of_tokens(name, spec, "logits", last, formats=LOW, **given)
+        yield of_tokens(name, spec, "hidden", last, formats=COARSE_LOGITS, **given)
         yield of_tokens("recomputed", spec, "hidden", last, loop=RECOMPUTED, total=selected_sum, **given)
         yield of_tokens("in_forward", spec, "hidden", last, loop=IN_FORWARD, **given)
         parallel = of_scores(_PARALLEL[spec])

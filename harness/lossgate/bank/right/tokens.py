@@ -4,7 +4,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from lossgate.bank.right.formats import DOUBLE, FINE, LOW, LOW_LOSS, TRAINED, Formats
+from lossgate.bank.right.formats import COARSE_LOGITS, COARSE_LOSS, DOUBLE, FINE, LOW, LOW_LOSS, TRAINED, Formats
 from lossgate.bank.right.kernel import Call, declared
 from lossgate.bank.right.logprobs import (
     Way,
@@ -48,6 +48,8 @@ def _kernels() -> Iterator[Candidate]:
     yield _both("hidden", label_less_logsumexp, entropy_of_logits, FINE, label_apart=True)
     yield _both("hidden", row_by_row, entropy_of_probabilities, TRAINED)
     yield _both("hidden", cross_entropy, entropy_of_logprobs, LOW)
+    yield _both("hidden", log_softmax, entropy_of_logits, COARSE_LOGITS)
+    yield _both("logits", online, entropy_of_logprobs, COARSE_LOSS)
     yield _both("hidden", online, None, TRAINED)
     yield _both("hidden", parallel_shifted, parallel_entropy, TRAINED, parallel=True)
     yield _both("hidden", parallel_logsumexp, parallel_entropy, FINE, parallel=True)

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
+from lossgate.numerics.float_formats import FLOAT32, FloatFormat
 from lossgate.numerics.rounded_arithmetic import RoundedRun
 from lossgate.problems.partition import Dims, Partition
 from lossgate.problems.problem import Problem
@@ -91,13 +91,13 @@ class Head(ABC):
         themselves.
         """
 
-    def rounding_unit(self, dtype: torch.dtype) -> float:
+    def rounding_unit(self, coarsest: FloatFormat) -> float:
         """Returns the unit roundoff of what this head gives to the loss, were everything rounded to
-        ``dtype``.
+        one format.
 
         Heads without logits give exact values, which a kernel takes on in float32.
         """
-        return torch.finfo(dtype if self.has_logits else torch.float32).eps / 2
+        return (coarsest if self.has_logits else FLOAT32).unit
 
     def rounded_logits(self, leaves: Mapping[str, Tensor], run: RoundedRun) -> Tensor:
         """Returns the logits of rounded runs, ``[members, tokens, vocab]``."""

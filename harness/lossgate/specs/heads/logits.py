@@ -45,7 +45,8 @@ class LogitsHead(Head):
         return leaves["logits"]
 
     def rounded_logits(self, leaves: Mapping[str, Tensor], run: RoundedRun) -> Tensor:
-        return leaves["logits"].expand(run.members, -1, -1)
+        logits, to = leaves["logits"].expand(run.members, -1, -1), run.stages.logits
+        return run.round(logits, to) if to.unit > run.stages.inputs.unit else logits
 
     def rounded_gradient(
         self, leaf: str, leaves: Mapping[str, Tensor], dlogits: Tensor, partition: Partition, run: RoundedRun
