@@ -56,9 +56,10 @@ def reference(head: str, way: str, dtype: str, microbatches: int, empty: bool) -
         for name, known in exact[kind].items():
             output = gradient_output(name, ()) if kind else LOSS if name == "loss" else metric_output(name)
             # Wrappers hold the gradients in the parameters' dtype; losses and metrics are float32.
-            error = rounded.error(known)
             noise = torch.stack([member[kind][name] - known for member in members])
-            tolerances[kind][name] = Tolerance(output, known, noise, unit=rounded.unit, rounding=error, alike=error)
+            tolerances[kind][name] = Tolerance(
+                output, known, noise, unit=rounded.unit, rounding=rounded.error, alike=rounded.error
+            )
     return Reference(*tolerances)
 
 

@@ -17,6 +17,9 @@ from threading import Thread
 from types import ModuleType
 from typing import Any
 
+_MOMENT = "500"
+"""How often a thread looks whether it may go on, before it falls asleep."""
+
 _LOADED = [
     "lossgate.engine.child",
     "lossgate.engine.jobs",
@@ -89,11 +92,15 @@ def _environment() -> Generator[None]:
 
     By itself it would look in the current folder first. And a thread that waits for another keeps
     its core busy, so that the other waits for the core if several programs run: a large problem
-    that takes 3 seconds took 80.
+    that takes 3 seconds took 80. A thread that falls asleep at once, though, is late for the next
+    operation. So it stays awake for a moment: a problem of 1024x512x16384 took 34 seconds in place
+    of 39, and 59 in place of 54 beside another.
     """
     before = dict(os.environ)
     os.environ |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        os.environ.setdefault("GOMP_SPINCOUNT", _MOMENT)
     try:
         yield
     finally:

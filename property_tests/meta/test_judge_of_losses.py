@@ -55,7 +55,7 @@ def test_an_infinite_reference_wants_the_same() -> None:
     members = torch.stack([reference, reference]) + torch.tensor([[1e-7, 0.0, -1e-7], [-1e-7, 0.0, 1e-7]])
 
     def compared(result: Tensor) -> Comparison:
-        tolerance = Tolerance(LOGPROBS, reference, members - reference, **rounds_to(2.0**-24, reference))
+        tolerance = Tolerance(LOGPROBS, reference, members - reference, **rounds_to(2.0**-24))
         return tolerance.compare(result)
 
     assert compared(reference.clone()).agrees

@@ -67,11 +67,10 @@ def _difference(output: Output, first: Case, second: Case) -> Comparison:
     ]
     noise = first.oracle.deviations[output] - second.oracle.deviations[output].roll(1, 0)
     formats = [float_format_of(dtype) for dtype in dtypes]
-    rounding = torch.hypot(*(format_.error(reference) for format_ in formats))
-    alike = torch.stack([c.oracle.alike(output, dtype) for c, dtype in zip(cases, dtypes, strict=True)]).sum(0)
+    alike = [case.oracle.alike(output, dtype) for case, dtype in zip(cases, dtypes, strict=True)]
     alike_runs = _apart(reference, [case.oracle.alike_runs(output) for case in cases])
     if compared is not None:
-        reference, noise, rounding, alike = (x[..., compared] for x in (reference, noise, rounding, alike))
+        reference, noise = (x[..., compared] for x in (reference, noise))
         results, alike_runs = [result[compared] for result in results], alike_runs[..., compared]
     apart, faults = _subtract(*results)
     finite = reference.isfinite()  # where it is not, only the kind of infinity counts
@@ -81,8 +80,8 @@ def _difference(output: Output, first: Case, second: Case) -> Comparison:
         reference,
         noise,
         unit=hypot(*(format_.unit for format_ in formats)),
-        rounding=rounding,
-        alike=alike,
+        rounding=lambda x: torch.hypot(*(format_.error(x) for format_ in formats)),
+        alike=lambda x: torch.stack([format_.error(x) for format_ in alike]).sum(0),
         alike_runs=torch.where(finite, alike_runs, 0.0),
         knows_noise=all(case.oracle.knows_noise(output) for case in cases),
         blocks=blocks_of(output, first.placed.partition, first.candidate.tiles, compared),

@@ -17,7 +17,7 @@ from lossgate.judge.blocks import blocks_of
 from lossgate.judge.comparison import Comparison
 from lossgate.judge.ensemble import stages_of
 from lossgate.judge.tolerance import Tolerance
-from lossgate.numerics.float_formats import FLOAT32, coarsest, float_format_of
+from lossgate.numerics.float_formats import FLOAT32, FloatFormat, coarsest, float_format_of
 from lossgate.specs.outputs import Output
 
 
@@ -83,10 +83,12 @@ class Oracle:
         """Returns which tokens count; None for all."""
         return self._bound.batch.fields["mask"] if output.kind == "token value" else None
 
-    def alike(self, output: Output, dtype: torch.dtype) -> Tensor:
-        """Returns what rounding may do to each entry of an output and, in the same way, to all."""
+    def alike(self, output: Output, dtype: torch.dtype) -> FloatFormat:
+        """Returns the format to which each entry of an output may be rounded, and in the same way
+        all others.
+        """
         stages = (self._stages.dlogits, self._stages.loss) if output.kind == "gradient" else ()
-        return coarsest(float_format_of(dtype), *stages).error(self.reference[output])
+        return coarsest(float_format_of(dtype), *stages)
 
     def alike_runs(self, output: Output) -> Tensor | None:
         """Returns an output as runs give it that round equal numbers alike, ``[n, *shape]``, less
@@ -126,8 +128,8 @@ class Oracle:
             of_compared(reference),
             of_compared(self.deviations[output]),
             unit=format_.unit,
-            rounding=of_compared(format_.error(reference)),
-            alike=of_compared(self.alike(output, dtype)),
+            rounding=format_.error,
+            alike=self.alike(output, dtype).error,
             alike_runs=None if alike_runs is None else of_compared(alike_runs),
             rounded=format_.nearest,
             knows_noise=self.knows_noise(output),

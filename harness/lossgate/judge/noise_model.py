@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The noise of each entry of an output, from an ensemble of correct runs."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from lossgate.judge.rows import Rows, Stack, at, some_rows, stack_of
+from lossgate.judge.rows import Rows, Stack, some_rows, stack_of
 
 _TINY = 1e-200
 """Squares below this are taken for zero; results are scaled so that the largest is 1."""
@@ -20,8 +21,8 @@ class NoiseModel:
     reference: Tensor
     deviations: Tensor
     """``[M, *shape]``: each member minus the reference, times ``size``."""
-    rounding: Tensor
-    """``[*shape]``: the most that rounding the output itself changes each entry."""
+    rounding: Callable[[Rows], Tensor]
+    """Some rows of the most that rounding the output itself changes each entry, ``[rows, ...]``."""
     size: float = 1.0
     """What reference and rounding are divided by already."""
 
@@ -53,7 +54,7 @@ class NoiseModel:
         return self._precision(rows, self._squares_of_others, max(self.members - 1, 1))
 
     def _precision(self, rows: Rows, squares: Stack, members: int) -> Tensor:
-        variance = (at(self.rounding, rows).square() / 3).add(squares(rows), alpha=1 / members)
+        variance = (self.rounding(rows).square() / 3).add(squares(rows), alpha=1 / members)
         return variance.masked_fill_(variance < _TINY, float("inf")).reciprocal_()
 
     @cached_property

@@ -36,6 +36,14 @@ def at(tensor: Tensor, rows: Rows) -> Tensor:
     return tensor[rows] if tensor.dim() else tensor
 
 
+def kept_if_small(compute: Callable[[Rows], Tensor], shape: torch.Size) -> Callable[[Rows], Tensor]:
+    """Returns what computes some rows of an output; if it is small, they are computed once."""
+    if not fits_at_once(shape):
+        return compute
+    whole = compute(slice(None))
+    return lambda rows: at(whole, rows)
+
+
 def stack_of(tensor: Tensor) -> Stack:
     """Returns a stack whose tensor, ``[n, *shape]``, is there."""
     return lambda rows: (tensor[:, rows] if tensor.dim() > 1 else tensor).double()

@@ -13,7 +13,7 @@ from lossgate.judge.comparison import Comparison
 from lossgate.judge.limits import ALIKE_FACTOR, Limits, limits, noise_of
 from lossgate.judge.noise_model import NoiseModel
 from lossgate.judge.power import blind_spots, plant
-from lossgate.judge.rows import Rows, Stack, at, fits_at_once, stack_of
+from lossgate.judge.rows import Rows, Stack, at, fits_at_once, kept_if_small, stack_of
 from lossgate.judge.statistics import SCALE, WORST, Blocks, Statistic, alike_in_blocks, statistics
 from lossgate.specs.outputs import Output
 
@@ -31,8 +31,8 @@ class Tolerance:
         deviations: Tensor,
         *,
         unit: float,
-        rounding: Tensor,
-        alike: Tensor,
+        rounding: Callable[[Tensor], Tensor],
+        alike: Callable[[Tensor], Tensor],
         alike_runs: Tensor | None = None,
         rounded: Callable[[Tensor], Tensor] | None = None,
         knows_noise: bool = True,
@@ -46,9 +46,8 @@ class Tolerance:
             deviations: ``[M, *shape]``, correct but rounded runs, less the reference. May be
                 float32.
             unit: unit roundoff of the output's dtype.
-            rounding: of the reference's shape, the most that rounding the output changes an entry.
-            alike: of the reference's shape, what rounding may do to an entry and, in the same way,
-                to all others.
+            rounding: returns the most that rounding the output changes entries of the reference.
+            alike: returns what rounding may do to them and, in the same way, to all others.
             alike_runs: ``[n, *shape]``, runs that round equal numbers alike, and nothing else, less
                 the reference; None if there are none. May be float32.
             rounded: returns numbers as the output's dtype holds them; None for a difference.
@@ -68,9 +67,9 @@ class Tolerance:
         if not self.vacuous:
             sizes = self._known.abs().max(), -low.min().double(), high.max().double()
             self._size = float(torch.stack(sizes).max())
-            rounding = torch.where(self._exactly_zero, 0.0, rounding / self._size)
-            self._model = NoiseModel(self._known / self._size, deviations, rounding, self._size)
-            self._alike = self._zeroed(alike) / self._size
+            own_rounding = kept_if_small(lambda rows: self._own_rounding(rounding, rows), reference.shape)
+            self._model = NoiseModel(self._known / self._size, deviations, own_rounding, self._size)
+            self._alike = kept_if_small(lambda rows: alike(at(self._known, rows)) / self._size, reference.shape)
             self._alike_runs = None if alike_runs is None else self._zeroed(alike_runs)
 
     def _zeroed(self, x: Tensor) -> Tensor:
@@ -78,6 +77,12 @@ class Tolerance:
         that a filter left out.
         """
         return x if self._all_finite else torch.where(self._finite, x, 0.0)
+
+    def _own_rounding(self, rounding: Callable[[Tensor], Tensor], rows: Rows) -> Tensor:
+        """Returns the most that rounding the output changes some rows; a number that is always zero
+        is not rounded.
+        """
+        return torch.where(at(self._exactly_zero, rows), 0.0, rounding(at(self._known, rows)) / self._size)
 
     @cached_property
     def _limits(self) -> Limits:
@@ -97,7 +102,7 @@ class Tolerance:
 
     def _alike_at_most(self, rows: Rows) -> Tensor:
         """Returns what rounding may do to some rows alike, in several ways."""
-        alike = at(self._alike, rows) * at(self._model.reference, rows).sign()
+        alike = self._alike(rows) * at(self._model.reference, rows).sign()
         return torch.cat([alike[None], ALIKE_FACTOR * self._off_alike(rows)])
 
     @cached_property

@@ -92,9 +92,12 @@ def compare(output: Output, result: Tensor, reference: Tensor, members: Tensor, 
     return Tolerance(output, reference, members - reference, **given).compare(result)
 
 
-def rounds_to(unit: float, reference: Tensor) -> dict[str, Any]:
+def rounds_to(unit: float) -> dict[str, Any]:
     """Returns what a ``Tolerance`` is told of an output that is rounded with a unit roundoff."""
-    error = unit * reference.abs()
+
+    def error(x: Tensor) -> Tensor:
+        return unit * x.abs()
+
     return {"unit": unit, "rounding": error, "alike": error}
 
 

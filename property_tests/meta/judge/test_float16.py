@@ -69,8 +69,7 @@ def test_a_gradient_below_the_smallest_normal_number_may_be_rounded() -> None:
     generator = torch.Generator().manual_seed(0)
     reference = 2.0**-20 * (1 + torch.rand(8, 30, generator=generator, dtype=torch.float64))
     noise = FLOAT16.spacing * (torch.rand(12, 8, 30, generator=generator, dtype=torch.float64) - 0.5)
-    error = FLOAT16.error(reference)
-    tolerance = Tolerance(output, reference, noise, unit=FLOAT16.unit, rounding=error, alike=error)
+    tolerance = Tolerance(output, reference, noise, unit=FLOAT16.unit, rounding=FLOAT16.error, alike=FLOAT16.error)
     assert tolerance.compare(reference.half().double()).agrees
     assert not tolerance.compare(1.2 * reference.half().double()).agrees
 

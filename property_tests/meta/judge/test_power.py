@@ -27,7 +27,7 @@ def test_the_minimum_detectable_effect_is_what_it_says() -> None:
     members, result = reference + noise[:8], reference + noise[8]
 
     def judged(k: Tensor) -> Comparison:
-        return compare(metric_output("x"), k, reference, members, **rounds_to(2**-24, reference))
+        return compare(metric_output("x"), k, reference, members, **rounds_to(2**-24))
 
     mde = judged(result).mde
     for sign in (1, -1):
@@ -75,7 +75,7 @@ def test_a_comparison_without_a_reference_is_vacuous() -> None:
     zero = torch.zeros(3, 2, dtype=torch.float64)
 
     def judged(result: Tensor) -> Comparison:
-        return compare(metric_output("x"), result, zero, zero.expand(8, 3, 2), **rounds_to(2**-8, zero))
+        return compare(metric_output("x"), result, zero, zero.expand(8, 3, 2), **rounds_to(2**-8))
 
     assert judged(zero).vacuous
     assert judged(zero).mde == float("inf")
@@ -86,7 +86,7 @@ def test_a_reference_far_below_its_noise_is_vacuous() -> None:
     """Its square is zero even in float64, so that no error in its scale could show."""
     reference = torch.full((3, 2), 1e-170, dtype=torch.float64)
     members = torch.randn(9, 3, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    given = {**rounds_to(2**-24, reference), "blocks": [Blocks("token", 0, torch.arange(3), 3)]}
+    given = {**rounds_to(2**-24), "blocks": [Blocks("token", 0, torch.arange(3), 3)]}
     judged = compare(metric_output("x"), members[0], reference, members[1:], **given)
     assert judged.vacuous
     assert judged.mde == float("inf")

@@ -47,7 +47,7 @@ def test_one_entry_may_be_three_times_as_far_off_as_the_worst_of_the_members() -
     def judged(times: float) -> Comparison:
         wrong = reference.clone()
         wrong[7, 4] += times * noise.abs().max()
-        return compare(metric_output("x"), wrong, reference, reference + noise, **rounds_to(2**-24, reference))
+        return compare(metric_output("x"), wrong, reference, reference + noise, **rounds_to(2**-24))
 
     assert judged(2.5).agrees
     assert [name for name, share in judged(3.5).shares.items() if share > 1] == [WORST]
@@ -57,7 +57,10 @@ def test_one_entry_may_be_three_times_as_far_off_as_the_worst_of_the_members() -
 def test_no_member_is_judged_by_noise_that_it_helped_to_make() -> None:
     reference = torch.ones(6, 5, dtype=torch.float64)
     deviations = 1e-3 * torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    rounding = 2**-24 * reference
+
+    def rounding(rows: slice) -> Tensor:
+        return 2**-24 * reference[rows]
+
     found = NoiseModel(reference, deviations, rounding).precision_without_each(slice(None))
     for i in range(4):
         others = torch.cat([deviations[:i], deviations[i + 1 :]])

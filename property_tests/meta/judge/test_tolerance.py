@@ -54,7 +54,7 @@ def tolerance_of(name: str) -> Tolerance:
     output, reference, blocks = REFERENCES[name]
     finite = torch.where(reference.isfinite(), reference, 0.0)
     deviations = finite * UNIT * normal(2, 16, *reference.shape)
-    return Tolerance(output, reference, deviations, **rounds_to(UNIT, reference), blocks=blocks)
+    return Tolerance(output, reference, deviations, **rounds_to(UNIT), blocks=blocks)
 
 
 def results(reference: Tensor) -> list[Tensor]:
@@ -94,7 +94,7 @@ def test_one_block_that_is_off_is_rejected_in_a_stack_for_the_block_alone() -> N
     reference = normal(5, 64, 40)
     tiles = Blocks("vocab tile", 0, torch.arange(64) // 8, 8)
     deviations = reference * UNIT * normal(6, 16, 64, 40)
-    tolerance = Tolerance(WEIGHT, reference, deviations, **rounds_to(UNIT, reference), blocks=[tiles])
+    tolerance = Tolerance(WEIGHT, reference, deviations, **rounds_to(UNIT), blocks=[tiles])
     off = reference.clone()
     off[16:24] *= 1 + 3 * UNIT
     comparison = tolerance.compare(off)
@@ -119,7 +119,7 @@ def extremum(problem: int, *, bias: float = 0.0) -> Comparison:
     noise = SPREAD * normal(2000 + problem, 33, 200)
     largest = (numbers * (1 + noise)).amax(1)
     reference = numbers.max()
-    tolerance = Tolerance(metric_output("max"), reference, largest[1:] - reference, **rounds_to(UNIT, reference))
+    tolerance = Tolerance(metric_output("max"), reference, largest[1:] - reference, **rounds_to(UNIT))
     return tolerance.compare(largest[0] * (1 + bias))
 
 
