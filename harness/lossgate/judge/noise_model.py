@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from lossgate.judge.rows import Rows, Stack, some_rows, stack_of
@@ -77,13 +76,13 @@ class NoiseModel:
         """The sums of each member's squares over the columns of a matrix, ``[M, rows]``, and over
         its rows, ``[M, columns]``.
         """
-        by_row: list[Tensor] = []
+        by_row = self.reference.new_zeros(self.members, self.reference.shape[0])
         by_column = self.reference.new_zeros(self.members, self.reference.shape[1])
         for rows in some_rows(self.reference.shape):
             squares = self.of_members(rows).square()
-            by_row.append(squares.sum(2))
+            by_row[:, rows] = squares.sum(2)
             by_column += squares.sum(1)
-        return torch.cat(by_row, 1), by_column
+        return by_row, by_column
 
 
 def _pooled(by_row: Tensor, by_column: Tensor) -> Stack:

@@ -72,8 +72,7 @@ def statistics(
     """
     pull, size = _Sums(reference, blocks), _Sums(reference, blocks)
     total = noisy = torch.zeros((), dtype=torch.float64)
-    worst: list[Tensor] = []
-    entries: list[Tensor] = []
+    worst, entries = torch.full((), -1.0, dtype=torch.float64), torch.zeros((), dtype=torch.long)
     for rows in some_rows(reference.shape):
         deviation, weight = deviations(rows), precision(rows)
         known = at(reference, rows)
@@ -86,14 +85,13 @@ def statistics(
         noisy = noisy + (weight > 0).flatten(1).sum(1)
         total = total + squares.sum(1)
         largest, entry = squares.max(1)
-        worst.append(largest)
-        entries.append(entry + rows.start * reference[0].numel() if rows.start else entry)
+        entry = entry + rows.start * reference[0].numel() if rows.start else entry
+        entries, worst = torch.where(largest > worst, entry, entries), torch.maximum(worst, largest)
     found = {SCALE: Statistic(_ratio(pull.total, size.total))}
     if not reference.dim():
         return found
     found[NOISE] = Statistic((total / noisy.clamp(min=1)).sqrt())
-    largest, part = torch.stack(worst, 1).max(1)
-    found[WORST] = Statistic(largest.sqrt(), torch.stack(entries, 1).gather(1, part[:, None]).squeeze(1))
+    found[WORST] = Statistic(worst.sqrt(), entries)
     for cut in blocks:
         off = pull.of_blocks(cut).abs() - (0.0 if allowed is None else allowed[cut.name])
         most, block = _ratio(off, size.of_blocks(cut).sqrt()).max(1)
@@ -119,28 +117,29 @@ def alike_in_blocks(stack: Stack, reference: Tensor, precision: Stack, blocks: S
 
 
 class _Sums:
-    """Sums of a stack of results over all entries, and over those of each block."""
+    """Sums of a stack of results over all entries, and over those of each block.
+
+    The memory for them is taken at once. Were it taken part by part, small tensors would stay
+    between the large ones that are freed, and memory would grow by those.
+    """
 
     def __init__(self, reference: Tensor, blocks: Sequence[Blocks]) -> None:
-        self._dims = {cut.dim for cut in blocks} if reference.dim() > 1 else set[int]()
-        self._whole: list[Tensor] = []
-        self._slices: dict[int, list[Tensor]] = {0: [], 1: []}
+        self._dims = {cut.dim for cut in blocks}
+        self._shape, self._slices = reference.shape, dict[int, Tensor]()
         self._matrix = reference.dim() > 1
         self.total = torch.zeros((), dtype=torch.float64)
 
     def add(self, rows: Rows, stack: Tensor) -> None:
         """Adds some rows ``[n, rows, ...]``."""
         self.total = self.total + (stack.flatten(1).sum(1) if stack.dim() > 1 else stack)
-        if not self._matrix:
-            self._slices[0].append(stack)
-            return
         for dim in self._dims:
-            self._slices[dim].append(stack.sum(2 - dim))
+            if dim not in self._slices:
+                self._slices[dim] = stack.new_zeros(len(stack), self._shape[dim])
+            self._slices[dim][:, rows if dim == 0 else slice(None)] += stack.sum(2 - dim) if self._matrix else stack
 
     def of_blocks(self, cut: Blocks) -> Tensor:
         """Returns the sum of each block, ``[n, blocks]``."""
-        parts = self._slices[cut.dim]
-        slices = torch.cat(parts, 1) if cut.dim == 0 else torch.stack(parts).sum(0)
+        slices = self._slices[cut.dim]
         return slices.new_zeros(len(slices), cut.count).index_add_(1, cut.index, slices)
 
 

@@ -143,20 +143,17 @@ class Tolerance:
             faults = (*faults, fault)
         if self.vacuous:
             return Comparison(output=self._output, faults=faults, vacuous=True)
-        return self._measure(result / self._size, faults)
+        return self._measure(result, faults)
 
     def _measure(self, result: Tensor, faults: tuple[str, ...]) -> Comparison:
-        """Measures a result, and with it copies in which errors are planted.
-
-        It is scaled as the model's reference is.
-        """
+        """Measures a result, and with it copies in which errors are planted."""
         if not result.dim():
-            return self._measure_number(float(result), faults)
+            return self._measure_number(float(result / self._size), faults)
         limit = self._limits.of
         planted = plant(self._model.reference, self._blocks) if self._model.says_something else {}
 
         def results(rows: Rows) -> Tensor:
-            some = result[rows]
+            some = result[rows] / self._size
             return torch.stack([some, *(error.put(some, rows) for error in planted.values())])
 
         found = self._statistics(results)
@@ -181,7 +178,10 @@ class Tolerance:
         )
 
     def _measure_number(self, result: float, faults: tuple[str, ...]) -> Comparison:
-        """Does what ``_measure`` does for a number, which has SCALE alone, in far less time."""
+        """Does what ``_measure`` does for a number, which has SCALE alone, in far less time.
+
+        It is scaled as the model's reference is.
+        """
         limits, known = self._limits, float(self._model.reference)
         weight = known * float(self._precision(slice(None)))
         size = known * weight  # 0 if there is no noise, or nearly nothing but noise
