@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every slip of a declaration is a UsageError at the decorator, before there is a kernel."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from lossgate import ANY, Contract, KnownFailure, Precision, UsageError, candidate
+from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.losses import SPECS
 
 BOTH = {"float32": Precision(), "bfloat16": Precision()}
@@ -162,3 +164,25 @@ def test_a_declaration_without_slips_is_kept() -> None:
     assert declared.tokens == "shard"
     assert declared.precision == BOTH
     assert declared.name == "kernel"
+
+
+@pytest.mark.parametrize(
+    ("head", "dtype", "given", "coarsest"),
+    [
+        ("hidden", "float32", {}, "float32"),
+        ("hidden", "float32", {"products": "tf32"}, "tf32"),
+        ("logits", "float32", {"products": "tf32"}, "float32"),
+        ("logits", "float32", {"logprobs": "bfloat16"}, "bfloat16"),
+        ("logprobs", "float32", {"logits": "bfloat16"}, "float32"),
+        ("logprobs", "float32", {"loss": "bfloat16"}, "bfloat16"),
+        ("hidden", "bfloat16", {"loss": "float16"}, "bfloat16"),
+        ("hidden", "float16", {"products": "tf32"}, "float16"),
+        ("hidden", "float32", {"products": "tf32", "loss": "float16"}, "float16"),
+        ("hidden", "float32", {"dlogits": "bfloat16", "returned": "bfloat16"}, "float32"),
+    ],
+)
+def test_the_coarsest_format_on_the_way_to_the_loss(
+    head: str, dtype: str, given: dict[str, Any], coarsest: str
+) -> None:
+    kernel = replace(dense_candidate(SPECS["grpo"], head), precision={dtype: Precision(**given)})
+    assert kernel.coarsest(dtype) == coarsest

@@ -30,7 +30,6 @@ if "many_numbers" in sys.argv:
 import hypothesis
 from hypothesis import strategies as st
 from lossgate.adequacy.deck import Deck
-from lossgate import Precision
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.losses import SPECS
 

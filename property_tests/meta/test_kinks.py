@@ -28,6 +28,19 @@ def log_ratios(batch: GlobalBatch) -> Tensor:
     return (batch.policy - batch.fields["prev_logprobs"])[batch.fields["mask"]]
 
 
+@pytest.mark.parametrize(("head", "width"), [("hidden", 16), ("logits", 1), ("logprobs", 1)])
+def test_tokens_keep_clear_of_a_clip_by_the_coarsest_format(head: str, width: int) -> None:
+    """A kernel that rounds float32 inputs to bfloat16 on the way moves a ratio by percents."""
+    sizes = {"lengths": (999,), "masks": ("all",), "hidden": width, "vocab": 7, "logit_std": 0.3}
+    near = {}
+    for rounded_to in (None, "bfloat16"):
+        given = {"head": head, "rounded_to": rounded_to, "scenario": {"ratios": "everywhere"}, **sizes}
+        off = torch.cat([log_ratios(bind(seed=seed, **given).batch) for seed in range(12)]) - math.log(1.2)
+        assert len(off) > 6000
+        near[rounded_to] = float(off.abs().min())
+    assert near[None] < 6 * 2.0**-8 / math.sqrt(3) < near["bfloat16"]
+
+
 def test_tokens_whose_clip_depends_on_rounding_are_masked() -> None:
     """In bfloat16, log-probabilities move by percents.
 

@@ -157,6 +157,12 @@ def test_local_fields() -> None:
             "problem: outliers has (0, 9); expected a token below 7 and a column below 5",
         ),
         (
+            {"dtype": "float32", "rounded_to": "float32"},
+            "rounded_to='float32'; expected None, or a format that is coarser than float32: bfloat16, float16, tf32",
+        ),
+        ({"dtype": "float16", "rounded_to": "tf32"}, "a format that is coarser than float16: bfloat16"),
+        ({"dtype": "bfloat16", "rounded_to": "bfloat16"}, "coarser than bfloat16: there is none"),
+        (
             {"vocab": 3, "layout": Layout(tp=4)},
             "layout larger than the problem: a vocabulary of 3 has no row for each of tp=4 ranks",
         ),

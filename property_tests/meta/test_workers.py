@@ -95,12 +95,15 @@ def test_the_server_looks_for_modules_where_the_parent_does(monkeypatch: pytest.
     assert dict(os.environ) == before
 
 
+_OF_THREADS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a server")
 @pytest.mark.parametrize("chosen", [None, "ACTIVE"])
 def test_threads_of_workers_wait_asleep_unless_users_say_otherwise(chosen: str | None) -> None:
     """OpenMP says how they wait when the server loads torch."""
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    environment |= {"OMP_DISPLAY_ENV": "TRUE"} | ({} if chosen is None else {"OMP_WAIT_POLICY": chosen})
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_THREADS}
+    environment |= {"OMP_DISPLAY_ENV": "VERBOSE"} | ({} if chosen is None else {"OMP_WAIT_POLICY": chosen})
     with subprocess.Popen(
         [sys.executable, "-c", ONE_WORKER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as parent:
@@ -109,6 +112,8 @@ def test_threads_of_workers_wait_asleep_unless_users_say_otherwise(chosen: str |
         parent.kill()
         _, told = parent.communicate(timeout=20)
     assert set(re.findall("OMP_WAIT_POLICY = '(.*)'", told)) == {chosen or "PASSIVE"}
+    (spins,) = map(int, set(re.findall("GOMP_SPINCOUNT = '(.*)'", told)))
+    assert (spins == 500) if chosen is None else (spins > 500)
 
 
 def test_the_server_starts_with_interrupts_blocked() -> None:

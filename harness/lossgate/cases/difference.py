@@ -67,7 +67,7 @@ def _difference(output: Output, first: Case, second: Case) -> Comparison:
     ]
     noise = first.oracle.deviations[output] - second.oracle.deviations[output].roll(1, 0)
     formats = [float_format_of(dtype) for dtype in dtypes]
-    alike = [case.oracle.alike(output, dtype) for case, dtype in zip(cases, dtypes, strict=True)]
+    alike = [case.oracle.alike_format(output, dtype) for case, dtype in zip(cases, dtypes, strict=True)]
     alike_runs = _apart(reference, [case.oracle.alike_runs(output) for case in cases])
     if compared is not None:
         reference, noise = (x[..., compared] for x in (reference, noise))

@@ -100,7 +100,7 @@ def _rounding_error(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> T
     else:
         sizes = [head.logits(batch.leaves).abs().max()]
     largest = torch.stack(sizes).max().clamp(min=1)
-    return head.rounding_unit(problem.coarsest) * largest / bound.temperature / sqrt(3)
+    return head.rounding_unit(problem) * largest / bound.temperature / sqrt(3)
 
 
 def near_kinks(

@@ -83,7 +83,7 @@ class Oracle:
         """Returns which tokens count; None for all."""
         return self._bound.batch.fields["mask"] if output.kind == "token value" else None
 
-    def alike(self, output: Output, dtype: torch.dtype) -> FloatFormat:
+    def alike_format(self, output: Output, dtype: torch.dtype) -> FloatFormat:
         """Returns the format to which each entry of an output may be rounded, and in the same way
         all others.
         """
@@ -129,7 +129,7 @@ class Oracle:
             of_compared(self.deviations[output]),
             unit=format_.unit,
             rounding=format_.error,
-            alike=self.alike(output, dtype).error,
+            alike=self.alike_format(output, dtype).error,
             alike_runs=None if alike_runs is None else of_compared(alike_runs),
             rounded=format_.nearest,
             knows_noise=self.knows_noise(output),

@@ -37,7 +37,7 @@ from lossgate.declaration.contract import Contract, Placements
 from lossgate.declaration.known_failure import KnownFailure
 from lossgate.declaration.precision import Precision
 from lossgate.layout import Axis
-from lossgate.numerics.float_formats import ROUNDED_TO, RoundedTo
+from lossgate.numerics.float_formats import RoundedTo, coarsest_of
 from lossgate.problems.whole_sequences import Tokens
 from lossgate.specs.heads import HEADS
 from lossgate.specs.heads.base import Head
@@ -119,8 +119,8 @@ class Candidate:
         """Returns the coarsest format to which it, or the one beside it, rounds what a loss is
         computed from; see ``Precision.coarsest``.
         """
-        both = (self, self.beside or self)
-        return max((one.precision[dtype].coarsest(dtype) for one in both), key=lambda name: ROUNDED_TO[name].unit)
+        stages = self.starts_at.stages
+        return coarsest_of(one.precision[dtype].coarsest(dtype, stages) for one in (self, self.beside or self))
 
     def supported(self, name: str) -> Any:
         """Returns what the candidate supports of an option: ``ANY`` or a tuple of values."""

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a kernel rounds: the declaration from which the judge's tolerances come."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from lossgate.dtypes import DTYPES
 from lossgate.errors import UsageError
-from lossgate.numerics.float_formats import FLOAT32, FLOAT_FORMATS, ROUNDED_TO, TF32, RoundedTo
+from lossgate.numerics.float_formats import FLOAT32, FLOAT_FORMATS, TF32, RoundedTo, coarsest_of
 from lossgate.numerics.rounded_arithmetic import Stages
 from lossgate.spelling import nearest
 
@@ -108,15 +108,16 @@ class Precision:
         """The dtypes of outputs by name; "" is for all others."""
         return {"": self.returned} if isinstance(self.returned, str) else self.returned or {}
 
-    def coarsest(self, dtype: str) -> RoundedTo:
-        """Returns the coarsest format of all that a loss is computed from: the name of a dtype, or
+    def coarsest(self, dtype: str, stages: Iterable[str]) -> RoundedTo:
+        """Returns the coarsest format of what a loss is computed from: the name of a dtype, or
         "tf32".
 
         Args:
             dtype: of the kernel's inputs.
+            stages: the names of those that the kernel has.
         """
-        names: Any = (dtype, self.products, self.logits, self.logsumexp, self.logprobs, self.entropy, self.loss)
-        return max(names, key=lambda name: ROUNDED_TO[name].unit)
+        names: Any = (dtype, *(getattr(self, stage) for stage in stages))
+        return coarsest_of(names)
 
     def stages(self, dtype: str, *, caller_reduces_hidden: bool) -> Stages:
         """Returns the float format of each stage.

@@ -67,9 +67,8 @@ class Tolerance:
         if not self.vacuous:
             sizes = self._known.abs().max(), -low.min().double(), high.max().double()
             self._size = float(torch.stack(sizes).max())
-            own_rounding = kept_if_small(lambda rows: self._own_rounding(rounding, rows), reference.shape)
+            own_rounding, self._alike = _errors(self._known, self._exactly_zero, self._size, rounding, alike)
             self._model = NoiseModel(self._known / self._size, deviations, own_rounding, self._size)
-            self._alike = kept_if_small(lambda rows: alike(at(self._known, rows)) / self._size, reference.shape)
             self._alike_runs = None if alike_runs is None else self._zeroed(alike_runs)
 
     def _zeroed(self, x: Tensor) -> Tensor:
@@ -77,12 +76,6 @@ class Tolerance:
         that a filter left out.
         """
         return x if self._all_finite else torch.where(self._finite, x, 0.0)
-
-    def _own_rounding(self, rounding: Callable[[Tensor], Tensor], rows: Rows) -> Tensor:
-        """Returns the most that rounding the output changes some rows; a number that is always zero
-        is not rounded.
-        """
-        return torch.where(at(self._exactly_zero, rows), 0.0, rounding(at(self._known, rows)) / self._size)
 
     @cached_property
     def _limits(self) -> Limits:
@@ -229,6 +222,28 @@ class Tolerance:
     def _over(self, found: Mapping[str, Statistic]) -> Tensor:
         limit = self._limits.of
         return torch.stack([~(s.values.abs() <= limit[name]) for name, s in found.items()]).any(0)
+
+
+def _errors(
+    reference: Tensor,
+    exactly_zero: Tensor,
+    size: float,
+    rounding: Callable[[Tensor], Tensor],
+    alike: Callable[[Tensor], Tensor],
+) -> tuple[Callable[[Rows], Tensor], Callable[[Rows], Tensor]]:
+    """Returns what computes both kinds of error for some rows of a reference, in units of a size.
+
+    They hold no ``Tolerance``: that would hold itself, and its memory would stay until Python looks
+    for cycles. A number that is always zero is not rounded.
+    """
+
+    def of_each(rows: Rows) -> Tensor:
+        return torch.where(at(exactly_zero, rows), 0.0, rounding(at(reference, rows)) / size)
+
+    def of_all(rows: Rows) -> Tensor:
+        return alike(at(reference, rows)) / size
+
+    return kept_if_small(of_each, reference.shape), kept_if_small(of_all, reference.shape)
 
 
 def _number(index: int, statistic: str, reference: Tensor) -> str:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The binary floating-point formats in which kernels compute."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -66,6 +66,13 @@ ROUNDED_TO: Mapping[RoundedTo, FloatFormat] = MappingProxyType(_BY_NAME)
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType({name: getattr(torch, name) for name in DTYPES})
 """The torch dtype of each name."""
+
+
+def coarsest_of(names: Iterable[RoundedTo]) -> RoundedTo:
+    """Returns the name of the format with the largest unit roundoff; of those, with the smallest
+    range.
+    """
+    return max(names, key=lambda name: (ROUNDED_TO[name].unit, -torch.finfo(ROUNDED_TO[name].dtype).max))
 
 
 def coarsest(*formats: FloatFormat) -> FloatFormat:

@@ -36,7 +36,8 @@ class Problem:
     """The dtype of the differentiable inputs: hidden states, weight and bias; logits; or values."""
     rounded_to: RoundedTo | None = None
     """The coarsest format to which kernels round what the loss is computed from; None if that is
-    ``dtype``. Tokens near a kink, or near the edge of a filter of logits, keep clear by it."""
+    ``dtype``. Tokens near a kink, or near the edge of a filter of logits, keep clear by it. Drawn
+    problems have it from the kernel's declaration."""
     layout: Layout = field(default_factory=Layout)
     lengths: tuple[int, ...]
     """Tokens of each sequence; 0 for an empty one."""
@@ -85,6 +86,11 @@ class Problem:
             raise UsageError(
                 f"problem: group_size={self.group_size} does not divide {len(self.lengths)} sequences; "
                 "add empty sequences (length 0)"
+            )
+        if self.rounded_to is not None and self.rounded_to not in _coarser_than(self.dtype):
+            raise UsageError(
+                f"problem: rounded_to={self.rounded_to!r}; expected None, or a format that is coarser than "
+                f"{self.dtype}: {', '.join(_coarser_than(self.dtype)) or 'there is none'}"
             )
         for token, row in self.forced_labels:
             if not (0 <= token < self.tokens and 0 <= row < self.vocab):
@@ -179,6 +185,13 @@ class Problem:
                 parts.append(f"{name} {value}")
         parts += [f"{name} {value}" for name, value in (self.options | self.scenario).items()]
         return ", ".join([*parts, f"seed {self.seed}"])
+
+
+@cache
+def _coarser_than(dtype: str) -> tuple[str, ...]:
+    """Returns the names of formats that round more coarsely than a dtype."""
+    unit = FLOAT_FORMATS[dtype].unit if dtype in FLOAT_FORMATS else 0.0
+    return tuple(name for name, one in ROUNDED_TO.items() if one.unit > unit)
 
 
 @cache

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tolerance says the same of a stack of results as of each result alone."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -144,3 +146,17 @@ def test_without_the_mean_of_the_members_the_pool_would_disagree() -> None:
     unaware = [replace(extremum(problem), mean=0.0, sd=SPREAD / 10) for problem in range(60)]
     assert unaware[0].values[SCALE] > 0
     assert not pool(metric_output("max"), unaware).agrees
+
+
+def test_a_large_one_is_freed_as_soon_as_it_is_not_used() -> None:
+    """It holds several times the memory of an lm-head, of which Python's search knows nothing."""
+    reference = normal(3, 600, 512)
+    tolerance = Tolerance(WEIGHT, reference, UNIT * normal(4, 4, 600, 512), **rounds_to(UNIT))
+    assert tolerance.compare(reference).agrees
+    alive = weakref.ref(tolerance)
+    gc.disable()
+    try:
+        del tolerance
+        assert alive() is None
+    finally:
+        gc.enable()

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lossgate.bank.right.formats import DOUBLE, FINE, LOW, Formats
+from lossgate.bank.right.formats import COARSE_LOSS, DOUBLE, FINE, LOW, Formats
 from lossgate.bank.right.kernel import Batch, Call, declared, of_tokens, of_values, selected_sum, sum_of_sequences
 from lossgate.bank.right.sigmoids import SIGMOIDS, Sigmoid
 from lossgate.declaration.any_value import ANY
@@ -56,6 +56,7 @@ def value_models() -> Iterator[Candidate]:
     yield of_tokens("minimum", "value", "values", of_values(value_by_minimum), total=sum_of_sequences, **given)
     yield of_tokens("moves", "value", "values", of_values(value_by_moves), formats=DOUBLE, **given)
     yield of_tokens("clamp", "value", "values", of_values(value_by_clamp), formats=LOW, **given)
+    yield of_tokens("minimum", "value", "values", of_values(value_by_minimum), formats=COARSE_LOSS, **given)
 
 
 # Reward models

@@ -22,8 +22,8 @@ class Formats:
     product: str = "float32"
     """Of the leaves, before they are multiplied, and so of the logits."""
     logits: str | None = None
-    """To which logits are rounded after the product, and their gradients before it, though they go
-    on in float32; None for not at all."""
+    """To which logits are rounded after the product, and their gradients on the way back, though
+    both go on in the dtype of the softmax; None for not at all."""
     softmax: str = "float32"
     """Of logits and log-probabilities, from the temperature on."""
     loss: str = "float32"
@@ -33,7 +33,7 @@ class Formats:
         return _to(leaf, self.product)
 
     def to_softmax(self, logits: Tensor, inputs: torch.dtype) -> Tensor:
-        rounded = logits if self.logits is None else _to(logits, self.logits)
+        rounded = logits if self.logits is None else logits.to(_dtype(self.logits, inputs))
         return rounded.to(_dtype(self.softmax, inputs))
 
     def to_loss(self, value: Tensor, inputs: torch.dtype) -> Tensor:

@@ -168,6 +168,7 @@ def _of(spec: str, losses: Mapping[str, Callable[[Tensor, Batch, Any], Tensor]],
     yield of_tokens(names[1], spec, "logprobs", of_values(second), total=sum_of_sequences, **given)
     yield of_tokens(names[2], spec, "logprobs", of_values(third), formats=DOUBLE, **given)
     yield of_tokens(names[3], spec, "logprobs", of_values(fourth), formats=LOW_LOSS, **given)
+    yield of_tokens(names[0], spec, "logprobs", of_values(first), formats=COARSE_LOSS, **given)
 
 
 KERNELS = (

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from lossgate.numerics.float_formats import FLOAT32, FloatFormat
+from lossgate.numerics.float_formats import FLOAT32
 from lossgate.numerics.rounded_arithmetic import RoundedRun
 from lossgate.problems.partition import Dims, Partition
 from lossgate.problems.problem import Problem
@@ -73,6 +73,12 @@ class Head(ABC):
         """What its values belong to: "token", or "sequence"."""
         return "sequence" if ("sequence",) in self.leaves.values() else "token"
 
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The stages of ``Precision`` between the leaves and the loss."""
+        of_logits = ("logits", "logsumexp", "logprobs", "entropy") if self.has_logits else ()
+        return (*(("products",) if "weight" in self.leaves else ()), *of_logits, "loss")
+
     @abstractmethod
     def draw(self, context: HeadContext) -> dict[str, Tensor]:
         """Draws the leaves in float64, without padding."""
@@ -91,13 +97,14 @@ class Head(ABC):
         themselves.
         """
 
-    def rounding_unit(self, coarsest: FloatFormat) -> float:
+    def rounding_unit(self, problem: Problem) -> float:
         """Returns the unit roundoff of what this head gives to the loss, were everything rounded to
-        one format.
+        the coarsest format of a problem.
 
-        Heads without logits give exact values, which a kernel takes on in float32.
+        Heads without logits give exact values. A kernel takes them on in float32, unless it says
+        otherwise.
         """
-        return (coarsest if self.has_logits else FLOAT32).unit
+        return (problem.coarsest if self.has_logits or problem.rounded_to else FLOAT32).unit
 
     def rounded_logits(self, leaves: Mapping[str, Tensor], run: RoundedRun) -> Tensor:
         """Returns the logits of rounded runs, ``[members, tokens, vocab]``."""

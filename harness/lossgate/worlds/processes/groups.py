@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from datetime import timedelta
+from time import sleep
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ OpenStore = Callable[[str, int], dist.Store]
 """Opens the store of a meeting, for so many ranks."""
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+_LOOKED = 0.002
+"""Seconds between two looks whether all ranks have made their groups."""
 _PATIENCE = timedelta(hours=1)
 """The driver ends what takes too long. So torch's own time-outs must not come first."""
 
@@ -35,6 +38,7 @@ class RankGroups:
         self.rank, self._local_rank = rank, local_rank
         self._open_store = open_store
         self._meeting = ""
+        self._store: dist.Store | None = None
         self._meshes: dict[Layout, DeviceMesh] = {}
 
     def context(self, assignment: Assignment) -> RankContext:
@@ -43,9 +47,10 @@ class RankGroups:
         if assignment.meeting != self._meeting:
             self.discard()
             self._meeting = assignment.meeting
+            self._store = self._open_store(assignment.meeting, layout.ranks)
             dist.init_process_group(
                 BACKENDS[device.type],
-                store=self._open_store(assignment.meeting, layout.ranks),
+                store=self._store,
                 rank=self.rank,
                 world_size=layout.ranks,
                 timeout=_PATIENCE,
@@ -54,7 +59,20 @@ class RankGroups:
         if layout not in self._meshes:
             sizes = tuple(layout.sizes[axis] for axis in AXES)
             self._meshes[layout] = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+            self._wait_for_all(layout)
         return RankContext(self.rank, layout, self._meshes[layout], device)
+
+    def _wait_for_all(self, layout: Layout) -> None:
+        """Waits until all ranks have made the groups of a layout.
+
+        A rank whose task fails at once would else leave while others still connect to it, and those
+        can't be stopped there.
+        """
+        assert self._store is not None
+        here = f"ranks with the groups of {layout}"
+        self._store.add(here, 1)
+        while self._store.add(here, 0) < layout.ranks:
+            sleep(_LOOKED)
 
     def calls(self) -> dict[str, int]:
         """Returns how many calls this rank made on each group of several ranks, by its name."""
