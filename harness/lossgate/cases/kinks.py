@@ -37,9 +37,8 @@ def mask_near_kinks(batch: GlobalBatch, problem: Problem, bound: BoundSpec) -> G
     """Masks the tokens at which rounding could change the outcome of a comparison.
 
     At a kink either one-sided gradient is right, and no noise tells which of them a kernel finds.
-    So the loss is run with log-probabilities moved by as much as rounding may
-    move them. Where a clip or a comparison then comes out otherwise, its token, or its whole
-    sequence, is masked.
+    So the loss is run with log-probabilities moved by as much as rounding may move them. Where a
+    clip or a comparison then comes out otherwise, its token, or its whole sequence, is masked.
 
     Returns:
         The batch with a smaller mask; the batch itself for a loss without kinks and for scenarios

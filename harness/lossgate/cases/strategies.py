@@ -73,7 +73,8 @@ def problems(
             is made smaller need not be.
         large: it has these sizes, and trains all tokens. What is made smaller need not.
     """
-    spec, head, coarse = candidate.spec, candidate.starts_at, candidate.coarsest(dtype) != "float32"
+    spec, head, coarsest = candidate.spec, candidate.starts_at, candidate.coarsest(dtype)
+    coarse = coarsest != "float32"
     target = _one_of(draw, targets, targets)
     bias = draw(draw_value(COMMON_OPTIONS["bias"], candidate.supported("bias"))) and "bias" in head.leaves
     tiles = candidate.tiles
@@ -92,7 +93,7 @@ def problems(
         spec=spec.name,
         head=candidate.head,
         dtype=dtype,
-        rounded_to=None if candidate.coarsest(dtype) == dtype else candidate.coarsest(dtype),
+        rounded_to=None if coarsest == dtype else coarsest,
         lengths=cut,
         masks=_masks(draw, len(cut), ("all",) if large is not None else _SOME if rich else ()),
         hidden=width,

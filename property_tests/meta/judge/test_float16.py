@@ -37,7 +37,7 @@ def test_dense_kernels_agree(make_world: MakeWorld, spec: str, head: str) -> Non
         assert result.agrees, (result.findings, problem.to_json())
 
 
-def extreme(dtype: str) -> BoundProblem:
+def extreme(dtype: str, **given: Any) -> BoundProblem:
     problem = Problem(
         spec="clipped_pg",
         head="logprobs",
@@ -48,6 +48,7 @@ def extreme(dtype: str) -> BoundProblem:
         vocab=9,
         scenario={"ratios": "extreme"},
         logit_std=30.0,
+        **given,
     )
     return BoundProblem(SPECS["clipped_pg"], problem)
 
@@ -57,6 +58,11 @@ def test_tokens_out_of_range_are_masked() -> None:
     assert largest(fine) > LARGEST
     assert largest(bound) < LARGEST
     assert 0 < int(bound.batch.fields["mask"].sum()) < int(fine.batch.fields["mask"].sum())
+
+
+def test_so_are_those_out_of_range_of_a_stage_in_float16() -> None:
+    assert largest(extreme("float32", rounded_to="tf32")) > LARGEST
+    assert largest(extreme("float32", rounded_to="float16")) < LARGEST
 
 
 def largest(bound: BoundProblem) -> float:
