@@ -79,7 +79,7 @@ def test_so_many_problems_as_are_advised_kill_a_mutant() -> None:
 
 
 def close(examples: int, dtype: str = "bfloat16", loss: str = "low_loss") -> list[str]:
-    """Returns what is told of a kernel of two temperatures that are close."""
+    """Returns what is said of a kernel of two temperatures that are close."""
     kernel = KERNELS[f"nll_logits_log_softmax_{loss}"]
     near = replace(kernel, supports={**kernel.supports, "temperature": (1.0, 1.01)})
     reasons = run_cell(Cell(near, Layout(), dtype), Settings(examples=examples)).reasons

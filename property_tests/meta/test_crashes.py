@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A candidate that ends its process is told as that, and no other candidate has anything of it."""
+"""A candidate that ends its process is a CRASH, and no other candidate has anything of it."""
 
 from collections.abc import Iterator
 from contextlib import closing

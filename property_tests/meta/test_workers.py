@@ -110,9 +110,9 @@ def test_threads_of_workers_wait_asleep_unless_users_say_otherwise(chosen: str |
         assert parent.stdout is not None
         assert parent.stdout.readline() == "ready\n"
         parent.kill()
-        _, told = parent.communicate(timeout=20)
-    assert set(re.findall("OMP_WAIT_POLICY = '(.*)'", told)) == {chosen or "PASSIVE"}
-    (spins,) = map(int, set(re.findall("GOMP_SPINCOUNT = '(.*)'", told)))
+        _, printed = parent.communicate(timeout=20)
+    assert set(re.findall("OMP_WAIT_POLICY = '(.*)'", printed)) == {chosen or "PASSIVE"}
+    (spins,) = map(int, set(re.findall("GOMP_SPINCOUNT = '(.*)'", printed)))
     assert (spins == 500) if chosen is None else (spins > 500)
 
 

@@ -11,7 +11,7 @@ from lossgate.judge.pooling import Pooled
 _MOST = 2000
 """Problems beyond which nobody waits for a cell."""
 _FEW = 4
-"""Problems of which the noise of a pool can be told."""
+"""Problems of which the noise of a pool can be judged."""
 _ENOUGH = 20
 """Problems that tell that more hardly help: what none of 20 shows, fewer than 15% of all show, with
 a confidence of 95%."""

@@ -36,7 +36,7 @@ hang: whatever Python can notice, the world notices first."""
 _STACK = "stack"
 """The file for Python's own report of a crash."""
 _LINES = 3
-"""The most lines of it that are told."""
+"""The most lines of it that are shown."""
 _OWN = str(Path(__file__).parents[1])
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is told of a candidate that ended the process in which it ran."""
+"""What is said of a candidate that ended the process in which it ran."""
 
 from dataclasses import replace
 

@@ -22,7 +22,7 @@ def run_side_by_side(cells: Sequence[Cell], settings: Settings, jobs: int) -> Ge
     """Runs cells in other processes, which load the candidates again from their sources.
 
     Cells that share a deck run in one process, as far as possible, so that it is drawn once. A
-    candidate that ends its process is told as a crash, and the next cells run in a new one.
+    candidate that ends its process is a CRASH, and the next cells run in a new one.
 
     Raises:
         UsageError: if a candidate is not the one that its source holds, because it was made in a

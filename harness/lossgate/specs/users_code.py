@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that the author of a spec wrote: what they raise is told as such, with its place."""
+"""Functions that the author of a spec wrote: what they raise is reported so, with its place."""
 
 import inspect
 import traceback
@@ -50,7 +50,7 @@ def told_as(what: str) -> AbstractContextManager[None]:
 
 
 class _ToldAs(AbstractContextManager[None]):
-    """A generator would take three times as long, and every call of a reference is told."""
+    """A generator would take three times as long, and every call of a reference is reported."""
 
     def __init__(self, what: str) -> None:
         self._what = what

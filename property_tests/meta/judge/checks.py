@@ -93,7 +93,7 @@ def compare(output: Output, result: Tensor, reference: Tensor, members: Tensor, 
 
 
 def rounds_to(unit: float) -> dict[str, Any]:
-    """Returns what a ``Tolerance`` is told of an output that is rounded with a unit roundoff."""
+    """Returns what a ``Tolerance`` is given of an output that is rounded with a unit roundoff."""
 
     def error(x: Tensor) -> Tensor:
         return unit * x.abs()

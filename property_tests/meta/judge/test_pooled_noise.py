@@ -179,7 +179,7 @@ def test_what_says_nothing_does_not_count() -> None:
 
 
 def test_a_pooled_difference_in_words() -> None:
-    """Only the noise differs, so that only the noise is told."""
+    """Only the noise differs, so that only the noise is reported."""
     found = pool(LOSS, [noisy(3.0)] * 20)
     (words,) = explain_pooled_difference(found, "a", "b")
     assert words == (
