@@ -42,7 +42,7 @@ import sys
 import tempfile
 import textwrap
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import chdir, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
@@ -54,6 +54,7 @@ from markdown_it.token import Token
 
 from lossgate.engine.settings import load_settings
 from lossgate.errors import UsageError
+from property_tests.warm_python import warm_commands
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ("lossgate", "python", "pip", "pytest", "torchrun", "ci/verify", "ci/test", "ci/gate", "ci/wrappers")
@@ -348,15 +349,19 @@ def _help_command(words: list[str]) -> str:
 
 @cache
 def _help(command: str, root: Path) -> subprocess.CompletedProcess[str]:
-    return _run(command, root)
+    return _run(command, root, [])  # the plugins of pytest here want to come first
 
 
-def _run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def _run(command: str, folder: Path, first: Sequence[Path] | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs a command. Its programs are looked for in some folders first, by default in those that
+    start quickly.
+    """
     bash = shutil.which("bash")
     if bash is None:
         raise PageError("bash is not installed; the commands of the pages need it")
+    places = [*([warm_commands()] if first is None else first), Path(sys.executable).parent]
     environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+        "PATH": os.pathsep.join([*map(str, places), os.environ.get("PATH", "")]),
         "PYTHONWARNINGS": "ignore",
         "COLUMNS": "180",  # no line of help is wrapped within a flag
     }

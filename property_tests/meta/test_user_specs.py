@@ -7,7 +7,6 @@ The code is that of the page, and every command is a process of its own.
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from lossgate.cases.drawn_problem import DrawnProblem
 from lossgate.declaration.loading import find_specs, is_name_of_a_spec, load_all_candidates, load_candidates
 from lossgate.strategies import problems
 from property_tests.docs.markdown import ROOT, blocks_of
+from property_tests.warm_python import warm_commands
 
 BLOCKS = list(blocks_of(ROOT / "docs/writing-a-spec.md"))
 FILES = {block.directives["file"]: block.text for block in BLOCKS if "file" in block.directives}
@@ -54,7 +54,7 @@ def run(tmp_path: Path) -> Run:
             "PYTHONPATH": os.pathsep.join([*given, os.environ.get("PYTHONPATH", "")]),
         }
         done = subprocess.run(
-            [sys.executable, *program, *arguments],
+            [warm_commands() / "python", *program, *arguments],
             cwd=at,
             input=stdin,
             env=environment,

@@ -94,6 +94,9 @@ class PoolRank:
         folder: for what its groups and its output need.
     """
 
+    stopping = 1.0
+    """Another process takes its place."""
+
     def __init__(self, rank: int, folder: str) -> None:
         self.rank = rank
         self._output = Path(folder, f"output{rank}")

@@ -30,7 +30,7 @@ leaves four of them time to meet on a machine that is busy with other tests.
 """
 _STAGES = (Begun, Met, Loaded)
 _GRACE = 1.0
-"""Seconds that other ranks have, once one has failed or has been asked to stop."""
+"""Seconds that other ranks have, once one has failed, or to say where they are."""
 _QUIET = 0.5
 """Seconds without news after which ranks are asked where they are."""
 _IDLE = 0.1
@@ -56,6 +56,8 @@ class RankHandle(Protocol):
     rank: int
     work: Connection
     alarm: Connection
+    stopping: float
+    """Seconds that it has to stop; then it is killed."""
 
     def end(self) -> Died:
         """Waits for the end of a process that is ending, and tells how it ended."""
@@ -207,7 +209,7 @@ class _Run:
     def _stop(self, handles: Sequence[RankHandle]) -> None:
         for handle in handles:
             _send(handle.alarm, Stop(self._number))
-        deadline = time.monotonic() + _GRACE
+        deadline = time.monotonic() + max((handle.stopping for handle in handles), default=0.0)
         while (unfinished := [*self._unfinished()]) and (left := deadline - time.monotonic()) > 0:
             self._receive(unfinished, left)
         for handle in self._unfinished():

@@ -150,6 +150,9 @@ class LaunchedRanks(RankProcesses):
 class LaunchedRank:
     """The driver's end of a rank."""
 
+    stopping = 10.0
+    """Without this rank nothing more can run. On a busy machine it may wait a second for a core."""
+
     def __init__(self, rank: int, work: Any, alarm: Any) -> None:
         self.rank = rank
         self.work, self.alarm = work, alarm
