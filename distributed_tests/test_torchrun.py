@@ -27,6 +27,7 @@ from lossgate.worlds import most_ranks
 from lossgate.worlds.processes.messages import Finish
 from lossgate.worlds.torchrun import ranks
 from lossgate.worlds.torchrun.meeting import Address, connect, open_descriptors
+from property_tests.warm_python import warm_commands
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -64,7 +65,7 @@ def test_a_planted_bug_is_one_report_and_the_same_problem(tmp_path: Path) -> Non
     four = [*TORCHRUN, "--nproc-per-node", "4", "-m", "lossgate"]
     given = ["verify", BUG, "--layout", "cp=2,tp=2", "--examples", "5", "--failures"]
     launched = run(*four, *given, str(tmp_path / "launched"), "--world", "torchrun")
-    simulated = run(sys.executable, "-m", "lossgate", *given, str(tmp_path / "simulated"))
+    simulated = run(str(warm_commands() / "lossgate"), *given, str(tmp_path / "simulated"))
     assert (launched.returncode, simulated.returncode) == (1, 1), launched.stdout + launched.stderr
     assert launched.stdout.count("grad of weight: 2 times the reference") == 1
     assert launched.stderr.count("exitcode  : 1 ") == 4  # of every rank
@@ -76,7 +77,7 @@ def test_a_planted_bug_is_one_report_and_the_same_problem(tmp_path: Path) -> Non
     replayed = run(*four, *shown[1].split())
     assert replayed.returncode == 1
     assert "every statistic is the one in the file" in replayed.stdout
-    again = run(sys.executable, "-m", "lossgate", *shown[1].split(), "--world", "simulated")
+    again = run(str(warm_commands() / "lossgate"), *shown[1].split(), "--world", "simulated")
     assert again.returncode == 1
     assert "grad of weight: 2 times the reference" in again.stdout
 
