@@ -61,7 +61,12 @@ _LOADED = (
 
 @cache
 def warm_commands() -> Path:
-    """Returns a folder with the commands. Their server ends with this process."""
+    """Returns a folder with the commands. Their server ends with this process.
+
+    Forking is safe on Linux alone. Elsewhere they are those of the environment.
+    """
+    if sys.platform != "linux":
+        return Path(sys.executable).parent
     folder = Path(mkdtemp(prefix="warm-python-"))
     ready, told = os.pipe()
     command = [sys.executable, "-m", "property_tests.warm_python", str(folder), str(told)]
