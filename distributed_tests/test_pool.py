@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore
 
 from distributed_tests.faults import healthy
 from lossgate.errors import UsageError
@@ -23,6 +24,7 @@ from lossgate.worlds import RankContext, World, make_world
 from lossgate.worlds.base import Hang, RankDied, RankRaised, StateLeak, WorldLost
 from lossgate.worlds.pool import close_pool
 from lossgate.worlds.pool.pool import _pool
+from lossgate.worlds.processes.groups import RankGroups
 from lossgate.worlds.processes.messages import Begun, Loaded, Met
 
 LAYOUT = Layout(cp=2, tp=2)
@@ -128,6 +130,18 @@ def test_an_interrupted_task_gives_no_results_to_the_next(gloo: World, times: in
         signal.signal(signal.SIGALRM, before)
     assert gloo.run(lambda context: "new") == ["new"] * 4
     assert gloo.run(healthy) == [6.0] * 4
+
+
+def test_a_rank_waits_until_all_have_made_their_groups() -> None:
+    ranks, layout = [RankGroups(rank, 0, lambda *_: HashStore()) for rank in range(2)], Layout(dp=2)
+    ranks[0]._store = ranks[1]._store = HashStore()
+    first = threading.Thread(target=ranks[0]._wait_for_all, args=(layout,), daemon=True)
+    first.start()
+    first.join(0.2)
+    assert first.is_alive()
+    ranks[1]._wait_for_all(layout)
+    first.join(10)
+    assert not first.is_alive()
 
 
 def test_ranks_that_go_on_are_in_no_deadlock() -> None:

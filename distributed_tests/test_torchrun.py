@@ -106,6 +106,31 @@ def test_a_rank_that_raises_fails_its_test_alone(tmp_path: Path) -> None:
     assert "1 failed, 1 passed" in done.stdout
 
 
+SLOW = """
+import time
+import torch, torch.distributed as dist, pytest
+
+@pytest.mark.world(tp=2)
+def test_slow(rank_context):
+    if rank_context.rank == 0:
+        raise ValueError("no kernel today")
+    time.sleep(3.5)
+
+@pytest.mark.world(tp=2)
+def test_next(rank_context):
+    dist.all_reduce(torch.ones(4))
+"""
+
+
+def test_a_rank_that_takes_a_while_to_stop_serves_the_next_test(tmp_path: Path) -> None:
+    """It is asked to after a second. On a busy machine, a rank may wait as long for a core."""
+    (tmp_path / "test_it.py").write_text(SLOW)
+    attached = ["-m", "pytest", "-p", "no:cacheprovider", "--lossgate-world", "torchrun", str(tmp_path)]
+    done = run(*TORCHRUN, "--nproc-per-node", "2", *attached)
+    assert done.returncode == 1
+    assert "1 failed, 1 passed" in done.stdout, done.stdout
+
+
 def two_agents(
     command: Sequence[str], paths: Sequence[Path], ranks_each: int
 ) -> tuple[list[int], list[str], list[str]]:

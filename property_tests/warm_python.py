@@ -4,7 +4,7 @@
 Most of the time of a short command goes into loading these. So tests that are about what a command
 does, and not about how it starts, find commands of these names in ``warm_commands()``. Such a
 command asks a server to fork itself, and waits for that process. The process has the arguments,
-files, folder and environment of the command, and ends as any Python does.
+files, folder and environment of the command, and the command ends as the process does.
 """
 
 import atexit
@@ -43,7 +43,8 @@ for one in (signal.SIGINT, signal.SIGTERM):
 said = server.recv(16)
 code = int(said) if said else 1
 if code < 0:
-    signal.signal(-code, signal.SIG_DFL)
+    if -code not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
 sys.exit(code)
 """
@@ -68,11 +69,11 @@ def warm_commands() -> Path:
     if sys.platform != "linux":
         return Path(sys.executable).parent
     folder = Path(mkdtemp(prefix="warm-python-"))
-    ready, told = os.pipe()
-    command = [sys.executable, "-m", "property_tests.warm_python", str(folder), str(told)]
+    ready, write = os.pipe()
+    command = [sys.executable, "-m", "property_tests.warm_python", str(folder), str(write)]
     root = Path(__file__).parents[1]
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=root, pass_fds=[told])
-    os.close(told)
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=root, pass_fds=[write])
+    os.close(write)
     atexit.register(_end, server, folder)
     assert os.read(ready, 1), "the server of warm Python processes did not start"
     os.close(ready)
@@ -128,11 +129,9 @@ def _load() -> None:
 
 
 def _reap() -> None:
-    try:
+    with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-    except ChildProcessError:
-        pass
 
 
 def _watch(connection: socket.socket) -> None:
@@ -174,6 +173,7 @@ def _become(files: list[int], arguments: list[str], folder: str, environment: di
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = arguments
+    sys.modules.pop(str(__package__))  # the command does not know the tests
     sys.path[:] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path] + sys.path[1:]
     if "PYTHONWARNINGS" in environment:
         warnings.simplefilter(environment["PYTHONWARNINGS"])  # pyright: ignore[reportArgumentType]
@@ -182,7 +182,7 @@ def _become(files: list[int], arguments: list[str], folder: str, environment: di
 # The process of a command
 
 
-def run() -> Any:
+def run() -> None:
     """Runs what ``sys.argv`` asks for, as Python does."""
     name, given = Path(sys.argv[0]).name, sys.argv[1:]
     if name != "python":

@@ -42,7 +42,7 @@ import sys
 import tempfile
 import textwrap
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import chdir, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
@@ -349,17 +349,15 @@ def _help_command(words: list[str]) -> str:
 
 @cache
 def _help(command: str, root: Path) -> subprocess.CompletedProcess[str]:
-    return _run(command, root, [])  # the plugins of pytest here want to come first
+    return _run(command, root, warm=False)  # some of pytest's plugins here must be loaded first of all
 
 
-def _run(command: str, folder: Path, first: Sequence[Path] | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs a command. Its programs are looked for in some folders first, by default in those that
-    start quickly.
-    """
+def _run(command: str, folder: Path, *, warm: bool = True) -> subprocess.CompletedProcess[str]:
+    """Runs a command. If ``warm``, its programs are those that start quickly."""
     bash = shutil.which("bash")
     if bash is None:
         raise PageError("bash is not installed; the commands of the pages need it")
-    places = [*([warm_commands()] if first is None else first), Path(sys.executable).parent]
+    places = [*([warm_commands()] if warm else []), Path(sys.executable).parent]
     environment = os.environ | {
         "PATH": os.pathsep.join([*map(str, places), os.environ.get("PATH", "")]),
         "PYTHONWARNINGS": "ignore",

@@ -46,7 +46,7 @@ from lossgate.worlds.base import RankContext, T, Task
 
 DEVICE = "sim"
 LAYOUTS = tuple(Layout.parse(text) for text in ("single", "dp=2", "cp=2", "tp=2"))
-PROBLEMS = 1
+PROBLEMS = 2
 """For each candidate, layout and dtype. All are different, so that together they take most
 branches."""
 

@@ -51,9 +51,9 @@ def test_the_noise_falls_with_the_root_of_the_number_of_problems() -> None:
 @pytest.mark.parametrize("rest", [LARGEST_MDE, 0.9 * LARGEST_MDE])
 def test_what_does_not_fall_is_told(rest: float) -> None:
     """The rounding of each result is left however many problems there are."""
-    told = to_detect(pooled(sd=4e-3, rest=rest), 20)
-    assert told.startswith("more problems hardly help, because of the rounding that Precision declares: compute or")
-    assert "return loss in a finer dtype, and declare so" in told
+    said = to_detect(pooled(sd=4e-3, rest=rest), 20)
+    assert said.startswith("more problems hardly help, because of the rounding that Precision declares: compute or")
+    assert "return loss in a finer dtype, and declare so" in said
     of_gradient = replace(pooled(sd=4e-3, rest=rest), output=gradient_output("hidden", ("token", "hidden")))
     assert "compute gradients in a finer dtype" in to_detect(of_gradient, 20)
 
@@ -72,9 +72,9 @@ def surviving(kernel: str, **settings: int) -> CellResult:
 
 def test_so_many_problems_as_are_advised_kill_a_mutant() -> None:
     few = surviving("clipped_pg_logprobs_hinge_low_loss", examples=1, rounds=1)
-    told = [reason for reason in few.reasons if reason.startswith("a kernel that computes")]
-    advised = [int(found[1]) for one in told if (found := re.search(r"raise --examples to about (\d+), or drop", one))]
-    assert len(advised) == len(told) > 0
+    said = [reason for reason in few.reasons if reason.startswith("a kernel that computes")]
+    advised = [int(found[1]) for one in said if (found := re.search(r"raise --examples to about (\d+), or drop", one))]
+    assert len(advised) == len(said) > 0
     assert surviving("clipped_pg_logprobs_hinge_low_loss", examples=max(advised), rounds=1).verdict is Verdict.AGREE
 
 
@@ -88,11 +88,11 @@ def close(examples: int, dtype: str = "bfloat16", loss: str = "low_loss") -> lis
 
 def test_choices_that_rounding_hides_are_told() -> None:
     """Twice as many problems do not help, and a finer dtype does."""
-    (told,) = close(40)
+    (said,) = close(40)
     assert re.search(
         r"; they differ by 0.\d+ in the problem that showed most, out of \d\d with it, and rounding explains 0.\d+. "
         r"More problems hardly help: compute in a finer dtype and declare so, or drop temperature from supports$",
-        told,
+        said,
     )
     assert close(80)
     assert close(40, "float32", "float32") == []

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of ``lossgate.compare``: two kernels against each other, and each against the reference."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
@@ -23,6 +24,7 @@ from lossgate.cases.placement import sample_problems
 from lossgate.engine.cell import Verdict
 from lossgate.judge.explain import explain_difference
 from lossgate.losses import SPECS
+from lossgate.specs.outputs import LOGPROBS
 from lossgate.worlds import SimulatedWorld
 
 MakeWorld = Callable[..., SimulatedWorld]
@@ -216,6 +218,20 @@ def test_what_is_not_finite(make_world: MakeWorld, which: str) -> None:
     one, other = (Case(declared(kernel, "x"), problem, world) for kernel in kernels[:2])
     found = [line for c in differences(one, other) for line in explain_difference(c, "a", "b")]
     assert found == kernels[2]
+
+
+def test_labels_that_a_filter_leaves_out_do_not_differ(make_world: MakeWorld) -> None:
+    """Their log-probabilities are -inf in both, and in runs that round equal numbers alike."""
+    dense, left_out = dense_candidate(SPECS["token_logprobs"], "logits"), 0
+    coarse = {"float32": Precision(logits="bfloat16")}
+    one, other = (replace(dense, name=name, supports={"top_k": (3,)}, precision=coarse) for name in ("one", "other"))
+    for problem in sample_problems(one, Layout(), "float32", 10, seed=3):
+        cases = [Case(kernel, problem, make_world("single")) for kernel in (one, other)]
+        left_out += int(cases[0].oracle.reference[LOGPROBS][cases[0].bound.batch.fields["mask"]].isinf().sum())
+        for comparison in differences(*cases):
+            assert comparison.agrees, explain_difference(comparison, "one", "other")
+            assert not any(math.isnan(number) for number in (*comparison.values.values(), *comparison.limits.values()))
+    assert left_out
 
 
 def test_a_difference_too_small_for_one_problem_shows_over_many() -> None:

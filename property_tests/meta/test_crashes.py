@@ -169,7 +169,7 @@ AGREED = "in a fresh process this problem agreed in 20 of 20 calls"
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "reported"),
     [
         ("once", f"{AGREED}: the candidate is wrong in few calls, or only after certain other calls"),
         ("in every third", "not wrong in every call: in a fresh process this problem disagreed in 7 of 20 calls"),
@@ -177,10 +177,10 @@ AGREED = "in a fresh process this problem agreed in 20 of 20 calls"
         ("sys.exit", "rank 0 raised SystemExit: 0"),
     ],
 )
-def test_how_often_a_candidate_is_wrong_is_told(file: Path, name: str, told: str) -> None:
+def test_how_often_a_candidate_is_wrong_is_reported(file: Path, name: str, reported: str) -> None:
     (result,) = results(file, name, settings=Settings(**{**vars(SETTINGS), "examples": 40}))
     assert result.verdict is Verdict.DISAGREE
-    assert result.reasons[-1].startswith(told)
+    assert result.reasons[-1].startswith(reported)
     assert result.failure is not None
     assert result.failure.findings == result.reasons
 

@@ -16,7 +16,7 @@ from lossgate.evidence.records import CellKey, CellRecord, KnownFailureRecord, M
 from lossgate.evidence.sealed import seal
 from lossgate.reports.counted import counted
 from lossgate.reports.evidence_table import print_report
-from lossgate.reports.told_apart import HEADING
+from lossgate.reports.not_distinguished import HEADING
 from lossgate.reports.troubles import troubles
 from property_tests.meta.command_line import Done, Lossgate, in_a_process
 from property_tests.meta.made_evidence import cell, disagreeing, inconclusive, output, whole_run, write
@@ -262,7 +262,7 @@ def test_the_story_of_a_cell_has_all_that_is_known(folder: Path, lossgate: Lossg
         resources={"memory": {"peak": 3.0}},
         coverage={"masked token": 1},
         killed=5,
-        not_told_apart=("mode a and b",),
+        not_distinguished=("mode a and b",),
     )
     write(folder / "new.jsonl", whole_run([failing, cell(candidate="other")], run="run-2"))
     done = lossgate("report", "old.jsonl", "new.jsonl", "--cell", "nll[agreement-single-float32]")
@@ -276,7 +276,7 @@ def test_the_story_of_a_cell_has_all_that_is_known(folder: Path, lossgate: Lossg
         "  what: nll from logits, declared as kernels.py:nll",
         "  before: 2 runs, from 2026-11-20 12:00:30 UTC to 2026-11-21 12:00:30 UTC; the last: INCONCLUSIVE, DISAGREE",
         "  seen: 1 problem, 1 comparison, detects 1%",
-        "  not told apart: mode a and b",
+        "  not distinguished: mode a and b",
         "  planted errors rejected in loss: zero 100%",
         "  goal trained token: 0 problems",
         "  goal masked token: 1 problem  (not required)",
@@ -288,8 +288,8 @@ def test_the_story_of_a_cell_has_all_that_is_known(folder: Path, lossgate: Lossg
     assert "other" not in done.stdout
 
 
-def test_choices_that_were_not_told_apart_stand_once_below_the_table(report: Callable[..., Done]) -> None:
-    alike = [cell(dtype=dtype, not_told_apart=("mode a and b",)) for dtype in ("float32", "bfloat16")]
+def test_choices_that_were_not_distinguished_stand_once_below_the_table(report: Callable[..., Done]) -> None:
+    alike = [cell(dtype=dtype, not_distinguished=("mode a and b",)) for dtype in ("float32", "bfloat16")]
     assert f"\n{HEADING}\n  mode a and b: 2 cells of nll\n\n" in report(alike).stdout
 
 

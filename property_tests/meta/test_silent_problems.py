@@ -95,9 +95,9 @@ def test_what_was_never_compared_is_told(silent: CaseResult) -> None:
     ) in result.reasons
 
 
-@pytest.mark.parametrize(("count", "told"), [(0, True), (1, False)])
+@pytest.mark.parametrize(("count", "reported"), [(0, True), (1, False)])
 def test_a_metric_must_be_compared_once_if_it_is_not_zero(
-    silent: CaseResult, telling: CaseResult, count: int, told: bool
+    silent: CaseResult, telling: CaseResult, count: int, reported: bool
 ) -> None:
     """It may be zero in most problems, so that few say something about it."""
     metric = metric_output("x")
@@ -106,4 +106,4 @@ def test_a_metric_must_be_compared_once_if_it_is_not_zero(
         for case in ([telling] * count + [silent] * (12 - count))
     ]
     result, _ = concluded(cases)
-    assert any("metric" in reason or reason.startswith("x:") for reason in result.reasons) == told
+    assert any("metric" in reason or reason.startswith("x:") for reason in result.reasons) == reported

@@ -18,7 +18,7 @@ from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.option import Option
 
 NEAREST = 1e-3
-"""Numbers that are nearer to each other need not be told apart: an epsilon of 1e-8."""
+"""Numbers that are nearer to each other need not be distinguished: an epsilon of 1e-8."""
 
 Kind = tuple[Any, ...]
 """Values of an option that a kernel is likely to treat alike."""

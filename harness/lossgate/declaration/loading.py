@@ -143,7 +143,7 @@ def is_name_of_a_spec(target: str) -> bool:
     """Returns whether a target can only be the name of a spec, not a file or module."""
     if target in known_names():
         return True
-    here = Path(target).is_dir() or Path(f"{target}.py").is_file()  # it is told how Python finds it
+    here = Path(target).is_dir() or Path(f"{target}.py").is_file()  # the error says how Python finds it
     return target.isidentifier() and not here and importlib.util.find_spec(target) is None
 
 

@@ -67,8 +67,8 @@ class CellResult:
     equivalent: tuple[str, ...] = ()
     """Option mutants that changed nothing on any problem that the candidate can be given. They need
     not be killed."""
-    not_told_apart: tuple[str, ...] = ()
-    """Choices of options that no problem told apart, and that none need tell apart, in words."""
+    not_distinguished: tuple[str, ...] = ()
+    """Choices of options that no problem distinguished, and that none need to, in words."""
     gaps: tuple[str, ...] = ()
     """In words, what else was not seen enough of."""
     untried: tuple[str, ...] = ()

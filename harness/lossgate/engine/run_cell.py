@@ -61,7 +61,7 @@ def _conclude(search: Search, start: float, *, last: bool = False) -> CellResult
         search.still_to_kill,
         search.equivalent.intersection(search.surviving),
         search.untried,
-        search.not_told_apart,
+        search.not_distinguished,
         search.drawn_for_goals if last else {},
         search.tried_on_survivors() if last else {},
     )

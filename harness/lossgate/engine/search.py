@@ -13,9 +13,9 @@ from hypothesis.errors import Unsatisfiable
 from lossgate.adequacy.deck import WANTED
 from lossgate.adequacy.decks import deck_of
 from lossgate.adequacy.entry import Entry, Placed
+from lossgate.adequacy.not_distinguished import not_distinguished
 from lossgate.adequacy.option_mutants import OptionMutant
 from lossgate.adequacy.selection import choose
-from lossgate.adequacy.told_apart import not_told_apart
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.size import is_large
 from lossgate.declaration.any_value import ANY
@@ -54,14 +54,14 @@ class Search(Trials):
         return {name: mutant for name, mutant in self.surviving.items() if name not in self.equivalent}
 
     @property
-    def not_told_apart(self) -> tuple[str, ...]:
-        """The choices of options that no problem told apart, and that none need tell apart."""
+    def not_distinguished(self) -> tuple[str, ...]:
+        """The choices of options that no problem distinguished, and that none need to."""
         alike = self._deck.alike if self.equivalent else frozenset[str]()
         never_valid = self.equivalent - alike
         asked = (m for name, m in {**self._deck.mutants, **self._deck.near}.items() if name not in never_valid)
         compared = {name for name, mutant in self.near.items() if self._is_ever_valid(mutant)}
         unseen = {*compared, *alike.intersection(self.surviving)}
-        return not_told_apart(self.cell.candidate, asked, unseen)
+        return not_distinguished(self.cell.candidate, asked, unseen)
 
     def _is_ever_valid(self, mutant: OptionMutant) -> bool:
         """Returns whether a problem that was tried may be given either choice of a mutant."""

@@ -28,7 +28,7 @@ def conclude(
     surviving: Mapping[str, OptionMutant] = MappingProxyType({}),
     equivalent: Collection[str] = (),
     untried: Mapping[str, str] = MappingProxyType({}),
-    not_told_apart: tuple[str, ...] = (),
+    not_distinguished: tuple[str, ...] = (),
     drawn: Mapping[str, int] = MappingProxyType({}),
     tried: Mapping[OptionMutant, Tried] = MappingProxyType({}),
 ) -> CellResult:
@@ -43,8 +43,8 @@ def conclude(
         surviving: the option mutants that no problem killed.
         equivalent: names of option mutants that no problem can kill.
         untried: the sizes that could not be tried, and why.
-        not_told_apart: choices that no problem told apart, in words. A disagreement ends the search
-            before all could be.
+        not_distinguished: choices that no problem distinguished, in words. A disagreement ends the
+            search before all could be.
         drawn: how many problems were drawn for each coverage goal that was missing.
         tried: what the problems say of the mutants that survive.
     """
@@ -64,7 +64,7 @@ def conclude(
         covered=covered,
         surviving=tuple(surviving),
         equivalent=tuple(sorted(equivalent)),
-        not_told_apart=() if verdict is Verdict.DISAGREE else not_told_apart,
+        not_distinguished=() if verdict is Verdict.DISAGREE else not_distinguished,
         gaps=gaps,
         untried=tuple(untried),
         seconds=seconds,

@@ -83,7 +83,7 @@ def _record(result: CellResult, run: str, time: str, replay: str | None, digits:
         killed=len(frozenset[str]().union(*(case.killed for case in result.cases))),
         surviving=result.surviving,
         equivalent=result.equivalent,
-        not_told_apart=result.not_told_apart,
+        not_distinguished=result.not_distinguished,
         untried=result.untried,
         worst=tuple(_worst(result.cases)),
         failure=_failure(result, replay),

@@ -248,8 +248,8 @@ class CellRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="cell"
     """The option mutants that no problem killed."""
     equivalent: tuple[str, ...]
     """Those of them that no problem can kill."""
-    not_told_apart: tuple[str, ...] = ()
-    """Choices of options that no problem told apart, and that none need tell apart, in words."""
+    not_distinguished: tuple[str, ...] = ()
+    """Choices of options that no problem distinguished, and that none need to, in words."""
     untried: tuple[str, ...] = ()
     """The sizes of the settings that could not be tried, such as ``4096x1024x32768``."""
     worst: tuple[WorstExample, ...]

@@ -26,8 +26,8 @@ class CellSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     source_modified: bool | None = None
     verdict: VerdictName
     reasons: tuple[str, ...]
-    not_told_apart: tuple[str, ...] = ()
-    """Choices of options that no problem told apart, in words."""
+    not_distinguished: tuple[str, ...] = ()
+    """Choices of options that no problem distinguished, in words."""
     problems: int
     comparisons: int
     margin: float
@@ -72,7 +72,7 @@ def summarize(record: CellRecord, where: Where, digest: str, redone: Redone | No
         source_modified=record.source_modified,
         verdict=record.verdict,
         reasons=tuple(map(intern, record.reasons)),
-        not_told_apart=tuple(map(intern, record.not_told_apart)),
+        not_distinguished=tuple(map(intern, record.not_distinguished)),
         problems=record.problems,
         comparisons=record.comparisons,
         margin=redone.margin,

@@ -72,12 +72,16 @@ def coarsest_of(names: Iterable[RoundedTo]) -> RoundedTo:
     """Returns the name of the format with the largest unit roundoff; of those, with the smallest
     range.
     """
-    return max(names, key=lambda name: (ROUNDED_TO[name].unit, -torch.finfo(ROUNDED_TO[name].dtype).max))
+    return max(names, key=lambda name: _coarseness(ROUNDED_TO[name]))
 
 
 def coarsest(*formats: FloatFormat) -> FloatFormat:
-    """Returns the format with the largest unit roundoff."""
-    return max(formats, key=lambda one: one.unit)
+    """Returns the format with the largest unit roundoff; of those, with the smallest range."""
+    return max(formats, key=_coarseness)
+
+
+def _coarseness(format_: FloatFormat) -> tuple[float, float]:
+    return format_.unit, -torch.finfo(format_.dtype).max
 
 
 def float_format_of(dtype: torch.dtype) -> FloatFormat:

@@ -66,7 +66,7 @@ def _about(record: CellRecord, results: Sequence[CellSummary]) -> Iterator[str]:
     detects = percent(inf if record.mde is None else record.mde)
     counts = counted(record.problems, "problem"), counted(record.comparisons, "comparison")
     yield f"seen: {', '.join(counts)}, detects {detects}"
-    yield from (f"not told apart: {choices}" for choices in record.not_told_apart)
+    yield from (f"not distinguished: {choices}" for choices in record.not_distinguished)
 
 
 def _outputs(outputs: Sequence[OutputRecord]) -> Table:

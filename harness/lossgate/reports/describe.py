@@ -8,8 +8,8 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.text import Text
 
+from lossgate.reports.not_distinguished import not_distinguished_lines
 from lossgate.reports.shown_cell import ShownCell
-from lossgate.reports.told_apart import told_apart_lines
 
 DESCRIBED = 3
 """How many cells of a candidate are described in full. The others usually fail in the same way."""
@@ -42,9 +42,9 @@ def marked(cell: ShownCell) -> str:
     return f"[{cell.verdict.style}]{escape(str(cell.verdict))}[/]"
 
 
-def print_told_apart(console: Console, cells: Iterable[ShownCell]) -> None:
-    """Prints which choices no problem told apart, the same ones of many cells once."""
-    lines = told_apart_lines((cell.candidate, cell.not_told_apart) for cell in cells)
+def print_not_distinguished(console: Console, cells: Iterable[ShownCell]) -> None:
+    """Prints which choices no problem distinguished, the same ones of many cells once."""
+    lines = not_distinguished_lines((cell.candidate, cell.not_distinguished) for cell in cells)
     for line in lines:
         print_detail(console, escape(line), hanging=2)
     if lines:

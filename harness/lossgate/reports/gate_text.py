@@ -11,7 +11,7 @@ from lossgate.evidence.records import CellKey
 from lossgate.gate.verdict import Blocker, GatedCell, GateVerdict, Kind
 from lossgate.reports.counted import counted
 from lossgate.reports.describe import print_detail, replay_line
-from lossgate.reports.gate_files.wording import replay_of, told_apart_of
+from lossgate.reports.gate_files.wording import not_distinguished_of, replay_of
 from lossgate.reports.printable import printable
 
 _SHOWN = 3
@@ -100,8 +100,8 @@ def _section(kind: Kind, blockers: Sequence[Blocker], replays: dict[CellKey, str
 
 
 def _alike(verdict: GateVerdict) -> Iterator[str]:
-    """Yields which choices no problem told apart, after an empty line."""
-    for number, line in enumerate(told_apart_of(verdict)):
+    """Yields which choices no problem distinguished, after an empty line."""
+    for number, line in enumerate(not_distinguished_of(verdict)):
         yield from () if number else ("",)
         yield _text(line)
 

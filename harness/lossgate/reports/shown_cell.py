@@ -65,8 +65,8 @@ class ShownCell:
     verdict: ShownVerdict
     reasons: tuple[str, ...]
     """Lines in words, why the verdict is not AGREE."""
-    not_told_apart: tuple[str, ...] = ()
-    """Choices of options that no problem told apart."""
+    not_distinguished: tuple[str, ...] = ()
+    """Choices of options that no problem distinguished."""
     problems: int
     comparisons: int
     margin: float
@@ -107,7 +107,7 @@ def of_result(result: CellResult, replay: str | None = None) -> ShownCell:
         ranks=cell.layout.ranks,
         verdict=_verdict(result.verdict.value, result.expected, known),
         reasons=_lines(result.reasons),
-        not_told_apart=_lines(result.not_told_apart),
+        not_distinguished=_lines(result.not_distinguished),
         problems=len(result.cases),
         comparisons=result.comparisons,
         margin=result.margin,
@@ -133,7 +133,7 @@ def of_summary(summary: CellSummary) -> ShownCell:
         place="" if (key.world, key.device) == ("simulated", "cpu") else printable(f"{key.world}/{key.device}"),
         verdict=_verdict(summary.verdict, summary.expected, printable(known.name) if known else None),
         reasons=_lines(summary.reasons),
-        not_told_apart=_lines(summary.not_told_apart),
+        not_distinguished=_lines(summary.not_distinguished),
         problems=summary.problems,
         comparisons=summary.comparisons,
         margin=summary.margin,

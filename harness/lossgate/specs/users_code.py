@@ -64,8 +64,8 @@ class _ToldAs(AbstractContextManager[None]):
         text = str(error).rstrip()
         remedies = [f"; {remedy}" for part, remedy in _REMEDIES.items() if part in text]
         text = text.split(". ")[0] if remedies else text  # the rest asks to report an issue to torch
-        told = f"{self._what} raised {type(error).__name__}: {text}{_place(error)}{''.join(remedies)}"
-        raise UsageError(told) from error
+        message = f"{self._what} raised {type(error).__name__}: {text}{_place(error)}{''.join(remedies)}"
+        raise UsageError(message) from error
 
 
 def _place(error: BaseException) -> str:

@@ -118,10 +118,10 @@ def test_an_excused_known_failure_passes_with_its_issue() -> None:
     assert (out.tag, out.text) == ("system-out", f"excused by a known failure: {ISSUE}")
 
 
-def test_a_cell_says_which_choices_were_not_told_apart() -> None:
-    alike = GatedCell(key=key(), summary=summary(key(), not_told_apart=("mode a and b", "epsilon 0 and 1")))
+def test_a_cell_says_which_choices_were_not_distinguished() -> None:
+    alike = GatedCell(key=key(), summary=summary(key(), not_distinguished=("mode a and b", "epsilon 0 and 1")))
     _, cell = ET.fromstring(junit_xml(verdict([alike]))).iter("system-out")
-    assert cell.text == "not told apart: mode a and b; epsilon 0 and 1"
+    assert cell.text == "not distinguished: mode a and b; epsilon 0 and 1"
 
 
 def test_a_cell_that_nobody_asks_for_says_so() -> None:

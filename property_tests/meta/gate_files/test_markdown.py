@@ -136,8 +136,8 @@ def test_excused_known_failures_are_listed_with_their_issue() -> None:
     assert f"- `{key()}`: `{ISSUE}`" in markdown(verdict([excused(key())]))
 
 
-def test_choices_that_were_not_told_apart_are_listed() -> None:
-    cells = [GatedCell(key=key(name), summary=summary(key(name), not_told_apart=("mode a and b",))) for name in "xy"]
+def test_choices_that_were_not_distinguished_are_listed() -> None:
+    cells = [GatedCell(key=key(name), summary=summary(key(name), not_distinguished=("mode a and b",))) for name in "xy"]
     assert "- `mode a and b: 2 cells of x and y`\n" in markdown(verdict(cells))
 
 

@@ -94,7 +94,7 @@ def test_all_that_a_record_says_is_shown() -> None:
         required=("masked token", "trained token"),
         surviving=("epsilon", "beta"),
         equivalent=("beta",),
-        not_told_apart=("beta 0 and 1",),
+        not_distinguished=("beta 0 and 1",),
         worst=(WorstExample(output="loss", statistic="noise", value=2.0, limit=4.0, problem={"seed": 1}),),
         resources={"rank 0": {"peak bytes": 5.0}},
         known_failure=known(expected=True),

@@ -12,7 +12,7 @@ from itertools import chain
 from lossgate.gate.verdict import Blocker, Digested, GatedCell, GateVerdict, Kind
 from lossgate.reports.gate_files.kinds import MEANINGS
 from lossgate.reports.gate_files.page import Page, code, code_block
-from lossgate.reports.gate_files.wording import in_words, told_apart_of
+from lossgate.reports.gate_files.wording import in_words, not_distinguished_of
 from lossgate.reports.plain import one_line
 
 MARKER = "<!-- lossgate gate -->"
@@ -38,7 +38,7 @@ def markdown(verdict: GateVerdict, *, limit: int = 65_000) -> str:
     rest = chain.from_iterable(blockers[_OF_A_KIND:] for blockers in by_kind.values())
     page.section(*_folded("All other reasons", (f"- {b.kind}: {_item(b)[2:]}" for b in rest)))
     page.section(*_folded("Excused known failures", map(_excused, (c for c in verdict.cells if c.excused))))
-    page.section(*_folded("Choices of options that were not told apart", _alike(verdict)))
+    page.section(*_folded("Choices of options that were not distinguished", _alike(verdict)))
     page.section(*_folded("Policy, evidence and versions", _inputs(verdict)))
     return page.text()
 
@@ -92,7 +92,7 @@ def _excused(cell: GatedCell) -> str:
 
 
 def _alike(verdict: GateVerdict) -> Iterator[str]:
-    for line in told_apart_of(verdict)[1:]:
+    for line in not_distinguished_of(verdict)[1:]:
         yield f"- {code(one_line(line.strip(), _LONGEST_MESSAGE))}\n"
 
 

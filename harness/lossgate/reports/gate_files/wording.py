@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lossgate.evidence.records import CellKey
 from lossgate.gate.verdict import Blocker, GatedCell, GateVerdict
-from lossgate.reports.told_apart import told_apart_lines
+from lossgate.reports.not_distinguished import not_distinguished_lines
 
 
 def in_words(verdict: GateVerdict) -> str:
@@ -49,19 +49,19 @@ def replay_of(cell: GatedCell | None) -> str:
     return failure.replay or "" if failure is not None else ""
 
 
-def told_apart_of(verdict: GateVerdict) -> list[str]:
-    """Returns a heading and lines about choices that were not told apart; nothing if all were."""
+def not_distinguished_of(verdict: GateVerdict) -> list[str]:
+    """Returns a heading and lines about choices that are not distinguished; nothing if all are."""
     summaries = [cell.summary for cell in verdict.cells if cell.summary is not None]
-    return told_apart_lines((one.key.candidate, one.not_told_apart) for one in summaries)
+    return not_distinguished_lines((one.key.candidate, one.not_distinguished) for one in summaries)
 
 
 def note(cell: GatedCell) -> str:
     """Returns why a cell without blockers passes although it does not agree, or which choices of
-    options were not told apart in one that does; empty if all were.
+    options were not distinguished in one that does; empty if all were.
     """
     if cell.excused:
         return f"excused by a known failure: {cell.excused}"
     if cell.verdict == "AGREE":
-        alike = cell.summary.not_told_apart if cell.summary is not None else ()
-        return f"not told apart: {'; '.join(alike)}" if alike else ""
+        alike = cell.summary.not_distinguished if cell.summary is not None else ()
+        return f"not distinguished: {'; '.join(alike)}" if alike else ""
     return f"{cell.verdict}, but no rule of the policy asks for this cell"

@@ -87,7 +87,7 @@ class Details:
             "killed": record.killed,
             "surviving": self._all(goal for goal in record.surviving if goal not in record.equivalent),
             "equivalent": self._all(record.equivalent),
-            "alike": self._all(record.not_told_apart),
+            "alike": self._all(record.not_distinguished),
             "worst": [self._worst(worst) for worst in record.worst],
             "resources": {name: dict(sorted(numbers.items())) for name, numbers in sorted(record.resources.items())},
             "mde": _short(record.mde),

@@ -15,7 +15,7 @@ function reasonsSection(cell) {
     notes.push(`${counted(cell.details.problems, 'problem')}, ${counted(cell.details.comparisons, 'comparison')}.`);
     if (cell.state !== 'disagrees') notes.push(detected(mde));
   }
-  if (cell.details.alike) notes.push(`No problem told these apart: ${texts(cell.details.alike).join('; ')}.`);
+  if (cell.details.alike) notes.push(`No problem distinguished these: ${texts(cell.details.alike).join('; ')}.`);
   if (excused) notes.push(`The policy excuses it: ${excused}`);
   if (required === 0) {
     const disagrees = (blockers || []).some(([kind]) => text(kind) === 'disagree');

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says once for many cells which choices of options no problem told apart."""
+"""Says once for many cells which choices of options no problem distinguished."""
 
 from collections import Counter
 from collections.abc import Iterable
 
 from lossgate.reports.counted import counted
 
-HEADING = "Not told apart: a kernel that takes one of these choices for another would have passed."
+HEADING = "Not distinguished: a kernel that takes one of these choices for another would have passed."
 _NAMED = 3
 """Candidates that are named."""
 
 
-def told_apart_lines(cells: Iterable[tuple[str, tuple[str, ...]]]) -> list[str]:
+def not_distinguished_lines(cells: Iterable[tuple[str, tuple[str, ...]]]) -> list[str]:
     """Returns a heading and one line for the same choices in many cells; nothing if there are none.
 
     Args:
-        cells: the name of each cell's candidate, and the choices that were not told apart in it.
+        cells: the name of each cell's candidate, and the choices that were not distinguished in it.
     """
     found: dict[str, Counter[str]] = {}
     for candidate, choices in cells:

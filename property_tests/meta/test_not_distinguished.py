@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A verdict names the choices of options that no problem told apart."""
+"""A verdict names the choices of options that no problem distinguished."""
 
 from dataclasses import replace
 from io import StringIO
@@ -9,17 +9,17 @@ import pytest
 from rich.console import Console
 
 from lossgate import ANY, Candidate, Layout, Precision
+from lossgate.adequacy.not_distinguished import not_distinguished
 from lossgate.adequacy.option_mutants import OptionMutant, near_mutants
-from lossgate.adequacy.told_apart import not_told_apart
 from lossgate.bank.bugs import ignores
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.losses import SPECS
-from lossgate.reports.describe import print_told_apart
+from lossgate.reports.describe import print_not_distinguished
+from lossgate.reports.not_distinguished import HEADING, not_distinguished_lines
 from lossgate.reports.shown_cell import of_result
-from lossgate.reports.told_apart import HEADING, told_apart_lines
 from lossgate.specs.option import Option
 
 EPSILON = "epsilon 0.0 and 1e-08"
@@ -41,27 +41,29 @@ def verified(kernel: Candidate, dtype: str = "float32") -> CellResult:
 def test_a_kernel_that_ignores_an_epsilon_agrees_and_the_verdict_says_so(values: Any) -> None:
     result = verified(ignoring_epsilon(supporting(epsilon=values)))
     assert result.verdict is Verdict.AGREE, result.reasons
-    assert [set(line.removeprefix("epsilon ").split(" and ")) for line in result.not_told_apart] == [{"0.0", "1e-08"}]
+    assert [set(line.removeprefix("epsilon ").split(" and ")) for line in result.not_distinguished] == [
+        {"0.0", "1e-08"}
+    ]
 
 
-def test_choices_that_problems_told_apart_are_not_named() -> None:
-    """They are nearer than need be told apart, and float32 tells them apart nevertheless."""
+def test_choices_that_problems_distinguished_are_not_named() -> None:
+    """They are nearer than need be distinguished, and float32 tells them apart nevertheless."""
     right = supporting(epsilon=(0.0, 5e-4))
     assert near_mutants(right)
-    assert verified(right).not_told_apart == ()
+    assert verified(right).not_distinguished == ()
     assert verified(ignoring_epsilon(right)).verdict is Verdict.DISAGREE
     rounding = Precision(loss="bfloat16", returned="float32")
     coarse = replace(right, dtypes=("bfloat16",), precision={"bfloat16": rounding})
-    assert verified(coarse, "bfloat16").not_told_apart == ("epsilon 0.0 and 0.0005",)
+    assert verified(coarse, "bfloat16").not_distinguished == ("epsilon 0.0 and 0.0005",)
 
 
 def test_a_disagreement_names_none() -> None:
-    """It ends the search before all choices could be told apart."""
-    assert verified(ignoring_epsilon(supporting(epsilon=(0.0, 1e-8, 0.5)))).not_told_apart == ()
+    """It ends the search before all choices could be distinguished."""
+    assert verified(ignoring_epsilon(supporting(epsilon=(0.0, 1e-8, 0.5)))).not_distinguished == ()
 
 
 def test_options_that_a_kernel_does_not_name_are_left_out() -> None:
-    assert verified(supporting()).not_told_apart == ()
+    assert verified(supporting()).not_distinguished == ()
 
 
 def test_choices_that_give_the_same_are_named() -> None:
@@ -69,22 +71,22 @@ def test_choices_that_give_the_same_are_named() -> None:
     no_penalty = supporting("clipped_pg", reference_policy_kl_penalty=0.0, reference_policy_kl_type=("k1", "k2", "k3"))
     result = verified(no_penalty)
     assert result.verdict is Verdict.AGREE, result.reasons
-    assert result.not_told_apart == ("reference_policy_kl_type k1, k2 and k3",)
+    assert result.not_distinguished == ("reference_policy_kl_type k1, k2 and k3",)
 
 
 def test_choices_that_are_never_valid_together_with_the_others_are_left_out() -> None:
     """No kernel can compute a dual clip with CISPO, so no kernel takes one for the other."""
     result = verified(supporting("clipped_pg", ratio_clip_c=3.0, use_cispo=False))
     assert "use_cispo=False computed as True, seen in its value" in result.equivalent
-    assert result.not_told_apart == ()
+    assert result.not_distinguished == ()
 
 
 def test_near_choices_of_which_one_is_never_valid_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing compared them, and no kernel can take one for the other."""
     right = supporting(epsilon=(0.0, 1e-8))
-    assert verified(right).not_told_apart
+    assert verified(right).not_distinguished
     monkeypatch.setattr(OptionMutant, "mutate", lambda mutant, bound: None)
-    assert verified(right).not_told_apart == ()
+    assert verified(right).not_distinguished == ()
 
 
 def numbers(**interval: Any) -> Candidate:
@@ -100,23 +102,26 @@ def test_numbers_of_an_interval_are_near_if_the_farthest_is() -> None:
 
 def test_only_choices_of_which_each_two_are_alike_stand_together() -> None:
     found = near_mutants(supporting(epsilon=(0.0, 8e-4, 16e-4)))
-    pairs = not_told_apart(supporting(epsilon=(0.0, 8e-4, 16e-4)), found.values(), found)
+    pairs = not_distinguished(supporting(epsilon=(0.0, 8e-4, 16e-4)), found.values(), found)
     assert pairs == ("epsilon 0.0 and 0.0008", "epsilon 0.0008 and 0.0016")
 
 
 def test_the_same_choices_of_many_cells_are_told_once() -> None:
     cells = [(name, (EPSILON, "mode a and b")[: 1 + (name == "two")]) for name in ("one", "two", "two", "three")]
-    assert told_apart_lines(cells) == [
+    assert not_distinguished_lines(cells) == [
         HEADING,
         f"  {EPSILON}: 4 cells of one, two and three",
         "  mode a and b: 2 cells of two",
     ]
-    assert told_apart_lines([*cells, ("four", (EPSILON,))])[1] == f"  {EPSILON}: 5 cells of one, two, three and 1 more"
-    assert told_apart_lines([("one", ())]) == []
+    assert (
+        not_distinguished_lines([*cells, ("four", (EPSILON,))])[1]
+        == f"  {EPSILON}: 5 cells of one, two, three and 1 more"
+    )
+    assert not_distinguished_lines([("one", ())]) == []
 
 
 def test_they_stand_below_the_table() -> None:
     result = verified(supporting(epsilon=(0.0, 1e-8)))
     text = StringIO()
-    print_told_apart(Console(file=text, width=200, highlight=False), [of_result(result)])
+    print_not_distinguished(Console(file=text, width=200, highlight=False), [of_result(result)])
     assert text.getvalue() == f"{HEADING}\n  {EPSILON}: 1 cell of {result.cell.candidate.name}\n\n"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which choices of an option no problem told apart."""
+"""Which choices of an option no problem distinguished."""
 
 from collections.abc import Collection, Iterable, Sequence
 
@@ -7,8 +7,10 @@ from lossgate.adequacy.option_mutants import OptionMutant
 from lossgate.declaration.candidate import Candidate
 
 
-def not_told_apart(candidate: Candidate, mutants: Iterable[OptionMutant], unseen: Collection[str]) -> tuple[str, ...]:
-    """Returns the choices that no problem told apart, such as "epsilon 0.0 and 1e-08".
+def not_distinguished(
+    candidate: Candidate, mutants: Iterable[OptionMutant], unseen: Collection[str]
+) -> tuple[str, ...]:
+    """Returns the choices that no problem distinguished, such as "epsilon 0.0 and 1e-08".
 
     A kernel that takes one of them for the other would have passed. Options that the candidate does
     not name in ``supports`` are left out: it does not say that it computes them.
