@@ -40,6 +40,13 @@ def run(*command: str, timeout: float = 180) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
 
 
+def run_tests(folder: Path, text: str, ranks: int) -> subprocess.CompletedProcess[str]:
+    """Runs a file of tests on ranks of torchrun."""
+    (folder / "test_it.py").write_text(text)
+    attached = ["-m", "pytest", "-p", "no:cacheprovider", "--lossgate-world", "torchrun", str(folder)]
+    return run(*TORCHRUN, "--nproc-per-node", str(ranks), *attached)
+
+
 STUCK = """
 import pytest, threading
 
@@ -98,9 +105,7 @@ def test_next(rank_context):
 
 
 def test_a_rank_that_raises_fails_its_test_alone(tmp_path: Path) -> None:
-    (tmp_path / "test_it.py").write_text(RAISES)
-    attached = ["-m", "pytest", "-p", "no:cacheprovider", "--lossgate-world", "torchrun", str(tmp_path)]
-    done = run(*TORCHRUN, "--nproc-per-node", "4", *attached)
+    done = run_tests(tmp_path, RAISES, ranks=4)
     assert done.returncode == 1
     assert done.stdout.count(f"\nrank {CULPRIT} raised ValueError: no kernel today ") == 1
     assert "1 failed, 1 passed" in done.stdout
@@ -124,9 +129,7 @@ def test_next(rank_context):
 
 def test_a_rank_that_takes_a_while_to_stop_serves_the_next_test(tmp_path: Path) -> None:
     """It is asked to after a second. On a busy machine, a rank may wait as long for a core."""
-    (tmp_path / "test_it.py").write_text(SLOW)
-    attached = ["-m", "pytest", "-p", "no:cacheprovider", "--lossgate-world", "torchrun", str(tmp_path)]
-    done = run(*TORCHRUN, "--nproc-per-node", "2", *attached)
+    done = run_tests(tmp_path, SLOW, ranks=2)
     assert done.returncode == 1
     assert "1 failed, 1 passed" in done.stdout, done.stdout
 
