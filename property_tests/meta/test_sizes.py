@@ -163,10 +163,10 @@ def test_sizes_stand_in_pyproject_toml_and_a_flag_wins(tmp_path: Path) -> None:
 def test_a_kernel_has_more_time_for_a_large_problem(size: str, hangs: bool) -> None:
     def slowly(inputs: NllHidden, mesh: object) -> NllHidden:
         if inputs.vocab_size == 4100:
-            time.sleep(1)
+            time.sleep(1.5)  # apart from 0.5 s, from twice that, and from ten times that
         return inputs
 
-    slow = Bug("slow", "one vocabulary takes a second", on_inputs(slowly)).put_into(RIGHT)
+    slow = Bug("slow", "one vocabulary takes 1.5 seconds", on_inputs(slowly)).put_into(RIGHT)
     bound = Deck(slow, "float32", 0).of_shape(Shape.of_size(size))[0].bound
     world = SimulatedWorld(Layout.parse("dp=2"), timeout=0.5)
     try:

@@ -3,10 +3,12 @@
 
 import time
 
+import pytest
 import torch.distributed as dist
 
 from lossgate.worlds import RankContext
 from lossgate.worlds.base import Hang
+from lossgate.worlds.simulated import lockstep
 
 from .checks import MakeWorld, failure_of
 
@@ -37,3 +39,20 @@ def test_a_rank_that_hangs_where_python_can_not_interrupt_it(make_world: MakeWor
         dist.barrier()
 
     assert "time.sleep(2.5)" in failure_of(make_world("tp=2", timeout=0.5), sleep, Hang)
+
+
+def test_a_rank_that_ends_just_when_it_is_interrupted_serves_the_next_run(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow_stack(thread: int | None) -> str:
+        time.sleep(0.6)  # meanwhile the rank ends
+        return "the last line"
+
+    def slow(context: RankContext) -> int:
+        time.sleep(0.6)
+        return context.rank
+
+    monkeypatch.setattr(lockstep, "stack_of", slow_stack)
+    world = make_world("tp=2", timeout=0.2)
+    assert "the last line" in failure_of(world, slow, Hang)
+    assert world.run(lambda context: context.rank) == [0, 1]

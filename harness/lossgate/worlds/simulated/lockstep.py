@@ -84,6 +84,10 @@ class Lockstep:
         """Its ``rank`` is the rank of the thread that asks, if it is a rank's."""
         self._handovers = 0
         """How often the baton was passed. No rank hangs while this grows."""
+        self._interrupting = threading.Lock()
+        """Held to interrupt the rank with the baton, and by that rank to rule interrupts out."""
+        self._interruptible = False
+        """Whether the rank with the baton runs the body, and is not about to pass the baton on."""
         self._body: Callable[[int], Any] | None = None
         for rank, slot in enumerate(self._ranks):
             slot.thread = threading.Thread(target=self._serve, args=(rank,), daemon=True, name=f"{name}-rank{rank}")
@@ -147,8 +151,10 @@ class Lockstep:
         if successor is None:
             self.fail(Deadlock(self._deadlock_message()))
         else:
+            self._rule_out_interrupts()
             self._exchange(rank, successor)
             slot.baton.acquire()
+            self._interruptible = True
         slot.state, slot.waits_for = _State.READY, None
         self.check()
 
@@ -183,16 +189,35 @@ class Lockstep:
             if self._body is None:
                 return
             try:
-                if self.failure is None:
-                    slot.result = self._body(rank)
-            except Unwind:
-                pass
-            except BaseException as error:  # a kernel may raise anything, even SystemExit
-                self.fail(_as_failure(error, rank))
+                self._interruptible = True
+                self._run_body(rank)
+                self._rule_out_interrupts()
+            except Unwind:  # it came after the body's last line
+                self._rule_out_interrupts()
             slot.state = _State.DONE
             if self.dead:
                 return
             self._pass_on(rank)
+
+    def _run_body(self, rank: int) -> None:
+        assert self._body is not None
+        try:
+            if self.failure is None:
+                self._ranks[rank].result = self._body(rank)
+        except Unwind:
+            pass
+        except BaseException as error:  # a kernel may raise anything, even SystemExit
+            self.fail(_as_failure(error, rank))
+
+    def _rule_out_interrupts(self) -> None:
+        """Keeps the driver from interrupting this rank, which is about to pass the baton on.
+
+        Raises:
+            Unwind: the driver sent it just before. It sends one in a run.
+        """
+        with self._interrupting:
+            self._interruptible = False
+            _raise_in(threading.get_ident(), None)
 
     def _pass_on(self, rank: int) -> None:
         """Passes the baton on from a rank that is done, or ends the run if all are."""
@@ -240,8 +265,10 @@ class Lockstep:
         """Waits until all ranks are done, or until one hangs."""
         handovers = 0
         while not self._driver.acquire(timeout=timeout):
-            if handovers == self._handovers:
-                self._interrupt(timeout)
+            if handovers == self._handovers and self._interrupt(timeout):
+                if not self._driver.acquire(timeout=1.0):
+                    assert self.failure is not None
+                    self._give_up(self.failure)
                 return
             handovers = self._handovers
 
@@ -253,25 +280,33 @@ class Lockstep:
             with suppress(RuntimeError):  # it has just got the baton from a rank that went on after all
                 slot.baton.release()
 
-    def _interrupt(self, timeout: float) -> None:
-        """Fails the run because a rank has held the baton for too long.
+    def _interrupt(self, timeout: float) -> bool:
+        """Fails the run because a rank has held the baton for too long, and unwinds the rank.
 
-        Unwinds the rank if it runs Python code. Otherwise gives the threads up.
+        Returns:
+            False if the rank is just passing the baton on, so that nothing hangs.
         """
-        rank = self.current
-        thread = self._ranks[rank].thread
-        assert thread is not None
-        assert thread.ident is not None
-        self.fail(
-            Hang(
-                f"hang: rank {rank} neither reached a collective nor returned within {timeout:g} s; "
-                f"it is at\n{stack_of(thread.ident)}"
+        with self._interrupting:
+            if not self._interruptible:
+                return False
+            rank = self.current
+            thread = self._ranks[rank].thread
+            assert thread is not None
+            assert thread.ident is not None
+            self.fail(
+                Hang(
+                    f"hang: rank {rank} neither reached a collective nor returned within {timeout:g} s; "
+                    f"it is at\n{stack_of(thread.ident)}"
+                )
             )
-        )
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Unwind))
-        if not self._driver.acquire(timeout=1.0):
-            assert self.failure is not None
-            self._give_up(self.failure)
+            _raise_in(thread.ident, Unwind)
+            return True
+
+
+def _raise_in(thread: int, exception: type[BaseException] | None) -> None:
+    """Raises an exception in a thread as soon as it runs Python code. None takes it back."""
+    raised = ctypes.py_object(exception) if exception else None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
 
 
 def _taken() -> threading.Lock:
