@@ -10,6 +10,7 @@ live from run to run, because a thread's first torch operations are slow.
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -88,6 +89,8 @@ class Lockstep:
         """Held to interrupt the rank with the baton, and by that rank to rule interrupts out."""
         self._interruptible = False
         """Whether the rank with the baton runs the body, and is not about to pass the baton on."""
+        self._interrupted = False
+        """Whether the driver has interrupted a rank of this run. It does so once."""
         self._body: Callable[[int], Any] | None = None
         for rank, slot in enumerate(self._ranks):
             slot.thread = threading.Thread(target=self._serve, args=(rank,), daemon=True, name=f"{name}-rank{rank}")
@@ -107,7 +110,7 @@ class Lockstep:
             BaseException: the first failure, once every rank has ended.
         """
         assert not self.dead
-        self._body, self.failure, self.running = body, None, True
+        self._body, self.failure, self.running, self._interrupted = body, None, True, False
         shared = SharedState.capture()
         for slot in self._ranks:
             slot.state, slot.waits_for, slot.result, slot.shared = _State.READY, None, None, shared
@@ -213,11 +216,15 @@ class Lockstep:
         """Keeps the driver from interrupting this rank, which is about to pass the baton on.
 
         Raises:
-            Unwind: the driver sent it just before. It sends one in a run.
+            Unwind: the driver has interrupted it just before. Then the next call raises nothing.
         """
         with self._interrupting:
             self._interruptible = False
-            _raise_in(threading.get_ident(), None)
+        if self._interrupted:  # perhaps it is still to come: a second one takes its place, and ends here
+            with suppress(Unwind):
+                _raise_in(threading.get_ident(), Unwind)
+                while True:
+                    time.sleep(0)
 
     def _pass_on(self, rank: int) -> None:
         """Passes the baton on from a rank that is done, or ends the run if all are."""
@@ -299,14 +306,18 @@ class Lockstep:
                     f"it is at\n{stack_of(thread.ident)}"
                 )
             )
+            self._interrupted = True
             _raise_in(thread.ident, Unwind)
             return True
 
 
-def _raise_in(thread: int, exception: type[BaseException] | None) -> None:
-    """Raises an exception in a thread as soon as it runs Python code. None takes it back."""
-    raised = ctypes.py_object(exception) if exception else None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
+def _raise_in(thread: int, exception: type[BaseException]) -> None:
+    """Raises an exception in a thread as soon as it runs Python code.
+
+    None is taken back, as C can with NULL: CPython 3.11 would look for it ever after, and loop for
+    ever in the next function that is traced.
+    """
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(exception))
 
 
 def _taken() -> threading.Lock:
