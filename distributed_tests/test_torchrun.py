@@ -89,47 +89,46 @@ def test_a_planted_bug_is_one_report_and_the_same_problem(tmp_path: Path) -> Non
     assert "grad of weight: 2 times the reference" in again.stdout
 
 
-RAISES = f"""
+def two_tests(ranks: int, body: str) -> str:
+    """Returns a file of two tests: one with this body, and one after it that needs all ranks."""
+    return f"""
+import time
 import torch, torch.distributed as dist, pytest
 
-@pytest.mark.world(tp=4)
-def test_sum(rank_context):
-    if rank_context.rank == {CULPRIT}:
-        raise ValueError("no kernel today")
-    dist.all_reduce(torch.ones(4))
+@pytest.mark.world(tp={ranks})
+def test_first(rank_context):
+    {body}
 
-@pytest.mark.world(tp=4)
+@pytest.mark.world(tp={ranks})
 def test_next(rank_context):
     dist.all_reduce(torch.ones(4))
 """
 
 
+RAISES = f"""
+    if rank_context.rank == {CULPRIT}:
+        raise ValueError("no kernel today")
+    dist.all_reduce(torch.ones(4))
+"""
+
+
 def test_a_rank_that_raises_fails_its_test_alone(tmp_path: Path) -> None:
-    done = run_tests(tmp_path, RAISES, ranks=4)
+    done = run_tests(tmp_path, two_tests(4, RAISES), ranks=4)
     assert done.returncode == 1
     assert done.stdout.count(f"\nrank {CULPRIT} raised ValueError: no kernel today ") == 1
     assert "1 failed, 1 passed" in done.stdout
 
 
 SLOW = """
-import time
-import torch, torch.distributed as dist, pytest
-
-@pytest.mark.world(tp=2)
-def test_slow(rank_context):
     if rank_context.rank == 0:
         raise ValueError("no kernel today")
     time.sleep(3.5)
-
-@pytest.mark.world(tp=2)
-def test_next(rank_context):
-    dist.all_reduce(torch.ones(4))
 """
 
 
 def test_a_rank_that_takes_a_while_to_stop_serves_the_next_test(tmp_path: Path) -> None:
     """It is asked to after a second. On a busy machine, a rank may wait as long for a core."""
-    done = run_tests(tmp_path, SLOW, ranks=2)
+    done = run_tests(tmp_path, two_tests(2, SLOW), ranks=2)
     assert done.returncode == 1
     assert "1 failed, 1 passed" in done.stdout, done.stdout
 

@@ -23,6 +23,15 @@ def test_a_hanging_rank_is_named_with_its_stack(make_world: MakeWorld) -> None:
     assert "while context.rank == 1" in message
 
 
+def test_a_rank_that_hangs_after_a_collective_is_named(make_world: MakeWorld) -> None:
+    def spin(context: RankContext) -> None:
+        dist.barrier()  # rank 0 waits for the others here
+        while context.rank == 0:
+            pass
+
+    assert "hang: rank 0 " in failure_of(make_world("tp=2", timeout=0.5), spin, Hang)
+
+
 def test_a_slow_run_that_makes_progress_is_no_hang(make_world: MakeWorld) -> None:
     def body(context: RankContext) -> None:
         for _ in range(8):
@@ -56,3 +65,21 @@ def test_a_rank_that_ends_just_when_it_is_interrupted_serves_the_next_run(
     world = make_world("tp=2", timeout=0.2)
     assert "the last line" in failure_of(world, slow, Hang)
     assert world.run(lambda context: context.rank) == [0, 1]
+
+
+def test_a_rank_that_is_slow_in_passing_the_baton_on_does_not_hang(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange = lockstep.Lockstep._exchange
+
+    def slowly(self: lockstep.Lockstep, rank: int, successor: int) -> None:
+        time.sleep(0.6)
+        exchange(self, rank, successor)
+
+    monkeypatch.setattr(lockstep.Lockstep, "_exchange", slowly)
+
+    def body(context: RankContext) -> int:
+        dist.barrier()
+        return context.rank
+
+    assert make_world("tp=2", timeout=0.2).run(body) == [0, 1]
