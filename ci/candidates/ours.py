@@ -436,9 +436,15 @@ def _as_module(inputs: Hidden) -> torch.nn.Linear:
     for name, leaf in (("weight", inputs.weight), ("bias", inputs.bias)):
         if leaf is not None:
             parameter = torch.nn.Parameter(leaf.detach())
-            parameter.register_post_accumulate_grad_hook(lambda p, leaf=leaf: setattr(leaf, "grad", p.grad))
+            parameter.register_post_accumulate_grad_hook(lambda parameter, leaf=leaf: _hand_on(parameter, leaf))
             setattr(head, name, parameter)
     return head
+
+
+def _hand_on(parameter: Tensor, leaf: Tensor) -> None:
+    """Adds the gradient of a parameter to that of a leaf, and takes it away."""
+    leaf.grad = parameter.grad if leaf.grad is None else leaf.grad + parameter.grad
+    parameter.grad = None
 
 
 def _clipped_pg(tokens: TokenLogprobs, inputs: ClippedPgHidden, options: ClippedPgOptions, mesh: DeviceMesh) -> Outputs:

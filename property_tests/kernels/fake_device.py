@@ -83,6 +83,7 @@ class OneRank:
     def __init__(self, context: RankContext) -> None:
         self.layout = context.layout
         self._context = context
+        self.repeatable = True
 
     def run(self, task: Task[T], *, order: str, seed: int, patience: float) -> list[T]:
         with FakeDevice(), unchecked_values():  # the checks of values wait for the device

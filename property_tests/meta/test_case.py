@@ -18,7 +18,8 @@ from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.placed_problem import PlacedProblem
-from lossgate.cases.task import RankOutputs, RankTask
+from lossgate.cases.rank_call import RankOutputs
+from lossgate.cases.task import RankTask
 from lossgate.declaration.loading import load_candidate
 from lossgate.engine.case_result import run_case
 from lossgate.engine.cell import Cell

@@ -148,13 +148,13 @@ def test_what_a_candidate_leaves_changed_reaches_no_other(file: Path) -> None:
 def test_a_process_that_dies_leaves_the_problem_that_it_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of an earlier cell is none of the next, whose candidate is another."""
     monkeypatch.setattr(current_case, "_open", [])
-    assert current_case.read(str(tmp_path)) == (None, False)
+    assert current_case.read(str(tmp_path)) is None
     current_case.open_in(str(tmp_path))
-    with current_case.running(PROBLEM):
-        assert current_case.read(str(tmp_path)) == (PROBLEM, False)
-    assert current_case.read(str(tmp_path)) == (PROBLEM, True)
+    with current_case.running(PROBLEM, "no-grad"):
+        assert current_case.read(str(tmp_path)) == current_case.Ran(PROBLEM, "no-grad", finished=False)
+    assert current_case.read(str(tmp_path)) == current_case.Ran(PROBLEM, "no-grad", finished=True)
     current_case.none_yet()
-    assert current_case.read(str(tmp_path)) == (None, False)
+    assert current_case.read(str(tmp_path)) is None
 
 
 def test_a_process_that_dies_before_any_problem_says_nothing_of_its_candidate(file: Path) -> None:

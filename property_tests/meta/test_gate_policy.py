@@ -184,6 +184,15 @@ def test_an_effect_is_a_number_or_a_percentage(value: str, effect: float) -> Non
     assert load(f"{LEAST}max_mde = {value}").require[0].max_mde == effect
 
 
+def test_a_rule_names_the_properties_that_cells_keep() -> None:
+    assert load(LEAST).require[0].keeps == ()
+    assert load(f"{LEAST}keeps = ['no-grad', 'microbatches']").require[0].keeps == ("no-grad", "microbatches")
+    with pytest.raises(
+        UsageError, match=r"4: require.keeps = \"no-grad\": expected a list of names of properties such"
+    ):
+        load(f"{LEAST}keeps = 'no-grad'")
+
+
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [

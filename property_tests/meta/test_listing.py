@@ -15,6 +15,7 @@ import lossgate
 from lossgate.inputs import __dir__ as names_of_inputs
 from lossgate.losses import SPECS
 from lossgate.options import __dir__ as names_of_options
+from lossgate.properties import PROPERTIES
 from lossgate.reports import spec_files
 from lossgate.reports.listing import described, overview
 from lossgate.reports.spec_sections import sections
@@ -70,7 +71,14 @@ def test_a_spec_is_a_line() -> None:
         (line,) = (line for line in lines if line.startswith(f"  {spec.name} "))
         assert spec.summary in line
         assert all(head in line for head in spec.inputs)
-    assert len(lines) < len(SPECS) + 12
+    assert len(lines) < len(SPECS) + len(PROPERTIES) + 12
+
+
+def test_a_property_is_a_line() -> None:
+    lines = [Text.from_markup(line).plain for line in overview(180)]
+    for held_to in PROPERTIES.values():
+        (line,) = (line for line in lines if line.startswith(f"  {held_to.name} "))
+        assert held_to.summary in line
 
 
 FILE = """

@@ -90,29 +90,74 @@ def test_a_misspelt_name_gives_the_nearest() -> None:
         find_property("agrement")
 
 
-def test_a_property_becomes_a_cell_of_the_candidates_to_which_it_applies() -> None:
-    assert [str(cell) for cell in plan([NLL, DPO], SETTINGS)] == [
-        "dense_nll_logprobs[agreement-single-float32]",
-        "dense_dpo_logprobs[agreement-single-float32]",
-    ]
+def test_candidates_to_which_a_property_applies_are_held_to_it_in_their_cells() -> None:
+    before = [cell.also for cell in plan([NLL, DPO], SETTINGS)]
     sums = lossgate.property("sums", applies=lambda candidate: candidate.spec.name == "nll")(nothing_wrong)
     cells = plan([NLL, DPO], SETTINGS)
     assert [str(cell) for cell in cells] == [
         "dense_nll_logprobs[agreement-single-float32]",
-        "dense_nll_logprobs[sums-single-float32]",
         "dense_dpo_logprobs[agreement-single-float32]",
     ]
-    assert cells[1].property is sums
+    assert [cell.also for cell in cells] == [(*before[0], sums), before[1]]
 
 
-def test_faults_of_a_property_make_its_cell_disagree() -> None:
-    lossgate.property("small")(always_wrong)
-    agreement, small = plan([NLL], SETTINGS)
-    assert run_cell(agreement, SETTINGS).verdict is not Verdict.DISAGREE
-    result = run_cell(small, SETTINGS)
+def test_a_property_that_a_run_names_without_agreement_has_cells_of_its_own() -> None:
+    lossgate.property("sums")(nothing_wrong)
+    named = replace(SETTINGS, properties=("sums", "no-grad"))
+    assert [str(cell) for cell in plan([NLL], named)] == [
+        "dense_nll_logprobs[sums-single-float32]",
+        "dense_nll_logprobs[no-grad-single-float32]",
+    ]
+    (cell,) = plan([NLL], replace(SETTINGS, properties=("sums", "agreement")))
+    assert (str(cell.property), *map(str, cell.also)) == ("agreement", "sums")
+
+
+def test_a_property_that_there_is_not_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"unknown property 'no-grads'; did you mean 'no-grad'\?"):
+        plan([NLL], replace(SETTINGS, properties=("no-grads",)))
+    exempt = replace(NLL, exempt={"no-grads": "it trains"})
+    with pytest.raises(UsageError, match=r"'dense_nll_logprobs': exempt=.*unknown property 'no-grads'; did you mean"):
+        plan([exempt], SETTINGS)
+
+
+def test_faults_of_a_property_make_the_cell_disagree() -> None:
+    lossgate.property("small", remedy="take fewer")(always_wrong)
+    result = run_cell(plan([NLL], replace(SETTINGS, properties=("agreement", "small")))[0], SETTINGS)
     assert result.verdict is Verdict.DISAGREE
     assert result.failure is not None
-    assert result.reasons == result.failure.findings == (f"{result.failure.problem.tokens} tokens are too many",)
+    assert (result.failure.held_to, result.symptoms) == ("small", ("1 tokens are too many", "property small"))
+    assert result.reasons == ("property small: 1 tokens are too many", "to do: take fewer")
+
+
+def test_a_candidate_is_not_held_to_a_property_from_which_it_is_exempt() -> None:
+    lossgate.property("small")(always_wrong)
+    exempt = replace(NLL, exempt={"small": "it likes few tokens"})
+    cell = plan([exempt], replace(SETTINGS, properties=("agreement", "small")))[0]
+    (found,) = run_cell(cell, SETTINGS).properties
+    assert (found.name, found.exempt, found.problems, found.findings) == ("small", "it likes few tokens", 0, ())
+    with pytest.raises(UsageError, match="nothing to verify"):
+        plan([exempt], replace(SETTINGS, properties=("small",)))
+
+
+def test_a_property_without_a_problem_that_fits_is_inconclusive() -> None:
+    lossgate.property("never", fits=lambda case: False)(always_wrong)
+    (cell,) = plan([NLL], replace(SETTINGS, properties=("never",)))
+    result = run_cell(cell, SETTINGS)
+    assert result.verdict is Verdict.INCONCLUSIVE
+    said = f"property never says nothing of any of the {len(result.cases)} problems that were tried; raise --examples"
+    assert result.reasons == (f"{said}, or choose other layouts",)
+
+
+def test_only_the_first_property_that_fails_is_made_small() -> None:
+    """The others are told with the problem on which they failed."""
+    lossgate.property("first")(always_wrong)
+    lossgate.property("second")(always_wrong)
+    (cell,) = plan([NLL], replace(SETTINGS, properties=("agreement", "first", "second")))
+    first, second = (result := run_cell(cell, SETTINGS)).properties
+    assert result.failure is not None
+    assert first.on == result.failure.problem.describe() != second.on
+    assert (first.problems, second.problems) == (1, 1)
+    assert [line.split(":")[0] for line in result.reasons] == ["property first", "property second"]
 
 
 def test_a_property_without_faults_does_not_disagree() -> None:

@@ -164,7 +164,7 @@ def test_a_compiled_kernel_meets_more_shapes_than_the_compiler_takes_by_itself(
     """It is compiled for each, and torch's limit of eight is afterwards what it was."""
     torch.compiler.reset()
     if not limit_is_raised:
-        monkeypatch.setattr("lossgate.cases.task.many_shapes", nullcontext)
+        monkeypatch.setattr("lossgate.cases.rank_call.many_shapes", nullcontext)
     right = make(STYLES["float32"][1])
 
     @torch.compile(backend="eager", fullgraph=True, dynamic=False)

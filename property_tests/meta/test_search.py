@@ -59,7 +59,7 @@ def test_a_bug_at_the_last_row_of_the_vocabulary_shrinks_to_a_handful_of_tokens(
     assert len(problem.lengths) <= 2
     assert not problem.bias
     assert not problem.options
-    assert found.calls_after_failure < 200
+    assert found.shrink_calls < 200
 
 
 def test_a_right_kernel_is_run_on_every_problem() -> None:
@@ -88,7 +88,7 @@ def test_what_was_run_stays_known_when_the_deck_lets_it_go() -> None:
 def test_shrinking_stops_at_its_limit_with_the_smallest_problem_so_far() -> None:
     found = search(cross_entropy_with(STYLES["float32"][1], "temperature missing in backward"), shrink_calls=5)
     assert found.failure is not None
-    assert found.calls_after_failure == 6
+    assert found.shrink_calls == 6
     assert not found.failure.agrees
 
 
@@ -98,7 +98,7 @@ def test_shrinking_stops_when_it_has_taken_as_long_as_a_hang(monkeypatch: pytest
     monkeypatch.setattr("lossgate.engine.trials.monotonic", lambda: next(clock))
     found = search(cross_entropy_with(STYLES["float32"][1], "temperature missing in backward"))
     assert found.failure is not None
-    assert found.calls_after_failure <= 4  # of 20 seconds each, in a time-out of 60
+    assert found.shrink_calls <= 4  # of 20 seconds each, in a time-out of 60
 
 
 def test_the_smallest_failure_is_kept_whatever_was_tried_last() -> None:

@@ -31,7 +31,7 @@ import lossgate
 
 @lossgate.candidate("nll", head="logprobs")
 def {name}(inputs, options, mesh):
-    return -(inputs.logprobs * inputs.mask).sum() / inputs.valid_tokens.clamp(min=1)
+    return -inputs.logprobs.masked_fill(~inputs.mask, 0).sum() / inputs.valid_tokens.clamp(min=1)
 """
 
 

@@ -9,7 +9,7 @@ from math import isnan, prod
 import torch
 from torch import Tensor
 
-from lossgate.cases.task import RankOutputs
+from lossgate.cases.rank_call import RankOutputs
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.contract import Placements
 from lossgate.layout import AXES, Axis
@@ -64,7 +64,7 @@ def _own_tokens(parts: Sequence[Tensor], tokens: Tokens, partition: Partition) -
     faults: list[str] = []
     for rank, part in enumerate(packed):
         leader = _leader(rank, ["cp"], partition)
-        if not _equal(part, packed[leader]):
+        if not equal(part, packed[leader]):
             faults.append(_unequal(leader, rank, _distance(part, packed[leader])))
     return [partition.shard(part, ("token",), rank) for rank, part in enumerate(packed)], tuple(faults)
 
@@ -110,7 +110,7 @@ def assemble_tensor(
     for rank, part in enumerate(parts):
         leader = _leader(rank, replicated, partition)
         if leader != rank:
-            if not _equal(part, parts[leader]):
+            if not equal(part, parts[leader]):
                 faults.append(_unequal(leader, rank, _distance(part, parts[leader])))
             continue
         faults += _add(whole, part.detach().double() * factor, dims, partition, rank)
@@ -179,7 +179,8 @@ def _leader(rank: int, replicated: Sequence[Axis], partition: Partition) -> int:
     return (at["dp"] * layout.cp + at["cp"]) * layout.tp + at["tp"]
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
+def equal(a: Tensor, b: Tensor) -> bool:
+    """Returns whether two tensors of one shape hold the same, NaN included."""
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 

@@ -4,7 +4,7 @@
 Nothing of it hangs on a layout; ``PlacedProblem`` adds what does.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -39,6 +39,7 @@ class BoundProblem:
         self.bound_spec = spec.bind(problem.options)
         self._references: dict[frozenset[Output], Mapping[Output, Tensor]] = {}
         self._mutated: dict[str, Mapping[Output, Tensor]] = {}
+        self._varied: dict[str, BoundProblem] = {}
         self.tolerances: dict[Any, Tolerance] = {}
         """Those of outputs that are the same on every layout, kept by ``Oracle``."""
 
@@ -55,6 +56,20 @@ class BoundProblem:
         if masked is self.unmasked:  # its upstream gradients fit already
             return masked
         return with_cotangents(masked, self.problem, self.bound_spec)
+
+    def varied(self, name: str, change: Callable[[GlobalBatch], GlobalBatch]) -> "BoundProblem":
+        """Returns the problem with another batch, made once.
+
+        Args:
+            name: of the change.
+            change: gets the batch, and returns another. Its counts and upstream gradients are made
+                anew.
+        """
+        if name not in self._varied:
+            made = BoundProblem(self.spec, self.problem)
+            made.unmasked = with_cotangents(self.spec.counted(change(self.batch)), self.problem, self.bound_spec)
+            self._varied[name] = made
+        return self._varied[name]
 
     @cached_property
     def coverage(self) -> frozenset[str]:

@@ -16,7 +16,8 @@ from lossgate.problems.partition import VOCAB_SPLITS, Partition, VocabSplit
 from lossgate.problems.problem import Problem, ReductionOrder
 
 _MULTIPLES = (1, 3)
-_ORDERS: tuple[ReductionOrder, ...] = ("rank", "permuted", "tree", "ring")
+ORDERS: tuple[ReductionOrder, ...] = ("rank", "permuted", "tree", "ring")
+"""The orders in which simulated collectives add up."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def placements(problem: Problem, splits: Sequence[VocabSplit], layout: Layout) -
     vocabulary fits: it is made larger.
     """
     chosen = Random(f"{problem.seed} {layout}")
-    padding, order = chosen.choice(_MULTIPLES), chosen.choice(_ORDERS)
+    padding, order = chosen.choice(_MULTIPLES), chosen.choice(ORDERS)
     for split in splits if layout.tp > 1 else splits[:1]:
         placement = Placement(layout, split, padding, order)
         if placement.fits(problem) or tuple(splits) == ("even",):

@@ -16,8 +16,18 @@ from lossgate.specs.outputs import RETURNED, Output
 from lossgate.spelling import nearest
 
 
-def check_returned(returned: Any, candidate: Candidate, batch: GlobalBatch, rank: int, device: torch.device) -> Outputs:
+def check_returned(
+    returned: Any, candidate: Candidate, batch: GlobalBatch, rank: int, device: torch.device, *, has_graph: bool = True
+) -> Outputs:
     """Returns the outputs of a rank.
+
+    Args:
+        returned: what the kernel returned.
+        candidate: says what is declared.
+        batch: as the ranks hold it.
+        rank: the rank.
+        device: where its inputs are.
+        has_graph: whether what is declared differentiable must carry a graph.
 
     Raises:
         CandidateError: if a type, shape, dtype or device is not as declared, an output is unknown
@@ -45,7 +55,7 @@ def check_returned(returned: Any, candidate: Candidate, batch: GlobalBatch, rank
             raise CandidateError(f"{who} returned {name} in {got}; {_remedy(own_names.get(name, name), got, want)}")
         if name in values and tensor.device.type != device.type:
             raise CandidateError(f"{who} returned {name} on {tensor.device.type}; its inputs are on {device.type}")
-    _check_graphs(returned, candidate, who)
+    _check_graphs(returned, candidate, who, has_graph=has_graph)
     return returned
 
 
@@ -92,10 +102,10 @@ def _metrics(returned: Outputs, candidate: Candidate, who: str) -> dict[str, tup
     return {f"metric {name!r}": (metric, ()) for name, metric in returned.metrics.items()}
 
 
-def _check_graphs(returned: Outputs, candidate: Candidate, who: str) -> None:
+def _check_graphs(returned: Outputs, candidate: Candidate, who: str, *, has_graph: bool) -> None:
     for name in candidate.differentiable:
         output = getattr(returned, name)
         if output is None:
             raise CandidateError(f"{who} returned no {name}, which is declared differentiable")
-        if not output.requires_grad:
+        if has_graph and not output.requires_grad:
             raise CandidateError(f"{who} returned {name} without a graph (detached?); it is declared differentiable")

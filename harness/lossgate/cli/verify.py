@@ -29,6 +29,7 @@ def verify(
     layout: Annotated[list[str] | None, Parameter(negative=())] = None,
     dtype: Annotated[list[str] | None, Parameter(negative=())] = None,
     size: Annotated[list[str] | None, Parameter(negative=())] = None,
+    property: Annotated[list[str] | None, Parameter(negative=())] = None,
     profile: str = "dev",
     examples: int | None = None,
     ranks: int | None = None,
@@ -51,8 +52,11 @@ def verify(
         dtype: float32, bfloat16 or float16; may be repeated. By default all that a candidate takes.
         size: Try a problem of this size in each cell, too: tokens, width of the hidden states, and
             vocabulary, such as 4096x1024x32768; may be repeated. That one takes minutes.
+        property: A property, such as agreement or frozen-inputs; may be repeated. By default all
+            that apply; lossgate list shows them. Without agreement each has cells of its own, in
+            which all problems are tried.
         profile: dev, ci, nightly, release, or one of [tool.lossgate.profiles] in pyproject.toml.
-        examples: Problems for each cell. A cell is one candidate, property, layout and dtype.
+        examples: Problems for each cell. A cell is one candidate, layout and dtype.
         ranks: Ranks of the largest layout.
         world: Where ranks run: simulated (all in one process, the default), gloo or nccl (one
             process each), or torchrun (the processes that torchrun has launched).
@@ -72,7 +76,7 @@ def verify(
 
     if not targets:
         raise UsageError("verify: nothing named; expected files or modules with candidates, such as my_kernels.py")
-    named = {"layouts": layout, "dtypes": dtype, "sizes": size}
+    named = {"layouts": layout, "dtypes": dtype, "sizes": size, "properties": property}
     lists: dict[str, Any] = {name: tuple(given) if given else None for name, given in named.items()}
     settings = load_settings(
         profile,

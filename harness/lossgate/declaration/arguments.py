@@ -96,6 +96,25 @@ def check_known_failure(known_failure: Any) -> KnownFailure | None:
     return check_type("known_failure", known_failure, KnownFailure, expected)
 
 
+def check_exempt(exempt: Any) -> dict[str, str]:
+    """Returns why the candidate is not held to some properties, by their names.
+
+    Whether there are such properties is checked where a run is planned: files of candidates may
+    register more.
+    """
+    example = "exempt={'strided-inputs': 'the trainer gives contiguous tensors'}"
+    checked = check_mapping("exempt", exempt, example)
+    for name, reason in checked.items():
+        if name == "agreement":
+            raise UsageError(
+                f"candidate(exempt={exempt!r}): nothing is exempt from agreement; declare known_failure= for a "
+                "disagreement that is known"
+            )
+        if not isinstance(reason, str) or not reason.strip() or "\n" in reason:
+            raise UsageError(f"candidate(exempt={exempt!r}): expected the reason in one line, such as {example}")
+    return dict(checked)
+
+
 def check_precision(precision: Any, dtypes: tuple[str, ...]) -> dict[str, Precision]:
     """Returns the precision for each dtype."""
     expected = "lossgate.Precision(...), or a mapping with one for each dtype"

@@ -18,6 +18,7 @@ from lossgate.declaration.any_value import ANY
 from lossgate.declaration.arguments import (
     check_axes,
     check_dtypes,
+    check_exempt,
     check_known_failure,
     check_name,
     check_precision,
@@ -91,6 +92,8 @@ class Candidate:
     tiles: Mapping[str, tuple[int, ...]]
     good_for: str
     known_failure: KnownFailure | None
+    exempt: Mapping[str, str]
+    """The properties that it is not held to, and why."""
     source: str
     """Where it can be loaded from, as ``file.py:name`` or ``package.module:name``."""
     beside: "Candidate | None" = None
@@ -161,6 +164,7 @@ def candidate(
     tiles: Mapping[str, int | tuple[int, ...]] | None = None,
     good_for: str = "",
     known_failure: KnownFailure | None = None,
+    exempt: Mapping[str, str] | None = None,
     name: str | None = None,
 ) -> Callable[[Kernel], Candidate]:
     """Declares the decorated function a candidate for a spec.
@@ -185,6 +189,9 @@ def candidate(
             drawn on both sides of them.
         good_for: a few words for the verdict table.
         known_failure: a disagreement that is known and expected.
+        exempt: the properties to which it is not held, and why, as in ``{"strided-inputs": "the
+            trainer gives contiguous tensors"}``; see ``lossgate list``. The verdict and evidence
+            name them.
         name: by default the function's.
 
     Raises:
@@ -206,6 +213,7 @@ def candidate(
         "tiles": MappingProxyType(check_tiles(tiles)),
         "good_for": check_text("good_for", good_for),
         "known_failure": check_known_failure(known_failure),
+        "exempt": MappingProxyType(check_exempt(exempt)),
     }
 
     def declare(kernel: Kernel) -> Candidate:

@@ -37,6 +37,10 @@ class CaseResult:
     ``CandidateError`` or a crash."""
     unstable: bool = False
     """It disagreed, and did not when it was run again in the same process."""
+    held_to: str = "agreement"
+    """The property that was checked."""
+    fits: bool = True
+    """Whether the problem says anything about the property. If not, nothing was checked."""
 
     @property
     def symptoms(self) -> tuple[str, ...]:
@@ -58,12 +62,16 @@ def run_case(case: Case, held_to: Property, mutants: Iterable[OptionMutant] = ()
         held_to: the property.
         mutants: the option mutants that no problem has killed yet.
     """
+    name = held_to.name
     try:
-        with running(case.problem):
+        with running(case.problem, name):
+            if not held_to.fits(case):
+                return CaseResult(problem=case.problem, held_to=name, fits=False)
             checked = held_to.check(case)
         killed = frozenset(str(mutant) for mutant in killed_mutants(mutants, case))
     except (RankFailure, CandidateError) as failure:
-        return CaseResult(problem=case.problem, findings=(str(failure),), failure=type(failure).__name__)
+        kind = type(failure).__name__
+        return CaseResult(problem=case.problem, findings=(str(failure),), failure=kind, held_to=name)
     return CaseResult(
         problem=case.problem,
         comparisons=checked.comparisons,
@@ -71,4 +79,5 @@ def run_case(case: Case, held_to: Property, mutants: Iterable[OptionMutant] = ()
         covered=case.placed.coverage,
         killed=killed,
         faults=checked.faults,
+        held_to=name,
     )

@@ -2,16 +2,17 @@
 """A cell of the verdict table, and what came of it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
 from lossgate.adequacy.coverage import required_goals
 from lossgate.declaration.candidate import Candidate
 from lossgate.engine.case_result import CaseResult
+from lossgate.engine.property_result import PropertyResult
 from lossgate.judge.pooling import Pooled
 from lossgate.layout import Layout
-from lossgate.properties import PROPERTIES, Property
+from lossgate.properties import PROPERTIES, Property, find_property
 from lossgate.specs.coverage import CoverageGoal
 
 
@@ -35,6 +36,12 @@ class Cell:
     property: Property = PROPERTIES["agreement"]
     world: str = "simulated"
     device: str = "cpu"
+    also: tuple[Property, ...] = ()
+    """What it is held to beside, on a few of its problems, if it keeps ``property``."""
+
+    def held_to(self, name: str) -> "Cell":
+        """Returns the cell with the property of a name alone."""
+        return self if name == self.property.name else replace(self, property=find_property(name), also=())
 
     @cached_property
     def required_goals(self) -> Mapping[str, CoverageGoal]:
@@ -60,6 +67,8 @@ class CellResult:
     shrink_calls: int = 0
     """Problems that were tried to make it smaller."""
     pooled: tuple[Pooled, ...] = ()
+    properties: tuple[PropertyResult, ...] = ()
+    """What came of the properties that it was held to beside its own."""
     covered: frozenset[str] = frozenset()
     """The coverage goals that were reached."""
     surviving: tuple[str, ...] = ()
@@ -109,8 +118,9 @@ class CellResult:
     def symptoms(self) -> tuple[str, ...]:
         """What identifies the disagreement, over all problems: see ``CaseResult.symptoms``."""
         cases = (*self.cases, self.failure) if self.failure is not None else self.cases
-        of_cases = {symptom for case in cases for symptom in case.symptoms}
-        return tuple(sorted(of_cases | {str(pooled.output) for pooled in self.pooled if not pooled.agrees}))
+        found = {symptom for case in cases for symptom in case.symptoms}
+        found |= {str(pooled.output) for pooled in self.pooled if not pooled.agrees}
+        return tuple(sorted(found | {held_to.symptom for held_to in self.properties if not held_to.holds}))
 
     @property
     def needs_more(self) -> bool:

@@ -53,12 +53,14 @@ class Job(Protocol):
 class ChildDied(Exception):
     """A child ended before it had reported what it was asked for."""
 
-    def __init__(self, how: str, problem: Problem | None) -> None:
+    def __init__(self, how: str, problem: Problem | None, held_to: str = "agreement") -> None:
         super().__init__(how)
         self.how = how
         """In words, after "the process that ran the candidate"."""
         self.problem = problem
         """What it ran, or had run last; None if it had run nothing."""
+        self.held_to = held_to
+        """The property for which it ran that."""
 
 
 class Child:
@@ -121,11 +123,12 @@ class Child:
             self._hangs = "cut its connection to lossgate"
             self._process.kill()
             self._process.join()
-        problem, finished = current_case.read(self.folder)
-        how = self._hangs or _how(self._process.exitcode)
-        when = "" if problem is None else " after it had run this problem" if finished else " on this problem"
-        stack = "" if self._hangs else _stack(self.folder)
-        return ChildDied(f"{how}{when}{stack}", problem)
+        ran = current_case.read(self.folder)
+        how, stack = self._hangs or _how(self._process.exitcode), "" if self._hangs else _stack(self.folder)
+        if ran is None:
+            return ChildDied(f"{how}{stack}", None)
+        when = "after it had run this problem" if ran.finished else "on this problem"
+        return ChildDied(f"{how} {when}{stack}", ran.problem, ran.held_to)
 
 
 def _how(exit_code: int | None) -> str:

@@ -16,7 +16,7 @@ CRASH = "Crash"
 def case_of_crash(died: ChildDied, problem: Problem) -> CaseResult:
     """Returns what came of the case that a process died of."""
     finding = f"CRASH: the process that ran the candidate {died.how}"
-    return CaseResult(problem=problem, findings=(finding,), failure=CRASH)
+    return CaseResult(problem=problem, findings=(finding,), failure=CRASH, held_to=died.held_to)
 
 
 def result_of_crash(cell: Cell, died: ChildDied, seconds: float) -> CellResult:

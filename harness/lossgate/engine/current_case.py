@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which problem a process runs, in a file that is left when it dies.
+"""Which problem a process runs, and for which property, in a file that is left when it dies.
 
 Its time of change is a sign of life. Processes that no parent watches write nothing.
 """
@@ -7,6 +7,7 @@ Its time of change is a sign of life. Processes that no parent watches write not
 import os
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from lossgate.errors import UsageError
@@ -14,6 +15,7 @@ from lossgate.problems.problem import Problem
 
 _NAME = "case"
 _RUNNING, _DONE = b"+", b"-"
+_END_OF_NAME = b"\n"
 _open: list[int] = []
 """The descriptor of the file, if this process writes one."""
 
@@ -24,9 +26,9 @@ def open_in(folder: str) -> None:
 
 
 @contextmanager
-def running(problem: Problem) -> Generator[None]:
-    """Writes that a problem runs, and afterwards that it is done."""
-    text = _RUNNING + problem.to_json().encode() if _open else b""
+def running(problem: Problem, held_to: str) -> Generator[None]:
+    """Writes that a problem runs for a property, and afterwards that it is done."""
+    text = _RUNNING + held_to.encode() + _END_OF_NAME + problem.to_json().encode() if _open else b""
     _write(text)
     try:
         yield
@@ -61,10 +63,21 @@ def last_beat(folder: str) -> int:
         return 0
 
 
-def read(folder: str) -> tuple[Problem | None, bool]:
-    """Returns the problem that a process ran last, if any, and whether it had finished it."""
+@dataclass(frozen=True)
+class Ran:
+    """What a process ran last."""
+
+    problem: Problem
+    held_to: str
+    """The property."""
+    finished: bool
+
+
+def read(folder: str) -> Ran | None:
+    """Returns what a process ran last; None if it ran nothing."""
     try:
-        state, text = (content := Path(folder, _NAME).read_bytes())[:1], content[1:].decode()
-        return Problem.from_json(text), state == _DONE
+        state, text = (content := Path(folder, _NAME).read_bytes())[:1], content[1:]
+        held_to, _, problem = text.partition(_END_OF_NAME)
+        return Ran(Problem.from_json(problem), held_to.decode(), state == _DONE)
     except (OSError, UnicodeDecodeError, UsageError, ValueError):
-        return None, False
+        return None

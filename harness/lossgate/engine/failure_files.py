@@ -96,20 +96,21 @@ def write_failure(result: CellResult, folder: Path) -> Path:
         UsageError: if the folder cannot be written.
     """
     cases = (result.failure,) if result.failure is not None else result.cases
+    held_to = result.cell.property.name if result.failure is None else result.failure.held_to
     content = FailureFile(
         candidate=_portable(result.cell.candidate),
         reasons=result.reasons,
         examples=tuple(FrozenCase.of(case) for case in cases),
         pooled=result.failure is None,
         versions=versions(),
-        property=result.cell.property.name,
+        property=held_to,
         world=result.cell.world,
         device=result.cell.device,
         symptoms=result.symptoms,
     )
     text = msgspec.json.format(msgspec.json.encode(content), indent=1)
     cell = result.cell
-    stem = re.sub(r"[^\w=,.-]", "_", f"failure-{cell.candidate.name}-{cell.property}-{cell.dtype}-{cell.layout}")
+    stem = re.sub(r"[^\w=,.-]", "_", f"failure-{cell.candidate.name}-{held_to}-{cell.dtype}-{cell.layout}")
     file = folder / f"{stem}-{crc32(text):08x}.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -27,16 +27,17 @@ class CellName:
     dtype: str
     world: str
     device: str
+    also: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, cell: Cell) -> "CellName":
-        source, held_to = cell.candidate.source, cell.property.name
-        return cls(source, held_to, cell.layout, cell.dtype, cell.world, cell.device)
+        source, held_to, also = cell.candidate.source, cell.property.name, tuple(map(str, cell.also))
+        return cls(source, held_to, cell.layout, cell.dtype, cell.world, cell.device, also)
 
     def load(self) -> Cell:
         """Loads the candidate and finds the property."""
-        candidate = load_candidate(self.source)
-        return Cell(candidate, self.layout, self.dtype, find_property(self.property), self.world, self.device)
+        held_to, *also = map(find_property, (self.property, *self.also))
+        return Cell(load_candidate(self.source), self.layout, self.dtype, held_to, self.world, self.device, tuple(also))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from lossgate.engine.failure_files import FailureFile, read_failure
 from lossgate.engine.settings import Settings
 from lossgate.errors import UsageError
 from lossgate.layout import Layout, layouts_up_to
-from lossgate.properties import PROPERTIES, find_property
+from lossgate.properties import PROPERTIES, Property, find_property
 from lossgate.worlds import most_ranks
 
 
@@ -44,11 +44,34 @@ def _cells(candidate: Candidate, settings: Settings) -> Iterator[Cell]:
         problem = known.examples[0].problem
         yield Cell(candidate, problem.layout, problem.dtype, find_property(known.property), known.world, known.device)
         return
-    for held_to in PROPERTIES.values():
-        if held_to.applies(candidate):
-            for dtype in dtypes_of(candidate, settings):
-                for layout in layouts_of(candidate, settings):
-                    yield Cell(candidate, layout, dtype, held_to, settings.world, settings.device)
+    for held_to, also in held_together(candidate, settings):
+        for dtype in dtypes_of(candidate, settings):
+            for layout in layouts_of(candidate, settings):
+                yield Cell(candidate, layout, dtype, held_to, settings.world, settings.device, also)
+
+
+def held_together(candidate: Candidate, settings: Settings) -> list[tuple[Property, tuple[Property, ...]]]:
+    """Returns to what a candidate is held: each property that has cells of its own, and those that
+    are checked in the same cells.
+
+    Agreement has cells, and all others are checked in them. If it is not among the properties that
+    a run names, each has its own.
+
+    Raises:
+        UsageError: if the candidate is exempt from a property that there is not.
+    """
+    for name in candidate.exempt:
+        try:
+            find_property(name)
+        except UsageError as error:
+            raise UsageError(f"candidate {candidate.name!r}: exempt={dict(candidate.exempt)!r}: {error}") from None
+    named = [find_property(name) for name in settings.properties] or list(PROPERTIES.values())
+    apply = [held_to for held_to in dict.fromkeys(named) if held_to.applies(candidate)]
+    first = next((held_to for held_to in apply if held_to.needs_adequacy), None)
+    if first is None:
+        return [(held_to, ()) for held_to in apply if held_to.name not in candidate.exempt]
+    others = [held_to for held_to in apply if held_to.needs_adequacy and held_to is not first]
+    return [(first, tuple(p for p in apply if not p.needs_adequacy)), *((held_to, ()) for held_to in others)]
 
 
 def layouts_of(candidate: Candidate, settings: Settings) -> list[Layout]:

@@ -66,7 +66,8 @@ def replay_failure(
     failing = next((case for case in cases if not case.agrees), None)
     reasons = failing.findings if failing else pooled_disagreements(cases) if failure.pooled else ()
     exact = [FrozenCase.of(case).statistics for case in cases] == [frozen.statistics for frozen in failure.examples]
-    lines = [f"{Verdict.DISAGREE if reasons else Verdict.AGREE}  {cell.candidate.name}  {cell.dtype}  {cell.layout}"]
+    word, of = Verdict.DISAGREE if reasons else Verdict.AGREE, "" if held_to.needs_adequacy else f"  {held_to}"
+    lines = [f"{word}  {cell.candidate.name}{of}  {cell.dtype}  {cell.layout}"]
     lines += [f"  {line}" for reason in reasons for line in reason.splitlines()]
     lines.append(f"  on: {len(cases)} problems, pooled" if failure.pooled else f"  on: {problem.describe()}")
     if exact:

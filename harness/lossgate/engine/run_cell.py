@@ -7,6 +7,7 @@ import torch
 
 from lossgate.cases.case import Case
 from lossgate.engine.case_result import run_case
+from lossgate.engine.catalogue import Catalogue
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.plan import read_known_failure
 from lossgate.engine.search import Search
@@ -47,16 +48,28 @@ def _run_in(world: World, cell: Cell, settings: Settings, start: float) -> CellR
         if result.needs_more and result.gaps:
             search.run(round_)
             result = _conclude(search, start)
-    return _conclude(search, start, last=True) if result.verdict is Verdict.INCONCLUSIVE else result
+    if result.verdict is Verdict.DISAGREE:
+        return result
+    catalogue = Catalogue(cell, world, settings, search.placed)
+    return _conclude(search, start, catalogue, last=result.verdict is Verdict.INCONCLUSIVE)
 
 
-def _conclude(search: Search, start: float, *, last: bool = False) -> CellResult:
-    """Returns the verdict so far. The last one has advice, which takes longer to find."""
+def _conclude(search: Search, start: float, catalogue: Catalogue | None = None, *, last: bool = False) -> CellResult:
+    """Returns the verdict so far.
+
+    Args:
+        search: the problems that were tried.
+        start: when the cell was begun.
+        catalogue: holds the candidate to its other properties.
+        last: whether to give advice, which takes longer to find.
+    """
+    properties = catalogue.run() if catalogue is not None else ()
+    found = search if catalogue is None or catalogue.failure is None else catalogue
     return conclude(
         search.cell,
         search.cases,
-        search.failure,
-        search.calls_after_failure,
+        found.failure,
+        found.shrink_calls,
         perf_counter() - start,
         search.still_to_kill,
         search.equivalent.intersection(search.surviving),
@@ -64,4 +77,5 @@ def _conclude(search: Search, start: float, *, last: bool = False) -> CellResult
         search.not_distinguished,
         search.drawn_for_goals if last else {},
         search.tried_on_survivors() if last else {},
+        properties,
     )

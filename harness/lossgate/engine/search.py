@@ -38,6 +38,8 @@ class Search(Trials):
     """The option mutants that changed nothing on many problems."""
     untried: dict[str, str] = field(default_factory=dict)
     """The sizes that could not be tried, and why."""
+    placed: list[Placed] = field(default_factory=list)
+    """The problems of ordinary size that were tried, in order."""
     _used: dict[int, Problem] = field(default_factory=dict)
     """The problems that were run, as they were drawn, by identity: so none gets that of another."""
 
@@ -183,6 +185,8 @@ class Search(Trials):
             if self.failure is not None:
                 return
             self._used[id(one.entry.drawn)] = one.entry.drawn
+            if not is_large(one.problem):
+                self.placed.append(one)
             self.try_problem(one)
 
     def _no_valid_options(self) -> UsageError:

@@ -33,14 +33,18 @@ def look_again(result: CellResult, timeout: float) -> CellResult:
     with fresh_child() as child:
         cases: list[CaseResult] = []
         while len(cases) < CALLS:
-            cases += run_in(child, result.cell, [failure.problem], timeout)
+            cases += run_in(child, result.cell.held_to(failure.held_to), [failure.problem], timeout)
             if cases[-1].failure == CRASH or (not cases[0].agrees and not failure.unstable):
                 break
     found = _compared(result, failure, cases)
     if not found:
         return result
     findings = (*failure.findings, *found)
-    return replace(result, failure=replace(failure, findings=findings), reasons=findings)
+    if failure.held_to == result.cell.property.name:
+        return replace(result, failure=replace(failure, findings=findings), reasons=findings)
+    told = [replace(one, findings=findings) if one.name == failure.held_to else one for one in result.properties]
+    reasons = tuple(line for one in told for line in one.reasons)
+    return replace(result, failure=replace(failure, findings=findings), properties=tuple(told), reasons=reasons)
 
 
 def _compared(result: CellResult, failure: CaseResult, cases: Sequence[CaseResult]) -> tuple[str, ...]:

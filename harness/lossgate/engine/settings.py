@@ -52,9 +52,15 @@ class Settings:
     """Processes that verify cells side by side; 0 for one on each core."""
     shrink_calls: int = 200
     """Most problems tried to make a failing one smaller."""
+    properties: tuple[str, ...] = ()
+    """The properties to verify, by name; by default all that apply. All but agreement are checked
+    on ``property_problems`` problems of each cell, or in cells of their own if agreement is not
+    among them."""
+    property_problems: int = 2
+    """Problems of a cell on which each property beside agreement is checked."""
 
     def __post_init__(self) -> None:
-        for name in ("examples", "rounds", "ranks", "timeout"):
+        for name in ("examples", "rounds", "ranks", "timeout", "property_problems"):
             if not getattr(self, name) > 0:
                 raise UsageError(f"{name}={getattr(self, name)}: expected a positive number")
         if self.shrink_calls < 0:
@@ -72,8 +78,8 @@ class Settings:
 PROFILES: Mapping[str, Settings] = {
     "dev": Settings(),
     "ci": Settings(examples=12, rounds=8, ranks=8, jobs=0),
-    "nightly": Settings(examples=100, ranks=16, jobs=0),
-    "release": Settings(examples=300, ranks=16, jobs=0),
+    "nightly": Settings(examples=100, ranks=16, jobs=0, property_problems=8),
+    "release": Settings(examples=300, ranks=16, jobs=0, property_problems=20),
 }
 
 

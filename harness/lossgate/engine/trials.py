@@ -48,7 +48,7 @@ class Trials:
     """What came of the smallest case that disagrees."""
     failing_case: Case | None = None
     """That case itself, with what each rank returned, for a second look."""
-    calls_after_failure: int = 0
+    shrink_calls: int = 0
     """Problems that were tried to make it smaller."""
     surviving: dict[str, OptionMutant] = field(default_factory=dict)
     """The option mutants that no problem has killed."""
@@ -105,9 +105,9 @@ class Trials:
     def _check(self, problem: Problem, entry: Entry | None = None) -> None:
         """Runs a problem; raises if the candidate disagrees, or if nothing more is to be tried."""
         if self.failure is not None:
-            self.calls_after_failure += 1
+            self.shrink_calls += 1
             too_late = monotonic() - self._failed_at > self.settings.timeout
-            if too_late or self.calls_after_failure > self.settings.shrink_calls:
+            if too_late or self.shrink_calls > self.settings.shrink_calls:
                 raise _StopSearch
         try:
             result = self._run(problem, entry)

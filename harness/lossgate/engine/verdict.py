@@ -10,6 +10,7 @@ from lossgate.engine.advice import to_compare, to_detect, to_kill, to_reach
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.failure_files import FrozenCase
+from lossgate.engine.property_result import PropertyResult
 from lossgate.engine.survivors import Tried
 from lossgate.judge.explain import explain_pooled
 from lossgate.judge.pooled_scale import FEWEST, LARGEST_MDE
@@ -31,6 +32,7 @@ def conclude(
     not_distinguished: tuple[str, ...] = (),
     drawn: Mapping[str, int] = MappingProxyType({}),
     tried: Mapping[OptionMutant, Tried] = MappingProxyType({}),
+    properties: Sequence[PropertyResult] = (),
 ) -> CellResult:
     """Returns the verdict on the cases that were tried.
 
@@ -47,12 +49,13 @@ def conclude(
             search before all could be.
         drawn: how many problems were drawn for each coverage goal that was missing.
         tried: what the problems say of the mutants that survive.
+        properties: what came of the properties beside that of the cell.
     """
     pooled = _pool(cases)
     covered = frozenset[str]().union(*(case.covered for case in cases))
     gaps = tuple(_gaps(cell, cases, pooled, covered, drawn))
     survivors = _survivors(surviving.values(), tried, len(cases))
-    verdict, reasons = _verdict(failure, pooled, (*gaps, *_untried(untried), *survivors))
+    verdict, reasons = _verdict(cell, failure, pooled, properties, (*gaps, *_untried(untried), *survivors))
     return CellResult(
         cell=cell,
         verdict=verdict,
@@ -61,6 +64,7 @@ def conclude(
         failure=failure,
         shrink_calls=shrink_calls,
         pooled=pooled,
+        properties=tuple(properties),
         covered=covered,
         surviving=tuple(surviving),
         equivalent=tuple(sorted(equivalent)),
@@ -114,13 +118,25 @@ def _biases(pooled: Iterable[Pooled]) -> tuple[str, ...]:
 
 
 def _verdict(
-    failure: CaseResult | None, pooled: tuple[Pooled, ...], gaps: tuple[str, ...]
+    cell: Cell,
+    failure: CaseResult | None,
+    pooled: tuple[Pooled, ...],
+    properties: Iterable[PropertyResult],
+    gaps: tuple[str, ...],
 ) -> tuple[Verdict, tuple[str, ...]]:
+    if broken := tuple(line for held_to in properties for line in held_to.reasons):
+        return Verdict.DISAGREE, broken
     if failure is not None:
-        return Verdict.DISAGREE, failure.findings
+        return Verdict.DISAGREE, _with_remedy(cell, failure)
     if biased := _biases(pooled):
         return Verdict.DISAGREE, biased
     return (Verdict.INCONCLUSIVE if gaps else Verdict.AGREE), gaps
+
+
+def _with_remedy(cell: Cell, failure: CaseResult) -> tuple[str, ...]:
+    """Returns what is wrong, and what to do if the property of the cell says so."""
+    remedy = cell.property.remedy
+    return (*failure.findings, f"to do: {remedy}") if remedy else failure.findings
 
 
 def _gaps(
@@ -131,6 +147,11 @@ def _gaps(
     drawn: Mapping[str, int],
 ) -> Iterator[str]:
     """Yields in words what was not seen enough of, beside option mutants that survive."""
+    if not any(case.fits for case in cases):
+        yield (
+            f"property {cell.property} says nothing of any of the {len(cases)} problems that were tried; raise "
+            "--examples, or choose other layouts"
+        )
     for comparison in (c for case in cases for c in case.comparisons if c.blind):
         yield (
             f"the judge accepted planted errors: {', '.join(comparison.blind)} in {comparison.output}; "

@@ -11,6 +11,7 @@ import msgspec
 
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, CellResult
+from lossgate.engine.property_result import PropertyResult
 from lossgate.evidence.checkout import digest_of_source, is_source_modified
 from lossgate.evidence.records import (
     SCHEMA,
@@ -21,6 +22,7 @@ from lossgate.evidence.records import (
     OutputRecord,
     PooledNoiseRecord,
     PooledRecord,
+    PropertyRecord,
     WorstExample,
 )
 from lossgate.evidence.redo import largest_mde, redo
@@ -76,6 +78,7 @@ def _record(result: CellResult, run: str, time: str, replay: str | None, digits:
         comparisons=result.comparisons,
         needs_adequacy=cell.property.needs_adequacy and candidate.known_failure is None,
         outputs=outputs,
+        properties=tuple(_property(one) for one in result.properties),
         faults=tuple(dict.fromkeys(fault for case in result.cases for fault in _faults(case))),
         mde=None,
         coverage=dict(sorted(Counter(goal for case in result.cases for goal in case.covered).items())),
@@ -92,6 +95,20 @@ def _record(result: CellResult, run: str, time: str, replay: str | None, digits:
         time=time,
     )
     return msgspec.structs.replace(record, mde=largest_mde(record))
+
+
+def _property(found: PropertyResult) -> PropertyRecord:
+    return PropertyRecord(
+        name=found.name,
+        problems=found.problems,
+        comparisons=found.comparisons,
+        margin=_share(found.margin),
+        seconds=round(found.seconds, 4),
+        findings=found.findings,
+        on=found.on,
+        remedy=found.remedy if found.findings else "",
+        exempt=found.exempt,
+    )
 
 
 def _faults(case: CaseResult) -> Sequence[str]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
-SCHEMA = "1.1"
+SCHEMA = "1.2"
 """Version of the schema: an older reader understands another second number, not another first."""
 
 WITHOUT_NOISE = "1.0"
@@ -207,6 +207,29 @@ class KnownFailureRecord(Struct, frozen=True, kw_only=True):
     """Whether it still disagrees in the same outputs."""
 
 
+class PropertyRecord(Struct, frozen=True, kw_only=True):
+    """A property that a cell was held to beside its own, on some of its problems."""
+
+    name: str
+    problems: Count
+    """On how many problems it was checked. 0 if none says anything about it, or if the candidate is
+    exempt."""
+    comparisons: Count = 0
+    """Outputs that were compared by the judge because they had other bits than those of a plain
+    call."""
+    margin: Size | None = 0.0
+    """The largest statistic of any comparison, as a share of its limit; null if it is infinite."""
+    seconds: Size = 0.0
+    findings: tuple[str, ...] = ()
+    """What is wrong, in words; nothing if it holds."""
+    on: str = ""
+    """The problem of the findings, in words."""
+    remedy: str = ""
+    """What to do about the findings, in words."""
+    exempt: str = ""
+    """Why the candidate is not held to it, as it declares."""
+
+
 class CellRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="cell"):
     """What came of a cell. Its numbers are enough to redo the verdict."""
 
@@ -234,6 +257,8 @@ class CellRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="cell"
     needs_adequacy: bool
     """Whether the property asks for goals, killed mutants and a small detectable effect."""
     outputs: tuple[OutputRecord, ...]
+    properties: tuple[PropertyRecord, ...] = ()
+    """What came of the properties beside its own; empty in evidence of schema 1.0 and 1.1."""
     faults: tuple[str, ...]
     """What disagreed beside outputs: how the ranks failed, or what else the property found."""
     mde: float | None

@@ -36,14 +36,15 @@ def _redo(record: CellRecord, margins: Sequence[float], pooled: Iterator[str]) -
     wrong_pools = "; ".join(dict.fromkeys(filter(None, islice(pooled, len(record.outputs)))))
     wrong = [output.name for output, margin in zip(record.outputs, margins, strict=True) if _disagrees(output, margin)]
     of_failure = record.failure.symptoms if record.failure is not None else ()
-    symptoms = tuple(sorted({*wrong, *record.faults, *of_failure}))
+    broken = [f"property {held_to.name}" for held_to in record.properties if held_to.findings]
+    symptoms = tuple(sorted({*wrong, *record.faults, *of_failure, *broken}))
     verdict = _verdict(record, bool(symptoms) or record.failure is not None)
     contradiction = wrong_pools or _contradiction(record, verdict)
     return Redone(verdict, max(margins, default=0.0), symptoms, contradiction)
 
 
 def _contradiction(record: CellRecord, redone: VerdictName) -> str:
-    if wrong := _wrong_counts(record) or _wrong_outputs(record):
+    if wrong := _wrong_counts(record) or _wrong_outputs(record) or _wrong_properties(record):
         return wrong
     if not _near(record.mde, (mde := largest_mde(record))):
         return f"its mde is {record.mde}, and its numbers give {mde}"
@@ -92,6 +93,21 @@ def _wrong_outputs(record: CellRecord) -> str:
             return f"it says that {output.name} is a metric"
         if output.cases and output.noise is None and record.schema != WITHOUT_NOISE:
             return f"it has schema {record.schema}, and does not say how noisy {output.name} is"
+    return ""
+
+
+def _wrong_properties(record: CellRecord) -> str:
+    """Returns what no record says of properties; empty if it does not."""
+    names = [held_to.name for held_to in record.properties]
+    if len(set(names)) < len(names) or record.property in names:
+        return "it has a property twice"
+    for held_to in record.properties:
+        if held_to.exempt and (held_to.problems or held_to.findings):
+            return f"it is exempt from property {held_to.name}, and was held to it"
+        if (held_to.findings or held_to.comparisons) and not held_to.problems:
+            return f"property {held_to.name} was checked on no problem, and found something"
+        if not held_to.findings and not (held_to.margin is not None and held_to.margin <= 1):
+            return f"property {held_to.name} has a margin of {held_to.margin}, and no finding"
     return ""
 
 

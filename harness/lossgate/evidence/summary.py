@@ -34,6 +34,10 @@ class CellSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The largest statistic of any comparison, as a share of its limit."""
     mde: float | None
     """The minimum detectable effect of the output with the least power; None if it is infinite."""
+    kept: tuple[str, ...] = ()
+    """The properties that it was held to beside its own, and kept."""
+    exempt: tuple[tuple[str, str], ...] = ()
+    """The properties from which the candidate is exempt, and why."""
     symptoms: tuple[str, ...] = ()
     """What disagrees by its numbers: outputs, and faults beside them."""
     failure: Failure | None
@@ -77,6 +81,8 @@ def summarize(record: CellRecord, where: Where, digest: str, redone: Redone | No
         comparisons=record.comparisons,
         margin=redone.margin,
         mde=record.mde,
+        kept=tuple(intern(one.name) for one in record.properties if one.problems and not one.findings),
+        exempt=tuple((intern(one.name), intern(one.exempt)) for one in record.properties if one.exempt),
         symptoms=tuple(map(intern, redone.symptoms)),
         failure=record.failure,
         known_failure=record.known_failure,
@@ -88,5 +94,6 @@ def summarize(record: CellRecord, where: Where, digest: str, redone: Redone | No
 
 def _content(record: CellRecord) -> int:
     failure = None if record.failure is None else msgspec.structs.replace(record.failure, replay=None)
-    bare = msgspec.structs.replace(record, run="", time="", seconds=0.0, failure=failure)
+    properties = tuple(msgspec.structs.replace(held_to, seconds=0.0) for held_to in record.properties)
+    bare = msgspec.structs.replace(record, run="", time="", seconds=0.0, failure=failure, properties=properties)
     return hash(msgspec.msgpack.encode(bare))

@@ -20,6 +20,7 @@ class Need:
 
     min_problems: int
     max_mde: float
+    keeps: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,9 @@ class CellJudge:
             seen = "no error of scale" if summary.mde is None else f"an error of scale from {summary.mde:.2g} on"
             message = f"it would have shown {seen}, and the policy asks for {need.max_mde:g}; raise --examples"
             yield _of(summary, Kind.WEAK, message)
+        for name in sorted(need.keeps.difference(summary.kept, [summary.key.property])):
+            message = f"it was not held to property {name}, as the policy asks: {_why(summary, name)}"
+            yield _of(summary, Kind.WEAK, message)
 
     def _not_in_policy(self, summary: CellSummary) -> Blocker:
         assert summary.known_failure is not None
@@ -120,6 +124,14 @@ class CellJudge:
         elif self.today > rule.expires:
             message = f"{named} expired on {rule.expires}; mend it, or agree on another day with its owner"
             yield _of(summary, Kind.DISAGREE, message)
+
+
+def _why(summary: CellSummary, name: str) -> str:
+    """Returns why a cell was not held to a property."""
+    reason = dict(summary.exempt).get(name)
+    if reason is None:
+        return "its run did not name it, or it does not apply, or no problem says anything about it. Verify with it"
+    return f"the candidate is exempt, because {reason}. Take that back, or the property out of the policy"
 
 
 def _changed(summary: CellSummary, rule: KnownFailureRule) -> str | None:

@@ -72,7 +72,7 @@ def _needs(evidence: Gathered, policy: Policy) -> tuple[dict[CellKey, Need], lis
     needs: dict[CellKey, Need] = {}
     unmet: list[Blocker] = []
     for rule in policy.require:
-        need = Need(rule.min_problems, rule.max_mde)
+        need = Need(rule.min_problems, rule.max_mde, frozenset(rule.keeps))
         where = policy.where(rule)
         for demand in rule.demands(known):
             for key in demand.cells:
@@ -93,7 +93,8 @@ def _missing(demand: Demand, where: str) -> Blocker:
 def _strictest(one: Need, other: Need) -> Need:
     if one == other:
         return one
-    return Need(max(one.min_problems, other.min_problems), min(one.max_mde, other.max_mde))
+    problems, effect = max(one.min_problems, other.min_problems), min(one.max_mde, other.max_mde)
+    return Need(problems, effect, one.keeps | other.keeps)
 
 
 def _sources(runs: list[Run]) -> tuple[Digested, ...]:

@@ -77,6 +77,7 @@ _RULE: dict[str, values.Read] = {
     "devices": values.patterns('["cpu"]'),
     "min_problems": values.count,
     "max_mde": values.effect,
+    "keeps": values.property_names,
 }
 _KNOWN_FAILURE: dict[str, values.Read] = {
     "candidate": values.name("a candidate"),

@@ -76,6 +76,11 @@ def names(value: Any) -> tuple[str, ...]:
     return _strings(value, 'a list of names such as ["lossgate", "torch"]')
 
 
+def property_names(value: Any) -> tuple[str, ...]:
+    """Reads a list of names of properties, which may be empty."""
+    return _strings(value, 'a list of names of properties such as ["frozen-inputs", "no-grad"]')
+
+
 def patterns(example: str) -> Read:
     """Returns what reads a list of at least one shell pattern.
 

@@ -42,6 +42,8 @@ class Rule:
     """The least problems of a cell."""
     max_mde: float = LARGEST_MDE
     """The greatest minimum detectable effect of a cell."""
+    keeps: tuple[str, ...] = ()
+    """The properties that a cell must have been held to beside its own."""
 
     @property
     def others(self) -> tuple[Patterns, ...]:

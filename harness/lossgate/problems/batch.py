@@ -48,6 +48,11 @@ class GlobalBatch:
         return {**self.fields, **whole, "vocab_size": vocab, "vocab_start": 0, "vocab_end": vocab}
 
     @property
+    def leaf_dtype(self) -> torch.dtype:
+        """The dtype of the differentiable inputs, as torch has it."""
+        return TORCH_DTYPES[self.dtype]
+
+    @property
     def numbers(self) -> dict[str, Tensor]:
         """The fields that hold numbers, masks that are summed, or counts; but no index, which does
         not round.

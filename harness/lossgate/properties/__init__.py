@@ -1,10 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a candidate is held to.
 
-One file for each property; importing this package registers all of them.
+Importing this package registers all properties, agreement first.
 """
 
 from lossgate.properties import agreement
+from lossgate.properties import calls as calls
+from lossgate.properties import equivalent as equivalent
+from lossgate.properties import frozen as frozen
+from lossgate.properties import inputs as inputs
+from lossgate.properties import masked as masked
+from lossgate.properties import ranks as ranks
+from lossgate.properties import special_problems as special_problems
+from lossgate.properties import upstream as upstream
 from lossgate.properties.registry import PROPERTIES, Checked, Property, find_property, property
 
 __all__ = ["PROPERTIES", "Checked", "Property", "agreement", "find_property", "property"]

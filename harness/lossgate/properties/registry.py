@@ -45,6 +45,10 @@ class Property:
     needs_adequacy: bool
     """A verdict counts only if problems reach every coverage goal, kill every option mutant, and
     would have detected an error of 1% in any output."""
+    fits: Callable[[Case], bool] = lambda case: True
+    """Whether a problem says anything about it."""
+    remedy: str = ""
+    """What to do where it fails; "" for nothing in particular."""
 
     def __str__(self) -> str:
         return self.name
@@ -61,6 +65,8 @@ def property(
     name: str,
     *,
     applies: Callable[[Candidate], bool] = lambda candidate: True,
+    fits: Callable[[Case], bool] = lambda case: True,
+    remedy: str = "",
     runs: int = 1,
     needs_adequacy: bool = False,
 ) -> Callable[[Check], Property]:
@@ -69,6 +75,9 @@ def property(
     Args:
         name: under which cells name it.
         applies: whether a candidate is held to it; by default every candidate is.
+        fits: whether a problem says anything about it; by default every problem does. It should
+            not run the candidate.
+        remedy: what to do where it fails, for people.
         runs: how often a check runs the candidate on every rank.
         needs_adequacy: whether a verdict counts only if the problems reach every coverage goal and
             kill every option mutant. That is for checks that compare outputs with the reference.
@@ -84,7 +93,14 @@ def property(
         if not summary:
             raise UsageError(f"property({name!r}): the check has no docstring; say in its first line what it asks")
         PROPERTIES[name] = Property(
-            name=name, summary=summary, check=check, applies=applies, runs=runs, needs_adequacy=needs_adequacy
+            name=name,
+            summary=summary,
+            check=check,
+            applies=applies,
+            fits=fits,
+            remedy=remedy,
+            runs=runs,
+            needs_adequacy=needs_adequacy,
         )
         return PROPERTIES[name]
 

@@ -4,40 +4,23 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from lossgate.cases.bound_problem import BoundProblem
+from lossgate.cases.untrained import replaced, untrained, without_trained
 from lossgate.errors import UsageError
 from lossgate.spec_check.evaluated import another, evaluate, evaluated, same, unlike, values_of
 from lossgate.spec_check.outcome import Finding, Subject, on
 from lossgate.spec_check.values import REMEDY
 from lossgate.specs.heads import HEADS
-from lossgate.specs.spec import Spec
 from lossgate.specs.token_values import TokenValues
-
-
-def _untrained(spec: Spec, fields: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns what is not trained, by dim: ``[tokens]`` and ``[sequences]``."""
-    trained, sequence = spec.trained_of(fields), fields["sequence"]
-    if spec.trained_dim == "sequence":
-        return {"token": ~(fields["mask"] & trained[sequence]), "sequence": ~trained}
-    none = torch.zeros(len(fields["cu_seqlens"]) - 1)
-    return {"token": ~trained, "sequence": none.index_add(0, sequence, trained.float()) == 0}
-
-
-def _replaced(tensor: Tensor, away: Tensor, by: Tensor | float = torch.nan) -> Tensor:
-    """Returns a tensor with other entries where ``away`` is true, along its first dim."""
-    return torch.where(away.view(-1, *[1] * (tensor.dim() - 1)), by, tensor)
 
 
 def masked(subject: Subject) -> Iterator[Finding]:
     """Looks for results that change where values or fields of what is not trained are NaN."""
     for bound in subject.with_loss:
         values, fields = values_of(bound), dict(bound.batch.known)
-        untrained = _untrained(subject.spec, fields)
-        of_values = untrained[HEADS[bound.problem.head].gives]
-        poisoned = {name: _replaced(value, of_values) for name, value in values.differentiable.items()}
+        away = untrained(subject.spec, fields)
+        of_values = away[HEADS[bound.problem.head].gives]
+        poisoned = {name: replaced(value, of_values) for name, value in values.differentiable.items()}
         if (what := _change(bound, values.replace(**poisoned), fields)) != "":
             yield Finding(
                 f"NaN in values where nothing is trained changes {what}",
@@ -49,7 +32,7 @@ def masked(subject: Subject) -> Iterator[Finding]:
         for name, field in subject.spec.added.items():
             if field.dims[:1] != (subject.spec.trained_dim,) or field.dtype != "float32" or field.unshifted:
                 continue
-            poison = {name: _replaced(fields[name], untrained[subject.spec.trained_dim])}
+            poison = {name: replaced(fields[name], away[subject.spec.trained_dim])}
             if (what := _change(bound, values, {**fields, **poison})) != "":
                 yield Finding(
                     f"NaN in field {name!r} where nothing is trained changes {what}",
@@ -67,11 +50,11 @@ def untrained_sequences(subject: Subject) -> Iterator[Finding]:
     spec = subject.spec
     for bound in subject.with_loss:
         fields, own = dict(bound.batch.known), evaluated(bound)
-        away = _untrained(spec, fields)["sequence"].view(-1, spec.group_size).all(1).repeat_interleave(spec.group_size)
+        away = untrained(spec, fields)["sequence"].view(-1, spec.group_size).all(1).repeat_interleave(spec.group_size)
         for name, field in spec.added.items():
             if field.dims[:1] != ("sequence",) or field.dtype != "float32":
                 continue
-            changed = {**fields, name: _replaced(fields[name], away, another(fields[name]))}
+            changed = {**fields, name: replaced(fields[name], away, another(fields[name]))}
             found = evaluate(bound.bound_spec, values_of(bound), {**changed, **spec.counts(changed)})
             if not same(own.loss, found.loss):
                 yield Finding(
@@ -95,7 +78,7 @@ def _change(bound: BoundProblem, values: TokenValues, fields: Mapping[str, Any])
 def nothing_trained(subject: Subject) -> Iterator[Finding]:
     """Looks for losses that are not finite, and gradients that are not 0, if nothing is trained."""
     for bound in subject.with_loss:
-        fields = _without_trained(subject.spec, bound.batch.known)
+        fields = without_trained(subject.spec, bound.batch.known)
         if bool(subject.spec.trained_of(fields).any()):
             continue
         try:
@@ -110,12 +93,3 @@ def nothing_trained(subject: Subject) -> Iterator[Finding]:
                 on(bound),
             )
             return
-
-
-def _without_trained(spec: Spec, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns fields with an empty mask; if that is not enough, with no bool of a sequence true."""
-    emptied = {**fields, "mask": torch.zeros_like(fields["mask"])}
-    if bool(spec.trained_of(emptied).any()):
-        bools = [n for n, own in spec.added.items() if own.dtype == "bool" and own.dims == ("sequence",)]
-        emptied |= {name: torch.zeros_like(fields[name]) for name in bools}
-    return emptied

@@ -34,6 +34,8 @@ class World(Protocol):
     """Runs a task on every rank of a layout."""
 
     layout: Layout
+    repeatable: bool
+    """Whether the same task gives the same bits each time."""
 
     def run(self, task: Task[T], *, order: ReductionOrder = "rank", seed: int = 0, patience: float = 1.0) -> list[T]:
         """Runs a task on every rank.

@@ -50,7 +50,8 @@ def value_by_minimum(values: Tensor, batch: Batch, options: Any) -> Tensor:
 
 
 def value_models() -> Iterator[Candidate]:
-    given: dict[str, Any] = {"supports": {"cliprange": ANY, "scale": ANY}}
+    exempt = {"masked-nan": "it masks losses, and not the values that they are computed from"}
+    given: dict[str, Any] = {"supports": {"cliprange": ANY, "scale": ANY}, "exempt": exempt}
     yield of_tokens("clamp", "value", "values", of_values(value_by_clamp), **given)
     yield of_tokens("moves", "value", "values", of_values(value_by_moves), total=selected_sum, **given)
     yield of_tokens("minimum", "value", "values", of_values(value_by_minimum), total=sum_of_sequences, **given)

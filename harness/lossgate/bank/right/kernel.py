@@ -143,6 +143,7 @@ def of_tokens(
     parallel: bool = False,
     supports: Mapping[str, Any] | None = None,
     declares: Mapping[str, str | int | bool] | None = None,
+    exempt: Mapping[str, str] | None = None,
 ) -> Candidate:
     """Returns a candidate whose loss is a mean over tokens, or their sum.
 
@@ -157,6 +158,7 @@ def of_tokens(
         parallel: over the vocabulary, too.
         supports: the options that it supports, beside the temperature.
         declares: what it declares of ``Precision`` beside that of the formats.
+        exempt: the properties that it does not keep, and why.
     """
 
     def kernel(call: Call) -> Outputs:
@@ -170,7 +172,8 @@ def of_tokens(
         return Outputs(loss=loop.run(part, *call.leaves))
 
     changes = {**loop.declares, **(declares or {})}
-    return declared(name, spec, head, kernel, formats=formats, parallel=parallel, supports=supports, declares=changes)
+    own: dict[str, Any] = {"formats": formats, "parallel": parallel, "supports": supports, "exempt": exempt}
+    return declared(name, spec, head, kernel, declares=changes, **own)
 
 
 def declared(
@@ -185,6 +188,7 @@ def declared(
     axes: tuple[Any, ...] = ("dp", "cp"),
     differentiable: tuple[str, ...] | None = None,
     declares: Mapping[str, str | int | bool] | None = None,
+    exempt: Mapping[str, str] | None = None,
 ) -> Candidate:
     """Returns a candidate of a function of a call; see ``of_tokens``."""
     own, start = SPECS[spec], HEADS[head]
@@ -201,6 +205,7 @@ def declared(
         contract=Contract(grads={"hidden": {"tp": "sum"}}) if parallel and head == "hidden" else None,
         supports=able,
         differentiable=differentiable,
+        exempt=exempt,
         name=f"{spec}_{head}_{name}_{formats.name}",
     )
 

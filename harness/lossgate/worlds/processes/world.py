@@ -106,6 +106,8 @@ class ProcessWorld:
         processes: returns the ranks, which may be others tomorrow.
     """
 
+    repeatable = False
+
     def __init__(self, layout: Layout, timeout: float, device: str, processes: Callable[[], RankProcesses]) -> None:
         self.layout, self.timeout, self.device = layout, timeout, device
         self._processes = processes

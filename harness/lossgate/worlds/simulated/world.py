@@ -45,6 +45,7 @@ class SimulatedWorld:
         self.layout = layout
         self.timeout = timeout
         self.device = torch.device(device)
+        self.repeatable = self.device.type == "cpu"
         self._ranks: _Ranks | None = None
 
     @property

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call of a kernel on one rank, forward and backward: what properties vary."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lossgate.cases.compiled_kernels import many_shapes
+from lossgate.cases.local_inputs import local_inputs
+from lossgate.cases.returned import check_returned
+from lossgate.declaration.candidate import Candidate, Outputs
+from lossgate.errors import CandidateError, UsageError
+from lossgate.problems.batch import GlobalBatch
+from lossgate.problems.whole_sequences import WholeSequences
+from lossgate.specs.outputs import RETURNED, Output, metric_output
+from lossgate.worlds.base import RankContext
+
+T = TypeVar("T")
+
+RankOutputs = Mapping[Output, Tensor | None]
+"""Outputs of one rank. A gradient is None if backward did not reach its leaf."""
+
+
+class RankCall:
+    """A kernel with the inputs of one rank.
+
+    It does nothing by itself: ``forward``, ``backward`` and ``collect`` are the steps of a call.
+    """
+
+    def __init__(self, candidate: Candidate, options: Any, batch: GlobalBatch, context: RankContext) -> None:
+        """Makes the inputs, on the device of the rank.
+
+        Args:
+            candidate: the kernel.
+            options: an object of the spec's option class.
+            batch: as the ranks hold it, with padding.
+            context: of the rank.
+        """
+        self.candidate, self.options, self.batch, self.context = candidate, options, batch, context
+        made = local_inputs(candidate.spec, candidate.head, batch, context.rank, context.device, candidate.tokens)
+        self.use(made)
+
+    def use(self, inputs: Any) -> None:
+        """Has the kernel be called with other inputs than those that were made."""
+        self.inputs = inputs
+        self.leaves: dict[str, Tensor] = {name: getattr(inputs, name) for name in self.batch.leaves}
+        """The differentiable inputs, by name."""
+
+    def replace(self, **changed: Any) -> None:
+        """Replaces some of the inputs, by name."""
+        self.use(replace(self.inputs, **changed))
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The inputs that are tensors, by name."""
+        return {name: value for name, value in vars(self.inputs).items() if isinstance(value, Tensor)}
+
+    def again(self) -> "RankCall":
+        """Returns the same call, with inputs that are made anew."""
+        return RankCall(self.candidate, self.options, self.batch, self.context)
+
+    def forward(self, *, has_graph: bool = True) -> Outputs:
+        """Calls the kernel.
+
+        Args:
+            has_graph: whether what is declared differentiable must carry a graph.
+
+        Raises:
+            CandidateError: if the kernel breaks its declared interface, or calls lossgate wrongly
+                itself.
+        """
+        try:
+            with many_shapes():
+                returned = self.candidate(self.inputs, self.options, self.context.mesh)
+        except UsageError as error:  # passed on as it is, it would end the run like one of the command line
+            raise CandidateError(
+                f"candidate {self.candidate.name!r} on rank {self.context.rank} raised {type(error).__name__}: {error}"
+            ) from error
+        rank, device = self.context.rank, self.context.device
+        return check_returned(returned, self.candidate, self.batch, rank, device, has_graph=has_graph)
+
+    def backward(self, outputs: Outputs, factor: float = 1.0, *, retain_graph: bool = False) -> None:
+        """Calls backward with the upstream gradients of the problem.
+
+        Args:
+            outputs: what ``forward`` returned.
+            factor: multiplies the upstream gradients.
+            retain_graph: as torch has it.
+        """
+        roots = self.roots(outputs)
+        upstream = [self.upstream(name, root) * factor for name, root in roots.items()]
+        torch.autograd.backward([*roots.values()], upstream, retain_graph=retain_graph)
+
+    def roots(self, outputs: Outputs) -> dict[str, Tensor]:
+        """Returns the outputs that get an upstream gradient, by name."""
+        given = {name: getattr(outputs, name) for name in self.batch.cotangents}
+        return {name: root for name, root in given.items() if root is not None}
+
+    def upstream(self, name: str, root: Tensor) -> Tensor:
+        """Returns the upstream gradient of an output on this rank."""
+        cotangent, partition, rank = self.batch.cotangents[name], self.batch.partition, self.context.rank
+        if self.candidate.returns_whole(RETURNED[name]):
+            own = WholeSequences.of(partition, self.candidate.tokens, rank).lay_upstream(cotangent)
+        else:
+            own = partition.shard(cotangent, RETURNED[name].dims, rank)
+        return own.to(self.context.device, root.dtype)
+
+    def collect(self, outputs: Outputs, divided_by: float = 1.0, leaves: Collection[str] | None = None) -> RankOutputs:
+        """Returns what the kernel gave, on the CPU.
+
+        Args:
+            outputs: what ``forward`` returned.
+            divided_by: divides the gradients. A power of two, so that nothing is rounded.
+            leaves: those whose gradients are returned; by default all.
+        """
+        spec, chosen = self.candidate.spec, self.leaves if leaves is None else {n: self.leaves[n] for n in leaves}
+        returned = {spec.output(name): getattr(outputs, name) for name in spec.outputs}
+        local: dict[Output, Tensor | None] = {
+            o: tensor.detach() for o, tensor in returned.items() if tensor is not None
+        }
+        local |= {metric_output(name): metric.detach() for name, metric in outputs.metrics.items()}
+        for leaf, output in self.candidate.starts_at.gradients(chosen).items():
+            tensor = chosen[leaf]
+            empty = tensor.numel() == 0  # a rank without tokens has no gradient to miss
+            gradient = torch.zeros_like(tensor) if tensor.grad is None and empty else tensor.grad
+            local[output] = gradient if gradient is None or divided_by == 1 else gradient / divided_by
+        return {output: None if tensor is None else tensor.cpu() for output, tensor in local.items()}
+
+
+How = Callable[[RankCall], T]
+"""How a kernel is called on each rank. It pickles: worlds whose ranks are processes send it."""
+
+
+def plainly(call: RankCall) -> RankOutputs:
+    """Calls a kernel once, forward and backward."""
+    outputs = call.forward()
+    call.backward(outputs)
+    return call.collect(outputs)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Holds a candidate to the properties beside agreement, on a few of the problems that were tried.
+
+A property varies the call, not the problem: whether a frozen weight or a second backward is handled
+hangs little on the numbers. So a few problems are enough, and each cell takes others.
+"""
+
+from collections.abc import Iterator, Sequence
+from time import perf_counter
+from zlib import crc32
+
+from lossgate.adequacy.entry import Placed
+from lossgate.cases.case import Case
+from lossgate.engine.case_result import CaseResult, run_case
+from lossgate.engine.cell import Cell
+from lossgate.engine.property_result import PropertyResult
+from lossgate.engine.settings import Settings
+from lossgate.engine.trials import Trials
+from lossgate.properties import Property
+from lossgate.worlds.base import World
+
+_PROBES = 4
+"""Problems that properties share, so that each is run plainly once."""
+
+
+class Catalogue:
+    """The properties beside agreement of one cell."""
+
+    def __init__(self, cell: Cell, world: World, settings: Settings, tried: Sequence[Placed]) -> None:
+        """Prepares to hold a candidate to the properties.
+
+        Args:
+            cell: whose ``also`` names them.
+            world: where the ranks run.
+            settings: say on how many problems each is checked.
+            tried: the problems of ordinary size on which the candidate agrees.
+        """
+        self._cell, self._world, self._settings = cell, world, settings
+        start = crc32(str(cell).encode()) % len(tried) if tried else 0
+        self._tried = [*tried[start:], *tried[:start]]
+        self._cases: dict[int, Case] = {}
+        self.failure: CaseResult | None = None
+        """The smallest problem found on which the first property that fails does so."""
+        self.shrink_calls = 0
+
+    def run(self) -> tuple[PropertyResult, ...]:
+        """Checks every property."""
+        return tuple(self._check(held_to) for held_to in self._cell.also)
+
+    def _check(self, held_to: Property) -> PropertyResult:
+        if reason := self._cell.candidate.exempt.get(held_to.name):
+            return PropertyResult(name=held_to.name, exempt=reason)
+        start, cases = perf_counter(), list[CaseResult]()
+        for placed in self._in_turn(held_to):
+            case = run_case(self._case(placed), held_to)
+            if case.fits:
+                cases.append(case)
+                if not case.agrees:
+                    self._shrink(placed, held_to)
+            if len(cases) == self._settings.property_problems or not case.agrees:
+                break
+        failing = next((case for case in cases if not case.agrees), None)
+        own = self.failure if failing is not None and self.failure and self.failure.held_to == held_to.name else failing
+        return PropertyResult(
+            name=held_to.name,
+            problems=len(cases),
+            comparisons=sum(len(case.comparisons) for case in cases),
+            margin=max((c.margin for case in cases for c in case.comparisons), default=0.0),
+            seconds=perf_counter() - start,
+            findings=own.findings if own is not None else (),
+            on=own.problem.describe() if own is not None else "",
+            remedy=held_to.remedy,
+        )
+
+    def _in_turn(self, held_to: Property) -> Iterator[Placed]:
+        """Yields the problems to try: the shared ones, starting at another for each property, and
+        then the others.
+        """
+        shared = min(_PROBES, len(self._tried))
+        start = crc32(held_to.name.encode()) % shared if shared else 0
+        yield from (*self._tried[start:shared], *self._tried[:start], *self._tried[shared:])
+
+    def _case(self, placed: Placed) -> Case:
+        """Returns the case of a problem, which keeps what a plain call gave."""
+        if id(placed) not in self._cases:
+            case = Case(self._cell.candidate, placed.problem, self._world, placed.entry.bound)
+            self._cases[id(placed)] = case
+        return self._cases[id(placed)]
+
+    def _shrink(self, placed: Placed, held_to: Property) -> None:
+        """Makes the problem on which a property fails smaller, if it is the first that fails."""
+        if self.failure is None:
+            trials = Trials(self._cell.held_to(held_to.name), self._world, self._settings)
+            trials.try_problem(placed)
+            self.failure, self.shrink_calls = trials.failure, trials.shrink_calls

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What came of one property that a cell was held to beside agreement."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class PropertyResult:
+    """What came of a property, over the problems on which it was checked.
+
+    It holds no tensors, so that it can be kept and sent to another process.
+    """
+
+    name: str
+    problems: int = 0
+    """On how many problems it was checked."""
+    comparisons: int = 0
+    """Outputs that were compared by the judge because they had other bits than the plain call."""
+    margin: float = 0.0
+    """The largest statistic of any comparison, as a share of its limit."""
+    seconds: float = 0.0
+    findings: tuple[str, ...] = ()
+    """What is wrong, in words; nothing if it holds."""
+    on: str = ""
+    """The problem of the findings, in words."""
+    remedy: str = ""
+    """What to do about the findings."""
+    exempt: str = ""
+    """Why the candidate is not held to it, as it declares."""
+
+    @property
+    def holds(self) -> bool:
+        return not self.findings
+
+    @property
+    def symptom(self) -> str:
+        """What identifies the failure of the property in a verdict."""
+        return f"property {self.name}"
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """The findings as reasons against AGREE, and what to do."""
+        said = tuple(f"{self.symptom}: {finding}" for finding in self.findings)
+        return (*said, f"to do: {self.remedy}") if said and self.remedy else said

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Properties of calls: what a kernel keeps from one to the next, and how backward may be called."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction
+
+from lossgate.cases.bound_problem import BoundProblem
+from lossgate.cases.case import Case
+from lossgate.cases.materialize import lay_out
+from lossgate.cases.rank_call import RankCall, RankOutputs, plainly
+from lossgate.declaration.candidate import Outputs
+from lossgate.problems.batch import GlobalBatch
+from lossgate.properties.registry import Checked, property
+
+
+@property(
+    "same-call-twice",
+    runs=3,
+    remedy="keep nothing from one call to the next, and write to no tensor that a call returned or saved",
+)
+def same_call_twice(case: Case) -> Checked:
+    """A call between forward and backward, and before the same call again, changes nothing."""
+    return _in_between(case, case.placed.batch, "other numbers")
+
+
+@property(
+    "after-another-shape",
+    runs=3,
+    remedy="key what is kept by every shape, dtype and option that it depends on, or keep nothing",
+)
+def after_another_shape(case: Case) -> Checked:
+    """The same with a call of other sizes in between."""
+    problem = case.problem
+    other = replace(
+        problem, lengths=problem.lengths * 2, masks=problem.masks * 2, vocab=2 * problem.vocab, seed=problem.seed + 1
+    )
+    return _in_between(case, lay_out(BoundProblem(case.candidate.spec, other).unmasked, other), "other sizes")
+
+
+def _in_between(case: Case, other: GlobalBatch, what: str) -> Checked:
+    """Compares calls before and after another one with a plain one bit by bit; where sums may have
+    any order, by the judge.
+    """
+    called = case.on_ranks(_Around(other))
+    before, after = ([calls[number] for calls in called] for number in (0, 1))
+    if not case.world.repeatable:
+        return Checked(comparisons=(*case.judged(before), *case.judged(after)))
+    faults = [
+        f"with a call of {what} between forward and backward, {output} is another" for output in case.unequal(before)
+    ]
+    faults += [f"after a call of {what}, {output} is another" for output in case.unequal(after)]
+    return Checked(faults=tuple(faults))
+
+
+@dataclass(frozen=True)
+class _Around:
+    """Calls a kernel before and after a call with another batch, or with the same batch and other
+    numbers. The first call's backward comes after that.
+    """
+
+    batch: GlobalBatch
+
+    def __call__(self, call: RankCall) -> tuple[RankOutputs, RankOutputs]:
+        outputs = call.forward()
+        other = RankCall(call.candidate, call.options, self.batch, call.context)
+        other.replace(**{name: (-leaf.detach()).requires_grad_() for name, leaf in other.leaves.items()})
+        plainly(other)
+        call.backward(outputs)
+        return call.collect(outputs), plainly(call.again())
+
+
+@property(
+    "gradients-add-up",
+    runs=2,
+    remedy="return gradients from backward and let autograd add them up; assign to no .grad",
+)
+def gradients_add_up(case: Case) -> Checked:
+    """Gradients of a second call are added to those that are there."""
+    return Checked(comparisons=case.judged(case.on_ranks(_accumulated)))
+
+
+def _accumulated(call: RankCall) -> RankOutputs:
+    plainly(call)
+    outputs = call.forward()
+    call.backward(outputs)
+    return call.collect(outputs, divided_by=2.0)
+
+
+@property(
+    "second-backward",
+    runs=2,
+    remedy="use ctx.save_for_backward, and do not write to what was saved: multiply out of place",
+)
+def second_backward(case: Case) -> Checked:
+    """A second backward through the same graph adds the same gradients, or is refused by torch."""
+    retained, freed = (case.on_ranks(how) for how in (_backward_twice, _backward_after_free))
+    return Checked(comparisons=(*case.judged(retained), *case.judged(freed)))
+
+
+def _backward_twice(call: RankCall) -> RankOutputs:
+    outputs = call.forward()
+    call.backward(outputs, retain_graph=True)
+    call.backward(outputs, retain_graph=True)
+    return call.collect(outputs, divided_by=2.0)
+
+
+def _backward_after_free(call: RankCall) -> RankOutputs:
+    outputs = call.forward()
+    call.backward(outputs)
+    once = call.collect(outputs)
+    try:
+        call.backward(outputs)
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        return once  # the graph was freed, and torch says so
+    return call.collect(outputs, divided_by=2.0)
+
+
+@property(
+    "checkpointing",
+    runs=2,
+    remedy="compute the same in the second forward as in the first, and save tensors by ctx.save_for_backward",
+)
+def checkpointing(case: Case) -> Checked:
+    """Under activation checkpointing, which runs forward again in backward, nothing changes."""
+    return Checked(comparisons=case.judged(case.on_ranks(_checkpointed)))
+
+
+def _checkpointed(call: RankCall) -> RankOutputs:
+    kept: list[Outputs] = []
+
+    def forward(*leaves: Tensor) -> tuple[Tensor, ...]:
+        call.replace(**dict(zip(names, leaves, strict=True)))
+        outputs = call.forward(has_graph=torch.is_grad_enabled())
+        kept.append(outputs)
+        return tuple(call.roots(outputs).values())
+
+    leaves = dict(call.leaves)
+    names = list(leaves)
+    # As torch.utils.checkpoint does with use_reentrant=True; but that loads torch's compiler.
+    roots: Any = CheckpointFunction.apply(forward, False, *leaves.values())
+    outputs = replace(kept[0], **dict(zip(call.roots(kept[0]), roots, strict=True)))
+    call.backward(outputs)
+    call.replace(**leaves)
+    return call.collect(outputs)

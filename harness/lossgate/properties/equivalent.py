@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Properties of problems that are the same on paper: another order, another temperature."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lossgate.cases.assemble import Assembled
+from lossgate.cases.case import Case
+from lossgate.cases.materialize import lay_out
+from lossgate.cases.reference import DenseRun
+from lossgate.declaration.any_value import ANY
+from lossgate.declaration.candidate import Candidate
+from lossgate.problems.batch import GlobalBatch
+from lossgate.problems.partition import Dims
+from lossgate.problems.problem import Problem
+from lossgate.properties.registry import Checked, property
+from lossgate.specs.outputs import Output
+
+_COMMON: Mapping[str, Dims] = dict.fromkeys(("input_ids", "labels", "mask", "sequence"), ("token",))
+
+
+@property(
+    "sequence-order",
+    fits=lambda case: len(_groups(case.problem)) > 1,
+    remedy="start and end sequences where cu_seqlens says, and carry nothing from one to the next",
+)
+def sequence_order(case: Case) -> Checked:
+    """Sequences in the opposite order give the same."""
+    sequences = [s for group in reversed(_groups(case.problem)) for s in group]
+    problem = replace(
+        case.problem,
+        lengths=tuple(case.problem.lengths[s] for s in sequences),
+        masks=tuple(case.problem.masks[s] for s in sequences),
+        forced_labels=(),
+        outliers=(),
+    )
+    of = {"token": _tokens_of(case.problem, sequences), "sequence": torch.tensor(sequences)}
+    batch = _reordered(case.bound.batch, case.candidate, of)
+    number = torch.repeat_interleave(torch.arange(len(sequences)), torch.tensor(problem.lengths))
+    batch = replace(batch, partition=problem.unsharded.partition, fields={**batch.fields, "sequence": number})
+    result = case.whole(case.on_ranks(batch=lay_out(batch, problem)), problem.partition)
+    return Checked(comparisons=case.judged(_put_back(result, of)))
+
+
+def _groups(problem: Problem) -> list[range]:
+    """Returns the numbers of the sequences that belong together."""
+    size = problem.group_size
+    return [range(start, start + size) for start in range(0, len(problem.lengths), size)]
+
+
+def _tokens_of(problem: Problem, sequences: Sequence[int]) -> Tensor:
+    """Returns the numbers of the tokens of sequences, one sequence after the other."""
+    of_each = torch.arange(problem.tokens).split(list(problem.lengths))
+    return torch.cat([of_each[s] for s in sequences])
+
+
+@property(
+    "vocabulary-order",
+    applies=lambda candidate: candidate.starts_at.has_logits,
+    remedy="give no row of the vocabulary a meaning of its own, the first and last rows of a shard or tile included",
+)
+def vocabulary_order(case: Case) -> Checked:
+    """The rows of the vocabulary in the opposite order, and ids that follow, give the same."""
+    batch, spec = case.bound.batch, case.candidate.spec
+    of = {"vocab": torch.arange(case.problem.vocab).flip(0)}
+    holding_ids = [name for name in ("labels", "input_ids", spec.gathered_ids) if name is not None]
+    ids = {name: case.problem.vocab - 1 - batch.fields[name] for name in holding_ids}
+    changed = _reordered(batch, case.candidate, of)
+    changed = replace(changed, fields={**changed.fields, **ids})
+    result = case.whole(case.on_ranks(batch=lay_out(changed, case.problem)))
+    return Checked(comparisons=case.judged(_put_back(result, of)))
+
+
+def _reordered(batch: GlobalBatch, candidate: Candidate, of: Mapping[str, Tensor]) -> GlobalBatch:
+    """Returns a batch in another order.
+
+    Args:
+        batch: the whole batch without padding.
+        candidate: whose head says which dims the leaves have.
+        of: for each dim, which of its entries comes first, second, and so on.
+    """
+    dims = {**_COMMON, **batch.field_dims}
+    leaf_dims = candidate.starts_at.leaves
+    of_cotangents = {name: ("token",) if one.dim() else () for name, one in batch.cotangents.items()}
+    return replace(
+        batch,
+        leaves={name: _select(leaf, leaf_dims[name], of) for name, leaf in batch.leaves.items()},
+        fields={n: _select(field, dims[n], of) if n in dims else field for n, field in batch.fields.items()},
+        cotangents={name: _select(one, of_cotangents[name], of) for name, one in batch.cotangents.items()},
+    )
+
+
+def _put_back(result: Assembled, of: Mapping[str, Tensor]) -> Assembled:
+    """Returns outputs in the order of the problem."""
+    back = {dim: order.argsort() for dim, order in of.items()}
+    outputs = {output: _select(whole, output.dims, back) for output, whole in result.outputs.items()}
+    return replace(result, outputs=outputs)
+
+
+def _select(tensor: Tensor, dims: Dims, of: Mapping[str, Tensor]) -> Tensor:
+    for axis, dim in enumerate(dims):
+        if dim in of:
+            tensor = tensor.index_select(axis, of[dim])
+    return tensor
+
+
+@property(
+    "temperature",
+    applies=lambda candidate: candidate.starts_at.has_logits and candidate.spec.temperature is not None,
+    fits=lambda case: _hotter(case) is not None and case.bound.bound_spec.softcap is None,
+    remedy="divide the logits by the temperature, once, and their gradient by it, once",
+)
+def temperature(case: Case) -> Checked:
+    """Twice the logits at twice the temperature give the same."""
+    options, batch = _hotter(case), case.bound.batch
+    assert options is not None
+    doubled = {name: leaf * 2 if name != "weight" else leaf for name, leaf in batch.leaves.items()}
+    changed = replace(batch, leaves=doubled)
+    reference = _reference(case, changed, options)
+    result = case.whole(case.on_ranks(batch=lay_out(changed, case.problem), options=options))
+    outputs = {output: _times(whole, output) for output, whole in result.outputs.items()}
+    kept = case.kept({output: _times(whole, output) for output, whole in reference.items()})
+    return Checked(comparisons=case.judged(replace(result, outputs=outputs), among=kept))
+
+
+def _times(whole: Tensor, output: Output) -> Tensor:
+    """Doubles the gradient of what was doubled."""
+    return whole * 2 if output.kind == "gradient" and output.name != "weight" else whole
+
+
+def _hotter(case: Case) -> dict[str, Any] | None:
+    """Returns the options of a problem at twice the temperature; None if the candidate does not
+    support that.
+    """
+    spec, given = case.candidate.spec, case.problem.options
+    name = spec.temperature
+    if name is None or case.candidate.supported(name) is not ANY:
+        return None
+    hotter = {**given, name: 2.0 * case.bound.bound_spec.temperature}
+    allowed = next(option for option in spec.options if option.name == name).allows(hotter[name])
+    return hotter if allowed and not spec.conflict(hotter) else None
+
+
+def _reference(case: Case, batch: GlobalBatch, options: Mapping[str, Any]) -> Mapping[Output, Tensor]:
+    returned = case.result.outputs
+    return DenseRun(batch, case.problem.head).outputs(case.candidate.spec.bind(options).returning(returned))

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Properties of what is not differentiated: frozen inputs, and calls without gradients."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+
+from lossgate.cases.case import Case
+from lossgate.cases.rank_call import RankCall, RankOutputs
+from lossgate.properties.registry import Checked, property
+
+
+@property(
+    "frozen-inputs",
+    applies=lambda candidate: len(candidate.starts_at.leaves) > 1,
+    fits=lambda case: len(case.bound.batch.leaves) > 1,
+    runs=6,
+    remedy="look at ctx.needs_input_grad, and return None in place of a gradient that is not needed",
+)
+def frozen_inputs(case: Case) -> Checked:
+    """Inputs that need no gradient get none, and the gradients of the others stay right."""
+    gradients = case.candidate.starts_at.gradients(case.bound.batch.leaves)
+    comparisons = [
+        comparison
+        for trained in _subsets(tuple(gradients))
+        for comparison in case.judged(case.on_ranks(_Trained(trained)), [gradients[name] for name in trained])
+    ]
+    return Checked(comparisons=tuple(comparisons))
+
+
+def _subsets(leaves: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Yields the leaves that are trained: all subsets but none and all."""
+    for size in range(1, len(leaves)):
+        yield from combinations(leaves, size)
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """Calls a kernel of whose leaves only some are trained."""
+
+    leaves: tuple[str, ...]
+
+    def __call__(self, call: RankCall) -> RankOutputs:
+        call.replace(**{name: leaf.detach() for name, leaf in call.leaves.items() if name not in self.leaves})
+        outputs = call.forward()
+        call.backward(outputs)
+        return call.collect(outputs, leaves=self.leaves)
+
+
+@property(
+    "no-grad",
+    remedy="compute gradients only in backward, or where torch.is_grad_enabled(), and write to no .grad",
+)
+def no_grad(case: Case) -> Checked:
+    """Under torch.no_grad() all outputs are right, and no input gets a gradient."""
+    called = case.on_ranks(_without_grad)
+    with_gradient = dict.fromkeys(name for _, names in called for name in names)
+    comparisons = case.judged([outputs for outputs, _ in called], ())
+    return Checked(comparisons=comparisons, faults=tuple(f"{name} got a gradient" for name in with_gradient))
+
+
+def _without_grad(call: RankCall) -> tuple[RankOutputs, list[str]]:
+    with torch.no_grad():
+        outputs = call.forward(has_graph=False)
+    return call.collect(outputs, leaves=()), [name for name, leaf in call.leaves.items() if leaf.grad is not None]

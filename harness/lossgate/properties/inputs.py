@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Properties of the inputs: they stay as they are, and may lie in memory as they like."""
+
+import torch
+from torch import Tensor
+
+from lossgate.cases.assemble import equal
+from lossgate.cases.case import Case
+from lossgate.cases.rank_call import RankCall, RankOutputs
+from lossgate.properties.registry import Checked, property
+from lossgate.worlds.base import RankRaised
+
+
+@property(
+    "inputs-kept",
+    remedy="write to no tensor that was given: clone it, or use the operation without the trailing underscore",
+)
+def inputs_kept(case: Case) -> Checked:
+    """No input and no upstream gradient is written to."""
+    changed = dict.fromkeys(name for names in case.on_ranks(_names_of_changed) for name in names)
+    return Checked(faults=tuple(f"{name} was changed" for name in changed))
+
+
+def _names_of_changed(call: RankCall) -> list[str]:
+    outputs = call.forward()
+    roots = call.roots(outputs)
+    upstream = {name: call.upstream(name, root) for name, root in roots.items()}
+    given = {**call.tensors, **{f"the upstream gradient of {name}": one for name, one in upstream.items()}}
+    as_made = call.again().tensors
+    before = {name: as_made[name] if name in as_made else tensor.clone() for name, tensor in given.items()}
+    torch.autograd.backward([*roots.values()], [*upstream.values()])
+    return [name for name, tensor in given.items() if not _same(tensor, before[name])]
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and equal(one, other)
+
+
+@property(
+    "strided-inputs",
+    remedy="take strides into account, or call .contiguous() first",
+)
+def strided_inputs(case: Case) -> Checked:
+    """Inputs may be transposed, or slices of larger tensors."""
+    return Checked(comparisons=case.judged(case.on_ranks(_strided)))
+
+
+def _strided(call: RankCall) -> RankOutputs:
+    call.replace(**{name: _spread(tensor) for name, tensor in call.tensors.items() if tensor.dim()})
+    outputs = call.forward()
+    call.backward(outputs)
+    return call.collect(outputs)
+
+
+def _spread(tensor: Tensor) -> Tensor:
+    """Returns the same numbers in other strides: a matrix is transposed in memory, and with a gap
+    behind each column; of all else every second entry of a larger tensor is taken.
+    """
+    values = tensor.detach()
+    if tensor.dim() == 2:
+        rows, columns = tensor.shape
+        laid = values.new_zeros(columns, rows + 1).t()[:rows]
+    else:
+        laid = values.new_zeros(*tensor.shape[:-1], 2 * tensor.shape[-1])[..., ::2]
+    return laid.copy_(values).requires_grad_(tensor.requires_grad)
+
+
+@property(
+    "int32-ids",
+    applies=lambda candidate: candidate.tokens == "shard",
+    remedy="call .long() on ids, or refuse other dtypes by an error",
+)
+def int32_ids(case: Case) -> Checked:
+    """Ids in int32 give the same, or are refused by an error."""
+    try:
+        return Checked(comparisons=case.judged(case.on_ranks(_with_int32)))
+    except RankRaised:
+        return Checked()
+
+
+def _with_int32(call: RankCall) -> RankOutputs:
+    call.replace(**{name: tensor.int() for name, tensor in call.tensors.items() if _holds_ids(name, tensor, call)})
+    outputs = call.forward()
+    call.backward(outputs)
+    return call.collect(outputs)
+
+
+def _holds_ids(name: str, tensor: Tensor, call: RankCall) -> bool:
+    ids = ("labels", "input_ids", call.candidate.spec.gathered_ids)
+    return name in ids and tensor.dtype is torch.int64

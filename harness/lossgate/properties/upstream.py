@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Properties of the upstream gradient. That it counts at all is agreement's: there it is random."""
+
+from dataclasses import dataclass
+
+import torch
+
+from lossgate.cases.case import Case
+from lossgate.cases.rank_call import RankCall, RankOutputs
+from lossgate.properties.registry import Checked, property
+
+_FACTOR = -2.0
+"""Exact in every dtype. Problems in float16 leave room for it."""
+_UNDERFLOW = 1e-30
+"""Smaller differences may come from numbers below the least normal one of float32, which round
+otherwise when they are doubled."""
+
+
+@dataclass(frozen=True)
+class _Times:
+    """Calls a kernel with upstream gradients that are multiplied by a factor."""
+
+    factor: float
+    divided_by: float = 1.0
+
+    def __call__(self, call: RankCall) -> RankOutputs:
+        outputs = call.forward()
+        call.backward(outputs, self.factor)
+        return call.collect(outputs, self.divided_by)
+
+
+@property(
+    "upstream-scaled",
+    remedy="multiply what backward computes by the upstream gradient, whatever its sign and size",
+)
+def upstream_scaled(case: Case) -> Checked:
+    """Gradients are linear in the upstream gradient: -2 times it gives -2 times them."""
+    return Checked(comparisons=case.judged(case.on_ranks(_Times(_FACTOR, divided_by=_FACTOR))))
+
+
+@property(
+    "upstream-one",
+    applies=lambda candidate: candidate.differentiable == ("loss",),
+    fits=lambda case: case.world.repeatable and case.problem.dtype != "float16",
+    runs=2,
+    remedy="treat an upstream gradient of 1 as any other",
+)
+def upstream_one(case: Case) -> Checked:
+    """An upstream gradient of 1 gives exactly half of what 2 gives. Trainers give 1."""
+    one, two = (case.whole(case.on_ranks(_Of(size))).outputs for size in (1.0, 2.0))
+    faults: list[str] = []
+    for output in one:
+        if output.kind == "gradient" and output in two:
+            wrong = int(((2 * one[output] - two[output]).abs() > _UNDERFLOW).sum())
+            faults += [f"{output}: {wrong} of {one[output].numel()} entries are not half as large"] if wrong else []
+    return Checked(faults=tuple(faults))
+
+
+@dataclass(frozen=True)
+class _Of:
+    """Calls a kernel with an upstream gradient of some size."""
+
+    size: float
+
+    def __call__(self, call: RankCall) -> RankOutputs:
+        outputs = call.forward()
+        (loss,) = call.roots(outputs).values()
+        loss.backward(torch.full_like(loss, self.size))
+        return call.collect(outputs)
+
+
+@property(
+    "upstream-zero",
+    remedy="multiply by the upstream gradient last, and divide by nothing that comes from it",
+)
+def upstream_zero(case: Case) -> Checked:
+    """An upstream gradient of 0 gives gradients that are exactly 0."""
+    found = case.whole(case.on_ranks(_Times(0.0)))
+    faults = [
+        f"{output}: {int((whole != 0).sum())} of {whole.numel()} entries are not 0"
+        for output, whole in found.outputs.items()
+        if output.kind == "gradient" and bool((whole != 0).any())
+    ]
+    return Checked(faults=tuple(faults))

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each property has a kernel that breaks it, and nothing but what is named beside it."""
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+from lossgate import Layout
+from lossgate.bank.property_bugs import PROPERTY_BUGS, right
+from lossgate.cases.case import Case
+from lossgate.cases.placement import sample_problems
+from lossgate.declaration.candidate import Candidate
+from lossgate.engine.case_result import run_case
+from lossgate.problems.problem import Problem
+from lossgate.properties import PROPERTIES
+from lossgate.worlds.base import World
+
+PROBLEMS = 6
+MakeWorld = Callable[[str], World]
+
+
+@cache
+def problems(head: str, layout: Layout) -> list[Problem]:
+    """Returns problems of some tokens, the same for all kernels of a head."""
+    found = sample_problems(right(head), layout, "float32", 60, 3)
+    return [p for p in found if 8 < p.tokens < 100 and p.vocab > 2 and "none" not in p.masks][:PROBLEMS]
+
+
+def broken(
+    candidate: Candidate, layout: str, make_world: MakeWorld, *, agrees: bool = True
+) -> dict[str, tuple[str, ...]]:
+    """Returns the findings of each property that a kernel breaks on some problem.
+
+    Args:
+        candidate: the kernel.
+        layout: its ranks.
+        make_world: makes a world of them.
+        agrees: only problems count on which it agrees with the reference.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    counted, world = 0, make_world(layout)
+    for problem in problems(candidate.head, Layout.parse(layout)):
+        case = Case(candidate, problem, world)
+        if agrees and not run_case(case, PROPERTIES["agreement"]).agrees:
+            continue
+        counted += 1
+        for held_to in PROPERTIES.values():
+            if held_to.applies(candidate) and held_to.name not in found:
+                result = run_case(case, held_to)
+                if not result.agrees:
+                    found[held_to.name] = result.findings
+    assert counted, "it agrees on no problem"
+    return found
+
+
+def test_every_property_has_a_bug() -> None:
+    assert {"agreement", *PROPERTY_BUGS} == set(PROPERTIES)
+
+
+@pytest.mark.parametrize("layout", ["single", "dp=2"])
+@pytest.mark.parametrize("head", ["logits", "hidden", "logprobs"])
+def test_the_right_kernel_breaks_none(head: str, layout: str, make_world: MakeWorld) -> None:
+    assert broken(right(head), layout, make_world) == {}
+
+
+@pytest.mark.parametrize("name", PROPERTY_BUGS)
+def test_a_bug_breaks_its_property_and_those_that_it_names(name: str, make_world: MakeWorld) -> None:
+    bug = PROPERTY_BUGS[name]
+    agrees = "agreement" not in bug.also
+    found = broken(bug.candidate, bug.layout, make_world, agrees=agrees)
+    if agrees:
+        assert set(found) == {name, *bug.also}, found
+    else:  # then it breaks whatever compares with the reference
+        assert {name, "agreement"} <= set(found)
