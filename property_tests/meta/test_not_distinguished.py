@@ -17,8 +17,8 @@ from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.losses import SPECS
-from lossgate.reports.describe import print_not_distinguished
-from lossgate.reports.not_distinguished import HEADING, not_distinguished_lines
+from lossgate.reports.describe import print_remarks
+from lossgate.reports.remarks import NOT_DISTINGUISHED, remark_lines
 from lossgate.reports.shown_cell import of_result
 from lossgate.specs.option import Option
 
@@ -108,20 +108,20 @@ def test_only_choices_of_which_each_two_are_alike_stand_together() -> None:
 
 def test_the_same_choices_of_many_cells_are_told_once() -> None:
     cells = [(name, (EPSILON, "mode a and b")[: 1 + (name == "two")]) for name in ("one", "two", "two", "three")]
-    assert not_distinguished_lines(cells) == [
-        HEADING,
+    assert remark_lines(NOT_DISTINGUISHED, cells) == [
+        NOT_DISTINGUISHED,
         f"  {EPSILON}: 4 cells of one, two and three",
         "  mode a and b: 2 cells of two",
     ]
     assert (
-        not_distinguished_lines([*cells, ("four", (EPSILON,))])[1]
+        remark_lines(NOT_DISTINGUISHED, [*cells, ("four", (EPSILON,))])[1]
         == f"  {EPSILON}: 5 cells of one, two, three and 1 more"
     )
-    assert not_distinguished_lines([("one", ())]) == []
+    assert remark_lines(NOT_DISTINGUISHED, [("one", ())]) == []
 
 
 def test_they_stand_below_the_table() -> None:
     result = verified(supporting(epsilon=(0.0, 1e-8)))
     text = StringIO()
-    print_not_distinguished(Console(file=text, width=200, highlight=False), [of_result(result)])
-    assert text.getvalue() == f"{HEADING}\n  {EPSILON}: 1 cell of {result.cell.candidate.name}\n\n"
+    print_remarks(Console(file=text, width=200, highlight=False), [of_result(result)])
+    assert text.getvalue() == f"{NOT_DISTINGUISHED}\n  {EPSILON}: 1 cell of {result.cell.candidate.name}\n\n"

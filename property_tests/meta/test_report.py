@@ -16,7 +16,7 @@ from lossgate.evidence.records import CellKey, CellRecord, KnownFailureRecord, M
 from lossgate.evidence.sealed import seal
 from lossgate.reports.counted import counted
 from lossgate.reports.evidence_table import print_report
-from lossgate.reports.not_distinguished import HEADING
+from lossgate.reports.remarks import NOT_DISTINGUISHED
 from lossgate.reports.troubles import troubles
 from property_tests.meta.command_line import Done, Lossgate, in_a_process
 from property_tests.meta.made_evidence import cell, disagreeing, inconclusive, output, whole_run, write
@@ -290,7 +290,7 @@ def test_the_story_of_a_cell_has_all_that_is_known(folder: Path, lossgate: Lossg
 
 def test_choices_that_were_not_distinguished_stand_once_below_the_table(report: Callable[..., Done]) -> None:
     alike = [cell(dtype=dtype, not_distinguished=("mode a and b",)) for dtype in ("float32", "bfloat16")]
-    assert f"\n{HEADING}\n  mode a and b: 2 cells of nll\n\n" in report(alike).stdout
+    assert f"\n{NOT_DISTINGUISHED}\n  mode a and b: 2 cells of nll\n\n" in report(alike).stdout
 
 
 def test_the_exit_code_of_a_story_is_that_of_its_cells(report: Callable[..., Done]) -> None:

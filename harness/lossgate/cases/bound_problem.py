@@ -39,7 +39,7 @@ class BoundProblem:
         self.bound_spec = spec.bind(problem.options)
         self._references: dict[frozenset[Output], Mapping[Output, Tensor]] = {}
         self._mutated: dict[str, Mapping[Output, Tensor]] = {}
-        self._varied: dict[str, BoundProblem] = {}
+        self._derived: dict[str, BoundProblem] = {}
         self.tolerances: dict[Any, Tolerance] = {}
         """Those of outputs that are the same on every layout, kept by ``Oracle``."""
 
@@ -65,11 +65,19 @@ class BoundProblem:
             change: gets the batch, and returns another. Its counts and upstream gradients are made
                 anew.
         """
-        if name not in self._varied:
+
+        def make() -> BoundProblem:
             made = BoundProblem(self.spec, self.problem)
             made.unmasked = with_cotangents(self.spec.counted(change(self.batch)), self.problem, self.bound_spec)
-            self._varied[name] = made
-        return self._varied[name]
+            return made
+
+        return self.derived(name, make)
+
+    def derived(self, name: str, make: Callable[[], "BoundProblem"]) -> "BoundProblem":
+        """Returns another problem that is made of this one, once: other layouts need it, too."""
+        if name not in self._derived:
+            self._derived[name] = make()
+        return self._derived[name]
 
     @cached_property
     def coverage(self) -> frozenset[str]:

@@ -81,4 +81,6 @@ def _of_length(case: Case, length: int) -> Case:
     few = replace(
         problem, lengths=(length,) * group, masks=("all",) * group, forced_labels=(), outliers=(), label_boost=0.0
     )
-    return Case(case.candidate, few, case.world, BoundProblem(case.candidate.spec, few))
+    name = f"sequences of {length}, vocabulary {few.vocab}"
+    bound = case.bound.derived(name, lambda: BoundProblem(case.candidate.spec, few))
+    return Case(case.candidate, few, case.world, bound)

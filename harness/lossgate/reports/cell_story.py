@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lossgate.evidence.columns import largest_share
-from lossgate.evidence.records import CellRecord, OutputRecord
+from lossgate.evidence.records import CellRecord, OutputRecord, PropertyRecord
 from lossgate.evidence.summary import CellSummary
 from lossgate.reports.console import print_whole
 from lossgate.reports.counted import counted
@@ -115,5 +115,17 @@ def _sight(record: CellRecord) -> Iterator[str]:
     others = {"surviving": sorted(set(record.surviving) - set(record.equivalent)), "equivalent": record.equivalent}
     words = [f"; {word}: {', '.join(names)}" for word, names in others.items() if names]
     yield f"option mutants: {record.killed} killed{''.join(words)}"
+    yield from map(_of_property, record.properties)
     for name, numbers in record.resources.items():
         yield f"{name}: {', '.join(f'{what} {number:g}' for what, number in numbers.items())}"
+
+
+def _of_property(found: PropertyRecord) -> str:
+    """Returns what came of a property beside that of the cell."""
+    if found.exempt:
+        return f"property {found.name}: exempt, {found.exempt}"
+    if not found.problems:
+        return f"property {found.name}: no problem says anything about it"
+    margin = f", at most {share(inf if found.margin is None else found.margin)} of a limit" if found.comparisons else ""
+    word = "broken" if found.findings else "kept"
+    return f"property {found.name}: {word} on {counted(found.problems, 'problem')}{margin}, {found.seconds:.2g} s"

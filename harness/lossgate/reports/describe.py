@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describes a cell that does not agree, line by line."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 from rich.text import Text
 
-from lossgate.reports.not_distinguished import not_distinguished_lines
+from lossgate.reports.remarks import EXEMPT, NOT_DISTINGUISHED, remark_lines
 from lossgate.reports.shown_cell import ShownCell
 
 DESCRIBED = 3
@@ -42,13 +42,16 @@ def marked(cell: ShownCell) -> str:
     return f"[{cell.verdict.style}]{escape(str(cell.verdict))}[/]"
 
 
-def print_not_distinguished(console: Console, cells: Iterable[ShownCell]) -> None:
-    """Prints which choices no problem distinguished, the same ones of many cells once."""
-    lines = not_distinguished_lines((cell.candidate, cell.not_distinguished) for cell in cells)
-    for line in lines:
-        print_detail(console, escape(line), hanging=2)
-    if lines:
-        console.print()
+def print_remarks(console: Console, cells: Sequence[ShownCell]) -> None:
+    """Prints what was not seen in cells, and what they were not held to; the same of many cells
+    once.
+    """
+    not_distinguished = remark_lines(NOT_DISTINGUISHED, ((cell.candidate, cell.not_distinguished) for cell in cells))
+    for lines in (not_distinguished, remark_lines(EXEMPT, ((cell.candidate, cell.exempt) for cell in cells))):
+        for line in lines:
+            print_detail(console, escape(line), hanging=2)
+        if lines:
+            console.print()
 
 
 def print_detail(console: Console, line: str, hanging: int = 0) -> None:

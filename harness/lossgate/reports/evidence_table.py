@@ -12,7 +12,7 @@ from rich.text import Text
 from lossgate.evidence.gather import Gathered
 from lossgate.reports.console import print_whole
 from lossgate.reports.counted import counted
-from lossgate.reports.describe import DESCRIBED, describe, print_detail, print_not_distinguished
+from lossgate.reports.describe import DESCRIBED, describe, print_detail, print_remarks
 from lossgate.reports.printable import printable
 from lossgate.reports.run_lines import moment, run_lines
 from lossgate.reports.shown_cell import ShownCell, of_summary
@@ -38,7 +38,7 @@ def print_report(console: Console, gathered: Gathered, troubles: Sequence[str]) 
     print_runs(console, gathered)
     print_failures(console, cells)
     print_table(console, cells)
-    print_not_distinguished(console, cells)
+    print_remarks(console, cells)
     for line in _repeats(gathered):
         print_detail(console, escape(line))
     print_troubles(console, troubles)

@@ -11,7 +11,7 @@ from lossgate.evidence.records import CellKey
 from lossgate.gate.verdict import Blocker, GatedCell, GateVerdict, Kind
 from lossgate.reports.counted import counted
 from lossgate.reports.describe import print_detail, replay_line
-from lossgate.reports.gate_files.wording import not_distinguished_of, replay_of
+from lossgate.reports.gate_files.wording import remarks_of, replay_of
 from lossgate.reports.printable import printable
 
 _SHOWN = 3
@@ -68,7 +68,7 @@ def _lines(verdict: GateVerdict) -> Iterator[str]:
         by_kind[blocker.kind].append(blocker)
     for kind in sorted(by_kind, key=_ORDER.index):
         yield from _section(kind, by_kind[kind], replays)
-    yield from _alike(verdict)
+    yield from _remarks(verdict)
 
 
 def _word(cell: GatedCell) -> str:
@@ -99,11 +99,10 @@ def _section(kind: Kind, blockers: Sequence[Blocker], replays: dict[CellKey, str
         yield f"  and {more} more like {'this' if len(blockers) - more == 1 else 'these'}"
 
 
-def _alike(verdict: GateVerdict) -> Iterator[str]:
-    """Yields which choices no problem distinguished, after an empty line."""
-    for number, line in enumerate(not_distinguished_of(verdict)):
-        yield from () if number else ("",)
-        yield _text(line)
+def _remarks(verdict: GateVerdict) -> Iterator[str]:
+    """Yields what was not seen, and what candidates were not held to, after empty lines."""
+    for lines in remarks_of(verdict):
+        yield from ("", *map(_text, lines)) if lines else ()
 
 
 def _by_cell(blockers: Sequence[Blocker]) -> list[list[Blocker]]:

@@ -67,6 +67,8 @@ class ShownCell:
     """Lines in words, why the verdict is not AGREE."""
     not_distinguished: tuple[str, ...] = ()
     """Choices of options that no problem distinguished."""
+    exempt: tuple[str, ...] = ()
+    """The properties from which the candidate is exempt, and why."""
     problems: int
     comparisons: int
     margin: float
@@ -108,6 +110,7 @@ def of_result(result: CellResult, replay: str | None = None) -> ShownCell:
         verdict=_verdict(result.verdict.value, result.expected, known),
         reasons=_lines(result.reasons),
         not_distinguished=_lines(result.not_distinguished),
+        exempt=tuple(printable(f"{one.name}: {one.exempt}") for one in result.properties if one.exempt),
         problems=len(result.cases),
         comparisons=result.comparisons,
         margin=result.margin,
@@ -134,6 +137,7 @@ def of_summary(summary: CellSummary) -> ShownCell:
         verdict=_verdict(summary.verdict, summary.expected, printable(known.name) if known else None),
         reasons=_lines(summary.reasons),
         not_distinguished=_lines(summary.not_distinguished),
+        exempt=tuple(printable(f"{name}: {why}") for name, why in summary.exempt),
         problems=summary.problems,
         comparisons=summary.comparisons,
         margin=summary.margin,

@@ -13,7 +13,7 @@ from lossgate.engine.cell import CellResult
 from lossgate.engine.events import CellFinished, Event, RunStarted
 from lossgate.reports.console import make_console, print_whole
 from lossgate.reports.counted import counted
-from lossgate.reports.describe import DESCRIBED, describe, marked, print_detail, print_not_distinguished
+from lossgate.reports.describe import DESCRIBED, describe, marked, print_detail, print_remarks
 from lossgate.reports.failures import FailureFiles
 from lossgate.reports.shown_cell import ShownCell, of_result
 from lossgate.reports.verdict_table import percent, share, summary, verdict_table
@@ -42,7 +42,7 @@ class Terminal:
             self.close()
             cells = [of_result(result) for result in event.results]
             print_whole(self.console, verdict_table(cells))
-            print_not_distinguished(self.console, cells)
+            print_remarks(self.console, cells)
             self.console.print(summary(cells))
             if event.stopped:
                 self.console.print(f"[bold]stopped:[/] {escape(event.stopped)}", soft_wrap=True)

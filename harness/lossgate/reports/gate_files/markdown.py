@@ -12,7 +12,7 @@ from itertools import chain
 from lossgate.gate.verdict import Blocker, Digested, GatedCell, GateVerdict, Kind
 from lossgate.reports.gate_files.kinds import MEANINGS
 from lossgate.reports.gate_files.page import Page, code, code_block
-from lossgate.reports.gate_files.wording import in_words, not_distinguished_of
+from lossgate.reports.gate_files.wording import in_words, remarks_of
 from lossgate.reports.plain import one_line
 
 MARKER = "<!-- lossgate gate -->"
@@ -38,7 +38,9 @@ def markdown(verdict: GateVerdict, *, limit: int = 65_000) -> str:
     rest = chain.from_iterable(blockers[_OF_A_KIND:] for blockers in by_kind.values())
     page.section(*_folded("All other reasons", (f"- {b.kind}: {_item(b)[2:]}" for b in rest)))
     page.section(*_folded("Excused known failures", map(_excused, (c for c in verdict.cells if c.excused))))
-    page.section(*_folded("Choices of options that were not distinguished", _alike(verdict)))
+    not_distinguished, exempt = remarks_of(verdict)
+    page.section(*_folded("Choices of options that were not distinguished", _listed(not_distinguished)))
+    page.section(*_folded("Properties to which candidates are not held, as they declare", _listed(exempt)))
     page.section(*_folded("Policy, evidence and versions", _inputs(verdict)))
     return page.text()
 
@@ -91,8 +93,8 @@ def _excused(cell: GatedCell) -> str:
     return f"- {code(str(cell.key))}: {code(cell.excused)}\n"
 
 
-def _alike(verdict: GateVerdict) -> Iterator[str]:
-    for line in not_distinguished_of(verdict)[1:]:
+def _listed(remarks: Sequence[str]) -> Iterator[str]:
+    for line in remarks[1:]:
         yield f"- {code(one_line(line.strip(), _LONGEST_MESSAGE))}\n"
 
 

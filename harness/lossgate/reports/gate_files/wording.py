@@ -2,11 +2,12 @@
 """What all files say about a verdict: its sentence, and its blockers by cell."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from lossgate.evidence.records import CellKey
+from lossgate.evidence.summary import CellSummary
 from lossgate.gate.verdict import Blocker, GatedCell, GateVerdict
-from lossgate.reports.not_distinguished import not_distinguished_lines
+from lossgate.reports.remarks import EXEMPT, NOT_DISTINGUISHED, remark_lines
 
 
 def in_words(verdict: GateVerdict) -> str:
@@ -49,19 +50,31 @@ def replay_of(cell: GatedCell | None) -> str:
     return failure.replay or "" if failure is not None else ""
 
 
-def not_distinguished_of(verdict: GateVerdict) -> list[str]:
-    """Returns a heading and lines about choices that are not distinguished; nothing if all are."""
+def remarks_of(verdict: GateVerdict) -> list[list[str]]:
+    """Returns two groups of lines, each a heading and what follows it: choices that are not
+    distinguished, and properties to which candidates are not held. A group may be empty.
+    """
     summaries = [cell.summary for cell in verdict.cells if cell.summary is not None]
-    return not_distinguished_lines((one.key.candidate, one.not_distinguished) for one in summaries)
+    not_distinguished = ((one.key.candidate, one.not_distinguished) for one in summaries)
+    exempt = ((one.key.candidate, tuple(f"{name}: {why}" for name, why in one.exempt)) for one in summaries)
+    return [remark_lines(NOT_DISTINGUISHED, not_distinguished), remark_lines(EXEMPT, exempt)]
 
 
 def note(cell: GatedCell) -> str:
-    """Returns why a cell without blockers passes although it does not agree, or which choices of
-    options were not distinguished in one that does; empty if all were.
+    """Returns why a cell without blockers passes although it does not agree; or, of one that does,
+    which choices of options were not distinguished, and to which properties it was held.
     """
     if cell.excused:
         return f"excused by a known failure: {cell.excused}"
     if cell.verdict == "AGREE":
-        alike = cell.summary.not_distinguished if cell.summary is not None else ()
-        return f"not distinguished: {'; '.join(alike)}" if alike else ""
+        return "" if cell.summary is None else "\n".join(_seen(cell.summary))
     return f"{cell.verdict}, but no rule of the policy asks for this cell"
+
+
+def _seen(summary: CellSummary) -> Iterator[str]:
+    if summary.not_distinguished:
+        yield f"not distinguished: {'; '.join(summary.not_distinguished)}"
+    if summary.kept:
+        yield f"keeps: {', '.join(summary.kept)}"
+    if summary.exempt:
+        yield f"exempt: {'; '.join(f'{name}: {why}' for name, why in summary.exempt)}"

@@ -9,7 +9,15 @@ from typing import Any
 
 import msgspec
 
-from lossgate.evidence.records import CellRecord, Failure, OutputRecord, PooledRecord, RunRecord, WorstExample
+from lossgate.evidence.records import (
+    CellRecord,
+    Failure,
+    OutputRecord,
+    PooledRecord,
+    PropertyRecord,
+    RunRecord,
+    WorstExample,
+)
 from lossgate.evidence.summary import CellSummary
 from lossgate.reports.page.entries import Entry
 from lossgate.reports.page.histograms import histograms_of
@@ -88,6 +96,7 @@ class Details:
             "surviving": self._all(goal for goal in record.surviving if goal not in record.equivalent),
             "equivalent": self._all(record.equivalent),
             "alike": self._all(record.not_distinguished),
+            "properties": [self._property(held_to) for held_to in record.properties],
             "worst": [self._worst(worst) for worst in record.worst],
             "resources": {name: dict(sorted(numbers.items())) for name, numbers in sorted(record.resources.items())},
             "mde": _short(record.mde),
@@ -128,6 +137,18 @@ class Details:
             self._all(output.faults),
             [[self._text(name), share] for name, share in output.planted.items() if share < 1],
             self._all(output.blind),
+        ]
+
+    def _property(self, found: PropertyRecord) -> list[Any]:
+        """Returns name, problems, comparisons, margin, seconds, findings, remedy and exemption."""
+        texts = self._all(found.findings), self._text(found.remedy), self._text(found.exempt)
+        return [
+            self._text(found.name),
+            found.problems,
+            found.comparisons,
+            _short(found.margin),
+            _short(found.seconds),
+            *texts,
         ]
 
     def _coverage(self, record: CellRecord) -> Iterator[list[int]]:

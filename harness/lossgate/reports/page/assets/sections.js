@@ -170,6 +170,22 @@ function worstSection({ details: { worst } }) {
       folded(make('span', {}, 'the problem of ', quote(`${text(output)}, ${text(statistic)}`)), problemText(problem))));
 }
 
+function propertiesSection({ details: { properties } }) {
+  if (!properties) return null;
+  const broken = properties.filter((held) => held[5].length);
+  const sentence = broken.length
+    ? `${counted(broken.length, 'property is', 'properties are')} broken.`
+    : 'Every property that was checked is kept.';
+  const rows = properties.map(([name, problems, comparisons, margin, seconds, findings, , exempt]) => {
+    const state = text(exempt) ? `exempt: ${text(exempt)}` : findings.length ? 'broken' : problems ? 'kept' : 'no problem says anything';
+    return [text(name), state, problems, comparisons, comparisons ? number(margin) : '', number(seconds)];
+  });
+  return section('Properties beside agreement', make('p', {}, sentence),
+    broken.map(([name, , , , , findings, remedy]) => [make('h4', {}, quote(text(name))), points(texts(findings)),
+      text(remedy) ? make('p', {}, `What to do: ${text(remedy)}.`) : null]),
+    folded('all properties', table(['property', 'state', '#problems', '#comparisons', '#worst share of a limit', '#seconds'], rows)));
+}
+
 function resourcesSection({ details: { resources } }) {
   if (!resources) return null;
   const rows = Object.entries(resources).flatMap(([name, numbers]) =>
@@ -224,5 +240,5 @@ function originSection({ details, spec }) {
 
 const SECTIONS = [
   reasonsSection, knownSection, causesSection, failureSection, pooledSection, trendSection, errorsSection, coverageSection,
-  mutantsSection, worstSection, resourcesSection, originSection,
+  mutantsSection, propertiesSection, worstSection, resourcesSection, originSection,
 ];
