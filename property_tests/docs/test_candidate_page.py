@@ -68,16 +68,19 @@ def test_defaults_of_the_contract() -> None:
 
 
 def test_profiles() -> None:
-    columns = ("examples", "rounds", "ranks", "jobs")
+    columns = ("examples", "rounds", "ranks", "jobs", "property_problems")
     rows = table("profile", *(f"`{name}`" for name in columns))
     stated = {row[0].split()[0].strip("`"): [int(number) for number in row[1:]] for row in rows}
     assert stated == {name: [getattr(profile, c) for c in columns] for name, profile in PROFILES.items()}
 
 
+_NOT_STATED = ("layouts", "dtypes", "sizes", "properties", "property_problems")
+
+
 def test_settings_that_are_the_same_in_every_profile() -> None:
     (block,) = re.findall(r"```toml\n(.*?)```", TEXT, flags=re.DOTALL)
     stated = dict(re.findall(r'^(\w+) = "?([\w.]+)"?', block, flags=re.MULTILINE))
-    named = {f.name: f.default for f in fields(Settings) if f.name not in ("layouts", "dtypes", "sizes")}
+    named = {f.name: f.default for f in fields(Settings) if f.name not in _NOT_STATED}
     assert Settings(sizes=tuple(tomllib.loads(block)["tool"]["lossgate"]["profiles"]["ci"]["sizes"])).sizes
     assert list(stated) == ["seed", *(name for name in stated if name != "seed")]
     assert stated.keys() == named.keys()
