@@ -77,7 +77,7 @@ class Settings:
 
 PROFILES: Mapping[str, Settings] = {
     "dev": Settings(),
-    "ci": Settings(examples=12, rounds=8, ranks=8, jobs=0),
+    "ci": Settings(examples=12, rounds=8, ranks=8, jobs=0, property_problems=1),
     "nightly": Settings(examples=100, ranks=16, jobs=0, property_problems=8),
     "release": Settings(examples=300, ranks=16, jobs=0, property_problems=20),
 }
