@@ -12,11 +12,11 @@ from rich.console import Console
 
 from lossgate.evidence.gather import gather
 from lossgate.evidence.pattern import matches
-from lossgate.evidence.records import CellKey, CellRecord, KnownFailureRecord, Matrix, Record
+from lossgate.evidence.records import CellKey, CellRecord, KnownFailureRecord, Matrix, PropertyRecord, Record
 from lossgate.evidence.sealed import seal
 from lossgate.reports.counted import counted
 from lossgate.reports.evidence_table import print_report
-from lossgate.reports.remarks import NOT_DISTINGUISHED
+from lossgate.reports.remarks import EXEMPT, NOT_DISTINGUISHED
 from lossgate.reports.troubles import troubles
 from property_tests.meta.command_line import Done, Lossgate, in_a_process
 from property_tests.meta.made_evidence import cell, disagreeing, inconclusive, output, whole_run, write
@@ -291,6 +291,12 @@ def test_the_story_of_a_cell_has_all_that_is_known(folder: Path, lossgate: Lossg
 def test_choices_that_were_not_distinguished_stand_once_below_the_table(report: Callable[..., Done]) -> None:
     alike = [cell(dtype=dtype, not_distinguished=("mode a and b",)) for dtype in ("float32", "bfloat16")]
     assert f"\n{NOT_DISTINGUISHED}\n  mode a and b: 2 cells of nll\n\n" in report(alike).stdout
+
+
+def test_properties_to_which_candidates_are_not_held_stand_once_below_the_table(report: Callable[..., Done]) -> None:
+    held = (PropertyRecord(name="no-grad", problems=0, exempt="it is for training"),)
+    exempt = [cell(dtype=dtype, properties=held) for dtype in ("float32", "bfloat16")]
+    assert f"\n{EXEMPT}\n  no-grad: it is for training: 2 cells of nll\n\n" in report(exempt).stdout
 
 
 def test_the_exit_code_of_a_story_is_that_of_its_cells(report: Callable[..., Done]) -> None:

@@ -15,7 +15,8 @@ CRASH = "Crash"
 
 def case_of_crash(died: ChildDied, problem: Problem) -> CaseResult:
     """Returns what came of the case that a process died of."""
-    finding = f"CRASH: the process that ran the candidate {died.how}"
+    of = "" if died.held_to == "agreement" else f"property {died.held_to}: "
+    finding = f"{of}CRASH: the process that ran the candidate {died.how}"
     return CaseResult(problem=problem, findings=(finding,), failure=CRASH, held_to=died.held_to)
 
 

@@ -124,6 +124,12 @@ def test_a_cell_says_which_choices_were_not_distinguished() -> None:
     assert cell.text == "not distinguished: mode a and b; epsilon 0 and 1"
 
 
+def test_a_cell_says_to_which_properties_it_was_held() -> None:
+    kept = summary(key(), kept=("no-grad", "microbatches"), exempt=(("masked-nan", "it multiplies"),))
+    _, cell = ET.fromstring(junit_xml(verdict([GatedCell(key=key(), summary=kept)]))).iter("system-out")
+    assert cell.text == "keeps: no-grad, microbatches\nexempt: masked-nan: it multiplies"
+
+
 def test_a_cell_that_nobody_asks_for_says_so() -> None:
     gate, cell = tree(VERDICTS["open, with a cell that nobody asks for"]).iter("system-out")
     assert gate.text == "The gate is open: 2 cells"

@@ -141,6 +141,14 @@ def test_choices_that_were_not_distinguished_are_listed() -> None:
     assert "- `mode a and b: 2 cells of x and y`\n" in markdown(verdict(cells))
 
 
+def test_properties_to_which_candidates_are_not_held_are_listed() -> None:
+    excused_of = (("masked-nan", "it multiplies"),)
+    cells = [GatedCell(key=key(name), summary=summary(key(name), exempt=excused_of)) for name in "xy"]
+    text = markdown(verdict(cells))
+    assert "Properties to which candidates are not held, as they declare" in text
+    assert "- `masked-nan: it multiplies: 2 cells of x and y`\n" in text
+
+
 @pytest.mark.parametrize("limit", [2_000, 4_000, 10_000, 65_000])
 def test_the_comment_is_not_longer_than_its_limit(limit: int) -> None:
     for judged in (many(3_000), hostile(), verdict(blocked(key(f"😀{n}"), Kind.WEAK, "😀" * 400) for n in range(90))):

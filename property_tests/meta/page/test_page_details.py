@@ -9,7 +9,7 @@ import pytest
 
 from lossgate.evidence.gather import Gathered
 from lossgate.evidence.reader import Where
-from lossgate.evidence.records import CellRecord, OutputRecord, PooledRecord, WorstExample
+from lossgate.evidence.records import CellRecord, OutputRecord, PooledRecord, PropertyRecord, WorstExample
 from lossgate.evidence.summary import summarize
 from lossgate.gate.cells import CellJudge, Need
 from lossgate.gate.rules import EvidenceRules, Policy
@@ -96,6 +96,11 @@ def test_all_that_a_record_says_is_shown() -> None:
         equivalent=("beta",),
         not_distinguished=("beta 0 and 1",),
         worst=(WorstExample(output="loss", statistic="noise", value=2.0, limit=4.0, problem={"seed": 1}),),
+        properties=(
+            PropertyRecord(name="no-grad", problems=2, comparisons=3, margin=0.5, seconds=0.25),
+            PropertyRecord(name="masked-nan", problems=1, findings=("wrong",)),
+            PropertyRecord(name="int32-ids", problems=0, exempt="it has none"),
+        ),
         resources={"rank 0": {"peak bytes": 5.0}},
         known_failure=known(expected=True),
     )
@@ -117,6 +122,11 @@ def test_all_that_a_record_says_is_shown() -> None:
     ]
     assert shown["outputs"][0][1] == [3, 0.01, 1.235e-6]
     assert [(*texts([name]), share) for name, share in shown["outputs"][0][4]] == [("zero", 0.5)]
+    assert [(*texts([name]), *numbers, *texts([exempt])) for name, *numbers, exempt in shown["properties"]] == [
+        ("no-grad", 2, 3, 0.5, 0.25, 0, ""),
+        ("masked-nan", 1, 0, 0.0, 0.0, 1, ""),
+        ("int32-ids", 0, 0, 0.0, 0.0, 0, "it has none"),
+    ]
     assert shown["resources"] == {"rank 0": {"peak bytes": 5.0}}
     assert texts([shown["known"][0]]) == ["torch-2"]
     assert kept.problems.values[shown["worst"][0][-1]] == {"seed": 1}
@@ -126,7 +136,7 @@ def test_all_that_a_record_says_is_shown() -> None:
 
 def test_what_is_empty_is_left_out() -> None:
     shown, _ = opened(page(record()))
-    assert not {"reasons", "faults", "failure", "trend", "blockers", "worst", "resources"} & shown.keys()
+    assert not {"reasons", "faults", "failure", "trend", "blockers", "worst", "properties", "resources"} & shown.keys()
 
 
 def test_a_cell_of_which_only_a_summary_is_left_has_reasons_and_failure() -> None:

@@ -2,6 +2,7 @@
 """Drives the page in Chromium, as a reader does with mouse, keyboard and phone."""
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from page import browser_flags, find_browser
 from playwright.sync_api import Browser, Locator, sync_playwright
 from playwright.sync_api import Page as Tab
 
-from lossgate.evidence.records import CellRecord, OutputRecord
+from lossgate.evidence.records import CellRecord, OutputRecord, PropertyRecord
 from lossgate.gate.verdict import Kind
 from lossgate.reports.page.page import Page
 from lossgate.reports.page.render import render_page
@@ -372,6 +373,27 @@ def test_a_cell_that_fails_says_each_thing_once(desk: Desk, real: Sequence[CellR
     ):
         assert sentence in said
     assert ", limit \u00b1" in reader.tab.locator("#cell").text_content()
+
+
+def test_a_cell_tells_to_which_properties_it_was_held(desk: Desk) -> None:
+    held = (
+        PropertyRecord(name="no-grad", problems=2, seconds=0.25),
+        PropertyRecord(name="masked-nan", problems=1, findings=("wrong",)),
+        PropertyRecord(name="idle-rank", problems=0),
+        PropertyRecord(name="int32-ids", problems=0, exempt="it has none"),
+    )
+    reader = desk.open(page(record(verdict="DISAGREE", reasons=("property masked-nan: wrong",), properties=held)))
+    reader.tab.locator("#matrix td > button").first.click()
+    reader.tab.get_by_text("all properties").click()
+    said = reader.tab.locator("#cell").inner_text()
+    assert "Broken: masked-nan." in said
+    for row in (
+        ("no-grad", "kept"),
+        ("masked-nan", "broken"),
+        ("idle-rank", "no problem says anything about it"),
+        ("int32-ids", "exempt: it has none"),
+    ):
+        assert re.search(r"\s+".join(map(re.escape, row)), said)
 
 
 def test_words_in_tables_do_not_break_on_a_phone(desk: Desk, report: Page) -> None:

@@ -140,16 +140,11 @@ class Details:
         ]
 
     def _property(self, found: PropertyRecord) -> list[Any]:
-        """Returns name, problems, comparisons, margin, seconds, findings, remedy and exemption."""
-        texts = self._all(found.findings), self._text(found.remedy), self._text(found.exempt)
-        return [
-            self._text(found.name),
-            found.problems,
-            found.comparisons,
-            _short(found.margin),
-            _short(found.seconds),
-            *texts,
-        ]
+        """Returns name, problems, comparisons, margin, seconds, whether it is broken, and why the
+        candidate is exempt. The findings are among the reasons.
+        """
+        numbers = found.problems, found.comparisons, _short(found.margin), _short(found.seconds)
+        return [self._text(found.name), *numbers, int(bool(found.findings)), self._text(found.exempt)]
 
     def _coverage(self, record: CellRecord) -> Iterator[list[int]]:
         """Yields each goal, how many problems reach it, and whether it is required."""

@@ -172,18 +172,15 @@ function worstSection({ details: { worst } }) {
 
 function propertiesSection({ details: { properties } }) {
   if (!properties) return null;
-  const broken = properties.filter((held) => held[5].length);
-  const sentence = broken.length
-    ? `${counted(broken.length, 'property is', 'properties are')} broken.`
-    : 'Every property that was checked is kept.';
-  const rows = properties.map(([name, problems, comparisons, margin, seconds, findings, , exempt]) => {
-    const state = text(exempt) ? `exempt: ${text(exempt)}` : findings.length ? 'broken' : problems ? 'kept' : 'no problem says anything';
+  const broken = properties.filter((held) => held[5]).map((held) => text(held[0]));
+  const sentence = broken.length ? `Broken: ${broken.join(', ')}.` : 'Every property that was checked is kept.';
+  const rows = properties.map(([name, problems, comparisons, margin, seconds, isBroken, exempt]) => {
+    const kept = problems ? 'kept' : 'no problem says anything about it';
+    const state = isBroken ? 'broken' : text(exempt) ? `exempt: ${text(exempt)}` : kept;
     return [text(name), state, problems, comparisons, comparisons ? number(margin) : '', number(seconds)];
   });
-  return section('Properties beside agreement', make('p', {}, sentence),
-    broken.map(([name, , , , , findings, remedy]) => [make('h4', {}, quote(text(name))), points(texts(findings)),
-      text(remedy) ? make('p', {}, `What to do: ${text(remedy)}.`) : null]),
-    folded('all properties', table(['property', 'state', '#problems', '#comparisons', '#worst share of a limit', '#seconds'], rows)));
+  return section('Properties beside agreement', make('p', {}, quote(sentence)),
+    folded('all properties', table(['property', 'state', '#problems', '#compared', '#share of a limit', '#seconds'], rows)));
 }
 
 function resourcesSection({ details: { resources } }) {
