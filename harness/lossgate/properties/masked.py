@@ -26,7 +26,6 @@ _ABSENT = -100
 
 @property(
     "masked-values",
-    fits=lambda case: _some_masked(case),
     remedy="select before computing: torch.where(mask, x, 0.0), because 0 * inf is NaN",
 )
 def masked_values(case: Case) -> Checked:
@@ -39,7 +38,7 @@ def masked_values(case: Case) -> Checked:
 
 @property(
     "masked-nan",
-    fits=lambda case: _some_masked(case) and case.placed.batch is not _with_nan(case.candidate.spec, case.placed.batch),
+    fits=lambda case: case.placed.batch is not _with_nan(case.candidate.spec, case.placed.batch),
     remedy="select before computing: torch.where(mask, x, 0.0), because 0 * NaN is NaN",
 )
 def masked_nan(case: Case) -> Checked:
@@ -49,8 +48,8 @@ def masked_nan(case: Case) -> Checked:
 
 @property(
     "masked-ids",
-    applies=lambda candidate: "labels" in candidate.spec.inputs[candidate.head].__dataclass_fields__,
-    fits=lambda case: _some_masked(case) and case.world.repeatable,
+    applies=lambda candidate: candidate.starts_at.has_logits,
+    fits=lambda case: case.world.repeatable,
     remedy="set labels to a valid id where mask is false, before indexing with them",
 )
 def masked_ids(case: Case) -> Checked:
@@ -67,10 +66,6 @@ def _poisoned(
     """Compares a call with changed numbers where nothing counts, padding included."""
     ranks = case.on_ranks(batch=change(case.candidate.spec, case.placed.batch))
     return Checked(comparisons=case.judged(ranks, among=among))
-
-
-def _some_masked(case: Case) -> bool:
-    return any(bool(away.any()) for away in untrained(case.candidate.spec, case.placed.batch.known).values())
 
 
 def _kept(case: Case, name: str, change: Callable[[Spec, GlobalBatch], GlobalBatch]) -> list[Output]:
