@@ -20,6 +20,7 @@ from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate
 from lossgate.errors import UsageError
 from lossgate.judge.comparison import Comparison
+from lossgate.layout import Axis
 from lossgate.numerics.threads import all_cores
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Partition
@@ -43,7 +44,15 @@ class Case:
         UsageError: if the problem is for another spec, head, dtype or layout.
     """
 
-    def __init__(self, candidate: Candidate, problem: Problem, world: World, bound: BoundProblem | None = None) -> None:
+    def __init__(
+        self,
+        candidate: Candidate,
+        problem: Problem,
+        world: World,
+        bound: BoundProblem | None = None,
+        *,
+        also_over: Collection[Axis] = (),
+    ) -> None:
         """Binds a problem.
 
         Args:
@@ -51,8 +60,10 @@ class Case:
             problem: with its layout.
             world: where the ranks run.
             bound: the problem without its layout, if somebody has bound it already.
+            also_over: axes over which the world splits the problem although the candidate does not
+                declare them, because its ranks do the work of several.
         """
-        _check_fit(candidate, problem, world)
+        _check_fit(candidate, problem, world, {*candidate.axes, *also_over})
         self.candidate, self.problem, self.world = candidate, problem, world
         self.bound = bound or BoundProblem(candidate.spec, problem)
         self.placed = PlacedProblem(self.bound, problem)
@@ -214,7 +225,7 @@ def same_bits(one: Tensor, other: Tensor | None) -> bool:
     return other is not None and one.shape == other.shape and equal(one, other)
 
 
-def _check_fit(candidate: Candidate, problem: Problem, world: World) -> None:
+def _check_fit(candidate: Candidate, problem: Problem, world: World, axes: Collection[Axis]) -> None:
     """Refuses a problem that the candidate was not declared for, or a world of other ranks."""
     who = f"candidate {candidate.name!r}"
     for what, own, needed in (("spec", candidate.spec.name, problem.spec), ("head", candidate.head, problem.head)):
@@ -227,7 +238,7 @@ def _check_fit(candidate: Candidate, problem: Problem, world: World) -> None:
             f"{who} takes {', '.join(candidate.dtypes)}, and the problem is in {problem.dtype}; "
             f"choose a candidate that takes {problem.dtype}"
         )
-    if extra := [axis for axis in problem.layout.axes if axis not in candidate.axes]:
+    if extra := [axis for axis in problem.layout.axes if axis not in axes]:
         raise UsageError(
             f"{who} is not sharded over {', '.join(extra)}, and the problem's layout is {problem.layout}; "
             f"declare axes={(*candidate.axes, *extra)!r} or choose another candidate"

@@ -31,8 +31,7 @@ def microbatches(case: Case) -> Checked:
     """Losses, gradients and metrics of the microbatches of a batch add up to those of the batch."""
     layout = case.problem.layout
     several = replace(case.problem, layout=Layout(layout.dp * _AT_ONCE, layout.cp, layout.tp))
-    axes = case.candidate.axes if "dp" in case.candidate.axes else ("dp", *case.candidate.axes)
-    in_turn = Case(replace(case.candidate, axes=axes), several, _InTurn(case.world, several.layout), case.bound)
+    in_turn = Case(case.candidate, several, _InTurn(case.world, several.layout), case.bound, also_over=("dp",))
     return Checked(comparisons=in_turn.comparisons)
 
 
