@@ -2,11 +2,13 @@
 """Each property has a kernel that breaks it, and nothing but what is named beside it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
 from lossgate import Layout
+from lossgate.bank.cross_entropy import STYLES, make
 from lossgate.bank.property_bugs import PROPERTY_BUGS, right
 from lossgate.cases.case import Case
 from lossgate.cases.placement import sample_problems
@@ -73,3 +75,13 @@ def test_a_bug_breaks_its_property_and_those_that_it_names(name: str, make_world
         assert set(found) == {name, *bug.also}, found
     else:  # then it breaks whatever compares with the reference
         assert {name, "agreement"} <= set(found)
+
+
+@pytest.mark.parametrize("name", ["same-call-twice", "after-another-shape"])
+def test_calls_that_add_up_in_another_order_are_judged(name: str, make_world: MakeWorld) -> None:
+    """Each collective has another order, so that the same call has other bits after another one."""
+    kernel, world = make(STYLES["float32"][0]), make_world("tp=4")
+    found = [replace(p, reduction_order="permuted") for p in sample_problems(kernel, world.layout, "float32", 12, 0)]
+    results = [run_case(Case(kernel, problem, world), PROPERTIES[name]) for problem in found]
+    assert [result.findings for result in results] == [()] * len(found)
+    assert any(result.comparisons for result in results)
