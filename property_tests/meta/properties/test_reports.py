@@ -34,6 +34,13 @@ def excused(inputs, options, mesh):
 def two(inputs, options, mesh):
     return kernel(inputs) * (1 if torch.is_grad_enabled() else 2) * (1 if inputs.mask.is_contiguous() else 2)
 
+CALLS = []
+
+@declare("late")
+def late(inputs, options, mesh):
+    CALLS.append(1)
+    return kernel(inputs) * (1 if torch.is_grad_enabled() or len(CALLS) < 50 else 2)
+
 @declare("aborts")
 def aborts(inputs, options, mesh):
     if not torch.is_grad_enabled():
@@ -126,6 +133,16 @@ def test_what_a_candidate_is_exempt_from_stands_below_the_table(verify: Verify) 
         "  masked-nan: it multiplies by the mask: 1 cell of excused",
         "",
     ]
+
+
+def test_a_property_that_a_fresh_process_keeps_is_told_as_that(verify: Verify) -> None:
+    first, second, remedy = story(verify("late"))[1:4]
+    assert first.startswith("  property no-grad: loss: 2 times the reference")
+    assert second == (
+        "  property no-grad: wrong only after other calls in the same process: in a fresh process this problem agreed "
+        "in 20 of 20 calls, as its replay will"
+    )
+    assert remedy.startswith("  to do: compute gradients only in backward")
 
 
 def test_a_crash_names_the_property_that_met_it(verify: Verify, folder: Path) -> None:
