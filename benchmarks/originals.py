@@ -32,7 +32,6 @@ from typing import Any
 import tiled as heads
 import torch
 import torch.distributed as dist
-from observers import Made
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -49,6 +48,7 @@ from fused_losses import (
     vocab_parallel_logprobs,
 )
 from lossgate import Layout
+from lossgate.observe import MemoryWatch
 from lossgate.worlds import RankContext, SimulatedWorld
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -131,9 +131,9 @@ def peak_mib(way: Way, batch: Batch) -> float:
     """Returns the MiB that live at the peak of a step, without its inputs."""
     batch.hidden.grad = batch.head.weight.grad = None
     if DEVICE == "cpu":
-        with Made() as made:
+        with MemoryWatch() as made:
             step(way, batch)
-        return made.peak / MIB
+        return made.peak_bytes / MIB
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     step(way, batch)
@@ -329,9 +329,9 @@ CONTEXT_PARALLEL: dict[str, Way] = {
 def cp(sizes: Sizes, repeats: int) -> Figures:
     """Compares what ranks make and send in SFT; times of simulated ranks would mean nothing."""
 
-    def on_rank(context: RankContext, way: Way) -> tuple[Made, Tensor]:
+    def on_rank(context: RankContext, way: Way) -> tuple[MemoryWatch, Tensor]:
         batch = Batch(sizes, cp_group=context.mesh.get_group("cp"))
-        with Made() as made:
+        with MemoryWatch() as made:
             step(way, batch)
         return made, gradient(batch)
 
@@ -343,11 +343,11 @@ def cp(sizes: Sizes, repeats: int) -> Figures:
     for name, way in CONTEXT_PARALLEL.items():
         ranks = world.run(partial(on_rank, way=way))
         # Ranks hold the same; in a collective, the last one makes copies for the simulation.
-        mib = min(made.peak for made, _ in ranks) / MIB
+        mib = min(made.peak_bytes for made, _ in ranks) / MIB
         first = figures[next(iter(figures))]["MiB"] if figures else mib
         figures[name] = {
             "MiB sent": sum(logged.bytes for logged in world.log if logged.rank == 0) / MIB,
-            "largest tensor, MiB": max(made.largest for made, _ in ranks) / MIB,
+            "largest tensor, MiB": max(made.largest_bytes for made, _ in ranks) / MIB,
             "MiB": mib,
             "MiB / first": mib / first,
             "error of dW": error(torch.stack([g for _, g in ranks]), expected),

@@ -30,7 +30,7 @@ from fused_losses import (
     vocab_parallel_cross_entropy,
     vocab_parallel_logprobs,
 )
-from lossgate import ANY, Contract, Outputs, Precision, candidate
+from lossgate import ANY, Budgets, Contract, Outputs, Precision, candidate
 from lossgate.inputs import (
     ClippedPgHidden,
     DpoHidden,
@@ -57,6 +57,29 @@ HALVES: dict[str, Precision] = {
     "float16": Precision(logits="float16", dlogits="float16", reduce="float16"),
 }
 """Matrix products in the inputs' dtype, all else in float32."""
+
+
+IN_CHUNKS = Budgets(
+    largest_tensor="chunk*vocab/tp",
+    peak="5*4*chunk*vocab/tp + 4*tokens*(hidden + 8)",
+    saved="4*(vocab/tp + tokens)*(hidden + 8)",
+    where={"chunk": CHUNK},
+)
+"""From hidden states: a few chunks of logits in float32. What is saved may be the gradients."""
+ONE_GRADIENT = Budgets(
+    largest_tensor="chunk*vocab/tp",
+    peak="itemsize*tokens*vocab/tp + 3*4*chunk*vocab/tp",
+    saved="4*8*tokens",
+    where={"chunk": CHUNK},
+)
+"""From logits: their gradient, and a few chunks in float32."""
+IN_TILES = Budgets(
+    largest_tensor="ceil(tokens/tiles)*vocab",
+    peak="5*4*ceil(tokens/tiles)*vocab",
+    saved="4*(vocab + tokens)*(hidden + 8)",
+    where={"tiles": TILES},
+)
+"""Whole logits of a tile of tokens."""
 
 
 def _in_forward(precisions: dict[str, Precision]) -> dict[str, Precision]:
@@ -98,6 +121,7 @@ def _counted(inputs: NllHidden | NllLogits, options: NllOptions) -> dict[str, An
     dtypes=tuple(HALVES),
     supports={"temperature": ANY, "softcap": ANY, "reduction": ANY, "bias": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},
+    budgets=replace(IN_CHUNKS, collectives="3*(tp > 1)", bytes="4*tokens*(hidden + 4)*(tp > 1)"),
     good_for="SFT from hidden states: no logits, and gradients made in forward",
 )
 def fused_linear_cross_entropy(inputs: NllHidden, options: NllOptions, mesh: DeviceMesh) -> Tensor:
@@ -122,6 +146,7 @@ def _part(hidden: Tensor, labels: Tensor, mesh: DeviceMesh, ignored: int = -100)
     contract=Contract(grads={"hidden": {"tp": "sum"}}),
     supports={"temperature": ANY, "softcap": ANY, "reduction": ANY, "bias": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},
+    budgets=IN_CHUNKS,
     good_for="the same as a module, with sequence parallelism, and labels to ignore in place of a mask",
 )
 def fused_cross_entropy_module(inputs: NllHidden, options: NllOptions, mesh: DeviceMesh) -> Tensor:
@@ -142,6 +167,7 @@ def fused_cross_entropy_module(inputs: NllHidden, options: NllOptions, mesh: Dev
     contract=Contract(metrics=REDUCED),
     supports={option.name: ANY for option in SPECS["nll"].options} | {"bias": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},
+    budgets=IN_CHUNKS,
     good_for="SFT with its statistics from this rank's tokens alone, under context parallelism",
 )
 def fused_linear_sft(inputs: NllHidden, options: NllOptions, mesh: DeviceMesh) -> Outputs:
@@ -157,6 +183,7 @@ def fused_linear_sft(inputs: NllHidden, options: NllOptions, mesh: DeviceMesh) -
     contract=Contract(grads={"hidden": {"tp": "sum"}}, metrics=REDUCED),
     supports={option.name: ANY for option in SPECS["nll"].options} | {"bias": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},
+    budgets=IN_CHUNKS,
     good_for="the same with sequence parallelism",
 )
 def fused_linear_sft_sequence_parallel(inputs: NllHidden, options: NllOptions, mesh: DeviceMesh) -> Outputs:
@@ -199,6 +226,7 @@ def _sft_outputs(loss: Tensor, statistics: SFTStatistics, mesh: DeviceMesh) -> O
     contract=Contract(metrics=REDUCED),
     supports={"temperature": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},
+    budgets=ONE_GRADIENT,
     good_for="SFT with its statistics from tensor-parallel logits",
 )
 def fused_vocab_parallel_sft(inputs: NllLogits, options: NllOptions, mesh: DeviceMesh) -> Outputs:
@@ -218,6 +246,7 @@ def fused_vocab_parallel_sft(inputs: NllLogits, options: NllOptions, mesh: Devic
     dtypes=tuple(HALVES),
     supports={"temperature": ANY, "reduction": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},
+    budgets=ONE_GRADIENT,
     good_for="SFT from tensor-parallel logits",
 )
 def fused_vocab_parallel_cross_entropy(inputs: NllLogits, options: NllOptions, mesh: DeviceMesh) -> Tensor:
@@ -239,6 +268,7 @@ _LOGPROBS: dict[str, Any] = {
     dtypes=tuple(HALVES),
     supports={"temperature": ANY, "top_k": ANY, "top_p": ANY, "softcap": ANY, "bias": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},
+    budgets=IN_CHUNKS,
     good_for="any loss on log-probabilities and entropies, from hidden states: no logits",
     **_LOGPROBS,
 )
@@ -265,6 +295,7 @@ def fused_linear_logprobs(inputs: TokenLogprobsHidden, options: TokenLogprobsOpt
     supports={"temperature": ANY, "bias": ANY, "vocab_split": ANY},
     contract=Contract(grads={"hidden": {"tp": "sum"}}),
     tiles={"token": CHUNK},
+    budgets=IN_CHUNKS,
     good_for="the same with sequence parallelism, and float32 matrix products",
     **_LOGPROBS,
 )
@@ -292,6 +323,7 @@ def fused_linear_logprobs_sequence_parallel(
     dtypes=tuple(HALVES),
     supports={"temperature": ANY, "top_k": ANY, "top_p": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},
+    budgets=ONE_GRADIENT,
     good_for="the same from tensor-parallel logits",
     **_LOGPROBS,
 )
@@ -316,6 +348,7 @@ def fused_vocab_parallel_logprobs(
     precision=HALVES,
     dtypes=tuple(HALVES),
     supports={"temperature": ANY, "top_k": ANY, "top_p": ANY, "bias": ANY},
+    budgets=IN_TILES,
     good_for="the same through an lm-head that is a module of any kind",
     **(_LOGPROBS | {"axes": ("dp", "cp")}),
 )
@@ -343,6 +376,7 @@ def fused_tiled_token_logprobs(inputs: TokenLogprobsHidden, options: TokenLogpro
     supports={option.name: ANY for option in SPECS["dpo"].options}
     | {"reference_layout": ("next", "rolled"), "bias": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},
+    budgets=IN_CHUNKS,
     good_for="DPO and IPO from hidden states, packed, with context parallelism",
 )
 def fused_linear_dpo(inputs: DpoHidden, options: DpoOptions, mesh: DeviceMesh) -> Outputs:
@@ -383,6 +417,7 @@ def _dpo(logprobs: Tensor, inputs: DpoHidden | DpoLogits, options: DpoOptions, m
     dtypes=tuple(HALVES),
     supports={option.name: ANY for option in SPECS["clipped_pg"].options} | {"bias": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},
+    budgets=IN_CHUNKS,
     good_for="PPO, GRPO, REINFORCE, GSPO and CISPO from hidden states, packed, with context parallelism",
 )
 def fused_linear_clipped_pg(inputs: ClippedPgHidden, options: ClippedPgOptions, mesh: DeviceMesh) -> Outputs:
@@ -411,6 +446,7 @@ def _filtered_logprobs(inputs: ClippedPgHidden | GrpoHidden, options: FilterOpti
     precision=HALVES,
     dtypes=tuple(HALVES),
     supports={option.name: ANY for option in SPECS["clipped_pg"].options} | {"bias": ANY},
+    budgets=IN_TILES,
     good_for="the same through an lm-head that is a module of any kind",
 )
 def fused_tiled_clipped_pg(inputs: ClippedPgHidden, options: ClippedPgOptions, mesh: DeviceMesh) -> Outputs:
@@ -476,6 +512,7 @@ def _clipped_pg(tokens: TokenLogprobs, inputs: ClippedPgHidden, options: Clipped
     dtypes=tuple(HALVES),
     supports={option.name: ANY for option in SPECS["grpo"].options} | {"bias": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},
+    budgets=IN_CHUNKS,
     good_for="GRPO with DAPO or CISPO from hidden states, as open-instruct's tiled lm-head loss",
 )
 def fused_linear_grpo(inputs: GrpoHidden, options: GrpoOptions, mesh: DeviceMesh) -> Outputs:
@@ -489,6 +526,7 @@ def fused_linear_grpo(inputs: GrpoHidden, options: GrpoOptions, mesh: DeviceMesh
     precision=HALVES,
     dtypes=tuple(HALVES),
     supports={option.name: ANY for option in SPECS["grpo"].options} | {"bias": ANY},
+    budgets=IN_TILES,
     good_for="the same through an lm-head that is a module of any kind, with rho's weights computed before",
 )
 def fused_tiled_grpo(inputs: GrpoHidden, options: GrpoOptions, mesh: DeviceMesh) -> Outputs:
@@ -512,6 +550,7 @@ def fused_tiled_grpo(inputs: GrpoHidden, options: GrpoOptions, mesh: DeviceMesh)
     precision=_in_forward(HALVES),
     dtypes=tuple(HALVES),
     supports={option.name: ANY for option in SPECS["grpo"].options} | {"bias": ANY},
+    budgets=IN_TILES,
     good_for="the same, with each tile's gradients made in forward: the head runs once, not twice",
 )
 def fused_tiled_grpo_in_one_pass(inputs: GrpoHidden, options: GrpoOptions, mesh: DeviceMesh) -> Outputs:

@@ -19,8 +19,8 @@ from distributed_tests.wrappers.model import RANKS, VOCAB, count, make_batch, ma
 from distributed_tests.wrappers.planted_bugs import BUGS
 from distributed_tests.wrappers.wrappers import RATE, REFUSALS, WRAPPERS, Wrapped
 from fused_losses import backbone_and_lm_head, run_in_forward
+from lossgate.observe import MemoryWatch
 from lossgate.worlds import RankContext
-from property_tests.observers import Made
 
 ALL_WAYS = {**WAYS, **BUGS}
 
@@ -118,7 +118,7 @@ def _step(cell: Cell) -> Step:
     for microbatch in range(cell.microbatches):
         own = make_batch(dist.get_rank(), microbatch, empty=cell.empty)
         called = collectives_called()
-        with Made() as made, wrapped.microbatch(microbatch == cell.microbatches - 1):
+        with MemoryWatch() as made, wrapped.microbatch(microbatch == cell.microbatches - 1):
             loss, metrics = compute(wrapped, cell.way, own, tokens)
             wrapped.backward(loss * wrapped.loss_factor)
         collectives += collectives_called() - called

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lossgate import inputs, options, strategies
     from lossgate.cases.case import Case
     from lossgate.declaration.any_value import ANY
+    from lossgate.declaration.budgets import Budgets
     from lossgate.declaration.candidate import Candidate, Outputs, candidate
     from lossgate.declaration.contract import Contract
     from lossgate.declaration.known_failure import KnownFailure
@@ -46,6 +47,7 @@ _HOMES = {
     "ANY": "declaration.any_value",
     "Batch": "specs.inputs",
     "Between": "specs.record",
+    "Budgets": "declaration.budgets",
     "Candidate": "declaration.candidate",
     "CandidateError": "errors",
     "Case": "cases.case",
@@ -86,6 +88,7 @@ __all__ = [
     "ANY",
     "Batch",
     "Between",
+    "Budgets",
     "Candidate",
     "CandidateError",
     "Case",

@@ -25,8 +25,8 @@ from fused_losses import (
     vocab_parallel_logprobs,
 )
 from lossgate.declaration.loading import load_candidates
+from lossgate.observe import MemoryWatch
 from lossgate.worlds import RankContext, SimulatedWorld
-from property_tests.observers import Made
 
 MakeWorld = Callable[..., SimulatedWorld]
 
@@ -184,7 +184,7 @@ def test_nothing_is_computed_or_saved_for_backward_without_gradients() -> None:
     hidden, weight, bias, labels = (
         t.requires_grad_() if t.is_floating_point() else t for t in example(64, 8, 96, torch.float32)
     )
-    with torch.no_grad(), Made() as seen:
+    with torch.no_grad(), MemoryWatch() as seen:
         loss = linear_cross_entropy(hidden, weight, labels, bias=bias, chunk=4)
         logprobs = linear_logprobs(hidden, weight, labels, bias=bias, chunk=4).logprobs
     assert loss.grad_fn is None

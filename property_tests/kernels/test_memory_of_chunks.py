@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fused_losses import linear_cross_entropy, linear_logprobs, vocab_parallel_cross_entropy, vocab_parallel_logprobs
 from fused_losses.lm_head import default_chunk
-from property_tests.observers import Made
+from lossgate.observe import MemoryWatch
 
 TOKENS, WIDTH, VOCAB, CHUNK = 48, 4, 2048, 8
 STATISTICS: dict[str, dict[str, Any]] = {
@@ -48,15 +48,15 @@ def of_each_token(found: Any) -> Tensor:
 def test_linear_kernels_hold_few_copies_of_a_chunk(name: str, dtype: torch.dtype) -> None:
     hidden, weight, labels = leaves(dtype)
     how = {**STATISTICS, **CAPPED}[name]
-    with Made() as forward:
+    with MemoryWatch() as forward:
         found = linear_logprobs(hidden, weight, labels, chunk=CHUNK, **how)
     loss = of_each_token(found)
-    with Made() as backward:
+    with MemoryWatch() as backward:
         loss.backward()
     logits, head, tokens = CHUNK * VOCAB * 4, VOCAB * WIDTH * 4, TOKENS * (8 * WIDTH + 150)
     of_forward, of_backward = copies(how)
-    assert forward.peak <= of_forward * logits + head + tokens  # the weight itself is seen once it is sliced
-    assert backward.peak <= of_backward * logits + 3 * head + tokens
+    assert forward.peak_bytes <= of_forward * logits + head + tokens  # the weight itself is seen once it is sliced
+    assert backward.peak_bytes <= of_backward * logits + 3 * head + tokens
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -66,33 +66,35 @@ def test_vocab_parallel_kernels_hold_few_copies_of_a_chunk(name: str, dtype: tor
     hidden, weight, labels = leaves(dtype)
     given, how = (hidden @ weight.T).detach().requires_grad_(), STATISTICS[name]
     shard = given.numel() * given.element_size()
-    with Made() as forward:
+    with MemoryWatch() as forward:
         found = vocab_parallel_logprobs(given, labels, chunk=CHUNK, **how)
     loss = of_each_token(found)
-    with Made() as backward:
+    with MemoryWatch() as backward:
         loss.backward()
     logits, tokens = CHUNK * VOCAB * 4, TOKENS * 200
     of_forward, of_backward = copies(how)
-    assert forward.peak <= of_forward * logits + shard + tokens  # the logits themselves are seen once they are sliced
-    assert backward.peak <= of_backward * logits + 2 * shard + tokens
+    assert (
+        forward.peak_bytes <= of_forward * logits + shard + tokens
+    )  # the logits themselves are seen once they are sliced
+    assert backward.peak_bytes <= of_backward * logits + 2 * shard + tokens
 
 
 @pytest.mark.parametrize("kernel", [vocab_parallel_logprobs, vocab_parallel_cross_entropy])
 def test_vocab_parallel_kernels_hold_a_chunk_without_gradients_too(kernel: Any) -> None:
     hidden, weight, labels = leaves(torch.bfloat16)
     given = (hidden @ weight.T).detach()
-    with torch.no_grad(), Made() as made:
+    with torch.no_grad(), MemoryWatch() as made:
         kernel(given, labels, chunk=CHUNK)
     assert max(made.sizes - {given.numel()}) <= CHUNK * VOCAB
-    assert made.peak <= 2 * CHUNK * VOCAB * 4 + given.numel() * 2 + TOKENS * 200
+    assert made.peak_bytes <= 2 * CHUNK * VOCAB * 4 + given.numel() * 2 + TOKENS * 200
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_in_forward_hold_a_gradient_of_the_head(dtype: torch.dtype) -> None:
     hidden, weight, labels = leaves(dtype)
-    with Made() as made:
+    with MemoryWatch() as made:
         linear_cross_entropy(hidden, weight, labels, chunk=CHUNK)
-    assert made.peak <= 2 * CHUNK * VOCAB * 4 + 3 * VOCAB * WIDTH * 4 + TOKENS * (8 * WIDTH + 100)
+    assert made.peak_bytes <= 2 * CHUNK * VOCAB * 4 + 3 * VOCAB * WIDTH * 4 + TOKENS * (8 * WIDTH + 100)
 
 
 SAVED = {

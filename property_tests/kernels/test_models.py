@@ -15,8 +15,8 @@ import transformers
 from torch import Tensor, nn
 
 from fused_losses import UpToLmHead, backbone_and_lm_head, linear_logprobs, run_in_forward, tiled_token_logprobs
+from lossgate.observe import MemoryWatch
 from lossgate.worlds import RankContext, SimulatedWorld
-from property_tests.observers import Made
 
 MakeWorld = Callable[..., SimulatedWorld]
 
@@ -266,7 +266,7 @@ def test_a_model_up_to_its_head_gives_its_own_logprobs_and_gradients(name: str) 
 
 def test_a_model_up_to_its_head_makes_no_logits() -> None:
     model = pretrained("Llama")
-    with Made() as made:
+    with MemoryWatch() as made:
         hidden = UpToLmHead(model, model.lm_head)(input_ids=IDS)
     assert hidden.shape == (*IDS.shape, 16)
     assert IDS.numel() * 32 not in made.sizes

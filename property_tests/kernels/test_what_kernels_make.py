@@ -28,8 +28,8 @@ from fused_losses import (
     tiled_loss,
     tiled_token_logprobs,
 )
+from lossgate.observe import MemoryWatch
 from lossgate.worlds import RankContext, SimulatedWorld
-from property_tests.observers import Made
 
 MakeWorld = Callable[..., SimulatedWorld]
 
@@ -142,9 +142,9 @@ PROGRAMS: dict[str, Callable[[Batch], Tensor]] = {
 }
 
 
-def run(program: Callable[[Batch], Tensor], tokens: int) -> Made:
+def run(program: Callable[[Batch], Tensor], tokens: int) -> MemoryWatch:
     batch = Batch(tokens)
-    with Made() as made:
+    with MemoryWatch() as made:
         program(batch).backward()
     return made
 
@@ -168,7 +168,9 @@ def test_memory_at_the_peak_grows_with_tokens_x_hidden_alone(name: str) -> None:
     That is less than a tenth of its row of logits.
     """
     few, many = 120, 360
-    assert (run(PROGRAMS[name], many).peak - run(PROGRAMS[name], few).peak) / (many - few) < 4 * (4 * WIDTH + 50)
+    assert (run(PROGRAMS[name], many).peak_bytes - run(PROGRAMS[name], few).peak_bytes) / (many - few) < 4 * (
+        4 * WIDTH + 50
+    )
 
 
 def test_the_observer_sees_dense_logits() -> None:
@@ -177,7 +179,7 @@ def test_the_observer_sees_dense_logits() -> None:
 
     few, many = run(dense, 120), run(dense, 360)
     assert max(few.sizes) == 120 * VOCAB
-    assert (many.peak - few.peak) / 240 >= 4 * VOCAB
+    assert (many.peak_bytes - few.peak_bytes) / 240 >= 4 * VOCAB
 
 
 @pytest.mark.parametrize(
@@ -212,10 +214,10 @@ def test_a_tiled_head_takes_the_bytes_of_its_docstring(kernel: str, width: int, 
     sums, of_tile = 4 * vocab * width, vocab * width * dtype.itemsize + half * 4 * vocab * width // 16
     of_hidden = tokens * width * (4 if dtype == torch.float16 and kernel == "tiled_loss" else dtype.itemsize)
     expected = sums + of_hidden + max(2 * logits + copies, logits + of_tile)
-    with Made() as made:
+    with MemoryWatch() as made:
         _forward(kernel, head, hidden, labels).backward()
     # The observer takes the weight and hidden states for new where they are detached.
-    found = made.peak - vocab * width * dtype.itemsize - tokens * width * dtype.itemsize
+    found = made.peak_bytes - vocab * width * dtype.itemsize - tokens * width * dtype.itemsize
     assert 0.9 * expected < found < expected + 3 * tile * width * dtype.itemsize + 20 * 8 * tokens
 
 

@@ -281,7 +281,7 @@ def test_the_story_of_a_cell_has_all_that_is_known(folder: Path, lossgate: Lossg
         "  goal trained token: 0 problems",
         "  goal masked token: 1 problem  (not required)",
         "  option mutants: 5 killed",
-        "  memory: peak 3",
+        "  memory: 3 peak",
     ):
         assert f"{line}\n" in done.stdout
     assert re.search(r"^  loss +0\.01 \+- 1e-06 +1% +1e\+04 scale +1$", done.stdout, re.MULTILINE)

@@ -29,6 +29,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("worlds",),
     ("cases",),
     ("strategies",),
+    ("observe",),
     ("properties",),
     ("adequacy",),
     ("engine",),

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lossgate.bank.bugs import Bug, Wrap, on_inputs, on_loss, on_options, scale_gradient
 from lossgate.declaration.any_value import ANY
+from lossgate.declaration.budgets import Budgets
 from lossgate.declaration.candidate import Candidate, candidate
 
 
@@ -39,7 +40,10 @@ def right(head: str) -> Candidate:
     has_logits = head != "logprobs"
     supports: dict[str, Any] = {"temperature": ANY} if has_logits else {}
     supports |= {"bias": ANY} if head == "hidden" else {}
-    declare = candidate("nll", head=head, axes=("dp",), dtypes=("float32",), supports=supports, name=f"nll of {head}")
+    budgets = Budgets(largest_tensor="2*tokens*vocab" if has_logits else "tokens")
+    declare = candidate(
+        "nll", head=head, axes=("dp",), dtypes=("float32",), supports=supports, budgets=budgets, name=f"nll of {head}"
+    )
     return declare(_of_logits if has_logits else _of_logprobs)
 
 
@@ -319,6 +323,11 @@ PROPERTY_BUGS: Mapping[str, PropertyBug] = {
         _unless_idle,
         layout="dp=2",
         also=("few-tokens", "microbatches", "sequence-order"),
+    ),
+    "budgets": _bug(
+        "logits three times",
+        "backward keeps three copies of the logits",
+        _instead(lambda inputs, loss: loss + 0.0 * torch.cat([inputs.logits] * 3).sum()),
     ),
     "nothing-trained": _bug(
         "divides by 0",

@@ -26,7 +26,9 @@ from lossgate.declaration.arguments import (
     check_tiles,
     check_tokens,
 )
+from lossgate.declaration.budgets import Budgets
 from lossgate.declaration.checks import (
+    check_budgets,
     check_contract,
     check_differentiable,
     check_head,
@@ -94,6 +96,8 @@ class Candidate:
     known_failure: KnownFailure | None
     exempt: Mapping[str, str]
     """The properties that it is not held to, and why."""
+    budgets: Budgets | None
+    """The memory and traffic that it may use; None if it declares none."""
     source: str
     """Where it can be loaded from, as ``file.py:name`` or ``package.module:name``."""
     beside: "Candidate | None" = None
@@ -165,6 +169,7 @@ def candidate(
     good_for: str = "",
     known_failure: KnownFailure | None = None,
     exempt: Mapping[str, str] | None = None,
+    budgets: Budgets | None = None,
     name: str | None = None,
 ) -> Callable[[Kernel], Candidate]:
     """Declares the decorated function a candidate for a spec.
@@ -192,6 +197,7 @@ def candidate(
         exempt: the properties to which it is not held, and why, as in ``{"strided-inputs": "the
             trainer gives contiguous tensors"}``; see ``lossgate list``. The verdict and evidence
             name them.
+        budgets: the memory and traffic that a call may use; property "budgets" holds it to them.
         name: by default the function's.
 
     Raises:
@@ -214,6 +220,7 @@ def candidate(
         "good_for": check_text("good_for", good_for),
         "known_failure": check_known_failure(known_failure),
         "exempt": MappingProxyType(check_exempt(exempt)),
+        "budgets": check_budgets(own_spec, head, budgets),
     }
 
     def declare(kernel: Kernel) -> Candidate:

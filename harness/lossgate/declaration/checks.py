@@ -9,6 +9,7 @@ from typing import Any
 
 from lossgate.declaration.any_value import ANY
 from lossgate.declaration.arguments import check_mapping, check_names, check_type
+from lossgate.declaration.budgets import Budgets
 from lossgate.declaration.contract import Contract
 from lossgate.errors import UsageError
 from lossgate.losses import check_own_name, find_spec
@@ -31,6 +32,17 @@ def check_head(spec: Spec, head: Any) -> str:
     if not isinstance(head, str) or head not in spec.inputs:
         raise UsageError(f"candidate(head={head!r}): spec {spec.name!r} has no such head; {nearest(head, spec.inputs)}")
     return head
+
+
+def check_budgets(spec: Spec, head: str, budgets: Any) -> Budgets | None:
+    """Returns the budgets, which name dims of the head."""
+    if budgets is None:
+        return None
+    if not isinstance(budgets, Budgets):
+        raise UsageError(f"candidate(budgets={budgets!r}): expected lossgate.Budgets(...)")
+    leaves = HEADS[head].leaves.values()
+    budgets.check_names(tuple(dim for dim in ("vocab", "hidden") if any(dim in dims for dims in leaves)))
+    return budgets
 
 
 def check_kernel(kernel: Any, name: str | None) -> str:

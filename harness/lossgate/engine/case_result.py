@@ -12,6 +12,7 @@ from lossgate.errors import CandidateError
 from lossgate.judge.comparison import Comparison
 from lossgate.problems.problem import Problem
 from lossgate.properties import Property
+from lossgate.properties.registry import Resources
 from lossgate.worlds.base import RankFailure
 
 
@@ -41,6 +42,8 @@ class CaseResult:
     """The property that was checked."""
     fits: bool = True
     """Whether the problem says anything about the property. If not, nothing was checked."""
+    resources: Resources = field(default_factory=dict)
+    """What the call used, if the property measures that."""
 
     @property
     def symptoms(self) -> tuple[str, ...]:
@@ -80,4 +83,5 @@ def run_case(case: Case, held_to: Property, mutants: Iterable[OptionMutant] = ()
         killed=killed,
         faults=checked.faults,
         held_to=name,
+        resources=checked.resources,
     )

@@ -70,6 +70,7 @@ class Catalogue:
             findings=own.findings if own is not None else (),
             on=own.problem.describe() if own is not None else "",
             remedy=held_to.remedy,
+            resources=(own or cases[-1]).resources if cases else {},
         )
 
     def _in_turn(self, held_to: Property) -> Iterator[Placed]:

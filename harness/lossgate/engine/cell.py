@@ -13,6 +13,7 @@ from lossgate.engine.property_result import PropertyResult
 from lossgate.judge.pooling import Pooled
 from lossgate.layout import Layout
 from lossgate.properties import PROPERTIES, Property, find_property
+from lossgate.properties.registry import Resources
 from lossgate.specs.coverage import CoverageGoal
 
 
@@ -85,6 +86,12 @@ class CellResult:
     seconds: float = 0.0
     expected: bool = False
     """It disagrees as a known failure says."""
+
+    @property
+    def resources(self) -> Resources:
+        """What a call used, if a property measured that."""
+        measured = (one.resources for one in (*self.properties, *self.cases) if one.resources)
+        return next(measured, {})
 
     @property
     def comparisons(self) -> int:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What came of one property that a cell was held to beside agreement."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from lossgate.properties.registry import Resources
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,9 @@ class PropertyResult:
     """What to do about the findings."""
     exempt: str = ""
     """Why the candidate is not held to it, as it declares."""
+    resources: Resources = field(default_factory=dict)
+    """What a call used, if the property measures that: on the problem of its findings, or the
+    last."""
 
     @property
     def holds(self) -> bool:

@@ -90,6 +90,7 @@ def _record(result: CellResult, run: str, time: str, replay: str | None, digits:
         untried=result.untried,
         worst=tuple(_worst(result.cases)),
         failure=_failure(result, replay),
+        resources={name: dict(numbers) for name, numbers in result.resources.items()},
         known_failure=_known_failure(result),
         seconds=round(result.seconds, 3),
         time=time,

@@ -286,7 +286,8 @@ class CellRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="cell"
     causes: tuple[str, ...] = ()
     """What may have gone wrong, in words; the likeliest first."""
     resources: dict[str, dict[str, float]] = field(default_factory=dict)
-    """What the ranks used, such as memory or traffic: numbers by name."""
+    """The most that a rank used in a call, by budget, and the budget; then the collectives by kind
+    and group, and the sizes of the problem. Empty if the candidate declares no budgets."""
 
     @builtins.property
     def key(self) -> CellKey:

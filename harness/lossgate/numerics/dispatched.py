@@ -2,10 +2,11 @@
 """Seeing each operation that torch dispatches."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 
 class DispatchMode(TorchDispatchMode):
@@ -15,6 +16,11 @@ class DispatchMode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         """Keeps torch from importing its compiler, which takes seconds and is of no use here."""
         return False
+
+
+def unobserved() -> AbstractContextManager[Any]:
+    """Turns off all modes: what is computed meanwhile is not the kernel's."""
+    return _disable_current_modes()
 
 
 @cache

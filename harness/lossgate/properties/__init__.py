@@ -11,6 +11,7 @@ from lossgate.properties import frozen as frozen
 from lossgate.properties import inputs as inputs
 from lossgate.properties import masked as masked
 from lossgate.properties import ranks as ranks
+from lossgate.properties import resources as resources
 from lossgate.properties import special_problems as special_problems
 from lossgate.properties import upstream as upstream
 from lossgate.properties.registry import PROPERTIES, Checked, Property, find_property, property

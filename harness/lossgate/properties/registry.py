@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The registry of properties."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from lossgate.cases.case import Case
@@ -11,6 +11,9 @@ from lossgate.errors import UsageError
 from lossgate.judge.comparison import Comparison
 from lossgate.judge.explain import explain
 from lossgate.spelling import look_up
+
+Resources = Mapping[str, Mapping[str, float]]
+"""What a call used: numbers by name. See ``observe``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +24,8 @@ class Checked:
     """Outputs that were compared by the judge; those that disagree are findings."""
     faults: tuple[str, ...] = ()
     """What else is wrong, in words."""
+    resources: Resources = field(default_factory=dict)
+    """What the call used, if that was measured."""
 
     @property
     def findings(self) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from lossgate.reports.console import print_whole
 from lossgate.reports.counted import counted
 from lossgate.reports.describe import describe, marked, print_detail
 from lossgate.reports.printable import printable
+from lossgate.reports.resource_lines import resource_lines
 from lossgate.reports.run_lines import moment
 from lossgate.reports.shown_cell import of_summary
 from lossgate.reports.verdict_table import percent, share
@@ -116,8 +117,7 @@ def _sight(record: CellRecord) -> Iterator[str]:
     words = [f"; {word}: {', '.join(names)}" for word, names in others.items() if names]
     yield f"option mutants: {record.killed} killed{''.join(words)}"
     yield from map(_of_property, record.properties)
-    for name, numbers in record.resources.items():
-        yield f"{name}: {', '.join(f'{what} {number:g}' for what, number in numbers.items())}"
+    yield from resource_lines(record.resources)
 
 
 def _of_property(found: PropertyRecord) -> str:

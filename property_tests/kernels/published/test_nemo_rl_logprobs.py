@@ -22,9 +22,9 @@ from torch import Tensor
 
 import dense_losses
 from fused_losses import linear_logprobs, vocab_parallel_logprobs
+from lossgate.observe import MemoryWatch
 from lossgate.worlds import RankContext, SimulatedWorld
 from property_tests.kernels.published.comparison import assert_agrees
-from property_tests.observers import Made
 
 MakeWorld = Callable[..., SimulatedWorld]
 
@@ -187,11 +187,11 @@ def test_chunks_save_more_than_a_float32_copy_of_the_logits(make_world: MakeWorl
             own, declared = shard(logits, context)
             own.requires_grad_(gradients)
             # Ranks take turns in one process, and each observer sees what its own thread makes.
-            with Made() as made:
+            with MemoryWatch() as made:
                 found = vocab_parallel_logprobs(own, labels, chunk=chunk, **declared).logprobs
                 if gradients:
                     found.sum().backward()
-            return made.peak
+            return made.peak_bytes
 
         return [peak(None), peak(512 // 8)]
 

@@ -36,6 +36,7 @@ NOT_FOR = {
     "microbatches": declared(axes=("dp",), contract=Contract(loss={"dp": "replicate"})),
     "other-padding": REWARDS,
     "idle-rank": declared(),
+    "budgets": declared(),
     "extreme-logits": right("logprobs"),
 }
 """A candidate for each property that is not for every one."""

@@ -8,6 +8,7 @@ from lossgate.evidence.records import CellKey
 from lossgate.evidence.summary import CellSummary
 from lossgate.gate.verdict import Blocker, GatedCell, GateVerdict
 from lossgate.reports.remarks import EXEMPT, NOT_DISTINGUISHED, remark_lines
+from lossgate.reports.resource_lines import resource_lines
 
 
 def in_words(verdict: GateVerdict) -> str:
@@ -62,7 +63,8 @@ def remarks_of(verdict: GateVerdict) -> list[list[str]]:
 
 def note(cell: GatedCell) -> str:
     """Returns why a cell without blockers passes although it does not agree; or, of one that does,
-    which choices of options were not distinguished, and to which properties it was held.
+    which choices of options were not distinguished, to which properties it was held, and what a
+    call used.
     """
     if cell.excused:
         return f"excused by a known failure: {cell.excused}"
@@ -78,3 +80,4 @@ def _seen(summary: CellSummary) -> Iterator[str]:
         yield f"keeps: {', '.join(summary.kept)}"
     if summary.exempt:
         yield f"exempt: {'; '.join(f'{name}: {why}' for name, why in summary.exempt)}"
+    yield from resource_lines(summary.resources)

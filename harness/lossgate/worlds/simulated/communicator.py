@@ -26,6 +26,16 @@ class Logged:
     bytes: int
     """The size of this rank's inputs."""
 
+    @property
+    def label(self) -> str:
+        """The label of the group."""
+        return self.group.partition("[")[0]
+
+    @property
+    def members(self) -> int:
+        """How many ranks the group has."""
+        return self.group.count(",") + 1
+
 
 @dataclass(frozen=True)
 class Route:

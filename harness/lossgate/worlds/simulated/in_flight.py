@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lossgate.numerics.dispatched import unobserved
 from lossgate.worlds.base import CollectiveMisuse
 from lossgate.worlds.simulated.calls import Call, Complete, show
 from lossgate.worlds.simulated.rendezvous import Rendezvous
@@ -36,10 +37,11 @@ def post_in_flight(rendezvous: Rendezvous, call: Call, complete: Complete) -> Ca
         Unwind: the run has failed elsewhere.
     """
     communicator, inputs, outputs = rendezvous.communicator, call.inputs, call.outputs
-    snapshots = {id(t): t.detach().clone() for t in [*inputs, *outputs]}
+    with unobserved():
+        snapshots = {id(t): t.detach().clone() for t in [*inputs, *outputs]}
     call.inputs = [snapshots[id(t)] for t in inputs]
     call.outputs = [snapshots[id(t)] for t in outputs]  # a tensor that is input and output stays one tensor
-    with torch.no_grad():
+    with torch.no_grad(), unobserved():
         for tensor in outputs:
             poison(tensor.detach())
     # From now on: an input can lie in an output, as in an all_gather from a slice of its output.
@@ -58,7 +60,7 @@ def post_in_flight(rendezvous: Rendezvous, call: Call, complete: Complete) -> Ca
             )
         rendezvous.wait(call)
         communicator.in_flight.remove(call)
-        with torch.no_grad():
+        with torch.no_grad(), unobserved():
             for tensor, result in zip(outputs, call.outputs, strict=True):
                 tensor.detach().copy_(result)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lossgate.numerics.dispatched import unobserved
 from lossgate.worlds.base import CollectiveMismatch, CollectiveMisuse
 from lossgate.worlds.simulated.calls import show
 from lossgate.worlds.simulated.communicator import Communicator, Logged, Mailbox, Route
@@ -53,7 +54,8 @@ def send(rendezvous: Rendezvous, me: int, tensor: Tensor, to: int, tag: int, sit
     communicator.lockstep.check()
     mailbox = communicator.mail.setdefault(Route(id(rendezvous), me, to, tag), Mailbox())
     number, shown = len(mailbox.sent), f"send({show(tensor)}) to rank {to} on {rendezvous}, tag {tag}"
-    mailbox.sent.append(tensor.detach().clone())
+    with unobserved():
+        mailbox.sent.append(tensor.detach().clone())
     mailbox.unwaited_sends[number] = f"{shown}  [{site}]"
     communicator.log.append(
         Logged(me, str(rendezvous), "send", f"{show(tensor)} to rank {to}", tensor.numel() * tensor.element_size())
@@ -95,7 +97,7 @@ def receive(rendezvous: Rendezvous, me: int, tensor: Tensor, source: int, tag: i
     number, shown = mailbox.received, f"recv({show(tensor)}) from rank {source} on {rendezvous}, tag {tag}"
     mailbox.received += 1
     mailbox.unwaited_receives[number] = f"{shown}  [{site}]"
-    with torch.no_grad():
+    with torch.no_grad(), unobserved():
         poison(tensor.detach())
     watch = Watch([tensor])
     _wake(communicator, source, mailbox)
@@ -107,7 +109,7 @@ def receive(rendezvous: Rendezvous, me: int, tensor: Tensor, source: int, tag: i
         message = mailbox.sent[number]
         if (message.shape, message.dtype) != (tensor.shape, tensor.dtype):
             raise CollectiveMismatch(f"rank {me} receives {show(tensor)}, rank {source} sent {show(message)}  [{site}]")
-        with torch.no_grad():
+        with torch.no_grad(), unobserved():
             tensor.copy_(message)
 
     return finish

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lossgate.numerics.dispatched import unobserved
 from lossgate.worlds.base import CollectiveMismatch
 from lossgate.worlds.simulated.calls import Call, Complete
 from lossgate.worlds.simulated.communicator import Communicator, Logged
@@ -69,7 +70,7 @@ class Rendezvous:
         self.communicator.log.append(Logged(call.rank, str(self), call.collective, call.shown, call.bytes))
         if len(arrived) == len(self.ranks):
             calls = [arrived[i] for i in range(len(self.ranks))]
-            with torch.no_grad():
+            with torch.no_grad(), unobserved():
                 complete(calls)
             del self.pending[call.number]
             for waiting in calls:

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from lossgate.numerics.dispatched import unobserved
+
 
 class Watch:
     """Remembers tensors as they are now, in order to tell later which were written to.
@@ -21,13 +23,15 @@ class Watch:
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         once = {id(tensor): tensor for tensor in tensors if tensor.numel()}.values()
-        self._seen = [(tensor, _bits(tensor).clone(), _version(tensor)) for tensor in once]
+        with unobserved():
+            self._seen = [(tensor, _bits(tensor).clone(), _version(tensor)) for tensor in once]
 
     def written(self) -> Tensor | None:
         """Returns the first of the tensors that was written to, or None."""
-        for tensor, bits, version in self._seen:
-            if _version(tensor) != version or not torch.equal(_bits(tensor), bits):
-                return tensor
+        with unobserved():
+            for tensor, bits, version in self._seen:
+                if _version(tensor) != version or not torch.equal(_bits(tensor), bits):
+                    return tensor
         return None
 
 

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Observes a call of a kernel on every rank."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from lossgate.cases.case import Case
+from lossgate.cases.rank_call import RankCall
+from lossgate.observe.memory import Made, MemoryWatch, Phase
+from lossgate.observe.traffic import Collective, axes_of, logged
+from lossgate.problems.batch import GlobalBatch
+from lossgate.worlds.simulated.world import SimulatedWorld
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a call uses on a rank; or on the rank that uses most, of each."""
+
+    largest: Mapping[Phase, Made | None]
+    """The tensor with the most elements that each phase makes."""
+    peak: Mapping[Phase, int]
+    """The most bytes that live at a time in each phase, without inputs."""
+    saved: int
+    """Bytes that live between forward and backward, without inputs and outputs."""
+    collectives: Sequence[Collective]
+    """In order."""
+    largest_input: int
+    """Elements of the largest input."""
+
+    @property
+    def bytes(self) -> int:
+        """Of all that the rank brings to collectives."""
+        return sum(collective.bytes for collective in self.collectives)
+
+    @property
+    def largest_of_all(self) -> Made | None:
+        return max((made for made in self.largest.values() if made), key=lambda made: made.elements, default=None)
+
+    @property
+    def largest_peak(self) -> int:
+        return max(self.peak.values())
+
+    def by_kind(self) -> dict[str, tuple[int, int]]:
+        """Returns how many collectives of each kind and group there are, and their bytes."""
+        calls, sizes = Counter[str](), Counter[str]()
+        for collective in self.collectives:
+            calls[str(collective)] += 1
+            sizes[str(collective)] += collective.bytes
+        return {name: (calls[name], sizes[name]) for name in calls}
+
+
+def observe(case: Case, batch: GlobalBatch) -> Use:
+    """Runs a case once on every rank and returns what it used.
+
+    Args:
+        case: the candidate, the problem and the world.
+        batch: as the ranks hold it.
+
+    Raises:
+        RankFailure: if a rank failed.
+        CandidateError: if the candidate broke its declared interface.
+    """
+    ranks = case.on_ranks(observe_rank, batch=batch)
+    if isinstance(case.world, SimulatedWorld):
+        log = case.world.log
+        ranks = [replace(use, collectives=logged(log, rank)) for rank, use in enumerate(ranks)]
+    return _most(ranks)
+
+
+def observe_rank(call: RankCall) -> Use:
+    """Calls a kernel once, forward and backward, and returns what this rank used."""
+    inputs = [*call.tensors.values()]
+    watch = MemoryWatch(inputs, axes_of(call.context.mesh))
+    with watch.during("forward"):
+        outputs = call.forward()
+    returned = [tensor for tensor in (*vars(outputs).values(), *outputs.metrics.values()) if torch.is_tensor(tensor)]
+    saved = watch.alive_without(returned)
+    roots = call.roots(outputs)
+    upstream = [call.upstream(name, root) for name, root in roots.items()]
+    with watch.during("backward"):
+        torch.autograd.backward([*roots.values()], upstream)
+    largest_input = max((tensor.numel() for tensor in inputs), default=0)
+    return Use(watch.largest, watch.peak, saved, tuple(watch.collectives), largest_input)
+
+
+def _most(ranks: Sequence[Use]) -> Use:
+    """Returns the most that any rank uses, of each."""
+    return Use(
+        largest={phase: _largest(use.largest[phase] for use in ranks) for phase in ranks[0].largest},
+        peak={phase: max(use.peak[phase] for use in ranks) for phase in ranks[0].peak},
+        saved=max(use.saved for use in ranks),
+        collectives=max((use.collectives for use in ranks), key=lambda made: (len(made), sum(c.bytes for c in made))),
+        largest_input=max(use.largest_input for use in ranks),
+    )
+
+
+def _largest(made: Iterable[Made | None]) -> Made | None:
+    return max((one for one in made if one is not None), key=lambda one: one.elements, default=None)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Holds a kernel to the memory and traffic that it declares, on problems with many logits."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from lossgate.cases.bound_problem import BoundProblem
+from lossgate.cases.case import Case
+from lossgate.cases.materialize import lay_out
+from lossgate.declaration.candidate import Candidate
+from lossgate.numerics.float_formats import TORCH_DTYPES
+from lossgate.observe import Use, observe
+from lossgate.problems.problem import Problem
+from lossgate.properties.registry import Checked, Resources, property
+
+_TOKENS, _VOCAB, _HIDDEN = 64, 512, 8
+"""Of each rank. Their logits are far more than hidden states, weight and all other inputs."""
+_MOST_LOGITS = 1 << 21
+"""Of each rank."""
+_GAIN = 0.9
+"""A problem of twice the size must see that much more, or it is not taken."""
+_SEQUENCES = 2
+"""Groups of sequences on each dp rank."""
+
+
+@property(
+    "budgets",
+    applies=lambda candidate: candidate.budgets is not None,
+    remedy="make it smaller, in chunks for example; or declare what the kernel needs",
+)
+def budgets(case: Case) -> Checked:
+    """Memory and collectives stay within what the candidate declares."""
+    problem = demanding_problem(case)
+    bound = case.bound.derived(f"demanding {problem.to_json()}", lambda: BoundProblem(case.candidate.spec, problem))
+    use = observe(Case(case.candidate, problem, case.world, bound), lay_out(bound.unmasked, problem))
+    return Checked(faults=tuple(_over(use, case.candidate, problem)), resources=_resources(use, case, problem))
+
+
+def demanding_problem(case: Case) -> Problem:
+    """Returns a problem with the options of another, and so many logits that a kernel that forms
+    them all is over budget, if there is such a size.
+    """
+    candidate, tokens, vocab = case.candidate, _TOKENS, _VOCAB
+    problem = _of_size(case.problem, tokens, vocab)
+    if candidate.budgets is None or not candidate.starts_at.has_logits:
+        return problem
+    share = _share(candidate, problem)
+    while share > 1 and tokens * vocab < _MOST_LOGITS:
+        sizes = [(2 * tokens, vocab), (tokens, 2 * vocab)]
+        larger = {size: _of_size(case.problem, *size) for size in sizes}
+        shares = {size: _share(candidate, larger[size]) for size in sizes}
+        best = min(sizes, key=lambda size: shares[size])
+        if shares[best] > _GAIN * share:
+            break  # the budget grows with the logits
+        problem, share, (tokens, vocab) = larger[best], shares[best], best
+    return problem
+
+
+def _of_size(problem: Problem, tokens: int, vocab: int) -> Problem:
+    """Returns a problem with so many tokens and rows of the vocabulary on each rank."""
+    layout, group = problem.layout, problem.group_size
+    sequences = _SEQUENCES * layout.dp * group
+    length = max(tokens * layout.cp // (_SEQUENCES * group), 1)
+    return replace(
+        problem,
+        lengths=(length,) * sequences,
+        masks=("all",) * sequences,
+        pad_to_multiple=1,
+        hidden=_HIDDEN,
+        vocab=vocab * layout.tp,
+        vocab_split="balanced" if problem.vocab_split == "padded" else problem.vocab_split,
+        forced_labels=(),
+        outliers=(),
+        label_boost=0.0,
+    )
+
+
+def _share(candidate: Candidate, problem: Problem) -> float:
+    """Returns the largest budget as a share of what forming all logits would take."""
+    sizes = _sizes(candidate, problem)
+    logits = sizes["tokens"] * sizes["vocab"] / sizes["tp"]
+    own = candidate.budgets.values(sizes) if candidate.budgets else {}
+    size = logits * sizes["itemsize"]
+    of_logits = {"largest_tensor": logits / 2, "peak": 2 * size, "saved": size}  # at the peak there is their gradient
+    return max((own[name] / of_logits[name] for name in own if name in of_logits), default=0.0)
+
+
+def _sizes(candidate: Candidate, problem: Problem) -> dict[str, float]:
+    """Returns the dims that a budget may name, on the rank that has most."""
+    partition, layout = problem.partition, problem.layout
+    return {
+        "tokens": max(len(shard) for shard in partition.token_shards.values()),
+        "sequences": max(len(partition.sequences(dp)) for dp in range(layout.dp)),
+        "vocab": problem.vocab,
+        "hidden": problem.hidden,
+        **{axis: float(size) for axis, size in layout.sizes.items()},
+        "itemsize": TORCH_DTYPES[problem.dtype].itemsize,
+    }
+
+
+def _over(use: Use, candidate: Candidate, problem: Problem) -> Iterator[str]:
+    """Yields what is over budget, in words."""
+    if candidate.budgets is None:
+        return
+    sizes = _sizes(candidate, problem)
+    for name, limit in candidate.budgets.values(sizes).items():
+        if used := _words(use, name, limit):
+            expression = getattr(candidate.budgets, name)
+            named = {**sizes, **candidate.budgets.where}
+            given = ", ".join(f"{dim} {named[dim]:g}" for dim in candidate.budgets.names(name))
+            yield f"{used}; the budget {name} is {expression} = {limit:,.6g}" + (f" ({given})" if given else "")
+
+
+def _words(use: Use, name: str, limit: float) -> str:
+    """Returns what is used, in words, if it is over a limit."""
+    if name == "largest_tensor" and (made := use.largest_of_all) is not None:
+        allowed = max(limit, use.largest_input)
+        where = f"{made.phase} makes {made.shown}, {made.elements:,} elements, in {made.operation}"
+        return where if made.elements > allowed else ""
+    if name == "peak" and use.largest_peak > limit:
+        phase = max(use.peak, key=lambda phase: use.peak[phase])
+        return f"{use.largest_peak:,} bytes live at a time in {phase}"
+    if name == "saved" and use.saved > limit:
+        return f"autograd keeps {use.saved:,} bytes for backward"
+    kinds = ", ".join(f"{calls} {kind}" for kind, (calls, _) in use.by_kind().items())
+    if name == "collectives" and len(use.collectives) > limit:
+        count = len(use.collectives)
+        return f"a rank makes {count} collective{'s' * (count > 1)}, {kinds}"
+    if name == "bytes" and use.bytes > limit:
+        return f"a rank brings {use.bytes:,} bytes to collectives, {kinds}"
+    return ""
+
+
+def _resources(use: Use, case: Case, problem: Problem) -> Resources:
+    """Returns what was used, with the budgets."""
+    candidate, sizes = case.candidate, _sizes(case.candidate, problem)
+    limits: Mapping[str, float] = candidate.budgets.values(sizes) if candidate.budgets else {}
+    made, forward, backward = use.largest_of_all, use.largest["forward"], use.largest["backward"]
+    found: dict[str, dict[str, float]] = {
+        "largest_tensor": {
+            "elements": made.elements if made else 0,
+            "forward": forward.elements if forward else 0,
+            "backward": backward.elements if backward else 0,
+        },
+        "peak": {"bytes": use.largest_peak, "forward": use.peak["forward"], "backward": use.peak["backward"]},
+        "saved": {"bytes": use.saved},
+        "collectives": {"calls": len(use.collectives)},
+        "bytes": {"bytes": use.bytes},
+    }
+    for name, limit in limits.items():
+        found[name]["budget"] = limit
+    for kind, (calls, size) in use.by_kind().items():
+        found[kind] = {"calls": calls, "bytes": size}
+    return {**found, "problem": sizes}
