@@ -90,7 +90,6 @@ CHUNK = 16
     precision=Precision(grads_in_forward=True),
     supports={"reduction": ANY, "bias": ANY},
     tiles={"token": CHUNK},
-    exempt={"second-backward": "torch refuses it: 'chunked backward called twice' is not supported"},
     good_for="hidden states in chunks, in float32",
 )
 def torch_linear_cross_entropy_chunked(inputs: NllHidden, options: NllOptions, mesh: DeviceMesh) -> Tensor:

@@ -21,6 +21,7 @@ from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.losses import SPECS
 from lossgate.properties import PROPERTIES, Checked, find_property
+from lossgate.worlds.base import Hang, WorldLost
 
 NLL = replace(dense_candidate(SPECS["nll"], "logprobs"), supports={})
 DPO = replace(dense_candidate(SPECS["dpo"], "logprobs"), supports={})
@@ -157,7 +158,50 @@ def test_only_the_first_property_that_fails_is_made_small() -> None:
     assert result.failure is not None
     assert first.on == result.failure.problem.describe() != second.on
     assert (first.problems, second.problems) == (1, 1)
-    assert [line.split(":")[0] for line in result.reasons] == ["property first", "property second"]
+    names = ["property first", "property second", "property second"]
+    assert [line.split(":")[0] for line in result.reasons] == names
+    assert result.reasons[-1] == f"property second: on {second.on}"
+
+
+def test_a_property_that_fails_once_is_told_as_that() -> None:
+    """Its problem is the failure of the cell, also if it did not fail when it was tried again."""
+    wrong = iter([True])
+
+    @lossgate.property("once")
+    def once(case: Case) -> Checked:
+        """It is wrong once."""
+        return Checked(faults=("it is wrong",) * next(wrong, False))
+
+    (cell,) = plan([NLL], replace(SETTINGS, properties=("agreement", "once")))
+    result = run_cell(cell, SETTINGS)
+    assert result.verdict is Verdict.DISAGREE
+    assert result.failure is not None
+    assert (result.failure.held_to, result.failure.unstable) == ("once", True)
+    again = "the candidate is not deterministic: the same problem, run again, gave another result"
+    assert result.reasons == ("property once: it is wrong", f"property once: {again}")
+
+
+def test_a_hang_is_not_made_smaller_and_survives_the_loss_of_the_ranks() -> None:
+    """Each further try would cost a time-out, and ranks that torchrun has launched can be lost."""
+
+    @lossgate.property("hangs")
+    def hangs(case: Case) -> Checked:
+        """It hangs."""
+        raise Hang("hang: rank 0 did not return")
+
+    @lossgate.property("later")
+    def later(case: Case) -> Checked:
+        """It finds no ranks."""
+        raise WorldLost("the ranks are gone")
+
+    (cell,) = plan([NLL], replace(SETTINGS, properties=("agreement", "hangs", "later")))
+    result = run_cell(cell, SETTINGS)
+    assert result.failure is not None
+    assert (result.failure.held_to, result.failure.failure, result.shrink_calls) == ("hangs", "Hang", 0)
+    assert [one.name for one in result.properties] == ["hangs"]
+    (alone,) = plan([NLL], replace(SETTINGS, properties=("agreement", "later")))
+    with pytest.raises(WorldLost):
+        run_cell(alone, SETTINGS)
 
 
 def test_a_property_without_faults_does_not_disagree() -> None:

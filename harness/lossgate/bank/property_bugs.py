@@ -223,6 +223,7 @@ PROPERTY_BUGS: Mapping[str, PropertyBug] = {
         "clamped upstream gradient",
         "the upstream gradient is clamped to +-2",
         _on_upstream(lambda gradient: gradient.clamp(-2.0, 2.0)),
+        also=("gradients-add-up", "second-backward"),  # there the second upstream gradient is -2 times the first
     ),
     "upstream-one": _bug(
         "fast path for 1",

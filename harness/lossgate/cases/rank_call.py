@@ -109,7 +109,7 @@ class RankCall:
         return own.to(self.context.device, root.dtype)
 
     def collect(self, outputs: Outputs, divided_by: float = 1.0, leaves: Collection[str] | None = None) -> RankOutputs:
-        """Returns what the kernel gave, on the CPU.
+        """Returns copies of what the kernel gave, on the CPU.
 
         Args:
             outputs: what ``forward`` returned.
@@ -127,7 +127,8 @@ class RankCall:
             empty = tensor.numel() == 0  # a rank without tokens has no gradient to miss
             gradient = torch.zeros_like(tensor) if tensor.grad is None and empty else tensor.grad
             local[output] = gradient if gradient is None or divided_by == 1 else gradient / divided_by
-        return {output: None if tensor is None else tensor.cpu() for output, tensor in local.items()}
+        # A kernel may write to its gradients and outputs in a later call.
+        return {o: None if tensor is None else tensor.detach().to("cpu", copy=True) for o, tensor in local.items()}
 
 
 How = Callable[[RankCall], T]

@@ -15,9 +15,9 @@ from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.engine.cell import Cell
 from lossgate.engine.property_result import PropertyResult
 from lossgate.engine.settings import Settings
-from lossgate.engine.trials import Trials
+from lossgate.engine.trials import Trials, not_again
 from lossgate.properties import Property
-from lossgate.worlds.base import World
+from lossgate.worlds.base import Hang, World, WorldLost
 
 _PROBES = 4
 """Problems that properties share, so that each is run plainly once."""
@@ -44,8 +44,20 @@ class Catalogue:
         self.shrink_calls = 0
 
     def run(self) -> tuple[PropertyResult, ...]:
-        """Checks every property."""
-        return tuple(self._check(held_to) for held_to in self._cell.also)
+        """Checks every property; those before the one that lost the ranks, if one did.
+
+        Raises:
+            WorldLost: if the ranks are lost, and no property failed before that.
+        """
+        found: list[PropertyResult] = []
+        for held_to in self._cell.also:
+            try:
+                found.append(self._check(held_to))
+            except WorldLost:
+                if self.failure is None:
+                    raise
+                break
+        return tuple(found)
 
     def _check(self, held_to: Property) -> PropertyResult:
         if reason := self._cell.candidate.exempt.get(held_to.name):
@@ -56,7 +68,7 @@ class Catalogue:
             if case.fits:
                 cases.append(case)
                 if not case.agrees:
-                    self._shrink(placed, held_to)
+                    self._shrink(placed, held_to, case)
             if len(cases) == self._settings.property_problems or not case.agrees:
                 break
         failing = next((case for case in cases if not case.agrees), None)
@@ -88,9 +100,13 @@ class Catalogue:
             self._cases[id(placed)] = case
         return self._cases[id(placed)]
 
-    def _shrink(self, placed: Placed, held_to: Property) -> None:
+    def _shrink(self, placed: Placed, held_to: Property, case: CaseResult) -> None:
         """Makes the problem on which a property fails smaller, if it is the first that fails."""
-        if self.failure is None:
-            trials = Trials(self._cell.held_to(held_to.name), self._world, self._settings)
-            trials.try_problem(placed)
-            self.failure, self.shrink_calls = trials.failure, trials.shrink_calls
+        if self.failure is not None:
+            return
+        self.failure = case
+        if case.failure == Hang.__name__:  # each further try would cost a time-out, and may lose the ranks
+            return
+        trials = Trials(self._cell.held_to(held_to.name), self._world, self._settings)
+        trials.try_problem(placed)
+        self.failure, self.shrink_calls = trials.failure or not_again(case), trials.shrink_calls

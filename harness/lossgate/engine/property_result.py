@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What came of one property that a cell was held to beside agreement."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from lossgate.properties.registry import Resources
@@ -47,3 +48,16 @@ class PropertyResult:
         """The findings as reasons against AGREE, and what to do."""
         said = tuple(f"{self.symptom}: {finding}" for finding in self.findings)
         return (*said, f"to do: {self.remedy}") if said and self.remedy else said
+
+
+def reasons_of(properties: Iterable[PropertyResult]) -> tuple[str, ...]:
+    """Returns the findings of all properties as reasons against AGREE.
+
+    The failure of a cell is that of the first that is broken. The others say on which problem.
+    """
+    broken = [held_to for held_to in properties if not held_to.holds]
+    return tuple(
+        line
+        for number, held_to in enumerate(broken)
+        for line in (*held_to.reasons, *([f"{held_to.symptom}: on {held_to.on}"] if number else []))
+    )

@@ -12,6 +12,7 @@ from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import CellResult
 from lossgate.engine.crash import CRASH
 from lossgate.engine.fresh import fresh_child, run_in
+from lossgate.engine.property_result import reasons_of
 from lossgate.worlds.base import Hang
 
 CALLS = 20
@@ -43,8 +44,9 @@ def look_again(result: CellResult, timeout: float) -> CellResult:
     if failure.held_to == result.cell.property.name:
         return replace(result, failure=replace(failure, findings=findings), reasons=findings)
     told = [replace(one, findings=findings) if one.name == failure.held_to else one for one in result.properties]
-    reasons = tuple(line for one in told for line in one.reasons)
-    return replace(result, failure=replace(failure, findings=findings), properties=tuple(told), reasons=reasons)
+    return replace(
+        result, failure=replace(failure, findings=findings), properties=tuple(told), reasons=reasons_of(told)
+    )
 
 
 def _compared(result: CellResult, failure: CaseResult, cases: Sequence[CaseResult]) -> tuple[str, ...]:

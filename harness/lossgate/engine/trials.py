@@ -146,8 +146,13 @@ class Trials:
 
     def _add_flaky(self) -> None:
         assert self.failure is not None
-        finding = "the candidate is not deterministic: the same problem, run again, gave another result"
-        self.failure = replace(self.failure, findings=(*self.failure.findings, finding), failure=None, unstable=True)
+        self.failure = not_again(self.failure)
+
+
+def not_again(failure: CaseResult) -> CaseResult:
+    """Returns a failure that says that it was not seen again."""
+    finding = "the candidate is not deterministic: the same problem, run again, gave another result"
+    return replace(failure, findings=(*failure.findings, finding), failure=None, unstable=True)
 
 
 def _size(problem: Problem) -> tuple[int, int, int, int]:

@@ -10,7 +10,7 @@ from lossgate.engine.advice import to_compare, to_detect, to_kill, to_reach
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.failure_files import FrozenCase
-from lossgate.engine.property_result import PropertyResult
+from lossgate.engine.property_result import PropertyResult, reasons_of
 from lossgate.engine.survivors import Tried
 from lossgate.judge.explain import explain_pooled
 from lossgate.judge.pooled_scale import FEWEST, LARGEST_MDE
@@ -124,7 +124,7 @@ def _verdict(
     properties: Iterable[PropertyResult],
     gaps: tuple[str, ...],
 ) -> tuple[Verdict, tuple[str, ...]]:
-    if broken := tuple(line for held_to in properties for line in held_to.reasons):
+    if broken := reasons_of(properties):
         return Verdict.DISAGREE, broken
     if failure is not None:
         return Verdict.DISAGREE, _with_remedy(cell, failure)

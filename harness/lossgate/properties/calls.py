@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction
 
 from lossgate.cases.bound_problem import BoundProblem
@@ -13,8 +14,13 @@ from lossgate.cases.case import Case
 from lossgate.cases.materialize import lay_out
 from lossgate.cases.rank_call import RankCall, RankOutputs, plainly
 from lossgate.declaration.candidate import Outputs
+from lossgate.errors import CandidateError, LossgateError
 from lossgate.problems.batch import GlobalBatch
 from lossgate.properties.registry import Checked, property
+
+_SECOND = -2.0
+"""What multiplies the upstream gradients of a second backward. With 1, a gradient that the second
+call overwrites would look right. It is exact in every dtype, and so is the sum."""
 
 
 @property(
@@ -84,10 +90,10 @@ def gradients_add_up(case: Case) -> Checked:
 
 
 def _accumulated(call: RankCall) -> RankOutputs:
-    plainly(call)
+    call.backward(call.forward())
     outputs = call.forward()
-    call.backward(outputs)
-    return call.collect(outputs, divided_by=2.0)
+    call.backward(outputs, _SECOND)
+    return call.collect(outputs, divided_by=1 + _SECOND)
 
 
 @property(
@@ -96,42 +102,47 @@ def _accumulated(call: RankCall) -> RankOutputs:
     remedy="use ctx.save_for_backward, and do not write to what was saved: multiply out of place",
 )
 def second_backward(case: Case) -> Checked:
-    """A second backward through the same graph adds the same gradients, or is refused by torch."""
-    retained, freed = (case.on_ranks(how) for how in (_backward_twice, _backward_after_free))
+    """A second backward through the same graph adds its gradients, or is refused by an error."""
+    retained, freed = (case.on_ranks(_BackwardTwice(retain)) for retain in (True, False))
     return Checked(comparisons=(*case.judged(retained), *case.judged(freed)))
 
 
-def _backward_twice(call: RankCall) -> RankOutputs:
-    outputs = call.forward()
-    call.backward(outputs, retain_graph=True)
-    call.backward(outputs, retain_graph=True)
-    return call.collect(outputs, divided_by=2.0)
+@dataclass(frozen=True)
+class _BackwardTwice:
+    """Calls backward twice, the second time with another upstream gradient."""
 
+    retain_graph: bool
 
-def _backward_after_free(call: RankCall) -> RankOutputs:
-    outputs = call.forward()
-    call.backward(outputs)
-    once = call.collect(outputs)
-    try:
-        call.backward(outputs)
-    except RuntimeError as error:
-        if "backward through the graph a second time" not in str(error):
+    def __call__(self, call: RankCall) -> RankOutputs:
+        outputs, once = call.forward(), None
+        try:
+            call.backward(outputs, retain_graph=self.retain_graph)
+            once = call.collect(outputs)
+            call.backward(outputs, _SECOND, retain_graph=self.retain_graph)
+        except LossgateError:  # of the world, or about the declaration
             raise
-        return once  # the graph was freed, and torch says so
-    return call.collect(outputs, divided_by=2.0)
+        except Exception:  # it is refused, by torch or by the kernel: nobody can take it for a gradient
+            if once is None and not self.retain_graph:  # that was a plain call
+                raise
+            return plainly(call.again()) if once is None else once
+        return call.collect(outputs, divided_by=1 + _SECOND)
 
 
 @property(
     "checkpointing",
-    runs=2,
-    remedy="compute the same in the second forward as in the first, and save tensors by ctx.save_for_backward",
+    runs=4,
+    remedy="compute and save the same in the second forward as in the first, by ctx.save_for_backward",
 )
 def checkpointing(case: Case) -> Checked:
     """Under activation checkpointing, which runs forward again in backward, nothing changes."""
-    return Checked(comparisons=case.judged(case.on_ranks(_checkpointed)))
+    ways = (_checkpointed_reentrant, _checkpointed)
+    return Checked(comparisons=tuple(c for way in ways for c in case.judged(case.on_ranks(way))))
 
 
-def _checkpointed(call: RankCall) -> RankOutputs:
+def _checkpointed_reentrant(call: RankCall) -> RankOutputs:
+    """Calls a kernel as torch.utils.checkpoint does with use_reentrant=True. That itself would load
+    torch's compiler.
+    """
     kept: list[Outputs] = []
 
     def forward(*leaves: Tensor) -> tuple[Tensor, ...]:
@@ -142,9 +153,44 @@ def _checkpointed(call: RankCall) -> RankOutputs:
 
     leaves = dict(call.leaves)
     names = list(leaves)
-    # As torch.utils.checkpoint does with use_reentrant=True; but that loads torch's compiler.
     roots: Any = CheckpointFunction.apply(forward, False, *leaves.values())
     outputs = replace(kept[0], **dict(zip(call.roots(kept[0]), roots, strict=True)))
     call.backward(outputs)
     call.replace(**leaves)
+    return call.collect(outputs)
+
+
+def _checkpointed(call: RankCall) -> RankOutputs:
+    """Calls a kernel as torch.utils.checkpoint does with use_reentrant=False: what forward saves is
+    let go, and backward takes what a second forward saves.
+    """
+    first, again = list[Tensor](), list[Tensor]()
+    ended = False
+
+    def pack_first(tensor: Tensor) -> int:
+        first.append(tensor.detach())
+        return len(first) - 1
+
+    def pack_again(tensor: Tensor) -> Tensor:
+        again.append(tensor.detach())
+        return tensor
+
+    def unpack_first(number: int) -> Tensor:
+        if not ended:  # a backward inside forward
+            return first[number]
+        if not again:
+            with torch.enable_grad(), saved_tensors_hooks(pack_again, lambda tensor: tensor):
+                call.forward()
+            if len(again) != saved:
+                raise CandidateError(
+                    f"candidate {call.candidate.name!r} on rank {call.context.rank} saves {saved} tensors in "
+                    f"forward, and {len(again)} if forward is run again in backward; save the same each time"
+                )
+        return again[number]
+
+    with saved_tensors_hooks(pack_first, unpack_first):
+        outputs = call.forward()
+    saved, ended = len(first), True
+    first.clear()
+    call.backward(outputs)
     return call.collect(outputs)

@@ -9,6 +9,7 @@ import torch
 
 from lossgate.cases.case import Case
 from lossgate.cases.rank_call import RankCall, RankOutputs
+from lossgate.judge.comparison import Comparison
 from lossgate.properties.registry import Checked, property
 
 
@@ -22,12 +23,13 @@ from lossgate.properties.registry import Checked, property
 def frozen_inputs(case: Case) -> Checked:
     """Inputs that need no gradient get none, and the gradients of the others stay right."""
     gradients = case.candidate.starts_at.gradients(case.bound.batch.leaves)
-    comparisons = [
-        comparison
-        for trained in _subsets(tuple(gradients))
-        for comparison in case.judged(case.on_ranks(_Trained(trained)), [gradients[name] for name in trained])
-    ]
-    return Checked(comparisons=tuple(comparisons))
+    comparisons, faults = list[Comparison](), list[str]()
+    for trained in _subsets(tuple(gradients)):
+        called = case.on_ranks(_Trained(trained))
+        comparisons += case.judged([outputs for outputs, _ in called], [gradients[name] for name in trained])
+        given = dict.fromkeys(name for _, names in called for name in names)
+        faults += [f"{name} got a gradient, and needs none" for name in given]
+    return Checked(comparisons=tuple(comparisons), faults=tuple(dict.fromkeys(faults)))
 
 
 def _subsets(leaves: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
@@ -42,11 +44,13 @@ class _Trained:
 
     leaves: tuple[str, ...]
 
-    def __call__(self, call: RankCall) -> RankOutputs:
-        call.replace(**{name: leaf.detach() for name, leaf in call.leaves.items() if name not in self.leaves})
+    def __call__(self, call: RankCall) -> tuple[RankOutputs, list[str]]:
+        frozen = {name: leaf.detach() for name, leaf in call.leaves.items() if name not in self.leaves}
+        call.replace(**frozen)
         outputs = call.forward()
         call.backward(outputs)
-        return call.collect(outputs, leaves=self.leaves)
+        given = [name for name, leaf in frozen.items() if leaf.grad is not None]
+        return call.collect(outputs, leaves=self.leaves), given
 
 
 @property(

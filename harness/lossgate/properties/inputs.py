@@ -41,8 +41,11 @@ def _same(one: Tensor, other: Tensor) -> bool:
     remedy="take strides into account, or call .contiguous() first",
 )
 def strided_inputs(case: Case) -> Checked:
-    """Inputs may be transposed, or slices of larger tensors."""
-    return Checked(comparisons=case.judged(case.on_ranks(_strided)))
+    """Inputs in other strides, transposed or sliced, give the same, or are refused by an error."""
+    try:
+        return Checked(comparisons=case.judged(case.on_ranks(_strided)))
+    except RankRaised:
+        return Checked()
 
 
 def _strided(call: RankCall) -> RankOutputs:

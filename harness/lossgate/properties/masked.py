@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Properties of what counts for nothing: masked tokens, and padding."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from lossgate.cases.assemble import equal
 from lossgate.cases.case import Case
 from lossgate.cases.untrained import replaced, untrained
 from lossgate.problems.batch import GlobalBatch
@@ -24,6 +25,11 @@ _ABSENT = -100
 """The id that stands for no label in many frameworks."""
 
 
+Poison = Callable[[Spec, GlobalBatch, Collection[str], int], GlobalBatch]
+"""Returns a batch with changed numbers where nothing counts. It gets the names of what is changed,
+and a sign."""
+
+
 @property(
     "masked-values",
     remedy="select before computing: torch.where(mask, x, 0.0), because 0 * inf is NaN",
@@ -33,17 +39,17 @@ def masked_values(case: Case) -> Checked:
 
     Metrics of all tokens, or of all sequences, are left out: their reference changes, too.
     """
-    return _poisoned(case, _with_wild_values, _kept(case, "masked values", _with_wild_values))
+    return _poisoned_where_unused(case, "masked values", _with_wild_values)
 
 
 @property(
     "masked-nan",
-    fits=lambda case: case.placed.batch is not _with_nan(case.candidate.spec, case.placed.batch),
+    fits=lambda case: _with_nan(case.candidate.spec, case.placed.batch, _names(case), 1) is not case.placed.batch,
     remedy="select before computing: torch.where(mask, x, 0.0), because 0 * NaN is NaN",
 )
 def masked_nan(case: Case) -> Checked:
     """NaN in numbers of masked tokens, such as old log-probabilities, changes nothing."""
-    return _poisoned(case, _with_nan, _kept(case, "masked NaN", _with_nan))
+    return _poisoned_where_unused(case, "masked NaN", _with_nan)
 
 
 @property(
@@ -54,43 +60,80 @@ def masked_nan(case: Case) -> Checked:
 )
 def masked_ids(case: Case) -> Checked:
     """Labels of -100 where nothing counts change nothing, or are refused by an error."""
+    batch = _without_labels(case.candidate.spec, case.placed.batch)
     try:
-        return _poisoned(case, _without_labels)
+        return Checked(comparisons=case.judged(case.on_ranks(batch=batch)))
     except RankRaised:
         return Checked()
 
 
-def _poisoned(
-    case: Case, change: Callable[[Spec, GlobalBatch], GlobalBatch], among: Collection[Output] | None = None
-) -> Checked:
+def _poisoned_where_unused(case: Case, name: str, change: Poison) -> Checked:
     """Compares a call with changed numbers where nothing counts, padding included."""
-    ranks = case.on_ranks(batch=change(case.candidate.spec, case.placed.batch))
-    return Checked(comparisons=case.judged(ranks, among=among))
+    names = _unused(case, name, change)
+    batch = change(case.candidate.spec, case.placed.batch, names, 1)
+    return Checked(comparisons=case.judged(case.on_ranks(batch=batch), among=_kept(case, name, change, names)))
 
 
-def _kept(case: Case, name: str, change: Callable[[Spec, GlobalBatch], GlobalBatch]) -> list[Output]:
-    """Returns the outputs whose reference a change of the batch leaves as it is."""
-    changed = case.bound.varied(name, lambda batch: change(case.candidate.spec, batch))
-    return case.kept(changed.reference(case.result.outputs))
+def _names(case: Case) -> tuple[str, ...]:
+    """Returns the names of what can be changed: numbers that belong to tokens."""
+    batch = case.bound.batch
+    return (*_token_floats(batch), *(name for name in batch.leaves if _is_of_tokens(name)))
 
 
-def _with_wild_values(spec: Spec, batch: GlobalBatch) -> GlobalBatch:
-    """Returns a batch with numbers far off, and other ids, where nothing is trained."""
+def _unused(case: Case, name: str, change: Poison) -> tuple[str, ...]:
+    """Returns what counts for nothing where the mask is false.
+
+    An option may say that a field is aligned otherwise: DPO's reference log-probabilities can
+    belong to the token that is read. Then the reference needs some of them where the mask is false.
+    """
+    names = _names(case)
+    trained = {output for output in case.result.outputs if output.kind not in ("metric", "token value")}
+    if trained <= set(_kept(case, name, change, names)):
+        return names
+    return tuple(one for one in names if trained <= set(_kept(case, name, change, (one,))))
+
+
+def _kept(case: Case, name: str, change: Poison, names: Collection[str]) -> list[Output]:
+    """Returns the outputs whose reference a change leaves as it is, to the bit and with either
+    sign: an output that saturates may stay as it is with one of them.
+    """
+    spec, returned = case.candidate.spec, case.result.outputs
+    plain, kept = case.bound.reference(returned), list(returned)
+    for sign in (1,) if change is _with_nan else (1, -1):
+        label = f"{name} {sign:+} of {', '.join(names)}"
+        changed = case.bound.varied(label, lambda batch, sign=sign: change(spec, batch, names, sign))
+        other = changed.reference(returned)
+        kept = [output for output in kept if _same(plain[output], other[output], output, case)]
+    return kept
+
+
+def _same(one: Tensor, other: Tensor, output: Output, case: Case) -> bool:
+    """Returns whether two references have the same bits; those of masked tokens do not count."""
+    mask = case.bound.batch.fields["mask"]
+    return equal(*((x[mask] for x in (one, other)) if output.kind == "token value" else (one, other)))
+
+
+def _with_wild_values(spec: Spec, batch: GlobalBatch, names: Collection[str], sign: int) -> GlobalBatch:
+    """Returns a batch with numbers far off, and other ids, where nothing is trained.
+
+    Each field has another size, so that differences of two are far off, too.
+    """
     away, vocab = untrained(spec, batch.known), batch.partition.vocab
+    numbers = {name: number for number, name in enumerate((*_token_floats(batch), *batch.leaves), 1)}
 
     def wild(name: str, tensor: Tensor) -> Tensor:
-        size = _HIDDEN if name == "hidden" else _NATS
-        sign = 1 - 2 * (torch.arange(tensor.numel()).view(tensor.shape) % 2)
-        return replaced(tensor, away["token"], size * sign.to(tensor))
+        size = _HIDDEN if name == "hidden" else _NATS * numbers[name]
+        signs = sign * (1 - 2 * (torch.arange(tensor.numel()).view(tensor.shape) % 2))
+        return replaced(tensor, away["token"], size * signs.to(tensor))
 
-    fields = {name: wild(name, field) for name, field in _token_floats(batch).items()}
+    fields = {name: wild(name, field) for name, field in _token_floats(batch).items() if name in names}
     ids = {name for name in ("labels", spec.gathered_ids) if name is not None}
     fields |= {name: replaced(batch.fields[name], away["token"], (batch.fields[name] + 1) % vocab) for name in ids}
-    leaves = {name: wild(name, leaf) for name, leaf in batch.leaves.items() if _is_of_tokens(name)}
+    leaves = {name: wild(name, leaf) for name, leaf in batch.leaves.items() if name in names}
     return replace(batch, fields={**batch.fields, **fields}, leaves={**batch.leaves, **leaves})
 
 
-def _with_nan(spec: Spec, batch: GlobalBatch) -> GlobalBatch:
+def _with_nan(spec: Spec, batch: GlobalBatch, names: Collection[str], sign: int) -> GlobalBatch:
     """Returns a batch with NaN where the mask is false; the same if nothing can be NaN.
 
     A token in a sequence that does not count is left as it is, if the mask is true there: kernels
@@ -98,10 +141,12 @@ def _with_nan(spec: Spec, batch: GlobalBatch) -> GlobalBatch:
     Hidden states and logits are left as they are, a teacher's too: the gradient of a weight is a
     product with all hidden states, masked ones too, and a softmax of NaN has no gradient of 0.
     """
-    away, numbers = ~batch.fields["mask"], _token_floats(batch)
-    fields = {name: replaced(field, away) for name, field in numbers.items() if field.dim() == 1}
-    given = [name for name, leaf in batch.leaves.items() if _is_of_tokens(name) and leaf.dim() == 1]
-    leaves = {name: replaced(batch.leaves[name], away) for name in given}
+    away = ~batch.fields["mask"]
+
+    def poisoned(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: replaced(one, away) for name, one in given.items() if name in names and one.dim() == 1}
+
+    fields, leaves = poisoned(_token_floats(batch)), poisoned(batch.leaves)
     if not fields and not leaves:
         return batch
     return replace(batch, fields={**batch.fields, **fields}, leaves={**batch.leaves, **leaves})

@@ -12,7 +12,7 @@ from lossgate.declaration.candidate import Candidate
 from lossgate.layout import Layout
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Partition
-from lossgate.problems.problem import ReductionOrder
+from lossgate.problems.problem import Problem, ReductionOrder
 from lossgate.properties.registry import Checked, property
 from lossgate.specs.outputs import gradient_output
 from lossgate.worlds.base import RankContext, T, Task, World
@@ -24,15 +24,23 @@ _AT_ONCE = 2
 @property(
     "microbatches",
     applies=lambda candidate: _adds_up(candidate),
+    fits=lambda case: "dp" in case.candidate.axes or all(map(len, _split(case).partition.token_shards.values())),
     runs=2,
     remedy="divide by the counts that are given, which are those of the whole batch; keep nothing between calls",
 )
 def microbatches(case: Case) -> Checked:
     """Losses, gradients and metrics of the microbatches of a batch add up to those of the batch."""
-    layout = case.problem.layout
-    several = replace(case.problem, layout=Layout(layout.dp * _AT_ONCE, layout.cp, layout.tp))
+    several = _split(case)
     in_turn = Case(case.candidate, several, _InTurn(case.world, several.layout), case.bound, also_over=("dp",))
     return Checked(comparisons=in_turn.comparisons)
+
+
+def _split(case: Case) -> Problem:
+    """Returns the problem with a dp rank for each microbatch. One may be empty: kernels that are
+    declared for several ranks must stand that.
+    """
+    layout = case.problem.layout
+    return replace(case.problem, layout=Layout(layout.dp * _AT_ONCE, layout.cp, layout.tp))
 
 
 def _adds_up(candidate: Candidate) -> bool:

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Right kernels of unusual make keep every property, and bugs of another make than those of the
+bank are found.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lossgate import Layout, Precision, candidate
+from lossgate.bank.dense_candidates import dense_candidate
+from lossgate.bank.property_bugs import right
+from lossgate.cases.case import Case
+from lossgate.cases.placement import sample_problems
+from lossgate.declaration.candidate import Candidate
+from lossgate.engine.case_result import run_case
+from lossgate.losses import SPECS
+from lossgate.properties import PROPERTIES
+from lossgate.worlds.base import World
+
+MakeWorld = Callable[[str], World]
+GiveGradient = Callable[[Any, Tensor, Tensor], Any]
+"""Gets the context, what was saved and the upstream gradient. It gives the gradient of the
+logits."""
+
+
+def mean(logprobs: Tensor, inputs: Any) -> Tensor:
+    return -torch.where(inputs.mask, logprobs, 0.0).sum() / inputs.valid_tokens.clamp(min=1)
+
+
+def label_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
+    return logits.log_softmax(-1).gather(1, labels.clamp(0).long()[:, None]).squeeze(1)
+
+
+class Fused(torch.autograd.Function):
+    """Makes the gradient of the logits in forward, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, inputs: Any, give: GiveGradient, save: Callable[[], int]) -> Tensor:
+        with torch.enable_grad():
+            own = logits.detach().requires_grad_()
+            loss = mean(label_logprobs(own, inputs.labels), inputs)
+        (gradient,) = torch.autograd.grad(loss, own)
+        ctx.save_for_backward(*[gradient] * save())
+        ctx.kept, ctx.give = gradient, give
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, None, None, None]:  # type: ignore[override]
+        saved = ctx.saved_tensors
+        return ctx.give(ctx, saved[0] if saved else ctx.kept, gradient), None, None, None
+
+
+def fused(
+    give: GiveGradient = lambda ctx, saved, gradient: saved * gradient, save: Callable[[], int] = lambda: 1
+) -> Any:
+    """Returns a kernel of logits with a backward of its own."""
+    return lambda inputs, options, mesh: Fused.apply(inputs.logits, inputs, give, save)
+
+
+def declared(kernel: Any, head: str = "logits", **changes: Any) -> Candidate:
+    return candidate("nll", head=head, dtypes=("float32",), name="kernel", **changes)(kernel)
+
+
+def _in_place(ctx: Any, saved: Tensor, gradient: Tensor) -> Tensor:
+    return saved.mul_(gradient)
+
+
+def _frees(ctx: Any, saved: Tensor, gradient: Tensor) -> Tensor:
+    if ctx.kept is None:
+        raise RuntimeError("backward called twice is not supported")
+    ctx.kept = None
+    return saved * gradient
+
+
+def _contiguous(inputs: Any, options: Any, mesh: Any) -> Tensor:
+    if not inputs.logits.is_contiguous():
+        raise ValueError("logits must be contiguous")
+    return mean(label_logprobs(inputs.logits, inputs.labels), inputs)
+
+
+def _linear_and_fused(inputs: Any, options: Any, mesh: Any) -> Any:
+    """A linear layer of torch, which refuses a second backward, and a loss that does not."""
+    logits = inputs.hidden @ inputs.weight.T + (0 if inputs.bias is None else inputs.bias)
+    return Fused.apply(logits, inputs, lambda ctx, saved, gradient: ctx.kept * gradient, lambda: 0)
+
+
+def _chunks(inputs: Any, options: Any, mesh: Any) -> Tensor:
+    """Loops over chunks, of which there must be one."""
+    chunks = zip(inputs.logits.split(8), inputs.labels.split(8), strict=True)
+    parts = [label_logprobs(*chunk) for chunk in chunks if len(chunk[1])]
+    return mean(torch.cat(parts), inputs)
+
+
+def _half(inputs: Any, options: Any, mesh: Any) -> Any:
+    """The gradient of the logits is rounded to float16."""
+    return Fused.apply(inputs.logits, inputs, lambda ctx, saved, g: (saved * g).half().float(), lambda: 1)
+
+
+RIGHT = {
+    "gradients made in forward": declared(fused()),
+    "changes what is saved, so that torch refuses a second backward": declared(fused(_in_place)),
+    "refuses a second backward itself": declared(fused(_frees)),
+    "refuses other strides": declared(_contiguous),
+    "a layer of torch before it": declared(_linear_and_fused, "hidden", supports={"bias": (False, True)}),
+    "chunks, of which there must be one": declared(_chunks),
+    "float16 inside": declared(_half, precision=Precision(dlogits="float16", grads_in_forward=True)),
+}
+
+
+def broken(kernel: Candidate, names: list[str], make_world: MakeWorld, layout: str = "single") -> dict[str, Any]:
+    """Returns the findings on problems of some tokens, by the property that has them."""
+    world, found = make_world(layout), dict[str, Any]()
+    drawn = sample_problems(kernel, Layout.parse(layout), "float32", 60, 5)
+    for problem in [p for p in drawn if 8 < p.tokens < 100 and p.vocab > 2 and "none" not in p.masks][:12]:
+        case = Case(kernel, problem, world)
+        for name in names:
+            if name not in found and PROPERTIES[name].applies(kernel):
+                result = run_case(case, PROPERTIES[name])
+                if not result.agrees:
+                    found[name] = result.findings
+    return found
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_kernel_keeps_every_property(name: str, make_world: MakeWorld) -> None:
+    assert broken(RIGHT[name], list(PROPERTIES), make_world) == {}
+
+
+def test_what_a_layout_of_the_reference_needs_is_not_poisoned(make_world: MakeWorld) -> None:
+    """Reference log-probabilities that belong to the token that is read are used where the mask is
+    false: in DPO, at the token before.
+    """
+    kernel, properties = dense_candidate(SPECS["dpo"], "logprobs"), ["masked-values", "masked-nan"]
+    compared, world = 0, make_world("cp=2")
+    for problem in sample_problems(kernel, world.layout, "float32", 60, 1):
+        if problem.options.get("reference_layout") in ("token", "rolled") and problem.tokens < 200:
+            case = Case(kernel, problem, world)
+            results = [run_case(case, PROPERTIES[name]) for name in properties]
+            assert [result.findings for result in results] == [(), ()]
+            compared += 1
+    assert compared > 5
+
+
+WORKSPACE: dict[str, Tensor] = {}
+
+
+def _workspace(ctx: Any, saved: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient is a slice of a buffer that all calls share."""
+    buffer = WORKSPACE.setdefault("buffer", torch.empty(1 << 16))
+    return torch.mul(saved, gradient, out=buffer[: saved.numel()].view(saved.shape))
+
+
+class AlsoFrozen(torch.autograd.Function):
+    """Assigns the gradient of the weight, whether it is wanted or not."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, inputs: Any) -> Tensor:
+        with torch.enable_grad():
+            own = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+            loss = mean(label_logprobs(own[0] @ own[1].T, inputs.labels), inputs)
+        ctx.gradients, ctx.weight = torch.autograd.grad(loss, own), weight
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        own = ctx.gradients[1] * gradient
+        ctx.weight.grad = own if ctx.weight.grad is None else ctx.weight.grad + own
+        return ctx.gradients[0] * gradient, None, None
+
+
+FORWARDS = [0]
+
+
+def _fewer_each_time() -> int:
+    FORWARDS[0] += 1
+    return 1 + FORWARDS[0] % 2
+
+
+def _ratio_times_zero(inputs: Any, options: Any, mesh: Any) -> Any:
+    """The ratio of tokens in a sequence that does not count is multiplied by 0."""
+    kernel = dense_candidate(SPECS["clipped_pg"], "logprobs").kernel
+    outputs: Any = kernel(inputs, options, mesh)
+    away = inputs.mask & ~inputs.sample_mask[inputs.sequence]
+    ratio = torch.exp(inputs.logprobs[away] - inputs.prev_logprobs[away])
+    return replace(outputs, loss=outputs.loss + (0.0 * ratio).sum())
+
+
+def _clipped(kernel: Any) -> Candidate:
+    own = dense_candidate(SPECS["clipped_pg"], "logprobs")
+    return replace(own, kernel=kernel, axes=(), dtypes=("float32",))
+
+
+WRONG = {
+    "NaN for an upstream gradient of 1": (
+        "upstream-one",
+        declared(fused(lambda ctx, saved, g: torch.where(g == 1, torch.nan, saved * g))),
+    ),
+    "no gradient for an upstream gradient of 1": (
+        "upstream-one",
+        declared(fused(lambda ctx, saved, g: None if float(g) == 1 else saved * g)),
+    ),
+    "a buffer of gradients that calls share": ("gradients-add-up", declared(fused(_workspace))),
+    "a gradient for a frozen weight": (
+        "frozen-inputs",
+        declared(lambda inputs, options, mesh: AlsoFrozen.apply(inputs.hidden, inputs.weight, inputs), "hidden"),
+    ),
+    "saves less in the second forward": ("checkpointing", declared(fused(save=_fewer_each_time))),
+    "a ratio times 0": ("masked-values", _clipped(_ratio_times_zero)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_bug_of_another_make_is_found(name: str, make_world: MakeWorld) -> None:
+    held_to, kernel = WRONG[name]
+    assert held_to in broken(kernel, [held_to], make_world)
+
+
+def test_the_ratio_is_right_where_every_sequence_counts(make_world: MakeWorld) -> None:
+    """So that the kernel above is found for its bug."""
+    own = _clipped(dense_candidate(SPECS["clipped_pg"], "logprobs").kernel)
+    assert broken(own, ["masked-values"], make_world) == {}
+    assert broken(right("logits"), ["masked-values"], make_world) == {}
