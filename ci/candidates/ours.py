@@ -4,7 +4,9 @@
 Chunks are small, so that small problems turn every loop.
 """
 
+from contextlib import nullcontext
 from dataclasses import fields, replace
+from functools import wraps
 from typing import Any
 
 import torch
@@ -27,10 +29,12 @@ from fused_losses import (
     rho_weights,
     tiled_grpo_loss,
     tiled_token_logprobs,
+    unchecked_values,
     vocab_parallel_cross_entropy,
     vocab_parallel_logprobs,
 )
 from lossgate import ANY, Budgets, Contract, Outputs, Precision, candidate
+from lossgate.declaration.candidate import Kernel
 from lossgate.inputs import (
     ClippedPgHidden,
     DpoHidden,
@@ -82,6 +86,19 @@ IN_TILES = Budgets(
 """Whole logits of a tile of tokens."""
 
 
+def _in_training(kernel: Kernel) -> Kernel:
+    """Leaves out the checks of values on a device for which the host would wait, as training does
+    after its first steps.
+    """
+
+    @wraps(kernel)
+    def called(inputs: Any, options: Any, mesh: DeviceMesh) -> Outputs | Tensor:
+        with nullcontext() if mesh.device_type == "cpu" else unchecked_values():
+            return kernel(inputs, options, mesh)
+
+    return called
+
+
 def _in_forward(precisions: dict[str, Precision]) -> dict[str, Precision]:
     """Returns the same for kernels that make gradients in forward."""
     return {dtype: replace(p, grads_in_forward=dtype != "float32") for dtype, p in precisions.items()}
@@ -124,6 +141,7 @@ def _counted(inputs: NllHidden | NllLogits, options: NllOptions) -> dict[str, An
     budgets=replace(IN_CHUNKS, collectives="3*(tp > 1)", bytes="4*tokens*(hidden + 4)*(tp > 1)"),
     good_for="SFT from hidden states: no logits, and gradients made in forward",
 )
+@_in_training
 def fused_linear_cross_entropy(inputs: NllHidden, options: NllOptions, mesh: DeviceMesh) -> Tensor:
     given = _counted(inputs, options) | _split(inputs, mesh) | {"softcap": options.softcap}
     return linear_cross_entropy(inputs.hidden, inputs.weight, inputs.labels, bias=inputs.bias, chunk=CHUNK, **given)
@@ -149,6 +167,7 @@ def _part(hidden: Tensor, labels: Tensor, mesh: DeviceMesh, ignored: int = -100)
     budgets=IN_CHUNKS,
     good_for="the same as a module, with sequence parallelism, and labels to ignore in place of a mask",
 )
+@_in_training
 def fused_cross_entropy_module(inputs: NllHidden, options: NllOptions, mesh: DeviceMesh) -> Tensor:
     given = {"temperature": options.temperature, "softcap": options.softcap, "reduction": options.reduction}
     module = LinearCrossEntropyLoss(
@@ -170,6 +189,7 @@ def fused_cross_entropy_module(inputs: NllHidden, options: NllOptions, mesh: Dev
     budgets=IN_CHUNKS,
     good_for="SFT with its statistics from this rank's tokens alone, under context parallelism",
 )
+@_in_training
 def fused_linear_sft(inputs: NllHidden, options: NllOptions, mesh: DeviceMesh) -> Outputs:
     given = _sft_arguments(inputs, options, mesh)
     return _sft_outputs(*linear_sft_loss(inputs.hidden, inputs.weight, inputs.labels, **given), mesh)
@@ -186,6 +206,7 @@ def fused_linear_sft(inputs: NllHidden, options: NllOptions, mesh: DeviceMesh) -
     budgets=IN_CHUNKS,
     good_for="the same with sequence parallelism",
 )
+@_in_training
 def fused_linear_sft_sequence_parallel(inputs: NllHidden, options: NllOptions, mesh: DeviceMesh) -> Outputs:
     own, labels = _part(inputs.hidden, inputs.labels, mesh)
     fill = (0, len(labels) - len(inputs.labels))
@@ -229,6 +250,7 @@ def _sft_outputs(loss: Tensor, statistics: SFTStatistics, mesh: DeviceMesh) -> O
     budgets=ONE_GRADIENT,
     good_for="SFT with its statistics from tensor-parallel logits",
 )
+@_in_training
 def fused_vocab_parallel_sft(inputs: NllLogits, options: NllOptions, mesh: DeviceMesh) -> Outputs:
     statistics: dict[str, Any] = {"temperature": options.temperature, "entropy": True, "logit_range": True}
     tokens = vocab_parallel_logprobs(inputs.logits, inputs.labels, chunk=CHUNK, **statistics, **_split(inputs, mesh))
@@ -249,6 +271,7 @@ def fused_vocab_parallel_sft(inputs: NllLogits, options: NllOptions, mesh: Devic
     budgets=ONE_GRADIENT,
     good_for="SFT from tensor-parallel logits",
 )
+@_in_training
 def fused_vocab_parallel_cross_entropy(inputs: NllLogits, options: NllOptions, mesh: DeviceMesh) -> Tensor:
     return vocab_parallel_cross_entropy(
         inputs.logits, inputs.labels, chunk=CHUNK, **_counted(inputs, options), **_split(inputs, mesh)
@@ -272,6 +295,7 @@ _LOGPROBS: dict[str, Any] = {
     good_for="any loss on log-probabilities and entropies, from hidden states: no logits",
     **_LOGPROBS,
 )
+@_in_training
 def fused_linear_logprobs(inputs: TokenLogprobsHidden, options: TokenLogprobsOptions, mesh: DeviceMesh) -> Outputs:
     given: dict[str, Any] = {
         "bias": inputs.bias,
@@ -299,6 +323,7 @@ def fused_linear_logprobs(inputs: TokenLogprobsHidden, options: TokenLogprobsOpt
     good_for="the same with sequence parallelism, and float32 matrix products",
     **_LOGPROBS,
 )
+@_in_training
 def fused_linear_logprobs_sequence_parallel(
     inputs: TokenLogprobsHidden, options: TokenLogprobsOptions, mesh: DeviceMesh
 ) -> Outputs:
@@ -327,6 +352,7 @@ def fused_linear_logprobs_sequence_parallel(
     good_for="the same from tensor-parallel logits",
     **_LOGPROBS,
 )
+@_in_training
 def fused_vocab_parallel_logprobs(
     inputs: TokenLogprobsLogits, options: TokenLogprobsOptions, mesh: DeviceMesh
 ) -> Outputs:
@@ -352,6 +378,7 @@ def fused_vocab_parallel_logprobs(
     good_for="the same through an lm-head that is a module of any kind",
     **(_LOGPROBS | {"axes": ("dp", "cp")}),
 )
+@_in_training
 def fused_tiled_token_logprobs(inputs: TokenLogprobsHidden, options: TokenLogprobsOptions, mesh: DeviceMesh) -> Outputs:
     found = tiled_token_logprobs(
         _as_module(inputs),
@@ -379,6 +406,7 @@ def fused_tiled_token_logprobs(inputs: TokenLogprobsHidden, options: TokenLogpro
     budgets=IN_CHUNKS,
     good_for="DPO and IPO from hidden states, packed, with context parallelism",
 )
+@_in_training
 def fused_linear_dpo(inputs: DpoHidden, options: DpoOptions, mesh: DeviceMesh) -> Outputs:
     given: dict[str, Any] = {
         "bias": inputs.bias,
@@ -420,6 +448,7 @@ def _dpo(logprobs: Tensor, inputs: DpoHidden | DpoLogits, options: DpoOptions, m
     budgets=IN_CHUNKS,
     good_for="PPO, GRPO, REINFORCE, GSPO and CISPO from hidden states, packed, with context parallelism",
 )
+@_in_training
 def fused_linear_clipped_pg(inputs: ClippedPgHidden, options: ClippedPgOptions, mesh: DeviceMesh) -> Outputs:
     return _clipped_pg(_filtered_logprobs(inputs, options, mesh), inputs, options, mesh)
 
@@ -449,6 +478,7 @@ def _filtered_logprobs(inputs: ClippedPgHidden | GrpoHidden, options: FilterOpti
     budgets=IN_TILES,
     good_for="the same through an lm-head that is a module of any kind",
 )
+@_in_training
 def fused_tiled_clipped_pg(inputs: ClippedPgHidden, options: ClippedPgOptions, mesh: DeviceMesh) -> Outputs:
     return _clipped_pg(_tiled_logprobs(inputs, options), inputs, options, mesh)
 
@@ -471,8 +501,9 @@ def _as_module(inputs: Hidden) -> torch.nn.Linear:
     head = torch.nn.Linear(inputs.weight.shape[1], inputs.weight.shape[0], bias=inputs.bias is not None, device="meta")
     for name, leaf in (("weight", inputs.weight), ("bias", inputs.bias)):
         if leaf is not None:
-            parameter = torch.nn.Parameter(leaf.detach())
-            parameter.register_post_accumulate_grad_hook(lambda parameter, leaf=leaf: _hand_on(parameter, leaf))
+            parameter = torch.nn.Parameter(leaf.detach(), leaf.requires_grad)
+            if leaf.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda parameter, leaf=leaf: _hand_on(parameter, leaf))
             setattr(head, name, parameter)
     return head
 
@@ -515,6 +546,7 @@ def _clipped_pg(tokens: TokenLogprobs, inputs: ClippedPgHidden, options: Clipped
     budgets=IN_CHUNKS,
     good_for="GRPO with DAPO or CISPO from hidden states, as open-instruct's tiled lm-head loss",
 )
+@_in_training
 def fused_linear_grpo(inputs: GrpoHidden, options: GrpoOptions, mesh: DeviceMesh) -> Outputs:
     return _grpo(_filtered_logprobs(inputs, options, mesh), inputs, options, mesh, _rho(options))
 
@@ -529,6 +561,7 @@ def fused_linear_grpo(inputs: GrpoHidden, options: GrpoOptions, mesh: DeviceMesh
     budgets=IN_TILES,
     good_for="the same through an lm-head that is a module of any kind, with rho's weights computed before",
 )
+@_in_training
 def fused_tiled_grpo(inputs: GrpoHidden, options: GrpoOptions, mesh: DeviceMesh) -> Outputs:
     weights = rho_weights(
         _rho(options),
@@ -553,6 +586,7 @@ def fused_tiled_grpo(inputs: GrpoHidden, options: GrpoOptions, mesh: DeviceMesh)
     budgets=IN_TILES,
     good_for="the same, with each tile's gradients made in forward: the head runs once, not twice",
 )
+@_in_training
 def fused_tiled_grpo_in_one_pass(inputs: GrpoHidden, options: GrpoOptions, mesh: DeviceMesh) -> Outputs:
     given: dict[str, Any] = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
     given |= {"tiles": TILES, "rho": _rho(options)}

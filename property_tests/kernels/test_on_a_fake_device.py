@@ -1,59 +1,154 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels stay on the device of their inputs and do not make the host wait for it.
 
-So does the harness where it calls them. ``fake_device.py`` runs them on an accelerator that is
-none; no GPU is needed.
+So does the harness where it calls them. They run on an accelerator that is none; no GPU is needed.
 """
 
-import json
-import subprocess
-import sys
-from collections import defaultdict
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from zlib import crc32
 
+import pytest
+import torch
+from torch import Tensor
+
+from fused_losses import Pack, unchecked_values
+from fused_losses.packed_lengths import PackedLengths
+from lossgate import Budgets, Layout
+from lossgate.cases.case import Case
+from lossgate.cases.placement import sample_problems
+from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.loading import load_candidates
+from lossgate.engine.case_result import run_case
+from lossgate.observe.fake_device import DEVICE, fake_device, raised_in_child, raised_on_fake_device
+from lossgate.properties import PROPERTIES
+from lossgate.worlds.base import RankContext
 
 ROOT = Path(__file__).parents[2]
-HERE = Path(__file__).parent.relative_to(ROOT)
-OURS, MISTAKES = "ci/candidates/ours.py", str(HERE / "device_mistakes.py")
+OURS = {candidate.name: candidate for candidate in load_candidates(str(ROOT / "ci/candidates/ours.py"))}
+MISTAKES = {c.name: c for c in load_candidates(str(Path(__file__).with_name("device_mistakes.py")))}
+LAYOUTS = ("single", "dp=2", "cp=2", "tp=2")
+PROBLEMS = 2
+"""For each layout and dtype. All are different, so that together they take most branches."""
 
-PACKS = ("Pack.from_rows", "Pack.from_rows, packed", "Pack.labels", "Pack.split", "Pack.gather", "Pack.to_rows")
-MIXED, WAITED = "FakeTensorDeviceMismatchError", "DataDependentOutputException"
-WAITS = {"Pack.of": WAITED}
-"""What makes the host wait. ``Pack.of`` must: the lengths of sequences decide how large its tensors
-are. What no longer waits leaves the list.
-"""
+WAITED = ("waits", "aten._local_scalar_dense.default")
 SEEN = {
-    "tensor_on_the_cpu": MIXED,
-    "tensor_on_the_cpu_in_backward": MIXED,
+    "tensor_on_the_cpu": ("mixed devices", "found at least two devices, sim:0 and cpu"),
+    "tensor_on_the_cpu_in_backward": ("mixed devices", "found at least two devices, sim:0 and cpu"),
     "item": WAITED,
     "item_in_backward": WAITED,
     "branch": WAITED,
-    "boolean_index": "DynamicOutputShapeException",
+    "boolean_index": ("waits", "aten.nonzero.default"),
+    "no_mistake": None,
 }
-"""The mistakes of ``device_mistakes.py``, and the error that each raises."""
+"""What each of ``device_mistakes.py`` raises."""
+
+MakeWorld = Callable[[str], Any]
 
 
-def test_kernels_stay_on_their_device_and_mistakes_are_seen() -> None:
-    """All in one test, because the process takes half a minute."""
-    expected: dict[str, dict[str, str | None]] = {}
-    for candidate in load_candidates(str(ROOT / OURS)):
-        sharded = (f"{axis}=2" for axis in ("dp", "cp", "tp") if axis in candidate.axes)
-        expected[candidate.name] = dict.fromkeys(["single", *sharded])
-    expected |= {name: {"single": error} for name, error in {"no_mistake": None, **SEEN}.items()}
-    expected |= {name: {"cp=2": error} for name, error in {**dict.fromkeys(PACKS), **WAITS}.items()}
-    assert errors() == expected
+def cases(candidate: Candidate, layout: str, make_world: MakeWorld, dtype: str) -> list[Case]:
+    seed = crc32(f"{layout} {dtype}".encode())
+    drawn = sample_problems(candidate, Layout.parse(layout), dtype, PROBLEMS, seed)
+    return [Case(candidate, problem, make_world(layout)) for problem in drawn]
 
 
-def errors() -> dict[str, dict[str, str | None]]:
-    """Returns the type of the first error of each name and layout, None if no run raised."""
-    command = [sys.executable, str(HERE / "fake_device.py"), OURS, MISTAKES]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, dict[str, str | None]] = defaultdict(dict)
-    for run in map(json.loads, done.stdout.splitlines()):
-        of_name, error = found[run["name"]], run["error"]
-        of_name[run["layout"]] = of_name.get(run["layout"]) or (error and error.partition(":")[0])
-        if error is not None:
-            print(run)  # pytest shows it if the test fails
-    return found
+@pytest.mark.parametrize("name", OURS)
+def test_kernels_stay_on_their_device(name: str, make_world: MakeWorld) -> None:
+    for layout in LAYOUTS:
+        if set(Layout.parse(layout).axes) <= set(OURS[name].axes):
+            for dtype in OURS[name].dtypes:
+                for case in cases(OURS[name], layout, make_world, dtype):
+                    assert raised_on_fake_device(case) is None, case.problem.describe()
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_mistakes_are_seen(name: str, make_world: MakeWorld) -> None:
+    found = raised_on_fake_device(cases(MISTAKES[name], "single", make_world, "float32")[0])
+    if found is None or SEEN[name] is None:
+        assert found is SEEN[name]
+        return
+    kind, message = SEEN[name]
+    assert (found.kind, message in found.message) == (kind, True), found
+    assert found.place.startswith("device_mistakes.py:")
+
+
+@pytest.mark.parametrize(
+    ("name", "budgets", "finding"),
+    [
+        ("tensor_on_the_cpu", None, "Expected all tensors to be on the same device, but found at least two devices"),
+        ("item", None, None),
+        ("item", Budgets(host_waits="1"), None),
+        ("item", Budgets(host_waits="0"), "the host waits for the device in aten._local_scalar_dense.default  [device"),
+        ("no_mistake", Budgets(host_waits="0"), None),
+    ],
+)
+def test_a_wait_is_a_fault_only_where_none_is_declared(
+    name: str, budgets: Budgets | None, finding: str | None, make_world: MakeWorld
+) -> None:
+    kernel = replace(MISTAKES[name], budgets=budgets)
+    result = run_case(cases(kernel, "single", make_world, "float32")[0], PROPERTIES["device"])
+    assert result.fits
+    assert [one.startswith(finding or "?") for one in result.findings] == [True] * (finding is not None)
+
+
+def test_what_cannot_run_on_a_fake_device_says_nothing(make_world: MakeWorld) -> None:
+    def needs_values(inputs: Any, options: Any, mesh: Any) -> Tensor:
+        raise NotImplementedError("there is no such kernel for this device")
+
+    kernel = replace(MISTAKES["no_mistake"], kernel=needs_values)
+    result = run_case(cases(kernel, "single", make_world, "float32")[0], PROPERTIES["device"])
+    assert (result.fits, result.findings) == (False, ())
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_a_child_that_does_not_answer_says_nothing(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lossgate.observe.fake_device._PATIENCE", 2.0)
+    found = raised_in_child(Layout(), lambda context: os._exit(3) if how == "dies" else time.sleep(60))
+    assert found is not None
+    assert (found.kind, found.message) == ("other", "its process died" if how == "dies" else "it took longer than 2 s")
+
+
+def _backward(result: Tensor) -> None:
+    result.backward(torch.ones_like(result))
+
+
+def packs(context: RankContext) -> dict[str, Callable[[], Any]]:
+    """Returns what no candidate calls: packs, over cp."""
+    group = context.mesh.get_group("cp")
+    cu_seqlens = torch.tensor([0, 3, 8], device=DEVICE)
+    tokens: dict[str, Any] = dict.fromkeys(("index", "sequence", "position"), torch.zeros(6, device=DEVICE).long())
+    real = torch.ones(6, dtype=torch.bool, device=DEVICE)
+    starts: dict[str, Any] = {"cu_seqlens": cu_seqlens, "cu_seqlens_padded": cu_seqlens}
+    host = PackedLengths(true=(3, 5), padded=(3, 9), rows=2, row_width=None)
+    pack = Pack(**tokens, real=real, lengths=cu_seqlens.diff(), **starts, cp=2, host=host)
+    rows = torch.zeros(2, 5, device=DEVICE)
+    whole = torch.zeros(12, device=DEVICE)
+    local = torch.zeros(6, device=DEVICE, requires_grad=True)
+    return {
+        "Pack.of": lambda: Pack.of(cu_seqlens, cp_group=group),
+        "Pack.from_rows": lambda: pack.from_rows(rows, shift=1),
+        "Pack.from_rows, packed": lambda: pack.from_rows(whole, shift=1),
+        "Pack.labels": lambda: pack.labels(rows.long()),
+        "Pack.split": lambda: pack.split(whole),
+        "Pack.gather": lambda: _backward(pack.gather(local, group)),
+        "Pack.to_rows": lambda: _backward(pack.to_rows(local, 5, group)),
+    }
+
+
+PACKS = ("from_rows", "from_rows, packed", "labels", "split", "gather", "to_rows")
+
+
+@pytest.mark.parametrize("name", ["Pack.of", *(f"Pack.{name}" for name in PACKS)])
+def test_packs_stay_on_their_device(name: str) -> None:
+    """``Pack.of`` must wait: the lengths of sequences decide how large its tensors are."""
+
+    def run(context: RankContext) -> None:
+        with fake_device(), unchecked_values():
+            packs(context)[name]()
+
+    found = raised_in_child(Layout(cp=2), run)
+    assert (found and found.kind) == ("waits" if name == "Pack.of" else None), found

@@ -278,6 +278,11 @@ PROPERTY_BUGS: Mapping[str, PropertyBug] = {
         "the loss is divided by the tokens that have a label",
         _instead(_counted_labels),
     ),
+    "device": _bug(
+        "tensor on the CPU",
+        "zeros that are added to the loss are made on the CPU",
+        _instead(lambda inputs, loss: (loss + torch.zeros(1)).sum()),
+    ),
     "sequence-order": _bug(
         "first token of the pack",
         "the first token of the pack is not trained",

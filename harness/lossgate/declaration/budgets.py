@@ -38,6 +38,9 @@ class Budgets:
     """Collectives and sends, over groups of more than one rank."""
     bytes: str = ""
     """Bytes that a rank brings to them."""
+    host_waits: str = ""
+    """Operations for which the host waits for a device, such as ``.item()``, ``bool(tensor)`` and a
+    boolean index. With "0", property "device" looks for them, too."""
     where: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Sizes of the kernel's own, such as ``{"chunk": 1024}``."""
 

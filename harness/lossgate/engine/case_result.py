@@ -71,6 +71,8 @@ def run_case(case: Case, held_to: Property, mutants: Iterable[OptionMutant] = ()
             if not held_to.fits(case):
                 return CaseResult(problem=case.problem, held_to=name, fits=False)
             checked = held_to.check(case)
+            if checked.says_nothing:
+                return CaseResult(problem=case.problem, held_to=name, fits=False)
         killed = frozenset(str(mutant) for mutant in killed_mutants(mutants, case))
     except (RankFailure, CandidateError) as failure:
         kind = type(failure).__name__

@@ -27,6 +27,8 @@ class Use:
     """Bytes that live between forward and backward, without inputs and outputs."""
     collectives: Sequence[Collective]
     """In order."""
+    host_waits: Sequence[str]
+    """The operations that need a value on the host, in order."""
     largest_input: int
     """Elements of the largest input."""
 
@@ -83,7 +85,7 @@ def observe_rank(call: RankCall) -> Use:
     with watch.during("backward"):
         torch.autograd.backward([*roots.values()], upstream)
     largest_input = max((tensor.numel() for tensor in inputs), default=0)
-    return Use(watch.largest, watch.peak, saved, tuple(watch.collectives), largest_input)
+    return Use(watch.largest, watch.peak, saved, tuple(watch.collectives), tuple(watch.host_waits), largest_input)
 
 
 def _most(ranks: Sequence[Use]) -> Use:
@@ -93,6 +95,7 @@ def _most(ranks: Sequence[Use]) -> Use:
         peak={phase: max(use.peak[phase] for use in ranks) for phase in ranks[0].peak},
         saved=max(use.saved for use in ranks),
         collectives=max((use.collectives for use in ranks), key=lambda made: (len(made), sum(c.bytes for c in made))),
+        host_waits=max((use.host_waits for use in ranks), key=len),
         largest_input=max(use.largest_input for use in ranks),
     )
 

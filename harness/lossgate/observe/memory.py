@@ -12,13 +12,18 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lossgate.numerics.dispatched import DispatchMode
+from lossgate.numerics.dispatched import DispatchMode, base_name
 from lossgate.observe.traffic import Collective, brought
 
 Phase = Literal["forward", "backward"]
+_ON_HOST = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_consecutive")
+"""Operations whose result, or its size, hangs on values: a host waits there for its device."""
+_INDEXES = ("index", "index_put")
+"""They do if an index is a mask."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,8 @@ class MemoryWatch(DispatchMode):
         """The tensor with the most elements."""
         self.sizes: set[int] = set()
         """Elements of each tensor that an operation returned, views among them."""
+        self.host_waits: list[str] = []
+        """Operations that need a value on the host, in order."""
         self.collectives: list[Collective] = []
         """Those that torch dispatched, in order."""
 
@@ -90,6 +97,8 @@ class MemoryWatch(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if _needs_values(func, args):
+            self.host_waits.append(str(func))
         self.collectives.extend(brought(func, args, self._axes))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -114,3 +123,11 @@ class MemoryWatch(DispatchMode):
 
     def _drop(self, key: int) -> None:
         self.alive -= self._alive.pop(key, 0)
+
+
+def _needs_values(operation: Any, args: Any) -> bool:
+    """Returns whether the host needs values of tensors for an operation."""
+    name = base_name(operation)
+    if name not in _INDEXES:
+        return name in _ON_HOST
+    return any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1])

@@ -26,6 +26,8 @@ class Checked:
     """What else is wrong, in words."""
     resources: Resources = field(default_factory=dict)
     """What the call used, if that was measured."""
+    says_nothing: bool = False
+    """It turned out that the case says nothing about the property; see ``Property.fits``."""
 
     @property
     def findings(self) -> tuple[str, ...]:

@@ -126,6 +126,9 @@ def _words(use: Use, name: str, limit: float) -> str:
     if name == "collectives" and len(use.collectives) > limit:
         count = len(use.collectives)
         return f"a rank makes {count} collective{'s' * (count > 1)}, {kinds}"
+    if name == "host_waits" and len(use.host_waits) > limit:
+        times = f"{len(use.host_waits)} time{'s' * (len(use.host_waits) > 1)}"
+        return f"the host would wait for its device {times}, first in {use.host_waits[0]}"
     if name == "bytes" and use.bytes > limit:
         return f"a rank brings {use.bytes:,} bytes to collectives, {kinds}"
     return ""
@@ -146,6 +149,7 @@ def _resources(use: Use, case: Case, problem: Problem) -> Resources:
         "saved": {"bytes": use.saved},
         "collectives": {"calls": len(use.collectives)},
         "bytes": {"bytes": use.bytes},
+        "host_waits": {"calls": len(use.host_waits)},
     }
     for name, limit in limits.items():
         found[name]["budget"] = limit

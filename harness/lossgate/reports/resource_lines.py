@@ -4,7 +4,12 @@
 from collections.abc import Iterator, Mapping
 
 _PHASES = ("forward", "backward")
-_NAMES = {"largest_tensor": "largest tensor", "saved": "saved for backward", "bytes": "brought to collectives"}
+_NAMES = {
+    "largest_tensor": "largest tensor",
+    "saved": "saved for backward",
+    "bytes": "brought to collectives",
+    "host_waits": "host waits",
+}
 
 
 def resource_lines(resources: Mapping[str, Mapping[str, float]]) -> Iterator[str]:

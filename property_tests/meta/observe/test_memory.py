@@ -86,6 +86,20 @@ def test_a_backward_of_its_own_is_seen() -> None:
     assert watch.largest_bytes == 777 * 8
 
 
+def test_what_the_host_would_wait_for_is_counted() -> None:
+    values = torch.arange(4.0)
+    watch = MemoryWatch([values])
+    with watch:
+        _ = values.sum().item(), bool(values.any()), values[values > 1], torch.equal(values, values)
+        _ = values + 1, torch.where(values > 1, values, 0.0), values[torch.tensor([0, 2])]
+    assert watch.host_waits == [
+        "aten._local_scalar_dense.default",
+        "aten._local_scalar_dense.default",
+        "aten.index.Tensor",
+        "aten.equal.default",
+    ]
+
+
 @pytest.mark.parametrize("tokens", [8, 64])
 def test_it_counts_what_torchs_own_tracker_counts(tokens: int) -> None:
     """Torch's tracker knows no phases and no largest tensor, and takes twice as long."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from lossgate import ANY, Contract, Problem, candidate
+from lossgate import ANY, Contract, Layout, Problem, candidate
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.bank.property_bugs import right
 from lossgate.cases.case import Case
@@ -47,10 +47,11 @@ SAYS_NOTHING = {
     "temperature": replace(PROBLEM, options={"temperature": 2.5}),
     "reduction-order": PROBLEM,
     "idle-rank": PROBLEM,
+    "device": replace(PROBLEM, layout=Layout(dp=3)),
     "masked-nan": PROBLEM,
     "extreme-logits": replace(PROBLEM, options={"softcap": 30.0}),
 }
-"""A problem on one rank for each property of which some say nothing."""
+"""A problem for each property of which some say nothing."""
 
 
 @pytest.mark.parametrize("name", PROPERTIES)
@@ -67,5 +68,6 @@ def test_a_problem_that_says_nothing_of_a_property_is_left_out(name: str, make_w
     problem = SAYS_NOTHING[name]
     kernel = replace(right("logits"), dtypes=("float32", "float16"), supports={"temperature": ANY, "softcap": ANY})
     kernel = replace(kernel, precision=dict.fromkeys(kernel.dtypes, kernel.precision["float32"]))
-    case = Case(kernel, problem, make_world("single"))
+    kernel = replace(kernel, axes=problem.layout.axes)
+    case = Case(kernel, problem, make_world(str(problem.layout)))
     assert not PROPERTIES[name].fits(case)

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An accelerator that is none, for machines without one: its tensors have only shapes and dtypes.
+
+Two things raise on it that are slow or wrong on a GPU, and that no CPU shows: an operation on
+tensors of several devices, and an operation that needs a value on the host, such as ``.item()``,
+``if tensor:`` or a boolean index. On a GPU the host waits there for the device.
+
+Not seen are a value that is copied with ``.cpu()`` and not used, an index on the CPU, which a GPU
+copies to itself, and a scalar on the CPU, which torch lets meet any device.
+
+The device is registered once for a process and stays, so all is done in a child process.
+"""
+
+import importlib
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from select import select
+from signal import SIGKILL
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lossgate.cases.case import Case
+from lossgate.layout import AXES, Layout
+from lossgate.worlds.base import RankContext, T, Task
+
+DEVICE = "sim"
+Kind = Literal["mixed devices", "waits", "other"]
+_PATIENCE = 60.0
+"""Seconds after which the child is taken to hang."""
+_OWN = str(Path(__file__).parents[1])
+
+
+@dataclass(frozen=True)
+class Raised:
+    """What a kernel raised on the fake device."""
+
+    kind: Kind
+    message: str
+    place: str
+    """The line of the kernel, as ``file.py:12``."""
+
+
+def has_fake_device() -> bool:
+    """Returns whether a kernel can be run on a fake device here: in a child that is forked, and
+    that has no process groups yet.
+    """
+    return sys.platform == "linux" and not dist.is_initialized()
+
+
+def raised_on_fake_device(case: Case) -> Raised | None:
+    """Runs a case on the last rank of its layout, on a fake device; returns what that raised."""
+    _ = case.placed.batch, case.placed.partition.token_shards  # made of real tensors, before any fake ones
+
+    def run(context: RankContext) -> object:
+        return Case(case.candidate, case.problem, OneRank(context), case.bound).ranks
+
+    return raised_in_child(case.problem.layout, run)
+
+
+def raised_in_child(layout: Layout, run: Callable[[RankContext], object]) -> Raised | None:
+    """Forks a process in which the device is registered, and calls a function there.
+
+    Args:
+        layout: the function is given the context of its last rank.
+        run: what is called, outside of ``fake_device``.
+
+    Returns:
+        What it raised; a child that dies or hangs raised something else.
+    """
+    importlib.import_module("torch._dynamo")  # fake tensors need it, and each child would load it
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _answer(lambda: _raised(layout, run), reader, writer)
+    os.close(writer)
+    try:
+        with open(reader, "rb") as answer:
+            there, _, _ = select([answer], [], [], _PATIENCE)
+            return pickle.load(answer) if there else Raised("other", f"it took longer than {_PATIENCE:.0f} s", "")
+    except (EOFError, pickle.UnpicklingError):
+        return Raised("other", "its process died", "")
+    finally:
+        os.kill(child, SIGKILL)
+        os.waitpid(child, 0)
+
+
+def _answer(give: Callable[[], Raised | None], reader: int, writer: int) -> None:
+    """Answers in the child, and ends it without what Python does at the end of a process."""
+    try:
+        os.close(reader)
+        found = give()
+        with open(writer, "wb") as answer:
+            pickle.dump(found, answer)
+    finally:
+        os._exit(0)
+
+
+def _raised(layout: Layout, run: Callable[[RankContext], object]) -> Raised | None:
+    _register()
+    with _last_rank(layout) as context:
+        return raised(lambda: run(context))
+
+
+def _register() -> None:
+    """Registers the device in this process."""
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    _setup_privateuseone_for_python_backend(DEVICE)
+    torch.sim.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]  # pyright: ignore[reportAttributeAccessIssue]  # torch.autocast asks
+
+
+@contextmanager
+def fake_device() -> Generator[None]:
+    """Makes every tensor a fake one, those on the CPU too."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    class FakeDevice(FakeTensorMode):
+        avoid_device_init = True  # pyright: ignore[reportAssignmentType]  # there is nothing to initialise
+
+    # A problem is made of real tensors. Torch has no thread for a device that is registered late.
+    with torch.autograd.set_multithreading_enabled(False), FakeDevice(allow_non_fake_inputs=True):
+        yield
+
+
+class OneRank:
+    """A world of which only one rank runs, on the fake device."""
+
+    def __init__(self, context: RankContext) -> None:
+        self.layout, self._context, self.repeatable = context.layout, context, True
+
+    def run(self, task: Task[T], *, order: str = "rank", seed: int = 0, patience: float = 1.0) -> list[T]:
+        with fake_device():
+            return [task(self._context)]
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+@contextmanager
+def _last_rank(layout: Layout) -> Generator[RankContext]:
+    """Gives the context of the last rank. Collectives return without the others."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    rank = layout.ranks - 1
+    dist.init_process_group("fake", rank=rank, world_size=layout.ranks, store=FakeStore())
+    ranks = torch.arange(layout.ranks).view(*layout.sizes.values())
+    at = list(layout.coordinate(rank).values())
+    along = [ranks[tuple(slice(None) if i == axis else at[i] for i in range(len(AXES)))] for axis in range(len(AXES))]
+    groups: list[Any] = [dist.new_group(members.tolist(), backend="fake") for members in along]
+    mesh = DeviceMesh.from_group(groups, DEVICE, ranks, mesh_dim_names=AXES)
+    yield RankContext(rank, layout, mesh, torch.device(DEVICE))
+    dist.destroy_process_group()
+
+
+def raised(call: Callable[[], Any]) -> Raised | None:
+    """Calls something on the fake device and returns what it raised."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    try:
+        call()
+    except Exception as error:
+        waits = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+        mixed = type(error).__name__ == "FakeTensorDeviceMismatchError"
+        kind: Kind = "waits" if waits else "mixed devices" if mixed else "other"
+        message = f"{error.func}" if waits else str(error).splitlines()[0] if str(error) else type(error).__name__
+        return Raised(kind, message, _place(error))
+    return None
+
+
+def _place(error: BaseException) -> str:
+    """Returns the last line that is neither torch's nor lossgate's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(_OWN)]
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
