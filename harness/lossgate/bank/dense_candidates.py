@@ -160,6 +160,7 @@ def dense_candidate(spec: Spec, head: str) -> Candidate:
             loss={"cp": "replicate"}, metrics={name: {"cp": "replicate"} for name in spec.metrics}, grads=gradients
         ),
         differentiable=spec.outputs[:1] if spec.reference is not None else spec.outputs,
+        exempt={"autocast": "a reference computes in a single dtype, and refuses others"},
         name=f"dense_{spec.name}_{head}",
     )
     return declare(dense_kernel(spec, head))

@@ -15,6 +15,7 @@ from lossgate.bank.bugs import Bug, Wrap, on_inputs, on_loss, on_options, scale_
 from lossgate.declaration.any_value import ANY
 from lossgate.declaration.budgets import Budgets
 from lossgate.declaration.candidate import Candidate, candidate
+from lossgate.declaration.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class PropertyBug:
     """Of the cross-entropy kernel that has it."""
     layout: str = "single"
     """Where it shows."""
+    dtype: str = "float32"
+    """In which it shows."""
     also: tuple[str, ...] = ()
     """The other properties that it breaks where it agrees; "agreement" if it agrees nowhere."""
 
@@ -35,6 +38,16 @@ class PropertyBug:
         return self.bug.put_into(right(self.head))
 
 
+_COARSE = Precision(
+    logits="bfloat16",
+    logsumexp="bfloat16",
+    logprobs="bfloat16",
+    dlogits="bfloat16",
+    accumulate="bfloat16",
+    loss="bfloat16",
+)
+
+
 def right(head: str) -> Candidate:
     """Returns a right cross-entropy kernel, in plain torch."""
     has_logits = head != "logprobs"
@@ -42,7 +55,14 @@ def right(head: str) -> Candidate:
     supports |= {"bias": ANY} if head == "hidden" else {}
     budgets = Budgets(largest_tensor="2*tokens*vocab" if has_logits else "tokens")
     declare = candidate(
-        "nll", head=head, axes=("dp",), dtypes=("float32",), supports=supports, budgets=budgets, name=f"nll of {head}"
+        "nll",
+        head=head,
+        axes=("dp",),
+        dtypes=("float32", "bfloat16"),
+        precision={"float32": Precision(), "bfloat16": _COARSE},
+        supports=supports,
+        budgets=budgets,
+        name=f"nll of {head}",
     )
     return declare(_of_logits if has_logits else _of_logprobs)
 
@@ -299,6 +319,12 @@ PROPERTY_BUGS: Mapping[str, PropertyBug] = {
         "temperature up to 1.9",
         "temperatures above 1.9 are taken for 1.9",
         on_options(_cold),
+    ),
+    "autocast": _bug(
+        "another branch under autocast",
+        "the loss is half as large under autocast",
+        on_loss(lambda loss, mesh: 0.5 * loss if torch.is_autocast_enabled("cpu") else loss),
+        dtype="bfloat16",
     ),
     "microbatches": _bug(
         "divides by its own tokens",

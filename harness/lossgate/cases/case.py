@@ -164,14 +164,22 @@ class Case:
         with all_cores() if is_large(self.problem) else nullcontext():
             return tuple(self.compare(result, self.oracle.gradients))
 
-    def compare(self, result: Assembled, required: Collection[Output]) -> Iterator[Comparison]:
+    def compare(
+        self, result: Assembled, required: Collection[Output], oracle: Oracle | None = None
+    ) -> Iterator[Comparison]:
         """Compares whole outputs with the reference. Those that are required and missing are a
         fault.
+
+        Args:
+            result: the outputs.
+            required: those that must be there.
+            oracle: judges them; by default by the declared precision.
         """
+        oracle = oracle or self.oracle
         for output in dict.fromkeys([*result.outputs, *result.faults, *required]):
             faults = result.faults.get(output, ())
             if output in result.outputs:
-                yield self.oracle.compare(output, result.outputs[output], result.dtypes[output], faults)
+                yield oracle.compare(output, result.outputs[output], result.dtypes[output], faults)
             else:
                 yield Comparison(output=output, faults=faults)
 

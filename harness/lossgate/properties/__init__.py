@@ -11,6 +11,7 @@ from lossgate.properties import equivalent as equivalent
 from lossgate.properties import frozen as frozen
 from lossgate.properties import inputs as inputs
 from lossgate.properties import masked as masked
+from lossgate.properties import precision as precision
 from lossgate.properties import ranks as ranks
 from lossgate.properties import resources as resources
 from lossgate.properties import special_problems as special_problems

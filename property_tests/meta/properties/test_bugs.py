@@ -23,14 +23,14 @@ MakeWorld = Callable[[str], World]
 
 
 @cache
-def problems(head: str, layout: Layout) -> list[Problem]:
+def problems(head: str, layout: Layout, dtype: str) -> list[Problem]:
     """Returns problems of some tokens, the same for all kernels of a head."""
-    found = sample_problems(right(head), layout, "float32", 60, 3)
+    found = sample_problems(right(head), layout, dtype, 60, 3)
     return [p for p in found if 8 < p.tokens < 100 and p.vocab > 2 and "none" not in p.masks][:PROBLEMS]
 
 
 def broken(
-    candidate: Candidate, layout: str, make_world: MakeWorld, *, agrees: bool = True
+    candidate: Candidate, layout: str, make_world: MakeWorld, *, dtype: str = "float32", agrees: bool = True
 ) -> dict[str, tuple[str, ...]]:
     """Returns the findings of each property that a kernel breaks on some problem.
 
@@ -38,11 +38,12 @@ def broken(
         candidate: the kernel.
         layout: its ranks.
         make_world: makes a world of them.
+        dtype: of the problems.
         agrees: only problems count on which it agrees with the reference.
     """
     found: dict[str, tuple[str, ...]] = {}
     counted, world = 0, make_world(layout)
-    for problem in problems(candidate.head, Layout.parse(layout)):
+    for problem in problems(candidate.head, Layout.parse(layout), dtype):
         case = Case(candidate, problem, world)
         if agrees and not run_case(case, PROPERTIES["agreement"]).agrees:
             continue
@@ -60,17 +61,18 @@ def test_every_property_has_a_bug() -> None:
     assert {"agreement", *PROPERTY_BUGS} == set(PROPERTIES)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", ["single", "dp=2"])
 @pytest.mark.parametrize("head", ["logits", "hidden", "logprobs"])
-def test_the_right_kernel_breaks_none(head: str, layout: str, make_world: MakeWorld) -> None:
-    assert broken(right(head), layout, make_world) == {}
+def test_the_right_kernel_breaks_none(head: str, layout: str, dtype: str, make_world: MakeWorld) -> None:
+    assert broken(right(head), layout, make_world, dtype=dtype) == {}
 
 
 @pytest.mark.parametrize("name", PROPERTY_BUGS)
 def test_a_bug_breaks_its_property_and_those_that_it_names(name: str, make_world: MakeWorld) -> None:
     bug = PROPERTY_BUGS[name]
     agrees = "agreement" not in bug.also
-    found = broken(bug.candidate, bug.layout, make_world, agrees=agrees)
+    found = broken(bug.candidate, bug.layout, make_world, dtype=bug.dtype, agrees=agrees)
     if agrees:
         assert set(found) == {name, *bug.also}, found
     else:  # then it breaks whatever compares with the reference

@@ -44,6 +44,7 @@ NOT_FOR = {
 SAYS_NOTHING = {
     "upstream-one": replace(PROBLEM, dtype="float16"),
     "sequence-order": replace(PROBLEM, lengths=(5,), masks=("all",)),
+    "autocast": PROBLEM,
     "temperature": replace(PROBLEM, options={"temperature": 2.5}),
     "reduction-order": PROBLEM,
     "idle-rank": PROBLEM,

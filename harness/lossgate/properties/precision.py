@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A property of the dtypes in which a trainer has a kernel compute."""
+
+from dataclasses import replace
+
+import torch
+
+from lossgate.cases.case import Case
+from lossgate.cases.oracle import Oracle
+from lossgate.cases.rank_call import RankCall, RankOutputs
+from lossgate.declaration.precision import Precision
+from lossgate.properties.registry import Checked, property
+
+_BFLOAT16 = "bfloat16"
+_STEP = 8
+"""Tokens, and rows of the vocabulary, after which a sum is rounded."""
+_COARSE = Precision(
+    logits=_BFLOAT16,
+    logsumexp=_BFLOAT16,
+    logprobs=_BFLOAT16,
+    entropy=_BFLOAT16,
+    dlogits=_BFLOAT16,
+    accumulate=_BFLOAT16,
+    chunk=_STEP,
+    accumulate_hidden=_BFLOAT16,
+    vocab_chunk=_STEP,
+    reduce=_BFLOAT16,
+    loss=_BFLOAT16,
+)
+"""Autocast rounds what it likes to bfloat16."""
+
+
+@property(
+    "autocast",
+    fits=lambda case: case.problem.dtype == _BFLOAT16,
+    remedy="decorate forward and backward with torch.amp.custom_fwd and custom_bwd, or turn autocast off inside",
+)
+def autocast(case: Case) -> Checked:
+    """Under autocast to bfloat16 everything is right, up to rounding to bfloat16."""
+    result = case.whole(case.on_ranks(_under_autocast))
+    coarse = replace(case.candidate, precision={**case.candidate.precision, _BFLOAT16: _COARSE})
+    oracle = Oracle(coarse, case.placed, result.outputs)
+    return Checked(comparisons=tuple(case.compare(result, oracle.gradients, oracle)))
+
+
+def _under_autocast(call: RankCall) -> RankOutputs:
+    with torch.autocast(call.context.device.type, torch.bfloat16):
+        outputs = call.forward()
+    call.backward(outputs)
+    return call.collect(outputs)
