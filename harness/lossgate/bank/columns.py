@@ -59,7 +59,7 @@ class Columns:
 
     def largest(self, x: Tensor) -> Tensor:
         """Returns the largest entry of each token ``[tokens]``, without a gradient."""
-        top = torch.full(x.shape[:1], -torch.inf, dtype=x.dtype) if not x.shape[1] else x.detach().amax(-1)
+        top = x.new_full(x.shape[:1], -torch.inf) if not x.shape[1] else x.detach().amax(-1)
         if self.group is not None:
             dist.all_reduce(top, op=dist.ReduceOp.MAX, group=self.group)
         return top

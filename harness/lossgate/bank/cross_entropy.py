@@ -130,7 +130,7 @@ def _rounder(dtype: str) -> Callable[[Tensor], Tensor]:
 
 def _dropped(logits: Tensor, at: _Settings) -> Tensor:
     """Returns which rows of the vocabulary the kernel forgets."""
-    forgotten = torch.zeros(logits.shape[1], dtype=torch.bool)
+    forgotten = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device)
     if at.switch == "drop vocab tile":
         forgotten[-16:] = True
     return forgotten
@@ -144,7 +144,7 @@ class _Fused(torch.autograd.Function):
         shared = largest.clone()
         dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=at.group)
         here = (at.labels >= 0) & (at.labels < logits.shape[1])
-        label = torch.zeros(len(logits))
+        label = torch.zeros(len(logits), device=logits.device)
         label[here] = logits[here, at.labels[here]]
         sums = torch.stack([total * (largest - shared).exp(), label])
         dist.all_reduce(sums, group=at.group)
@@ -184,7 +184,8 @@ def _all_reduce(tensor: Tensor, at: _Settings) -> Tensor:
 
 
 def _statistics(logits: Tensor, online: bool) -> tuple[Tensor, Tensor]:
-    largest, total = torch.full((len(logits),), float("-inf")), torch.zeros(len(logits))
+    total = torch.zeros(len(logits), device=logits.device)
+    largest = torch.full_like(total, float("-inf"))
     for tile in logits.split(TILE if online else max(logits.shape[1], 1), 1) if logits.shape[1] else ():
         new = torch.maximum(largest, tile.amax(1))
         finite = torch.where(new.isfinite(), new, 0.0)
@@ -194,7 +195,7 @@ def _statistics(logits: Tensor, online: bool) -> tuple[Tensor, Tensor]:
 
 
 def _accumulate_in_bfloat16(d: Tensor, hidden: Tensor) -> Tensor:
-    total = torch.zeros(d.shape[1], hidden.shape[1], dtype=torch.bfloat16)
+    total = torch.zeros(d.shape[1], hidden.shape[1], dtype=torch.bfloat16, device=d.device)
     for row, h in zip(d, hidden.float(), strict=True):
         total += torch.outer(row, h).to(torch.bfloat16)
     return total.float()

@@ -181,7 +181,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: Callable[..., Tensor], rows: Tensor, *lm_head: Tensor) -> Tensor:
-        total = torch.zeros(())
+        total = torch.zeros((), device=rows.device)
         grad_rows = torch.zeros_like(rows, dtype=torch.float32)
         grads = [torch.zeros_like(part, dtype=torch.float32) for part in lm_head]
         for start in range(0, len(rows), CHUNK):

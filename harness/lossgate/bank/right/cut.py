@@ -41,10 +41,10 @@ class _Cut(torch.autograd.Function):
         how: _How = ctx.how
         rows, columns = hidden.float(), weight.float()
         grad_hidden = torch.zeros_like(hidden, dtype=how.sums)
-        grad_weight, grad_bias = torch.zeros_like(columns), torch.zeros(len(columns))
+        grad_weight, grad_bias = torch.zeros_like(columns), columns.new_zeros(len(columns))
         for start in range(0, len(columns), VOCAB_TILE):
             p = (_tile(rows, columns, bias, start, how) - logsumexp[:, None]).exp()
-            own = labels[:, None] == torch.arange(start, start + p.shape[1])
+            own = labels[:, None] == torch.arange(start, start + p.shape[1], device=p.device)
             d = (own.float() - p) * (upstream / how.temperature)[:, None]
             d = d.to(how.dlogits).float()
             tile = slice(start, start + p.shape[1])

@@ -33,7 +33,7 @@ def by_slices(x: Tensor, batch: Batch) -> Tensor:
 
 def by_product(x: Tensor, batch: Batch) -> Tensor:
     """A product with the one-hot numbers of the sequences."""
-    sequences = torch.arange(len(batch["cu_seqlens"]) - 1)
+    sequences = torch.arange(len(batch["cu_seqlens"]) - 1, device=x.device)
     return x @ (batch["sequence"][:, None] == sequences).to(x.dtype)
 
 

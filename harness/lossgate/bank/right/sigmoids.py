@@ -39,7 +39,7 @@ def by_binary_cross_entropy(x: Tensor) -> Tensor:
 def by_two_classes(x: Tensor) -> Tensor:
     """The cross-entropy of two classes whose logits are x and 0."""
     logits = torch.stack([x, torch.zeros_like(x)], -1)
-    return F.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long), reduction="none")
+    return F.cross_entropy(logits, torch.zeros_like(x, dtype=torch.long), reduction="none")
 
 
 SIGMOIDS: tuple[Sigmoid, ...] = (
