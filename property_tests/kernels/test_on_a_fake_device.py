@@ -24,7 +24,7 @@ from lossgate.cases.placement import sample_problems
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.loading import load_candidates
 from lossgate.engine.case_result import run_case
-from lossgate.observe.fake_device import DEVICE, fake_device, raised_in_child, raised_on_fake_device
+from lossgate.observe.fake_device import DEVICE, DIED, HUNG, fake_device, raised_in_child, raised_on_fake_device
 from lossgate.properties import PROPERTIES
 from lossgate.worlds.base import RankContext
 
@@ -109,7 +109,32 @@ def test_a_child_that_does_not_answer_says_nothing(how: str, monkeypatch: pytest
     monkeypatch.setattr("lossgate.observe.fake_device._PATIENCE", 2.0)
     found = raised_in_child(Layout(), lambda context: os._exit(3) if how == "dies" else time.sleep(60))
     assert found is not None
-    assert (found.kind, found.message) == ("other", "its process died" if how == "dies" else "it took longer than 2 s")
+    assert (found.kind, found.message) == ("other", DIED if how == "dies" else HUNG)
+
+
+def test_a_kernel_that_does_not_answer_is_not_run_there_again(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(inputs: Any, options: Any, mesh: Any) -> Tensor:
+        os._exit(3)
+
+    kernel, children = replace(MISTAKES["no_mistake"], kernel=dies, source="dies"), list[int]()
+    fork = os.fork
+    monkeypatch.setattr("os.fork", lambda: children.append(1) or fork())
+    for case in cases(kernel, "single", make_world, "float32"):
+        assert not run_case(case, PROPERTIES["device"]).fits
+    assert children == [1]
+
+
+def test_a_value_of_a_tensor_on_the_cpu_is_no_wait(make_world: MakeWorld) -> None:
+    """The tensor is a fake one, so that nothing can be said of what comes after."""
+
+    def counts(inputs: Any, options: Any, mesh: Any) -> Tensor:
+        return torch.arange(3).sum().item() * inputs.logits.sum()
+
+    kernel = replace(MISTAKES["no_mistake"], kernel=counts, budgets=Budgets(host_waits="0"))
+    result = run_case(cases(kernel, "single", make_world, "float32")[0], PROPERTIES["device"])
+    assert (result.fits, result.findings) == (False, ())
 
 
 def _backward(result: Tensor) -> None:

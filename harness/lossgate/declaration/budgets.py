@@ -3,11 +3,13 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
 from lossgate.declaration.size_expression import FUNCTIONS, SizeExpression
 from lossgate.errors import UsageError
+from lossgate.layout import AXES
 from lossgate.spelling import nearest
 
 _ALWAYS = ("tokens", "sequences", "dp", "cp", "tp", "itemsize")
@@ -33,14 +35,15 @@ class Budgets:
     peak: str = ""
     """Bytes that live at the same time: all that is made, gradients among it, and no inputs."""
     saved: str = ""
-    """Bytes that autograd keeps from forward for backward, beside inputs and outputs."""
+    """Bytes that live from forward to backward, beside inputs and outputs: what autograd keeps."""
     collectives: str = ""
     """Collectives and sends, over groups of more than one rank."""
     bytes: str = ""
     """Bytes that a rank brings to them."""
     host_waits: str = ""
-    """Operations for which the host waits for a device, such as ``.item()``, ``bool(tensor)`` and a
-    boolean index. With "0", property "device" looks for them, too."""
+    """Operations for which the host would wait for a device, if their tensors were there:
+    ``.item()``, ``bool(tensor)``, a boolean index. With "0", property "device" looks for them,
+    too."""
     where: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Sizes of the kernel's own, such as ``{"chunk": 1024}``."""
 
@@ -86,7 +89,9 @@ class Budgets:
                         f"candidate(budgets=Budgets({budget}={str(expression)!r})): unknown dim {name!r}; "
                         f"{nearest(name, known)}; sizes of the kernel's own go into where="
                     )
-        self.values(dict.fromkeys((*_ALWAYS, *dims), 2.0))  # raises where one has no value
+        for ranks in product((1.0, 2.0), repeat=len(AXES)):  # raises where one has no value
+            sizes = dict.fromkeys((*_ALWAYS, *dims), 1024.0)
+            self.values({**sizes, **dict(zip(AXES, ranks, strict=True))})
 
     def names(self, budget: str) -> tuple[str, ...]:
         """Returns the dims that a declared budget names."""
@@ -102,7 +107,21 @@ class Budgets:
             UsageError: if one is no number there.
         """
         known = {**sizes, **self.where}
-        return {name: expression.value(known) for name, expression in self._expressions()}
+        found: dict[str, float] = {}
+        for name, expression in self._expressions():
+            try:
+                found[name] = expression.value(known)
+            except UsageError as error:
+                raise UsageError(f"Budgets({name}=...): {error}") from None
+        return found
+
+    @property
+    def allows_no_wait(self) -> bool:
+        """Whether the host may not wait for a device, whatever the sizes."""
+        if not self.host_waits:
+            return False
+        waits = SizeExpression(self.host_waits)
+        return not waits.names and waits.value({}) == 0
 
 
 BUDGETS = tuple(f.name for f in fields(Budgets) if f.name != "where")

@@ -4,7 +4,7 @@
 import ast
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from math import ceil, floor
+from math import ceil, floor, inf
 from operator import add, eq, floordiv, ge, gt, le, lt, mod, mul, ne, sub, truediv
 from typing import Any
 
@@ -66,11 +66,14 @@ class SizeExpression:
         Raises:
             UsageError: if it is no number there.
         """
+        given = ", ".join(f"{name} {sizes[name]:g}" for name in self.names) or "any sizes"
         try:
-            return float(_value(self._tree, sizes))
-        except (ArithmeticError, TypeError, RecursionError) as error:
-            given = ", ".join(f"{name} {sizes[name]:g}" for name in self.names)
+            value = float(_value(self._tree, sizes))
+        except (ArithmeticError, ValueError, TypeError, RecursionError) as error:
             raise UsageError(f"{self.text!r} has no value with {given}: {error}") from None
+        if not 0 <= value < inf:
+            raise UsageError(f"{self.text!r} is {value:g} with {given}; expected a finite number that is not negative")
+        return value
 
     def __str__(self) -> str:
         return self.text

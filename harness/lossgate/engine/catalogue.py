@@ -105,7 +105,7 @@ class Catalogue:
         if self.failure is not None:
             return
         self.failure = case
-        if case.failure == Hang.__name__:  # each further try would cost a time-out, and may lose the ranks
+        if not held_to.shrinks or case.failure == Hang.__name__:  # a try may cost a time-out, and the ranks
             return
         trials = Trials(self._cell.held_to(held_to.name), self._world, self._settings)
         trials.try_problem(placed)

@@ -27,6 +27,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
 
 from lossgate.cases.case import Case
 from lossgate.layout import AXES, Layout
@@ -34,8 +35,9 @@ from lossgate.worlds.base import RankContext, T, Task
 
 DEVICE = "sim"
 Kind = Literal["mixed devices", "waits", "other"]
-_PATIENCE = 60.0
+_PATIENCE = 10.0
 """Seconds after which the child is taken to hang."""
+HUNG, DIED = "it did not return in time", "its process died"
 _OWN = str(Path(__file__).parents[1])
 
 
@@ -85,9 +87,9 @@ def raised_in_child(layout: Layout, run: Callable[[RankContext], object]) -> Rai
     try:
         with open(reader, "rb") as answer:
             there, _, _ = select([answer], [], [], _PATIENCE)
-            return pickle.load(answer) if there else Raised("other", f"it took longer than {_PATIENCE:.0f} s", "")
+            return pickle.load(answer) if there else Raised("other", HUNG, "")
     except (EOFError, pickle.UnpicklingError):
-        return Raised("other", "its process died", "")
+        return Raised("other", DIED, "")
     finally:
         os.kill(child, SIGKILL)
         os.waitpid(child, 0)
@@ -121,14 +123,31 @@ def _register() -> None:
 @contextmanager
 def fake_device() -> Generator[None]:
     """Makes every tensor a fake one, those on the CPU too."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensorMode,
+    )
 
     class FakeDevice(FakeTensorMode):
         avoid_device_init = True  # pyright: ignore[reportAssignmentType]  # there is nothing to initialise
 
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            try:
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            except (DataDependentOutputException, DynamicOutputShapeException):
+                tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+                if any(one.device.type == DEVICE for one in tensors):
+                    raise
+                raise _OnHost(f"{func} needs values of a tensor on the CPU, which is a fake one here") from None
+
     # A problem is made of real tensors. Torch has no thread for a device that is registered late.
     with torch.autograd.set_multithreading_enabled(False), FakeDevice(allow_non_fake_inputs=True):
         yield
+
+
+class _OnHost(Exception):
+    """A value on the host is needed that is there, but that a fake tensor does not have."""
 
 
 class OneRank:

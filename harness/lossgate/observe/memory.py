@@ -14,15 +14,27 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
 from lossgate.numerics.dispatched import DispatchMode, base_name
 from lossgate.observe.traffic import Collective, brought
 
 Phase = Literal["forward", "backward"]
-_ON_HOST = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_consecutive")
+_ON_HOST = (
+    "_local_scalar_dense",
+    "_unique2",
+    "bincount",
+    "equal",
+    "is_nonzero",
+    "masked_select",
+    "nonzero",
+    "repeat_interleave",
+    "unique_consecutive",
+    "unique_dim",
+)
 """Operations whose result, or its size, hangs on values: a host waits there for its device."""
-_INDEXES = ("index", "index_put")
+_INDEXES = ("index", "index_put", "_index_put_impl")
 """They do if an index is a mask."""
 
 
@@ -96,6 +108,8 @@ class MemoryWatch(DispatchMode):
         return sum(size for key, size in self._alive.items() if key not in left_out)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):  # as a DTensor: its own operations come next
+            return NotImplemented
         result = func(*args, **(kwargs or {}))
         if _needs_values(func, args):
             self.host_waits.append(str(func))

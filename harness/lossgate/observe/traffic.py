@@ -30,7 +30,14 @@ _BROUGHT: Mapping[str, tuple[str, int]] = {
     "c10d::reduce_": ("reduce", 0),
     "c10d::gather_": ("gather", 1),
     "c10d::scatter_": ("scatter", 1),
+    "c10d::allgather_coalesced_": ("all_gather_coalesced", 1),
+    "c10d::barrier": ("barrier", 0),
     "c10d::send": ("send", 0),
+    "_c10d_functional::all_reduce_coalesced": ("all_reduce_coalesced", 0),
+    "_c10d_functional::all_gather_into_tensor_coalesced": ("all_gather_into_tensor_coalesced", 0),
+    "_c10d_functional::all_gather_into_tensor_out": ("all_gather_into_tensor", 0),
+    "_c10d_functional::reduce_scatter_tensor_coalesced": ("reduce_scatter_tensor_coalesced", 0),
+    "_c10d_functional::broadcast_": ("broadcast", 0),
     "_c10d_functional::all_reduce": ("all_reduce", 0),
     "_c10d_functional::all_reduce_": ("all_reduce", 0),
     "_c10d_functional::all_gather_into_tensor": ("all_gather_into_tensor", 0),
@@ -77,7 +84,8 @@ def brought(operation: Any, args: Sequence[Any], axes: Mapping[str, str]) -> Ite
     schema = operation._schema.name
     if schema in _BROUGHT and (group := _group_of(args)) is not None and group.size() > 1:
         name, at = _BROUGHT[schema]
-        tensors = [leaf for leaf in tree_leaves(args[at]) if isinstance(leaf, Tensor)]
+        there = tree_leaves(args[at]) if name != "barrier" else ()  # torch gives a barrier a tensor of its own
+        tensors = [leaf for leaf in there if isinstance(leaf, Tensor)]
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         label = axes.get(group.group_name, group.group_desc)
         yield Collective(name, label, ", ".join(map(show, tensors)), size)

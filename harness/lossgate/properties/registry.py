@@ -56,6 +56,8 @@ class Property:
     """Whether a problem says anything about it."""
     remedy: str = ""
     """What to do where it fails; "" for nothing in particular."""
+    shrinks: bool = True
+    """Whether a smaller problem on which it fails says more."""
 
     def __str__(self) -> str:
         return self.name
@@ -74,6 +76,7 @@ def property(
     applies: Callable[[Candidate], bool] = lambda candidate: True,
     fits: Callable[[Case], bool] = lambda case: True,
     remedy: str = "",
+    shrinks: bool = True,
     runs: int = 1,
     needs_adequacy: bool = False,
 ) -> Callable[[Check], Property]:
@@ -85,6 +88,8 @@ def property(
         fits: whether a problem says anything about it; by default every problem does. It should
             not run the candidate.
         remedy: what to do where it fails, for people.
+        shrinks: whether a problem on which it fails is made smaller. One that makes a problem of
+            its own need not.
         runs: how often a check runs the candidate on every rank.
         needs_adequacy: whether a verdict counts only if the problems reach every coverage goal and
             kill every option mutant. That is for checks that compare outputs with the reference.
@@ -106,6 +111,7 @@ def property(
             applies=applies,
             fits=fits,
             remedy=remedy,
+            shrinks=shrinks,
             runs=runs,
             needs_adequacy=needs_adequacy,
         )

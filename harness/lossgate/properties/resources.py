@@ -8,6 +8,7 @@ from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.materialize import lay_out
 from lossgate.declaration.candidate import Candidate
+from lossgate.errors import CandidateError, UsageError
 from lossgate.numerics.float_formats import TORCH_DTYPES
 from lossgate.observe import Use, observe
 from lossgate.problems.problem import Problem
@@ -19,6 +20,8 @@ _MOST_LOGITS = 1 << 21
 """Of each rank."""
 _GAIN = 0.9
 """A problem of twice the size must see that much more, or it is not taken."""
+_SHOWN = ("tokens", "vocab")
+"""Dims that a finding names in any case: those of the problem that was run."""
 _SEQUENCES = 2
 """Groups of sequences on each dp rank."""
 
@@ -26,11 +29,15 @@ _SEQUENCES = 2
 @property(
     "budgets",
     applies=lambda candidate: candidate.budgets is not None,
-    remedy="make it smaller, in chunks for example; or declare what the kernel needs",
+    remedy="use less, or declare what the kernel needs",
+    shrinks=False,
 )
 def budgets(case: Case) -> Checked:
     """Memory and collectives stay within what the candidate declares."""
-    problem = demanding_problem(case)
+    try:
+        problem = demanding_problem(case)
+    except UsageError as error:
+        raise CandidateError(f"candidate {case.candidate.name!r}: {error}") from None
     bound = case.bound.derived(f"demanding {problem.to_json()}", lambda: BoundProblem(case.candidate.spec, problem))
     use = observe(Case(case.candidate, problem, case.world, bound), lay_out(bound.unmasked, problem))
     return Checked(faults=tuple(_over(use, case.candidate, problem)), resources=_resources(use, case, problem))
@@ -107,8 +114,9 @@ def _over(use: Use, candidate: Candidate, problem: Problem) -> Iterator[str]:
         if used := _words(use, name, limit):
             expression = getattr(candidate.budgets, name)
             named = {**sizes, **candidate.budgets.where}
-            given = ", ".join(f"{dim} {named[dim]:g}" for dim in candidate.budgets.names(name))
-            yield f"{used}; the budget {name} is {expression} = {limit:,.6g}" + (f" ({given})" if given else "")
+            shown = dict.fromkeys((*_SHOWN, *candidate.budgets.names(name)))
+            given = ", ".join(f"{dim} {named[dim]:g}" for dim in shown)
+            yield f"{used}; the budget {name} is {expression} = {limit:,.6g} ({given})"
 
 
 def _words(use: Use, name: str, limit: float) -> str:
@@ -121,7 +129,7 @@ def _words(use: Use, name: str, limit: float) -> str:
         phase = max(use.peak, key=lambda phase: use.peak[phase])
         return f"{use.largest_peak:,} bytes live at a time in {phase}"
     if name == "saved" and use.saved > limit:
-        return f"autograd keeps {use.saved:,} bytes for backward"
+        return f"{use.saved:,} bytes live from forward to backward"
     kinds = ", ".join(f"{calls} {kind}" for kind, (calls, _) in use.by_kind().items())
     if name == "collectives" and len(use.collectives) > limit:
         count = len(use.collectives)

@@ -100,6 +100,18 @@ def test_what_the_host_would_wait_for_is_counted() -> None:
     ]
 
 
+def test_of_a_wrapper_the_tensor_inside_is_counted() -> None:
+    """As of a DTensor, which says that it has the size of the whole."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    one = TwoTensor(torch.ones(100), torch.ones(100))
+    watch = MemoryWatch()
+    with watch:
+        two = one + 1
+    assert isinstance(two, TwoTensor)
+    assert watch.alive == 2 * 100 * FLOATS  # those of both tensors inside
+
+
 @pytest.mark.parametrize("tokens", [8, 64])
 def test_it_counts_what_torchs_own_tracker_counts(tokens: int) -> None:
     """Torch's tracker knows no phases and no largest tensor, and takes twice as long."""

@@ -55,6 +55,7 @@ def talkative(inputs: Any, options: Any, mesh: DeviceMesh) -> Tensor:
     dist.reduce_scatter_tensor(torch.empty(11), torch.ones(22), group=tp)
     dist.all_to_all_single(torch.empty(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64), group=dp)
     dist.broadcast(torch.ones(13, dtype=torch.int32), group_src=0, group=dp)
+    dist.barrier(group=tp)
     hidden = Summed.apply(inputs.hidden, tp)
     return hidden.sum() + inputs.weight.sum()  # type: ignore[union-attr]
 
@@ -66,6 +67,7 @@ EXPECTED = {
     "reduce_scatter_tensor over tp": (1, 22 * 4),
     "all_to_all_single over dp": (1, 4 * 8),
     "broadcast over dp": (1, 13 * 4),
+    "barrier over tp": (1, 0),
 }
 
 
@@ -98,7 +100,8 @@ def test_memory_is_the_same_in_both_worlds() -> None:
         uses.append(used(world))
         world.close()
     one, other = uses
-    assert (one.saved, one.largest) == (other.saved, other.largest)
+    assert one.largest == other.largest
+    assert one.saved <= other.saved
     assert all(one.peak[phase] <= other.peak[phase] for phase in one.peak)
 
 

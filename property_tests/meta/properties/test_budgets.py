@@ -40,7 +40,7 @@ TWO = replace(PROBLEM, layout=Layout(tp=2))
         ("max(tokens, vocab) - min(tokens, vocab)", 412),
         ("3*(tp > 1)", 3),
         ("3*(tp == 1)", 0),
-        ("-tokens + 2.5", -97.5),
+        ("tokens - 2.5 + -1", 96.5),
         ("  tokens ", 100),
     ],
 )
@@ -91,7 +91,11 @@ def declare(budgets: Any, head: str = "hidden") -> Callable[..., Candidate]:
         (lambda: declare(Budgets(peak="hidden"), "logits"), "unknown dim 'hidden'; expected one of tokens,"),
         (lambda: declare(Budgets(peak="vocab"), "logprobs"), "unknown dim 'vocab'"),
         (lambda: declare("4*tokens"), "candidate(budgets='4*tokens'): expected lossgate.Budgets(...)"),
-        (lambda: declare(Budgets(peak="1/(tp - dp)")), "'1/(tp - dp)' has no value with tp 2, dp 2: float division"),
+        (lambda: declare(Budgets(peak="4/(tp - 1)")), "Budgets(peak=...): '4/(tp - 1)' has no value with tp 1: float"),
+        (lambda: declare(Budgets(peak="1e400")), "'1e400' is inf with any sizes; expected a finite number that is not"),
+        (lambda: declare(Budgets(peak="1e400 - 1e400")), "'1e400 - 1e400' is nan with any sizes; expected a finite"),
+        (lambda: declare(Budgets(peak="ceil(1e400)")), "'ceil(1e400)' has no value with any sizes: cannot convert"),
+        (lambda: declare(Budgets(peak="1 - tp")), "'1 - tp' is -1 with tp 2; expected a finite number that is not"),
     ],
 )
 def test_a_wrong_declaration_is_an_error_where_it_is_made(make: Callable[[], Any], said: str) -> None:
@@ -120,10 +124,14 @@ def _loss(inputs: Any, options: Any, mesh: Any) -> Tensor:
         (
             "largest_tensor",
             "tokens*vocab/tp",
-            "forward makes float32[64, 512], 32,768 elements, in aten.mm.default; the budget largest_tensor is 1 = 1",
+            "forward makes float32[64, 512], 32,768 elements, in aten.mm.default; the budget largest_tensor is 1",
         ),
-        ("peak", "20*tokens*vocab/tp", r"bytes live at a time in backward; the budget peak is 1 = 1"),
-        ("saved", "4*tokens*vocab/tp + 4*tokens", "autograd keeps 131,328 bytes for backward; the budget saved is"),
+        (
+            "peak",
+            "20*tokens*vocab/tp",
+            "in backward; the budget peak is 1 = 1 (tokens 64, vocab 1024)",
+        ),
+        ("saved", "4*tokens*vocab/tp + 4*tokens", "131,328 bytes live from forward to backward; the budget saved is"),
         ("collectives", "(tp > 1)", "a rank makes 1 collective, 1 all_reduce over tp; the budget collectives is 0"),
         (
             "host_waits",
@@ -154,6 +162,19 @@ def test_a_tensor_as_large_as_the_largest_input_is_allowed(make_world: Any) -> N
     twice = replace(kernel, kernel=lambda inputs, options, mesh: torch.cat([inputs.logits] * 2).sum())
     (fault,) = faults(twice, replace(PROBLEM, head="logits"), make_world("single"))
     assert "float32[128, 512]" in fault
+
+
+def test_a_budget_without_a_value_on_some_sizes_is_told_of_its_kernel(make_world: Any) -> None:
+    """It ends its cell, and not the run."""
+    kernel = declare(Budgets(peak="1/(tokens - 64)"))(_loss)
+    (fault,) = faults(kernel, TWO, make_world("tp=2"))
+    said = "Budgets(peak=...): '1/(tokens - 64)' has no value with tokens 64: division by zero"
+    assert fault == f"candidate '_loss': {said}"
+
+
+def test_a_failure_is_not_made_smaller() -> None:
+    """The problem that is run is another in any case."""
+    assert [held_to.name for held_to in PROPERTIES.values() if not held_to.shrinks] == ["budgets"]
 
 
 @pytest.mark.parametrize(
@@ -207,9 +228,9 @@ def test_evidence_and_reports_have_what_was_used(folder: Path, lossgate: Lossgat
     assert done.returncode == 1
     over = (
         "forward makes float32[64, 512], 32,768 elements, in aten.mm.default; "
-        "the budget largest_tensor is 16*vocab = 8,192 (vocab 512)"
+        "the budget largest_tensor is 16*vocab = 8,192 (tokens 64, vocab 512)"
     )
-    assert f"  property budgets: {over}\n  to do: make it smaller, in chunks for example; or declare" in done.stdout
+    assert f"  property budgets: {over}\n  to do: use less, or declare" in done.stdout
     small, ample = cells_in(folder / "held.jsonl")
     assert (small.verdict, ample.verdict) == ("DISAGREE", "AGREE")
     assert ample.resources["largest_tensor"] == {
