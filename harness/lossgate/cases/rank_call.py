@@ -62,11 +62,12 @@ class RankCall:
         """Returns the same call, with inputs that are made anew."""
         return RankCall(self.candidate, self.options, self.batch, self.context)
 
-    def forward(self, *, has_graph: bool = True) -> Outputs:
+    def forward(self, *, has_graph: bool = True, own_dtypes: bool = True) -> Outputs:
         """Calls the kernel.
 
         Args:
             has_graph: whether what is declared differentiable must carry a graph.
+            own_dtypes: whether dtypes must be those that are declared.
 
         Raises:
             CandidateError: if the kernel breaks its declared interface, or calls lossgate wrongly
@@ -80,7 +81,9 @@ class RankCall:
                 f"candidate {self.candidate.name!r} on rank {self.context.rank} raised {type(error).__name__}: {error}"
             ) from error
         rank, device = self.context.rank, self.context.device
-        return check_returned(returned, self.candidate, self.batch, rank, device, has_graph=has_graph)
+        return check_returned(
+            returned, self.candidate, self.batch, rank, device, has_graph=has_graph, own_dtypes=own_dtypes
+        )
 
     def backward(self, outputs: Outputs, factor: float = 1.0, *, retain_graph: bool = False) -> None:
         """Calls backward with the upstream gradients of the problem.

@@ -17,7 +17,14 @@ from lossgate.spelling import nearest
 
 
 def check_returned(
-    returned: Any, candidate: Candidate, batch: GlobalBatch, rank: int, device: torch.device, *, has_graph: bool = True
+    returned: Any,
+    candidate: Candidate,
+    batch: GlobalBatch,
+    rank: int,
+    device: torch.device,
+    *,
+    has_graph: bool = True,
+    own_dtypes: bool = True,
 ) -> Outputs:
     """Returns the outputs of a rank.
 
@@ -28,6 +35,7 @@ def check_returned(
         rank: the rank.
         device: where its inputs are.
         has_graph: whether what is declared differentiable must carry a graph.
+        own_dtypes: whether dtypes must be those that are declared; autocast chooses others.
 
     Raises:
         CandidateError: if a type, shape, dtype or device is not as declared, an output is unknown
@@ -50,7 +58,7 @@ def check_returned(
             raise CandidateError(f"{who} returned {name} as {type(tensor).__name__}; expected a tensor")
         if tuple(tensor.shape) != shape:
             raise CandidateError(f"{who} returned {name} of shape {list(tensor.shape)}; expected {list(shape)}")
-        if tensor.dtype != dtype:
+        if tensor.dtype != dtype and (own_dtypes or not tensor.is_floating_point()):
             got, want = (str(d).removeprefix("torch.") for d in (tensor.dtype, dtype))
             raise CandidateError(f"{who} returned {name} in {got}; {_remedy(own_names.get(name, name), got, want)}")
         if name in values and tensor.device.type != device.type:

@@ -45,6 +45,6 @@ def autocast(case: Case) -> Checked:
 
 def _under_autocast(call: RankCall) -> RankOutputs:
     with torch.autocast(call.context.device.type, torch.bfloat16):
-        outputs = call.forward()
+        outputs = call.forward(own_dtypes=False)
     call.backward(outputs)
     return call.collect(outputs)

@@ -131,6 +131,20 @@ def test_a_right_kernel_keeps_every_property(name: str, make_world: MakeWorld) -
     assert broken(RIGHT[name], list(PROPERTIES), make_world) == {}
 
 
+def test_a_kernel_may_return_the_dtype_that_autocast_chooses(make_world: MakeWorld) -> None:
+    """Torch's own cross-entropy of bfloat16 logits is in float32 under autocast."""
+
+    def of_torch(inputs: Any, options: Any, mesh: Any) -> Tensor:
+        losses = torch.nn.functional.cross_entropy(inputs.logits, inputs.labels, reduction="none")
+        return torch.where(inputs.mask, losses, 0.0).sum() / inputs.valid_tokens.clamp(min=1)
+
+    everywhere = Precision(logprobs="bfloat16", loss="bfloat16", dlogits="bfloat16")
+    kernel = candidate("nll", head="logits", dtypes=("bfloat16",), precision=everywhere)(of_torch)
+    for problem in sample_problems(kernel, Layout(), "bfloat16", 6, 0):
+        result = run_case(Case(kernel, problem, make_world("single")), PROPERTIES["autocast"])
+        assert (result.findings, bool(result.comparisons)) == ((), True)
+
+
 def test_what_a_layout_of_the_reference_needs_is_not_poisoned(make_world: MakeWorld) -> None:
     """Reference log-probabilities that belong to the token that is read are used where the mask is
     false: in DPO, at the token before.
