@@ -220,7 +220,7 @@ def candidate(
         "good_for": check_text("good_for", good_for),
         "known_failure": check_known_failure(known_failure),
         "exempt": MappingProxyType(check_exempt(exempt)),
-        "budgets": check_budgets(own_spec, head, budgets),
+        "budgets": check_budgets(head, budgets),
     }
 
     def declare(kernel: Kernel) -> Candidate:

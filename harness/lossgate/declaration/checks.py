@@ -34,7 +34,7 @@ def check_head(spec: Spec, head: Any) -> str:
     return head
 
 
-def check_budgets(spec: Spec, head: str, budgets: Any) -> Budgets | None:
+def check_budgets(head: str, budgets: Any) -> Budgets | None:
     """Returns the budgets, which name dims of the head."""
     if budgets is None:
         return None

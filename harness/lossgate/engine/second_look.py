@@ -43,9 +43,12 @@ def look_again(result: CellResult, timeout: float) -> CellResult:
     findings = (*failure.findings, *found)
     if failure.held_to == result.cell.property.name:
         return replace(result, failure=replace(failure, findings=findings), reasons=findings)
-    told = [replace(one, findings=findings) if one.name == failure.held_to else one for one in result.properties]
+    properties = [replace(one, findings=findings) if one.name == failure.held_to else one for one in result.properties]
     return replace(
-        result, failure=replace(failure, findings=findings), properties=tuple(told), reasons=reasons_of(told)
+        result,
+        failure=replace(failure, findings=findings),
+        properties=tuple(properties),
+        reasons=reasons_of(properties),
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Budgets: how they are declared, and that each is told where a kernel goes over it."""
+"""Budgets: how they are declared, and what is said where a kernel goes over one."""
 
 import pickle
 from collections.abc import Callable
@@ -119,7 +119,7 @@ def _loss(inputs: Any, options: Any, mesh: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("budget", "fits", "told"),
+    ("budget", "fits", "finding"),
     [
         (
             "largest_tensor",
@@ -141,12 +141,12 @@ def _loss(inputs: Any, options: Any, mesh: Any) -> Tensor:
         ("bytes", "6*4*(tp > 1)", "a rank brings 24 bytes to collectives, 1 all_reduce over tp; the budget bytes is"),
     ],
 )
-def test_each_budget_is_told_where_it_is_too_small(budget: str, fits: str, told: str, make_world: Any) -> None:
+def test_each_budget_has_a_finding_where_it_is_too_small(budget: str, fits: str, finding: str, make_world: Any) -> None:
     world = make_world("tp=2")
     assert faults(declare(Budgets(**{budget: fits}))(_loss), TWO, world) == ()
     small = "0" if budget in ("collectives", "bytes", "host_waits") else "1"
     (fault,) = faults(declare(Budgets(**{budget: small}))(_loss), TWO, world)
-    assert told in fault
+    assert finding in fault
 
 
 def faults(kernel: Candidate, problem: Problem, world: World) -> tuple[str, ...]:
@@ -241,7 +241,7 @@ def test_evidence_and_reports_have_what_was_used(folder: Path, lossgate: Lossgat
     }
     assert small.resources["largest_tensor"]["budget"] == 8192
     assert ample.resources["problem"]["tokens"] == 64
-    told = lossgate("report", "held.jsonl", "--cell", "ample").stdout
+    shown = lossgate("report", "held.jsonl", "--cell", "ample").stdout
     used = [
         "largest tensor: 32,768 elements of a budget of 32,768 (32,768 in forward, 32,768 in backward)",
         "saved for backward: 131,592 bytes",
@@ -249,7 +249,7 @@ def test_evidence_and_reports_have_what_was_used(folder: Path, lossgate: Lossgat
         "collectives: 0 calls",
         "measured with 64 tokens, 2 sequences, 512 vocab, 8 hidden, 1 dp, 1 cp, 1 tp, 4 itemsize, on each rank",
     ]
-    assert [line for line in used if f"  {line}\n" not in told] == [], told
+    assert [line for line in used if f"  {line}\n" not in shown] == [], shown
     (folder / "gate.toml").write_text('schema = 1\n[[require]]\ncandidates = ["ample"]\nkeeps = ["budgets"]\n')
     gate = lossgate("gate", "--policy", "gate.toml", "held.jsonl", "--junit", "junit.xml")
     junit = (folder / "junit.xml").read_text()
