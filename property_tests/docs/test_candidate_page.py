@@ -68,13 +68,13 @@ def test_defaults_of_the_contract() -> None:
 
 
 def test_profiles() -> None:
-    columns = ("examples", "rounds", "ranks", "jobs", "property_problems")
+    columns = ("examples", "rounds", "ranks", "jobs", "property_problems", "property_ranks")
     rows = table("profile", *(f"`{name}`" for name in columns))
     stated = {row[0].split()[0].strip("`"): [int(number) for number in row[1:]] for row in rows}
     assert stated == {name: [getattr(profile, c) for c in columns] for name, profile in PROFILES.items()}
 
 
-_NOT_STATED = ("layouts", "dtypes", "sizes", "properties", "property_problems")
+_NOT_STATED = ("layouts", "dtypes", "sizes", "properties", "property_problems", "property_ranks")
 
 
 def test_settings_that_are_the_same_in_every_profile() -> None:

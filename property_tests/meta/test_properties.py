@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import lossgate
-from lossgate import Layout, Property, UsageError
+from lossgate import Budgets, Layout, Property, UsageError
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.case import Case
 from lossgate.declaration.loading import load_candidates
@@ -25,6 +25,7 @@ from lossgate.worlds.base import Hang, WorldLost
 
 NLL = replace(dense_candidate(SPECS["nll"], "logprobs"), supports={})
 DPO = replace(dense_candidate(SPECS["dpo"], "logprobs"), supports={})
+SHARDED = replace(dense_candidate(SPECS["nll"], "hidden"), axes=("dp", "tp"), budgets=Budgets(largest_tensor="vocab"))
 SETTINGS = Settings(layouts=("single",), examples=4, rounds=1, shrink_calls=5)
 
 
@@ -242,3 +243,27 @@ def test_a_failure_of_another_property_replays_as_what_it_is(tmp_path: Path) -> 
     again = replay_failure(read_failure(file))
     assert again.disagrees
     assert again.exact
+
+
+def test_on_layouts_of_many_ranks_only_properties_of_ranks_are_checked_beside_agreement() -> None:
+    few, many = (
+        {str(cell.layout): {*map(str, cell.also)} for cell in plan([SHARDED], Settings(ranks=4, property_ranks=ranks))}
+        for ranks in (2, 4)
+    )
+    assert few["dp=2"] == few["dp=2,tp=2"] == many["dp=4"] == many["dp=2"]
+    assert few["dp=3"] == few["dp=4"] == few["tp=4"] == {"idle-rank", "reduction-order", "budgets"}
+    assert few["dp=3"] < few["dp=2"]
+
+
+@pytest.mark.parametrize("named", [{"layouts": ("dp=3",)}, {"properties": ("agreement", "no-grad")}])
+def test_what_a_run_names_is_checked_on_layouts_of_many_ranks(named: dict[str, tuple[str, ...]]) -> None:
+    cells = plan([SHARDED], replace(Settings(ranks=3, property_ranks=2), **named))  # type: ignore[arg-type]
+    assert all("no-grad" in map(str, cell.also) for cell in cells if cell.layout == Layout(dp=3))
+
+
+def test_few_properties_hang_on_the_number_of_ranks() -> None:
+    assert {name for name, held_to in PROPERTIES.items() if held_to.of_ranks} == {
+        "idle-rank",
+        "reduction-order",
+        "budgets",
+    }

@@ -47,7 +47,19 @@ def _cells(candidate: Candidate, settings: Settings) -> Iterator[Cell]:
     for held_to, also in held_together(candidate, settings):
         for dtype in dtypes_of(candidate, settings):
             for layout in layouts_of(candidate, settings):
-                yield Cell(candidate, layout, dtype, held_to, settings.world, settings.device, also)
+                own = tuple(one for one in also if _is_checked_on(one, layout, settings))
+                yield Cell(candidate, layout, dtype, held_to, settings.world, settings.device, own)
+
+
+def _is_checked_on(held_to: Property, layout: Layout, settings: Settings) -> bool:
+    """Returns whether a property is checked beside agreement on a layout.
+
+    Another way to call a kernel takes the same branches with 3 ranks on an axis, a first, a last
+    and one between, as with 8.
+    """
+    if held_to.of_ranks or settings.layouts or settings.properties:
+        return True
+    return max(layout.sizes.values()) <= settings.property_ranks
 
 
 def held_together(candidate: Candidate, settings: Settings) -> list[tuple[Property, tuple[Property, ...]]]:

@@ -58,9 +58,12 @@ class Settings:
     among them."""
     property_problems: int = 2
     """Problems of a cell on which each property beside agreement is checked."""
+    property_ranks: int = 4
+    """Ranks on an axis, at most, where these properties are checked. It does not hold for layouts
+    or properties that are named, nor for properties of how ranks work together."""
 
     def __post_init__(self) -> None:
-        for name in ("examples", "rounds", "ranks", "timeout", "property_problems"):
+        for name in ("examples", "rounds", "ranks", "timeout", "property_problems", "property_ranks"):
             if not getattr(self, name) > 0:
                 raise UsageError(f"{name}={getattr(self, name)}: expected a positive number")
         if self.shrink_calls < 0:
@@ -77,9 +80,9 @@ class Settings:
 
 PROFILES: Mapping[str, Settings] = {
     "dev": Settings(),
-    "ci": Settings(examples=12, rounds=8, ranks=8, jobs=0, property_problems=1),
-    "nightly": Settings(examples=100, ranks=16, jobs=0, property_problems=8),
-    "release": Settings(examples=300, ranks=16, jobs=0, property_problems=20),
+    "ci": Settings(examples=12, rounds=8, ranks=8, jobs=0, property_problems=1, property_ranks=3),
+    "nightly": Settings(examples=100, ranks=16, jobs=0, property_problems=8, property_ranks=16),
+    "release": Settings(examples=300, ranks=16, jobs=0, property_problems=20, property_ranks=16),
 }
 
 

@@ -130,7 +130,10 @@ def _why(summary: CellSummary, name: str) -> str:
     """Returns why a cell was not held to a property."""
     reason = dict(summary.exempt).get(name)
     if reason is None:
-        return "its run did not name it, or it does not apply, or no problem says anything about it. Verify with it"
+        return (
+            "its run did not name it, or leaves it out on layouts of more ranks (property_ranks), or it does not "
+            "apply, or no problem says anything about it. Verify with it"
+        )
     return f"the candidate is exempt, because {reason}. Take that back, or the property out of the policy"
 
 

@@ -97,6 +97,7 @@ def other_padding(case: Case) -> Checked:
     "reduction-order",
     fits=lambda case: case.world.repeatable and case.problem.layout.ranks > 1,
     remedy="add up in float32, or finer, before rounding",
+    of_ranks=True,
 )
 def reduction_order(case: Case) -> Checked:
     """Collectives that add up in another order change no more than rounding may."""
@@ -109,6 +110,7 @@ def reduction_order(case: Case) -> Checked:
     applies=lambda candidate: "dp" in candidate.axes or "cp" in candidate.axes,
     fits=lambda case: case.problem.layout.dp * case.problem.layout.cp > 1,
     remedy="take part in every collective, with zeros, also where a rank has nothing to train",
+    of_ranks=True,
 )
 def idle_rank(case: Case) -> Checked:
     """A rank with nothing to train does not disturb the others."""

@@ -58,6 +58,8 @@ class Property:
     """What to do where it fails; "" for nothing in particular."""
     shrinks: bool = True
     """Whether a smaller problem on which it fails says more."""
+    of_ranks: bool = False
+    """Whether it asks how ranks work together, so that more of them say more."""
 
     def __str__(self) -> str:
         return self.name
@@ -77,6 +79,7 @@ def property(
     fits: Callable[[Case], bool] = lambda case: True,
     remedy: str = "",
     shrinks: bool = True,
+    of_ranks: bool = False,
     runs: int = 1,
     needs_adequacy: bool = False,
 ) -> Callable[[Check], Property]:
@@ -90,6 +93,8 @@ def property(
         remedy: what to do where it fails, for people.
         shrinks: whether a problem on which it fails is made smaller. One that makes a problem of
             its own need not.
+        of_ranks: whether it asks how ranks work together. It is then checked on every layout, with
+            many ranks on an axis, too.
         runs: how often a check runs the candidate on every rank.
         needs_adequacy: whether a verdict counts only if the problems reach every coverage goal and
             kill every option mutant. That is for checks that compare outputs with the reference.
@@ -112,6 +117,7 @@ def property(
             fits=fits,
             remedy=remedy,
             shrinks=shrinks,
+            of_ranks=of_ranks,
             runs=runs,
             needs_adequacy=needs_adequacy,
         )

@@ -31,6 +31,7 @@ _SEQUENCES = 2
     applies=lambda candidate: candidate.budgets is not None,
     remedy="use less, or declare what the kernel needs",
     shrinks=False,
+    of_ranks=True,
 )
 def budgets(case: Case) -> Checked:
     """Memory and collectives stay within what the candidate declares."""

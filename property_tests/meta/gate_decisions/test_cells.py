@@ -159,7 +159,13 @@ KEPT = PropertyRecord(name="no-grad", problems=2)
 @pytest.mark.parametrize(
     ("properties", "message"),
     [
-        ((), "its run did not name it, or it does not apply, or no problem says anything about it. Verify with it"),
+        (
+            (),
+            (
+                "its run did not name it, or leaves it out on layouts of more ranks (property_ranks), or it does not "
+                "apply, or no problem says anything about it. Verify with it"
+            ),
+        ),
         (
             (PropertyRecord(name="no-grad", problems=0, exempt="it is for training"),),
             "the candidate is exempt, because it is for training. Take that back, or the property out of the policy",
