@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the line of a kernel that made a call or raised, past the frames of torch and lossgate."""
 
+import gc
 import multiprocessing
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from traceback import FrameSummary
@@ -73,8 +74,23 @@ def site_of(thread: int | None) -> str:
 
 
 def _frames_of(thread: int | None) -> Sequence[FrameSummary]:
-    frame = sys._current_frames().get(thread or 0)
+    frame = _current_frames().get(thread or 0)
     return traceback.extract_stack(frame) if frame else []
+
+
+def _current_frames() -> Mapping[int, FrameType]:
+    """Returns the innermost frame of each thread.
+
+    No garbage is collected meanwhile. CPython 3.11.7 holds the lock of its list of threads there,
+    and a collection that lets another thread run then waits for ever (gh-106883).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _from_kernel(frames: Sequence[FrameSummary]) -> str:

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank that keeps running is an error after the timeout, with its stack."""
 
+import gc
+import sys
 import time
+from types import FrameType
 
 import pytest
 import torch.distributed as dist
@@ -83,3 +86,29 @@ def test_a_rank_that_is_slow_in_passing_the_baton_on_does_not_hang(
         return context.rank
 
     assert make_world("tp=2", timeout=0.2).run(body) == [0, 1]
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_no_garbage_is_collected_while_python_lists_its_threads(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, collects: bool
+) -> None:
+    """CPython 3.11.7 may wait for ever there, and did so here once."""
+    seen, frames = list[bool](), sys._current_frames
+
+    def listed() -> dict[int, FrameType]:
+        seen.append(gc.isenabled())
+        return frames()
+
+    def sleep(context: RankContext) -> None:
+        time.sleep(1.0)
+
+    monkeypatch.setattr(sys, "_current_frames", listed)
+    if not collects:
+        gc.disable()
+    try:
+        failure_of(make_world("single", timeout=0.3), sleep, Hang)
+        assert gc.isenabled() is collects
+    finally:
+        gc.enable()
+    assert seen
+    assert not any(seen)
