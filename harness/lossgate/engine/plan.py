@@ -54,8 +54,8 @@ def _cells(candidate: Candidate, settings: Settings) -> Iterator[Cell]:
 def _is_checked_on(held_to: Property, layout: Layout, settings: Settings) -> bool:
     """Returns whether a property is checked beside agreement on a layout.
 
-    Another way to call a kernel takes the same branches with 3 ranks on an axis, a first, a last
-    and one between, as with 8.
+    With 3 ranks on an axis there is a first, a last and one between. A kernel that is called in
+    another way is unlikely to take other branches with 8.
     """
     if held_to.of_ranks or settings.layouts or settings.properties:
         return True
