@@ -33,13 +33,17 @@ import lossgate
 IGNORED: Any = tl.constexpr(-100)
 """The label of tokens that do not count."""
 
+LEAST: Any = tl.constexpr(torch.finfo(torch.float32).min)
+"""Where a running maximum starts. At -inf, a block of nothing but -inf would give
+exp(-inf - -inf), which is NaN."""
+
 
 @triton.jit
 def _forward(logits, labels, losses, logsumexps, vocab, BLOCK: tl.constexpr):  # noqa: N803
     """Writes the loss and the logsumexp of one token, in one pass over its logits."""
     token = tl.program_id(0).to(tl.int64)  # token * vocab may be more than an int32 holds
     label = tl.load(labels + token)
-    largest = float("-inf")
+    largest = LEAST
     total = 0.0  # of exp(z - largest)
     for start in range(0, vocab, BLOCK):
         at = start + tl.arange(0, BLOCK)

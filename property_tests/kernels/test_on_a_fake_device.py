@@ -5,6 +5,7 @@ So does the harness where it calls them. They run on an accelerator that is none
 """
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -112,18 +113,41 @@ def test_a_child_that_does_not_answer_says_nothing(how: str, monkeypatch: pytest
     assert (found.kind, found.message) == ("other", DIED if how == "dies" else HUNG)
 
 
-def test_a_kernel_that_does_not_answer_is_not_run_there_again(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def dies(inputs: Any, options: Any, mesh: Any) -> Tensor:
-        os._exit(3)
+def test_threads_that_stay_in_the_parent_are_not_waited_for() -> None:
+    """OpenMP's threads are not forked with the process."""
+    threads, many = torch.get_num_threads(), torch.full((100_000,), 2)
 
-    kernel, children = replace(MISTAKES["no_mistake"], kernel=dies, source="dies"), list[int]()
-    fork = os.fork
+    def parallel() -> None:
+        torch.repeat_interleave(many, many)
+
+    try:
+        torch.set_num_threads(2)
+        parallel()
+        assert raised_in_child(Layout(), lambda context: parallel()) is None
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _dies(inputs: Any, options: Any, mesh: Any) -> Tensor:
+    os._exit(3)
+
+
+def _raises(inputs: Any, options: Any, mesh: Any) -> Tensor:
+    print("there is no such kernel", file=sys.stderr)
+    raise NotImplementedError("for this device")
+
+
+@pytest.mark.parametrize(("kernel", "tries"), [(_dies, 1), (_raises, 3)])
+def test_a_kernel_that_cannot_run_there_is_soon_left_alone(
+    kernel: Any, tries: int, make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fails, children, fork = replace(MISTAKES["no_mistake"], kernel=kernel, source=kernel.__name__), list[int](), os.fork
     monkeypatch.setattr("os.fork", lambda: children.append(1) or fork())
-    for case in cases(kernel, "single", make_world, "float32"):
+    drawn = cases(fails, "single", make_world, "float32")
+    for case in (*drawn, *drawn):
         assert not run_case(case, PROPERTIES["device"]).fits
-    assert children == [1]
+    assert len(children) == tries < 2 * len(drawn)
+    assert capfd.readouterr() == ("", "")  # torch logs what it can't do, for each try
 
 
 def test_a_value_of_a_tensor_on_the_cpu_is_no_wait(make_world: MakeWorld) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import one_hot
 
 from lossgate.bank.bugs import Bug, Wrap, on_inputs, on_loss, on_options, scale_gradient
 from lossgate.declaration.any_value import ANY
@@ -62,9 +63,19 @@ def right(head: str) -> Candidate:
         precision={"float32": Precision(), "bfloat16": _COARSE},
         supports=supports,
         budgets=budgets,
+        refuses=("labels", "shapes") if head == "hidden" else (),
         name=f"nll of {head}",
     )
-    return declare(_of_logits if has_logits else _of_logprobs)
+    return declare({"logits": _of_logits, "hidden": _of_hidden, "logprobs": _of_logprobs}[head])
+
+
+def _of_hidden(inputs: Any, options: Any, mesh: DeviceMesh) -> Tensor:
+    if inputs.labels.shape != inputs.mask.shape:
+        raise ValueError(f"labels have shape {list(inputs.labels.shape)}; expected {list(inputs.mask.shape)}")
+    labels = inputs.labels[inputs.mask]
+    if bool(((labels < 0) | (labels >= inputs.vocab_size)).any()):
+        raise ValueError(f"labels of trained tokens must be below {inputs.vocab_size}, and not negative")
+    return _of_logits(inputs, options, mesh)
 
 
 def _of_logits(inputs: Any, options: Any, mesh: DeviceMesh) -> Tensor:
@@ -200,6 +211,24 @@ def _without_maximum(kernel: Any) -> Any:
         scaled = inputs.logits / options.temperature
         logprobs = scaled - scaled.clamp(max=90.0).exp().sum(-1, keepdim=True).log()
         return _mean(logprobs.gather(1, inputs.labels[:, None]).squeeze(1), inputs)
+
+    return wrong
+
+
+def _one_hot(kernel: Any) -> Any:
+    def wrong(inputs: Any, options: Any, mesh: DeviceMesh) -> Tensor:
+        logprobs = (inputs.logits / options.temperature).log_softmax(-1)
+        labels = inputs.labels.long().clamp(0, inputs.vocab_size - 1)
+        return _mean((logprobs * one_hot(labels, inputs.vocab_size)).sum(1), inputs)
+
+    return wrong
+
+
+def _at_least_minus_100(kernel: Any) -> Any:
+    def wrong(inputs: Any, options: Any, mesh: DeviceMesh) -> Tensor:
+        labels = inputs.labels.long().clamp(0, inputs.vocab_size - 1)
+        logprobs = (inputs.logits / options.temperature).log_softmax(-1).gather(1, labels[:, None])
+        return _mean(logprobs.squeeze(1).clamp(min=-100.0), inputs)
 
     return wrong
 
@@ -359,7 +388,7 @@ PROPERTY_BUGS: Mapping[str, PropertyBug] = {
     "budgets": _bug(
         "logits three times",
         "backward keeps three copies of the logits",
-        _instead(lambda inputs, loss: loss + 0.0 * torch.cat([inputs.logits] * 3).sum()),
+        _instead(lambda inputs, loss: loss + 0.0 * torch.cat([inputs.logits] * 3).clamp(-1.0, 1.0).sum()),
     ),
     "nothing-trained": _bug(
         "divides by 0",
@@ -374,6 +403,22 @@ PROPERTY_BUGS: Mapping[str, PropertyBug] = {
         "without the maximum",
         "exp is taken of the logits as they are",
         _without_maximum,
+    ),
+    "suppressed-ids": _bug(
+        "multiplies by a one-hot row",
+        "log-probabilities are multiplied by a one-hot row of the label",
+        _one_hot,
+    ),
+    "hopeless-labels": _bug(
+        "clamped at -100",
+        "log-probabilities below -100 are taken for -100",
+        _at_least_minus_100,
+    ),
+    "bad-inputs": _bug(
+        "clamps labels",
+        "labels that the vocabulary does not have are taken for others",
+        on_inputs(lambda inputs, mesh: replace(inputs, labels=inputs.labels.clamp(0, inputs.vocab_size - 1))),
+        head="hidden",
     ),
     "few-tokens": _bug(
         "two tokens",

@@ -73,6 +73,22 @@ class BoundProblem:
 
         return self.derived(name, make)
 
+    def redrawn(self, name: str, change: Callable[[GlobalBatch], GlobalBatch]) -> "BoundProblem":
+        """Returns the problem with other ids or logits, made once, and what follows from them drawn
+        anew: the log-probabilities of other policies are as near to the policy's as they were.
+
+        Args:
+            name: of the change.
+            change: gets the batch before the spec's own fields are drawn, and returns another.
+        """
+
+        def make() -> BoundProblem:
+            made = BoundProblem(self.spec, self.problem)
+            made.unmasked = materialize(self.problem, self.bound_spec, change)
+            return made
+
+        return self.derived(name, make)
+
     def derived(self, name: str, make: Callable[[], "BoundProblem"]) -> "BoundProblem":
         """Returns another problem that is made of this one, once: other layouts need it, too."""
         if name not in self._derived:

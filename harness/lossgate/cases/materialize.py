@@ -4,6 +4,7 @@
 The same problem gives the same tensors, bit for bit, on every machine.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -27,7 +28,9 @@ from lossgate.specs.logit_filter import filter_fields, filters
 from lossgate.specs.token_chunks import chunks
 
 
-def materialize(problem: Problem, bound: BoundSpec) -> GlobalBatch:
+def materialize(
+    problem: Problem, bound: BoundSpec, change: Callable[[GlobalBatch], GlobalBatch] | None = None
+) -> GlobalBatch:
     """Draws every tensor of a problem, on one rank and without padding.
 
     Ids and masks depend on the seed alone. All other numbers depend on the whole problem:
@@ -37,6 +40,8 @@ def materialize(problem: Problem, bound: BoundSpec) -> GlobalBatch:
     Args:
         problem: the problem.
         bound: its spec with its options.
+        change: gets the batch before the spec's own fields are drawn, and returns another. Fields
+            such as old log-probabilities then fit what it returns.
     """
     problem = problem.unsharded
     streams, fields = RandomStreams(problem.to_json()), draw_tokens(problem)
@@ -48,6 +53,8 @@ def materialize(problem: Problem, bound: BoundSpec) -> GlobalBatch:
         leaves={name: leaf.to(dtype).double() for name, leaf in leaves.items()},
         fields=fields,
     )
+    if change is not None:
+        batch = change(batch)
     return with_cotangents(_with_fields(batch, problem, bound, streams), problem, bound)
 
 

@@ -12,6 +12,8 @@ from lossgate.layout import AXES, Axis
 from lossgate.problems.whole_sequences import TOKENS, Tokens
 from lossgate.spelling import nearest
 
+REFUSED = ("labels", "shapes")
+"""The kinds of bad input that a candidate may refuse."""
 _TILED_DIMS = ("token", "vocab", "hidden")
 
 
@@ -113,6 +115,10 @@ def check_exempt(exempt: Any) -> dict[str, str]:
         if not isinstance(reason, str) or not reason.strip() or "\n" in reason:
             raise UsageError(f"candidate(exempt={exempt!r}): expected the reason in one line, such as {example}")
     return dict(checked)
+
+
+def check_refuses(refuses: Any) -> tuple[str, ...]:
+    return check_names("refuses", refuses, REFUSED, "kind of bad input")
 
 
 def check_precision(precision: Any, dtypes: tuple[str, ...]) -> dict[str, Precision]:

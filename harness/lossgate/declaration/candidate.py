@@ -22,6 +22,7 @@ from lossgate.declaration.arguments import (
     check_known_failure,
     check_name,
     check_precision,
+    check_refuses,
     check_text,
     check_tiles,
     check_tokens,
@@ -96,6 +97,8 @@ class Candidate:
     known_failure: KnownFailure | None
     exempt: Mapping[str, str]
     """The properties that it is not held to, and why."""
+    refuses: tuple[str, ...]
+    """The kinds of bad input that it refuses by an error, of ``REFUSED``."""
     budgets: Budgets | None
     """The memory and traffic that it may use; None if it declares none."""
     source: str
@@ -169,6 +172,7 @@ def candidate(
     good_for: str = "",
     known_failure: KnownFailure | None = None,
     exempt: Mapping[str, str] | None = None,
+    refuses: tuple[str, ...] = (),
     budgets: Budgets | None = None,
     name: str | None = None,
 ) -> Callable[[Kernel], Candidate]:
@@ -197,6 +201,10 @@ def candidate(
         exempt: the properties to which it is not held, and why, as in ``{"strided-inputs": "the
             trainer gives contiguous tensors"}``; see ``lossgate list``. The verdict and evidence
             name them.
+        refuses: the kinds of bad input that it refuses by an error: "labels", ids that the
+            vocabulary does not have, at a trained token; "shapes", labels or ids that are one token
+            too short. Property "bad-inputs" holds it to them. Without them, such input is
+            undefined.
         budgets: the memory and traffic that a call may use; property "budgets" holds it to them.
         name: by default the function's.
 
@@ -220,6 +228,7 @@ def candidate(
         "good_for": check_text("good_for", good_for),
         "known_failure": check_known_failure(known_failure),
         "exempt": MappingProxyType(check_exempt(exempt)),
+        "refuses": check_refuses(refuses),
         "budgets": check_budgets(head, budgets),
     }
 

@@ -13,6 +13,8 @@ class Comparison:
     """One output of one problem, compared with the reference."""
 
     output: Output
+    called: str = ""
+    """How the kernel was called, in words, if a property calls it in several ways."""
     values: Mapping[str, float] = field(default_factory=dict)
     """The statistics; SCALE has a sign."""
     limits: Mapping[str, float] = field(default_factory=dict)

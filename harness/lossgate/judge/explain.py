@@ -13,7 +13,7 @@ _SHOWN = 2
 
 def explain(comparison: Comparison) -> Iterator[str]:
     """Yields a line for each thing that is wrong, the scale first. It yields none if all agrees."""
-    output = comparison.output
+    output = f"{comparison.output}, {comparison.called}" if comparison.called else str(comparison.output)
     for fault in comparison.faults:
         yield f"{output}: {fault}"
     for name in _exceeded(comparison):

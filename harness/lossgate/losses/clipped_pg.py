@@ -19,6 +19,7 @@ from lossgate.losses.shared.policies import (
     NEAR,
     RATIOS,
     REFERENCE,
+    UNDERFLOW,
     Span,
     clip_spans,
     draw_advantages,
@@ -97,8 +98,7 @@ def _log_ratios(context: FieldContext) -> Tensor:
         "inside": [spans["inside"]],
         "everywhere": list(spans.values()),
         "on-policy": [(0.0, 0.0)],
-        # These ratios times exp of the distance to a far reference stay within float32.
-        "extreme": [(-40.0, -20.0), (10.0, 20.0), (28.0, 34.0), spans["inside"]],
+        "extreme": [*UNDERFLOW, (10.0, 20.0), (28.0, 34.0), spans["inside"]],
     }
     chosen = scenario[context.scenario["ratios"]]
     if not o.sequence_level_importance_ratios:

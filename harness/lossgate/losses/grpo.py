@@ -19,6 +19,7 @@ from lossgate.losses.shared.policies import (
     NEAR,
     RATIOS,
     REFERENCE,
+    UNDERFLOW,
     Span,
     clip_spans,
     draw_advantages,
@@ -67,7 +68,7 @@ def _draw(context: FieldContext) -> dict[str, Tensor]:
         "inside": [spans["inside"]],
         "everywhere": list(spans.values()),
         "on-policy": [(0.0, 0.0)],
-        "extreme": [(-40.0, -20.0), (10.0, 20.0), (30.0, 42.0), spans["inside"]],
+        "extreme": [*UNDERFLOW, (10.0, 20.0), (30.0, 42.0), spans["inside"]],
     }
     old = context.logprobs - draw_in_spans(
         context.streams, "ratios", context.tokens, ratios[context.scenario["ratios"]]

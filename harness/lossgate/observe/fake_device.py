@@ -99,11 +99,21 @@ def _answer(give: Callable[[], Raised | None], reader: int, writer: int) -> None
     """Answers in the child, and ends it without what Python does at the end of a process."""
     try:
         os.close(reader)
+        _quieten()
+        torch.set_num_threads(1)  # OpenMP's other threads stayed in the parent, and would be waited for
         found = give()
         with open(writer, "wb") as answer:
             pickle.dump(found, answer)
     finally:
         os._exit(0)
+
+
+def _quieten() -> None:
+    """Lets this process write nothing: what a kernel can't do on a fake device, torch logs."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+    sys.stdout = sys.stderr = open(nowhere, "w")  # noqa: SIM115  what these were may write elsewhere
 
 
 def _raised(layout: Layout, run: Callable[[RankContext], object]) -> Raised | None:

@@ -5,9 +5,11 @@ Importing this package registers all properties, agreement first.
 """
 
 from lossgate.properties import agreement
+from lossgate.properties import bad_inputs as bad_inputs
 from lossgate.properties import calls as calls
 from lossgate.properties import device as device
 from lossgate.properties import equivalent as equivalent
+from lossgate.properties import extreme_logits as extreme_logits
 from lossgate.properties import frozen as frozen
 from lossgate.properties import inputs as inputs
 from lossgate.properties import masked as masked

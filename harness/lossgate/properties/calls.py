@@ -2,6 +2,7 @@
 """Properties of calls: what a kernel keeps from one to the next, and how backward may be called."""
 
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from lossgate.cases.rank_call import RankCall, RankOutputs, plainly
 from lossgate.declaration.candidate import Outputs
 from lossgate.errors import CandidateError, LossgateError
 from lossgate.problems.batch import GlobalBatch
-from lossgate.properties.registry import Checked, property
+from lossgate.properties.registry import Checked, called, property
 
 _SECOND = -2.0
 """What multiplies the upstream gradients of a second backward. With 1, a gradient that the second
@@ -51,14 +52,15 @@ def _in_between(case: Case, other: GlobalBatch, what: str) -> Checked:
     """Compares calls before and after another one with a plain one: bit by bit, or by the judge
     where sums have another order in each call.
     """
-    called = case.on_ranks(_Around(other))
-    before, after = ([calls[number] for calls in called] for number in (0, 1))
+    by_rank = case.on_ranks(_Around(other))
+    before, after = ([calls[number] for calls in by_rank] for number in (0, 1))
     if not case.world.repeatable or case.problem.reduction_order == "permuted":
-        return Checked(comparisons=(*case.judged(before), *case.judged(after)))
+        found = (called("before another call", case.judged(before)), called("after it", case.judged(after)))
+        return Checked(comparisons=tuple(chain.from_iterable(found)))
     faults = [
-        f"with a call of {what} between forward and backward, {output} is another" for output in case.unequal(before)
+        f"{output} has other bits with a call of {what} between forward and backward" for output in case.unequal(before)
     ]
-    faults += [f"after a call of {what}, {output} is another" for output in case.unequal(after)]
+    faults += [f"{output} has other bits after a call of {what}" for output in case.unequal(after)]
     return Checked(faults=tuple(faults))
 
 
@@ -103,8 +105,9 @@ def _accumulated(call: RankCall) -> RankOutputs:
 )
 def second_backward(case: Case) -> Checked:
     """A second backward through the same graph adds its gradients, or is refused by an error."""
-    retained, freed = (case.on_ranks(_BackwardTwice(retain)) for retain in (True, False))
-    return Checked(comparisons=(*case.judged(retained), *case.judged(freed)))
+    ways = {"with retain_graph": True, "without retain_graph": False}
+    found = (called(words, case.judged(case.on_ranks(_BackwardTwice(way)))) for words, way in ways.items())
+    return Checked(comparisons=tuple(chain.from_iterable(found)))
 
 
 @dataclass(frozen=True)
@@ -135,8 +138,9 @@ class _BackwardTwice:
 )
 def checkpointing(case: Case) -> Checked:
     """Under activation checkpointing, which runs forward again in backward, nothing changes."""
-    ways = (_checkpointed_reentrant, _checkpointed)
-    return Checked(comparisons=tuple(c for way in ways for c in case.judged(case.on_ranks(way))))
+    ways = {"with use_reentrant=True": _checkpointed_reentrant, "with use_reentrant=False": _checkpointed}
+    found = (called(words, case.judged(case.on_ranks(way))) for words, way in ways.items())
+    return Checked(comparisons=tuple(chain.from_iterable(found)))
 
 
 def _checkpointed_reentrant(call: RankCall) -> RankOutputs:

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A property of devices, which needs no GPU."""
 
+from collections import Counter
+
 from lossgate.cases.case import Case
 from lossgate.observe.fake_device import DIED, HUNG, has_fake_device, raised_on_fake_device
 from lossgate.properties.registry import Checked, property
 
 _RANKS = 2
 """Ranks on an axis, at most: more of them take no other branches."""
-_LOST: set[str] = set()
-"""The sources of candidates that hang or die on the fake device. They are not run there again."""
+_TRIES = 3
+"""Problems on which a candidate that can't run on the fake device is tried there."""
+_FAILED: Counter[str] = Counter()
+"""How often candidates could not be run there, by their sources. To hang or die counts as all
+tries."""
 
 
 @property(
@@ -18,13 +23,13 @@ _LOST: set[str] = set()
 )
 def device(case: Case) -> Checked:
     """On another device than the CPU, no operation meets tensors of two devices."""
-    if case.candidate.source in _LOST:
+    if _FAILED[case.candidate.source] >= _TRIES:
         return Checked(says_nothing=True)
     found = raised_on_fake_device(case)
-    if found is not None and found.message in (HUNG, DIED):
-        _LOST.add(case.candidate.source)
     if found is None:
         return Checked()
+    if found.kind == "other":
+        _FAILED[case.candidate.source] += _TRIES if found.message in (HUNG, DIED) else 1
     where = f"  [{found.place}]" if found.place else ""
     if found.kind == "mixed devices":
         return Checked(faults=(f"{found.message}{where}",))

@@ -10,7 +10,7 @@ import torch
 from lossgate.cases.case import Case
 from lossgate.cases.rank_call import RankCall, RankOutputs
 from lossgate.judge.comparison import Comparison
-from lossgate.properties.registry import Checked, property
+from lossgate.properties.registry import Checked, called, property
 
 
 @property(
@@ -25,9 +25,11 @@ def frozen_inputs(case: Case) -> Checked:
     gradients = case.candidate.starts_at.gradients(case.bound.batch.leaves)
     comparisons, faults = list[Comparison](), list[str]()
     for trained in _subsets(tuple(gradients)):
-        called = case.on_ranks(_Trained(trained))
-        comparisons += case.judged([outputs for outputs, _ in called], [gradients[name] for name in trained])
-        given = dict.fromkeys(name for _, names in called for name in names)
+        by_rank = case.on_ranks(_Trained(trained))
+        words = f"with {' and '.join(name for name in gradients if name not in trained)} frozen"
+        found = case.judged([outputs for outputs, _ in by_rank], [gradients[name] for name in trained])
+        comparisons += called(words, found)
+        given = dict.fromkeys(name for _, names in by_rank for name in names)
         faults += [f"{name} got a gradient, and needs none" for name in given]
     return Checked(comparisons=tuple(comparisons), faults=tuple(dict.fromkeys(faults)))
 
@@ -59,9 +61,9 @@ class _Trained:
 )
 def no_grad(case: Case) -> Checked:
     """Under torch.no_grad() all outputs are right, and no input gets a gradient."""
-    called = case.on_ranks(_without_grad)
-    with_gradient = dict.fromkeys(name for _, names in called for name in names)
-    comparisons = case.judged([outputs for outputs, _ in called], ())
+    by_rank = case.on_ranks(_without_grad)
+    with_gradient = dict.fromkeys(name for _, names in by_rank for name in names)
+    comparisons = case.judged([outputs for outputs, _ in by_rank], ())
     return Checked(comparisons=comparisons, faults=tuple(f"{name} got a gradient" for name in with_gradient))
 
 

@@ -18,7 +18,7 @@ from lossgate.worlds.base import RankRaised
 def inputs_kept(case: Case) -> Checked:
     """No input and no upstream gradient is written to."""
     changed = dict.fromkeys(name for names in case.on_ranks(_names_of_changed) for name in names)
-    return Checked(faults=tuple(f"{name} was changed" for name in changed))
+    return Checked(faults=tuple(f"{name} was written to" for name in changed))
 
 
 def _names_of_changed(call: RankCall) -> list[str]:
@@ -41,7 +41,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
     remedy="take strides into account, or call .contiguous() first",
 )
 def strided_inputs(case: Case) -> Checked:
-    """Inputs in other strides, transposed or sliced, give the same, or are refused by an error."""
+    """Inputs and upstream gradients in other strides give the same, or are refused by an error."""
     try:
         return Checked(comparisons=case.judged(case.on_ranks(_strided)))
     except RankRaised:
@@ -51,7 +51,9 @@ def strided_inputs(case: Case) -> Checked:
 def _strided(call: RankCall) -> RankOutputs:
     call.replace(**{name: _spread(tensor) for name, tensor in call.tensors.items() if tensor.dim()})
     outputs = call.forward()
-    call.backward(outputs)
+    roots = call.roots(outputs)
+    upstream = {name: call.upstream(name, root) for name, root in roots.items()}
+    torch.autograd.backward([*roots.values()], [_spread(one) if one.dim() else one for one in upstream.values()])
     return call.collect(outputs)
 
 

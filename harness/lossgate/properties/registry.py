@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The registry of properties."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lossgate.cases.case import Case
@@ -33,6 +33,13 @@ class Checked:
     def findings(self) -> tuple[str, ...]:
         """Everything that is wrong, in words; nothing if the property holds."""
         return (*self.faults, *(line for comparison in self.comparisons for line in explain(comparison)))
+
+
+def called(words: str, comparisons: Iterable[Comparison]) -> Iterator[Comparison]:
+    """Yields comparisons whose findings say how the kernel was called, such as "with weight
+    frozen".
+    """
+    yield from (replace(comparison, called=words) for comparison in comparisons)
 
 
 Check = Callable[[Case], Checked]

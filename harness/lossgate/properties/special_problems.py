@@ -5,19 +5,14 @@ Each has a reference and noise of its own.
 """
 
 from dataclasses import replace
-
-import torch
+from itertools import chain
 
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.untrained import without_trained
 from lossgate.problems.batch import GlobalBatch
-from lossgate.properties.registry import Checked, property
-from lossgate.specs.logit_filter import filters
+from lossgate.properties.registry import Checked, called, property
 from lossgate.specs.spec import Spec
-
-_NATS = 120.0
-"""exp of it is no number in float32."""
 
 
 @property(
@@ -41,39 +36,15 @@ def _without(spec: Spec, batch: GlobalBatch) -> GlobalBatch:
 
 
 @property(
-    "extreme-logits",
-    applies=lambda candidate: candidate.starts_at.has_logits,
-    fits=lambda case: (
-        case.bound.bound_spec.softcap is None
-        and not {"logits", "bias"}.isdisjoint(case.bound.batch.leaves)
-        and not filters(case.bound.bound_spec.options)
-    ),
-    remedy="subtract each row's maximum before exp, over all of the vocabulary",
-)
-def extreme_logits(case: Case) -> Checked:
-    """Logits that are 120 nats higher, or lower, give what the reference says."""
-    return Checked(comparisons=case.varied("extreme logits", _moved).comparisons)
-
-
-def _moved(batch: GlobalBatch) -> GlobalBatch:
-    """Returns a batch with the logits of every other row up by some nats, and those of others down;
-    with a bias, all up.
-    """
-    name = "logits" if "logits" in batch.leaves else "bias"
-    leaf = batch.leaves[name]
-    sign = 1 - 2 * (torch.arange(len(leaf))[:, None] % 2) if name == "logits" else 1
-    moved = (leaf + sign * _NATS).to(batch.leaf_dtype).double()
-    return replace(batch, leaves={**batch.leaves, name: moved})
-
-
-@property(
     "few-tokens",
     runs=2,
     remedy="let loops over no tokens, and sums over one, give tensors of the right shape",
 )
 def few_tokens(case: Case) -> Checked:
     """Sequences of one token, and of two, give what the reference says."""
-    return Checked(comparisons=tuple(c for length in (1, 2) for c in _of_length(case, length).comparisons))
+    of_one, of_two = (_of_length(case, length).comparisons for length in (1, 2))
+    found = chain(called("in sequences of one token", of_one), called("in sequences of two tokens", of_two))
+    return Checked(comparisons=tuple(found))
 
 
 def _of_length(case: Case, length: int) -> Case:

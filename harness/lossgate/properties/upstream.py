@@ -57,7 +57,9 @@ def upstream_one(case: Case) -> Checked:
         if output in one.outputs and output in two.outputs:
             half, whole = one.outputs[output], two.outputs[output]
             unequal = int((~((2 * half - whole).abs() <= _UNDERFLOW)).sum())  # NaN is wrong, too
-            faults += [f"{output}: {unequal} of {half.numel()} entries are not half as large"] if unequal else []
+            if unequal:
+                not_half = "with an upstream gradient of 1 are not half of those with 2"
+                faults.append(f"{output}: {unequal} of {half.numel()} entries {not_half}")
     return Checked(faults=tuple(faults))
 
 

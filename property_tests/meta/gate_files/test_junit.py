@@ -130,6 +130,12 @@ def test_a_cell_says_to_which_properties_it_was_held() -> None:
     assert cell.text == "keeps: no-grad, microbatches\nexempt: masked-nan: it multiplies"
 
 
+def test_a_cell_says_what_a_call_used() -> None:
+    kept = summary(key(), resources={"peak": {"bytes": 4096.0, "forward": 4096.0, "backward": 8.0, "budget": 8192.0}})
+    _, cell = ET.fromstring(junit_xml(verdict([GatedCell(key=key(), summary=kept)]))).iter("system-out")
+    assert cell.text == "peak: 4,096 bytes of a budget of 8,192 (4,096 in forward, 8 in backward)"
+
+
 def test_a_cell_that_nobody_asks_for_says_so() -> None:
     gate, cell = tree(VERDICTS["open, with a cell that nobody asks for"]).iter("system-out")
     assert gate.text == "The gate is open: 2 cells"

@@ -149,6 +149,27 @@ def test_properties_to_which_candidates_are_not_held_are_listed() -> None:
     assert "- `masked-nan: it multiplies: 2 cells of x and y`\n" in text
 
 
+def test_the_cell_that_comes_nearest_to_each_budget_is_listed() -> None:
+    def with_use(layout: str, elements: float, waits: float) -> GatedCell:
+        resources = {
+            "largest_tensor": {"elements": elements, "forward": elements, "budget": 8192.0},
+            "peak": {"bytes": 5.0},
+            "host_waits": {"calls": waits, "budget": 0.0},
+            "problem": {"tokens": 64.0},
+        }
+        cell = key("x", layout=layout)
+        return GatedCell(key=cell, summary=summary(cell, resources=resources))
+
+    text = markdown(verdict([with_use("single", 4096, 0), with_use("tp=2", 6000, 1), with_use("cp=2", 5000, 0)]))
+    _, _, section = text.partition("the cell that comes nearest to each budget</summary>\n\n")
+    assert section.splitlines()[:3] == [
+        "- `x: largest tensor: 6,000 elements of a budget of 8,192, in agreement-tp=2-float32`",
+        "- `x: host waits: 1 calls of a budget of 0, in agreement-tp=2-float32`",
+        "",
+    ]
+    assert "nearest to each budget" not in markdown(verdict([GatedCell(key=key(), summary=summary(key()))]))
+
+
 @pytest.mark.parametrize("limit", [2_000, 4_000, 10_000, 65_000])
 def test_the_comment_is_not_longer_than_its_limit(limit: int) -> None:
     for judged in (many(3_000), hostile(), verdict(blocked(key(f"😀{n}"), Kind.WEAK, "😀" * 400) for n in range(90))):

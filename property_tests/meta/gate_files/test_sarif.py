@@ -140,6 +140,15 @@ def test_a_result_names_its_evidence() -> None:
     assert found["locations"][0]["logicalLocations"] == [{"name": "kernel", "kind": "function"}]
 
 
+def test_a_result_has_what_a_call_used() -> None:
+    over = summary(key(), "DISAGREE", resources={"saved": {"bytes": 64.0, "budget": 8.0}, "problem": {"tokens": 2.0}})
+    found = result(verdict([GatedCell(key=key(), summary=over, blockers=blocked(key(), Kind.DISAGREE).blockers)]))
+    assert found["properties"]["used"] == [
+        "saved for backward: 64 bytes of a budget of 8",
+        "measured with 2 tokens, on each rank",
+    ]
+
+
 def test_fingerprints_hang_on_kind_and_cell_only() -> None:
     def fingerprints(judged: GateVerdict) -> list[str]:
         return [r["partialFingerprints"]["primaryLocationLineHash"] for r in run(judged)["results"]]

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each property has a kernel that breaks it, and nothing but what is named beside it."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -57,6 +59,26 @@ def broken(
     return found
 
 
+FINDINGS = Path(__file__).with_name("findings.txt")
+SECTIONS = (section.partition("\n") for section in f"\n{FINDINGS.read_text()}".split("\n## ")[1:])
+EXPECTED = {name: lines.rstrip() for name, _, lines in SECTIONS}
+"""What is said of each bug, by the property that it breaks. In findings ``#`` stands for a number,
+and ``[...]`` for the place.
+"""
+NUMBER = re.compile(r"(?<![\w.])[+-]?\d+(,\d{3})*(\.\d+)?(e[+-]?\d+)?(?![\w.])")
+PLACE = re.compile(r"  \[[^\]]*(:\d+|unknown)[^\]]*\]$")
+
+
+def in_words(name: str, findings: tuple[str, ...]) -> str:
+    """Returns what is said of a bug: what it is, the findings, and what to do."""
+    found = (NUMBER.sub("#", PLACE.sub("  [...]", line)).strip() for text in findings for line in text.splitlines())
+    return "\n".join([PROPERTY_BUGS[name].bug.sentence, *found, f"to do: {PROPERTIES[name].remedy}"])
+
+
+def test_the_findings_of_every_bug_are_written_down() -> None:
+    assert set(EXPECTED) == set(PROPERTY_BUGS)
+
+
 def test_every_property_has_a_bug() -> None:
     assert {"agreement", *PROPERTY_BUGS} == set(PROPERTIES)
 
@@ -73,6 +95,7 @@ def test_a_bug_breaks_its_property_and_those_that_it_names(name: str, make_world
     bug = PROPERTY_BUGS[name]
     agrees = "agreement" not in bug.also
     found = broken(bug.candidate, bug.layout, make_world, dtype=bug.dtype, agrees=agrees)
+    assert in_words(name, found[name]) == EXPECTED[name]
     if agrees:
         assert set(found) == {name, *bug.also}, found
     else:  # then it breaks whatever compares with the reference

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lossgate import Layout, Precision, candidate
+from lossgate import Layout, Outputs, Precision, candidate
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.bank.property_bugs import right
 from lossgate.cases.case import Case
@@ -209,7 +209,30 @@ def _clipped(kernel: Any) -> Candidate:
     return replace(own, kernel=kernel, axes=(), dtypes=("float32",))
 
 
+class _ReadsContiguously(torch.autograd.Function):
+    """Reads its upstream gradient entry after entry in memory, as compiled kernels may."""
+
+    @staticmethod
+    def forward(ctx: Any, logprobs: Tensor) -> Tensor:  # type: ignore[override]
+        return logprobs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient.as_strided(gradient.shape, (1,) * gradient.dim())
+
+
+def _of_tokens(inputs: Any, options: Any, mesh: Any) -> Outputs:
+    logprobs = label_logprobs(inputs.logits / options.temperature, inputs.labels)
+    return Outputs(logprobs=_ReadsContiguously.apply(logprobs))  # type: ignore[arg-type]
+
+
 WRONG = {
+    "reads upstream gradients in memory order": (
+        "strided-inputs",
+        candidate("token_logprobs", head="logits", dtypes=("float32",), differentiable=("logprobs",), name="kernel")(
+            _of_tokens
+        ),
+    ),
     "NaN for an upstream gradient of 1": (
         "upstream-one",
         declared(fused(lambda ctx, saved, g: torch.where(g == 1, torch.nan, saved * g))),

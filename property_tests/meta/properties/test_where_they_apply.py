@@ -38,6 +38,9 @@ NOT_FOR = {
     "idle-rank": declared(),
     "budgets": declared(),
     "extreme-logits": right("logprobs"),
+    "suppressed-ids": right("hidden"),
+    "hopeless-labels": right("logprobs"),
+    "bad-inputs": right("logits"),
 }
 """A candidate for each property that is not for every one."""
 
@@ -51,6 +54,9 @@ SAYS_NOTHING = {
     "device": replace(PROBLEM, layout=Layout(dp=3)),
     "masked-nan": PROBLEM,
     "extreme-logits": replace(PROBLEM, options={"softcap": 30.0}),
+    "suppressed-ids": replace(PROBLEM, vocab=1),
+    "hopeless-labels": replace(PROBLEM, outliers=((1, 2, 30.0),)),
+    "bad-inputs": replace(PROBLEM, masks=("none", "none")),
 }
 """A problem for each property of which some say nothing."""
 

@@ -62,8 +62,11 @@ def one_hot(s: Scores) -> Tensor:
 
 
 def online(s: Scores) -> Tensor:
-    """As fused kernels: a running maximum, and a running sum that follows it."""
-    top = torch.full_like(s.logits[:, 0], -torch.inf)
+    """As fused kernels: a running maximum, and a running sum that follows it.
+
+    The maximum starts at a finite number: of a tile of -inf, exp(-inf - -inf) would be NaN.
+    """
+    top = torch.full_like(s.logits[:, 0], torch.finfo(s.logits.dtype).min)
     total = torch.zeros_like(top)
     for tile in s.logits.split(VOCAB_TILE, 1):
         new = torch.maximum(top, tile.detach().amax(1))
@@ -99,6 +102,17 @@ SINGLE: Mapping[str, Way] = {
     for way in (log_softmax, cross_entropy, label_less_logsumexp, row_by_row, one_hot, online, logaddexp_of_tiles)
 }
 """The ways that need the whole vocabulary on one rank, by name."""
+
+NOT_SUPPRESSED: Mapping[Way, str] = {
+    one_hot: "a product with a one-hot row multiplies 0 by -inf",
+    logaddexp_of_tiles: "torch.logaddexp of two tiles of -inf has a slope of NaN",
+}
+"""The ways that give NaN where logits are -inf, and why."""
+
+
+def exempt_for(way: Way) -> dict[str, str]:
+    """Returns the properties that kernels of a way do not keep, and why."""
+    return {"suppressed-ids": NOT_SUPPRESSED[way]} if way in NOT_SUPPRESSED else {}
 
 
 # Entropies

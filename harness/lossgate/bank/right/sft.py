@@ -26,6 +26,7 @@ from lossgate.bank.right.logprobs import (
     SINGLE,
     Scores,
     cross_entropy,
+    exempt_for,
     label_less_logsumexp,
     log_softmax,
     online,
@@ -46,7 +47,7 @@ def negative(logprobs: Tensor, batch: Batch, options: Any) -> Tensor:
 def nll() -> Iterator[Candidate]:
     for name, way in SINGLE.items():
         yield of_tokens(name, "nll", "hidden", through(way, negative), formats=TRAINED, **_NLL)
-        yield of_tokens(name, "nll", "logits", through(way, negative), **_NLL)
+        yield of_tokens(name, "nll", "logits", through(way, negative), exempt=exempt_for(way), **_NLL)
     for way in (parallel_logsumexp, parallel_shifted):
         yield of_tokens(way.__name__, "nll", "hidden", through(way, negative), parallel=True, **_NLL)
         yield of_tokens(way.__name__, "nll", "logits", through(way, negative), parallel=True, **_NLL)

@@ -13,6 +13,7 @@ from lossgate.bank.right.logprobs import (
     entropy_of_logits,
     entropy_of_logprobs,
     entropy_of_probabilities,
+    exempt_for,
     label_less_logsumexp,
     log_softmax,
     logaddexp_of_tiles,
@@ -39,6 +40,7 @@ def _both(
     name = f"{written}_apart" if label_apart else written
     differentiable = ("logprobs",) if entropy is None else ("logprobs", "token_entropy")
     given: dict[str, Any] = {"formats": formats, "parallel": parallel, "differentiable": differentiable}
+    given["exempt"] = exempt_for(way) if head == "logits" else {}
     return declared(name, "token_logprobs", head, kernel, **given)
 
 

@@ -12,8 +12,9 @@ from itertools import chain
 from lossgate.gate.verdict import Blocker, Digested, GatedCell, GateVerdict, Kind
 from lossgate.reports.gate_files.kinds import MEANINGS
 from lossgate.reports.gate_files.page import Page, code, code_block
-from lossgate.reports.gate_files.wording import in_words, remarks_of
+from lossgate.reports.gate_files.wording import in_words, remarks_of, short_name
 from lossgate.reports.plain import one_line
+from lossgate.reports.resource_lines import nearest_to_budgets
 
 MARKER = "<!-- lossgate gate -->"
 """A hidden comment on the first line, by which a workflow finds its own comment again."""
@@ -41,6 +42,7 @@ def markdown(verdict: GateVerdict, *, limit: int = 65_000) -> str:
     not_distinguished, exempt = remarks_of(verdict)
     page.section(*_folded("Choices of options that were not distinguished", _listed(not_distinguished)))
     page.section(*_folded("Properties to which candidates are not held, as they declare", _listed(exempt)))
+    page.section(*_folded("Memory and traffic: the cell that comes nearest to each budget", _use(verdict)))
     page.section(*_folded("Policy, evidence and versions", _inputs(verdict)))
     return page.text()
 
@@ -96,6 +98,12 @@ def _excused(cell: GatedCell) -> str:
 def _listed(remarks: Sequence[str]) -> Iterator[str]:
     for line in remarks[1:]:
         yield f"- {code(one_line(line.strip(), _LONGEST_MESSAGE))}\n"
+
+
+def _use(verdict: GateVerdict) -> Iterator[str]:
+    summaries = (cell.summary for cell in verdict.cells if cell.summary is not None)
+    for line in nearest_to_budgets((one.key.candidate, short_name(one.key), one.resources) for one in summaries):
+        yield f"- {code(one_line(line, _LONGEST_MESSAGE))}\n"
 
 
 def _inputs(verdict: GateVerdict) -> Iterator[str]:

@@ -21,6 +21,7 @@ from lossgate.reports.gate_files.kinds import MEANINGS
 from lossgate.reports.gate_files.places import Places
 from lossgate.reports.gate_files.wording import in_words, replay_of
 from lossgate.reports.plain import one_line, plain
+from lossgate.reports.resource_lines import resource_lines
 
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 _MOST_RESULTS = 25_000
@@ -169,6 +170,8 @@ def _properties(key: CellKey | None, cell: GatedCell | None, where: str) -> Json
         found["cell"] = plain(str(key))
     if cell is not None and cell.summary is not None:
         found["evidence"] = {"line": plain(str(cell.summary.where)), "digest": cell.summary.digest}
+        if used := list(map(plain, resource_lines(cell.summary.resources))):
+            found["used"] = used
     return {"properties": found} if found else {}
 
 

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Identities that are no property of their own, because agreement sees what would break them."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lossgate.bank.property_bugs import right
+from lossgate.cases.case import Case
+from lossgate.declaration.candidate import Candidate
+from lossgate.declaration.precision import Precision
+from lossgate.engine.case_result import run_case
+from lossgate.layout import Layout
+from lossgate.properties import PROPERTIES
+from property_tests.meta.properties.test_bugs import MakeWorld, problems
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Cross-entropy whose softmax adds up to a given number in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, weights: Tensor, total: float) -> Tensor:  # type: ignore[override]
+        logprobs = logits.float().log_softmax(-1)
+        ctx.save_for_backward(logprobs.exp(), labels, weights)
+        ctx.total, ctx.dtype = total, logits.dtype
+        return -(torch.where(weights > 0, logprobs.gather(1, labels[:, None]).squeeze(1), 0.0) * weights).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        p, labels, weights = ctx.saved_tensors
+        slope = (ctx.total * p).scatter_add(1, labels[:, None], -torch.ones(len(labels), 1))
+        return (slope * (weights * gradient)[:, None]).to(ctx.dtype), None, None, None
+
+
+def cross_entropy(total: float) -> Candidate:
+    """Returns a kernel whose softmax adds up to a number in backward."""
+
+    def kernel(inputs: Any, options: Any, mesh: Any) -> Tensor:
+        weights = inputs.mask / inputs.valid_tokens.clamp(min=1)
+        return _CrossEntropy.apply(inputs.logits / options.temperature, inputs.labels, weights, total)  # type: ignore[return-value]
+
+    plain = right("logits")
+    return replace(plain, kernel=kernel, precision=dict.fromkeys(plain.dtypes, Precision()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_softmax_that_adds_up_to_a_little_more_disagrees(dtype: str, make_world: MakeWorld) -> None:
+    """The gradients of a row of logits then do not add up to 0."""
+    drawn = [p for p in problems("logits", Layout(), dtype) if p.options.get("temperature", 1.0) == 1.0]
+    world, held_to = make_world("single"), PROPERTIES["agreement"]
+
+    def findings(total: float) -> set[str]:
+        cases = [Case(cross_entropy(total), problem, world) for problem in drawn]
+        return {line.partition(":")[0] for case in cases for line in run_case(case, held_to).findings}
+
+    assert len(drawn) > 1
+    assert findings(1.0) == set()
+    assert findings(1.0003) == {"grad of logits"}
