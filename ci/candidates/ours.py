@@ -138,6 +138,7 @@ def _counted(inputs: NllHidden | NllLogits, options: NllOptions) -> dict[str, An
     dtypes=tuple(HALVES),
     supports={"temperature": ANY, "softcap": ANY, "reduction": ANY, "bias": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},
+    refuses=("labels", "shapes"),
     budgets=replace(IN_CHUNKS, collectives="3*(tp > 1)", bytes="4*tokens*(hidden + 4)*(tp > 1)"),
     good_for="SFT from hidden states: no logits, and gradients made in forward",
 )
@@ -164,6 +165,7 @@ def _part(hidden: Tensor, labels: Tensor, mesh: DeviceMesh, ignored: int = -100)
     contract=Contract(grads={"hidden": {"tp": "sum"}}),
     supports={"temperature": ANY, "softcap": ANY, "reduction": ANY, "bias": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},
+    refuses=("labels", "shapes"),
     budgets=IN_CHUNKS,
     good_for="the same as a module, with sequence parallelism, and labels to ignore in place of a mask",
 )
@@ -186,6 +188,7 @@ def fused_cross_entropy_module(inputs: NllHidden, options: NllOptions, mesh: Dev
     contract=Contract(metrics=REDUCED),
     supports={option.name: ANY for option in SPECS["nll"].options} | {"bias": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},
+    refuses=("labels", "shapes"),
     budgets=IN_CHUNKS,
     good_for="SFT with its statistics from this rank's tokens alone, under context parallelism",
 )
@@ -203,6 +206,7 @@ def fused_linear_sft(inputs: NllHidden, options: NllOptions, mesh: DeviceMesh) -
     contract=Contract(grads={"hidden": {"tp": "sum"}}, metrics=REDUCED),
     supports={option.name: ANY for option in SPECS["nll"].options} | {"bias": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},
+    refuses=("labels", "shapes"),
     budgets=IN_CHUNKS,
     good_for="the same with sequence parallelism",
 )
@@ -247,6 +251,7 @@ def _sft_outputs(loss: Tensor, statistics: SFTStatistics, mesh: DeviceMesh) -> O
     contract=Contract(metrics=REDUCED),
     supports={"temperature": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},
+    refuses=("labels", "shapes"),
     budgets=ONE_GRADIENT,
     good_for="SFT with its statistics from tensor-parallel logits",
 )
@@ -268,6 +273,7 @@ def fused_vocab_parallel_sft(inputs: NllLogits, options: NllOptions, mesh: Devic
     dtypes=tuple(HALVES),
     supports={"temperature": ANY, "reduction": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},
+    refuses=("labels", "shapes"),
     budgets=ONE_GRADIENT,
     good_for="SFT from tensor-parallel logits",
 )
@@ -291,6 +297,7 @@ _LOGPROBS: dict[str, Any] = {
     dtypes=tuple(HALVES),
     supports={"temperature": ANY, "top_k": ANY, "top_p": ANY, "softcap": ANY, "bias": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},
+    refuses=("labels", "shapes"),
     budgets=IN_CHUNKS,
     good_for="any loss on log-probabilities and entropies, from hidden states: no logits",
     **_LOGPROBS,
@@ -319,6 +326,7 @@ def fused_linear_logprobs(inputs: TokenLogprobsHidden, options: TokenLogprobsOpt
     supports={"temperature": ANY, "bias": ANY, "vocab_split": ANY},
     contract=Contract(grads={"hidden": {"tp": "sum"}}),
     tiles={"token": CHUNK},
+    refuses=("labels", "shapes"),
     budgets=IN_CHUNKS,
     good_for="the same with sequence parallelism, and float32 matrix products",
     **_LOGPROBS,
@@ -348,6 +356,7 @@ def fused_linear_logprobs_sequence_parallel(
     dtypes=tuple(HALVES),
     supports={"temperature": ANY, "top_k": ANY, "top_p": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},
+    refuses=("labels", "shapes"),
     budgets=ONE_GRADIENT,
     good_for="the same from tensor-parallel logits",
     **_LOGPROBS,
@@ -374,6 +383,7 @@ def fused_vocab_parallel_logprobs(
     precision=HALVES,
     dtypes=tuple(HALVES),
     supports={"temperature": ANY, "top_k": ANY, "top_p": ANY, "bias": ANY},
+    refuses=("labels", "shapes"),
     budgets=IN_TILES,
     good_for="the same through an lm-head that is a module of any kind",
     **(_LOGPROBS | {"axes": ("dp", "cp")}),
@@ -403,6 +413,7 @@ def fused_tiled_token_logprobs(inputs: TokenLogprobsHidden, options: TokenLogpro
     supports={option.name: ANY for option in SPECS["dpo"].options}
     | {"reference_layout": ("next", "rolled"), "bias": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},
+    refuses=("labels", "shapes"),
     budgets=IN_CHUNKS,
     good_for="DPO and IPO from hidden states, packed, with context parallelism",
 )
@@ -445,6 +456,7 @@ def _dpo(logprobs: Tensor, inputs: DpoHidden | DpoLogits, options: DpoOptions, m
     dtypes=tuple(HALVES),
     supports={option.name: ANY for option in SPECS["clipped_pg"].options} | {"bias": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},
+    refuses=("labels", "shapes"),
     budgets=IN_CHUNKS,
     good_for="PPO, GRPO, REINFORCE, GSPO and CISPO from hidden states, packed, with context parallelism",
 )
@@ -475,6 +487,7 @@ def _filtered_logprobs(inputs: ClippedPgHidden | GrpoHidden, options: FilterOpti
     precision=HALVES,
     dtypes=tuple(HALVES),
     supports={option.name: ANY for option in SPECS["clipped_pg"].options} | {"bias": ANY},
+    refuses=("labels", "shapes"),
     budgets=IN_TILES,
     good_for="the same through an lm-head that is a module of any kind",
 )
@@ -543,6 +556,7 @@ def _clipped_pg(tokens: TokenLogprobs, inputs: ClippedPgHidden, options: Clipped
     dtypes=tuple(HALVES),
     supports={option.name: ANY for option in SPECS["grpo"].options} | {"bias": ANY, "vocab_split": ANY},
     tiles={"token": CHUNK},
+    refuses=("labels", "shapes"),
     budgets=IN_CHUNKS,
     good_for="GRPO with DAPO or CISPO from hidden states, as open-instruct's tiled lm-head loss",
 )
@@ -558,6 +572,7 @@ def fused_linear_grpo(inputs: GrpoHidden, options: GrpoOptions, mesh: DeviceMesh
     precision=HALVES,
     dtypes=tuple(HALVES),
     supports={option.name: ANY for option in SPECS["grpo"].options} | {"bias": ANY},
+    refuses=("labels", "shapes"),
     budgets=IN_TILES,
     good_for="the same through an lm-head that is a module of any kind, with rho's weights computed before",
 )
@@ -583,6 +598,7 @@ def fused_tiled_grpo(inputs: GrpoHidden, options: GrpoOptions, mesh: DeviceMesh)
     precision=_in_forward(HALVES),
     dtypes=tuple(HALVES),
     supports={option.name: ANY for option in SPECS["grpo"].options} | {"bias": ANY},
+    refuses=("labels", "shapes"),
     budgets=IN_TILES,
     good_for="the same, with each tile's gradients made in forward: the head runs once, not twice",
 )
