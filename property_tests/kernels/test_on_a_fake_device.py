@@ -150,6 +150,22 @@ def test_a_kernel_that_cannot_run_there_is_soon_left_alone(
     assert capfd.readouterr() == ("", "")  # torch logs what it can't do, for each try
 
 
+def test_a_kernel_that_ran_there_once_is_never_left_alone(make_world: MakeWorld) -> None:
+    """Otherwise a finding would be gone after smaller problems on which it can't run there."""
+
+    def kernel(inputs: Any, options: Any, mesh: Any) -> Tensor:
+        if len(inputs.labels) < least:
+            raise NotImplementedError("for so few tokens")
+        return inputs.logits.float().sum() * torch.zeros(1)  # made on the CPU
+
+    mixes = replace(MISTAKES["no_mistake"], kernel=kernel, source="ran once")
+    small, *_, large = sorted(cases(mixes, "single", make_world, "float32"), key=lambda case: case.problem.tokens)
+    least = large.problem.tokens
+    assert small.problem.tokens < least
+    fits = [run_case(case, PROPERTIES["device"]).fits for case in (large, *[small] * 4, large)]
+    assert fits == [True, *[False] * 4, True]
+
+
 def test_a_value_of_a_tensor_on_the_cpu_is_no_wait(make_world: MakeWorld) -> None:
     """The tensor is a fake one, so that nothing can be said of what comes after."""
 

@@ -42,6 +42,10 @@ def test_whole_numbers_of_an_option_that_takes_floats_are_floats() -> None:
         ({"dtypes": ("bfloat",)}, "candidate(dtypes=('bfloat',)): unknown dtype 'bfloat'; did you mean 'bfloat16'?"),
         ({"dtypes": ("int8",)}, "unknown dtype 'int8'; expected one of float32, bfloat16, float16"),
         ({"dtypes": (torch.float32,)}, "unknown dtype torch.float32; did you mean 'float32'?"),
+        (
+            {"head": "logprobs", "refuses": ("shapes",)},
+            "candidate(refuses=('shapes',)): a kernel that starts from logprobs looks up no labels; leave refuses out",
+        ),
         ({"refuses": "labels"}, "candidate(refuses='labels'): expected a tuple; write refuses=('labels',)"),
         (
             {"refuses": ("label",)},

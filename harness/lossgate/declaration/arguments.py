@@ -10,6 +10,7 @@ from lossgate.dtypes import DTYPES
 from lossgate.errors import UsageError
 from lossgate.layout import AXES, Axis
 from lossgate.problems.whole_sequences import TOKENS, Tokens
+from lossgate.specs.heads import HEADS
 from lossgate.spelling import nearest
 
 REFUSED = ("labels", "shapes")
@@ -117,8 +118,13 @@ def check_exempt(exempt: Any) -> dict[str, str]:
     return dict(checked)
 
 
-def check_refuses(refuses: Any) -> tuple[str, ...]:
-    return check_names("refuses", refuses, REFUSED, "kind of bad input")
+def check_refuses(head: str, refuses: Any) -> tuple[str, ...]:
+    kinds = check_names("refuses", refuses, REFUSED, "kind of bad input")
+    if kinds and not HEADS[head].has_logits:
+        raise UsageError(
+            f"candidate(refuses={refuses!r}): a kernel that starts from {head} looks up no labels; leave refuses out"
+        )
+    return kinds
 
 
 def check_precision(precision: Any, dtypes: tuple[str, ...]) -> dict[str, Precision]:

@@ -228,7 +228,7 @@ def candidate(
         "good_for": check_text("good_for", good_for),
         "known_failure": check_known_failure(known_failure),
         "exempt": MappingProxyType(check_exempt(exempt)),
-        "refuses": check_refuses(refuses),
+        "refuses": check_refuses(head, refuses),
         "budgets": check_budgets(head, budgets),
     }
 

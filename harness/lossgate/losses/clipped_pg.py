@@ -98,6 +98,8 @@ def _log_ratios(context: FieldContext) -> Tensor:
         "inside": [spans["inside"]],
         "everywhere": list(spans.values()),
         "on-policy": [(0.0, 0.0)],
+        # Large ratios, times exp of the distance to a far reference, stay within float32.
+        # Beyond that, right kernels multiply 0 by infinity.
         "extreme": [*UNDERFLOW, (10.0, 20.0), (28.0, 34.0), spans["inside"]],
     }
     chosen = scenario[context.scenario["ratios"]]

@@ -68,6 +68,8 @@ def _draw(context: FieldContext) -> dict[str, Tensor]:
         "inside": [spans["inside"]],
         "everywhere": list(spans.values()),
         "on-policy": [(0.0, 0.0)],
+        # Large ratios, times exp of the distance to a far reference, stay within float32.
+        # Beyond that, right kernels multiply 0 by infinity.
         "extreme": [*UNDERFLOW, (10.0, 20.0), (30.0, 42.0), spans["inside"]],
     }
     old = context.logprobs - draw_in_spans(

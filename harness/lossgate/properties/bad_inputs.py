@@ -5,8 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from lossgate.cases.case import Case
 from lossgate.cases.rank_call import RankCall, RankOutputs, plainly
+from lossgate.cases.untrained import untrained
+from lossgate.errors import CandidateError, UsageError
 from lossgate.problems.batch import GlobalBatch
 from lossgate.properties.registry import Checked, property
 from lossgate.worlds.base import RankRaised
@@ -15,7 +19,7 @@ from lossgate.worlds.base import RankRaised
 @property(
     "bad-inputs",
     applies=lambda candidate: bool(candidate.refuses),
-    fits=lambda case: case.world.repeatable and bool(case.placed.batch.fields["mask"].any()),
+    fits=lambda case: case.world.repeatable and bool(_trained(case).any()),
     runs=3,
     remedy="raise an error, or take the kind out of refuses",
     shrinks=False,
@@ -25,11 +29,11 @@ def bad_inputs(case: Case) -> Checked:
     vocab, faults = case.problem.vocab, list[str]()
     if "labels" in case.candidate.refuses:
         for label in (vocab, -1):
-            bad = _with_label(case.placed.batch, label)
+            bad = _with_label(case.placed.batch, int(_trained(case).nonzero()[0]), label)
             if _takes(lambda batch=bad: case.on_ranks(batch=batch)):
                 faults.append(f"the label {label} of a trained token raises no error, with a vocabulary of {vocab}")
     if "shapes" in case.candidate.refuses and _takes(lambda: case.on_ranks(_with_short_ids)):
-        faults.append("labels, or ids, that are one token too short raise no error")
+        faults.append("a tensor of labels, or of ids, that is one token too short raises no error")
     return Checked(faults=tuple(faults))
 
 
@@ -39,16 +43,20 @@ def _takes(call: Callable[[], Sequence[Any]]) -> bool:
         call()
     except RankRaised:
         return False
+    except CandidateError as error:  # it returned something of a wrong shape
+        return not isinstance(error.__cause__, UsageError)
     return True
 
 
-def _with_label(batch: GlobalBatch, label: int) -> GlobalBatch:
-    """Returns the batch with another label of the first trained token, as the id of the next one,
-    too.
-    """
-    trained = int(batch.fields["mask"].nonzero()[0])
+def _trained(case: Case) -> Tensor:
+    """Returns which tokens of the padded pack are trained."""
+    return ~untrained(case.candidate.spec, case.placed.batch.known)["token"]
+
+
+def _with_label(batch: GlobalBatch, token: int, label: int) -> GlobalBatch:
+    """Returns the batch with another label of a token, and so another id of the next one."""
     labels, ids = batch.fields["labels"].clone(), batch.fields["input_ids"].clone()
-    labels[trained] = ids[trained + 1] = label  # the last token of a sequence is not trained
+    labels[token] = ids[token + 1] = label  # the last token of a sequence is not trained
     return replace(batch, fields={**batch.fields, "labels": labels, "input_ids": ids})
 
 

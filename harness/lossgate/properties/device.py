@@ -12,8 +12,10 @@ _RANKS = 2
 _TRIES = 3
 """Problems on which a candidate that can't run on the fake device is tried there."""
 _FAILED: Counter[str] = Counter()
-"""How often candidates could not be run there, by their sources. To hang or die counts as all
-tries."""
+"""How often candidates could not be run there, by their sources. A hang or a crash counts as
+``_TRIES`` failures."""
+_RAN: set[str] = set()
+"""The sources of candidates that did run there on some problem."""
 
 
 @property(
@@ -23,13 +25,18 @@ tries."""
 )
 def device(case: Case) -> Checked:
     """On another device than the CPU, no operation meets tensors of two devices."""
-    if _FAILED[case.candidate.source] >= _TRIES:
+    source = case.candidate.source
+    if _FAILED[source] >= _TRIES:
         return Checked(says_nothing=True)
     found = raised_on_fake_device(case)
+    if found is None or found.kind != "other":
+        _RAN.add(source)
+    elif found.message in (HUNG, DIED):
+        _FAILED[source] += _TRIES
+    elif source not in _RAN:
+        _FAILED[source] += 1
     if found is None:
         return Checked()
-    if found.kind == "other":
-        _FAILED[case.candidate.source] += _TRIES if found.message in (HUNG, DIED) else 1
     where = f"  [{found.place}]" if found.place else ""
     if found.kind == "mixed devices":
         return Checked(faults=(f"{found.message}{where}",))

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Properties of the inputs: they stay as they are, and may lie in memory as they like."""
 
+from contextlib import suppress
+
 import torch
 from torch import Tensor
 
 from lossgate.cases.assemble import equal
 from lossgate.cases.case import Case
-from lossgate.cases.rank_call import RankCall, RankOutputs
-from lossgate.properties.registry import Checked, property
+from lossgate.cases.rank_call import RankCall, RankOutputs, plainly
+from lossgate.judge.comparison import Comparison
+from lossgate.properties.registry import Checked, called, property
 from lossgate.worlds.base import RankRaised
 
 
@@ -38,18 +41,27 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 @property(
     "strided-inputs",
+    runs=2,
     remedy="take strides into account, or call .contiguous() first",
 )
 def strided_inputs(case: Case) -> Checked:
     """Inputs and upstream gradients in other strides give the same, or are refused by an error."""
-    try:
-        return Checked(comparisons=case.judged(case.on_ranks(_strided)))
-    except RankRaised:
-        return Checked()
+    ways = {"with strided inputs": _strided}
+    if any(upstream.dim() for upstream in case.placed.batch.cotangents.values()):
+        ways["with a strided upstream gradient"] = _strided_upstream
+    found = list[Comparison]()
+    for words, way in ways.items():
+        with suppress(RankRaised):  # it is refused
+            found += called(words, case.judged(case.on_ranks(way)))
+    return Checked(comparisons=tuple(found))
 
 
 def _strided(call: RankCall) -> RankOutputs:
     call.replace(**{name: _spread(tensor) for name, tensor in call.tensors.items() if tensor.dim()})
+    return plainly(call)
+
+
+def _strided_upstream(call: RankCall) -> RankOutputs:
     outputs = call.forward()
     roots = call.roots(outputs)
     upstream = {name: call.upstream(name, root) for name, root in roots.items()}

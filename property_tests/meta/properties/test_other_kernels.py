@@ -226,12 +226,24 @@ def _of_tokens(inputs: Any, options: Any, mesh: Any) -> Outputs:
     return Outputs(logprobs=_ReadsContiguously.apply(logprobs))  # type: ignore[arg-type]
 
 
+def _of_contiguous(inputs: Any, options: Any, mesh: Any) -> Outputs:
+    if not inputs.logits.is_contiguous():
+        raise ValueError("logits must be contiguous")
+    return _of_tokens(inputs, options, mesh)
+
+
+def _token_logprobs(kernel: Any) -> Candidate:
+    declare = candidate(
+        "token_logprobs", head="logits", dtypes=("float32",), differentiable=("logprobs",), name="kernel"
+    )
+    return declare(kernel)
+
+
 WRONG = {
-    "reads upstream gradients in memory order": (
+    "reads upstream gradients in memory order": ("strided-inputs", _token_logprobs(_of_tokens)),
+    "reads upstream gradients in memory order, and refuses inputs in strides": (
         "strided-inputs",
-        candidate("token_logprobs", head="logits", dtypes=("float32",), differentiable=("logprobs",), name="kernel")(
-            _of_tokens
-        ),
+        _token_logprobs(_of_contiguous),
     ),
     "NaN for an upstream gradient of 1": (
         "upstream-one",
@@ -255,6 +267,27 @@ WRONG = {
 def test_a_bug_of_another_make_is_found(name: str, make_world: MakeWorld) -> None:
     held_to, kernel = WRONG[name]
     assert held_to in broken(kernel, [held_to], make_world)
+
+
+def _refuses_labels_that_count(inputs: Any, options: Any, mesh: Any) -> Any:
+    trained = inputs.mask & inputs.sample_mask[inputs.sequence]
+    labels = inputs.labels[trained]
+    if bool(((labels < 0) | (labels >= inputs.vocab_size)).any()):
+        raise ValueError("a label that the vocabulary does not have")
+    clamped = replace(inputs, labels=inputs.labels.clamp(0, inputs.vocab_size - 1))
+    return dense_candidate(SPECS["clipped_pg"], "logits").kernel(clamped, options, mesh)
+
+
+def test_labels_are_refused_where_they_count(make_world: MakeWorld) -> None:
+    """In a sequence that does not count, any label is taken."""
+    own = dense_candidate(SPECS["clipped_pg"], "logits")
+    kernel = replace(own, kernel=_refuses_labels_that_count, axes=(), dtypes=("float32",), refuses=("labels",))
+    assert broken(kernel, ["bad-inputs"], make_world) == {}
+
+    def takes_all(inputs: Any, options: Any, mesh: Any) -> Any:
+        return own.kernel(replace(inputs, labels=inputs.labels.clamp(0, inputs.vocab_size - 1)), options, mesh)
+
+    assert "bad-inputs" in broken(replace(kernel, kernel=takes_all), ["bad-inputs"], make_world)
 
 
 def test_the_ratio_is_right_where_every_sequence_counts(make_world: MakeWorld) -> None:

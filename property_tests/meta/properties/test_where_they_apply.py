@@ -55,7 +55,7 @@ SAYS_NOTHING = {
     "masked-nan": PROBLEM,
     "extreme-logits": replace(PROBLEM, options={"softcap": 30.0}),
     "suppressed-ids": replace(PROBLEM, vocab=1),
-    "hopeless-labels": replace(PROBLEM, outliers=((1, 2, 30.0),)),
+    "hopeless-labels": replace(PROBLEM, lengths=(1, 1), masks=("all", "all")),
     "bad-inputs": replace(PROBLEM, masks=("none", "none")),
 }
 """A problem for each property of which some say nothing."""

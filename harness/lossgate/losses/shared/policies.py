@@ -21,9 +21,7 @@ NEAR: Sequence[Span] = ((-0.3, -0.1), (0.1, 0.3))
 """For log-ratios whose square counts: not so close to 0 that nothing but rounding is left of it."""
 
 UNDERFLOW: Sequence[Span] = ((-40.0, -20.0), (-110.0, -95.0))
-"""For log-ratios whose ratio is next to 0, or 0 in float32. Those far above stay within what
-float32 holds, times exp of the distance to a far reference. Beyond that, right kernels multiply 0
-by infinity."""
+"""For log-ratios whose ratio is next to 0, or 0 in float32."""
 
 _FILTERED_BEFORE = 0.1
 """Share of the labels that only the policy before the update leaves out."""
@@ -37,7 +35,7 @@ ADVANTAGES = Option(
 RATIOS = Option(
     name="ratios",
     meaning="where importance ratios lie: well inside the clip, on every side of every clip, all exactly 1, "
-    "or near overflow",
+    "or near underflow and overflow",
     default="inside",
     choices=("inside", "everywhere", "everywhere", "everywhere", "on-policy", "extreme"),
 )
