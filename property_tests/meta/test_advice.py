@@ -70,12 +70,18 @@ def surviving(kernel: str, **settings: int) -> CellResult:
     return run_cell(Cell(KERNELS[kernel], Layout(), "bfloat16"), Settings(**settings))  # type: ignore[arg-type]
 
 
-def test_so_many_problems_as_are_advised_kill_a_mutant() -> None:
-    few = surviving("clipped_pg_logprobs_hinge_low_loss", examples=1, rounds=1)
-    said = [reason for reason in few.reasons if reason.startswith("a kernel that computes")]
-    advised = [int(found[1]) for one in said if (found := re.search(r"raise --examples to about (\d+), or drop", one))]
-    assert len(advised) == len(said) > 0
-    assert surviving("clipped_pg_logprobs_hinge_low_loss", examples=max(advised), rounds=1).verdict is Verdict.AGREE
+def test_problems_that_are_advised_kill_mutants() -> None:
+    """The first advice is for so many problems as tell more, and the second for enough."""
+    given, said = [1], list[str]()
+    for _ in range(2):
+        tried = surviving("clipped_pg_logprobs_hinge_low_loss", examples=given[-1], rounds=1)
+        said = [reason for reason in tried.reasons if reason.startswith("a kernel that computes")]
+        found = [re.search(r"raise --examples to about (\d+), or drop", reason) for reason in said]
+        advised = [int(one[1]) for one in found if one]
+        assert len(advised) == len(said) > 0
+        given.append(max(advised))
+    assert given == [1, 20, 80]
+    assert surviving("clipped_pg_logprobs_hinge_low_loss", examples=80, rounds=1).verdict is Verdict.AGREE
 
 
 def close(examples: int, dtype: str = "bfloat16", loss: str = "low_loss") -> list[str]:
