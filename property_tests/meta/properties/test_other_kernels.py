@@ -290,6 +290,21 @@ def test_labels_are_refused_where_they_count(make_world: MakeWorld) -> None:
     assert "bad-inputs" in broken(replace(kernel, kernel=takes_all), ["bad-inputs"], make_world)
 
 
+def test_a_single_label_that_is_broadcast_is_no_finding(make_world: MakeWorld) -> None:
+    """Of two tokens, that is what is left if the labels are one too short."""
+
+    def kernel(inputs: Any, options: Any, mesh: Any) -> Tensor:
+        logits, labels = inputs.logits, torch.where(inputs.mask, inputs.labels, -100)
+        total = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+        return total / inputs.valid_tokens.clamp(min=1)
+
+    strict, world = declared(kernel, refuses=("labels", "shapes")), make_world("single")
+    problem = next(p for p in sample_problems(strict, Layout(), "float32", 20, 0) if p.tokens > 8 and p.vocab > 2)
+    two = replace(problem, lengths=(2,), masks=("all",), forced_labels=(), outliers=())
+    for drawn in (two, replace(two, lengths=(9,))):
+        assert run_case(Case(strict, drawn, world), PROPERTIES["bad-inputs"]).findings == ()
+
+
 def test_the_ratio_is_right_where_every_sequence_counts(make_world: MakeWorld) -> None:
     """So that the kernel above is found for its bug."""
     own = _clipped(dense_candidate(SPECS["clipped_pg"], "logprobs").kernel)
