@@ -72,7 +72,7 @@ def surviving(kernel: str, **settings: int) -> CellResult:
 
 def test_problems_that_are_advised_kill_mutants() -> None:
     """The first advice is for so many problems as tell more, and the second for enough."""
-    given, said = [1], list[str]()
+    given, survive = [1], list[int]()
     for _ in range(2):
         tried = surviving("clipped_pg_logprobs_hinge_low_loss", examples=given[-1], rounds=1)
         said = [reason for reason in tried.reasons if reason.startswith("a kernel that computes")]
@@ -80,7 +80,9 @@ def test_problems_that_are_advised_kill_mutants() -> None:
         advised = [int(one[1]) for one in found if one]
         assert len(advised) == len(said) > 0
         given.append(max(advised))
+        survive.append(len(said))
     assert given == [1, 20, 80]
+    assert survive == [2, 1]
     assert surviving("clipped_pg_logprobs_hinge_low_loss", examples=80, rounds=1).verdict is Verdict.AGREE
 
 

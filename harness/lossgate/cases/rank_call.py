@@ -94,13 +94,17 @@ class RankCall:
             retain_graph: as torch has it.
         """
         roots = self.roots(outputs)
-        upstream = [self.upstream(name, root) * factor for name, root in roots.items()]
+        upstream = [one * factor for one in self.upstreams(roots).values()]
         torch.autograd.backward([*roots.values()], upstream, retain_graph=retain_graph)
 
     def roots(self, outputs: Outputs) -> dict[str, Tensor]:
         """Returns the outputs that get an upstream gradient, by name."""
         given = {name: getattr(outputs, name) for name in self.batch.cotangents}
         return {name: root for name, root in given.items() if root is not None}
+
+    def upstreams(self, roots: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the upstream gradients of some outputs on this rank, by name."""
+        return {name: self.upstream(name, root) for name, root in roots.items()}
 
     def upstream(self, name: str, root: Tensor) -> Tensor:
         """Returns the upstream gradient of an output on this rank."""

@@ -113,7 +113,7 @@ def _quieten() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nowhere, stream)
-    sys.stdout = sys.stderr = open(nowhere, "w")  # noqa: SIM115  what these were may write elsewhere
+    sys.stdout = sys.stderr = os.fdopen(nowhere, "w")  # what these were may write elsewhere
 
 
 def _raised(layout: Layout, run: Callable[[RankContext], object]) -> Raised | None:

@@ -4,7 +4,7 @@
 from collections import Counter
 
 from lossgate.cases.case import Case
-from lossgate.observe.fake_device import DIED, HUNG, has_fake_device, raised_on_fake_device
+from lossgate.observe.fake_device import DIED, HUNG, Raised, has_fake_device, raised_on_fake_device
 from lossgate.properties.registry import Checked, property
 
 _RANKS = 2
@@ -29,12 +29,7 @@ def device(case: Case) -> Checked:
     if _FAILED[source] >= _TRIES:
         return Checked(says_nothing=True)
     found = raised_on_fake_device(case)
-    if found is None or found.kind != "other":
-        _RAN.add(source)
-    elif found.message in (HUNG, DIED):
-        _FAILED[source] += _TRIES
-    elif source not in _RAN:
-        _FAILED[source] += 1
+    _remember(source, found)
     if found is None:
         return Checked()
     where = f"  [{found.place}]" if found.place else ""
@@ -44,3 +39,13 @@ def device(case: Case) -> Checked:
     if found.kind == "waits" and budgets is not None and budgets.allows_no_wait:
         return Checked(faults=(f"the host waits for the device in {found.message}{where}",))
     return Checked(says_nothing=found.kind == "other")
+
+
+def _remember(source: str, found: Raised | None) -> None:
+    """Counts the failures of a candidate that has not run there yet, and each hang or crash."""
+    if found is None or found.kind != "other":
+        _RAN.add(source)
+    elif found.message in (HUNG, DIED):
+        _FAILED[source] += _TRIES
+    elif source not in _RAN:
+        _FAILED[source] += 1

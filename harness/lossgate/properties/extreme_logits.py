@@ -102,15 +102,13 @@ def _with_low_logits(batch: GlobalBatch, ids: range, low: float) -> GlobalBatch:
 
 def _without_ids(batch: GlobalBatch, away: range) -> GlobalBatch:
     """Returns the batch with other ids in place of those of one half of the vocabulary."""
-    vocab = batch.partition.vocab
 
     def moved(ids: Tensor) -> Tensor:
         to = ids + len(away) if away.start == 0 else ids % away.start
-        return torch.where((ids >= away.start) & (ids < away.stop), to.clamp(max=vocab - 1), ids)
+        return torch.where((ids >= away.start) & (ids < away.stop), to, ids)
 
-    return replace(
-        batch, fields={**batch.fields, **{name: moved(batch.fields[name]) for name in ("input_ids", "labels")}}
-    )
+    ids = {name: moved(batch.fields[name]) for name in ("input_ids", "labels")}
+    return replace(batch, fields={**batch.fields, **ids})
 
 
 def _is_of_labels(bound: BoundProblem) -> bool:
@@ -128,11 +126,10 @@ def _is_robust(output: Output, bound: BoundProblem) -> bool:
 
 @property(
     "hopeless-labels",
-    applies=lambda candidate: candidate.starts_at.has_logits,
+    applies=lambda candidate: candidate.starts_at.has_logits and candidate.spec.gathered_ids is None,
     fits=lambda case: (
         _has_plain_logits(case)
         and case.problem.vocab > 1
-        and case.candidate.spec.gathered_ids is None
         and bool((~untrained(case.candidate.spec, _hopeless(case).batch.known)["token"])[::2].any())
     ),
     remedy="compute logit - logsumexp: the log of a probability that is 0 is -inf, and adding a little to it is wrong",

@@ -27,7 +27,7 @@ def inputs_kept(case: Case) -> Checked:
 def _names_of_changed(call: RankCall) -> list[str]:
     outputs = call.forward()
     roots = call.roots(outputs)
-    upstream = {name: call.upstream(name, root) for name, root in roots.items()}
+    upstream = call.upstreams(roots)
     given = {**call.tensors, **{f"the upstream gradient of {name}": one for name, one in upstream.items()}}
     as_made = call.again().tensors
     before = {name: as_made[name] if name in as_made else tensor.clone() for name, tensor in given.items()}
@@ -64,8 +64,8 @@ def _strided(call: RankCall) -> RankOutputs:
 def _strided_upstream(call: RankCall) -> RankOutputs:
     outputs = call.forward()
     roots = call.roots(outputs)
-    upstream = {name: call.upstream(name, root) for name, root in roots.items()}
-    torch.autograd.backward([*roots.values()], [_spread(one) if one.dim() else one for one in upstream.values()])
+    upstream = [_spread(one) if one.dim() else one for one in call.upstreams(roots).values()]
+    torch.autograd.backward([*roots.values()], upstream)
     return call.collect(outputs)
 
 
@@ -97,9 +97,7 @@ def int32_ids(case: Case) -> Checked:
 
 def _with_int32(call: RankCall) -> RankOutputs:
     call.replace(**{name: tensor.int() for name, tensor in call.tensors.items() if _holds_ids(name, tensor, call)})
-    outputs = call.forward()
-    call.backward(outputs)
-    return call.collect(outputs)
+    return plainly(call)
 
 
 def _holds_ids(name: str, tensor: Tensor, call: RankCall) -> bool:

@@ -10,8 +10,6 @@ _NAMES = {
     "bytes": "brought to collectives",
     "host_waits": "host waits",
 }
-
-
 _UNITS = ("elements", "bytes", "calls")
 _NOTHING = 1e-9
 """Stands for a budget of 0."""
@@ -26,17 +24,14 @@ def nearest_to_budgets(measured: Iterable[tuple[str, str, Mapping[str, Mapping[s
     nearest: dict[tuple[str, str], tuple[float, str]] = {}
     for candidate, cell, resources in measured:
         for name, numbers in resources.items():
-            used = next(((numbers[unit], unit) for unit in _UNITS if unit in numbers), None)
-            if used is None or "budget" not in numbers:
+            unit = next((unit for unit in _UNITS if unit in numbers), None)
+            if unit is None or "budget" not in numbers:
                 continue
-            share, line = used[0] / max(numbers["budget"], _NOTHING), _of_budget(name, *used, numbers["budget"])
+            share = numbers[unit] / max(numbers["budget"], _NOTHING)
             if share > nearest.get((candidate, name), (-1.0, ""))[0]:
+                line = _line(name, {unit: numbers[unit], "budget": numbers["budget"]})
                 nearest[candidate, name] = share, f"{candidate}: {line}, in {cell}"
     yield from (line for _, line in nearest.values())
-
-
-def _of_budget(name: str, used: float, unit: str, budget: float) -> str:
-    return f"{_NAMES.get(name, name)}: {used:,.15g} {unit} of a budget of {budget:,.15g}"
 
 
 def resource_lines(resources: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
@@ -49,9 +44,13 @@ def resource_lines(resources: Mapping[str, Mapping[str, float]]) -> Iterator[str
         if name == "problem":
             sizes = ", ".join(f"{size:,.15g} {dim}" for dim, size in numbers.items())
             yield f"measured with {sizes}, on each rank"
-            continue
-        used = [f"{number:,.15g} {what}" for what, number in numbers.items() if what not in ("budget", *_PHASES)]
-        phases = [f"{numbers[phase]:,.15g} in {phase}" for phase in _PHASES if phase in numbers]
-        budget = [f"of a budget of {numbers['budget']:,.15g}"] if "budget" in numbers else []
-        in_brackets = [f"({', '.join(phases)})"] * bool(phases)
-        yield " ".join([f"{_NAMES.get(name, name)}: {', '.join(used)}", *budget, *in_brackets])
+        else:
+            yield _line(name, numbers)
+
+
+def _line(name: str, numbers: Mapping[str, float]) -> str:
+    used = [f"{number:,.15g} {what}" for what, number in numbers.items() if what not in ("budget", *_PHASES)]
+    phases = [f"{numbers[phase]:,.15g} in {phase}" for phase in _PHASES if phase in numbers]
+    budget = [f"of a budget of {numbers['budget']:,.15g}"] if "budget" in numbers else []
+    in_brackets = [f"({', '.join(phases)})"] * bool(phases)
+    return " ".join([f"{_NAMES.get(name, name)}: {', '.join(used)}", *budget, *in_brackets])

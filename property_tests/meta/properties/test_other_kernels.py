@@ -209,21 +209,12 @@ def _clipped(kernel: Any) -> Candidate:
     return replace(own, kernel=kernel, axes=(), dtypes=("float32",))
 
 
-class _ReadsContiguously(torch.autograd.Function):
-    """Reads its upstream gradient entry after entry in memory, as compiled kernels may."""
-
-    @staticmethod
-    def forward(ctx: Any, logprobs: Tensor) -> Tensor:  # type: ignore[override]
-        return logprobs.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient.as_strided(gradient.shape, (1,) * gradient.dim())
-
-
 def _of_tokens(inputs: Any, options: Any, mesh: Any) -> Outputs:
+    """Reads its upstream gradient entry after entry in memory, as compiled kernels may."""
     logprobs = label_logprobs(inputs.logits / options.temperature, inputs.labels)
-    return Outputs(logprobs=_ReadsContiguously.apply(logprobs))  # type: ignore[arg-type]
+    if logprobs.requires_grad:
+        logprobs.register_hook(lambda gradient: gradient.as_strided(gradient.shape, (1,)))
+    return Outputs(logprobs=logprobs)
 
 
 def _of_contiguous(inputs: Any, options: Any, mesh: Any) -> Outputs:
