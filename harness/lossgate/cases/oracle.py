@@ -72,6 +72,43 @@ class Oracle:
         result = without_overflow(result, self.reference[output], dtype)
         return self._tolerance(output, dtype).compare(result if compared is None else result[compared], faults)
 
+    def would_agree(self, output: Output, result: Tensor, dtype: torch.dtype, other: Tensor) -> bool:
+        """Returns whether a result would agree, were another tensor the reference.
+
+        The noise is that of the reference, and larger where the other is larger. A reference of 0
+        has no scale, and lets any number pass. So next to 0 a result must be noise.
+        """
+        compared = self.compared(output)
+        given = result, self.reference[output], other, self.deviations[output]
+        result, own, other, runs = given if compared is None else tuple(x[..., compared] for x in given)
+        if not result.numel():
+            return True
+        if not _same_kind(result, other):
+            return False
+        finite = other.isfinite() & own.isfinite()
+        largest, was = (float(torch.where(finite, x, 0.0).abs().max()) for x in (other, own))
+        runs = torch.where(finite, runs, 0.0) * (max(1.0, largest / was) if was else 1.0)
+        noise = float(runs.abs().max())
+        off = float(torch.where(other.isfinite(), result - other, 0.0).abs().max())
+        format_ = float_format_of(dtype)
+        if off > _FAR * (noise + format_.unit * largest):
+            return False
+        if not largest:
+            return off <= _NEAR * noise
+        blocks = blocks_of(output, self._placed.partition, self._candidate.tiles, compared)
+        tolerance = Tolerance(
+            output,
+            torch.where(other.isnan(), 0.0, other),
+            runs + _SUMS * _spread(runs) * (other.abs() + largest * (other != 0)).masked_fill(~finite, 0.0),
+            unit=format_.unit,
+            rounding=format_.error,
+            alike=self.alike_format(output, dtype).error,
+            rounded=format_.nearest,
+            knows_noise=self.knows_noise(output),
+            blocks=blocks,
+        )
+        return tolerance.compare(torch.where(result.isnan(), 0.0, result)).agrees
+
     def rejects(self, output: Output, results: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns which of ``[n, *shape]`` results disagree with the reference output, ``[n]``
         bool.
@@ -135,6 +172,28 @@ class Oracle:
             knows_noise=self.knows_noise(output),
             blocks=blocks_of(output, self._placed.partition, self._candidate.tiles, compared),
         )
+
+
+_FAR = 32.0
+"""A result that is so many times its largest noise off at any entry agrees with nothing."""
+_NEAR = 8.0
+"""What is so many times its largest noise may be noise around 0."""
+_SUMS = 2.0**-22
+"""What sums in float32 change in another computation, relative to its entries: it may add up where
+the reference adds nothing."""
+
+
+def _same_kind(one: Tensor, other: Tensor) -> bool:
+    """Returns whether two tensors are NaN and infinite at the same entries."""
+    finite = one.isfinite()
+    alike = torch.equal(finite, other.isfinite()) and torch.equal(one.isnan(), other.isnan())
+    return alike and bool((finite | one.isnan() | (one == other)).all())
+
+
+def _spread(runs: Tensor) -> Tensor:
+    """Returns numbers from -1 to 1 in the shape of some runs, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(runs.shape, generator=generator, dtype=torch.float64) * 2 - 1
 
 
 def without_overflow(result: Tensor, reference: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from lossgate.adequacy.coverage import required_goals
 from lossgate.declaration.candidate import Candidate
+from lossgate.diagnosis.cause import Diagnosis
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.property_result import PropertyResult
 from lossgate.judge.pooling import Pooled
@@ -86,6 +87,8 @@ class CellResult:
     seconds: float = 0.0
     expected: bool = False
     """It disagrees as a known failure says."""
+    diagnosis: Diagnosis | None = None
+    """What explains the disagreement, if it was looked for and enough problems tell."""
 
     @property
     def resources(self) -> Resources:
@@ -128,6 +131,11 @@ class CellResult:
         found = {symptom for case in cases for symptom in case.symptoms}
         found |= {str(pooled.output) for pooled in self.pooled if not pooled.agrees}
         return tuple(sorted(found | {held_to.symptom for held_to in self.properties if not held_to.holds}))
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """What explains the disagreement, and what to do about it, in words."""
+        return () if self.diagnosis is None else self.diagnosis.sentences
 
     @property
     def needs_more(self) -> bool:

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verifies one cell."""
 
+from dataclasses import replace
 from time import perf_counter
 
 import torch
 
 from lossgate.cases.case import Case
+from lossgate.cases.size import is_large
 from lossgate.engine.case_result import run_case
 from lossgate.engine.catalogue import Catalogue
 from lossgate.engine.cell import Cell, CellResult, Verdict
+from lossgate.engine.diagnose import diagnose
 from lossgate.engine.plan import read_known_failure
 from lossgate.engine.search import Search
 from lossgate.engine.settings import Settings
@@ -49,9 +52,20 @@ def _run_in(world: World, cell: Cell, settings: Settings, start: float) -> CellR
             search.run(round_)
             result = _conclude(search, start)
     if result.verdict is Verdict.DISAGREE:
-        return result
+        return _diagnosed(result, world, settings)
     catalogue = Catalogue(cell, world, settings, search.placed)
     return _conclude(search, start, catalogue, last=result.verdict is Verdict.INCONCLUSIVE)
+
+
+def _diagnosed(result: CellResult, world: World, settings: Settings) -> CellResult:
+    """Returns a result with its cause, if outputs disagree. What a rank raised says its own."""
+    cell, failure = result.cell, result.failure
+    if not cell.property.needs_adequacy or failure is None or failure.failure or not failure.comparisons:
+        return result
+    first = next(case.problem for case in result.cases if not case.agrees)
+    if is_large(first):
+        return result
+    return replace(result, diagnosis=diagnose(cell, first, world, settings))
 
 
 def _conclude(search: Search, start: float, catalogue: Catalogue | None = None, *, last: bool = False) -> CellResult:

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All counterfactuals of a spec at a head: what it declares says which there are."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+
+from lossgate.counterfactuals.counterfactual import Counterfactual
+from lossgate.counterfactuals.families.constants import constants
+from lossgate.counterfactuals.families.counts import counts
+from lossgate.counterfactuals.families.inputs import detached, inputs
+from lossgate.counterfactuals.families.masks import labels, masks
+from lossgate.counterfactuals.families.options import options
+from lossgate.counterfactuals.families.ranks import ranks
+from lossgate.counterfactuals.families.softmax import softmaxes, temperatures
+from lossgate.counterfactuals.families.upstream import upstreams
+from lossgate.specs.spec import Spec
+
+Family = Callable[[Spec, str], Iterator[Counterfactual]]
+
+FAMILIES: tuple[Family, ...] = (
+    options,
+    temperatures,
+    softmaxes,
+    ranks,
+    counts,
+    masks,
+    labels,
+    inputs,
+    detached,
+    upstreams,
+    constants,
+)
+"""In the order in which names that are equal in effect are said."""
+
+
+@cache
+def counterfactuals_of(spec: Spec, head: str) -> Mapping[str, Counterfactual]:
+    """Returns the counterfactuals of a spec at a head, by name."""
+    found = [one for family in FAMILIES for one in family(spec, head)]
+    names = {one.name: one for one in found}
+    assert len(names) == len(found), "two counterfactuals have one name"
+    return names

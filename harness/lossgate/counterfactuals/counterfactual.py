@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A named wrong computation."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lossgate.counterfactuals.seams import RIGHT, Outputs, Seams, run, spelled_out
+from lossgate.counterfactuals.setting import Setting
+from lossgate.errors import UsageError
+from lossgate.layout import Axis
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counterfactual:
+    """A mistake that kernels make, and what a kernel with it returns.
+
+    Args:
+        name: short; no other of the same spec and head has it.
+        sentence: what the kernel does, for people, as in "the loss is divided by n + 1".
+            "{outputs}" in it stands for the outputs that are wrong.
+        kind: the class of the mistake.
+        seams: the stages of the reference that it gets wrong.
+        applies: whether it says anything about a problem on a layout.
+        todo: what its author should do, in words; "" if the sentence says it.
+    """
+
+    name: str
+    sentence: str
+    kind: str
+    seams: Seams
+    applies: Callable[[Setting], bool] = lambda setting: True
+    todo: str = ""
+
+    def run(self, setting: Setting) -> Outputs | None:
+        """Returns what a kernel with the mistake gives; None where it says nothing.
+
+        The reference may refuse what it is given, such as a weight above 1. Then it says nothing.
+        """
+        if (self.seams.opens_token_stage and not spelled_out(setting)) or not self.applies(setting):
+            return None
+        try:
+            return run(setting, self.seams)
+        except (UsageError, ValueError, ArithmeticError):
+            return None
+
+    def words(self, outputs: str) -> str:
+        """Returns the sentence, said of some outputs if it is one about any output."""
+        return self.sentence.format(outputs=outputs) if self.of_any_output else self.sentence
+
+    @property
+    def of_any_output(self) -> bool:
+        """Whether the mistake may be in any output alone: the sentence then has a place for it."""
+        return "{outputs}" in self.sentence
+
+
+def mistake(
+    name: str,
+    sentence: str,
+    kind: str,
+    when: Callable[[Setting], bool] = lambda setting: True,
+    todo: str = "",
+    **seams: Any,
+) -> Counterfactual:
+    """Returns a counterfactual that replaces some seams.
+
+    Args:
+        name, sentence, kind, todo: as in ``Counterfactual``.
+        when: whether it says anything about a problem.
+        seams: the stages, by their name in ``Seams``.
+    """
+    made = Seams(**seams)
+    assert made != RIGHT, f"{name} replaces nothing"
+    return Counterfactual(name=name, sentence=sentence, kind=kind, seams=made, applies=when, todo=todo)
+
+
+def split(*axes: Axis) -> Callable[[Setting], bool]:
+    """Returns what asks whether several ranks are on each of some axes."""
+    return lambda setting: all(setting.size(axis) > 1 for axis in axes)
+
+
+def has(*names: str) -> Callable[[Setting], bool]:
+    """Returns what asks whether there are some fields."""
+    return lambda setting: all(name in setting.fields for name in names)
+
+
+def tempered(setting: Setting) -> bool:
+    """Returns whether the temperature is not 1."""
+    return setting.head.has_logits and setting.temperature != 1.0

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The families of counterfactuals, one file each. ``bank`` puts them together."""

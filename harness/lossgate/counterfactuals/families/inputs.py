@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fields of a loss: one in another's place, with the other sign, left out, detached or not."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
+from lossgate.counterfactuals.setting import Fields, Setting
+from lossgate.specs.bound_spec import BoundSpec
+from lossgate.specs.spec import Spec
+from lossgate.specs.token_values import TokenValues
+
+
+def inputs(spec: Spec, head: str) -> Iterator[Counterfactual]:
+    """Yields the mistakes of fields that hold numbers."""
+    if spec.reference is None:
+        return
+    numbers = {n: f.dims for n, f in spec.added.items() if f.dtype == "float32" and f.dims}
+    for name, dims in numbers.items():
+        for what in _CHANGES:
+            yield mistake(f"{name} {what}", f"{name} {_WORDS[what]}", "field", fields=partial(_changed, name, what))
+        for other, dims_of_other in numbers.items():
+            if other != name and dims == dims_of_other:
+                yield mistake(
+                    f"{other} for {name}",
+                    f"{other} stands in place of {name}",
+                    "field",
+                    fields=partial(_other, name, other),
+                )
+        if dims == ("token",) and "logprobs" in spec.uses:
+            yield mistake(
+                f"logprobs for {name}",
+                f"the policy's own log-probabilities stand in place of {name}",
+                "field",
+                loss=partial(_policy_for, name, False),
+            )
+            yield mistake(
+                f"logprobs for {name}, attached",
+                f"the policy's own log-probabilities, with their gradient, stand in place of {name}",
+                "detach",
+                loss=partial(_policy_for, name, True),
+            )
+            yield mistake(
+                f"log-ratio to {name} turned round",
+                f"the log-ratio of the policy to {name} has the other sign",
+                "field",
+                loss=partial(_turned, name, True),
+            )
+            yield mistake(
+                f"log-ratio to {name} turned round, without a gradient through it",
+                f"{name} is moved to the other side of the policy's log-probabilities",
+                "field",
+                loss=partial(_turned, name, False),
+            )
+    names = list(numbers)
+    for i, one in enumerate(names):
+        for other in names[i + 1 :]:
+            if numbers[one] == numbers[other]:
+                yield mistake(
+                    f"{one} and {other} swapped",
+                    f"{one} and {other} are swapped",
+                    "field",
+                    fields=partial(_swapped, one, other),
+                )
+
+
+_CHANGES: dict[str, Any] = {
+    "ignored": torch.zeros_like,
+    "as 1": torch.ones_like,
+    "negated": torch.neg,
+    "absolute": torch.abs,
+    "doubled": lambda x: 2 * x,
+    "halved": lambda x: x / 2,
+    "squared": torch.square,
+    "where negative dropped": lambda x: x.clamp(min=0),
+    "where positive dropped": lambda x: x.clamp(max=0),
+}
+_WORDS = {
+    "ignored": "is taken for 0",
+    "as 1": "is taken for 1",
+    "negated": "has the other sign",
+    "absolute": "loses its sign",
+    "doubled": "counts twice",
+    "halved": "counts half",
+    "squared": "is squared",
+    "where negative dropped": "is taken for 0 where it is negative",
+    "where positive dropped": "is taken for 0 where it is positive",
+}
+
+
+def _changed(name: str, what: str, setting: Setting) -> Fields:
+    return {name: _CHANGES[what](setting.fields[name])}
+
+
+def _other(name: str, other: str, setting: Setting) -> Fields:
+    return {name: setting.fields[other]}
+
+
+def _swapped(one: str, other: str, setting: Setting) -> Fields:
+    return {one: setting.fields[other], other: setting.fields[one]}
+
+
+Reduced = tuple[Tensor, dict[str, Tensor]]
+
+
+def _policy_for(name: str, attached: bool, bound: BoundSpec, values: TokenValues, fields: Fields) -> Reduced:
+    own = values.logprobs if attached else values.logprobs.detach()
+    return bound.loss(values, {**fields, name: own})
+
+
+def _turned(name: str, attached: bool, bound: BoundSpec, values: TokenValues, fields: Fields) -> Reduced:
+    mirrored = 2 * values.logprobs - fields[name]
+    return bound.loss(values, {**fields, name: mirrored if attached else mirrored.detach()})
+
+
+def detached(spec: Spec, head: str) -> Iterator[Counterfactual]:
+    """Yields the mistakes of values per token without their gradient, and of a loss without one."""
+    if spec.reference is None:
+        return
+    for name in [use for use in spec.uses if use not in ("lowest", "highest")]:
+        yield mistake(
+            f"{name} detached",
+            f"the gradient through {name} is lost",
+            "detach",
+            partial(_used, name),
+            values=partial(_detach, name),
+        )
+
+
+def _used(name: str, setting: Setting) -> bool:
+    return name == "logprobs" or (setting.head.has_logits and name != "unfiltered")
+
+
+def _detach(name: str, setting: Setting, values: TokenValues) -> TokenValues:
+    return values.replace(**{name: values.given[name].detach()}) if name in values.given else values

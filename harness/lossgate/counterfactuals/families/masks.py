@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masks, labels and fields of tokens: ignored, shifted, wrapped round, lost at edges."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
+from lossgate.counterfactuals.setting import Fields, Setting
+from lossgate.layout import Axis
+from lossgate.specs.spec import Spec
+
+Change = Callable[[Setting, Tensor], Tensor]
+
+
+def masks(spec: Spec, head: str) -> Iterator[Counterfactual]:
+    """Yields the mistakes of masks, with the counts that are given, and with their own counts."""
+    for name in _bools(spec):
+        for what, (change, when) in _MASKS.items():
+            if spec.fields.get(name, ("token",)) != ("token",) and what not in (
+                "ignored",
+                "true everywhere, counted so",
+            ):
+                continue
+            changed = partial(_field, name, change)
+            yield mistake(f"{name} {what}", f"{_named(name)} is {what}", "mask", when, fields=changed)
+            yield mistake(
+                f"{name} {what}, counted so",
+                f"{_named(name)} is {what}, and counts are taken of the result",
+                "mask",
+                when,
+                fields=partial(_counted_so, changed),
+            )
+
+
+def labels(spec: Spec, head: str) -> Iterator[Counterfactual]:
+    """Yields the mistakes of labels, and those of all that belongs to a label."""
+    if spec.trained_dim != "token":
+        return
+    if head in ("hidden", "logits"):
+        for what, (change, when) in _SHIFTS.items():
+            yield mistake(
+                f"labels {what}", f"labels are {what}", "labels", when, fields=partial(_field, "labels", change)
+            )
+        yield mistake(
+            "labels are input_ids",
+            "labels are not shifted: each token is its own label",
+            "labels",
+            fields=lambda setting: {"labels": setting.fields["input_ids"]},
+        )
+    of_tokens = [name for name, dims in spec.fields.items() if dims == ("token",) and name not in _bools(spec)]
+    for name in of_tokens:
+        for what, (change, when) in _SHIFTS.items():
+            yield mistake(f"{name} {what}", f"{name} is {what}", "shift", when, fields=partial(_field, name, change))
+
+
+def _bools(spec: Spec) -> list[str]:
+    own = [name for name, field in spec.added.items() if field.dtype == "bool" and len(field.dims) == 1]
+    return ["mask", *own] if spec.trained_dim == "token" else own
+
+
+def _named(name: str) -> str:
+    return "the mask" if name == "mask" else name
+
+
+def _field(name: str, change: Change, setting: Setting) -> Fields:
+    return {name: change(setting, setting.fields[name])}
+
+
+def _counted_so(changed: Callable[[Setting], Fields], setting: Setting) -> Fields:
+    fields = changed(setting)
+    return {**fields, **setting.spec.counts({**setting.fields, **fields})}
+
+
+def _late(setting: Setting, x: Tensor) -> Tensor:
+    return x.roll(1, 0)
+
+
+def _early(setting: Setting, x: Tensor) -> Tensor:
+    return x.roll(-1, 0)
+
+
+def _late_on_ranks(setting: Setting, x: Tensor) -> Tensor:
+    return setting.moved_on_each_rank(x, lambda own: own.roll(1, 0))
+
+
+def _early_on_ranks(setting: Setting, x: Tensor) -> Tensor:
+    return setting.moved_on_each_rank(x, lambda own: own.roll(-1, 0))
+
+
+def _wrapped_on_ranks(setting: Setting, x: Tensor) -> Tensor:
+    """Takes what belongs to a token from its rank's own tokens: wrong at the end of each piece."""
+    return setting.moved_on_each_rank(x.roll(1, 0), lambda own: own.roll(-1, 0))
+
+
+def _in_sequences(setting: Setting, x: Tensor, by: int) -> Tensor:
+    return torch.cat([part.roll(by, 0) for part in x.split(list(setting.partition.lengths))])
+
+
+def _edges(setting: Setting, first: bool) -> Tensor:
+    """Returns ``[tokens]`` bool: the first or the last token of each sequence."""
+    sequence = setting.fields["sequence"]
+    other = sequence.roll(1 if first else -1)
+    edge = sequence != other
+    if len(edge):
+        edge[0 if first else -1] = True
+    return edge
+
+
+def _last_trained(setting: Setting, x: Tensor) -> Tensor:
+    """Returns the last true entry of each sequence."""
+    found = torch.zeros_like(x)
+    for start, end in zip(
+        setting.fields["cu_seqlens"][:-1].tolist(), setting.fields["cu_seqlens"][1:].tolist(), strict=True
+    ):
+        true = x[start:end].nonzero()
+        if len(true):
+            found[start + int(true[-1])] = True
+    return found
+
+
+def _first_trained(setting: Setting, x: Tensor) -> Tensor:
+    found = torch.zeros_like(x)
+    for start, end in zip(
+        setting.fields["cu_seqlens"][:-1].tolist(), setting.fields["cu_seqlens"][1:].tolist(), strict=True
+    ):
+        true = x[start:end].nonzero()
+        if len(true):
+            found[start + int(true[0])] = True
+    return found
+
+
+def _piece_ends(setting: Setting, *, last: bool = True) -> Tensor:
+    """Returns ``[tokens]`` bool: the ends of what each rank holds, piece by piece."""
+    ends = torch.zeros(setting.tokens, dtype=torch.bool)
+    for own in setting.token_shards:
+        if len(own):
+            breaks = (own[1:] != own[:-1] + 1).nonzero().squeeze(1)
+            index = (
+                torch.cat([breaks, torch.tensor([len(own) - 1])])
+                if last
+                else torch.cat([torch.tensor([0]), breaks + 1])
+            )
+            ends[own[index]] = True
+    return ends
+
+
+def _rank_ends(setting: Setting) -> Tensor:
+    """Returns ``[tokens]`` bool: the last token of each rank."""
+    return setting.mask_of(torch.tensor([int(own[-1]) for own in setting.token_shards if len(own)]).long())
+
+
+def _always(setting: Setting) -> bool:
+    return True
+
+
+def _over(*axes: Axis) -> Callable[[Setting], bool]:
+    return lambda setting: any(setting.size(axis) > 1 for axis in axes)
+
+
+_MASKS: dict[str, tuple[Change, Callable[[Setting], bool]]] = {
+    "ignored": (lambda s, x: torch.ones_like(x), _always),
+    "ignored where there is a label": (lambda s, x: ~_edges(s, first=False), _always),
+    "one token late": (_late, _always),
+    "one token early": (_early, _always),
+    "turned round": (lambda s, x: ~x, _always),
+    "one token late on each rank": (_late_on_ranks, _over("dp", "cp")),
+    "one token early on each rank": (_early_on_ranks, _over("dp", "cp")),
+    "false at the last trained token of each sequence": (lambda s, x: x & ~_last_trained(s, x), _always),
+    "false at the first trained token of each sequence": (lambda s, x: x & ~_first_trained(s, x), _always),
+    "false at the first token of each sequence": (lambda s, x: x & ~_edges(s, first=True), _always),
+    "true at the last token of each sequence": (lambda s, x: x | _edges(s, first=False), _always),
+    "false at the last token of each piece that a rank holds": (lambda s, x: x & ~_piece_ends(s), _over("cp")),
+    "false at the last token of each rank": (lambda s, x: x & ~_rank_ends(s), _over("dp", "cp")),
+}
+_SHIFTS: dict[str, tuple[Change, Callable[[Setting], bool]]] = {
+    "shifted twice": (_early, _always),
+    "shifted the other way": (_late, _always),
+    "shifted after the split, so that those at the ends of a rank's tokens are wrong": (
+        _wrapped_on_ranks,
+        _over("dp", "cp"),
+    ),
+    "shifted once more on each rank": (_early_on_ranks, _over("dp", "cp")),
+    "wrapped round each sequence": (lambda s, x: _in_sequences(s, x, -1), _always),
+}

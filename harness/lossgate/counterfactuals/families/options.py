@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options: one choice taken for another, two options swapped, a number changed."""
+
+import copy
+from collections.abc import Iterator
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
+from lossgate.counterfactuals.setting import Setting
+from lossgate.specs.bound_spec import BoundSpec
+from lossgate.specs.option import Option
+from lossgate.specs.spec import Spec
+
+
+def options(spec: Spec, head: str) -> Iterator[Counterfactual]:
+    """Yields the mistakes of each option."""
+    logits = head in ("hidden", "logits")
+    own = [option for option in spec.options if logits or option.name not in spec.logit_options]
+    for option in own:
+        for other in dict.fromkeys([*option.choices, option.default]):
+            yield mistake(
+                f"{option.name} as {other}",
+                f"{option.name} is taken for {other}",
+                "option",
+                partial(_is_other, option, other),
+                f"compute {option.name} as it is given, or leave it out of supports=",
+                options=partial(_chosen, option, other),
+            )
+        if _is_weight(option) and option.name not in spec.logit_options:
+            for what in _CHANGES:
+                yield mistake(
+                    f"{option.name} {what}",
+                    f"{option.name} is {what}",
+                    "option",
+                    partial(_changes, option, what),
+                    options=partial(_forced, option.name, what),
+                )
+    for one, other in combinations([o for o in own if _is_weight(o) and o.name not in spec.logit_options], 2):
+        yield mistake(
+            f"{one.name} and {other.name} swapped",
+            f"{one.name} and {other.name} are swapped",
+            "option",
+            partial(_differ, one, other),
+            options=partial(_swapped, one.name, other.name),
+        )
+
+
+def _is_weight(option: Option) -> bool:
+    return isinstance(option.default, float) or any(isinstance(value, float) for value in option.drawn)
+
+
+_CHANGES: dict[str, Any] = {
+    "negated": lambda x: -x,
+    "doubled": lambda x: 2 * x,
+    "halved": lambda x: x / 2,
+    "squared": lambda x: x * x,
+    "inverted": lambda x: 1 / x,
+    "taken from 1": lambda x: 1 - x,
+}
+
+
+def _value(bound: BoundSpec, option: str) -> Any:
+    return getattr(bound.options, option)
+
+
+def _is_other(option: Option, other: Any, setting: Setting) -> bool:
+    own = _value(setting.bound_spec, option.name)
+    return repr(own) != repr(other) and _chosen_or_none(option, other, setting) is not None
+
+
+def _chosen_or_none(option: Option, other: Any, setting: Setting) -> BoundSpec | None:
+    bound = setting.bound_spec
+    values = bound.spec.with_choice(bound.values, option.name, other)
+    return None if values is None else bound.spec.bind(values)  # some metrics are there for some choices alone
+
+
+def _chosen(option: Option, other: Any, setting: Setting) -> BoundSpec:
+    found = _chosen_or_none(option, other, setting)
+    assert found is not None
+    return found
+
+
+def _number(setting: Setting, option: str) -> float | None:
+    value = _value(setting.bound_spec, option)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _changes(option: Option, what: str, setting: Setting) -> bool:
+    value = _number(setting, option.name)
+    if value is None or value == 0:
+        return False
+    return _CHANGES[what](value) != value
+
+
+def _differ(one: Option, other: Option, setting: Setting) -> bool:
+    numbers = _number(setting, one.name), _number(setting, other.name)
+    return None not in numbers and numbers[0] != numbers[1]
+
+
+def _forced(option: str, what: str, setting: Setting) -> BoundSpec:
+    return _with(setting, {option: _CHANGES[what](_number(setting, option))})
+
+
+def _swapped(one: str, other: str, setting: Setting) -> BoundSpec:
+    bound = setting.bound_spec
+    return _with(setting, {one: _value(bound, other), other: _value(bound, one)})
+
+
+def _with(setting: Setting, given: dict[str, Any]) -> BoundSpec:
+    """Returns options with other values, valid or not: a wrong kernel does not ask."""
+    bound = setting.bound_spec
+    changed = copy.copy(bound.options)
+    for name, value in given.items():
+        object.__setattr__(changed, name, value)
+    return BoundSpec(spec=bound.spec, values=bound.values, options=changed)

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Temperature, soft-cap, softmax and label: forward and backward."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lossgate.counterfactuals.counterfactual import Counterfactual, mistake, split, tempered
+from lossgate.counterfactuals.seams import scaled_gradient, with_gradient_of
+from lossgate.counterfactuals.setting import Setting
+from lossgate.specs.spec import Spec
+from lossgate.specs.token_values import TokenValues
+
+
+def temperatures(spec: Spec, head: str) -> Iterator[Counterfactual]:
+    """Yields the mistakes of the temperature."""
+    if spec.temperature is None or head not in ("hidden", "logits"):
+        return
+    powers = {"ignored": 0, "applied twice": 2, "multiplied in place of divided": -1}
+    for what, power in powers.items():
+        both = partial(_to_power, power)
+        yield mistake(f"temperature {what}", f"the temperature is {what}", "temperature", tempered, temper=both)
+        yield mistake(
+            f"temperature {what} in backward",
+            f"the temperature is {what} in backward",
+            "temperature",
+            tempered,
+            temper=partial(_backward_power, power),
+        )
+        yield mistake(
+            f"temperature {what} in forward",
+            f"the temperature is {what} in forward, and right in backward",
+            "temperature",
+            tempered,
+            temper=partial(_forward_power, power),
+        )
+    for name in ("logprobs", "entropy", "logsumexp"):
+        if name in spec.uses:
+            yield mistake(
+                f"{name} divided by the temperature",
+                f"{name} is divided by the temperature, which belongs to the logits",
+                "temperature",
+                tempered,
+                values=partial(_divided_values, name),
+            )
+            yield mistake(
+                f"{name} divided by the temperature in place of the logits",
+                f"{name} is divided by the temperature, and the logits are not",
+                "temperature",
+                tempered,
+                temper=lambda setting, z: z,
+                values=partial(_divided_values, name),
+            )
+
+
+def _to_power(power: int, setting: Setting, z: Tensor) -> Tensor:
+    return z / setting.temperature**power
+
+
+def _backward_power(power: int, setting: Setting, z: Tensor) -> Tensor:
+    return with_gradient_of(z / setting.temperature, z / setting.temperature**power)
+
+
+def _forward_power(power: int, setting: Setting, z: Tensor) -> Tensor:
+    return with_gradient_of(z / setting.temperature**power, z / setting.temperature)
+
+
+def _divided_values(name: str, setting: Setting, values: TokenValues) -> TokenValues:
+    return values.replace(**{name: values.given[name] / setting.temperature})
+
+
+def softmaxes(spec: Spec, head: str) -> Iterator[Counterfactual]:
+    """Yields the mistakes of softmax, label and soft-cap."""
+    if head not in ("hidden", "logits"):
+        return
+    if spec.softcap is not None:
+        capped = _has_cap
+        yield mistake("soft-cap ignored", "the soft-cap is ignored", "softcap", capped, cap=lambda s, z: z)
+        yield mistake(
+            "soft-cap straight through",
+            "the gradient lacks the factor 1 - tanh^2 of the soft-cap",
+            "softcap",
+            capped,
+            cap=lambda s, z: with_gradient_of(s.bound_spec.capped(z), z),
+        )
+        yield mistake(
+            "soft-cap z tanh(z / cap)",
+            "the soft-cap is z tanh(z / cap), not cap tanh(z / cap)",
+            "softcap",
+            capped,
+            cap=lambda s, z: z * torch.tanh(z / (s.bound_spec.softcap or 1.0)),
+        )
+    seen = {"logprobs", "logsumexp", "mean_logprob", "entropy"} & {*spec.uses}
+    if not seen:
+        return
+    yield mistake(
+        "softmax missing in backward",
+        "the gradient of the logits lacks the softmax: only the one-hot row of the label is left",
+        "softmax",
+        logsumexp=lambda s, z: z.logsumexp(-1).detach(),
+    )
+    if "logprobs" in spec.uses:
+        yield mistake(
+            "one-hot missing in backward",
+            "the gradient of the logits lacks the one-hot row of the label: only the softmax is left",
+            "softmax",
+            picked=lambda s, z: _picked(s, z).detach(),
+        )
+        yield mistake(
+            "logits in place of log-probabilities",
+            "the logit of the label stands in place of its log-probability",
+            "softmax",
+            logsumexp=lambda s, z: torch.zeros_like(z[:, 0]),
+        )
+        yield from _label_edges()
+    if "entropy" in spec.uses and "token_entropy" in spec.outputs:
+        yield mistake(
+            "entropy detached", "the entropy has no gradient", "entropy", entropy=lambda s, lp: _entropy(lp).detach()
+        )
+        yield mistake(
+            "entropy with the other sign in backward",
+            "the gradient of the entropy has the other sign",
+            "entropy",
+            entropy=lambda s, lp: scaled_gradient(_entropy(lp), -1.0),
+        )
+        yield mistake(
+            "entropy without its constant in backward",
+            "the gradient of the entropy is -p log p, without + p H",
+            "entropy",
+            entropy=lambda s, lp: with_gradient_of(_entropy(lp), -(lp.detach() * lp).mul(lp.detach().exp()).sum(-1)),
+        )
+    yield from _over_tp()
+
+
+def _has_cap(setting: Setting) -> bool:
+    return setting.bound_spec.softcap is not None
+
+
+def _picked(setting: Setting, z: Tensor) -> Tensor:
+    return z.gather(-1, setting.fields["labels"][:, None]).squeeze(-1)
+
+
+def _entropy(logprobs: Tensor) -> Tensor:
+    return -(logprobs.exp() * torch.where(logprobs > -torch.inf, logprobs, 0.0)).sum(-1)
+
+
+def _over_tp() -> Iterator[Counterfactual]:
+    tp = split("tp")
+
+    def largest_local(setting: Setting, z: Tensor) -> Tensor:
+        """Shifts each rank's sum by its own largest logit, and adds the sums up."""
+        parts = [z[:, s.start : s.end] for s in setting.vocab_shards if s.end > s.start]
+        total = torch.stack([(part - part.amax(1, keepdim=True)).exp().sum(1) for part in parts]).sum(0)
+        return total.log() + z.amax(1)
+
+    yield mistake(
+        "largest logit not reduced over tp",
+        "each tp rank shifts its sum of exponentials by its own largest logit, and the sums are added up as they are",
+        "vocabulary",
+        tp,
+        "take the largest logit over all tp ranks before the sum",
+        logsumexp=largest_local,
+    )
+    yield mistake(
+        "logsumexp counted by every tp rank",
+        "the sum of exponentials of the whole vocabulary is added up over tp once more: log(tp) too much",
+        "vocabulary",
+        tp,
+        logsumexp=lambda s, z: z.logsumexp(-1) + torch.tensor(float(s.size("tp"))).log(),
+    )
+
+    def own_softmax(setting: Setting, z: Tensor) -> Tensor:
+        """Gives backward the softmax of each rank's own columns."""
+        parts = [z[:, s.start : s.end] for s in setting.vocab_shards if s.end > s.start]
+        return with_gradient_of(z.logsumexp(-1), torch.stack([part.logsumexp(1) for part in parts]).sum(0))
+
+    yield mistake(
+        "softmax of the own columns in backward",
+        "backward takes the softmax over each tp rank's own columns, not over the whole vocabulary",
+        "vocabulary",
+        tp,
+        logsumexp=own_softmax,
+    )
+
+
+def _label_edges() -> Iterator[Counterfactual]:
+    tp = split("tp")
+    for row in ("first", "last"):
+        for side in ("", " in backward"):
+            yield mistake(
+                f"label on a shard's {row} row lost{side}",
+                f"a label on the {row} row of a tp rank's vocabulary is not found{side}: its logit counts as 0",
+                "vocabulary",
+                tp,
+                "compare with start <= label < end of the shard",
+                picked=partial(_lost, row, bool(side)),
+            )
+    yield mistake(
+        "label at the end of a shard found twice",
+        "a label on the first row of a tp rank's vocabulary is also taken by the rank before it, as its last row",
+        "vocabulary",
+        tp,
+        "compare with start <= label < end of the shard",
+        picked=_found_twice,
+    )
+
+
+def _lost(row: str, backward_only: bool, setting: Setting, z: Tensor) -> Tensor:
+    edges = [s.start if row == "first" else s.end - 1 for s in setting.vocab_shards if s.end > s.start]
+    lost = torch.isin(setting.fields["labels"], torch.tensor(edges))
+    picked = _picked(setting, z)
+    gone = torch.where(lost, 0.0, picked)
+    return with_gradient_of(picked, gone) if backward_only else gone
+
+
+def _found_twice(setting: Setting, z: Tensor) -> Tensor:
+    labels, picked = setting.fields["labels"], _picked(setting, z)
+    starts = [s.start for s in setting.vocab_shards if s.end > s.start and s.start]
+    twice = torch.isin(labels, torch.tensor(starts, dtype=torch.long))
+    before = z.gather(-1, (labels - 1).clamp(min=0)[:, None]).squeeze(-1)
+    return picked + torch.where(twice, before, 0.0)

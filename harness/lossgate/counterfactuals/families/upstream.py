@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Upstream gradients: of one token for all, of the wrong tokens, of an output that is left out."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
+from lossgate.counterfactuals.setting import Setting
+from lossgate.specs.spec import Spec
+
+Change = Callable[[Setting, Tensor], Tensor]
+
+
+def upstreams(spec: Spec, head: str) -> Iterator[Counterfactual]:
+    """Yields the mistakes of reading what comes from above."""
+    for name in spec.outputs:
+        given = partial(_given, name)
+        for what, (words, change) in (_OF_LOSS if name == "loss" else _OF_TOKENS).items():
+            yield mistake(
+                f"upstream gradient of {name} {what}",
+                f"backward {words.format(name=name)}",
+                "upstream",
+                given,
+                upstream=partial(_changed, name, change),
+            )
+
+
+def _given(name: str, setting: Setting) -> bool:
+    return name in setting.batch.cotangents
+
+
+def _changed(of: str, change: Change, setting: Setting, name: str, gradient: Tensor) -> Tensor:
+    return change(setting, gradient) if name == of else gradient
+
+
+def _first_of_rank(setting: Setting, g: Tensor) -> Tensor:
+    return setting.moved_on_each_rank(g, lambda own: own[:1].expand(len(own)))
+
+
+_OF_LOSS: dict[str, tuple[str, Change]] = {
+    "ignored": ("takes an upstream gradient of 1, whatever it is given", lambda s, g: torch.ones_like(g)),
+    "twice": ("multiplies by the upstream gradient twice", lambda s, g: g * g),
+    "with the other sign": ("takes the upstream gradient with the other sign", lambda s, g: -g),
+    "without its sign": ("takes the upstream gradient without its sign", lambda s, g: g.abs()),
+}
+_OF_TOKENS: dict[str, tuple[str, Change]] = {
+    "ignored": ("takes upstream gradients of {name} of 1", lambda s, g: torch.ones_like(g)),
+    "lost": ("takes upstream gradients of {name} of 0", lambda s, g: torch.zeros_like(g)),
+    "of the first token": (
+        "takes the first token's upstream gradient of {name} for all tokens",
+        lambda s, g: g[:1].expand(len(g)),
+    ),
+    "of each rank's first token": (
+        "takes the upstream gradient of {name} of each rank's first token for all its tokens",
+        _first_of_rank,
+    ),
+    "averaged": (
+        "takes the mean of the upstream gradients of {name} for each token",
+        lambda s, g: g.mean().expand(len(g)),
+    ),
+    "one token late": ("takes the upstream gradients of {name} one token late", lambda s, g: g.roll(1)),
+    "one token early": ("takes the upstream gradients of {name} one token early", lambda s, g: g.roll(-1)),
+    "twice": ("multiplies by the upstream gradients of {name} twice", lambda s, g: g * g),
+    "divided by the count": (
+        "divides the upstream gradients of {name} by the number of trained tokens",
+        lambda s, g: g / s.fields["valid_tokens"].clamp(min=1),
+    ),
+}

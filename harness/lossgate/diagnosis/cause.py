@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a diagnosis says."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """A mistake that explains what a kernel returned."""
+
+    name: str
+    """Of the counterfactual."""
+    words: str
+    """What the kernel does, in words."""
+    todo: str = ""
+    """What to do about it, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """What explains a disagreement."""
+
+    causes: tuple[Cause, ...] = ()
+    """At most three mistakes, the plainest first. More than one have the same effect."""
+    scope: str = ""
+    """The outputs to which it is limited, in words; "" if it explains all that was returned."""
+    condition: str = ""
+    """What all problems have on which the kernel is wrong, and no other, in words."""
+    problems: int = 0
+    """On how many failing problems it held."""
+    layouts: tuple[str, ...] = ()
+    """On which layouts."""
+    asked: int = 0
+    """How many known mistakes were compared."""
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """The diagnosis in words, the cause first."""
+        if not self.causes:
+            if not self.asked:
+                return ()
+            return (f"cause: none of {self.asked} known mistakes explains it",)
+        known = "; or, which comes to the same: ".join(cause.words for cause in self.causes)
+        limits = f"{self.scope}{self.condition}"
+        held = f"so on {self.problems} problems ({', '.join(self.layouts)}), as no other of {self.asked} known mistakes"
+        todo = next((cause.todo for cause in self.causes if cause.todo), "")
+        return (f"cause: {known}{limits}; {held}", *((f"to do: {todo}",) if todo else ()))

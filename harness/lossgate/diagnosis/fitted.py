@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A factor that nobody knew beforehand: the same number in every problem."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+
+from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
+from lossgate.counterfactuals.seams import Outputs
+from lossgate.counterfactuals.setting import Setting
+from lossgate.diagnosis.observed import Observed
+
+_DIGITS = (2, 3, 4)
+"""Significant digits to which a factor may be round."""
+
+
+def fitted_factors(failing: Sequence[Observed]) -> list[Counterfactual]:
+    """Returns the factors by which a wrong output of the first failing problem is too large.
+
+    Whether it is that in other problems, too, is for them to say.
+    """
+    return list({one.name: one for one in _factors(failing[0])}.values())
+
+
+def _factors(observed: Observed) -> Iterator[Counterfactual]:
+    for output in sorted(observed.wrong, key=str):
+        got, reference = observed.got[output], observed.case.oracle.reference[output]
+        finite = got.isfinite() & reference.isfinite()
+        got, reference = got[finite], reference[finite]
+        size = float(reference.square().sum())
+        if size == 0:
+            continue
+        factor = float((got * reference).sum()) / size
+        for digits in _DIGITS:
+            rounded = float(f"{factor:.{digits}g}")
+            if rounded not in (0.0, 1.0, -1.0, 2.0, 0.5):  # which are in the bank
+                yield mistake(
+                    f"outputs times {rounded}",
+                    f"{{outputs}}: multiplied by {rounded:g} in every problem",
+                    "factor",
+                    outputs=partial(_times, rounded),
+                )
+
+
+def _times(factor: float, setting: Setting, outputs: Outputs) -> Outputs:
+    return {output: torch.where(x.isfinite(), x * factor, x) for output, x in outputs.items()}

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looks for the mistake that explains what a kernel returned.
+
+A name is said only after it has held on several fresh problems that fail, of ordinary size, on
+layouts whose sizes differ where the kernel can be split. On one problem, and on small ones above
+all, a wrong name fits now and then.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from lossgate.cases.case import Case
+from lossgate.counterfactuals.counterfactual import Counterfactual
+from lossgate.diagnosis.cause import Cause, Diagnosis
+from lossgate.diagnosis.fitted import fitted_factors
+from lossgate.diagnosis.observed import Observed
+from lossgate.errors import CandidateError
+from lossgate.specs.outputs import Output
+from lossgate.worlds.base import RankFailure
+
+FIRST = 3
+"""Failing problems on which every counterfactual is tried."""
+FRESH = 6
+"""Fresh failing problems on which a name must hold."""
+TRIED = 30
+"""The most problems that are run for either."""
+_TELLING = 3
+"""Problems without a mistake that must lack what is said to be its condition."""
+_NAMES = 3
+"""The most names that are said: more than three say little."""
+
+Cases = Iterator[Case]
+
+
+def name_cause(cases: Iterable[Case], bank: Iterable[Counterfactual]) -> Diagnosis | None:
+    """Returns what explains a disagreement; None if too few problems fail to tell.
+
+    Args:
+        cases: of one candidate, of ordinary size, on several layouts in turn. As many are run as
+            are needed.
+        bank: the counterfactuals, the plainest first.
+    """
+    search, known = _Search(iter(cases)), list(bank)
+    if not search.observe(FIRST):
+        return None
+    known += fitted_factors(search.failing)
+    found = _matching(search.seen, known)
+    if not search.observe(FIRST + FRESH):
+        return None
+    found = _matching(search.seen, [one.counterfactual for one in found])
+    return _diagnosis(search, found, len(known))
+
+
+@dataclass
+class _Search:
+    """The cases that have run."""
+
+    cases: Cases
+    seen: list[Observed] = field(default_factory=list)
+
+    @property
+    def failing(self) -> list[Observed]:
+        return [one for one in self.seen if one.wrong]
+
+    def observe(self, failing: int) -> bool:
+        """Runs cases until so many have failed. Returns whether they have."""
+        while len(self.failing) < failing and len(self.seen) < TRIED:
+            case = next(self.cases, None)
+            if case is None:
+                return False
+            try:
+                self.seen.append(Observed(case))
+            except (RankFailure, CandidateError):
+                continue  # that is a failure of its own, which needs no other name
+        return len(self.failing) >= failing
+
+
+@dataclass(frozen=True)
+class _Match:
+    """A counterfactual that explains every wrong output of every problem seen."""
+
+    counterfactual: Counterfactual
+    whole: bool
+    """It explains the outputs that are right, too."""
+    always: bool
+    """It explains the problems that are right, too."""
+    spoilt: int
+    """The outputs that are right and that it would have spoilt."""
+
+    @property
+    def level(self) -> tuple[bool, bool, int]:
+        """Sorts what explains the most first."""
+        return not self.always, not self.whole, self.spoilt
+
+
+def _matching(seen: Sequence[Observed], bank: Iterable[Counterfactual]) -> list[_Match]:
+    failing = sorted((one for one in seen if one.wrong), key=lambda one: one.setting.tokens)
+    scope = frozenset[Output]().union(*(one.wrong for one in failing))
+    found: list[_Match] = []
+    for one in bank:
+        if not all(observed.says_something(one) and observed.fits(one, observed.wrong) for observed in failing):
+            continue
+        whole = all(observed.fits(one, observed.got) for observed in failing)
+        always = all(observed.fits(one, scope) for observed in seen if not observed.wrong)
+        changed = frozenset[Output]().union(*(observed.changes(one) for observed in failing))
+        spoilt = 0 if whole or one.of_any_output else len(changed - scope)
+        if not whole and all(output.kind == "metric" for output in scope) and not one.of_any_output:
+            continue  # a number says little: a metric alone is explained by what leaves the rest right
+        found.append(_Match(one, whole, always, spoilt))
+    return sorted(found, key=lambda match: match.level)
+
+
+def _diagnosis(search: _Search, found: Sequence[_Match], asked: int) -> Diagnosis:
+    failing = search.failing
+    layouts = tuple(dict.fromkeys(str(one.case.problem.layout) for one in failing))
+    common = Diagnosis(problems=len(failing), layouts=layouts, asked=asked)
+    if not found:
+        return common
+    best = [match for match in found if match.level == found[0].level]
+    scope = frozenset[Output]().union(*(one.wrong for one in failing))
+    alike = [m for m in best if _one_effect(failing, best[0].counterfactual, m.counterfactual, scope)]
+    if len(alike) < len(best) and len(best) > _NAMES:
+        return common  # several effects explain it: none is sure
+    whole, always = best[0].whole, best[0].always
+    condition = "" if always else _condition(search.seen, best[0].counterfactual, scope)
+    said = _words_of(scope)
+    causes = tuple(
+        Cause(name=m.counterfactual.name, words=m.counterfactual.words(said), todo=m.counterfactual.todo)
+        for m in (best if len(best) <= _NAMES else alike)[:_NAMES]
+    )
+    in_scope = "" if whole or best[0].counterfactual.of_any_output else f", in {said} alone"
+    return Diagnosis(
+        causes=causes, scope=in_scope, condition=condition, problems=len(failing), layouts=layouts, asked=asked
+    )
+
+
+def _one_effect(
+    seen: Sequence[Observed], one: Counterfactual, other: Counterfactual, scope: Collection[Output]
+) -> bool:
+    return all(observed.alike(one, other, scope) for observed in seen)
+
+
+def _words_of(scope: Collection[Output]) -> str:
+    names = sorted(f"the gradient of {o.name}" if o.kind == "gradient" else f"{o}" for o in scope)
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _condition(seen: Sequence[Observed], one: Counterfactual, scope: Collection[Output]) -> str:
+    """Returns in words what all failing problems have, and none on which the kernel does not make
+    the mistake.
+    """
+    failing = [_traits(observed) for observed in seen if observed.wrong]
+    others = [_traits(observed) for observed in seen if not observed.wrong and not observed.fits(one, scope)]
+    common = frozenset.intersection(*failing).difference(*others)
+    own = [trait for trait in common if trait.partition("=")[0] in one.name]
+    if own or (common and len(others) >= _TELLING):
+        return f", with {min(own or common, key=lambda trait: (len(trait), trait))}"
+    return ", on some problems alone"
+
+
+def _traits(observed: Observed) -> frozenset[str]:
+    """Returns what a problem has: options, and the goals that it reaches."""
+    bound = observed.setting.bound_spec
+    options = {f"{option.name}={getattr(bound.options, option.name)!r}" for option in bound.spec.options}
+    changed = {f"{o.name} other than {o.default!r}" for o in bound.spec.options if o.name in bound.values}
+    return frozenset(options | changed | observed.case.placed.coverage)

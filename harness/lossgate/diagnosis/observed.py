@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a kernel returned on one problem, and whether a counterfactual explains it."""
+
+from collections.abc import Collection, Mapping
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lossgate.cases.case import Case
+from lossgate.counterfactuals.counterfactual import Counterfactual
+from lossgate.counterfactuals.seams import Outputs
+from lossgate.counterfactuals.setting import Setting
+from lossgate.specs.outputs import Output
+
+_EQUAL = 1e-6
+"""Relative difference below which two computations in float64 have one effect."""
+
+
+class Observed:
+    """A case that has run.
+
+    Raises:
+        RankFailure: if a rank failed.
+        CandidateError: if the candidate broke its declared interface.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.wrong = frozenset(c.output for c in case.comparisons if not c.agrees)
+        """The outputs that disagree."""
+        self.setting = Setting(case.placed, case.result.outputs)
+        self._predicted: dict[str, Outputs | None] = {}
+
+    @cached_property
+    def got(self) -> Mapping[Output, Tensor]:
+        """What the kernel returned. A gradient that never came is 0."""
+        reference, outputs = self.case.oracle.reference, dict(self.case.result.outputs)
+        for output in self.case.oracle.gradients:
+            if output not in outputs:
+                outputs[output] = torch.zeros_like(reference[output])
+        return outputs
+
+    def predicted(self, counterfactual: Counterfactual) -> Outputs:
+        """Returns what a kernel with a mistake gives: the reference, where that says nothing."""
+        name = counterfactual.name
+        if name not in self._predicted:
+            self._predicted[name] = counterfactual.run(self.setting)
+        return self._predicted[name] or dict(self.case.oracle.reference)
+
+    def says_something(self, counterfactual: Counterfactual) -> bool:
+        """Returns whether a mistake can be made on this problem."""
+        self.predicted(counterfactual)
+        return self._predicted[counterfactual.name] is not None
+
+    def fits(self, counterfactual: Counterfactual, outputs: Collection[Output]) -> bool:
+        """Returns whether a mistake explains some outputs, as far as they were returned."""
+        predicted = self.predicted(counterfactual)
+        return all(
+            output in predicted and self._fits(output, predicted[output]) for output in outputs if output in self.got
+        )
+
+    def _fits(self, output: Output, other: Tensor) -> bool:
+        if output not in self.wrong and same(other, self.case.oracle.reference[output]):
+            return True
+        dtype = self.case.result.dtypes.get(output, torch.float32)
+        return self.case.oracle.would_agree(output, self.got[output], dtype, other)
+
+    def changes(self, counterfactual: Counterfactual) -> frozenset[Output]:
+        """Returns the returned outputs in which a mistake differs from the reference."""
+        reference, predicted = self.case.oracle.reference, self.predicted(counterfactual)
+        return frozenset(o for o in self.got if o not in predicted or not same(predicted[o], reference[o]))
+
+    def alike(self, one: Counterfactual, other: Counterfactual, outputs: Collection[Output]) -> bool:
+        """Returns whether two mistakes have one effect on some outputs."""
+        a, b = self.predicted(one), self.predicted(other)
+        return all(same(a[o], b[o]) for o in outputs if o in a and o in b)
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Returns whether two tensors are equal but for the rounding of float64."""
+    finite = one.isfinite() & other.isfinite()
+    if not torch.equal(one.isfinite(), other.isfinite()):
+        return False
+    one, other = (torch.where(finite, x, 0.0) for x in (one, other))
+    size = float(torch.maximum(one.abs(), other.abs()).max()) if one.numel() else 0.0
+    return not size or float((one - other).abs().max()) <= _EQUAL * size

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looks for the cause of a disagreement, on problems of the cell's deck."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import chain
+
+from lossgate.adequacy.decks import deck_of
+from lossgate.adequacy.entry import Entry
+from lossgate.cases.bound_problem import BoundProblem
+from lossgate.cases.case import Case
+from lossgate.cases.placement import splits_of
+from lossgate.cases.size import is_large
+from lossgate.counterfactuals.bank import counterfactuals_of
+from lossgate.diagnosis.cause import Diagnosis
+from lossgate.diagnosis.name_cause import name_cause
+from lossgate.engine.cell import Cell
+from lossgate.engine.settings import Settings
+from lossgate.layout import MAX_RANKS, Layout
+from lossgate.problems.problem import Problem
+from lossgate.worlds import make_world
+from lossgate.worlds.base import World
+
+_PATIENCE = 10.0
+"""Seconds after which a rank hangs that is asked on another layout than the cell's."""
+
+
+def diagnose(cell: Cell, failing: Problem, world: World, settings: Settings) -> Diagnosis | None:
+    """Returns what explains that a kernel disagrees; None if too few problems tell.
+
+    Args:
+        cell: whose property is agreement.
+        failing: the first problem on which it disagreed, before it was made smaller.
+        world: where its ranks run.
+        settings: its seed chooses the problems.
+    """
+    layouts = telling_layouts(cell.layout) if cell.world == "simulated" else [cell.layout]
+    with ExitStack() as worlds:
+        open_worlds = {cell.layout: world}
+        for layout in layouts:
+            if layout != cell.layout:
+                made = make_world(cell.world, layout, min(settings.timeout, _PATIENCE), cell.device)
+                worlds.callback(made.close)
+                open_worlds[layout] = made
+        bank = counterfactuals_of(cell.candidate.spec, cell.candidate.head)
+        return name_cause(cases_like(cell, failing, layouts, open_worlds, settings), bank.values())
+
+
+def telling_layouts(layout: Layout) -> list[Layout]:
+    """Returns a layout, and others that split the same axes into other numbers of ranks.
+
+    A factor dp and a factor tp are the same number where dp = tp, and a factor 2 where both are 2.
+    """
+    split, found = layout.axes, [layout]
+    for number, axis in enumerate(split):
+        sizes = {**dict.fromkeys(split, 2), axis: 3 if layout.sizes[axis] != 3 or len(split) > 1 else 2}
+        other = Layout(**sizes)
+        if other not in found and other.ranks <= MAX_RANKS and number < 2:
+            found.append(other)
+    return found
+
+
+def cases_like(
+    cell: Cell, failing: Problem, layouts: Sequence[Layout], worlds: Mapping[Layout, World], settings: Settings
+) -> Iterator[Case]:
+    """Yields cases on all layouts in turn: problems of the deck, and each again with the options of
+    the problem that failed, as a mistake may show with these alone.
+    """
+    deck, splits = deck_of(cell.candidate, cell.dtype, settings.seed), splits_of(cell.candidate)
+    entries = [entry for entry in deck.entries if not is_large(entry.bound.problem)]
+    with_its_options = [_with_options_of(failing, entry, cell) for entry in entries]
+    for each in chain.from_iterable(zip(entries, with_its_options, strict=True)):
+        for layout in layouts:
+            for placed in deck.on(layout, splits, [each])[:1]:
+                yield Case(cell.candidate, placed.problem, worlds[layout], placed.entry.bound)
+
+
+def _with_options_of(failing: Problem, entry: Entry, cell: Cell) -> Entry:
+    problem = replace(entry.bound.problem, options=failing.options, scenario=failing.scenario, bias=failing.bias)
+    return replace(entry, bound=BoundProblem(cell.candidate.spec, problem), drawn=problem)
