@@ -72,14 +72,25 @@ class Oracle:
         result = without_overflow(result, self.reference[output], dtype)
         return self._tolerance(output, dtype).compare(result if compared is None else result[compared], faults)
 
-    def would_agree(self, output: Output, result: Tensor, dtype: torch.dtype, other: Tensor) -> bool:
+    def would_agree(
+        self, output: Output, result: Tensor, dtype: torch.dtype, other: Tensor, own_runs: Tensor | None = None
+    ) -> bool:
         """Returns whether a result would agree, were another tensor the reference.
 
         The noise is that of the reference, and larger where the other is larger. A reference of 0
         has no scale, and lets any number pass. So next to 0 a result must be noise.
+
+        Args:
+            output: what the result is.
+            result: whole, in float64.
+            dtype: in which it came.
+            other: what stands in place of the reference.
+            own_runs: the noise of right kernels of the other, ``[members, *shape]``, if it is
+                known.
         """
         compared = self.compared(output)
-        given = result, self.reference[output], other, self.deviations[output]
+        runs = self.deviations[output] if own_runs is None else own_runs
+        given = result, self.reference[output], other, runs
         result, own, other, runs = given if compared is None else tuple(x[..., compared] for x in given)
         if not result.numel():
             return True
@@ -87,7 +98,8 @@ class Oracle:
             return False
         finite = other.isfinite() & own.isfinite()
         largest, was = (float(torch.where(finite, x, 0.0).abs().max()) for x in (other, own))
-        runs = torch.where(finite, runs, 0.0) * (max(1.0, largest / was) if was else 1.0)
+        larger = max(1.0, largest / was) if was and own_runs is None else 1.0
+        runs = torch.where(finite, runs, 0.0) * larger
         noise = float(runs.abs().max())
         off = float(torch.where(other.isfinite(), result - other, 0.0).abs().max())
         format_ = float_format_of(dtype)

@@ -6,13 +6,15 @@ from functools import cache
 
 from lossgate.counterfactuals.counterfactual import Counterfactual
 from lossgate.counterfactuals.families.constants import constants
-from lossgate.counterfactuals.families.counts import counts
+from lossgate.counterfactuals.families.counts import counts, own_parts
 from lossgate.counterfactuals.families.inputs import detached, inputs
-from lossgate.counterfactuals.families.masks import labels, masks
+from lossgate.counterfactuals.families.masks import labels, masks, moves
+from lossgate.counterfactuals.families.metrics import metrics
 from lossgate.counterfactuals.families.options import options
 from lossgate.counterfactuals.families.ranks import ranks
 from lossgate.counterfactuals.families.softmax import softmaxes, temperatures
 from lossgate.counterfactuals.families.upstream import upstreams
+from lossgate.counterfactuals.families.weighted_terms import weighted_terms
 from lossgate.specs.spec import Spec
 
 Family = Callable[[Spec, str], Iterator[Counterfactual]]
@@ -22,13 +24,17 @@ FAMILIES: tuple[Family, ...] = (
     temperatures,
     softmaxes,
     ranks,
+    own_parts,
     counts,
     masks,
     labels,
+    moves,
     inputs,
     detached,
     upstreams,
+    weighted_terms,
     constants,
+    metrics,
 )
 """In the order in which names that are equal in effect are said."""
 

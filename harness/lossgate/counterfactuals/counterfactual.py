@@ -22,6 +22,8 @@ class Counterfactual:
         kind: the class of the mistake.
         seams: the stages of the reference that it gets wrong.
         applies: whether it says anything about a problem on a layout.
+        computed: what gives its outputs, if no stage does; None where it says nothing.
+        padding: whether it sees the batch with its padding; outputs are returned without.
         todo: what its author should do, in words; "" if the sentence says it.
     """
 
@@ -31,18 +33,26 @@ class Counterfactual:
     seams: Seams
     applies: Callable[[Setting], bool] = lambda setting: True
     todo: str = ""
+    computed: Callable[[Setting], Outputs | None] | None = None
+    padding: bool = False
 
     def run(self, setting: Setting) -> Outputs | None:
         """Returns what a kernel with the mistake gives; None where it says nothing.
 
         The reference may refuse what it is given, such as a weight above 1. Then it says nothing.
         """
+        if self.padding:
+            setting = setting.with_padding
         if (self.seams.opens_token_stage and not spelled_out(setting)) or not self.applies(setting):
             return None
         try:
-            return run(setting, self.seams)
+            found = run(setting, self.seams) if self.computed is None else self.computed(setting)
         except (UsageError, ValueError, ArithmeticError):
             return None
+        if not self.padding or found is None:
+            return found
+        real = setting.partition.real_tokens
+        return {o: x[real] if "token" in o.dims else x for o, x in found.items()}
 
     def words(self, outputs: str) -> str:
         """Returns the sentence, said of some outputs if it is one about any output."""
@@ -60,18 +70,20 @@ def mistake(
     kind: str,
     when: Callable[[Setting], bool] = lambda setting: True,
     todo: str = "",
+    *,
+    padding: bool = False,
     **seams: Any,
 ) -> Counterfactual:
     """Returns a counterfactual that replaces some seams.
 
     Args:
-        name, sentence, kind, todo: as in ``Counterfactual``.
+        name, sentence, kind, todo, padding: as in ``Counterfactual``.
         when: whether it says anything about a problem.
         seams: the stages, by their name in ``Seams``.
     """
     made = Seams(**seams)
     assert made != RIGHT, f"{name} replaces nothing"
-    return Counterfactual(name=name, sentence=sentence, kind=kind, seams=made, applies=when, todo=todo)
+    return Counterfactual(name=name, sentence=sentence, kind=kind, seams=made, applies=when, todo=todo, padding=padding)
 
 
 def split(*axes: Axis) -> Callable[[Setting], bool]:

@@ -53,6 +53,10 @@ def _picked(setting: Setting, tempered: Tensor) -> Tensor:
     return tempered.gather(-1, setting.fields["labels"][:, None]).squeeze(-1)
 
 
+def _mean(setting: Setting, tempered: Tensor) -> Tensor:
+    return tempered.mean(-1)
+
+
 def _entropy(setting: Setting, logprobs: Tensor) -> Tensor:
     return -(logprobs.exp() * torch.where(logprobs > -torch.inf, logprobs, 0.0)).sum(-1)
 
@@ -81,6 +85,8 @@ class Seams:
     """Of the tempered logits, ``[tokens]``."""
     picked: Stage = _picked
     """The tempered logit of each label, ``[tokens]``."""
+    mean: Stage = _mean
+    """The mean of the tempered logits of each token, ``[tokens]``."""
     entropy: Stage = _entropy
     """From the log-probabilities of the whole vocabulary, ``[tokens]``."""
     values: Callable[[Setting, TokenValues], TokenValues] = lambda setting, values: values
@@ -97,12 +103,19 @@ class Seams:
     @property
     def opens_token_stage(self) -> bool:
         """Whether a stage between the logits and the loss is replaced."""
-        right = (_cap, _temper, _logsumexp, _picked, _entropy)
-        return (self.cap, self.temper, self.logsumexp, self.picked, self.entropy) != right
+        right = (_cap, _temper, _logsumexp, _picked, _mean, _entropy)
+        return (self.cap, self.temper, self.logsumexp, self.picked, self.mean, self.entropy) != right
 
 
 RIGHT = Seams()
 """The reference itself."""
+RIGHT_STAGES: Mapping[str, Stage] = {
+    "logsumexp": _logsumexp,
+    "picked": _picked,
+    "mean": _mean,
+    "entropy": _entropy,
+}
+"""The stages that give a number for each token, by their name in ``Seams``."""
 _SPELLED_OUT = frozenset(
     ("logprobs", "entropy", "lowest", "highest", "logsumexp", "mean_logprob", "logits", "unfiltered")
 )
@@ -181,7 +194,7 @@ def _open_values(setting: Setting, seams: Seams, bound: BoundSpec, logits: Tenso
         elif name == "entropy":
             found[name] = seams.entropy(setting, tempered - logsumexp[:, None])
         elif name == "mean_logprob":
-            found[name] = tempered.mean(-1) - logsumexp
+            found[name] = seams.mean(setting, tempered) - logsumexp
         elif name in ("lowest", "highest"):
             found[name] = capped.detach().amin(-1) if name == "lowest" else capped.detach().amax(-1)
         else:

@@ -13,6 +13,7 @@ from lossgate.cases.placed_problem import PlacedProblem
 from lossgate.layout import Axis
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Partition, VocabShard
+from lossgate.problems.whole_sequences import Tokens, WholeSequences
 from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.heads import HEADS
 from lossgate.specs.heads.base import Head
@@ -24,15 +25,27 @@ Fields = Mapping[str, Any]
 
 
 class Setting:
-    """A problem on a layout, as the reference sees it: whole, without padding, in float64.
+    """A problem on a layout, as the reference sees it: whole, in float64, and without padding
+    unless it is asked for.
 
     Args:
         placed: the problem.
         returned: the outputs that the candidate returns.
+        tokens: how the candidate is given what belongs to tokens.
+        padding: whether the batch is seen with its padding, as the ranks hold it.
     """
 
-    def __init__(self, placed: PlacedProblem, returned: Collection[Output]) -> None:
+    def __init__(
+        self,
+        placed: PlacedProblem,
+        returned: Collection[Output],
+        tokens: Tokens = "shard",
+        *,
+        padding: bool = False,
+    ) -> None:
+        self.padding = padding
         self.placed, self.returned = placed, frozenset(returned)
+        self.given_tokens: Tokens = tokens
 
     @property
     def bound(self) -> BoundProblem:
@@ -51,7 +64,12 @@ class Setting:
     @property
     def batch(self) -> GlobalBatch:
         """The whole batch."""
-        return self.bound.batch
+        return self.placed.batch if self.padding else self.bound.batch
+
+    @cached_property
+    def with_padding(self) -> "Setting":
+        """The same with padding."""
+        return Setting(self.placed, self.returned, self.given_tokens, padding=True)
 
     @property
     def head(self) -> Head:
@@ -65,7 +83,8 @@ class Setting:
     @cached_property
     def fields(self) -> Fields:
         """What the reference is given."""
-        return self.batch.known
+        known = self.batch.known
+        return {**known, "cu_seqlens": known["cu_seqlens_padded"]} if self.padding else known
 
     @property
     def temperature(self) -> float:
@@ -83,7 +102,7 @@ class Setting:
     @cached_property
     def token_shards(self) -> list[Tensor]:
         """The tokens of each rank, dp rank after dp rank, and of these cp rank after cp rank."""
-        return self.partition.real_token_shards
+        return list(self.partition.token_shards.values()) if self.padding else self.partition.real_token_shards
 
     @property
     def tokens(self) -> int:
@@ -111,3 +130,66 @@ class Setting:
         if not parts:
             return x
         return torch.empty_like(x).index_copy(0, torch.cat([t for t, _ in parts]), torch.cat([y for _, y in parts]))
+
+    def padded(self, name: str) -> Tensor:
+        """Returns a field of tokens as the ranks hold it, with padding, ``[padded tokens]``."""
+        return self.placed.batch.fields[name]
+
+    def as_given(self, name: str) -> Tensor:
+        """Returns a field of tokens as whole sequences hold it, ``[padded tokens]``: what belongs
+        to the prediction of a token stands at that token.
+        """
+        field, partition = self.padded(name), self.partition
+        laid = field.clone()
+        for dp in range(partition.layout.dp):
+            rank = dp * partition.layout.cp * partition.layout.tp
+            whole = WholeSequences.of(partition, self.given_tokens, rank)
+            values = whole.lay(field, shifted=name not in self.spec.unshifted)
+            if self.given_tokens == "packed":
+                own = partition.sequences(dp)
+                laid[partition.starts[own.start] : partition.starts[own.stop]] = values[0]
+            else:
+                laid[whole.token[whole.token >= 0]] = values[whole.token >= 0]
+        return laid
+
+    def moved_with_padding(self, name: str, source: Tensor, *, given: bool = False) -> Tensor:
+        """Returns a field of tokens, each from another place of the padded pack.
+
+        Args:
+            name: of the field.
+            source: where each entry of the padded pack comes from, ``[padded tokens]``.
+            given: whether that is a place in whole sequences, as they are given.
+        """
+        own = given or (name in self.spec.unshifted and self.given_tokens != "shard")
+        return (self.as_given(name) if own else self.padded(name))[source][self.partition.real_tokens]
+
+    def source_on_each_rank(self, by: int) -> Tensor:
+        """Returns where the entries of the padded pack come from if each rank rolls its own."""
+        source = torch.arange(self.partition.tokens)
+        for own in self.partition.token_shards.values():
+            source[own] = own.roll(by)
+        return source
+
+    @cached_property
+    def source_in_order(self) -> Tensor:
+        """Where entries of the padded pack come from if sequences are split over cp in order, not
+        in a zigzag.
+        """
+        source, cp = torch.arange(self.partition.tokens), self.size("cp")
+        for start, length in zip(self.partition.starts[:-1], self.partition.padded_lengths, strict=True):
+            piece = length // (2 * cp)
+            for rank in range(cp):
+                for place, index in enumerate((rank, 2 * cp - 1 - rank)):
+                    held, given = start + index * piece, start + (2 * rank + place) * piece
+                    source[held : held + piece] = torch.arange(given, given + piece)
+        return source
+
+    @cached_property
+    def source_end_to_end(self) -> Tensor:
+        """Where they come from if the pack of a dp rank is split over cp end to end."""
+        source, partition = torch.arange(self.partition.tokens), self.partition
+        for (dp, cp), held in partition.token_shards.items():
+            own = partition.sequences(dp)
+            pack = torch.arange(partition.starts[own.start], partition.starts[own.stop])
+            source[held] = pack.tensor_split(partition.layout.cp)[cp]
+        return source

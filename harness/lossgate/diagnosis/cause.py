@@ -14,6 +14,8 @@ class Cause:
     """What the kernel does, in words."""
     todo: str = ""
     """What to do about it, in words."""
+    same_as_before: bool = False
+    """It has the same effect as the cause before it, on every problem seen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +23,7 @@ class Diagnosis:
     """What explains a disagreement."""
 
     causes: tuple[Cause, ...] = ()
-    """At most three mistakes, the plainest first. More than one have the same effect."""
+    """At most three mistakes, the plainest first."""
     scope: str = ""
     """The outputs to which it is limited, in words; "" if it explains all that was returned."""
     condition: str = ""
@@ -40,7 +42,9 @@ class Diagnosis:
             if not self.asked:
                 return ()
             return (f"cause: none of {self.asked} known mistakes explains it",)
-        known = "; or, which comes to the same: ".join(cause.words for cause in self.causes)
+        first, *others = self.causes
+        also = (f"; or{', which comes to the same' * o.same_as_before}: {o.words}" for o in others)
+        known = f"{first.words}{''.join(also)}"
         limits = f"{self.scope}{self.condition}"
         held = f"so on {self.problems} problems ({', '.join(self.layouts)}), as no other of {self.asked} known mistakes"
         todo = next((cause.todo for cause in self.causes if cause.todo), "")

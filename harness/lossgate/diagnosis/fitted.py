@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A factor that nobody knew beforehand: the same number in every problem."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -15,12 +15,12 @@ _DIGITS = (2, 3, 4)
 """Significant digits to which a factor may be round."""
 
 
-def fitted_factors(failing: Sequence[Observed]) -> list[Counterfactual]:
-    """Returns the factors by which a wrong output of the first failing problem is too large.
+def fitted_factors(failing: Observed) -> list[Counterfactual]:
+    """Returns the factors by which the wrong outputs of a problem are too large.
 
     Whether it is that in other problems, too, is for them to say.
     """
-    return list({one.name: one for one in _factors(failing[0])}.values())
+    return list({one.name: one for one in _factors(failing)}.values())
 
 
 def _factors(observed: Observed) -> Iterator[Counterfactual]:

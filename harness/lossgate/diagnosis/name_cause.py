@@ -7,10 +7,12 @@ all, a wrong name fits now and then.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lossgate.cases.case import Case
 from lossgate.counterfactuals.counterfactual import Counterfactual
+from lossgate.counterfactuals.families.operations import operations
+from lossgate.counterfactuals.families.terms import terms
 from lossgate.diagnosis.cause import Cause, Diagnosis
 from lossgate.diagnosis.fitted import fitted_factors
 from lossgate.diagnosis.observed import Observed
@@ -22,7 +24,9 @@ FIRST = 3
 """Failing problems on which every counterfactual is tried."""
 FRESH = 6
 """Fresh failing problems on which a name must hold."""
-TRIED = 30
+_MORE = 4
+"""How often further problems are asked where several names are left that differ."""
+TRIED = 40
 """The most problems that are run for either."""
 _TELLING = 3
 """Problems without a mistake that must lack what is said to be its condition."""
@@ -32,23 +36,38 @@ _NAMES = 3
 Cases = Iterator[Case]
 
 
-def name_cause(cases: Iterable[Case], bank: Iterable[Counterfactual]) -> Diagnosis | None:
+def name_cause(
+    cases: Iterable[Case], bank: Iterable[Counterfactual], without: Collection[str] = ()
+) -> Diagnosis | None:
     """Returns what explains a disagreement; None if too few problems fail to tell.
 
     Args:
         cases: of one candidate, of ordinary size, on several layouts in turn. As many are run as
             are needed.
-        bank: the counterfactuals, the plainest first.
+        bank: the counterfactuals, the plainest first. What the first failing problem shows is
+            added to them: the terms and operations of its loss, and factors.
+        without: names that are not to be said: a measurement asks what is said without the right
+            one.
     """
     search, known = _Search(iter(cases)), list(bank)
     if not search.observe(FIRST):
         return None
-    known += fitted_factors(search.failing)
+    known = [one for one in (*known, *_of_problem(search.failing[0])) if one.name not in without]
     found = _matching(search.seen, known)
     if not search.observe(FIRST + FRESH):
         return None
     found = _matching(search.seen, [one.counterfactual for one in found])
+    for more in range(1, _MORE + 1):
+        if len(_effects(search.failing, _best(found))) > 1 and search.observe(FIRST + FRESH + 2 * more):
+            found = _matching(search.seen, [one.counterfactual for one in found])
     return _diagnosis(search, found, len(known))
+
+
+def _of_problem(failing: Observed) -> Iterator[Counterfactual]:
+    """Yields mistakes that a problem shows: in the terms of its loss, factors, and operations."""
+    yield from terms(failing.setting)
+    yield from fitted_factors(failing)
+    yield from operations(failing.setting)
 
 
 @dataclass
@@ -95,7 +114,7 @@ class _Match:
 
 def _matching(seen: Sequence[Observed], bank: Iterable[Counterfactual]) -> list[_Match]:
     failing = sorted((one for one in seen if one.wrong), key=lambda one: one.setting.tokens)
-    scope = frozenset[Output]().union(*(one.wrong for one in failing))
+    scope = _scope(failing)
     found: list[_Match] = []
     for one in bank:
         if not all(observed.says_something(one) and observed.fits(one, observed.wrong) for observed in failing):
@@ -116,22 +135,47 @@ def _diagnosis(search: _Search, found: Sequence[_Match], asked: int) -> Diagnosi
     common = Diagnosis(problems=len(failing), layouts=layouts, asked=asked)
     if not found:
         return common
-    best = [match for match in found if match.level == found[0].level]
-    scope = frozenset[Output]().union(*(one.wrong for one in failing))
-    alike = [m for m in best if _one_effect(failing, best[0].counterfactual, m.counterfactual, scope)]
-    if len(alike) < len(best) and len(best) > _NAMES:
-        return common  # several effects explain it: none is sure
+    best = _best(found)
+    effects = _effects(failing, best)
+    if len(effects) > _NAMES:
+        return common  # so many different mistakes explain it that none is sure
+    scope = _scope(failing)
     whole, always = best[0].whole, best[0].always
     condition = "" if always else _condition(search.seen, best[0].counterfactual, scope)
     said = _words_of(scope)
-    causes = tuple(
-        Cause(name=m.counterfactual.name, words=m.counterfactual.words(said), todo=m.counterfactual.todo)
-        for m in (best if len(best) <= _NAMES else alike)[:_NAMES]
-    )
+    causes = [
+        Cause(
+            name=match.counterfactual.name,
+            words=match.counterfactual.words(said),
+            todo=match.counterfactual.todo,
+            same_as_before=number > 0,
+        )
+        for effect in effects
+        for number, match in enumerate(effect[: _NAMES + 1 - len(effects)])
+    ]
     in_scope = "" if whole or best[0].counterfactual.of_any_output else f", in {said} alone"
-    return Diagnosis(
-        causes=causes, scope=in_scope, condition=condition, problems=len(failing), layouts=layouts, asked=asked
-    )
+    return replace(common, causes=tuple(causes[:_NAMES]), scope=in_scope, condition=condition)
+
+
+def _best(found: Sequence[_Match]) -> list[_Match]:
+    return [match for match in found if match.level == found[0].level]
+
+
+def _scope(failing: Iterable[Observed]) -> frozenset[Output]:
+    return frozenset[Output]().union(*(one.wrong for one in failing))
+
+
+def _effects(failing: Sequence[Observed], best: Iterable[_Match]) -> list[list[_Match]]:
+    """Returns matches by effect, each group with the plainest first."""
+    groups: list[list[_Match]] = []
+    for match in best:
+        for group in groups:
+            if _one_effect(failing, group[0].counterfactual, match.counterfactual, _scope(failing)):
+                group.append(match)
+                break
+        else:
+            groups.append([match])
+    return groups
 
 
 def _one_effect(

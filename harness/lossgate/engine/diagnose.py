@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Looks for the cause of a disagreement, on problems of the cell's deck."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
@@ -26,7 +26,9 @@ _PATIENCE = 10.0
 """Seconds after which a rank hangs that is asked on another layout than the cell's."""
 
 
-def diagnose(cell: Cell, failing: Problem, world: World, settings: Settings) -> Diagnosis | None:
+def diagnose(
+    cell: Cell, failing: Problem, world: World, settings: Settings, without: Collection[str] = ()
+) -> Diagnosis | None:
     """Returns what explains that a kernel disagrees; None if too few problems tell.
 
     Args:
@@ -34,6 +36,7 @@ def diagnose(cell: Cell, failing: Problem, world: World, settings: Settings) -> 
         failing: the first problem on which it disagreed, before it was made smaller.
         world: where its ranks run.
         settings: its seed chooses the problems.
+        without: names that are not to be said.
     """
     layouts = telling_layouts(cell.layout) if cell.world == "simulated" else [cell.layout]
     with ExitStack() as worlds:
@@ -44,7 +47,7 @@ def diagnose(cell: Cell, failing: Problem, world: World, settings: Settings) -> 
                 worlds.callback(made.close)
                 open_worlds[layout] = made
         bank = counterfactuals_of(cell.candidate.spec, cell.candidate.head)
-        return name_cause(cases_like(cell, failing, layouts, open_worlds, settings), bank.values())
+        return name_cause(cases_like(cell, failing, layouts, open_worlds, settings), bank.values(), without)
 
 
 def telling_layouts(layout: Layout) -> list[Layout]:

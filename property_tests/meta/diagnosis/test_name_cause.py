@@ -15,7 +15,7 @@ from lossgate.declaration.candidate import Candidate
 from lossgate.diagnosis.cause import Diagnosis
 from lossgate.diagnosis.name_cause import name_cause
 from lossgate.engine.cell import Cell, CellResult, Verdict
-from lossgate.engine.diagnose import cases_like, telling_layouts
+from lossgate.engine.diagnose import diagnose, telling_layouts
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.evidence.of_result import record_of
@@ -101,11 +101,9 @@ def test_what_no_known_mistake_explains_is_not_named() -> None:
 def test_without_its_counterfactual_a_bug_has_no_name() -> None:
     candidate, layout = cross_entropy_with(STYLE, "denominator n+1"), Layout()
     first = next(case.problem for case in verified(candidate, "single").cases if not case.agrees)
-    bank = dict(counterfactuals_of(candidate.spec, candidate.head))
-    del bank["valid_tokens is one too many"]
     world = make_world("simulated", layout)
-    cases = cases_like(Cell(candidate, layout, "float32"), first, [layout], {layout: world}, SETTINGS)
-    found = name_cause(cases, bank.values())
+    cell = Cell(candidate, layout, "float32")
+    found = diagnose(cell, first, world, SETTINGS, without=["valid_tokens is one too many"])
     world.close()
     assert found is not None
     assert names(found) == []

@@ -50,6 +50,7 @@ def test_each_seam_changes_what_comes_out(field) -> None:
         "temper": lambda s, z: z / s.temperature**2 / 2,
         "logsumexp": lambda s, z: z.amax(-1),
         "picked": lambda s, z: z[:, 0],
+        "mean": lambda s, z: z[:, 0],
         "entropy": lambda s, logprobs: logprobs[:, 0],
         "values": lambda s, values: values.replace(logprobs=values.logprobs - 1),
         "parts": lambda s: [(2.0, {})],
@@ -57,7 +58,8 @@ def test_each_seam_changes_what_comes_out(field) -> None:
         "upstream": lambda s, name, gradient: 2 * gradient,
         "outputs": lambda s, outputs: {o: 2 * x for o, x in outputs.items()},
     }[field.name]
-    for setting in settings("token_logprobs" if field.name == "entropy" else "nll", "hidden", count=8):
+    spec = {"entropy": "token_logprobs", "mean": "label_smoothing"}.get(field.name, "nll")
+    for setting in settings(spec, "hidden", count=8):
         right, found = run(setting), run(setting, Seams(**{field.name: wrong}))
         if any(not torch.allclose(found[o], right[o], rtol=1e-3, atol=0.0) for o in right if o in found):
             return

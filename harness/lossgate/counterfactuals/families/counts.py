@@ -4,13 +4,14 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor
 
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
 from lossgate.counterfactuals.setting import Fields, Setting
-from lossgate.counterfactuals.shares import counted, rank_by_rank, reads_count
+from lossgate.counterfactuals.shares import counted, counts_of, rank_by_rank, reads_count
 from lossgate.layout import Axis
 from lossgate.specs.spec import Spec
 
@@ -48,21 +49,57 @@ class _Reads:
 def _local(names: tuple[str, ...], axes: tuple[Axis, ...]) -> Iterator[Counterfactual]:
     what = names[0] if len(names) == 1 else "every count"
     over = " and ".join(axes)
-    for mean in (False, True):
-        also = f", and the results are averaged over {over}" if mean else ""
+    for how, also in _POOLED.items():
         yield mistake(
-            f"{what} local over {'+'.join(axes)}{', mean' if mean else ''}",
-            f"{what} is that of each rank's own part: it is not summed over {over}{also}",
+            f"{what} local over {'+'.join(axes)}{how and f', {how}'}",
+            f"{what} is that of each rank's own part: it is not summed over {over}{also.format(over=over)}",
             "count",
-            _Reads(names, axes),
+            partial(_differs, _Reads(names, axes)),
             f"sum {what} over {over} before you divide by it"
-            + (f", and add up the parts of the loss over {over} without a mean" if mean else ""),
-            parts=partial(_parts, axes=axes, names=names, mean=mean),
+            + (f", and add up the parts of the loss over {over} without a mean" if how == "mean" else ""),
+            parts=partial(_parts, axes=axes, names=names, how=how),
         )
 
 
-def _parts(setting: Setting, axes: tuple[Axis, ...], names: tuple[str, ...], mean: bool) -> list[tuple[float, Fields]]:
-    return list(rank_by_rank(setting, axes, names, mean=mean))
+_POOLED = {
+    "": "",
+    "mean": ", and the results are averaged over {over}",
+    "times ranks": ", but multiplied by its number of ranks",
+}
+"""What becomes of the parts of a loss with local counts, and how it is said."""
+
+
+def _differs(reads: _Reads, setting: Setting) -> bool:
+    """Returns whether the local counts are others than those of the whole batch."""
+    if not reads(setting):
+        return False
+    groups = [setting.group_of(rank, reads.axes) for rank in range(len(setting.token_shards))]
+    local = [counts_of(setting, group) for group in groups]
+    return any(bool(one[name] != setting.fields[name]) for one in local for name in reads.names)
+
+
+def own_parts(spec: Spec, head: str) -> Iterator[Counterfactual]:
+    """Yields what goes wrong where ranks compute a loss of their own tokens that needs more."""
+    if spec.reference is None or spec.trained_dim != "token":
+        return
+    for axes in _AXES:
+        over = " and ".join(axes)
+        yield mistake(
+            f"parts of own tokens over {'+'.join(axes)}",
+            f"what belongs to whole sequences is computed of each rank's own tokens over {over}, and then added up",
+            "ranks",
+            _Reads((), axes),
+            f"sum over {over} what belongs to a sequence, such as its count of tokens, before you go on",
+            parts=partial(_parts, axes=axes, names=(), how=""),
+        )
+
+
+def _parts(setting: Setting, axes: tuple[Axis, ...], names: tuple[str, ...], how: str) -> list[tuple[float, Fields]]:
+    parts = list(rank_by_rank(setting, axes, names, mean=how == "mean"))
+    ranks = prod(setting.size(axis) for axis in axes)
+    if how == "times ranks":
+        return [(weight, {**own, **{name: own[name] * ranks for name in names}}) for weight, own in parts]
+    return parts
 
 
 def _wrong(name: str, spec: Spec) -> Iterator[Counterfactual]:

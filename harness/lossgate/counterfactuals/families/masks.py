@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masks, labels and fields of tokens: ignored, shifted, wrapped round, lost at edges."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -25,6 +26,15 @@ def masks(spec: Spec, head: str) -> Iterator[Counterfactual]:
             ):
                 continue
             changed = partial(_field, name, change)
+            if what in ("ignored", "turned round") and spec.fields.get(name, ("token",)) == ("token",):
+                yield mistake(
+                    f"{name} {what}, padding too",
+                    f"{_named(name)} is {what}, and padding counts too",
+                    "mask",
+                    _has_padding,
+                    padding=True,
+                    fields=changed,
+                )
             yield mistake(f"{name} {what}", f"{_named(name)} is {what}", "mask", when, fields=changed)
             yield mistake(
                 f"{name} {what}, counted so",
@@ -54,6 +64,48 @@ def labels(spec: Spec, head: str) -> Iterator[Counterfactual]:
     for name in of_tokens:
         for what, (change, when) in _SHIFTS.items():
             yield mistake(f"{name} {what}", f"{name} is {what}", "shift", when, fields=partial(_field, name, change))
+
+
+def moves(spec: Spec, head: str) -> Iterator[Counterfactual]:
+    """Yields what goes wrong where ranks move or split what they hold, padding included: each field
+    alone, and all that belong to labels together.
+    """
+    own = [name for name, dims in spec.fields.items() if dims == ("token",)]
+    names = [*(("labels",) if head in ("hidden", "logits") else ()), "mask", *own]
+    together = [name for name in names if name not in spec.unshifted]
+    groups = [(name,) for name in names] + ([tuple(together)] if len(together) > 1 else [])
+    if spec.trained_dim != "token":
+        return
+    for group in groups:
+        what = group[0] if len(group) == 1 else "all that belongs to labels"
+        for how, move in _MOVES.items():
+            yield mistake(
+                f"{what} {how}", f"{what} {move.words}", "shift", move.when, fields=partial(_moved, group, move)
+            )
+
+
+@dataclass(frozen=True)
+class _Move:
+    """Where each entry of the padded pack comes from."""
+
+    words: str
+    source: Callable[[Setting], Tensor]
+    when: Callable[[Setting], bool]
+    given: bool = False
+    """Whether it comes from whole sequences, as they are given."""
+
+
+def _moved(names: tuple[str, ...], move: _Move, setting: Setting) -> Fields:
+    return {name: setting.moved_with_padding(name, move.source(setting), given=move.given) for name in names}
+
+
+def _has_padding(setting: Setting) -> bool:
+    return setting.partition.tokens > sum(setting.partition.lengths)
+
+
+def shifted(names: tuple[str, ...], setting: Setting) -> Fields:
+    """Returns some fields of tokens, one token early."""
+    return {name: _early(setting, setting.fields[name]) for name in names}
 
 
 def _bools(spec: Spec) -> list[str]:
@@ -185,3 +237,46 @@ _SHIFTS: dict[str, tuple[Change, Callable[[Setting], bool]]] = {
     "shifted once more on each rank": (_early_on_ranks, _over("dp", "cp")),
     "wrapped round each sequence": (lambda s, x: _in_sequences(s, x, -1), _always),
 }
+
+
+def _is_given_whole(setting: Setting) -> bool:
+    return setting.given_tokens != "shard"
+
+
+def _in_place(setting: Setting) -> Tensor:
+    return torch.arange(setting.partition.tokens)
+
+
+_MOVES: Mapping[str, _Move] = {
+    "rolled back on each rank": _Move(
+        "is rolled by one token to the right on each rank, padding included",
+        lambda s: s.source_on_each_rank(1),
+        _always,
+    ),
+    "rolled on on each rank": _Move(
+        "is rolled by one token to the left on each rank, padding included",
+        lambda s: s.source_on_each_rank(-1),
+        _always,
+    ),
+    "not shifted": _Move(
+        "is not shifted: what belongs to a token is taken for what belongs to its prediction of the next one",
+        _in_place,
+        _is_given_whole,
+        given=True,
+    ),
+    "shifted after the split": _Move(
+        "is shifted after the split over cp, within what each rank holds, not before it",
+        lambda s: s.source_on_each_rank(-1),
+        _is_given_whole,
+        given=True,
+    ),
+    "split in order": _Move(
+        "is split over cp in order, sequence by sequence, and everything else in a zigzag",
+        lambda s: s.source_in_order,
+        _over("cp"),
+    ),
+    "split end to end": _Move(
+        "is split over cp end to end, and everything else in a zigzag", lambda s: s.source_end_to_end, _over("cp")
+    ),
+}
+"""What may happen to what ranks hold, padding included."""

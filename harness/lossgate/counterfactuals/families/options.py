@@ -100,16 +100,18 @@ def _differ(one: Option, other: Option, setting: Setting) -> bool:
 
 
 def _forced(option: str, what: str, setting: Setting) -> BoundSpec:
-    return _with(setting, {option: _CHANGES[what](_number(setting, option))})
+    return with_values(setting, {option: _CHANGES[what](_number(setting, option))})
 
 
 def _swapped(one: str, other: str, setting: Setting) -> BoundSpec:
     bound = setting.bound_spec
-    return _with(setting, {one: _value(bound, other), other: _value(bound, one)})
+    return with_values(setting, {one: _value(bound, other), other: _value(bound, one)})
 
 
-def _with(setting: Setting, given: dict[str, Any]) -> BoundSpec:
-    """Returns options with other values, valid or not: a wrong kernel does not ask."""
+def with_values(setting: Setting, given: dict[str, Any]) -> BoundSpec:
+    """Returns a problem's spec with other values of options, valid or not: a wrong kernel does not
+    ask.
+    """
     bound = setting.bound_spec
     changed = copy.copy(bound.options)
     for name, value in given.items():

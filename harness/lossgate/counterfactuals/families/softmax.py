@@ -3,12 +3,13 @@
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake, split, tempered
-from lossgate.counterfactuals.seams import scaled_gradient, with_gradient_of
+from lossgate.counterfactuals.seams import RIGHT_STAGES, scaled_gradient, with_gradient_of
 from lossgate.counterfactuals.setting import Setting
 from lossgate.specs.spec import Spec
 from lossgate.specs.token_values import TokenValues
@@ -132,6 +133,59 @@ def softmaxes(spec: Spec, head: str) -> Iterator[Counterfactual]:
             entropy=lambda s, lp: with_gradient_of(_entropy(lp), -(lp.detach() * lp).mul(lp.detach().exp()).sum(-1)),
         )
     yield from _over_tp()
+    yield from _summed_again(spec)
+
+
+_STAGES = {
+    "logsumexp": ("the logsumexp", "logprobs"),
+    "picked": ("the logit of the label", "logprobs"),
+    "mean": ("the mean of the logits", "mean_logprob"),
+    "entropy": ("the entropy", "entropy"),
+}
+"""The stages that ranks of tp compute together: in words, and what needs them."""
+
+
+def _summed_again(spec: Spec) -> Iterator[Counterfactual]:
+    """Yields what comes of one sum over tp too many, or of one that is left out, in backward."""
+    for stage, (words, needed_by) in _STAGES.items():
+        if needed_by not in spec.uses:
+            continue
+        yield mistake(
+            f"gradient of {stage} times tp",
+            f"the gradient of {words} is summed over tp once too often: it is tp times too large",
+            "vocabulary",
+            split("tp"),
+            "sum over tp in forward, and leave the gradient as it is in backward",
+            **_at(stage, partial(_gradient_times, stage, 1)),
+        )
+        yield mistake(
+            f"gradient of {stage} divided by tp",
+            f"the gradient of {words} is tp times too small",
+            "vocabulary",
+            split("tp"),
+            **_at(stage, partial(_gradient_times, stage, -1)),
+        )
+        if stage in ("picked", "mean"):
+            yield mistake(
+                f"{stage} of the first tp rank alone has a gradient",
+                f"{words} has a gradient in the columns of the first tp rank alone",
+                "vocabulary",
+                split("tp"),
+                **_at(stage, partial(_gradient_of_first, stage)),
+            )
+
+
+def _at(stage: str, seam: Any) -> dict[str, Any]:
+    return {stage: seam}
+
+
+def _gradient_times(stage: str, power: int, setting: Setting, x: Tensor) -> Tensor:
+    return scaled_gradient(RIGHT_STAGES[stage](setting, x), float(setting.size("tp")) ** power)
+
+
+def _gradient_of_first(stage: str, setting: Setting, x: Tensor) -> Tensor:
+    end = setting.vocab_shards[0].end
+    return RIGHT_STAGES[stage](setting, torch.cat([x[:, :end], x[:, end:].detach()], 1))
 
 
 def _has_cap(setting: Setting) -> bool:
@@ -168,7 +222,14 @@ def _over_tp() -> Iterator[Counterfactual]:
         "the sum of exponentials of the whole vocabulary is added up over tp once more: log(tp) too much",
         "vocabulary",
         tp,
-        logsumexp=lambda s, z: z.logsumexp(-1) + torch.tensor(float(s.size("tp"))).log(),
+        logsumexp=lambda s, z: z.logsumexp(-1) + _log_tp(s),
+    )
+    yield mistake(
+        "logsumexp and softmax counted by every tp rank",
+        "the sum of exponentials of the whole vocabulary is added up over tp once more, and divides the softmax, too",
+        "vocabulary",
+        tp,
+        logsumexp=lambda s, z: with_gradient_of(z.logsumexp(-1) + _log_tp(s), z.logsumexp(-1) / s.size("tp")),
     )
 
     def own_softmax(setting: Setting, z: Tensor) -> Tensor:
@@ -183,6 +244,10 @@ def _over_tp() -> Iterator[Counterfactual]:
         tp,
         logsumexp=own_softmax,
     )
+
+
+def _log_tp(setting: Setting) -> Tensor:
+    return torch.tensor(float(setting.size("tp")), dtype=torch.float64).log()
 
 
 def _label_edges() -> Iterator[Counterfactual]:
@@ -205,6 +270,15 @@ def _label_edges() -> Iterator[Counterfactual]:
         "compare with start <= label < end of the shard",
         picked=_found_twice,
     )
+    yield mistake(
+        "label at the end of a shard found twice, below the largest",
+        "a label on the first row of a tp rank's vocabulary is also taken by the rank before it, as its last row, "
+        "where logits are less their largest",
+        "vocabulary",
+        tp,
+        "compare with start <= label < end of the shard",
+        picked=partial(_found_twice, below_largest=True),
+    )
 
 
 def _lost(row: str, backward_only: bool, setting: Setting, z: Tensor) -> Tensor:
@@ -215,9 +289,11 @@ def _lost(row: str, backward_only: bool, setting: Setting, z: Tensor) -> Tensor:
     return with_gradient_of(picked, gone) if backward_only else gone
 
 
-def _found_twice(setting: Setting, z: Tensor) -> Tensor:
+def _found_twice(setting: Setting, z: Tensor, *, below_largest: bool = False) -> Tensor:
     labels, picked = setting.fields["labels"], _picked(setting, z)
     starts = [s.start for s in setting.vocab_shards if s.end > s.start and s.start]
     twice = torch.isin(labels, torch.tensor(starts, dtype=torch.long))
     before = z.gather(-1, (labels - 1).clamp(min=0)[:, None]).squeeze(-1)
+    if below_largest:
+        before = before - z.detach().amax(-1)
     return picked + torch.where(twice, before, 0.0)

@@ -17,19 +17,26 @@ Change = Callable[[Setting, Tensor], Tensor]
 def upstreams(spec: Spec, head: str) -> Iterator[Counterfactual]:
     """Yields the mistakes of reading what comes from above."""
     for name in spec.outputs:
-        given = partial(_given, name)
         for what, (words, change) in (_OF_LOSS if name == "loss" else _OF_TOKENS).items():
             yield mistake(
                 f"upstream gradient of {name} {what}",
                 f"backward {words.format(name=name)}",
                 "upstream",
-                given,
+                partial(_matters, name, change),
                 upstream=partial(_changed, name, change),
             )
 
 
-def _given(name: str, setting: Setting) -> bool:
-    return name in setting.batch.cotangents
+def _matters(name: str, change: Change, setting: Setting) -> bool:
+    """Returns whether there is such a gradient, and the change is no plainer mistake: that all are
+    lost.
+    """
+    given = setting.batch.cotangents.get(name)
+    return given is not None and (change is _lost or bool(change(setting, given).any()))
+
+
+def _lost(setting: Setting, g: Tensor) -> Tensor:
+    return torch.zeros_like(g)
 
 
 def _changed(of: str, change: Change, setting: Setting, name: str, gradient: Tensor) -> Tensor:
@@ -48,7 +55,7 @@ _OF_LOSS: dict[str, tuple[str, Change]] = {
 }
 _OF_TOKENS: dict[str, tuple[str, Change]] = {
     "ignored": ("takes upstream gradients of {name} of 1", lambda s, g: torch.ones_like(g)),
-    "lost": ("takes upstream gradients of {name} of 0", lambda s, g: torch.zeros_like(g)),
+    "lost": ("takes upstream gradients of {name} of 0", _lost),
     "of the first token": (
         "takes the first token's upstream gradient of {name} for all tokens",
         lambda s, g: g[:1].expand(len(g)),

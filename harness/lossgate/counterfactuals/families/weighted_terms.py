@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The term of a loss that an option weighs: a mistake in it alone.
+
+Without the term, the loss is what it is with a weight of 0. So the term is the difference, and a
+mistake in it alone is the right loss without it, plus the wrong loss less the wrong one without it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lossgate.counterfactuals.counterfactual import Counterfactual
+from lossgate.counterfactuals.families.masks import shifted
+from lossgate.counterfactuals.families.options import with_values
+from lossgate.counterfactuals.seams import RIGHT, Outputs, Seams, run
+from lossgate.counterfactuals.setting import Fields, Setting
+from lossgate.counterfactuals.shares import counts_of
+from lossgate.layout import AXES, Axis
+from lossgate.specs.bound_spec import BoundSpec
+from lossgate.specs.outputs import Output
+from lossgate.specs.spec import Spec
+
+
+def weighted_terms(spec: Spec, head: str) -> Iterator[Counterfactual]:
+    """Yields mistakes in the term of each option that is a weight, which may be 0."""
+    if spec.reference is None:
+        return
+    for option in spec.options:
+        if 0.0 not in option.choices or not isinstance(option.default, float) or option.name == "epsilon":
+            continue
+        term = f"the term that {option.name} weighs"
+        for what, combine in _FACTORS.items():
+            yield Counterfactual(
+                name=f"term of {option.name} {what}",
+                sentence=f"{term} is {what}",
+                kind="term",
+                seams=RIGHT,
+                computed=partial(_scaled, option.name, combine),
+            )
+        for what, fields in _mistakes(spec).items():
+            yield Counterfactual(
+                name=f"term of {option.name}: {what}",
+                sentence=f"in {term} {what}",
+                kind="term",
+                seams=RIGHT,
+                computed=partial(_mistaken, option.name, Seams(fields=fields)),
+            )
+
+
+def _mistakes(spec: Spec) -> Mapping[str, Callable[[Setting], Fields]]:
+    """Returns what a term alone may take wrongly."""
+    found: dict[str, Callable[[Setting], Fields]] = {}
+    for name, field in spec.added.items():
+        if field.dtype == "bool" and len(field.dims) == 1:
+            found[f"{name} is ignored"] = partial(_all_true, name)
+    if spec.trained_dim == "token":
+        found["the mask is ignored"] = partial(_all_true, "mask")
+        found["labels are shifted twice"] = partial(shifted, ("labels",))
+        found["labels and mask are shifted twice"] = partial(shifted, ("labels", "mask"))
+    for axis in ("dp", "cp"):
+        found[f"counts are those of one rank of {axis}"] = partial(_first_counts, axis)
+    return found
+
+
+def _all_true(name: str, setting: Setting) -> Fields:
+    return {name: torch.ones_like(setting.fields[name])}
+
+
+def _first_counts(axis: Axis, setting: Setting) -> Fields:
+    return counts_of(setting, setting.group_of(0, [axis]))
+
+
+@dataclass(frozen=True)
+class _Combine:
+    """The weight of a term in values and in gradients."""
+
+    value: Callable[[Setting], float]
+    gradient: Callable[[Setting], float]
+
+
+def _fixed(number: float, setting: Setting) -> float:
+    return number
+
+
+def _size(axis: Axis, setting: Setting) -> float:
+    return float(setting.size(axis))
+
+
+_ONE = partial(_fixed, 1.0)
+_FACTORS: Mapping[str, _Combine] = {
+    "subtracted, not added": _Combine(partial(_fixed, -1.0), partial(_fixed, -1.0)),
+    "added twice": _Combine(partial(_fixed, 2.0), partial(_fixed, 2.0)),
+    "added half": _Combine(partial(_fixed, 0.5), partial(_fixed, 0.5)),
+    "without its gradient": _Combine(_ONE, partial(_fixed, 0.0)),
+    **{f"multiplied by {axis}": _Combine(partial(_size, axis), partial(_size, axis)) for axis in AXES},
+    **{f"multiplied by {axis} in backward": _Combine(_ONE, partial(_size, axis)) for axis in AXES},
+}
+
+
+def _without(option: str, setting: Setting) -> BoundSpec:
+    return with_values(setting, {option: 0.0})
+
+
+def _weighs(option: str, setting: Setting) -> bool:
+    return bool(getattr(setting.bound_spec.options, option))
+
+
+def _scaled(option: str, combine: _Combine, setting: Setting) -> Outputs | None:
+    factors = combine.value(setting), combine.gradient(setting)
+    if not _weighs(option, setting) or factors == (1.0, 1.0):
+        return None
+    right, without = run(setting), run(setting, Seams(options=partial(_without, option)))
+    return {o: _mixed(o, right[o], without.get(o), factors) for o in right}
+
+
+def _mixed(output: Output, right: Tensor, without: Tensor | None, factors: tuple[float, float]) -> Tensor:
+    if output.kind == "metric" or without is None:
+        return right
+    factor = factors[1] if output.kind == "gradient" else factors[0]
+    return torch.where(right.isfinite(), without + factor * (right - without), right)
+
+
+def _mistaken(option: str, seams: Seams, setting: Setting) -> Outputs | None:
+    if not _weighs(option, setting):
+        return None
+    without = Seams(options=partial(_without, option))
+    wrong_without = Seams(options=partial(_without, option), fields=seams.fields)
+    right, wrong, less = run(setting, without), run(setting, seams), run(setting, wrong_without)
+    return {o: wrong[o] if o.kind == "metric" or o not in right else right[o] + wrong[o] - less[o] for o in wrong}

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each family of known mistakes says, where a wrong sentence or a dead mistake could hide."""
+
+import re
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+from lossgate import Layout
+from lossgate.bank.dense_candidates import dense_candidate
+from lossgate.cases.bound_problem import BoundProblem
+from lossgate.cases.placed_problem import PlacedProblem
+from lossgate.cases.placement import sample_problems
+from lossgate.counterfactuals.bank import FAMILIES, counterfactuals_of
+from lossgate.counterfactuals.counterfactual import Counterfactual
+from lossgate.counterfactuals.families.operations import operations
+from lossgate.counterfactuals.families.terms import terms
+from lossgate.counterfactuals.setting import Setting
+from lossgate.losses import SPECS
+from lossgate.problems.whole_sequences import Tokens
+from lossgate.specs.outputs import Output, metric_output
+
+ALL = [(name, head) for name, spec in SPECS.items() for head in spec.inputs]
+
+
+def settings(name: str, head: str, layout: str, count: int, tokens: Tokens = "shard", *metrics: str) -> list[Setting]:
+    spec, made = SPECS[name], list[Setting]()
+    returned = [*map(spec.output, spec.outputs), *map(metric_output, metrics)]
+    for problem in sample_problems(dense_candidate(spec, head), Layout.parse(layout), "float32", count, 11):
+        made.append(Setting(PlacedProblem(BoundProblem(spec, problem), problem), returned, tokens))
+    return made
+
+
+def changed(one: Counterfactual, asked: Iterable[Setting]) -> set[Output]:
+    """Returns the outputs, of those that are returned, that a mistake changes on some problem."""
+    found = set[Output]()
+    for setting in asked:
+        wrong, right = one.run(setting), setting.bound.reference(setting.returned)
+        for output, x in (wrong or {}).items():
+            asked_for = output in setting.returned or output.kind == "gradient"
+            if asked_for and not torch.allclose(x, right[output], rtol=1e-5, atol=1e-12, equal_nan=True):
+                found.add(output)
+    return found
+
+
+@pytest.mark.parametrize(("name", "head"), ALL)
+def test_sentences_are_whole_and_tell_mistakes_apart(name: str, head: str) -> None:
+    found = counterfactuals_of(SPECS[name], head)
+    assert len(found) > 100
+    sentences = [one.sentence for one in found.values()]
+    assert sorted({s for s in sentences if sentences.count(s) > 1}) == []
+    for one in found.values():
+        assert re.fullmatch(r"[^{}]*(\{outputs\}[^{}]*)?", one.sentence), one.sentence
+        assert not one.sentence.endswith("."), one.sentence
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
+def test_each_family_has_mistakes_of_some_loss(family) -> None:
+    assert any(True for name, head in ALL for _ in family(SPECS[name], head))
+
+
+def test_a_count_of_one_rank_changes_loss_and_gradients() -> None:
+    one = counterfactuals_of(SPECS["nll"], "logits")["valid_tokens local over dp"]
+    assert {str(o) for o in changed(one, settings("nll", "logits", "dp=2", 40))} == {"loss", "grad of logits"}
+    assert changed(one, settings("nll", "logits", "cp=2", 6)) == set()
+
+
+def test_a_metric_is_changed_alone() -> None:
+    name = "ppl_max: the mean of ranks, whole counts"
+    one = counterfactuals_of(SPECS["nll"], "logprobs")[name]
+    asked = settings("nll", "logprobs", "dp=2", 6, "shard", "ppl_max", "ppl_min")
+    assert {str(o) for o in changed(one, asked)} == {"ppl_max"}
+
+
+def test_a_mistake_in_one_term_leaves_the_others() -> None:
+    asked = settings("z_loss", "logits", "single", 6)
+    (found,) = {one.name: one for s in asked for one in terms(s) if one.name == "term z without its gradient"}.values()
+    assert {str(o) for o in changed(found, asked)} == {"grad of logits"}
+    weighted = counterfactuals_of(SPECS["dpo"], "logprobs")["term of sft_loss_weight: the mask is ignored"]
+    with_term = [s for s in settings("dpo", "logprobs", "single", 12) if s.bound_spec.options.sft_loss_weight]
+    without = [s for s in settings("dpo", "logprobs", "single", 12) if not s.bound_spec.options.sft_loss_weight]
+    assert {str(o) for o in changed(weighted, with_term)} >= {"loss"}
+    assert changed(weighted, without) == set()
+
+
+def test_a_spec_without_terms_has_none() -> None:
+    (setting,) = settings("nll", "logits", "single", 1)
+    assert [*terms(setting)] == []
+
+
+def test_operations_are_named_by_the_line_of_the_reference() -> None:
+    found = {one.name.split(" ", 1)[1]: one for s in settings("value", "values", "single", 40) for one in operations(s)}
+    one = found["clamp: left out in backward"]
+    assert "`clipped = torch.clamp(values, old_values - options.cliprange" in one.sentence
+    assert "(value.py, line " in one.sentence
+    assert {str(o) for o in changed(one, settings("value", "values", "single", 40))} == {"grad of values"}
+
+
+@pytest.mark.parametrize(("name", "head"), [("clipped_pg", "logprobs"), ("grpo", "logprobs"), ("dpo", "logprobs")])
+def test_most_operations_done_otherwise_change_something(name: str, head: str) -> None:
+    asked = settings(name, head, "single", 6)
+    found = {one.name: one for s in asked for one in operations(s)}
+    dead = [one for one in found.values() if not changed(one, asked)]
+    assert len(found) > 40
+    assert len(dead) < len(found) * 0.6, [one.name for one in dead]
+
+
+def test_padding_counts_only_where_there_is_some() -> None:
+    one = counterfactuals_of(SPECS["nll"], "logits")["mask ignored, padding too"]
+    padded = [s for s in settings("nll", "logits", "cp=2", 12) if s.partition.tokens > sum(s.partition.lengths)]
+    assert {str(o) for o in changed(one, padded)} == {"loss", "grad of logits"}
+    assert all(
+        one.run(s) is None for s in settings("nll", "logits", "single", 6) if not s.partition.pad_to_multiple > 1
+    )
+
+
+def test_what_is_given_whole_may_be_split_in_another_order() -> None:
+    one = counterfactuals_of(SPECS["value"], "values")["returns split end to end"]
+    assert {str(o) for o in changed(one, settings("value", "values", "cp=2", 8, "packed"))} == {
+        "loss",
+        "grad of values",
+    }
+    not_shifted = counterfactuals_of(SPECS["nll"], "logits")["mask not shifted"]
+    assert changed(not_shifted, settings("nll", "logits", "single", 8, "rows"))
+    assert changed(not_shifted, settings("nll", "logits", "single", 8, "shard")) == set()
