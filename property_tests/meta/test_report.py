@@ -258,7 +258,7 @@ def test_the_story_of_a_cell_has_all_that_is_known(folder: Path, lossgate: Lossg
     write(folder / "old.jsonl", whole_run([inconclusive()]))
     failing = disagreeing(
         time=LATER,
-        causes=("it forgets a factor",),
+        causes=("cause: it forgets a factor",),
         resources={"memory": {"peak": 3.0}},
         coverage={"masked token": 1},
         killed=5,

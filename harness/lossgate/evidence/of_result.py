@@ -94,7 +94,7 @@ def _record(result: CellResult, run: str, time: str, replay: str | None, digits:
         known_failure=_known_failure(result),
         seconds=round(result.seconds, 3),
         time=time,
-        causes=tuple(cause.removeprefix("cause: ") for cause in result.causes),
+        causes=result.causes,
     )
     return msgspec.structs.replace(record, mde=largest_mde(record))
 

@@ -26,6 +26,8 @@ class CellSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     source_modified: bool | None = None
     verdict: VerdictName
     reasons: tuple[str, ...]
+    causes: tuple[str, ...] = ()
+    """What may have gone wrong, in words."""
     not_distinguished: tuple[str, ...] = ()
     """Choices of options that no problem distinguished, in words."""
     problems: int
@@ -78,6 +80,7 @@ def summarize(record: CellRecord, where: Where, digest: str, redone: Redone | No
         source_modified=record.source_modified,
         verdict=record.verdict,
         reasons=tuple(map(intern, record.reasons)),
+        causes=tuple(map(intern, record.causes)),
         not_distinguished=tuple(map(intern, record.not_distinguished)),
         problems=record.problems,
         comparisons=record.comparisons,

@@ -57,7 +57,6 @@ def _escaped(text: str) -> str:
 
 
 def _about(record: CellRecord, results: Sequence[CellSummary]) -> Iterator[str]:
-    yield from (f"cause: {cause}" for cause in record.causes)
     yield f"what: {record.spec} from {record.head}, declared as {record.source}"
     yield f"when: {moment(record.time)}, {record.seconds:.1f} s, in run {record.run}"
     if len(results) > 1:

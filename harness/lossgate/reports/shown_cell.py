@@ -135,7 +135,7 @@ def of_summary(summary: CellSummary) -> ShownCell:
         ranks=_ranks(key.layout),
         place="" if (key.world, key.device) == ("simulated", "cpu") else printable(f"{key.world}/{key.device}"),
         verdict=_verdict(summary.verdict, summary.expected, printable(known.name) if known else None),
-        reasons=_lines(summary.reasons),
+        reasons=_lines((*summary.reasons, *summary.causes)),
         not_distinguished=_lines(summary.not_distinguished),
         exempt=tuple(printable(f"{name}: {why}") for name, why in summary.exempt),
         problems=summary.problems,

@@ -13,7 +13,7 @@ from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
 from lossgate.counterfactuals.setting import Fields, Setting
 from lossgate.counterfactuals.shares import counted, counts_of, rank_by_rank, reads_count
 from lossgate.layout import Axis
-from lossgate.specs.spec import Spec
+from lossgate.specs.spec import Spec, trained_by_mask
 
 _AXES: tuple[tuple[Axis, ...], ...] = (("dp",), ("cp",), ("dp", "cp"))
 
@@ -124,7 +124,7 @@ def _wrong(name: str, spec: Spec) -> Iterator[Counterfactual]:
         "the number of tokens in mask": lambda s: put(s, s.fields["mask"].sum()),
         "the number of labels in sequences that have one": lambda s: put(s, _labels(s)),
     }
-    if "sample_mask" not in spec.fields:
+    if spec.trained is trained_by_mask:
         del others["the number of tokens in mask"]  # that is what valid_tokens counts
     others |= {f"{other}": partial(_other_count, name, other) for other in counted(spec) if other != name}
     for what, change in others.items():

@@ -29,7 +29,7 @@ def weighted_terms(spec: Spec, head: str) -> Iterator[Counterfactual]:
     if spec.reference is None:
         return
     for option in spec.options:
-        if 0.0 not in option.choices or not isinstance(option.default, float) or option.name == "epsilon":
+        if 0.0 not in option.choices or not isinstance(option.default, float):
             continue
         term = f"the term that {option.name} weighs"
         for what, combine in _FACTORS.items():
@@ -105,7 +105,18 @@ def _without(option: str, setting: Setting) -> BoundSpec:
 
 
 def _weighs(option: str, setting: Setting) -> bool:
-    return bool(getattr(setting.bound_spec.options, option))
+    """Returns whether the loss grows with an option as with a weight: twice it adds twice."""
+    weight = getattr(setting.bound_spec.options, option)
+    if not weight:
+        return False
+    values = setting.bound.dense.token_values(setting.bound_spec)
+    with torch.no_grad():
+        none, once, twice = (
+            with_values(setting, {option: of}).loss(values, setting.bound.batch.known)[0]
+            for of in (0.0, weight, 2 * weight)
+        )
+    added = once - none
+    return bool(added) and bool((twice - none - 2 * added).abs() <= 1e-9 * (once.abs() + added.abs()))
 
 
 def _scaled(option: str, combine: _Combine, setting: Setting) -> Outputs | None:
