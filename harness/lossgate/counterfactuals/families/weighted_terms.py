@@ -116,7 +116,7 @@ def _weighs(option: str, setting: Setting) -> bool:
             for of in (0.0, weight, 2 * weight)
         )
     added = once - none
-    return bool(added) and bool((twice - none - 2 * added).abs() <= 1e-9 * (once.abs() + added.abs()))
+    return bool((twice - none - 2 * added).abs() <= 1e-9 * (once.abs() + added.abs()))
 
 
 def _scaled(option: str, combine: _Combine, setting: Setting) -> Outputs | None:
