@@ -96,19 +96,13 @@ def divergence_right(inputs: DivergenceLogits, options: DivergenceOptions, mesh:
 
 @lossgate.candidate("divergence", **VOCABULARY)
 def jsd_weights_swapped(inputs: DivergenceLogits, options: DivergenceOptions, mesh: DeviceMesh) -> Tensor:
-    """The Jensen-Shannon divergence gives the student's half the teacher's weight, and vice versa.
-
-    After E09.
-    """
+    """The Jensen-Shannon divergence swaps the weights of the student's half and the teacher's."""
     return _divergence(inputs, options, mesh, bug="weights_swapped")
 
 
 @lossgate.candidate("divergence", **VOCABULARY)
 def backward_takes_own_mass_for_whole(inputs: DivergenceLogits, options: DivergenceOptions, mesh: DeviceMesh) -> Tensor:
-    """The normaliser's gradient is that of this rank's terms, as if they were those of all ranks.
-
-    After E19.
-    """
+    """The normaliser's gradient is that of this rank's terms, taken for those of all ranks."""
     return _divergence(inputs, options, mesh, bug="own_mass")
 
 
@@ -159,10 +153,7 @@ def topk_chunked_right(inputs: DistillHidden, options: DistillOptions, mesh: Dev
 
 @lossgate.candidate("distill", **CHUNKED)
 def mask_of_first_chunk(inputs: DistillHidden, options: DistillOptions, mesh: DeviceMesh) -> Tensor:
-    """Every chunk of tokens is masked by the mask of the first.
-
-    After K01.
-    """
+    """Every chunk of tokens is masked by the mask of the first."""
     return _chunked(inputs, options, bug="first_mask")
 
 
@@ -195,10 +186,7 @@ def topk_averaged_right(inputs: DistillLogits, options: DistillOptions, mesh: De
 
 @lossgate.candidate("distill", **AVERAGED)
 def mean_of_rank_means(inputs: DistillLogits, options: DistillOptions, mesh: DeviceMesh) -> Tensor:
-    """Each data-parallel rank divides by its own trained tokens before the average over ranks.
-
-    After C27.
-    """
+    """Each data-parallel rank divides by its own trained tokens before the average over ranks."""
     return _averaged(inputs, options, mesh, bug="local_mean")
 
 

@@ -138,10 +138,7 @@ def grpo_right(inputs: GrpoLogprobs, options: GrpoOptions, mesh: DeviceMesh) -> 
 
 @lossgate.candidate("grpo", **GRPO)
 def cispo_weight_not_detached(inputs: GrpoLogprobs, options: GrpoOptions, mesh: DeviceMesh) -> Tensor:
-    """The clipped ratio of CISPO, which should be a constant weight, carries a gradient of its own.
-
-    After F01.
-    """
+    """The clipped ratio of CISPO, which should be a constant weight, carries a gradient."""
     return _grpo(inputs.logprobs, inputs, options, bug="cispo_not_detached")
 
 
@@ -164,10 +161,7 @@ def reduced_right(inputs: GrpoLogprobs, options: GrpoOptions, mesh: DeviceMesh) 
 
 @lossgate.candidate("grpo", **REDUCED)
 def reduce_loss_scales_backward(inputs: GrpoLogprobs, options: GrpoOptions, mesh: DeviceMesh) -> Tensor:
-    """Backward of the loss's reduction multiplies by the ranks of context parallelism, forward not.
-
-    After I12.
-    """
+    """Backward of the loss's reduction alone multiplies by the ranks of context parallelism."""
     return _grpo_reduced(inputs, options, mesh, bug="backward_times_cp")
 
 
@@ -199,19 +193,13 @@ def averaged_right(inputs: GrpoLogits, options: GrpoOptions, mesh: DeviceMesh) -
 
 @lossgate.candidate("grpo", **AVERAGED)
 def scaled_by_world_size(inputs: GrpoLogits, options: GrpoOptions, mesh: DeviceMesh) -> Tensor:
-    """The factor that undoes the average over data-parallel ranks counts tensor-parallel ones, too.
-
-    After C03.
-    """
+    """The factor that undoes the average over dp ranks counts tensor-parallel ones, too."""
     return _grpo_averaged(inputs, options, mesh, bug="world_size")
 
 
 @lossgate.candidate("grpo", **AVERAGED)
 def kl_without_gradient(inputs: GrpoLogits, options: GrpoOptions, mesh: DeviceMesh) -> Tensor:
-    """The KL penalty is computed under no_grad, so it is in the loss, and its gradient is missing.
-
-    After E01.
-    """
+    """The KL penalty is computed under no_grad: the loss has it, and its gradient is missing."""
     return _grpo_averaged(inputs, options, mesh, bug="kl_without_gradient")
 
 
@@ -309,37 +297,25 @@ def clipped_right(inputs: ClippedPgLogprobs, options: ClippedPgOptions, mesh: De
 
 @lossgate.candidate("clipped_pg", **FROM_LOGPROBS)
 def dual_clip_bound_not_forwarded(inputs: ClippedPgLogprobs, options: ClippedPgOptions, mesh: DeviceMesh) -> Outputs:
-    """The bound of the dual clip is always its usual 3, whatever the option says.
-
-    After F03.
-    """
+    """The bound of the dual clip is always its usual 3, whatever the option says."""
     return _clipped_pg(inputs.logprobs, inputs, options, mesh, bug="default_bound")
 
 
 @lossgate.candidate("clipped_pg", **FROM_LOGPROBS)
 def sequence_mean_of_own_tokens(inputs: ClippedPgLogprobs, options: ClippedPgOptions, mesh: DeviceMesh) -> Outputs:
-    """A sequence's mean divides by the tokens that this rank has of it, not by those of all ranks.
-
-    After C31.
-    """
+    """A sequence's mean divides by the tokens that this rank has of it, not by all."""
     return _clipped_pg(inputs.logprobs, inputs, options, mesh, bug="own_tokens")
 
 
 @lossgate.candidate("clipped_pg", **FROM_LOGPROBS)
 def kl_of_dropped_samples(inputs: ClippedPgLogprobs, options: ClippedPgOptions, mesh: DeviceMesh) -> Outputs:
-    """The KL penalty uses the token mask alone, so samples that do not count are in it.
-
-    After B03.
-    """
+    """The KL penalty uses the token mask alone, so samples that do not count are in it."""
     return _clipped_pg(inputs.logprobs, inputs, options, mesh, bug="kl_of_all_samples")
 
 
 @lossgate.candidate("clipped_pg", **FROM_LOGPROBS)
 def largest_ratio_averaged(inputs: ClippedPgLogprobs, options: ClippedPgOptions, mesh: DeviceMesh) -> Outputs:
-    """The largest ratio that is reported is the mean of the ranks' largest ratios.
-
-    After R07.
-    """
+    """The largest ratio that is reported is the mean of the ranks' largest ratios."""
     return _clipped_pg(inputs.logprobs, inputs, options, mesh, bug="maximum_averaged")
 
 
@@ -382,10 +358,7 @@ def gathered_right(inputs: ClippedPgHidden, options: ClippedPgOptions, mesh: Dev
 
 @lossgate.candidate("clipped_pg", **GATHERED)
 def normaliser_of_gathered_logits(inputs: ClippedPgHidden, options: ClippedPgOptions, mesh: DeviceMesh) -> Outputs:
-    """The softmax's normaliser is summed over ranks that have gathered all logits already.
-
-    After G03.
-    """
+    """The softmax's normaliser is summed over ranks that have gathered all logits already."""
     return _gathered_pg(inputs, options, mesh, bug="normaliser_again")
 
 

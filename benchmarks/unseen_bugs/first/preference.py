@@ -125,19 +125,13 @@ def dpo_right(inputs: DpoLogprobs, options: DpoOptions, mesh: DeviceMesh) -> Ten
 
 @lossgate.candidate("dpo", **FROM_LOGPROBS)
 def ipo_of_sums(inputs: DpoLogprobs, options: DpoOptions, mesh: DeviceMesh) -> Tensor:
-    """IPO takes sums of log-probabilities where it was asked for their means over a sequence.
-
-    After F09.
-    """
+    """IPO takes sums of log-probabilities where it was asked for their means over a sequence."""
     return _dpo(inputs.logprobs, inputs, options, mesh, bug="ipo_sums")
 
 
 @lossgate.candidate("dpo", **FROM_LOGPROBS)
 def reduced_in_backward_too(inputs: DpoLogprobs, options: DpoOptions, mesh: DeviceMesh) -> Tensor:
-    """Sums over cp are differentiated by a sum over cp, though every rank has the same loss.
-
-    After I15.
-    """
+    """Sums over cp are differentiated by a sum over cp, though every rank has the same loss."""
     return _dpo(inputs.logprobs, inputs, options, mesh, bug="reduced_in_backward")
 
 
@@ -172,10 +166,7 @@ def dense_right(inputs: DpoLogits, options: DpoOptions, mesh: DeviceMesh) -> Ten
 
 @lossgate.candidate("dpo", **FROM_LOGITS)
 def sft_term_shifted_again(inputs: DpoLogits, options: DpoOptions, mesh: DeviceMesh) -> Tensor:
-    """The NLL of chosen responses shifts labels and mask once more, after the caller has done it.
-
-    After A09.
-    """
+    """The NLL of chosen responses shifts labels and mask again, after the caller has done it."""
     return _dense_dpo(inputs, options, mesh, bug="sft_shifted")
 
 
@@ -220,10 +211,7 @@ def dpo_head_right(inputs: DpoHidden, options: DpoOptions, mesh: DeviceMesh) -> 
 
 @lossgate.candidate("dpo", **FROM_HIDDEN)
 def rejected_hidden_partial(inputs: DpoHidden, options: DpoOptions, mesh: DeviceMesh) -> Tensor:
-    """Hidden states of rejected responses miss the gradient of the other ranks' vocabulary.
-
-    After I07.
-    """
+    """Hidden states of rejected responses miss the gradient of the other ranks' vocabulary."""
     return _head_dpo(inputs, options, mesh, bug="rejected_partial")
 
 
@@ -268,10 +256,7 @@ def rewards_right(inputs: PreferenceRewards, options: PreferenceOptions, mesh: D
 
 @lossgate.candidate("preference", **REWARDS)
 def upstream_gradient_squared(inputs: PreferenceRewards, options: PreferenceOptions, mesh: DeviceMesh) -> Tensor:
-    """Backward multiplies by the gradient of the loss at the margins, and again at the rewards.
-
-    After L09.
-    """
+    """Backward multiplies by the gradient of the loss at the margins, and again at the rewards."""
     return _reward_model(inputs, options, bug="upstream_twice")
 
 

@@ -44,10 +44,7 @@ def rows_right(inputs: NllLogits, options: NllOptions, mesh: DeviceMesh) -> Tens
 
 @lossgate.candidate("nll", **ROWS)
 def sft_mask_left(inputs: NllLogits, options: NllOptions, mesh: DeviceMesh) -> Tensor:
-    """The mask loses its last column where the labels lose their first, so it is one token late.
-
-    After A01.
-    """
+    """The mask loses its last column where the labels lose their first, so it is one token late."""
     return _rows_nll(inputs, mesh, bug="mask_left")
 
 
@@ -107,10 +104,7 @@ def packs_right(inputs: NllLogits, options: NllOptions, mesh: DeviceMesh) -> Ten
 
 @lossgate.candidate("nll", **PACKS)
 def shift_after_split(inputs: NllLogits, options: NllOptions, mesh: DeviceMesh) -> Tensor:
-    """Labels are shifted within a rank's shard, so the last token of a piece has a wrong label.
-
-    After A07.
-    """
+    """Labels are shifted within a rank's shard, so the last token of a piece has a wrong label."""
     return _pack_nll(inputs, options, mesh, bug="shift_in_model")
 
 
@@ -179,10 +173,7 @@ def fused_right(inputs: NllHidden, options: NllOptions, mesh: DeviceMesh) -> Ten
 
 @lossgate.candidate("nll", **FUSED)
 def loss_alone_divided(inputs: NllHidden, options: NllOptions, mesh: DeviceMesh) -> Tensor:
-    """The mean divides the loss that is returned, but not the gradients made while it was summed.
-
-    After C07.
-    """
+    """The mean divides the loss that is returned, but not the gradients made with it."""
     return _fused_nll(inputs, options, bug="loss_alone_divided")
 
 
@@ -232,10 +223,7 @@ def smoothed_right(inputs: LabelSmoothingLogits, options: LabelSmoothingOptions,
 
 @lossgate.candidate("label_smoothing", **SMOOTHED)
 def smoothing_unmasked(inputs: LabelSmoothingLogits, options: LabelSmoothingOptions, mesh: DeviceMesh) -> Tensor:
-    """Ignored tokens still add their smoothing term to the loss, though their gradient is zero.
-
-    After O13.
-    """
+    """Ignored tokens still add their smoothing term to the loss, though their gradient is zero."""
     return _smoothed(inputs, options, bug="smoothing_unmasked")
 
 
@@ -304,10 +292,7 @@ def chunked_right(inputs: ZLossHidden, options: ZLossOptions, mesh: DeviceMesh) 
 
 @lossgate.candidate("z_loss", **CHUNKED)
 def tail_added_twice(inputs: ZLossHidden, options: ZLossOptions, mesh: DeviceMesh) -> Tensor:
-    """The last chunk is moved back to be full, and the head's gradients get its first tokens twice.
-
-    After K09.
-    """
+    """The last chunk is moved back to be full: the head's gradients get its first tokens twice."""
     return _chunked_z_loss(inputs, options, bug="tail_moved_back")
 
 

@@ -120,10 +120,7 @@ def nll_right(inputs: NllLogits, options: NllOptions, mesh: DeviceMesh) -> Tenso
 
 @lossgate.candidate("nll", **NLL)
 def boundary_label_owned_twice(inputs: NllLogits, options: NllOptions, mesh: DeviceMesh) -> Tensor:
-    """A rank also owns the label one past its last row, so two ranks add a logit for that label.
-
-    After G15.
-    """
+    """A rank also owns the label one past its last row, so two ranks add a logit for that label."""
     return _nll(inputs, options, mesh, bug="end_owned")
 
 
@@ -138,20 +135,14 @@ def tokens_right(inputs: TokenLogprobsLogits, options: TokenLogprobsOptions, mes
 def temperature_not_in_backward(
     inputs: TokenLogprobsLogits, options: TokenLogprobsOptions, mesh: DeviceMesh
 ) -> Outputs:
-    """Backward returns the gradient of the scaled logits, without dividing it by the temperature.
-
-    After D15.
-    """
+    """Backward returns the gradient of the scaled logits, not divided by the temperature."""
     logprobs, entropy = _logprobs(inputs, options.temperature, mesh, bug="no_temperature")
     return Outputs(logprobs=logprobs, token_entropy=entropy)
 
 
 @lossgate.candidate("token_logprobs", **TOKENS)
 def entropy_gradient_dropped(inputs: TokenLogprobsLogits, options: TokenLogprobsOptions, mesh: DeviceMesh) -> Outputs:
-    """Backward uses the gradient of the log-probabilities and ignores that of the entropies.
-
-    After L07.
-    """
+    """Backward uses the gradient of the log-probabilities and ignores that of the entropies."""
     logprobs, entropy = _logprobs(inputs, options.temperature, mesh, bug="entropy_dropped")
     return Outputs(logprobs=logprobs, token_entropy=entropy)
 
@@ -188,10 +179,7 @@ def parallel_smoothed_right(inputs: LabelSmoothingLogits, options: LabelSmoothin
 def smoothing_gradient_reduced_again(
     inputs: LabelSmoothingLogits, options: LabelSmoothingOptions, mesh: DeviceMesh
 ) -> Tensor:
-    """The gradient of the sum of logits is equal on all ranks, and yet is summed over them again.
-
-    After G07.
-    """
+    """The gradient of the sum of logits is equal on all ranks, and is summed over them again."""
     return _smoothed(inputs, options, mesh, bug="reduced_again")
 
 
@@ -228,10 +216,7 @@ def softcap_head_right(inputs: SoftcapHidden, options: SoftcapOptions, mesh: Dev
 
 @lossgate.candidate("softcap", **HEAD)
 def hidden_gradient_not_reduced(inputs: SoftcapHidden, options: SoftcapOptions, mesh: DeviceMesh) -> Tensor:
-    """Hidden states get the gradient of this rank's rows of the vocabulary alone.
-
-    After I13.
-    """
+    """Hidden states get the gradient of this rank's rows of the vocabulary alone."""
     return _softcapped(inputs, options, mesh, bug="hidden_partial")
 
 

@@ -60,10 +60,7 @@ def value_right(inputs: ValueValues, options: ValueOptions, mesh: DeviceMesh) ->
 
 @lossgate.candidate("value", **FUSED)
 def clipped_values_get_gradient(inputs: ValueValues, options: ValueOptions, mesh: DeviceMesh) -> Tensor:
-    """Where the clipped error is the larger, backward passes its gradient through the clamp.
-
-    After F15.
-    """
+    """Where the clipped error is the larger, backward passes its gradient through the clamp."""
     return _fused(inputs, options, bug="straight_through")
 
 
@@ -114,10 +111,7 @@ def value_packs_right(inputs: ValueValues, options: ValueOptions, mesh: DeviceMe
 
 @lossgate.candidate("value", **PACKS)
 def returns_split_in_order(inputs: ValueValues, options: ValueOptions, mesh: DeviceMesh) -> Tensor:
-    """The returns are split over the ranks end to end, where everything else is split in a zigzag.
-
-    After H13.
-    """
+    """The returns are split over the ranks end to end, and everything else in a zigzag."""
     return _packed(inputs, options, mesh, bug="returns_in_order")
 
 

@@ -70,7 +70,8 @@ def _clipped_pg(inputs: Any, options: Any, mesh: DeviceMesh, bug: str = "") -> l
     log_ratio = current - previous
     log_weight = behaviour - sampled
     if options.sequence_level_importance_ratios:
-        log_ratio = (per_sequence(log_ratio) / lengths)[inputs.sequence]
+        if not options.force_on_policy_ratio:
+            log_ratio = (per_sequence(log_ratio) / lengths)[inputs.sequence]
         with torch.no_grad():
             log_weight = per_sequence(log_weight)[inputs.sequence]
     ratio = torch.where(counted, log_ratio.exp(), 0.0)
@@ -83,10 +84,11 @@ def _clipped_pg(inputs: Any, options: Any, mesh: DeviceMesh, bug: str = "") -> l
 
     # The penalty, whose weight is 1 and adds the gradient of a score term
     to_reference = reference - current
+    score = torch.ones_like(current) if bug == "weight of ones" else (current - current.detach()).exp()
     if options.kl_input_clamp_value is not None:
+        score = torch.where(to_reference.abs() <= options.kl_input_clamp_value, score, 1.0)
         to_reference = to_reference.clamp(-options.kl_input_clamp_value, options.kl_input_clamp_value)
-    kl = _kl(to_reference, options.reference_policy_kl_type)
-    kl = kl * (torch.ones_like(current) if bug == "weight of ones" else (current - current.detach()).exp())
+    kl = score * _kl(to_reference, options.reference_policy_kl_type)
     if options.kl_output_clamp_value is not None:
         kl = kl.clamp(-options.kl_output_clamp_value, options.kl_output_clamp_value)
 
@@ -146,12 +148,19 @@ def right_clipped_pg(inputs, options, mesh):
     return _clipped_pg(inputs, options, mesh)
 
 
-@lossgate.candidate("clipped_pg", head="logprobs", axes=("dp", "cp"), dtypes=FLOAT32, supports=_PPO)
+_ON_POLICY = _PPO | {"force_on_policy_ratio": True}
+
+
+@lossgate.candidate("clipped_pg", head="logprobs", axes=("dp", "cp"), dtypes=FLOAT32, supports=_ON_POLICY)
+def right_on_policy_pg(inputs, options, mesh):
+    """Takes the policy itself for the one before the update, detached in ratio and weight."""
+    return _clipped_pg(inputs, options, mesh)
+
+
+@lossgate.candidate("clipped_pg", head="logprobs", axes=("dp", "cp"), dtypes=FLOAT32, supports=_ON_POLICY)
 def sampler_weight_keeps_gradient(inputs, options, mesh):
     """Under a forced on-policy ratio the weight towards the sampler is not detached, and passes
     a gradient on.
-
-    After F04.
     """
     return _clipped_pg(inputs, options, mesh, bug="attached weight")
 
@@ -161,7 +170,7 @@ def sequence_ratio_gradient_of_own_part(inputs, options, mesh):
     """The sum of a sequence's log-ratios is reduced over cp in forward alone, so gradients miss
     the others' losses.
 
-    A variation of G06, along context parallelism and for GSPO.
+    Along context parallelism and for GSPO.
     """
     return _clipped_pg(inputs, options, mesh, bug="own tokens alone")
 
@@ -170,8 +179,6 @@ def sequence_ratio_gradient_of_own_part(inputs, options, mesh):
 def kl_without_score_term(inputs, options, mesh):
     """The KL penalty is weighted by a constant 1, where a ratio to itself should add the
     score's gradient.
-
-    After E06.
     """
     return _clipped_pg(inputs, options, mesh, bug="weight of ones")
 
@@ -180,8 +187,6 @@ def kl_without_score_term(inputs, options, mesh):
 def positive_nll_by_own_count(inputs, options, mesh):
     """The NLL of positive examples is divided by each rank's own count, and averaged over the
     ranks.
-
-    After C18.
     """
     return _clipped_pg(inputs, options, mesh, bug="own count")
 
@@ -190,8 +195,6 @@ def positive_nll_by_own_count(inputs, options, mesh):
 def idle_rank_reports_ratio_zero(inputs, options, mesh):
     """A rank without trained tokens reports 0 as its smallest and largest ratio, which is then
     the smallest of all.
-
-    After R16.
     """
     return _clipped_pg(inputs, options, mesh, bug="zero for nothing")
 
@@ -242,7 +245,7 @@ def clip_bounds_swapped_in_backward(inputs, options, mesh):
     """Backward takes the lower clip range for the higher one and the other way round, so other
     tokens are clipped.
 
-    After F16, in backward alone.
+    In backward alone.
     """
     return _grpo(inputs, options, bug="bounds swapped")
 
@@ -255,4 +258,4 @@ BUGS = {
     "idle_rank_reports_ratio_zero": ("dp=2", "cp=2"),
     "clip_bounds_swapped_in_backward": ("single", "cp=2"),
 }
-RIGHT = ("right_clipped_pg", "right_dapo")
+RIGHT = ("right_clipped_pg", "right_on_policy_pg", "right_dapo")

@@ -55,8 +55,6 @@ def right_grpo_of_logits(inputs, options, mesh):
 def labels_shifted_within_shard(inputs, options, mesh):
     """Labels are the ids of this context-parallel rank moved by one, so the last token of each
     of its chunks is off.
-
-    After H12.
     """
     return _of_logits(inputs, options, bug="shift of the shard")
 
@@ -85,8 +83,6 @@ def right_averaged_grpo(inputs, options, mesh):
 def batch_count_without_dp_factor(inputs, options, mesh):
     """The loss is divided by the tokens of the batch, but not multiplied by the ranks over
     which it is averaged.
-
-    After C10.
     """
     return _averaged(inputs, options, mesh, bug="no factor")
 
@@ -155,7 +151,7 @@ def hidden_gradient_averaged_over_tp(inputs, options, mesh):
     """The gradient of the hidden states is averaged over tensor-parallel ranks, where it must
     be added up.
 
-    After C30: a division by a size that includes tensor parallelism.
+    A division by a size that includes tensor parallelism.
     """
     return _reinforce(inputs, options, mesh, bug="mean over tp")
 

@@ -67,8 +67,6 @@ def right_packed_sft(inputs, options, mesh):
 def sharded_double_shift(inputs, options, mesh):
     """The collator has shifted the labels already, and with context parallelism the model
     shifts them once more.
-
-    After A06.
     """
     return _packed_sft(inputs, options, mesh, bug="shift in the model")
 
@@ -115,8 +113,6 @@ def right_dense_sft(inputs, options, mesh):
 def entropy_mean_of_rank_means(inputs, options, mesh):
     """The reported entropy is the mean over ranks of each rank's own mean, whatever their
     numbers of tokens.
-
-    After R06.
     """
     return _dense_sft(inputs, options, mesh, bug="mean of means")
 
@@ -188,8 +184,6 @@ def right_chunked_sft(inputs, options, mesh):
 def bias_gradient_of_last_chunk(inputs, options, mesh):
     """Backward assigns the gradient of the bias in every chunk, so only that of the last chunk
     is left.
-
-    After K12.
     """
     return _chunked_sft(inputs, options, bug="bias assigned")
 
@@ -266,8 +260,6 @@ def right_strided_logprobs(inputs, options, mesh):
 def strided_upstream_read_densely(inputs, options, mesh):
     """Backward reads the upstream gradient of log-probabilities as if it had no stride, though
     it is a column.
-
-    After L04.
     """
     return _logprobs_and_entropy(inputs, options, bug="unit stride")
 
@@ -316,8 +308,6 @@ def right_attached_z_loss(inputs, options, mesh):
 def attached_z_loss_without_tokens(inputs, options, mesh):
     """The z-loss that is attached for backward is a mean, where it must be multiplied by the
     rank's tokens.
-
-    After C40.
     """
     return _z_loss(inputs, options, bug="mean attached")
 
@@ -359,8 +349,6 @@ def right_softcap(inputs, options, mesh):
 def softcap_slope_of_capped(inputs, options, mesh):
     """Backward takes the tanh of logits that are capped already, so its slope of the soft-cap
     is too steep.
-
-    After D16.
     """
     return _softcap(inputs, options, bug="tanh again")
 

@@ -66,8 +66,6 @@ def right_vocab_parallel(inputs, options, mesh):
 def shift_by_local_maximum(inputs, options, mesh):
     """Each rank subtracts the largest logit of its own shard, and then sums of different shifts
     are added up.
-
-    After G16.
     """
     return _megatron(inputs, options, mesh, bug="local maximum")
 
@@ -76,8 +74,6 @@ def shift_by_local_maximum(inputs, options, mesh):
 def softmax_over_default_group(inputs, options, mesh):
     """The softmax is reduced over the default group, which also holds context-parallel ranks
     with other tokens.
-
-    After G04.
     """
     return _megatron(inputs, options, mesh, bug="default group")
 
@@ -135,8 +131,6 @@ def right_sum_over_shards(inputs, options, mesh):
 def normaliser_gradient_of_owner_alone(inputs, options, mesh):
     """The log-probability is masked before it is summed over shards, so shards without the
     label get no gradient.
-
-    After G06.
     """
     return _by_autograd(inputs, options, mesh, bug="owner alone")
 
@@ -216,7 +210,7 @@ def smoothing_gradient_by_shard_width(inputs, options, mesh):
     """Backward shares the smoothing among the columns of the shard, where forward has the whole
     vocabulary.
 
-    A variation of C30: a size that is that of the wrong part of the ranks.
+    A size that is that of the wrong part of the ranks.
     """
     return _smoothed(inputs, options, mesh, bug="columns of the shard")
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 
 from lossgate.counterfactuals.counterfactual import Counterfactual
+from lossgate.counterfactuals.families.chunks import chunks
 from lossgate.counterfactuals.families.constants import constants
 from lossgate.counterfactuals.families.counts import counts, own_parts
 from lossgate.counterfactuals.families.inputs import detached, inputs
@@ -29,6 +30,7 @@ FAMILIES: tuple[Family, ...] = (
     masks,
     labels,
     moves,
+    chunks,
     inputs,
     detached,
     upstreams,

@@ -32,6 +32,7 @@ class Setting:
         placed: the problem.
         returned: the outputs that the candidate returns.
         tokens: how the candidate is given what belongs to tokens.
+        tiles: the sizes at which its loops turn, by dim, if it declares them.
         padding: whether the batch is seen with its padding, as the ranks hold it.
     """
 
@@ -40,10 +41,11 @@ class Setting:
         placed: PlacedProblem,
         returned: Collection[Output],
         tokens: Tokens = "shard",
+        tiles: Mapping[str, tuple[int, ...]] | None = None,
         *,
         padding: bool = False,
     ) -> None:
-        self.padding = padding
+        self.padding, self.tiles = padding, tiles or {}
         self.placed, self.returned = placed, frozenset(returned)
         self.given_tokens: Tokens = tokens
 
@@ -69,7 +71,7 @@ class Setting:
     @cached_property
     def with_padding(self) -> "Setting":
         """The same with padding."""
-        return Setting(self.placed, self.returned, self.given_tokens, padding=True)
+        return Setting(self.placed, self.returned, self.given_tokens, self.tiles, padding=True)
 
     @property
     def head(self) -> Head:
@@ -103,6 +105,19 @@ class Setting:
     def token_shards(self) -> list[Tensor]:
         """The tokens of each rank, dp rank after dp rank, and of these cp rank after cp rank."""
         return list(self.partition.token_shards.values()) if self.padding else self.partition.real_token_shards
+
+    @cached_property
+    def place_on_rank(self) -> Tensor:
+        """The place of each token among those of its rank, padding counted, ``[tokens]``."""
+        place = torch.empty(self.partition.tokens, dtype=torch.long)
+        for held in self.partition.token_shards.values():
+            place[held] = torch.arange(len(held))
+        return place if self.padding else place[self.partition.real_tokens]
+
+    @property
+    def held_by_ranks(self) -> list[int]:
+        """How many tokens each rank holds, padding counted, in the order of ``token_shards``."""
+        return [len(held) for held in self.partition.token_shards.values()]
 
     @property
     def tokens(self) -> int:

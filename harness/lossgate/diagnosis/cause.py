@@ -28,6 +28,10 @@ class Diagnosis:
     """The outputs to which it is limited, in words; "" if it explains all that was returned."""
     condition: str = ""
     """What all problems have on which the kernel is wrong, and no other, in words."""
+    partly: bool = False
+    """The mistake explains rows of an output, and not all that was returned."""
+    where: tuple[str, ...] = ()
+    """If there is no cause: where the outputs are wrong, in words."""
     problems: int = 0
     """On how many failing problems it held."""
     layouts: tuple[str, ...] = ()
@@ -41,7 +45,8 @@ class Diagnosis:
         if not self.causes:
             if not self.asked:
                 return ()
-            return (f"cause: none of {self.asked} known mistakes explains it",)
+            nothing = f"cause: none of {self.asked} known mistakes explains it"
+            return (nothing, *(f"where: {sentence}" for sentence in self.where))
         first, *others = self.causes
         also = (f"; or{', which comes to the same' * o.same_as_before}: {o.words}" for o in others)
         known = f"{first.words}{''.join(also)}"

@@ -16,6 +16,8 @@ from lossgate.counterfactuals.families.terms import terms
 from lossgate.diagnosis.cause import Cause, Diagnosis
 from lossgate.diagnosis.fitted import fitted_factors
 from lossgate.diagnosis.observed import Observed
+from lossgate.diagnosis.partly import Partly, partly
+from lossgate.diagnosis.where import where
 from lossgate.errors import CandidateError
 from lossgate.specs.outputs import Output
 from lossgate.worlds.base import RankFailure
@@ -60,7 +62,7 @@ def name_cause(
     for more in range(1, _MORE + 1):
         if len(_effects(search.failing, _best(found))) > 1 and search.observe(FIRST + FRESH + 2 * more):
             found = _matching(search.seen, [one.counterfactual for one in found])
-    return _diagnosis(search, found, len(known))
+    return _diagnosis(search, found, known)
 
 
 def _of_problem(failing: Observed) -> Iterator[Counterfactual]:
@@ -129,16 +131,14 @@ def _matching(seen: Sequence[Observed], bank: Iterable[Counterfactual]) -> list[
     return sorted(found, key=lambda match: match.level)
 
 
-def _diagnosis(search: _Search, found: Sequence[_Match], asked: int) -> Diagnosis:
+def _diagnosis(search: _Search, found: Sequence[_Match], known: Sequence[Counterfactual]) -> Diagnosis:
     failing = search.failing
     layouts = tuple(dict.fromkeys(str(one.case.problem.layout) for one in failing))
-    common = Diagnosis(problems=len(failing), layouts=layouts, asked=asked)
-    if not found:
-        return common
+    common = Diagnosis(problems=len(failing), layouts=layouts, asked=len(known))
     best = _best(found)
     effects = _effects(failing, best)
-    if len(effects) > _NAMES:
-        return common  # so many different mistakes explain it that none is sure
+    if not 0 < len(effects) <= _NAMES:  # so many different mistakes explain it that none is sure
+        return _without_name(search, known, common)
     scope = _scope(failing)
     whole, always = best[0].whole, best[0].always
     condition = "" if always else _condition(search.seen, best[0].counterfactual, scope)
@@ -155,6 +155,24 @@ def _diagnosis(search: _Search, found: Sequence[_Match], asked: int) -> Diagnosi
     ]
     in_scope = "" if whole or best[0].counterfactual.of_any_output else f", in {said} alone"
     return replace(common, causes=tuple(causes[:_NAMES]), scope=in_scope, condition=condition)
+
+
+def _without_name(search: _Search, known: Iterable[Counterfactual], common: Diagnosis) -> Diagnosis:
+    """Returns what is said if no mistake explains all that is wrong: one that explains most rows of
+    an output, or where these are.
+    """
+    failing = search.failing
+    found = partly(failing, known)
+    if found:
+        groups: list[list[Partly]] = []
+        for one in (one for one in found if one.level == found[0].level and one.output == found[0].output):
+            if not any(_one_effect(failing, g[0].counterfactual, one.counterfactual, [one.output]) for g in groups):
+                groups.append([one])
+        if len(groups) <= _NAMES:  # or none is sure
+            causes = [group[0].cause for group in groups]
+            return replace(common, causes=tuple(causes), partly=True)
+    condition = _condition_alone(search.seen)
+    return replace(common, where=(*condition, *where(failing)))
 
 
 def _best(found: Sequence[_Match]) -> list[_Match]:
@@ -200,6 +218,17 @@ def _condition(seen: Sequence[Observed], one: Counterfactual, scope: Collection[
     if own or (common and len(others) >= _TELLING):
         return f", with {min(own or common, key=lambda trait: (len(trait), trait))}"
     return ", on some problems alone"
+
+
+def _condition_alone(seen: Sequence[Observed]) -> tuple[str, ...]:
+    """Returns in words what all failing problems have and none of the others."""
+    failing = [_traits(observed) for observed in seen if observed.wrong]
+    others = [_traits(observed) for observed in seen if not observed.wrong]
+    common = frozenset.intersection(*failing).difference(*others)
+    if len(others) < _TELLING or not common:
+        return ()
+    trait = min(common, key=lambda trait: (len(trait), trait))
+    return (f"only problems with {trait} disagree, {len(failing)} of {len(seen)}",)
 
 
 def _traits(observed: Observed) -> frozenset[str]:

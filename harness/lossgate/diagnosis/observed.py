@@ -34,7 +34,7 @@ class Observed:
         self.case = case
         self.wrong = frozenset(c.output for c in case.comparisons if not c.agrees)
         """The outputs that disagree."""
-        self.setting = Setting(case.placed, case.result.outputs, case.candidate.tokens)
+        self.setting = Setting(case.placed, case.result.outputs, case.candidate.tokens, case.candidate.tiles)
         self._predicted: dict[str, Outputs | None] = {}
         self._runs: dict[str, Mapping[Output, Tensor]] = {}
 
@@ -91,7 +91,8 @@ class Observed:
             noise = KernelNoise(bound.problem, batch, seams.options(setting))
             stages = stages_of(self.case.candidate, bound.problem.dtype)
             predicted = self.predicted(one)
-            self._runs[one.name] = noise.deviations(setting.partition, stages, setting.returned, predicted)
+            returned = setting.returned & predicted.keys()  # another option may have other metrics
+            self._runs[one.name] = noise.deviations(setting.partition, stages, returned, predicted)
         return self._runs[one.name]
 
     def changes(self, counterfactual: Counterfactual) -> frozenset[Output]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
+from lossgate.counterfactuals.edges import edges, first_trained, last_trained, piece_ends, rank_ends
 from lossgate.counterfactuals.setting import Fields, Setting
 from lossgate.layout import Axis
 from lossgate.specs.spec import Spec
@@ -151,59 +152,6 @@ def _in_sequences(setting: Setting, x: Tensor, by: int) -> Tensor:
     return torch.cat([part.roll(by, 0) for part in x.split(list(setting.partition.lengths))])
 
 
-def _edges(setting: Setting, first: bool) -> Tensor:
-    """Returns ``[tokens]`` bool: the first or the last token of each sequence."""
-    sequence = setting.fields["sequence"]
-    other = sequence.roll(1 if first else -1)
-    edge = sequence != other
-    if len(edge):
-        edge[0 if first else -1] = True
-    return edge
-
-
-def _last_trained(setting: Setting, x: Tensor) -> Tensor:
-    """Returns the last true entry of each sequence."""
-    found = torch.zeros_like(x)
-    for start, end in zip(
-        setting.fields["cu_seqlens"][:-1].tolist(), setting.fields["cu_seqlens"][1:].tolist(), strict=True
-    ):
-        true = x[start:end].nonzero()
-        if len(true):
-            found[start + int(true[-1])] = True
-    return found
-
-
-def _first_trained(setting: Setting, x: Tensor) -> Tensor:
-    found = torch.zeros_like(x)
-    for start, end in zip(
-        setting.fields["cu_seqlens"][:-1].tolist(), setting.fields["cu_seqlens"][1:].tolist(), strict=True
-    ):
-        true = x[start:end].nonzero()
-        if len(true):
-            found[start + int(true[0])] = True
-    return found
-
-
-def _piece_ends(setting: Setting, *, last: bool = True) -> Tensor:
-    """Returns ``[tokens]`` bool: the ends of what each rank holds, piece by piece."""
-    ends = torch.zeros(setting.tokens, dtype=torch.bool)
-    for own in setting.token_shards:
-        if len(own):
-            breaks = (own[1:] != own[:-1] + 1).nonzero().squeeze(1)
-            index = (
-                torch.cat([breaks, torch.tensor([len(own) - 1])])
-                if last
-                else torch.cat([torch.tensor([0]), breaks + 1])
-            )
-            ends[own[index]] = True
-    return ends
-
-
-def _rank_ends(setting: Setting) -> Tensor:
-    """Returns ``[tokens]`` bool: the last token of each rank."""
-    return setting.mask_of(torch.tensor([int(own[-1]) for own in setting.token_shards if len(own)]).long())
-
-
 def _always(setting: Setting) -> bool:
     return True
 
@@ -214,18 +162,24 @@ def _over(*axes: Axis) -> Callable[[Setting], bool]:
 
 _MASKS: dict[str, tuple[Change, Callable[[Setting], bool]]] = {
     "ignored": (lambda s, x: torch.ones_like(x), _always),
-    "ignored where there is a label": (lambda s, x: ~_edges(s, first=False), _always),
+    "ignored where there is a label": (lambda s, x: ~edges(s, first=False), _always),
     "one token late": (_late, _always),
     "one token early": (_early, _always),
     "turned round": (lambda s, x: ~x, _always),
     "one token late on each rank": (_late_on_ranks, _over("dp", "cp")),
     "one token early on each rank": (_early_on_ranks, _over("dp", "cp")),
-    "false at the last trained token of each sequence": (lambda s, x: x & ~_last_trained(s, x), _always),
-    "false at the first trained token of each sequence": (lambda s, x: x & ~_first_trained(s, x), _always),
-    "false at the first token of each sequence": (lambda s, x: x & ~_edges(s, first=True), _always),
-    "true at the last token of each sequence": (lambda s, x: x | _edges(s, first=False), _always),
-    "false at the last token of each piece that a rank holds": (lambda s, x: x & ~_piece_ends(s), _over("cp")),
-    "false at the last token of each rank": (lambda s, x: x & ~_rank_ends(s), _over("dp", "cp")),
+    "false at the last trained token of each sequence": (
+        lambda s, x: x & ~last_trained(s, x),
+        _always,
+    ),
+    "false at the first trained token of each sequence": (
+        lambda s, x: x & ~first_trained(s, x),
+        _always,
+    ),
+    "false at the first token of each sequence": (lambda s, x: x & ~edges(s, first=True), _always),
+    "true at the last token of each sequence": (lambda s, x: x | edges(s, first=False), _always),
+    "false at the last token of each piece that a rank holds": (lambda s, x: x & ~piece_ends(s), _over("cp")),
+    "false at the last token of each rank": (lambda s, x: x & ~rank_ends(s), _over("dp", "cp")),
 }
 _SHIFTS: dict[str, tuple[Change, Callable[[Setting], bool]]] = {
     "shifted twice": (_early, _always),

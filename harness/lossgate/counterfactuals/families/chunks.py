@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks of tokens in which a rank loops: the last one, short or moved back; what belongs to the
+first one, taken for all. There are some if a candidate declares ``tiles``.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
+from lossgate.counterfactuals.seams import Part
+from lossgate.counterfactuals.setting import Fields, Setting
+from lossgate.specs.spec import Spec
+
+Chunks = list[list[Tensor]]
+"""The numbers of the tokens in each chunk, by rank."""
+
+
+def chunks(spec: Spec, head: str) -> Iterator[Counterfactual]:
+    """Yields the mistakes of loops over chunks of tokens."""
+    if spec.reference is None or spec.trained_dim != "token":
+        return
+    for what, (sentence, tokens) in _TWICE.items():
+        yield mistake(what, sentence, "chunk", _loops, padding=True, parts=partial(_added, tokens))
+    for what, (sentence, tokens) in _LOST.items():
+        yield mistake(what, sentence, "chunk", _loops, padding=True, parts=partial(_left_out, tokens))
+    yield mistake(
+        "mean of chunks",
+        "each chunk is divided by its own trained tokens, and the chunks are averaged",
+        "chunk",
+        _loops,
+        "add up all chunks, and divide once by the number that is given",
+        padding=True,
+        parts=_mean_of_chunks,
+    )
+    own = [name for name, dims in spec.fields.items() if dims == ("token",)]
+    for name in (*(("labels",) if head in ("hidden", "logits") else ()), "mask", *own):
+        yield mistake(
+            f"{name} of the first chunk",
+            f"every chunk takes {'the mask' if name == 'mask' else name} of the first chunk",
+            "chunk",
+            _loops,
+            f"cut {'the mask' if name == 'mask' else name} as you cut the tokens",
+            padding=True,
+            fields=partial(_of_first_chunk, name),
+        )
+        for by, way in ((1, "late"), (-1, "early")):
+            yield mistake(
+                f"{name} one token {way} in each chunk",
+                f"{'the mask' if name == 'mask' else name} is shifted by one token within each chunk, one {way}",
+                "chunk",
+                _loops,
+                padding=True,
+                fields=partial(_rolled, name, by),
+            )
+
+
+def _size(setting: Setting) -> int:
+    return setting.tiles["token"][0]
+
+
+def _loops(setting: Setting) -> bool:
+    """Returns whether the size of a chunk is known, and some rank has several."""
+    sizes = setting.tiles.get("token", ())
+    return len(sizes) == 1 and any(held > sizes[0] for held in setting.held_by_ranks)
+
+
+def _chunks(setting: Setting) -> Chunks:
+    return [list(own.split(_size(setting))) for own in setting.token_shards]
+
+
+def _short_last(setting: Setting) -> list[Tensor]:
+    """Returns the last chunk of each rank where it is shorter than the others."""
+    return [rank[-1] for rank in _chunks(setting) if rank and len(rank[-1]) < _size(setting)]
+
+
+def _before_short_last(setting: Setting) -> list[Tensor]:
+    """Returns the tokens that a last chunk covers again if it is moved back to be full."""
+    found: list[Tensor] = []
+    for own in setting.token_shards:
+        short = len(own) % _size(setting)
+        if short and len(own) > _size(setting):
+            found.append(own[len(own) - _size(setting) : len(own) - short])
+    return found
+
+
+def _last(setting: Setting) -> list[Tensor]:
+    return [rank[-1] for rank in _chunks(setting) if rank]
+
+
+def _all_but_last(setting: Setting) -> list[Tensor]:
+    return [chunk for rank in _chunks(setting) for chunk in rank[:-1]]
+
+
+def _all_but_first(setting: Setting) -> list[Tensor]:
+    return [chunk for rank in _chunks(setting) for chunk in rank[1:]]
+
+
+def _firsts(setting: Setting) -> list[Tensor]:
+    return [chunk[:1] for rank in _chunks(setting) for chunk in rank]
+
+
+def _lasts(setting: Setting) -> list[Tensor]:
+    return [chunk[-1:] for rank in _chunks(setting) for chunk in rank]
+
+
+Chosen = Callable[[Setting], list[Tensor]]
+_TWICE: Mapping[str, tuple[str, Chosen]] = {
+    "tail of chunks twice": (
+        "the last chunk is moved back to be full, and what it shares with the one before counts twice",
+        _before_short_last,
+    ),
+    "last chunk twice": ("the last chunk counts twice", _last),
+}
+_LOST: Mapping[str, tuple[str, Chosen]] = {
+    "short last chunk left out": ("a last chunk that is shorter than the others is left out", _short_last),
+    "last chunk left out": ("the last chunk is left out", _last),
+    "last chunk alone": ("the last chunk takes the place of the others, and is not added to them", _all_but_last),
+    "first chunk alone": ("the first chunk alone counts", _all_but_first),
+    "first token of chunks left out": ("the first token of each chunk is left out", _firsts),
+    "last token of chunks left out": ("the last token of each chunk is left out", _lasts),
+}
+
+
+def _within(setting: Setting, tokens: list[Tensor]) -> Tensor:
+    return setting.mask_of(torch.cat(tokens) if tokens else torch.tensor([], dtype=torch.long))
+
+
+def _added(chosen: Chosen, setting: Setting) -> list[Part]:
+    mask = setting.fields["mask"]
+    return [(1.0, {}), (1.0, {"mask": mask & _within(setting, chosen(setting))})]
+
+
+def _left_out(chosen: Chosen, setting: Setting) -> list[Part]:
+    return [(1.0, {"mask": setting.fields["mask"] & ~_within(setting, chosen(setting))})]
+
+
+def _mean_of_chunks(setting: Setting) -> list[Part]:
+    parts: list[Part] = []
+    for rank in _chunks(setting):
+        for chunk in rank:
+            mask = setting.fields["mask"] & _within(setting, [chunk])
+            own = setting.spec.counts({**setting.fields, "mask": mask})
+            parts.append((1 / (len(rank) * len(setting.token_shards)), {"mask": mask, **own}))
+    return parts
+
+
+def _of_first_chunk(name: str, setting: Setting) -> Fields:
+    x, size = setting.fields[name].clone(), _size(setting)
+    for own in setting.token_shards:
+        x[own] = x[own[torch.arange(len(own)) % size]]
+    return {name: x}
+
+
+def _rolled(name: str, by: int, setting: Setting) -> Fields:
+    x = setting.fields[name].clone()
+    for rank in _chunks(setting):
+        for chunk in rank:
+            x[chunk] = x[chunk].roll(by, 0)
+    return {name: x}

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Says where an output is wrong, if nothing that is known explains it: at which tokens, and what
+these have in common.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lossgate.diagnosis.observed import Observed
+from lossgate.diagnosis.rows import visible_rows, wrong_rows
+from lossgate.diagnosis.traits import traits_of
+from lossgate.specs.outputs import Output
+
+NOUNS: Mapping[str, str] = {"token": "tokens", "vocab": "rows of the vocabulary", "sequence": "sequences"}
+"""What the rows of a dim are called."""
+_NEARLY_ALL = 0.9
+"""Rows that are wrong on so large a share are said to be wrong as a whole."""
+_TELLS = 0.7
+"""What is shared by more rows than this share tells little of them."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Two kinds of rows of an output in several problems, and what there is to tell them apart."""
+
+    these: Sequence[Tensor]
+    """``[rows]`` bool, a tensor for each problem."""
+    others: Sequence[Tensor]
+    traits: Sequence[Mapping[str, Tensor]]
+
+    def common(self) -> str | None:
+        """Returns the plainest trait that all of these have and none of the others; None if there
+        is none.
+        """
+        return next((name for name in self._shared() if self._having(name, self.others) == 0), None)
+
+    def best(self) -> tuple[str, int] | None:
+        """Returns a trait that all of these have, and how few of the others; None if none tells."""
+        total = _count(self.others)
+        counts = {name: self._having(name, self.others) for name in self._shared()}
+        telling = {name: count for name, count in counts.items() if count < _TELLS * total}
+        name = min(telling, key=telling.__getitem__, default=None)
+        return None if name is None else (name, telling[name])
+
+    def _shared(self) -> Iterator[str]:
+        for name in self.traits[0] if self.traits else ():
+            if all(name in traits for traits in self.traits) and self._having(name, self.these) == _count(self.these):
+                yield name
+
+    def _having(self, name: str, rows: Sequence[Tensor]) -> int:
+        return sum(int((own & traits[name]).sum()) for own, traits in zip(rows, self.traits, strict=True))
+
+
+def where(failing: Iterable[Observed]) -> tuple[str, ...]:
+    """Returns, in sentences, which rows of each wrong output are wrong and what they have in
+    common. Nothing is said of outputs without rows.
+
+    Args:
+        failing: what a kernel returned on problems where it is wrong.
+    """
+    seen = list(failing)
+    outputs = sorted({output for one in seen for output in one.wrong if output.dims}, key=str)
+    return tuple(sentence for output in outputs for sentence in _of_output(output, seen))
+
+
+def _of_output(output: Output, seen: Sequence[Observed]) -> Iterator[str]:
+    own = [one for one in seen if output in one.wrong and output in one.case.result.outputs]
+    noun = NOUNS.get(output.dims[0], "rows")
+    wrong = [wrong_rows(one, output) for one in own]
+    right = [visible_rows(one, output) & ~rows for one, rows in zip(own, wrong, strict=True)]
+    bad, good = _count(wrong), _count(right)
+    if not bad:
+        return
+    what = f"{words_of(output)} is wrong at"
+    if bad >= _NEARLY_ALL * (bad + good):
+        yield f"{what} {'all' if not good else 'nearly all'} {noun}{_ratio(output, own, wrong)}"
+        return
+    common = f"{what} {bad} of {bad + good} {noun}"
+    traits = [traits_of(one.setting, output.dims[0]) for one in own]
+    rows = Rows(wrong, right, traits)
+    if (trait := rows.common()) is not None:
+        yield f"{what} {noun} {trait}, {bad} of {bad + good}, and at no others{_ratio(output, own, wrong)}"
+    elif (best := rows.best()) is not None:
+        trait, spared = best
+        yield f"{common}, only at {noun} {trait}, of which {spared} are right{_ratio(output, own, wrong)}"
+    elif (inverse := Rows(right, wrong, traits).best()) is not None:
+        trait, spared = inverse
+        yield f"{common}; those that are right are {noun} {trait}{_ratio(output, own, wrong)}"
+    else:
+        yield f"{common}, and nothing tells these from the others{_ratio(output, own, wrong)}"
+
+
+def _ratio(output: Output, seen: Sequence[Observed], wrong: Sequence[Tensor]) -> str:
+    """Returns in words by what factor wrong rows are off, if it is about one for all."""
+    factors: list[Tensor] = []
+    for one, rows in zip(seen, wrong, strict=True):
+        got, reference = (x[output][rows].flatten(1) if x[output].dim() > 1 else x[output][rows, None]
+                          for x in (one.got, one.case.oracle.reference))  # fmt: skip
+        size, alike = reference.square().sum(1), (got * reference).sum(1)
+        if not got.isfinite().all() or bool((size == 0).any()):
+            return ""
+        factors.append(alike / size)
+        off = (got - factors[-1][:, None] * reference).square().sum(1)
+        if bool((off > 1e-4 * got.square().sum(1)).any()):
+            return ""
+    each = torch.cat(factors)
+    if len(each) and float(each.max() - each.min()) <= 1e-2 * float(each.abs().max()):
+        return f", each {float(each.mean()):.3g} times the reference"
+    if len(each) and bool((each < 0).all()):
+        return ", with the opposite sign"
+    return ""
+
+
+def words_of(output: Output) -> str:
+    """Names an output in a sentence."""
+    return f"the gradient of {output.name}" if output.kind == "gradient" else output.name
+
+
+def _count(rows: Iterable[Tensor]) -> int:
+    return sum(int(one.sum()) for one in rows)
