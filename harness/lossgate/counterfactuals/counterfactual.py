@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lossgate.counterfactuals.seams import RIGHT, Outputs, Seams, run, spelled_out
-from lossgate.counterfactuals.setting import Setting
+from lossgate.counterfactuals.setting import Fields, Setting
 from lossgate.errors import UsageError
 from lossgate.layout import Axis
 
@@ -53,6 +53,15 @@ class Counterfactual:
             return found
         real = setting.partition.real_tokens
         return {o: x[real] if "token" in o.dims else x for o, x in found.items()}
+
+    def fields(self, setting: Setting) -> Fields:
+        """Returns the fields that it changes, without padding."""
+        if not self.padding:
+            return self.seams.fields(setting)
+        padded, real = setting.with_padding, setting.partition.real_tokens
+        dims = {**setting.spec.fields, "mask": ("token",), "labels": ("token",)}
+        found = self.seams.fields(padded)
+        return {name: x[real] if "token" in dims.get(name, ()) else x for name, x in found.items()}
 
     def words(self, outputs: str) -> str:
         """Returns the sentence, said of some outputs if it is one about any output."""

@@ -22,6 +22,8 @@ Part = tuple[float, Fields]
 """A weight, and the fields that this part of the loss sees in place of the whole batch's."""
 Stage = Callable[[Setting, Tensor], Tensor]
 
+Loss = Callable[[BoundSpec, TokenValues, Fields], tuple[Tensor, dict[str, Tensor]]]
+
 
 def with_gradient_of(value: Tensor, other: Tensor) -> Tensor:
     """Returns a tensor that has one's value and the other's gradient."""
@@ -93,7 +95,7 @@ class Seams:
     """All that the loss is given of each token."""
     parts: Callable[[Setting], Sequence[Part]] = lambda setting: [(1.0, {})]
     """How the loss is put together: rank by rank, or chunk by chunk."""
-    loss: Callable[[BoundSpec, TokenValues, Fields], tuple[Tensor, dict[str, Tensor]]] = _loss
+    loss: Loss = _loss
     """One part of the loss and the metrics."""
     upstream: Callable[[Setting, str, Tensor], Tensor] = lambda setting, name, gradient: gradient
     """The upstream gradient of an output."""

@@ -172,17 +172,28 @@ class Setting:
 
         Args:
             name: of the field.
-            source: where each entry of the padded pack comes from, ``[padded tokens]``.
+            source: where each entry of the padded pack comes from, ``[padded tokens]``; -1 for an
+                entry that becomes 0 or false.
             given: whether that is a place in whole sequences, as they are given.
         """
         own = given or (name in self.spec.unshifted and self.given_tokens != "shard")
-        return (self.as_given(name) if own else self.padded(name))[source][self.partition.real_tokens]
+        moved = (self.as_given(name) if own else self.padded(name))[source.clamp(min=0)]
+        moved[source < 0] = 0
+        return moved[self.partition.real_tokens]
 
     def source_on_each_rank(self, by: int) -> Tensor:
         """Returns where the entries of the padded pack come from if each rank rolls its own."""
         source = torch.arange(self.partition.tokens)
         for own in self.partition.token_shards.values():
             source[own] = own.roll(by)
+        return source
+
+    def source_in_each_sequence(self, by: int) -> Tensor:
+        """Returns the same if it rolls each sequence by itself, and fills what is left empty."""
+        source, sequence = self.source_on_each_rank(by), self.partition.sequence_of_token
+        source = source.where(sequence == sequence[source], -1)
+        for own in self.partition.token_shards.values():
+            source[own[-1:] if by < 0 else own[:1]] = -1
         return source
 
     @cached_property

@@ -17,6 +17,7 @@ from lossgate.diagnosis.cause import Cause, Diagnosis
 from lossgate.diagnosis.fitted import fitted_factors
 from lossgate.diagnosis.observed import Observed
 from lossgate.diagnosis.partly import Partly, partly
+from lossgate.diagnosis.rounding import coarser
 from lossgate.diagnosis.where import where
 from lossgate.errors import CandidateError
 from lossgate.specs.outputs import Output
@@ -47,15 +48,20 @@ def name_cause(
         cases: of one candidate, of ordinary size, on several layouts in turn. As many are run as
             are needed.
         bank: the counterfactuals, the plainest first. What the first failing problem shows is
-            added to them: the terms and operations of its loss, and factors.
+            added to them: the terms of its loss, and factors; and if none of these explains all,
+            the single operations of its loss.
         without: names that are not to be said: a measurement asks what is said without the right
             one.
     """
     search, known = _Search(iter(cases)), list(bank)
     if not search.observe(FIRST):
         return None
-    known = [one for one in (*known, *_of_problem(search.failing[0])) if one.name not in without]
+    first = search.failing[0]
+    known = [one for one in (*known, *terms(first.setting), *fitted_factors(first)) if one.name not in without]
     found = _matching(search.seen, known)
+    if not any(one.explains_all for one in found):
+        others = [one for one in operations(first.setting) if one.name not in without]
+        known, found = known + others, sorted(found + _matching(search.seen, others), key=lambda match: match.level)
     if not search.observe(FIRST + FRESH):
         return None
     found = _matching(search.seen, [one.counterfactual for one in found])
@@ -63,13 +69,6 @@ def name_cause(
         if len(_effects(search.failing, _best(found))) > 1 and search.observe(FIRST + FRESH + 2 * more):
             found = _matching(search.seen, [one.counterfactual for one in found])
     return _diagnosis(search, found, known)
-
-
-def _of_problem(failing: Observed) -> Iterator[Counterfactual]:
-    """Yields mistakes that a problem shows: in the terms of its loss, factors, and operations."""
-    yield from terms(failing.setting)
-    yield from fitted_factors(failing)
-    yield from operations(failing.setting)
 
 
 @dataclass
@@ -107,6 +106,10 @@ class _Match:
     """It explains the problems that are right, too."""
     spoilt: int
     """The outputs that are right and that it would have spoilt."""
+
+    @property
+    def explains_all(self) -> bool:
+        return self.whole and self.always
 
     @property
     def level(self) -> tuple[bool, bool, int]:
@@ -151,17 +154,19 @@ def _diagnosis(search: _Search, found: Sequence[_Match], known: Sequence[Counter
             same_as_before=number > 0,
         )
         for effect in effects
-        for number, match in enumerate(effect[: _NAMES + 1 - len(effects)])
+        for number, match in enumerate(_plain(effect)[: _NAMES + 1 - len(effects)])
     ]
     in_scope = "" if whole or best[0].counterfactual.of_any_output else f", in {said} alone"
     return replace(common, causes=tuple(causes[:_NAMES]), scope=in_scope, condition=condition)
 
 
 def _without_name(search: _Search, known: Iterable[Counterfactual], common: Diagnosis) -> Diagnosis:
-    """Returns what is said if no mistake explains all that is wrong: one that explains most rows of
-    an output, or where these are.
+    """Returns what is said if no mistake explains all that is wrong: that it may be rounding, a
+    mistake that explains most rows of an output, or where these are.
     """
     failing = search.failing
+    if (rounded := coarser(failing)) is not None:
+        return replace(common, causes=(rounded,))
     found = partly(failing, known)
     if found:
         groups: list[list[Partly]] = []
@@ -177,6 +182,12 @@ def _without_name(search: _Search, known: Iterable[Counterfactual], common: Diag
 
 def _best(found: Sequence[_Match]) -> list[_Match]:
     return [match for match in found if match.level == found[0].level]
+
+
+def _plain(effect: Sequence[_Match]) -> list[_Match]:
+    """Returns matches of one effect without operations of the reference, if others are there."""
+    others = [match for match in effect if match.counterfactual.kind != "operation"]
+    return others or list(effect[:1])
 
 
 def _scope(failing: Iterable[Observed]) -> frozenset[Output]:

@@ -2,7 +2,7 @@
 """What a kernel returned on one problem, and whether a counterfactual explains it."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -11,15 +11,34 @@ from torch import Tensor
 from lossgate.cases.case import Case
 from lossgate.cases.kernel_noise import KernelNoise
 from lossgate.counterfactuals.counterfactual import Counterfactual
-from lossgate.counterfactuals.seams import Outputs, Seams
-from lossgate.counterfactuals.setting import Setting
+from lossgate.counterfactuals.seams import RIGHT, Loss, Outputs, Seams
+from lossgate.counterfactuals.setting import Fields, Setting
 from lossgate.judge.ensemble import stages_of
+from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.outputs import Output
+from lossgate.specs.token_values import TokenValues
 
 _EQUAL = 1e-6
 """Relative difference below which two computations in float64 have one effect."""
 _NEAR = 1e-2
 """Relative difference below which it is worth to run kernels with a mistake for their noise."""
+_NOISE = 0.25
+"""The most noise that a mistake's own runs may have, relative to what it changes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Mistaken(BoundSpec):
+    """A spec whose loss has a mistake. It is written in one way, since a mistake is one of that."""
+
+    right: BoundSpec
+    mistake: Loss
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        return self.right.ways[:1]
+
+    def loss(self, values: TokenValues, fields: Fields, way: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.mistake(self.right, values, fields)
 
 
 class Observed:
@@ -78,22 +97,36 @@ class Observed:
         return output in runs and oracle.would_agree(output, result, dtype, other, runs[output])
 
     def _own_runs(self, one: Counterfactual) -> Mapping[Output, Tensor]:
-        """Returns the noise of kernels with a mistake in what they are given, less what it gives;
-        nothing for other mistakes.
+        """Returns the noise of kernels with a mistake in what they are given, or in the loss, less
+        what it gives; nothing for other mistakes.
         """
         seams = one.seams
-        if one.computed is not None or seams != Seams(fields=seams.fields, options=seams.options):
+        if one.computed is not None or seams != Seams(fields=seams.fields, options=seams.options, loss=seams.loss):
             return {}
         if one.name not in self._runs:
             setting, bound = self.setting, self.case.bound
-            changed = {name: x for name, x in seams.fields(setting).items() if name in bound.batch.fields}
+            changed = {name: x for name, x in one.fields(setting).items() if name in bound.batch.fields}
             batch = replace(bound.batch, fields={**bound.batch.fields, **changed})
-            noise = KernelNoise(bound.problem, batch, seams.options(setting))
+            spec = seams.options(setting)
+            if seams.loss is not RIGHT.loss:
+                spec = _Mistaken(**vars(spec), right=spec, mistake=seams.loss)
+            noise = KernelNoise(bound.problem, batch, spec)
             stages = stages_of(self.case.candidate, bound.problem.dtype)
             predicted = self.predicted(one)
             returned = setting.returned & predicted.keys()  # another option may have other metrics
-            self._runs[one.name] = noise.deviations(setting.partition, stages, returned, predicted)
+            found = noise.deviations(setting.partition, stages, returned, predicted)
+            sure = seams.loss is RIGHT.loss  # an operation may be out of reach where many runs are made at once
+            self._runs[one.name] = {
+                o: runs for o, runs in found.items() if sure or self._is_noise(runs, predicted[o], o)
+            }
         return self._runs[one.name]
+
+    def _is_noise(self, runs: Tensor, predicted: Tensor, output: Output) -> bool:
+        """Returns whether runs differ less than a mistake and what is right, or they would let any
+        number between the two pass.
+        """
+        apart = (predicted - self.case.oracle.reference[output]).nan_to_num(0.0, 0.0, 0.0).abs()
+        return float(runs.nan_to_num(0.0, 0.0, 0.0).abs().max()) <= _NOISE * float(apart.max())
 
     def changes(self, counterfactual: Counterfactual) -> frozenset[Output]:
         """Returns the returned outputs in which a mistake differs from the reference."""

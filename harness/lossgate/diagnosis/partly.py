@@ -16,6 +16,8 @@ from lossgate.specs.outputs import Output
 
 _MOST = 0.6
 """The share of the wrong rows that a mistake must explain, if it does not explain all."""
+_FEW = 0.15
+"""The share of these at most that may have what the exceptions have in common."""
 _LEAST = 12
 """The fewest rows that must tell, over all problems."""
 
@@ -59,10 +61,11 @@ def partly(failing: Sequence[Observed], bank: Iterable[Counterfactual]) -> list[
 def _by_rows(output: Output, failing: Sequence[Observed], bank: Iterable[Counterfactual]) -> list[Partly]:
     own = [one for one in failing if output in one.wrong and output in one.case.result.outputs]
     wrong = [wrong_rows(one, output) for one in own]
+    largest = max(range(len(own)), key=lambda i: int(wrong[i].sum()))
     traits: list[dict[str, Tensor]] = []
     found: list[Partly] = []
     for one in bank:
-        if not _may_explain(one, output, own[0], wrong[0]):
+        if not _may_explain(one, output, own[largest], wrong[largest]):
             continue
         if not traits:
             traits = [dict(traits_of(observed.setting, output.dims[0])) for observed in own]
@@ -107,6 +110,8 @@ def _limits(
     exceptions = [one | other for one, other in zip(neither, spared, strict=True)]
     if not counts[1] and counts[2] >= _LEAST and (trait := Rows(made, spared, traits).common()) is not None:
         return f", at {noun} {trait} alone", 0
-    if counts[1] + counts[2] and (trait := Rows(exceptions, made, traits).common()) is not None:
-        return f", except at {noun} {trait}", counts[1]
+    if counts[1] + counts[2] and (best := Rows(exceptions, made, traits).best()) is not None:
+        trait, as_well = best
+        if as_well <= _FEW * counts[0]:
+            return f", except at {'some ' * (as_well > 0)}{noun} {trait}", counts[1]
     return None

@@ -67,6 +67,9 @@ def labels(spec: Spec, head: str) -> Iterator[Counterfactual]:
             yield mistake(f"{name} {what}", f"{name} is {what}", "shift", when, fields=partial(_field, name, change))
 
 
+_TOGETHER = "all that belongs to labels"
+
+
 def moves(spec: Spec, head: str) -> Iterator[Counterfactual]:
     """Yields what goes wrong where ranks move or split what they hold, padding included: each field
     alone, and all that belong to labels together.
@@ -78,10 +81,14 @@ def moves(spec: Spec, head: str) -> Iterator[Counterfactual]:
     if spec.trained_dim != "token":
         return
     for group in groups:
-        what = group[0] if len(group) == 1 else "all that belongs to labels"
+        name, what = (group[0], _named(group[0])) if len(group) == 1 else (_TOGETHER, _TOGETHER)
         for how, move in _MOVES.items():
             yield mistake(
-                f"{what} {how}", f"{what} {move.words}", "shift", move.when, fields=partial(_moved, group, move)
+                f"{name} {how}",
+                f"{what} {move.words}",
+                "shift",
+                move.when,
+                fields=partial(_moved, group, move),
             )
 
 
@@ -222,6 +229,12 @@ _MOVES: Mapping[str, _Move] = {
         "is shifted after the split over cp, within what each rank holds, not before it",
         lambda s: s.source_on_each_rank(-1),
         _is_given_whole,
+        given=True,
+    ),
+    "shifted after the split, sequence by sequence": _Move(
+        "is shifted after the split over cp, within what each rank holds of a sequence, not before it",
+        lambda s: s.source_in_each_sequence(-1),
+        lambda s: _is_given_whole(s) and s.size("cp") > 1,
         given=True,
     ),
     "split in order": _Move(

@@ -7,23 +7,26 @@ are is seen in a run. A mistake names the line of the reference that holds its o
 
 import linecache
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
-from lossgate.counterfactuals.seams import with_gradient_of
+from lossgate.counterfactuals.counterfactual import Counterfactual, mistake, split
+from lossgate.counterfactuals.seams import RIGHT, Outputs, Seams, run, scaled_gradient, with_gradient_of
 from lossgate.counterfactuals.setting import Fields, Setting
 from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.token_values import TokenValues
 
-Site = tuple[str, int, str]
-"""File, line and operation."""
+Site = tuple[str, int, str, tuple[int, int] | None]
+"""File, line, operation, and where its expression begins and ends on the line; None for all of that
+kind on the line."""
 Change = Callable[[Tensor, tuple[Any, ...]], Any]
 """Gets what an operation gave, and its arguments."""
 
@@ -35,17 +38,40 @@ def operations(setting: Setting) -> Iterator[Counterfactual]:
     values = setting.bound.dense.token_values(setting.bound_spec)
     with _Traced() as traced:
         setting.bound_spec.loss(values, setting.fields)
-    for site in traced.sites:
-        file, line, operation = site
-        code = " ".join(linecache.getline(file, line).split())
+    for site in _told_apart(traced.sites):
+        file, line, operation, span = site
+        whole = linecache.getline(file, line)
+        code = " ".join((whole if span is None else whole.encode()[slice(*span)].decode()).split())
+        column = "" if span is None else f":{span[0]}"
         where = f"`{code}` ({Path(file).name}, line {line})"
         for what, change in _CHANGES.get(operation, {}).items():
             yield mistake(
-                f"{Path(file).stem}:{line} {operation}: {what}",
+                f"{Path(file).stem}:{line}{column} {operation}: {what}",
                 f"what the reference does in {where} is done otherwise: {what}",
                 "operation",
                 loss=partial(_loss, site, change),
             )
+        for what, in_shards in _IN_SHARDS.items() if operation == "log_softmax" else ():
+            yield Counterfactual(
+                name=f"{Path(file).stem}:{line}{column} {operation}: {what}",
+                sentence=f"in the softmax of {where} {what}",
+                kind="operation",
+                seams=RIGHT,
+                applies=split("tp"),
+                computed=partial(_in_shards, site, in_shards),
+            )
+
+
+def _told_apart(sites: Collection[Site]) -> Iterator[Site]:
+    """Yields the sites: each expression for a kind of operation if a line has several, then each
+    line.
+    """
+    lines: dict[Site, list[Site]] = {}
+    for site in sites:
+        lines.setdefault((*site[:3], None), []).append(site)
+    for line, each in lines.items():
+        yield from (site for site in each if len(each) > 1 and site[3] is not None)
+        yield line
 
 
 def _loss(
@@ -53,6 +79,49 @@ def _loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     with _Changed(site, change):
         return bound.loss(values, fields)
+
+
+InShards = Callable[[Tensor, Sequence[slice]], Sequence[Tensor]]
+"""Gets logits and the rows of each tp rank, and returns the log-softmax of each rank's rows."""
+
+
+def _in_shards(site: Site, log_softmax: InShards, setting: Setting) -> Outputs:
+    shards = [slice(shard.start, shard.end) for shard in setting.vocab_shards]
+
+    def change(found: Tensor, args: tuple[Any, ...]) -> Tensor:
+        whole = found.shape[-1] == shards[-1].stop
+        return torch.cat(list(log_softmax(args[0], shards)), -1) if whole else found
+
+    return run(setting, Seams(loss=partial(_loss, site, change)))
+
+
+def _own_normaliser(x: Tensor, shards: Sequence[slice]) -> list[Tensor]:
+    return [torch.log_softmax(x[..., rows], -1) for rows in shards]
+
+
+def _gradient_of_own_rows(x: Tensor, shards: Sequence[slice]) -> list[Tensor]:
+    normaliser, shares = x.detach().logsumexp(-1, keepdim=True), x.detach().softmax(-1)
+    own = ((shares[..., rows] * x[..., rows]).sum(-1, keepdim=True) for rows in shards)
+    return [x[..., rows] - with_gradient_of(normaliser, of_rows) for rows, of_rows in zip(shards, own, strict=True)]
+
+
+def _gradient_summed_again(x: Tensor, shards: Sequence[slice]) -> list[Tensor]:
+    normaliser = scaled_gradient(x.logsumexp(-1, keepdim=True), len(shards))
+    return [x[..., rows] - normaliser for rows in shards]
+
+
+def _constant_normaliser(x: Tensor, shards: Sequence[slice]) -> list[Tensor]:
+    normaliser = x.detach().logsumexp(-1, keepdim=True)
+    return [x[..., rows] - normaliser for rows in shards]
+
+
+_IN_SHARDS: Mapping[str, InShards] = {
+    "the normaliser is that of each rank's own rows: it is not reduced over tp": _own_normaliser,
+    "the gradient of the normaliser is that of each rank's own rows: it is not summed over tp": _gradient_of_own_rows,
+    "the gradient of the normaliser is summed over tp once too often": _gradient_summed_again,
+    "the normaliser has no gradient": _constant_normaliser,
+}
+"""What goes wrong where ranks share a vocabulary."""
 
 
 class _AtSites(TorchFunctionMode):
@@ -68,7 +137,7 @@ class _AtSites(TorchFunctionMode):
         frame = sys._getframe(1)
         while frame.f_back is not None and _passed_over(frame.f_code.co_filename):
             frame = frame.f_back
-        return self.at((frame.f_code.co_filename, frame.f_lineno, name), found, args)
+        return self.at((frame.f_code.co_filename, frame.f_lineno, name, _span(frame)), found, args)
 
     def at(self, site: Site, found: Tensor, args: tuple[Any, ...]) -> Any:
         raise NotImplementedError
@@ -94,7 +163,15 @@ class _Changed(_AtSites):
         self._site, self._change = site, change
 
     def at(self, site: Site, found: Tensor, args: tuple[Any, ...]) -> Any:
-        return self._change(found, args) if site == self._site else found
+        meant = self._site in (site, (*site[:3], None))
+        return self._change(found, args) if meant else found
+
+
+def _span(frame: FrameType) -> tuple[int, int] | None:
+    """Returns where the expression that a frame computes begins and ends, if it is on one line."""
+    positions = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
+    line, last, begin, end = positions
+    return None if begin is None or end is None or line != last else (begin, end)
 
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -144,6 +221,15 @@ def _turned(found: Tensor, args: tuple[Any, ...]) -> Tensor:
     return -found
 
 
+def _from_one(found: Tensor, args: tuple[Any, ...]) -> Tensor:
+    """Returns the product with 1 less the weight, if a factor is a weight between 0 and 1."""
+    for weight, other in (args[:2], args[1::-1]):
+        number = torch.as_tensor(weight)
+        if number.numel() == 1 and number.is_floating_point():
+            found = torch.where((number > 0) & (number < 1), (1 - weight) * other, found)
+    return found
+
+
 _NO_GRADIENT: Mapping[str, Change] = {"without its gradient": _cut}
 _CLAMP: Mapping[str, Change] = {
     "left out": _first,
@@ -166,7 +252,12 @@ _CHANGES: Mapping[str, Mapping[str, Change]] = {
         **_NO_GRADIENT,
     },
     "neg": {"the sign is left out": _first},
-    "mul": {"the second factor is left out": _first, "the first factor is left out": _second, **_NO_GRADIENT},
+    "mul": {
+        "the second factor is left out": _first,
+        "the first factor is left out": _second,
+        "the weight is taken from 1": _from_one,
+        **_NO_GRADIENT,
+    },
     "div": {"the division is left out": _first, **_NO_GRADIENT},
     "add": {"the second summand is left out": _first, "the first summand is left out": _second, **_NO_GRADIENT},
     "sub": {"the difference is turned round": _turned, "what is subtracted is left out": _first, **_NO_GRADIENT},
@@ -191,5 +282,6 @@ _NAMES: Mapping[str, str] = {
     "where": "where",
     "sum": "sum",
     "logaddexp": "logaddexp",
+    "log_softmax": "log_softmax",
 }
 """The operations by the names that torch calls them by."""

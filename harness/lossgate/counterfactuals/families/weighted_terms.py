@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lossgate.counterfactuals.counterfactual import Counterfactual
+from lossgate.counterfactuals.edges import edges
 from lossgate.counterfactuals.families.masks import shifted
 from lossgate.counterfactuals.families.options import with_values
 from lossgate.counterfactuals.seams import RIGHT, Outputs, Seams, run
@@ -60,9 +61,15 @@ def _mistakes(spec: Spec) -> Mapping[str, Callable[[Setting], Fields]]:
         found["the mask is ignored"] = partial(_all_true, "mask")
         found["labels are shifted twice"] = partial(shifted, ("labels",))
         found["labels and mask are shifted twice"] = partial(shifted, ("labels", "mask"))
+        found["labels and mask are shifted twice, within each sequence"] = _shifted_within
     for axis in ("dp", "cp"):
         found[f"counts are those of one rank of {axis}"] = partial(_first_counts, axis)
     return found
+
+
+def _shifted_within(setting: Setting) -> Fields:
+    found = shifted(("labels", "mask"), setting)
+    return {**found, "mask": found["mask"] & ~edges(setting, first=False)}
 
 
 def _all_true(name: str, setting: Setting) -> Fields:
