@@ -13,6 +13,7 @@ from lossgate.counterfactuals.families.masks import labels, masks, moves
 from lossgate.counterfactuals.families.metrics import metrics
 from lossgate.counterfactuals.families.options import options
 from lossgate.counterfactuals.families.ranks import ranks
+from lossgate.counterfactuals.families.sequence_sums import sequence_sums
 from lossgate.counterfactuals.families.softmax import softmaxes, temperatures
 from lossgate.counterfactuals.families.upstream import upstreams
 from lossgate.counterfactuals.families.weighted_terms import weighted_terms
@@ -25,6 +26,7 @@ FAMILIES: tuple[Family, ...] = (
     temperatures,
     softmaxes,
     ranks,
+    sequence_sums,
     own_parts,
     counts,
     masks,

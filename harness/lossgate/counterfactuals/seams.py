@@ -153,12 +153,19 @@ def run(setting: Setting, seams: Seams = RIGHT) -> Outputs:
     if spec.reference is not None:
         outputs |= _reduced(setting, seams, bound, values, fields)
     roots: list[Tensor] = []
-    for name, cotangent in batch.cotangents.items():
-        root = outputs[spec.output(name)]
+    for name, cotangent in _cotangents(setting).items():
+        root = outputs.get(spec.output(name), torch.zeros(()))
         roots.append((torch.where(root.isfinite(), root, 0.0) * seams.upstream(setting, name, cotangent)).sum())
     gradients = _gradients(roots, held)
     found = {output: tensor.detach() for output, tensor in outputs.items()}
     return seams.outputs(setting, {**found, **dict(zip(setting.head.gradients(held).values(), gradients, strict=True))})
+
+
+def _cotangents(setting: Setting) -> Mapping[str, Tensor]:
+    """Returns the upstream gradients, 0 for an output of tokens that has none where another has."""
+    given = setting.batch.cotangents
+    beside = [name for name in setting.spec.outputs if name != "loss" and "loss" not in given]
+    return {**{name: torch.zeros(setting.tokens, dtype=torch.float64) for name in beside}, **given}
 
 
 def _gradients(roots: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> tuple[Tensor, ...]:

@@ -76,9 +76,12 @@ def cases_like(
     for each in chain.from_iterable(zip(entries, with_its_options, strict=True)):
         for layout in layouts:
             for placed in deck.on(layout, splits, [each])[:1]:
-                yield Case(cell.candidate, placed.problem, worlds[layout], placed.entry.bound)
+                padding = placed.problem if each in entries else failing
+                problem = replace(placed.problem, pad_to_multiple=padding.pad_to_multiple)
+                yield Case(cell.candidate, problem, worlds[layout], placed.entry.bound)
 
 
 def _with_options_of(failing: Problem, entry: Entry, cell: Cell) -> Entry:
     problem = replace(entry.bound.problem, options=failing.options, scenario=failing.scenario, bias=failing.bias)
+    problem = replace(problem, cotangent=failing.cotangent)
     return replace(entry, bound=BoundProblem(cell.candidate.spec, problem), drawn=problem)

@@ -29,6 +29,26 @@ def counts(spec: Spec, head: str) -> Iterator[Counterfactual]:
     for group in groups:
         for axes in _AXES:
             yield from _local(group, axes)
+    for name in names:
+        for padding in (False, True):
+            yield mistake(
+                f"{name} is that of all tokens of a rank{', padding too' * padding}",
+                f"in place of {name} the kernel takes the number of all tokens that each rank holds, "
+                f"{'padding included' if padding else 'without padding'}",
+                "count",
+                _Reads((name,)),
+                f"divide by {name} as it is given",
+                parts=partial(_by_held, name, padding),
+            )
+
+
+def _by_held(name: str, padding: bool, setting: Setting) -> list[tuple[float, Fields]]:
+    held = setting.held_by_ranks if padding else [len(tokens) for tokens in setting.token_shards]
+    parts = rank_by_rank(setting, ("dp", "cp"), ())
+    given = setting.fields[name]
+    return [
+        (weight, {**own, name: torch.tensor(count).to(given)}) for (weight, own), count in zip(parts, held, strict=True)
+    ]
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,16 @@ def inputs(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 "field",
                 loss=partial(_turned, name, False),
             )
+    if spec.trained_dim == "token":
+        yield mistake(
+            "cu_seqlens for cu_seqlens_padded",
+            "the tokens of a sequence are sought by cu_seqlens, which does not count padding",
+            "field",
+            lambda setting: setting.size("cp") == 1,
+            "use cu_seqlens_padded where padding stands between sequences",
+            padding=True,
+            fields=_by_ranges_without_padding,
+        )
     names = list(numbers)
     for i, one in enumerate(names):
         for other in names[i + 1 :]:
@@ -66,6 +76,18 @@ def inputs(spec: Spec, head: str) -> Iterator[Counterfactual]:
                     "field",
                     fields=partial(_swapped, one, other),
                 )
+
+
+def _by_ranges_without_padding(setting: Setting) -> Fields:
+    partition, lengths = setting.partition, torch.tensor(setting.partition.lengths)
+    sequence, mask = setting.fields["sequence"].clone(), setting.fields["mask"].clone()
+    for (dp, _), held in partition.token_shards.items():
+        own = partition.sequences(dp)
+        ends = lengths[own.start : own.stop].cumsum(0)
+        found = torch.searchsorted(ends, torch.arange(len(held)), right=True)
+        mask[held] &= found < len(ends)
+        sequence[held] = own.start + found.clamp(max=max(len(ends) - 1, 0)).to(sequence.dtype)
+    return {"sequence": sequence, "mask": mask}
 
 
 _CHANGES: dict[str, Any] = {

@@ -61,10 +61,37 @@ def labels(spec: Spec, head: str) -> Iterator[Counterfactual]:
             "labels",
             fields=lambda setting: {"labels": setting.fields["input_ids"]},
         )
+        for within, source in _WITHIN.items():
+            yield mistake(
+                f"labels are input_ids shifted within {within}",
+                f"labels are input_ids, shifted within {within}: those at the ends of its tokens are wrong",
+                "labels",
+                _over("cp"),
+                "shift the ids before they are split over cp, or take labels as they are given",
+                fields=partial(_ids_within, source),
+            )
     of_tokens = [name for name, dims in spec.fields.items() if dims == ("token",) and name not in _bools(spec)]
     for name in of_tokens:
         for what, (change, when) in _SHIFTS.items():
             yield mistake(f"{name} {what}", f"{name} is {what}", "shift", when, fields=partial(_field, name, change))
+
+
+_WITHIN: Mapping[str, Callable[[Setting], Tensor]] = {
+    "what each rank holds": lambda s: s.source_on_each_rank(-1),
+    "what each rank holds, with 0 at its end": lambda s: s.source_on_each_rank(-1).where(~_ends_of_ranks(s), -1),
+    "what each rank holds of a sequence": lambda s: s.source_in_each_sequence(-1),
+}
+
+
+def _ends_of_ranks(setting: Setting) -> Tensor:
+    ends = [held[-1:] for held in setting.partition.token_shards.values()]
+    return torch.zeros(setting.partition.tokens, dtype=torch.bool).index_fill(0, torch.cat(ends), True)
+
+
+def _ids_within(source: Callable[[Setting], Tensor], setting: Setting) -> Fields:
+    moved = source(setting)
+    ids = setting.padded("input_ids")[moved.clamp(min=0)]
+    return {"labels": ids.where(moved >= 0, 0)[setting.partition.real_tokens]}
 
 
 _TOGETHER = "all that belongs to labels"

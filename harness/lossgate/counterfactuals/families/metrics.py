@@ -16,7 +16,19 @@ from lossgate.specs.spec import Spec
 
 
 def metrics(spec: Spec, head: str) -> Iterator[Counterfactual]:
-    """Yields the mistakes of each metric alone."""
+    """Yields the mistakes of each metric alone, and of those that have no value without a token."""
+    extremes = [name for name, metric in spec.metrics.items() if metric.reduction in ("min", "max")]
+    groups = [[name] for name in extremes] + ([extremes] if len(extremes) > 1 else [])
+    for group in groups:
+        what = f"metric {group[0]}" if len(group) == 1 else "every metric that is a smallest or largest value"
+        yield mistake(
+            f"{'extremes' if len(group) > 1 else group[0]}: 0 of ranks without a token",
+            f"{what} is 0 on a rank that has no token, and the ranks are compared with it",
+            "metric",
+            partial(_any_returned, tuple(group)),
+            "return an infinity where there is no token",
+            outputs=partial(_zeros_for_nothing, tuple(group)),
+        )
     for name, metric in spec.metrics.items():
         for what, pool in _POOLS.items():
             if what == f"the {metric.reduction} of":
@@ -50,6 +62,23 @@ def _last(parts: Tensor) -> Tensor:
     return parts[-1]
 
 
+def _any_returned(names: tuple[str, ...], setting: Setting) -> bool:
+    return any(_several(name, setting) for name in names)
+
+
+def _zeros_for_nothing(names: tuple[str, ...], setting: Setting, outputs: Outputs) -> Outputs:
+    for name in names:
+        if _several(name, setting):
+            pool = _ZERO_FOR_NOTHING[setting.spec.metrics[name].reduction]
+            outputs = _pooled(name, pool, False, setting, outputs)
+    return outputs
+
+
+def _zero_for_nothing(pool: Callable[[Tensor], Tensor], parts: Tensor) -> Tensor:
+    return pool(torch.where(parts.isfinite(), parts, 0.0))
+
+
+_ZERO_FOR_NOTHING = {"min": partial(_zero_for_nothing, torch.amin), "max": partial(_zero_for_nothing, torch.amax)}
 _POOLS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "the sum of": torch.sum,
     "the mean of": torch.mean,

@@ -51,6 +51,15 @@ def operations(setting: Setting) -> Iterator[Counterfactual]:
                 "operation",
                 loss=partial(_loss, site, change),
             )
+        if operation == "detach":
+            for other in (other for other in traced.sites if other[:2] > site[:2] and other[2] == operation):
+                also = f"`{' '.join(linecache.getline(*other[:2]).split())}` ({Path(other[0]).name}, line {other[1]})"
+                yield mistake(
+                    f"{Path(file).stem}:{line} and {Path(other[0]).stem}:{other[1]} {operation}: neither stops it",
+                    f"the gradient is stopped neither in {where} nor in {also}",
+                    "operation",
+                    loss=partial(_loss_of_two, site, other, _first),
+                )
         for what, in_shards in _IN_SHARDS.items() if operation == "log_softmax" else ():
             yield Counterfactual(
                 name=f"{Path(file).stem}:{line}{column} {operation}: {what}",
@@ -78,6 +87,13 @@ def _loss(
     site: Site, change: Change, bound: BoundSpec, values: TokenValues, fields: Fields
 ) -> tuple[Tensor, dict[str, Tensor]]:
     with _Changed(site, change):
+        return bound.loss(values, fields)
+
+
+def _loss_of_two(
+    one: Site, other: Site, change: Change, bound: BoundSpec, values: TokenValues, fields: Fields
+) -> tuple[Tensor, dict[str, Tensor]]:
+    with _Changed(one, change), _Changed(other, change):
         return bound.loss(values, fields)
 
 
@@ -217,6 +233,27 @@ def _larger(found: Tensor, args: tuple[Any, ...]) -> Tensor:
     return torch.maximum(args[0], args[1])
 
 
+def _weighted(of: Callable[..., Tensor], which: int, weight: float, found: Tensor, args: tuple[Any, ...]) -> Tensor:
+    """Returns a maximum or minimum of which one argument is weighted."""
+    return of(*(weight * x if i == which else x for i, x in enumerate(args[:2])))
+
+
+def _weights(of: Callable[..., Tensor]) -> Mapping[str, Change]:
+    return {
+        f"the {place} is {what}": partial(_weighted, of, which, weight)
+        for which, place in enumerate(("first", "second"))
+        for weight, what in ((2.0, "doubled"), (0.5, "halved"))
+    }
+
+
+def _slope_at_result(found: Tensor, args: tuple[Any, ...]) -> Tensor:
+    return with_gradient_of(found, args[0] * (1 - found.tanh() ** 2).detach())
+
+
+def _of_turned_argument(found: Tensor, args: tuple[Any, ...]) -> Tensor:
+    return torch.nn.functional.logsigmoid(-args[0])
+
+
 def _turned(found: Tensor, args: tuple[Any, ...]) -> Tensor:
     return -found
 
@@ -240,12 +277,14 @@ _CHANGES: Mapping[str, Mapping[str, Change]] = {
     "detach": {"the gradient is not stopped": _first},
     "clamp": _CLAMP,
     "maximum": {
+        **_weights(torch.maximum),
         "the smaller is taken": _smaller,
         "always the first": _first,
         "always the second": _second,
         **_NO_GRADIENT,
     },
     "minimum": {
+        **_weights(torch.minimum),
         "the larger is taken": _larger,
         "always the first": _first,
         "always the second": _second,
@@ -261,6 +300,10 @@ _CHANGES: Mapping[str, Mapping[str, Change]] = {
     "div": {"the division is left out": _first, **_NO_GRADIENT},
     "add": {"the second summand is left out": _first, "the first summand is left out": _second, **_NO_GRADIENT},
     "sub": {"the difference is turned round": _turned, "what is subtracted is left out": _first, **_NO_GRADIENT},
+    "tanh": {"left out": _first, "backward takes its slope at the result": _slope_at_result, **_NO_GRADIENT},
+    "pow": {"left out": _first, **_NO_GRADIENT},
+    "log": {"left out": _first, **_NO_GRADIENT},
+    "logsigmoid": {"its argument has the other sign": _of_turned_argument, **_NO_GRADIENT},
     "exp": {"left out": _first, **_NO_GRADIENT},
     "where": {"the condition is ignored": _kept, **_NO_GRADIENT},
     "sum": _NO_GRADIENT,
@@ -279,6 +322,10 @@ _NAMES: Mapping[str, str] = {
     **dict.fromkeys(("add", "__add__", "__radd__"), "add"),
     **dict.fromkeys(("sub", "__sub__"), "sub"),
     **dict.fromkeys(("exp", "expm1"), "exp"),
+    "tanh": "tanh",
+    **dict.fromkeys(("pow", "__pow__", "square"), "pow"),
+    **dict.fromkeys(("log", "log1p"), "log"),
+    "logsigmoid": "logsigmoid",
     "where": "where",
     "sum": "sum",
     "logaddexp": "logaddexp",

@@ -11,6 +11,7 @@ from torch import Tensor
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake, split, tempered
 from lossgate.counterfactuals.seams import RIGHT_STAGES, scaled_gradient, with_gradient_of
 from lossgate.counterfactuals.setting import Setting
+from lossgate.layout import Axis
 from lossgate.specs.spec import Spec
 from lossgate.specs.token_values import TokenValues
 
@@ -87,6 +88,21 @@ def softmaxes(spec: Spec, head: str) -> Iterator[Counterfactual]:
             cap=lambda s, z: with_gradient_of(s.bound_spec.capped(z), z),
         )
         yield mistake(
+            "soft-cap twice",
+            "the soft-cap is applied twice",
+            "softcap",
+            capped,
+            cap=lambda s, z: s.bound_spec.capped(s.bound_spec.capped(z)),
+        )
+        yield mistake(
+            "soft-cap's slope of capped logits",
+            "backward takes the slope of the soft-cap at logits that are capped already",
+            "softcap",
+            capped,
+            "take the slope from tanh as forward has it: 1 - (capped / cap)^2",
+            cap=_slope_of_capped,
+        )
+        yield mistake(
             "soft-cap z tanh(z / cap)",
             "the soft-cap is z tanh(z / cap), not cap tanh(z / cap)",
             "softcap",
@@ -133,6 +149,29 @@ def softmaxes(spec: Spec, head: str) -> Iterator[Counterfactual]:
             entropy=lambda s, lp: with_gradient_of(_entropy(lp), -(lp.detach() * lp).mul(lp.detach().exp()).sum(-1)),
         )
     yield from _over_tp()
+    if "mean_logprob" in spec.uses:
+        for side in ("", " in backward"):
+            yield mistake(
+                f"mean of the logits by the shard's rows{side}",
+                f"the mean of the logits is divided by the rows of each tp rank's vocabulary, not by all{side}",
+                "vocabulary",
+                split("tp"),
+                "divide by the size of the whole vocabulary",
+                mean=partial(_mean_by_shard, bool(side)),
+            )
+    if "logprobs" in spec.uses:
+        for axes in _OTHER_AXES:
+            over = " and ".join(axes)
+            yield mistake(
+                f"softmax reduced over {'+'.join(axes)}, too",
+                f"the softmax is reduced over {over}, too, where ranks have other tokens",
+                "vocabulary",
+                split(*axes),
+                "reduce over the group of tp alone",
+                padding=True,
+                logsumexp=partial(_over_others, axes, True),
+                picked=partial(_over_others, axes, False),
+            )
     yield from _summed_again(spec)
 
 
@@ -175,6 +214,34 @@ def _summed_again(spec: Spec) -> Iterator[Counterfactual]:
             )
 
 
+_OTHER_AXES: tuple[tuple[Axis, ...], ...] = (("dp",), ("cp",), ("dp", "cp"))
+
+
+def _mean_by_shard(backward_only: bool, setting: Setting, z: Tensor) -> Tensor:
+    own = torch.stack([z[:, s.start : s.end].sum(1) / max(s.end - s.start, 1) for s in setting.vocab_shards]).sum(0)
+    return with_gradient_of(z.mean(-1), own) if backward_only else own
+
+
+def _over_others(axes: tuple[Axis, ...], sums: bool, setting: Setting, z: Tensor) -> Tensor:
+    """Adds up what the ranks of some axes have at the same place: sums of exponentials, or logits
+    of labels, less the largest logit of all. Each token's gradient is its own.
+    """
+    token_axes: tuple[Axis, ...] = ("dp", "cp")
+    others: list[Axis] = [axis for axis in token_axes if axis not in axes]
+    own, largest, shards = z.logsumexp(-1) if sums else _picked(setting, z), _largest(z)[:, 0], setting.token_shards
+    value, share = torch.empty_like(largest), torch.ones_like(largest)
+    for rank, tokens in enumerate(shards):
+        group = [shards[other] for other in setting.group_of(rank, others)]
+        if any(len(held) != len(tokens) for held in group):
+            raise ValueError("ranks that hold different numbers of tokens cannot add up")
+        held = torch.stack([own[of] for of in group]).detach()
+        peak = torch.stack([largest[of] for of in group]).amax(0)
+        value[tokens] = held.logsumexp(0) - peak if sums else (held - peak).sum(0)
+        if sums:
+            share[tokens] = (own[tokens].detach() - held.logsumexp(0)).exp()
+    return with_gradient_of(value, own * share)
+
+
 def _at(stage: str, seam: Any) -> dict[str, Any]:
     return {stage: seam}
 
@@ -186,6 +253,11 @@ def _gradient_times(stage: str, power: int, setting: Setting, x: Tensor) -> Tens
 def _gradient_of_first(stage: str, setting: Setting, x: Tensor) -> Tensor:
     end = setting.vocab_shards[0].end
     return RIGHT_STAGES[stage](setting, torch.cat([x[:, :end], x[:, end:].detach()], 1))
+
+
+def _slope_of_capped(setting: Setting, z: Tensor) -> Tensor:
+    capped, cap = setting.bound_spec.capped(z), setting.bound_spec.softcap or 1.0
+    return with_gradient_of(capped, z * (1 - torch.tanh(capped / cap) ** 2).detach())
 
 
 def _has_cap(setting: Setting) -> bool:
@@ -206,16 +278,37 @@ def _over_tp() -> Iterator[Counterfactual]:
     def largest_local(setting: Setting, z: Tensor) -> Tensor:
         """Shifts each rank's sum by its own largest logit, and adds the sums up."""
         parts = [z[:, s.start : s.end] for s in setting.vocab_shards if s.end > s.start]
-        total = torch.stack([(part - part.amax(1, keepdim=True)).exp().sum(1) for part in parts]).sum(0)
-        return total.log() + z.amax(1)
+        return torch.stack([(part - _largest(part)).exp().sum(1) for part in parts]).sum(0).log()
 
+    def shifted_label(setting: Setting, z: Tensor) -> Tensor:
+        """Shifts the logit of the label by the largest of the rank that has it."""
+        shards = [s for s in setting.vocab_shards if s.end > s.start]
+        return _picked(setting, torch.cat([z[:, s.start : s.end] - _largest(z[:, s.start : s.end]) for s in shards], 1))
+
+    yield mistake(
+        "largest logit not reduced over tp, nor for the label",
+        "each tp rank subtracts its own largest logit, and sums of different shifts are added up",
+        "vocabulary",
+        tp,
+        "take the largest logit over all tp ranks before you subtract it",
+        logsumexp=largest_local,
+        picked=shifted_label,
+    )
     yield mistake(
         "largest logit not reduced over tp",
         "each tp rank shifts its sum of exponentials by its own largest logit, and the sums are added up as they are",
         "vocabulary",
         tp,
         "take the largest logit over all tp ranks before the sum",
-        logsumexp=largest_local,
+        logsumexp=lambda s, z: largest_local(s, z) + _largest(z)[:, 0],
+    )
+    yield mistake(
+        "softmax of the label's rank alone in backward",
+        "the gradient of the logits has the softmax on the tp rank of the label alone",
+        "vocabulary",
+        tp,
+        "subtract the normaliser on every rank, and sum the label's logit alone",
+        logsumexp=_of_label_rank,
     )
     yield mistake(
         "logsumexp counted by every tp rank",
@@ -244,6 +337,20 @@ def _over_tp() -> Iterator[Counterfactual]:
         tp,
         logsumexp=own_softmax,
     )
+
+
+def _largest(z: Tensor) -> Tensor:
+    return z.detach().amax(1, keepdim=True)
+
+
+def _of_label_rank(setting: Setting, z: Tensor) -> Tensor:
+    """Gives gradients to the columns of the rank that has the label."""
+    labels, columns = setting.fields["labels"][:, None], torch.arange(z.shape[1])
+    own = torch.zeros(z.shape, dtype=torch.bool)
+    for shard in setting.vocab_shards:
+        has_label = (labels >= shard.start) & (labels < shard.end)
+        own |= has_label & (columns >= shard.start) & (columns < shard.end)
+    return torch.where(own, z, z.detach()).logsumexp(-1)
 
 
 def _log_tp(setting: Setting) -> Tensor:

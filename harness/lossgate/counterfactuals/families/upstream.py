@@ -26,6 +26,17 @@ def upstreams(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 upstream=partial(_changed, name, change),
             )
 
+        if name != "loss":
+            yield mistake(
+                f"upstream gradient of {name} of two columns, read as if dense",
+                f"backward reads the upstream gradients of {name} with a stride of 1, where they are a column of two",
+                "upstream",
+                _is_column,
+                "make the upstream gradient contiguous, or use its stride",
+                padding=True,
+                upstream=partial(_strided, name),
+            )
+
 
 def _matters(name: str, change: Change, setting: Setting) -> bool:
     """Returns whether there is such a gradient, and the change is no plainer mistake: that all are
@@ -41,6 +52,24 @@ def _lost(setting: Setting, g: Tensor) -> Tensor:
 
 def _changed(of: str, change: Change, setting: Setting, name: str, gradient: Tensor) -> Tensor:
     return change(setting, gradient) if name == of else gradient
+
+
+def _strided(of: str, setting: Setting, name: str, g: Tensor) -> Tensor:
+    """Reads a column of a table of two without its stride, on each rank."""
+    if name != of:
+        return g
+    beside = (x for name_of_other, x in setting.batch.cotangents.items() if name_of_other != of)
+    other = next(beside, torch.zeros_like(g))
+    found = torch.empty_like(g)
+    for own in setting.token_shards:
+        found[own] = torch.stack([g[own], other[own]], 1).flatten()[: len(own)]
+    return found
+
+
+def _is_column(setting: Setting) -> bool:
+    """Returns whether an output of tokens may lie beside another that has an upstream gradient."""
+    of_tokens = [output for output in setting.spec.outputs if output != "loss"]
+    return len(of_tokens) == 2 and "loss" not in setting.batch.cotangents
 
 
 def _first_of_rank(setting: Setting, g: Tensor) -> Tensor:

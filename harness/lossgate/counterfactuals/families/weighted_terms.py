@@ -6,7 +6,7 @@ mistake in it alone is the right loss without it, plus the wrong loss less the w
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -16,9 +16,9 @@ from lossgate.counterfactuals.counterfactual import Counterfactual
 from lossgate.counterfactuals.edges import edges
 from lossgate.counterfactuals.families.masks import shifted
 from lossgate.counterfactuals.families.options import with_values
-from lossgate.counterfactuals.seams import RIGHT, Outputs, Seams, run
+from lossgate.counterfactuals.seams import RIGHT, Outputs, Part, Seams, run
 from lossgate.counterfactuals.setting import Fields, Setting
-from lossgate.counterfactuals.shares import counts_of
+from lossgate.counterfactuals.shares import counts_of, masks_of
 from lossgate.layout import AXES, Axis
 from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.outputs import Output
@@ -49,6 +49,14 @@ def weighted_terms(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 seams=RIGHT,
                 computed=partial(_mistaken, option.name, Seams(fields=fields)),
             )
+        for what, parts in _PARTS.items():
+            yield Counterfactual(
+                name=f"term of {option.name} {what}",
+                sentence=f"{term} is {what}",
+                kind="term",
+                seams=RIGHT,
+                computed=partial(_mistaken, option.name, Seams(parts=parts)),
+            )
 
 
 def _mistakes(spec: Spec) -> Mapping[str, Callable[[Setting], Fields]]:
@@ -70,6 +78,28 @@ def _mistakes(spec: Spec) -> Mapping[str, Callable[[Setting], Fields]]:
 def _shifted_within(setting: Setting) -> Fields:
     found = shifted(("labels", "mask"), setting)
     return {**found, "mask": found["mask"] & ~edges(setting, first=False)}
+
+
+def _by_own_tokens(power: int, setting: Setting) -> list[Part]:
+    own = [masks_of(setting, [rank]) for rank in range(len(setting.token_shards))]
+    return [(float(masks["mask"].sum().clamp(min=1)) ** power, masks) for masks in own]
+
+
+def _local_counts(ranks_too: bool, setting: Setting) -> list[Part]:
+    ranks = len(setting.token_shards) if ranks_too else 1
+    found: list[Part] = []
+    for rank in range(len(setting.token_shards)):
+        counts = {name: count * ranks for name, count in counts_of(setting, [rank]).items()}
+        found.append((1.0, {**masks_of(setting, [rank]), **counts}))
+    return found
+
+
+_PARTS: Mapping[str, Callable[[Setting], list[Part]]] = {
+    "divided by the trained tokens of each rank, beside what divides it anyway": partial(_by_own_tokens, -1),
+    "multiplied by the trained tokens of each rank": partial(_by_own_tokens, 1),
+    "divided by the counts of each rank's own part": partial(_local_counts, False),
+    "a mean of the means of ranks": partial(_local_counts, True),
+}
 
 
 def _all_true(name: str, setting: Setting) -> Fields:
@@ -145,6 +175,6 @@ def _mistaken(option: str, seams: Seams, setting: Setting) -> Outputs | None:
     if not _weighs(option, setting):
         return None
     without = Seams(options=partial(_without, option))
-    wrong_without = Seams(options=partial(_without, option), fields=seams.fields)
+    wrong_without = replace(seams, options=partial(_without, option))
     right, wrong, less = run(setting, without), run(setting, seams), run(setting, wrong_without)
     return {o: wrong[o] if o.kind == "metric" or o not in right else right[o] + wrong[o] - less[o] for o in wrong}
