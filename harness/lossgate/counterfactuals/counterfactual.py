@@ -11,6 +11,10 @@ from lossgate.errors import UsageError
 from lossgate.layout import Axis
 
 
+REFUSED = (UsageError, ValueError, ArithmeticError, LookupError, RuntimeError)
+"""What a reference raises that does not take what a mistake gives it: a weight above 1, a shape."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Counterfactual:
     """A mistake that kernels make, and what a kernel with it returns.
@@ -47,7 +51,7 @@ class Counterfactual:
             return None
         try:
             found = run(setting, self.seams) if self.computed is None else self.computed(setting)
-        except (UsageError, ValueError, ArithmeticError):
+        except REFUSED:
             return None
         if not self.padding or found is None:
             return found
@@ -59,7 +63,7 @@ class Counterfactual:
         if not self.padding:
             return self.seams.fields(setting)
         padded, real = setting.with_padding, setting.partition.real_tokens
-        dims = {**setting.spec.fields, "mask": ("token",), "labels": ("token",)}
+        dims = {**setting.spec.fields, **dict.fromkeys(("mask", "labels", "sequence"), ("token",))}
         found = self.seams.fields(padded)
         return {name: x[real] if "token" in dims.get(name, ()) else x for name, x in found.items()}
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lossgate.cases.case import Case
 from lossgate.cases.kernel_noise import KernelNoise
-from lossgate.counterfactuals.counterfactual import Counterfactual
+from lossgate.counterfactuals.counterfactual import REFUSED, Counterfactual
 from lossgate.counterfactuals.seams import RIGHT, Loss, Outputs, Seams
 from lossgate.counterfactuals.setting import Fields, Setting
 from lossgate.judge.ensemble import stages_of
@@ -114,7 +114,10 @@ class Observed:
             stages = stages_of(self.case.candidate, bound.problem.dtype)
             predicted = self.predicted(one)
             returned = setting.returned & predicted.keys()  # another option may have other metrics
-            found = noise.deviations(setting.partition, stages, returned, predicted)
+            try:
+                found = noise.deviations(setting.partition, stages, returned, predicted)
+            except REFUSED:
+                found = {}
             sure = seams.loss is RIGHT.loss  # an operation may be out of reach where many runs are made at once
             self._runs[one.name] = {
                 o: runs for o, runs in found.items() if sure or self._is_noise(runs, predicted[o], o)
