@@ -9,13 +9,17 @@ from lossgate.counterfactuals.families.chunks import chunks
 from lossgate.counterfactuals.families.constants import constants
 from lossgate.counterfactuals.families.counts import counts, own_parts
 from lossgate.counterfactuals.families.inputs import detached, inputs
+from lossgate.counterfactuals.families.logits import logits
 from lossgate.counterfactuals.families.masks import labels, masks, moves
 from lossgate.counterfactuals.families.metrics import metrics
+from lossgate.counterfactuals.families.metrics_alone import metrics_alone
 from lossgate.counterfactuals.families.options import options
+from lossgate.counterfactuals.families.pairs import pairs
 from lossgate.counterfactuals.families.ranks import ranks
 from lossgate.counterfactuals.families.sequence_sums import sequence_sums
 from lossgate.counterfactuals.families.softmax import softmaxes, temperatures
 from lossgate.counterfactuals.families.upstream import upstreams
+from lossgate.counterfactuals.families.vocabulary import vocabulary
 from lossgate.counterfactuals.families.weighted_terms import weighted_terms
 from lossgate.specs.spec import Spec
 
@@ -25,9 +29,12 @@ FAMILIES: tuple[Family, ...] = (
     options,
     temperatures,
     softmaxes,
+    logits,
+    vocabulary,
     ranks,
     sequence_sums,
     own_parts,
+    pairs,
     counts,
     masks,
     labels,
@@ -39,6 +46,7 @@ FAMILIES: tuple[Family, ...] = (
     weighted_terms,
     constants,
     metrics,
+    metrics_alone,
 )
 """In the order in which names that are equal in effect are said."""
 

@@ -10,7 +10,6 @@ from lossgate.counterfactuals.setting import Fields, Setting
 from lossgate.errors import UsageError
 from lossgate.layout import Axis
 
-
 REFUSED = (UsageError, ValueError, ArithmeticError, LookupError, RuntimeError)
 """What a reference raises that does not take what a mistake gives it: a weight above 1, a shape."""
 

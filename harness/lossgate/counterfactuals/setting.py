@@ -211,6 +211,17 @@ class Setting:
         return source
 
     @cached_property
+    def source_as_one_sequence(self) -> Tensor:
+        """Where they come from if the pack of a dp rank is split in a zigzag like one sequence."""
+        source, partition = torch.arange(self.partition.tokens), self.partition
+        for (dp, cp), held in partition.token_shards.items():
+            own = partition.sequences(dp)
+            pack = torch.arange(partition.starts[own.start], partition.starts[own.stop])
+            pieces = pack.tensor_split(2 * partition.layout.cp)
+            source[held] = torch.cat([pieces[cp], pieces[2 * partition.layout.cp - 1 - cp]])
+        return source
+
+    @cached_property
     def source_end_to_end(self) -> Tensor:
         """Where they come from if the pack of a dp rank is split over cp end to end."""
         source, partition = torch.arange(self.partition.tokens), self.partition

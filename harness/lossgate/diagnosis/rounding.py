@@ -64,8 +64,7 @@ def coarser(failing: Sequence[Observed]) -> Cause | None:
 def _changes(candidate: Candidate, dtype: str) -> Iterator[tuple[dict[str, Any], str]]:
     """Yields changes to a precision that make one stage coarser, and what that says."""
     own = candidate.precision[dtype]
-    coarse = [name for name in (dtype, "bfloat16", "float16") if name in ("bfloat16", "float16")]
-    for name in dict.fromkeys(coarse):
+    for name in (dtype if dtype == "float16" else "bfloat16",):
         for stage, words in _STAGES.items():
             given = own.loss if stage == "returned" else getattr(own, stage)
             if own.returned is not None and stage == "returned":

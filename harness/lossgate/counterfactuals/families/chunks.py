@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
-from lossgate.counterfactuals.seams import Part
+from lossgate.counterfactuals.seams import Part, with_gradient_of
 from lossgate.counterfactuals.setting import Fields, Setting
+from lossgate.counterfactuals.shares import masks_of
 from lossgate.specs.spec import Spec
 
 Chunks = list[list[Tensor]]
@@ -35,6 +36,25 @@ def chunks(spec: Spec, head: str) -> Iterator[Counterfactual]:
         padding=True,
         parts=_mean_of_chunks,
     )
+    yield mistake(
+        "divided by the number of chunks",
+        "each rank divides by its number of chunks",
+        "chunk",
+        _loops,
+        "chunks of a sum are added up, and not averaged",
+        padding=True,
+        parts=_over_number,
+    )
+    if head == "hidden":
+        yield mistake(
+            "hidden reduced in every chunk",
+            "the whole gradient of hidden is summed over tp after every chunk: earlier chunks are summed again",
+            "chunk",
+            lambda setting: _loops(setting) and setting.size("tp") > 1,
+            "sum it over tp once, after the last chunk",
+            padding=True,
+            leaves=_reduced_in_every_chunk,
+        )
     own = [name for name, dims in spec.fields.items() if dims == ("token",)]
     for name in (*(("labels",) if head in ("hidden", "logits") else ()), "mask", *own):
         yield mistake(
@@ -145,6 +165,20 @@ def _mean_of_chunks(setting: Setting) -> list[Part]:
             own = setting.spec.counts({**setting.fields, "mask": mask})
             parts.append((1 / (len(rank) * len(setting.token_shards)), {"mask": mask, **own}))
     return parts
+
+
+def _over_number(setting: Setting) -> list[Part]:
+    masks = [masks_of(setting, [rank]) for rank in range(len(setting.token_shards))]
+    return [(1 / max(len(rank), 1), own) for rank, own in zip(_chunks(setting), masks, strict=True)]
+
+
+def _reduced_in_every_chunk(setting: Setting, leaves: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    times = torch.ones(setting.tokens, dtype=torch.float64)
+    for rank in _chunks(setting):
+        for number, chunk in enumerate(rank):
+            times[chunk] = float(setting.size("tp")) ** (len(rank) - 1 - number)
+    hidden = leaves["hidden"]
+    return {**leaves, "hidden": with_gradient_of(hidden, hidden * times[:, None])}
 
 
 def _of_first_chunk(name: str, setting: Setting) -> Fields:

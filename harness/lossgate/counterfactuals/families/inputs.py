@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields of a loss: one in another's place, with the other sign, left out, detached or not."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,13 @@ def inputs(spec: Spec, head: str) -> Iterator[Counterfactual]:
                     "field",
                     fields=partial(_other, name, other),
                 )
+        yield mistake(
+            f"NaN of {name} as 0",
+            f"a NaN of {name} is read as 0",
+            "field",
+            partial(_has_nan, name),
+            fields=lambda setting, name=name: {name: setting.fields[name].nan_to_num(nan=0.0)},
+        )
         if dims == ("token",) and "logprobs" in spec.uses:
             yield mistake(
                 f"logprobs for {name}",
@@ -57,6 +64,21 @@ def inputs(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 loss=partial(_turned, name, False),
             )
     if spec.trained_dim == "token":
+        for by, way in ((1, "late"), (-1, "early")):
+            yield mistake(
+                f"{head} one token {way}",
+                f"{head} is taken from the wrong tokens: one token {way}, on each rank",
+                "shift",
+                padding=True,
+                leaves=partial(_rolled_leaves, head, by),
+            )
+        yield mistake(
+            "one sequence on each rank",
+            "all tokens of a dp rank are taken for one sequence",
+            "field",
+            lambda setting: len(setting.partition.lengths) > setting.size("dp"),
+            fields=_one_sequence,
+        )
         yield mistake(
             "cu_seqlens for cu_seqlens_padded",
             "the tokens of a sequence are sought by cu_seqlens, which does not count padding",
@@ -76,6 +98,21 @@ def inputs(spec: Spec, head: str) -> Iterator[Counterfactual]:
                     "field",
                     fields=partial(_swapped, one, other),
                 )
+
+
+def _rolled_leaves(head: str, by: int, setting: Setting, leaves: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    source = torch.arange(setting.tokens)
+    for own in setting.token_shards:
+        source[own] = own.roll(by)
+    return {name: leaf[source] if name == head else leaf for name, leaf in leaves.items()}
+
+
+def _one_sequence(setting: Setting) -> Fields:
+    sequence = setting.fields["sequence"].clone()
+    for dp in range(setting.size("dp")):
+        own = setting.partition.sequences(dp)
+        sequence[(sequence >= own.start) & (sequence < own.stop)] = own.start
+    return {"sequence": sequence}
 
 
 def _by_ranges_without_padding(setting: Setting) -> Fields:
@@ -112,6 +149,10 @@ _WORDS = {
     "where negative dropped": "is taken for 0 where it is negative",
     "where positive dropped": "is taken for 0 where it is positive",
 }
+
+
+def _has_nan(name: str, setting: Setting) -> bool:
+    return bool(setting.fields[name].isnan().any())
 
 
 def _changed(name: str, what: str, setting: Setting) -> Fields:

@@ -19,7 +19,7 @@ Change = Callable[[Setting, Tensor], Tensor]
 
 def masks(spec: Spec, head: str) -> Iterator[Counterfactual]:
     """Yields the mistakes of masks, with the counts that are given, and with their own counts."""
-    for name in _bools(spec):
+    for name in bools(spec):
         for what, (change, when) in _MASKS.items():
             if spec.fields.get(name, ("token",)) != ("token",) and what not in (
                 "ignored",
@@ -70,7 +70,7 @@ def labels(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 "shift the ids before they are split over cp, or take labels as they are given",
                 fields=partial(_ids_within, source),
             )
-    of_tokens = [name for name, dims in spec.fields.items() if dims == ("token",) and name not in _bools(spec)]
+    of_tokens = [name for name, dims in spec.fields.items() if dims[:1] == ("token",) and name not in bools(spec)]
     for name in of_tokens:
         for what, (change, when) in _SHIFTS.items():
             yield mistake(f"{name} {what}", f"{name} is {what}", "shift", when, fields=partial(_field, name, change))
@@ -143,7 +143,8 @@ def shifted(names: tuple[str, ...], setting: Setting) -> Fields:
     return {name: _early(setting, setting.fields[name]) for name in names}
 
 
-def _bools(spec: Spec) -> list[str]:
+def bools(spec: Spec) -> list[str]:
+    """Returns the names of the mask and of other bool fields, as far as a loss has them."""
     own = [name for name, field in spec.added.items() if field.dtype == "bool" and len(field.dims) == 1]
     return ["mask", *own] if spec.trained_dim == "token" else own
 
@@ -218,6 +219,7 @@ _MASKS: dict[str, tuple[Change, Callable[[Setting], bool]]] = {
 _SHIFTS: dict[str, tuple[Change, Callable[[Setting], bool]]] = {
     "shifted twice": (_early, _always),
     "shifted the other way": (_late, _always),
+    "shifted to the right, where it should be to the left: two tokens late": (lambda s, x: x.roll(2, 0), _always),
     "shifted after the split, so that those at the ends of a rank's tokens are wrong": (
         _wrapped_on_ranks,
         _over("dp", "cp"),
@@ -267,6 +269,11 @@ _MOVES: Mapping[str, _Move] = {
     "split in order": _Move(
         "is split over cp in order, sequence by sequence, and everything else in a zigzag",
         lambda s: s.source_in_order,
+        _over("cp"),
+    ),
+    "split as one sequence": _Move(
+        "is split over cp in a zigzag as if the pack were one sequence",
+        lambda s: s.source_as_one_sequence,
         _over("cp"),
     ),
     "split end to end": _Move(

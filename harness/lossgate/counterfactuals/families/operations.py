@@ -38,6 +38,15 @@ def operations(setting: Setting) -> Iterator[Counterfactual]:
     values = setting.bound.dense.token_values(setting.bound_spec)
     with _Traced() as traced:
         setting.bound_spec.loss(values, setting.fields)
+    if any(site[2] == "log_softmax" for site in traced.sites):
+        for what, in_shards in _IN_SHARDS.items():
+            yield Counterfactual(
+                name=f"every log_softmax: {what}",
+                sentence=f"in every softmax over the vocabulary {what}",
+                kind="operation",
+                seams=RIGHT,
+                computed=partial(_in_shards, None, in_shards),
+            )
     for site in _told_apart(traced.sites):
         file, line, operation, span = site
         whole = linecache.getline(file, line)
@@ -101,14 +110,18 @@ InShards = Callable[[Tensor, Sequence[slice]], Sequence[Tensor]]
 """Gets logits and the rows of each tp rank, and returns the log-softmax of each rank's rows."""
 
 
-def _in_shards(site: Site, log_softmax: InShards, setting: Setting) -> Outputs:
+def _in_shards(site: Site | None, log_softmax: InShards, setting: Setting) -> Outputs:
     shards = [slice(shard.start, shard.end) for shard in setting.vocab_shards]
 
     def change(found: Tensor, args: tuple[Any, ...]) -> Tensor:
         whole = found.shape[-1] == shards[-1].stop
         return torch.cat(list(log_softmax(args[0], shards)), -1) if whole else found
 
-    return run(setting, Seams(loss=partial(_loss, site, change)))
+    def loss(bound: BoundSpec, values: TokenValues, fields: Fields) -> tuple[Tensor, dict[str, Tensor]]:
+        with _Changed(site, change):
+            return bound.loss(values, fields)
+
+    return run(setting, Seams(loss=loss if site is None else partial(_loss, site, change)))
 
 
 def _own_normaliser(x: Tensor, shards: Sequence[slice]) -> list[Tensor]:
@@ -174,12 +187,13 @@ class _Traced(_AtSites):
 class _Changed(_AtSites):
     """Changes what the operation at one site gives."""
 
-    def __init__(self, site: Site, change: Change) -> None:
+    def __init__(self, site: Site | None, change: Change) -> None:
         super().__init__()
         self._site, self._change = site, change
 
     def at(self, site: Site, found: Tensor, args: tuple[Any, ...]) -> Any:
-        meant = self._site in (site, (*site[:3], None))
+        whole = site[2] == "log_softmax" if self._site is None else False
+        meant = whole or self._site in (site, (*site[:3], None))
         return self._change(found, args) if meant else found
 
 
@@ -254,6 +268,10 @@ def _of_turned_argument(found: Tensor, args: tuple[Any, ...]) -> Tensor:
     return torch.nn.functional.logsigmoid(-args[0])
 
 
+def _other_way(found: Tensor, args: tuple[Any, ...]) -> Tensor:
+    return ~found
+
+
 def _turned(found: Tensor, args: tuple[Any, ...]) -> Tensor:
     return -found
 
@@ -273,7 +291,11 @@ _CLAMP: Mapping[str, Change] = {
     "left out in backward": _straight_through,
     **_NO_GRADIENT,
 }
+_BOOL: Mapping[str, Change] = {"the second condition is left out": _first, "the first condition is left out": _second}
 _CHANGES: Mapping[str, Mapping[str, Change]] = {
+    "and": _BOOL,
+    "or": _BOOL,
+    "comparison": {"it is turned round": _other_way},
     "detach": {"the gradient is not stopped": _first},
     "clamp": _CLAMP,
     "maximum": {
@@ -326,6 +348,9 @@ _NAMES: Mapping[str, str] = {
     **dict.fromkeys(("pow", "__pow__", "square"), "pow"),
     **dict.fromkeys(("log", "log1p"), "log"),
     "logsigmoid": "logsigmoid",
+    **dict.fromkeys(("__and__", "logical_and", "bitwise_and"), "and"),
+    **dict.fromkeys(("__or__", "logical_or", "bitwise_or"), "or"),
+    **dict.fromkeys(("__gt__", "__lt__", "__ge__", "__le__", "gt", "lt", "ge", "le"), "comparison"),
     "where": "where",
     "sum": "sum",
     "logaddexp": "logaddexp",

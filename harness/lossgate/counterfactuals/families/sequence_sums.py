@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums over the tokens of a sequence, which ranks of cp share: reduced in forward alone."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lossgate.counterfactuals.counterfactual import Counterfactual, split
+from lossgate.counterfactuals.counterfactual import Counterfactual, mistake, split
 from lossgate.counterfactuals.seams import RIGHT, Outputs, Seams, run, with_gradient_of
 from lossgate.counterfactuals.setting import Fields, Setting
 from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.spec import Spec
 from lossgate.specs.token_values import TokenValues
+
+Metrics = dict[str, Tensor]
 
 
 def sequence_sums(spec: Spec, head: str) -> Iterator[Counterfactual]:
@@ -29,6 +32,96 @@ def sequence_sums(spec: Spec, head: str) -> Iterator[Counterfactual]:
         todo="sum over cp in backward, too: an all-reduce whose backward is an all-reduce",
         computed=_in_forward_alone,
     )
+    for what, (words, counts) in _COUNTS.items():
+        yield mistake(
+            f"counts of sequences: {what}",
+            f"the mean over a sequence divides by {words}",
+            "count",
+            todo="divide by the trained tokens of the sequence",
+            loss=partial(_with_counts, counts),
+        )
+    yield Counterfactual(
+        name="means of the parts of sequences over cp",
+        sentence="the mean over a sequence is the mean of the means that ranks of cp have of their parts",
+        kind="ranks",
+        seams=RIGHT,
+        applies=split("cp"),
+        todo="sum numerator and count over cp, and divide afterwards",
+        computed=_means_of_parts,
+    )
+
+
+Counts = Callable[[Tensor, Tensor], Tensor]
+"""Gets the counts of sequences and their lengths ``[sequences]``, and returns what stands in their
+place."""
+
+
+def _of_first_of_pair(counts: Tensor, lengths: Tensor) -> Tensor:
+    return counts[torch.arange(len(counts)) // 2 * 2]
+
+
+_COUNTS: Mapping[str, tuple[str, Counts]] = {
+    "all tokens": ("all its tokens, trained or not", lambda counts, lengths: lengths),
+    "one less": ("its trained tokens less 1", lambda counts, lengths: (counts - 1).clamp(min=1)),
+    "one more": ("its trained tokens and 1 more", lambda counts, lengths: counts + 1),
+    "none": ("nothing: it is a sum", lambda counts, lengths: torch.ones_like(counts)),
+    "the longest": ("those of the longest sequence", lambda counts, lengths: counts.amax().expand(len(counts))),
+    "of the first of a pair": ("the trained tokens of the chosen sequence, for both of a pair", _of_first_of_pair),
+}
+"""What a mean over a sequence may divide by: in words, and the number."""
+
+
+def _with_counts(counts: Counts, bound: BoundSpec, values: TokenValues, fields: Fields) -> tuple[Tensor, Metrics]:
+    with _Sums(fields["sequence"], of_counts=counts):
+        return bound.loss(values, fields)
+
+
+def _means_of_parts(setting: Setting) -> Outputs:
+    cp, own = setting.size("cp"), torch.empty(setting.tokens, dtype=torch.long)
+    for rank, tokens in enumerate(setting.token_shards):
+        own[tokens] = rank % cp
+
+    def of_parts(x: Tensor, counted: Tensor, sequences: int) -> Tensor:
+        """Returns sums that divided by the counts are means of means."""
+        sequence, means, count = setting.fields["sequence"], torch.zeros(()), x.new_zeros(sequences)
+        for part in range(cp):
+            of_part = x.new_zeros(sequences).index_add(0, sequence, torch.where(own == part, x, 0.0))
+            counts = x.new_zeros(sequences).index_add(0, sequence, (counted & (own == part)).to(x.dtype))
+            means, count = means + of_part / counts.clamp(min=1) / cp, count + counts
+        return means * count
+
+    def loss(bound: BoundSpec, values: TokenValues, fields: Fields) -> tuple[Tensor, Metrics]:
+        with _Sums(fields["sequence"], of_numbers=of_parts):
+            return bound.loss(values, fields)
+
+    return run(setting, Seams(loss=loss))
+
+
+class _Sums(TorchFunctionMode):
+    """Changes sums over sequences: those of bools, which are counts, and those of numbers."""
+
+    def __init__(
+        self,
+        sequence: Tensor,
+        of_counts: Counts | None = None,
+        of_numbers: Callable[[Tensor, Tensor, int], Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self._sequence, self._of_counts, self._of_numbers = sequence, of_counts, of_numbers
+
+    def __torch_function__(
+        self, func: Any, types: Collection[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") != "index_add" or args[2] is not self._sequence:
+            return found
+        x = args[3]
+        is_count = not x.requires_grad and ((x == 0) | (x == 1)).all()
+        if is_count and self._of_counts is not None:
+            return self._of_counts(found, func(*args[:3], torch.ones_like(x)))
+        if not is_count and self._of_numbers is not None:
+            return self._of_numbers(x, x != 0, len(found))
+        return found
 
 
 def _in_forward_alone(setting: Setting) -> Outputs:

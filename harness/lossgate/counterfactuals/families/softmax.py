@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake, split, tempered
+from lossgate.counterfactuals.families.options import with_values
 from lossgate.counterfactuals.seams import RIGHT_STAGES, scaled_gradient, with_gradient_of
 from lossgate.counterfactuals.setting import Setting
 from lossgate.layout import Axis
+from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.spec import Spec
 from lossgate.specs.token_values import TokenValues
 
@@ -150,6 +152,15 @@ def softmaxes(spec: Spec, head: str) -> Iterator[Counterfactual]:
         )
     yield from _over_tp()
     if "mean_logprob" in spec.uses:
+        for option in (option for option in spec.options if isinstance(option.default, float)):
+            yield mistake(
+                f"{option.name} over the other classes",
+                f"{option.name} is spread over the classes other than the label: V / (V - 1) times too much",
+                "option",
+                partial(_is_given, option.name),
+                f"give each of the V classes {option.name} / V, the label too",
+                options=partial(_over_others_than_label, option.name),
+            )
         for side in ("", " in backward"):
             yield mistake(
                 f"mean of the logits by the shard's rows{side}",
@@ -215,6 +226,15 @@ def _summed_again(spec: Spec) -> Iterator[Counterfactual]:
 
 
 _OTHER_AXES: tuple[tuple[Axis, ...], ...] = (("dp",), ("cp",), ("dp", "cp"))
+
+
+def _is_given(option: str, setting: Setting) -> bool:
+    return bool(getattr(setting.bound_spec.options, option))
+
+
+def _over_others_than_label(option: str, setting: Setting) -> BoundSpec:
+    vocab = setting.bound.problem.vocab
+    return with_values(setting, {option: getattr(setting.bound_spec.options, option) * vocab / max(vocab - 1, 1)})
 
 
 def _mean_by_shard(backward_only: bool, setting: Setting, z: Tensor) -> Tensor:

@@ -26,6 +26,15 @@ def upstreams(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 upstream=partial(_changed, name, change),
             )
 
+        if name != "loss" and name == spec.outputs[-1] and spec.outputs[0] not in ("loss", name):
+            for what, (words, change) in _OF_TOKENS.items():
+                yield mistake(
+                    f"upstream gradient of every output {what}",
+                    f"backward {words.format(name='every output')}",
+                    "upstream",
+                    partial(_matters, name, change),
+                    upstream=partial(_changed_all, change),
+                )
         if name != "loss":
             yield mistake(
                 f"upstream gradient of {name} of two columns, read as if dense",
@@ -70,6 +79,10 @@ def _is_column(setting: Setting) -> bool:
     """Returns whether an output of tokens may lie beside another that has an upstream gradient."""
     of_tokens = [output for output in setting.spec.outputs if output != "loss"]
     return len(of_tokens) == 2 and "loss" not in setting.batch.cotangents
+
+
+def _changed_all(change: Change, setting: Setting, name: str, gradient: Tensor) -> Tensor:
+    return change(setting, gradient) if gradient.dim() else gradient
 
 
 def _first_of_rank(setting: Setting, g: Tensor) -> Tensor:

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics with a mistake that the loss does not have: a mask ignored, a part of own tokens."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import torch
+
+from lossgate.counterfactuals.counterfactual import Counterfactual
+from lossgate.counterfactuals.families.masks import bools
+from lossgate.counterfactuals.seams import RIGHT, Outputs, Part, Seams, run
+from lossgate.counterfactuals.setting import Setting
+from lossgate.counterfactuals.shares import rank_by_rank
+from lossgate.specs.spec import Spec
+
+
+def metrics_alone(spec: Spec, head: str) -> Iterator[Counterfactual]:
+    """Yields the mistakes in one metric, in the smallest and largest values, and in all metrics."""
+    if spec.reference is None or not spec.metrics:
+        return
+    extremes = tuple(name for name, metric in spec.metrics.items() if metric.reduction in ("min", "max"))
+    groups: dict[str, tuple[str, ...]] = {f"metric {name}": (name,) for name in spec.metrics}
+    if len(extremes) > 1:
+        groups["metrics that are a smallest or largest value"] = extremes
+    if len(spec.metrics) > 1:
+        groups["metrics"] = tuple(spec.metrics)
+    for words, names in groups.items():
+        for what, (sentence, seams, padding) in _mistakes(spec).items():
+            yield Counterfactual(
+                name=f"{words}: {what}",
+                sentence=f"in {words} {sentence}",
+                kind="metric",
+                seams=RIGHT,
+                applies=partial(_returned, names),
+                computed=partial(_in_metrics, names, seams),
+                padding=padding,
+            )
+
+
+def _mistakes(spec: Spec) -> Mapping[str, tuple[str, Seams, bool]]:
+    found: dict[str, tuple[str, Seams, bool]] = {}
+    for name in bools(spec):
+        seams = Seams(fields=partial(_all_true, name))
+        what = "the mask" if name == "mask" else name
+        found[f"{name} ignored"] = f"{what} is ignored", seams, False
+        if spec.trained_dim == "token":
+            found[f"{name} ignored, padding too"] = f"{what} is ignored, and padding counts too", seams, True
+    if spec.trained_dim == "token":
+        parts: Callable[[Setting], list[Part]] = _own_parts
+        found["parts of own tokens"] = (
+            "each rank of cp takes its own part of a sequence for a whole one",
+            Seams(parts=parts),
+            False,
+        )
+    return found
+
+
+def _all_true(name: str, setting: Setting) -> dict[str, torch.Tensor]:
+    return {name: torch.ones_like(setting.fields[name])}
+
+
+def _own_parts(setting: Setting) -> list[Part]:
+    return list(rank_by_rank(setting, ("cp",), ()))
+
+
+def _returned(names: tuple[str, ...], setting: Setting) -> bool:
+    returned = {output.name for output in setting.returned if output.kind == "metric"}
+    return any(name in returned for name in names)
+
+
+def _in_metrics(names: tuple[str, ...], seams: Seams, setting: Setting) -> Outputs:
+    right, wrong = run(setting), run(setting, seams)
+    return {o: wrong.get(o, x) if o.kind == "metric" and o.name in names else x for o, x in right.items()}

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pairs of sequences, chosen and rejected in turn: taken for two halves, or one left out."""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
+from lossgate.counterfactuals.seams import with_gradient_of
+from lossgate.counterfactuals.setting import Setting
+from lossgate.specs.spec import Spec
+from lossgate.specs.token_values import TokenValues
+
+_SIDES = {0: "chosen", 1: "rejected"}
+
+
+def pairs(spec: Spec, head: str) -> Iterator[Counterfactual]:
+    """Yields the mistakes of pairs, if a loss has groups of two."""
+    if spec.reference is None or spec.group_size != 2:
+        return
+    of_sequences = head == "rewards"
+    if of_sequences:
+        yield mistake(
+            "pairs as two halves",
+            "the first half of each rank's sequences is taken for the chosen ones, and the second for the rejected",
+            "pairs",
+            todo="take every second sequence: chosen and rejected ones come in turn",
+            values=lambda setting, values: values.replace(logprobs=values.logprobs[_halves(setting)]),
+        )
+    for side, name in _SIDES.items():
+        other = _SIDES[1 - side]
+        yield mistake(
+            f"{name} detached",
+            f"{name} sequences have no gradient: {other} ones alone are trained",
+            "pairs",
+            values=partial(_detached, side, of_sequences),
+        )
+        yield mistake(
+            f"{name} as {other}",
+            f"{name} sequences stand in place of {other} ones, too",
+            "pairs",
+            lambda setting, of_sequences=of_sequences: of_sequences,
+            values=partial(_both, side),
+        )
+        if head == "hidden":
+            yield mistake(
+                f"weight of {name} alone",
+                f"the gradient of the lm-head is that of {name} sequences alone",
+                "pairs",
+                todo=f"add it to that of {other} sequences",
+                project=partial(_projected, side),
+            )
+
+
+def _halves(setting: Setting) -> Tensor:
+    """Returns which sequence stands in the place of each if a rank's halves are taken in turn."""
+    found: list[int] = []
+    for dp in range(setting.size("dp")):
+        own = list(setting.partition.sequences(dp))
+        half = len(own) // 2
+        found += [sequence for pair in zip(own[:half], own[half:], strict=True) for sequence in pair]
+    return torch.tensor(found, dtype=torch.long)
+
+
+def _side(setting: Setting, side: int, of_sequences: bool) -> Tensor:
+    count = len(setting.partition.lengths)
+    return (torch.arange(count) if of_sequences else setting.fields["sequence"]) % 2 == side
+
+
+def _detached(side: int, of_sequences: bool, setting: Setting, values: TokenValues) -> TokenValues:
+    own = _side(setting, side, of_sequences)
+    return values.replace(logprobs=torch.where(own, values.logprobs.detach(), values.logprobs))
+
+
+def _both(side: int, setting: Setting, values: TokenValues) -> TokenValues:
+    at = torch.arange(len(values.logprobs)) // 2 * 2 + side
+    return values.replace(logprobs=values.logprobs[at])
+
+
+def _projected(side: int, setting: Setting, leaves: Mapping[str, Tensor]) -> Tensor:
+    others = {name: leaf if name == "hidden" else leaf.detach() for name, leaf in leaves.items()}
+    own = _side(setting, side, of_sequences=False)[:, None]
+    whole = setting.head.logits(leaves)
+    return with_gradient_of(whole, torch.where(own, whole, setting.head.logits(others)))

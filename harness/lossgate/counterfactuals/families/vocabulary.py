@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shards and tiles of a vocabulary: rows looked up at the wrong place, sums of tiles put together
+wrongly.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lossgate.counterfactuals.counterfactual import Counterfactual, mistake, split
+from lossgate.counterfactuals.seams import RIGHT_STAGES, with_gradient_of
+from lossgate.counterfactuals.setting import Setting
+from lossgate.specs.spec import Spec
+from lossgate.specs.token_values import TokenValues
+
+
+def vocabulary(spec: Spec, head: str) -> Iterator[Counterfactual]:
+    """Yields the mistakes of shards over tp, and of tiles within a rank."""
+    if head not in ("hidden", "logits"):
+        return
+    if "logprobs" in spec.uses:
+        yield mistake(
+            "shard's start by its own width",
+            "the first row of a tp rank's vocabulary is taken for its number times its own rows",
+            "vocabulary",
+            split("tp"),
+            "take the start of the shard as it is given: shards may differ in size",
+            picked=_by_own_width,
+        )
+        yield mistake(
+            "one-hot on the first row of other shards in backward",
+            "in backward a tp rank without the label subtracts the one-hot entry from its own first row",
+            "vocabulary",
+            split("tp"),
+            "mask the one-hot entry on ranks that do not have the label",
+            picked=_first_rows_too,
+        )
+        for what, (words, combine) in _TILES.items():
+            yield mistake(
+                f"vocabulary tiles: {what}",
+                words,
+                "vocabulary",
+                _has_tiles,
+                logsumexp=combine,
+            )
+    for name in ("highest", "lowest"):
+        if name in spec.uses:
+            yield mistake(
+                f"{name} logit of the first tp rank",
+                f"the {name} logit is that of the first rank of tp alone: it is not reduced over tp",
+                "metric",
+                split("tp"),
+                f"take the {'max' if name == 'highest' else 'min'} over tp",
+                leaves=lambda setting, leaves: leaves,
+                values=partial(_of_first_rank, name),
+            )
+
+
+def _rows(setting: Setting) -> list[slice]:
+    return [slice(shard.start, shard.end) for shard in setting.vocab_shards if shard.end > shard.start]
+
+
+def _by_own_width(setting: Setting, z: Tensor) -> Tensor:
+    labels, found = setting.fields["labels"], torch.zeros(len(z), dtype=z.dtype)
+    for rank, shard in enumerate(setting.vocab_shards):
+        local = labels - rank * shard.rows
+        own = (local >= 0) & (local < shard.end - shard.start)
+        at = (local.clamp(min=0) + shard.start).clamp(max=z.shape[1] - 1)
+        found = found + torch.where(own, z.gather(-1, at[:, None]).squeeze(-1), 0.0)
+    return found
+
+
+def _first_rows_too(setting: Setting, z: Tensor) -> Tensor:
+    labels, picked = setting.fields["labels"], RIGHT_STAGES["picked"](setting, z)
+    also = picked
+    for rows in _rows(setting):
+        has_label = (labels >= rows.start) & (labels < rows.stop)
+        also = also + torch.where(has_label, 0.0, z[:, rows.start])
+    return with_gradient_of(picked, also)
+
+
+def _of_first_rank(name: str, setting: Setting, values: TokenValues) -> TokenValues:
+    capped = setting.bound_spec.capped(setting.head.logits(setting.batch.leaves)).detach()[:, _rows(setting)[0]]
+    return values.replace(**{name: capped.amax(-1) if name == "highest" else capped.amin(-1)})
+
+
+def _has_tiles(setting: Setting) -> bool:
+    """Returns whether the size of a tile of the vocabulary is known, and some rank has several."""
+    sizes = setting.tiles.get("vocab", ())
+    return len(sizes) == 1 and any(rows.stop - rows.start > sizes[0] for rows in _rows(setting))
+
+
+def _tiles(setting: Setting, z: Tensor) -> list[list[Tensor]]:
+    return [list(z[:, rows].split(setting.tiles["vocab"][0], 1)) for rows in _rows(setting)]
+
+
+def _not_rescaled(setting: Setting, z: Tensor) -> Tensor:
+    """Adds up sums of exponentials that are less different largest logits."""
+    of_ranks: list[Tensor] = []
+    for tiles in _tiles(setting, z):
+        largest, total = torch.full_like(z[:, 0], -torch.inf), torch.zeros_like(z[:, 0])
+        for tile in tiles:
+            largest = torch.maximum(largest, tile.detach().amax(1))
+            total = total + (tile - largest[:, None]).exp().sum(1)
+        of_ranks.append(total.log() + largest)
+    return torch.stack(of_ranks).logsumexp(0)
+
+
+def _without_last(setting: Setting, z: Tensor) -> Tensor:
+    return torch.cat([tile for tiles in _tiles(setting, z) for tile in tiles[:-1]], 1).logsumexp(1)
+
+
+def _without_short(setting: Setting, z: Tensor) -> Tensor:
+    size = setting.tiles["vocab"][0]
+    return torch.cat([tile for tiles in _tiles(setting, z) for tile in tiles if tile.shape[1] == size], 1).logsumexp(1)
+
+
+def _filled_with_zeros(setting: Setting, z: Tensor) -> Tensor:
+    size = setting.tiles["vocab"][0]
+    missing = sum(size - tiles[-1].shape[1] for tiles in _tiles(setting, z))
+    return torch.cat([z, z.new_zeros(len(z), missing)], 1).logsumexp(1)
+
+
+_TILES = {
+    "sums not rescaled": (
+        "when a tile of the vocabulary has a larger logit, the sum of exponentials so far is not rescaled to it",
+        _not_rescaled,
+    ),
+    "the last left out": ("the last tile of each rank's vocabulary is left out of the softmax", _without_last),
+    "a short one left out": (
+        "a last tile of the vocabulary that is shorter than the others is left out of the softmax",
+        _without_short,
+    ),
+    "filled with zeros": (
+        "a short tile of the vocabulary is filled with logits of 0, which take part in the softmax",
+        _filled_with_zeros,
+    ),
+}
+"""What goes wrong with tiles of the vocabulary: in words, and the logsumexp that comes of it."""
