@@ -179,7 +179,7 @@ class Setting:
         own = given or (name in self.spec.unshifted and self.given_tokens != "shard")
         moved = (self.as_given(name) if own else self.padded(name))[source.clamp(min=0)]
         moved[source < 0] = 0
-        return moved[self.partition.real_tokens]
+        return moved if self.padding else moved[self.partition.real_tokens]
 
     def source_on_each_rank(self, by: int) -> Tensor:
         """Returns where the entries of the padded pack come from if each rank rolls its own."""

@@ -36,6 +36,8 @@ class Diagnosis:
     """On how many failing problems it held."""
     layouts: tuple[str, ...] = ()
     """On which layouts."""
+    tried: int = 0
+    """How many problems were run, if too few of them failed to name a cause."""
     asked: int = 0
     """How many known mistakes were compared."""
 
@@ -43,10 +45,12 @@ class Diagnosis:
     def sentences(self) -> tuple[str, ...]:
         """The diagnosis in words, the cause first."""
         if not self.causes:
+            places = tuple(f"where: {sentence}" for sentence in self.where)
             if not self.asked:
-                return ()
+                few = f"cause: not named, since only {self.problems} of {self.tried} further problems disagree"
+                return (few, *places) if self.tried else ()
             nothing = f"cause: none of {self.asked} known mistakes explains it"
-            return (nothing, *(f"where: {sentence}" for sentence in self.where))
+            return (nothing, *places)
         first, *others = self.causes
         also = (f"; or{', which comes to the same' * o.same_as_before}: {o.words}" for o in others)
         known = f"{first.words}{''.join(also)}"

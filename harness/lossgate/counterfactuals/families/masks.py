@@ -115,6 +115,7 @@ def moves(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 f"{what} {move.words}",
                 "shift",
                 move.when,
+                padding=True,
                 fields=partial(_moved, group, move),
             )
 

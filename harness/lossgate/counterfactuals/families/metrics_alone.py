@@ -15,26 +15,19 @@ from lossgate.specs.spec import Spec
 
 
 def metrics_alone(spec: Spec, head: str) -> Iterator[Counterfactual]:
-    """Yields the mistakes in one metric, in the smallest and largest values, and in all metrics."""
+    """Yields the mistakes in metrics, whichever are wrong."""
     if spec.reference is None or not spec.metrics:
         return
-    extremes = tuple(name for name, metric in spec.metrics.items() if metric.reduction in ("min", "max"))
-    groups: dict[str, tuple[str, ...]] = {f"metric {name}": (name,) for name in spec.metrics}
-    if len(extremes) > 1:
-        groups["metrics that are a smallest or largest value"] = extremes
-    if len(spec.metrics) > 1:
-        groups["metrics"] = tuple(spec.metrics)
-    for words, names in groups.items():
-        for what, (sentence, seams, padding) in _mistakes(spec).items():
-            yield Counterfactual(
-                name=f"{words}: {what}",
-                sentence=f"in {words} {sentence}",
-                kind="metric",
-                seams=RIGHT,
-                applies=partial(_returned, names),
-                computed=partial(_in_metrics, names, seams),
-                padding=padding,
-            )
+    for what, (sentence, seams, padding) in _mistakes(spec).items():
+        yield Counterfactual(
+            name=f"metrics: {what}",
+            sentence=f"{{outputs}}: {sentence}",
+            kind="metric",
+            seams=RIGHT,
+            applies=_has_metrics,
+            computed=partial(_in_metrics, seams),
+            padding=padding,
+        )
 
 
 def _mistakes(spec: Spec) -> Mapping[str, tuple[str, Seams, bool]]:
@@ -63,11 +56,10 @@ def _own_parts(setting: Setting) -> list[Part]:
     return list(rank_by_rank(setting, ("cp",), ()))
 
 
-def _returned(names: tuple[str, ...], setting: Setting) -> bool:
-    returned = {output.name for output in setting.returned if output.kind == "metric"}
-    return any(name in returned for name in names)
+def _has_metrics(setting: Setting) -> bool:
+    return any(output.kind == "metric" for output in setting.returned)
 
 
-def _in_metrics(names: tuple[str, ...], seams: Seams, setting: Setting) -> Outputs:
+def _in_metrics(seams: Seams, setting: Setting) -> Outputs:
     right, wrong = run(setting), run(setting, seams)
-    return {o: wrong.get(o, x) if o.kind == "metric" and o.name in names else x for o, x in right.items()}
+    return {o: wrong.get(o, x) if o.kind == "metric" else x for o, x in right.items()}

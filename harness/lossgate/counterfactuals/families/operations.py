@@ -106,8 +106,9 @@ def _loss_of_two(
         return bound.loss(values, fields)
 
 
-InShards = Callable[[Tensor, Sequence[slice]], Sequence[Tensor]]
-"""Gets logits and the rows of each tp rank, and returns the log-softmax of each rank's rows."""
+InShards = Callable[[Tensor, Sequence[slice], float], Sequence[Tensor]]
+"""Gets logits, the rows of each tp rank and the temperature by which they are divided, and returns
+the log-softmax of each rank's rows."""
 
 
 def _in_shards(site: Site | None, log_softmax: InShards, setting: Setting) -> Outputs:
@@ -115,7 +116,7 @@ def _in_shards(site: Site | None, log_softmax: InShards, setting: Setting) -> Ou
 
     def change(found: Tensor, args: tuple[Any, ...]) -> Tensor:
         whole = found.shape[-1] == shards[-1].stop
-        return torch.cat(list(log_softmax(args[0], shards)), -1) if whole else found
+        return torch.cat(list(log_softmax(args[0], shards, setting.temperature)), -1) if whole else found
 
     def loss(bound: BoundSpec, values: TokenValues, fields: Fields) -> tuple[Tensor, dict[str, Tensor]]:
         with _Changed(site, change):
@@ -124,33 +125,48 @@ def _in_shards(site: Site | None, log_softmax: InShards, setting: Setting) -> Ou
     return run(setting, Seams(loss=loss if site is None else partial(_loss, site, change)))
 
 
-def _own_normaliser(x: Tensor, shards: Sequence[slice]) -> list[Tensor]:
+def _own_normaliser(x: Tensor, shards: Sequence[slice], temperature: float) -> list[Tensor]:
     return [torch.log_softmax(x[..., rows], -1) for rows in shards]
 
 
-def _gradient_of_own_rows(x: Tensor, shards: Sequence[slice]) -> list[Tensor]:
+def _gradient_of_own_rows(x: Tensor, shards: Sequence[slice], temperature: float) -> list[Tensor]:
     normaliser, shares = x.detach().logsumexp(-1, keepdim=True), x.detach().softmax(-1)
     own = ((shares[..., rows] * x[..., rows]).sum(-1, keepdim=True) for rows in shards)
     return [x[..., rows] - with_gradient_of(normaliser, of_rows) for rows, of_rows in zip(shards, own, strict=True)]
 
 
-def _gradient_summed_again(x: Tensor, shards: Sequence[slice]) -> list[Tensor]:
+def _gradient_summed_again(x: Tensor, shards: Sequence[slice], temperature: float) -> list[Tensor]:
     normaliser = scaled_gradient(x.logsumexp(-1, keepdim=True), len(shards))
     return [x[..., rows] - normaliser for rows in shards]
 
 
-def _constant_normaliser(x: Tensor, shards: Sequence[slice]) -> list[Tensor]:
+def _mean_of_logs(found: Tensor, args: tuple[Any, ...]) -> Tensor:
+    """Returns the weighted mean of two log-distributions, which came with the logarithms of their
+    weights.
+    """
+    weights = [x.detach().logsumexp(-1, keepdim=True) for x in args[:2]]
+    return torch.stack([w.exp() * (x - w) for x, w in zip(args[:2], weights, strict=True)]).sum(0)
+
+
+def _constant_normaliser(x: Tensor, shards: Sequence[slice], temperature: float) -> list[Tensor]:
     normaliser = x.detach().logsumexp(-1, keepdim=True)
     return [x[..., rows] - normaliser for rows in shards]
 
 
+def _untempered(x: Tensor, shards: Sequence[slice], temperature: float) -> list[Tensor]:
+    softmax = (x * temperature).detach().softmax(-1)
+    normaliser = with_gradient_of(x.logsumexp(-1, keepdim=True), (softmax * x).sum(-1, keepdim=True))
+    return [x[..., rows] - normaliser for rows in shards]
+
+
 _IN_SHARDS: Mapping[str, InShards] = {
+    "backward takes the softmax of logits that are not divided by the temperature": _untempered,
     "the normaliser is that of each rank's own rows: it is not reduced over tp": _own_normaliser,
     "the gradient of the normaliser is that of each rank's own rows: it is not summed over tp": _gradient_of_own_rows,
     "the gradient of the normaliser is summed over tp once too often": _gradient_summed_again,
     "the normaliser has no gradient": _constant_normaliser,
 }
-"""What goes wrong where ranks share a vocabulary."""
+"""What goes wrong in a softmax, most of it where ranks share a vocabulary."""
 
 
 class _AtSites(TorchFunctionMode):
@@ -329,7 +345,12 @@ _CHANGES: Mapping[str, Mapping[str, Change]] = {
     "exp": {"left out": _first, **_NO_GRADIENT},
     "where": {"the condition is ignored": _kept, **_NO_GRADIENT},
     "sum": _NO_GRADIENT,
-    "logaddexp": {"always the first": _first, "always the second": _second, **_NO_GRADIENT},
+    "logaddexp": {
+        "log-probabilities are averaged, not probabilities": _mean_of_logs,
+        "always the first": _first,
+        "always the second": _second,
+        **_NO_GRADIENT,
+    },
 }
 """How each operation can be done otherwise."""
 

@@ -32,7 +32,7 @@ def upstreams(spec: Spec, head: str) -> Iterator[Counterfactual]:
                     f"upstream gradient of every output {what}",
                     f"backward {words.format(name='every output')}",
                     "upstream",
-                    partial(_matters, name, change),
+                    partial(_matters_to_any, change),
                     upstream=partial(_changed_all, change),
                 )
         if name != "loss":
@@ -53,6 +53,10 @@ def _matters(name: str, change: Change, setting: Setting) -> bool:
     """
     given = setting.batch.cotangents.get(name)
     return given is not None and (change is _lost or bool(change(setting, given).any()))
+
+
+def _matters_to_any(change: Change, setting: Setting) -> bool:
+    return any(g.dim() and _matters(name, change, setting) for name, g in setting.batch.cotangents.items())
 
 
 def _lost(setting: Setting, g: Tensor) -> Tensor:

@@ -21,14 +21,15 @@ def vocabulary(spec: Spec, head: str) -> Iterator[Counterfactual]:
     if head not in ("hidden", "logits"):
         return
     if "logprobs" in spec.uses:
-        yield mistake(
-            "shard's start by its own width",
-            "the first row of a tp rank's vocabulary is taken for its number times its own rows",
-            "vocabulary",
-            split("tp"),
-            "take the start of the shard as it is given: shards may differ in size",
-            picked=_by_own_width,
-        )
+        for where, below_largest in (("", False), (", where logits are less their largest", True)):
+            yield mistake(
+                f"shard's start by its own width{where}",
+                f"the first row of a tp rank's vocabulary is taken for its number times its own rows{where}",
+                "vocabulary",
+                split("tp"),
+                "take the start of the shard as it is given: shards may differ in size",
+                picked=partial(_by_own_width, below_largest),
+            )
         yield mistake(
             "one-hot on the first row of other shards in backward",
             "in backward a tp rank without the label subtracts the one-hot entry from its own first row",
@@ -62,13 +63,14 @@ def _rows(setting: Setting) -> list[slice]:
     return [slice(shard.start, shard.end) for shard in setting.vocab_shards if shard.end > shard.start]
 
 
-def _by_own_width(setting: Setting, z: Tensor) -> Tensor:
-    labels, found = setting.fields["labels"], torch.zeros(len(z), dtype=z.dtype)
+def _by_own_width(below_largest: bool, setting: Setting, z: Tensor) -> Tensor:
+    largest = z.detach().amax(1) if below_largest else torch.zeros(len(z), dtype=z.dtype)
+    labels, found = setting.fields["labels"], largest
     for rank, shard in enumerate(setting.vocab_shards):
         local = labels - rank * shard.rows
         own = (local >= 0) & (local < shard.end - shard.start)
         at = (local.clamp(min=0) + shard.start).clamp(max=z.shape[1] - 1)
-        found = found + torch.where(own, z.gather(-1, at[:, None]).squeeze(-1), 0.0)
+        found = found + torch.where(own, z.gather(-1, at[:, None]).squeeze(-1) - largest, 0.0)
     return found
 
 
