@@ -179,19 +179,19 @@ def _values(
     setting: Setting, seams: Seams, bound: BoundSpec, leaves: Mapping[str, Tensor], fields: Fields
 ) -> TokenValues:
     changed = seams.fields(setting)
-    if not setting.head.has_logits or not (seams.opens_token_stage or seams.project is not _project):
+    opens = seams.opens_token_stage or LOGIT_FILTER in changed
+    if not setting.head.has_logits or not (opens or seams.project is not _project):
         return bound.token_values(setting.head.name, leaves, fields)
     logits = seams.project(setting, leaves)
-    if not seams.opens_token_stage:
+    if not opens:
         return bound.token_values("logits", {"logits": logits}, fields)
     assert not changed.keys() & {"labels"}, "a counterfactual of labels opens no stage of tokens"
-    return _open_values(setting, seams, bound, logits)
+    return _open_values(setting, seams, bound, logits, fields.get(LOGIT_FILTER))
 
 
-def _open_values(setting: Setting, seams: Seams, bound: BoundSpec, logits: Tensor) -> TokenValues:
+def _open_values(setting: Setting, seams: Seams, bound: BoundSpec, logits: Tensor, kept: Tensor | None) -> TokenValues:
     capped = seams.cap(setting, logits)
     whole = seams.temper(setting, capped)
-    kept = setting.fields.get(LOGIT_FILTER)
     tempered = whole if kept is None else torch.where(kept, whole, -torch.inf)
     logsumexp, found = seams.logsumexp(setting, tempered), dict[str, Tensor]()
     for name in bound.spec.uses:

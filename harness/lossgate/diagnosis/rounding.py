@@ -34,9 +34,9 @@ _UNITS = 8.0
 """So many units of roundoff is the most that an output may be off as a whole, relative to its
 size."""
 _ALIGNED = 0.5
-"""The largest cosine between an error of rounding and what is right: a factor is no rounding."""
+"""The largest mean sign of errors of rounding, relative to what is right. A factor is no rounding."""
 _ENTRIES = 16
-"""The fewest entries of an output whose error has a direction."""
+"""The fewest entries of an output of which this is asked."""
 
 
 def coarser(failing: Sequence[Observed]) -> Cause | None:
@@ -113,5 +113,6 @@ def _may_be_rounding(observed: Observed, output: Output) -> bool:
     size = float(right.norm())
     if float(off.norm()) > _UNITS * FLOAT_FORMATS["bfloat16"].unit * size:
         return False
-    aligned = abs(float(off @ right)) / max(float(off.norm()) * size, 1e-300)
-    return len(off) < _ENTRIES or aligned <= _ALIGNED
+    signs = (off * right).sign()
+    signs = signs[signs != 0]
+    return len(signs) < _ENTRIES or abs(float(signs.mean())) <= _ALIGNED

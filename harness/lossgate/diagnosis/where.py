@@ -18,6 +18,8 @@ NOUNS: Mapping[str, str] = {"token": "tokens", "vocab": "rows of the vocabulary"
 """What the rows of a dim are called."""
 _NEARLY_ALL = 0.9
 """Rows that are wrong on so large a share are said to be wrong as a whole."""
+_SEEN = 0.01
+"""A factor that is nearer to 1 says nothing."""
 _TELLS = 0.7
 """What is shared by more rows than this share tells little of them."""
 
@@ -80,8 +82,8 @@ def _of_output(output: Output, seen: Sequence[Observed]) -> Iterator[str]:
         return
     common = f"{what} {bad} of {bad + good} {noun}"
     traits = [traits_of(one.setting, output.dims[0]) for one in own]
-    rows = Rows(wrong, right, traits)
-    if (trait := rows.common()) is not None:
+    rows, others = Rows(wrong, right, traits), Rows(wrong, [~rows for rows in wrong], traits)
+    if (trait := others.common() or rows.common()) is not None:
         yield f"{what} {noun} {trait}, {bad} of {bad + good}, and at no others{_ratio(output, own, wrong)}"
     elif (best := rows.best()) is not None:
         trait, spared = best
@@ -108,7 +110,8 @@ def _ratio(output: Output, seen: Sequence[Observed], wrong: Sequence[Tensor]) ->
             return ""
     each = torch.cat(factors)
     if len(each) and float(each.max() - each.min()) <= 1e-2 * float(each.abs().max()):
-        return f", each {float(each.mean()):.3g} times the reference"
+        factor = float(each.mean())
+        return "" if abs(factor - 1) < _SEEN else f", each {factor:.3g} times the reference"
     if len(each) and bool((each < 0).all()):
         return ", with the opposite sign"
     return ""

@@ -76,8 +76,8 @@ def cases_like(
     for each in chain.from_iterable(zip(entries, with_its_options, strict=True)):
         for layout in layouts:
             for placed in deck.on(layout, splits, [each])[:1]:
-                padding = placed.problem if each in entries else failing
-                problem = replace(placed.problem, pad_to_multiple=padding.pad_to_multiple)
+                padding = max(placed.problem.pad_to_multiple, failing.pad_to_multiple)
+                problem = replace(placed.problem, pad_to_multiple=padding)
                 yield Case(cell.candidate, problem, worlds[layout], placed.entry.bound)
 
 

@@ -31,13 +31,14 @@ def inputs(spec: Spec, head: str) -> Iterator[Counterfactual]:
                     "field",
                     fields=partial(_other, name, other),
                 )
-        yield mistake(
-            f"NaN of {name} as 0",
-            f"a NaN of {name} is read as 0",
-            "field",
-            partial(_has_nan, name),
-            fields=lambda setting, name=name: {name: setting.fields[name].nan_to_num(nan=0.0)},
-        )
+        for number in (0, 1):
+            yield mistake(
+                f"NaN of {name} as {number}",
+                f"a NaN of {name} is read as {number}",
+                "field",
+                partial(_has_nan, name),
+                fields=partial(_nan_as, name, float(number)),
+            )
         if dims == ("token",) and "logprobs" in spec.uses:
             yield mistake(
                 f"logprobs for {name}",
@@ -149,6 +150,10 @@ _WORDS = {
     "where negative dropped": "is taken for 0 where it is negative",
     "where positive dropped": "is taken for 0 where it is positive",
 }
+
+
+def _nan_as(name: str, number: float, setting: Setting) -> Fields:
+    return {name: setting.fields[name].nan_to_num(nan=number)}
 
 
 def _has_nan(name: str, setting: Setting) -> bool:

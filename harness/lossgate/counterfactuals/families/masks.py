@@ -220,7 +220,6 @@ _MASKS: dict[str, tuple[Change, Callable[[Setting], bool]]] = {
 _SHIFTS: dict[str, tuple[Change, Callable[[Setting], bool]]] = {
     "shifted twice": (_early, _always),
     "shifted the other way": (_late, _always),
-    "shifted to the right, where it should be to the left: two tokens late": (lambda s, x: x.roll(2, 0), _always),
     "shifted after the split, so that those at the ends of a rank's tokens are wrong": (
         _wrapped_on_ranks,
         _over("dp", "cp"),
@@ -247,6 +246,11 @@ _MOVES: Mapping[str, _Move] = {
     "rolled on on each rank": _Move(
         "is rolled by one token to the left on each rank, padding included",
         lambda s: s.source_on_each_rank(-1),
+        _always,
+    ),
+    "rolled to the right, not to the left": _Move(
+        "is shifted to the right on each rank, where it should be to the left",
+        lambda s: s.source_on_each_rank(2),
         _always,
     ),
     "not shifted": _Move(

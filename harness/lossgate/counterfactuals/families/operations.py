@@ -38,15 +38,6 @@ def operations(setting: Setting) -> Iterator[Counterfactual]:
     values = setting.bound.dense.token_values(setting.bound_spec)
     with _Traced() as traced:
         setting.bound_spec.loss(values, setting.fields)
-    if any(site[2] == "log_softmax" for site in traced.sites):
-        for what, in_shards in _IN_SHARDS.items():
-            yield Counterfactual(
-                name=f"every log_softmax: {what}",
-                sentence=f"in every softmax over the vocabulary {what}",
-                kind="operation",
-                seams=RIGHT,
-                computed=partial(_in_shards, None, in_shards),
-            )
     for site in _told_apart(traced.sites):
         file, line, operation, span = site
         whole = linecache.getline(file, line)
@@ -77,6 +68,15 @@ def operations(setting: Setting) -> Iterator[Counterfactual]:
                 seams=RIGHT,
                 applies=split("tp"),
                 computed=partial(_in_shards, site, in_shards),
+            )
+    if any(site[2] == "log_softmax" for site in traced.sites):
+        for what, in_shards in _IN_SHARDS.items():
+            yield Counterfactual(
+                name=f"every log_softmax: {what}",
+                sentence=f"in every softmax over the vocabulary {what}",
+                kind="operation",
+                seams=RIGHT,
+                computed=partial(_in_shards, None, in_shards),
             )
 
 

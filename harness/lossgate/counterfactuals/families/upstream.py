@@ -48,11 +48,9 @@ def upstreams(spec: Spec, head: str) -> Iterator[Counterfactual]:
 
 
 def _matters(name: str, change: Change, setting: Setting) -> bool:
-    """Returns whether there is such a gradient, and the change is no plainer mistake: that all are
-    lost.
-    """
+    """Returns whether there is such a gradient, and it is changed."""
     given = setting.batch.cotangents.get(name)
-    return given is not None and (change is _lost or bool(change(setting, given).any()))
+    return given is not None and not torch.equal(change(setting, given), given)
 
 
 def _matters_to_any(change: Change, setting: Setting) -> bool:

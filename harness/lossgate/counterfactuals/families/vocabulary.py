@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake, split
-from lossgate.counterfactuals.seams import RIGHT_STAGES, with_gradient_of
+from lossgate.counterfactuals.seams import RIGHT_STAGES, Stage, with_gradient_of
 from lossgate.counterfactuals.setting import Setting
 from lossgate.specs.spec import Spec
 from lossgate.specs.token_values import TokenValues
@@ -39,12 +39,13 @@ def vocabulary(spec: Spec, head: str) -> Iterator[Counterfactual]:
             picked=_first_rows_too,
         )
         for what, (words, combine) in _TILES.items():
+            yield mistake(f"vocabulary tiles: {what}", words, "vocabulary", _has_tiles, logsumexp=combine)
             yield mistake(
-                f"vocabulary tiles: {what}",
-                words,
+                f"vocabulary tiles: {what}, softmax rebuilt",
+                f"{words}, and backward rebuilds the softmax with that sum",
                 "vocabulary",
                 _has_tiles,
-                logsumexp=combine,
+                logsumexp=partial(_rebuilt, combine),
             )
     for name in ("highest", "lowest"):
         if name in spec.uses:
@@ -108,6 +109,13 @@ def _not_rescaled(setting: Setting, z: Tensor) -> Tensor:
             total = total + (tile - largest[:, None]).exp().sum(1)
         of_ranks.append(total.log() + largest)
     return torch.stack(of_ranks).logsumexp(0)
+
+
+def _rebuilt(combine: Stage, setting: Setting, z: Tensor) -> Tensor:
+    """Gives backward exp(z - logsumexp), which adds up to 1 only if the logsumexp is right."""
+    value = combine(setting, z).detach()
+    shares = (z.detach() - value[:, None]).exp()
+    return with_gradient_of(value, (shares * torch.where(z.isfinite(), z, 0.0)).sum(1))
 
 
 def _without_last(setting: Setting, z: Tensor) -> Tensor:
