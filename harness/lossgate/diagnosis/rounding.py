@@ -34,7 +34,7 @@ _UNITS = 8.0
 """So many units of roundoff is the most that an output may be off as a whole, relative to its
 size."""
 _ALIGNED = 0.5
-"""The largest mean sign of errors of rounding, relative to what is right. A factor is no rounding."""
+"""The largest mean sign of errors of rounding, relative to the reference. A factor has 1."""
 _ENTRIES = 16
 """The fewest entries of an output of which this is asked."""
 
@@ -73,11 +73,11 @@ def _changes(candidate: Candidate, dtype: str) -> Iterator[tuple[dict[str, Any],
                 size = {"accumulate": "chunk", "accumulate_hidden": "vocab_chunk"}.get(stage)
                 tiles = candidate.tiles.get({"chunk": "token", "vocab_chunk": "vocab"}.get(size or "", ""), ())
                 steps = {size: tiles[0]} if size is not None and getattr(own, size) is None and tiles else {}
-                yield {stage: name, **steps}, f"{words} is rounded to {name}".replace("s is rounded", "s are rounded")
+                yield {stage: name, **steps}, f"the kernel rounds {words} to {name}"
     if own.products != "tf32":
-        yield {"products": "tf32"}, "the factors of products are rounded to TF32"
+        yield {"products": "tf32"}, "the kernel rounds the factors of products to TF32"
     if not own.grads_in_forward and dtype != "float32":
-        yield {"grads_in_forward": True}, f"gradients are rounded to {dtype} in forward, and again in backward"
+        yield {"grads_in_forward": True}, f"the kernel rounds gradients to {dtype} in forward, and again in backward"
 
 
 def _noise_if_it_agrees(failing: Sequence[Observed], dtype: str, changes: Mapping[str, Any]) -> float | None:
