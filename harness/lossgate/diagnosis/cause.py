@@ -52,9 +52,10 @@ class Diagnosis:
             nothing = f"cause: none of {self.asked} known mistakes explains it"
             return (nothing, *places)
         first, *others = self.causes
-        also = (f"; or{', which comes to the same' * o.same_as_before}: {o.words}" for o in others)
+        also = (f"; or{', the same on these problems' * o.same_as_before}: {o.words}" for o in others)
         known = f"{first.words}{''.join(also)}"
         limits = f"{self.scope}{self.condition}"
-        held = f"so on {self.problems} problems ({', '.join(self.layouts)}), as no other of {self.asked} known mistakes"
+        where = ", ".join(self.layouts)
+        held = f"this explains {self.problems} problems ({where}), as no other of {self.asked} known mistakes"
         todo = next((cause.todo for cause in self.causes if cause.todo), "")
         return (f"cause: {known}{limits}; {held}", *((f"to do: {todo}",) if todo else ()))

@@ -23,7 +23,9 @@ _EQUAL = 1e-6
 _NEAR = 1e-2
 """Relative difference below which it is worth to run kernels with a mistake for their noise."""
 _EXPLAINED = 1e-4
-"""The share of a disagreement that a mistake may leave unexplained."""
+"""The share of a disagreement that a mistake may leave unexplained, whatever the noise."""
+_MOSTLY = 0.2
+"""The same that it may leave if its own noise explains it."""
 _NOISE = 0.25
 """The most noise that a mistake's own runs may have, relative to what it changes."""
 
@@ -95,8 +97,10 @@ class Observed:
             return True
         if not same(result, other, _NEAR):
             return False
-        if output in self.wrong and _explains(other, result, oracle.reference[output]):
-            return True
+        if output in self.wrong:
+            left = _unexplained(other, result, oracle.reference[output])
+            if not _EXPLAINED < left <= _MOSTLY:
+                return left <= _EXPLAINED
         runs = self._own_runs(counterfactual)  # of another batch or option, whose noise may be larger
         return output in runs and oracle.would_agree(output, result, dtype, other, runs[output])
 
@@ -146,15 +150,13 @@ class Observed:
         return all(same(a[o], b[o]) for o in outputs if o in a and o in b)
 
 
-def _explains(other: Tensor, result: Tensor, reference: Tensor) -> bool:
-    """Returns whether a result is so near to what a mistake gives, as against what is right, that
-    the noise need not be known.
-    """
+def _unexplained(other: Tensor, result: Tensor, reference: Tensor) -> float:
+    """Returns the share of a disagreement that a mistake leaves unexplained, at most 1."""
     finite = other.isfinite() & result.isfinite() & reference.isfinite()
     if not torch.equal(finite, result.isfinite()):
-        return False
-    left, whole = (torch.where(finite, result - x, 0.0).abs().max() for x in (other, reference))
-    return float(left) <= _EXPLAINED * float(whole)
+        return 1.0
+    left, whole = (float(torch.where(finite, result - x, 0.0).abs().max()) for x in (other, reference))
+    return left / whole if whole else 1.0
 
 
 def same(one: Tensor, other: Tensor, apart: float = _EQUAL) -> bool:

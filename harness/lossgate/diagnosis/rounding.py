@@ -35,34 +35,43 @@ _UNITS = 8.0
 size."""
 _ALIGNED = 0.5
 """The largest mean sign of errors of rounding, relative to the reference. A factor has 1."""
+_STAGES_NAMED = 5
+"""The most stages that are named: more say little."""
 _ENTRIES = 16
 """The fewest entries of an output of which this is asked."""
 
 
 def coarser(failing: Sequence[Observed]) -> Cause | None:
-    """Returns the coarser stage that explains what a kernel returned, the least that does; None if
-    there is none.
+    """Returns a cause that names the stages of which one, if coarser, explains what a kernel
+    returned: the numbers do not tell which it is. None if there are none, or too many.
 
     Args:
         failing: what the kernel returned on problems where it is wrong.
     """
     dtype = failing[0].case.problem.dtype
-    found: list[tuple[float, Cause]] = []
-    for changes, words in _changes(failing[0].case.candidate, dtype):
+    found: dict[str, list[tuple[float, str, str]]] = {}
+    for changes, words, to in _changes(failing[0].case.candidate, dtype):
         noise = _noise_if_it_agrees(failing, dtype, changes)
         if noise is not None:
             declared = ", ".join(f"{name}={value!r}" for name, value in changes.items())
-            cause = Cause(
-                name=f"Precision({declared})",
-                words=f"{words}, which its declared precision does not say",
-                todo=f"compute it in float32, or declare Precision({declared}) if that is meant",
-            )
-            found.append((noise, cause))
-    return min(found, key=lambda one: one[0])[1] if found else None
+            found.setdefault(to, []).append((noise, words, f"Precision({declared})"))
+    if not found:
+        return None
+    to, stages = min(found.items(), key=lambda one: min(one[1]))
+    stages.sort()
+    if len(stages) > _STAGES_NAMED:
+        return None
+    several = ": the numbers do not tell which" if len(stages) > 1 else ""
+    return Cause(
+        name=" or ".join(declared for _, _, declared in stages),
+        words=f"the kernel rounds {', or '.join(words for _, words, _ in stages)} to {to}, "
+        f"which its declared precision does not say{several}",
+        todo=f"compute it in float32, or declare {' or '.join(declared for _, _, declared in stages)} if that is meant",
+    )
 
 
-def _changes(candidate: Candidate, dtype: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yields changes to a precision that make one stage coarser, and what that says."""
+def _changes(candidate: Candidate, dtype: str) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """Yields changes to a precision that make one stage coarser, what it rounds, and to what."""
     own = candidate.precision[dtype]
     for name in (dtype if dtype == "float16" else "bfloat16",):
         for stage, words in _STAGES.items():
@@ -73,11 +82,11 @@ def _changes(candidate: Candidate, dtype: str) -> Iterator[tuple[dict[str, Any],
                 size = {"accumulate": "chunk", "accumulate_hidden": "vocab_chunk"}.get(stage)
                 tiles = candidate.tiles.get({"chunk": "token", "vocab_chunk": "vocab"}.get(size or "", ""), ())
                 steps = {size: tiles[0]} if size is not None and getattr(own, size) is None and tiles else {}
-                yield {stage: name, **steps}, f"the kernel rounds {words} to {name}"
+                yield {stage: name, **steps}, words, name
     if own.products != "tf32":
-        yield {"products": "tf32"}, "the kernel rounds the factors of products to TF32"
+        yield {"products": "tf32"}, "the factors of products", "TF32"
     if not own.grads_in_forward and dtype != "float32":
-        yield {"grads_in_forward": True}, f"the kernel rounds gradients to {dtype} in forward, and again in backward"
+        yield {"grads_in_forward": True}, "gradients in forward, and again in backward,", dtype
 
 
 def _noise_if_it_agrees(failing: Sequence[Observed], dtype: str, changes: Mapping[str, Any]) -> float | None:

@@ -53,6 +53,11 @@ class CellSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     another, unless they were forked from this one."""
 
     @property
+    def why(self) -> str:
+        """Why it is not AGREE, and what may have gone wrong, in one line."""
+        return "; ".join((*self.reasons, *self.causes)) or "no reason is given"
+
+    @property
     def expected(self) -> bool:
         """Whether it disagrees as a known failure says."""
         return self.known_failure is not None and self.known_failure.expected

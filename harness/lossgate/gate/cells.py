@@ -81,10 +81,10 @@ class CellJudge:
         elif summary.known_failure is not None:
             yield self._not_in_policy(summary)
         elif summary.verdict == "DISAGREE":
-            yield _of(summary, Kind.DISAGREE, f"it disagrees: {_reasons(summary)}")
+            yield _of(summary, Kind.DISAGREE, f"it disagrees: {summary.why}")
         elif summary.key in self.needs:
             if summary.verdict != "AGREE":
-                yield _of(summary, Kind.INCONCLUSIVE, f"it is inconclusive: {_reasons(summary)}")
+                yield _of(summary, Kind.INCONCLUSIVE, f"it is inconclusive: {summary.why}")
             else:
                 yield from self._weak(summary, self.needs[summary.key])
 
@@ -116,11 +116,11 @@ class CellJudge:
         """Yields why a known failure of the policy does not excuse a cell."""
         named = f"known failure {rule.name} ({self.policy.where(rule)}, {rule.owner}, {rule.issue})"
         if summary.verdict == "INCONCLUSIVE":
-            yield _of(summary, Kind.INCONCLUSIVE, f"it is inconclusive: {_reasons(summary)}")
+            yield _of(summary, Kind.INCONCLUSIVE, f"it is inconclusive: {summary.why}")
         elif summary.verdict == "AGREE" or (summary.known_failure is not None and summary.failure is None):
             yield _of(summary, Kind.KNOWN_FAILURE, f"{named} no longer fails; remove it from the policy")
         elif (changed := _changed(summary, rule)) is not None:
-            yield _of(summary, Kind.DISAGREE, f"{named} {changed}. It disagrees: {_reasons(summary)}")
+            yield _of(summary, Kind.DISAGREE, f"{named} {changed}. It disagrees: {summary.why}")
         elif self.today > rule.expires:
             message = f"{named} expired on {rule.expires}; mend it, or agree on another day with its owner"
             yield _of(summary, Kind.DISAGREE, message)
@@ -159,10 +159,6 @@ def _difference(one: CellSummary, other: CellSummary) -> str:
     fields = ("verdict", "problems", "comparisons", "mde", "source_digest", "symptoms", "known_failure")
     found = [name.replace("_", " ") for name in fields if getattr(one, name) != getattr(other, name)]
     return ", ".join(found) or "a number"
-
-
-def _reasons(summary: CellSummary) -> str:
-    return "; ".join(summary.reasons) or "no reason is given"
 
 
 def _of(summary: CellSummary, kind: Kind, message: str) -> Blocker:

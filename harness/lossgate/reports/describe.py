@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.text import Text
 
+from lossgate.reports.causes import Told, causes_in_common
 from lossgate.reports.remarks import EXEMPT, NOT_DISTINGUISHED, remark_lines
 from lossgate.reports.shown_cell import ShownCell
 
@@ -17,10 +18,15 @@ DESCRIBED = 3
 _REPLAY = "  replay: "
 
 
-def describe(cell: ShownCell) -> list[str]:
-    """Returns in full why a cell does not agree, in lines of rich markup."""
+def describe(cell: ShownCell, told: Told | None = None) -> list[str]:
+    """Returns in full why a cell does not agree, in lines of rich markup.
+
+    Args:
+        cell: what is shown.
+        told: knows the causes that were told of other cells, and remembers this one's.
+    """
     lines = [f"{marked(cell)}  {escape(cell.candidate)}  {_where(cell)}"]
-    lines += [f"  {escape(line)}" for line in cell.reasons]
+    lines += [f"  {escape(line)}" for line in (*cell.reasons, *(told or Told()).lines(cell))]
     if cell.on is not None:
         lines.append(f"  on: {escape(cell.on)}")
     if cell.replay is not None:
@@ -43,11 +49,15 @@ def marked(cell: ShownCell) -> str:
 
 
 def print_remarks(console: Console, cells: Sequence[ShownCell]) -> None:
-    """Prints what was not seen in cells, and what they were not held to; the same of many cells
-    once.
+    """Prints the causes that several cells have, what was not seen in cells, and what they were not
+    held to; the same of many cells once.
     """
     not_distinguished = remark_lines(NOT_DISTINGUISHED, ((cell.candidate, cell.not_distinguished) for cell in cells))
-    for lines in (not_distinguished, remark_lines(EXEMPT, ((cell.candidate, cell.exempt) for cell in cells))):
+    for lines in (
+        causes_in_common(cells),
+        not_distinguished,
+        remark_lines(EXEMPT, ((cell.candidate, cell.exempt) for cell in cells)),
+    ):
         for line in lines:
             print_detail(console, escape(line), hanging=2)
         if lines:

@@ -65,6 +65,8 @@ class ShownCell:
     verdict: ShownVerdict
     reasons: tuple[str, ...]
     """Lines in words, why the verdict is not AGREE."""
+    causes: tuple[str, ...] = ()
+    """Lines in words, what the mistake may be and what to do about it."""
     not_distinguished: tuple[str, ...] = ()
     """Choices of options that no problem distinguished."""
     exempt: tuple[str, ...] = ()
@@ -108,7 +110,8 @@ def of_result(result: CellResult, replay: str | None = None) -> ShownCell:
         layout=str(cell.layout),
         ranks=cell.layout.ranks,
         verdict=_verdict(result.verdict.value, result.expected, known),
-        reasons=_lines((*result.reasons, *result.causes)),
+        reasons=_lines(result.reasons),
+        causes=_lines(result.causes),
         not_distinguished=_lines(result.not_distinguished),
         exempt=tuple(printable(f"{one.name}: {one.exempt}") for one in result.properties if one.exempt),
         problems=len(result.cases),
@@ -135,7 +138,8 @@ def of_summary(summary: CellSummary) -> ShownCell:
         ranks=_ranks(key.layout),
         place="" if (key.world, key.device) == ("simulated", "cpu") else printable(f"{key.world}/{key.device}"),
         verdict=_verdict(summary.verdict, summary.expected, printable(known.name) if known else None),
-        reasons=_lines((*summary.reasons, *summary.causes)),
+        reasons=_lines(summary.reasons),
+        causes=_lines(summary.causes),
         not_distinguished=_lines(summary.not_distinguished),
         exempt=tuple(printable(f"{name}: {why}") for name, why in summary.exempt),
         problems=summary.problems,

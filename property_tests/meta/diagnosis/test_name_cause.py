@@ -89,7 +89,9 @@ def test_a_gradient_alone_says_so() -> None:
         return right.kernel(replace(inputs, weight=scale_gradient(inputs.weight, 3.0)), options, mesh)
 
     found = diagnosed(replace(right, kernel=tripled, name="tripled"), "single")
-    assert found.sentences[0].startswith("cause: the gradient of weight: multiplied by 3 in every problem; so on 9 ")
+    assert found.sentences[0].startswith(
+        "cause: the gradient of weight: multiplied by 3 in every problem; this explains 9 "
+    )
 
 
 def test_what_no_known_mistake_explains_is_not_named() -> None:
@@ -117,9 +119,9 @@ def test_the_cause_is_shown_and_written() -> None:
     result = verified(cross_entropy_with(STYLE, "denominator n+1"), "single")
     cause, todo = result.causes
     assert cause.startswith(
-        "cause: in place of valid_tokens the kernel takes valid_tokens + 1; so on 9 problems (single)"
+        "cause: in place of valid_tokens the kernel takes valid_tokens + 1; this explains 9 problems (single)"
     )
-    assert of_result(result).reasons[-2:] == (cause, todo)
+    assert of_result(result).causes == (cause, todo)
     record = record_of(result, "run", "2026-01-01T00:00:00Z")
     assert record.causes == (cause, todo)
 

@@ -360,7 +360,8 @@ def test_runs_of_one_day_have_names_that_differ_and_do_not_touch(
 def test_a_cell_that_fails_says_each_thing_once(desk: Desk, real: Sequence[CellRecord]) -> None:
     wrong = real[-1]
     command = wrong.failure.replay
-    message = f"it disagrees: {'; '.join(wrong.reasons)}. Replay: {command}"
+    wrong_why = "; ".join((*wrong.reasons, *wrong.causes))
+    message = f"it disagrees: {wrong_why}. Replay: {command}"
     closed = replace(blocker(Kind.DISAGREE, message=message), cell=wrong.key)
     reader = desk.open(page(wrong, gate=gate(gated(wrong, closed, required=False))))
     reader.tab.locator("#matrix td > button").first.click()

@@ -9,7 +9,7 @@ import linecache
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import islice
+from itertools import combinations, islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -47,19 +47,10 @@ def operations(setting: Setting) -> Iterator[Counterfactual]:
         for what, change in _CHANGES.get(operation, {}).items():
             yield mistake(
                 f"{Path(file).stem}:{line}{column} {operation}: {what}",
-                f"what the reference does in {where} is done otherwise: {what}",
+                f"what the reference does in {where} differs: {what}",
                 "operation",
                 loss=partial(_loss, site, change),
             )
-        if operation == "detach":
-            for other in (other for other in traced.sites if other[:2] > site[:2] and other[2] == operation):
-                also = f"`{' '.join(linecache.getline(*other[:2]).split())}` ({Path(other[0]).name}, line {other[1]})"
-                yield mistake(
-                    f"{Path(file).stem}:{line} and {Path(other[0]).stem}:{other[1]} {operation}: neither stops it",
-                    f"the gradient is stopped neither in {where} nor in {also}",
-                    "operation",
-                    loss=partial(_loss_of_two, site, other, _first),
-                )
         for what, in_shards in _IN_SHARDS.items() if operation == "log_softmax" else ():
             yield Counterfactual(
                 name=f"{Path(file).stem}:{line}{column} {operation}: {what}",
@@ -68,6 +59,14 @@ def operations(setting: Setting) -> Iterator[Counterfactual]:
                 seams=RIGHT,
                 applies=split("tp"),
                 computed=partial(_in_shards, site, in_shards),
+            )
+    for one, other in combinations([site for site in traced.sites if site[2] == "detach"], 2):
+        if one[:2] != other[:2]:
+            yield mistake(
+                f"{_place(one)} and {_place(other)} detach: neither stops it",
+                f"the gradient is stopped neither in {_quoted(one)} nor in {_quoted(other)}",
+                "operation",
+                loss=partial(_loss_of_two, one, other, _first),
             )
     if any(site[2] == "log_softmax" for site in traced.sites):
         for what, in_shards in _IN_SHARDS.items():
@@ -78,6 +77,15 @@ def operations(setting: Setting) -> Iterator[Counterfactual]:
                 seams=RIGHT,
                 computed=partial(_in_shards, None, in_shards),
             )
+
+
+def _place(site: Site) -> str:
+    return f"{Path(site[0]).stem}:{site[1]}"
+
+
+def _quoted(site: Site) -> str:
+    """Returns the line of a site, and where it stands."""
+    return f"`{' '.join(linecache.getline(*site[:2]).split())}` ({Path(site[0]).name}, line {site[1]})"
 
 
 def _told_apart(sites: Collection[Site]) -> Iterator[Site]:

@@ -399,8 +399,8 @@ def _label_edges() -> Iterator[Counterfactual]:
     )
     yield mistake(
         "label at the end of a shard found twice, below the largest",
-        "a label on the first row of a tp rank's vocabulary is also taken by the rank before it, as its last row, "
-        "where logits are less their largest",
+        "a label on the first row of a tp rank's vocabulary is also taken by the rank before it, as its last row "
+        "(in logits from which the largest was subtracted)",
         "vocabulary",
         tp,
         "compare with start <= label < end of the shard",

@@ -21,7 +21,7 @@ def vocabulary(spec: Spec, head: str) -> Iterator[Counterfactual]:
     if head not in ("hidden", "logits"):
         return
     if "logprobs" in spec.uses:
-        for where, below_largest in (("", False), (", where logits are less their largest", True)):
+        for where, below_largest in (("", False), (" (in logits from which the largest was subtracted)", True)):
             yield mistake(
                 f"shard's start by its own width{where}",
                 f"the first row of a tp rank's vocabulary is taken for its number times its own rows{where}",

@@ -187,10 +187,9 @@ def _without_repetition(message: str, summary: CellSummary | None) -> str:
         return message
     if summary.failure is not None and summary.failure.replay:
         message = message.replace(f". Replay: {summary.failure.replay}", "")
-    reasons = "; ".join(summary.reasons)
-    if reasons and message == reasons:
+    if message == summary.why:
         return f"it is {summary.verdict.lower()}"
-    return message.replace(f": {reasons}", "") if reasons else message
+    return message.replace(f": {summary.why}", "")
 
 
 def _about(name: str, run: RunRecord | None) -> dict[str, Any]:
