@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of the pytest plugin: ``lossgate.suite`` in a user's test file."""
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ import pytest
 from lossgate.evidence.records import EndRecord, RunRecord
 from lossgate.evidence.writer import EvidenceError
 from property_tests.meta.evidence_lines import cells_in, records_in
+
+importlib.import_module("torch._dynamo")  # else pytester forgets it after a test, and it can be loaded only once
 
 pytest_plugins = ["pytester"]
 
