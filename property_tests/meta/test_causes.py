@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cause that several cells have is told once, with the layouts on which it shows."""
+"""A cause that several cells have is said once, with the layouts on which it shows."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from lossgate.reports.causes import IN_COMMON, Told, cause_of, causes_in_common, pattern
+from lossgate.reports.causes import IN_COMMON, CausesSoFar, cause_of, causes_in_common, pattern
 from lossgate.reports.describe import describe
 from lossgate.reports.shown_cell import ShownCell, ShownVerdict
 
@@ -49,7 +49,7 @@ def test_the_pattern_of_layouts_is_said(wrong: list[str], right: list[str], word
     assert pattern(wrong, right) == words
 
 
-def test_a_cause_of_several_cells_is_told_once_for_a_candidate() -> None:
+def test_a_cause_of_several_cells_is_said_once_for_a_candidate() -> None:
     cells = [shown("single"), shown("tp=2", SUM), shown("dp=2,tp=2", SUM), shown("tp=2", SUM, candidate="other")]
     assert causes_in_common(cells) == [
         IN_COMMON,
@@ -59,16 +59,16 @@ def test_a_cause_of_several_cells_is_told_once_for_a_candidate() -> None:
 
 
 def test_the_second_cell_refers_to_the_first() -> None:
-    told = Told()
+    so_far = CausesSoFar()
     first, second, other = (shown(layout, SUM) for layout in ("tp=2", "tp=4", "tp=2"))
-    assert describe(first, told)[-2:] == [f"  {line}" for line in SUM]
-    assert describe(second, told)[-1] == "  cause: the same as float32  tp=2"
-    assert describe(replace(other, candidate="other"), told)[-2:] == [f"  {line}" for line in SUM]
+    assert describe(first, so_far)[-2:] == [f"  {line}" for line in SUM]
+    assert describe(second, so_far)[-1] == "  cause: the same as float32  tp=2"
+    assert describe(replace(other, candidate="other"), so_far)[-2:] == [f"  {line}" for line in SUM]
     assert describe(second)[-2:] == [f"  {line}" for line in SUM]
 
 
 @pytest.mark.parametrize("line", ["cause: none of 200 known mistakes explains it", "cause: not named, since only 2 of"])
 def test_what_is_not_named_is_no_common_cause(line: str) -> None:
     assert cause_of(shown("single", (line,))) is None
-    told = Told()
-    assert told.lines(shown("single", (line,))) == told.lines(shown("tp=2", (line,))) == (line,)
+    so_far = CausesSoFar()
+    assert so_far.lines(shown("single", (line,))) == so_far.lines(shown("tp=2", (line,))) == (line,)

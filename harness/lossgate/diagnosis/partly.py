@@ -28,7 +28,7 @@ class Partly:
 
     counterfactual: Counterfactual
     output: Output
-    """By whose rows it is told."""
+    """Whose rows show it."""
     limits: str
     """In words, at which rows it is made, or is not."""
     unexplained: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causes of disagreements, each told once: where several cells of a candidate have it, with the
+"""Causes of disagreements, each said once: where several cells of a candidate have it, with the
 layouts on which it shows.
 """
 
@@ -13,8 +13,8 @@ IN_COMMON = "Causes that several cells have in common:"
 _CAUSE, _HELD = "cause: ", "; this explains "
 
 
-class Told:
-    """Remembers which causes were told, so that each is told once for a candidate."""
+class CausesSoFar:
+    """Remembers which causes were shown, so that each is shown once for a candidate."""
 
     def __init__(self) -> None:
         self._on: dict[tuple[str, str, str], str] = {}

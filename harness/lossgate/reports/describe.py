@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.text import Text
 
-from lossgate.reports.causes import Told, causes_in_common
+from lossgate.reports.causes import CausesSoFar, causes_in_common
 from lossgate.reports.remarks import EXEMPT, NOT_DISTINGUISHED, remark_lines
 from lossgate.reports.shown_cell import ShownCell
 
@@ -18,15 +18,15 @@ DESCRIBED = 3
 _REPLAY = "  replay: "
 
 
-def describe(cell: ShownCell, told: Told | None = None) -> list[str]:
+def describe(cell: ShownCell, so_far: CausesSoFar | None = None) -> list[str]:
     """Returns in full why a cell does not agree, in lines of rich markup.
 
     Args:
         cell: what is shown.
-        told: knows the causes that were told of other cells, and remembers this one's.
+        so_far: knows the causes that were shown of other cells, and remembers this one's.
     """
     lines = [f"{marked(cell)}  {escape(cell.candidate)}  {_where(cell)}"]
-    lines += [f"  {escape(line)}" for line in (*cell.reasons, *(told or Told()).lines(cell))]
+    lines += [f"  {escape(line)}" for line in (*cell.reasons, *(so_far or CausesSoFar()).lines(cell))]
     if cell.on is not None:
         lines.append(f"  on: {escape(cell.on)}")
     if cell.replay is not None:

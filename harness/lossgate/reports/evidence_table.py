@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lossgate.evidence.gather import Gathered
-from lossgate.reports.causes import Told
+from lossgate.reports.causes import CausesSoFar
 from lossgate.reports.console import print_whole
 from lossgate.reports.counted import counted
 from lossgate.reports.describe import DESCRIBED, describe, print_detail, print_remarks
@@ -61,10 +61,10 @@ def print_failures(console: Console, cells: Iterable[ShownCell]) -> None:
     for cell in cells:
         if not cell.passes:
             failing.setdefault(cell.candidate, []).append(cell)
-    told = Told()
+    so_far = CausesSoFar()
     for candidate, of_candidate in list(failing.items())[:_CANDIDATES]:
         for cell in of_candidate[:DESCRIBED]:
-            for line in describe(cell, told):
+            for line in describe(cell, so_far):
                 print_detail(console, line)
         if (more := of_candidate[DESCRIBED:]) != []:
             words = ", ".join(

@@ -11,7 +11,7 @@ from rich.table import Column
 
 from lossgate.engine.cell import CellResult
 from lossgate.engine.events import CellFinished, Event, RunStarted
-from lossgate.reports.causes import Told
+from lossgate.reports.causes import CausesSoFar
 from lossgate.reports.console import make_console, print_whole
 from lossgate.reports.counted import counted
 from lossgate.reports.describe import DESCRIBED, describe, marked, print_detail, print_remarks
@@ -33,7 +33,7 @@ class Terminal:
         self._failures = failures
         self._progress: Progress | None = None
         self._described: Counter[str] = Counter()
-        self._told = Told()
+        self._causes_so_far = CausesSoFar()
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, RunStarted):
@@ -82,19 +82,19 @@ class Terminal:
         if not result.passes:
             self._described[candidate] += 1
             if self._described[candidate] <= DESCRIBED:
-                for line in describe_cell(result, self._failures.replay(result), self._told):
+                for line in describe_cell(result, self._failures.replay(result), self._causes_so_far):
                     print_detail(self.console, line)
 
 
-def describe_cell(result: CellResult, replay: str | None, told: Told | None = None) -> list[str]:
+def describe_cell(result: CellResult, replay: str | None, so_far: CausesSoFar | None = None) -> list[str]:
     """Describes in full why a cell does not agree, in lines of rich markup.
 
     Args:
         result: a cell that is not AGREE.
         replay: the command that judges its failure again, if there is one.
-        told: knows the causes that were told of other cells.
+        so_far: knows the causes that were shown of other cells.
     """
-    return describe(of_result(result, replay), told)
+    return describe(of_result(result, replay), so_far)
 
 
 def _line(cell: ShownCell) -> str:

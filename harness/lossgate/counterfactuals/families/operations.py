@@ -38,7 +38,7 @@ def operations(setting: Setting) -> Iterator[Counterfactual]:
     values = setting.bound.dense.token_values(setting.bound_spec)
     with _Traced() as traced:
         setting.bound_spec.loss(values, setting.fields)
-    for site in _told_apart(traced.sites):
+    for site in _by_expression(traced.sites):
         file, line, operation, span = site
         whole = linecache.getline(file, line)
         code = " ".join((whole if span is None else whole.encode()[slice(*span)].decode()).split())
@@ -88,7 +88,7 @@ def _quoted(site: Site) -> str:
     return f"`{' '.join(linecache.getline(*site[:2]).split())}` ({Path(site[0]).name}, line {site[1]})"
 
 
-def _told_apart(sites: Collection[Site]) -> Iterator[Site]:
+def _by_expression(sites: Collection[Site]) -> Iterator[Site]:
     """Yields the sites: each expression for a kind of operation if a line has several, then each
     line.
     """
@@ -101,7 +101,7 @@ def _told_apart(sites: Collection[Site]) -> Iterator[Site]:
 
 
 def _loss(
-    site: Site, change: Change, bound: BoundSpec, values: TokenValues, fields: Fields
+    site: Site | None, change: Change, bound: BoundSpec, values: TokenValues, fields: Fields
 ) -> tuple[Tensor, dict[str, Tensor]]:
     with _Changed(site, change):
         return bound.loss(values, fields)
@@ -126,11 +126,7 @@ def _in_shards(site: Site | None, log_softmax: InShards, setting: Setting) -> Ou
         whole = found.shape[-1] == shards[-1].stop
         return torch.cat(list(log_softmax(args[0], shards, setting.temperature)), -1) if whole else found
 
-    def loss(bound: BoundSpec, values: TokenValues, fields: Fields) -> tuple[Tensor, dict[str, Tensor]]:
-        with _Changed(site, change):
-            return bound.loss(values, fields)
-
-    return run(setting, Seams(loss=loss if site is None else partial(_loss, site, change)))
+    return run(setting, Seams(loss=partial(_loss, site, change)))
 
 
 def _own_normaliser(x: Tensor, shards: Sequence[slice], temperature: float) -> list[Tensor]:
@@ -212,12 +208,12 @@ class _Changed(_AtSites):
     """Changes what the operation at one site gives."""
 
     def __init__(self, site: Site | None, change: Change) -> None:
+        """Remembers the site, or None for every softmax of the whole vocabulary, and the change."""
         super().__init__()
         self._site, self._change = site, change
 
     def at(self, site: Site, found: Tensor, args: tuple[Any, ...]) -> Any:
-        whole = site[2] == "log_softmax" if self._site is None else False
-        meant = whole or self._site in (site, (*site[:3], None))
+        meant = site[2] == "log_softmax" if self._site is None else self._site in (site, (*site[:3], None))
         return self._change(found, args) if meant else found
 
 

@@ -55,7 +55,6 @@ def vocabulary(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 "metric",
                 split("tp"),
                 f"take the {'max' if name == 'highest' else 'min'} over tp",
-                leaves=lambda setting, leaves: leaves,
                 values=partial(_of_first_rank, name),
             )
 
