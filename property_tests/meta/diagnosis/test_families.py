@@ -24,11 +24,14 @@ from lossgate.specs.outputs import Output, metric_output
 ALL = [(name, head) for name, spec in SPECS.items() for head in spec.inputs]
 
 
+TILES = {"token": (4,), "vocab": (5,)}
+
+
 def settings(name: str, head: str, layout: str, count: int, tokens: Tokens = "shard", *metrics: str) -> list[Setting]:
     spec, made = SPECS[name], list[Setting]()
     returned = [*map(spec.output, spec.outputs), *map(metric_output, metrics)]
     for problem in sample_problems(dense_candidate(spec, head), Layout.parse(layout), "float32", count, 11):
-        made.append(Setting(PlacedProblem(BoundProblem(spec, problem), problem), returned, tokens))
+        made.append(Setting(PlacedProblem(BoundProblem(spec, problem), problem), returned, tokens, TILES))
     return made
 
 
@@ -124,3 +127,27 @@ def test_what_is_given_whole_may_be_split_in_another_order() -> None:
     not_shifted = counterfactuals_of(SPECS["nll"], "logits")["mask not shifted"]
     assert changed(not_shifted, settings("nll", "logits", "single", 8, "rows"))
     assert changed(not_shifted, settings("nll", "logits", "single", 8, "shard")) == set()
+
+
+@pytest.mark.parametrize(
+    ("spec", "head", "layout", "name", "outputs"),
+    [
+        ("nll", "hidden", "single", "tail of chunks twice", {"loss", "grad of hidden", "grad of weight"}),
+        ("nll", "hidden", "tp=2", "hidden reduced in every chunk", {"grad of hidden"}),
+        ("nll", "logits", "single", "vocabulary tiles: sums not rescaled", {"loss", "grad of logits"}),
+        ("nll", "logits", "tp=2", "one-hot on the first row of other shards in backward", {"grad of logits"}),
+        ("nll", "logits", "tp=2", "softmax of the label's rank alone in backward", {"grad of logits"}),
+        ("nll", "logits", "cp=2", "softmax reduced over cp, too", {"loss", "grad of logits"}),
+        ("z_loss", "logits", "single", "logsumexp without the largest logit", {"loss", "grad of logits"}),
+        ("preference", "rewards", "single", "pairs as two halves", {"loss", "grad of rewards"}),
+        ("dpo", "logprobs", "single", "rejected detached", {"grad of logprobs"}),
+        ("dpo", "logprobs", "single", "counts of sequences: all tokens", {"loss", "grad of logprobs"}),
+        ("clipped_pg", "logprobs", "cp=2", "sums over sequences reduced in forward alone", {"grad of logprobs"}),
+        ("value", "values", "single", "values one token late", {"loss", "grad of values"}),
+    ],
+)
+def test_a_mistake_changes_what_it_says(spec: str, head: str, layout: str, name: str, outputs: set[str]) -> None:
+    one = counterfactuals_of(SPECS[spec], head)[name]
+    assert {str(o) for o in changed(one, settings(spec, head, layout, 200))} >= outputs
+    values_alone = {"loss"} - outputs
+    assert not {str(o) for o in changed(one, settings(spec, head, layout, 10))} & values_alone

@@ -22,6 +22,7 @@ from lossgate.evidence.of_result import record_of
 from lossgate.losses import SPECS
 from lossgate.reports.shown_cell import of_result
 from lossgate.worlds import make_world
+from property_tests.kernels import test_filter_mutants as filters
 
 SETTINGS = Settings(shrink_calls=20)
 STYLE = STYLES["float32"][0]
@@ -161,3 +162,9 @@ def test_a_loss_that_is_too_large_is_not_taken_for_one_that_should_be_0() -> Non
 
     found = diagnosed(replace(right, kernel=larger, name="larger"), "single")
     assert [cause.words for cause in found.causes] == ["loss: multiplied by 1.013 in every problem"]
+
+
+def test_other_options_may_have_other_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistake in an option is tried though the kernel returns a metric that it would not have."""
+    filters.MUTANTS["the policy loss has unfiltered ones"](monkeypatch)
+    assert filters.verdict(filters.SPECS["clipped_pg"]) is Verdict.DISAGREE
