@@ -121,17 +121,24 @@ def token_losses(logits: Tensor, labels: Tensor, block: int = 1024) -> Tensor:
     return _TokenLosses.apply(logits, labels, block)  # type: ignore[return-value]
 
 
-BLOCK = 16  # so that small problems turn the loops
+SMALL, LARGE = 16, 256
+
+
+def block_for(vocab: int) -> int:
+    """Returns how many logits are held at a time: few of a small vocabulary, so that small problems
+    turn the loops. A large one would take the interpreter minutes so.
+    """
+    return SMALL if vocab <= LARGE else LARGE
 
 
 @lossgate.candidate(
     "nll",
     head="logits",
     supports={"reduction": lossgate.ANY},
-    tiles={"vocab": BLOCK},
+    tiles={"vocab": (SMALL, LARGE)},
     good_for="an example: Triton, interpreted where there is no GPU",
 )
 def triton_cross_entropy(inputs: NllLogits, options: NllOptions, mesh: DeviceMesh) -> Tensor:
     labels = inputs.labels.masked_fill(~inputs.mask, -100)
-    total = token_losses(inputs.logits, labels, BLOCK).sum()
+    total = token_losses(inputs.logits, labels, block_for(inputs.logits.shape[1])).sum()
     return total if options.reduction == "sum" else total / inputs.valid_tokens.clamp(min=1)

@@ -149,13 +149,15 @@ def _watch(connection: socket.socket) -> None:
         return
     for file in files:
         os.close(file)
-    connection.sendall(str(process).encode().ljust(16))
+    with suppress(BrokenPipeError):  # the client has ended already: that is seen below
+        connection.sendall(str(process).encode().ljust(16))
     end = os.pidfd_open(process)
     came, _, _ = select.select([end, connection], [], [])
     if end not in came:
         os.kill(process, signal.SIGKILL)
     _, status = os.waitpid(process, 0)
-    connection.sendall(str(os.waitstatus_to_exitcode(status)).encode().ljust(16))
+    with suppress(BrokenPipeError):
+        connection.sendall(str(os.waitstatus_to_exitcode(status)).encode().ljust(16))
     os._exit(0)
 
 
