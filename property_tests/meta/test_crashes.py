@@ -174,7 +174,10 @@ AGREED = "in a fresh process this problem agreed in 20 of 20 calls"
     [
         ("once", f"{AGREED}: the candidate is wrong in few calls, or only after certain other calls"),
         ("in every third", "not wrong in every call: in a fresh process this problem disagreed in 7 of 20 calls"),
-        ("after thirty", f"wrong only after other calls in the same process: {AGREED}, as its replay will"),
+        (
+            "after thirty",
+            f"wrong only after other calls in the same process: {AGREED}; after 30 calls with other problems it ",
+        ),
         ("sys.exit", "rank 0 raised SystemExit: 0"),
     ],
 )
@@ -200,3 +203,12 @@ def test_a_crash_has_evidence_and_a_line_that_replays_it(file: Path, lossgate: L
     gate = lossgate("gate", "e", "--policy", str(file.parent / "gate.toml"))
     assert gate.returncode == 1
     assert "SIGSEGV" in gate.stdout
+
+
+def test_a_replay_makes_the_calls_that_the_failure_needs(file: Path, lossgate: Lossgate) -> None:
+    done = lossgate("verify", f"{file}:after thirty", "--layout", "single", "--examples", "40")
+    replay = next(line for line in done.stdout.splitlines() if line.startswith("  replay: ")).split()[2:]
+    again = lossgate(*replay)
+    assert again.returncode == 1
+    assert "  rank 0 raised RuntimeError: wrong" in again.stdout
+    assert "  after 30 calls with other problems, in the same process" in again.stdout.splitlines()

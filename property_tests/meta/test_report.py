@@ -10,11 +10,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from lossgate.counted import counted
 from lossgate.evidence.gather import gather
 from lossgate.evidence.pattern import matches
 from lossgate.evidence.records import CellKey, CellRecord, KnownFailureRecord, Matrix, PropertyRecord, Record
 from lossgate.evidence.sealed import seal
-from lossgate.reports.counted import counted
 from lossgate.reports.evidence_table import print_report
 from lossgate.reports.remarks import EXEMPT, NOT_DISTINGUISHED
 from lossgate.reports.troubles import troubles

@@ -17,7 +17,10 @@ ROOT = Path(__file__).parents[2]
 HARNESS = ROOT / "harness/lossgate"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "dtypes", "fork_server", "interruption", "launch", "layout", "process_folder", "shape", "spelling"),
+    (
+        *("counted", "errors", "dtypes", "fork_server", "interruption", "launch", "layout"),
+        *("process_folder", "shape", "spelling"),
+    ),
     ("numerics",),
     ("problems",),
     ("specs",),

@@ -2,12 +2,14 @@
 """Tests of the search: it finds bugs, and makes the problem that shows one small."""
 
 import gc
+import re
 import time
 import weakref
 from itertools import count
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from lossgate import ANY, Candidate, Layout, Outputs, Problem, candidate
 from lossgate.bank.bugs import cross_entropy_with
@@ -115,6 +117,41 @@ def test_the_smallest_failure_is_kept_whatever_was_tried_last() -> None:
     world.close()
     assert found.failure is not None
     assert found.failure.problem.tokens == 3
+
+
+def test_a_failure_is_not_made_smaller_into_another() -> None:
+    """Small problems show a wrong loss, and larger ones ranks that do not call the same."""
+
+    def kernel(inputs: NllHidden, options: object, mesh: DeviceMesh) -> Outputs:
+        loss = right_loss(inputs, options, mesh)
+        if inputs.vocab_size > 3 and mesh.get_local_rank("tp") == 0:
+            torch.distributed.all_reduce(torch.zeros(1), group=mesh.get_group("tp"))
+        return Outputs(loss=loss + 1)
+
+    declare = candidate("nll", head="hidden", axes=("tp",))
+    found = search(declare(kernel), "tp=2", timeout=20.0)
+    assert found.failure is not None
+    assert found.failure.symptoms == ("CollectiveMismatch",)
+    assert found.failure.problem.vocab > 3
+    first, beside = found.failure.findings
+    assert first.startswith("collective mismatch ")
+    assert re.fullmatch(
+        r"another failure, met while the problem was made smaller: loss: .*\n  on: .* vocab [123],.*", beside
+    )
+
+
+def test_another_exception_is_another_failure() -> None:
+    def kernel(inputs: NllHidden, options: object, mesh: object) -> Outputs:
+        if inputs.vocab_size <= 5:
+            raise IndexError("small")
+        raise KeyError("large")
+
+    found = search(candidate("nll", head="hidden")(kernel))
+    assert found.failure is not None
+    first, beside = found.failure.findings
+    assert "rank 0 raised KeyError: 'large'" in first
+    assert found.failure.problem.vocab > 5
+    assert "rank 0 raised IndexError: small" in beside
 
 
 def test_a_kernel_that_is_not_deterministic_disagrees_with_the_reason() -> None:

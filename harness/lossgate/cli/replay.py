@@ -11,7 +11,13 @@ from lossgate.cli.app import Exit, app, driven
 
 @app.command
 def replay(
-    file: Path, /, *, candidate: str | None = None, world: str | None = None, timeout: float | None = None
+    file: Path,
+    /,
+    *,
+    candidate: str | None = None,
+    world: str | None = None,
+    timeout: float | None = None,
+    script: Path | None = None,
 ) -> int:
     """Judge the problem of a failure file again.
 
@@ -22,6 +28,8 @@ def replay(
             failed.
         timeout: Seconds that a rank may take to the next collective or, if it is a process, to
             return. Then it counts as hanging.
+        script: Judge nothing, and write this file: a script that calls the kernel with the same
+            numbers and shows what it gives beside what is right. It needs torch and the kernel.
     """
     from lossgate.fork_server import worker_context
 
@@ -33,6 +41,12 @@ def replay(
     from lossgate.worlds.base import WorldLost
 
     failure = read_failure(file)
+    if script is not None:
+        from lossgate.reports.reproducer import write_script
+
+        write_script(failure, candidate, script)
+        print(f"wrote {script}; run it with: python {script}")
+        return Exit.AGREE
     world = world or failure.world
 
     def body() -> int:

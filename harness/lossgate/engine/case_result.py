@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Holds one case to a property, and records what came of it."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -8,6 +9,7 @@ from lossgate.adequacy.kills import killed_mutants
 from lossgate.adequacy.option_mutants import OptionMutant
 from lossgate.cases.case import Case
 from lossgate.engine.current_case import running
+from lossgate.engine.side_by_side import side_by_side
 from lossgate.errors import CandidateError
 from lossgate.judge.comparison import Comparison
 from lossgate.problems.problem import Problem
@@ -44,6 +46,10 @@ class CaseResult:
     """Whether the problem says anything about the property. If not, nothing was checked."""
     resources: Resources = field(default_factory=dict)
     """What the call used, if the property measures that."""
+    side_by_side: tuple[str, ...] = ()
+    """What was got beside what is wanted, in the entries that are farthest off."""
+    earlier: tuple[Problem, ...] = ()
+    """The problems after which it disagrees, if it does so only after others."""
 
     @property
     def symptoms(self) -> tuple[str, ...]:
@@ -51,6 +57,17 @@ class CaseResult:
         if self.failure:
             return (self.failure,)
         return (*sorted(str(c.output) for c in self.comparisons if not c.agrees), *self.faults)
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """What tells two failures apart: the outputs that disagree, or how the ranks failed, with
+        the type of an exception. Other faults count as one, as their words may hold numbers.
+        """
+        if self.failure:
+            raised = re.search(r"\braised (\w+)", self.findings[0])
+            return frozenset((f"{self.failure} {raised[1]}" if raised else self.failure,))
+        wrong = {str(c.output) for c in self.comparisons if not c.agrees}
+        return frozenset(wrong | {"fault"} if self.faults else wrong)
 
     @property
     def agrees(self) -> bool:
@@ -74,6 +91,7 @@ def run_case(case: Case, held_to: Property, mutants: Iterable[OptionMutant] = ()
             if checked.says_nothing:
                 return CaseResult(problem=case.problem, held_to=name, fits=False)
         killed = frozenset(str(mutant) for mutant in killed_mutants(mutants, case))
+        shown = side_by_side(case) if checked.findings and held_to.needs_adequacy else ()
     except (RankFailure, CandidateError) as failure:
         kind = type(failure).__name__
         return CaseResult(problem=case.problem, findings=(str(failure),), failure=kind, held_to=name)
@@ -86,4 +104,5 @@ def run_case(case: Case, held_to: Property, mutants: Iterable[OptionMutant] = ()
         faults=checked.faults,
         held_to=name,
         resources=checked.resources,
+        side_by_side=shown,
     )

@@ -53,6 +53,8 @@ class FailureFile:
     """Where they computed."""
     symptoms: tuple[str, ...] = ()
     """What disagreed in any problem of the cell. The smallest problem may show less."""
+    earlier: tuple[Problem, ...] = ()
+    """The problems that are run first, if the example disagrees only after them."""
 
 
 def versions() -> dict[str, str]:
@@ -77,6 +79,8 @@ def read_failure(file: Path) -> FailureFile:
         failure = replace(failure, candidate=_located(failure.candidate, file))
         for example in values["examples"]:
             Problem.from_builtins(example["problem"])  # refuses fields that it does not know
+        for problem in values.get("earlier", ()):
+            Problem.from_builtins(problem)
     except OSError as error:
         raise UsageError(f"can't read {file}: {error.strerror}") from None
     except (msgspec.MsgspecError, UsageError) as error:
@@ -107,6 +111,7 @@ def write_failure(result: CellResult, folder: Path) -> Path:
         world=result.cell.world,
         device=result.cell.device,
         symptoms=result.symptoms,
+        earlier=result.failure.earlier if result.failure is not None else (),
     )
     text = msgspec.json.format(msgspec.json.encode(content), indent=1)
     cell = result.cell

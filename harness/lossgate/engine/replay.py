@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from lossgate.counted import counted
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.loading import has_source, load_candidates
 from lossgate.engine.case_result import CaseResult
@@ -47,6 +48,39 @@ def replay_failure(
             not positive.
         WorldLost: if a rank is gone and cannot be replaced.
     """
+    found, problem = candidate_of(failure, candidate), failure.examples[0].problem
+    kind, held_to = world or failure.world, find_property(failure.property)
+    cell = Cell(found, problem.layout, problem.dtype, held_to, kind, failure.device)
+    settings = Settings() if timeout is None else Settings(timeout=timeout)
+    problems = [frozen.problem for frozen in failure.examples]
+    cases = _run(cell, [*failure.earlier, *problems], settings.timeout)[-len(problems) :]
+    failing = next((case for case in cases if not case.agrees), None)
+    reasons = failing.findings if failing else pooled_disagreements(cases) if failure.pooled else ()
+    exact = [FrozenCase.of(case).statistics for case in cases] == [frozen.statistics for frozen in failure.examples]
+    word, of = Verdict.DISAGREE if reasons else Verdict.AGREE, "" if held_to.needs_adequacy else f"  {held_to}"
+    lines = [f"{word}  {cell.candidate.name}{of}  {cell.dtype}  {cell.layout}"]
+    lines += [f"  {line}" for reason in reasons for line in reason.splitlines()]
+    lines.append(f"  on: {len(cases)} problems, pooled" if failure.pooled else f"  on: {problem.describe()}")
+    lines += [f"    {line}" for line in failing.side_by_side] if failing else []
+    if failure.earlier:
+        lines.append(f"  after {counted(len(failure.earlier), 'call')} with other problems, in the same process")
+    if exact:
+        lines.append("  every statistic is the one in the file")
+    elif candidate is None:
+        lines.append(f"  statistics differ from those in the file{_why(failure)}")
+    return Replayed(bool(reasons), tuple(lines), exact)
+
+
+def candidate_of(failure: FailureFile, candidate: str | None = None) -> Candidate:
+    """Loads the candidate of a failure file.
+
+    Args:
+        failure: what the file holds.
+        candidate: the one to take in its place.
+
+    Raises:
+        UsageError: if it cannot be read, or its spec has not the options of the problems.
+    """
     location = failure.candidate.rpartition(":")[0]
     if candidate is None and location.endswith(".py") and not Path(location).is_file():
         raise UsageError(
@@ -56,25 +90,8 @@ def replay_failure(
     found = load_candidates(candidate or failure.candidate)
     if len(found) != 1:
         raise UsageError(f"{candidate or failure.candidate}: {len(found)} candidates in it; name one, as file.py:name")
-    problem = failure.examples[0].problem
     _check_options(found[0], failure)
-    kind, held_to = world or failure.world, find_property(failure.property)
-    cell = Cell(found[0], problem.layout, problem.dtype, held_to, kind, failure.device)
-    settings = Settings() if timeout is None else Settings(timeout=timeout)
-    problems = [frozen.problem for frozen in failure.examples]
-    cases = _run(cell, problems, settings.timeout)
-    failing = next((case for case in cases if not case.agrees), None)
-    reasons = failing.findings if failing else pooled_disagreements(cases) if failure.pooled else ()
-    exact = [FrozenCase.of(case).statistics for case in cases] == [frozen.statistics for frozen in failure.examples]
-    word, of = Verdict.DISAGREE if reasons else Verdict.AGREE, "" if held_to.needs_adequacy else f"  {held_to}"
-    lines = [f"{word}  {cell.candidate.name}{of}  {cell.dtype}  {cell.layout}"]
-    lines += [f"  {line}" for reason in reasons for line in reason.splitlines()]
-    lines.append(f"  on: {len(cases)} problems, pooled" if failure.pooled else f"  on: {problem.describe()}")
-    if exact:
-        lines.append("  every statistic is the one in the file")
-    elif candidate is None:
-        lines.append(f"  statistics differ from those in the file{_why(failure)}")
-    return Replayed(bool(reasons), tuple(lines), exact)
+    return found[0]
 
 
 def _run(cell: Cell, problems: Sequence[Problem], timeout: float) -> list[CaseResult]:

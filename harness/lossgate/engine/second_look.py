@@ -8,25 +8,31 @@ then. Its failure is still one, but whoever replays it should know.
 from collections.abc import Sequence
 from dataclasses import replace
 
+from lossgate.counted import counted
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import CellResult
 from lossgate.engine.crash import CRASH
-from lossgate.engine.fresh import fresh_child, run_in
+from lossgate.engine.fresh import fresh_child, run_in, run_in_child
 from lossgate.engine.property_result import reasons_of
+from lossgate.problems.problem import Problem
 from lossgate.worlds.base import Hang
 
 CALLS = 20
 """How often a problem is run in the new process, if its first run there agrees or runs differ."""
+_FEW = 8
+"""So many calls are left out one by one, to see which of them matter."""
+_ONLY_AFTER = "wrong only after other calls in the same process"
 _REPRODUCED = 2
 """From so many tries to make a problem smaller on, one of them has failed again, or the search says
 that runs differ."""
 
 
 def look_again(result: CellResult, timeout: float) -> CellResult:
-    """Returns a result that also tells what a new process makes of the failure.
+    """Returns a result that also says what a new process makes of the failure.
 
-    It says nothing more of a failure that the new process shows at once. That of a known failure
-    or a hang, which would cost its time-out again, is left alone.
+    If that agrees, the problems after which it disagrees are looked for. Nothing more is said of a
+    failure that the new process shows at once. That of a known failure or a hang, which would cost
+    its time-out again, is left alone.
     """
     failure = result.failure
     if failure is None or failure.failure == Hang.__name__ or result.cell.candidate.known_failure is not None:
@@ -40,6 +46,12 @@ def look_again(result: CellResult, timeout: float) -> CellResult:
     found = _compared(result, failure, cases)
     if not found:
         return result
+    if found[0].startswith(_ONLY_AFTER) and (earlier := _calls_before(result, failure, timeout)):
+        failure = replace(failure, earlier=earlier)
+        after = (
+            f"after {counted(len(earlier), 'call')} with other problems it disagreed, and its replay makes these first"
+        )
+        found = (f"{found[0]}; {after}",)
     findings = (*failure.findings, *found)
     if failure.held_to == result.cell.property.name:
         return replace(result, failure=replace(failure, findings=findings), reasons=findings)
@@ -65,4 +77,31 @@ def _compared(result: CellResult, failure: CaseResult, cases: Sequence[CaseResul
     agreed = f"in a fresh process this problem agreed in {len(cases)} of {len(cases)} calls"
     if failure.unstable or failure.failure == CRASH or result.shrink_calls < _REPRODUCED:
         return (f"{agreed}: the candidate is wrong in few calls, or only after certain other calls",)
-    return (f"wrong only after other calls in the same process: {agreed}, as its replay will",)
+    return (f"{_ONLY_AFTER}: {agreed}",)
+
+
+def _calls_before(result: CellResult, failure: CaseResult, timeout: float) -> tuple[Problem, ...]:
+    """Returns as few as possible of the problems that were tried, after which a problem disagrees
+    in a new process; none if it does not even after all of them.
+    """
+    tried = [case.problem for case in result.cases]
+    cell = result.cell.held_to(failure.held_to)
+
+    def disagrees(earlier: Sequence[Problem]) -> bool:
+        *_, last = run_in_child(cell, [*earlier, failure.problem], timeout)
+        return not last.agrees and last.problem == failure.problem
+
+    if not disagrees(tried):
+        return ()
+    few, many = 0, 1  # so many are too few, and so many are enough
+    while many < len(tried) and not disagrees(tried[-many:]):
+        few, many = many, 2 * many
+    many = min(many, len(tried))
+    while many - few > 1:
+        middle = (few + many) // 2
+        few, many = (few, middle) if disagrees(tried[-middle:]) else (middle, many)
+    chosen = tried[-many:]
+    for one in chosen if many <= _FEW else ():
+        rest = [other for other in chosen if other is not one]
+        chosen = rest if disagrees(rest) else chosen
+    return tuple(chosen)

@@ -23,6 +23,9 @@ from lossgate.errors import LossgateError
 from lossgate.problems.problem import Problem
 from lossgate.worlds.base import Hang, World, WorldLost
 
+_OTHERS = 2
+"""Failures of other kinds that are reported beside the first."""
+
 
 class _DisagreementError(Exception):
     """Tells Hypothesis that a problem fails.
@@ -54,9 +57,13 @@ class Trials:
     """The option mutants that no problem has killed."""
     near: dict[str, OptionMutant] = field(default_factory=dict)
     """The option mutants that no problem has killed, and none need kill: their choices are near."""
+    others: dict[frozenset[str], CaseResult] = field(default_factory=dict)
+    """The smallest cases that disagree for other reasons than the first, by their reasons."""
     _tried: list[tuple[BoundProblem, CaseResult]] = field(default_factory=list)
     """The problem of each case, and what came of it. Large ones are let go, for their tensors."""
     _error: LossgateError | None = None
+    _first_kinds: frozenset[str] = frozenset()
+    """What the first failure is known by."""
     _failed_at: float = 0.0
 
     def __post_init__(self) -> None:
@@ -70,6 +77,7 @@ class Trials:
             pass
         except _DisagreementError:
             self._shrink(placed)
+            self._add_others()
         if self._error is not None:
             raise self._error
 
@@ -120,7 +128,8 @@ class Trials:
             return
         if result.failure == Hang.__name__:  # each further try would cost a time-out
             raise _StopSearch
-        raise _DisagreementError
+        if self._is_same_failure(result):
+            raise _DisagreementError
 
     def _run(self, problem: Problem, entry: Entry | None) -> CaseResult:
         """Runs a problem and records what came of it.
@@ -139,10 +148,39 @@ class Trials:
             for name in result.killed:
                 (self.near if name in self.near else self.surviving).pop(name)
         if not result.agrees and self.failure is None:
-            self._failed_at = monotonic()
-        if not result.agrees and (self.failure is None or _size(problem) <= _size(self.failure.problem)):
-            self.failure, self.failing_case = result, case
+            self._failed_at, self._first_kinds = monotonic(), result.kinds
+        if not result.agrees:
+            self._keep(result, case)
         return result
+
+    def _keep(self, result: CaseResult, case: Case) -> None:
+        """Keeps a case that disagrees, if it is the smallest that does so for its reasons."""
+        if self.failure is None or (
+            self._is_same_failure(result) and _size(result.problem) <= _size(self.failure.problem)
+        ):
+            self.failure, self.failing_case = result, case
+        elif not self._is_same_failure(result):
+            known = self.others.get(result.kinds)
+            if known is None or _size(result.problem) <= _size(known.problem):
+                self.others[result.kinds] = result
+
+    def _is_same_failure(self, result: CaseResult) -> bool:
+        """Returns whether a case fails for a reason for which the first one does.
+
+        A deadlock is not made smaller into a wrong loss, nor a wrong gradient of the weight into
+        one of the bias: they may be two defects.
+        """
+        return self.failure is None or not self._first_kinds.isdisjoint(result.kinds)
+
+    def _add_others(self) -> None:
+        """Has the failure say which other defects were met while it was made smaller."""
+        assert self.failure is not None
+        found = (
+            f"another failure, met while the problem was made smaller: {other.findings[0]}\n"
+            f"  on: {other.problem.describe()}"
+            for other in sorted(self.others.values(), key=lambda one: _size(one.problem))[:_OTHERS]
+        )
+        self.failure = replace(self.failure, findings=(*self.failure.findings, *found))
 
     def _add_flaky(self) -> None:
         assert self.failure is not None

@@ -219,6 +219,7 @@ def _failure(result: CellResult, replay: str | None) -> Failure | None:
         symptoms=result.failure.symptoms,
         shrink_calls=result.shrink_calls,
         replay=replay,
+        side_by_side=result.failure.side_by_side,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
-SCHEMA = "1.2"
+SCHEMA = "1.3"
 """Version of the schema: an older reader understands another second number, not another first."""
 
 WITHOUT_NOISE = "1.0"
@@ -195,6 +195,8 @@ class Failure(Struct, frozen=True, kw_only=True):
     """How many problems were tried to make it smaller."""
     replay: str | None = None
     """The command that judges it again."""
+    side_by_side: tuple[str, ...] = ()
+    """What was got on it beside what is wanted, in words; the entries that are farthest off."""
 
 
 class KnownFailureRecord(Struct, frozen=True, kw_only=True):

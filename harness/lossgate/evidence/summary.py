@@ -54,8 +54,11 @@ class CellSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def why(self) -> str:
-        """Why it is not AGREE, and what may have gone wrong, in one line."""
-        return "; ".join((*self.reasons, *self.causes)) or "no reason is given"
+        """Why it is not AGREE, what may have gone wrong, and what was got where what is wanted, in
+        one line.
+        """
+        shown = self.failure.side_by_side if self.failure is not None else ()
+        return "; ".join((*self.reasons, *self.causes, *shown)) or "no reason is given"
 
     @property
     def expected(self) -> bool:

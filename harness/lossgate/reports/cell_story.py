@@ -10,11 +10,11 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from lossgate.counted import counted
 from lossgate.evidence.columns import largest_share
 from lossgate.evidence.records import CellRecord, OutputRecord, PropertyRecord
 from lossgate.evidence.summary import CellSummary
 from lossgate.reports.console import print_whole
-from lossgate.reports.counted import counted
 from lossgate.reports.describe import describe, marked, print_detail
 from lossgate.reports.printable import printable
 from lossgate.reports.resource_lines import resource_lines

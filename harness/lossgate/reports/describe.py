@@ -28,7 +28,7 @@ def describe(cell: ShownCell, so_far: CausesSoFar | None = None) -> list[str]:
     lines = [f"{marked(cell)}  {escape(cell.candidate)}  {_where(cell)}"]
     lines += [f"  {escape(line)}" for line in (*cell.reasons, *(so_far or CausesSoFar()).lines(cell))]
     if cell.on is not None:
-        lines.append(f"  on: {escape(cell.on)}")
+        lines += [f"  on: {escape(cell.on)}", *(f"    {escape(line)}" for line in cell.side_by_side)]
     if cell.replay is not None:
         lines.append(replay_line(escape(cell.replay)))
     return lines

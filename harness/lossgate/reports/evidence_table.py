@@ -9,10 +9,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from lossgate.counted import counted
 from lossgate.evidence.gather import Gathered
 from lossgate.reports.causes import CausesSoFar
 from lossgate.reports.console import print_whole
-from lossgate.reports.counted import counted
 from lossgate.reports.describe import DESCRIBED, describe, print_detail, print_remarks
 from lossgate.reports.printable import printable
 from lossgate.reports.run_lines import moment, run_lines

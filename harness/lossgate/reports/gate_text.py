@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.markup import escape
 
+from lossgate.counted import counted
 from lossgate.evidence.records import CellKey
 from lossgate.gate.verdict import Blocker, GatedCell, GateVerdict, Kind
-from lossgate.reports.counted import counted
 from lossgate.reports.describe import print_detail, replay_line
 from lossgate.reports.gate_files.wording import remarks_of, replay_of
 from lossgate.reports.printable import printable

@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 
+from lossgate.counted import counted
 from lossgate.evidence.gather import Gathered
 from lossgate.evidence.records import EndRecord, RunRecord
-from lossgate.reports.counted import counted
 from lossgate.reports.printable import printable
 
 _SHOWN = 5

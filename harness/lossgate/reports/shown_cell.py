@@ -80,6 +80,8 @@ class ShownCell:
     good_for: str = ""
     on: str | None = None
     """The smallest problem that disagrees, in words."""
+    side_by_side: tuple[str, ...] = ()
+    """Lines in words: what was got on it, beside what is wanted."""
     replay: str | None = None
     """The command that judges it again."""
     largest: str = ""
@@ -121,6 +123,7 @@ def of_result(result: CellResult, replay: str | None = None) -> ShownCell:
         seconds=result.seconds,
         good_for=candidate.good_for,
         on=_on(result.failure.problem.describe(), result.shrink_calls) if result.failure is not None else None,
+        side_by_side=_lines(result.failure.side_by_side) if result.failure is not None else (),
         replay=replay,
         largest=_largest([case.problem for case in result.cases]),
         at_sizes=tuple(_at_sizes(result.cases)),
@@ -148,6 +151,7 @@ def of_summary(summary: CellSummary) -> ShownCell:
         mde=inf if summary.mde is None else summary.mde,
         seconds=summary.seconds,
         on=_on(printable(failure.description), failure.shrink_calls) if failure else None,
+        side_by_side=_lines(failure.side_by_side) if failure else (),
         replay=printable(failure.replay) if failure and failure.replay else None,
     )
 

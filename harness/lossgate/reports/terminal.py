@@ -9,11 +9,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
+from lossgate.counted import counted
 from lossgate.engine.cell import CellResult
 from lossgate.engine.events import CellFinished, Event, RunStarted
 from lossgate.reports.causes import CausesSoFar
 from lossgate.reports.console import make_console, print_whole
-from lossgate.reports.counted import counted
 from lossgate.reports.describe import DESCRIBED, describe, marked, print_detail, print_remarks
 from lossgate.reports.failures import FailureFiles
 from lossgate.reports.shown_cell import ShownCell, of_result

@@ -15,7 +15,7 @@ from rich.measure import measure_renderables
 from rich.table import Column, Table
 from rich.text import Text
 
-from lossgate.reports.counted import counted
+from lossgate.counted import counted
 from lossgate.reports.shown_cell import STYLES, ShownCell, ShownVerdict
 
 _MARK = " <--"

@@ -116,7 +116,9 @@ class Details:
         return [self._text(text) for text in texts]
 
     def _failure(self, failure: Failure | None) -> list[Any] | None:
-        """Returns the problem, its description, findings, number of tries and the command."""
+        """Returns the problem, its description, findings, number of tries, the command, and lines
+        of got beside want.
+        """
         if failure is None:
             return None
         return [
@@ -125,6 +127,7 @@ class Details:
             self._all(failure.findings),
             failure.shrink_calls,
             self._text(failure.replay or ""),
+            self._all(failure.side_by_side),
         ]
 
     def _output(self, output: OutputRecord) -> list[Any]:

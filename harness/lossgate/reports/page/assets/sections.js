@@ -55,10 +55,11 @@ function failureSection({ details: { failure, faults, reasons } }) {
   const said = new Set(texts(reasons));
   const others = [...new Set([...texts(failure ? failure[2] : []), ...texts(faults)])].filter((finding) => !said.has(finding));
   if (!failure) return others.length ? section('Findings', points(others)) : null;
-  const [problem, description, , calls, replay] = failure;
+  const [problem, description, , calls, replay, sideBySide] = failure;
   const tried = calls ? ` ${counted(calls, 'problem was', 'problems were')} tried to make it smaller.` : '';
   return section('The smallest problem that disagrees', make('p', {}, quote(text(description)), `.${tried}`),
     others.length ? points(others) : null,
+    sideBySide.length ? points(texts(sideBySide)) : null,
     text(replay) ? [make('p', { className: 'note' }, 'This command judges it again:'), command(text(replay))] : null,
     folded('the problem as JSON', problemText(problem)));
 }

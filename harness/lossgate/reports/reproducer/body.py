@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every reproducer holds, beside its numbers: it calls a kernel, and shows got beside want.
+
+The file is copied into reproducers as it is, so it imports nothing but torch and what Python has.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import make_dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+AXES = ("dp", "cp", "tp")
+SHOWN = 5
+"""So many entries are shown of an output that is wrong."""
+
+
+def load_kernel(location: str, name: str) -> Callable[..., Any]:
+    """Returns a function of (inputs, options, mesh).
+
+    It returns the loss, or an object with loss, logprobs, token_entropy and metrics.
+    """
+    if not location.endswith(".py"):
+        module = importlib.import_module(location)
+    else:
+        sys.path.insert(0, str(Path(location).parent))
+        spec = importlib.util.spec_from_file_location(Path(location).stem, location)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    named = [value for value in vars(module).values() if callable(value) and getattr(value, "name", None) == name]
+    return named[0] if named else getattr(module, name)
+
+
+def numbers(values: Any, shape: tuple[int, ...], dtype: str) -> Tensor:
+    """Returns a tensor of a flat list of numbers."""
+    return torch.tensor(values, dtype=getattr(torch, dtype)).reshape(shape)
+
+
+def call(kernel: Callable[..., Any], given: dict[str, Any], mesh: DeviceMesh) -> dict[str, Tensor]:
+    """Calls the kernel on one rank, forward and backward. Returns what it gave, by name."""
+    inputs = _object({n: v.clone() if isinstance(v, Tensor) else v for n, v in given["inputs"].items()})
+    leaves = {name: getattr(inputs, name).requires_grad_() for name in given["leaves"]}
+    returned = kernel(inputs, _object(given["options"]), mesh)
+    if isinstance(returned, Tensor):
+        returned = _object({"loss": returned})
+    roots = [(getattr(returned, name, None), upstream) for name, upstream in given["upstream"].items()]
+    used = [(root, upstream.to(root.dtype)) for root, upstream in roots if root is not None]
+    torch.autograd.backward([root for root, _ in used], [upstream for _, upstream in used])
+    got = {name: getattr(returned, name, None) for name in ("loss", "logprobs", "token_entropy")}
+    got |= getattr(returned, "metrics", {})
+    got |= {f"grad of {name}": leaf.grad for name, leaf in leaves.items()}
+    return {name: value.detach().clone() for name, value in got.items() if value is not None}
+
+
+def _object(values: dict[str, Any]) -> Any:
+    return make_dataclass("Given", list(values))(**values)
+
+
+def run_rank(rank: int, folder: str, location: str, name: str, sizes: tuple[int, ...], calls: list[Any]) -> None:
+    """Makes all calls on one rank, and saves what the last one gave."""
+    torch.set_num_threads(1)
+    ranks = sizes[0] * sizes[1] * sizes[2]
+    store = dist.FileStore(os.path.join(folder, "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    kernel, mesh = load_kernel(location, name), init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
+    got = [call(kernel, one[rank], mesh) for one in calls]
+    torch.save(got[-1], os.path.join(folder, str(rank)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def whole_of(parts: list[Tensor], output: dict[str, Any]) -> Tensor:
+    """Puts the parts of all ranks together, in float64.
+
+    ``places`` has the number of an entry of a rank's part for each entry of the whole; -1 is none.
+    """
+    if output["combine"] != "sum":
+        return getattr(torch, "a" + output["combine"])(torch.stack([part.double() for part in parts]))
+    total = torch.zeros(output["want"].numel(), dtype=torch.float64)
+    for part, places in zip(parts, output["places"], strict=True):
+        at = torch.tensor(places)
+        total[at >= 0] += part.double().flatten()[at[at >= 0]] * output["factor"]
+    return total.reshape(output["want"].shape)
+
+
+def show(got: Tensor, output: dict[str, Any]) -> bool:
+    """Prints what an output is beside what it should be. Returns whether the two are near."""
+    want, allowed = output["want"], output["allowed"]
+    same = (got == want) | (got.isnan() & want.isnan())
+    off = (got - want).abs().nan_to_num(nan=float("inf")).masked_fill(same, 0.0)
+    if output["counted"] is not None:
+        off = off * torch.tensor(output["counted"])
+    largest = float(off.max()) if off.numel() else 0.0
+    right = largest <= allowed
+    mark = "" if right else "  <-- wrong"
+    print(f"{output['name']}: off by at most {largest:.3g}, where rounding explains {allowed:.3g}{mark}")
+    for number in off.flatten().topk(min(SHOWN, off.numel())).indices.tolist() if not right else ():
+        if off.flatten()[number] > allowed:
+            at = [int(one) for one in torch.unravel_index(torch.tensor(number), off.shape)] if off.dim() else ""
+            print(f"  {at} got {float(got.flatten()[number]):.9g}, want {float(want.flatten()[number]):.9g}")
+    return right
+
+
+def main(location: str, name: str, sizes: tuple[int, ...], calls: list[Any], outputs: list[dict[str, Any]]) -> int:
+    """Runs the ranks, each in a process of its own if there are several.
+
+    Returns 1 if an output is wrong or missing, else 0.
+    """
+    ranks, right = sizes[0] * sizes[1] * sizes[2], True
+    with tempfile.TemporaryDirectory() as folder:
+        if ranks == 1:
+            run_rank(0, folder, location, name, sizes, calls)
+        else:
+            processes.spawn(run_rank, (folder, location, name, sizes, calls), nprocs=ranks)
+        got = [torch.load(os.path.join(folder, str(rank))) for rank in range(ranks)]
+    for output in outputs:
+        missing = [rank for rank in range(ranks) if output["name"] not in got[rank]]
+        if missing:
+            print(f"{output['name']}: missing on rank {', '.join(map(str, missing))}  <-- wrong")
+        parts = [] if missing else [one[output["name"]] for one in got]
+        right &= not missing and show(whole_of(parts, output), output)
+    return 0 if right else 1

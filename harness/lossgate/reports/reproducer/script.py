@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes a reproducer: the numbers of a failure, and the code that calls the kernel with them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from pprint import pformat
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lossgate.cases.assemble import assemble
+from lossgate.cases.bound_problem import BoundProblem
+from lossgate.cases.local_inputs import local_inputs
+from lossgate.cases.oracle import Oracle
+from lossgate.cases.placed_problem import PlacedProblem
+from lossgate.cases.rank_call import RankOutputs
+from lossgate.declaration.candidate import Candidate
+from lossgate.declaration.loading import absolute_source
+from lossgate.engine.failure_files import FailureFile
+from lossgate.engine.replay import candidate_of
+from lossgate.errors import UsageError
+from lossgate.layout import AXES
+from lossgate.numerics.float_formats import TORCH_DTYPES
+from lossgate.problems.problem import Problem
+from lossgate.problems.whole_sequences import WholeSequences
+from lossgate.reports.reproducer import body
+from lossgate.specs.outputs import RETURNED, Output, metric_output
+
+_MOST = 200_000
+"""So many numbers a script may hold. A file with more is slow to read, for people and Python."""
+_WIDTH = 120
+_ROOM = 4.0
+"""How many times the largest noise of right kernels an output of the script may be off."""
+
+
+def script_of(
+    candidate: Candidate, problem: Problem, earlier: Sequence[Problem], returned: Sequence[str], reasons: Sequence[str]
+) -> str:
+    """Returns a script that calls a kernel as lossgate did, and shows got beside want.
+
+    Args:
+        candidate: the kernel. The script imports it from where its source says.
+        problem: on which it disagrees.
+        earlier: problems that are run before, in the same process.
+        returned: the names of the outputs that were compared; empty if it failed before that.
+        reasons: what lossgate says of it.
+
+    Raises:
+        UsageError: if the script would hold too many numbers.
+    """
+    location, _, name = absolute_source(candidate.source).rpartition(":")
+    calls, outputs = calls_of(candidate, [*earlier, problem]), outputs_of(candidate, problem, returned)
+    if (many := _numbers_in([calls, outputs])) > _MOST:
+        raise UsageError(
+            f"the problem has {many:,} numbers, too many for a script (at most {_MOST:,}); use lossgate replay, or run "
+            "verify again: it makes failing problems smaller"
+        )
+    code = Path(body.__file__).read_text().partition('"""\n\n')[2]
+    said = "\n".join(f"    {line}" for reason in reasons for line in reason.splitlines())
+    return (
+        f'"""Calls the kernel {name!r} with the numbers on which lossgate found it wrong:\n\n{said}\n\n'
+        f"On: {problem.describe()}.\n\n"
+        f'It needs torch and the kernel. It ends with status 1 while an output is wrong.\n"""\n\n'
+        f"{code}\n\n"
+        f"LOCATION, NAME = {location!r}, {name!r}\n"
+        f'"""Where the kernel is: a file or module, and its name there."""\n'
+        f"SIZES = {tuple(problem.layout.sizes[axis] for axis in AXES)}\n"
+        f'"""Ranks along {", ".join(AXES)}."""\n'
+        f"CALLS = {_written(calls)}\n"
+        f'"""What each rank is given, by call."""\n'
+        f"OUTPUTS = {_written(outputs)}\n"
+        f'"""What the ranks\' parts make together, and what it should be, in float64."""\n\n'
+        f'if __name__ == "__main__":\n    sys.exit(main(LOCATION, NAME, SIZES, CALLS, OUTPUTS))\n'
+    )
+
+
+def write_script(failure: FailureFile, candidate: str | None, file: Path) -> None:
+    """Writes the reproducer of a failure file.
+
+    Args:
+        failure: what the file holds.
+        candidate: the one to take in place of the failure file's.
+        file: where to write. It must not be there yet.
+
+    Raises:
+        UsageError: if the failure is not one of a plain call, the candidate cannot be read, or the
+            file cannot be written.
+    """
+    if failure.pooled:
+        raise UsageError(
+            "this failure shows only over many problems together, so no script shows it; use lossgate replay, without "
+            "--script"
+        )
+    if failure.property != "agreement":
+        raise UsageError(
+            f"this failure is of property {failure.property!r}, which calls the kernel in its own way, and a script "
+            "calls it once; use lossgate replay, without --script"
+        )
+    (example,) = failure.examples
+    text = script_of(
+        candidate_of(failure, candidate), example.problem, failure.earlier, [*example.statistics], failure.reasons
+    )
+    try:
+        with file.open("x") as opened:
+            opened.write(text)
+    except FileExistsError:
+        raise UsageError(f"{file} is there already; choose another name with --script") from None
+    except OSError as error:
+        raise UsageError(f"can't write {file}: {error.strerror}; choose another place with --script") from None
+
+
+class _Code(str):
+    """Python that stands for itself in the script."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def calls_of(candidate: Candidate, problems: Sequence[Problem]) -> list[list[dict[str, Any]]]:
+    """Returns what each rank is given, by call and rank."""
+    return [[_given(candidate, one, rank) for rank in range(one.layout.ranks)] for one in problems]
+
+
+def outputs_of(candidate: Candidate, problem: Problem, returned: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns what the script needs of each output: what it should be, and how parts make it.
+
+    Args:
+        candidate: says how.
+        problem: the last of the calls.
+        returned: the names of the outputs that were compared, without gradients or with them.
+    """
+    return list(_outputs(candidate, problem, returned))
+
+
+def _given(candidate: Candidate, problem: Problem, rank: int) -> dict[str, Any]:
+    """Returns what a rank is given: inputs, options, and the upstream gradients of its outputs."""
+    placed = PlacedProblem(BoundProblem(candidate.spec, problem), problem)
+    batch, partition = placed.batch, placed.partition
+    inputs = local_inputs(candidate.spec, candidate.head, batch, rank, None, candidate.tokens)
+    upstream: dict[str, Tensor] = {}
+    for name, cotangent in batch.cotangents.items():
+        if candidate.returns_whole(RETURNED[name]):
+            upstream[name] = WholeSequences.of(partition, candidate.tokens, rank).lay_upstream(cotangent)
+        else:
+            upstream[name] = partition.shard(cotangent, RETURNED[name].dims, rank)
+    return {
+        "inputs": _attributes(inputs),
+        "leaves": list(batch.leaves),
+        "options": _attributes(candidate.spec.bind(problem.options).options),
+        "upstream": upstream,
+    }
+
+
+def _attributes(given: Any) -> dict[str, Any]:
+    """Returns the fields of a record and what its properties say, by name."""
+    own = {field.name: getattr(given, field.name) for field in fields(given)} if is_dataclass(given) else vars(given)
+    names = [name for name in dir(type(given)) if isinstance(getattr(type(given), name), property)]
+    return {**own, **{name: getattr(given, name) for name in names if not name.startswith("_")}}
+
+
+def _outputs(candidate: Candidate, problem: Problem, returned: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yields what the script needs of each output that was compared."""
+    placed = PlacedProblem(BoundProblem(candidate.spec, problem), problem)
+    gradients = candidate.starts_at.gradients(placed.batch.leaves)
+    known = [candidate.spec.output(name) for name in candidate.spec.outputs]
+    known += [metric_output(name) for name in candidate.spec.metrics]
+    given = [output for output in known if str(output) in returned]
+    oracle = Oracle(candidate, placed, given)
+    for name, output in [(str(one), one) for one in given] + [(f"grad of {leaf}", o) for leaf, o in gradients.items()]:
+        want, counted = oracle.reference[output], oracle.compared(output)
+        unit = torch.finfo(TORCH_DTYPES[problem.dtype] if output.kind == "gradient" else torch.float32).eps
+        finite = want[want.isfinite()]
+        largest = float(finite.abs().max()) if finite.numel() else 0.0
+        noise = oracle.deviations[output].nan_to_num(0.0, 0.0, 0.0)
+        places, factor = _places(candidate, placed, output)
+        yield {
+            "name": name,
+            "want": want,
+            "places": places,
+            "factor": factor,
+            "combine": next((p for p in candidate.placements(output).values() if p in ("min", "max")), "sum"),
+            "counted": None if counted is None else counted.tolist(),
+            "allowed": _ROOM * (float(noise.abs().max()) if noise.numel() else 0.0) + unit * largest,
+        }
+
+
+def _places(candidate: Candidate, placed: PlacedProblem, output: Output) -> tuple[list[list[int]], float]:
+    """Returns which entry of each rank's part goes where in the whole, and its factor.
+
+    It asks the code that puts parts together: with numbers that say where they come from.
+    """
+    ranks = placed.partition.layout.ranks
+    shapes = [_shape(candidate, placed, output, rank) for rank in range(ranks)]
+
+    def put(parts: Sequence[Tensor]) -> Tensor:
+        outputs: Sequence[RankOutputs] = [{output: part} for part in parts]
+        return assemble(outputs, candidate, placed.partition, placed.problem.hidden).outputs[output].flatten()
+
+    places: list[list[int]] = []
+    factor = 1.0
+    for rank in range(ranks):
+        parts = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
+        parts[rank] = parts[rank] + 1
+        ones = put(parts)
+        factor = float(ones.max()) if ones.numel() and float(ones.max()) else factor
+        parts[rank] = torch.arange(1.0, parts[rank].numel() + 1, dtype=torch.float64).reshape(shapes[rank])
+        places.append([round(one / factor) - 1 for one in put(parts).tolist()])
+    return places, factor
+
+
+def _shape(candidate: Candidate, placed: PlacedProblem, output: Output, rank: int) -> tuple[int, ...]:
+    if candidate.returns_whole(output):
+        return tuple(WholeSequences.of(placed.partition, candidate.tokens, rank).token.shape)
+    return placed.partition.local_shape(output.dims, rank, placed.problem.hidden)
+
+
+def _numbers_in(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel()
+    if isinstance(value, Mapping):
+        return sum(map(_numbers_in, value.values()))
+    return sum(map(_numbers_in, value)) if isinstance(value, list) else 1
+
+
+def _written(value: Any) -> str:
+    return pformat(_as_code(value), width=_WIDTH, compact=True, sort_dicts=False)
+
+
+def _as_code(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        values = repr(value.detach().flatten().tolist()).replace("inf", 'float("inf")').replace("nan", 'float("nan")')
+        return _Code(f"numbers({values}, {tuple(value.shape)}, {dtype!r})")
+    if isinstance(value, Mapping):
+        return {key: _as_code(one) for key, one in value.items()}
+    return [_as_code(one) for one in value] if isinstance(value, list) else value
