@@ -38,6 +38,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("adequacy",),
     ("diagnosis",),
     ("engine",),
+    ("audit",),
     ("spec_check",),
     ("evidence",),
     ("gate",),

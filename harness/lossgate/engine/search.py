@@ -94,11 +94,7 @@ class Search(Trials):
             UsageError: if no valid options are left for the candidate.
         """
         entries, least = self._entries(), len(self.cases) + self.settings.examples
-        if self.cell.property.needs_adequacy:
-            self.equivalent = self._deck.equivalent
-        chance, drawn = Random(f"{self.settings.seed} {round_} {self.cell}"), 0
-        asks_for_large = round_ == 0 and self.cell.property.needs_adequacy
-        large = self._large(self._deck.large, chance) if asks_for_large else []
+        chance, large, drawn = *self._begin(round_), 0
         least -= len(large)
         while True:
             placed = self._on_layout(entries)
@@ -113,6 +109,21 @@ class Search(Trials):
             entries, drawn = self._deck.more(drawn), drawn + 1
         if round_ == 0:
             self._run_sizes(chance)
+
+    def first_problems(self) -> list[Placed]:
+        """Returns the problems of ordinary size that the first round tries if none fails."""
+        entries = self._entries()
+        chance, large = self._begin(0)
+        wanted = {*self.still_to_kill, *self.missing_goals}
+        return choose(self._on_layout(entries), wanted, self.settings.examples - len(large), chance)
+
+    def _begin(self, round_: int) -> tuple[Random, list[Placed]]:
+        """Returns what chooses the problems of a round, and its large problems."""
+        if self.cell.property.needs_adequacy:
+            self.equivalent = self._deck.equivalent
+        chance = Random(f"{self.settings.seed} {round_} {self.cell}")
+        asks_for_large = round_ == 0 and self.cell.property.needs_adequacy
+        return chance, self._large(self._deck.large, chance) if asks_for_large else []
 
     def _run_sizes(self, chance: Random) -> None:
         """Runs a problem of each size that the settings name, until one fails. Its tensors are let

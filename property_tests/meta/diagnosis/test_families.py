@@ -100,6 +100,19 @@ def test_operations_are_named_by_the_line_of_the_reference() -> None:
     assert {str(o) for o in changed(one, settings("value", "values", "single", 40))} == {"grad of values"}
 
 
+@pytest.mark.parametrize(
+    ("spec", "what", "outputs"),
+    [
+        ("softcap", "tanh: left out in backward", {"grad of logits"}),
+        ("divergence", "logaddexp: the weights of the two are exchanged", {"loss", "grad of logits"}),
+    ],
+)
+def test_operations_on_logits_are_done_otherwise(spec: str, what: str, outputs: set[str]) -> None:
+    asked = settings(spec, "logits", "single", 100)
+    found = {one.name.split(" ", 1)[1]: one for s in asked for one in operations(s)}
+    assert {str(o) for o in changed(found[what], asked)} == outputs
+
+
 @pytest.mark.parametrize(("name", "head"), [("clipped_pg", "logprobs"), ("grpo", "logprobs"), ("dpo", "logprobs")])
 def test_most_operations_done_otherwise_change_something(name: str, head: str) -> None:
     asked = settings(name, head, "single", 6)
@@ -135,6 +148,13 @@ def test_what_is_given_whole_may_be_split_in_another_order() -> None:
         ("nll", "hidden", "single", "tail of chunks twice", {"loss", "grad of hidden", "grad of weight"}),
         ("nll", "hidden", "tp=2", "hidden reduced in every chunk", {"grad of hidden"}),
         ("nll", "logits", "single", "vocabulary tiles: sums not rescaled", {"loss", "grad of logits"}),
+        ("nll", "hidden", "single", "all above the sum ignored", {"grad of hidden", "grad of weight"}),
+        ("nll", "logits", "tp=2", "labels of other shards clamped", {"loss", "grad of logits"}),
+        ("nll", "logits", "tp=2", "labels of other shards clamped, in forward alone", {"loss"}),
+        ("nll", "logits", "tp=2", "largest logit not reduced over tp, softmax rebuilt", {"loss", "grad of logits"}),
+        ("dpo", "logprobs", "single", "pairs as two halves", {"loss", "grad of logprobs"}),
+        ("dpo", "logprobs", "single", "term of sft_loss_weight: of both sequences", {"loss", "grad of logprobs"}),
+        ("dpo", "logprobs", "cp=2", "parts of own tokens over cp, averaged", {"loss", "grad of logprobs"}),
         ("nll", "logits", "tp=2", "one-hot on the first row of other shards in backward", {"grad of logits"}),
         ("nll", "logits", "tp=2", "softmax of the label's rank alone in backward", {"grad of logits"}),
         ("nll", "logits", "cp=2", "softmax reduced over cp, too", {"loss", "grad of logits"}),

@@ -53,7 +53,16 @@ def _inverse(number: Number, setting: Setting) -> float:
 
 
 def constants(spec: Spec, head: str) -> Iterator[Counterfactual]:
-    """Yields the mistakes of a factor too many."""
+    """Yields the mistakes of a factor too many, and of all factors that stand above a sum."""
+    if "logprobs" in spec.uses and spec.reference is not None:
+        yield mistake(
+            "all above the sum ignored",
+            "{outputs}: what comes back to the sum over tokens is taken for 1: the upstream gradient, and what divides",
+            "upstream",
+            lambda setting: _above_the_sum(setting) != 1.0,
+            "multiply by the gradient that backward is given",
+            outputs=_gradients_of_the_sum,
+        )
     for name, number in _numbers().items():
         when = partial(_matters, number)
         if spec.reference is not None:
@@ -76,7 +85,7 @@ def constants(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 f"gradient of {token_value} times {name}",
                 f"the gradient of {token_value} is multiplied by {name}, and its value is not",
                 "factor",
-                when,
+                partial(_matters_to, token_value, number),
                 upstream=partial(_scaled_upstream, number, token_value),
             )
         yield mistake(
@@ -88,8 +97,29 @@ def constants(spec: Spec, head: str) -> Iterator[Counterfactual]:
         )
 
 
+def _above_the_sum(setting: Setting) -> float:
+    """Returns by what the gradient of each log-probability is multiplied, times the upstream
+    gradient, if that is one number in all trained tokens; else 1.
+    """
+    found = setting.bound.dense.loss_stage(setting.bound_spec).upstream.get("logprobs")
+    own = found[found != 0].abs() if found is not None else torch.zeros(0)
+    if not len(own) or not torch.allclose(own, own[:1].expand_as(own), rtol=1e-9, atol=0.0):
+        return 1.0
+    return float(own[0])
+
+
+def _gradients_of_the_sum(setting: Setting, outputs: Outputs) -> Outputs:
+    above, sign = _above_the_sum(setting), 1.0 if _upstream(setting) > 0 else -1.0
+    return {o: x * sign / above if o.kind == "gradient" else x for o, x in outputs.items()}
+
+
 def _matters(number: Number, setting: Setting) -> bool:
     return number(setting) != 1.0
+
+
+def _matters_to(output: str, number: Number, setting: Setting) -> bool:
+    """Returns whether an output has an upstream gradient, and the number is not 1."""
+    return output in setting.batch.cotangents and number(setting) != 1.0
 
 
 def _one_part(number: Number, setting: Setting) -> list[Part]:

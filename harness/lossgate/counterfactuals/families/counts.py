@@ -112,6 +112,14 @@ def own_parts(spec: Spec, head: str) -> Iterator[Counterfactual]:
             f"sum over {over} what belongs to a sequence, such as its count of tokens, before you go on",
             parts=partial(_parts, axes=axes, names=(), how=""),
         )
+        yield mistake(
+            f"parts of own tokens over {'+'.join(axes)}, averaged",
+            f"what belongs to whole sequences is computed of each rank's own tokens over {over}, and then averaged",
+            "ranks",
+            _Reads((), axes),
+            f"sum over {over} what belongs to a sequence, such as its count of tokens, before you go on",
+            parts=partial(_parts, axes=axes, names=(), how="mean"),
+        )
 
 
 def _parts(setting: Setting, axes: tuple[Axis, ...], names: tuple[str, ...], how: str) -> list[tuple[float, Fields]]:

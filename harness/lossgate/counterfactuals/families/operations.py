@@ -152,6 +152,12 @@ def _mean_of_logs(found: Tensor, args: tuple[Any, ...]) -> Tensor:
     return torch.stack([w.exp() * (x - w) for x, w in zip(args[:2], weights, strict=True)]).sum(0)
 
 
+def _weights_exchanged(found: Tensor, args: tuple[Any, ...]) -> Tensor:
+    """Returns the logarithm of a mixture of distributions, each with the weight of the other."""
+    one, other = (x.detach().logsumexp(-1, keepdim=True) for x in args[:2])
+    return torch.logaddexp(args[0] - one + other, args[1] - other + one)
+
+
 def _constant_normaliser(x: Tensor, shards: Sequence[slice], temperature: float) -> list[Tensor]:
     normaliser = x.detach().logsumexp(-1, keepdim=True)
     return [x[..., rows] - normaliser for rows in shards]
@@ -342,7 +348,12 @@ _CHANGES: Mapping[str, Mapping[str, Change]] = {
     "div": {"the division is left out": _first, **_NO_GRADIENT},
     "add": {"the second summand is left out": _first, "the first summand is left out": _second, **_NO_GRADIENT},
     "sub": {"the difference is turned round": _turned, "what is subtracted is left out": _first, **_NO_GRADIENT},
-    "tanh": {"left out": _first, "backward takes its slope at the result": _slope_at_result, **_NO_GRADIENT},
+    "tanh": {
+        "left out": _first,
+        "left out in backward": _straight_through,
+        "backward takes its slope at the result": _slope_at_result,
+        **_NO_GRADIENT,
+    },
     "pow": {"left out": _first, **_NO_GRADIENT},
     "log": {"left out": _first, **_NO_GRADIENT},
     "logsigmoid": {"its argument has the other sign": _of_turned_argument, **_NO_GRADIENT},
@@ -351,6 +362,7 @@ _CHANGES: Mapping[str, Mapping[str, Change]] = {
     "sum": _NO_GRADIENT,
     "logaddexp": {
         "log-probabilities are averaged, not probabilities": _mean_of_logs,
+        "the weights of the two are exchanged": _weights_exchanged,
         "always the first": _first,
         "always the second": _second,
         **_NO_GRADIENT,

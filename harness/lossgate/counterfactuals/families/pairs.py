@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
 from lossgate.counterfactuals.seams import with_gradient_of
-from lossgate.counterfactuals.setting import Setting
+from lossgate.counterfactuals.setting import Fields, Setting
 from lossgate.specs.spec import Spec
 from lossgate.specs.token_values import TokenValues
 
@@ -21,7 +21,15 @@ def pairs(spec: Spec, head: str) -> Iterator[Counterfactual]:
     if spec.reference is None or spec.group_size != 2:
         return
     of_sequences = head == "rewards"
-    if of_sequences:
+    if not of_sequences:
+        yield mistake(
+            "pairs as two halves",
+            "the first half of each rank's sequences is taken for the chosen ones, and the second for the rejected",
+            "pairs",
+            todo="take every second sequence: chosen and rejected ones come in turn",
+            fields=lambda setting: with_sequences_in(_halves(setting), setting),
+        )
+    else:
         yield mistake(
             "pairs as two halves",
             "the first half of each rank's sequences is taken for the chosen ones, and the second for the rejected",
@@ -62,6 +70,18 @@ def _halves(setting: Setting) -> Tensor:
         half = len(own) // 2
         found += [sequence for pair in zip(own[:half], own[half:], strict=True) for sequence in pair]
     return torch.tensor(found, dtype=torch.long)
+
+
+def with_sequences_in(order: Tensor, setting: Setting) -> Fields:
+    """Returns the fields that say which sequence is where, with the sequences in another order.
+
+    Args:
+        order: which sequence stands in each place, ``[sequences]``.
+        setting: the problem.
+    """
+    dims = setting.batch.field_dims
+    own = {name: setting.fields[name][order] for name, of in dims.items() if of == ("sequence",)}
+    return {**own, "sequence": order.argsort()[setting.fields["sequence"]]}
 
 
 def _side(setting: Setting, side: int, of_sequences: bool) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake, split, tempered
 from lossgate.counterfactuals.families.options import with_values
-from lossgate.counterfactuals.seams import RIGHT_STAGES, scaled_gradient, with_gradient_of
+from lossgate.counterfactuals.seams import RIGHT_STAGES, Stage, scaled_gradient, with_gradient_of
 from lossgate.counterfactuals.setting import Setting
 from lossgate.layout import Axis
 from lossgate.specs.bound_spec import BoundSpec
@@ -323,6 +323,15 @@ def _over_tp() -> Iterator[Counterfactual]:
         logsumexp=lambda s, z: largest_local(s, z) + _largest(z)[:, 0],
     )
     yield mistake(
+        "largest logit not reduced over tp, softmax rebuilt",
+        "each tp rank shifts its sum of exponentials by its own largest logit, the sums are added up as they are, and "
+        "backward rebuilds the softmax with that sum",
+        "vocabulary",
+        tp,
+        "take the largest logit over all tp ranks before the sum",
+        logsumexp=partial(rebuilt, lambda s, z: largest_local(s, z) + _largest(z)[:, 0]),
+    )
+    yield mistake(
         "softmax of the label's rank alone in backward",
         "the gradient of the logits has the softmax on the tp rank of the label alone",
         "vocabulary",
@@ -357,6 +366,13 @@ def _over_tp() -> Iterator[Counterfactual]:
         tp,
         logsumexp=own_softmax,
     )
+
+
+def rebuilt(combine: Stage, setting: Setting, z: Tensor) -> Tensor:
+    """Gives backward exp(z - logsumexp), which adds up to 1 only if the logsumexp is right."""
+    value = combine(setting, z).detach()
+    shares = (z.detach() - value[:, None]).exp()
+    return with_gradient_of(value, (shares * torch.where(z.isfinite(), z, 0.0)).sum(1))
 
 
 def _largest(z: Tensor) -> Tensor:

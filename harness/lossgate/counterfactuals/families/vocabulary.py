@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake, split
-from lossgate.counterfactuals.seams import RIGHT_STAGES, Stage, with_gradient_of
+from lossgate.counterfactuals.families.softmax import rebuilt
+from lossgate.counterfactuals.seams import RIGHT_STAGES, with_gradient_of
 from lossgate.counterfactuals.setting import Setting
 from lossgate.specs.spec import Spec
 from lossgate.specs.token_values import TokenValues
@@ -38,6 +39,15 @@ def vocabulary(spec: Spec, head: str) -> Iterator[Counterfactual]:
             "mask the one-hot entry on ranks that do not have the label",
             picked=_first_rows_too,
         )
+        for what, backward in ((", in forward alone", False), ("", True)):
+            yield mistake(
+                f"labels of other shards clamped{what}",
+                f"a tp rank without the label takes its own row nearest to it, and adds that logit, too{what}",
+                "vocabulary",
+                split("tp"),
+                "set the logit to 0 on ranks that do not have the label, before it is summed over tp",
+                picked=partial(_clamped, backward),
+            )
         for what, (words, combine) in _TILES.items():
             yield mistake(f"vocabulary tiles: {what}", words, "vocabulary", _has_tiles, logsumexp=combine)
             yield mistake(
@@ -45,7 +55,7 @@ def vocabulary(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 f"{words}, and backward rebuilds the softmax with that sum",
                 "vocabulary",
                 _has_tiles,
-                logsumexp=partial(_rebuilt, combine),
+                logsumexp=partial(rebuilt, combine),
             )
     for name in ("highest", "lowest"):
         if name in spec.uses:
@@ -83,6 +93,13 @@ def _first_rows_too(setting: Setting, z: Tensor) -> Tensor:
     return with_gradient_of(picked, also)
 
 
+def _clamped(backward: bool, setting: Setting, z: Tensor) -> Tensor:
+    labels, right = setting.fields["labels"][:, None], RIGHT_STAGES["picked"](setting, z)
+    own = [z.gather(-1, labels.clamp(rows.start, rows.stop - 1)).squeeze(-1) for rows in _rows(setting)]
+    added = torch.stack(own).sum(0)
+    return added if backward else with_gradient_of(added, right)
+
+
 def _of_first_rank(name: str, setting: Setting, values: TokenValues) -> TokenValues:
     capped = setting.bound_spec.capped(setting.head.logits(setting.batch.leaves)).detach()[:, _rows(setting)[0]]
     return values.replace(**{name: capped.amax(-1) if name == "highest" else capped.amin(-1)})
@@ -108,13 +125,6 @@ def _not_rescaled(setting: Setting, z: Tensor) -> Tensor:
             total = total + (tile - largest[:, None]).exp().sum(1)
         of_ranks.append(total.log() + largest)
     return torch.stack(of_ranks).logsumexp(0)
-
-
-def _rebuilt(combine: Stage, setting: Setting, z: Tensor) -> Tensor:
-    """Gives backward exp(z - logsumexp), which adds up to 1 only if the logsumexp is right."""
-    value = combine(setting, z).detach()
-    shares = (z.detach() - value[:, None]).exp()
-    return with_gradient_of(value, (shares * torch.where(z.isfinite(), z, 0.0)).sum(1))
 
 
 def _without_last(setting: Setting, z: Tensor) -> Tensor:

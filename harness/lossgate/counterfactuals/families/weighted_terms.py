@@ -16,6 +16,7 @@ from lossgate.counterfactuals.counterfactual import Counterfactual
 from lossgate.counterfactuals.edges import edges
 from lossgate.counterfactuals.families.masks import shifted
 from lossgate.counterfactuals.families.options import with_values
+from lossgate.counterfactuals.families.pairs import with_sequences_in
 from lossgate.counterfactuals.seams import RIGHT, Outputs, Part, Seams, run
 from lossgate.counterfactuals.setting import Fields, Setting
 from lossgate.counterfactuals.shares import counts_of, masks_of
@@ -48,6 +49,14 @@ def weighted_terms(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 kind="term",
                 seams=RIGHT,
                 computed=partial(_mistaken, option.name, Seams(fields=fields)),
+            )
+        if spec.group_size == 2 and spec.trained_dim == "token":
+            yield Counterfactual(
+                name=f"term of {option.name}: of both sequences",
+                sentence=f"{term} has both sequences of a pair, added up",
+                kind="term",
+                seams=RIGHT,
+                computed=partial(_of_both, option.name),
             )
         for what, parts in _PARTS.items():
             yield Counterfactual(
@@ -178,3 +187,20 @@ def _mistaken(option: str, seams: Seams, setting: Setting) -> Outputs | None:
     wrong_without = replace(seams, options=partial(_without, option))
     right, wrong, less = run(setting, without), run(setting, seams), run(setting, wrong_without)
     return {o: wrong[o] if o.kind == "metric" or o not in right else right[o] + wrong[o] - less[o] for o in wrong}
+
+
+def _exchanged(setting: Setting) -> Fields:
+    """Takes the rejected sequence of each pair for the chosen one, and the other way round."""
+    return with_sequences_in(torch.arange(len(setting.partition.lengths)) ^ 1, setting)
+
+
+def _of_both(option: str, setting: Setting) -> Outputs | None:
+    if not _weighs(option, setting):
+        return None
+    other = Seams(fields=_exchanged)
+    right, wrong, less = (
+        run(setting),
+        run(setting, other),
+        run(setting, replace(other, options=partial(_without, option))),
+    )
+    return {o: x if o.kind == "metric" or o not in less else x + wrong[o] - less[o] for o, x in right.items()}

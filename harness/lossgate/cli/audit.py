@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lossgate audit``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from lossgate.cli.app import Exit, app
+
+
+@app.command
+def audit(
+    *targets: str,
+    layout: Annotated[list[str] | None, Parameter(negative=())] = None,
+    dtype: Annotated[list[str] | None, Parameter(negative=())] = None,
+    profile: str = "dev",
+    examples: int | None = None,
+    ranks: int | None = None,
+    seed: int | None = None,
+    metrics: Annotated[bool, Parameter(negative=())] = False,
+    every: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """Tell which known mistakes a configuration would have seen. No kernel is run.
+
+    The reference with each mistake takes the place of the kernel, on the problems that verify
+    would try.
+
+    Args:
+        targets: Files (file.py), modules (package.module), or one candidate of either
+            (file.py:name). Their declarations say which problems there are.
+        layout: A layout, such as tp=2,cp=2 or single; may be repeated. By default every layout of
+            at most --ranks ranks.
+        dtype: float32, bfloat16 or float16; may be repeated. By default all that a candidate takes.
+        profile: dev, ci, nightly, release, or one of [tool.lossgate.profiles] in pyproject.toml.
+        examples: Problems for each cell. A cell is one candidate, layout and dtype.
+        ranks: Ranks of the largest layout.
+        seed: Another seed draws other problems.
+        metrics: Ask about metrics, too, as of kernels that return all that their spec has.
+        every: List every mistake, and not only those that would have passed.
+    """
+    from rich.markup import escape
+
+    from lossgate.audit import audit as audited
+    from lossgate.declaration.loading import load_all_candidates
+    from lossgate.engine.settings import load_settings
+    from lossgate.errors import UsageError
+    from lossgate.reports.audit_lines import audit_lines
+    from lossgate.reports.console import make_console
+    from lossgate.reports.describe import print_detail
+
+    if not targets:
+        raise UsageError("audit: nothing named; expected files or modules with candidates, such as my_kernels.py")
+    layouts, dtypes = (tuple(given) if given else None for given in (layout, dtype))
+    settings = load_settings(profile, examples=examples, ranks=ranks, seed=seed, layouts=layouts, dtypes=dtypes)
+    console = make_console()
+    for found in audited(load_all_candidates(targets), settings, metrics=metrics):
+        for line in audit_lines(found, listed=every):
+            print_detail(console, escape(line), hanging=2)
+    return Exit.AGREE
