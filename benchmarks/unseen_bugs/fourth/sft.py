@@ -160,7 +160,7 @@ def from_ids(bug, name):
 plain_nll = from_ids(False, "plain_nll")
 
 # Labels are shifted after the split over cp: the last token of each piece gets a wrong label.
-shift_after_split = from_ids(True, "shift_after_split")
+ids_rolled_on_each_rank = from_ids(True, "ids_rolled_on_each_rank")
 
 BUGS = {
     "bias_last_chunk": ("single",),
@@ -168,6 +168,6 @@ BUGS = {
     "weight_upstream": ("single",),
     "softcap_straight_through": ("single",),
     "smoothing_of_ignored": ("single",),
-    "shift_after_split": ("cp=2",),
+    "ids_rolled_on_each_rank": ("cp=2",),
 }
 RIGHT = ("chunked_nll", "capped_nll", "smoothed_nll", "plain_nll")

@@ -41,8 +41,9 @@ def _of_tokens(setting: Setting) -> Iterator[tuple[str, Tensor]]:
     yield from _of_ranks(setting)
     yield from _of_labels(setting)
     yield from _of_tiles(setting)
-    yield "of every second sequence, the first included", sequence % 2 == 0
-    yield "of every second sequence, the second included", sequence % 2 == 1
+    pairs = setting.spec.group_size == 2
+    yield "of chosen sequences" if pairs else "of every second sequence from the first on", sequence % 2 == 0
+    yield "of rejected sequences" if pairs else "of every second sequence from the second on", sequence % 2 == 1
     yield "of the first sequence", sequence == 0
     yield "of the last sequence", sequence == len(setting.partition.lengths) - 1
 

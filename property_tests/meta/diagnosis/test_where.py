@@ -87,14 +87,21 @@ def test_an_error_everywhere_says_by_what_factor() -> None:
     assert any(one.startswith("the gradient of hidden is wrong at") for one in found.where)
 
 
-def test_a_mistake_at_some_tokens_alone_is_named_with_them() -> None:
+@pytest.mark.parametrize(
+    ("spec", "which", "what"),
+    [
+        ("nll", "every second sequence from the second on", "multiplied by 2"),
+        ("dpo", "rejected sequences", "preference_loss_weight is doubled"),
+    ],
+)
+def test_a_mistake_at_some_tokens_alone_is_named_with_them(spec: str, which: str, what: str) -> None:
     def doubled_in_second_sequences(inputs: Any, gradient: Tensor) -> Tensor:
         return torch.where((inputs.sequence % 2 == 1)[:, None], 2 * gradient, gradient)
 
-    found = diagnosed(with_backward("nll", "logits", "logits", doubled_in_second_sequences))
+    found = diagnosed(with_backward(spec, "logits", "logits", doubled_in_second_sequences))
     assert found.partly
-    assert found.causes[0].words.endswith("at tokens of every second sequence, the second included alone")
-    assert "multiplied by 2" in found.causes[0].words
+    assert found.causes[0].words.endswith(f"at tokens of {which} alone")
+    assert what in found.causes[0].words
 
 
 def test_a_coarser_stage_is_named_with_what_to_declare() -> None:

@@ -52,6 +52,11 @@ def _inverse(number: Number, setting: Setting) -> float:
     return 1 / value if value else 1.0
 
 
+def _in_words(name: str) -> str:
+    """Returns what a factor does, of its name."""
+    return f"divided by {name[5:-1]}" if name.startswith("1 / (") else f"multiplied by {name}"
+
+
 def constants(spec: Spec, head: str) -> Iterator[Counterfactual]:
     """Yields the mistakes of a factor too many, and of all factors that stand above a sum."""
     if "logprobs" in spec.uses and spec.reference is not None:
@@ -64,18 +69,18 @@ def constants(spec: Spec, head: str) -> Iterator[Counterfactual]:
             outputs=_gradients_of_the_sum,
         )
     for name, number in _numbers().items():
-        when = partial(_matters, number)
+        when, by = partial(_matters, number), _in_words(name)
         if spec.reference is not None:
             yield mistake(
                 f"loss times {name}",
-                f"the loss is multiplied by {name}, in value and gradient",
+                f"the loss is {by}, in value and gradient",
                 "factor",
                 when,
                 parts=partial(_one_part, number),
             )
             yield mistake(
                 f"gradient of the loss times {name}",
-                f"the gradient of the loss is multiplied by {name}, and its value is not",
+                f"the gradient of the loss is {by}, and its value is not",
                 "factor",
                 when,
                 upstream=partial(_scaled_upstream, number, "loss"),
@@ -83,14 +88,14 @@ def constants(spec: Spec, head: str) -> Iterator[Counterfactual]:
         for token_value in [value for value in spec.outputs if value != "loss"]:
             yield mistake(
                 f"gradient of {token_value} times {name}",
-                f"the gradient of {token_value} is multiplied by {name}, and its value is not",
+                f"the gradient of {token_value} is {by}, and its value is not",
                 "factor",
                 partial(_matters_to, token_value, number),
                 upstream=partial(_scaled_upstream, number, token_value),
             )
         yield mistake(
             f"outputs times {name}",
-            f"{{outputs}}: multiplied by {name}",
+            f"{{outputs}}: {by}",
             "factor",
             when,
             outputs=partial(_scaled_outputs, number),
