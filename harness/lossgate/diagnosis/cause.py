@@ -52,10 +52,11 @@ class Diagnosis:
             nothing = f"cause: none of {self.asked} known mistakes explains it"
             return (nothing, *places)
         first, *others = self.causes
-        also = (f"; or{', the same on these problems' * o.same_as_before}: {o.words}" for o in others)
+        also = (f"; or{', with the same effect on these problems' * o.same_as_before}: {o.words}" for o in others)
         known = f"{first.words}{''.join(also)}"
         limits = f"{self.scope}{self.condition}"
         where = ", ".join(self.layouts)
-        held = f"this explains {self.problems} problems ({where}), as no other of {self.asked} known mistakes"
+        others_known = f"none of the {self.asked - len(self.causes)} other known mistakes does"
+        held = f"this explains all {self.problems} failing problems ({where}), and {others_known}"
         todo = next((cause.todo for cause in self.causes if cause.todo), "")
         return (f"cause: {known}{limits}; {held}", *((f"to do: {todo}",) if todo else ()))

@@ -7,6 +7,7 @@ then. Its failure is still one, but whoever replays it should know.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from time import monotonic
 
 from lossgate.counted import counted
 from lossgate.engine.case_result import CaseResult
@@ -81,8 +82,8 @@ def _compared(result: CellResult, failure: CaseResult, cases: Sequence[CaseResul
 
 
 def _calls_before(result: CellResult, failure: CaseResult, timeout: float) -> tuple[Problem, ...]:
-    """Returns as few as possible of the problems that were tried, after which a problem disagrees
-    in a new process; none if it does not even after all of them.
+    """Returns as few of the problems that were tried as are found in the time of a time-out, after
+    which a problem disagrees in a new process; none if it does not even after all of them.
     """
     tried = [case.problem for case in result.cases]
     cell = result.cell.held_to(failure.held_to)
@@ -93,15 +94,17 @@ def _calls_before(result: CellResult, failure: CaseResult, timeout: float) -> tu
 
     if not disagrees(tried):
         return ()
-    few, many = 0, 1  # so many are too few, and so many are enough
-    while many < len(tried) and not disagrees(tried[-many:]):
-        few, many = many, 2 * many
-    many = min(many, len(tried))
-    while many - few > 1:
-        middle = (few + many) // 2
-        few, many = (few, middle) if disagrees(tried[-middle:]) else (middle, many)
-    chosen = tried[-many:]
-    for one in chosen if many <= _FEW else ():
-        rest = [other for other in chosen if other is not one]
-        chosen = rest if disagrees(rest) else chosen
-    return tuple(chosen)
+    deadline = monotonic() + timeout
+    few, enough, last = 0, tried, 1  # the last ``few`` are too few
+    while last < len(tried) and monotonic() < deadline:
+        if disagrees(tried[-last:]):
+            enough = tried[-last:]
+            break
+        few, last = last, 2 * last
+    while len(enough) - few > 1 and monotonic() < deadline:
+        middle = (few + len(enough)) // 2
+        few, enough = (few, tried[-middle:]) if disagrees(tried[-middle:]) else (middle, enough)
+    for one in enough if len(enough) <= _FEW else ():
+        rest = [other for other in enough if other is not one]
+        enough = rest if monotonic() < deadline and disagrees(rest) else enough
+    return tuple(enough)

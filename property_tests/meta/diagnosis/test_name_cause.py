@@ -91,7 +91,7 @@ def test_a_gradient_alone_says_so() -> None:
 
     found = diagnosed(replace(right, kernel=tripled, name="tripled"), "single")
     assert found.sentences[0].startswith(
-        "cause: the gradient of weight: multiplied by 3 in every problem; this explains 9 "
+        "cause: the gradient of weight: multiplied by 3 in every problem; this explains all 9 "
     )
 
 
@@ -120,7 +120,8 @@ def test_the_cause_is_shown_and_written() -> None:
     result = verified(cross_entropy_with(STYLE, "denominator n+1"), "single")
     cause, todo = result.causes
     assert cause.startswith(
-        "cause: in place of valid_tokens the kernel takes valid_tokens + 1; this explains 9 problems (single)"
+        "cause: in place of valid_tokens the kernel takes valid_tokens + 1; "
+        "this explains all 9 failing problems (single), and none of the "
     )
     assert of_result(result).causes == (cause, todo)
     record = record_of(result, "run", "2026-01-01T00:00:00Z")

@@ -106,18 +106,20 @@ def own_parts(spec: Spec, head: str) -> Iterator[Counterfactual]:
         over = " and ".join(axes)
         yield mistake(
             f"parts of own tokens over {'+'.join(axes)}",
-            f"what belongs to whole sequences is computed of each rank's own tokens over {over}, and then added up",
+            f"what belongs to a whole sequence, its sums and counts, is taken from each rank's own tokens over {over}, "
+            "and the results are added up",
             "ranks",
             _Reads((), axes),
-            f"sum over {over} what belongs to a sequence, such as its count of tokens, before you go on",
+            f"add up the sums and counts of each sequence over {over} before you compute anything else from them",
             parts=partial(_parts, axes=axes, names=(), how=""),
         )
         yield mistake(
             f"parts of own tokens over {'+'.join(axes)}, averaged",
-            f"what belongs to whole sequences is computed of each rank's own tokens over {over}, and then averaged",
+            f"what belongs to a whole sequence, its sums and counts, is taken from each rank's own tokens over {over}, "
+            "and the results are averaged",
             "ranks",
             _Reads((), axes),
-            f"sum over {over} what belongs to a sequence, such as its count of tokens, before you go on",
+            f"add up the sums and counts of each sequence over {over} before you compute anything else from them",
             parts=partial(_parts, axes=axes, names=(), how="mean"),
         )
 

@@ -47,7 +47,7 @@ def operations(setting: Setting) -> Iterator[Counterfactual]:
         for what, change in _CHANGES.get(operation, {}).items():
             yield mistake(
                 f"{Path(file).stem}:{line}{column} {operation}: {what}",
-                f"what the reference does in {where} differs: {what}",
+                f"the kernel does {where} of the reference otherwise ({operation}: {what})",
                 "operation",
                 loss=partial(_loss, site, change),
             )

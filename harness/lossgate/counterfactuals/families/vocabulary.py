@@ -25,7 +25,7 @@ def vocabulary(spec: Spec, head: str) -> Iterator[Counterfactual]:
         for where, below_largest in (("", False), (" (in logits from which the largest was subtracted)", True)):
             yield mistake(
                 f"shard's start by its own width{where}",
-                f"the first row of a tp rank's vocabulary is taken for its number times its own rows{where}",
+                f"the first row of a tp rank's vocabulary is taken to be its rank times its own number of rows{where}",
                 "vocabulary",
                 split("tp"),
                 "take the start of the shard as it is given: shards may differ in size",
