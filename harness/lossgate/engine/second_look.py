@@ -47,12 +47,11 @@ def look_again(result: CellResult, timeout: float) -> CellResult:
     found = _compared(result, failure, cases)
     if not found:
         return result
-    if found[0].startswith(_ONLY_AFTER) and (earlier := _calls_before(result, failure, timeout)):
-        failure = replace(failure, earlier=earlier)
-        after = (
-            f"after {counted(len(earlier), 'call')} with other problems it disagreed, and its replay makes these first"
-        )
-        found = (f"{found[0]}; {after}",)
+    if found[0].startswith(_ONLY_AFTER):
+        earlier = _calls_before(result, failure, timeout)
+        failure, calls = replace(failure, earlier=earlier), counted(len(earlier), "call")
+        after = f"; after {calls} with other problems it disagreed, and its replay makes these first"
+        found = (f"{found[0]}{after if earlier else ', as its replay will'}",)
     findings = (*failure.findings, *found)
     if failure.held_to == result.cell.property.name:
         return replace(result, failure=replace(failure, findings=findings), reasons=findings)
