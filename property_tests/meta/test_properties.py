@@ -151,7 +151,7 @@ def test_a_property_without_a_problem_that_fits_is_inconclusive() -> None:
 
 
 def test_only_the_first_property_that_fails_is_made_small() -> None:
-    """The others are told with the problem on which they failed."""
+    """The others are reported with the problem on which they failed."""
     lossgate.property("first")(always_wrong)
     lossgate.property("second")(always_wrong)
     (cell,) = plan([NLL], replace(SETTINGS, properties=("agreement", "first", "second")))

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of ``lossgate replay --script``: it shows the failure until the kernel is right."""
 
+import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from lossgate.engine.failure_files import read_failure, write_failure
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.reports.reproducer import body, write_script
-from lossgate.reports.reproducer.script import calls_of, outputs_of
+from lossgate.reports.reproducer.script import _written, calls_of, outputs_of
 from lossgate.worlds import SimulatedWorld
 
 KERNEL = """
@@ -72,10 +74,10 @@ def test_a_script_makes_the_calls_that_come_before(tmp_path: Path) -> None:
     assert result.failure is not None
     problem = result.cases[0].problem
     found = read_failure(write_failure(result, tmp_path))
-    found = type(found)(**{**vars(found), "earlier": (problem,)})
+    found = replace(found, earlier=(problem,))
     write_script(found, None, tmp_path / "after.py")
     assert run_script(tmp_path / "after.py").returncode == 1
-    found = type(found)(**{**vars(found), "earlier": ()})
+    found = replace(found, earlier=())
     write_script(found, None, tmp_path / "alone.py")
     assert run_script(tmp_path / "alone.py").returncode == 0
 
@@ -117,6 +119,18 @@ def test_a_script_puts_parts_together_as_lossgate_does(source: str, layout: str)
         world.close()
 
 
+def test_a_script_holds_any_words_and_numbers(tmp_path: Path) -> None:
+    """Reasons hold what kernels raise, and options may be infinite."""
+    result = verified(tmp_path, "2", "single")
+    found = read_failure(write_failure(result, tmp_path))
+    write_script(replace(found, reasons=('raised """ \\N{x}', "two\nlines")), None, tmp_path / "words.py")
+    compile((tmp_path / "words.py").read_text(), "words.py", "exec")
+    values = {"bound": math.inf, "x": torch.tensor([1.5, -math.inf, math.nan]), "name": "infinite", "none": None}
+    read = eval(_written(values), {"numbers": body.numbers})
+    torch.testing.assert_close(read.pop("x"), values.pop("x"), equal_nan=True)
+    assert read == values
+
+
 def test_what_a_script_can_not_show_is_refused(tmp_path: Path) -> None:
     result = verified(tmp_path, "2", "single")
     found = read_failure(write_failure(result, tmp_path))
@@ -130,5 +144,5 @@ def test_what_a_script_can_not_show_is_refused(tmp_path: Path) -> None:
         ({"property": "same-call-twice"}, "this failure is of property 'same-call-twice'"),
     ):
         with pytest.raises(UsageError, match=message):
-            write_script(type(found)(**{**vars(found), **change}), None, tmp_path / "new.py")
+            write_script(replace(found, **change), None, tmp_path / "new.py")
     assert not (tmp_path / "new.py").exists()

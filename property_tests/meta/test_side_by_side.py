@@ -29,7 +29,10 @@ DENSE = dense_candidate(SPECS["nll"], "logits")
 def wrong_at_one_token(inputs: Any, options: Any, mesh: Any) -> Tensor:
     """Its gradient is wrong at the tokens with label 1."""
     inputs.logits.register_hook(lambda grad: torch.where((inputs.labels == 1)[:, None], 3 * grad, grad))
-    return DENSE(inputs, options, mesh).loss  # type: ignore[union-attr,return-value]
+    outputs = DENSE(inputs, options, mesh)
+    assert isinstance(outputs, lossgate.Outputs)
+    assert outputs.loss is not None
+    return outputs.loss
 
 
 def shown(**changed: Any) -> tuple[str, ...]:

@@ -26,7 +26,6 @@ from lossgate.engine.search import Search
 from lossgate.engine.settings import Settings
 from lossgate.layout import Layout
 from lossgate.numerics.float_formats import TORCH_DTYPES
-from lossgate.problems.problem import Problem
 from lossgate.specs.outputs import Output
 from lossgate.worlds import make_world
 
@@ -100,10 +99,10 @@ def _of_candidate(candidate: Candidate, cells: list[Cell], settings: Settings, *
     torch.set_num_threads(1)
     try:
         for cell in cells:
-            for problem, placed in _problems(cell, settings):
+            for placed in _problems(cell, settings):
                 tally.problems += 1
                 given = placed.bound.dense.outputs(placed.bound.bound_spec) if metrics else {}
-                _ask(candidate, problem, placed, returned.union(o for o in given if o.kind == "metric"), tally)
+                _ask(candidate, placed, returned.union(o for o in given if o.kind == "metric"), tally)
     finally:
         torch.set_num_threads(threads)
     unseen = [
@@ -124,19 +123,17 @@ def _of_candidate(candidate: Candidate, cells: list[Cell], settings: Settings, *
     )
 
 
-def _problems(cell: Cell, settings: Settings) -> Iterator[tuple[Problem, PlacedProblem]]:
+def _problems(cell: Cell, settings: Settings) -> Iterator[PlacedProblem]:
     """Yields the problems of ordinary size that the first round of a cell tries."""
     world = make_world("simulated", cell.layout, settings.timeout)
     try:
         for placed in Search(cell, world, settings).first_problems():
-            yield placed.problem, PlacedProblem(placed.entry.bound, placed.problem)
+            yield PlacedProblem(placed.entry.bound, placed.problem)
     finally:
         world.close()
 
 
-def _ask(
-    candidate: Candidate, problem: Problem, placed: PlacedProblem, returned: Collection[Output], tally: _Tally
-) -> None:
+def _ask(candidate: Candidate, placed: PlacedProblem, returned: Collection[Output], tally: _Tally) -> None:
     """Asks one problem about all mistakes that none has shown before."""
     oracle = Oracle(candidate, placed, returned)
     setting = Setting(placed, returned, candidate.tokens, candidate.tiles)
@@ -150,15 +147,14 @@ def _ask(
         if not changed:
             continue
         sentence = one.words(" and ".join(map(str, changed)))
-        tally.changed.setdefault(name, {}).setdefault(problem.layout, sentence)
-        if any(_is_rejected(o, outputs[o], oracle, candidate, problem) for o in changed):
+        tally.changed.setdefault(name, {}).setdefault(placed.problem.layout, sentence)
+        if any(_is_rejected(o, outputs[o], oracle, candidate, placed.problem.dtype) for o in changed):
             tally.seen[name] = sentence
             del tally.left[name]
 
 
-def _is_rejected(output: Output, result: Tensor, oracle: Oracle, candidate: Candidate, problem: Problem) -> bool:
+def _is_rejected(output: Output, result: Tensor, oracle: Oracle, candidate: Candidate, dtype: str) -> bool:
     if not bool(result.isfinite().all()):
         return True
-    is_gradient = output.kind == "gradient"
-    dtype = TORCH_DTYPES[problem.dtype if is_gradient else candidate.precision[problem.dtype].dtype_of(output.name)]
-    return bool(oracle.rejects(output, result[None], dtype)[0])
+    returned_in = dtype if output.kind == "gradient" else candidate.precision[dtype].dtype_of(output.name)
+    return bool(oracle.rejects(output, result[None], TORCH_DTYPES[returned_in])[0])

@@ -108,11 +108,7 @@ class RankCall:
 
     def upstream(self, name: str, root: Tensor) -> Tensor:
         """Returns the upstream gradient of an output on this rank."""
-        cotangent, partition, rank = self.batch.cotangents[name], self.batch.partition, self.context.rank
-        if self.candidate.returns_whole(RETURNED[name]):
-            own = WholeSequences.of(partition, self.candidate.tokens, rank).lay_upstream(cotangent)
-        else:
-            own = partition.shard(cotangent, RETURNED[name].dims, rank)
+        own = local_upstream(name, self.candidate, self.batch, self.context.rank)
         return own.to(self.context.device, root.dtype)
 
     def collect(self, outputs: Outputs, divided_by: float = 1.0, leaves: Collection[str] | None = None) -> RankOutputs:
@@ -136,6 +132,14 @@ class RankCall:
             local[output] = gradient if gradient is None or divided_by == 1 else gradient / divided_by
         # A kernel may write to its gradients and outputs in a later call.
         return {o: None if tensor is None else tensor.detach().to("cpu", copy=True) for o, tensor in local.items()}
+
+
+def local_upstream(name: str, candidate: Candidate, batch: GlobalBatch, rank: int) -> Tensor:
+    """Returns the upstream gradient of an output on a rank, in float64."""
+    cotangent, partition = batch.cotangents[name], batch.partition
+    if candidate.returns_whole(RETURNED[name]):
+        return WholeSequences.of(partition, candidate.tokens, rank).lay_upstream(cotangent)
+    return partition.shard(cotangent, RETURNED[name].dims, rank)
 
 
 How = Callable[[RankCall], T]

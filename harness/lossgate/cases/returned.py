@@ -11,6 +11,7 @@ from lossgate.declaration.candidate import Candidate, Outputs
 from lossgate.errors import CandidateError
 from lossgate.numerics.float_formats import TORCH_DTYPES
 from lossgate.problems.batch import GlobalBatch
+from lossgate.problems.partition import Partition
 from lossgate.problems.whole_sequences import WholeSequences
 from lossgate.specs.outputs import RETURNED, Output
 from lossgate.spelling import nearest
@@ -82,16 +83,27 @@ def _values(
             if name not in spec.outputs:
                 expected = ", ".join(spec.outputs)
                 raise CandidateError(f"{who} returned {name}; spec {spec.name!r} has only {expected}")
-            found[name] = (value, _shape(output, candidate, batch, rank))
+            found[name] = (value, local_shape(output, candidate, batch.partition, rank))
         elif name == spec.outputs[0]:
             raise CandidateError(f"{who} returned no {name}; spec {spec.name!r} requires it")
     return found
 
 
-def _shape(output: Output, candidate: Candidate, batch: GlobalBatch, rank: int) -> tuple[int, ...]:
+def local_shape(
+    output: Output, candidate: Candidate, partition: Partition, rank: int, hidden: int = 0
+) -> tuple[int, ...]:
+    """Returns the shape of what a rank gives of an output.
+
+    Args:
+        output: the output.
+        candidate: says whether it is that of whole sequences.
+        partition: how the problem is split.
+        rank: the rank.
+        hidden: the width of the hidden states, where a gradient may have it.
+    """
     if candidate.returns_whole(output):
-        return tuple(WholeSequences.of(batch.partition, candidate.tokens, rank).token.shape)
-    return batch.partition.local_shape(output.dims, rank, 0)
+        return tuple(WholeSequences.of(partition, candidate.tokens, rank).token.shape)
+    return partition.local_shape(output.dims, rank, hidden)
 
 
 def _metrics(returned: Outputs, candidate: Candidate, who: str) -> dict[str, tuple[Any, tuple[int, ...]]]:

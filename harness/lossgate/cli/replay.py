@@ -31,6 +31,8 @@ def replay(
         script: Judge nothing, and write this file: a script that calls the kernel with the same
             numbers and shows what it gives beside what is right. It needs torch and the kernel.
     """
+    if script is not None:
+        return _write_script(file, candidate, script)
     from lossgate.fork_server import worker_context
 
     if world != "torchrun":
@@ -41,12 +43,6 @@ def replay(
     from lossgate.worlds.base import WorldLost
 
     failure = read_failure(file)
-    if script is not None:
-        from lossgate.reports.reproducer import write_script
-
-        write_script(failure, candidate, script)
-        print(f"wrote {script}; run it with: python {script}")
-        return Exit.AGREE
     world = world or failure.world
 
     def body() -> int:
@@ -59,3 +55,12 @@ def replay(
         return Exit.DISAGREE if outcome.disagrees else Exit.AGREE
 
     return driven(world, body)
+
+
+def _write_script(file: Path, candidate: str | None, script: Path) -> int:
+    from lossgate.engine.failure_files import read_failure
+    from lossgate.reports.reproducer import write_script
+
+    write_script(read_failure(file), candidate, script)
+    print(f"wrote {script}; run it with: python {script}")
+    return Exit.AGREE

@@ -22,7 +22,6 @@ CALLS = 20
 """How often a problem is run in the new process, if its first run there agrees or runs differ."""
 _FEW = 8
 """So many calls are left out one by one, to see which of them matter."""
-_ONLY_AFTER = "wrong only after other calls in the same process"
 _REPRODUCED = 2
 """From so many tries to make a problem smaller on, one of them has failed again, or the search says
 that runs differ."""
@@ -44,15 +43,11 @@ def look_again(result: CellResult, timeout: float) -> CellResult:
             cases += run_in(child, result.cell.held_to(failure.held_to), [failure.problem], timeout)
             if cases[-1].failure == CRASH or (not cases[0].agrees and not failure.unstable):
                 break
-    found = _compared(result, failure, cases)
-    if not found:
+    found = _compared(failure, cases) or _of_agreed(result, failure, cases, timeout)
+    if found is None:
         return result
-    if found[0].startswith(_ONLY_AFTER):
-        earlier = _calls_before(result, failure, timeout)
-        failure, calls = replace(failure, earlier=earlier), counted(len(earlier), "call")
-        after = f"; after {calls} with other problems it disagreed, and its replay makes these first"
-        found = (f"{found[0]}{after if earlier else ', as its replay will'}",)
-    findings = (*failure.findings, *found)
+    words, earlier = found
+    failure, findings = replace(failure, earlier=earlier), (*failure.findings, words)
     if failure.held_to == result.cell.property.name:
         return replace(result, failure=replace(failure, findings=findings), reasons=findings)
     properties = [replace(one, findings=findings) if one.name == failure.held_to else one for one in result.properties]
@@ -64,20 +59,36 @@ def look_again(result: CellResult, timeout: float) -> CellResult:
     )
 
 
-def _compared(result: CellResult, failure: CaseResult, cases: Sequence[CaseResult]) -> tuple[str, ...]:
+_Found = tuple[str, tuple[Problem, ...]]
+"""What a new process makes of a failure in words, and the calls that its replay must make first."""
+
+
+def _compared(failure: CaseResult, cases: Sequence[CaseResult]) -> _Found | None:
+    """Returns what is found if a call of the new process disagreed or crashed; None if there is
+    nothing to say, or none did.
+    """
     last, wrong = cases[-1], sum(not case.agrees for case in cases)
     if last.failure == CRASH:
         again = failure.failure == CRASH and len(cases) == 1
-        return () if again else (f"in call {len(cases)} of a fresh process: {last.findings[0]}",)
-    if not cases[0].agrees and not failure.unstable:
-        return ()
-    if wrong:
-        often = "not wrong in every call" if wrong < len(cases) else "not wrong in every call before"
-        return (f"{often}: in a fresh process this problem disagreed in {wrong} of {len(cases)} calls",)
+        return None if again else (f"in call {len(cases)} of a fresh process: {last.findings[0]}", ())
+    if not wrong or (not cases[0].agrees and not failure.unstable):
+        return None
+    often = "not wrong in every call" if wrong < len(cases) else "not wrong in every call before"
+    return f"{often}: in a fresh process this problem disagreed in {wrong} of {len(cases)} calls", ()
+
+
+def _of_agreed(result: CellResult, failure: CaseResult, cases: Sequence[CaseResult], timeout: float) -> _Found | None:
+    """Returns what is found if all calls of the new process agreed; None if one did not."""
+    if not all(case.agrees for case in cases):
+        return None
     agreed = f"in a fresh process this problem agreed in {len(cases)} of {len(cases)} calls"
     if failure.unstable or failure.failure == CRASH or result.shrink_calls < _REPRODUCED:
-        return (f"{agreed}: the candidate is wrong in few calls, or only after certain other calls",)
-    return (f"{_ONLY_AFTER}: {agreed}",)
+        return f"{agreed}: the candidate is wrong in few calls, or only after certain other calls", ()
+    earlier = _calls_before(result, failure, timeout)
+    calls = counted(len(earlier), "call")
+    after = f"; after {calls} with other problems it disagreed, and its replay makes these first"
+    only = f"wrong only after other calls in the same process: {agreed}"
+    return f"{only}{after if earlier else ', as its replay will'}", earlier
 
 
 def _calls_before(result: CellResult, failure: CaseResult, timeout: float) -> tuple[Problem, ...]:

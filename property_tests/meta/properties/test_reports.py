@@ -167,11 +167,11 @@ def test_evidence_has_each_property_and_its_numbers(verify: Verify, folder: Path
     assert {one.name: one.exempt for one in excused.properties if one.exempt} == {
         "masked-nan": "it multiplies by the mask"
     }
-    told = lossgate("report", "excused.jsonl", "--cell", "excused").stdout.splitlines()
-    assert "  property masked-nan: exempt, it multiplies by the mask" in told
-    assert any(line.startswith("  property no-grad: kept on 2 problems, ") for line in told)
-    told = lossgate("report", "product.jsonl", "--cell", "product").stdout.splitlines()
-    assert any(line.startswith("  property masked-nan: broken on 1 problem, ") for line in told)
+    shown = lossgate("report", "excused.jsonl", "--cell", "excused").stdout.splitlines()
+    assert "  property masked-nan: exempt, it multiplies by the mask" in shown
+    assert any(line.startswith("  property no-grad: kept on 2 problems, ") for line in shown)
+    shown = lossgate("report", "product.jsonl", "--cell", "product").stdout.splitlines()
+    assert any(line.startswith("  property masked-nan: broken on 1 problem, ") for line in shown)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes a reproducer: the numbers of a failure, and the code that calls the kernel with them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from math import isfinite
 from pathlib import Path
 from pprint import pformat
 from typing import Any
@@ -15,7 +16,8 @@ from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.local_inputs import local_inputs
 from lossgate.cases.oracle import Oracle
 from lossgate.cases.placed_problem import PlacedProblem
-from lossgate.cases.rank_call import RankOutputs
+from lossgate.cases.rank_call import RankOutputs, local_upstream
+from lossgate.cases.returned import local_shape
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.loading import absolute_source
 from lossgate.engine.failure_files import FailureFile
@@ -24,9 +26,8 @@ from lossgate.errors import UsageError
 from lossgate.layout import AXES
 from lossgate.numerics.float_formats import TORCH_DTYPES
 from lossgate.problems.problem import Problem
-from lossgate.problems.whole_sequences import WholeSequences
 from lossgate.reports.reproducer import body
-from lossgate.specs.outputs import RETURNED, Output, metric_output
+from lossgate.specs.outputs import Output, metric_output
 
 _MOST = 200_000
 """So many numbers a script may hold. A file with more is slow to read, for people and Python."""
@@ -58,11 +59,11 @@ def script_of(
             "verify again: it makes failing problems smaller"
         )
     code = Path(body.__file__).read_text().partition('"""\n\n')[2]
-    said = "\n".join(f"    {line}" for reason in reasons for line in reason.splitlines())
+    said = "".join(f"#     {line}\n" for reason in reasons for line in reason.splitlines())
     return (
-        f'"""Calls the kernel {name!r} with the numbers on which lossgate found it wrong:\n\n{said}\n\n'
-        f"On: {problem.describe()}.\n\n"
-        f'It needs torch and the kernel. It ends with status 1 while an output is wrong.\n"""\n\n'
+        f"# Calls the kernel {name!r} with the numbers on which lossgate found it wrong:\n#\n{said}#\n"
+        f"# On: {problem.describe()}.\n#\n"
+        "# It needs torch and the kernel. It ends with status 1 while an output is wrong.\n\n"
         f"{code}\n\n"
         f"LOCATION, NAME = {location!r}, {name!r}\n"
         f'"""Where the kernel is: a file or module, and its name there."""\n'
@@ -133,25 +134,24 @@ def outputs_of(candidate: Candidate, problem: Problem, returned: Sequence[str]) 
         problem: the last of the calls.
         returned: the names of the outputs that were compared, without gradients or with them.
     """
-    return list(_outputs(candidate, problem, returned))
+    placed = PlacedProblem(BoundProblem(candidate.spec, problem), problem)
+    known = [candidate.spec.output(name) for name in candidate.spec.outputs]
+    known += [metric_output(name) for name in candidate.spec.metrics]
+    given = {str(output): output for output in known if str(output) in returned}
+    gradients = candidate.starts_at.gradients(placed.batch.leaves)
+    oracle = Oracle(candidate, placed, given.values())
+    named = {**given, **{f"grad of {leaf}": output for leaf, output in gradients.items()}}
+    return [{"name": name, **_output(output, candidate, placed, oracle)} for name, output in named.items()]
 
 
 def _given(candidate: Candidate, problem: Problem, rank: int) -> dict[str, Any]:
     """Returns what a rank is given: inputs, options, and the upstream gradients of its outputs."""
-    placed = PlacedProblem(BoundProblem(candidate.spec, problem), problem)
-    batch, partition = placed.batch, placed.partition
-    inputs = local_inputs(candidate.spec, candidate.head, batch, rank, None, candidate.tokens)
-    upstream: dict[str, Tensor] = {}
-    for name, cotangent in batch.cotangents.items():
-        if candidate.returns_whole(RETURNED[name]):
-            upstream[name] = WholeSequences.of(partition, candidate.tokens, rank).lay_upstream(cotangent)
-        else:
-            upstream[name] = partition.shard(cotangent, RETURNED[name].dims, rank)
+    batch = PlacedProblem(BoundProblem(candidate.spec, problem), problem).batch
     return {
-        "inputs": _attributes(inputs),
+        "inputs": _attributes(local_inputs(candidate.spec, candidate.head, batch, rank, None, candidate.tokens)),
         "leaves": list(batch.leaves),
         "options": _attributes(candidate.spec.bind(problem.options).options),
-        "upstream": upstream,
+        "upstream": {name: local_upstream(name, candidate, batch, rank) for name in batch.cotangents},
     }
 
 
@@ -162,30 +162,24 @@ def _attributes(given: Any) -> dict[str, Any]:
     return {**own, **{name: getattr(given, name) for name in names if not name.startswith("_")}}
 
 
-def _outputs(candidate: Candidate, problem: Problem, returned: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yields what the script needs of each output that was compared."""
-    placed = PlacedProblem(BoundProblem(candidate.spec, problem), problem)
-    gradients = candidate.starts_at.gradients(placed.batch.leaves)
-    known = [candidate.spec.output(name) for name in candidate.spec.outputs]
-    known += [metric_output(name) for name in candidate.spec.metrics]
-    given = [output for output in known if str(output) in returned]
-    oracle = Oracle(candidate, placed, given)
-    for name, output in [(str(one), one) for one in given] + [(f"grad of {leaf}", o) for leaf, o in gradients.items()]:
-        want, counted = oracle.reference[output], oracle.compared(output)
-        unit = torch.finfo(TORCH_DTYPES[problem.dtype] if output.kind == "gradient" else torch.float32).eps
-        finite = want[want.isfinite()]
-        largest = float(finite.abs().max()) if finite.numel() else 0.0
-        noise = oracle.deviations[output].nan_to_num(0.0, 0.0, 0.0)
-        places, factor = _places(candidate, placed, output)
-        yield {
-            "name": name,
-            "want": want,
-            "places": places,
-            "factor": factor,
-            "combine": next((p for p in candidate.placements(output).values() if p in ("min", "max")), "sum"),
-            "counted": None if counted is None else counted.tolist(),
-            "allowed": _ROOM * (float(noise.abs().max()) if noise.numel() else 0.0) + unit * largest,
-        }
+def _output(output: Output, candidate: Candidate, placed: PlacedProblem, oracle: Oracle) -> dict[str, Any]:
+    want, counted = oracle.reference[output], oracle.compared(output)
+    unit = torch.finfo(TORCH_DTYPES[placed.problem.dtype] if output.kind == "gradient" else torch.float32).eps
+    noise = oracle.deviations[output]
+    places, factor = _places(candidate, placed, output)
+    return {
+        "want": want,
+        "places": places,
+        "factor": factor,
+        "combine": next((p for p in candidate.placements(output).values() if p in ("min", "max")), "sum"),
+        "counted": None if counted is None else counted.tolist(),
+        "allowed": _ROOM * _largest(noise) + unit * _largest(want),
+    }
+
+
+def _largest(x: Tensor) -> float:
+    """Returns the largest finite entry, without its sign; 0 if there is none."""
+    return float(x.nan_to_num(0.0, 0.0, 0.0).abs().max()) if x.numel() else 0.0
 
 
 def _places(candidate: Candidate, placed: PlacedProblem, output: Output) -> tuple[list[list[int]], float]:
@@ -194,11 +188,12 @@ def _places(candidate: Candidate, placed: PlacedProblem, output: Output) -> tupl
     It asks the code that puts parts together: with numbers that say where they come from.
     """
     ranks = placed.partition.layout.ranks
-    shapes = [_shape(candidate, placed, output, rank) for rank in range(ranks)]
+    width = placed.problem.hidden
+    shapes = [local_shape(output, candidate, placed.partition, rank, width) for rank in range(ranks)]
 
     def put(parts: Sequence[Tensor]) -> Tensor:
         outputs: Sequence[RankOutputs] = [{output: part} for part in parts]
-        return assemble(outputs, candidate, placed.partition, placed.problem.hidden).outputs[output].flatten()
+        return assemble(outputs, candidate, placed.partition, width).outputs[output].flatten()
 
     places: list[list[int]] = []
     factor = 1.0
@@ -210,12 +205,6 @@ def _places(candidate: Candidate, placed: PlacedProblem, output: Output) -> tupl
         parts[rank] = torch.arange(1.0, parts[rank].numel() + 1, dtype=torch.float64).reshape(shapes[rank])
         places.append([round(one / factor) - 1 for one in put(parts).tolist()])
     return places, factor
-
-
-def _shape(candidate: Candidate, placed: PlacedProblem, output: Output, rank: int) -> tuple[int, ...]:
-    if candidate.returns_whole(output):
-        return tuple(WholeSequences.of(placed.partition, candidate.tokens, rank).token.shape)
-    return placed.partition.local_shape(output.dims, rank, placed.problem.hidden)
 
 
 def _numbers_in(value: Any) -> int:
@@ -233,8 +222,10 @@ def _written(value: Any) -> str:
 def _as_code(value: Any) -> Any:
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
-        values = repr(value.detach().flatten().tolist()).replace("inf", 'float("inf")').replace("nan", 'float("nan")')
+        values = _as_code(value.detach().flatten().tolist())
         return _Code(f"numbers({values}, {tuple(value.shape)}, {dtype!r})")
     if isinstance(value, Mapping):
         return {key: _as_code(one) for key, one in value.items()}
+    if isinstance(value, float) and not isfinite(value):
+        return _Code(f'float("{value}")')
     return [_as_code(one) for one in value] if isinstance(value, list) else value
