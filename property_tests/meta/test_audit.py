@@ -25,10 +25,10 @@ def kernel(inputs, options, mesh):
 """
 
 
-def audited(folder: Path, *layouts: str, declared: str = "", examples: int = 20) -> Audit:
+def audited(folder: Path, *layouts: str, declared: str = "", examples: int = 20, dtype: str = "float32") -> Audit:
     file = folder / f"kernel{abs(hash((declared, layouts)))}.py"
     file.write_text(KERNEL.format(declared=declared))
-    settings = Settings(layouts=layouts, dtypes=("float32",), examples=examples)
+    settings = Settings(layouts=layouts, dtypes=(dtype,), examples=examples)
     (found,) = audit(load_candidates(str(file)), settings)
     return found
 
@@ -59,17 +59,20 @@ def test_mistakes_of_ranks_need_a_layout_with_ranks(tmp_path: Path) -> None:
 def test_a_mistake_in_an_option_needs_a_kernel_that_supports_it(tmp_path: Path) -> None:
     other = "epsilon as 0.0"
     assert other not in audited(tmp_path, "single").seen
-    assert other in audited(tmp_path, "single", declared=", supports={'epsilon': lossgate.ANY}").seen
+    assert other in audited(tmp_path, "single", declared=", supports={'epsilon': (0.0, 1e-5)}").seen
 
 
 def test_what_rounding_hides_would_have_passed(tmp_path: Path) -> None:
-    """A loss in bfloat16 says little of small changes."""
-    declared = ", precision=lossgate.Precision(loss='bfloat16'), supports={'epsilon': lossgate.ANY}"
-    found = audited(tmp_path, "single", declared=declared, examples=1)
+    """Numbers in bfloat16 say nothing of an epsilon of 1e-5."""
+    declared = (
+        ", dtypes=('bfloat16',), precision=lossgate.Precision(loss='bfloat16'), supports={'epsilon': (0.0, 1e-5)}"
+    )
+    found = audited(tmp_path, "single", declared=declared, dtype="bfloat16")
     assert found.unseen
     lines = list(audit_lines(found))
     assert lines[1] == "  would have passed:"
-    assert lines[2].startswith(f"    {found.unseen[0].sentence}  (single")
+    first = next(iter(found.unseen.values()))
+    assert lines[2].startswith(f"    {first.sentence}  (single")
     possible = len(found.seen) + len(found.unseen)
     assert lines[0].startswith(f"kernel: {len(found.seen)} of {possible} known mistakes would have been seen (")
 

@@ -55,7 +55,7 @@ LIES = {
         "the noise of loss is pooled over 9 problems, and its numbers are of 8",
     ),
     "too short": (cell(QUIET[:8], said(0.5)), "the lists of loss do not have one entry for each comparison"),
-    "no noise": (cell(None, None), "it has schema 1.3, and does not say how noisy loss is"),
+    "no noise": (cell(None, None), "it has schema 1.4, and does not say how noisy loss is"),
     "noise from nowhere": (
         cell(None, said(0.5), schema=WITHOUT_NOISE),
         "the noise of loss is pooled over 9 problems, and its numbers are of 0",

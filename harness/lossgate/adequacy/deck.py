@@ -17,6 +17,7 @@ from lossgate.adequacy.coverage import required_goals
 from lossgate.adequacy.entry import Entry, Placed
 from lossgate.adequacy.entry_drawer import EntryDrawer
 from lossgate.adequacy.equivalence import UNCHANGED, equivalent_mutants
+from lossgate.adequacy.known_mistakes import Memory
 from lossgate.adequacy.option_mutants import near_mutants, option_mutants
 from lossgate.adequacy.targets import by_target, target_for, target_of
 from lossgate.cases.bound_problem import BoundProblem
@@ -60,6 +61,13 @@ class Deck:
         self._sought: dict[str, Sequence[Entry]] = {}
         self._drawn_for = Counter[str]()
         self._fitted: dict[str, Entry] = {}
+        self._memories: dict[str, Memory] = {}
+
+    def memory_of(self, candidate: Candidate) -> Memory:
+        """Returns what the problems have said of known mistakes, as kernels of a precision are
+        judged.
+        """
+        return self._memories.setdefault(f"{candidate.name} {candidate.precision[self._dtype]}", Memory())
 
     @property
     def entries(self) -> Sequence[Entry]:

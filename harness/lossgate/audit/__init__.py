@@ -2,5 +2,4 @@
 """What a configuration would have seen: which known mistakes its problems show."""
 
 from lossgate.audit.audit import Audit as Audit
-from lossgate.audit.audit import Unseen as Unseen
 from lossgate.audit.audit import audit as audit

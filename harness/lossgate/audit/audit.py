@@ -5,41 +5,24 @@ A run of a right kernel tries certain problems in each cell. On each of them the
 mistake takes the place of the kernel: would the judge reject what it gives?
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import groupby
 from time import process_time
 
 import torch
-from torch import Tensor
 
+from lossgate.adequacy.known_mistakes import Change, KnownMistakes, required_outputs
 from lossgate.cases.oracle import Oracle
 from lossgate.cases.placed_problem import PlacedProblem
-from lossgate.counterfactuals.bank import counterfactuals_of
-from lossgate.counterfactuals.counterfactual import Counterfactual
 from lossgate.counterfactuals.setting import Setting
 from lossgate.declaration.candidate import Candidate
-from lossgate.diagnosis.observed import same
 from lossgate.engine.cell import Cell
 from lossgate.engine.plan import plan
 from lossgate.engine.search import Search
 from lossgate.engine.settings import Settings
-from lossgate.layout import Layout
 from lossgate.numerics.float_formats import TORCH_DTYPES
-from lossgate.specs.outputs import Output
 from lossgate.worlds import make_world
-
-_OF_METRICS = "metric"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unseen:
-    """A mistake that changes an output, and that no problem shows."""
-
-    name: str
-    sentence: str
-    layouts: tuple[Layout, ...]
-    """Those on which it changes an output."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,24 +34,14 @@ class Audit:
     problems: int
     seen: Mapping[str, str]
     """The mistakes that a problem shows, and their sentences, by name."""
-    unseen: tuple[Unseen, ...]
+    unseen: Mapping[str, Change]
+    """The mistakes that change an output, and that no problem shows, by name."""
     unchanged: Mapping[str, str]
     """The mistakes that change nothing on any of the problems."""
     impossible: Mapping[str, str]
     """The mistakes that can't be made on any of them: they need other layouts, options or tiles."""
     seconds: float
     """CPU time."""
-
-
-@dataclass
-class _Tally:
-    """What the cells so far say of the mistakes."""
-
-    left: dict[str, Counterfactual]
-    seen: dict[str, str] = field(default_factory=dict)
-    changed: dict[str, dict[Layout, str]] = field(default_factory=dict)
-    made: set[str] = field(default_factory=set)
-    problems: int = 0
 
 
 def audit(candidates: Iterable[Candidate], settings: Settings, *, metrics: bool = False) -> Iterator[Audit]:
@@ -91,34 +64,24 @@ def audit(candidates: Iterable[Candidate], settings: Settings, *, metrics: bool 
 
 def _of_candidate(candidate: Candidate, cells: list[Cell], settings: Settings, *, metrics: bool) -> Audit:
     start, threads = process_time(), torch.get_num_threads()
-    spec = candidate.spec
-    known = counterfactuals_of(spec, candidate.head)
-    bank = {name: one for name, one in known.items() if metrics or one.kind != _OF_METRICS}
-    returned = {spec.output(name) for name in (spec.outputs[0], *candidate.differentiable)}
-    tally = _Tally(dict(bank))
+    mistakes, problems = KnownMistakes(candidate, metrics=metrics), 0
     torch.set_num_threads(1)
     try:
         for cell in cells:
             for placed in _problems(cell, settings):
-                tally.problems += 1
-                given = placed.bound.dense.outputs(placed.bound.bound_spec) if metrics else {}
-                _ask(candidate, placed, returned.union(o for o in given if o.kind == "metric"), tally)
+                problems += 1
+                _ask(candidate, placed, mistakes, metrics=metrics)
     finally:
         torch.set_num_threads(threads)
-    unseen = [
-        Unseen(name=name, sentence=next(iter(where.values())), layouts=tuple(where))
-        for name, where in tally.changed.items()
-        if name not in tally.seen
-    ]
-    unchanged = [n for n in bank if n in tally.made and n not in tally.seen and n not in tally.changed]
+    known = {name: one.words("an output") for name, one in mistakes.left.items() if name not in mistakes.unseen}
     return Audit(
         candidate=candidate,
         cells=len(cells),
-        problems=tally.problems,
-        seen=tally.seen,
-        unseen=tuple(unseen),
-        unchanged={name: bank[name].words("an output") for name in unchanged},
-        impossible={name: one.words("an output") for name, one in bank.items() if name not in tally.made},
+        problems=problems,
+        seen=mistakes.seen,
+        unseen=mistakes.unseen,
+        unchanged={name: sentence for name, sentence in known.items() if mistakes.made[name]},
+        impossible={name: sentence for name, sentence in known.items() if not mistakes.made[name]},
         seconds=process_time() - start,
     )
 
@@ -133,28 +96,16 @@ def _problems(cell: Cell, settings: Settings) -> Iterator[PlacedProblem]:
         world.close()
 
 
-def _ask(candidate: Candidate, placed: PlacedProblem, returned: Collection[Output], tally: _Tally) -> None:
+def _ask(candidate: Candidate, placed: PlacedProblem, mistakes: KnownMistakes, *, metrics: bool) -> None:
     """Asks one problem about all mistakes that none has shown before."""
+    dtype = placed.problem.dtype
+    returned = required_outputs(candidate)
+    if metrics:
+        returned += [o for o in placed.bound.dense.outputs(placed.bound.bound_spec) if o.kind == "metric"]
     oracle = Oracle(candidate, placed, returned)
-    setting = Setting(placed, returned, candidate.tokens, candidate.tiles)
-    asked = [*returned, *oracle.gradients]
-    for name, one in list(tally.left.items()):
-        outputs = one.run(setting)
-        if outputs is None:
-            continue
-        tally.made.add(name)
-        changed = [o for o in asked if o in outputs and not same(outputs[o], oracle.reference[o])]
-        if not changed:
-            continue
-        sentence = one.words(" and ".join(map(str, changed)))
-        tally.changed.setdefault(name, {}).setdefault(placed.problem.layout, sentence)
-        if any(_is_rejected(o, outputs[o], oracle, candidate, placed.problem.dtype) for o in changed):
-            tally.seen[name] = sentence
-            del tally.left[name]
-
-
-def _is_rejected(output: Output, result: Tensor, oracle: Oracle, candidate: Candidate, dtype: str) -> bool:
-    if not bool(result.isfinite().all()):
-        return True
-    returned_in = dtype if output.kind == "gradient" else candidate.precision[dtype].dtype_of(output.name)
-    return bool(oracle.rejects(output, result[None], TORCH_DTYPES[returned_in])[0])
+    precision = candidate.precision[dtype]
+    dtypes = {
+        **{output: TORCH_DTYPES[precision.dtype_of(output.name)] for output in returned},
+        **dict.fromkeys(oracle.gradients, TORCH_DTYPES[dtype]),
+    }
+    mistakes.ask(Setting(placed, returned, candidate.tokens, candidate.tiles), oracle, dtypes)

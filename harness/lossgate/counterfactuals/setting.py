@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from lossgate.specs.spec import Spec
 
 Fields = Mapping[str, Any]
 """What a reference is given of a batch, by name."""
+
+T = TypeVar("T")
 
 
 class Setting:
@@ -48,6 +50,20 @@ class Setting:
         self.padding, self.tiles = padding, tiles or {}
         self.placed, self.returned = placed, frozenset(returned)
         self.given_tokens: Tokens = tokens
+        self._known: dict[str, Any] = {}
+        self.hangs_on_layout = False
+        """Whether anything was asked that another layout changes, since this was last set."""
+
+    def _of_layout(self, what: str, find: Callable[[], T]) -> T:
+        """Returns what hangs on the layout, and is looked for once."""
+        self.hangs_on_layout = True
+        return self.once(what, find)
+
+    def once(self, what: str, find: Callable[[], T]) -> T:
+        """Returns what is found for many mistakes, and looked for once."""
+        if what not in self._known:
+            self._known[what] = find()
+        return self._known[what]
 
     @property
     def bound(self) -> BoundProblem:
@@ -70,7 +86,7 @@ class Setting:
 
     @cached_property
     def with_padding(self) -> "Setting":
-        """The same with padding."""
+        """The same with padding, which hangs on the layout."""
         return Setting(self.placed, self.returned, self.given_tokens, self.tiles, padding=True)
 
     @property
@@ -80,7 +96,13 @@ class Setting:
     @property
     def partition(self) -> Partition:
         """How the ranks split it."""
+        self.hangs_on_layout = True
         return self.placed.partition
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The tokens of each sequence, without padding."""
+        return self.bound.problem.lengths
 
     @cached_property
     def fields(self) -> Fields:
@@ -101,14 +123,20 @@ class Setting:
         """The rows of each tp rank."""
         return self.partition.vocab_shards
 
-    @cached_property
+    @property
     def token_shards(self) -> list[Tensor]:
         """The tokens of each rank, dp rank after dp rank, and of these cp rank after cp rank."""
+        return self._of_layout("token shards", self._token_shards)
+
+    def _token_shards(self) -> list[Tensor]:
         return list(self.partition.token_shards.values()) if self.padding else self.partition.real_token_shards
 
-    @cached_property
+    @property
     def place_on_rank(self) -> Tensor:
         """The place of each token among those of its rank, padding counted, ``[tokens]``."""
+        return self._of_layout("place on rank", self._place_on_rank)
+
+    def _place_on_rank(self) -> Tensor:
         place = torch.empty(self.partition.tokens, dtype=torch.long)
         for held in self.partition.token_shards.values():
             place[held] = torch.arange(len(held))
@@ -196,11 +224,14 @@ class Setting:
             source[own[-1:] if by < 0 else own[:1]] = -1
         return source
 
-    @cached_property
+    @property
     def source_in_order(self) -> Tensor:
         """Where entries of the padded pack come from if sequences are split over cp in order, not
         in a zigzag.
         """
+        return self._of_layout("source in order", self._source_in_order)
+
+    def _source_in_order(self) -> Tensor:
         source, cp = torch.arange(self.partition.tokens), self.size("cp")
         for start, length in zip(self.partition.starts[:-1], self.partition.padded_lengths, strict=True):
             piece = length // (2 * cp)
@@ -210,9 +241,12 @@ class Setting:
                     source[held : held + piece] = torch.arange(given, given + piece)
         return source
 
-    @cached_property
+    @property
     def source_as_one_sequence(self) -> Tensor:
         """Where they come from if the pack of a dp rank is split in a zigzag like one sequence."""
+        return self._of_layout("source as one sequence", self._source_as_one_sequence)
+
+    def _source_as_one_sequence(self) -> Tensor:
         source, partition = torch.arange(self.partition.tokens), self.partition
         for (dp, cp), held in partition.token_shards.items():
             own = partition.sequences(dp)
@@ -221,9 +255,12 @@ class Setting:
             source[held] = torch.cat([pieces[cp], pieces[2 * partition.layout.cp - 1 - cp]])
         return source
 
-    @cached_property
+    @property
     def source_end_to_end(self) -> Tensor:
         """Where they come from if the pack of a dp rank is split over cp end to end."""
+        return self._of_layout("source end to end", self._source_end_to_end)
+
+    def _source_end_to_end(self) -> Tensor:
         source, partition = torch.arange(self.partition.tokens), self.partition
         for (dp, cp), held in partition.token_shards.items():
             own = partition.sequences(dp)

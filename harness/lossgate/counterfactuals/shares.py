@@ -27,9 +27,7 @@ def masks_of(setting: Setting, ranks: Iterable[int]) -> dict[str, Tensor]:
     chosen = list(ranks)
     tokens = setting.mask_of(torch.cat([setting.token_shards[rank] for rank in chosen]) if chosen else torch.tensor([]))
     own = [sequence for rank in chosen for sequence in setting.partition.sequences(rank // setting.size("cp"))]
-    sequences = torch.zeros(len(setting.partition.lengths), dtype=torch.bool).index_fill(
-        0, torch.tensor(own).long(), True
-    )
+    sequences = torch.zeros(len(setting.lengths), dtype=torch.bool).index_fill(0, torch.tensor(own).long(), True)
     within = {"token": tokens, "sequence": sequences}
     dims = {**setting.batch.field_dims, "mask": ("token",)}
     return {
@@ -71,8 +69,10 @@ def rank_by_rank(
 
 def reads_count(setting: Setting, name: str) -> bool:
     """Returns whether the loss of a problem hangs on a count, or a metric that is returned."""
-    if setting.spec.reference is None:
-        return False
+    return setting.spec.reference is not None and setting.once(f"reads {name}", lambda: _reads_count(setting, name))
+
+
+def _reads_count(setting: Setting, name: str) -> bool:
     values = setting.bound.dense.token_values(setting.bound_spec)
     found: list[list[Tensor]] = []
     with torch.no_grad():

@@ -11,6 +11,7 @@ from torch import Tensor
 from lossgate.cases.case import Case
 from lossgate.cases.kernel_noise import KernelNoise
 from lossgate.counterfactuals.counterfactual import REFUSED, Counterfactual
+from lossgate.counterfactuals.same import same
 from lossgate.counterfactuals.seams import RIGHT, Loss, Outputs, Seams
 from lossgate.counterfactuals.setting import Fields, Setting
 from lossgate.judge.ensemble import stages_of
@@ -18,8 +19,6 @@ from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.outputs import Output
 from lossgate.specs.token_values import TokenValues
 
-_EQUAL = 1e-6
-"""Relative difference below which two computations in float64 have one effect."""
 _NEAR = 1e-2
 """Relative difference below which it is worth to run kernels with a mistake for their noise."""
 _EXPLAINED = 1e-4
@@ -157,19 +156,3 @@ def _unexplained(other: Tensor, result: Tensor, reference: Tensor) -> float:
         return 1.0
     left, whole = (float(torch.where(finite, result - x, 0.0).abs().max()) for x in (other, reference))
     return left / whole if whole else 1.0
-
-
-def same(one: Tensor, other: Tensor, apart: float = _EQUAL) -> bool:
-    """Returns whether two tensors are equal but for the rounding of float64, or further apart.
-
-    Args:
-        one: a tensor.
-        other: of its shape.
-        apart: the most that entries may differ, relative to the largest.
-    """
-    finite = one.isfinite() & other.isfinite()
-    if not torch.equal(one.isfinite(), other.isfinite()):
-        return False
-    one, other = (torch.where(finite, x, 0.0) for x in (one, other))
-    size = float(torch.maximum(one.abs(), other.abs()).max()) if one.numel() else 0.0
-    return not size or float((one - other).abs().max()) <= apart * size

@@ -7,6 +7,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from lossgate.adequacy.coverage import required_goals
+from lossgate.adequacy.known_mistakes import NOTHING_ASKED, MistakesShown
 from lossgate.declaration.candidate import Candidate
 from lossgate.diagnosis.cause import Diagnosis
 from lossgate.engine.case_result import CaseResult
@@ -80,6 +81,8 @@ class CellResult:
     not be killed."""
     not_distinguished: tuple[str, ...] = ()
     """Choices of options that no problem distinguished, and that none need to, in words."""
+    mistakes: MistakesShown = NOTHING_ASKED
+    """Which known mistakes the problems would have shown."""
     gaps: tuple[str, ...] = ()
     """In words, what else was not seen enough of."""
     untried: tuple[str, ...] = ()

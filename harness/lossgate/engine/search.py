@@ -4,6 +4,7 @@
 It chooses problems from a deck, which all layouts share; ``trials`` runs them.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -13,10 +14,12 @@ from hypothesis.errors import Unsatisfiable
 from lossgate.adequacy.deck import WANTED
 from lossgate.adequacy.decks import deck_of
 from lossgate.adequacy.entry import Entry, Placed
+from lossgate.adequacy.known_mistakes import KnownMistakes
 from lossgate.adequacy.not_distinguished import not_distinguished
 from lossgate.adequacy.option_mutants import OptionMutant
 from lossgate.adequacy.selection import choose
 from lossgate.cases.bound_problem import BoundProblem
+from lossgate.cases.placed_problem import PlacedProblem
 from lossgate.cases.size import is_large
 from lossgate.declaration.any_value import ANY
 from lossgate.engine.survivors import Tried, tried_on
@@ -49,6 +52,7 @@ class Search(Trials):
         if self.cell.property.needs_adequacy:
             self.surviving |= self._deck.mutants
             self.near |= self._deck.near
+            self.mistakes = KnownMistakes(self.cell.candidate, self._deck.memory_of(self.cell.candidate))
 
     @property
     def still_to_kill(self) -> dict[str, OptionMutant]:
@@ -108,6 +112,7 @@ class Search(Trials):
                 break
             entries, drawn = self._deck.more(drawn), drawn + 1
         if round_ == 0:
+            self._show_mistakes()
             self._run_sizes(chance)
 
     def first_problems(self) -> list[Placed]:
@@ -164,6 +169,20 @@ class Search(Trials):
         for placed in (known or self._on_layout(self._unused(self._deck.killing(name, round_))))[:WANTED]:
             if name in self.surviving and id(placed.entry.drawn) not in self._used:
                 self._run_all([placed])
+
+    def _show_mistakes(self) -> None:
+        """Runs problems that known mistakes change which no problem so far has shown."""
+        if self.mistakes is None or self.settings.rounds == 1:
+            return
+        wanted = Counter(dict.fromkeys(self.mistakes.rarely_made(), WANTED))
+        for placed in self._on_layout(self._unused(self._entries())):
+            if not wanted or self.failure is not None:
+                return
+            changed = self.mistakes.changed(wanted, PlacedProblem(placed.entry.bound, placed.problem))
+            if changed:
+                self._run_all([placed])
+                wanted.subtract(changed)
+                wanted = +Counter({name: count for name, count in wanted.items() if name in self.mistakes.left})
 
     def _reach(self, goal: str, round_: int) -> None:
         known = [placed for placed in self._on_layout(self._unused(self._entries())) if goal in placed.goals]

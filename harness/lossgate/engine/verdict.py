@@ -4,6 +4,7 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+from lossgate.adequacy.known_mistakes import NOTHING_ASKED, MistakesShown
 from lossgate.adequacy.option_mutants import OptionMutant
 from lossgate.declaration.known_failure import KnownFailure
 from lossgate.engine.advice import to_compare, to_detect, to_kill, to_reach
@@ -17,7 +18,7 @@ from lossgate.judge.pooled_scale import FEWEST, LARGEST_MDE
 from lossgate.judge.pooling import Pooled, pool
 
 _SHOWN = 4
-"""Values of a choice that a line names one by one."""
+"""Values of a choice that a line names one by one, and lines about known mistakes."""
 
 
 def conclude(
@@ -33,6 +34,7 @@ def conclude(
     drawn: Mapping[str, int] = MappingProxyType({}),
     tried: Mapping[OptionMutant, Tried] = MappingProxyType({}),
     properties: Sequence[PropertyResult] = (),
+    mistakes: MistakesShown = NOTHING_ASKED,
 ) -> CellResult:
     """Returns the verdict on the cases that were tried.
 
@@ -50,10 +52,11 @@ def conclude(
         drawn: how many problems were drawn for each coverage goal that was missing.
         tried: what the problems say of the mutants that survive.
         properties: what came of the properties beside that of the cell.
+        mistakes: which known mistakes the problems would have shown.
     """
     pooled = _pool(cases)
     covered = frozenset[str]().union(*(case.covered for case in cases))
-    gaps = tuple(_gaps(cell, cases, pooled, covered, drawn))
+    gaps = (*_gaps(cell, cases, pooled, covered, drawn), *_unseen(mistakes))
     survivors = _survivors(surviving.values(), tried, len(cases))
     verdict, reasons = _verdict(cell, failure, pooled, properties, (*gaps, *_untried(untried), *survivors))
     return CellResult(
@@ -69,6 +72,7 @@ def conclude(
         surviving=tuple(surviving),
         equivalent=tuple(sorted(equivalent)),
         not_distinguished=() if verdict is Verdict.DISAGREE else not_distinguished,
+        mistakes=mistakes,
         gaps=gaps,
         untried=tuple(untried),
         seconds=seconds,
@@ -189,6 +193,17 @@ def _hidden_scales(pooled: Iterable[Pooled], problems: int) -> Iterator[str]:
                 f"{p.output}: an error of {LARGEST_MDE:.0%} in its scale would not have been detected "
                 f"(the least that would is {p.mde:.2g}{f'; {silent}' if p.silent else ''}); {to_detect(p, problems)}"
             )
+
+
+def _unseen(mistakes: MistakesShown) -> Iterator[str]:
+    """Yields a line for each known mistake that would have passed, or for the largest ones."""
+    for sentence in mistakes.surviving[: _SHOWN - 1]:
+        yield (
+            f"a kernel with a known mistake would have passed every problem: {sentence}; rounding explains it in all "
+            "of them: compute in a finer dtype, and declare so"
+        )
+    if more := len(mistakes.surviving[_SHOWN - 1 :]):
+        yield f"{more} more known mistakes would have passed"
 
 
 def _untried(sizes: Mapping[str, str]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
-SCHEMA = "1.3"
+SCHEMA = "1.4"
 """Version of the schema: an older reader understands another second number, not another first."""
 
 WITHOUT_NOISE = "1.0"
@@ -277,6 +277,14 @@ class CellRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="cell"
     """Those of them that no problem can kill."""
     not_distinguished: tuple[str, ...] = ()
     """Choices of options that no problem distinguished, and that none need to, in words."""
+    mistakes_shown: Count = 0
+    """How many known mistakes the problems would have shown; 0 in evidence before schema 1.4."""
+    mistakes_surviving: tuple[str, ...] = ()
+    """In words, those that no problem shows although they change an output noticeably."""
+    mistakes_too_small: tuple[str, ...] = ()
+    """In words, those that no problem shows because they change outputs by little."""
+    mistakes_seconds: Size = 0.0
+    """CPU time that it took to ask."""
     untried: tuple[str, ...] = ()
     """The sizes of the settings that could not be tried, such as ``4096x1024x32768``."""
     worst: tuple[WorstExample, ...]

@@ -22,7 +22,7 @@ def audit_lines(found: Audit, *, listed: bool = False) -> Iterator[str]:
     )
     if found.unseen:
         yield "  would have passed:"
-    for one in found.unseen:
+    for one in found.unseen.values():
         yield f"    {one.sentence}  ({', '.join(map(str, one.layouts))})"
     if listed:
         yield from _listed("would have been seen:", found.seen)

@@ -77,6 +77,8 @@ class ShownCell:
     """The largest statistic of any comparison, as a share of its limit."""
     mde: float
     seconds: float
+    mistakes_seconds: float = 0.0
+    """What it took of them to ask which known mistakes the problems show."""
     good_for: str = ""
     on: str | None = None
     """The smallest problem that disagrees, in words."""
@@ -121,6 +123,7 @@ def of_result(result: CellResult, replay: str | None = None) -> ShownCell:
         margin=result.margin,
         mde=result.mde,
         seconds=result.seconds,
+        mistakes_seconds=result.mistakes.seconds,
         good_for=candidate.good_for,
         on=_on(result.failure.problem.describe(), result.shrink_calls) if result.failure is not None else None,
         side_by_side=_lines(result.failure.side_by_side) if result.failure is not None else (),

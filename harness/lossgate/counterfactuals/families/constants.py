@@ -13,6 +13,7 @@ from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
 from lossgate.counterfactuals.seams import Outputs, Part
 from lossgate.counterfactuals.setting import Setting
 from lossgate.layout import AXES, Axis
+from lossgate.specs.heads import HEADS
 from lossgate.specs.spec import Spec
 
 Number = Callable[[Setting], float]
@@ -31,18 +32,20 @@ def _fixed(number: float, setting: Setting) -> float:
     return number
 
 
-def _numbers() -> Mapping[str, Number]:
+def _numbers(spec: Spec, head: str) -> Mapping[str, Number]:
     """Returns what a factor may be, by what people call it."""
     found: dict[str, Number] = {}
     for count in (1, 2, 3):
         found |= {" * ".join(axes): partial(_sizes, axes) for axes in combinations(AXES, count)}
     found |= {
         "the number of trained tokens": lambda s: max(float(s.fields["valid_tokens"]), 1.0),
-        "the number of sequences": lambda s: max(float(len(s.partition.lengths)), 1.0),
-        "the temperature": lambda s: s.temperature,
-        "the upstream gradient": _upstream,
+        "the number of sequences": lambda s: max(float(len(s.lengths)), 1.0),
         "2": partial(_fixed, 2.0),
     }
+    if spec.reference is not None:
+        found["the upstream gradient"] = _upstream
+    if spec.temperature is not None and HEADS[head].has_logits:
+        found["the temperature"] = lambda s: s.temperature
     inverse = {f"1 / ({name})": partial(_inverse, number) for name, number in found.items()}
     return {"-1": partial(_fixed, -1.0), "0": partial(_fixed, 0.0), **found, **inverse}
 
@@ -68,7 +71,7 @@ def constants(spec: Spec, head: str) -> Iterator[Counterfactual]:
             "multiply by the gradient that backward is given",
             outputs=_gradients_of_the_sum,
         )
-    for name, number in _numbers().items():
+    for name, number in _numbers(spec, head).items():
         when, by = partial(_matters, number), _in_words(name)
         if spec.reference is not None:
             yield mistake(

@@ -150,7 +150,7 @@ def _wrong(name: str, spec: Spec) -> Iterator[Counterfactual]:
         "half": lambda s: put(s, s.fields[name] // 2),
         "the number of all tokens": of_tokens,
         "the number of all tokens and padding": of_padded,
-        "the number of sequences": lambda s: put(s, torch.tensor(len(s.partition.lengths))),
+        "the number of sequences": lambda s: put(s, torch.tensor(len(s.lengths))),
         "the number of tokens in mask": lambda s: put(s, s.fields["mask"].sum()),
         "the number of labels in sequences that have one": lambda s: put(s, _labels(s)),
     }
@@ -173,7 +173,7 @@ def _other_count(name: str, other: str, setting: Setting) -> Fields:
 
 
 def _labels(setting: Setting) -> Tensor:
-    lengths = torch.tensor(setting.partition.lengths)
+    lengths = torch.tensor(setting.lengths)
     return (lengths - 1).clamp(min=0).sum()
 
 

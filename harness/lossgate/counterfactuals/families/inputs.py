@@ -77,7 +77,7 @@ def inputs(spec: Spec, head: str) -> Iterator[Counterfactual]:
             "one sequence on each rank",
             "all tokens of a dp rank are taken for one sequence",
             "field",
-            lambda setting: len(setting.partition.lengths) > setting.size("dp"),
+            lambda setting: len(setting.lengths) > setting.size("dp"),
             fields=_one_sequence,
         )
         yield mistake(
@@ -117,7 +117,7 @@ def _one_sequence(setting: Setting) -> Fields:
 
 
 def _by_ranges_without_padding(setting: Setting) -> Fields:
-    partition, lengths = setting.partition, torch.tensor(setting.partition.lengths)
+    partition, lengths = setting.partition, torch.tensor(setting.lengths)
     sequence, mask = setting.fields["sequence"].clone(), setting.fields["mask"].clone()
     for (dp, _), held in partition.token_shards.items():
         own = partition.sequences(dp)
@@ -200,7 +200,7 @@ def detached(spec: Spec, head: str) -> Iterator[Counterfactual]:
 
 
 def _used(name: str, setting: Setting) -> bool:
-    return name == "logprobs" or (setting.head.has_logits and name != "unfiltered")
+    return name == "logprobs" or setting.head.has_logits
 
 
 def _detach(name: str, setting: Setting, values: TokenValues) -> TokenValues:

@@ -19,6 +19,8 @@ Change = Callable[[Setting, Tensor], Tensor]
 
 def masks(spec: Spec, head: str) -> Iterator[Counterfactual]:
     """Yields the mistakes of masks, with the counts that are given, and with their own counts."""
+    if spec.reference is None:
+        return  # values per token, each for itself
     for name in bools(spec):
         for what, (change, when) in _MASKS.items():
             if spec.fields.get(name, ("token",)) != ("token",) and what not in (
@@ -102,7 +104,7 @@ def moves(spec: Spec, head: str) -> Iterator[Counterfactual]:
     alone, and all that belong to labels together.
     """
     own = [name for name, dims in spec.fields.items() if dims == ("token",)]
-    names = [*(("labels",) if head in ("hidden", "logits") else ()), "mask", *own]
+    names = [*(("labels",) if head in ("hidden", "logits") else ()), *(("mask",) if spec.reference else ()), *own]
     together = [name for name in names if name not in spec.unshifted]
     groups = [(name,) for name in names] + ([tuple(together)] if len(together) > 1 else [])
     if spec.trained_dim != "token":
@@ -136,7 +138,7 @@ def _moved(names: tuple[str, ...], move: _Move, setting: Setting) -> Fields:
 
 
 def _has_padding(setting: Setting) -> bool:
-    return setting.partition.tokens > sum(setting.partition.lengths)
+    return setting.partition.tokens > sum(setting.lengths)
 
 
 def shifted(names: tuple[str, ...], setting: Setting) -> Fields:
@@ -185,7 +187,7 @@ def _wrapped_on_ranks(setting: Setting, x: Tensor) -> Tensor:
 
 
 def _in_sequences(setting: Setting, x: Tensor, by: int) -> Tensor:
-    return torch.cat([part.roll(by, 0) for part in x.split(list(setting.partition.lengths))])
+    return torch.cat([part.roll(by, 0) for part in x.split(list(setting.lengths))])
 
 
 def _always(setting: Setting) -> bool:

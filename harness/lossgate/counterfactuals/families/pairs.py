@@ -85,7 +85,7 @@ def with_sequences_in(order: Tensor, setting: Setting) -> Fields:
 
 
 def _side(setting: Setting, side: int, of_sequences: bool) -> Tensor:
-    count = len(setting.partition.lengths)
+    count = len(setting.lengths)
     return (torch.arange(count) if of_sequences else setting.fields["sequence"]) % 2 == side
 
 

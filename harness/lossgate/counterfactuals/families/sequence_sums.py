@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lossgate.counterfactuals.counterfactual import Counterfactual, mistake, split
+from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
 from lossgate.counterfactuals.seams import RIGHT, Outputs, Seams, run, with_gradient_of
 from lossgate.counterfactuals.setting import Fields, Setting
 from lossgate.specs.bound_spec import BoundSpec
@@ -28,7 +28,7 @@ def sequence_sums(spec: Spec, head: str) -> Iterator[Counterfactual]:
         sentence="what is summed over cp for a sequence has the gradient of each rank's own tokens and loss alone",
         kind="ranks",
         seams=RIGHT,
-        applies=split("cp"),
+        applies=_split_sums,
         todo="sum over cp in backward, too: an all-reduce whose backward is an all-reduce",
         computed=_in_forward_alone,
     )
@@ -37,6 +37,7 @@ def sequence_sums(spec: Spec, head: str) -> Iterator[Counterfactual]:
             f"counts of sequences: {what}",
             f"the mean over a sequence divides by {words}",
             "count",
+            sums_sequences,
             todo="divide by the trained tokens of the sequence",
             loss=partial(_with_counts, counts),
         )
@@ -45,10 +46,26 @@ def sequence_sums(spec: Spec, head: str) -> Iterator[Counterfactual]:
         sentence="the mean over a sequence is the mean of the means that ranks of cp have of their parts",
         kind="ranks",
         seams=RIGHT,
-        applies=split("cp"),
+        applies=_split_sums,
         todo="sum numerator and count over cp, and divide afterwards",
         computed=_means_of_parts,
     )
+
+
+def sums_sequences(setting: Setting) -> bool:
+    """Returns whether the loss of a problem has a sum over the tokens of each sequence."""
+    return setting.once("sums over sequences", lambda: _sums_sequences(setting))
+
+
+def _sums_sequences(setting: Setting) -> bool:
+    sums, values = _Sums(setting.fields["sequence"]), setting.bound.dense.token_values(setting.bound_spec)
+    with torch.no_grad(), sums:
+        setting.bound_spec.loss(values, setting.fields)
+    return sums.found
+
+
+def _split_sums(setting: Setting) -> bool:
+    return setting.size("cp") > 1 and sums_sequences(setting)
 
 
 Counts = Callable[[Tensor, Tensor], Tensor]
@@ -108,6 +125,8 @@ class _Sums(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._sequence, self._of_counts, self._of_numbers = sequence, of_counts, of_numbers
+        self.found = False
+        """Whether there was such a sum."""
 
     def __torch_function__(
         self, func: Any, types: Collection[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -115,6 +134,7 @@ class _Sums(TorchFunctionMode):
         found = func(*args, **(kwargs or {}))
         if getattr(func, "__name__", "") != "index_add" or args[2] is not self._sequence:
             return found
+        self.found = True
         x = args[3]
         is_count = not x.requires_grad and ((x == 0) | (x == 1)).all()
         if is_count and self._of_counts is not None:

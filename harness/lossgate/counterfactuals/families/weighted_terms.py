@@ -152,9 +152,14 @@ def _without(option: str, setting: Setting) -> BoundSpec:
 
 def _weighs(option: str, setting: Setting) -> bool:
     """Returns whether the loss grows with an option as with a weight: twice it adds twice."""
-    weight = getattr(setting.bound_spec.options, option)
-    if not weight:
+    return setting.once(f"{option} weighs", lambda: _adds_in_proportion(option, setting))
+
+
+def _adds_in_proportion(option: str, setting: Setting) -> bool:
+    if not getattr(setting.bound_spec.options, option):
         return False
+    # Near 0 every function is a line: a number against a division by 0 is none further away.
+    weight = max(setting.spec.supported_options[option].choices)
     values = setting.bound.dense.token_values(setting.bound_spec)
     with torch.no_grad():
         none, once, twice = (
@@ -162,7 +167,8 @@ def _weighs(option: str, setting: Setting) -> bool:
             for of in (0.0, weight, 2 * weight)
         )
     added = once - none
-    return bool((twice - none - 2 * added).abs() <= 1e-9 * (once.abs() + added.abs()))
+    size = once.abs() + added.abs()
+    return bool(added.abs() > 1e-9 * size) and bool((twice - none - 2 * added).abs() <= 1e-9 * size)
 
 
 def _scaled(option: str, combine: _Combine, setting: Setting) -> Outputs | None:
@@ -191,7 +197,7 @@ def _mistaken(option: str, seams: Seams, setting: Setting) -> Outputs | None:
 
 def _exchanged(setting: Setting) -> Fields:
     """Takes the rejected sequence of each pair for the chosen one, and the other way round."""
-    return with_sequences_in(torch.arange(len(setting.partition.lengths)) ^ 1, setting)
+    return with_sequences_in(torch.arange(len(setting.lengths)) ^ 1, setting)
 
 
 def _of_both(option: str, setting: Setting) -> Outputs | None:

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which known mistakes the problems that were tried would show in a kernel.
+
+The reference with a mistake takes the place of the kernel: would the judge reject what it gives? A
+mistake that one problem shows is not asked about again.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from time import process_time
+
+import torch
+from torch import Tensor
+
+from lossgate.cases.bound_problem import BoundProblem
+from lossgate.cases.case import Case
+from lossgate.cases.oracle import Oracle
+from lossgate.cases.placed_problem import PlacedProblem
+from lossgate.counterfactuals.bank import counterfactuals_of
+from lossgate.counterfactuals.counterfactual import Counterfactual
+from lossgate.counterfactuals.same import same
+from lossgate.counterfactuals.seams import Outputs
+from lossgate.counterfactuals.setting import Setting
+from lossgate.declaration.candidate import Candidate
+from lossgate.judge.pooled_scale import LARGEST_MDE
+from lossgate.layout import Layout
+from lossgate.specs.outputs import Output
+
+OF_METRICS = "metric"
+"""The class of mistakes in metrics alone."""
+_AT_ONCE = 32
+"""Results that are judged at once: they are held beside each other."""
+_NOTHING = 1e-6
+"""A change that is so much smaller than what rounding does to correct runs is one of float64."""
+_OFTEN = 8
+"""A mistake that can be made on so many problems, and changes none of them, changes nothing."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a mistake changes on problems that do not show it."""
+
+    sentence: str
+    layouts: tuple[Layout, ...]
+    """Those on which it changes an output."""
+    size: float
+    """The largest change of an entry, relative to the largest entry of its output."""
+
+
+@dataclass(frozen=True)
+class MistakesShown:
+    """Which known mistakes the problems of a cell would have shown."""
+
+    shown: int = 0
+    surviving: tuple[str, ...] = ()
+    """In words, those that change an output by more than an error in its scale may be, and that
+    no problem shows."""
+    too_small: tuple[str, ...] = ()
+    """In words, those that change an output by less, and that no problem shows."""
+    seconds: float = 0.0
+    """CPU time that it took to ask."""
+
+
+NOTHING_ASKED = MistakesShown()
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What one problem says of a mistake."""
+
+    made: bool = False
+    """It can be made on the problem."""
+    sentence: str = ""
+    """What it changes, in words; "" if nothing."""
+    size: float = 0.0
+    shown: bool = False
+    """The judge would reject what it gives."""
+
+
+class Memory:
+    """What problems have said of the mistakes that do not hang on a layout, for other layouts.
+
+    It is left out where the noise of another layout might say otherwise, so that no verdict hangs
+    on which cells came before.
+    """
+
+    def __init__(self) -> None:
+        self._said: dict[BoundProblem, dict[str, _Said]] = {}
+        self._changes: dict[BoundProblem, dict[str, bool]] = {}
+
+    def of(self, bound: BoundProblem) -> dict[str, _Said]:
+        """Returns what is known of a problem, by the names of mistakes."""
+        return self._said.setdefault(bound, {})
+
+    def changes(self, bound: BoundProblem) -> dict[str, bool]:
+        """Returns whether mistakes change what every kernel must give, as far as that is known."""
+        return self._changes.setdefault(bound, {})
+
+
+class KnownMistakes:
+    """What the problems of a candidate say of the mistakes that are known.
+
+    Args:
+        candidate: says in which precision it computes, and which outputs it gives.
+        metrics: whether mistakes in metrics alone are asked about, too.
+        memory: what problems have said of this candidate on other layouts.
+    """
+
+    def __init__(self, candidate: Candidate, memory: Memory | None = None, *, metrics: bool = False) -> None:
+        self._candidate, self._memory = candidate, memory or Memory()
+        known = counterfactuals_of(candidate.spec, candidate.head)
+        self.bank: Mapping[str, Counterfactual] = {
+            name: one for name, one in known.items() if metrics or one.kind != OF_METRICS
+        }
+        """All that are asked about, by name."""
+        self.left = dict(self.bank)
+        """Those that no problem has shown."""
+        self.seen: dict[str, str] = {}
+        """The sentences of those that a problem has shown."""
+        self.unseen: dict[str, Change] = {}
+        """Those that change an output, and that no problem has shown."""
+        self.made = Counter[str]()
+        """On how many problems each could be made, up to the one that showed it."""
+        self.seconds = 0.0
+        """CPU time that it took."""
+        self._unchanged = Counter[tuple[str, Layout]]()
+
+    def ask_of(self, case: Case) -> None:
+        """Asks a case about all mistakes that are left. The kernel must have run on it."""
+        candidate, result = case.candidate, case.result
+        setting = Setting(case.placed, result.outputs, candidate.tokens, candidate.tiles)
+        self.ask(setting, case.oracle, {o: result.dtypes[o] for o in result.outputs})
+
+    def ask(self, setting: Setting, oracle: Oracle, dtypes: Mapping[Output, torch.dtype]) -> None:
+        """Asks one problem about all mistakes that are left.
+
+        Args:
+            setting: the problem.
+            oracle: judges the outputs of a kernel on it.
+            dtypes: those of the outputs that are asked about.
+        """
+        start, layout = process_time(), setting.partition.layout
+        memory = self._memory.of(setting.bound)
+        wanted = [name for name in self.left if self._unchanged[name, layout] < _OFTEN]
+        fresh, remembered = self._asked([name for name in wanted if name not in memory], setting, oracle, dtypes)
+        memory |= remembered
+        for name in wanted:
+            self._note(name, fresh[name] if name in fresh else memory[name], layout)
+        self.seconds += process_time() - start
+
+    def _asked(
+        self, names: Iterable[str], setting: Setting, oracle: Oracle, dtypes: Mapping[Output, torch.dtype]
+    ) -> tuple[dict[str, _Said], dict[str, _Said]]:
+        """Returns what a problem says of some mistakes, and of those that do not hang on its
+        layout, nor on its noise.
+        """
+        found, changed, free = dict[str, _Said](), dict[str, Outputs](), set[str]()
+        for name in names:
+            setting.hangs_on_layout = False
+            outputs = self.bank[name].run(setting)
+            if not setting.hangs_on_layout:
+                free.add(name)
+            found[name] = _Said(made=outputs is not None)
+            own = {o: x for o, x in (outputs or {}).items() if o in dtypes and _differs(x, o, oracle)}
+            if own:
+                changed[name] = own
+        shown = _shown(changed, oracle, dtypes)
+        for name, own in changed.items():
+            sentence = self.bank[name].words(" and ".join(map(str, own)))
+            size = max(_relative(*_compared(x, output, oracle)) for output, x in own.items())
+            found[name] = _Said(made=True, sentence=sentence, size=size, shown=name in shown)
+        # Another layout has a little more or less noise: only what half the change shows is sure.
+        halved = {
+            name: {o: (x + oracle.reference[o]) / 2 for o, x in own.items()}
+            for name, own in changed.items()
+            if name in free & shown
+        }
+        sure = _shown(halved, oracle, dtypes)
+        return found, {name: found[name] for name in free if name in sure or name not in changed}
+
+    def _note(self, name: str, said: _Said, layout: Layout) -> None:
+        self.made[name] += said.made
+        if said.shown:
+            self.seen[name] = said.sentence
+            del self.left[name]
+            self.unseen.pop(name, None)
+        elif said.sentence:
+            known = self.unseen.get(name, Change(said.sentence, (), 0.0))
+            layouts = tuple(dict.fromkeys((*known.layouts, layout)))
+            self.unseen[name] = Change(known.sentence, layouts, max(known.size, said.size))
+        else:
+            self._unchanged[name, layout] += said.made
+
+    @property
+    def result(self) -> MistakesShown:
+        """What the problems said so far."""
+        by_size = sorted(self.unseen.values(), key=lambda change: -change.size)
+        return MistakesShown(
+            shown=len(self.seen),
+            surviving=tuple(one.sentence for one in by_size if one.size > LARGEST_MDE),
+            too_small=tuple(one.sentence for one in by_size if one.size <= LARGEST_MDE),
+            seconds=self.seconds,
+        )
+
+    def rarely_made(self) -> list[str]:
+        """Returns the names of those that no problem has shown and that few problems could: another
+        problem may.
+        """
+        return [name for name in self.left if name in self.unseen or self.made[name] < _OFTEN]
+
+    def changed(self, names: Iterable[str], placed: PlacedProblem) -> set[str]:
+        """Returns which of some mistakes change an output that a kernel must give on a problem."""
+        start, candidate, memory = process_time(), self._candidate, self._memory.changes(placed.bound)
+        returned = required_outputs(candidate)
+        setting, found = Setting(placed, returned, candidate.tokens, candidate.tiles), dict[str, bool]()
+        reference = placed.bound.reference(returned)
+        for name in names:
+            if name in memory:
+                found[name] = memory[name]
+                continue
+            setting.hangs_on_layout = False
+            outputs = self.bank[name].run(setting) or {}
+            found[name] = any(not same(x, reference[o]) for o, x in outputs.items() if o in reference)
+            if not setting.hangs_on_layout:
+                memory[name] = found[name]
+        self.seconds += process_time() - start
+        return {name for name, changes in found.items() if changes}
+
+
+def _shown(changed: Mapping[str, Outputs], oracle: Oracle, dtypes: Mapping[Output, torch.dtype]) -> set[str]:
+    """Returns the names of the mistakes of which the judge rejects an output."""
+    shown = set[str]()
+    for output, dtype in dtypes.items():
+        asked = [name for name, own in changed.items() if output in own and name not in shown]
+        for start in range(0, len(asked), _AT_ONCE):
+            names = asked[start : start + _AT_ONCE]
+            results = torch.stack([changed[name][output] for name in names])
+            finite = results.reshape(len(names), -1).isfinite().all(1)
+            rejected = ~finite | oracle.rejects(output, results, dtype)
+            shown.update(name for name, is_rejected in zip(names, rejected.tolist(), strict=True) if is_rejected)
+    return shown
+
+
+def required_outputs(candidate: Candidate) -> list[Output]:
+    """Returns the values that a kernel must give: those that carry gradients, and the loss."""
+    spec = candidate.spec
+    return [spec.output(name) for name in dict.fromkeys((spec.outputs[0], *candidate.differentiable))]
+
+
+def _differs(other: Tensor, output: Output, oracle: Oracle) -> bool:
+    """Returns whether an output differs from the reference by more than the rounding of float64."""
+    other, reference = _compared(other, output, oracle)
+    if same(other, reference):
+        return False
+    runs = oracle.deviations[output].abs().nan_to_num(0.0, 0.0, 0.0)
+    noise = float(runs.max()) if runs.numel() else 0.0
+    off = torch.where(other == reference, 0.0, other - reference).abs().nan_to_num(torch.inf, torch.inf)
+    return float(off.max()) > _NOTHING * noise
+
+
+def _compared(other: Tensor, output: Output, oracle: Oracle) -> tuple[Tensor, Tensor]:
+    """Returns what is compared of an output, and of the reference."""
+    compared, reference = oracle.compared(output), oracle.reference[output]
+    return (other, reference) if compared is None else (other[compared], reference[compared])
+
+
+def _relative(one: Tensor, other: Tensor) -> float:
+    """Returns the largest difference of entries, relative to the largest entry of the other."""
+    difference = torch.where(one == other, 0.0, one - other).abs().nan_to_num(torch.inf, torch.inf)
+    largest = float(other.abs().nan_to_num(0.0, 0.0, 0.0).max()) if other.numel() else 0.0
+    return float(difference.max()) / largest if largest else float("inf")

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The problems of a cell must show the mistakes that are known, or it does not agree."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from lossgate import Candidate, Layout
+from lossgate.adequacy.entry import Placed
+from lossgate.bank.cross_entropy import STYLES, make
+from lossgate.cases.oracle import Oracle
+from lossgate.counterfactuals.counterfactual import Counterfactual
+from lossgate.counterfactuals.seams import Outputs
+from lossgate.counterfactuals.setting import Setting
+from lossgate.engine import search
+from lossgate.engine.cell import Cell, CellResult, Verdict
+from lossgate.engine.run_cell import run_cell
+from lossgate.engine.search import Search
+from lossgate.engine.settings import Settings
+from lossgate.reports.shown_cell import of_result
+from lossgate.reports.verdict_table import summary
+from lossgate.specs.outputs import Output
+from lossgate.worlds import make_world
+
+RIGHT = make(STYLES["float32"][0])
+
+
+def searched(candidate: Candidate, layout: str, **settings: int) -> Search:
+    world = make_world("simulated", Layout.parse(layout), 60.0)
+    found = Search(Cell(candidate, Layout.parse(layout), "float32"), world, Settings(**settings))  # type: ignore[arg-type]
+    try:
+        found.run()
+    finally:
+        world.close()
+    return found
+
+
+def verified(candidate: Candidate, seed: int = 0, rounds: int = 4) -> CellResult:
+    return run_cell(Cell(candidate, Layout(), "float32"), Settings(seed=seed, rounds=rounds))
+
+
+def test_a_right_kernel_is_tried_on_problems_that_show_them() -> None:
+    result = verified(RIGHT)
+    assert result.verdict is Verdict.AGREE
+    assert result.mistakes.shown > 100
+    assert result.mistakes.surviving == ()
+    assert result.mistakes.seconds > 0
+    shown = of_result(result)
+    price = f"{result.mistakes.seconds:.0f} s of them to see that the problems show known mistakes"
+    assert summary([shown]).endswith(price)
+
+
+def test_a_blind_judge_does_not_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were a kernel with a mistake not rejected, AGREE would say little."""
+
+    def accepts(self: Oracle, output: Output, results: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(len(results), dtype=torch.bool)
+
+    monkeypatch.setattr(Oracle, "rejects", accepts)
+    result = verified(RIGHT, seed=32, rounds=1)  # no other test has its deck
+    assert result.verdict is Verdict.INCONCLUSIVE
+    assert len(result.mistakes.surviving) > 50
+    said = [reason for reason in result.reasons if "known mistake" in reason]
+    assert len(said) == 4
+    assert said[0].startswith(
+        f"a kernel with a known mistake would have passed every problem: {result.mistakes.surviving[0]}; "
+    )
+    assert said[-1] == f"{len(result.mistakes.surviving) - 3} more known mistakes would have passed"
+
+
+def least(placed: list[Placed], *_: object) -> list[Placed]:
+    """Chooses a few problems without a bias, in place of all that are needed."""
+    return [one for one in placed if not one.problem.bias][:8]
+
+
+def test_problems_are_added_for_mistakes_that_the_first_ones_could_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "choose", least)
+    monkeypatch.setattr(Search, "_large", lambda *_: [])
+    few, more = (searched(RIGHT, "single", examples=1, rounds=rounds) for rounds in (1, 2))
+    assert few.mistakes is not None
+    assert more.mistakes is not None
+    assert "bias ignored" in more.mistakes.seen.keys() - few.mistakes.seen.keys()
+
+
+def test_what_does_not_hang_on_the_layout_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    run = Counterfactual.run
+
+    def counting(self: Counterfactual, setting: Setting) -> Outputs | None:
+        asked.append(self.name)
+        return run(self, setting)
+
+    monkeypatch.setattr(Counterfactual, "run", counting)
+    first = searched(RIGHT, "dp=2", seed=31)
+    assert first.mistakes is not None
+    assert "temperature ignored" in asked
+    asked.clear()
+    again = searched(RIGHT, "dp=2", seed=31)
+    assert again.mistakes is not None
+    assert again.mistakes.seen == first.mistakes.seen
+    assert "temperature ignored" not in asked
+    assert "valid_tokens local over dp" in asked
