@@ -46,7 +46,7 @@ def test_a_right_kernel_is_tried_on_problems_that_show_them() -> None:
     assert result.mistakes.surviving == ()
     assert result.mistakes.seconds > 0
     shown = of_result(result)
-    price = f"{result.mistakes.seconds:.0f} s of them to see that the problems show known mistakes"
+    price = f" s; of these, asking which known mistakes would show took {result.mistakes.seconds:.0f} s"
     assert summary([shown]).endswith(price)
 
 

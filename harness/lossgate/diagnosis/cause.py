@@ -34,6 +34,8 @@ class Diagnosis:
     """If there is no cause: where the outputs are wrong, in words."""
     problems: int = 0
     """On how many failing problems it held."""
+    failing: int = 0
+    """How many problems failed, if it did not hold on all of them."""
     layouts: tuple[str, ...] = ()
     """On which layouts."""
     tried: int = 0
@@ -57,6 +59,7 @@ class Diagnosis:
         limits = f"{self.scope}{self.condition}"
         where = ", ".join(self.layouts)
         others_known = f"none of the {self.asked - len(self.causes)} other known mistakes does"
-        held = f"this explains all {self.problems} failing problems ({where}), and {others_known}"
+        explained = f"{self.problems} of {self.failing}" if self.failing else f"all {self.problems}"
+        held = f"this explains {explained} failing problems ({where}), and {others_known}"
         todo = next((cause.todo for cause in self.causes if cause.todo), "")
         return (f"cause: {known}{limits}; {held}", *((f"to do: {todo}",) if todo else ()))

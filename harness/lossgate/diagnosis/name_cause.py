@@ -146,6 +146,18 @@ def _diagnosis(search: _Search, found: Sequence[_Match], known: Sequence[Counter
     whole, always = best[0].whole, best[0].always
     condition = "" if always else _condition(search.seen, best[0].counterfactual, scope)
     said = _words_of(scope)
+    in_scope = "" if whole or best[0].counterfactual.of_any_output else f", in {said} alone"
+    return replace(common, causes=tuple(_causes(effects, said)), scope=in_scope, condition=condition)
+
+
+def _causes(effects: Sequence[Sequence[_Match]], said: str) -> list[Cause]:
+    """Returns what is said of mistakes: the plainest of each effect, and others of it as far as
+    there is room.
+
+    Args:
+        effects: the mistakes, by effect.
+        said: the outputs that are wrong, in words.
+    """
     causes = [
         Cause(
             name=match.counterfactual.name,
@@ -156,8 +168,7 @@ def _diagnosis(search: _Search, found: Sequence[_Match], known: Sequence[Counter
         for effect in effects
         for number, match in enumerate(_plain(effect)[: _NAMES + 1 - len(effects)])
     ]
-    in_scope = "" if whole or best[0].counterfactual.of_any_output else f", in {said} alone"
-    return replace(common, causes=tuple(causes[:_NAMES]), scope=in_scope, condition=condition)
+    return causes[:_NAMES]
 
 
 def _without_name(search: _Search, known: Iterable[Counterfactual], common: Diagnosis) -> Diagnosis:
@@ -167,6 +178,8 @@ def _without_name(search: _Search, known: Iterable[Counterfactual], common: Diag
     failing = search.failing
     if (rounded := coarser(failing)) is not None:
         return replace(common, causes=(rounded,))
+    if (of_most := _of_most(search, known, common)) is not None:
+        return of_most
     found = partly(failing, known)
     if found:
         groups: list[list[Partly]] = []
@@ -178,6 +191,42 @@ def _without_name(search: _Search, known: Iterable[Counterfactual], common: Diag
             return replace(common, causes=tuple(causes), partly=True)
     condition = _condition_alone(search.seen)
     return replace(common, where=(*condition, *where(failing)))
+
+
+def _of_most(search: _Search, known: Iterable[Counterfactual], common: Diagnosis) -> Diagnosis | None:
+    """Returns the mistake that explains all failing problems but those that have something in
+    common: there it is made along with another, or in another way.
+    """
+    smallest = min(search.failing, key=lambda one: one.setting.tokens)
+    likely = [one for one in known if smallest.says_something(one) and smallest.fits(one, smallest.wrong)]
+    if not likely or not search.observe(2 * (FIRST + FRESH)):
+        return None
+    failing = search.failing
+    found: list[tuple[_Match, list[Observed], str]] = []
+    for one in likely:
+        explained = [o for o in failing if o.says_something(one) and o.fits(one, o.wrong)]
+        others = [o for o in failing if o not in explained]
+        if len(explained) < FRESH or len(others) < _TELLING:
+            continue
+        whole = all(o.fits(one, o.got) for o in explained)
+        common_to_others = frozenset.intersection(*map(_traits, others)).difference(*map(_traits, explained))
+        if whole and common_to_others:
+            trait = min(common_to_others, key=lambda trait: (len(trait), trait))
+            found.append((_Match(one, whole, always=False, spoilt=0), explained, trait))
+    if not found:
+        return None
+    explained, trait = found[0][1:]
+    effects = _effects(explained, [match for match, own, _ in found if own == explained])
+    if len(effects) > 1 or any(own != explained for _, own, _ in found):
+        return None
+    return replace(
+        common,
+        causes=tuple(_causes(effects, _words_of(_scope(explained)))),
+        condition=f", except with {trait}",
+        problems=len(explained),
+        failing=len(failing),
+        partly=True,
+    )
 
 
 def _best(found: Sequence[_Match]) -> list[_Match]:

@@ -68,11 +68,14 @@ def cases_like(
     cell: Cell, failing: Problem, layouts: Sequence[Layout], worlds: Mapping[Layout, World], settings: Settings
 ) -> Iterator[Case]:
     """Yields cases on all layouts in turn: problems of the deck, and each again with the options of
-    the problem that failed, as a mistake may show with these alone.
+    the problem that failed, as a mistake may show with these alone. Every second of these has its
+    own numbers, as two mistakes may be one at a weight of 0.5.
     """
     deck, splits = deck_of(cell.candidate, cell.dtype, settings.seed), splits_of(cell.candidate)
     entries = [entry for entry in deck.entries if not is_large(entry.bound.problem)]
-    with_its_options = [_with_options_of(failing, entry, cell) for entry in entries]
+    with_its_options = [
+        _with_options_of(failing, entry, cell, own_numbers=number % 2 == 1) for number, entry in enumerate(entries)
+    ]
     for each in chain.from_iterable(zip(entries, with_its_options, strict=True)):
         for layout in layouts:
             for placed in deck.on(layout, splits, [each])[:1]:
@@ -81,7 +84,18 @@ def cases_like(
                 yield Case(cell.candidate, problem, worlds[layout], placed.entry.bound)
 
 
-def _with_options_of(failing: Problem, entry: Entry, cell: Cell) -> Entry:
-    problem = replace(entry.bound.problem, options=failing.options, scenario=failing.scenario, bias=failing.bias)
+def _with_options_of(failing: Problem, entry: Entry, cell: Cell, *, own_numbers: bool) -> Entry:
+    spec, options = cell.candidate.spec, dict(failing.options)
+    if own_numbers:
+        own = entry.bound.problem.options
+        given = {o.name: (options.get(o.name, o.default), own.get(o.name, o.default)) for o in spec.options}
+        numbers = {name: x for name, (of_failing, x) in given.items() if _is_weight(of_failing) and _is_weight(x)}
+        options = options if spec.conflict(options | numbers) else options | numbers
+    problem = replace(entry.bound.problem, options=options, scenario=failing.scenario, bias=failing.bias)
     problem = replace(problem, cotangent=failing.cotangent)
     return replace(entry, bound=BoundProblem(cell.candidate.spec, problem), drawn=problem)
+
+
+def _is_weight(value: object) -> bool:
+    """Returns whether a value is a number other than 0, which often switches something off."""
+    return isinstance(value, float) and value != 0.0

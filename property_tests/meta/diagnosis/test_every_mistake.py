@@ -33,7 +33,7 @@ NOTHING = {
         "means of the parts of sequences over cp": TOKEN_BY_TOKEN,
         "one sequence on each rank": TOKEN_BY_TOKEN,
         "parts of own tokens over *p": TOKEN_BY_TOKEN,
-        "metrics: parts of own tokens": ("distill", "value", "z_loss"),
+        "metrics: parts of own tokens*": ("distill", "value", "z_loss"),
     },
     "no gradient goes through a sum over a sequence, or only through its own tokens": {
         "sums over sequences reduced in forward alone": (
@@ -79,6 +79,8 @@ NOTHING = {
         "term of z_loss_weight: labels are shifted twice": ("z_loss",),
         "term of reference_policy_kl_penalty: sample_mask is ignored": ("clipped_pg",),
     },
+    "its metric counts tokens": {"metrics: masked tokens as 0": ("z_loss",)},
+    "the other model's logits have no padding rows": {"padding rows in the softmax": ("divergence",)},
     "the gradient of each token has another size": {"all above the sum ignored": ("grpo",)},
     "fields of this loss are not shifted": {
         "mask not shifted": ("value",),
@@ -92,7 +94,8 @@ NOTHING = {
         )
     },
     "ranks of dp seldom have as many tokens as each other": {
-        "softmax reduced over dp*": ("clipped_pg", "dpo", "grpo", "token_logprobs")
+        "softmax reduced over dp*": ("clipped_pg", "dpo", "grpo", "token_logprobs"),
+        "sum of exponentials reduced over dp*": ("clipped_pg", "dpo", "grpo", "token_logprobs"),
     },
     "the largest is above 0, and the smallest below": {
         "vocab_max_logits_max: 0 of ranks without a token": ("nll",),
@@ -137,7 +140,7 @@ def test_every_mistake_changes_something(spec: Spec) -> None:
     head = next(iter(spec.inputs))
     plain = replace(dense_candidate(spec, head), differentiable=spec.outputs, tiles={"token": (4,), "vocab": (5,)})
     packed = replace(plain, tokens="packed")
-    problems = [*asked(plain, "dp=2,cp=2,tp=2", "single", "cp=3", "tp=3"), *asked(packed, "cp=2")]
+    problems = [*asked(plain, "dp=2,cp=2,tp=2", "single", "cp=3", "tp=3"), *asked(packed, "cp=2", "dp=2")]
     bank = counterfactuals_of(spec, head)
     listed = {name for name in bank if reason(name, spec.name)}
     dead = [name for name, one in bank.items() if name not in listed and not any(changes(one, s) for s in problems)]

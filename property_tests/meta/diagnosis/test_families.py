@@ -131,6 +131,23 @@ def test_padding_counts_only_where_there_is_some() -> None:
     )
 
 
+def test_a_pack_may_be_cut_without_its_padding() -> None:
+    one = counterfactuals_of(SPECS["nll"], "logits")["cu_seqlens for cu_seqlens_padded, in ids and masks"]
+    packed = settings("nll", "logits", "dp=2", 12, "packed")
+    padded = [s for s in packed if s.partition.tokens > sum(s.lengths)]
+    assert {str(o) for o in changed(one, padded)} >= {"loss", "grad of logits"}
+    assert {str(o) for o in changed(one, [s for s in packed if s not in padded])} <= {"logprobs"}  # of no label
+
+
+def test_parts_of_sequences_may_be_counted() -> None:
+    bank = counterfactuals_of(SPECS["nll"], "logits")
+    asked = settings("nll", "logits", "cp=2", 8, "shard", "ppl_avg", "ppl_max")
+    counted, not_counted = (bank[f"metrics: parts of own tokens{more}"] for more in (", counted", ""))
+    assert {str(o) for o in changed(counted, asked)} == {"ppl_avg", "ppl_max"}
+    pairs = [(counted.run(s), not_counted.run(s)) for s in asked]
+    assert any(a and b and a[metric_output("ppl_avg")] < b[metric_output("ppl_avg")] for a, b in pairs)
+
+
 def test_what_is_given_whole_may_be_split_in_another_order() -> None:
     one = counterfactuals_of(SPECS["value"], "values")["returns split end to end"]
     assert {str(o) for o in changed(one, settings("value", "values", "cp=2", 8, "packed"))} == {
@@ -164,6 +181,14 @@ def test_what_is_given_whole_may_be_split_in_another_order() -> None:
         ("dpo", "logprobs", "single", "counts of sequences: all tokens", {"loss", "grad of logprobs"}),
         ("clipped_pg", "logprobs", "cp=2", "sums over sequences reduced in forward alone", {"grad of logprobs"}),
         ("value", "values", "single", "values one token late", {"loss", "grad of values"}),
+        ("nll", "hidden", "tp=2", "padding rows in the softmax", {"loss", "grad of hidden", "grad of weight"}),
+        ("nll", "logits", "cp=2", "sum of exponentials reduced over cp, too", {"loss", "grad of logits"}),
+        ("clipped_pg", "logits", "single", "filtered labels of log-probability 0, before too", {"loss"}),
+        (
+            *("clipped_pg", "logprobs", "single"),
+            "term of reference_policy_kl_penalty divided by all tokens of each rank",
+            {"loss", "grad of logprobs"},
+        ),
     ],
 )
 def test_a_mistake_changes_what_it_says(spec: str, head: str, layout: str, name: str, outputs: set[str]) -> None:

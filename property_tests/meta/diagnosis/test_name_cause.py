@@ -101,6 +101,22 @@ def test_what_no_known_mistake_explains_is_not_named() -> None:
     assert re.fullmatch(r"cause: none of \d+ known mistakes explains it", found.sentences[0])
 
 
+def test_a_mistake_beside_another_says_where_it_is_alone() -> None:
+    right = dense_candidate(SPECS["nll"], "logits")
+
+    def twice_wrong(inputs, options, mesh):
+        logits = 3 * inputs.logits.tanh() if options.reduction == "sum" else inputs.logits
+        given = replace(inputs, valid_tokens=inputs.valid_tokens + 1, logits=logits)
+        return right.kernel(given, options, mesh)
+
+    found = diagnosed(replace(right, kernel=twice_wrong, name="twice_wrong"), "single")
+    assert names(found) == ["valid_tokens is one too many"]
+    assert found.condition == ", except with reduction='sum'"
+    held = f"this explains {found.problems} of {found.failing} failing problems (single), and none"
+    assert f", except with reduction='sum'; {held}" in found.sentences[0]
+    assert found.problems < found.failing
+
+
 def test_without_its_counterfactual_a_bug_has_no_name() -> None:
     candidate, layout = cross_entropy_with(STYLE, "denominator n+1"), Layout()
     first = next(case.problem for case in verified(candidate, "single").cases if not case.agrees)

@@ -89,6 +89,15 @@ def inputs(spec: Spec, head: str) -> Iterator[Counterfactual]:
             padding=True,
             fields=_by_ranges_without_padding,
         )
+        yield mistake(
+            "cu_seqlens for cu_seqlens_padded, in ids and masks",
+            "the pack is cut by cu_seqlens, which does not count padding, and ids and masks are shifted in each piece",
+            "field",
+            lambda setting: setting.given_tokens == "packed" and setting.size("cp") == 1,
+            "use cu_seqlens_padded where padding stands between sequences",
+            padding=True,
+            fields=_cut_without_padding,
+        )
     names = list(numbers)
     for i, one in enumerate(names):
         for other in names[i + 1 :]:
@@ -126,6 +135,19 @@ def _by_ranges_without_padding(setting: Setting) -> Fields:
         mask[held] &= found < len(ends)
         sequence[held] = own.start + found.clamp(max=max(len(ends) - 1, 0)).to(sequence.dtype)
     return {"sequence": sequence, "mask": mask}
+
+
+def _cut_without_padding(setting: Setting) -> Fields:
+    found = dict(_by_ranges_without_padding(setting))
+    lengths, inside = torch.tensor(setting.lengths), torch.zeros(setting.tokens, dtype=torch.bool)
+    for (dp, _), held in setting.partition.token_shards.items():
+        own = setting.partition.sequences(dp)
+        ends = lengths[own.start : own.stop].cumsum(0)
+        place = torch.arange(len(held))
+        inside[held] = (place < (int(ends[-1]) if len(ends) else 0)) & ~torch.isin(place + 1, ends)
+    mask = setting.moved_with_padding("mask", setting.source_on_each_rank(-1), given=True)
+    ids = setting.padded("input_ids")[setting.source_on_each_rank(-1)]
+    return {**found, "mask": mask & inside, "labels": ids}
 
 
 _CHANGES: dict[str, Any] = {

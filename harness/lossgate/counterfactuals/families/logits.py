@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake, tempered
 from lossgate.counterfactuals.seams import RIGHT_STAGES, with_gradient_of
-from lossgate.counterfactuals.setting import Setting
+from lossgate.counterfactuals.setting import Fields, Setting
+from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.logit_filter import LOGIT_FILTER
 from lossgate.specs.spec import Spec
 from lossgate.specs.token_values import TokenValues
@@ -82,6 +83,15 @@ def _filters() -> Iterator[Counterfactual]:
         lambda setting: LOGIT_FILTER in setting.fields,
         values=_filtered_as_certain,
     )
+    yield mistake(
+        "filtered labels of log-probability 0, before too",
+        "labels that the filter leaves out get a log-probability of 0, those of before too, and stay in the loss",
+        "filter",
+        lambda setting: LOGIT_FILTER in setting.fields,
+        "leave tokens out of the loss whose label the filter leaves out",
+        values=_filtered_as_certain,
+        loss=_all_as_certain,
+    )
 
 
 def _capped(setting: Setting) -> bool:
@@ -114,6 +124,15 @@ def _with_next(setting: Setting, kept: Tensor) -> Tensor:
 
 def _with_label(setting: Setting, kept: Tensor) -> Tensor:
     return kept | torch.nn.functional.one_hot(setting.fields["labels"], kept.shape[1]).bool()
+
+
+def _all_as_certain(bound: BoundSpec, values: TokenValues, fields: Fields) -> tuple[Tensor, dict[str, Tensor]]:
+    certain = {
+        name: torch.where(x.isneginf(), 0.0, x)
+        for name, x in fields.items()
+        if isinstance(x, Tensor) and x.is_floating_point()
+    }
+    return bound.loss(values, {**fields, **certain})
 
 
 def _filtered_as_certain(setting: Setting, values: TokenValues) -> TokenValues:

@@ -10,8 +10,9 @@ from lossgate.counterfactuals.counterfactual import Counterfactual
 from lossgate.counterfactuals.families.masks import bools
 from lossgate.counterfactuals.seams import RIGHT, Outputs, Part, Seams, run
 from lossgate.counterfactuals.setting import Setting
-from lossgate.counterfactuals.shares import rank_by_rank
+from lossgate.counterfactuals.shares import counts_of, rank_by_rank
 from lossgate.specs.spec import Spec
+from lossgate.specs.token_values import TokenValues
 
 
 def metrics_alone(spec: Spec, head: str) -> Iterator[Counterfactual]:
@@ -45,6 +46,17 @@ def _mistakes(spec: Spec) -> Mapping[str, tuple[str, Seams, bool]]:
             Seams(parts=parts),
             False,
         )
+        counted: Callable[[Setting], list[Part]] = _counted_parts
+        found["parts of own tokens, counted"] = (
+            "each rank of cp takes its own part of a sequence for a whole one, and counts the parts",
+            Seams(parts=counted),
+            False,
+        )
+        found["masked tokens as 0"] = (
+            "masked tokens are set to 0, and take part",
+            Seams(fields=partial(_all_true, "mask"), values=_zero_where_masked),
+            False,
+        )
     return found
 
 
@@ -54,6 +66,23 @@ def _all_true(name: str, setting: Setting) -> dict[str, torch.Tensor]:
 
 def _own_parts(setting: Setting) -> list[Part]:
     return list(rank_by_rank(setting, ("cp",), ()))
+
+
+def _counted_parts(setting: Setting) -> list[Part]:
+    own = [counts_of(setting, [rank]) for rank in range(len(setting.token_shards))]
+    total = {name: torch.stack([counts[name] for counts in own]).sum(0) for name in own[0]}
+    return [(weight, {**fields, **total}) for weight, fields in _own_parts(setting)]
+
+
+def _zero_where_masked(setting: Setting, values: TokenValues) -> TokenValues:
+    mask = setting.fields["mask"]
+    return values.replace(
+        **{
+            name: torch.where(mask.reshape(-1, *[1] * (x.dim() - 1)), x, 0.0)
+            for name, x in values.given.items()
+            if len(x) == len(mask)
+        }
+    )
 
 
 def _has_metrics(setting: Setting) -> bool:

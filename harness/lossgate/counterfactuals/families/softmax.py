@@ -183,6 +183,16 @@ def softmaxes(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 logsumexp=partial(_over_others, axes, True),
                 picked=partial(_over_others, axes, False),
             )
+            yield mistake(
+                f"sum of exponentials reduced over {'+'.join(axes)}, too",
+                f"the sum of exponentials alone is reduced over {over}, too, where ranks have other tokens, and "
+                "backward rebuilds the softmax with it",
+                "vocabulary",
+                split(*axes),
+                "reduce over the group of tp alone",
+                padding=True,
+                logsumexp=partial(rebuilt, partial(_sums_over_others, axes)),
+            )
     yield from _summed_again(spec)
 
 
@@ -260,6 +270,22 @@ def _over_others(axes: tuple[Axis, ...], sums: bool, setting: Setting, z: Tensor
         if sums:
             share[tokens] = (own[tokens].detach() - held.logsumexp(0)).exp()
     return with_gradient_of(value, own * share)
+
+
+def _sums_over_others(axes: tuple[Axis, ...], setting: Setting, z: Tensor) -> Tensor:
+    """Adds up what the ranks of some axes have at the same place: sums of exponentials,
+    each less its own largest logit.
+    """
+    token_axes: tuple[Axis, ...] = ("dp", "cp")
+    others: list[Axis] = [axis for axis in token_axes if axis not in axes]
+    largest, shards = _largest(z)[:, 0], setting.token_shards
+    own, value = z.logsumexp(-1) - largest, torch.empty_like(largest)
+    for rank, tokens in enumerate(shards):
+        group = [shards[other] for other in setting.group_of(rank, others)]
+        if any(len(held) != len(tokens) for held in group):
+            raise ValueError("ranks that hold different numbers of tokens cannot add up")
+        value[tokens] = torch.stack([own[of] for of in group]).logsumexp(0).detach() + largest[tokens]
+    return value
 
 
 def _at(stage: str, seam: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 wrongly.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
@@ -21,6 +21,14 @@ def vocabulary(spec: Spec, head: str) -> Iterator[Counterfactual]:
     """Yields the mistakes of shards over tp, and of tiles within a rank."""
     if head not in ("hidden", "logits"):
         return
+    yield mistake(
+        "padding rows in the softmax",
+        "the rows that fill up the vocabulary of a tp rank take part in the softmax",
+        "vocabulary",
+        lambda setting: any(shard.padding for shard in setting.vocab_shards),
+        "leave out rows from the end of the shard's own on, or set their logits to -inf",
+        project=_with_padding_rows,
+    )
     if "logprobs" in spec.uses:
         for where, below_largest in (("", False), (" (in logits from which the largest was subtracted)", True)):
             yield mistake(
@@ -67,6 +75,18 @@ def vocabulary(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 f"take the {'max' if name == 'highest' else 'min'} over tp",
                 values=partial(_of_first_rank, name),
             )
+
+
+def _with_padding_rows(setting: Setting, leaves: Mapping[str, Tensor]) -> Tensor:
+    given, real = setting.placed.batch.vocab_padding, setting.partition.real_tokens
+    rows = {
+        name: (given[name][real] if name == "logits" else given[name]).to(torch.float64)
+        for name in given
+        if name in leaves
+    }
+    more = setting.head.logits({**leaves, **rows})
+    padding = [more[:, : shard.padding] for shard in setting.vocab_shards]
+    return torch.cat([setting.head.logits(leaves), *padding], 1)
 
 
 def _rows(setting: Setting) -> list[slice]:

@@ -76,6 +76,7 @@ def _mistakes(spec: Spec) -> Mapping[str, Callable[[Setting], Fields]]:
             found[f"{name} is ignored"] = partial(_all_true, name)
     if spec.trained_dim == "token":
         found["the mask is ignored"] = partial(_all_true, "mask")
+        found["the mask is ignored, and counts are those of all tokens"] = _all_counted
         found["labels are shifted twice"] = partial(shifted, ("labels",))
         found["labels and mask are shifted twice"] = partial(shifted, ("labels", "mask"))
         found["labels and mask are shifted twice, within each sequence"] = _shifted_within
@@ -103,16 +104,32 @@ def _local_counts(ranks_too: bool, setting: Setting) -> list[Part]:
     return found
 
 
+def _by_held(padding: bool, setting: Setting) -> list[Part]:
+    held = setting.held_by_ranks if padding else [len(tokens) for tokens in setting.token_shards]
+    like = setting.fields["valid_tokens"]
+    return [
+        (1.0, {**masks_of(setting, [rank]), "valid_tokens": torch.tensor(max(count, 1)).to(like)})
+        for rank, count in enumerate(held)
+    ]
+
+
 _PARTS: Mapping[str, Callable[[Setting], list[Part]]] = {
     "divided by the trained tokens of each rank, beside what divides it anyway": partial(_by_own_tokens, -1),
     "multiplied by the trained tokens of each rank": partial(_by_own_tokens, 1),
     "divided by the counts of each rank's own part": partial(_local_counts, False),
     "a mean of the means of ranks": partial(_local_counts, True),
+    "divided by all tokens of each rank": partial(_by_held, False),
+    "divided by all tokens of each rank, padding too": partial(_by_held, True),
 }
 
 
 def _all_true(name: str, setting: Setting) -> Fields:
     return {name: torch.ones_like(setting.fields[name])}
+
+
+def _all_counted(setting: Setting) -> Fields:
+    fields = _all_true("mask", setting)
+    return {**fields, **setting.spec.counts({**setting.fields, **fields})}
 
 
 def _first_counts(axis: Axis, setting: Setting) -> Fields:
