@@ -59,7 +59,7 @@ def _mean(setting: Setting, tempered: Tensor) -> Tensor:
     return tempered.mean(-1)
 
 
-def _entropy(setting: Setting, logprobs: Tensor) -> Tensor:
+def _entropy(setting: Setting, tempered: Tensor, logprobs: Tensor) -> Tensor:
     return -(logprobs.exp() * torch.where(logprobs > -torch.inf, logprobs, 0.0)).sum(-1)
 
 
@@ -89,8 +89,8 @@ class Seams:
     """The tempered logit of each label, ``[tokens]``."""
     mean: Stage = _mean
     """The mean of the tempered logits of each token, ``[tokens]``."""
-    entropy: Stage = _entropy
-    """From the log-probabilities of the whole vocabulary, ``[tokens]``."""
+    entropy: Callable[[Setting, Tensor, Tensor], Tensor] = _entropy
+    """From the tempered logits and the log-probabilities of the whole vocabulary, ``[tokens]``."""
     values: Callable[[Setting, TokenValues], TokenValues] = lambda setting, values: values
     """All that the loss is given of each token."""
     parts: Callable[[Setting], Sequence[Part]] = lambda setting: [(1.0, {})]
@@ -111,7 +111,7 @@ class Seams:
 
 RIGHT = Seams()
 """The reference itself."""
-RIGHT_STAGES: Mapping[str, Stage] = {
+RIGHT_STAGES: Mapping[str, Callable[..., Tensor]] = {
     "logsumexp": _logsumexp,
     "picked": _picked,
     "mean": _mean,
@@ -201,7 +201,7 @@ def _open_values(setting: Setting, seams: Seams, bound: BoundSpec, logits: Tenso
             if kept is not None:
                 found[name] = seams.picked(setting, whole) - seams.logsumexp(setting, whole)
         elif name == "entropy":
-            found[name] = seams.entropy(setting, tempered - logsumexp[:, None])
+            found[name] = seams.entropy(setting, tempered, tempered - logsumexp[:, None])
         elif name == "mean_logprob":
             found[name] = seams.mean(setting, tempered) - logsumexp
         elif name in ("lowest", "highest"):

@@ -277,7 +277,7 @@ def _condition(seen: Sequence[Observed], one: Counterfactual, scope: Collection[
     own = [trait for trait in common if trait.partition("=")[0] in one.name]
     if own or (common and len(others) >= _TELLING):
         return f", with {min(own or common, key=lambda trait: (len(trait), trait))}"
-    return ", on some problems alone"
+    return ", on some problems, and nothing known tells them from the others"
 
 
 def _condition_alone(seen: Sequence[Observed]) -> tuple[str, ...]:

@@ -181,6 +181,7 @@ def test_what_is_given_whole_may_be_split_in_another_order() -> None:
         ("dpo", "logprobs", "single", "counts of sequences: all tokens", {"loss", "grad of logprobs"}),
         ("clipped_pg", "logprobs", "cp=2", "sums over sequences reduced in forward alone", {"grad of logprobs"}),
         ("value", "values", "single", "values one token late", {"loss", "grad of values"}),
+        ("token_logprobs", "logits", "tp=2", "entropy of each shard in backward", {"grad of logits"}),
         ("nll", "hidden", "tp=2", "padding rows in the softmax", {"loss", "grad of hidden", "grad of weight"}),
         ("nll", "logits", "cp=2", "sum of exponentials reduced over cp, too", {"loss", "grad of logits"}),
         ("clipped_pg", "logits", "single", "filtered labels of log-probability 0, before too", {"loss"}),

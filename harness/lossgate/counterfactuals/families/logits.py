@@ -46,7 +46,7 @@ def logits(spec: Spec, head: str) -> Iterator[Counterfactual]:
             temper=_as_is,
             logsumexp=lambda s, z: (s.bound_spec.capped(z) / s.temperature).logsumexp(-1),
             picked=lambda s, z: RIGHT_STAGES["picked"](s, z) / s.temperature,
-            entropy=lambda s, z: torch.full_like(z[:, 0], torch.nan),  # nothing is said of entropies
+            entropy=lambda s, z, lp: torch.full_like(z[:, 0], torch.nan),  # nothing is said of entropies
         )
     if "logsumexp" in spec.uses:
         yield mistake(
@@ -64,14 +64,14 @@ def logits(spec: Spec, head: str) -> Iterator[Counterfactual]:
 
 def _filters() -> Iterator[Counterfactual]:
     """Yields the mistakes of what a filter of logits keeps."""
-    for what, change in {
-        "without the last that it keeps": _without_last,
-        "with one more than it keeps": _with_next,
-        "with the label in any case": _with_label,
+    for what, (words, change) in {
+        "without the last that it keeps": ("drops the smallest logit that it should keep", _without_last),
+        "with one more than it keeps": ("keeps one logit more than it should", _with_next),
+        "with the label in any case": ("keeps the label in any case", _with_label),
     }.items():
         yield mistake(
             f"filter {what}",
-            f"the filter of logits is {what}",
+            f"the filter of logits {words}",
             "filter",
             lambda setting: LOGIT_FILTER in setting.fields,
             fields=lambda setting, change=change: {LOGIT_FILTER: change(setting, setting.fields[LOGIT_FILTER])},

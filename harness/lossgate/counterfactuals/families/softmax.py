@@ -136,19 +136,27 @@ def softmaxes(spec: Spec, head: str) -> Iterator[Counterfactual]:
         yield from _label_edges()
     if "entropy" in spec.uses and "token_entropy" in spec.outputs:
         yield mistake(
-            "entropy detached", "the entropy has no gradient", "entropy", entropy=lambda s, lp: _entropy(lp).detach()
+            "entropy detached", "the entropy has no gradient", "entropy", entropy=lambda s, z, lp: _entropy(lp).detach()
         )
         yield mistake(
             "entropy with the other sign in backward",
             "the gradient of the entropy has the other sign",
             "entropy",
-            entropy=lambda s, lp: scaled_gradient(_entropy(lp), -1.0),
+            entropy=lambda s, z, lp: scaled_gradient(_entropy(lp), -1.0),
         )
         yield mistake(
             "entropy without its constant in backward",
             "the gradient of the entropy is -p log p, without + p H",
             "entropy",
-            entropy=lambda s, lp: with_gradient_of(_entropy(lp), -(lp.detach() * lp).mul(lp.detach().exp()).sum(-1)),
+            entropy=lambda s, z, lp: with_gradient_of(_entropy(lp), -(lp.detach() * lp).mul(lp.detach().exp()).sum(-1)),
+        )
+        yield mistake(
+            "entropy of each shard in backward",
+            "the gradient of the entropy has the part of it that a tp rank's own rows give, not the whole",
+            "entropy",
+            split("tp"),
+            "sum the entropy over tp before you keep it for backward",
+            entropy=_of_shards_in_backward,
         )
     yield from _over_tp()
     if "mean_logprob" in spec.uses:
@@ -183,16 +191,17 @@ def softmaxes(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 logsumexp=partial(_over_others, axes, True),
                 picked=partial(_over_others, axes, False),
             )
-            yield mistake(
-                f"sum of exponentials reduced over {'+'.join(axes)}, too",
-                f"the sum of exponentials alone is reduced over {over}, too, where ranks have other tokens, and "
-                "backward rebuilds the softmax with it",
-                "vocabulary",
-                split(*axes),
-                "reduce over the group of tp alone",
-                padding=True,
-                logsumexp=partial(rebuilt, partial(_sums_over_others, axes)),
-            )
+            for zeroed, which in ((False, ""), (True, " (logits of masked tokens are 0)")):
+                yield mistake(
+                    f"sum of exponentials reduced over {'+'.join(axes)}, too{which}",
+                    f"the sum of exponentials alone is reduced over {over}, too, where ranks have other tokens, and "
+                    f"backward rebuilds the softmax with it{which}",
+                    "vocabulary",
+                    split(*axes),
+                    "reduce over the group of tp alone",
+                    padding=True,
+                    logsumexp=partial(rebuilt, partial(_sums_over_others, axes, zeroed)),
+                )
     yield from _summed_again(spec)
 
 
@@ -272,7 +281,7 @@ def _over_others(axes: tuple[Axis, ...], sums: bool, setting: Setting, z: Tensor
     return with_gradient_of(value, own * share)
 
 
-def _sums_over_others(axes: tuple[Axis, ...], setting: Setting, z: Tensor) -> Tensor:
+def _sums_over_others(axes: tuple[Axis, ...], zeroed: bool, setting: Setting, z: Tensor) -> Tensor:
     """Adds up what the ranks of some axes have at the same place: sums of exponentials,
     each less its own largest logit.
     """
@@ -280,6 +289,8 @@ def _sums_over_others(axes: tuple[Axis, ...], setting: Setting, z: Tensor) -> Te
     others: list[Axis] = [axis for axis in token_axes if axis not in axes]
     largest, shards = _largest(z)[:, 0], setting.token_shards
     own, value = z.logsumexp(-1) - largest, torch.empty_like(largest)
+    if zeroed:
+        own = torch.where(setting.fields["mask"], own, torch.zeros_like(z).logsumexp(-1))
     for rank, tokens in enumerate(shards):
         group = [shards[other] for other in setting.group_of(rank, others)]
         if any(len(held) != len(tokens) for held in group):
@@ -292,8 +303,8 @@ def _at(stage: str, seam: Any) -> dict[str, Any]:
     return {stage: seam}
 
 
-def _gradient_times(stage: str, power: int, setting: Setting, x: Tensor) -> Tensor:
-    return scaled_gradient(RIGHT_STAGES[stage](setting, x), float(setting.size("tp")) ** power)
+def _gradient_times(stage: str, power: int, setting: Setting, *x: Tensor) -> Tensor:
+    return scaled_gradient(RIGHT_STAGES[stage](setting, *x), float(setting.size("tp")) ** power)
 
 
 def _gradient_of_first(stage: str, setting: Setting, x: Tensor) -> Tensor:
@@ -312,6 +323,17 @@ def _has_cap(setting: Setting) -> bool:
 
 def _picked(setting: Setting, z: Tensor) -> Tensor:
     return z.gather(-1, setting.fields["labels"][:, None]).squeeze(-1)
+
+
+def _of_shards_in_backward(setting: Setting, z: Tensor, logprobs: Tensor) -> Tensor:
+    """Gives a logit -p (log p + H of its own rows) in backward, where H should be the whole."""
+    whole, p = _entropy(logprobs), logprobs.detach().exp()
+    also, finite = whole, torch.where(z.isfinite(), z, 0.0)
+    for shard in setting.vocab_shards:
+        rows = slice(shard.start, shard.end)
+        own = _entropy(logprobs[:, rows])
+        also = also + (whole - own).detach() * (p[:, rows] * finite[:, rows]).sum(1)
+    return with_gradient_of(whole, also)
 
 
 def _entropy(logprobs: Tensor) -> Tensor:
