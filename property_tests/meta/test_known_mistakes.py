@@ -7,8 +7,10 @@ from torch import Tensor
 
 from lossgate import Candidate, Layout
 from lossgate.adequacy.entry import Placed
+from lossgate.adequacy.known_mistakes import required_outputs
 from lossgate.bank.cross_entropy import STYLES, make
 from lossgate.cases.oracle import Oracle
+from lossgate.cases.placed_problem import PlacedProblem
 from lossgate.counterfactuals.counterfactual import Counterfactual
 from lossgate.counterfactuals.seams import Outputs
 from lossgate.counterfactuals.setting import Setting
@@ -100,3 +102,19 @@ def test_what_does_not_hang_on_the_layout_is_asked_once(monkeypatch: pytest.Monk
     assert again.mistakes.seen == first.mistakes.seen
     assert "temperature ignored" not in asked
     assert "valid_tokens local over dp" in asked
+
+
+def test_what_sees_padding_hangs_on_the_layout() -> None:
+    world = make_world("simulated", Layout(), 60.0)
+    placed = Search(Cell(RIGHT, Layout(), "float32"), world, Settings()).first_problems()[0]
+    world.close()
+    setting = Setting(PlacedProblem(placed.entry.bound, placed.problem), required_outputs(RIGHT))
+    for _ in range(2):  # what was looked for once counts as well
+        for asked in ("with_padding", "partition", "token_shards", "place_on_rank", "vocab_shards"):
+            setting.hangs_on_layout = False
+            getattr(setting, asked)
+            assert setting.hangs_on_layout, asked
+    setting.hangs_on_layout = False
+    assert setting.lengths
+    assert setting.fields
+    assert not setting.hangs_on_layout

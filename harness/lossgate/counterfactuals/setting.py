@@ -84,10 +84,13 @@ class Setting:
         """The whole batch."""
         return self.placed.batch if self.padding else self.bound.batch
 
-    @cached_property
+    @property
     def with_padding(self) -> "Setting":
         """The same with padding, which hangs on the layout."""
-        return Setting(self.placed, self.returned, self.given_tokens, self.tiles, padding=True)
+        return self._of_layout(
+            "with padding",
+            lambda: Setting(self.placed, self.returned, self.given_tokens, self.tiles, padding=True),
+        )
 
     @property
     def head(self) -> Head:
@@ -176,6 +179,7 @@ class Setting:
 
     def padded(self, name: str) -> Tensor:
         """Returns a field of tokens as the ranks hold it, with padding, ``[padded tokens]``."""
+        self.hangs_on_layout = True
         return self.placed.batch.fields[name]
 
     def as_given(self, name: str) -> Tensor:
