@@ -197,6 +197,10 @@ LIES: dict[str, tuple[CellRecord, str]] = {
     ),
     "no failure": (made.disagreeing(verdict="AGREE", reasons=(), failure=None), "numbers give DISAGREE"),
     "scale": (made.cell(outputs=(made.output(scale=(1e-8, 3e-7, 0.5e-8)),)), "loss has a pooled scale of -1.6667e-09"),
+    "known mistake": (
+        made.cell(mistakes_surviving=("the mask is ignored",)),
+        "its verdict is AGREE, and its numbers give INCONCLUSIVE",
+    ),
     "sd": (made.cell(outputs=(made.output(sd=(1e-9, 1e-9, 1e-9)),)), "and its numbers give"),
     "single limit": (made.cell(outputs=(made.output(limit=(1e-6, 1e-9, 1e-6)),)), "its numbers give DISAGREE"),
     "share": (made.cell(outputs=(made.output(shares={"noise": (0.25, 1.01, 0.1)}),)), "its numbers give DISAGREE"),

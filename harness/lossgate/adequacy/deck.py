@@ -61,13 +61,11 @@ class Deck:
         self._sought: dict[str, Sequence[Entry]] = {}
         self._drawn_for = Counter[str]()
         self._fitted: dict[str, Entry] = {}
-        self._memories: dict[str, Memory] = {}
+        self._memories: dict[int, tuple[Candidate, Memory]] = {}
 
     def memory_of(self, candidate: Candidate) -> Memory:
-        """Returns what the problems have said of known mistakes, as kernels of a precision are
-        judged.
-        """
-        return self._memories.setdefault(f"{candidate.name} {candidate.precision[self._dtype]}", Memory())
+        """Returns what the problems have said of the mistakes that are known of a candidate."""
+        return self._memories.setdefault(id(candidate), (candidate, Memory()))[1]
 
     @property
     def entries(self) -> Sequence[Entry]:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from time import process_time
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ _AT_ONCE = 32
 """Results that are judged at once: they are held beside each other."""
 _NOTHING = 1e-6
 """A change that is so much smaller than what rounding does to correct runs is one of float64."""
+_CLEAR = 0.1
+"""An output of which rounding is a larger share says little of the size of a change."""
 _OFTEN = 8
 """A mistake that can be made on so many problems, and changes none of them, changes nothing."""
 
@@ -45,7 +48,8 @@ class Change:
     layouts: tuple[Layout, ...]
     """Those on which it changes an output."""
     size: float
-    """The largest change of an entry, relative to the largest entry of its output."""
+    """The largest change of an entry, relative to the largest entry of its output, where rounding
+    leaves something of that."""
 
 
 @dataclass(frozen=True)
@@ -81,17 +85,17 @@ class _Said:
 class Memory:
     """What problems have said of the mistakes that do not hang on a layout, for other layouts.
 
-    It is left out where the noise of another layout might say otherwise, so that no verdict hangs
-    on which cells came before.
+    It is left out where the noise of another layout may say otherwise: what half the change shows
+    is remembered, and what changes nothing.
     """
 
     def __init__(self) -> None:
-        self._said: dict[BoundProblem, dict[str, _Said]] = {}
+        self._said: dict[tuple[BoundProblem, frozenset[Any]], dict[str, _Said]] = {}
         self._changes: dict[BoundProblem, dict[str, bool]] = {}
 
-    def of(self, bound: BoundProblem) -> dict[str, _Said]:
-        """Returns what is known of a problem, by the names of mistakes."""
-        return self._said.setdefault(bound, {})
+    def of(self, bound: BoundProblem, dtypes: Mapping[Output, torch.dtype]) -> dict[str, _Said]:
+        """Returns what is known of some outputs of a problem, by the names of mistakes."""
+        return self._said.setdefault((bound, frozenset(dtypes.items())), {})
 
     def changes(self, bound: BoundProblem) -> dict[str, bool]:
         """Returns whether mistakes change what every kernel must give, as far as that is known."""
@@ -141,7 +145,7 @@ class KnownMistakes:
             dtypes: those of the outputs that are asked about.
         """
         start, layout = process_time(), setting.partition.layout
-        memory = self._memory.of(setting.bound)
+        memory = self._memory.of(setting.bound, dtypes)
         wanted = [name for name in self.left if self._unchanged[name, layout] < _OFTEN]
         fresh, remembered = self._asked([name for name in wanted if name not in memory], setting, oracle, dtypes)
         memory |= remembered
@@ -168,7 +172,7 @@ class KnownMistakes:
         shown = _shown(changed, oracle, dtypes)
         for name, own in changed.items():
             sentence = self.bank[name].words(" and ".join(map(str, own)))
-            size = max(_relative(*_compared(x, output, oracle)) for output, x in own.items())
+            size = max(_relative(x, output, oracle) for output, x in own.items())
             found[name] = _Said(made=True, sentence=sentence, size=size, shown=name in shown)
         # Another layout has a little more or less noise: only what half the change shows is sure.
         halved = {
@@ -214,14 +218,18 @@ class KnownMistakes:
         start, candidate, memory = process_time(), self._candidate, self._memory.changes(placed.bound)
         returned = required_outputs(candidate)
         setting, found = Setting(placed, returned, candidate.tokens, candidate.tiles), dict[str, bool]()
-        reference = placed.bound.reference(returned)
+        reference, mask = placed.bound.reference(returned), placed.bound.batch.fields["mask"]
+
+        def of(output: Output) -> Any:
+            return mask if output.kind == "token value" else ...
+
         for name in names:
             if name in memory:
                 found[name] = memory[name]
                 continue
             setting.hangs_on_layout = False
             outputs = self.bank[name].run(setting) or {}
-            found[name] = any(not same(x, reference[o]) for o, x in outputs.items() if o in reference)
+            found[name] = any(not same(x[of(o)], reference[o][of(o)]) for o, x in outputs.items() if o in reference)
             if not setting.hangs_on_layout:
                 memory[name] = found[name]
         self.seconds += process_time() - start
@@ -235,9 +243,7 @@ def _shown(changed: Mapping[str, Outputs], oracle: Oracle, dtypes: Mapping[Outpu
         asked = [name for name, own in changed.items() if output in own and name not in shown]
         for start in range(0, len(asked), _AT_ONCE):
             names = asked[start : start + _AT_ONCE]
-            results = torch.stack([changed[name][output] for name in names])
-            finite = results.reshape(len(names), -1).isfinite().all(1)
-            rejected = ~finite | oracle.rejects(output, results, dtype)
+            rejected = oracle.rejects(output, torch.stack([changed[name][output] for name in names]), dtype)
             shown.update(name for name, is_rejected in zip(names, rejected.tolist(), strict=True) if is_rejected)
     return shown
 
@@ -253,10 +259,8 @@ def _differs(other: Tensor, output: Output, oracle: Oracle) -> bool:
     other, reference = _compared(other, output, oracle)
     if same(other, reference):
         return False
-    runs = oracle.deviations[output].abs().nan_to_num(0.0, 0.0, 0.0)
-    noise = float(runs.max()) if runs.numel() else 0.0
     off = torch.where(other == reference, 0.0, other - reference).abs().nan_to_num(torch.inf, torch.inf)
-    return float(off.max()) > _NOTHING * noise
+    return float(off.max()) > _NOTHING * _largest(oracle.deviations[output])
 
 
 def _compared(other: Tensor, output: Output, oracle: Oracle) -> tuple[Tensor, Tensor]:
@@ -265,8 +269,15 @@ def _compared(other: Tensor, output: Output, oracle: Oracle) -> tuple[Tensor, Te
     return (other, reference) if compared is None else (other[compared], reference[compared])
 
 
-def _relative(one: Tensor, other: Tensor) -> float:
-    """Returns the largest difference of entries, relative to the largest entry of the other."""
-    difference = torch.where(one == other, 0.0, one - other).abs().nan_to_num(torch.inf, torch.inf)
-    largest = float(other.abs().nan_to_num(0.0, 0.0, 0.0).max()) if other.numel() else 0.0
-    return float(difference.max()) / largest if largest else float("inf")
+def _relative(other: Tensor, output: Output, oracle: Oracle) -> float:
+    """Returns the largest change of an entry, relative to the largest entry of its output; 0 where
+    rounding leaves little of that, as where large terms cancel.
+    """
+    other, reference = _compared(other, output, oracle)
+    difference = torch.where(other == reference, 0.0, other - reference).abs().nan_to_num(torch.inf, torch.inf)
+    largest, noise = _largest(reference), _largest(oracle.deviations[output])
+    return float(difference.max()) / largest if largest and noise <= _CLEAR * largest else 0.0
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.abs().nan_to_num(0.0, 0.0, 0.0).max()) if x.numel() else 0.0

@@ -27,9 +27,10 @@ class Diagnosis:
     scope: str = ""
     """The outputs to which it is limited, in words; "" if it explains all that was returned."""
     condition: str = ""
-    """What all problems have on which the kernel is wrong, and no other, in words."""
+    """What all problems have on which the kernel is wrong, and no other, in words; or "except with"
+    what those have that the mistake does not explain."""
     partly: bool = False
-    """The mistake explains rows of an output, and not all that was returned."""
+    """The mistake explains rows of an output, or some problems, and not all that was returned."""
     where: tuple[str, ...] = ()
     """If there is no cause: where the outputs are wrong, in words."""
     problems: int = 0

@@ -136,8 +136,7 @@ def _matching(seen: Sequence[Observed], bank: Iterable[Counterfactual]) -> list[
 
 def _diagnosis(search: _Search, found: Sequence[_Match], known: Sequence[Counterfactual]) -> Diagnosis:
     failing = search.failing
-    layouts = tuple(dict.fromkeys(str(one.case.problem.layout) for one in failing))
-    common = Diagnosis(problems=len(failing), layouts=layouts, asked=len(known))
+    common = Diagnosis(problems=len(failing), layouts=_layouts(failing), asked=len(known))
     best = _best(found)
     effects = _effects(failing, best)
     if not 0 < len(effects) <= _NAMES:  # so many different mistakes explain it that none is sure
@@ -180,6 +179,8 @@ def _without_name(search: _Search, known: Iterable[Counterfactual], common: Diag
         return replace(common, causes=(rounded,))
     if (of_most := _of_most(search, known, common)) is not None:
         return of_most
+    failing = search.failing  # there may be more, now
+    common = replace(common, problems=len(failing), layouts=_layouts(failing))
     found = partly(failing, known)
     if found:
         groups: list[list[Partly]] = []
@@ -202,31 +203,30 @@ def _of_most(search: _Search, known: Iterable[Counterfactual], common: Diagnosis
     if not likely or not search.observe(2 * (FIRST + FRESH)):
         return None
     failing = search.failing
-    found: list[tuple[_Match, list[Observed], str]] = []
-    for one in likely:
-        explained = [o for o in failing if o.says_something(one) and o.fits(one, o.wrong)]
-        others = [o for o in failing if o not in explained]
-        if len(explained) < FRESH or len(others) < _TELLING:
-            continue
-        whole = all(o.fits(one, o.got) for o in explained)
-        common_to_others = frozenset.intersection(*map(_traits, others)).difference(*map(_traits, explained))
-        if whole and common_to_others:
-            trait = min(common_to_others, key=lambda trait: (len(trait), trait))
-            found.append((_Match(one, whole, always=False, spoilt=0), explained, trait))
-    if not found:
+    of_each = {one.name: [o for o in failing if o.says_something(one) and o.fits(one, o.wrong)] for one in likely}
+    explained = max(of_each.values(), key=len)
+    best = [one for one in likely if len(of_each[one.name]) == len(explained)]
+    others = [o for o in failing if o not in explained]
+    if len(explained) < FRESH or len(others) < _TELLING or any(of_each[one.name] != explained for one in best):
         return None
-    explained, trait = found[0][1:]
-    effects = _effects(explained, [match for match, own, _ in found if own == explained])
-    if len(effects) > 1 or any(own != explained for _, own, _ in found):
+    in_others = frozenset.intersection(*map(_traits, others)).difference(*map(_traits, explained))
+    effects = _effects(explained, [_Match(one, whole=True, always=False, spoilt=0) for one in best])
+    whole = all(o.fits(one, o.got) for o in explained for one in best)
+    if not in_others or not whole or len(effects) > 1:
         return None
     return replace(
         common,
         causes=tuple(_causes(effects, _words_of(_scope(explained)))),
-        condition=f", except with {trait}",
+        condition=f", except with {min(in_others, key=lambda trait: (len(trait), trait))}",
         problems=len(explained),
         failing=len(failing),
+        layouts=_layouts(explained),
         partly=True,
     )
+
+
+def _layouts(seen: Iterable[Observed]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(str(one.case.problem.layout) for one in seen))
 
 
 def _best(found: Sequence[_Match]) -> list[_Match]:

@@ -92,7 +92,8 @@ def _with_options_of(failing: Problem, entry: Entry, cell: Cell, *, own_numbers:
         own = entry.bound.problem.options
         given = {o.name: (options.get(o.name, o.default), own.get(o.name, o.default)) for o in spec.options}
         numbers = {name: x for name, (of_failing, x) in given.items() if _is_weight(of_failing) and _is_weight(x)}
-        options = options if spec.conflict(options | numbers) else options | numbers
+        mixed = {name: x for name, x in (options | numbers).items() if x != spec.supported_options[name].default}
+        options = options if spec.conflict(mixed) else mixed
     problem = replace(entry.bound.problem, options=options, scenario=failing.scenario, bias=failing.bias)
     problem = replace(problem, cotangent=failing.cotangent)
     return replace(entry, bound=BoundProblem(cell.candidate.spec, problem), drawn=problem)

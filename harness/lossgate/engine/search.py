@@ -178,6 +178,8 @@ class Search(Trials):
         for placed in self._on_layout(self._unused(self._entries())):
             if not wanted or self.failure is not None:
                 return
+            if is_large(placed.problem) or id(placed.entry.drawn) in self._used:  # in another split
+                continue
             changed = self.mistakes.changed(wanted, PlacedProblem(placed.entry.bound, placed.problem))
             if changed:
                 self._run_all([placed])

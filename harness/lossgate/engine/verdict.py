@@ -2,10 +2,12 @@
 """What makes a cell AGREE, DISAGREE or INCONCLUSIVE."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 from lossgate.adequacy.known_mistakes import NOTHING_ASKED, MistakesShown
 from lossgate.adequacy.option_mutants import OptionMutant
+from lossgate.counted import counted
 from lossgate.declaration.known_failure import KnownFailure
 from lossgate.engine.advice import to_compare, to_detect, to_kill, to_reach
 from lossgate.engine.case_result import CaseResult
@@ -72,7 +74,7 @@ def conclude(
         surviving=tuple(surviving),
         equivalent=tuple(sorted(equivalent)),
         not_distinguished=() if verdict is Verdict.DISAGREE else not_distinguished,
-        mistakes=mistakes,
+        mistakes=replace(mistakes, surviving=(), too_small=()) if verdict is Verdict.DISAGREE else mistakes,
         gaps=gaps,
         untried=tuple(untried),
         seconds=seconds,
@@ -203,7 +205,7 @@ def _unseen(mistakes: MistakesShown) -> Iterator[str]:
             "of them: compute in a finer dtype, and declare so"
         )
     if more := len(mistakes.surviving[_SHOWN - 1 :]):
-        yield f"{more} more known mistakes would have passed"
+        yield f"{counted(more, 'more known mistake')} would have passed; lossgate show names them"
 
 
 def _untried(sizes: Mapping[str, str]) -> Iterator[str]:

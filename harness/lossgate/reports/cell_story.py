@@ -68,6 +68,7 @@ def _about(record: CellRecord, results: Sequence[CellSummary]) -> Iterator[str]:
     yield f"seen: {', '.join(counts)}, detects {detects}"
     if record.mistakes_shown:
         yield f"known mistakes: the problems would have shown {record.mistakes_shown:,}"
+    yield from (f"would have passed: {mistake}" for mistake in record.mistakes_surviving)
     yield from (f"too small to be shown: {mistake}" for mistake in record.mistakes_too_small)
     yield from (f"not distinguished: {choices}" for choices in record.not_distinguished)
 

@@ -62,7 +62,7 @@ def summary(cells: Sequence[ShownCell]) -> str:
     counts = Counter("known failure" if cell.verdict.expected else cell.verdict.word for cell in cells)
     verdicts = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
     asked = sum(cell.mistakes_seconds for cell in cells)
-    price = f"; of these, asking which known mistakes would show took {asked:.0f} s" if asked else ""
+    price = f"; of these, asking which known mistakes would show took {asked:.1f} CPU s" if asked else ""
     return f"{counted(len(cells), 'cell')}: {verdicts}; {sum(cell.seconds for cell in cells):.0f} s{price}"
 
 
