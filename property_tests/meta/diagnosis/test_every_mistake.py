@@ -77,7 +77,6 @@ NOTHING = {
     "the term has no field for it": {
         "term of sft_loss_weight: counts are those of one rank of cp": ("dpo",),
         "term of z_loss_weight: labels are shifted twice": ("z_loss",),
-        "term of reference_policy_kl_penalty: sample_mask is ignored": ("clipped_pg",),
     },
     "its metric counts tokens": {"metrics: masked tokens as 0": ("z_loss",)},
     "the other model's logits have no padding rows": {"padding rows in the softmax": ("divergence",)},
@@ -145,7 +144,9 @@ def test_every_mistake_changes_something(spec: Spec) -> None:
     listed = {name for name in bank if reason(name, spec.name)}
     dead = [name for name, one in bank.items() if name not in listed and not any(changes(one, s) for s in problems)]
     assert dead == []
-    alive = [name for name in listed if any(changes(bank[name], s) for s in problems[:FEW])]
+    # Where the loss is 0, a bound looks like a weight: a mistake in "its term" then changes something.
+    seldom = {name for name in listed if name.startswith("term of rho_")}
+    alive = [name for name in listed - seldom if any(changes(bank[name], s) for s in problems[:FEW])]
     assert alive == []
 
 

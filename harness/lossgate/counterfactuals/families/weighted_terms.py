@@ -175,17 +175,21 @@ def _weighs(option: str, setting: Setting) -> bool:
 def _adds_in_proportion(option: str, setting: Setting) -> bool:
     if not getattr(setting.bound_spec.options, option):
         return False
-    # Near 0 every function is a line: a number against a division by 0 is none further away.
-    weight = max(setting.spec.supported_options[option].choices)
     values = setting.bound.dense.token_values(setting.bound_spec)
+
+    def loss(weight: float) -> Tensor:
+        return with_values(setting, {option: weight}).loss(values, setting.bound.batch.known)[0]
+
+    largest = max(setting.spec.supported_options[option].choices)
     with torch.no_grad():
-        none, once, twice = (
-            with_values(setting, {option: of}).loss(values, setting.bound.batch.known)[0]
-            for of in (0.0, weight, 2 * weight)
-        )
-    added = once - none
-    size = once.abs() + added.abs()
-    return bool(added.abs() > 1e-9 * size) and bool((twice - none - 2 * added).abs() <= 1e-9 * size)
+        none = loss(0.0)
+        # A bound may change nothing nearby, and near 0 every function is a line.
+        for weight in (largest, 1e3 * largest, 1e-3 * largest):
+            once, twice = loss(weight), loss(2 * weight)
+            added = once - none
+            if bool((twice - none - 2 * added).abs() > 1e-9 * (once.abs() + added.abs())):
+                return False
+    return True
 
 
 def _scaled(option: str, combine: _Combine, setting: Setting) -> Outputs | None:
@@ -209,7 +213,10 @@ def _mistaken(option: str, seams: Seams, setting: Setting) -> Outputs | None:
     without = Seams(options=partial(_without, option))
     wrong_without = replace(seams, options=partial(_without, option))
     right, wrong, less = run(setting, without), run(setting, seams), run(setting, wrong_without)
-    return {o: wrong[o] if o.kind == "metric" or o not in right else right[o] + wrong[o] - less[o] for o in wrong}
+    of_term = {o: wrong[o] - less[o] for o in wrong if o.kind != "metric" and o in right}
+    if all(bool((x == 0).all()) for x in of_term.values()):
+        return run(setting)  # no term is there, with the mistake or without
+    return {o: right[o] + of_term[o] if o in of_term else wrong[o] for o in wrong}
 
 
 def _exchanged(setting: Setting) -> Fields:
