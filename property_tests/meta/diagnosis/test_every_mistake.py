@@ -144,7 +144,7 @@ def test_every_mistake_changes_something(spec: Spec) -> None:
     listed = {name for name in bank if reason(name, spec.name)}
     dead = [name for name, one in bank.items() if name not in listed and not any(changes(one, s) for s in problems)]
     assert dead == []
-    # Where the loss is 0, a bound looks like a weight: a mistake in "its term" then changes something.
+    # Where the loss is 0, a bound looks like a weight, and a mistake in its term may change it.
     seldom = {name for name in listed if name.startswith("term of rho_")}
     alive = [name for name in listed - seldom if any(changes(bank[name], s) for s in problems[:FEW])]
     assert alive == []
