@@ -27,9 +27,9 @@ from lossgate.worlds import make_world
 RIGHT = make(STYLES["float32"][0])
 
 
-def searched(candidate: Candidate, layout: str, **settings: int) -> Search:
+def searched(layout: str, settings: Settings) -> Search:
     world = make_world("simulated", Layout.parse(layout), 60.0)
-    found = Search(Cell(candidate, Layout.parse(layout), "float32"), world, Settings(**settings))  # type: ignore[arg-type]
+    found = Search(Cell(RIGHT, Layout.parse(layout), "float32"), world, settings)
     try:
         found.run()
     finally:
@@ -79,7 +79,7 @@ def least(placed: list[Placed], *_: object) -> list[Placed]:
 def test_problems_are_added_for_mistakes_that_the_first_ones_could_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "choose", least)
     monkeypatch.setattr(Search, "_large", lambda *_: [])
-    few, more = (searched(RIGHT, "single", examples=1, rounds=rounds) for rounds in (1, 2))
+    few, more = (searched("single", Settings(examples=1, rounds=rounds)) for rounds in (1, 2))
     assert few.mistakes is not None
     assert more.mistakes is not None
     assert "bias ignored" in more.mistakes.seen.keys() - few.mistakes.seen.keys()
@@ -94,11 +94,11 @@ def test_what_does_not_hang_on_the_layout_is_asked_once(monkeypatch: pytest.Monk
         return run(self, setting)
 
     monkeypatch.setattr(Counterfactual, "run", counting)
-    first = searched(RIGHT, "dp=2", seed=31)
+    first = searched("dp=2", Settings(seed=31))
     assert first.mistakes is not None
     assert "temperature ignored" in asked
     asked.clear()
-    again = searched(RIGHT, "dp=2", seed=31)
+    again = searched("dp=2", Settings(seed=31))
     assert again.mistakes is not None
     assert again.mistakes.seen == first.mistakes.seen
     assert "temperature ignored" not in asked

@@ -107,8 +107,8 @@ class KnownMistakes:
 
     Args:
         candidate: says in which precision it computes, and which outputs it gives.
-        metrics: whether mistakes in metrics alone are asked about, too.
         memory: what problems have said of this candidate on other layouts.
+        metrics: whether mistakes in metrics alone are asked about, too.
     """
 
     def __init__(self, candidate: Candidate, memory: Memory | None = None, *, metrics: bool = False) -> None:

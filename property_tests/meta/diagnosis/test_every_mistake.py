@@ -73,8 +73,7 @@ NOTHING = {
         "truncated_importance_sampling_ratio_min taken from 1": ("clipped_pg",),
         "rho_clamp_lower_bound taken from 1": ("grpo",),
     },
-    "the weights are those of the whole pair": {"chosen as rejected": ("dpo",), "rejected as chosen": ("dpo",)},
-    "the term has no field for it": {
+    "the term reads nothing of it": {
         "term of sft_loss_weight: counts are those of one rank of cp": ("dpo",),
         "term of z_loss_weight: labels are shifted twice": ("z_loss",),
     },
@@ -101,7 +100,7 @@ NOTHING = {
         "vocab_min_logits_min: 0 of ranks without a token": ("nll",),
         "rho_max: 0 of ranks without a token": ("grpo",),
     },
-    "no problem has ranks of other shares": {"rho_drop_high_frac: the max of ranks, whole counts": ("grpo",)},
+    "not on these problems, and why is not known": {"rho_drop_high_frac: the max of ranks, whole counts": ("grpo",)},
 }
 """Why mistakes change nothing on the problems that are tried: their names, and the specs."""
 

@@ -45,13 +45,13 @@ def pairs(spec: Spec, head: str) -> Iterator[Counterfactual]:
             "pairs",
             values=partial(_detached, side, of_sequences),
         )
-        yield mistake(
-            f"{name} as {other}",
-            f"{name} sequences stand in place of {other} ones, too",
-            "pairs",
-            lambda setting, of_sequences=of_sequences: of_sequences,
-            values=partial(_both, side),
-        )
+        if of_sequences:
+            yield mistake(
+                f"{name} as {other}",
+                f"{name} sequences stand in place of {other} ones, too",
+                "pairs",
+                values=partial(_both, side),
+            )
         if head == "hidden":
             yield mistake(
                 f"weight of {name} alone",

@@ -261,18 +261,29 @@ def _mean_by_shard(backward_only: bool, setting: Setting, z: Tensor) -> Tensor:
     return with_gradient_of(z.mean(-1), own) if backward_only else own
 
 
-def _over_others(axes: tuple[Axis, ...], sums: bool, setting: Setting, z: Tensor) -> Tensor:
-    """Adds up what the ranks of some axes have at the same place: sums of exponentials, or logits
-    of labels, less the largest logit of all. Each token's gradient is its own.
+def _at_one_place(axes: tuple[Axis, ...], setting: Setting) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """Yields the tokens of each rank, and those of all ranks of some axes that add up with it.
+
+    Raises:
+        ValueError: if they hold different numbers of tokens.
     """
     token_axes: tuple[Axis, ...] = ("dp", "cp")
     others: list[Axis] = [axis for axis in token_axes if axis not in axes]
-    own, largest, shards = z.logsumexp(-1) if sums else _picked(setting, z), _largest(z)[:, 0], setting.token_shards
-    value, share = torch.empty_like(largest), torch.ones_like(largest)
+    shards = setting.token_shards
     for rank, tokens in enumerate(shards):
         group = [shards[other] for other in setting.group_of(rank, others)]
         if any(len(held) != len(tokens) for held in group):
             raise ValueError("ranks that hold different numbers of tokens cannot add up")
+        yield tokens, group
+
+
+def _over_others(axes: tuple[Axis, ...], sums: bool, setting: Setting, z: Tensor) -> Tensor:
+    """Adds up what the ranks of some axes have at the same place: sums of exponentials, or logits
+    of labels, less the largest logit of all. Each token's gradient is its own.
+    """
+    own, largest = z.logsumexp(-1) if sums else _picked(setting, z), _largest(z)[:, 0]
+    value, share = torch.empty_like(largest), torch.ones_like(largest)
+    for tokens, group in _at_one_place(axes, setting):
         held = torch.stack([own[of] for of in group]).detach()
         peak = torch.stack([largest[of] for of in group]).amax(0)
         value[tokens] = held.logsumexp(0) - peak if sums else (held - peak).sum(0)
@@ -285,17 +296,12 @@ def _sums_over_others(axes: tuple[Axis, ...], zeroed: bool, setting: Setting, z:
     """Adds up what the ranks of some axes have at the same place: sums of exponentials,
     each less its own largest logit.
     """
-    token_axes: tuple[Axis, ...] = ("dp", "cp")
-    others: list[Axis] = [axis for axis in token_axes if axis not in axes]
-    largest, shards = _largest(z)[:, 0], setting.token_shards
-    own, value = z.logsumexp(-1) - largest, torch.empty_like(largest)
+    largest = _largest(z)[:, 0]
+    own, value = z.detach().logsumexp(-1) - largest, torch.empty_like(largest)
     if zeroed:
         own = torch.where(setting.fields["mask"], own, torch.zeros_like(z).logsumexp(-1))
-    for rank, tokens in enumerate(shards):
-        group = [shards[other] for other in setting.group_of(rank, others)]
-        if any(len(held) != len(tokens) for held in group):
-            raise ValueError("ranks that hold different numbers of tokens cannot add up")
-        value[tokens] = torch.stack([own[of] for of in group]).logsumexp(0).detach() + largest[tokens]
+    for tokens, group in _at_one_place(axes, setting):
+        value[tokens] = torch.stack([own[of] for of in group]).logsumexp(0) + largest[tokens]
     return value
 
 
