@@ -51,7 +51,7 @@ def test_each_seam_changes_what_comes_out(field) -> None:
         "logsumexp": lambda s, z: z.amax(-1),
         "picked": lambda s, z: z[:, 0],
         "mean": lambda s, z: z[:, 0],
-        "entropy": lambda s, logprobs: logprobs[:, 0],
+        "entropy": lambda s, tempered, logprobs: logprobs[:, 0],
         "values": lambda s, values: values.replace(logprobs=values.logprobs - 1),
         "parts": lambda s: [(2.0, {})],
         "loss": lambda bound, values, fields: (2 * bound.loss(values, fields)[0], {}),
