@@ -27,6 +27,8 @@ class Counterfactual:
         applies: whether it says anything about a problem on a layout.
         computed: what gives its outputs, if no stage does; None where it says nothing.
         padding: whether it sees the batch with its padding; outputs are returned without.
+        made_of: the mistakes that it makes at once, if there are several. If it has the effect of
+            one of them, the others do not show, and it says too much.
         todo: what its author should do, in words; "" if the sentence says it.
     """
 
@@ -38,6 +40,7 @@ class Counterfactual:
     todo: str = ""
     computed: Callable[[Setting], Outputs | None] | None = None
     padding: bool = False
+    made_of: tuple["Counterfactual", ...] = ()
 
     def run(self, setting: Setting) -> Outputs | None:
         """Returns what a kernel with the mistake gives; None where it says nothing.

@@ -16,7 +16,7 @@ from lossgate.counterfactuals.families.terms import terms
 from lossgate.diagnosis.cause import Cause, Diagnosis
 from lossgate.diagnosis.fitted import fitted_factors
 from lossgate.diagnosis.observed import Observed
-from lossgate.diagnosis.partly import Partly, partly
+from lossgate.diagnosis.partly import partly
 from lossgate.diagnosis.rounding import coarser
 from lossgate.diagnosis.where import where
 from lossgate.errors import CandidateError
@@ -118,7 +118,7 @@ class _Match:
 
 
 def _matching(seen: Sequence[Observed], bank: Iterable[Counterfactual]) -> list[_Match]:
-    failing = sorted((one for one in seen if one.wrong), key=lambda one: one.setting.tokens)
+    failing = sorted((one for one in seen if one.wrong), key=_plainness)
     scope = _scope(failing)
     found: list[_Match] = []
     for one in bank:
@@ -137,7 +137,7 @@ def _matching(seen: Sequence[Observed], bank: Iterable[Counterfactual]) -> list[
 def _diagnosis(search: _Search, found: Sequence[_Match], known: Sequence[Counterfactual]) -> Diagnosis:
     failing = search.failing
     common = Diagnosis(problems=len(failing), layouts=_layouts(failing), asked=len(known))
-    best = _best(found)
+    best = [match for match in _best(found) if not _says_too_much(failing, match.counterfactual)]
     effects = _effects(failing, best)
     if not 0 < len(effects) <= _NAMES:  # so many different mistakes explain it that none is sure
         return _without_name(search, known, common)
@@ -182,14 +182,9 @@ def _without_name(search: _Search, known: Iterable[Counterfactual], common: Diag
     failing = search.failing  # there may be more, now
     common = replace(common, problems=len(failing), layouts=_layouts(failing))
     found = partly(failing, known)
-    if found:
-        groups: list[list[Partly]] = []
-        for one in (one for one in found if one.level == found[0].level and one.output == found[0].output):
-            if not any(_one_effect(failing, g[0].counterfactual, one.counterfactual, [one.output]) for g in groups):
-                groups.append([one])
-        if len(groups) <= _NAMES:  # or none is sure
-            causes = [group[0].cause for group in groups]
-            return replace(common, causes=tuple(causes), partly=True)
+    likely = [one for one in found if one.level == found[0].level and one.output == found[0].output]
+    if likely and all(likely[0].like(one) for one in likely):  # or none is sure
+        return replace(common, causes=(likely[0].cause,), partly=True)
     condition = _condition_alone(search.seen)
     return replace(common, where=(*condition, *where(failing)))
 
@@ -198,8 +193,8 @@ def _of_most(search: _Search, known: Iterable[Counterfactual], common: Diagnosis
     """Returns the mistake that explains all failing problems but those that have something in
     common: there it is made along with another, or in another way.
     """
-    smallest = min(search.failing, key=lambda one: one.setting.tokens)
-    likely = [one for one in known if smallest.says_something(one) and smallest.fits(one, smallest.wrong)]
+    plainest = min(search.failing[:FIRST], key=_plainness)  # where the effect of each mistake is known already
+    likely = [one for one in known if plainest.says_something(one) and plainest.fits(one, plainest.wrong)]
     if not likely or not search.observe(2 * (FIRST + FRESH)):
         return None
     failing = search.failing
@@ -209,7 +204,7 @@ def _of_most(search: _Search, known: Iterable[Counterfactual], common: Diagnosis
     others = [o for o in failing if o not in explained]
     if len(explained) < FRESH or len(others) < _TELLING or any(of_each[one.name] != explained for one in best):
         return None
-    in_others = frozenset.intersection(*map(_traits, others)).difference(*map(_traits, explained))
+    in_others = frozenset.intersection(*(one.traits for one in others)).difference(*(one.traits for one in explained))
     effects = _effects(explained, [_Match(one, whole=True, always=False, spoilt=0) for one in best])
     whole = all(o.fits(one, o.got) for o in explained for one in best)
     if not in_others or not whole or len(effects) > 1:
@@ -223,6 +218,13 @@ def _of_most(search: _Search, known: Iterable[Counterfactual], common: Diagnosis
         layouts=_layouts(explained),
         partly=True,
     )
+
+
+def _plainness(observed: Observed) -> tuple[int, int]:
+    """Sorts problems with few options first, as a mistake may not be made with some: then small
+    ones.
+    """
+    return len(observed.setting.bound_spec.values), observed.setting.tokens
 
 
 def _layouts(seen: Iterable[Observed]) -> tuple[str, ...]:
@@ -262,6 +264,11 @@ def _one_effect(
     return all(observed.alike(one, other, scope) for observed in seen)
 
 
+def _says_too_much(failing: Sequence[Observed], one: Counterfactual) -> bool:
+    """Returns whether a mistake that is made of several has the effect of one of them alone."""
+    return any(all(observed.alike(one, each, observed.got) for observed in failing) for each in one.made_of)
+
+
 def _words_of(scope: Collection[Output]) -> str:
     names = sorted(f"the gradient of {o.name}" if o.kind == "gradient" else f"{o}" for o in scope)
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
@@ -271,8 +278,8 @@ def _condition(seen: Sequence[Observed], one: Counterfactual, scope: Collection[
     """Returns in words what all failing problems have, and none on which the kernel does not make
     the mistake.
     """
-    failing = [_traits(observed) for observed in seen if observed.wrong]
-    others = [_traits(observed) for observed in seen if not observed.wrong and not observed.fits(one, scope)]
+    failing = [observed.traits for observed in seen if observed.wrong]
+    others = [observed.traits for observed in seen if not observed.wrong and not observed.fits(one, scope)]
     common = frozenset.intersection(*failing).difference(*others)
     own = [trait for trait in common if trait.partition("=")[0] in one.name]
     if own or (common and len(others) >= _TELLING):
@@ -282,18 +289,10 @@ def _condition(seen: Sequence[Observed], one: Counterfactual, scope: Collection[
 
 def _condition_alone(seen: Sequence[Observed]) -> tuple[str, ...]:
     """Returns in words what all failing problems have and none of the others."""
-    failing = [_traits(observed) for observed in seen if observed.wrong]
-    others = [_traits(observed) for observed in seen if not observed.wrong]
+    failing = [observed.traits for observed in seen if observed.wrong]
+    others = [observed.traits for observed in seen if not observed.wrong]
     common = frozenset.intersection(*failing).difference(*others)
     if len(others) < _TELLING or not common:
         return ()
     trait = min(common, key=lambda trait: (len(trait), trait))
     return (f"only problems with {trait} disagree, {len(failing)} of {len(seen)}",)
-
-
-def _traits(observed: Observed) -> frozenset[str]:
-    """Returns what a problem has: options, and the goals that it reaches."""
-    bound = observed.setting.bound_spec
-    options = {f"{option.name}={getattr(bound.options, option.name)!r}" for option in bound.spec.options}
-    changed = {f"{o.name} other than {o.default!r}" for o in bound.spec.options if o.name in bound.values}
-    return frozenset(options | changed | observed.case.placed.coverage)

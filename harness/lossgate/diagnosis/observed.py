@@ -69,12 +69,25 @@ class Observed:
                 outputs[output] = torch.zeros_like(reference[output])
         return outputs
 
+    @cached_property
+    def traits(self) -> frozenset[str]:
+        """What the problem has, in words: options, and the goals that it reaches."""
+        bound = self.setting.bound_spec
+        options = {f"{option.name}={getattr(bound.options, option.name)!r}" for option in bound.spec.options}
+        changed = {f"{o.name} other than {o.default!r}" for o in bound.spec.options if o.name in bound.values}
+        return frozenset(options | changed | self.case.placed.coverage)
+
     def predicted(self, counterfactual: Counterfactual) -> Outputs:
         """Returns what a kernel with a mistake gives: the reference, where that says nothing."""
         name = counterfactual.name
         if name not in self._predicted:
             self._predicted[name] = counterfactual.run(self.setting)
         return self._predicted[name] or dict(self.case.oracle.reference)
+
+    @property
+    def known(self) -> int:
+        """The number of mistakes whose effect on the problem is known already."""
+        return len(self._predicted)
 
     def says_something(self, counterfactual: Counterfactual) -> bool:
         """Returns whether a mistake can be made on this problem."""
@@ -92,6 +105,7 @@ class Observed:
         if output not in self.wrong and same(other, oracle.reference[output]):
             return True
         dtype = self.case.result.dtypes.get(output, torch.float32)
+        other = _within(dtype, other)
         if oracle.would_agree(output, result, dtype, other):
             return True
         if not same(result, other, _NEAR):
@@ -147,6 +161,11 @@ class Observed:
         """Returns whether two mistakes have one effect on some outputs."""
         a, b = self.predicted(one), self.predicted(other)
         return all(same(a[o], b[o]) for o in outputs if o in a and o in b)
+
+
+def _within(dtype: torch.dtype, exact: Tensor) -> Tensor:
+    """Returns numbers as a dtype can hold them: those that are too large for it are infinite."""
+    return torch.where(exact.abs() > torch.finfo(dtype).max, exact.sign() * torch.inf, exact)
 
 
 def _unexplained(other: Tensor, result: Tensor, reference: Tensor) -> float:

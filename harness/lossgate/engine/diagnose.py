@@ -4,7 +4,7 @@
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, product
 
 from lossgate.adequacy.decks import deck_of
 from lossgate.adequacy.entry import Entry
@@ -67,23 +67,28 @@ def telling_layouts(layout: Layout) -> list[Layout]:
 def cases_like(
     cell: Cell, failing: Problem, layouts: Sequence[Layout], worlds: Mapping[Layout, World], settings: Settings
 ) -> Iterator[Case]:
-    """Yields cases on all layouts in turn: problems of the deck, and each again as the problem that
-    failed, as a mistake may show with its options or its split of the vocabulary alone. Every
-    second of these has its own numbers, as two mistakes may be one at a weight of 0.5.
+    """Yields cases: problems of the deck, and each again as the problem that failed, as a mistake
+    may show with its options or its split of the vocabulary alone. Every second of these has its
+    own numbers, as two mistakes may be one at a weight of 0.5.
+
+    The layouts take turns, so that few cases have many batches: on one batch, many mistakes are
+    alike. At last each problem has been on each layout.
     """
     deck, splits = deck_of(cell.candidate, cell.dtype, settings.seed), splits_of(cell.candidate)
     entries = [entry for entry in deck.entries if not is_large(entry.bound.problem)]
     with_its_options = [
         _with_options_of(failing, entry, cell, own_numbers=number % 2 == 1) for number, entry in enumerate(entries)
     ]
-    for number, each in enumerate(chain.from_iterable(zip(entries, with_its_options, strict=True))):
-        split = failing.vocab_split if number % 2 else ""
-        for layout in layouts:
-            found = deck.on(layout, splits, [each])
-            for placed in sorted(found, key=lambda one: one.problem.vocab_split != split)[:1]:
-                padding = max(placed.problem.pad_to_multiple, failing.pad_to_multiple)
-                problem = replace(placed.problem, pad_to_multiple=padding)
-                yield Case(cell.candidate, problem, worlds[layout], placed.entry.bound)
+    in_turn = list(chain.from_iterable(zip(entries, with_its_options, strict=True)))
+    for turn, (number, each) in product(range(len(layouts)), enumerate(in_turn)):
+        again = number % 2
+        layout = layouts[(turn + number // 2 + again) % len(layouts)]
+        split = failing.vocab_split if again else ""
+        found = deck.on(layout, splits, [each])
+        for placed in sorted(found, key=lambda one: one.problem.vocab_split != split)[:1]:
+            padding = max(placed.problem.pad_to_multiple, failing.pad_to_multiple)
+            problem = replace(placed.problem, pad_to_multiple=padding)
+            yield Case(cell.candidate, problem, worlds[layout], placed.entry.bound)
 
 
 def _with_options_of(failing: Problem, entry: Entry, cell: Cell, *, own_numbers: bool) -> Entry:

@@ -8,6 +8,7 @@ are is seen in a run. A mistake names the line of the reference that holds its o
 import linecache
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import combinations, islice
 from pathlib import Path
@@ -31,6 +32,9 @@ Change = Callable[[Tensor, tuple[Any, ...]], Any]
 """Gets what an operation gave, and its arguments."""
 
 
+_NOT_STOPPED = "the gradient is not stopped"
+
+
 def operations(setting: Setting) -> Iterator[Counterfactual]:
     """Yields the mistakes of each operation that the loss of a problem takes."""
     if setting.spec.reference is None:
@@ -39,22 +43,11 @@ def operations(setting: Setting) -> Iterator[Counterfactual]:
     with _Traced() as traced:
         setting.bound_spec.loss(values, setting.fields)
     for site in _by_expression(traced.sites):
-        file, line, operation, span = site
-        whole = linecache.getline(file, line)
-        code = " ".join((whole if span is None else whole.encode()[slice(*span)].decode()).split())
-        column = "" if span is None else f":{span[0]}"
-        where = f"`{code}` ({Path(file).name}, line {line})"
-        for what, change in _CHANGES.get(operation, {}).items():
-            yield mistake(
-                f"{Path(file).stem}:{line}{column} {operation}: {what}",
-                f"the kernel does {where} of the reference otherwise ({operation}: {what})",
-                "operation",
-                loss=partial(_loss, site, change),
-            )
-        for what, in_shards in _IN_SHARDS.items() if operation == "log_softmax" else ():
+        yield from (_otherwise(site, what, change) for what, change in _CHANGES.get(site[2], {}).items())
+        for what, in_shards in _IN_SHARDS.items() if site[2] == "log_softmax" else ():
             yield Counterfactual(
-                name=f"{Path(file).stem}:{line}{column} {operation}: {what}",
-                sentence=f"in the softmax of {where} {what}",
+                name=f"{_name(site)}: {what}",
+                sentence=f"in the softmax of {_code(site)} {what}",
                 kind="operation",
                 seams=RIGHT,
                 applies=split("tp"),
@@ -62,11 +55,14 @@ def operations(setting: Setting) -> Iterator[Counterfactual]:
             )
     for one, other in combinations([site for site in traced.sites if site[2] == "detach"], 2):
         if one[:2] != other[:2]:
-            yield mistake(
-                f"{_place(one)} and {_place(other)} detach: neither stops it",
-                f"the gradient is stopped neither in {_quoted(one)} nor in {_quoted(other)}",
-                "operation",
-                loss=partial(_loss_of_two, one, other, _first),
+            yield replace(
+                mistake(
+                    f"{_place(one)} and {_place(other)} detach: neither stops it",
+                    f"the gradient is stopped neither in {_quoted(one)} nor in {_quoted(other)}",
+                    "operation",
+                    loss=partial(_loss_of_two, one, other, _first),
+                ),
+                made_of=tuple(_otherwise(site, _NOT_STOPPED, _first) for site in (one, other)),
             )
     if any(site[2] == "log_softmax" for site in traced.sites):
         for what, in_shards in _IN_SHARDS.items():
@@ -77,6 +73,25 @@ def operations(setting: Setting) -> Iterator[Counterfactual]:
                 seams=RIGHT,
                 computed=partial(_in_shards, None, in_shards),
             )
+
+
+def _otherwise(site: Site, what: str, change: Change) -> Counterfactual:
+    """Returns the mistake of one operation."""
+    sentence = f"the kernel does {_code(site)} of the reference otherwise ({site[2]}: {what})"
+    return mistake(f"{_name(site)}: {what}", sentence, "operation", loss=partial(_loss, site, change))
+
+
+def _name(site: Site) -> str:
+    file, line, operation, span = site
+    return f"{Path(file).stem}:{line}{'' if span is None else f':{span[0]}'} {operation}"
+
+
+def _code(site: Site) -> str:
+    """Returns the expression of a site, and where it stands."""
+    file, line, _, span = site
+    whole = linecache.getline(file, line)
+    code = " ".join((whole if span is None else whole.encode()[slice(*span)].decode()).split())
+    return f"`{code}` ({Path(file).name}, line {line})"
 
 
 def _place(site: Site) -> str:
@@ -187,14 +202,18 @@ class _AtSites(TorchFunctionMode):
     ) -> Any:
         found = func(*args, **(kwargs or {}))
         name = _NAMES.get(getattr(func, "__name__", ""), "")
-        if not name or not isinstance(found, Tensor):
+        if not name or not isinstance(found, Tensor) or not self.asks_about(name):
             return found
         frame = sys._getframe(1)
         while frame.f_back is not None and _passed_over(frame.f_code.co_filename):
             frame = frame.f_back
-        return self.at((frame.f_code.co_filename, frame.f_lineno, name, _span(frame)), found, args)
+        return self.at(frame, name, found, args)
 
-    def at(self, site: Site, found: Tensor, args: tuple[Any, ...]) -> Any:
+    def asks_about(self, operation: str) -> bool:
+        """Returns whether it matters where an operation is called: to look is slow."""
+        return True
+
+    def at(self, frame: FrameType, operation: str, found: Tensor, args: tuple[Any, ...]) -> Any:
         raise NotImplementedError
 
 
@@ -205,8 +224,8 @@ class _Traced(_AtSites):
         super().__init__()
         self.sites: dict[Site, None] = {}
 
-    def at(self, site: Site, found: Tensor, args: tuple[Any, ...]) -> Any:
-        self.sites[site] = None
+    def at(self, frame: FrameType, operation: str, found: Tensor, args: tuple[Any, ...]) -> Any:
+        self.sites[frame.f_code.co_filename, frame.f_lineno, operation, _span(frame)] = None
         return found
 
 
@@ -218,9 +237,15 @@ class _Changed(_AtSites):
         super().__init__()
         self._site, self._change = site, change
 
-    def at(self, site: Site, found: Tensor, args: tuple[Any, ...]) -> Any:
-        meant = site[2] == "log_softmax" if self._site is None else self._site in (site, (*site[:3], None))
-        return self._change(found, args) if meant else found
+    def asks_about(self, operation: str) -> bool:
+        return operation == ("log_softmax" if self._site is None else self._site[2])
+
+    def at(self, frame: FrameType, operation: str, found: Tensor, args: tuple[Any, ...]) -> Any:
+        if self._site is not None:
+            file, line, _, span = self._site
+            if (file, line) != (frame.f_code.co_filename, frame.f_lineno) or span not in (None, _span(frame)):
+                return found
+        return self._change(found, args)
 
 
 def _span(frame: FrameType) -> tuple[int, int] | None:
@@ -322,7 +347,7 @@ _CHANGES: Mapping[str, Mapping[str, Change]] = {
     "and": _BOOL,
     "or": _BOOL,
     "comparison": {"it is turned round": _other_way},
-    "detach": {"the gradient is not stopped": _first},
+    "detach": {_NOT_STOPPED: _first},
     "clamp": _CLAMP,
     "maximum": {
         **_weights(torch.maximum),

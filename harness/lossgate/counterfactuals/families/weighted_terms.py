@@ -167,6 +167,14 @@ def _without(option: str, setting: Setting) -> BoundSpec:
     return with_values(setting, {option: 0.0})
 
 
+def _right(setting: Setting) -> Outputs:
+    return setting.once("right", lambda: run(setting))
+
+
+def _right_without(option: str, setting: Setting) -> Outputs:
+    return setting.once(f"right without {option}", lambda: run(setting, Seams(options=partial(_without, option))))
+
+
 def _weighs(option: str, setting: Setting) -> bool:
     """Returns whether the loss grows with an option as with a weight: twice it adds twice."""
     return setting.once(f"{option} weighs", lambda: _adds_in_proportion(option, setting))
@@ -196,7 +204,7 @@ def _scaled(option: str, combine: _Combine, setting: Setting) -> Outputs | None:
     factors = combine.value(setting), combine.gradient(setting)
     if not _weighs(option, setting) or factors == (1.0, 1.0):
         return None
-    right, without = run(setting), run(setting, Seams(options=partial(_without, option)))
+    right, without = _right(setting), _right_without(option, setting)
     return {o: _mixed(o, right[o], without.get(o), factors) for o in right}
 
 
@@ -210,12 +218,11 @@ def _mixed(output: Output, right: Tensor, without: Tensor | None, factors: tuple
 def _mistaken(option: str, seams: Seams, setting: Setting) -> Outputs | None:
     if not _weighs(option, setting):
         return None
-    without = Seams(options=partial(_without, option))
     wrong_without = replace(seams, options=partial(_without, option))
-    right, wrong, less = run(setting, without), run(setting, seams), run(setting, wrong_without)
+    right, wrong, less = _right_without(option, setting), run(setting, seams), run(setting, wrong_without)
     of_term = {o: wrong[o] - less[o] for o in wrong if o.kind != "metric" and o in right}
     if all(bool((x == 0).all()) for x in of_term.values()):
-        return run(setting)  # no term is there, with the mistake or without
+        return _right(setting)  # no term is there, with the mistake or without
     return {o: right[o] + of_term[o] if o in of_term else wrong[o] for o in wrong}
 
 
@@ -229,7 +236,7 @@ def _of_both(option: str, setting: Setting) -> Outputs | None:
         return None
     other = Seams(fields=_exchanged)
     right, wrong, less = (
-        run(setting),
+        _right(setting),
         run(setting, other),
         run(setting, replace(other, options=partial(_without, option))),
     )
