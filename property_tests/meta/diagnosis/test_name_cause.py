@@ -3,19 +3,24 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+import dense_losses
 from lossgate import Layout
 from lossgate.bank.bugs import BUGS, bugs_of, cross_entropy_with, scale_gradient
 from lossgate.bank.cross_entropy import STYLES
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.counterfactuals.bank import counterfactuals_of
+from lossgate.counterfactuals.counterfactual import mistake
+from lossgate.counterfactuals.families.operations import _Changed, _first
 from lossgate.declaration.candidate import Candidate
 from lossgate.diagnosis.cause import Diagnosis
 from lossgate.diagnosis.name_cause import name_cause
+from lossgate.diagnosis.observed import Observed
 from lossgate.engine.cell import Cell, CellResult, Verdict
-from lossgate.engine.diagnose import diagnose, telling_layouts
+from lossgate.engine.diagnose import cases_like, diagnose, telling_layouts
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.evidence.of_result import record_of
@@ -126,6 +131,67 @@ def test_without_its_counterfactual_a_bug_has_no_name() -> None:
     world.close()
     assert found is not None
     assert names(found) == []
+
+
+def test_a_mistake_in_two_places_is_said_only_if_both_show() -> None:
+    right = dense_candidate(SPECS["grpo"], "logprobs")
+    file = Path(dense_losses.__file__).with_name("grpo.py")
+    line = next(n for n, text in enumerate(file.read_text().splitlines(), 1) if "ratio.detach()" in text)
+
+    def with_gradient(inputs, options, mesh):
+        with _Changed((str(file), line, "detach", None), _first):
+            return right.kernel(inputs, options, mesh)
+
+    candidate = replace(right, kernel=with_gradient, name="with_gradient")
+    name = f"grpo:{line} detach: the gradient is not stopped"
+    first = next(case.problem for case in verified(candidate, "single").cases if not case.agrees)
+    world = make_world("simulated", Layout())
+    cell = Cell(candidate, Layout(), "float32")
+    both = [diagnose(cell, first, world, SETTINGS, without=without) for without in ([], [name])]
+    world.close()
+    assert both[0] is not None
+    assert both[1] is not None
+    assert names(both[0]) == [name]
+    assert names(both[1]) == []
+
+
+def test_what_is_too_large_for_a_dtype_is_infinite() -> None:
+    right = dense_candidate(SPECS["nll"], "logits")
+
+    def too_large(inputs, options, mesh):
+        given = right.kernel(inputs, options, mesh)
+        return replace(given, loss=given.loss * 1e38 * 1e10)
+
+    candidate = replace(right, kernel=too_large, name="too_large")
+    cell, layout = Cell(candidate, Layout(), "float32"), Layout()
+    first = next(case.problem for case in verified(candidate, "single").cases if not case.agrees)
+    world = make_world("simulated", layout)
+    observed = Observed(next(cases_like(cell, first, [layout], {layout: world}, SETTINGS)))
+    world.close()
+    loss = SPECS["nll"].output("loss")
+    larger, smaller = (
+        mistake(f"times {x}", "it is", "factor", outputs=lambda s, outputs, x=x: {o: x * y for o, y in outputs.items()})
+        for x in (1e48, 1e20)
+    )
+    assert observed.got[loss].isinf()
+    assert observed.fits(larger, [loss])
+    assert not observed.fits(smaller, [loss])
+
+
+def test_layouts_take_turns_so_that_few_cases_have_many_batches() -> None:
+    candidate = dense_candidate(SPECS["nll"], "logits")
+    layouts = telling_layouts(Layout(cp=2))
+    worlds = {layout: make_world("simulated", layout) for layout in layouts}
+    failing = verified(cross_entropy_with(STYLE, "denominator n+1"), "cp=2").cases[0].problem
+    cell = Cell(candidate, Layout(cp=2), "float32")
+    asked = [case.problem for case in cases_like(cell, failing, layouts, worlds, SETTINGS)]
+    for world in worlds.values():
+        world.close()
+    assert len({problem.seed for problem in asked[:8]}) == 4
+    assert {problem.layout for problem in asked[:8:2]} == {problem.layout for problem in asked[1:8:2]} == {*layouts}
+    half = len(asked) // 2
+    assert [problem.seed for problem in asked[:half]] == [problem.seed for problem in asked[half:]]
+    assert all(one.layout != other.layout for one, other in zip(asked[:half], asked[half:], strict=True))
 
 
 def test_too_few_failing_problems_tell_nothing() -> None:
