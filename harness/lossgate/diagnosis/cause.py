@@ -56,11 +56,13 @@ class Diagnosis:
             return (nothing, *places)
         first, *others = self.causes
         also = (f"; or{', with the same effect on these problems' * o.same_as_before}: {o.words}" for o in others)
-        known = f"{first.words}{''.join(also)}"
+        unsure = any(not cause.same_as_before for cause in others)
+        one_of = "one of these, which the problems do not tell apart: " if unsure else ""
+        known = f"{one_of}{first.words}{''.join(also)}"
         limits = f"{self.scope}{self.condition}"
         where = ", ".join(self.layouts)
         others_known = f"none of the {self.asked - len(self.causes)} other known mistakes does"
         explained = f"{self.problems} of {self.failing}" if self.failing else f"all {self.problems}"
         held = f"this explains {explained} failing problems ({where}), and {others_known}"
-        todo = next((cause.todo for cause in self.causes if cause.todo), "")
+        todo = "" if unsure else next((cause.todo for cause in self.causes if cause.todo), "")
         return (f"cause: {known}{limits}; {held}", *((f"to do: {todo}",) if todo else ()))

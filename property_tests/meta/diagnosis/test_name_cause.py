@@ -16,7 +16,7 @@ from lossgate.counterfactuals.bank import counterfactuals_of
 from lossgate.counterfactuals.counterfactual import mistake
 from lossgate.counterfactuals.families.operations import _Changed, _first
 from lossgate.declaration.candidate import Candidate
-from lossgate.diagnosis.cause import Diagnosis
+from lossgate.diagnosis.cause import Cause, Diagnosis
 from lossgate.diagnosis.name_cause import name_cause
 from lossgate.diagnosis.observed import Observed
 from lossgate.engine.cell import Cell, CellResult, Verdict
@@ -192,6 +192,18 @@ def test_layouts_take_turns_so_that_few_cases_have_many_batches() -> None:
     half = len(asked) // 2
     assert [problem.seed for problem in asked[:half]] == [problem.seed for problem in asked[half:]]
     assert all(one.layout != other.layout for one, other in zip(asked[:half], asked[half:], strict=True))
+
+
+def test_mistakes_that_the_problems_do_not_tell_apart_are_one_of_these() -> None:
+    one, other = Cause(name="a", words="a is lost", todo="add a"), Cause(name="b", words="b is lost", todo="add b")
+    unsure = Diagnosis(causes=(one, other), problems=9, layouts=("single",), asked=20)
+    sure = replace(unsure, causes=(one, replace(other, same_as_before=True)))
+    (said,) = unsure.sentences
+    assert said.startswith("cause: one of these, which the problems do not tell apart: a is lost; or: b is lost; this")
+    assert sure.sentences[0].startswith(
+        "cause: a is lost; or, with the same effect on these problems: b is lost; this explains all 9 failing problems"
+    )
+    assert sure.sentences[1:] == ("to do: add a",)
 
 
 def test_too_few_failing_problems_tell_nothing() -> None:
