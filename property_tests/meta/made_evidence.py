@@ -86,6 +86,7 @@ def cell(**changes: Any) -> CellRecord:
         killed=2,
         surviving=(),
         equivalent=(),
+        mistakes_shown=12,
         worst=(),
         failure=None,
         known_failure=None,

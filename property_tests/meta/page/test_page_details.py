@@ -95,6 +95,8 @@ def test_all_that_a_record_says_is_shown() -> None:
         surviving=("epsilon", "beta"),
         equivalent=("beta",),
         not_distinguished=("beta 0 and 1",),
+        mistakes_surviving=("the mask is ignored",),
+        mistakes_too_small=("epsilon is 0",),
         worst=(WorstExample(output="loss", statistic="noise", value=2.0, limit=4.0, problem={"seed": 1}),),
         properties=(
             PropertyRecord(name="no-grad", problems=2, comparisons=3, margin=0.5, seconds=0.25),
@@ -115,6 +117,9 @@ def test_all_that_a_record_says_is_shown() -> None:
     assert texts(shown["surviving"]) == ["epsilon"]
     assert texts(shown["equivalent"]) == ["beta"]
     assert texts(shown["alike"]) == ["beta 0 and 1"]
+    assert shown["shown"] == 12
+    assert texts(shown["unseen"]) == ["the mask is ignored"]
+    assert texts(shown["small"]) == ["epsilon is 0"]
     assert [(*texts([goal]), n, required) for goal, n, required in shown["coverage"]] == [
         ("masked token", 2, 1),
         ("trained token", 0, 1),

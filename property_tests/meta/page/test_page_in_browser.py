@@ -397,6 +397,16 @@ def test_a_cell_tells_to_which_properties_it_was_held(desk: Desk) -> None:
         assert re.search(r"\s+".join(map(re.escape, row)), said)
 
 
+def test_a_cell_says_which_known_mistakes_its_problems_show(desk: Desk) -> None:
+    cell = record(mistakes_shown=2, mistakes_surviving=("the mask is ignored", "a sum is missing"))
+    reader = desk.open(page(cell))
+    reader.cells().first.click()
+    section = reader.tab.locator("#cell section", has=reader.tab.get_by_role("heading", name="Known mistakes"))
+    said = section.inner_text()
+    assert "The problems would have shown 2 known mistakes." in said
+    assert "These would have passed: the mask is ignored; a sum is missing." in said
+
+
 def test_words_in_tables_do_not_break_on_a_phone(desk: Desk, report: Page) -> None:
     reader = desk.open(report, PHONE)
     reader.tab.locator("#matrix td > button.disagrees").first.click()

@@ -162,6 +162,14 @@ function mutantsSection({ details: { killed, surviving, equivalent } }) {
   return section('Mutants', lines.map((line) => make('p', {}, quote(line))));
 }
 
+function mistakesSection({ details: { shown, unseen, small } }) {
+  if (!shown && !unseen) return null;
+  const lines = [`The problems would have shown ${counted(shown || 0, 'known mistake', 'known mistakes')}.`];
+  if (unseen) lines.push(`These would have passed: ${texts(unseen).join('; ')}.`);
+  if (small) lines.push(`These change too little to be shown: ${texts(small).join('; ')}.`);
+  return section('Known mistakes', lines.map((line) => make('p', {}, quote(line))));
+}
+
 function worstSection({ details: { worst } }) {
   if (!worst) return null;
   const rows = worst.map(([output, statistic, value, limit]) =>
@@ -238,5 +246,5 @@ function originSection({ details, spec }) {
 
 const SECTIONS = [
   reasonsSection, knownSection, causesSection, failureSection, pooledSection, trendSection, errorsSection, coverageSection,
-  mutantsSection, propertiesSection, worstSection, resourcesSection, originSection,
+  mutantsSection, mistakesSection, propertiesSection, worstSection, resourcesSection, originSection,
 ];
