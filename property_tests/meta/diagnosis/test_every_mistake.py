@@ -30,10 +30,15 @@ NOTHING = {
     },
     "each token counts by itself: nothing is summed over a sequence": {
         "counts of sequences: *": TOKEN_BY_TOKEN,
-        "means of the parts of sequences over cp": TOKEN_BY_TOKEN,
+        "means of the parts of sequences over cp*": TOKEN_BY_TOKEN,
+        "* of each rank's own part": ("value",),
+        "* over sequences where the * belongs": ("value",),
         "one sequence on each rank": TOKEN_BY_TOKEN,
         "parts of own tokens over *p": TOKEN_BY_TOKEN,
         "metrics: parts of own tokens*": ("distill", "value", "z_loss"),
+    },
+    "the loss takes the mean over sequences once": {
+        "means of the parts of sequences over cp, the *": ("grpo", "nll"),
     },
     "no gradient goes through a sum over a sequence, or only through its own tokens": {
         "sums over sequences reduced in forward alone": (

@@ -37,6 +37,15 @@ def chunks(spec: Spec, head: str) -> Iterator[Counterfactual]:
         parts=_mean_of_chunks,
     )
     yield mistake(
+        "mean of chunks by length",
+        "each chunk is divided by its own trained tokens, and weighs as much as its share of all tokens",
+        "chunk",
+        _loops,
+        "add up all chunks, and divide once by the number that is given",
+        padding=True,
+        parts=_mean_of_chunks_by_length,
+    )
+    yield mistake(
         "divided by the number of chunks",
         "each rank divides by its number of chunks",
         "chunk",
@@ -158,13 +167,20 @@ def _left_out(chosen: Chosen, setting: Setting) -> list[Part]:
 
 
 def _mean_of_chunks(setting: Setting) -> list[Part]:
-    parts: list[Part] = []
-    for rank in _chunks(setting):
-        for chunk in rank:
-            mask = setting.fields["mask"] & _within(setting, [chunk])
-            own = setting.spec.counts({**setting.fields, "mask": mask})
-            parts.append((1 / (len(rank) * len(setting.token_shards)), {"mask": mask, **own}))
-    return parts
+    ranks = _chunks(setting)
+    return [(1 / (len(rank) * len(ranks)), _alone(setting, chunk)) for rank in ranks for chunk in rank]
+
+
+def _mean_of_chunks_by_length(setting: Setting) -> list[Part]:
+    chunks = [chunk for rank in _chunks(setting) for chunk in rank]
+    held = sum(map(len, chunks))
+    return [(len(chunk) / held, _alone(setting, chunk)) for chunk in chunks]
+
+
+def _alone(setting: Setting, chunk: Tensor) -> Fields:
+    """Returns the mask and the counts of a chunk."""
+    mask = setting.fields["mask"] & _within(setting, [chunk])
+    return {"mask": mask, **setting.spec.counts({**setting.fields, "mask": mask})}
 
 
 def _over_number(setting: Setting) -> list[Part]:

@@ -44,6 +44,14 @@ def operations(setting: Setting) -> Iterator[Counterfactual]:
         setting.bound_spec.loss(values, setting.fields)
     for site in _by_expression(traced.sites):
         yield from (_otherwise(site, what, change) for what, change in _CHANGES.get(site[2], {}).items())
+        if site[2] == "sub" and "logprobs" in setting.spec.uses:
+            for which, side in enumerate(("on the left", "on the right")):
+                yield mistake(
+                    f"{_name(site)}: the policy's own log-probabilities {side}",
+                    f"in {_code(site)} the policy's own log-probabilities, detached, stand {side} of the minus",
+                    "operation",
+                    loss=partial(_with_policy, site, which),
+                )
         for what, in_shards in _IN_SHARDS.items() if site[2] == "log_softmax" else ():
             yield Counterfactual(
                 name=f"{_name(site)}: {what}",
@@ -120,6 +128,19 @@ def _loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     with _Changed(site, change):
         return bound.loss(values, fields)
+
+
+def _with_policy(
+    site: Site, which: int, bound: BoundSpec, values: TokenValues, fields: Fields
+) -> tuple[Tensor, dict[str, Tensor]]:
+    policy = values.logprobs.detach()
+
+    def change(found: Tensor, args: tuple[Any, ...]) -> Tensor:
+        sides = [_tensor(x, found) for x in args[:2]]
+        sides[which] = policy if found.shape == policy.shape else sides[which]
+        return sides[0] - sides[1]
+
+    return _loss(site, change, bound, values, fields)
 
 
 def _loss_of_two(
@@ -277,6 +298,17 @@ def _second(found: Tensor, args: tuple[Any, ...]) -> Tensor:
     return _tensor(args[1], found)
 
 
+def _detached(which: int, found: Tensor, args: tuple[Any, ...]) -> Tensor:
+    """Returns a product of which one factor has no gradient."""
+    factors = [_tensor(x, found) for x in args[:2]]
+    factors[which] = factors[which].detach()
+    return factors[0] * factors[1]
+
+
+def _without_divisor(found: Tensor, args: tuple[Any, ...]) -> Tensor:
+    return _tensor(args[0], found) / _tensor(args[1], found).detach()
+
+
 def _kept(found: Tensor, args: tuple[Any, ...]) -> Tensor:
     """Returns what ``where`` takes where its condition holds."""
     return _tensor(args[1], found)
@@ -368,9 +400,15 @@ _CHANGES: Mapping[str, Mapping[str, Change]] = {
         "the second factor is left out": _first,
         "the first factor is left out": _second,
         "the weight is taken from 1": _from_one,
+        "the first factor has no gradient": partial(_detached, 0),
+        "the second factor has no gradient": partial(_detached, 1),
         **_NO_GRADIENT,
     },
-    "div": {"the division is left out": _first, **_NO_GRADIENT},
+    "div": {
+        "the division is left out": _first,
+        "what is divided by has no gradient": _without_divisor,
+        **_NO_GRADIENT,
+    },
     "add": {"the second summand is left out": _first, "the first summand is left out": _second, **_NO_GRADIENT},
     "sub": {"the difference is turned round": _turned, "what is subtracted is left out": _first, **_NO_GRADIENT},
     "tanh": {

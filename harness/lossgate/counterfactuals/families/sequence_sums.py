@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
-from lossgate.counterfactuals.seams import RIGHT, Outputs, Seams, run, with_gradient_of
+from lossgate.counterfactuals.seams import RIGHT, Outputs, Part, Seams, run, with_gradient_of
 from lossgate.counterfactuals.setting import Fields, Setting
 from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.spec import Spec
@@ -41,15 +41,41 @@ def sequence_sums(spec: Spec, head: str) -> Iterator[Counterfactual]:
             todo="divide by the trained tokens of the sequence",
             loss=partial(_with_counts, counts),
         )
-    yield Counterfactual(
-        name="means of the parts of sequences over cp",
-        sentence="the mean over a sequence is the mean of the means that ranks of cp have of their parts",
-        kind="ranks",
-        seams=RIGHT,
-        applies=_split_sums,
-        todo="sum numerator and count over cp, and divide afterwards",
-        computed=_means_of_parts,
-    )
+    for which, number in (("", None), ("first ", 0), ("second ", 1)):
+        yield Counterfactual(
+            name=f"means of the parts of sequences over cp{which and f', the {which}alone'}",
+            sentence=f"the {which}mean over a sequence is the mean of the means that ranks of cp have of their parts",
+            kind="ranks",
+            seams=RIGHT,
+            applies=_split_sums if number is None else _several_split_sums,
+            todo="sum numerator and count over cp, and divide afterwards",
+            computed=partial(_means_of_parts, number),
+        )
+    for name, field in spec.added.items():
+        if field.dtype == "float32" and field.dims == ("token",):
+            yield mistake(
+                f"{name} of each rank's own part",
+                f"what is summed of {name} over a sequence is each cp rank's own part: it is not summed over cp",
+                "ranks",
+                _split_sums,
+                todo="sum it over cp before you go on",
+                parts=partial(_own_alone, name),
+            )
+            yield mistake(
+                f"{name} summed over sequences where the mean belongs",
+                f"{name} is summed over a sequence where its mean belongs",
+                "count",
+                sums_sequences,
+                todo="divide it by the trained tokens of the sequence, too",
+                fields=partial(_times_count, name, 1),
+            )
+            yield mistake(
+                f"{name} averaged over sequences where the sum belongs",
+                f"{name} is averaged over a sequence where its sum belongs",
+                "count",
+                sums_sequences,
+                fields=partial(_times_count, name, -1),
+            )
 
 
 def sums_sequences(setting: Setting) -> bool:
@@ -66,6 +92,34 @@ def _sums_sequences(setting: Setting) -> bool:
 
 def _split_sums(setting: Setting) -> bool:
     return setting.size("cp") > 1 and sums_sequences(setting)
+
+
+def _several_split_sums(setting: Setting) -> bool:
+    return _split_sums(setting) and setting.once("sums over sequences, number", lambda: _count_sums(setting)) > 1
+
+
+def _count_sums(setting: Setting) -> int:
+    """Returns how many sums of numbers over sequences a loss takes."""
+    taken: list[int] = []
+
+    def count(x: Tensor, counted: Tensor, sequences: int) -> None:
+        taken.append(sequences)
+
+    with _Sums(setting.fields["sequence"], of_numbers=count):
+        setting.bound_spec.loss(setting.bound.dense.token_values(setting.bound_spec), setting.fields)
+    return len(taken)
+
+
+def _own_alone(name: str, setting: Setting) -> list[Part]:
+    cp, field = setting.size("cp"), setting.fields[name]
+    own = [torch.cat(setting.token_shards[index::cp]) for index in range(cp)]
+    return [(1 / cp, {name: torch.where(setting.mask_of(tokens), field, 0.0)}) for tokens in own]
+
+
+def _times_count(name: str, power: int, setting: Setting) -> Fields:
+    field, sequence, mask = setting.fields[name], setting.fields["sequence"], setting.fields["mask"]
+    counts = torch.zeros(len(setting.lengths), dtype=field.dtype).index_add(0, sequence, mask.to(field.dtype))
+    return {name: field * counts.clamp(min=1)[sequence] ** power}
 
 
 Counts = Callable[[Tensor, Tensor], Tensor]
@@ -93,13 +147,19 @@ def _with_counts(counts: Counts, bound: BoundSpec, values: TokenValues, fields: 
         return bound.loss(values, fields)
 
 
-def _means_of_parts(setting: Setting) -> Outputs:
+def _means_of_parts(which: int | None, setting: Setting) -> Outputs:
     cp, own = setting.size("cp"), torch.empty(setting.tokens, dtype=torch.long)
     for rank, tokens in enumerate(setting.token_shards):
         own[tokens] = rank % cp
 
-    def of_parts(x: Tensor, counted: Tensor, sequences: int) -> Tensor:
+    taken = 0
+
+    def of_parts(x: Tensor, counted: Tensor, sequences: int) -> Tensor | None:
         """Returns sums that divided by the counts are means of means."""
+        nonlocal taken
+        taken += 1
+        if which not in (None, taken - 1):
+            return None
         sequence, means, count = setting.fields["sequence"], torch.zeros(()), x.new_zeros(sequences)
         for part in range(cp):
             of_part = x.new_zeros(sequences).index_add(0, sequence, torch.where(own == part, x, 0.0))
@@ -108,6 +168,8 @@ def _means_of_parts(setting: Setting) -> Outputs:
         return means * count
 
     def loss(bound: BoundSpec, values: TokenValues, fields: Fields) -> tuple[Tensor, Metrics]:
+        nonlocal taken
+        taken = 0
         with _Sums(fields["sequence"], of_numbers=of_parts):
             return bound.loss(values, fields)
 
@@ -121,7 +183,7 @@ class _Sums(TorchFunctionMode):
         self,
         sequence: Tensor,
         of_counts: Counts | None = None,
-        of_numbers: Callable[[Tensor, Tensor, int], Tensor] | None = None,
+        of_numbers: Callable[[Tensor, Tensor, int], Tensor | None] | None = None,
     ) -> None:
         super().__init__()
         self._sequence, self._of_counts, self._of_numbers = sequence, of_counts, of_numbers
@@ -140,7 +202,8 @@ class _Sums(TorchFunctionMode):
         if is_count and self._of_counts is not None:
             return self._of_counts(found, func(*args[:3], torch.ones_like(x)))
         if not is_count and self._of_numbers is not None:
-            return self._of_numbers(x, x != 0, len(found))
+            other = self._of_numbers(x, x != 0, len(found))
+            return found if other is None else other
         return found
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Temperature, soft-cap, softmax and label: forward and backward."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake, split, tempered
 from lossgate.counterfactuals.families.options import with_values
-from lossgate.counterfactuals.seams import RIGHT_STAGES, Stage, scaled_gradient, with_gradient_of
+from lossgate.counterfactuals.seams import RIGHT_STAGES, Outputs, Stage, scaled_gradient, with_gradient_of
 from lossgate.counterfactuals.setting import Setting
 from lossgate.layout import Axis
 from lossgate.specs.bound_spec import BoundSpec
@@ -40,6 +40,15 @@ def temperatures(spec: Spec, head: str) -> Iterator[Counterfactual]:
             tempered,
             temper=partial(_forward_power, power),
         )
+    if spec.reference is not None:
+        for what, power in _FACTORS.items():
+            yield mistake(
+                f"outputs {what}",
+                f"{{outputs}}: {what}",
+                "temperature",
+                tempered,
+                outputs=partial(_times_power, power),
+            )
     for name in ("logprobs", "entropy", "logsumexp"):
         if name in spec.uses:
             yield mistake(
@@ -57,6 +66,17 @@ def temperatures(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 temper=lambda setting, z: z,
                 values=partial(_divided_values, name),
             )
+
+
+_FACTORS: Mapping[str, int] = {
+    "multiplied by the temperature squared": 2,
+    "divided by the temperature squared": -2,
+}
+
+
+def _times_power(power: int, setting: Setting, outputs: Outputs) -> Outputs:
+    factor = setting.temperature**power
+    return {output: x if output.kind == "metric" else factor * x for output, x in outputs.items()}
 
 
 def _to_power(power: int, setting: Setting, z: Tensor) -> Tensor:
@@ -144,12 +164,13 @@ def softmaxes(spec: Spec, head: str) -> Iterator[Counterfactual]:
             "entropy",
             entropy=lambda s, z, lp: scaled_gradient(_entropy(lp), -1.0),
         )
-        yield mistake(
-            "entropy without its constant in backward",
-            "the gradient of the entropy is -p log p, without + p H",
-            "entropy",
-            entropy=lambda s, z, lp: with_gradient_of(_entropy(lp), -(lp.detach() * lp).mul(lp.detach().exp()).sum(-1)),
-        )
+        for centre, instead in ((0.0, "nothing"), (1.0, "1")):
+            yield mistake(
+                f"entropy centred by {instead} in backward",
+                f"the gradient of the entropy is -p (log p + H), with {instead} in place of H",
+                "entropy",
+                entropy=partial(_centred_by, centre),
+            )
         yield mistake(
             "entropy of each shard in backward",
             "the gradient of the entropy has the part of it that a tp rank's own rows give, not the whole",
@@ -157,6 +178,14 @@ def softmaxes(spec: Spec, head: str) -> Iterator[Counterfactual]:
             split("tp"),
             "sum the entropy over tp before you keep it for backward",
             entropy=_of_shards_in_backward,
+        )
+    if {"logprobs", "logsumexp"} <= {*spec.uses}:
+        yield mistake(
+            "one-hot in the gradient of logsumexp",
+            "what weighs logsumexp in the loss multiplies softmax minus one-hot in backward, not the softmax alone",
+            "softmax",
+            todo="add it to what multiplies the softmax, and leave the one-hot entry as it is",
+            values=_like_loss,
         )
     yield from _over_tp()
     if "mean_logprob" in spec.uses:
@@ -323,12 +352,22 @@ def _slope_of_capped(setting: Setting, z: Tensor) -> Tensor:
     return with_gradient_of(capped, z * (1 - torch.tanh(capped / cap) ** 2).detach())
 
 
+def _like_loss(setting: Setting, values: TokenValues) -> TokenValues:
+    return values.replace(logsumexp=with_gradient_of(values.given["logsumexp"], -values.logprobs))
+
+
 def _has_cap(setting: Setting) -> bool:
     return setting.bound_spec.softcap is not None
 
 
 def _picked(setting: Setting, z: Tensor) -> Tensor:
     return z.gather(-1, setting.fields["labels"][:, None]).squeeze(-1)
+
+
+def _centred_by(centre: float, setting: Setting, z: Tensor, logprobs: Tensor) -> Tensor:
+    p, finite = logprobs.detach().exp(), torch.where(z.isfinite(), z, 0.0)
+    centred = torch.where(p > 0, logprobs.detach() + centre, 0.0)
+    return with_gradient_of(_entropy(logprobs), -(p * centred * finite).sum(-1))
 
 
 def _of_shards_in_backward(setting: Setting, z: Tensor, logprobs: Tensor) -> Tensor:
