@@ -75,21 +75,23 @@ def test_a_disagreement_wins_over_lost_evidence(lossgate: Lossgate) -> None:
     assert lossgate("verify", "kernels.py:wrong", *FEW, "--evidence", "no/such/folder.jsonl").returncode == 1
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3, 6])
-def test_the_parts_of_a_matrix_are_the_matrix(folder: Path, lossgate: Lossgate, parts: int) -> None:
-    arguments = ("verify", "kernels.py:right", "--ranks", "2", "--examples", "2")
-    for part in range(1, parts + 1):
-        lossgate(*arguments, "--shard", f"{part}/{parts}", "--evidence", "parts.jsonl")
+def test_the_parts_of_a_matrix_are_the_matrix(folder: Path, lossgate: Lossgate) -> None:
+    arguments = ("verify", "kernels.py:right", "--ranks", "2", "--examples", "2", "--property", "agreement")
     lossgate(*arguments, "--evidence", "whole.jsonl")
-    whole, together = cells_in(folder / "whole.jsonl"), cells_in(folder / "parts.jsonl")
-    assert sorted(cell.key for cell in together) == sorted(cell.key for cell in whole)
-    assert {cell.key: cell.outputs for cell in together} == {cell.key: cell.outputs for cell in whole}
-    runs = [record for record in records_in(folder / "parts.jsonl") if isinstance(record, RunRecord)]
-    assert [run.part for run in runs] == [f"{part}/{parts}" for part in range(1, parts + 1)]
-    sizes = [len(run.cells or ()) for run in runs]
-    assert max(sizes) - min(sizes) <= 1
+    whole = cells_in(folder / "whole.jsonl")
     (the_whole,) = (record for record in records_in(folder / "whole.jsonl") if isinstance(record, RunRecord))
-    assert {run.matrix for run in runs} == {the_whole.matrix}
+    for parts in (1, 2, 3, 6):
+        evidence = f"{parts}.jsonl"
+        for part in range(1, parts + 1):
+            lossgate(*arguments, "--shard", f"{part}/{parts}", "--evidence", evidence)
+        together = cells_in(folder / evidence)
+        assert sorted(cell.key for cell in together) == sorted(cell.key for cell in whole)
+        assert {cell.key: cell.outputs for cell in together} == {cell.key: cell.outputs for cell in whole}
+        runs = [record for record in records_in(folder / evidence) if isinstance(record, RunRecord)]
+        assert [run.part for run in runs] == [f"{part}/{parts}" for part in range(1, parts + 1)]
+        sizes = [len(run.cells or ()) for run in runs]
+        assert max(sizes) - min(sizes) <= 1
+        assert {run.matrix for run in runs} == {the_whole.matrix}
 
 
 @pytest.mark.parametrize("shard", ["0/2", "3/2", "1", "a/b", "1/", "1/0", "²/3"])
