@@ -19,7 +19,6 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -40,11 +39,10 @@ from lossgate.diagnosis.observed import Observed
 from lossgate.diagnosis.partly import partly
 from lossgate.engine import run_cell as engine
 from lossgate.engine.cell import Cell, Verdict
-from lossgate.engine.diagnose import cases_like, telling_layouts
+from lossgate.engine.diagnose import further_cases
 from lossgate.engine.settings import PROFILES, Settings
 from lossgate.errors import CandidateError
 from lossgate.problems.problem import Problem
-from lossgate.worlds import make_world
 from lossgate.worlds.base import RankFailure, World
 
 HERE = Path(__file__).parent / "unseen_bugs"
@@ -102,7 +100,8 @@ def diagnosed(candidate: Candidate, layout: str, answers: Mapping[str, list[str]
         start = process_time()
         found = _DIAGNOSE(cell, failing, world, settings, answers.get(candidate.name, ()) if without else ())
         spent = process_time() - start
-        equal = without and found is not None and bool(found.causes) and explains_more(found, cell, failing, settings)
+        if without and found is not None and found.causes:
+            equal = explains_more(found, cell, failing, world, settings)
         return found
 
     engine.diagnose = timed
@@ -118,7 +117,7 @@ def diagnosed(candidate: Candidate, layout: str, answers: Mapping[str, list[str]
     return Row(candidate.name, layout, outcome, spent, result.causes or result.reasons[:1])
 
 
-def explains_more(diagnosis: Diagnosis, cell: Cell, failing: Problem, settings: Settings) -> bool:
+def explains_more(diagnosis: Diagnosis, cell: Cell, failing: Problem, world: World, settings: Settings) -> bool:
     """Returns whether all that was named explains what the kernel returns on more problems, from
     other random numbers.
 
@@ -126,16 +125,12 @@ def explains_more(diagnosis: Diagnosis, cell: Cell, failing: Problem, settings: 
         diagnosis: what was said.
         cell: where the kernel was verified.
         failing: the problem on which it failed first.
+        world: where its ranks run.
         settings: with which it was verified.
     """
     seen: list[Observed] = []
-    layouts = telling_layouts(cell.layout)
-    with ExitStack() as stack:
-        worlds = {}
-        for layout in layouts:
-            worlds[layout] = make_world(cell.world, layout, settings.timeout, cell.device)
-            stack.callback(worlds[layout].close)
-        for case in cases_like(cell, failing, layouts, worlds, replace(settings, seed=settings.seed + 1)):
+    with further_cases(cell, failing, world, replace(settings, seed=settings.seed + 1)) as cases:
+        for case in cases:
             try:
                 seen.append(Observed(case))
             except (RankFailure, CandidateError):

@@ -2,7 +2,6 @@
 """SFT kernels and token log-probabilities on whole vocabularies."""
 
 import torch
-import torch.distributed as dist  # noqa: F401
 
 import lossgate
 

@@ -119,9 +119,9 @@ def _limited(
         spared.append(~bad & unlike & (visible | (other != 0).flatten(1).any(1) if other.dim() > 1 else visible))
     counts = [sum(int(x.sum()) for x in rows) for rows in (made, neither, spared)]
     noun = NOUNS[output.dims[0]]
-    explained = tuple(observed.predicted(one)[output][rows] for observed, rows in zip(seen, made, strict=True))
     if counts[0] < _LEAST or counts[0] < _MOST * (counts[0] + counts[1]):
         return None
+    explained = tuple(observed.predicted(one)[output][rows] for observed, rows in zip(seen, made, strict=True))
     exceptions = [one | other for one, other in zip(neither, spared, strict=True)]
     if not counts[1] and counts[2] >= _LEAST and (trait := Rows(made, spared, traits).common()) is not None:
         return Partly(one, output, f", at {noun} {trait} alone", 0, explained)

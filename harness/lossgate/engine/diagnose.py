@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Looks for the cause of a disagreement, on problems of the cell's deck."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain, product
 
@@ -38,6 +38,21 @@ def diagnose(
         settings: its seed chooses the problems.
         without: names that are not to be said.
     """
+    bank = counterfactuals_of(cell.candidate.spec, cell.candidate.head)
+    with further_cases(cell, failing, world, settings) as cases:
+        return name_cause(cases, bank.values(), without)
+
+
+@contextmanager
+def further_cases(cell: Cell, failing: Problem, world: World, settings: Settings) -> Generator[Iterator[Case]]:
+    """Opens the worlds of other layouts, and gives the cases that may tell why a kernel disagrees.
+
+    Args:
+        cell: as for ``diagnose``, and so are the others.
+        failing: the first problem on which it disagreed.
+        world: where its ranks run.
+        settings: its seed chooses the problems.
+    """
     layouts = telling_layouts(cell.layout) if cell.world == "simulated" else [cell.layout]
     with ExitStack() as worlds:
         open_worlds = {cell.layout: world}
@@ -46,8 +61,7 @@ def diagnose(
                 made = make_world(cell.world, layout, min(settings.timeout, _PATIENCE), cell.device)
                 worlds.callback(made.close)
                 open_worlds[layout] = made
-        bank = counterfactuals_of(cell.candidate.spec, cell.candidate.head)
-        return name_cause(cases_like(cell, failing, layouts, open_worlds, settings), bank.values(), without)
+        yield cases_like(cell, failing, layouts, open_worlds, settings)
 
 
 def telling_layouts(layout: Layout) -> list[Layout]:

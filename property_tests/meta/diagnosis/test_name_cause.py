@@ -14,7 +14,7 @@ from lossgate.bank.cross_entropy import STYLES
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.counterfactuals.bank import counterfactuals_of
 from lossgate.counterfactuals.counterfactual import mistake
-from lossgate.counterfactuals.families.operations import _Changed, _first
+from lossgate.counterfactuals.sites import Changed
 from lossgate.declaration.candidate import Candidate
 from lossgate.diagnosis.cause import Cause, Diagnosis
 from lossgate.diagnosis.name_cause import name_cause
@@ -139,7 +139,7 @@ def test_a_mistake_in_two_places_is_said_only_if_both_show() -> None:
     line = next(n for n, text in enumerate(file.read_text().splitlines(), 1) if "ratio.detach()" in text)
 
     def with_gradient(inputs, options, mesh):
-        with _Changed((str(file), line, "detach", None), _first):
+        with Changed((str(file), line, "detach", None), lambda found, args: args[0]):
             return right.kernel(inputs, options, mesh)
 
     candidate = replace(right, kernel=with_gradient, name="with_gradient")

@@ -6,31 +6,22 @@ are is seen in a run. A mistake names the line of the reference that holds its o
 """
 
 import linecache
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import combinations, islice
+from itertools import combinations
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake, split
 from lossgate.counterfactuals.seams import RIGHT, Outputs, Seams, run, scaled_gradient, with_gradient_of
 from lossgate.counterfactuals.setting import Fields, Setting
+from lossgate.counterfactuals.sites import Change, Changed, Site, Traced
 from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.token_values import TokenValues
-
-Site = tuple[str, int, str, tuple[int, int] | None]
-"""File, line, operation, and where its expression begins and ends on the line; None for all of that
-kind on the line."""
-Change = Callable[[Tensor, tuple[Any, ...]], Any]
-"""Gets what an operation gave, and its arguments."""
-
 
 _NOT_STOPPED = "the gradient is not stopped"
 
@@ -40,7 +31,7 @@ def operations(setting: Setting) -> Iterator[Counterfactual]:
     if setting.spec.reference is None:
         return
     values = setting.bound.dense.token_values(setting.bound_spec)
-    with _Traced() as traced:
+    with Traced() as traced:
         setting.bound_spec.loss(values, setting.fields)
     for site in _by_expression(traced.sites):
         yield from (_otherwise(site, what, change) for what, change in _CHANGES.get(site[2], {}).items())
@@ -126,7 +117,7 @@ def _by_expression(sites: Collection[Site]) -> Iterator[Site]:
 def _loss(
     site: Site | None, change: Change, bound: BoundSpec, values: TokenValues, fields: Fields
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    with _Changed(site, change):
+    with Changed(site, change):
         return bound.loss(values, fields)
 
 
@@ -146,7 +137,7 @@ def _with_policy(
 def _loss_of_two(
     one: Site, other: Site, change: Change, bound: BoundSpec, values: TokenValues, fields: Fields
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    with _Changed(one, change), _Changed(other, change):
+    with Changed(one, change), Changed(other, change):
         return bound.loss(values, fields)
 
 
@@ -213,77 +204,6 @@ _IN_SHARDS: Mapping[str, InShards] = {
     "the normaliser has no gradient": _constant_normaliser,
 }
 """What goes wrong in a softmax, most of it where ranks share a vocabulary."""
-
-
-class _AtSites(TorchFunctionMode):
-    """Knows from which line of a reference each operation is called."""
-
-    def __torch_function__(
-        self, func: Any, types: Collection[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        name = _NAMES.get(getattr(func, "__name__", ""), "")
-        if not name or not isinstance(found, Tensor) or not self.asks_about(name):
-            return found
-        frame = sys._getframe(1)
-        while frame.f_back is not None and _passed_over(frame.f_code.co_filename):
-            frame = frame.f_back
-        return self.at(frame, name, found, args)
-
-    def asks_about(self, operation: str) -> bool:
-        """Returns whether it matters where an operation is called: to look is slow."""
-        return True
-
-    def at(self, frame: FrameType, operation: str, found: Tensor, args: tuple[Any, ...]) -> Any:
-        raise NotImplementedError
-
-
-class _Traced(_AtSites):
-    """Collects the sites of a run, in their order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sites: dict[Site, None] = {}
-
-    def at(self, frame: FrameType, operation: str, found: Tensor, args: tuple[Any, ...]) -> Any:
-        self.sites[frame.f_code.co_filename, frame.f_lineno, operation, _span(frame)] = None
-        return found
-
-
-class _Changed(_AtSites):
-    """Changes what the operation at one site gives."""
-
-    def __init__(self, site: Site | None, change: Change) -> None:
-        """Remembers the site, or None for every softmax of the whole vocabulary, and the change."""
-        super().__init__()
-        self._site, self._change = site, change
-
-    def asks_about(self, operation: str) -> bool:
-        return operation == ("log_softmax" if self._site is None else self._site[2])
-
-    def at(self, frame: FrameType, operation: str, found: Tensor, args: tuple[Any, ...]) -> Any:
-        if self._site is not None:
-            file, line, _, span = self._site
-            if (file, line) != (frame.f_code.co_filename, frame.f_lineno) or span not in (None, _span(frame)):
-                return found
-        return self._change(found, args)
-
-
-def _span(frame: FrameType) -> tuple[int, int] | None:
-    """Returns where the expression that a frame computes begins and ends, if it is on one line."""
-    positions = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
-    line, last, begin, end = positions
-    return None if begin is None or end is None or line != last else (begin, end)
-
-
-_TORCH = str(Path(torch.__file__).parent)
-_OWN = str(Path(__file__).parents[2])
-
-
-def _passed_over(file: str) -> bool:
-    """Returns whether a file only stands between a reference and torch."""
-    between = file.startswith(_OWN) and not file.startswith(f"{_OWN}/losses")
-    return between or file.startswith(_TORCH)
 
 
 def _tensor(x: Any, like: Tensor) -> Tensor:
@@ -432,28 +352,3 @@ _CHANGES: Mapping[str, Mapping[str, Change]] = {
     },
 }
 """How each operation can be done otherwise."""
-
-_NAMES: Mapping[str, str] = {
-    "detach": "detach",
-    **dict.fromkeys(("clamp", "clip", "clamp_min", "clamp_max"), "clamp"),
-    "maximum": "maximum",
-    "minimum": "minimum",
-    **dict.fromkeys(("neg", "__neg__", "negative"), "neg"),
-    **dict.fromkeys(("mul", "__mul__", "__rmul__"), "mul"),
-    **dict.fromkeys(("div", "true_divide", "__truediv__"), "div"),
-    **dict.fromkeys(("add", "__add__", "__radd__"), "add"),
-    **dict.fromkeys(("sub", "__sub__"), "sub"),
-    **dict.fromkeys(("exp", "expm1"), "exp"),
-    "tanh": "tanh",
-    **dict.fromkeys(("pow", "__pow__", "square"), "pow"),
-    **dict.fromkeys(("log", "log1p"), "log"),
-    "logsigmoid": "logsigmoid",
-    **dict.fromkeys(("__and__", "logical_and", "bitwise_and"), "and"),
-    **dict.fromkeys(("__or__", "logical_or", "bitwise_or"), "or"),
-    **dict.fromkeys(("__gt__", "__lt__", "__ge__", "__le__", "gt", "lt", "ge", "le"), "comparison"),
-    "where": "where",
-    "sum": "sum",
-    "logaddexp": "logaddexp",
-    "log_softmax": "log_softmax",
-}
-"""The operations by the names that torch calls them by."""
