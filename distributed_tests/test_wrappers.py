@@ -55,15 +55,23 @@ def test_a_refusal_that_the_dense_head_does_not_share_is_wrong() -> None:
     assert judged(cell, ["ValueError: of ours"] * RANKS, ["ValueError: of ours"] * RANKS).wrong
 
 
-@pytest.mark.parametrize(("way", "tries"), [("dense", 2), ("tiled_token_logprobs", 1)])
-def test_only_a_rare_error_of_a_dense_step_is_tried_again(
-    way: str, tries: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("way", "frames", "tries"),
+    [
+        ("dense", "...", 2),
+        ("tiled_token_logprobs", "...", 1),
+        ("tiled_token_logprobs", "  line 250, in wrap\n    deepspeed.initialize(\n  line 7, in initialize\n", 2),
+    ],
+)
+def test_only_a_rare_error_without_a_kernel_is_tried_again(
+    way: str, frames: str, tries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cell, made = Cell("ZeRO-3", "plain", way), count()
 
     def fail(steps: object) -> None:
         next(made)
-        raise RankRaised(f"rank 0 raised RuntimeError: {cell}: ...\nthe tensor already had autograd metadata", 0)
+        message = f"rank 0 raised RuntimeError: {cell}: {frames}\nthe tensor already had autograd metadata"
+        raise RankRaised(message, 0)
 
     monkeypatch.setattr("distributed_tests.wrappers.table._run", fail)
     with pytest.raises(RankRaised, match="already had autograd metadata"):

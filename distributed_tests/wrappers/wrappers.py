@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -247,20 +248,21 @@ class Zero(Wrapped):
         dtype = parameters[0].dtype
         if self.leaf_head:
             deepspeed.utils.set_z3_leaf_module(backbone_and_lm_head(model, check=False)[1], True)
-        engine, self.engine_optimizer, _, _ = deepspeed.initialize(
-            model=model,
-            optimizer=cast(Any, torch.optim.SGD(parameters, lr=RATE)),
-            config={
-                "train_micro_batch_size_per_gpu": 1,
-                "gradient_accumulation_steps": self.microbatches,
-                "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 0},
-                "zero_force_ds_cpu_optimizer": False,
-                "zero_allow_untested_optimizer": True,
-                "bf16": {"enabled": dtype is torch.bfloat16},
-                "gradient_clipping": 0.0,
-                "steps_per_print": 1000,
-            },
-        )
+        with parameters_without_text():
+            engine, self.engine_optimizer, _, _ = deepspeed.initialize(
+                model=model,
+                optimizer=cast(Any, torch.optim.SGD(parameters, lr=RATE)),
+                config={
+                    "train_micro_batch_size_per_gpu": 1,
+                    "gradient_accumulation_steps": self.microbatches,
+                    "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 0},
+                    "zero_force_ds_cpu_optimizer": False,
+                    "zero_allow_untested_optimizer": True,
+                    "bf16": {"enabled": dtype is torch.bfloat16},
+                    "gradient_clipping": 0.0,
+                    "steps_per_print": 1000,
+                },
+            )
         return engine
 
     def make_optimizer(self) -> Any:
@@ -302,6 +304,17 @@ def prepare_deepspeed() -> None:
     available = cast(Any, deepspeed).ops.__compatible_ops__
     available.update(dict.fromkeys((name for name in available if "shm" in name), False))
     cast(Any, deepspeed).init_distributed("gloo")
+
+
+@contextmanager
+def parameters_without_text() -> Iterator[None]:
+    """Parameters are printed without their numbers.
+
+    DeepSpeed makes a text of all parameters, and throws it away. Each number of it is a view, and
+    a view is where torch has failed there (``RARE_ERROR`` of the table).
+    """
+    with mock.patch.object(nn.Parameter, "__repr__", object.__repr__):
+        yield
 
 
 WRAPPERS: Mapping[str, type[Wrapped]] = {
