@@ -26,6 +26,16 @@ def first_trained(setting: Setting, mask: Tensor) -> Tensor:
     return _true_entry(setting, mask, 0)
 
 
+def spans(setting: Setting, mask: Tensor) -> Tensor:
+    """Returns ``[tokens]`` bool: all from the first to the last true entry of each sequence."""
+    found, cu_seqlens = torch.zeros_like(mask), setting.fields["cu_seqlens"]
+    for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+        true = mask[start:end].nonzero()
+        if len(true):
+            found[start + int(true[0]) : start + int(true[-1]) + 1] = True
+    return found
+
+
 def _true_entry(setting: Setting, mask: Tensor, which: int) -> Tensor:
     found, cu_seqlens = torch.zeros_like(mask), setting.fields["cu_seqlens"]
     for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):

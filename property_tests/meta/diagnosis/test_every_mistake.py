@@ -34,8 +34,12 @@ NOTHING = {
         "* of each rank's own part": ("value",),
         "* over sequences where the * belongs": ("value",),
         "one sequence on each rank": TOKEN_BY_TOKEN,
+        "sequences begin one token *": TOKEN_BY_TOKEN,
         "parts of own tokens over *p": TOKEN_BY_TOKEN,
         "metrics: parts of own tokens*": ("distill", "value", "z_loss"),
+    },
+    "the last token of a sequence is not trained": {
+        "sequences begin one token early": ("clipped_pg", "grpo", "nll"),
     },
     "the loss takes the mean over sequences once": {
         "means of the parts of sequences over cp, the *": ("grpo", "nll"),
@@ -59,6 +63,7 @@ NOTHING = {
         **{f"real {what}": ("nll",) for what in ("ignored", "ignored, counted so", "not shifted")},
         **{f"real one token {what}": ("nll",) for what in ("early", "late", "* on each rank*", "*, counted so")},
         "real true at the last token of each sequence*": ("nll",),
+        "real true between the trained tokens of each sequence*": ("nll",),
         "metrics: real ignored": ("nll",),
         "real_tokens is the number of all tokens": ("nll",),
     },

@@ -46,6 +46,24 @@ def chunks(spec: Spec, head: str) -> Iterator[Counterfactual]:
         parts=_mean_of_chunks_by_length,
     )
     yield mistake(
+        "mean of chunks by full length",
+        "each chunk is divided by its own trained tokens, and weighs as a full chunk does, though the last is short",
+        "chunk",
+        _loops,
+        "add up all chunks, and divide once by the number that is given",
+        padding=True,
+        parts=_mean_of_chunks_by_full_length,
+    )
+    yield mistake(
+        "means of chunks added up",
+        "each chunk is divided by its own trained tokens, and the chunks are added up",
+        "chunk",
+        _loops,
+        "add up all chunks, and divide once by the number that is given",
+        padding=True,
+        parts=_means_of_chunks,
+    )
+    yield mistake(
         "divided by the number of chunks",
         "each rank divides by its number of chunks",
         "chunk",
@@ -175,6 +193,15 @@ def _mean_of_chunks_by_length(setting: Setting) -> list[Part]:
     chunks = [chunk for rank in _chunks(setting) for chunk in rank]
     held = sum(map(len, chunks))
     return [(len(chunk) / held, _alone(setting, chunk)) for chunk in chunks]
+
+
+def _mean_of_chunks_by_full_length(setting: Setting) -> list[Part]:
+    held = sum(len(own) for own in setting.token_shards)
+    return [(_size(setting) / held * weight, own) for weight, own in _means_of_chunks(setting)]
+
+
+def _means_of_chunks(setting: Setting) -> list[Part]:
+    return [(1.0, _alone(setting, chunk)) for rank in _chunks(setting) for chunk in rank]
 
 
 def _alone(setting: Setting, chunk: Tensor) -> Fields:

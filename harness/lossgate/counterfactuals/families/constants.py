@@ -46,6 +46,8 @@ def _numbers(spec: Spec, head: str) -> Mapping[str, Number]:
         found["the upstream gradient"] = _upstream
     if spec.temperature is not None and HEADS[head].has_logits:
         found["the temperature"] = lambda s: s.temperature
+    if HEADS[head].has_logits:
+        found["the size of the vocabulary"] = lambda s: float(s.bound.problem.vocab)
     inverse = {f"1 / ({name})": partial(_inverse, number) for name, number in found.items()}
     return {"-1": partial(_fixed, -1.0), "0": partial(_fixed, 0.0), **found, **inverse}
 

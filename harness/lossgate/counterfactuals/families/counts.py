@@ -76,7 +76,7 @@ def _local(names: tuple[str, ...], axes: tuple[Axis, ...]) -> Iterator[Counterfa
             "count",
             partial(_differs, _Reads(names, axes)),
             f"sum {what} over {over} before you divide by it"
-            + (f", and add up the parts of the loss over {over} without a mean" if how == "mean" else ""),
+            + (f", and add up the parts of the loss over {over} without a mean" if how.startswith("mean") else ""),
             parts=partial(_parts, axes=axes, names=names, how=how),
         )
 
@@ -85,6 +85,8 @@ _POOLED = {
     "": "",
     "mean": ", and the results are averaged over {over}",
     "times ranks": ", but multiplied by its number of ranks",
+    "mean by sequences": ", and the results are averaged over {over}, each weighed by its number of sequences",
+    "mean by tokens": ", and the results are averaged over {over}, each weighed by its number of tokens",
 }
 """What becomes of the parts of a loss with local counts, and how it is said."""
 
@@ -129,7 +131,19 @@ def _parts(setting: Setting, axes: tuple[Axis, ...], names: tuple[str, ...], how
     ranks = prod(setting.size(axis) for axis in axes)
     if how == "times ranks":
         return [(weight, {**own, **{name: own[name] * ranks for name in names}}) for weight, own in parts]
+    if how.startswith("mean by"):
+        shares = _shares(setting, axes, of_sequences=how == "mean by sequences")
+        return [(share, own) for share, (_, own) in zip(shares, parts, strict=True)]
     return parts
+
+
+def _shares(setting: Setting, axes: tuple[Axis, ...], *, of_sequences: bool) -> list[float]:
+    """Returns by rank what those that count together hold, of what all hold."""
+    cp, held = setting.size("cp"), [float(len(own)) for own in setting.token_shards]
+    if of_sequences:
+        held = [len(setting.partition.sequences(rank // cp)) / cp for rank in range(len(held))]
+    groups = [sum(held[other] for other in setting.group_of(rank, axes)) for rank in range(len(held))]
+    return [group / max(sum(held), 1.0) for group in groups]
 
 
 def _wrong(name: str, spec: Spec) -> Iterator[Counterfactual]:

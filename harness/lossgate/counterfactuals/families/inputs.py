@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
+from lossgate.counterfactuals.families.sequence_sums import sums_sequences
 from lossgate.counterfactuals.setting import Fields, Setting
 from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.spec import Spec
@@ -73,6 +74,15 @@ def inputs(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 padding=True,
                 leaves=partial(_rolled_leaves, head, by),
             )
+        for by, way in ((1, "late"), (-1, "early")):
+            yield mistake(
+                f"sequences begin one token {way}",
+                f"sums over a sequence begin one token {way}, and end so: the token at its edge counts to the other",
+                "field",
+                sums_sequences,
+                "take start <= token < end of cu_seqlens",
+                fields=partial(_other_edges, by),
+            )
         yield mistake(
             "one sequence on each rank",
             "all tokens of a dp rank are taken for one sequence",
@@ -115,6 +125,17 @@ def _rolled_leaves(head: str, by: int, setting: Setting, leaves: Mapping[str, Te
     for own in setting.token_shards:
         source[own] = own.roll(by)
     return {name: leaf[source] if name == head else leaf for name, leaf in leaves.items()}
+
+
+def _other_edges(by: int, setting: Setting) -> Fields:
+    sequence, own = setting.fields["sequence"], torch.arange(setting.tokens)
+    source = (own - by).clamp(0, max(setting.tokens - 1, 0))
+    for dp in range(setting.size("dp")):
+        of_rank = setting.partition.sequences(dp)
+        outside = (sequence[source] < of_rank.start) | (sequence[source] >= of_rank.stop)
+        within = (sequence >= of_rank.start) & (sequence < of_rank.stop)
+        source = torch.where(within & outside, own, source)
+    return {"sequence": sequence[source]}
 
 
 def _one_sequence(setting: Setting) -> Fields:

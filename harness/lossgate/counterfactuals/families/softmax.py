@@ -135,6 +135,13 @@ def softmaxes(spec: Spec, head: str) -> Iterator[Counterfactual]:
     if not seen:
         return
     yield mistake(
+        "largest logit not added back",
+        "the largest logit is subtracted before the sum of exponentials, and is not added to its logarithm",
+        "softmax",
+        todo="subtract it from the logit of the label, too, or add it to the logarithm",
+        logsumexp=lambda s, z: z.logsumexp(-1) - _largest(z)[:, 0],
+    )
+    yield mistake(
         "softmax missing in backward",
         "the gradient of the logits lacks the softmax: only the one-hot row of the label is left",
         "softmax",
@@ -153,6 +160,12 @@ def softmaxes(spec: Spec, head: str) -> Iterator[Counterfactual]:
             "softmax",
             logsumexp=lambda s, z: torch.zeros_like(z[:, 0]),
         )
+        yield mistake(
+            "largest logit subtracted from the label's alone",
+            "the largest logit is subtracted from the logit of the label, and the logsumexp has it",
+            "softmax",
+            picked=lambda s, z: _picked(s, z) - _largest(z)[:, 0],
+        )
         yield from _label_edges()
     if "entropy" in spec.uses and "token_entropy" in spec.outputs:
         yield mistake(
@@ -164,6 +177,14 @@ def softmaxes(spec: Spec, head: str) -> Iterator[Counterfactual]:
             "entropy",
             entropy=lambda s, z, lp: scaled_gradient(_entropy(lp), -1.0),
         )
+        for what, power in (("without the temperature", 1), ("with the temperature twice", -1)):
+            yield mistake(
+                f"entropy {what}",
+                f"the entropy is that of logits {what}",
+                "temperature",
+                tempered,
+                entropy=partial(_entropy_at, power),
+            )
         for centre, instead in ((0.0, "nothing"), (1.0, "1")):
             yield mistake(
                 f"entropy centred by {instead} in backward",
@@ -368,6 +389,10 @@ def _centred_by(centre: float, setting: Setting, z: Tensor, logprobs: Tensor) ->
     p, finite = logprobs.detach().exp(), torch.where(z.isfinite(), z, 0.0)
     centred = torch.where(p > 0, logprobs.detach() + centre, 0.0)
     return with_gradient_of(_entropy(logprobs), -(p * centred * finite).sum(-1))
+
+
+def _entropy_at(power: int, setting: Setting, z: Tensor, logprobs: Tensor) -> Tensor:
+    return _entropy((z * setting.temperature**power).log_softmax(-1))
 
 
 def _of_shards_in_backward(setting: Setting, z: Tensor, logprobs: Tensor) -> Tensor:
