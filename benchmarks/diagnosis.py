@@ -167,7 +167,7 @@ _DIAGNOSE = engine.diagnose
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("halves", nargs="+", choices=("first", "second", "third", "fourth", "fifth"))
+    parser.add_argument("halves", nargs="+", choices=("first", "second", "third", "fourth", "fifth", "sixth"))
     parser.add_argument("--without", action="store_true", help="take the right names out of the known mistakes")
     parser.add_argument("--only", nargs="*", default=(), help="the bugs of these names")
     given = parser.parse_args()

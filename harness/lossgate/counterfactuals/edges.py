@@ -36,6 +36,19 @@ def spans(setting: Setting, mask: Tensor) -> Tensor:
     return found
 
 
+def runs(setting: Setting, mask: Tensor, which: int) -> Tensor:
+    """Returns ``[tokens]`` bool: the first (-1) or the last (1) run of true entries of each
+    sequence.
+    """
+    found, cu_seqlens = torch.zeros_like(mask), setting.fields["cu_seqlens"]
+    for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+        own = mask[start:end] if which < 0 else mask[start:end].flip(0)
+        holes = (~own & (own.cumsum(0) > 0)).cumsum(0)
+        run = own & (holes == 0)
+        found[start:end] = run if which < 0 else run.flip(0)
+    return found
+
+
 def _true_entry(setting: Setting, mask: Tensor, which: int) -> Tensor:
     found, cu_seqlens = torch.zeros_like(mask), setting.fields["cu_seqlens"]
     for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):

@@ -51,20 +51,25 @@ class _AtSites(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Collection[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
         name = _NAMES.get(getattr(func, "__name__", ""), "")
-        if not name or not isinstance(found, Tensor) or not self.asks_about(name):
-            return found
+        if not name or not self.asks_about(name):
+            return func(*args, **(kwargs or {}))
         frame = sys._getframe(1)
         while frame.f_back is not None and _passed_over(frame.f_code.co_filename):
             frame = frame.f_back
-        return self.at(frame, name, found, args)
+        found = func(*self.given(frame, name, args), **(kwargs or {}))
+        return self.at(frame, name, found, args) if isinstance(found, Tensor) else found
 
     def asks_about(self, operation: str) -> bool:
         """Returns whether it matters where an operation is called: to look is slow."""
         return True
 
+    def given(self, frame: FrameType, operation: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Returns the arguments with which it is called."""
+        return args
+
     def at(self, frame: FrameType, operation: str, found: Tensor, args: tuple[Any, ...]) -> Any:
+        """Returns what stands in place of what it gave."""
         raise NotImplementedError
 
 
@@ -74,10 +79,44 @@ class Traced(_AtSites):
     def __init__(self) -> None:
         super().__init__()
         self.sites: dict[Site, None] = {}
+        self.uses: dict[tuple[Site, Site], None] = {}
+        """Where the gradient is stopped, and an operation that is given what comes of it."""
+        self._stopped: dict[int, tuple[Site, Tensor]] = {}
 
     def at(self, frame: FrameType, operation: str, found: Tensor, args: tuple[Any, ...]) -> Any:
-        self.sites[frame.f_code.co_filename, frame.f_lineno, operation, _span(frame)] = None
+        site = _site(frame, operation)
+        self.sites[site] = None
+        for arg in args:
+            if id(arg) in self._stopped:
+                self.uses[self._stopped[id(arg)][0], site] = None
+        if operation == "detach":
+            self._stopped[id(found)] = site, found  # kept, or its number would be given again
         return found
+
+
+class Attached(_AtSites):
+    """Gives one operation what it is given of a stopped gradient with the gradient, and does not
+    stop it at another place, where it comes through later.
+    """
+
+    def __init__(self, stops: Site, use: Site, later: Site | None) -> None:
+        super().__init__()
+        self._stops, self._use, self._later = stops, use, later
+        self._sources: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def asks_about(self, operation: str) -> bool:
+        return operation in ("detach", self._use[2])
+
+    def given(self, frame: FrameType, operation: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not any(id(arg) in self._sources for arg in args) or _site(frame, operation) != self._use:
+            return args
+        return tuple(self._sources[id(arg)][1] if id(arg) in self._sources else arg for arg in args)
+
+    def at(self, frame: FrameType, operation: str, found: Tensor, args: tuple[Any, ...]) -> Any:
+        site = _site(frame, operation)
+        if site == self._stops:
+            self._sources[id(found)] = found, args[0]
+        return args[0] if site == self._later else found
 
 
 class Changed(_AtSites):
@@ -97,6 +136,10 @@ class Changed(_AtSites):
             if (file, line) != (frame.f_code.co_filename, frame.f_lineno) or span not in (None, _span(frame)):
                 return found
         return self._change(found, args)
+
+
+def _site(frame: FrameType, operation: str) -> Site:
+    return frame.f_code.co_filename, frame.f_lineno, operation, _span(frame)
 
 
 def _span(frame: FrameType) -> tuple[int, int] | None:

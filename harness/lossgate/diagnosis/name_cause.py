@@ -15,6 +15,7 @@ from lossgate.counterfactuals.families.operations import operations
 from lossgate.counterfactuals.families.terms import terms
 from lossgate.diagnosis.cause import Cause, Diagnosis
 from lossgate.diagnosis.fitted import fitted_factors
+from lossgate.diagnosis.multiples import whole_number
 from lossgate.diagnosis.observed import Observed
 from lossgate.diagnosis.partly import partly
 from lossgate.diagnosis.rounding import coarser
@@ -62,7 +63,7 @@ def name_cause(
     if not any(one.explains_all for one in found):
         others = [one for one in operations(first.setting) if one.name not in without]
         known, found = known + others, sorted(found + _matching(search.seen, others), key=lambda match: match.level)
-    if not search.observe(FIRST + FRESH):
+    if not search.observe(FIRST + FRESH) and len(search.failing) <= FRESH:
         return Diagnosis(problems=len(search.failing), tried=len(search.seen), where=where(search.failing))
     found = _matching(search.seen, [one.counterfactual for one in found])
     for more in range(1, _MORE + 1):
@@ -177,6 +178,8 @@ def _without_name(search: _Search, known: Iterable[Counterfactual], common: Diag
     failing = search.failing
     if (rounded := coarser(failing)) is not None:
         return replace(common, causes=(rounded,))
+    if (number := whole_number(failing, _words_of(_scope(failing)))) is not None:
+        return replace(common, causes=(number,))
     if (of_most := _of_most(search, known, common)) is not None:
         return of_most
     failing = search.failing  # there may be more, now

@@ -32,7 +32,7 @@ def _fixed(number: float, setting: Setting) -> float:
     return number
 
 
-def _numbers(spec: Spec, head: str) -> Mapping[str, Number]:
+def numbers(spec: Spec, head: str) -> Mapping[str, Number]:
     """Returns what a factor may be, by what people call it."""
     found: dict[str, Number] = {}
     for count in (1, 2, 3):
@@ -57,7 +57,7 @@ def _inverse(number: Number, setting: Setting) -> float:
     return 1 / value if value else 1.0
 
 
-def _in_words(name: str) -> str:
+def in_words(name: str) -> str:
     """Returns what a factor does, of its name."""
     return f"divided by {name[5:-1]}" if name.startswith("1 / (") else f"multiplied by {name}"
 
@@ -73,8 +73,8 @@ def constants(spec: Spec, head: str) -> Iterator[Counterfactual]:
             "multiply by the gradient that backward is given",
             outputs=_gradients_of_the_sum,
         )
-    for name, number in _numbers(spec, head).items():
-        when, by = partial(_matters, number), _in_words(name)
+    for name, number in numbers(spec, head).items():
+        when, by = partial(_matters, number), in_words(name)
         if spec.reference is not None:
             yield mistake(
                 f"loss times {name}",

@@ -81,6 +81,7 @@ def inputs(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 "field",
                 sums_sequences,
                 "take start <= token < end of cu_seqlens",
+                padding=True,
                 fields=partial(_other_edges, by),
             )
         yield mistake(
@@ -128,14 +129,11 @@ def _rolled_leaves(head: str, by: int, setting: Setting, leaves: Mapping[str, Te
 
 
 def _other_edges(by: int, setting: Setting) -> Fields:
-    sequence, own = setting.fields["sequence"], torch.arange(setting.tokens)
-    source = (own - by).clamp(0, max(setting.tokens - 1, 0))
-    for dp in range(setting.size("dp")):
-        of_rank = setting.partition.sequences(dp)
-        outside = (sequence[source] < of_rank.start) | (sequence[source] >= of_rank.stop)
-        within = (sequence >= of_rank.start) & (sequence < of_rank.stop)
-        source = torch.where(within & outside, own, source)
-    return {"sequence": sequence[source]}
+    sequence = setting.fields["sequence"].clone()
+    for own in setting.token_shards:
+        held, source = sequence[own], (torch.arange(len(own)) - by).clamp(0, max(len(own) - 1, 0))
+        sequence[own] = held[source]
+    return {"sequence": sequence}
 
 
 def _one_sequence(setting: Setting) -> Fields:

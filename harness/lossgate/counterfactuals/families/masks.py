@@ -2,14 +2,14 @@
 """Masks, labels and fields of tokens: ignored, shifted, wrapped round, lost at edges."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
-from lossgate.counterfactuals.edges import edges, first_trained, last_trained, piece_ends, rank_ends, spans
+from lossgate.counterfactuals.edges import edges, first_trained, last_trained, piece_ends, rank_ends, runs, spans
 from lossgate.counterfactuals.setting import Fields, Setting
 from lossgate.layout import Axis
 from lossgate.specs.spec import Spec
@@ -29,16 +29,18 @@ def masks(spec: Spec, head: str) -> Iterator[Counterfactual]:
             ):
                 continue
             changed = partial(_field, name, change)
+            plain = mistake(f"{name} {what}", f"{_named(name)} is {what}", "mask", when, fields=changed)
             if what in ("ignored", "turned round") and spec.fields.get(name, ("token",)) == ("token",):
-                yield mistake(
+                with_padding = mistake(
                     f"{name} {what}, padding too",
                     f"{_named(name)} is {what}, and padding counts too",
                     "mask",
-                    _has_padding,
+                    when,
                     padding=True,
                     fields=changed,
                 )
-            yield mistake(f"{name} {what}", f"{_named(name)} is {what}", "mask", when, fields=changed)
+                yield replace(with_padding, made_of=(plain,))  # without padding it says too much
+            yield plain
             yield mistake(
                 f"{name} {what}, counted so",
                 f"{_named(name)} is {what}, and counts are taken of the result",
@@ -137,10 +139,6 @@ def _moved(names: tuple[str, ...], move: _Move, setting: Setting) -> Fields:
     return {name: setting.moved_with_padding(name, move.source(setting), given=move.given) for name in names}
 
 
-def _has_padding(setting: Setting) -> bool:
-    return setting.partition.tokens > sum(setting.lengths)
-
-
 def shifted(names: tuple[str, ...], setting: Setting) -> Fields:
     """Returns some fields of tokens, one token early."""
     return {name: _early(setting, setting.fields[name]) for name in names}
@@ -216,6 +214,8 @@ _MASKS: dict[str, tuple[Change, Callable[[Setting], bool]]] = {
     ),
     "false at the first token of each sequence": (lambda s, x: x & ~edges(s, first=True), _always),
     "true between the trained tokens of each sequence": (lambda s, x: spans(s, x), _always),
+    "true at the first run of trained tokens of each sequence alone": (lambda s, x: runs(s, x, -1), _always),
+    "true at the last run of trained tokens of each sequence alone": (lambda s, x: runs(s, x, 1), _always),
     "true at the last token of each sequence": (lambda s, x: x | edges(s, first=False), _always),
     "false at the last token of each piece that a rank holds": (lambda s, x: x & ~piece_ends(s), _over("cp")),
     "false at the last token of each rank": (lambda s, x: x & ~rank_ends(s), _over("dp", "cp")),

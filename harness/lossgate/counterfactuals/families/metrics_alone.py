@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from lossgate.counterfactuals.counterfactual import Counterfactual
+from lossgate.counterfactuals.families.chunks import in_chunks, loops
 from lossgate.counterfactuals.families.masks import bools
 from lossgate.counterfactuals.seams import RIGHT, Outputs, Part, Seams, run
 from lossgate.counterfactuals.setting import Setting
@@ -29,6 +30,27 @@ def metrics_alone(spec: Spec, head: str) -> Iterator[Counterfactual]:
             computed=partial(_in_metrics, seams),
             padding=padding,
         )
+    for what, (sentence, parts) in in_chunks().items() if spec.trained_dim == "token" else ():
+        yield Counterfactual(
+            name=f"metrics: {what}",
+            sentence=f"{{outputs}}: {sentence}",
+            kind="metric",
+            seams=RIGHT,
+            applies=lambda setting: _has_metrics(setting) and loops(setting),
+            computed=partial(_in_metrics, Seams(parts=parts)),
+            padding=True,
+        )
+    for option in spec.options:
+        if isinstance(option.default, float) and 0.0 in option.choices:
+            for power, words in ((1, "multiplied"), (-1, "divided")):
+                yield Counterfactual(
+                    name=f"metrics: {words} by {option.name}",
+                    sentence=f"{{outputs}}: {words} by {option.name}",
+                    kind="metric",
+                    seams=RIGHT,
+                    applies=_has_metrics,
+                    computed=partial(_weighed, option.name, power),
+                )
 
 
 def _mistakes(spec: Spec) -> Mapping[str, tuple[str, Seams, bool]]:
@@ -58,6 +80,13 @@ def _mistakes(spec: Spec) -> Mapping[str, tuple[str, Seams, bool]]:
             False,
         )
     return found
+
+
+def _weighed(option: str, power: int, setting: Setting) -> Outputs | None:
+    weight = float(getattr(setting.bound_spec.options, option))
+    if weight in (0.0, 1.0):
+        return None
+    return {o: x * weight**power if o.kind == "metric" else x for o, x in run(setting).items()}
 
 
 def _all_true(name: str, setting: Setting) -> dict[str, torch.Tensor]:

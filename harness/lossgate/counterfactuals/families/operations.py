@@ -19,7 +19,7 @@ from torch import Tensor
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake, split
 from lossgate.counterfactuals.seams import RIGHT, Outputs, Seams, run, scaled_gradient, with_gradient_of
 from lossgate.counterfactuals.setting import Fields, Setting
-from lossgate.counterfactuals.sites import Change, Changed, Site, Traced
+from lossgate.counterfactuals.sites import Attached, Change, Changed, Site, Traced
 from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.token_values import TokenValues
 
@@ -63,6 +63,7 @@ def operations(setting: Setting) -> Iterator[Counterfactual]:
                 ),
                 made_of=tuple(_otherwise(site, _NOT_STOPPED, _first) for site in (one, other)),
             )
+    yield from _attached(traced)
     if any(site[2] == "log_softmax" for site in traced.sites):
         for what, in_shards in _IN_SHARDS.items():
             yield Counterfactual(
@@ -72,6 +73,27 @@ def operations(setting: Setting) -> Iterator[Counterfactual]:
                 seams=RIGHT,
                 computed=partial(_in_shards, None, in_shards),
             )
+
+
+def _attached(traced: Traced) -> Iterator[Counterfactual]:
+    """Yields what has its gradient in one place alone, where it should have it in none."""
+    stops = [site for site in traced.sites if site[2] == "detach"]
+    for own, use in traced.uses:
+        for later in (None, *(site for site in stops if site[:2] != own[:2])):
+            also = "" if later is None else f", and it is not stopped in {_quoted(later)} either"
+            yield mistake(
+                f"{_place(own)} detach: not in {_name(use)}{'' if later is None else f' and {_place(later)}'}",
+                f"what is detached in {_quoted(own)} has its gradient in {_code(use)}{also}",
+                "operation",
+                loss=partial(_loss_attached, own, use, later),
+            )
+
+
+def _loss_attached(
+    stops: Site, use: Site, later: Site | None, bound: BoundSpec, values: TokenValues, fields: Fields
+) -> tuple[Tensor, dict[str, Tensor]]:
+    with Attached(stops, use, later):
+        return bound.loss(values, fields)
 
 
 def _otherwise(site: Site, what: str, change: Change) -> Counterfactual:
@@ -279,6 +301,11 @@ def _turned(found: Tensor, args: tuple[Any, ...]) -> Tensor:
     return -found
 
 
+def _signed(first: int, second: int, found: Tensor, args: tuple[Any, ...]) -> Tensor:
+    """Returns a sum of the two arguments with other signs."""
+    return first * _tensor(args[0], found) + second * _tensor(args[1], found)
+
+
 def _from_one(found: Tensor, args: tuple[Any, ...]) -> Tensor:
     """Returns the product with 1 less the weight, if a factor is a weight between 0 and 1."""
     for weight, other in (args[:2], args[1::-1]):
@@ -329,8 +356,21 @@ _CHANGES: Mapping[str, Mapping[str, Change]] = {
         "what is divided by has no gradient": _without_divisor,
         **_NO_GRADIENT,
     },
-    "add": {"the second summand is left out": _first, "the first summand is left out": _second, **_NO_GRADIENT},
-    "sub": {"the difference is turned round": _turned, "what is subtracted is left out": _first, **_NO_GRADIENT},
+    "add": {
+        "the second summand is left out": _first,
+        "the first summand is left out": _second,
+        "the second summand is subtracted": partial(_signed, 1, -1),
+        "the first summand is subtracted": partial(_signed, -1, 1),
+        **_NO_GRADIENT,
+    },
+    "sub": {
+        "the difference is turned round": _turned,
+        "what is subtracted is left out": _first,
+        "what is subtracted stands alone": partial(_signed, 0, -1),
+        "what is subtracted is added": partial(_signed, 1, 1),
+        "both have the minus": partial(_signed, -1, -1),
+        **_NO_GRADIENT,
+    },
     "tanh": {
         "left out": _first,
         "left out in backward": _straight_through,

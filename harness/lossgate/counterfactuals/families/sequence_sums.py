@@ -84,9 +84,10 @@ def sums_sequences(setting: Setting) -> bool:
 
 
 def _sums_sequences(setting: Setting) -> bool:
-    sums, values = _Sums(setting.fields["sequence"]), setting.bound.dense.token_values(setting.bound_spec)
+    fields, values = setting.bound.batch.known, setting.bound.dense.token_values(setting.bound_spec)
+    sums = _Sums(fields["sequence"])
     with torch.no_grad(), sums:
-        setting.bound_spec.loss(values, setting.fields)
+        setting.bound_spec.loss(values, fields)
     return sums.found
 
 

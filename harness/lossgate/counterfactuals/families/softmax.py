@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Temperature, soft-cap, softmax and label: forward and backward."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,15 @@ def temperatures(spec: Spec, head: str) -> Iterator[Counterfactual]:
             tempered,
             temper=partial(_forward_power, power),
         )
+    for what, whole in (("rounded", round), ("cut", int)):
+        yield mistake(
+            f"temperature {what} to a whole number",
+            f"the temperature is {what} to a whole number",
+            "temperature",
+            partial(_is_broken, whole),
+            "keep it as a float",
+            temper=partial(_whole_temperature, whole),
+        )
     if spec.reference is not None:
         for what, power in _FACTORS.items():
             yield mistake(
@@ -77,6 +86,15 @@ _FACTORS: Mapping[str, int] = {
 def _times_power(power: int, setting: Setting, outputs: Outputs) -> Outputs:
     factor = setting.temperature**power
     return {output: x if output.kind == "metric" else factor * x for output, x in outputs.items()}
+
+
+def _is_broken(whole: Callable[[float], int], setting: Setting) -> bool:
+    """Returns whether a temperature is another one as a whole number, and that is not 0."""
+    return setting.head.has_logits and whole(setting.temperature) not in (0, setting.temperature)
+
+
+def _whole_temperature(whole: Callable[[float], int], setting: Setting, z: Tensor) -> Tensor:
+    return z / whole(setting.temperature)
 
 
 def _to_power(power: int, setting: Setting, z: Tensor) -> Tensor:
@@ -134,6 +152,14 @@ def softmaxes(spec: Spec, head: str) -> Iterator[Counterfactual]:
     seen = {"logprobs", "logsumexp", "mean_logprob", "entropy"} & {*spec.uses}
     if not seen:
         return
+    yield mistake(
+        "largest logit not subtracted",
+        "exponentials are taken of the logits as they are: they overflow above 88.7, and sum to 0 below -103",
+        "softmax",
+        _overflows,
+        "subtract the largest logit, over all tp ranks, before you take exponentials",
+        logsumexp=_in_float32,
+    )
     yield mistake(
         "largest logit not added back",
         "the largest logit is subtracted before the sum of exponentials, and is not added to its logarithm",
@@ -493,6 +519,40 @@ def rebuilt(combine: Stage, setting: Setting, z: Tensor) -> Tensor:
     return with_gradient_of(value, (shares * torch.where(z.isfinite(), z, 0.0)).sum(1))
 
 
+def _overflows(setting: Setting) -> bool:
+    return setting.once("overflows", lambda: bool(_without_shift(setting).isinf().any()))
+
+
+def _without_shift(setting: Setting) -> Tensor:
+    """Returns the logarithm of a float32 sum of exponentials of the tempered logits."""
+    with torch.no_grad():
+        logits = setting.head.logits(setting.batch.leaves)
+        return _in_float32(setting, setting.bound_spec.capped(logits) / setting.temperature)
+
+
+def _in_float32(setting: Setting, z: Tensor) -> Tensor:
+    return _Unshifted.apply(z)
+
+
+class _Unshifted(torch.autograd.Function):
+    """A logsumexp in float32 without a shift: what it overflows to has a gradient of NaN or 0."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        exponentials = z.float().exp()
+        total = exponentials.sum(-1)
+        ctx.save_for_backward(z, exponentials, total)
+        exact = z.logsumexp(-1)
+        return torch.where((total > 0) & total.isfinite(), exact, total.double().log().to(z.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Tensor:
+        z, exponentials, total = ctx.saved_tensors
+        sure = ((total > 0) & total.isfinite())[:, None]
+        shares = torch.where(sure, z.softmax(-1), (exponentials / total[:, None]).to(z.dtype))
+        return shares * upstream[:, None]
+
+
 def _largest(z: Tensor) -> Tensor:
     return z.detach().amax(1, keepdim=True)
 
@@ -523,6 +583,16 @@ def _label_edges() -> Iterator[Counterfactual]:
                 "compare with start <= label < end of the shard",
                 picked=partial(_lost, row, bool(side)),
             )
+    axes: tuple[Axis, ...] = ("dp", "cp")
+    for axis in axes:
+        yield mistake(
+            f"label found on the first rank of {axis} alone",
+            f"labels are found on the first rank of {axis} alone: on others the logit of the label counts as 0",
+            "vocabulary",
+            split("tp", axis),
+            "take the rank within the group of tp, not the global rank, for the rows that a rank has",
+            picked=partial(_found_on_first, axis),
+        )
     yield mistake(
         "label at the end of a shard found twice",
         "a label on the first row of a tp rank's vocabulary is also taken by the rank before it, as its last row",
@@ -540,6 +610,12 @@ def _label_edges() -> Iterator[Counterfactual]:
         "compare with start <= label < end of the shard",
         picked=partial(_found_twice, below_largest=True),
     )
+
+
+def _found_on_first(axis: Axis, setting: Setting, z: Tensor) -> Tensor:
+    cp = setting.size("cp")
+    first = [own for rank, own in enumerate(setting.token_shards) if (rank // cp if axis == "dp" else rank % cp) == 0]
+    return torch.where(setting.mask_of(torch.cat(first)), _picked(setting, z), 0.0)
 
 
 def _lost(row: str, backward_only: bool, setting: Setting, z: Tensor) -> Tensor:

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from lossgate.counterfactuals.counterfactual import Counterfactual
 from lossgate.counterfactuals.edges import edges
+from lossgate.counterfactuals.families.constants import in_words, numbers
 from lossgate.counterfactuals.families.masks import shifted
 from lossgate.counterfactuals.families.options import with_values
 from lossgate.counterfactuals.families.pairs import with_sequences_in
 from lossgate.counterfactuals.seams import RIGHT, Outputs, Part, Seams, run
 from lossgate.counterfactuals.setting import Fields, Setting
 from lossgate.counterfactuals.shares import counts_of, masks_of
-from lossgate.layout import AXES, Axis
+from lossgate.layout import Axis
 from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.outputs import Output
 from lossgate.specs.spec import Spec
@@ -42,6 +43,17 @@ def weighted_terms(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 seams=RIGHT,
                 computed=partial(_scaled, option.name, combine),
             )
+        for what, number in numbers(spec, head).items():
+            for side in ("", " in backward"):
+                if what in _IN_WORDS[side]:
+                    continue
+                yield Counterfactual(
+                    name=f"term of {option.name} times {what}{side}",
+                    sentence=f"{term} is {in_words(what)}{side}",
+                    kind="term",
+                    seams=RIGHT,
+                    computed=partial(_scaled, option.name, _Combine(_ONE if side else number, number)),
+                )
         for what, fields in _mistakes(spec).items():
             yield Counterfactual(
                 name=f"term of {option.name}: {what}",
@@ -148,19 +160,17 @@ def _fixed(number: float, setting: Setting) -> float:
     return number
 
 
-def _size(axis: Axis, setting: Setting) -> float:
-    return float(setting.size(axis))
-
-
 _ONE = partial(_fixed, 1.0)
 _FACTORS: Mapping[str, _Combine] = {
     "subtracted, not added": _Combine(partial(_fixed, -1.0), partial(_fixed, -1.0)),
     "added twice": _Combine(partial(_fixed, 2.0), partial(_fixed, 2.0)),
     "added half": _Combine(partial(_fixed, 0.5), partial(_fixed, 0.5)),
     "without its gradient": _Combine(_ONE, partial(_fixed, 0.0)),
-    **{f"multiplied by {axis}": _Combine(partial(_size, axis), partial(_size, axis)) for axis in AXES},
-    **{f"multiplied by {axis} in backward": _Combine(_ONE, partial(_size, axis)) for axis in AXES},
 }
+
+
+_IN_WORDS: Mapping[str, tuple[str, ...]] = {"": ("-1", "0", "2", "1 / (2)"), " in backward": ("0",)}
+"""Factors that have words of their own, or that a weight of 0 has."""
 
 
 def _without(option: str, setting: Setting) -> BoundSpec:
