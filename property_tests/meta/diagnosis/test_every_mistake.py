@@ -34,13 +34,12 @@ NOTHING = {
         "* of each rank's own part": ("value",),
         "* over sequences where the * belongs": ("value",),
         "one sequence on each rank": TOKEN_BY_TOKEN,
-        "sequences begin one token *": TOKEN_BY_TOKEN,
+        "sequences begin one token late": TOKEN_BY_TOKEN,
+        "0 / 0 where a sequence *": TOKEN_BY_TOKEN,
         "parts of own tokens over *p": TOKEN_BY_TOKEN,
         "metrics: parts of own tokens*": ("distill", "value", "z_loss"),
     },
-    "the last token of a sequence is not trained": {
-        "sequences begin one token early": ("clipped_pg", "grpo", "nll"),
-    },
+    "some token is trained in each of these problems": {"0 / 0 where the batch *": ("clipped_pg", "grpo")},
     "the loss takes the mean over sequences once": {
         "means of the parts of sequences over cp, the *": ("grpo", "nll"),
     },
@@ -64,6 +63,7 @@ NOTHING = {
         **{f"real one token {what}": ("nll",) for what in ("early", "late", "* on each rank*", "*, counted so")},
         "real true at the last token of each sequence*": ("nll",),
         "real true between the trained tokens of each sequence*": ("nll",),
+        "real true at the * run of trained tokens of each sequence alone*": ("nll",),
         "metrics: real ignored": ("nll",),
         "real_tokens is the number of all tokens": ("nll",),
     },
@@ -87,7 +87,10 @@ NOTHING = {
         "term of sft_loss_weight: counts are those of one rank of cp": ("dpo",),
         "term of z_loss_weight: labels are shifted twice": ("z_loss",),
     },
-    "its metric counts tokens": {"metrics: masked tokens as 0": ("z_loss",)},
+    "its metric counts tokens": {
+        "metrics: masked tokens as 0": ("z_loss",),
+        "metrics: means of chunks added up": ("distill",),
+    },
     "the other model's logits have no padding rows": {"padding rows in the softmax": ("divergence",)},
     "the gradient of each token has another size": {"all above the sum ignored": ("grpo",)},
     "fields of this loss are not shifted": {

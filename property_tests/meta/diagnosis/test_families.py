@@ -16,6 +16,7 @@ from lossgate.counterfactuals.bank import FAMILIES, counterfactuals_of
 from lossgate.counterfactuals.counterfactual import Counterfactual
 from lossgate.counterfactuals.families.operations import operations
 from lossgate.counterfactuals.families.terms import terms
+from lossgate.counterfactuals.same import same
 from lossgate.counterfactuals.setting import Setting
 from lossgate.losses import SPECS
 from lossgate.problems.whole_sequences import Tokens
@@ -123,12 +124,17 @@ def test_most_operations_done_otherwise_change_something(name: str, head: str) -
 
 
 def test_padding_counts_only_where_there_is_some() -> None:
-    one = counterfactuals_of(SPECS["nll"], "logits")["mask ignored, padding too"]
-    padded = [s for s in settings("nll", "logits", "cp=2", 12) if s.partition.tokens > sum(s.partition.lengths)]
-    assert {str(o) for o in changed(one, padded)} == {"loss", "grad of logits"}
-    assert all(
-        one.run(s) is None for s in settings("nll", "logits", "single", 6) if not s.partition.pad_to_multiple > 1
-    )
+    bank = counterfactuals_of(SPECS["nll"], "logits")
+    one, without = bank["mask ignored, padding too"], bank["mask ignored"]
+    assert one.made_of == (without,)
+    asked = settings("nll", "logits", "cp=2", 12) + settings("nll", "logits", "single", 6)
+    padded = [s for s in asked if s.partition.tokens > sum(s.lengths)]
+    assert 0 < len(padded) < len(asked)
+    for setting in asked:
+        with_padding, plain = one.run(setting) or {}, without.run(setting) or {}
+        alike = all(same(with_padding[o], plain[o]) for o in plain)
+        assert alike or setting in padded
+    assert any(not same((one.run(s) or {})[o], (without.run(s) or {})[o]) for s in padded for o in one.run(s) or {})
 
 
 def test_a_pack_may_be_cut_without_its_padding() -> None:

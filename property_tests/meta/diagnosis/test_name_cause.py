@@ -14,7 +14,7 @@ from lossgate.bank.cross_entropy import STYLES
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.counterfactuals.bank import counterfactuals_of
 from lossgate.counterfactuals.counterfactual import mistake
-from lossgate.counterfactuals.sites import Changed
+from lossgate.counterfactuals.sites import Attached, Changed, Site, Traced
 from lossgate.declaration.candidate import Candidate
 from lossgate.diagnosis.cause import Cause, Diagnosis
 from lossgate.diagnosis.name_cause import name_cause
@@ -98,6 +98,46 @@ def test_a_gradient_alone_says_so() -> None:
     assert found.sentences[0].startswith(
         "cause: the gradient of weight: multiplied by 3 in every problem; this explains all 9 "
     )
+
+
+@pytest.mark.parametrize(("size", "divided"), [(8, False), (8, True), (1000, False)])
+def test_a_number_of_parts_is_told_from_a_fixed_factor(size: int, divided: bool) -> None:
+    right = dense_candidate(SPECS["nll"], "logits")
+
+    def in_parts(inputs, options, mesh):
+        parts = -(-len(inputs.labels) // size) + (size == 1000)
+        factor = 1 / parts if divided else float(parts)
+        return right.kernel(replace(inputs, logits=scale_gradient(inputs.logits, factor)), options, mesh)
+
+    found = diagnosed(replace(right, kernel=in_parts, name="in_parts"), "single")
+    whole = f"{'divided' if divided else 'multiplied'} by a whole number"
+    assert (names(found)[0] == whole) == (size == 8)
+    if size == 8:
+        assert ", as of chunks or micro-batches; this explains all " in found.sentences[0]
+
+
+def test_a_gradient_that_is_stopped_in_one_use_alone_is_named() -> None:
+    right = dense_candidate(SPECS["clipped_pg"], "logprobs")
+    file = Path(dense_losses.__file__).with_name("clipped_pg.py")
+    lines = file.read_text().splitlines()
+    stops = next(n for n, text in enumerate(lines, 1) if "logprobs.detach() if o.force" in text)
+    traced: dict[tuple[Site, Site], None] = {}
+
+    def with_weight(inputs, options, mesh):
+        with Traced() as found:
+            right.kernel(inputs, options, mesh)
+        later = next((site for site in found.sites if site[2] == "detach" and "importance" in site[0]), None)
+        use = next((use for own, use in found.uses if own[1] == stops and "p - g" in lines[use[1] - 1]), None)
+        if use is None or later is None:
+            return right.kernel(inputs, options, mesh)
+        own = next(own for own, other in found.uses if other == use)
+        traced[own, use] = None
+        with Attached(own, use, later):
+            return right.kernel(inputs, options, mesh)
+
+    found = diagnosed(replace(right, kernel=with_weight, name="with_weight"), "single")
+    assert len(traced) == 1
+    assert names(found)[0].startswith(f"clipped_pg:{stops} detach: not in clipped_pg:")
 
 
 def test_what_no_known_mistake_explains_is_not_named() -> None:

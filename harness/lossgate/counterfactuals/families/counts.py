@@ -162,8 +162,6 @@ def _wrong(name: str, spec: Spec) -> Iterator[Counterfactual]:
         "left out": lambda s: put(s, torch.tensor(1)),
         "twice": lambda s: put(s, s.fields[name] * 2),
         "half": lambda s: put(s, s.fields[name] // 2),
-        "rounded to bfloat16": lambda s: put(s, s.fields[name].to(torch.bfloat16)),
-        "added up in bfloat16": lambda s: put(s, s.fields[name].clamp(max=256)),
         "the number of all tokens": of_tokens,
         "the number of all tokens and padding": of_padded,
         "the number of sequences": lambda s: put(s, torch.tensor(len(s.lengths))),
@@ -200,7 +198,5 @@ def _words(what: str, name: str) -> str:
         "left out": "1: nothing is divided by it",
         "twice": f"2 * {name}",
         "half": f"{name} // 2",
-        "rounded to bfloat16": f"{name} rounded to bfloat16",
-        "added up in bfloat16": f"{name} added up in bfloat16, which stays at 256",
         "the number of labels in sequences that have one": "the number of all labels, trained or not",
     }.get(what, what)

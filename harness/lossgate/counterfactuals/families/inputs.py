@@ -74,16 +74,15 @@ def inputs(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 padding=True,
                 leaves=partial(_rolled_leaves, head, by),
             )
-        for by, way in ((1, "late"), (-1, "early")):
-            yield mistake(
-                f"sequences begin one token {way}",
-                f"sums over a sequence begin one token {way}, and end so: the token at its edge counts to the other",
-                "field",
-                sums_sequences,
-                "take start <= token < end of cu_seqlens",
-                padding=True,
-                fields=partial(_other_edges, by),
-            )
+        yield mistake(
+            "sequences begin one token late",
+            "the first token of a sequence, on each rank, counts to the sequence before it in sums over a sequence",
+            "field",
+            sums_sequences,
+            "take start <= token < end of cu_seqlens",
+            padding=True,
+            fields=_begun_late,
+        )
         yield mistake(
             "one sequence on each rank",
             "all tokens of a dp rank are taken for one sequence",
@@ -128,11 +127,13 @@ def _rolled_leaves(head: str, by: int, setting: Setting, leaves: Mapping[str, Te
     return {name: leaf[source] if name == head else leaf for name, leaf in leaves.items()}
 
 
-def _other_edges(by: int, setting: Setting) -> Fields:
+def _begun_late(setting: Setting) -> Fields:
     sequence = setting.fields["sequence"].clone()
-    for own in setting.token_shards:
-        held, source = sequence[own], (torch.arange(len(own)) - by).clamp(0, max(len(own) - 1, 0))
-        sequence[own] = held[source]
+    for rank, own in enumerate(setting.token_shards):
+        sequences = setting.partition.sequences(rank // setting.size("cp"))
+        held = sequence[own].roll(1)
+        held[:1] = sequences.start
+        sequence[own] = held
     return {"sequence": sequence}
 
 

@@ -50,7 +50,7 @@ def _lacks_chunk(setting: Setting) -> bool:
 
 
 _LACKS: Mapping[str, Callable[[Setting], bool]] = {
-    "the batch": lambda setting: not any(_trains(setting)),
+    "the batch": lambda setting: float(setting.fields["valid_tokens"]) == 0.0,
     "a rank": lambda setting: len(setting.token_shards) > 1 and not all(_trains(setting)),
     "a sequence": _lacks_sequence,
     "a chunk": _lacks_chunk,

@@ -6,6 +6,7 @@ are is seen in a run. A mistake names the line of the reference that holds its o
 """
 
 import linecache
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -78,15 +79,23 @@ def operations(setting: Setting) -> Iterator[Counterfactual]:
 def _attached(traced: Traced) -> Iterator[Counterfactual]:
     """Yields what has its gradient in one place alone, where it should have it in none."""
     stops = [site for site in traced.sites if site[2] == "detach"]
-    for own, use in traced.uses:
-        for later in (None, *(site for site in stops if site[:2] != own[:2])):
-            also = "" if later is None else f", and it is not stopped in {_quoted(later)} either"
-            yield mistake(
-                f"{_place(own)} detach: not in {_name(use)}{'' if later is None else f' and {_place(later)}'}",
-                f"what is detached in {_quoted(own)} has its gradient in {_code(use)}{also}",
+    uses = Counter(own for own, _ in traced.uses)
+    for own, use in (pair for pair in traced.uses if uses[pair[0]] > 1):
+        alone = mistake(
+            f"{_place(own)} detach: not in {_name(use)}",
+            f"what is detached in {_quoted(own)} has its gradient in {_code(use)}",
+            "operation",
+            loss=partial(_loss_attached, own, use, None),
+        )
+        yield alone
+        for later in (site for site in stops if site[:2] != own[:2]):
+            both = mistake(
+                f"{alone.name} and {_place(later)}",
+                f"{alone.sentence}, and it is not stopped in {_quoted(later)} either",
                 "operation",
                 loss=partial(_loss_attached, own, use, later),
             )
+            yield replace(both, made_of=(alone, _otherwise(later, _NOT_STOPPED, _first)))
 
 
 def _loss_attached(
