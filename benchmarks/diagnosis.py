@@ -47,6 +47,7 @@ from lossgate.worlds.base import RankFailure, World
 
 HERE = Path(__file__).parent / "unseen_bugs"
 ANSWERS = HERE / "answers.toml"
+PARTS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh")
 Outcome = Literal["named", "equal", "wrong", "nothing", "not seen"]
 MORE = 24
 """Failing problems on which a name that is equal in effect must explain the kernel."""
@@ -167,7 +168,7 @@ _DIAGNOSE = engine.diagnose
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("halves", nargs="+", choices=("first", "second", "third", "fourth", "fifth", "sixth"))
+    parser.add_argument("halves", nargs="+", choices=PARTS)
     parser.add_argument("--without", action="store_true", help="take the right names out of the known mistakes")
     parser.add_argument("--only", nargs="*", default=(), help="the bugs of these names")
     given = parser.parse_args()

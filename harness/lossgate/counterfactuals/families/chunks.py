@@ -35,13 +35,13 @@ def chunks(spec: Spec, head: str) -> Iterator[Counterfactual]:
     if spec.reference is None or spec.trained_dim != "token":
         return
     for what, (sentence, parts) in in_chunks().items():
-        yield mistake(what, sentence, "chunk", loops, _TODO.get(what, ""), padding=True, parts=parts)
+        yield mistake(what, sentence, "chunk", knows_size, _TODO.get(what, ""), padding=True, parts=parts)
     if head == "hidden":
         yield mistake(
             "hidden reduced in every chunk",
             "the whole gradient of hidden is summed over tp after every chunk: earlier chunks are summed again",
             "chunk",
-            lambda setting: loops(setting) and setting.size("tp") > 1,
+            lambda setting: knows_size(setting) and setting.size("tp") > 1,
             "sum it over tp once, after the last chunk",
             padding=True,
             leaves=_reduced_in_every_chunk,
@@ -52,7 +52,7 @@ def chunks(spec: Spec, head: str) -> Iterator[Counterfactual]:
             f"{name} of the first chunk",
             f"every chunk takes {'the mask' if name == 'mask' else name} of the first chunk",
             "chunk",
-            loops,
+            knows_size,
             f"cut {'the mask' if name == 'mask' else name} as you cut the tokens",
             padding=True,
             fields=partial(_of_first_chunk, name),
@@ -62,7 +62,7 @@ def chunks(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 f"{name} one token {way} in each chunk",
                 f"{'the mask' if name == 'mask' else name} is shifted by one token within each chunk, one {way}",
                 "chunk",
-                loops,
+                knows_size,
                 padding=True,
                 fields=partial(_rolled, name, by),
             )
@@ -85,6 +85,22 @@ def microbatches(spec: Spec, head: str) -> Iterator[Counterfactual]:
                     parts=partial(_mean_of_parts, number, cut, weights),
                 )
 
+    yield mistake(
+        "mean of the means of each rank's sequences",
+        "each sequence is divided by its own trained tokens, and each rank averages its sequences, empty ones too; the "
+        "ranks are averaged",
+        "chunk",
+        todo="divide every sequence by the number that is given, and add them up",
+        padding=True,
+        parts=_mean_of_sequences,
+    )
+
+
+def _mean_of_sequences(setting: Setting) -> list[Part]:
+    ranks = len(setting.token_shards)
+    cut = [_each_sequence(0, setting, rank) for rank in range(ranks)]
+    return [(1 / (ranks * len(parts)), _alone(setting, part)) for parts in cut for part in parts]
+
 
 def _by_tokens(number: int, setting: Setting, rank: int) -> list[Tensor]:
     return list(setting.token_shards[rank].tensor_split(number))
@@ -100,6 +116,12 @@ def _by_turns(number: int, setting: Setting, rank: int) -> list[Tensor]:
     held = setting.token_shards[rank]
     place = setting.fields["sequence"][held] - setting.partition.sequences(rank // setting.size("cp")).start
     return [held[place % number == turn] for turn in range(number)]
+
+
+def _each_sequence(number: int, setting: Setting, rank: int) -> list[Tensor]:
+    held = setting.token_shards[rank]
+    own = setting.partition.sequences(rank // setting.size("cp"))
+    return [held[setting.fields["sequence"][held] == sequence] for sequence in own]
 
 
 _CUTS: Mapping[str, Callable[[int, Setting, int], list[Tensor]]] = {
@@ -131,10 +153,12 @@ def _size(setting: Setting) -> int:
     return setting.tiles["token"][0]
 
 
-def loops(setting: Setting) -> bool:
-    """Returns whether the size of a chunk is known, and some rank has several."""
-    sizes = setting.tiles.get("token", ())
-    return len(sizes) == 1 and any(held > sizes[0] for held in setting.held_by_ranks)
+def knows_size(setting: Setting) -> bool:
+    """Returns whether the size of a chunk is known, and there is a token.
+
+    A rank with one chunk alone makes most of these mistakes, too.
+    """
+    return len(setting.tiles.get("token", ())) == 1 and setting.tokens > 0
 
 
 def chunks_of(setting: Setting) -> Chunks:

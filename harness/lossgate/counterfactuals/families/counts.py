@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
+from lossgate.counterfactuals.families.sequence_sums import sums_sequences
 from lossgate.counterfactuals.setting import Fields, Setting
 from lossgate.counterfactuals.shares import counted, counts_of, rank_by_rank, reads_count
 from lossgate.layout import Axis
@@ -74,7 +75,7 @@ def _local(names: tuple[str, ...], axes: tuple[Axis, ...]) -> Iterator[Counterfa
             f"{what} local over {'+'.join(axes)}{how and f', {how}'}",
             f"{what} is that of each rank's own part: it is not summed over {over}{also.format(over=over)}",
             "count",
-            partial(_differs, _Reads(names, axes)),
+            partial(_differs, _Reads(names, axes)) if not how else _Reads(names, axes),
             f"sum {what} over {over} before you divide by it"
             + (f", and add up the parts of the loss over {over} without a mean" if how.startswith("mean") else ""),
             parts=partial(_parts, axes=axes, names=names, how=how),
@@ -111,7 +112,7 @@ def own_parts(spec: Spec, head: str) -> Iterator[Counterfactual]:
             f"what belongs to a whole sequence, its sums and counts, is taken from each rank's own tokens over {over}, "
             "and the results are added up",
             "ranks",
-            _Reads((), axes),
+            partial(_sums_over, axes),
             f"add up the sums and counts of each sequence over {over} before you compute anything else from them",
             parts=partial(_parts, axes=axes, names=(), how=""),
         )
@@ -120,10 +121,14 @@ def own_parts(spec: Spec, head: str) -> Iterator[Counterfactual]:
             f"what belongs to a whole sequence, its sums and counts, is taken from each rank's own tokens over {over}, "
             "and the results are averaged",
             "ranks",
-            _Reads((), axes),
+            partial(_sums_over, axes),
             f"add up the sums and counts of each sequence over {over} before you compute anything else from them",
             parts=partial(_parts, axes=axes, names=(), how="mean"),
         )
+
+
+def _sums_over(axes: tuple[Axis, ...], setting: Setting) -> bool:
+    return all(setting.size(axis) > 1 for axis in axes) and sums_sequences(setting)
 
 
 def _parts(setting: Setting, axes: tuple[Axis, ...], names: tuple[str, ...], how: str) -> list[tuple[float, Fields]]:

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from lossgate.counterfactuals.counterfactual import Counterfactual
-from lossgate.counterfactuals.families.chunks import in_chunks, loops
+from lossgate.counterfactuals.families.chunks import in_chunks, knows_size
 from lossgate.counterfactuals.families.masks import bools
 from lossgate.counterfactuals.seams import RIGHT, Outputs, Part, Seams, run
 from lossgate.counterfactuals.setting import Setting
@@ -36,7 +36,7 @@ def metrics_alone(spec: Spec, head: str) -> Iterator[Counterfactual]:
             sentence=f"{{outputs}}: {sentence}",
             kind="metric",
             seams=RIGHT,
-            applies=lambda setting: _has_metrics(setting) and loops(setting),
+            applies=lambda setting: _has_metrics(setting) and knows_size(setting),
             computed=partial(_in_metrics, Seams(parts=parts)),
             padding=True,
         )

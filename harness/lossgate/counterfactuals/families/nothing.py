@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
-from lossgate.counterfactuals.families.chunks import chunks_of, loops
+from lossgate.counterfactuals.families.chunks import chunks_of, knows_size
 from lossgate.counterfactuals.families.sequence_sums import sums_sequences
 from lossgate.counterfactuals.seams import Outputs
 from lossgate.counterfactuals.setting import Setting
@@ -43,7 +43,7 @@ def _lacks_sequence(setting: Setting) -> bool:
 
 
 def _lacks_chunk(setting: Setting) -> bool:
-    if not loops(setting):
+    if not knows_size(setting):
         return False
     mask = setting.fields["mask"]
     return any(not bool(mask[chunk].any()) for rank in chunks_of(setting) for chunk in rank)

@@ -35,7 +35,8 @@ def operations(setting: Setting) -> Iterator[Counterfactual]:
     with Traced() as traced:
         setting.bound_spec.loss(values, setting.fields)
     for site in _by_expression(traced.sites):
-        yield from (_otherwise(site, what, change) for what, change in _CHANGES.get(site[2], {}).items())
+        for what, change in _CHANGES.get(site[2], {}).items():
+            yield _otherwise(site, _with_number(what) if site in traced.with_number else what, change)
         if site[2] == "sub" and "logprobs" in setting.spec.uses:
             for which, side in enumerate(("on the left", "on the right")):
                 yield mistake(
@@ -74,6 +75,21 @@ def operations(setting: Setting) -> Iterator[Counterfactual]:
                 seams=RIGHT,
                 computed=partial(_in_shards, None, in_shards),
             )
+
+
+def _with_number(what: str) -> str:
+    """Returns the words for an operation of which one argument is a number, in any order."""
+    for one, other in _NUMBERS.items():
+        what = what.replace(one, other)
+    return what
+
+
+_NUMBERS: Mapping[str, str] = {
+    "the second factor": "the number",
+    "the first factor": "what is multiplied by the number",
+    "the second summand": "the number",
+    "the first summand": "what the number is added to",
+}
 
 
 def _attached(traced: Traced) -> Iterator[Counterfactual]:
@@ -298,6 +314,10 @@ def _slope_at_result(found: Tensor, args: tuple[Any, ...]) -> Tensor:
     return with_gradient_of(found, args[0] * (1 - found.tanh() ** 2).detach())
 
 
+def _times_argument(found: Tensor, args: tuple[Any, ...]) -> Tensor:
+    return found * args[0]
+
+
 def _of_turned_argument(found: Tensor, args: tuple[Any, ...]) -> Tensor:
     return torch.nn.functional.logsigmoid(-args[0])
 
@@ -382,6 +402,7 @@ _CHANGES: Mapping[str, Mapping[str, Change]] = {
     },
     "tanh": {
         "left out": _first,
+        "multiplied by its argument": _times_argument,
         "left out in backward": _straight_through,
         "backward takes its slope at the result": _slope_at_result,
         **_NO_GRADIENT,

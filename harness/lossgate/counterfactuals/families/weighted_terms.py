@@ -116,6 +116,14 @@ def _local_counts(ranks_too: bool, setting: Setting) -> list[Part]:
     return found
 
 
+def _by_longest(setting: Setting) -> list[Part]:
+    found: list[Part] = []
+    for rank, held in enumerate(setting.token_shards):
+        longest = setting.fields["sequence"][held].bincount().max() if len(held) else 1
+        found.append((1 / float(longest), masks_of(setting, [rank])))
+    return found
+
+
 def _by_held(padding: bool, setting: Setting) -> list[Part]:
     held = setting.held_by_ranks if padding else [len(tokens) for tokens in setting.token_shards]
     like = setting.fields["valid_tokens"]
@@ -130,6 +138,7 @@ _PARTS: Mapping[str, Callable[[Setting], list[Part]]] = {
     "multiplied by the trained tokens of each rank": partial(_by_own_tokens, 1),
     "divided by the counts of each rank's own part": partial(_local_counts, False),
     "a mean of the means of ranks": partial(_local_counts, True),
+    "divided by the tokens of the longest sequence of each rank": _by_longest,
     "divided by all tokens of each rank": partial(_by_held, False),
     "divided by all tokens of each rank, padding too": partial(_by_held, True),
 }
