@@ -263,6 +263,7 @@ def clipped_pg(
     unfiltered_logprobs: Float[Tensor, " tokens"] | None = None,
     rewards: Float[Tensor, " sequences"] | None = None,
     positive_tokens: Int[Tensor, ""] | None = None,
+    with_metrics: bool = True,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
     """Computes the clipped policy-gradient loss and its metrics.
 
@@ -285,6 +286,8 @@ def clipped_pg(
         positive_tokens: The number of trained tokens in sequences with a positive reward of the
             whole batch. It is needed if ``positive_example_nll_weight`` is above 0 and
             ``positive_nll_normaliser`` is ``"global"``.
+        with_metrics: Whether to compute the metrics, which take longer than the loss. If not, the
+            dictionary is empty.
 
     Returns:
         The loss and the metrics, which carry no gradient. All metrics but the extrema add up, over
@@ -338,6 +341,8 @@ def clipped_pg(
     )
     nll = _positive_nll(c, actor, rewards, positive_tokens, means, o)
     loss = policy + o.kl_penalty * kl + o.positive_example_nll_weight * nll
+    if not with_metrics:
+        return loss, {}
     metrics = {
         "loss": loss,
         "kl_penalty": kl,

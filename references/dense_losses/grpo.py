@@ -111,6 +111,7 @@ def grpo(
     valid_tokens: Int[Tensor, ""],
     options: GrpoOptions,
     unfiltered_logprobs: Float[Tensor, " tokens"] | None = None,
+    with_metrics: bool = True,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
     """Computes open-instruct's GRPO loss and its metrics.
 
@@ -132,6 +133,7 @@ def grpo(
         options: See ``GrpoOptions``.
         unfiltered_logprobs: log p ``[tokens]`` without top-k and top-p filtering, in nats, for the
             KL estimates; None for ``logprobs``. The loss is differentiable in it.
+        with_metrics: Whether to compute the metrics, too. If not, the dictionary is empty.
 
     Returns:
         The loss and the metrics, which carry no gradient. Ranks sum all metrics but two extremes:
@@ -179,6 +181,8 @@ def grpo(
         else torch.tensor(options.loss_denominator, dtype=logprobs.dtype)
     )
     loss = options.loss_scale * token_mean(policy + penalty, mask, denominator)
+    if not with_metrics:
+        return loss, {}
 
     counted = acting & ~correction.dropped_low & ~correction.dropped_high
     averaged = {f"kl{k}": kl for k, kl in enumerate(kls)} | rho_statistics(correction)

@@ -167,6 +167,35 @@ _UNBOUNDED = {
 }
 
 _MEAN = "mean over trained tokens of"
+
+
+def _dense(
+    values: TokenValues, batch: ClippedPgBatch, options: ClippedPgOptions, *, with_metrics: bool
+) -> tuple[Tensor, dict[str, Tensor]]:
+    return dense_losses.clipped_pg(
+        logprobs=values.logprobs,
+        unfiltered_logprobs=values.given.get("unfiltered"),
+        prev_logprobs=batch.prev_logprobs,
+        generation_logprobs=batch.generation_logprobs,
+        reference_logprobs=batch.reference_logprobs,
+        advantages=batch.advantages,
+        rewards=batch.rewards,
+        mask=batch.mask,
+        sequence=batch.sequence,
+        sample_mask=batch.sample_mask,
+        valid_tokens=batch.valid_tokens,
+        valid_sequences=batch.valid_sequences,
+        positive_tokens=batch.positive_tokens,
+        options=options,
+        with_metrics=with_metrics,
+    )
+
+
+def _metrics(values: TokenValues, batch: ClippedPgBatch, options: ClippedPgOptions) -> dict[str, Tensor]:
+    metrics = _dense(values, batch, options, with_metrics=True)[1]
+    return {name: metric for name, metric in metrics.items() if name != "loss"}
+
+
 _METRICS = {
     "kl_penalty": Metric(meaning="the KL penalty before its weight, reduced like the loss"),
     "probs_ratio": Metric(meaning=f"{_MEAN} the importance ratio"),
@@ -251,6 +280,7 @@ _SWITCH = (False, True)
     ),
     kinks=True,
     stop_gradient=True,
+    extra_metrics=_metrics,
     metrics=_METRICS,
     goals={
         "sequence that does not count": CoverageGoal(
@@ -268,25 +298,6 @@ _SWITCH = (False, True)
     },
     covered=_covered,
 )
-def clipped_pg(
-    values: TokenValues, batch: ClippedPgBatch, options: ClippedPgOptions
-) -> tuple[Tensor, dict[str, Tensor]]:
+def clipped_pg(values: TokenValues, batch: ClippedPgBatch, options: ClippedPgOptions) -> Tensor:
     """The clipped policy gradient."""
-    loss, metrics = dense_losses.clipped_pg(
-        logprobs=values.logprobs,
-        unfiltered_logprobs=values.given.get("unfiltered"),
-        prev_logprobs=batch.prev_logprobs,
-        generation_logprobs=batch.generation_logprobs,
-        reference_logprobs=batch.reference_logprobs,
-        advantages=batch.advantages,
-        rewards=batch.rewards,
-        mask=batch.mask,
-        sequence=batch.sequence,
-        sample_mask=batch.sample_mask,
-        valid_tokens=batch.valid_tokens,
-        valid_sequences=batch.valid_sequences,
-        positive_tokens=batch.positive_tokens,
-        options=options,
-    )
-    del metrics["loss"]  # the loss itself
-    return loss, metrics
+    return _dense(values, batch, options, with_metrics=False)[0]

@@ -130,6 +130,31 @@ def _covered(batch: GlobalBatch, o: GrpoOptions) -> set[str]:
 
 _UNCORRECTED = {"use_rho_correction": (False,)}
 _OF_TOKENS = {**_UNCORRECTED, "rho_mask_sequence_level": (True,), "rho_mask_tv_divergence": (True,)}
+
+
+def _dense(
+    values: TokenValues, batch: GrpoBatch, options: GrpoOptions, *, with_metrics: bool
+) -> tuple[Tensor, dict[str, Tensor]]:
+    return dense_losses.grpo(
+        logprobs=values.logprobs,
+        unfiltered_logprobs=values.given.get("unfiltered"),
+        old_logprobs=batch.old_logprobs,
+        reference_logprobs=batch.reference_logprobs,
+        vllm_logprobs=batch.vllm_logprobs,
+        advantages=batch.advantages,
+        mask=batch.mask,
+        sequence=batch.sequence,
+        sequences=batch.sequences,
+        valid_tokens=batch.valid_tokens,
+        options=options,
+        with_metrics=with_metrics,
+    )
+
+
+def _metrics(values: TokenValues, batch: GrpoBatch, options: GrpoOptions) -> dict[str, Tensor]:
+    return _dense(values, batch, options, with_metrics=True)[1]
+
+
 _MEAN = "mean over trained tokens of"
 _SHARE = "share of trained tokens"
 _SWITCH = (False, True)
@@ -175,6 +200,7 @@ _SWITCH = (False, True)
     ),
     kinks=True,
     stop_gradient=True,
+    extra_metrics=_metrics,
     metrics={
         **{f"kl{k}": Metric(meaning=f"{_MEAN} KL estimate {k}") for k in range(4)},
         "kl_avg": Metric(meaning="beta times the mean of the chosen KL estimate"),
@@ -216,18 +242,6 @@ _SWITCH = (False, True)
     },
     covered=_covered,
 )
-def grpo(values: TokenValues, batch: GrpoBatch, options: GrpoOptions) -> tuple[Tensor, dict[str, Tensor]]:
+def grpo(values: TokenValues, batch: GrpoBatch, options: GrpoOptions) -> Tensor:
     """Group relative policy optimisation."""
-    return dense_losses.grpo(
-        logprobs=values.logprobs,
-        unfiltered_logprobs=values.given.get("unfiltered"),
-        old_logprobs=batch.old_logprobs,
-        reference_logprobs=batch.reference_logprobs,
-        vllm_logprobs=batch.vllm_logprobs,
-        advantages=batch.advantages,
-        mask=batch.mask,
-        sequence=batch.sequence,
-        sequences=batch.sequences,
-        valid_tokens=batch.valid_tokens,
-        options=options,
-    )
+    return _dense(values, batch, options, with_metrics=False)[0]

@@ -17,6 +17,8 @@ from lossgate.specs.spec import Spec
 
 _EQUAL = (2, 3, 4, 8)
 """Into how many parts a kernel may cut what it has, whatever its size."""
+_WEIGHED = (2, 4)
+"""The same, where parts are weighed."""
 Chunks = list[list[Tensor]]
 """The numbers of the tokens in each chunk, by rank."""
 
@@ -75,6 +77,8 @@ def microbatches(spec: Spec, head: str) -> Iterator[Counterfactual]:
     for number in _EQUAL:
         for of, cut in _CUTS.items():
             for weighed, weights in _WEIGHTS.items():
+                if weighed and number not in _WEIGHED:
+                    continue
                 yield mistake(
                     f"mean of {number} parts of {of}{weighed and f', by {weighed}'}",
                     f"each rank cuts its {of} into {number} parts, each is divided by its own trained tokens, and the "

@@ -25,6 +25,7 @@ from lossgate.layout import Axis
 from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.outputs import Output
 from lossgate.specs.spec import Spec
+from lossgate.specs.token_values import TokenValues
 
 
 def weighted_terms(spec: Spec, head: str) -> Iterator[Counterfactual]:
@@ -237,12 +238,25 @@ def _mixed(output: Output, right: Tensor, without: Tensor | None, factors: tuple
 def _mistaken(option: str, seams: Seams, setting: Setting) -> Outputs | None:
     if not _weighs(option, setting):
         return None
-    wrong_without = replace(seams, options=partial(_without, option))
-    right, wrong, less = _right_without(option, setting), run(setting, seams), run(setting, wrong_without)
-    of_term = {o: wrong[o] - less[o] for o in wrong if o.kind != "metric" and o in right}
+    right = _right_without(option, setting)
+    wrong = run(setting, replace(seams, loss=partial(_term, option, setting), upstream=_of_loss_alone))
+    of_term = {o: x for o, x in wrong.items() if o in right and (o.name == "loss" or o.kind == "gradient")}
     if all(bool((x == 0).all()) for x in of_term.values()):
         return _right(setting)  # no term is there, with the mistake or without
-    return {o: right[o] + of_term[o] if o in of_term else wrong[o] for o in wrong}
+    others = {o: x if o.kind == "metric" else right.get(o, x) for o, x in wrong.items()}
+    return {**others, **{o: right[o] + x for o, x in of_term.items()}}
+
+
+def _of_loss_alone(setting: Setting, name: str, gradient: Tensor) -> Tensor:
+    return gradient if name == "loss" else torch.zeros_like(gradient)
+
+
+def _term(
+    option: str, setting: Setting, bound: BoundSpec, values: TokenValues, fields: Fields
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the term that an option weighs, in place of the loss, and the metrics."""
+    loss, metrics = bound.loss(values, fields)
+    return loss - _without(option, setting).loss(values, fields)[0], metrics
 
 
 def _exchanged(setting: Setting) -> Fields:
