@@ -241,8 +241,9 @@ def _mistaken(option: str, seams: Seams, setting: Setting) -> Outputs | None:
     right = _right_without(option, setting)
     wrong = run(setting, replace(seams, loss=partial(_term, option, setting), upstream=_of_loss_alone))
     of_term = {o: x for o, x in wrong.items() if o in right and (o.name == "loss" or o.kind == "gradient")}
-    if all(bool((x == 0).all()) for x in of_term.values()):
-        return _right(setting)  # no term is there, with the mistake or without
+    whole = _right(setting)
+    if all(bool((x == 0).all()) and torch.equal(whole[o], right[o]) for o, x in of_term.items()):
+        return whole  # no term is there, with the mistake or without
     others = {o: x if o.kind == "metric" else right.get(o, x) for o, x in wrong.items()}
     return {**others, **{o: right[o] + x for o, x in of_term.items()}}
 
