@@ -66,7 +66,7 @@ def row_chunks_of(bug, name):
 
 row_chunks = row_chunks_of(None, "row_chunks")
 
-# K07. Each chunk of rows divides its losses and gradients by its own number of labels that are not
+# Each chunk of rows divides its losses and gradients by its own number of labels that are not
 # ignored, so the sum over chunks is a sum of means. The author must pass the number of the whole
 # batch to every chunk.
 every_chunk_own_count = row_chunks_of("chunk count", "every_chunk_own_count")
@@ -112,8 +112,8 @@ def packed_of(bug, name):
 
 packed = packed_of(None, "packed")
 
-# A03. With context parallelism, a branch that splits the pack rolls the mask but not the labels, so
-# each token is trained to predict itself. The author must roll the labels before the split, too.
+# With context parallelism, a branch that splits the pack rolls the mask but not the labels, so each
+# token is trained to predict itself. The author must roll the labels before the split, too.
 labels_unrolled_under_cp = packed_of("no roll", "labels_unrolled_under_cp")
 
 
@@ -167,8 +167,8 @@ def smoothed_of(bug, name):
 
 smoothed = smoothed_of(None, "smoothed")
 
-# O13. The smoothing term of ignored rows is added to the loss: the mask is applied to the term of
-# the label alone. The gradient of ignored rows is 0, as it must be. The author must mask both.
+# The smoothing term of ignored rows is added to the loss: the mask is applied to the term of the
+# label alone. The gradient of ignored rows is 0, as it must be. The author must mask both.
 smoothing_of_ignored_rows_added = smoothed_of("unmasked", "smoothing_of_ignored_rows_added")
 
 
@@ -203,7 +203,7 @@ def generalised_of(bug, name):
 
 generalised = generalised_of(None, "generalised")
 
-# E10. The arguments of F.kl_div are in the wrong order: it takes the logarithm of the approximation
+# The arguments of F.kl_div are in the wrong order: it takes the logarithm of the approximation
 # first and the target second, so both terms are divergences of the mixture from the models and not
 # of the models from the mixture. The author must swap the two arguments.
 kl_div_arguments_swapped = generalised_of("arguments", "kl_div_arguments_swapped")

@@ -72,9 +72,9 @@ def chunked_of(bug, name):
 
 chunked = chunked_of(None, "chunked")
 
-# C28. The running gradients of weight and bias are scaled after every chunk, so those of earlier
-# chunks are scaled again with each later one; the loss and the gradient of the hidden states are
-# right. The author must move the scaling behind the loop.
+# The running gradients of weight and bias are scaled after every chunk, so those of earlier chunks
+# are scaled again with each later one; the loss and the gradient of the hidden states are right.
+# The author must move the scaling behind the loop.
 weight_gradient_scaled_every_chunk = chunked_of("scale in loop", "weight_gradient_scaled_every_chunk")
 
 
@@ -136,9 +136,9 @@ def cut_of(bug, name):
 
 cut = cut_of(None, "cut")
 
-# J10. Backward skips tiles whose softmax entries are all below 2^-12, as cut cross entropy does to
-# save time, and so loses the gradient of rare tokens, which adds up over many tokens. The author
-# must not filter, or filter at a threshold far below the resolution of the gradients.
+# Backward skips tiles whose softmax entries are all below 2^-12, as cut cross entropy does to save
+# time, and so loses the gradient of rare tokens, which adds up over many tokens. The author must
+# not filter, or filter at a threshold far below the resolution of the gradients.
 small_softmax_tiles_skipped = cut_of("filter", "small_softmax_tiles_skipped")
 
 
@@ -187,9 +187,9 @@ def linear_of(bug, name):
 
 linear = linear_of(None, "linear")
 
-# N01. The kernel flattens and cleans the hidden states inside forward, where gradients are off, and
-# then asks the flat copy whether it needs a gradient: it never does, so backward returns None for
-# them. The author must ask ctx.needs_input_grad, or flatten outside of the function.
+# The kernel flattens and cleans the hidden states inside forward, where gradients are off, and then
+# asks the flat copy whether it needs a gradient: it never does, so backward returns None for them.
+# The author must ask ctx.needs_input_grad, or flatten outside of the function.
 hidden_gradient_lost_by_flatten = linear_of("flag after flatten", "hidden_gradient_lost_by_flatten")
 
 
@@ -254,7 +254,7 @@ def pointer_of(bug, name):
 
 pointer = pointer_of(None, "pointer")
 
-# P06. The kernel gets the weight as a transposed view, but reads its memory as if the view were
+# The kernel gets the weight as a transposed view, but reads its memory as if the view were
 # contiguous, with the vocabulary as the fastest dimension, and so takes scrambled columns. The
 # author must use the strides of the view, or make it contiguous before taking its pointer.
 transposed_weight_read_row_major = pointer_of("row-major", "transposed_weight_read_row_major")

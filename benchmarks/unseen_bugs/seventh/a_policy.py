@@ -53,8 +53,8 @@ def tiled_policy_of(bug, name):
 
 tiled_policy = tiled_policy_of(None, "tiled_policy")
 
-# E03. The KL penalty is subtracted from the loss that is minimised, as if it were the objective
-# that is maximised, so the policy is pushed away from the reference. The author must add it.
+# The KL penalty is subtracted from the loss that is minimised, as if it were the objective that is
+# maximised, so the policy is pushed away from the reference. The author must add it.
 penalty_subtracted_from_loss = tiled_policy_of("minus", "penalty_subtracted_from_loss")
 
 
@@ -111,7 +111,7 @@ def logged_of(bug, name):
 
 logged = logged_of(None, "logged")
 
-# R15. The report was of a logged sum of rewards that left out the weights of the rewards; here the
+# The report was of a logged sum of rewards that left out the weights of the rewards; here the
 # logged total is the sum of the policy loss and the KL without the weight of the KL, while the loss
 # has it. The author must sum the weighted components for the log, too.
 logged_total_without_weights = logged_of("unweighted", "logged_total_without_weights")
@@ -162,9 +162,9 @@ def critic_of(bug, name):
 
 critic = critic_of(None, "critic")
 
-# C10. The trainer averages over the data-parallel ranks, as the contract says, and the loss is
-# divided by the tokens of all of them but not multiplied by their number, so that it is dp times
-# too small. The author must multiply by the size of dp.
+# The trainer averages over the data-parallel ranks, as the contract says, and the loss is divided
+# by the tokens of all of them but not multiplied by their number, so that it is dp times too small.
+# The author must multiply by the size of dp.
 global_count_without_dp_factor = critic_of("no dp", "global_count_without_dp_factor")
 
 BUGS = {

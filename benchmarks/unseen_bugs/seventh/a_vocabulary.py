@@ -54,7 +54,7 @@ def megatron_of(bug, name):
 
 megatron = megatron_of(None, "megatron")
 
-# G16. Every rank shifts its logits by its own maximum before the exponentials, and these sums of
+# Every rank shifts its logits by its own maximum before the exponentials, and these sums of
 # different shifts are then added up over the tensor-parallel ranks. The author must all-reduce the
 # maximum first.
 local_maximum_shifts_each_shard = megatron_of("local max", "local_maximum_shifts_each_shard")
@@ -138,7 +138,7 @@ def gathered_of(bug, name):
 
 gathered = gathered_of(None, "gathered")
 
-# G03. The lm-head has already gathered the logits, but the cross entropy still adds up the sums of
+# The lm-head has already gathered the logits, but the cross entropy still adds up the sums of
 # exponentials over the ranks, so the normaliser is tp times too large. The author must call the
 # cross entropy without a group, or not gather the logits.
 gathered_exponentials_summed_again = gathered_of("parallel", "gathered_exponentials_summed_again")
@@ -211,9 +211,9 @@ def exchanged_of(bug, name):
 
 exchanged = exchanged_of(None, "exchanged")
 
-# H07. An all-to-all trades columns of the vocabulary for tokens and returns [ranks, tokens,
-# columns]; the kernel reshapes that to rows without the transpose, so rows mix columns of several
-# tokens. The author must transpose ranks and tokens before the reshape.
+# An all-to-all trades columns of the vocabulary for tokens and returns [ranks, tokens, columns];
+# the kernel reshapes that to rows without the transpose, so rows mix columns of several tokens. The
+# author must transpose ranks and tokens before the reshape.
 exchange_reshaped_without_transpose = exchanged_of("no transpose", "exchange_reshaped_without_transpose")
 
 
@@ -264,9 +264,9 @@ def pairs_of(bug, name):
 
 pairs = pairs_of(None, "pairs")
 
-# G15. A rank also takes the label that is one past its last column for its own, so this label has
-# two owners, and the first of them adds its last logit. The author must compare with < in place of
-# <= at the end of the shard.
+# A rank also takes the label that is one past its last column for its own, so this label has two
+# owners, and the first of them adds its last logit. The author must compare with < in place of <=
+# at the end of the shard.
 label_past_shard_owned_twice = pairs_of("closed", "label_past_shard_owned_twice")
 
 BUGS = {

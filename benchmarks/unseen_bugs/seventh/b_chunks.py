@@ -193,25 +193,25 @@ distilled = distilled_of(None, "distilled")
 fused_jsd = fused_jsd_of(None, "fused_jsd")
 flat_rows = rows_of(None, "flat_rows")
 
-# D13. The soft-cap is x tanh(x / cap), which bounds nothing. Its author would have to write
-# cap tanh(x / cap).
+# The soft-cap is x tanh(x / cap), which bounds nothing. Its author would have to write cap tanh(x /
+# cap).
 softcap_multiplies_by_logit = capped_nll_of("formula", "softcap_multiplies_by_logit")
 
-# D12. The fused path mixes half a cross entropy of the labels into the divergence, by defaults of
-# 0.5 for both weights that nobody set. Its author would have to pass weight_hard_loss=0 and
+# The fused path mixes half a cross entropy of the labels into the divergence, by defaults of 0.5
+# for both weights that nobody set. Its author would have to pass weight_hard_loss=0 and
 # weight_soft_loss=1.
 hard_loss_mixed_in = distilled_of("hard", "hard_loss_mixed_in")
 
-# C46. Each chunk's loss is the mean over its own trained tokens, and these means are added up. Its
+# Each chunk's loss is the mean over its own trained tokens, and these means are added up. Its
 # author would have to add up sums and divide by the trained tokens of the batch.
 chunk_means_added_up = chunked_nll_of("means", "chunk_means_added_up")
 
-# K01. Every chunk is masked by the start of the whole mask, because labels are not sliced as the
-# hidden states are. Its author would have to pass mask[start:end].
+# Every chunk is masked by the start of the whole mask, because labels are not sliced as the hidden
+# states are. Its author would have to pass mask[start:end].
 chunk_mask_not_sliced = fused_jsd_of("labels", "chunk_mask_not_sliced")
 
-# P04. The mask is a view without the first column, and is read by flat offsets as if its rows lay
-# end to end. Its author would have to make it contiguous, as the labels are, or use its stride.
+# The mask is a view without the first column, and is read by flat offsets as if its rows lay end to
+# end. Its author would have to make it contiguous, as the labels are, or use its stride.
 strided_mask_read_flat = rows_of("strided", "strided_mask_read_flat")
 
 BUGS = {

@@ -142,18 +142,18 @@ dpo_cp = dpo_cp_of(None, "dpo_cp")
 dpo_rows = dpo_rows_of(None, "dpo_rows")
 reward_model = reward_model_of(None, "reward_model")
 
-# S01. The weight of the chosen responses' NLL, alpha, is not passed on, so the loss has it with
-# the default of 1. Its author would have to forward sft_loss_weight as alpha.
+# The weight of the chosen responses' NLL, alpha, is not passed on, so the loss has it with the
+# default of 1. Its author would have to forward sft_loss_weight as alpha.
 alpha_is_not_forwarded = dpo_cp_of("alpha", "alpha_is_not_forwarded")
 
-# C25. "batchmean" divides a [B, T] tensor by B T, where B was meant (moved from a distillation loss
-# to NLL of chosen responses, which is a sum over tokens and a mean over pairs). Its author would
-# have to leave out the width of the padded rows.
+# "batchmean" divides a [B, T] tensor by B T, where B was meant (moved from a distillation loss to
+# NLL of chosen responses, which is a sum over tokens and a mean over pairs). Its author would have
+# to leave out the width of the padded rows.
 batchmean_divides_by_width = dpo_rows_of("batchmean", "batchmean_divides_by_width")
 
-# G10. The weighted mean is that of this rank's shard, divided by its own sum of weights, and
-# then the ranks are averaged (moved from class weights to the weights 0 and 1 of sample_mask). Its
-# author would have to divide by the sum of weights of all ranks.
+# The weighted mean is that of this rank's shard, divided by its own sum of weights, and then the
+# ranks are averaged (moved from class weights to the weights 0 and 1 of sample_mask). Its author
+# would have to divide by the sum of weights of all ranks.
 shard_weighted_mean_averaged = reward_model_of("shard", "shard_weighted_mean_averaged")
 
 BUGS = {

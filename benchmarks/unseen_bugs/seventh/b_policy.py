@@ -178,22 +178,22 @@ grpo_blocks = grpo_logits_of(None, "grpo_blocks")
 grpo_accumulated = grpo_accumulated_of(None, "grpo_accumulated")
 grpo_reported = grpo_reported_of(None, "grpo_reported")
 
-# C18. The NLL of positive examples is divided by the number of such tokens in this call, while
-# the actor's loss has the count of the batch. Its author would have to divide by the positive
-# tokens of the whole batch.
+# The NLL of positive examples is divided by the number of such tokens in this call, while the
+# actor's loss has the count of the batch. Its author would have to divide by the positive tokens of
+# the whole batch.
 positive_nll_count_local = vapo_of("local", "positive_nll_count_local")
 
-# E15. The log-ratio of policy and reference is the difference of two log-probabilities that were
-# cast to bfloat16. Its author would have to subtract them in float32.
+# The log-ratio of policy and reference is the difference of two log-probabilities that were cast to
+# bfloat16. Its author would have to subtract them in float32.
 kl_difference_in_bfloat16 = grpo_logits_of("bf16", "kl_difference_in_bfloat16")
 
-# C33. Each microbatch is divided by its own trained tokens and then by the number of microbatches,
-# so that a token of a short one counts more. Its author would have to divide sums by the trained
+# Each microbatch is divided by its own trained tokens and then by the number of microbatches, so
+# that a token of a short one counts more. Its author would have to divide sums by the trained
 # tokens of the whole batch.
 microbatch_means_are_averaged = grpo_accumulated_of("samples", "microbatch_means_are_averaged")
 
-# R04. The logged KL is the mean of minus the ratio, not of minus its logarithm (moved from ppo_kl
-# to the metric kl0, of policy and reference). Its author would have to take out the exponential.
+# The logged KL is the mean of minus the ratio, not of minus its logarithm (moved from ppo_kl to the
+# metric kl0, of policy and reference). Its author would have to take out the exponential.
 kl_metric_of_ratio = grpo_reported_of("exp", "kl_metric_of_ratio")
 
 BUGS = {

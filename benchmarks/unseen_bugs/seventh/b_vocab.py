@@ -150,16 +150,16 @@ def z_loss_of(bug, name):
 sharded_logprobs = logprobs_of(None, "sharded_logprobs")
 sharded_z_loss = z_loss_of(None, "sharded_z_loss")
 
-# L07. Backward uses the upstream gradient of the log-probabilities alone and drops that of the
-# second output, the entropy. Its author would have to add -grad_entropy p (log p + H).
+# Backward uses the upstream gradient of the log-probabilities alone and drops that of the second
+# output, the entropy. Its author would have to add -grad_entropy p (log p + H).
 entropy_gradient_dropped = logprobs_of("entropy", "entropy_gradient_dropped")
 
-# D16. Backward goes straight through the soft-cap, as if its slope were 1. Its author would have
-# to multiply the gradient of the logits by 1 - tanh(z / cap)^2.
+# Backward goes straight through the soft-cap, as if its slope were 1. Its author would have to
+# multiply the gradient of the logits by 1 - tanh(z / cap)^2.
 softcap_slope_left_out = logprobs_of("slope", "softcap_slope_left_out")
 
-# N04. The hidden states are detached before the fused head, so that no gradient gets to the
-# backbone; that of the weight is right. Its author would have to take out the detach.
+# The hidden states are detached before the fused head, so that no gradient gets to the backbone;
+# that of the weight is right. Its author would have to take out the detach.
 hidden_states_detached = z_loss_of("detach", "hidden_states_detached")
 
 BUGS = {

@@ -126,13 +126,13 @@ def arity_of(bug, name):
 per_token = per_token_of(None, "per_token")
 arity = arity_of(None, "arity")
 
-# C40. The loss is a sum over tokens that is divided by their number at the end, which divides the
+# The loss is a sum over tokens that is divided by their number at the end, which divides the
 # gradient of the auxiliary loss, a mean already, once more; its value is right. Its author would
 # have to multiply the auxiliary loss by the number of tokens. (Megatron's is the load-balancing
 # loss of a router; here it is the z-loss.)
 auxiliary_not_times_tokens = per_token_of("tokens", "auxiliary_not_times_tokens")
 
-# H06. Under cp the auxiliary loss is a sum over tokens, to be divided by the number that the loss
+# Under cp the auxiliary loss is a sum over tokens, to be divided by the number that the loss
 # function returns, but that returns a mean without a number, so that nothing divides the auxiliary
 # gradient; values are right. Its author would have to return the sum and the number of tokens.
 auxiliary_undivided_under_cp = arity_of("arity", "auxiliary_undivided_under_cp")

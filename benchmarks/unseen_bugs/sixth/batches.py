@@ -176,17 +176,17 @@ chunked = chunked_of(None, "chunked")
 distilled = distilled_of(None, "distilled")
 batched = sorted_of(None, "batched")
 
-# M06. Backward writes the gradient of each chunk over the logits that it saved, which are the
-# caller's own, and returns them: the backward of another output, such as of an auxiliary loss, and
-# a second backward find gradients there. Its author would have to write to a new tensor.
+# Backward writes the gradient of each chunk over the logits that it saved, which are the caller's
+# own, and returns them: the backward of another output, such as of an auxiliary loss, and a second
+# backward find gradients there. Its author would have to write to a new tensor.
 backward_overwrites_saved_logits = chunked_of("overwrite", "backward_overwrites_saved_logits")
 
-# B10. The divergence is summed over all tokens, those of the prompt and padding too, since the mask
-# of the labels is not applied to it. Its author would have to select the trained tokens before the
+# The divergence is summed over all tokens, those of the prompt and padding too, since the mask of
+# the labels is not applied to it. Its author would have to select the trained tokens before the
 # sum.
 divergence_ignores_mask = distilled_of("unmasked", "divergence_ignores_mask")
 
-# B12. Values come back in the order of micro-batches, longest sequences first, and the mask, in the
+# Values come back in the order of micro-batches, longest sequences first, and the mask, in the
 # order of the batch, is applied before they are put back in order, so that it clears the values of
 # other tokens. Its author would have to mask after the inverse permutation.
 mask_before_inverse_permutation = sorted_of("early", "mask_before_inverse_permutation")

@@ -148,19 +148,19 @@ tempered = tempered_of(None, "tempered")
 trained = trained_of(None, "trained")
 averaged = averaged_of(None, "averaged")
 
-# D15. Forward divides the logits by the temperature, but backward returns the gradient with respect
-# to the tempered logits as that of the raw ones. Its author would have to divide dz by the
-# temperature in backward.
+# Forward divides the logits by the temperature, but backward returns the gradient with respect to
+# the tempered logits as that of the raw ones. Its author would have to divide dz by the temperature
+# in backward.
 gradient_without_inverse_temperature = tempered_of("temperature", "gradient_without_inverse_temperature")
 
-# C03. To undo the trainer's average over data-parallel ranks the loss is multiplied by the size of
-# the world, in which tensor- and context-parallel ranks count too. Its author would have to
-# multiply by the size of dp alone.
+# To undo the trainer's average over data-parallel ranks the loss is multiplied by the size of the
+# world, in which tensor- and context-parallel ranks count too. Its author would have to multiply by
+# the size of dp alone.
 loss_times_world_size = averaged_of("world", "loss_times_world_size")
 
-# J07. The gradient of the weight is added up over chunks in the weight's own dtype, bfloat16, while
-# the declared precision is a float32 accumulator. Its author would have to accumulate in float32
-# and cast once at the end.
+# The gradient of the weight is added up over chunks in the weight's own dtype, bfloat16, while the
+# declared precision is a float32 accumulator. Its author would have to accumulate in float32 and
+# cast once at the end.
 weight_gradient_accumulated_bf16 = trained_of("accumulate", "weight_gradient_accumulated_bf16")
 
 BUGS = {

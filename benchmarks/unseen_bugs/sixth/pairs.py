@@ -138,20 +138,20 @@ packed = packed_of(None, "packed")
 sequences = sequences_of(None, "sequences")
 scanned = scanned_of(None, "scanned")
 
-# H10. The number of each token's sequence is searched for in the cumulative lengths on the wrong
-# side, so that the first token of every sequence counts to the sequence before. Its author would
-# have to search with right=True.
+# The number of each token's sequence is searched for in the cumulative lengths on the wrong side,
+# so that the first token of every sequence counts to the sequence before. Its author would have to
+# search with right=True.
 segment_edge_searchsorted_side = packed_of("edge", "segment_edge_searchsorted_side")
 
-# A09. The NLL of the chosen responses shifts logits and labels once more, although the labels are
-# those of the next token already; the preference term does not. Its author would have to drop the
-# [:-1] and [1:] from the NLL.
+# The NLL of the chosen responses shifts logits and labels once more, although the labels are those
+# of the next token already; the preference term does not. Its author would have to drop the [:-1]
+# and [1:] from the NLL.
 chosen_nll_shifted_twice = sequences_of("shift", "chosen_nll_shifted_twice")
 
-# B07. The running sum over a sequence is set to 0 at every masked token, so that what follows a
-# masked span (such as a tool's output) is lost to the tokens before it. Its author would have to
-# let the sum run on there. The report is of discounted returns, which no spec computes: here it is
-# the scan that sums the log-ratios of a response.
+# The running sum over a sequence is set to 0 at every masked token, so that what follows a masked
+# span (such as a tool's output) is lost to the tokens before it. Its author would have to let the
+# sum run on there. The report is of discounted returns, which no spec computes: here it is the scan
+# that sums the log-ratios of a response.
 running_sum_reset_at_mask = scanned_of("reset", "running_sum_reset_at_mask")
 
 BUGS = {

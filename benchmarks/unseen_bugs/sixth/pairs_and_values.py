@@ -97,7 +97,7 @@ def fused_dpo_of(bug, name):
 
 fused_dpo = fused_dpo_of(None, "fused_dpo")
 
-# F18 (TRL #7062: label smoothing and tau are not forwarded to Liger's DPO). The spec has no label
+# As in TRL #7062: label smoothing and tau are not forwarded to Liger's DPO. The spec has no label
 # smoothing, but tau is its beta: the wrapper forwards the loss type alone, so the loss takes its
 # own default of 0.1. The author would have to pass beta on.
 beta_not_forwarded_default_used = fused_dpo_of("default", "beta_not_forwarded_default_used")
@@ -152,7 +152,7 @@ def split_dpo_of(bug, name):
 
 split_dpo = split_dpo_of(None, "split_dpo")
 
-# C09 (verl #931: seq-mean-token-sum). The NLL of the chosen responses should be the sum over the
+# As in verl #931: seq-mean-token-sum. The NLL of the chosen responses should be the sum over the
 # tokens of each and then the mean over sequences, but the sum is divided by the tokens of the
 # sequence. The author would have to leave the sum as it is.
 sequence_sum_divided_by_tokens = split_dpo_of("mean", "sequence_sum_divided_by_tokens")
@@ -193,7 +193,7 @@ def value_of(bug, name):
 
 value = value_of(None, "value")
 
-# R10 (NeMo-RL #266). The metrics of micro-batches are divided by the count of the whole batch
+# As in NeMo-RL #266. The metrics of micro-batches are divided by the count of the whole batch
 # already, and are then averaged over micro-batches instead of added up, so they are too small by
 # the number of micro-batches. The author would have to sum them.
 microbatch_metrics_averaged_not_summed = value_of("mean", "microbatch_metrics_averaged_not_summed")

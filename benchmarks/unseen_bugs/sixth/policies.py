@@ -102,7 +102,7 @@ def fused_grpo_of(bug, name):
 
 fused_grpo = fused_grpo_of(None, "fused_grpo")
 
-# B03 (TRL #4975). The fused path takes the mask of the completion, from its first to its last
+# As in TRL #4975. The fused path takes the mask of the completion, from its first to its last
 # token, and ignores the holes in it where the tokens come from a tool, so those are trained, too.
 # The author would have to multiply the completion mask by the tool mask.
 completion_mask_ignores_tool_holes = fused_grpo_of("completion_mask", "completion_mask_ignores_tool_holes")
@@ -140,7 +140,7 @@ def filtered_of(bug, name):
 
 filtered = filtered_of(None, "filtered")
 
-# F12 (TRL #4454, GFPO). Log-probabilities, advantages and mask are filtered to the responses that
+# As in TRL #4454, GFPO. Log-probabilities, advantages and mask are filtered to the responses that
 # stay, but the old log-probabilities are not, so tokens are compared with those of other responses.
 # The author would have to filter the old log-probabilities by the same rows.
 old_logprobs_not_filtered = filtered_of("old", "old_logprobs_not_filtered")
@@ -195,7 +195,7 @@ def with_metrics_of(bug, name):
 
 with_metrics = with_metrics_of(None, "with_metrics")
 
-# R09 (NeMo-RL #1818). The smallest and the largest ratio over micro-batches are divided by the
+# As in NeMo-RL #1818. The smallest and the largest ratio over micro-batches are divided by the
 # number of micro-batches, as if they were sums to be averaged. The author would have to leave
 # metrics that are minima and maxima out of that division.
 extremes_divided_by_microbatches = with_metrics_of("divided", "extremes_divided_by_microbatches")
@@ -233,7 +233,7 @@ def accumulated_of(bug, name):
 
 accumulated = accumulated_of(None, "accumulated")
 
-# C22 (TRL #5890). The fused path never gets the number of tokens of the whole batch: each
+# As in TRL #5890. The fused path never gets the number of tokens of the whole batch: each
 # accumulation step is divided by its own trained tokens and then by the number of steps, so tokens
 # of short steps weigh more. The author would have to divide all steps by the count of the whole
 # batch, and not by the number of steps.

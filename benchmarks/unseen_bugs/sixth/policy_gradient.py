@@ -222,22 +222,22 @@ per_sequence = per_sequence_of(None, "per_sequence")
 corrected = corrected_of(None, "corrected")
 penalised = penalised_of(None, "penalised")
 
-# S04. The mode of aggregation that the user chose is not handed on to compute_policy_loss, whose
-# default is the mean over tokens. Its author would have to pass loss_agg_mode on.
+# The mode of aggregation that the user chose is not handed on to compute_policy_loss, whose default
+# is the mean over tokens. Its author would have to pass loss_agg_mode on.
 aggregation_mode_not_forwarded = aggregated_of("mode", "aggregation_mode_not_forwarded")
 
-# F04. The weight that corrects for the rollout policy is computed of the log-probabilities that are
+# The weight that corrects for the rollout policy is computed of the log-probabilities that are
 # being trained and stays in the graph, so that it carries a gradient. Its author would have to
 # detach it. (verl's weight depends on the current policy where the old log-probabilities are taken
 # to be its own, as force_on_policy_ratio does.)
 rollout_weight_not_detached = corrected_of("detach", "rollout_weight_not_detached")
 
-# E07. Where the log-ratio of reference and policy is clamped the estimate is a constant, but the
+# Where the log-ratio of reference and policy is clamped the estimate is a constant, but the
 # importance weight before it still has its gradient. Its author would have to detach the weight at
 # clamped tokens.
 clamped_kl_keeps_gradient = penalised_of("clamp", "clamped_kl_keeps_gradient")
 
-# O04. The mean over each sequence divides by the sum of its mask without a lower bound, so that a
+# The mean over each sequence divides by the sum of its mask without a lower bound, so that a
 # sequence without a trained token is 0/0. Its author would have to clamp the count to at least 1.
 empty_sequence_zero_division = per_sequence_of("clamp", "empty_sequence_zero_division")
 

@@ -39,7 +39,7 @@ def accumulated_of(bug, name):
 
 accumulated = accumulated_of(None, "accumulated")
 
-# C36 (unsloth-zoo #1023). The loss of each accumulation step is divided by the number of trained
+# As in unsloth-zoo #1023. The loss of each accumulation step is divided by the number of trained
 # tokens of the whole batch, and then once more by the number of accumulation steps. The author
 # would have to drop the second division, since num_items counts the tokens of all steps already.
 num_items_then_accumulation_steps = accumulated_of("divided_twice", "num_items_then_accumulation_steps")
@@ -111,7 +111,7 @@ def micro_batched_of(bug, name):
 
 micro_batched = micro_batched_of(None, "micro_batched")
 
-# C15 (NeMo-RL #86). The loss is the mean over micro-batches, but the gradients of the micro-batches
+# As in NeMo-RL #86. The loss is the mean over micro-batches, but the gradients of the micro-batches
 # are added up without a division, so they are too large by the number of micro-batches. The author
 # would have to divide the gradient of each micro-batch by their number, as the loss is.
 microbatch_gradients_not_averaged = micro_batched_of("summed", "microbatch_gradients_not_averaged")
@@ -170,7 +170,7 @@ def tiled_of(bug, name):
 
 tiled = tiled_of(None, "tiled")
 
-# K04 (DeepSpeed #8587). Forward weights the mean of each tile by its trained tokens, but backward
+# As in DeepSpeed #8587. Forward weights the mean of each tile by its trained tokens, but backward
 # gives every tile the same share, one over the number of tiles, so the loss is right and the
 # gradients are not. The author would have to give a tile in backward its trained tokens over those
 # of the batch.
@@ -223,7 +223,7 @@ def averaged_of(bug, name):
 
 averaged = averaged_of(None, "averaged")
 
-# I06 (tmax #9). Gradients are averaged over all ranks, those of sequence parallelism (here cp) too,
+# As in tmax #9. Gradients are averaged over all ranks, those of sequence parallelism (here cp) too,
 # but the multiplier that undoes the average is the number of data-parallel ranks alone, so
 # gradients are too small by the number of cp ranks. The author would have to multiply by dp times
 # cp.

@@ -64,7 +64,7 @@ def vocab_parallel_of(bug, name):
 
 vocab_parallel = vocab_parallel_of(None, "vocab_parallel")
 
-# J19. The softmax takes exponentials of the logits as they are, without the maximum of the row as a
+# The softmax takes exponentials of the logits as they are, without the maximum of the row as a
 # shift, and so overflows for large logits and underflows for very small ones. The author would have
 # to subtract the maximum of all ranks first.
 softmax_without_max_shift = vocab_parallel_of("no_shift", "softmax_without_max_shift")
@@ -132,7 +132,7 @@ def linear_of(bug, name):
 
 linear = linear_of(None, "linear")
 
-# L04 (verl #6960). The gradient of the log-probabilities that arrives in backward is every second
+# As in verl #6960. The gradient of the log-probabilities that arrives in backward is every second
 # number of a tensor, but the kernel reads it as if its numbers lay side by side, so tokens get the
 # gradients of others. The author would have to call contiguous() on it, or pass its stride.
 strided_upstream_read_contiguously = linear_of("flat", "strided_upstream_read_contiguously")
@@ -188,7 +188,7 @@ def policy_of(bug, name):
 
 policy = policy_of(None, "policy")
 
-# D04 (NeMo-RL #316). The loss divides logits by the temperature, but the function that returns log-
+# As in NeMo-RL #316. The loss divides logits by the temperature, but the function that returns log-
 # probabilities to the trainer, which become the prev_logprobs of the ratio, does not. The author
 # would have to pass the temperature there, too.
 returned_logprobs_without_temperature = policy_of("no_temperature", "returned_logprobs_without_temperature")
@@ -258,7 +258,7 @@ def distill_of(bug, name):
 
 distill = distill_of(None, "distill")
 
-# E16 (Megatron RL #2374: the entropy bonus is added to the minimised loss). No spec has an entropy
+# As in Megatron RL #2374: the entropy bonus is added to the minimised loss. No spec has an entropy
 # bonus; the reverse KL has one, as the student's cross-entropy to the teacher minus its entropy.
 # Here the entropy is added, so it is minimised; the author would have to subtract it.
 student_entropy_added_not_subtracted = distill_of("plus", "student_entropy_added_not_subtracted")
