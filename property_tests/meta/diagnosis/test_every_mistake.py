@@ -36,7 +36,7 @@ NOTHING = {
         "one sequence on each rank": TOKEN_BY_TOKEN,
         "sequences begin one token late": TOKEN_BY_TOKEN,
         "0 / 0 where a sequence *": TOKEN_BY_TOKEN,
-        "parts of own tokens over *p": TOKEN_BY_TOKEN,
+        "parts of own tokens over *": TOKEN_BY_TOKEN,
         "metrics: parts of own tokens*": ("distill", "value", "z_loss"),
     },
     "some token is trained in each of these problems": {"0 / 0 where the batch *": ("clipped_pg", "grpo")},
@@ -57,7 +57,10 @@ NOTHING = {
         "valid_tokens *": ("dpo", "preference"),
         "every count local over *": ("dpo", "preference"),
     },
-    "sequences are not split over cp": {"valid_sequences local over cp*": ("clipped_pg", "dpo", "preference")},
+    "ranks of cp have the same sequences, whose losses are those of the batch": {
+        "valid_sequences local over cp, mean*": ("preference",),
+    },
+    "sequences are not split over cp": {"valid_sequences local over cp": ("clipped_pg", "dpo", "preference")},
     "every token is real where there is no padding": {
         **{f"real {what}": ("nll",) for what in ("ignored", "ignored, counted so", "not shifted")},
         **{f"real one token {what}": ("nll",) for what in ("early", "late", "* on each rank*", "*, counted so")},
@@ -82,6 +85,9 @@ NOTHING = {
         "positive_nll_normaliser as global": ("clipped_pg",),
         "truncated_importance_sampling_ratio_min taken from 1": ("clipped_pg",),
         "rho_clamp_lower_bound taken from 1": ("grpo",),
+    },
+    "where a sample is left out, these problems have their KL in the reward": {
+        "term of reference_policy_kl_penalty: sample_mask is ignored": ("clipped_pg",),
     },
     "the term reads nothing of it": {
         "term of sft_loss_weight: counts are those of one rank of cp": ("dpo",),

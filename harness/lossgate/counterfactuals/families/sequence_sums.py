@@ -96,18 +96,23 @@ def _split_sums(setting: Setting) -> bool:
 
 
 def _several_split_sums(setting: Setting) -> bool:
-    return _split_sums(setting) and setting.once("sums over sequences, number", lambda: _count_sums(setting)) > 1
+    return _split_sums(setting) and _count_sums(setting) > 1
 
 
 def _count_sums(setting: Setting) -> int:
+    return setting.once("sums over sequences, number", lambda: _sums_of_loss(setting))
+
+
+def _sums_of_loss(setting: Setting) -> int:
     """Returns how many sums of numbers over sequences a loss takes."""
     taken: list[int] = []
 
     def count(x: Tensor, counted: Tensor, sequences: int) -> None:
         taken.append(sequences)
 
+    loss_alone = setting.bound_spec.returning(())
     with _Sums(setting.fields["sequence"], of_numbers=count):
-        setting.bound_spec.loss(setting.bound.dense.token_values(setting.bound_spec), setting.fields)
+        loss_alone.loss(setting.bound.dense.token_values(loss_alone), setting.fields)
     return len(taken)
 
 
@@ -153,13 +158,13 @@ def _means_of_parts(which: int | None, setting: Setting) -> Outputs:
     for rank, tokens in enumerate(setting.token_shards):
         own[tokens] = rank % cp
 
-    taken = 0
+    taken, number = 0, max(_count_sums(setting), 1)
 
     def of_parts(x: Tensor, counted: Tensor, sequences: int) -> Tensor | None:
         """Returns sums that divided by the counts are means of means."""
         nonlocal taken
         taken += 1
-        if which not in (None, taken - 1):
+        if which not in (None, (taken - 1) % number):  # metrics may take those of the loss again
             return None
         sequence, means, count = setting.fields["sequence"], torch.zeros(()), x.new_zeros(sequences)
         for part in range(cp):
