@@ -25,8 +25,6 @@ _EXPLAINED = 1e-4
 """The share of a disagreement that a mistake may leave unexplained, whatever the noise."""
 _MOSTLY = 0.2
 """The same that it may leave if its own noise explains it."""
-_HOPELESS = 0.9
-"""The share of a disagreement that a mistake leaves unexplained, from which it is not compared."""
 _NOISE = 0.25
 """The most noise that a mistake's own runs may have, relative to what it changes."""
 
@@ -108,9 +106,6 @@ class Observed:
             return True
         dtype = self.case.result.dtypes.get(output, torch.float32)
         other = _within(dtype, other)
-        whole = output.kind != "token value"  # which is compared where it is trained alone
-        if output in self.wrong and whole and _is_hopeless(other, result, oracle.reference[output]):
-            return False
         if oracle.would_agree(output, result, dtype, other):
             return True
         if not same(result, other, _NEAR):
@@ -171,14 +166,6 @@ class Observed:
 def _within(dtype: torch.dtype, exact: Tensor) -> Tensor:
     """Returns numbers as a dtype can hold them: those that are too large for it are infinite."""
     return torch.where(exact.abs() > torch.finfo(dtype).max, exact.sign() * torch.inf, exact)
-
-
-def _is_hopeless(other: Tensor, result: Tensor, reference: Tensor) -> bool:
-    """Returns whether a mistake is nearly as far from what was returned as the reference is: then
-    it would disagree as well, which takes longer to find out.
-    """
-    finite = bool((reference.isfinite() & result.isfinite()).all())
-    return finite and _unexplained(other, result, reference) > _HOPELESS
 
 
 def _unexplained(other: Tensor, result: Tensor, reference: Tensor) -> float:
