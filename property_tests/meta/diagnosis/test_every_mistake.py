@@ -57,10 +57,7 @@ NOTHING = {
         "valid_tokens *": ("dpo", "preference"),
         "every count local over *": ("dpo", "preference"),
     },
-    "ranks of cp have the same sequences, whose losses are those of the batch": {
-        "valid_sequences local over cp, mean*": ("preference",),
-    },
-    "sequences are not split over cp": {"valid_sequences local over cp": ("clipped_pg", "dpo", "preference")},
+    "sequences are not split over cp": {"valid_sequences local over cp*": ("clipped_pg", "dpo", "preference")},
     "every token is real where there is no padding": {
         **{f"real {what}": ("nll",) for what in ("ignored", "ignored, counted so", "not shifted")},
         **{f"real one token {what}": ("nll",) for what in ("early", "late", "* on each rank*", "*, counted so")},

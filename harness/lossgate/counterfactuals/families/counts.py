@@ -75,7 +75,7 @@ def _local(names: tuple[str, ...], axes: tuple[Axis, ...]) -> Iterator[Counterfa
             f"{what} local over {'+'.join(axes)}{how and f', {how}'}",
             f"{what} is that of each rank's own part: it is not summed over {over}{also.format(over=over)}",
             "count",
-            partial(_differs, _Reads(names, axes)) if not how else _Reads(names, axes),
+            partial(_differs, _Reads(names, axes)),
             f"sum {what} over {over} before you divide by it"
             + (f", and add up the parts of the loss over {over} without a mean" if how.startswith("mean") else ""),
             parts=partial(_parts, axes=axes, names=names, how=how),
