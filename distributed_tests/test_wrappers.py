@@ -24,7 +24,15 @@ from distributed_tests.wrappers.misuse import MISUSES, READERS, attempt, read
 from distributed_tests.wrappers.model import RANKS, VOCAB, WIDTH, TinyTransformer, make_batch, make_model
 from distributed_tests.wrappers.step import Cell, Step, compute, environment_kept, run_steps
 from distributed_tests.wrappers.table import Entry, judged, new_world, results, table, with_ways_out
-from distributed_tests.wrappers.wrappers import FSDP, FSDP2, WRAPPERS, FSDPFlat, StaticDDP, Zero3
+from distributed_tests.wrappers.wrappers import (
+    FSDP,
+    FSDP2,
+    WRAPPERS,
+    FSDPFlat,
+    StaticDDP,
+    Zero3,
+    parameters_without_text,
+)
 from fused_losses import backbone_and_lm_head, linear_logprobs, run_in_forward, tiled_token_logprobs
 from lossgate import Layout
 from lossgate.worlds import RankContext, World, make_world
@@ -77,6 +85,13 @@ def test_only_a_rare_error_without_a_kernel_is_tried_again(
     with pytest.raises(RankRaised, match="already had autograd metadata"):
         results([cell])
     assert next(made) == tries
+
+
+def test_the_text_of_a_parameter_has_no_numbers() -> None:
+    parameter = nn.Parameter(torch.full((2,), 7.0))
+    with parameters_without_text():
+        assert "7" not in repr(parameter).partition(" object at ")[0]
+    assert "7., 7." in repr(parameter)
 
 
 def test_a_way_out_that_does_not_work_is_wrong() -> None:

@@ -327,6 +327,16 @@ def test_by_loops(case: str, filtered: bool) -> None:
     assert_same(everything(e, CASES[case]), loops(e, CASES[case]), tolerance=1e-12)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_the_loss_is_the_same_without_metrics(case: str) -> None:
+    e = example(list(CASES).index(case))
+    whole, metrics = run(e, CASES[case])
+    loss, nothing = run(e, CASES[case], with_metrics=False)
+    assert torch.equal(loss, whole)
+    assert "loss" in metrics
+    assert nothing == {}
+
+
 @pytest.fixture
 def without_shape_checks() -> Iterator[None]:
     """Switches off the shape checks, which take most of the time of a small problem.

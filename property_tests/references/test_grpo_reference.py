@@ -161,6 +161,13 @@ def found(e: Example, options: GrpoOptions) -> tuple[Tensor, Tensor, dict[str, T
     return loss.detach(), torch.autograd.grad(loss, logprobs)[0], metrics
 
 
+def test_the_loss_is_the_same_without_metrics() -> None:
+    e = example()
+    loss, nothing = grpo(**e, options=GrpoOptions(), with_metrics=False)
+    assert torch.equal(loss, grpo(**e, options=GrpoOptions())[0])
+    assert nothing == {}
+
+
 def same(a: tuple[Tensor, Tensor, dict[str, Tensor]], b: tuple[Tensor, Tensor, dict[str, Tensor]]) -> bool:
     """Determines whether two results of ``found`` are equal to the last bit."""
     return (

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 
 from lossgate.counterfactuals.counterfactual import Counterfactual
-from lossgate.counterfactuals.families.chunks import chunks, microbatches
+from lossgate.counterfactuals.families.chunks import chunks
 from lossgate.counterfactuals.families.constants import constants
 from lossgate.counterfactuals.families.counts import counts, own_parts
 from lossgate.counterfactuals.families.inputs import detached, inputs
@@ -13,6 +13,7 @@ from lossgate.counterfactuals.families.logits import logits
 from lossgate.counterfactuals.families.masks import labels, masks, moves
 from lossgate.counterfactuals.families.metrics import metrics
 from lossgate.counterfactuals.families.metrics_alone import metrics_alone
+from lossgate.counterfactuals.families.microbatches import microbatches
 from lossgate.counterfactuals.families.nothing import nothing_trained
 from lossgate.counterfactuals.families.options import options
 from lossgate.counterfactuals.families.pairs import pairs

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens at the edges of sequences, and of what ranks hold."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -18,44 +20,44 @@ def edges(setting: Setting, *, first: bool) -> Tensor:
 
 def last_trained(setting: Setting, mask: Tensor) -> Tensor:
     """Returns the last true entry of a mask in each sequence, ``[tokens]`` bool."""
-    return _true_entry(setting, mask, -1)
+    return _in_each_sequence(setting, mask, lambda own: _first(own.flip(0)).flip(0))
 
 
 def first_trained(setting: Setting, mask: Tensor) -> Tensor:
     """Returns the first true entry of a mask in each sequence, ``[tokens]`` bool."""
-    return _true_entry(setting, mask, 0)
+    return _in_each_sequence(setting, mask, _first)
 
 
 def spans(setting: Setting, mask: Tensor) -> Tensor:
     """Returns ``[tokens]`` bool: all from the first to the last true entry of each sequence."""
-    found, cu_seqlens = torch.zeros_like(mask), setting.fields["cu_seqlens"]
-    for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
-        true = mask[start:end].nonzero()
-        if len(true):
-            found[start + int(true[0]) : start + int(true[-1]) + 1] = True
-    return found
+    return _in_each_sequence(setting, mask, lambda own: _begun(own) & _begun(own.flip(0)).flip(0))
 
 
-def runs(setting: Setting, mask: Tensor, which: int) -> Tensor:
-    """Returns ``[tokens]`` bool: the first (-1) or the last (1) run of true entries of each
-    sequence.
-    """
-    found, cu_seqlens = torch.zeros_like(mask), setting.fields["cu_seqlens"]
-    for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
-        own = mask[start:end] if which < 0 else mask[start:end].flip(0)
-        holes = (~own & (own.cumsum(0) > 0)).cumsum(0)
-        run = own & (holes == 0)
-        found[start:end] = run if which < 0 else run.flip(0)
-    return found
+def first_run(setting: Setting, mask: Tensor) -> Tensor:
+    """Returns the first run of true entries of a mask in each sequence, ``[tokens]`` bool."""
+    return _in_each_sequence(setting, mask, _run)
 
 
-def _true_entry(setting: Setting, mask: Tensor, which: int) -> Tensor:
-    found, cu_seqlens = torch.zeros_like(mask), setting.fields["cu_seqlens"]
-    for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
-        true = mask[start:end].nonzero()
-        if len(true):
-            found[start + int(true[which])] = True
-    return found
+def last_run(setting: Setting, mask: Tensor) -> Tensor:
+    """Returns the last run of true entries of a mask in each sequence, ``[tokens]`` bool."""
+    return _in_each_sequence(setting, mask, lambda own: _run(own.flip(0)).flip(0))
+
+
+def _in_each_sequence(setting: Setting, mask: Tensor, find: Callable[[Tensor], Tensor]) -> Tensor:
+    lengths = setting.fields["cu_seqlens"].diff().tolist()
+    return torch.cat([mask[:0], *(find(own) for own in mask.split(lengths) if len(own))])
+
+
+def _begun(own: Tensor) -> Tensor:
+    return own.cumsum(0) > 0
+
+
+def _first(own: Tensor) -> Tensor:
+    return own & (own.cumsum(0) == 1)
+
+
+def _run(own: Tensor) -> Tensor:
+    return own & ~_begun(_begun(own) & ~own)
 
 
 def piece_ends(setting: Setting, *, last: bool = True) -> Tensor:

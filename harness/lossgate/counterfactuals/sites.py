@@ -81,21 +81,26 @@ class Traced(_AtSites):
         self.sites: dict[Site, None] = {}
         self.uses: dict[tuple[Site, Site], None] = {}
         """Where the gradient is stopped, and an operation that is given what comes of it."""
-        self.with_number: set[Site] = set()
-        """Those of a tensor and a number. Torch calls ``2 * x`` as it calls ``x * 2``."""
+        self._of_tensors: set[Site] = set()
         self._stopped: dict[int, tuple[Site, Tensor]] = {}
 
     def at(self, frame: FrameType, operation: str, found: Tensor, args: tuple[Any, ...]) -> Any:
         site = _site(frame, operation)
         self.sites[site] = None
-        if len(args) > 1 and not isinstance(args[1], Tensor):
-            self.with_number.add(site)
+        if len(args) < 2 or isinstance(args[1], Tensor):
+            self._of_tensors |= {site, (*site[:3], None)}
         for arg in args:
             if id(arg) in self._stopped:
                 self.uses[self._stopped[id(arg)][0], site] = None
         if operation == "detach":
             self._stopped[id(found)] = site, found  # kept, or its number would be given again
         return found
+
+    def takes_number(self, site: Site) -> bool:
+        """Returns whether one of two arguments is always a number. Torch calls ``2 * x`` as it
+        calls ``x * 2``.
+        """
+        return site not in self._of_tensors
 
 
 class Attached(_AtSites):

@@ -63,7 +63,7 @@ def name_cause(
     if not any(one.explains_all for one in found):
         others = [one for one in operations(first.setting) if one.name not in without]
         known, found = known + others, sorted(found + _matching(search.seen, others), key=lambda match: match.level)
-    if not search.observe(FIRST + FRESH) and len(search.failing) <= FRESH:
+    if not search.observe(FIRST + FRESH):
         return Diagnosis(problems=len(search.failing), tried=len(search.seen), where=where(search.failing))
     found = _matching(search.seen, [one.counterfactual for one in found])
     for more in range(1, _MORE + 1):

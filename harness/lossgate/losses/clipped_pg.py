@@ -169,6 +169,28 @@ _UNBOUNDED = {
 _MEAN = "mean over trained tokens of"
 
 
+_METRICS = {
+    "kl_penalty": Metric(meaning="the KL penalty before its weight, reduced like the loss"),
+    "probs_ratio": Metric(meaning=f"{_MEAN} the importance ratio"),
+    "probs_ratio_clamped": Metric(meaning=f"{_MEAN} the clamped ratio"),
+    "probs_ratio_min": Metric(meaning="smallest ratio, inf without tokens", reduction="min"),
+    "probs_ratio_max": Metric(meaning="largest ratio, -inf without tokens", reduction="max"),
+    "probs_ratio_clamped_min": Metric(meaning="smallest clamped ratio", reduction="min"),
+    "probs_ratio_clamped_max": Metric(meaning="largest clamped ratio", reduction="max"),
+    "approx_entropy": Metric(meaning=f"{_MEAN} -exp(c - g) c"),
+    "token_mult_prob_error": Metric(meaning=f"{_MEAN} exp |g - p|"),
+    "gen_kl_error": Metric(meaning=f"{_MEAN} KL(g || p)"),
+    "policy_kl_error": Metric(meaning=f"{_MEAN} KL(p || g)"),
+    "js_divergence_error": Metric(meaning=f"{_MEAN} the estimated Jensen-Shannon divergence of prev and generation"),
+    "sampling_importance_ratio": Metric(meaning="mean importance weight after truncation; over sequences for GSPO"),
+    "is_oob_ratio": Metric(meaning="share of weights out of bounds, if truncated; over sequences for seq-mask-tis"),
+    "num_valid_samples": Metric(meaning="sequences that count"),
+    "positive_nll_loss": Metric(meaning="NLL of tokens in sequences with a reward above 0, before its weight"),
+}
+
+_SWITCH = (False, True)
+
+
 def _dense(
     values: TokenValues, batch: ClippedPgBatch, options: ClippedPgOptions, *, with_metrics: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -194,28 +216,6 @@ def _dense(
 def _metrics(values: TokenValues, batch: ClippedPgBatch, options: ClippedPgOptions) -> dict[str, Tensor]:
     metrics = _dense(values, batch, options, with_metrics=True)[1]
     return {name: metric for name, metric in metrics.items() if name != "loss"}
-
-
-_METRICS = {
-    "kl_penalty": Metric(meaning="the KL penalty before its weight, reduced like the loss"),
-    "probs_ratio": Metric(meaning=f"{_MEAN} the importance ratio"),
-    "probs_ratio_clamped": Metric(meaning=f"{_MEAN} the clamped ratio"),
-    "probs_ratio_min": Metric(meaning="smallest ratio, inf without tokens", reduction="min"),
-    "probs_ratio_max": Metric(meaning="largest ratio, -inf without tokens", reduction="max"),
-    "probs_ratio_clamped_min": Metric(meaning="smallest clamped ratio", reduction="min"),
-    "probs_ratio_clamped_max": Metric(meaning="largest clamped ratio", reduction="max"),
-    "approx_entropy": Metric(meaning=f"{_MEAN} -exp(c - g) c"),
-    "token_mult_prob_error": Metric(meaning=f"{_MEAN} exp |g - p|"),
-    "gen_kl_error": Metric(meaning=f"{_MEAN} KL(g || p)"),
-    "policy_kl_error": Metric(meaning=f"{_MEAN} KL(p || g)"),
-    "js_divergence_error": Metric(meaning=f"{_MEAN} the estimated Jensen-Shannon divergence of prev and generation"),
-    "sampling_importance_ratio": Metric(meaning="mean importance weight after truncation; over sequences for GSPO"),
-    "is_oob_ratio": Metric(meaning="share of weights out of bounds, if truncated; over sequences for seq-mask-tis"),
-    "num_valid_samples": Metric(meaning="sequences that count"),
-    "positive_nll_loss": Metric(meaning="NLL of tokens in sequences with a reward above 0, before its weight"),
-}
-
-_SWITCH = (False, True)
 
 
 @spec(

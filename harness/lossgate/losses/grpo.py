@@ -132,6 +132,11 @@ _UNCORRECTED = {"use_rho_correction": (False,)}
 _OF_TOKENS = {**_UNCORRECTED, "rho_mask_sequence_level": (True,), "rho_mask_tv_divergence": (True,)}
 
 
+_MEAN = "mean over trained tokens of"
+_SHARE = "share of trained tokens"
+_SWITCH = (False, True)
+
+
 def _dense(
     values: TokenValues, batch: GrpoBatch, options: GrpoOptions, *, with_metrics: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -153,11 +158,6 @@ def _dense(
 
 def _metrics(values: TokenValues, batch: GrpoBatch, options: GrpoOptions) -> dict[str, Tensor]:
     return _dense(values, batch, options, with_metrics=True)[1]
-
-
-_MEAN = "mean over trained tokens of"
-_SHARE = "share of trained tokens"
-_SWITCH = (False, True)
 
 
 @spec(

@@ -123,6 +123,15 @@ def test_most_operations_done_otherwise_change_something(name: str, head: str) -
     assert len(dead) < len(found) * 0.6, [one.name for one in dead]
 
 
+def test_a_number_is_not_called_the_second_factor() -> None:
+    (setting,) = settings("dpo", "logprobs", "single", 1)
+    said = {one.sentence for one in operations(setting) if "options.sft_loss_weight *" in one.sentence}
+    assert any("the number is left out" in sentence for sentence in said)
+    assert not any(" factor " in sentence for sentence in said)
+    (of_tensors,) = settings("grpo", "logprobs", "single", 1)
+    assert any("the second factor is left out" in one.sentence for one in operations(of_tensors))
+
+
 def test_padding_counts_only_where_there_is_some() -> None:
     bank = counterfactuals_of(SPECS["nll"], "logits")
     one, without = bank["mask ignored, padding too"], bank["mask ignored"]

@@ -126,7 +126,7 @@ def test_a_factor_is_not_taken_for_rounding() -> None:
 
 def test_a_rare_disagreement_says_that_it_is_rare() -> None:
     def wrong_in_one_size(inputs: Any, gradient: Tensor) -> Tensor:
-        return gradient * 3 if len(gradient) % 23 == 17 else gradient
+        return gradient * 3 if len(gradient) % 13 == 5 else gradient
 
     found = diagnosed(with_backward("nll", "logits", "logits", wrong_in_one_size))
     assert found.sentences[0].startswith("cause: not named, since only ")

@@ -15,10 +15,6 @@ from lossgate.counterfactuals.setting import Fields, Setting
 from lossgate.counterfactuals.shares import masks_of
 from lossgate.specs.spec import Spec
 
-_EQUAL = (2, 3, 4, 8)
-"""Into how many parts a kernel may cut what it has, whatever its size."""
-_WEIGHED = (2, 4)
-"""The same, where parts are weighed."""
 Chunks = list[list[Tensor]]
 """The numbers of the tokens in each chunk, by rank."""
 
@@ -37,7 +33,7 @@ def chunks(spec: Spec, head: str) -> Iterator[Counterfactual]:
     if spec.reference is None or spec.trained_dim != "token":
         return
     for what, (sentence, parts) in in_chunks().items():
-        yield mistake(what, sentence, "chunk", knows_size, _TODO.get(what, ""), padding=True, parts=parts)
+        yield mistake(what, sentence, "chunk", knows_size, _ADVICE.get(what, ""), padding=True, parts=parts)
     if head == "hidden":
         yield mistake(
             "hidden reduced in every chunk",
@@ -68,89 +64,6 @@ def chunks(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 padding=True,
                 fields=partial(_rolled, name, by),
             )
-
-
-def microbatches(spec: Spec, head: str) -> Iterator[Counterfactual]:
-    """Yields means of means of parts into which each rank cuts what it has, whatever its size."""
-    if spec.reference is None or spec.trained_dim != "token":
-        return
-    for number in _EQUAL:
-        for of, cut in _CUTS.items():
-            for weighed, weights in _WEIGHTS.items():
-                if weighed and number not in _WEIGHED:
-                    continue
-                yield mistake(
-                    f"mean of {number} parts of {of}{weighed and f', by {weighed}'}",
-                    f"each rank cuts its {of} into {number} parts, each is divided by its own trained tokens, and the "
-                    f"parts are averaged{weighed and f', each weighed by its number of {weighed}'}",
-                    "chunk",
-                    todo="divide every part by the number that is given, and add the parts up",
-                    padding=True,
-                    parts=partial(_mean_of_parts, number, cut, weights),
-                )
-
-    yield mistake(
-        "mean of the means of each rank's sequences",
-        "each sequence is divided by its own trained tokens, and each rank averages its sequences, empty ones too; the "
-        "ranks are averaged",
-        "chunk",
-        todo="divide every sequence by the number that is given, and add them up",
-        padding=True,
-        parts=_mean_of_sequences,
-    )
-
-
-def _mean_of_sequences(setting: Setting) -> list[Part]:
-    ranks = len(setting.token_shards)
-    cut = [_each_sequence(0, setting, rank) for rank in range(ranks)]
-    return [(1 / (ranks * len(parts)), _alone(setting, part)) for parts in cut for part in parts]
-
-
-def _by_tokens(number: int, setting: Setting, rank: int) -> list[Tensor]:
-    return list(setting.token_shards[rank].tensor_split(number))
-
-
-def _by_sequences(number: int, setting: Setting, rank: int) -> list[Tensor]:
-    own, held = setting.partition.sequences(rank // setting.size("cp")), setting.token_shards[rank]
-    parts, sequence = torch.arange(own.start, own.stop).tensor_split(number), setting.fields["sequence"][held]
-    return [held[torch.isin(sequence, part)] for part in parts]
-
-
-def _by_turns(number: int, setting: Setting, rank: int) -> list[Tensor]:
-    held = setting.token_shards[rank]
-    place = setting.fields["sequence"][held] - setting.partition.sequences(rank // setting.size("cp")).start
-    return [held[place % number == turn] for turn in range(number)]
-
-
-def _each_sequence(number: int, setting: Setting, rank: int) -> list[Tensor]:
-    held = setting.token_shards[rank]
-    own = setting.partition.sequences(rank // setting.size("cp"))
-    return [held[setting.fields["sequence"][held] == sequence] for sequence in own]
-
-
-_CUTS: Mapping[str, Callable[[int, Setting, int], list[Tensor]]] = {
-    "tokens": _by_tokens,
-    "sequences": _by_sequences,
-    "sequences in turns": _by_turns,
-}
-_WEIGHTS: Mapping[str, Callable[[Setting, Tensor], float]] = {
-    "": lambda setting, tokens: 1.0,
-    "tokens": lambda setting, tokens: float(len(tokens)),
-    "sequences": lambda setting, tokens: float(len(setting.fields["sequence"][tokens].unique())),
-}
-"""What the mean of a part may be weighed by."""
-
-
-def _mean_of_parts(
-    number: int,
-    cut: Callable[[int, Setting, int], list[Tensor]],
-    weight: Callable[[Setting, Tensor], float],
-    setting: Setting,
-) -> list[Part]:
-    parts = [part for rank in range(len(setting.token_shards)) for part in cut(number, setting, rank)]
-    weights = [weight(setting, part) for part in parts]
-    whole = max(sum(weights), 1.0)
-    return [(own / whole, _alone(setting, part)) for own, part in zip(weights, parts, strict=True)]
 
 
 def _size(setting: Setting) -> int:
@@ -238,13 +151,13 @@ def _left_out(chosen: Chosen, setting: Setting) -> list[Part]:
 
 def _mean_of_chunks(setting: Setting) -> list[Part]:
     ranks = chunks_of(setting)
-    return [(1 / (len(rank) * len(ranks)), _alone(setting, chunk)) for rank in ranks for chunk in rank]
+    return [(1 / (len(rank) * len(ranks)), alone(setting, chunk)) for rank in ranks for chunk in rank]
 
 
 def _mean_of_chunks_by_length(setting: Setting) -> list[Part]:
     chunks = [chunk for rank in chunks_of(setting) for chunk in rank]
     held = sum(map(len, chunks))
-    return [(len(chunk) / held, _alone(setting, chunk)) for chunk in chunks]
+    return [(len(chunk) / held, alone(setting, chunk)) for chunk in chunks]
 
 
 def _mean_of_chunks_by_full_length(setting: Setting) -> list[Part]:
@@ -253,10 +166,10 @@ def _mean_of_chunks_by_full_length(setting: Setting) -> list[Part]:
 
 
 def _means_of_chunks(setting: Setting) -> list[Part]:
-    return [(1.0, _alone(setting, chunk)) for rank in chunks_of(setting) for chunk in rank]
+    return [(1.0, alone(setting, chunk)) for rank in chunks_of(setting) for chunk in rank]
 
 
-def _alone(setting: Setting, chunk: Tensor) -> Fields:
+def alone(setting: Setting, chunk: Tensor) -> Fields:
     """Returns the mask and the counts of a chunk."""
     mask = setting.fields["mask"] & _within(setting, [chunk])
     return {"mask": mask, **setting.spec.counts({**setting.fields, "mask": mask})}
@@ -286,7 +199,7 @@ _MEANS: Mapping[str, tuple[str, Callable[[Setting], list[Part]]]] = {
     ),
     "divided by the number of chunks": ("each rank divides by its number of chunks", _over_number),
 }
-_TODO: Mapping[str, str] = {
+_ADVICE: Mapping[str, str] = {
     **dict.fromkeys(_MEANS, "add up all chunks, and divide once by the number that is given"),
     "divided by the number of chunks": "chunks of a sum are added up, and not averaged",
 }

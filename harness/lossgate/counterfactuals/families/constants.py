@@ -28,7 +28,8 @@ def _upstream(setting: Setting) -> float:
     return float(setting.batch.cotangents.get("loss", torch.tensor(1.0)))
 
 
-def _fixed(number: float, setting: Setting) -> float:
+def fixed(number: float, setting: Setting) -> float:
+    """Returns a number that no problem changes."""
     return number
 
 
@@ -40,7 +41,7 @@ def numbers(spec: Spec, head: str) -> Mapping[str, Number]:
     found |= {
         "the number of trained tokens": lambda s: max(float(s.fields["valid_tokens"]), 1.0),
         "the number of sequences": lambda s: max(float(len(s.lengths)), 1.0),
-        "2": partial(_fixed, 2.0),
+        "2": partial(fixed, 2.0),
     }
     if spec.reference is not None:
         found["the upstream gradient"] = _upstream
@@ -49,7 +50,7 @@ def numbers(spec: Spec, head: str) -> Mapping[str, Number]:
     if HEADS[head].has_logits:
         found["the size of the vocabulary"] = lambda s: float(s.bound.problem.vocab)
     inverse = {f"1 / ({name})": partial(_inverse, number) for name, number in found.items()}
-    return {"-1": partial(_fixed, -1.0), "0": partial(_fixed, 0.0), **found, **inverse}
+    return {"-1": partial(fixed, -1.0), "0": partial(fixed, 0.0), **found, **inverse}
 
 
 def _inverse(number: Number, setting: Setting) -> float:

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
-from lossgate.counterfactuals.edges import edges, first_trained, last_trained, piece_ends, rank_ends, runs, spans
+from lossgate.counterfactuals.edges import (
+    edges,
+    first_run,
+    first_trained,
+    last_run,
+    last_trained,
+    piece_ends,
+    rank_ends,
+    spans,
+)
 from lossgate.counterfactuals.setting import Fields, Setting
 from lossgate.layout import Axis
 from lossgate.specs.spec import Spec
@@ -213,9 +222,9 @@ _MASKS: dict[str, tuple[Change, Callable[[Setting], bool]]] = {
         _always,
     ),
     "false at the first token of each sequence": (lambda s, x: x & ~edges(s, first=True), _always),
-    "true between the trained tokens of each sequence": (lambda s, x: spans(s, x), _always),
-    "true at the first run of trained tokens of each sequence alone": (lambda s, x: runs(s, x, -1), _always),
-    "true at the last run of trained tokens of each sequence alone": (lambda s, x: runs(s, x, 1), _always),
+    "true between the trained tokens of each sequence": (spans, _always),
+    "true at the first run of trained tokens of each sequence alone": (first_run, _always),
+    "true at the last run of trained tokens of each sequence alone": (last_run, _always),
     "true at the last token of each sequence": (lambda s, x: x | edges(s, first=False), _always),
     "false at the last token of each piece that a rank holds": (lambda s, x: x & ~piece_ends(s), _over("cp")),
     "false at the last token of each rank": (lambda s, x: x & ~rank_ends(s), _over("dp", "cp")),

@@ -36,7 +36,7 @@ def operations(setting: Setting) -> Iterator[Counterfactual]:
         setting.bound_spec.loss(values, setting.fields)
     for site in _by_expression(traced.sites):
         for what, change in _CHANGES.get(site[2], {}).items():
-            yield _otherwise(site, _with_number(what) if site in traced.with_number else what, change)
+            yield _otherwise(site, _with_number(what) if traced.takes_number(site) else what, change)
         if site[2] == "sub" and "logprobs" in setting.spec.uses:
             for which, side in enumerate(("on the left", "on the right")):
                 yield mistake(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lossgate.counterfactuals.counterfactual import Counterfactual
 from lossgate.counterfactuals.edges import edges
-from lossgate.counterfactuals.families.constants import in_words, numbers
+from lossgate.counterfactuals.families.constants import fixed, in_words, numbers
 from lossgate.counterfactuals.families.masks import shifted
 from lossgate.counterfactuals.families.options import with_values
 from lossgate.counterfactuals.families.pairs import with_sequences_in
@@ -166,16 +166,12 @@ class _Combine:
     gradient: Callable[[Setting], float]
 
 
-def _fixed(number: float, setting: Setting) -> float:
-    return number
-
-
-_ONE = partial(_fixed, 1.0)
+_ONE = partial(fixed, 1.0)
 _FACTORS: Mapping[str, _Combine] = {
-    "subtracted, not added": _Combine(partial(_fixed, -1.0), partial(_fixed, -1.0)),
-    "added twice": _Combine(partial(_fixed, 2.0), partial(_fixed, 2.0)),
-    "added half": _Combine(partial(_fixed, 0.5), partial(_fixed, 0.5)),
-    "without its gradient": _Combine(_ONE, partial(_fixed, 0.0)),
+    "subtracted, not added": _Combine(partial(fixed, -1.0), partial(fixed, -1.0)),
+    "added twice": _Combine(partial(fixed, 2.0), partial(fixed, 2.0)),
+    "added half": _Combine(partial(fixed, 0.5), partial(fixed, 0.5)),
+    "without its gradient": _Combine(_ONE, partial(fixed, 0.0)),
 }
 
 
@@ -238,26 +234,28 @@ def _mixed(output: Output, right: Tensor, without: Tensor | None, factors: tuple
 def _mistaken(option: str, seams: Seams, setting: Setting) -> Outputs | None:
     if not _weighs(option, setting):
         return None
-    right = _right_without(option, setting)
-    wrong = run(setting, replace(seams, loss=partial(_term, option, setting), upstream=_of_loss_alone))
-    of_term = {o: x for o, x in wrong.items() if o in right and (o.name == "loss" or o.kind == "gradient")}
-    whole = _right(setting)
-    if all(bool((x == 0).all()) and torch.equal(whole[o], right[o]) for o, x in of_term.items()):
+    right, whole, term = _right_without(option, setting), _right(setting), _term(option, seams, setting)
+    if all(bool((x == 0).all()) and torch.equal(whole[o], right[o]) for o, x in term.items() if o.kind != "metric"):
         return whole  # no term is there, with the mistake or without
-    others = {o: x if o.kind == "metric" else right.get(o, x) for o, x in wrong.items()}
-    return {**others, **{o: right[o] + x for o, x in of_term.items()}}
+    kept = {o: x for o, x in right.items() if o.kind == "token value"}
+    return {**kept, **{o: x if o.kind == "metric" else right[o] + x for o, x in term.items()}}
+
+
+def _term(option: str, seams: Seams, setting: Setting) -> Outputs:
+    """Returns what the term that an option weighs adds to the loss and to the gradients if it is
+    computed with a mistake, and the metrics that come of it.
+    """
+
+    def loss(bound: BoundSpec, values: TokenValues, fields: Fields) -> tuple[Tensor, dict[str, Tensor]]:
+        whole, metrics = bound.loss(values, fields)
+        return whole - _without(option, setting).loss(values, fields)[0], metrics
+
+    found = run(setting, replace(seams, loss=loss, upstream=_of_loss_alone))
+    return {o: x for o, x in found.items() if o.kind != "token value"}
 
 
 def _of_loss_alone(setting: Setting, name: str, gradient: Tensor) -> Tensor:
     return gradient if name == "loss" else torch.zeros_like(gradient)
-
-
-def _term(
-    option: str, setting: Setting, bound: BoundSpec, values: TokenValues, fields: Fields
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the term that an option weighs, in place of the loss, and the metrics."""
-    loss, metrics = bound.loss(values, fields)
-    return loss - _without(option, setting).loss(values, fields)[0], metrics
 
 
 def _exchanged(setting: Setting) -> Fields:
@@ -268,10 +266,5 @@ def _exchanged(setting: Setting) -> Fields:
 def _of_both(option: str, setting: Setting) -> Outputs | None:
     if not _weighs(option, setting):
         return None
-    other = Seams(fields=_exchanged)
-    right, wrong, less = (
-        _right(setting),
-        run(setting, other),
-        run(setting, replace(other, options=partial(_without, option))),
-    )
-    return {o: x if o.kind == "metric" or o not in less else x + wrong[o] - less[o] for o, x in right.items()}
+    term = _term(option, Seams(fields=_exchanged), setting)
+    return {o: x if o.kind == "metric" or o not in term else x + term[o] for o, x in _right(setting).items()}
