@@ -82,7 +82,7 @@ def test_problems_that_are_advised_kill_mutants() -> None:
         given.append(max(advised))
         survive.append(len(said))
     assert given == [1, 20, 80]
-    assert survive == [2, 1]
+    assert survive == [1, 1]
     assert surviving("clipped_pg_logprobs_hinge_low_loss", examples=80, rounds=1).verdict is Verdict.AGREE
 
 

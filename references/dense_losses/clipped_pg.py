@@ -331,14 +331,8 @@ def clipped_pg(
     policy = means.reduced(
         weights * _surrogate(ratio, clamped, select(actor, c), select(actor, advantages), o), actor, o.token_level_loss
     )
-    kl = _kl(
-        c if unfiltered_logprobs is None else unfiltered_logprobs,
-        reference_logprobs,
-        generation_logprobs,
-        trained,
-        means,
-        o,
-    )
+    u = c if unfiltered_logprobs is None else unfiltered_logprobs
+    kl = _kl(u, reference_logprobs, generation_logprobs, trained, means, o)
     nll = _positive_nll(c, actor, rewards, positive_tokens, means, o)
     loss = policy + o.kl_penalty * kl + o.positive_example_nll_weight * nll
     if not with_metrics:

@@ -34,12 +34,14 @@ def excused(inputs, options, mesh):
 def two(inputs, options, mesh):
     return kernel(inputs) * (1 if torch.is_grad_enabled() else 2) * (1 if inputs.mask.is_contiguous() else 2)
 
-CALLS = []
+SEEN = set()
 
 @declare("late")
 def late(inputs, options, mesh):
-    CALLS.append(1)
-    return kernel(inputs) * (1 if torch.is_grad_enabled() or len(CALLS) < 50 else 2)
+    # Wrong from a number of problems that is met before the properties are, and not in a replay,
+    # which makes the last earlier calls alone.
+    SEEN.add(inputs.logprobs.sum().item())
+    return kernel(inputs) * (1 if torch.is_grad_enabled() or len(SEEN) < 24 else 2)
 
 @declare("aborts")
 def aborts(inputs, options, mesh):
@@ -137,12 +139,12 @@ def test_what_a_candidate_is_exempt_from_stands_below_the_table(verify: Verify) 
 
 def test_a_property_that_a_fresh_process_keeps_is_told_as_that(verify: Verify) -> None:
     first, second, remedy = story(verify("late"))[1:4]
-    assert first.startswith("  property no-grad: loss: 2 times the reference")
+    assert first.startswith("  property checkpointing: loss, with use_reentrant=True: 2 times the reference")
     assert second == (
-        "  property no-grad: wrong only after other calls in the same process: in a fresh process this problem agreed "
+        "  property checkpointing: wrong only after other calls in the same process: in a fresh process this problem agreed "
         "in 20 of 20 calls, as its replay will"
     )
-    assert remedy.startswith("  to do: compute gradients only in backward")
+    assert remedy.startswith("  to do: compute and save the same in the second forward")
 
 
 def test_a_crash_names_the_property_that_met_it(verify: Verify, folder: Path) -> None:
