@@ -11,6 +11,7 @@ from lossgate.counterfactuals.families.counts import counts, own_parts
 from lossgate.counterfactuals.families.inputs import detached, inputs
 from lossgate.counterfactuals.families.logits import logits
 from lossgate.counterfactuals.families.masks import labels, masks, moves
+from lossgate.counterfactuals.families.memory import memory
 from lossgate.counterfactuals.families.metrics import metrics
 from lossgate.counterfactuals.families.metrics_alone import metrics_alone
 from lossgate.counterfactuals.families.microbatches import microbatches
@@ -45,6 +46,7 @@ FAMILIES: tuple[Family, ...] = (
     microbatches,
     nothing_trained,
     inputs,
+    memory,
     detached,
     upstreams,
     weighted_terms,

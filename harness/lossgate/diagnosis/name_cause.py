@@ -12,9 +12,11 @@ from dataclasses import dataclass, field, replace
 from lossgate.cases.case import Case
 from lossgate.counterfactuals.counterfactual import Counterfactual
 from lossgate.counterfactuals.families.operations import operations
+from lossgate.counterfactuals.families.rounded import rounded
 from lossgate.counterfactuals.families.terms import terms
 from lossgate.diagnosis.cause import Cause, Diagnosis
 from lossgate.diagnosis.fitted import fitted_factors
+from lossgate.diagnosis.mixed import mixed_in
 from lossgate.diagnosis.multiples import whole_number
 from lossgate.diagnosis.observed import Observed
 from lossgate.diagnosis.partly import partly
@@ -58,10 +60,12 @@ def name_cause(
     if not search.observe(FIRST):
         return None
     first = search.failing[0]
-    known = [one for one in (*known, *terms(first.setting), *fitted_factors(first)) if one.name not in without]
+    known += [*terms(first.setting), *fitted_factors(first), *mixed_in(first)]
+    known = [one for one in known if one.name not in without]
     found = _matching(search.seen, known)
     if not any(one.explains_all for one in found):
-        others = [one for one in operations(first.setting) if one.name not in without]
+        others = [*rounded(first.setting), *operations(first.setting)]
+        others = [one for one in others if one.name not in without]
         known, found = known + others, sorted(found + _matching(search.seen, others), key=lambda match: match.level)
     if not search.observe(FIRST + FRESH):
         return Diagnosis(problems=len(search.failing), tried=len(search.seen), where=where(search.failing))

@@ -115,6 +115,8 @@ def _with_options_of(failing: Problem, entry: Entry, cell: Cell, *, own_numbers:
         options = options if spec.conflict(mixed) else mixed
     problem = replace(entry.bound.problem, options=options, scenario=failing.scenario, bias=failing.bias)
     problem = replace(problem, cotangent=failing.cotangent)
+    if not own_numbers:
+        problem = replace(problem, logit_std=failing.logit_std, label_boost=failing.label_boost)
     return replace(entry, bound=BoundProblem(cell.candidate.spec, problem), drawn=problem)
 
 

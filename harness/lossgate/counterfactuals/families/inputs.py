@@ -54,6 +54,12 @@ def inputs(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 loss=partial(_policy_for, name, True),
             )
             yield mistake(
+                f"logprobs and {name} swapped",
+                f"the policy's log-probabilities and {name} are swapped",
+                "field",
+                loss=partial(_swapped_with_policy, name),
+            )
+            yield mistake(
                 f"log-ratio to {name} turned round",
                 f"the log-ratio of the policy to {name} has the other sign",
                 "field",
@@ -220,6 +226,10 @@ Reduced = tuple[Tensor, dict[str, Tensor]]
 def _policy_for(name: str, attached: bool, bound: BoundSpec, values: TokenValues, fields: Fields) -> Reduced:
     own = values.logprobs if attached else values.logprobs.detach()
     return bound.loss(values, {**fields, name: own})
+
+
+def _swapped_with_policy(name: str, bound: BoundSpec, values: TokenValues, fields: Fields) -> Reduced:
+    return bound.loss(values.replace(logprobs=fields[name]), {**fields, name: values.logprobs})
 
 
 def _turned(name: str, attached: bool, bound: BoundSpec, values: TokenValues, fields: Fields) -> Reduced:

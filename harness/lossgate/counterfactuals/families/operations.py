@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake, split
+from lossgate.counterfactuals.families.rounded import to_bfloat16
 from lossgate.counterfactuals.seams import RIGHT, Outputs, Seams, run, scaled_gradient, with_gradient_of
 from lossgate.counterfactuals.setting import Fields, Setting
 from lossgate.counterfactuals.sites import Attached, Change, Changed, Site, Traced
@@ -35,7 +36,7 @@ def operations(setting: Setting) -> Iterator[Counterfactual]:
     with Traced() as traced:
         setting.bound_spec.loss(values, setting.fields)
     for site in _by_expression(traced.sites):
-        for what, change in _CHANGES.get(site[2], {}).items():
+        for what, change in {**_CHANGES.get(site[2], {}), **_ROUNDED.get(site[2], {})}.items():
             yield _otherwise(site, _with_number(what) if traced.takes_number(site) else what, change)
         if site[2] == "sub" and "logprobs" in setting.spec.uses:
             for which, side in enumerate(("on the left", "on the right")):
@@ -344,6 +345,24 @@ def _from_one(found: Tensor, args: tuple[Any, ...]) -> Tensor:
     return found
 
 
+def _rounded(found: Tensor, args: tuple[Any, ...]) -> Tensor:
+    return to_bfloat16(found)
+
+
+def _in_bfloat16(of: Callable[..., Tensor], found: Tensor, args: tuple[Any, ...]) -> Tensor:
+    """Returns what an operation gives of two rounded arguments, rounded."""
+    return to_bfloat16(of(*(to_bfloat16(_tensor(x, found)) for x in args[:2])))
+
+
+_RESULT = "its result is rounded to bfloat16"
+_ROUNDED: Mapping[str, Mapping[str, Change]] = {
+    **{name: {_RESULT: _rounded} for name in ("log", "exp", "sum", "log_softmax", "logsigmoid", "tanh", "pow")},
+    **{
+        name: {_RESULT: _rounded, "it is done in bfloat16": partial(_in_bfloat16, of)}
+        for name, of in (("add", torch.add), ("sub", torch.sub), ("mul", torch.mul), ("div", torch.div))
+    },
+}
+"""What rounds more than it should."""
 _NO_GRADIENT: Mapping[str, Change] = {"without its gradient": _cut}
 _CLAMP: Mapping[str, Change] = {
     "left out": _first,
