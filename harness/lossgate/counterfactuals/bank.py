@@ -10,7 +10,7 @@ from lossgate.counterfactuals.families.constants import constants
 from lossgate.counterfactuals.families.counts import counts, own_parts
 from lossgate.counterfactuals.families.inputs import detached, inputs
 from lossgate.counterfactuals.families.logits import logits
-from lossgate.counterfactuals.families.masks import labels, masks, moves
+from lossgate.counterfactuals.families.masks import in_pieces, labels, masks, moves
 from lossgate.counterfactuals.families.memory import memory
 from lossgate.counterfactuals.families.metrics import metrics
 from lossgate.counterfactuals.families.metrics_alone import metrics_alone
@@ -40,6 +40,7 @@ FAMILIES: tuple[Family, ...] = (
     pairs,
     counts,
     masks,
+    in_pieces,
     labels,
     moves,
     chunks,

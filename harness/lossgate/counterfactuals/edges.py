@@ -60,6 +60,19 @@ def _run(own: Tensor) -> Tensor:
     return own & ~_begun(_begun(own) & ~own)
 
 
+def padded_pieces(setting: Setting) -> list[Tensor]:
+    """Returns the tokens of each piece into which cp cuts sequences in a zigzag, padding included;
+    those of each sequence if cp is not split.
+
+    Args:
+        setting: with its padding.
+    """
+    partition, cp = setting.partition, setting.size("cp")
+    number = 2 * cp if cp > 1 else 1
+    spans = zip(partition.starts[:-1], partition.padded_lengths, strict=True)
+    return [piece for start, held in spans for piece in torch.arange(start, start + held).tensor_split(number)]
+
+
 def piece_ends(setting: Setting, *, last: bool = True) -> Tensor:
     """Returns ``[tokens]`` bool: the ends of what each rank holds, piece by piece."""
     ends = torch.zeros(setting.tokens, dtype=torch.bool)

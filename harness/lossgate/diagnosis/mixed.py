@@ -18,6 +18,8 @@ _DIGITS = (2, 3)
 """Significant digits to which the weights may be round."""
 _SINGULAR = 1e-6
 """A loss is not told from another if the square of the cosine between them is closer to 1."""
+_LEAST = 1e-4
+"""The smallest weight that is not the rounding of 0."""
 _UNLIKE = 0.5
 """The largest share of a disagreement that two weights may leave; above it they are not tried."""
 
@@ -58,7 +60,7 @@ def _mixtures(failing: Observed, what: str, other: Loss) -> Iterator[Counterfact
         return
     for digits in _DIGITS:
         own, more = (float(f"{weight:.{digits}g}") for weight in weights)
-        if own == 0.0 or more == 0.0:
+        if abs(own) < _LEAST or abs(more) < _LEAST:
             continue
         said = f"{more:g} times {what} is added to the loss"
         yield mistake(

@@ -115,9 +115,16 @@ def _with_options_of(failing: Problem, entry: Entry, cell: Cell, *, own_numbers:
         options = options if spec.conflict(mixed) else mixed
     problem = replace(entry.bound.problem, options=options, scenario=failing.scenario, bias=failing.bias)
     problem = replace(problem, cotangent=failing.cotangent)
+    if _trains_nothing(failing):
+        problem = replace(problem, masks=("none",) * len(problem.masks))
     if not own_numbers:
         problem = replace(problem, logit_std=failing.logit_std, label_boost=failing.label_boost)
     return replace(entry, bound=BoundProblem(cell.candidate.spec, problem), drawn=problem)
+
+
+def _trains_nothing(problem: Problem) -> bool:
+    """Returns whether no token has a label to learn. Few problems are like that, but for these."""
+    return all(mask == "none" or length < 2 for mask, length in zip(problem.masks, problem.lengths, strict=True))
 
 
 def _is_weight(value: object) -> bool:

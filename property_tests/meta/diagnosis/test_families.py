@@ -15,6 +15,7 @@ from lossgate.cases.placement import sample_problems
 from lossgate.counterfactuals.bank import FAMILIES, counterfactuals_of
 from lossgate.counterfactuals.counterfactual import Counterfactual
 from lossgate.counterfactuals.families.operations import operations
+from lossgate.counterfactuals.families.rounded import rounded
 from lossgate.counterfactuals.families.terms import terms
 from lossgate.counterfactuals.same import same
 from lossgate.counterfactuals.setting import Setting
@@ -106,12 +107,29 @@ def test_operations_are_named_by_the_line_of_the_reference() -> None:
     [
         ("softcap", "tanh: left out in backward", {"grad of logits"}),
         ("divergence", "logaddexp: the weights of the two are exchanged", {"loss", "grad of logits"}),
+        ("divergence", "log_softmax: its result is rounded to bfloat16", {"loss", "grad of logits"}),
+        ("divergence", "sub: it is done in bfloat16", {"loss", "grad of logits"}),
     ],
 )
 def test_operations_on_logits_are_done_otherwise(spec: str, what: str, outputs: set[str]) -> None:
     asked = settings(spec, "logits", "single", 100)
     found = {one.name.split(" ", 1)[1]: one for s in asked for one in operations(s)}
     assert {str(o) for o in changed(found[what], asked)} == outputs
+
+
+@pytest.mark.parametrize(
+    ("spec", "head", "name", "outputs"),
+    [
+        ("nll", "logits", "softmax rounded to bfloat16 for backward", {"grad of logits"}),
+        ("nll", "logits", "softmax less the one-hot rounded to bfloat16 for backward", {"grad of logits"}),
+        ("grpo", "logprobs", "advantages rounded to bfloat16", {"loss", "grad of logprobs"}),
+        ("grpo", "logprobs", "logprobs rounded to bfloat16", {"loss", "grad of logprobs"}),
+    ],
+)
+def test_what_is_rounded_changes_what_is_computed_from_it(spec: str, head: str, name: str, outputs: set[str]) -> None:
+    asked = settings(spec, head, "single", 20)
+    found = {one.name: one for setting in asked for one in rounded(setting)}
+    assert {str(o) for o in changed(found[name], asked)} == outputs
 
 
 @pytest.mark.parametrize(("name", "head"), [("clipped_pg", "logprobs"), ("grpo", "logprobs"), ("dpo", "logprobs")])
@@ -178,6 +196,29 @@ def test_what_is_given_whole_may_be_split_in_another_order() -> None:
     ("spec", "head", "layout", "name", "outputs"),
     [
         ("nll", "hidden", "single", "tail of chunks twice", {"loss", "grad of hidden", "grad of weight"}),
+        (
+            *("nll", "hidden", "single", "transposed view of weight read as if contiguous"),
+            {"loss", "grad of hidden", "grad of weight"},
+        ),
+        ("nll", "logits", "cp=2", "mask false at the last token of each piece of a sequence", {"loss"}),
+        ("nll", "logits", "single", "masked tokens trained on the last row, padding too", {"loss", "grad of logits"}),
+        ("nll", "logits", "cp=2", "mask true in pieces without a trained token", {"loss", "grad of logits"}),
+        ("grpo", "logprobs", "dp=2", "mean of micro-batches of 2 sequences, by sequences", {"loss"}),
+        ("nll", "logits", "dp=2", "the last alone of micro-batches of 2 sequences", {"loss", "grad of logits"}),
+        ("grpo", "logprobs", "dp=2", "mean of the means of sequences that train a token", {"loss"}),
+        (
+            "token_logprobs",
+            "logits",
+            "dp=2",
+            "upstream gradient of logprobs divided by the rank's tokens",
+            {"grad of logits"},
+        ),
+        (
+            *("grpo", "logits", "dp=2"),
+            "term of beta: the plain mean over each rank's tokens (inputs of masked tokens are 0)",
+            {"loss", "grad of logits"},
+        ),
+        ("grpo", "logprobs", "single", "logprobs and old_logprobs swapped", {"loss", "grad of logprobs"}),
         ("nll", "hidden", "tp=2", "hidden reduced in every chunk", {"grad of hidden"}),
         ("nll", "logits", "single", "vocabulary tiles: sums not rescaled", {"loss", "grad of logits"}),
         ("nll", "hidden", "single", "all above the sum ignored", {"grad of hidden", "grad of weight"}),

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import dense_losses
 from lossgate import Layout
@@ -114,6 +115,47 @@ def test_a_number_of_parts_is_told_from_a_fixed_factor(size: int, divided: bool)
     assert (names(found)[0] == whole) == (size == 8)
     if size == 8:
         assert ", as of chunks or micro-batches; this explains all " in found.sentences[0]
+
+
+@pytest.mark.parametrize(
+    ("own", "more", "expected"),
+    [
+        (1.0, 0.3, "1 of the loss and 0.3 of the mean negative log-likelihood of the labels"),
+        (0.5, 0.5, "0.5 of the loss and 0.5 of the mean negative log-likelihood of the labels"),
+    ],
+)
+def test_another_loss_that_is_mixed_in_is_named_with_its_weight(own: float, more: float, expected: str) -> None:
+    right = dense_candidate(SPECS["divergence"], "logits")
+
+    def mixed(inputs, options, mesh):
+        found = right.kernel(inputs, options, mesh)
+        logits = inputs.logits[inputs.mask] / options.temperature
+        nll = torch.nn.functional.cross_entropy(logits, inputs.labels[inputs.mask], reduction="sum")
+        return replace(found, loss=own * found.loss + more * nll / inputs.valid_tokens.clamp(min=1))
+
+    assert names(diagnosed(replace(right, kernel=mixed, name="mixed"), "single")) == [expected]
+
+
+def test_what_is_rounded_entry_by_entry_is_named() -> None:
+    right = dense_candidate(SPECS["grpo"], "logprobs")
+
+    def rounded(inputs, options, mesh):
+        return right.kernel(replace(inputs, advantages=inputs.advantages.bfloat16().float()), options, mesh)
+
+    found = diagnosed(replace(right, kernel=rounded, name="rounded"), "single")
+    assert names(found) == ["advantages rounded to bfloat16"]
+
+
+def test_what_fails_where_nothing_is_trained_is_asked_there() -> None:
+    right = dense_candidate(SPECS["nll"], "logits")
+
+    def unguarded(inputs, options, mesh):
+        found = right.kernel(inputs, options, mesh)
+        count = inputs.valid_tokens
+        return replace(found, loss=found.loss * count.clamp(min=1) / count)
+
+    found = diagnosed(replace(right, kernel=unguarded, name="unguarded"), "single")
+    assert names(found)[0].startswith("0 / 0 where the batch has no trained token")
 
 
 def test_a_gradient_that_is_stopped_in_one_use_alone_is_named() -> None:

@@ -84,7 +84,7 @@ def _mistakes(spec: Spec) -> Mapping[str, tuple[str, Seams, bool]]:
 
 def _weighed(option: str, power: int, setting: Setting) -> Outputs | None:
     weight = float(getattr(setting.bound_spec.options, option))
-    if weight in (0.0, 1.0):
+    if weight == 1.0 or (weight == 0.0 and power < 0):
         return None
     return {o: x * weight**power if o.kind == "metric" else x for o, x in run(setting).items()}
 

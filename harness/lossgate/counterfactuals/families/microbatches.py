@@ -19,6 +19,8 @@ _NUMBERS = (2, 3, 4, 8)
 """Into how many parts a kernel may cut what it has, whatever its size."""
 _WEIGHED = (2, 4)
 """The same, where parts are weighed."""
+_SIZES = (2, 4)
+"""How many sequences may make a micro-batch."""
 
 
 def microbatches(spec: Spec, head: str) -> Iterator[Counterfactual]:
@@ -38,6 +40,35 @@ def microbatches(spec: Spec, head: str) -> Iterator[Counterfactual]:
                         padding=True,
                         parts=partial(_mean_of_parts, number, cut, weight),
                     )
+    for size in _SIZES:
+        for weighed, weight in _WEIGHTS.items():
+            yield mistake(
+                f"mean of micro-batches of {size} sequences{weighed and f', by {weighed}'}",
+                f"{size} sequences make a micro-batch, which is divided by its own trained tokens, and micro-batches "
+                f"are averaged{weighed and f', each weighed by its number of {weighed}'}",
+                "chunk",
+                todo="divide every micro-batch by the number that is given, and add them up",
+                padding=True,
+                parts=partial(_mean_of_parts, size, _of_size, weight),
+            )
+    for size in (1, *_SIZES):
+        own = "each sequence makes" if size == 1 else f"{size} sequences make"
+        for which, (words, kept) in _KEPT.items():
+            yield mistake(
+                f"{which} of micro-batches of {size} sequences",
+                f"{own} a micro-batch, and each rank {words}",
+                "chunk",
+                todo="add up all micro-batches, and set nothing to zero between them",
+                padding=True,
+                parts=partial(_of_some, size, kept),
+            )
+    yield mistake(
+        "mean of the means of sequences that train a token",
+        "each sequence is divided by its own trained tokens, and sequences that have some are averaged over the batch",
+        "chunk",
+        todo="divide every sequence by the number that is given, and add them up",
+        parts=_mean_of_trained_sequences,
+    )
     yield mistake(
         "mean of the means of each rank's sequences",
         "each sequence is divided by its own trained tokens, and each rank averages its sequences, empty ones too; the "
@@ -49,21 +80,32 @@ def microbatches(spec: Spec, head: str) -> Iterator[Counterfactual]:
     )
 
 
-Cut = Callable[[int, Setting, int], list[Tensor]]
-"""Gets the number of parts, the problem and the rank, and returns the tokens of each part."""
+Tokens = Tensor
+"""The numbers of some tokens."""
+Sequences = Tensor
+"""The numbers of some sequences, which may be empty."""
+Cut = Callable[[int, Setting, int], list[tuple[Tokens, Sequences]]]
+"""Gets a number of parts, or of sequences in a part, the problem and the rank, and returns the
+parts of what the rank has."""
 
 
-def _by_tokens(number: int, setting: Setting, rank: int) -> list[Tensor]:
-    return list(setting.token_shards[rank].tensor_split(number))
+def _by_tokens(number: int, setting: Setting, rank: int) -> list[tuple[Tokens, Sequences]]:
+    sequence = setting.fields["sequence"]
+    return [(own, sequence[own].unique()) for own in setting.token_shards[rank].tensor_split(number)]
 
 
-def _by_sequences(number: int, setting: Setting, rank: int) -> list[Tensor]:
-    return [_held(part, setting, rank) for part in _sequences(setting, rank).tensor_split(number)]
+def _by_sequences(number: int, setting: Setting, rank: int) -> list[tuple[Tokens, Sequences]]:
+    return [(_held(part, setting, rank), part) for part in _sequences(setting, rank).tensor_split(number)]
 
 
-def _by_turns(number: int, setting: Setting, rank: int) -> list[Tensor]:
+def _by_turns(number: int, setting: Setting, rank: int) -> list[tuple[Tokens, Sequences]]:
     own = _sequences(setting, rank)
-    return [_held(own[turn::number], setting, rank) for turn in range(number)]
+    return [(_held(own[turn::number], setting, rank), own[turn::number]) for turn in range(number)]
+
+
+def _of_size(size: int, setting: Setting, rank: int) -> list[tuple[Tokens, Sequences]]:
+    own = _sequences(setting, rank)
+    return [(_held(part, setting, rank), part) for part in own.split(size) if len(part)]
 
 
 def _sequences(setting: Setting, rank: int) -> Tensor:
@@ -82,19 +124,40 @@ _CUTS: Mapping[str, Cut] = {
     "sequences": _by_sequences,
     "sequences in turns": _by_turns,
 }
-_WEIGHTS: Mapping[str, Callable[[Setting, Tensor], float]] = {
-    "": lambda setting, tokens: 1.0,
-    "tokens": lambda setting, tokens: float(len(tokens)),
-    "sequences": lambda setting, tokens: float(len(setting.fields["sequence"][tokens].unique())),
+Weight = Callable[[Tokens, Sequences], float]
+_WEIGHTS: Mapping[str, Weight] = {
+    "": lambda tokens, sequences: 1.0,
+    "tokens": lambda tokens, sequences: float(len(tokens)),
+    "sequences": lambda tokens, sequences: float(len(sequences)),
 }
 """What the mean of a part may be weighed by."""
+_KEPT: Mapping[str, tuple[str, slice]] = {
+    "the last alone": ("keeps the last one alone", slice(-1, None)),
+    "the first alone": ("keeps the first one alone", slice(1)),
+    "the last left out": ("leaves out the last one", slice(-1)),
+}
+"""Which micro-batches may be left: in words, and which."""
 
 
-def _mean_of_parts(number: int, cut: Cut, weight: Callable[[Setting, Tensor], float], setting: Setting) -> list[Part]:
+def _mean_of_parts(number: int, cut: Cut, weight: Weight, setting: Setting) -> list[Part]:
     parts = [part for rank in range(len(setting.token_shards)) for part in cut(number, setting, rank)]
-    weights = [weight(setting, part) for part in parts]
+    weights = [weight(*part) for part in parts]
     whole = max(sum(weights), 1.0)
-    return [(own / whole, alone(setting, part)) for own, part in zip(weights, parts, strict=True)]
+    return [(own / whole, alone(setting, tokens)) for own, (tokens, _) in zip(weights, parts, strict=True)]
+
+
+def _of_some(size: int, kept: slice, setting: Setting) -> list[Part]:
+    ranks = range(len(setting.token_shards))
+    tokens = [own for rank in ranks for own, _ in _of_size(size, setting, rank)[kept]]
+    within = setting.mask_of(torch.cat(tokens) if tokens else torch.tensor([], dtype=torch.long))
+    return [(1.0, {"mask": setting.fields["mask"] & within})]
+
+
+def _mean_of_trained_sequences(setting: Setting) -> list[Part]:
+    sequence, mask = setting.fields["sequence"], setting.fields["mask"]
+    trained = sequence[mask].unique()
+    parts = [(1 / len(trained), alone(setting, (sequence == one).nonzero().squeeze(1))) for one in trained]
+    return parts or [(1.0, {})]
 
 
 def _mean_of_sequences(setting: Setting) -> list[Part]:

@@ -11,6 +11,7 @@ from lossgate.counterfactuals.families.chunks import chunks_of, knows_size
 from lossgate.counterfactuals.families.sequence_sums import sums_sequences
 from lossgate.counterfactuals.seams import Outputs
 from lossgate.counterfactuals.setting import Setting
+from lossgate.specs.outputs import Output
 from lossgate.specs.spec import Spec
 
 
@@ -19,14 +20,14 @@ def nothing_trained(spec: Spec, head: str) -> Iterator[Counterfactual]:
     if spec.reference is None or spec.trained_dim != "token":
         return
     for what, lacks in _LACKS.items():
-        for also, gradients in (("", False), (", and so are the gradients", True)):
+        for also, kinds in _ALSO.items():
             yield mistake(
                 f"0 / 0 where {what} has no trained token{also}",
                 f"a mean over {what} without a trained token is 0 / 0: the loss is not a number{also}",
                 "count",
                 lacks,
                 "divide by at least 1",
-                outputs=partial(_not_a_number, gradients),
+                outputs=partial(_not_a_number, kinds),
             )
 
 
@@ -45,6 +46,7 @@ def _lacks_sequence(setting: Setting) -> bool:
 def _lacks_chunk(setting: Setting) -> bool:
     if not knows_size(setting):
         return False
+    setting = setting.with_padding  # a chunk of padding alone trains nothing either
     mask = setting.fields["mask"]
     return any(not bool(mask[chunk].any()) for rank in chunks_of(setting) for chunk in rank)
 
@@ -58,8 +60,22 @@ _LACKS: Mapping[str, Callable[[Setting], bool]] = {
 """Over what a mean is taken, and whether there is one without a trained token."""
 
 
-def _not_a_number(gradients: bool, setting: Setting, outputs: Outputs) -> Outputs:
+_ALSO: Mapping[str, tuple[str, ...]] = {
+    "": (),
+    ", and so are the gradients": ("gradient",),
+    ", and so are the metrics": ("metric",),
+    ", and so are the metrics and the gradients": ("metric", "gradient"),
+}
+"""What else is not a number: in words, and the kinds of outputs."""
+
+
+def _not_a_number(kinds: tuple[str, ...], setting: Setting, outputs: Outputs) -> Outputs:
     return {
-        o: torch.full_like(x, torch.nan) if o.name == "loss" or (gradients and o.kind == "gradient") else x
+        o: torch.full_like(x, torch.nan) if o.name == "loss" or (o.kind in kinds and _is_mean(setting, o)) else x
         for o, x in outputs.items()
     }
+
+
+def _is_mean(setting: Setting, output: Output) -> bool:
+    """Returns whether an output is added up over ranks, as means are, and not an extremum."""
+    return output.kind != "metric" or setting.spec.metrics[output.name].reduction == "sum"

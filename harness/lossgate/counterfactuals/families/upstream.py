@@ -91,6 +91,13 @@ def _first_of_rank(setting: Setting, g: Tensor) -> Tensor:
     return setting.moved_on_each_rank(g, lambda own: own[:1].expand(len(own)))
 
 
+def _by_held(setting: Setting, g: Tensor) -> Tensor:
+    found = g.clone()
+    for own, held in zip(setting.token_shards, setting.held_by_ranks, strict=True):
+        found[own] = g[own] / max(held, 1)
+    return found
+
+
 _OF_LOSS: dict[str, tuple[str, Change]] = {
     "ignored": ("takes an upstream gradient of 1, whatever it is given", lambda s, g: torch.ones_like(g)),
     "twice": ("multiplies by the upstream gradient twice", lambda s, g: g * g),
@@ -118,5 +125,9 @@ _OF_TOKENS: dict[str, tuple[str, Change]] = {
     "divided by the count": (
         "divides the upstream gradients of {name} by the number of trained tokens",
         lambda s, g: g / s.fields["valid_tokens"].clamp(min=1),
+    ),
+    "divided by the rank's tokens": (
+        "divides the upstream gradients of {name} by the number of tokens that each rank holds, padding included",
+        _by_held,
     ),
 }

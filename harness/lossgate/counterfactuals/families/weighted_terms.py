@@ -8,6 +8,7 @@ mistake in it alone is the right loss without it, plus the wrong loss less the w
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from math import log
 
 import torch
 from torch import Tensor
@@ -63,6 +64,18 @@ def weighted_terms(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 seams=RIGHT,
                 computed=partial(_mistaken, option.name, Seams(fields=fields)),
             )
+        if spec.trained_dim == "token":
+            for zeroed, which in ((False, ""), (True, " (inputs of masked tokens are 0)")):
+                yield Counterfactual(
+                    name=f"term of {option.name}: the plain mean over each rank's tokens{which}",
+                    sentence=f"{term} is the mean over all tokens of each rank, masked ones and padding too, and ranks "
+                    f"are averaged{which}",
+                    kind="term",
+                    seams=RIGHT,
+                    computed=partial(_plain_mean, option.name, zeroed),
+                    todo="take the sum over trained tokens, and divide by the number that is given",
+                    padding=True,
+                )
         if spec.group_size == 2 and spec.trained_dim == "token":
             yield Counterfactual(
                 name=f"term of {option.name}: of both sequences",
@@ -79,6 +92,25 @@ def weighted_terms(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 seams=RIGHT,
                 computed=partial(_mistaken, option.name, Seams(parts=parts)),
             )
+
+
+def _plain_mean(option: str, zeroed: bool, setting: Setting) -> Outputs | None:
+    ranks, parts = setting.token_shards, list[Part]()
+    for rank, held in enumerate(ranks):
+        masks = masks_of(setting, [rank])
+        weight = float(setting.fields["valid_tokens"].clamp(min=1)) / (max(len(held), 1) * len(ranks))
+        parts.append((weight, {**masks, "mask": setting.mask_of(held)}))
+    seams = Seams(parts=lambda setting: parts)
+    return _mistaken(option, replace(seams, values=_of_zeros_where_masked) if zeroed else seams, setting)
+
+
+def _of_zeros_where_masked(setting: Setting, values: TokenValues) -> TokenValues:
+    """Gives masked tokens what comes of logits of 0, or of log-probabilities of 0."""
+    mask, entropy = setting.fields["mask"], log(setting.bound.problem.vocab) if setting.head.has_logits else 0.0
+    zeros = {"logprobs": -entropy, "entropy": entropy, "logsumexp": entropy, "mean_logprob": -entropy}
+    return values.replace(
+        **{name: torch.where(mask, values.given[name], x) for name, x in zeros.items() if name in values.given}
+    )
 
 
 def _mistakes(spec: Spec) -> Mapping[str, Callable[[Setting], Fields]]:
