@@ -121,7 +121,7 @@ nemo = nemo_of(None, "nemo")
 # The KL estimate is weighted by ones. Its value is right, but the tokens are samples of the policy
 # itself, and the gradient through their probabilities (the score term) is missing. The author
 # would have to weight by exp(x - x.detach()), whose value is 1. (NeMo-RL)
-kl_without_score_term = nemo_of("kl_without_score_term", "kl_without_score_term")
+kl_weighed_by_ones = nemo_of("kl_without_score_term", "kl_weighed_by_ones")
 
 MICRO_BATCH = 2  # sequences
 
@@ -168,7 +168,7 @@ token_mean_by_samples = verl_of("token_mean_by_samples", "token_mean_by_samples"
 
 BUGS = {
     "dual_clip_not_forwarded": ("single", "cp=2"),
-    "kl_without_score_term": ("single", "dp=2"),
+    "kl_weighed_by_ones": ("single", "dp=2"),
     "token_mean_by_samples": ("single", "dp=2"),
 }
 RIGHT = {"slime": ("single", "cp=2"), "nemo": ("single", "dp=2"), "verl": ("single", "dp=2")}

@@ -70,7 +70,7 @@ def column_parallel_of(bug, name):
 
 
 column_parallel = column_parallel_of(None, "column_parallel")
-partial = column_parallel_of("partial", "partial")
+hidden_parts_never_added = column_parallel_of("partial", "hidden_parts_never_added")
 
 AVERAGED = {"dp": "avg"}
 
@@ -96,7 +96,7 @@ def recipe_of(bug, name):
 
 
 recipe = recipe_of(None, "recipe")
-world = recipe_of("world", "world")
+multiplied_by_all_ranks = recipe_of("world", "multiplied_by_all_ranks")
 
 
 class ReduceLoss(torch.autograd.Function):
@@ -139,7 +139,7 @@ def sequence_parallel_of(bug, name):
 
 
 sequence_parallel = sequence_parallel_of(None, "sequence_parallel")
-ranks_twice = sequence_parallel_of("ranks", "ranks_twice")
+gradient_times_ranks_of_cp = sequence_parallel_of("ranks", "gradient_times_ranks_of_cp")
 
 
 def zigzag_of(bug, name):
@@ -179,7 +179,7 @@ def zigzag_of(bug, name):
 
 
 zigzag = zigzag_of(None, "zigzag")
-negative_slice = zigzag_of("negative", "negative_slice")
+slice_from_minus_zero = zigzag_of("negative", "slice_from_minus_zero")
 
 
 class GatherSequence(torch.autograd.Function):
@@ -226,14 +226,14 @@ def annotated_of(bug, name):
 
 
 annotated = annotated_of(None, "annotated")
-heads_split = annotated_of("heads", "heads_split")
+joined_along_the_heads = annotated_of("heads", "joined_along_the_heads")
 
 BUGS = {
-    "partial": ("tp=2", "dp=2,tp=2"),
-    "ranks_twice": ("cp=2",),
-    "world": ("tp=2", "dp=2,tp=2"),
-    "negative_slice": ("cp=2", "dp=2,cp=2"),
-    "heads_split": ("cp=2",),
+    "hidden_parts_never_added": ("tp=2", "dp=2,tp=2"),
+    "gradient_times_ranks_of_cp": ("cp=2",),
+    "multiplied_by_all_ranks": ("tp=2", "dp=2,tp=2"),
+    "slice_from_minus_zero": ("cp=2", "dp=2,cp=2"),
+    "joined_along_the_heads": ("cp=2",),
 }
 RIGHT = {
     "column_parallel": ("tp=2", "dp=2,tp=2"),

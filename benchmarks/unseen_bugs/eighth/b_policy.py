@@ -77,9 +77,9 @@ def actor_of(bug, name):
 
 
 actor = actor_of(None, "actor")
-arguments = actor_of("arguments", "arguments")
-unclamped = actor_of("unclamped", "unclamped")
-in_place = actor_of("in_place", "in_place")
+advantages_and_mask_swapped = actor_of("arguments", "advantages_and_mask_swapped")
+count_of_nothing_not_clamped = actor_of("unclamped", "count_of_nothing_not_clamped")
+penalty_multiplied_in_place = actor_of("in_place", "penalty_multiplied_in_place")
 
 
 def by_sequences_of(bug, name):
@@ -116,7 +116,7 @@ def by_sequences_of(bug, name):
 
 
 by_sequences = by_sequences_of(None, "by_sequences")
-sequence_means = by_sequences_of("sequence_means", "sequence_means")
+means_of_sequences_averaged = by_sequences_of("sequence_means", "means_of_sequences_averaged")
 
 
 def gspo_of(bug, name):
@@ -157,7 +157,7 @@ def gspo_of(bug, name):
 
 
 gspo = gspo_of(None, "gspo")
-sums_all = gspo_of("sums_all", "sums_all")
+advantages_summed_with_masked = gspo_of("sums_all", "advantages_summed_with_masked")
 
 
 def microbatches_of(bug, name):
@@ -195,15 +195,15 @@ def microbatches_of(bug, name):
 
 
 microbatches = microbatches_of(None, "microbatches")
-counts_all = microbatches_of("counts_all", "counts_all")
+empty_micro_batches_counted = microbatches_of("counts_all", "empty_micro_batches_counted")
 
 BUGS = {
-    "arguments": ("single", "cp=2"),
-    "sequence_means": ("single", "dp=2"),
-    "sums_all": ("single", "dp=2"),
-    "counts_all": ("single", "dp=2"),
-    "unclamped": ("single", "dp=2"),
-    "in_place": ("single", "dp=2,cp=2"),
+    "advantages_and_mask_swapped": ("single", "cp=2"),
+    "means_of_sequences_averaged": ("single", "dp=2"),
+    "advantages_summed_with_masked": ("single", "dp=2"),
+    "empty_micro_batches_counted": ("single", "dp=2"),
+    "count_of_nothing_not_clamped": ("single", "dp=2"),
+    "penalty_multiplied_in_place": ("single", "dp=2,cp=2"),
 }
 RIGHT = {
     "actor": ("single", "dp=2,cp=2"),

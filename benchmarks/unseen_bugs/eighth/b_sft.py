@@ -62,7 +62,7 @@ def chunked_of(bug, name):
 
 
 chunked = chunked_of(None, "chunked")
-ignore_index = chunked_of("ignore_index", "ignore_index")
+ignored_label_not_compared = chunked_of("ignore_index", "ignored_label_not_compared")
 
 
 def step_of(bug, name, dtype="float32"):
@@ -103,8 +103,8 @@ def step_of(bug, name, dtype="float32"):
 
 step = step_of(None, "step")
 half_step = step_of(None, "half_step", "float16")
-max_scaled = step_of("max_scaled", "max_scaled")
-half_sum = step_of("half_sum", "half_sum", "float16")
+largest_loss_divided_by_count = step_of("max_scaled", "largest_loss_divided_by_count")
+running_sum_in_float16 = step_of("half_sum", "running_sum_in_float16", "float16")
 
 
 def jsd_of_rows(student, teacher, beta=0.5):
@@ -176,13 +176,13 @@ def jsd_of(bug, name):
 
 
 jsd = jsd_of(None, "jsd")
-beta_dropped = jsd_of("beta", "beta_dropped")
+beta_not_handed_on = jsd_of("beta", "beta_not_handed_on")
 
 BUGS = {
-    "max_scaled": ("single", "dp=2"),
-    "ignore_index": ("single", "cp=2"),
-    "beta_dropped": ("single", "dp=2"),
-    "half_sum": ("single", "dp=2"),
+    "largest_loss_divided_by_count": ("single", "dp=2"),
+    "ignored_label_not_compared": ("single", "cp=2"),
+    "beta_not_handed_on": ("single", "dp=2"),
+    "running_sum_in_float16": ("single", "dp=2"),
 }
 RIGHT = {
     "chunked": ("single", "cp=2"),

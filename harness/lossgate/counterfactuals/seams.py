@@ -141,17 +141,8 @@ def run(setting: Setting, seams: Seams = RIGHT) -> Outputs:
         setting: the problem on its layout.
         seams: the stages.
     """
-    bound, batch = seams.options(setting), setting.batch
-    fields = {**setting.fields, **seams.fields(setting)}
-    held = {name: leaf.detach().requires_grad_() for name, leaf in batch.leaves.items()}
-    values = seams.values(setting, _values(setting, seams, bound, seams.leaves(setting, held), fields))
-    outputs, spec = Outputs(), bound.spec
-    if "logprobs" in spec.outputs:
-        outputs[spec.output("logprobs")] = values.logprobs
-    if "token_entropy" in spec.outputs and "entropy" in values.given:
-        outputs[spec.output("token_entropy")] = values.entropy
-    if spec.reference is not None:
-        outputs |= _reduced(setting, seams, bound, values, fields)
+    spec, held = setting.spec, _held(setting)
+    outputs = _forward(setting, seams, held)
     roots: list[Tensor] = []
     for name, cotangent in _cotangents(setting).items():
         root = outputs.get(spec.output(name), torch.zeros(()))
@@ -159,6 +150,30 @@ def run(setting: Setting, seams: Seams = RIGHT) -> Outputs:
     gradients = _gradients(roots, held)
     found = {output: tensor.detach() for output, tensor in outputs.items()}
     return seams.outputs(setting, {**found, **dict(zip(setting.head.gradients(held).values(), gradients, strict=True))})
+
+
+def values_alone(setting: Setting, seams: Seams) -> Outputs:
+    """Returns what ``run`` returns but for the gradients, in less time."""
+    return {output: tensor.detach() for output, tensor in _forward(setting, seams, _held(setting)).items()}
+
+
+def _held(setting: Setting) -> dict[str, Tensor]:
+    """Returns the leaves with a gradient, which some mistakes look for."""
+    return {name: leaf.detach().requires_grad_() for name, leaf in setting.batch.leaves.items()}
+
+
+def _forward(setting: Setting, seams: Seams, leaves: Mapping[str, Tensor]) -> Outputs:
+    bound = seams.options(setting)
+    fields = {**setting.fields, **seams.fields(setting)}
+    values = seams.values(setting, _values(setting, seams, bound, seams.leaves(setting, leaves), fields))
+    outputs, spec = Outputs(), bound.spec
+    if "logprobs" in spec.outputs:
+        outputs[spec.output("logprobs")] = values.logprobs
+    if "token_entropy" in spec.outputs and "entropy" in values.given:
+        outputs[spec.output("token_entropy")] = values.entropy
+    if spec.reference is not None:
+        outputs |= _reduced(setting, seams, bound, values, fields)
+    return outputs
 
 
 def _cotangents(setting: Setting) -> Mapping[str, Tensor]:

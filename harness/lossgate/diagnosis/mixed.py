@@ -45,6 +45,8 @@ def _others(failing: Observed) -> Mapping[str, Loss]:
     found: dict[str, Loss] = {"the mean negative log-likelihood of the labels": partial(_mean, _nll)}
     if "logits" in spec.uses and spec.temperature is not None:
         found["the mean negative log-likelihood of the labels by untempered logits"] = partial(_mean, _untempered_nll)
+    if not failing.setting.head.has_logits:
+        return found
     if {"entropy", "logits"} & {*spec.uses}:
         found["the mean entropy"] = partial(_mean, _entropy)
     if {"logsumexp", "logits"} & {*spec.uses}:

@@ -34,6 +34,8 @@ _MORE = 4
 """How often further problems are asked where several names are left that differ."""
 TRIED = 40
 """The most problems that are run for either."""
+MORE_TRIED = 60
+"""The same, if so many have failed that few are missing."""
 _TELLING = 3
 """Problems without a mistake that must lack what is said to be its condition."""
 _NAMES = 3
@@ -60,13 +62,16 @@ def name_cause(
     if not search.observe(FIRST):
         return None
     first = search.failing[0]
-    known += [*terms(first.setting), *fitted_factors(first), *mixed_in(first)]
+    known += [*terms(first.setting), *fitted_factors(first)]
     known = [one for one in known if one.name not in without]
     found = _matching(search.seen, known)
     if not any(one.explains_all for one in found):
         others = [*rounded(first.setting), *operations(first.setting)]
         others = [one for one in others if one.name not in without]
         known, found = known + others, sorted(found + _matching(search.seen, others), key=lambda match: match.level)
+    if not found:
+        mixtures = [one for one in mixed_in(first) if one.name not in without]
+        known, found = known + mixtures, _matching(search.seen, mixtures)
     if not search.observe(FIRST + FRESH):
         return Diagnosis(problems=len(search.failing), tried=len(search.seen), where=where(search.failing))
     found = _matching(search.seen, [one.counterfactual for one in found])
@@ -89,7 +94,7 @@ class _Search:
 
     def observe(self, failing: int) -> bool:
         """Runs cases until so many have failed. Returns whether they have."""
-        while len(self.failing) < failing and len(self.seen) < TRIED:
+        while len(self.failing) < failing and len(self.seen) < (MORE_TRIED if len(self.failing) >= FRESH else TRIED):
             case = next(self.cases, None)
             if case is None:
                 return False
@@ -127,7 +132,7 @@ def _matching(seen: Sequence[Observed], bank: Iterable[Counterfactual]) -> list[
     scope = _scope(failing)
     found: list[_Match] = []
     for one in bank:
-        if not all(observed.says_something(one) and observed.fits(one, observed.wrong) for observed in failing):
+        if not all(_explains(one, observed) for observed in failing):
             continue
         whole = all(observed.fits(one, observed.got) for observed in failing)
         always = all(observed.fits(one, scope) for observed in seen if not observed.wrong)
@@ -137,6 +142,10 @@ def _matching(seen: Sequence[Observed], bank: Iterable[Counterfactual]) -> list[
             continue  # a number says little: a metric alone is explained by what leaves the rest right
         found.append(_Match(one, whole, always, spoilt))
     return sorted(found, key=lambda match: match.level)
+
+
+def _explains(one: Counterfactual, observed: Observed) -> bool:
+    return observed.may_fit(one) and observed.says_something(one) and observed.fits(one, observed.wrong)
 
 
 def _diagnosis(search: _Search, found: Sequence[_Match], known: Sequence[Counterfactual]) -> Diagnosis:

@@ -123,7 +123,7 @@ def test_operations_on_logits_are_done_otherwise(spec: str, what: str, outputs: 
         ("nll", "logits", "softmax rounded to bfloat16 for backward", {"grad of logits"}),
         ("nll", "logits", "softmax less the one-hot rounded to bfloat16 for backward", {"grad of logits"}),
         ("grpo", "logprobs", "advantages rounded to bfloat16", {"loss", "grad of logprobs"}),
-        ("grpo", "logprobs", "logprobs rounded to bfloat16", {"loss", "grad of logprobs"}),
+        ("grpo", "logprobs", "logprobs rounded to bfloat16", {"logprobs", "loss", "grad of logprobs"}),
     ],
 )
 def test_what_is_rounded_changes_what_is_computed_from_it(spec: str, head: str, name: str, outputs: set[str]) -> None:

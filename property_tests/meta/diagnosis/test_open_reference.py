@@ -11,6 +11,7 @@ from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.placed_problem import PlacedProblem
 from lossgate.cases.placement import sample_problems
+from lossgate.counterfactuals.bank import counterfactuals_of
 from lossgate.counterfactuals.counterfactual import mistake
 from lossgate.counterfactuals.seams import RIGHT, Seams, run, scaled_gradient, spelled_out, with_gradient_of
 from lossgate.counterfactuals.setting import Setting
@@ -37,6 +38,20 @@ def test_without_a_mistake_it_is_the_reference(name: str, head: str) -> None:
             found = run(setting, seams)
             for output, right in reference.items():
                 assert torch.allclose(found[output], right, rtol=1e-7, atol=1e-10, equal_nan=True), (output, seams)
+
+
+@pytest.mark.parametrize(("name", "head"), [("nll", "hidden"), ("grpo", "logprobs"), ("dpo", "logits")])
+def test_forward_alone_gives_the_values_of_each_mistake(name: str, head: str) -> None:
+    asked = 0
+    for one in counterfactuals_of(SPECS[name], head).values():
+        for setting in settings(name, head, "cp=2", 1):
+            values, whole = one.run_forward(setting), one.run(setting)
+            if values is not None:
+                assert whole is not None, one.name
+                assert values.keys() == {o for o in whole if o.kind != "gradient"}
+                assert all(torch.equal(x.nan_to_num(), whole[o].nan_to_num()) for o, x in values.items()), one.name
+                asked += 1
+    assert asked > 100
 
 
 @pytest.mark.parametrize("field", fields(Seams), ids=lambda field: field.name)

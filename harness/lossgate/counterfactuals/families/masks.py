@@ -84,7 +84,7 @@ def in_pieces(spec: Spec, head: str) -> Iterator[Counterfactual]:
             padding=True,
             fields=partial(_whole_if_none, before),
         )
-    if head in ("hidden", "logits"):
+    if head in ("hidden", "logits") and "logprobs" in spec.uses and spec.gathered_ids is None:
         for padding in (False, True):
             for what, row in (("the first", 0), ("the last", -1)):
                 yield mistake(
