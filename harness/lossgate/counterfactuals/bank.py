@@ -8,9 +8,10 @@ from lossgate.counterfactuals.counterfactual import Counterfactual
 from lossgate.counterfactuals.families.chunks import chunks
 from lossgate.counterfactuals.families.constants import constants
 from lossgate.counterfactuals.families.counts import counts, own_parts
+from lossgate.counterfactuals.families.entropy import entropies
+from lossgate.counterfactuals.families.filters import filters
 from lossgate.counterfactuals.families.inputs import detached, inputs
-from lossgate.counterfactuals.families.logits import logits
-from lossgate.counterfactuals.families.masks import in_pieces, labels, masks, moves
+from lossgate.counterfactuals.families.masks import labels, masks, moves
 from lossgate.counterfactuals.families.memory import memory
 from lossgate.counterfactuals.families.metrics import metrics
 from lossgate.counterfactuals.families.metrics_alone import metrics_alone
@@ -18,9 +19,13 @@ from lossgate.counterfactuals.families.microbatches import microbatches
 from lossgate.counterfactuals.families.nothing import nothing_trained
 from lossgate.counterfactuals.families.options import options
 from lossgate.counterfactuals.families.pairs import pairs
+from lossgate.counterfactuals.families.pieces import pieces
 from lossgate.counterfactuals.families.ranks import ranks
 from lossgate.counterfactuals.families.sequence_sums import sequence_sums
-from lossgate.counterfactuals.families.softmax import softmaxes, temperatures
+from lossgate.counterfactuals.families.softcap import softcaps
+from lossgate.counterfactuals.families.softmax import softmaxes
+from lossgate.counterfactuals.families.temperature import temperatures
+from lossgate.counterfactuals.families.tensor_parallel import tensor_parallel
 from lossgate.counterfactuals.families.upstream import upstreams
 from lossgate.counterfactuals.families.vocabulary import vocabulary
 from lossgate.counterfactuals.families.weighted_terms import weighted_terms
@@ -31,8 +36,11 @@ Family = Callable[[Spec, str], Iterator[Counterfactual]]
 FAMILIES: tuple[Family, ...] = (
     options,
     temperatures,
+    softcaps,
     softmaxes,
-    logits,
+    entropies,
+    tensor_parallel,
+    filters,
     vocabulary,
     ranks,
     sequence_sums,
@@ -40,7 +48,7 @@ FAMILIES: tuple[Family, ...] = (
     pairs,
     counts,
     masks,
-    in_pieces,
+    pieces,
     labels,
     moves,
     chunks,

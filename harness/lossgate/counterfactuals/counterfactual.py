@@ -51,8 +51,8 @@ class Counterfactual:
         return self._run(setting, partial(run, seams=self.seams) if self.computed is None else self.computed)
 
     def run_forward(self, setting: Setting) -> Outputs | None:
-        """Returns the same but for the gradients, in less time; None also where forward alone does
-        not tell.
+        """Returns what ``run`` returns, without gradients and in less time; None also where that
+        can't be had.
         """
         if self.computed is not None or self.seams.outputs is not RIGHT.outputs:
             return None

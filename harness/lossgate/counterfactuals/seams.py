@@ -60,6 +60,11 @@ def _mean(setting: Setting, tempered: Tensor) -> Tensor:
 
 
 def _entropy(setting: Setting, tempered: Tensor, logprobs: Tensor) -> Tensor:
+    return entropy_of(logprobs)
+
+
+def entropy_of(logprobs: Tensor) -> Tensor:
+    """Returns the entropies ``[tokens]`` of log-probabilities ``[tokens, vocab]``."""
     return -(logprobs.exp() * torch.where(logprobs > -torch.inf, logprobs, 0.0)).sum(-1)
 
 
@@ -141,7 +146,7 @@ def run(setting: Setting, seams: Seams = RIGHT) -> Outputs:
         setting: the problem on its layout.
         seams: the stages.
     """
-    spec, held = setting.spec, _held(setting)
+    spec, held = setting.spec, _fresh_leaves(setting)
     outputs = _forward(setting, seams, held)
     roots: list[Tensor] = []
     for name, cotangent in _cotangents(setting).items():
@@ -153,12 +158,12 @@ def run(setting: Setting, seams: Seams = RIGHT) -> Outputs:
 
 
 def values_alone(setting: Setting, seams: Seams) -> Outputs:
-    """Returns what ``run`` returns but for the gradients, in less time."""
-    return {output: tensor.detach() for output, tensor in _forward(setting, seams, _held(setting)).items()}
+    """Returns what ``run`` returns, without gradients and in less time."""
+    return {output: tensor.detach() for output, tensor in _forward(setting, seams, _fresh_leaves(setting)).items()}
 
 
-def _held(setting: Setting) -> dict[str, Tensor]:
-    """Returns the leaves with a gradient, which some mistakes look for."""
+def _fresh_leaves(setting: Setting) -> dict[str, Tensor]:
+    """Returns leaves that require a gradient, which some mistakes look for."""
     return {name: leaf.detach().requires_grad_() for name, leaf in setting.batch.leaves.items()}
 
 

@@ -73,10 +73,10 @@ def reads_count(setting: Setting, name: str) -> bool:
 
 
 def _reads_count(setting: Setting, name: str) -> bool:
-    values = setting.bound.dense.token_values(setting.bound_spec)
+    values, fields = setting.bound.dense.token_values(setting.bound_spec), setting.bound.batch.known  # no padding
     found: list[list[Tensor]] = []
     with torch.no_grad():
         for more in (0, 7):
-            loss, metrics = setting.bound_spec.loss(values, {**setting.fields, name: setting.fields[name] + more})
+            loss, metrics = setting.bound_spec.loss(values, {**fields, name: fields[name] + more})
             found.append([loss, *(metrics[o.name] for o in setting.returned if o.kind == "metric")])
     return any(float((one - other).abs()) > 1e-12 * float(one.abs()) for one, other in zip(*found, strict=True))

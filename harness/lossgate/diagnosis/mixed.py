@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
-from lossgate.counterfactuals.seams import Loss, Outputs
+from lossgate.counterfactuals.seams import Loss, Outputs, entropy_of
 from lossgate.counterfactuals.setting import Fields
 from lossgate.diagnosis.observed import Observed
 from lossgate.specs.bound_spec import BoundSpec
@@ -31,25 +31,25 @@ def mixed_in(failing: Observed) -> list[Counterfactual]:
 
     Whether the weights are the same in other problems is for them to say.
     """
-    spec = failing.setting.spec
-    if spec.reference is None or ("logprobs" not in spec.uses and "logits" not in spec.uses):
+    spec, head = failing.setting.spec, failing.setting.head
+    if spec.reference is None or not (head.has_logits or head.name == "logprobs"):
         return []
     found = [one for what, other in _others(failing).items() for one in _mixtures(failing, what, other)]
     return list({one.name: one for one in found}.values())
 
 
 def _others(failing: Observed) -> Mapping[str, Loss]:
-    spec = failing.setting.spec
-    if spec.trained_dim != "token" or (spec.gathered_ids is not None and "logprobs" in spec.uses):
+    spec, found = failing.setting.spec, dict[str, Loss]()
+    uses = {*spec.uses} if failing.setting.head.has_logits else {*spec.uses} - {"logits", "entropy", "logsumexp"}
+    if spec.trained_dim != "token" or (spec.gathered_ids is not None and "logprobs" in uses):
         return {}
-    found: dict[str, Loss] = {"the mean negative log-likelihood of the labels": partial(_mean, _nll)}
-    if "logits" in spec.uses and spec.temperature is not None:
+    if uses & {"logprobs", "logits"}:
+        found["the mean negative log-likelihood of the labels"] = partial(_mean, _nll)
+    if "logits" in uses and spec.temperature is not None:
         found["the mean negative log-likelihood of the labels by untempered logits"] = partial(_mean, _untempered_nll)
-    if not failing.setting.head.has_logits:
-        return found
-    if {"entropy", "logits"} & {*spec.uses}:
+    if uses & {"entropy", "logits"}:
         found["the mean entropy"] = partial(_mean, _entropy)
-    if {"logsumexp", "logits"} & {*spec.uses}:
+    if uses & {"logsumexp", "logits"}:
         found["the mean square of the logsumexp"] = partial(_mean, _z_loss)
     return found
 
@@ -104,26 +104,25 @@ def _mixture(own: float, more: float, other: Loss, bound: BoundSpec, values: Tok
 
 
 def _mean(of_token: OfToken, bound: BoundSpec, values: TokenValues, fields: Fields) -> Reduced:
-    mask = fields["mask"]
-    each = torch.where(mask, of_token(bound, values, fields), 0.0)
+    trained = bound.spec.trained_of(fields)
+    each = torch.where(trained, of_token(bound, values, fields), 0.0)
     return each.sum() / fields["valid_tokens"].clamp(min=1), {}
 
 
 def _nll(bound: BoundSpec, values: TokenValues, fields: Fields) -> Tensor:
-    if "logprobs" in values.given:
-        return -values.logprobs
-    return -values.logits.log_softmax(1).gather(1, fields["labels"][:, None])[:, 0]
+    return -values.logprobs if "logprobs" in values.given else _nll_of(values.logits, fields)
 
 
 def _untempered_nll(bound: BoundSpec, values: TokenValues, fields: Fields) -> Tensor:
-    return _nll(bound, values.replace(logits=values.logits * bound.temperature), fields)
+    return _nll_of(values.logits * bound.temperature, fields)
+
+
+def _nll_of(logits: Tensor, fields: Fields) -> Tensor:
+    return -logits.log_softmax(1).gather(1, fields["labels"][:, None])[:, 0]
 
 
 def _entropy(bound: BoundSpec, values: TokenValues, fields: Fields) -> Tensor:
-    if "entropy" in values.given:
-        return values.entropy
-    logprobs = values.logits.log_softmax(1)
-    return -(logprobs.exp() * logprobs).sum(1)
+    return values.entropy if "entropy" in values.given else entropy_of(values.logits.log_softmax(1))
 
 
 def _z_loss(bound: BoundSpec, values: TokenValues, fields: Fields) -> Tensor:

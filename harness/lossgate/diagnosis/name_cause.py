@@ -33,9 +33,9 @@ FRESH = 6
 _MORE = 4
 """How often further problems are asked where several names are left that differ."""
 TRIED = 40
-"""The most problems that are run for either."""
-MORE_TRIED = 60
-"""The same, if so many have failed that few are missing."""
+"""The most problems that are run for these."""
+_TRIED_IF_FEW_ARE_MISSING = 60
+"""The same, if at most ``FIRST`` failing ones are missing."""
 _TELLING = 3
 """Problems without a mistake that must lack what is said to be its condition."""
 _NAMES = 3
@@ -53,8 +53,9 @@ def name_cause(
         cases: of one candidate, of ordinary size, on several layouts in turn. As many are run as
             are needed.
         bank: the counterfactuals, the plainest first. What the first failing problem shows is
-            added to them: the terms of its loss, and factors; and if none of these explains all,
-            the single operations of its loss.
+            added to them: the terms of its loss, and factors. If none of these explains all, there
+            are also what may be rounded and the single operations of its loss; and if none of these
+            fits either, other losses that may be mixed in.
         without: names that are not to be said: a measurement asks what is said without the right
             one.
     """
@@ -94,7 +95,9 @@ class _Search:
 
     def observe(self, failing: int) -> bool:
         """Runs cases until so many have failed. Returns whether they have."""
-        while len(self.failing) < failing and len(self.seen) < (MORE_TRIED if len(self.failing) >= FRESH else TRIED):
+        while (missing := failing - len(self.failing)) > 0:
+            if len(self.seen) >= (_TRIED_IF_FEW_ARE_MISSING if missing <= FIRST else TRIED):
+                return False
             case = next(self.cases, None)
             if case is None:
                 return False
@@ -102,7 +105,7 @@ class _Search:
                 self.seen.append(Observed(case))
             except (RankFailure, CandidateError):
                 continue  # that is a failure of its own, which needs no other name
-        return len(self.failing) >= failing
+        return True
 
 
 @dataclass(frozen=True)
@@ -209,12 +212,12 @@ def _of_most(search: _Search, known: Iterable[Counterfactual], common: Diagnosis
     """Returns the mistake that explains all failing problems but those that have something in
     common: there it is made along with another, or in another way.
     """
-    plainest = min(search.failing[:FIRST], key=_plainness)  # where the effect of each mistake is known already
-    likely = [one for one in known if plainest.says_something(one) and plainest.fits(one, plainest.wrong)]
+    plainest = min(search.failing[:FIRST], key=_plainness)
+    likely = [one for one in known if _explains(one, plainest)]
     if not likely or not search.observe(2 * (FIRST + FRESH)):
         return None
     failing = search.failing
-    of_each = {one.name: [o for o in failing if o.says_something(one) and o.fits(one, o.wrong)] for one in likely}
+    of_each = {one.name: [o for o in failing if _explains(one, o)] for one in likely}
     explained = max(of_each.values(), key=len)
     best = [one for one in likely if len(of_each[one.name]) == len(explained)]
     others = [o for o in failing if o not in explained]

@@ -112,6 +112,7 @@ class Observed:
     def fits(self, counterfactual: Counterfactual, outputs: Collection[Output]) -> bool:
         """Returns whether a mistake explains some outputs, as far as they were returned."""
         predicted = self.predicted(counterfactual)
+        # Small outputs come first: they tell soonest that it does not.
         asked = sorted((output for output in outputs if output in self.got), key=lambda o: self.got[o].numel())
         return all(o in predicted and self._fits(o, predicted[o], counterfactual) for o in asked)
 

@@ -82,18 +82,21 @@ def cases_like(
     cell: Cell, failing: Problem, layouts: Sequence[Layout], worlds: Mapping[Layout, World], settings: Settings
 ) -> Iterator[Case]:
     """Yields cases: problems of the deck, and each again as the problem that failed, as a mistake
-    may show with its options or its split of the vocabulary alone. Every second of these has its
-    own numbers, as two mistakes may be one at a weight of 0.5.
+    may show with its options or its split of the vocabulary alone, with logits as large, or where
+    nothing is trained. Every second of these has its own numbers, as two mistakes may be one at a
+    weight of 0.5.
 
     The layouts take turns, so that few cases have many batches: on one batch, many mistakes are
     alike. At last each problem has been on each layout.
     """
     deck, splits = deck_of(cell.candidate, cell.dtype, settings.seed), splits_of(cell.candidate)
     entries = [entry for entry in deck.entries if not is_large(entry.bound.problem)]
-    with_its_options = [
-        _with_options_of(failing, entry, cell, own_numbers=number % 2 == 1) for number, entry in enumerate(entries)
+    trains_nothing = _trains_nothing(cell, failing)
+    alike = [
+        _like(failing, entry, cell, own_numbers=number % 2 == 1, trains_nothing=trains_nothing)
+        for number, entry in enumerate(entries)
     ]
-    in_turn = list(chain.from_iterable(zip(entries, with_its_options, strict=True)))
+    in_turn = list(chain.from_iterable(zip(entries, alike, strict=True)))
     for turn, (number, each) in product(range(len(layouts)), enumerate(in_turn)):
         again = number % 2
         layout = layouts[(turn + number // 2 + again) % len(layouts)]
@@ -105,7 +108,7 @@ def cases_like(
             yield Case(cell.candidate, problem, worlds[layout], placed.entry.bound)
 
 
-def _with_options_of(failing: Problem, entry: Entry, cell: Cell, *, own_numbers: bool) -> Entry:
+def _like(failing: Problem, entry: Entry, cell: Cell, *, own_numbers: bool, trains_nothing: bool) -> Entry:
     spec, options = cell.candidate.spec, dict(failing.options)
     if own_numbers:
         own = entry.bound.problem.options
@@ -115,16 +118,17 @@ def _with_options_of(failing: Problem, entry: Entry, cell: Cell, *, own_numbers:
         options = options if spec.conflict(mixed) else mixed
     problem = replace(entry.bound.problem, options=options, scenario=failing.scenario, bias=failing.bias)
     problem = replace(problem, cotangent=failing.cotangent)
-    if _trains_nothing(failing):
+    if trains_nothing:
         problem = replace(problem, masks=("none",) * len(problem.masks))
     if not own_numbers:
         problem = replace(problem, logit_std=failing.logit_std, label_boost=failing.label_boost)
     return replace(entry, bound=BoundProblem(cell.candidate.spec, problem), drawn=problem)
 
 
-def _trains_nothing(problem: Problem) -> bool:
-    """Returns whether no token has a label to learn. Few problems are like that, but for these."""
-    return all(mask == "none" or length < 2 for mask, length in zip(problem.masks, problem.lengths, strict=True))
+def _trains_nothing(cell: Cell, problem: Problem) -> bool:
+    """Returns whether no token is trained. Few problems are like that, but for these."""
+    counts = BoundProblem(cell.candidate.spec, problem).batch.known
+    return "valid_tokens" in counts and not int(counts["valid_tokens"])
 
 
 def _is_weight(value: object) -> bool:

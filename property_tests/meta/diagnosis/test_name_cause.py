@@ -3,6 +3,7 @@
 
 import re
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,13 @@ from lossgate import Layout
 from lossgate.bank.bugs import BUGS, bugs_of, cross_entropy_with, scale_gradient
 from lossgate.bank.cross_entropy import STYLES
 from lossgate.bank.dense_candidates import dense_candidate
+from lossgate.cases.placement import sample_problems
 from lossgate.counterfactuals.bank import counterfactuals_of
 from lossgate.counterfactuals.counterfactual import mistake
 from lossgate.counterfactuals.sites import Attached, Changed, Site, Traced
 from lossgate.declaration.candidate import Candidate
 from lossgate.diagnosis.cause import Cause, Diagnosis
+from lossgate.diagnosis.mixed import mixed_in
 from lossgate.diagnosis.name_cause import name_cause
 from lossgate.diagnosis.observed import Observed
 from lossgate.engine.cell import Cell, CellResult, Verdict
@@ -136,6 +139,24 @@ def test_another_loss_that_is_mixed_in_is_named_with_its_weight(own: float, more
     assert names(diagnosed(replace(right, kernel=mixed, name="mixed"), "single")) == [expected]
 
 
+@pytest.mark.parametrize(("name", "head"), [(name, head) for name, spec in SPECS.items() for head in spec.inputs])
+def test_mixtures_are_looked_for_in_any_loss(name: str, head: str) -> None:
+    right, layout, world = dense_candidate(SPECS[name], head), Layout(), make_world("simulated", Layout())
+
+    def wrong(inputs, options, mesh):
+        found = right.kernel(inputs, options, mesh)
+        outputs = {name: getattr(found, name) for name in SPECS[right.spec.name].outputs}
+        return replace(found, **{name: x.exp() for name, x in outputs.items() if x is not None})
+
+    cell = Cell(replace(right, kernel=wrong, name="wrong"), layout, "float32")
+    (failing,) = sample_problems(right, layout, "float32", 1, 5)
+    cases = cases_like(cell, failing, [layout], {layout: world}, SETTINGS)
+    observed = [Observed(case) for case in islice(cases, 4)]
+    world.close()
+    words = {word for one in observed if one.wrong for found in mixed_in(one) for word in found.name.split()}
+    assert ("log-likelihood" in words) <= (head in ("hidden", "logits", "logprobs"))
+
+
 def test_what_is_rounded_entry_by_entry_is_named() -> None:
     right = dense_candidate(SPECS["grpo"], "logprobs")
 
@@ -155,7 +176,7 @@ def test_what_fails_where_nothing_is_trained_is_asked_there() -> None:
         return replace(found, loss=found.loss * count.clamp(min=1) / count)
 
     found = diagnosed(replace(right, kernel=unguarded, name="unguarded"), "single")
-    assert names(found)[0].startswith("0 / 0 where the batch has no trained token")
+    assert names(found) == ["0 / 0 where the batch has no trained token"]
 
 
 def test_a_gradient_that_is_stopped_in_one_use_alone_is_named() -> None:

@@ -136,17 +136,18 @@ _LOST: Mapping[str, tuple[str, Chosen]] = {
 }
 
 
-def _within(setting: Setting, tokens: list[Tensor]) -> Tensor:
+def within(setting: Setting, tokens: list[Tensor]) -> Tensor:
+    """Returns ``[tokens]`` bool, true at the tokens of some parts."""
     return setting.mask_of(torch.cat(tokens) if tokens else torch.tensor([], dtype=torch.long))
 
 
 def _added(chosen: Chosen, setting: Setting) -> list[Part]:
     mask = setting.fields["mask"]
-    return [(1.0, {}), (1.0, {"mask": mask & _within(setting, chosen(setting))})]
+    return [(1.0, {}), (1.0, {"mask": mask & within(setting, chosen(setting))})]
 
 
 def _left_out(chosen: Chosen, setting: Setting) -> list[Part]:
-    return [(1.0, {"mask": setting.fields["mask"] & ~_within(setting, chosen(setting))})]
+    return [(1.0, {"mask": setting.fields["mask"] & ~within(setting, chosen(setting))})]
 
 
 def _mean_of_chunks(setting: Setting) -> list[Part]:
@@ -171,7 +172,7 @@ def _means_of_chunks(setting: Setting) -> list[Part]:
 
 def alone(setting: Setting, chunk: Tensor) -> Fields:
     """Returns the mask and the counts of a chunk."""
-    mask = setting.fields["mask"] & _within(setting, [chunk])
+    mask = setting.fields["mask"] & within(setting, [chunk])
     return {"mask": mask, **setting.spec.counts({**setting.fields, "mask": mask})}
 
 

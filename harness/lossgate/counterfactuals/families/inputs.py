@@ -20,6 +20,9 @@ def inputs(spec: Spec, head: str) -> Iterator[Counterfactual]:
     """Yields the mistakes of fields that hold numbers."""
     if spec.reference is None:
         return
+    values = head == "values"
+    own = "the values" if values else "the policy's own log-probabilities"
+    difference = "difference of the values" if values else "log-ratio of the policy"
     numbers = {n: f.dims for n, f in spec.added.items() if f.dtype == "float32" and f.dims}
     for name, dims in numbers.items():
         for what in _CHANGES:
@@ -43,31 +46,31 @@ def inputs(spec: Spec, head: str) -> Iterator[Counterfactual]:
         if dims == ("token",) and "logprobs" in spec.uses:
             yield mistake(
                 f"logprobs for {name}",
-                f"the policy's own log-probabilities stand in place of {name}",
+                f"{own} stand in place of {name}",
                 "field",
                 loss=partial(_policy_for, name, False),
             )
             yield mistake(
                 f"logprobs for {name}, attached",
-                f"the policy's own log-probabilities, with their gradient, stand in place of {name}",
+                f"{own}, with their gradient, stand in place of {name}",
                 "detach",
                 loss=partial(_policy_for, name, True),
             )
             yield mistake(
                 f"logprobs and {name} swapped",
-                f"the policy's log-probabilities and {name} are swapped",
+                f"{own} and {name} are swapped",
                 "field",
                 loss=partial(_swapped_with_policy, name),
             )
             yield mistake(
                 f"log-ratio to {name} turned round",
-                f"the log-ratio of the policy to {name} has the other sign",
+                f"the {difference} to {name} has the other sign",
                 "field",
                 loss=partial(_turned, name, True),
             )
             yield mistake(
                 f"log-ratio to {name} turned round, without a gradient through it",
-                f"{name} is moved to the other side of the policy's log-probabilities",
+                f"{name} is moved to the other side of {own}",
                 "field",
                 loss=partial(_turned, name, False),
             )

@@ -15,7 +15,6 @@ from lossgate.counterfactuals.edges import (
     first_trained,
     last_run,
     last_trained,
-    padded_pieces,
     piece_ends,
     rank_ends,
     spans,
@@ -58,71 +57,6 @@ def masks(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 when,
                 fields=partial(_counted_so, changed),
             )
-
-
-def in_pieces(spec: Spec, head: str) -> Iterator[Counterfactual]:
-    """Yields the mistakes of a mask in the pieces of sequences that ranks hold, and of a mask that
-    is written into the labels.
-    """
-    if spec.reference is None or spec.trained_dim != "token":
-        return
-    yield mistake(
-        "mask false at the last token of each piece of a sequence",
-        "the last token of each piece of a sequence that a rank holds has no label: its label is on another rank",
-        "mask",
-        _over("cp"),
-        "shift labels and mask before sequences are split over cp",
-        padding=True,
-        fields=_false_at_ends_of_pieces,
-    )
-    for before, where in ((False, ""), (True, " before the first that has some")):
-        yield mistake(
-            f"mask true in pieces without a trained token{where}",
-            f"pieces of a sequence without a trained token are trained as a whole{where}, as `[-0:]` is all of them",
-            "mask",
-            todo="start the slice at the length less the number, not at minus the number",
-            padding=True,
-            fields=partial(_whole_if_none, before),
-        )
-    if head in ("hidden", "logits") and "logprobs" in spec.uses and spec.gathered_ids is None:
-        for padding in (False, True):
-            for what, row in (("the first", 0), ("the last", -1)):
-                yield mistake(
-                    f"masked tokens trained on {what} row{', padding too' * padding}",
-                    f"masked tokens{' and padding' * padding} are trained, with {what} row of the vocabulary as label",
-                    "mask",
-                    todo="compare labels with the value that stands for masked ones before you clamp them",
-                    padding=padding,
-                    fields=partial(_trained_on, row),
-                )
-
-
-def _false_at_ends_of_pieces(setting: Setting) -> Fields:
-    ends = [piece[-1:] for piece in padded_pieces(setting)]
-    return {"mask": setting.fields["mask"] & ~setting.mask_of(torch.cat(ends))}
-
-
-def _whole_if_none(before: bool, setting: Setting) -> Fields:
-    mask = setting.fields["mask"].clone()
-    trained = setting.fields["sequence"][mask]
-    seen = dict.fromkeys(trained.tolist(), False)
-    for piece in padded_pieces(setting):
-        if not len(piece):
-            continue
-        sequence = int(setting.fields["sequence"][piece[0]])
-        if bool(setting.fields["mask"][piece].any()):
-            seen[sequence] = True
-        elif not (before and seen.get(sequence, False)):
-            mask[piece] = True
-    return {"mask": mask}
-
-
-def _trained_on(row: int, setting: Setting) -> Fields:
-    mask, labels = setting.fields["mask"], setting.fields["labels"]
-    return {
-        "mask": torch.ones_like(mask),
-        "labels": torch.where(mask, labels, row % setting.bound.problem.vocab),
-    }
 
 
 def labels(spec: Spec, head: str) -> Iterator[Counterfactual]:

@@ -21,19 +21,28 @@ def memory(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 f"transposed view of {name} read as if contiguous{words}",
                 f"the transposed view of {name} is read as if its rows stood one after another in memory{words}",
                 "memory",
+                _not_padded,
                 todo="take the strides of the view, or make it contiguous before you read it by its pointer",
                 padding=True,
                 leaves=partial(_reordered, name, back),
             )
 
 
+def _not_padded(setting: Setting) -> bool:
+    return not any(shard.padding for shard in setting.vocab_shards)
+
+
 def _reordered(name: str, back: bool, setting: Setting, leaves: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     leaf = leaves[name]
-    if name == "weight":
-        held = [leaf[shard.start : shard.end] for shard in setting.vocab_shards]
+    if name == "hidden":
+        read = setting.moved_on_each_rank(leaf, _as_if_contiguous)
+    elif name == "weight":
+        read = torch.cat([_as_if_contiguous(leaf[shard.start : shard.end]) for shard in setting.vocab_shards])
     else:
-        held = [leaf[own] for own in setting.token_shards]
-    read = torch.cat([x.reshape(x.shape[::-1]).t() for x in held])
-    if name != "weight":
-        read = torch.empty_like(read).index_copy(0, torch.cat(setting.token_shards), read)
+        columns = [leaf[:, shard.start : shard.end] for shard in setting.vocab_shards]
+        read = torch.cat([setting.moved_on_each_rank(own, _as_if_contiguous) for own in columns], 1)
     return {**leaves, name: read if back else with_gradient_of(read, leaf)}
+
+
+def _as_if_contiguous(x: Tensor) -> Tensor:
+    return x.reshape(x.shape[::-1]).t()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
-from lossgate.counterfactuals.families.chunks import alone
+from lossgate.counterfactuals.families.chunks import alone, within
 from lossgate.counterfactuals.seams import Part
 from lossgate.counterfactuals.setting import Setting
 from lossgate.specs.spec import Spec
@@ -44,8 +44,8 @@ def microbatches(spec: Spec, head: str) -> Iterator[Counterfactual]:
         for weighed, weight in _WEIGHTS.items():
             yield mistake(
                 f"mean of micro-batches of {size} sequences{weighed and f', by {weighed}'}",
-                f"{size} sequences make a micro-batch, which is divided by its own trained tokens, and micro-batches "
-                f"are averaged{weighed and f', each weighed by its number of {weighed}'}",
+                f"{size} sequences make a micro-batch, each rank divides its part by its own trained tokens, and "
+                f"micro-batches are averaged{weighed and f', each weighed by its number of {weighed}'}",
                 "chunk",
                 todo="divide every micro-batch by the number that is given, and add them up",
                 padding=True,
@@ -55,7 +55,7 @@ def microbatches(spec: Spec, head: str) -> Iterator[Counterfactual]:
         own = "each sequence makes" if size == 1 else f"{size} sequences make"
         for which, (words, kept) in _KEPT.items():
             yield mistake(
-                f"{which} of micro-batches of {size} sequences",
+                f"{which} of micro-batches of {'one sequence' if size == 1 else f'{size} sequences'}",
                 f"{own} a micro-batch, and each rank {words}",
                 "chunk",
                 todo="add up all micro-batches, and set nothing to zero between them",
@@ -149,13 +149,12 @@ def _mean_of_parts(number: int, cut: Cut, weight: Weight, setting: Setting) -> l
 def _of_some(size: int, kept: slice, setting: Setting) -> list[Part]:
     ranks = range(len(setting.token_shards))
     tokens = [own for rank in ranks for own, _ in _of_size(size, setting, rank)[kept]]
-    within = setting.mask_of(torch.cat(tokens) if tokens else torch.tensor([], dtype=torch.long))
-    return [(1.0, {"mask": setting.fields["mask"] & within})]
+    return [(1.0, {"mask": setting.fields["mask"] & within(setting, tokens)})]
 
 
 def _mean_of_trained_sequences(setting: Setting) -> list[Part]:
-    sequence, mask = setting.fields["sequence"], setting.fields["mask"]
-    trained = sequence[mask].unique()
+    sequence = setting.fields["sequence"]
+    trained = sequence[setting.spec.trained_of(setting.fields)].unique()
     parts = [(1 / len(trained), alone(setting, (sequence == one).nonzero().squeeze(1))) for one in trained]
     return parts or [(1.0, {})]
 

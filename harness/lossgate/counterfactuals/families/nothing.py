@@ -25,7 +25,7 @@ def nothing_trained(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 f"0 / 0 where {what} has no trained token{also}",
                 f"a mean over {what} without a trained token is 0 / 0: the loss is not a number{also}",
                 "count",
-                lacks,
+                partial(_lacks, lacks, kinds),
                 "divide by at least 1",
                 outputs=partial(_not_a_number, kinds),
             )
@@ -67,6 +67,12 @@ _ALSO: Mapping[str, tuple[str, ...]] = {
     ", and so are the metrics and the gradients": ("metric", "gradient"),
 }
 """What else is not a number: in words, and the kinds of outputs."""
+
+
+def _lacks(lacks: Callable[[Setting], bool], kinds: tuple[str, ...], setting: Setting) -> bool:
+    if "metric" in kinds and not any(o.kind == "metric" and _is_mean(setting, o) for o in setting.returned):
+        return False
+    return lacks(setting)
 
 
 def _not_a_number(kinds: tuple[str, ...], setting: Setting, outputs: Outputs) -> Outputs:

@@ -19,6 +19,7 @@ from lossgate.counterfactuals.setting import Fields, Setting
 from lossgate.specs.token_values import TokenValues
 
 _LATER = "keep it in float32"
+_OF_LOGITS = ("logprobs", "entropy", "logsumexp", "unfiltered", "mean_logprob")
 
 
 def rounded(setting: Setting) -> Iterator[Counterfactual]:
@@ -32,7 +33,8 @@ def rounded(setting: Setting) -> Iterator[Counterfactual]:
                 todo=_LATER,
                 fields=partial(_field, name),
             )
-    for name in ("logprobs", "entropy", "logsumexp", "unfiltered", "mean_logprob"):
+    own = _OF_LOGITS if setting.head.has_logits else ("logprobs",) if setting.head.name == "logprobs" else ()
+    for name in own:
         if name in setting.spec.uses and setting.spec.reference is not None:
             for gradient, words in ((True, ""), (False, ", and its gradient is not")):
                 yield mistake(
@@ -43,13 +45,13 @@ def rounded(setting: Setting) -> Iterator[Counterfactual]:
                     values=partial(_value, name, gradient),
                 )
     if setting.head.has_logits:
-        for less, what in ((False, "softmax"), (True, "softmax less the one-hot")):
+        for less_one_hot, what in ((False, "softmax"), (True, "softmax less the one-hot")):
             yield mistake(
                 f"{what} rounded to bfloat16 for backward",
                 f"the {what} that backward uses is rounded to bfloat16",
                 "rounding",
                 todo="save it in float32, or compute it anew in backward",
-                logsumexp=partial(_saved_softmax, less),
+                logsumexp=partial(_saved_softmax, less_one_hot),
             )
 
 
@@ -69,9 +71,12 @@ def _value(name: str, gradient: bool, setting: Setting, values: TokenValues) -> 
     return values.replace(**{name: to_bfloat16(x) if gradient else with_gradient_of(to_bfloat16(x.detach()), x)})
 
 
-def _saved_softmax(less: bool, setting: Setting, z: Tensor) -> Tensor:
+def _saved_softmax(less_one_hot: bool, setting: Setting, z: Tensor) -> Tensor:
     """Gives backward a softmax that is rounded as it is, or after 1 was taken from the label's."""
-    softmax = z.detach().softmax(-1)
-    labels = torch.nn.functional.one_hot(setting.fields["labels"], z.shape[1]).to(z.dtype)
-    held = to_bfloat16(softmax - labels) + labels if less else to_bfloat16(softmax)
+    held = z.detach().softmax(-1)
+    if less_one_hot:
+        one_hot = torch.nn.functional.one_hot(setting.fields["labels"], z.shape[1]).to(z.dtype)
+        held = to_bfloat16(held - one_hot) + one_hot
+    else:
+        held = to_bfloat16(held)
     return with_gradient_of(z.logsumexp(-1), (held * torch.where(z.isfinite(), z, 0.0)).sum(-1))

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake, split
-from lossgate.counterfactuals.families.softmax import rebuilt
+from lossgate.counterfactuals.families.softmax import picked_logit, rebuilt
 from lossgate.counterfactuals.seams import RIGHT_STAGES, with_gradient_of
 from lossgate.counterfactuals.setting import Setting
+from lossgate.layout import Axis
 from lossgate.specs.spec import Spec
 from lossgate.specs.token_values import TokenValues
 
@@ -56,6 +57,7 @@ def vocabulary(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 "set the logit to 0 on ranks that do not have the label, before it is summed over tp",
                 picked=partial(_clamped, backward),
             )
+        yield from _label_edges()
         for what, (words, combine) in _TILES.items():
             yield mistake(f"vocabulary tiles: {what}", words, "vocabulary", _has_tiles, logsumexp=combine)
             yield mistake(
@@ -178,3 +180,68 @@ _TILES = {
     ),
 }
 """What goes wrong with tiles of the vocabulary: in words, and the logsumexp that comes of it."""
+
+
+def _label_edges() -> Iterator[Counterfactual]:
+    tp = split("tp")
+    for row in ("first", "last"):
+        for side in ("", " in backward"):
+            yield mistake(
+                f"label on a shard's {row} row lost{side}",
+                f"a label on the {row} row of a tp rank's vocabulary is not found{side}: its logit counts as 0",
+                "vocabulary",
+                tp,
+                "compare with start <= label < end of the shard",
+                picked=partial(_lost, row, bool(side)),
+            )
+    axes: tuple[Axis, ...] = ("dp", "cp")
+    for axis in axes:
+        yield mistake(
+            f"label found on the first rank of {axis} alone",
+            f"labels are found on the first rank of {axis} alone: on others the logit of the label counts as 0",
+            "vocabulary",
+            split("tp", axis),
+            "take the rank within the group of tp, not the global rank, for the rows that a rank has",
+            picked=partial(_found_on_first, axis),
+        )
+    yield mistake(
+        "label at the end of a shard found twice",
+        "a label on the first row of a tp rank's vocabulary is also taken by the rank before it, as its last row",
+        "vocabulary",
+        tp,
+        "compare with start <= label < end of the shard",
+        picked=_found_twice,
+    )
+    yield mistake(
+        "label at the end of a shard found twice, below the largest",
+        "a label on the first row of a tp rank's vocabulary is also taken by the rank before it, as its last row "
+        "(in logits from which the largest was subtracted)",
+        "vocabulary",
+        tp,
+        "compare with start <= label < end of the shard",
+        picked=partial(_found_twice, below_largest=True),
+    )
+
+
+def _found_on_first(axis: Axis, setting: Setting, z: Tensor) -> Tensor:
+    cp = setting.size("cp")
+    first = [own for rank, own in enumerate(setting.token_shards) if (rank // cp if axis == "dp" else rank % cp) == 0]
+    return torch.where(setting.mask_of(torch.cat(first)), picked_logit(setting, z), 0.0)
+
+
+def _lost(row: str, backward_only: bool, setting: Setting, z: Tensor) -> Tensor:
+    edges = [s.start if row == "first" else s.end - 1 for s in setting.vocab_shards if s.end > s.start]
+    lost = torch.isin(setting.fields["labels"], torch.tensor(edges))
+    picked = picked_logit(setting, z)
+    gone = torch.where(lost, 0.0, picked)
+    return with_gradient_of(picked, gone) if backward_only else gone
+
+
+def _found_twice(setting: Setting, z: Tensor, *, below_largest: bool = False) -> Tensor:
+    labels, picked = setting.fields["labels"], picked_logit(setting, z)
+    starts = [s.start for s in setting.vocab_shards if s.end > s.start and s.start]
+    twice = torch.isin(labels, torch.tensor(starts, dtype=torch.long))
+    before = z.gather(-1, (labels - 1).clamp(min=0)[:, None]).squeeze(-1)
+    if below_largest:
+        before = before - z.detach().amax(-1)
+    return picked + torch.where(twice, before, 0.0)

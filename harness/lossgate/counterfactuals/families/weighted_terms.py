@@ -21,9 +21,10 @@ from lossgate.counterfactuals.families.options import with_values
 from lossgate.counterfactuals.families.pairs import with_sequences_in
 from lossgate.counterfactuals.seams import RIGHT, Outputs, Part, Seams, run
 from lossgate.counterfactuals.setting import Fields, Setting
-from lossgate.counterfactuals.shares import counts_of, masks_of
+from lossgate.counterfactuals.shares import counts_of, masks_of, reads_count
 from lossgate.layout import Axis
 from lossgate.specs.bound_spec import BoundSpec
+from lossgate.specs.logit_filter import LOGIT_FILTER
 from lossgate.specs.outputs import Output
 from lossgate.specs.spec import Spec
 from lossgate.specs.token_values import TokenValues
@@ -65,13 +66,15 @@ def weighted_terms(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 computed=partial(_mistaken, option.name, Seams(fields=fields)),
             )
         if spec.trained_dim == "token":
-            for zeroed, which in ((False, ""), (True, " (inputs of masked tokens are 0)")):
+            zeros = f"{'logits' if head in ('hidden', 'logits') else head} of masked tokens are 0"
+            for zeroed, which in ((False, ""), (True, f" ({zeros})")):
                 yield Counterfactual(
                     name=f"term of {option.name}: the plain mean over each rank's tokens{which}",
                     sentence=f"{term} is the mean over all tokens of each rank, masked ones and padding too, and ranks "
                     f"are averaged{which}",
                     kind="term",
                     seams=RIGHT,
+                    applies=_divides_by_tokens,
                     computed=partial(_plain_mean, option.name, zeroed),
                     todo="take the sum over trained tokens, and divide by the number that is given",
                     padding=True,
@@ -94,22 +97,37 @@ def weighted_terms(spec: Spec, head: str) -> Iterator[Counterfactual]:
             )
 
 
+def _divides_by_tokens(setting: Setting) -> bool:
+    return reads_count(setting, "valid_tokens")
+
+
 def _plain_mean(option: str, zeroed: bool, setting: Setting) -> Outputs | None:
-    ranks, parts = setting.token_shards, list[Part]()
+    ranks, parts, given = setting.token_shards, list[Part](), setting.fields["valid_tokens"]
     for rank, held in enumerate(ranks):
-        masks = masks_of(setting, [rank])
-        weight = float(setting.fields["valid_tokens"].clamp(min=1)) / (max(len(held), 1) * len(ranks))
-        parts.append((weight, {**masks, "mask": setting.mask_of(held)}))
+        count = torch.tensor(max(len(held), 1) * len(ranks)).to(given)
+        parts.append((1.0, {**masks_of(setting, [rank]), "mask": setting.mask_of(held), "valid_tokens": count}))
     seams = Seams(parts=lambda setting: parts)
+    if zeroed and not _can_be_zeroed(setting):
+        return None
     return _mistaken(option, replace(seams, values=_of_zeros_where_masked) if zeroed else seams, setting)
+
+
+def _can_be_zeroed(setting: Setting) -> bool:
+    """Returns whether all that the loss is given of a token is known where its logits are 0."""
+    known = _OF_ZEROS.keys() | {"unfiltered"}  # which is given only where logits are filtered
+    given = setting.spec.gathered_ids is None and LOGIT_FILTER not in setting.fields
+    return given and not setting.bound.problem.bias and known >= {*setting.spec.uses}
+
+
+_OF_ZEROS: Mapping[str, float] = {"logprobs": -1.0, "entropy": 1.0, "logsumexp": 1.0, "mean_logprob": -1.0}
+"""What comes of logits of 0, in units of the logarithm of the size of the vocabulary."""
 
 
 def _of_zeros_where_masked(setting: Setting, values: TokenValues) -> TokenValues:
     """Gives masked tokens what comes of logits of 0, or of log-probabilities of 0."""
-    mask, entropy = setting.fields["mask"], log(setting.bound.problem.vocab) if setting.head.has_logits else 0.0
-    zeros = {"logprobs": -entropy, "entropy": entropy, "logsumexp": entropy, "mean_logprob": -entropy}
+    mask, log_vocab = setting.fields["mask"], log(setting.bound.problem.vocab) if setting.head.has_logits else 0.0
     return values.replace(
-        **{name: torch.where(mask, values.given[name], x) for name, x in zeros.items() if name in values.given}
+        **{name: torch.where(mask, x, _OF_ZEROS[name] * log_vocab) for name, x in values.given.items()}
     )
 
 

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of logits on the way to log-probabilities: in which order, of which of them."""
+"""The filter of logits by top-k and top-p: what it keeps, and labels that it leaves out."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from lossgate.counterfactuals.counterfactual import Counterfactual, mistake, tempered
-from lossgate.counterfactuals.seams import RIGHT_STAGES, with_gradient_of
+from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
 from lossgate.counterfactuals.setting import Fields, Setting
 from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.logit_filter import LOGIT_FILTER
@@ -15,55 +14,10 @@ from lossgate.specs.spec import Spec
 from lossgate.specs.token_values import TokenValues
 
 
-def logits(spec: Spec, head: str) -> Iterator[Counterfactual]:
-    """Yields the mistakes of temperature, soft-cap, shift and filter together."""
-    if head not in ("hidden", "logits") or not {*spec.uses} & {"logprobs", "logsumexp"}:
-        return
-    if spec.temperature is not None:
-        yield mistake(
-            "softmax of untempered logits in backward",
-            "backward takes the softmax of logits that are not divided by the temperature",
-            "temperature",
-            tempered,
-            logsumexp=_untempered_softmax,
-        )
-    if spec.softcap is not None:
-        if spec.temperature is not None:
-            yield mistake(
-                "temperature before the soft-cap",
-                "the temperature divides the logits before the soft-cap, not after it",
-                "temperature",
-                lambda setting: tempered(setting) and _capped(setting),
-                cap=_as_is,
-                temper=lambda s, z: s.bound_spec.capped(z / s.temperature),
-            )
-        yield mistake(
-            "logit of the label not capped",
-            "the logit of the label is taken before the soft-cap, and the others after it",
-            "softcap",
-            _capped,
-            cap=_as_is,
-            temper=_as_is,
-            logsumexp=lambda s, z: (s.bound_spec.capped(z) / s.temperature).logsumexp(-1),
-            picked=lambda s, z: RIGHT_STAGES["picked"](s, z) / s.temperature,
-            entropy=lambda s, z, lp: torch.full_like(z[:, 0], torch.nan),  # nothing is said of entropies
-        )
-    if "logsumexp" in spec.uses:
-        yield mistake(
-            "logsumexp without the largest logit",
-            "the logsumexp is that of logits less the largest, which is not added back",
-            "softmax",
-            todo="add the largest logit back after the logarithm",
-            logsumexp=lambda s, z: z.logsumexp(-1) - z.detach().amax(-1),
-            picked=lambda s, z: RIGHT_STAGES["picked"](s, z) - z.detach().amax(-1),
-            mean=lambda s, z: RIGHT_STAGES["mean"](s, z) - z.detach().amax(-1),
-        )
-    if "top_k" in {option.name for option in spec.options}:
-        yield from _filters()
-
-
-def _filters() -> Iterator[Counterfactual]:
+def filters(spec: Spec, head: str) -> Iterator[Counterfactual]:
     """Yields the mistakes of what a filter of logits keeps."""
+    if head not in ("hidden", "logits") or "top_k" not in {option.name for option in spec.options}:
+        return
     for what, (words, change) in {
         "without the last that it keeps": ("drops the smallest logit that it should keep", _without_last),
         "with one more than it keeps": ("keeps one logit more than it should", _with_next),
@@ -92,19 +46,6 @@ def _filters() -> Iterator[Counterfactual]:
         values=_filtered_as_certain,
         loss=_all_as_certain,
     )
-
-
-def _capped(setting: Setting) -> bool:
-    return setting.bound_spec.softcap is not None
-
-
-def _as_is(setting: Setting, z: Tensor) -> Tensor:
-    return z
-
-
-def _untempered_softmax(setting: Setting, z: Tensor) -> Tensor:
-    softmax = (z * setting.temperature).detach().softmax(-1)
-    return with_gradient_of(z.logsumexp(-1), (softmax * torch.where(z.isfinite(), z, 0.0)).sum(-1))
 
 
 def _logits(setting: Setting) -> Tensor:
