@@ -14,7 +14,7 @@ _LARGEST = 64
 
 def whole_number(failing: Sequence[Observed], said: str) -> Cause | None:
     """Returns a cause that says by which whole numbers all that is wrong is multiplied or divided;
-    None if it is not, or by one number alone.
+    None if it is not, or by one number alone, or on each layout.
 
     Args:
         failing: what the kernel returned on problems where it is wrong.
@@ -23,7 +23,7 @@ def whole_number(failing: Sequence[Observed], said: str) -> Cause | None:
     for divided, words in ((False, "multiplied"), (True, "divided")):
         numbers = [_number(observed, divided=divided) for observed in failing]
         known = [number for number in numbers if number is not None]
-        if len(known) == len(numbers) and len({*known}) > 1:
+        if len(known) == len(numbers) and len({*known}) > 1 and not _by_layout(failing, known):
             return Cause(
                 name=f"{words} by a whole number",
                 words=f"{said}: {words} by a whole number, {min(known)} to {max(known)} from problem to problem, as "
@@ -33,6 +33,12 @@ def whole_number(failing: Sequence[Observed], said: str) -> Cause | None:
                 else "leave what is added up as it is: it is divided already",
             )
     return None
+
+
+def _by_layout(failing: Sequence[Observed], numbers: Sequence[int]) -> bool:
+    """Returns whether it is one number on each layout: then it counts ranks, not parts."""
+    layouts = [observed.case.problem.layout for observed in failing]
+    return len({*layouts}) > 1 and len({*zip(layouts, numbers, strict=True)}) == len({*layouts})
 
 
 def _number(observed: Observed, *, divided: bool) -> int | None:

@@ -120,6 +120,18 @@ def test_a_number_of_parts_is_told_from_a_fixed_factor(size: int, divided: bool)
         assert ", as of chunks or micro-batches; this explains all " in found.sentences[0]
 
 
+def test_a_number_of_ranks_is_not_taken_for_one_of_parts() -> None:
+    candidate = cross_entropy_with(STYLE, "cp gradient x cp")
+    cell, layout = Cell(candidate, Layout(cp=2), "float32"), Layout(cp=2)
+    first = verified(candidate, "cp=2").cases[0].problem
+    world = make_world("simulated", layout)
+    taken_out = ("gradient of the loss times cp", "outputs times cp")
+    found = diagnose(cell, first, world, SETTINGS, taken_out)
+    world.close()
+    assert found is not None
+    assert not any("whole number" in name for name in names(found))
+
+
 @pytest.mark.parametrize(
     ("own", "more", "expected"),
     [
