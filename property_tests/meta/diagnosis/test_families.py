@@ -215,7 +215,7 @@ def test_what_is_given_whole_may_be_split_in_another_order() -> None:
         ),
         (
             *("grpo", "logits", "dp=2"),
-            "term of beta: the plain mean over each rank's tokens (logits of masked tokens are 0)",
+            "term of beta: the plain mean over each rank's tokens (masked rows of logits are 0)",
             {"loss", "grad of logits"},
         ),
         ("grpo", "logprobs", "single", "logprobs and old_logprobs swapped", {"loss", "grad of logprobs"}),

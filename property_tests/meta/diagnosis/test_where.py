@@ -130,7 +130,7 @@ def test_a_rare_disagreement_says_that_it_is_rare() -> None:
 
     found = diagnosed(with_backward("nll", "logits", "logits", wrong_in_one_size))
     assert found.sentences[0].startswith("cause: not named, since only ")
-    assert found.sentences[0].endswith(" of 40 further problems disagree")
+    assert found.sentences[0].endswith(" of 60 further problems disagree")
 
 
 @pytest.mark.parametrize(

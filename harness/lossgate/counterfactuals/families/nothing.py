@@ -20,7 +20,10 @@ def nothing_trained(spec: Spec, head: str) -> Iterator[Counterfactual]:
     if spec.reference is None or spec.trained_dim != "token":
         return
     for what, lacks in _LACKS.items():
+        means = any(metric.reduction == "sum" for metric in spec.metrics.values())
         for also, kinds in _ALSO.items():
+            if "metric" in kinds and not means:
+                continue
             yield mistake(
                 f"0 / 0 where {what} has no trained token{also}",
                 f"a mean over {what} without a trained token is 0 / 0: the loss is not a number{also}",

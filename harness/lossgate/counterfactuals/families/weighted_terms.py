@@ -8,7 +8,6 @@ mistake in it alone is the right loss without it, plus the wrong loss less the w
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from math import log
 
 import torch
 from torch import Tensor
@@ -24,7 +23,6 @@ from lossgate.counterfactuals.setting import Fields, Setting
 from lossgate.counterfactuals.shares import counts_of, masks_of, reads_count
 from lossgate.layout import Axis
 from lossgate.specs.bound_spec import BoundSpec
-from lossgate.specs.logit_filter import LOGIT_FILTER
 from lossgate.specs.outputs import Output
 from lossgate.specs.spec import Spec
 from lossgate.specs.token_values import TokenValues
@@ -65,9 +63,8 @@ def weighted_terms(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 seams=RIGHT,
                 computed=partial(_mistaken, option.name, Seams(fields=fields)),
             )
-        if spec.trained_dim == "token":
-            zeros = f"{'logits' if head in ('hidden', 'logits') else head} of masked tokens are 0"
-            for zeroed, which in ((False, ""), (True, f" ({zeros})")):
+        if spec.trained_dim == "token" and spec.group_size == 1:
+            for zeroed, which in (("", ""), (head, f" (masked rows of {head} are 0)")):
                 yield Counterfactual(
                     name=f"term of {option.name}: the plain mean over each rank's tokens{which}",
                     sentence=f"{term} is the mean over all tokens of each rank, masked ones and padding too, and ranks "
@@ -101,34 +98,18 @@ def _divides_by_tokens(setting: Setting) -> bool:
     return reads_count(setting, "valid_tokens")
 
 
-def _plain_mean(option: str, zeroed: bool, setting: Setting) -> Outputs | None:
+def _plain_mean(option: str, zeroed: str, setting: Setting) -> Outputs | None:
     ranks, parts, given = setting.token_shards, list[Part](), setting.fields["valid_tokens"]
     for rank, held in enumerate(ranks):
         count = torch.tensor(max(len(held), 1) * len(ranks)).to(given)
         parts.append((1.0, {**masks_of(setting, [rank]), "mask": setting.mask_of(held), "valid_tokens": count}))
     seams = Seams(parts=lambda setting: parts)
-    if zeroed and not _can_be_zeroed(setting):
-        return None
-    return _mistaken(option, replace(seams, values=_of_zeros_where_masked) if zeroed else seams, setting)
+    return _mistaken(option, replace(seams, leaves=partial(_of_zeros, zeroed)) if zeroed else seams, setting)
 
 
-def _can_be_zeroed(setting: Setting) -> bool:
-    """Returns whether all that the loss is given of a token is known where its logits are 0."""
-    known = _OF_ZEROS.keys() | {"unfiltered"}  # which is given only where logits are filtered
-    given = setting.spec.gathered_ids is None and LOGIT_FILTER not in setting.fields
-    return given and not setting.bound.problem.bias and known >= {*setting.spec.uses}
-
-
-_OF_ZEROS: Mapping[str, float] = {"logprobs": -1.0, "entropy": 1.0, "logsumexp": 1.0, "mean_logprob": -1.0}
-"""What comes of logits of 0, in units of the logarithm of the size of the vocabulary."""
-
-
-def _of_zeros_where_masked(setting: Setting, values: TokenValues) -> TokenValues:
-    """Gives masked tokens what comes of logits of 0, or of log-probabilities of 0."""
-    mask, log_vocab = setting.fields["mask"], log(setting.bound.problem.vocab) if setting.head.has_logits else 0.0
-    return values.replace(
-        **{name: torch.where(mask, x, _OF_ZEROS[name] * log_vocab) for name, x in values.given.items()}
-    )
+def _of_zeros(name: str, setting: Setting, leaves: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    mask, x = setting.fields["mask"], leaves[name]
+    return {**leaves, name: torch.where(mask.reshape(-1, *[1] * (x.dim() - 1)), x, 0.0)}
 
 
 def _mistakes(spec: Spec) -> Mapping[str, Callable[[Setting], Fields]]:
