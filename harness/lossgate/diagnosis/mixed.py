@@ -17,7 +17,7 @@ from lossgate.specs.token_values import TokenValues
 _DIGITS = (2, 3)
 """Significant digits to which the weights may be round."""
 _SINGULAR = 1e-6
-"""A loss is not told from another if the square of the cosine between them is closer to 1."""
+"""Two losses are too alike to weigh if the square of the cosine between them is closer to 1."""
 _LEAST = 1e-4
 """The smallest weight that is not the rounding of 0."""
 _UNLIKE = 0.5

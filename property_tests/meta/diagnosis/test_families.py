@@ -141,6 +141,27 @@ def test_most_operations_done_otherwise_change_something(name: str, head: str) -
     assert len(dead) < len(found) * 0.6, [one.name for one in dead]
 
 
+def test_logits_are_read_shard_by_shard() -> None:
+    one = counterfactuals_of(SPECS["nll"], "logits")["transposed view of logits read as if contiguous"]
+    asked = [s.with_padding for s in settings("nll", "logits", "tp=2", 20) if one.applies(s)]
+    assert asked
+    for setting in asked:
+        given = setting.batch.leaves["logits"]
+        read = one.seams.leaves(setting, {"logits": given})["logits"]
+        for shard in setting.vocab_shards:
+            own, found = (x[:, shard.start : shard.end] for x in (given, read))
+            assert torch.equal(found.t().flatten(), own.flatten())
+
+
+def test_a_plain_mean_is_one_of_a_loss_that_divides_by_tokens() -> None:
+    one = counterfactuals_of(SPECS["grpo"], "logits")["term of beta: the plain mean over each rank's tokens"]
+    asked = settings("grpo", "logits", "single", 60)
+    fixed = [setting for setting in asked if setting.bound_spec.options.loss_denominator != "token"]
+    assert fixed
+    assert all(one.run(setting) is None for setting in fixed)
+    assert any(one.run(setting) is not None for setting in asked)
+
+
 def test_a_number_is_not_called_the_second_factor() -> None:
     (setting,) = settings("dpo", "logprobs", "single", 1)
     said = {one.sentence for one in operations(setting) if "options.sft_loss_weight *" in one.sentence}

@@ -270,6 +270,18 @@ def test_a_mistake_in_two_places_is_said_only_if_both_show() -> None:
     assert names(both[1]) == []
 
 
+def test_forward_alone_rules_out_a_mistake_that_gives_another_loss() -> None:
+    candidate = cross_entropy_with(STYLE, "denominator n+1")
+    cell, layout, world = Cell(candidate, Layout(), "float32"), Layout(), make_world("simulated", Layout())
+    first = verified(candidate, "single").cases[0].problem
+    cases = cases_like(cell, first, [layout], {layout: world}, SETTINGS)
+    observed = next(one for one in map(Observed, cases) if one.wrong)
+    world.close()
+    bank = counterfactuals_of(SPECS["nll"], candidate.head)
+    assert observed.may_fit(bank["valid_tokens is one too many"])
+    assert not observed.may_fit(bank["valid_tokens is left out"])
+
+
 def test_what_is_too_large_for_a_dtype_is_infinite() -> None:
     right = dense_candidate(SPECS["nll"], "logits")
 

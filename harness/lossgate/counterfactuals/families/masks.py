@@ -40,15 +40,13 @@ def masks(spec: Spec, head: str) -> Iterator[Counterfactual]:
             changed = partial(_field, name, change)
             plain = mistake(f"{name} {what}", f"{_named(name)} is {what}", "mask", when, fields=changed)
             if what in ("ignored", "turned round") and spec.fields.get(name, ("token",)) == ("token",):
-                with_padding = mistake(
-                    f"{name} {what}, padding too",
-                    f"{_named(name)} is {what}, and padding counts too",
-                    "mask",
-                    when,
+                yield replace(
+                    plain,
+                    name=f"{name} {what}, padding too",
+                    sentence=f"{_named(name)} is {what}, and padding counts too",
                     padding=True,
-                    fields=changed,
+                    made_of=(plain,),  # without padding it says too much
                 )
-                yield replace(with_padding, made_of=(plain,))  # without padding it says too much
             yield plain
             yield mistake(
                 f"{name} {what}, counted so",

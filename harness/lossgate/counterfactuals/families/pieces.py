@@ -41,27 +41,21 @@ def pieces(spec: Spec, head: str) -> Iterator[Counterfactual]:
         )
     if head in ("hidden", "logits") and "logprobs" in spec.uses and spec.gathered_ids is None:
         for what, row in (("first", 0), ("last", -1)):
-            changed = partial(_trained_on, row)
             plain = mistake(
                 f"masked tokens trained on the {what} row",
                 f"masked tokens are trained, with the {what} row of the vocabulary as their label",
                 "mask",
-                todo=_COMPARE_FIRST,
-                fields=changed,
+                todo="compare labels with the value that stands for masked ones before you clamp them",
+                fields=partial(_trained_on, row),
             )
-            with_padding = mistake(
-                f"masked tokens trained on the {what} row, padding too",
-                f"masked tokens and padding are trained, with the {what} row of the vocabulary as their label",
-                "mask",
-                todo=_COMPARE_FIRST,
+            yield replace(
+                plain,
+                name=f"{plain.name}, padding too",
+                sentence=f"masked tokens and padding are trained, with the {what} row of the vocabulary as their label",
                 padding=True,
-                fields=changed,
+                made_of=(plain,),  # without padding it says too much
             )
-            yield replace(with_padding, made_of=(plain,))  # without padding it says too much
             yield plain
-
-
-_COMPARE_FIRST = "compare labels with the value that stands for masked ones before you clamp them"
 
 
 def _false_at_ends_of_pieces(setting: Setting) -> Fields:
