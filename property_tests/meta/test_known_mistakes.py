@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The problems of a cell must show the mistakes that are known, or it does not agree."""
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import Tensor
 
 from lossgate import Candidate, Layout
+from lossgate.adequacy import known_mistakes
 from lossgate.adequacy.entry import Placed
 from lossgate.adequacy.known_mistakes import required_outputs
 from lossgate.bank.cross_entropy import STYLES, make
@@ -83,6 +86,20 @@ def test_problems_are_added_for_mistakes_that_the_first_ones_could_not_show(monk
     assert few.mistakes is not None
     assert more.mistakes is not None
     assert "bias ignored" in more.mistakes.seen.keys() - few.mistakes.seen.keys()
+
+
+def test_what_changes_one_problem_is_asked_about_until_another_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may change nothing on many problems in between: a clip acts on few."""
+    monkeypatch.setattr(Oracle, "rejects", lambda *given: torch.zeros(len(given[2]), dtype=torch.bool))
+    made: list[Counter[str]] = []
+    for often in (1, 1_000):
+        monkeypatch.setattr(known_mistakes, "_OFTEN", often)
+        mistakes = searched("single", Settings(seed=33, rounds=1)).mistakes
+        assert mistakes is not None
+        made.append(Counter({name: mistakes.made[name] for name in mistakes.unseen}))
+    seldom, always = made
+    assert seldom
+    assert seldom == {name: always[name] for name in seldom}
 
 
 def test_what_does_not_hang_on_the_layout_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:

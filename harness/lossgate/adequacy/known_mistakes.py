@@ -37,7 +37,8 @@ _NOTHING = 1e-6
 _CLEAR = 0.1
 """An output of which rounding is a larger share says little of the size of a change."""
 _OFTEN = 8
-"""A mistake that can be made on so many problems, and changes none of them, changes nothing."""
+"""A mistake that can be made on so many problems, and changes none of them, changes nothing. One
+that has changed a problem is asked about until another shows it: a clip acts on few."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class KnownMistakes:
         """
         start, layout = process_time(), setting.partition.layout
         memory = self._memory.of(setting.bound, dtypes)
-        wanted = [name for name in self.left if self._unchanged[name, layout] < _OFTEN]
+        wanted = [name for name in self.left if name in self.unseen or self._unchanged[name, layout] < _OFTEN]
         fresh, remembered = self._asked([name for name in wanted if name not in memory], setting, oracle, dtypes)
         memory |= remembered
         for name in wanted:
