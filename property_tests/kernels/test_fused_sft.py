@@ -27,7 +27,10 @@ OURS = {
     candidate.name: candidate for candidate in load_candidates(str(Path(__file__).parents[2] / "ci/candidates/ours.py"))
 }
 
-test_sft_agrees = lossgate.suite(OURS["fused_linear_sft"], layouts=["single", "dp=2,cp=2,tp=2"], examples=12)
+# ``ci/gate`` verifies it on up to two ranks, in every dtype.
+test_sft_agrees = lossgate.suite(
+    OURS["fused_linear_sft"], layouts=["dp=2,cp=2,tp=2"], dtypes=["float32", "bfloat16"], examples=12
+)
 
 VOCAB, WIDTH = 9, 4
 
