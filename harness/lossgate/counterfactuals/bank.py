@@ -13,7 +13,7 @@ from lossgate.counterfactuals.families.filters import filters
 from lossgate.counterfactuals.families.inputs import detached, inputs
 from lossgate.counterfactuals.families.masks import labels, masks, moves
 from lossgate.counterfactuals.families.memory import memory
-from lossgate.counterfactuals.families.metrics import metrics
+from lossgate.counterfactuals.families.metrics import metrics, metrics_together
 from lossgate.counterfactuals.families.metrics_alone import metrics_alone
 from lossgate.counterfactuals.families.microbatches import microbatches
 from lossgate.counterfactuals.families.nothing import nothing_trained
@@ -61,6 +61,7 @@ FAMILIES: tuple[Family, ...] = (
     weighted_terms,
     constants,
     metrics,
+    metrics_together,
     metrics_alone,
 )
 """In the order in which names that are equal in effect are said."""

@@ -260,6 +260,18 @@ class Setting:
         return source
 
     @property
+    def source_unsplit(self) -> Tensor:
+        """Where they come from if each rank takes the first tokens of the pack of its dp rank."""
+        return self._of_layout("source unsplit", self._source_unsplit)
+
+    def _source_unsplit(self) -> Tensor:
+        source, partition = torch.arange(self.partition.tokens), self.partition
+        for (dp, _), held in partition.token_shards.items():
+            start = partition.starts[partition.sequences(dp).start]
+            source[held] = torch.arange(start, start + len(held))
+        return source
+
+    @property
     def source_end_to_end(self) -> Tensor:
         """Where they come from if the pack of a dp rank is split over cp end to end."""
         return self._of_layout("source end to end", self._source_end_to_end)

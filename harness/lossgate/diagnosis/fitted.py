@@ -13,6 +13,8 @@ from lossgate.diagnosis.observed import Observed
 
 _DIGITS = (2, 3, 4)
 """Significant digits to which a factor may be round."""
+_WHOLE = 1e-4
+"""How near a whole number a divisor must be to be that: relative to it."""
 
 
 def fitted_factors(failing: Observed) -> list[Counterfactual]:
@@ -32,6 +34,15 @@ def _factors(observed: Observed) -> Iterator[Counterfactual]:
         if size == 0:
             continue
         factor = float((got * reference).sum()) / size
+        if factor and abs(factor) < 1 and abs(1 / factor - (divisor := round(1 / factor))) < _WHOLE * abs(divisor):
+            if abs(divisor) > 2:  # others are in the bank
+                yield mistake(
+                    f"outputs divided by {divisor}",
+                    f"{{outputs}}: divided by {divisor} in every problem",
+                    "factor",
+                    outputs=partial(_times, 1 / divisor),
+                )
+            continue
         for digits in _DIGITS:
             rounded = float(f"{factor:.{digits}g}")
             if rounded not in (0.0, 1.0, -1.0, 2.0, 0.5):  # which are in the bank

@@ -57,6 +57,17 @@ NOTHING = {
         "valid_tokens *": ("dpo", "preference"),
         "every count local over *": ("dpo", "preference"),
     },
+    "sequences come in pairs": {
+        "valid_sequences is rounded down to a multiple of 2": ("dpo", "preference"),
+        "valid_sequences is rounded down to a multiple of dp, and at least that": ("dpo", "preference"),
+    },
+    "no other option forbids it, or what it is about is switched off there": {
+        "disable_ppo_ratio as False, all else kept": ("clipped_pg",),
+        "force_on_policy_ratio as False, all else kept": ("clipped_pg",),
+        "use_cispo as False, all else kept": ("clipped_pg",),
+        "use_importance_sampling_correction as True, all else kept": ("clipped_pg",),
+        "truncated_importance_sampling_* as [!N]*, all else kept": ("clipped_pg",),
+    },
     "sequences are not split over cp": {"valid_sequences local over cp*": ("clipped_pg", "dpo", "preference")},
     "every token is real where there is no padding": {
         **{f"real {what}": ("nll",) for what in ("ignored", "ignored, counted so", "not shifted")},

@@ -78,6 +78,25 @@ def test_a_metric_is_changed_alone() -> None:
     assert {str(o) for o in changed(one, asked)} == {"ppl_max"}
 
 
+def test_all_metrics_may_be_averaged_over_ranks() -> None:
+    one = counterfactuals_of(SPECS["value"], "values")["every metric: the mean of ranks, own counts"]
+    asked = settings("value", "values", "dp=2", 12, "shard", "values_mean", "values_min", "values_max")
+    assert {str(o) for o in changed(one, asked)} == {"values_mean", "values_min", "values_max"}
+
+
+def test_a_metric_may_be_a_mean_of_micro_batches() -> None:
+    one = counterfactuals_of(SPECS["grpo"], "logprobs")["metrics: mean of micro-batches of 2 sequences"]
+    assert {str(o) for o in changed(one, settings("grpo", "logprobs", "single", 12, "shard", "kl2"))} == {"kl2"}
+
+
+def test_what_is_not_split_is_the_start_of_the_pack() -> None:
+    one = counterfactuals_of(SPECS["grpo"], "logits")["advantages neither shifted nor split"]
+    (setting,) = [s for s in settings("grpo", "logits", "cp=2", 20, "packed") if s.tokens > 20][:1]
+    given, taken = setting.as_given("advantages"), one.seams.fields(setting.with_padding)["advantages"]
+    for held in setting.partition.token_shards.values():
+        assert torch.equal(taken[held], given[: len(held)])
+
+
 def test_a_mistake_in_one_term_leaves_the_others() -> None:
     asked = settings("z_loss", "logits", "single", 6)
     (found,) = {one.name: one for s in asked for one in terms(s) if one.name == "term z without its gradient"}.values()
@@ -220,6 +239,18 @@ def test_what_is_given_whole_may_be_split_in_another_order() -> None:
         (
             *("nll", "hidden", "single", "transposed view of weight read as if contiguous"),
             {"loss", "grad of hidden", "grad of weight"},
+        ),
+        ("nll", "hidden", "single", "short last chunk as a full one", {"loss", "grad of hidden", "grad of weight"}),
+        ("grpo", "logprobs", "cp=2", "advantages not split", {"loss", "grad of logprobs"}),
+        (
+            *("dpo", "logprobs", "single", "mask ignored where there is a label, all else 0 there"),
+            {"loss", "grad of logprobs"},
+        ),
+        ("clipped_pg", "logprobs", "single", "token_level_loss as True, all else kept", {"loss", "grad of logprobs"}),
+        (
+            *("dpo", "logprobs", "dp=2"),
+            "valid_sequences is rounded down to a multiple of 2 * dp, and at least that",
+            {"loss", "grad of logprobs"},
         ),
         ("nll", "logits", "cp=2", "mask false at the last token of each piece of a sequence", {"loss"}),
         ("nll", "logits", "single", "masked tokens trained on the last row, padding too", {"loss", "grad of logits"}),

@@ -92,16 +92,15 @@ def test_the_count_of_a_rank_is_named_with_what_to_do() -> None:
     assert found.sentences[-1] == "to do: sum valid_tokens over dp before you divide by it"
 
 
-def test_a_gradient_alone_says_so() -> None:
+@pytest.mark.parametrize(("factor", "words"), [(3.0, "multiplied by 3"), (1 / 1024, "divided by 1024")])
+def test_a_gradient_alone_says_so(factor: float, words: str) -> None:
     right = dense_candidate(SPECS["nll"], "hidden")
 
-    def tripled(inputs, options, mesh):
-        return right.kernel(replace(inputs, weight=scale_gradient(inputs.weight, 3.0)), options, mesh)
+    def scaled(inputs, options, mesh):
+        return right.kernel(replace(inputs, weight=scale_gradient(inputs.weight, factor)), options, mesh)
 
-    found = diagnosed(replace(right, kernel=tripled, name="tripled"), "single")
-    assert found.sentences[0].startswith(
-        "cause: the gradient of weight: multiplied by 3 in every problem; this explains all 9 "
-    )
+    found = diagnosed(replace(right, kernel=scaled, name="scaled"), "single")
+    assert found.sentences[0].startswith(f"cause: the gradient of weight: {words} in every problem; this explains all ")
 
 
 @pytest.mark.parametrize(("size", "divided"), [(8, False), (8, True), (1000, False)])

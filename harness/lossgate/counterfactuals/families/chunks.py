@@ -24,6 +24,10 @@ def in_chunks() -> Mapping[str, tuple[str, Callable[[Setting], list[Part]]]]:
     return {
         **{what: (sentence, partial(_added, tokens)) for what, (sentence, tokens) in _TWICE.items()},
         **{what: (sentence, partial(_left_out, tokens)) for what, (sentence, tokens) in _LOST.items()},
+        "short last chunk as a full one": (
+            "a last chunk that is shorter than the others counts as much as a full one",
+            _short_as_full,
+        ),
         **_MEANS,
     }
 
@@ -148,6 +152,12 @@ def _added(chosen: Chosen, setting: Setting) -> list[Part]:
 
 def _left_out(chosen: Chosen, setting: Setting) -> list[Part]:
     return [(1.0, {"mask": setting.fields["mask"] & ~within(setting, chosen(setting))})]
+
+
+def _short_as_full(setting: Setting) -> list[Part]:
+    mask = setting.fields["mask"]
+    short = [(_size(setting) / len(c), {"mask": mask & within(setting, [c])}) for c in _short_last(setting) if len(c)]
+    return [*_left_out(_short_last, setting), *short]
 
 
 def _mean_of_chunks(setting: Setting) -> list[Part]:

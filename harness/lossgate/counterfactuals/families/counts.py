@@ -173,6 +173,14 @@ def _wrong(name: str, spec: Spec) -> Iterator[Counterfactual]:
         "the number of tokens in mask": lambda s: put(s, s.fields["mask"].sum()),
         "the number of labels in sequences that have one": lambda s: put(s, _labels(s)),
     }
+    for number, of in ((2, "2"), (4, "4")):
+        others[f"rounded down to a multiple of {of}"] = lambda s, number=number: put(
+            s, s.fields[name] // number * number
+        )
+    for number, of in ((1, "dp"), (2, "2 * dp")):
+        others[f"rounded down to a multiple of {of}, and at least that"] = lambda s, number=number: put(
+            s, (s.fields[name] // (number * s.size("dp"))).clamp(min=1) * (number * s.size("dp"))
+        )
     if spec.trained is trained_by_mask:
         del others["the number of tokens in mask"]  # that is what valid_tokens counts
     others |= {f"{other}": partial(_other_count, name, other) for other in counted(spec) if other != name}
@@ -181,7 +189,7 @@ def _wrong(name: str, spec: Spec) -> Iterator[Counterfactual]:
             f"{name} is {what}",
             f"in place of {name} the kernel takes {_words(what, name)}",
             "count",
-            _Reads((name,)),
+            _Reads((name,), ("dp",) if "dp" in what.split() or "dp," in what.split() else ()),
             f"divide by {name} as it is given",
             fields=change,
         )
@@ -204,4 +212,4 @@ def _words(what: str, name: str) -> str:
         "twice": f"2 * {name}",
         "half": f"{name} // 2",
         "the number of labels in sequences that have one": "the number of all labels, trained or not",
-    }.get(what, what)
+    }.get(what, f"{name}, {what}" if what.startswith("rounded") else what)

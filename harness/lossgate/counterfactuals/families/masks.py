@@ -48,6 +48,15 @@ def masks(spec: Spec, head: str) -> Iterator[Counterfactual]:
                     made_of=(plain,),  # without padding it says too much
                 )
             yield plain
+            if name == "mask" and what in ("ignored", "ignored where there is a label") and _numbers(spec):
+                yield mistake(
+                    f"mask {what}, all else 0 there",
+                    f"the mask is {what}, and what else belongs to masked tokens is 0",
+                    "mask",
+                    when,
+                    "mask the values of tokens themselves, too",
+                    fields=partial(_all_else_0, changed),
+                )
             yield mistake(
                 f"{name} {what}, counted so",
                 f"{_named(name)} is {what}, and counts are taken of the result",
@@ -163,6 +172,16 @@ def _named(name: str) -> str:
 
 def _field(name: str, change: Change, setting: Setting) -> Fields:
     return {name: change(setting, setting.fields[name])}
+
+
+def _numbers(spec: Spec) -> list[str]:
+    """Returns the names of the fields that hold a number for each token."""
+    return [name for name, field in spec.added.items() if field.dtype == "float32" and field.dims == ("token",)]
+
+
+def _all_else_0(changed: Callable[[Setting], Fields], setting: Setting) -> Fields:
+    mask = setting.fields["mask"]
+    return {**changed(setting), **{n: torch.where(mask, setting.fields[n], 0.0) for n in _numbers(setting.spec)}}
 
 
 def _counted_so(changed: Callable[[Setting], Fields], setting: Setting) -> Fields:
@@ -290,6 +309,15 @@ _MOVES: Mapping[str, _Move] = {
         "is split over cp in a zigzag as if the pack were one sequence",
         lambda s: s.source_as_one_sequence,
         _over("cp"),
+    ),
+    "not split": _Move(
+        "is not split over cp: each rank takes the first tokens of the pack", lambda s: s.source_unsplit, _over("cp")
+    ),
+    "neither shifted nor split": _Move(
+        "is neither shifted nor split over cp: each rank takes the first tokens of the pack",
+        lambda s: s.source_unsplit,
+        lambda s: _is_given_whole(s) and s.size("cp") > 1,
+        given=True,
     ),
     "split end to end": _Move(
         "is split over cp end to end, and everything else in a zigzag", lambda s: s.source_end_to_end, _over("cp")

@@ -45,6 +45,31 @@ def metrics(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 )
 
 
+def metrics_together(spec: Spec, head: str) -> Iterator[Counterfactual]:
+    """Yields the mistakes of all metrics at once."""
+    for what in ("the mean of", "the mean, where there is a token, of") if len(spec.metrics) > 1 else ():
+        for counts in ("whole", "own"):
+            yield mistake(
+                f"every metric: {what} ranks, {counts} counts",
+                f"every metric is {what} what each rank has{', by its own counts' * (counts == 'own')}",
+                "metric",
+                _several_metrics,
+                "add up sums and counts over the ranks, and take the smallest and largest of extremes",
+                outputs=partial(_pooled_together, _POOLS[what], counts == "own"),
+            )
+
+
+def _several_metrics(setting: Setting) -> bool:
+    return sum(_several(name, setting) for name in setting.spec.metrics) > 1
+
+
+def _pooled_together(pool: Callable[[Tensor], Tensor], own_counts: bool, setting: Setting, outputs: Outputs) -> Outputs:
+    for name, metric in setting.spec.metrics.items():
+        if _several(name, setting):
+            outputs = _pooled(name, pool, own_counts and metric.reduction == "sum", setting, outputs)
+    return outputs
+
+
 def _several(name: str, setting: Setting) -> bool:
     return metric_output(name) in setting.returned and len(setting.token_shards) > 1
 

@@ -9,6 +9,8 @@ import torch
 from lossgate.counterfactuals.counterfactual import Counterfactual
 from lossgate.counterfactuals.families.chunks import in_chunks, knows_size
 from lossgate.counterfactuals.families.masks import bools
+from lossgate.counterfactuals.families.metrics import metrics, metrics_together
+from lossgate.counterfactuals.families.microbatches import in_microbatches
 from lossgate.counterfactuals.seams import RIGHT, Outputs, Part, Seams, run
 from lossgate.counterfactuals.setting import Setting
 from lossgate.counterfactuals.shares import counts_of, rank_by_rank
@@ -30,16 +32,22 @@ def metrics_alone(spec: Spec, head: str) -> Iterator[Counterfactual]:
             computed=partial(_in_metrics, seams),
             padding=padding,
         )
-    for what, (sentence, parts) in in_chunks().items() if spec.trained_dim == "token" else ():
-        yield Counterfactual(
-            name=f"metrics: {what}",
-            sentence=f"{{outputs}}: {sentence}",
-            kind="metric",
-            seams=RIGHT,
-            applies=lambda setting: _has_metrics(setting) and knows_size(setting),
-            computed=partial(_in_metrics, Seams(parts=parts)),
-            padding=True,
-        )
+    # Where a rank has one micro-batch, that says too much.
+    of_ranks = [*metrics(spec, head), *metrics_together(spec, head)]
+    averaged = tuple(one for one in of_ranks if one.name.endswith("the mean of ranks, own counts"))
+    of_parts = [(knows_size, in_chunks(), ()), (lambda setting: True, in_microbatches(), averaged)]
+    for when, parts_of, made_of in of_parts if spec.trained_dim == "token" else ():
+        for what, (sentence, parts) in parts_of.items():
+            yield Counterfactual(
+                name=f"metrics: {what}",
+                sentence=f"{{outputs}}: {sentence}",
+                kind="metric",
+                seams=RIGHT,
+                applies=lambda setting, when=when: _has_metrics(setting) and when(setting),
+                computed=partial(_in_metrics, Seams(parts=parts)),
+                padding=True,
+                made_of=made_of,
+            )
     for option in spec.options:
         if isinstance(option.default, float) and 0.0 in option.choices:
             for power, words in ((1, "multiplied"), (-1, "divided")):

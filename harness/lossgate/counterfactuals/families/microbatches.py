@@ -80,6 +80,17 @@ def microbatches(spec: Spec, head: str) -> Iterator[Counterfactual]:
     )
 
 
+def in_microbatches() -> Mapping[str, tuple[str, Callable[[Setting], list[Part]]]]:
+    """Returns the means of means over micro-batches, for metrics alone: in words, and the parts."""
+    return {
+        f"mean of micro-batches of {of}": (
+            f"{of} make a micro-batch, each is divided by its own trained tokens, and micro-batches are averaged",
+            partial(_mean_of_parts, size, _of_size, _WEIGHTS[""]),
+        )
+        for size, of in ((1, "one sequence"), (2, "2 sequences"), (4, "4 sequences"))
+    }
+
+
 Tokens = Tensor
 """The numbers of some tokens."""
 Sequences = Tensor

@@ -28,6 +28,15 @@ def options(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 f"compute {option.name} as it is given, or leave it out of supports=",
                 options=partial(_chosen, option, other),
             )
+            if _may_be_forbidden(spec, option, other):
+                yield mistake(
+                    f"{option.name} as {other}, all else kept",
+                    f"{option.name} is taken for {other}, though other options forbid it",
+                    "option",
+                    partial(_is_forbidden, option, other),
+                    f"compute {option.name} as it is given, or leave it out of supports=",
+                    options=partial(_chosen_alone, option.name, other),
+                )
         if _is_weight(option) and option.name not in spec.logit_options:
             for what in _CHANGES:
                 yield mistake(
@@ -76,10 +85,28 @@ def _chosen_or_none(option: Option, other: Any, setting: Setting) -> BoundSpec |
     return None if values is None else bound.spec.bind(values)  # some metrics are there for some choices alone
 
 
+def _may_be_forbidden(spec: Spec, option: Option, other: Any) -> bool:
+    """Returns whether a choice of another option does not allow this one."""
+    group = next((names for names in spec.option_groups if option.name in names), ())
+    others = [spec.supported_options[name] for name in group if name != option.name]
+    return any(spec.conflict({option.name: other, one.name: choice}) for one in others for choice in one.choices)
+
+
+def _is_forbidden(option: Option, other: Any, setting: Setting) -> bool:
+    """Returns whether other options do not allow a choice."""
+    bound = setting.bound_spec
+    is_own = repr(_value(bound, option.name)) == repr(other)
+    return not is_own and bool(bound.spec.conflict({**bound.values, option.name: other}))
+
+
 def _chosen(option: Option, other: Any, setting: Setting) -> BoundSpec:
     found = _chosen_or_none(option, other, setting)
     assert found is not None
     return found
+
+
+def _chosen_alone(option: str, other: Any, setting: Setting) -> BoundSpec:
+    return with_values(setting, {option: other})
 
 
 def _number(setting: Setting, option: str) -> float | None:
