@@ -13,8 +13,11 @@ from lossgate.diagnosis.observed import Observed
 
 _DIGITS = (2, 3, 4)
 """Significant digits to which a factor may be round."""
-_WHOLE = 1e-4
+_WHOLE = 1e-5
 """How near a whole number a divisor must be to be that: relative to it."""
+_LARGEST, _SCALE = 100, 2**20
+"""The largest divisor that is looked for, and the largest power of 2. Any small factor is nearly
+1 / n for some large n."""
 
 
 def fitted_factors(failing: Observed) -> list[Counterfactual]:
@@ -34,14 +37,13 @@ def _factors(observed: Observed) -> Iterator[Counterfactual]:
         if size == 0:
             continue
         factor = float((got * reference).sum()) / size
-        if factor and abs(factor) < 1 and abs(1 / factor - (divisor := round(1 / factor))) < _WHOLE * abs(divisor):
-            if abs(divisor) > 2:  # others are in the bank
-                yield mistake(
-                    f"outputs divided by {divisor}",
-                    f"{{outputs}}: divided by {divisor} in every problem",
-                    "factor",
-                    outputs=partial(_times, 1 / divisor),
-                )
+        if (divisor := _divisor(factor)) is not None:
+            yield mistake(
+                f"outputs divided by {divisor}",
+                f"{{outputs}}: divided by {divisor} in every problem",
+                "factor",
+                outputs=partial(_times, 1 / divisor),
+            )
             continue
         for digits in _DIGITS:
             rounded = float(f"{factor:.{digits}g}")
@@ -52,6 +54,15 @@ def _factors(observed: Observed) -> Iterator[Counterfactual]:
                     "factor",
                     outputs=partial(_times, rounded),
                 )
+
+
+def _divisor(factor: float) -> int | None:
+    """Returns the whole number by which a factor divides; None if it does not, or by 2."""
+    if not 1 / (2 * _SCALE) < factor < 0.4:
+        return None
+    divisor = round(1 / factor)
+    is_likely = divisor <= _LARGEST or (divisor <= _SCALE and divisor & (divisor - 1) == 0)
+    return divisor if is_likely and abs(1 / factor - divisor) < _WHOLE * divisor else None
 
 
 def _times(factor: float, setting: Setting, outputs: Outputs) -> Outputs:

@@ -58,8 +58,8 @@ NOTHING = {
         "every count local over *": ("dpo", "preference"),
     },
     "sequences come in pairs": {
-        "valid_sequences is rounded down to a multiple of 2": ("dpo", "preference"),
-        "valid_sequences is rounded down to a multiple of dp, and at least that": ("dpo", "preference"),
+        "valid_sequences rounded down to a multiple of 2": ("dpo", "preference"),
+        "valid_sequences rounded down to a multiple of dp": ("dpo", "preference"),
     },
     "no other option forbids it, or what it is about is switched off there": {
         "disable_ppo_ratio as False, all else kept": ("clipped_pg",),

@@ -90,11 +90,16 @@ def test_a_metric_may_be_a_mean_of_micro_batches() -> None:
 
 
 def test_what_is_not_split_is_the_start_of_the_pack() -> None:
-    one = counterfactuals_of(SPECS["grpo"], "logits")["advantages neither shifted nor split"]
+    bank = counterfactuals_of(SPECS["grpo"], "logits")
     (setting,) = [s for s in settings("grpo", "logits", "cp=2", 20, "packed") if s.tokens > 20][:1]
-    given, taken = setting.as_given("advantages"), one.seams.fields(setting.with_padding)["advantages"]
-    for held in setting.partition.token_shards.values():
-        assert torch.equal(taken[held], given[: len(held)])
+    name, shards = "old_logprobs", setting.partition.token_shards.values()  # other numbers at each token
+    for how, whole in (("neither shifted nor split", setting.as_given(name)), ("not split", setting.padded(name))):
+        taken = bank[f"{name} {how}"].seams.fields(setting.with_padding)[name]
+        for held in shards:
+            assert torch.equal(taken[held], whole[: len(held)])
+    assert not torch.equal(setting.as_given(name), setting.padded(name))
+    assert "returns not split" in counterfactuals_of(SPECS["value"], "values")
+    assert "returns neither shifted nor split" not in counterfactuals_of(SPECS["value"], "values")
 
 
 def test_a_mistake_in_one_term_leaves_the_others() -> None:
@@ -249,7 +254,7 @@ def test_what_is_given_whole_may_be_split_in_another_order() -> None:
         ("clipped_pg", "logprobs", "single", "token_level_loss as True, all else kept", {"loss", "grad of logprobs"}),
         (
             *("dpo", "logprobs", "dp=2"),
-            "valid_sequences is rounded down to a multiple of 2 * dp, and at least that",
+            "valid_sequences rounded down to a multiple of 2 * dp",
             {"loss", "grad of logprobs"},
         ),
         ("nll", "logits", "cp=2", "mask false at the last token of each piece of a sequence", {"loss"}),

@@ -92,7 +92,16 @@ def test_the_count_of_a_rank_is_named_with_what_to_do() -> None:
     assert found.sentences[-1] == "to do: sum valid_tokens over dp before you divide by it"
 
 
-@pytest.mark.parametrize(("factor", "words"), [(3.0, "multiplied by 3"), (1 / 1024, "divided by 1024")])
+@pytest.mark.parametrize(
+    ("factor", "words"),
+    [
+        (3.0, "multiplied by 3"),
+        (-0.5, "multiplied by -0.5"),
+        (1 / 3, "divided by 3"),
+        (1 / 1024, "divided by 1024"),
+        (0.00123, "multiplied by 0.00123"),  # which is nearly 1 / 813
+    ],
+)
 def test_a_gradient_alone_says_so(factor: float, words: str) -> None:
     right = dense_candidate(SPECS["nll"], "hidden")
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts: taken of a part of the batch, one too many, of something else; and means of means."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -173,14 +173,6 @@ def _wrong(name: str, spec: Spec) -> Iterator[Counterfactual]:
         "the number of tokens in mask": lambda s: put(s, s.fields["mask"].sum()),
         "the number of labels in sequences that have one": lambda s: put(s, _labels(s)),
     }
-    for number, of in ((2, "2"), (4, "4")):
-        others[f"rounded down to a multiple of {of}"] = lambda s, number=number: put(
-            s, s.fields[name] // number * number
-        )
-    for number, of in ((1, "dp"), (2, "2 * dp")):
-        others[f"rounded down to a multiple of {of}, and at least that"] = lambda s, number=number: put(
-            s, (s.fields[name] // (number * s.size("dp"))).clamp(min=1) * (number * s.size("dp"))
-        )
     if spec.trained is trained_by_mask:
         del others["the number of tokens in mask"]  # that is what valid_tokens counts
     others |= {f"{other}": partial(_other_count, name, other) for other in counted(spec) if other != name}
@@ -189,10 +181,34 @@ def _wrong(name: str, spec: Spec) -> Iterator[Counterfactual]:
             f"{name} is {what}",
             f"in place of {name} the kernel takes {_words(what, name)}",
             "count",
-            _Reads((name,), ("dp",) if "dp" in what.split() or "dp," in what.split() else ()),
+            _Reads((name,)),
             f"divide by {name} as it is given",
             fields=change,
         )
+    for of, (axes, least, change) in _ROUNDED.items():
+        yield mistake(
+            f"{name} rounded down to a multiple of {of}",
+            f"{name} is rounded down to a multiple of {of}{least and f', but to {of} at least'}",
+            "count",
+            _Reads((name,), axes),
+            f"divide by {name} as it is given: `//` drops what is left over",
+            fields=partial(_rounded, name, change),
+        )
+
+
+def _rounded(name: str, change: Callable[[Tensor, int], Tensor], setting: Setting) -> Fields:
+    return {name: change(setting.fields[name], setting.size("dp"))}
+
+
+_ROUNDED: Mapping[str, tuple[tuple[Axis, ...], bool, Callable[[Tensor, int], Tensor]]] = {
+    "2": ((), False, lambda count, dp: count // 2 * 2),
+    "4": ((), False, lambda count, dp: count // 4 * 4),
+    "dp": (("dp",), True, lambda count, dp: (count // dp).clamp(min=1) * dp),
+    "2 * dp": (("dp",), True, lambda count, dp: (count // (2 * dp)).clamp(min=1) * 2 * dp),
+}
+"""To what multiples a count may be rounded down: the axes that are several ranks there, whether it
+is one such multiple at least, and how it is computed of the count and the ranks of dp.
+"""
 
 
 def _other_count(name: str, other: str, setting: Setting) -> Fields:
@@ -212,4 +228,4 @@ def _words(what: str, name: str) -> str:
         "twice": f"2 * {name}",
         "half": f"{name} // 2",
         "the number of labels in sequences that have one": "the number of all labels, trained or not",
-    }.get(what, f"{name}, {what}" if what.startswith("rounded") else what)
+    }.get(what, what)

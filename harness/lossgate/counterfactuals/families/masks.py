@@ -19,6 +19,7 @@ from lossgate.counterfactuals.edges import (
     rank_ends,
     spans,
 )
+from lossgate.counterfactuals.seams import Seams
 from lossgate.counterfactuals.setting import Fields, Setting
 from lossgate.layout import Axis
 from lossgate.specs.spec import Spec
@@ -49,13 +50,15 @@ def masks(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 )
             yield plain
             if name == "mask" and what in ("ignored", "ignored where there is a label") and _numbers(spec):
-                yield mistake(
-                    f"mask {what}, all else 0 there",
-                    f"the mask is {what}, and what else belongs to masked tokens is 0",
-                    "mask",
-                    when,
-                    "mask the values of tokens themselves, too",
-                    fields=partial(_all_else_0, changed),
+                numbers = _numbers(spec)
+                yield replace(
+                    plain,
+                    name=f"mask {what}, all else 0 there",
+                    sentence=f"the mask is {what}, and {' and '.join(numbers)} {'are' if len(numbers) > 1 else 'is'} 0 "
+                    "where it is false",
+                    seams=Seams(fields=partial(_all_else_0, changed)),
+                    todo="mask what the kernel computes of tokens itself, too",
+                    made_of=(plain,),  # where these change nothing it says too much
                 )
             yield mistake(
                 f"{name} {what}, counted so",
@@ -130,6 +133,8 @@ def moves(spec: Spec, head: str) -> Iterator[Counterfactual]:
     for group in groups:
         name, what = (group[0], _named(group[0])) if len(group) == 1 else (_TOGETHER, _TOGETHER)
         for how, move in _MOVES.items():
+            if how == "neither shifted nor split" and spec.unshifted.issuperset(group):
+                continue  # nothing is to be shifted
             yield mistake(
                 f"{name} {how}",
                 f"{what} {move.words}",

@@ -46,27 +46,35 @@ def metrics(spec: Spec, head: str) -> Iterator[Counterfactual]:
 
 
 def metrics_together(spec: Spec, head: str) -> Iterator[Counterfactual]:
-    """Yields the mistakes of all metrics at once."""
-    for what in ("the mean of", "the mean, where there is a token, of") if len(spec.metrics) > 1 else ():
-        for counts in ("whole", "own"):
-            yield mistake(
-                f"every metric: {what} ranks, {counts} counts",
-                f"every metric is {what} what each rank has{', by its own counts' * (counts == 'own')}",
-                "metric",
-                _several_metrics,
-                "add up sums and counts over the ranks, and take the smallest and largest of extremes",
-                outputs=partial(_pooled_together, _POOLS[what], counts == "own"),
-            )
+    """Yields the mistakes of all metrics at once, and of all that are sums."""
+    sums = tuple(name for name, metric in spec.metrics.items() if metric.reduction == "sum")
+    groups = {"every metric": tuple(spec.metrics)}
+    if len(sums) < len(spec.metrics):
+        groups["every metric that is a sum"] = sums
+    for group, names in groups.items():
+        for what in ("the mean of", "the mean, where there is a token, of") if len(names) > 1 else ():
+            for counts in ("whole", "own"):
+                yield mistake(
+                    f"{group}: {what} ranks, {counts} counts",
+                    f"{group} is {what} what each rank has{', by its own counts' * (counts == 'own')}",
+                    "metric",
+                    partial(_several_of, names),
+                    "add up sums and counts over the ranks, and take the smallest and largest of extremes",
+                    outputs=partial(_pooled_together, names, _POOLS[what], counts == "own"),
+                )
 
 
-def _several_metrics(setting: Setting) -> bool:
-    return sum(_several(name, setting) for name in setting.spec.metrics) > 1
+def _several_of(names: tuple[str, ...], setting: Setting) -> bool:
+    return sum(_several(name, setting) for name in names) > 1
 
 
-def _pooled_together(pool: Callable[[Tensor], Tensor], own_counts: bool, setting: Setting, outputs: Outputs) -> Outputs:
-    for name, metric in setting.spec.metrics.items():
+def _pooled_together(
+    names: tuple[str, ...], pool: Callable[[Tensor], Tensor], own_counts: bool, setting: Setting, outputs: Outputs
+) -> Outputs:
+    for name in names:
         if _several(name, setting):
-            outputs = _pooled(name, pool, own_counts and metric.reduction == "sum", setting, outputs)
+            own = own_counts and setting.spec.metrics[name].reduction == "sum"
+            outputs = _pooled(name, pool, own, setting, outputs)
     return outputs
 
 

@@ -52,11 +52,10 @@ def microbatches(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 parts=partial(_mean_of_parts, size, _of_size, weight),
             )
     for size in (1, *_SIZES):
-        own = "each sequence makes" if size == 1 else f"{size} sequences make"
         for which, (words, kept) in _KEPT.items():
             yield mistake(
                 f"{which} of micro-batches of {'one sequence' if size == 1 else f'{size} sequences'}",
-                f"{own} a micro-batch, and each rank {words}",
+                f"{_made_of(size)} a micro-batch, and each rank {words}",
                 "chunk",
                 todo="add up all micro-batches, and set nothing to zero between them",
                 padding=True,
@@ -80,14 +79,21 @@ def microbatches(spec: Spec, head: str) -> Iterator[Counterfactual]:
     )
 
 
+def _made_of(size: int) -> str:
+    return "each sequence makes" if size == 1 else f"{size} sequences make"
+
+
 def in_microbatches() -> Mapping[str, tuple[str, Callable[[Setting], list[Part]]]]:
     """Returns the means of means over micro-batches, for metrics alone: in words, and the parts."""
     return {
-        f"mean of micro-batches of {of}": (
-            f"{of} make a micro-batch, each is divided by its own trained tokens, and micro-batches are averaged",
+        f"mean of micro-batches of {'one sequence' if size == 1 else f'{size} sequences'}": (
+            (
+                f"{_made_of(size)} a micro-batch, each rank divides its part by its own trained tokens, and "
+                "micro-batches are averaged"
+            ),
             partial(_mean_of_parts, size, _of_size, _WEIGHTS[""]),
         )
-        for size, of in ((1, "one sequence"), (2, "2 sequences"), (4, "4 sequences"))
+        for size in (1, *_SIZES)
     }
 
 

@@ -3,11 +3,13 @@
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from typing import Any
 
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
+from lossgate.counterfactuals.seams import Seams
 from lossgate.counterfactuals.setting import Setting
 from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.option import Option
@@ -20,7 +22,7 @@ def options(spec: Spec, head: str) -> Iterator[Counterfactual]:
     own = [option for option in spec.options if logits or option.name not in spec.logit_options]
     for option in own:
         for other in dict.fromkeys([*option.choices, option.default]):
-            yield mistake(
+            plain = mistake(
                 f"{option.name} as {other}",
                 f"{option.name} is taken for {other}",
                 "option",
@@ -28,14 +30,15 @@ def options(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 f"compute {option.name} as it is given, or leave it out of supports=",
                 options=partial(_chosen, option, other),
             )
+            yield plain
             if _may_be_forbidden(spec, option, other):
-                yield mistake(
-                    f"{option.name} as {other}, all else kept",
-                    f"{option.name} is taken for {other}, though other options forbid it",
-                    "option",
-                    partial(_is_forbidden, option, other),
-                    f"compute {option.name} as it is given, or leave it out of supports=",
-                    options=partial(_chosen_alone, option.name, other),
+                yield replace(
+                    plain,
+                    name=f"{plain.name}, all else kept",
+                    sentence=f"{plain.sentence}, though other options forbid it",
+                    seams=Seams(options=partial(_chosen_alone, option.name, other)),
+                    applies=partial(_is_forbidden, option, other),
+                    made_of=(plain,),  # where no other option counts it says too much
                 )
         if _is_weight(option) and option.name not in spec.logit_options:
             for what in _CHANGES:
