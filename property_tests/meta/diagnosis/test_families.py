@@ -58,6 +58,7 @@ def test_sentences_are_whole_and_tell_mistakes_apart(name: str, head: str) -> No
     for one in found.values():
         assert re.fullmatch(r"[^{}]*(\{outputs\}[^{}]*)?", one.sentence), one.sentence
         assert not one.sentence.endswith("."), one.sentence
+        assert not re.search(r"\w(True|False|None)\b", one.sentence), one.sentence
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)

@@ -188,7 +188,7 @@ def _wrong(name: str, spec: Spec) -> Iterator[Counterfactual]:
     for of, (axes, least, change) in _ROUNDED.items():
         yield mistake(
             f"{name} rounded down to a multiple of {of}",
-            f"{name} is rounded down to a multiple of {of}{least and f', but to {of} at least'}",
+            f"{name} is rounded down to a multiple of {of}{f', but to {of} at least' * least}",
             "count",
             _Reads((name,), axes),
             f"divide by {name} as it is given: `//` drops what is left over",
