@@ -150,10 +150,10 @@ def random_fault(chance: Random) -> Task[Any]:
     return ends_at(chance.choice([*COLLECTIVES]), chance.choice([*ENDS]))
 
 
-def test_100_faults_in_a_row(gloo: World) -> None:
+def test_200_faults_in_a_row(gloo: World) -> None:
     """After each, ranks give the right sums: nothing of the fault is left in any group."""
     chance = Random(20261122)
-    for number in range(100):
+    for number in range(200):
         report(gloo, random_fault(chance))
         layout = chance.choice([Layout(tp=4), Layout(dp=2, tp=2), Layout(cp=2), Layout(tp=3)])
         sums = make_world("gloo", layout, 20.0).run(healthy)

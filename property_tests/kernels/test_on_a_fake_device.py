@@ -33,6 +33,9 @@ ROOT = Path(__file__).parents[2]
 OURS = {candidate.name: candidate for candidate in load_candidates(str(ROOT / "ci/candidates/ours.py"))}
 MISTAKES = {c.name: c for c in load_candidates(str(Path(__file__).with_name("device_mistakes.py")))}
 LAYOUTS = ("single", "dp=2", "cp=2", "tp=2")
+PROBLEMS = 2
+"""For each layout and dtype. All are different, so that together they take most branches."""
+
 WAITED = ("waits", "aten._local_scalar_dense.default")
 SEEN = {
     "tensor_on_the_cpu": ("mixed devices", "found at least two devices, sim:0 and cpu"),
@@ -48,19 +51,18 @@ SEEN = {
 MakeWorld = Callable[[str], Any]
 
 
-def cases(candidate: Candidate, layout: str, make_world: MakeWorld, dtype: str, problems: int = 2) -> list[Case]:
+def cases(candidate: Candidate, layout: str, make_world: MakeWorld, dtype: str) -> list[Case]:
     seed = crc32(f"{layout} {dtype}".encode())
-    drawn = sample_problems(candidate, Layout.parse(layout), dtype, problems, seed)
+    drawn = sample_problems(candidate, Layout.parse(layout), dtype, PROBLEMS, seed)
     return [Case(candidate, problem, make_world(layout)) for problem in drawn]
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_kernels_stay_on_their_device(name: str, make_world: MakeWorld) -> None:
-    """Each layout and dtype has another problem, so that together they take most branches."""
     for layout in LAYOUTS:
         if set(Layout.parse(layout).axes) <= set(OURS[name].axes):
             for dtype in OURS[name].dtypes:
-                for case in cases(OURS[name], layout, make_world, dtype, problems=1):
+                for case in cases(OURS[name], layout, make_world, dtype):
                     assert raised_on_fake_device(case) is None, case.problem.describe()
 
 

@@ -80,7 +80,7 @@ def test_the_parts_of_a_matrix_are_the_matrix(folder: Path, lossgate: Lossgate) 
     lossgate(*arguments, "--evidence", "whole.jsonl")
     whole = cells_in(folder / "whole.jsonl")
     (the_whole,) = (record for record in records_in(folder / "whole.jsonl") if isinstance(record, RunRecord))
-    for parts in (1, 5):
+    for parts in (1, 2, 3, 6):
         evidence = f"{parts}.jsonl"
         for part in range(1, parts + 1):
             lossgate(*arguments, "--shard", f"{part}/{parts}", "--evidence", evidence)

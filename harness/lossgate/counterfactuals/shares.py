@@ -45,6 +45,11 @@ def counted(spec: Spec) -> list[str]:
     ]
 
 
+def numbers_of_tokens(spec: Spec) -> list[str]:
+    """Returns the names of the fields that the spec adds and that hold a number for each token."""
+    return [name for name, field in spec.added.items() if field.dtype == "float32" and field.dims == ("token",)]
+
+
 def counts_of(setting: Setting, ranks: Iterable[int]) -> dict[str, Tensor]:
     """Returns what the counts would be, had the batch nothing but what some ranks hold."""
     return setting.spec.counts({**setting.fields, **masks_of(setting, ranks)})

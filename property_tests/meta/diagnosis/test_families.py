@@ -90,6 +90,25 @@ def test_a_metric_may_be_a_mean_of_micro_batches() -> None:
     assert {str(o) for o in changed(one, settings("grpo", "logprobs", "single", 12, "shard", "kl2"))} == {"kl2"}
 
 
+@pytest.mark.parametrize("metrics", [("values_mean",), ("values_mean", "returns_mean", "values_min")])
+def test_micro_batches_are_not_named_where_each_rank_has_one(metrics: tuple[str, ...]) -> None:
+    """The mean over ranks is the plainer name, whether extremes are returned or not."""
+    one = counterfactuals_of(SPECS["value"], "values")["metrics: mean of micro-batches of 2 sequences"]
+    asked = settings("value", "values", "dp=2", 30, "shard", *metrics)
+    held = {s: [len(s.partition.sequences(rank)) for rank in range(2)] for s in asked}
+    small = [s for s, numbers in held.items() if min(numbers) > 0 and max(numbers) <= 2]
+    large = [s for s, numbers in held.items() if max(numbers) > 2]
+    assert small
+    assert large
+
+    def says_too_much(s: Setting) -> bool:
+        wrong, plainer = one.run(s) or {}, [each.run(s) or {} for each in one.made_of]
+        return any(all(o in each and same(wrong[o], each[o]) for o in s.returned) for each in plainer)
+
+    assert all(map(says_too_much, small))
+    assert not all(map(says_too_much, large))  # some train nothing
+
+
 def test_what_is_not_split_is_the_start_of_the_pack() -> None:
     bank = counterfactuals_of(SPECS["grpo"], "logits")
     (setting,) = [s for s in settings("grpo", "logits", "cp=2", 20, "packed") if s.tokens > 20][:1]

@@ -109,7 +109,9 @@ def test_a_gradient_alone_says_so(factor: float, words: str) -> None:
         return right.kernel(replace(inputs, weight=scale_gradient(inputs.weight, factor)), options, mesh)
 
     found = diagnosed(replace(right, kernel=scaled, name="scaled"), "single")
-    assert found.sentences[0].startswith(f"cause: the gradient of weight: {words} in every problem; this explains all ")
+    assert found.sentences[0].startswith(
+        f"cause: the gradient of weight: {words} in every problem; this explains all 9 "
+    )
 
 
 @pytest.mark.parametrize(("size", "divided"), [(8, False), (8, True), (1000, False)])

@@ -21,6 +21,7 @@ from lossgate.counterfactuals.edges import (
 )
 from lossgate.counterfactuals.seams import Seams
 from lossgate.counterfactuals.setting import Fields, Setting
+from lossgate.counterfactuals.shares import numbers_of_tokens
 from lossgate.layout import Axis
 from lossgate.specs.spec import Spec
 
@@ -31,6 +32,7 @@ def masks(spec: Spec, head: str) -> Iterator[Counterfactual]:
     """Yields the mistakes of masks, with the counts that are given, and with their own counts."""
     if spec.reference is None:
         return  # values per token, each for itself
+    numbers = numbers_of_tokens(spec)
     for name in bools(spec):
         for what, (change, when) in _MASKS.items():
             if spec.fields.get(name, ("token",)) != ("token",) and what not in (
@@ -49,8 +51,7 @@ def masks(spec: Spec, head: str) -> Iterator[Counterfactual]:
                     made_of=(plain,),  # without padding it says too much
                 )
             yield plain
-            if name == "mask" and what in ("ignored", "ignored where there is a label") and _numbers(spec):
-                numbers = _numbers(spec)
+            if name == "mask" and what in ("ignored", "ignored where there is a label") and numbers:
                 yield replace(
                     plain,
                     name=f"mask {what}, all else 0 there",
@@ -179,14 +180,9 @@ def _field(name: str, change: Change, setting: Setting) -> Fields:
     return {name: change(setting, setting.fields[name])}
 
 
-def _numbers(spec: Spec) -> list[str]:
-    """Returns the names of the fields that hold a number for each token."""
-    return [name for name, field in spec.added.items() if field.dtype == "float32" and field.dims == ("token",)]
-
-
 def _all_else_0(changed: Callable[[Setting], Fields], setting: Setting) -> Fields:
-    mask = setting.fields["mask"]
-    return {**changed(setting), **{n: torch.where(mask, setting.fields[n], 0.0) for n in _numbers(setting.spec)}}
+    mask, numbers = setting.fields["mask"], numbers_of_tokens(setting.spec)
+    return {**changed(setting), **{name: torch.where(mask, setting.fields[name], 0.0) for name in numbers}}
 
 
 def _counted_so(changed: Callable[[Setting], Fields], setting: Setting) -> Fields:

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
 from lossgate.counterfactuals.seams import RIGHT, Outputs, Part, Seams, run, with_gradient_of
 from lossgate.counterfactuals.setting import Fields, Setting
+from lossgate.counterfactuals.shares import numbers_of_tokens
 from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.spec import Spec
 from lossgate.specs.token_values import TokenValues
@@ -51,31 +52,30 @@ def sequence_sums(spec: Spec, head: str) -> Iterator[Counterfactual]:
             todo="sum numerator and count over cp, and divide afterwards",
             computed=partial(_means_of_parts, number),
         )
-    for name, field in spec.added.items():
-        if field.dtype == "float32" and field.dims == ("token",):
-            yield mistake(
-                f"{name} of each rank's own part",
-                f"what is summed of {name} over a sequence is each cp rank's own part: it is not summed over cp",
-                "ranks",
-                _split_sums,
-                todo="sum it over cp before you go on",
-                parts=partial(_own_alone, name),
-            )
-            yield mistake(
-                f"{name} summed over sequences where the mean belongs",
-                f"{name} is summed over a sequence where its mean belongs",
-                "count",
-                sums_sequences,
-                todo="divide it by the trained tokens of the sequence, too",
-                fields=partial(_times_count, name, 1),
-            )
-            yield mistake(
-                f"{name} averaged over sequences where the sum belongs",
-                f"{name} is averaged over a sequence where its sum belongs",
-                "count",
-                sums_sequences,
-                fields=partial(_times_count, name, -1),
-            )
+    for name in numbers_of_tokens(spec):
+        yield mistake(
+            f"{name} of each rank's own part",
+            f"what is summed of {name} over a sequence is each cp rank's own part: it is not summed over cp",
+            "ranks",
+            _split_sums,
+            todo="sum it over cp before you go on",
+            parts=partial(_own_alone, name),
+        )
+        yield mistake(
+            f"{name} summed over sequences where the mean belongs",
+            f"{name} is summed over a sequence where its mean belongs",
+            "count",
+            sums_sequences,
+            todo="divide it by the trained tokens of the sequence, too",
+            fields=partial(_times_count, name, 1),
+        )
+        yield mistake(
+            f"{name} averaged over sequences where the sum belongs",
+            f"{name} is averaged over a sequence where its sum belongs",
+            "count",
+            sums_sequences,
+            fields=partial(_times_count, name, -1),
+        )
 
 
 def sums_sequences(setting: Setting) -> bool:
