@@ -18,7 +18,7 @@ from lossgate.declaration.loading import load_candidates
 from lossgate.engine import search
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, CellResult, Verdict
-from lossgate.engine.events import CellFinished, RunFinished, RunStarted
+from lossgate.engine.events import CellFinished, CellStarted, RunFinished, RunStarted
 from lossgate.engine.plan import plan
 from lossgate.engine.run import run
 from lossgate.engine.run_cell import run_cell
@@ -183,7 +183,8 @@ def test_a_bias_of_the_pooled_scale_disagrees(agreed: CellResult) -> None:
 
 def test_a_run_reports_its_start_each_cell_and_its_end() -> None:
     events = list(run([RIGHT], Settings(layouts=("single", "tp=2"), dtypes=("bfloat16",), examples=2, rounds=1)))
-    assert [type(event) for event in events] == [RunStarted, CellFinished, CellFinished, RunFinished]
+    kinds = [RunStarted, CellStarted, CellFinished, CellStarted, CellFinished, RunFinished]
+    assert [type(event) for event in events] == kinds
     assert isinstance(events[0], RunStarted)
     assert [str(cell) for cell in events[0].cells] == [
         f"{RIGHT.name}[agreement-{layout}-bfloat16]" for layout in ("single", "tp=2")

@@ -51,8 +51,8 @@ def test_a_right_kernel_is_tried_on_problems_that_show_them() -> None:
     assert result.mistakes.surviving == ()
     assert result.mistakes.seconds > 0
     shown = of_result(result)
-    price = f" s; of these, asking which known mistakes would show took {result.mistakes.seconds:.1f} CPU s"
-    assert summary([shown]).endswith(price)
+    price = f"; 3 s; asking which known mistakes would show took {result.mistakes.seconds:.1f} CPU s"
+    assert summary([shown], 3.0, asked=shown.mistakes_seconds).endswith(price)
 
 
 def test_a_blind_judge_does_not_agree(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,8 +77,9 @@ class AtOnce:
     """A process that has always finished."""
 
     threads_left = 0
+    printed = ""
 
-    def __init__(self) -> None:
+    def __init__(self, *, captured: bool) -> None:
         self.connection, self._far = Pipe()
 
     def start(self, *given: object) -> None:
@@ -96,7 +97,9 @@ def test_workers_that_finish_together_find_the_last_cells(
     jobs: int, cells: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers, "Child", AtOnce)
-    monkeypatch.setattr(workers, "CellResult", lambda cell: cell)
+    monkeypatch.setattr(workers, "CellResult", lambda cell, printed: cell)
     planned = [Cell(dense_candidate(SPECS["nll"], "logprobs"), layout, "float32") for layout in LAYOUTS[:cells]]
     monkeypatch.setattr(workers, "check_source", lambda _: None)
-    assert [*workers.run_side_by_side(planned, Settings(), jobs)] == planned
+    steps = [*workers.run_side_by_side(planned, Settings(), jobs)]
+    assert [step.result for step in steps if isinstance(step, workers.Done)] == planned
+    assert {id(step.cell) for step in steps if isinstance(step, workers.Started)} == set(map(id, planned))

@@ -4,6 +4,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from rich.console import Console
 from lossgate import Candidate, KnownFailure, Layout, candidate
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, CellResult, Verdict
-from lossgate.engine.events import CellFinished, RunFinished, RunStarted
+from lossgate.engine.events import CellFinished, CellSkipped, CellStarted, RunFinished, RunStarted
 from lossgate.engine.settings import Settings
 from lossgate.judge.comparison import Comparison
 from lossgate.judge.pooling import Pooled
@@ -24,6 +25,7 @@ from lossgate.reports.failures import FailureFiles
 from lossgate.reports.shown_cell import of_result
 from lossgate.reports.terminal import Terminal
 from lossgate.reports.verdict_table import VerdictTable, summary, verdict_table
+from lossgate.reports.volume import Volume
 from lossgate.specs.outputs import LOSS
 
 WIDTHS = pytest.mark.parametrize("width", [60, 80, 100, 140, 200])
@@ -106,7 +108,9 @@ VERDICTS = {
     "3 x AGREE": 1,
     "DISAGREE <--": 1,
 }
-FIGURES = {"0.24": 1, "3.5e-07": 2, "7.5e+10": 1, "nothing": 2, "1.2e+300": 1, "100%": 1, "8.25": 1, "inf": 1}
+FIGURES = {"0.24": 1, "3.5e-07": 2, "nothing": 1, "100%": 1, "8.25": 1}
+NOISE = ("7.5e+10", "1.2e+300", "inf")
+"""Statistics that are many times their limits, which the table does not repeat."""
 PROBLEMS = {"160": 2, "808": 1, "20": 2}
 COMPARISONS = {"320": 2, "9696": 1, "40": 2}
 GIVE_WAY = ("good for", "comparisons", "problems")
@@ -156,6 +160,8 @@ def test_every_number_is_whole(width: int) -> None:
     numbers = FIGURES | (PROBLEMS if "problems" in shown(text) else {})
     numbers |= COMPARISONS if "comparisons" in shown(text) else {}
     assert {number: found[number] for number in numbers} == numbers
+    assert [found["> 10"], found["-"]] == [3, 1]
+    assert not any(found[noise] for noise in NOISE)
     assert "…" not in text
 
 
@@ -178,7 +184,7 @@ def test_a_name_of_one_long_word_is_folded_anywhere() -> None:
     name = "x" * 70
     headings, rows, _ = parts(render(table_of([one(name, D, margin=7.5e10)]), 60))
     assert "".join(line[: headings[-1].index("verdict")].strip() for line in rows) == name
-    assert {"DISAGREE <--", "7.5e+10"} <= set(cells(rows))
+    assert {"DISAGREE <--", "> 10"} <= set(cells(rows))
 
 
 @WIDTHS
@@ -237,8 +243,8 @@ def test_no_line_is_wider_than_the_console(width: int) -> None:
 def test_the_caption_is_wrapped_and_whole(width: int) -> None:
     _, _, caption = parts(render(TABLE, width))
     words = " ".join(caption.split())
-    assert words.startswith("'worst / limit' is the largest statistic of any comparison, divided by its limit;")
-    assert words.endswith("'nothing' means that an error of 100% could have stayed hidden.")
+    assert words.startswith("'worst / limit': the largest statistic of any comparison, divided by its limit.")
+    assert words.endswith("'nothing': an error of 100% could have stayed hidden.")
 
 
 def test_a_disagreement_is_marked_and_stands_first_in_its_row() -> None:
@@ -291,7 +297,7 @@ def test_names_are_not_taken_for_markup(tmp_path: Path) -> None:
     assert "loss[red]" in render(table_of([result]), 100)
     text = StringIO()
     Terminal(FailureFiles(tmp_path), Console(file=text, width=100))(CellFinished(result))
-    assert text.getvalue().count("loss[red]") == 3  # the line of the cell, of its large problems, of what is wrong
+    assert text.getvalue().count("loss[red]") == 2  # the line of the cell, and of its large problems
 
 
 @WIDTHS
@@ -299,8 +305,9 @@ def test_the_summary_stands_last(width: int, tmp_path: Path) -> None:
     text = StringIO()
     Terminal(FailureFiles(tmp_path), Console(file=text, width=width))(RunFinished(tuple(ROWS)))
     last = text.getvalue().rstrip("\n").rpartition("\n\n")[2]
-    assert " ".join(last.split()) == summary(SHOWN)
-    assert summary(SHOWN) == "26 cells: 17 AGREE, 5 DISAGREE, 3 INCONCLUSIVE, 1 known failure; 0 s"
+    counts = "26 cells: 17 AGREE, 5 DISAGREE, 3 INCONCLUSIVE, 1 known failure"
+    assert " ".join(last.split()) == summary(SHOWN, 0.0) == f"{counts}; 0 s"
+    assert summary(SHOWN) == counts
 
 
 @WIDTHS
@@ -312,9 +319,11 @@ def test_the_counts_of_the_progress_bar_are_never_cut(width: int, tmp_path: Path
     terminal = Terminal(FailureFiles(tmp_path), console)
     terminal(RunStarted(tuple(result.cell for result in results), Settings()))
     for result in results:
+        terminal(CellStarted(result.cell))
         terminal(CellFinished(result))
     terminal.close()
-    assert re.search(rf" 8/8 0:00:0\d {LONG[:10]}", text.getvalue())
+    assert re.search(rf" 0/8 0:00:0\d {LONG[:10]}", text.getvalue())
+    assert re.search(r" 7/8 0:00:0\d, about 0:00:0\d left", text.getvalue())
 
 
 def test_reasons_are_wrapped_at_words_on_a_terminal_only(tmp_path: Path) -> None:
@@ -347,21 +356,97 @@ def test_the_replay_command_is_one_line_on_a_terminal(tmp_path: Path) -> None:
     assert text.getvalue().splitlines()[-1] == command
 
 
-def test_only_the_first_cells_of_a_candidate_are_described_in_full(tmp_path: Path) -> None:
-    """The others usually fail in the same way. Each has its line all the same."""
+def shown_of(results: Iterable[CellResult], folder: Path, volume: Volume = Volume.NORMAL, **console: Any) -> list[str]:
+    """Returns the lines that a run with these results shows."""
+    text = StringIO()
+    terminal = Terminal(FailureFiles(folder), Console(file=text, width=200, **console), volume)
+    found = list(results)
+    for result in found:
+        terminal(CellFinished(result))
+    terminal(RunFinished(tuple(found)))
+    return [line.rstrip() for line in text.getvalue().splitlines()]
+
+
+def failing(name: str, reasons: Iterable[str]) -> list[CellResult]:
+    """One result for each reason, on more and more ranks."""
+    own = kernel(name)
+    cells = (Cell(own, Layout(tp=tp), "float32") for tp in range(2, 9))
+    return [
+        CellResult(cell=cell, verdict=D, reasons=(reason,), cases=())
+        for cell, reason in zip(cells, reasons, strict=False)
+    ]
+
+
+ALIKE = [*failing("one", [f"loss: {tp}.5 times the reference" for tp in range(2, 8)]), *failing("other", ["loss: 2"])]
+
+
+def test_of_cells_that_fail_alike_the_first_is_described(tmp_path: Path) -> None:
+    """A log has a line for each all the same."""
+    lines = shown_of(ALIKE, tmp_path)
+    assert [line for line in lines if line.startswith("  loss")] == ["  loss: 2.5 times the reference", "  loss: 2"]
+    assert [f"DISAGREE  one  float32  tp={tp}  like one above" in lines for tp in range(2, 8)] == [False] + [True] * 5
+    assert not any("more like these" in line for line in lines)
+
+
+def test_a_terminal_counts_cells_that_fail_like_others(tmp_path: Path) -> None:
+    lines = shown_of(ALIKE, tmp_path, force_terminal=True, color_system=None)
+    assert lines.index("  and 5 more like these of one") == lines.index("DISAGREE  other  float32  tp=2") - 1
+    assert not any("like one above" in line for line in lines)
+
+
+def test_three_cells_of_a_candidate_that_fail_otherwise_are_described(tmp_path: Path) -> None:
+    reasons = ["loss", "grad of hidden", "grad of weight", "logprobs", "loss", "entropy"]
+    lines = shown_of(failing("one", reasons), tmp_path)
+    assert [line.strip() for line in lines if line.strip() in reasons] == reasons[:3]
+    assert "DISAGREE  one  float32  tp=5  logprobs" in lines
+    assert "  and 2 more cells of one with other reasons; -v describes them" in lines
+
+
+def test_verbose_describes_every_cell(tmp_path: Path) -> None:
+    lines = shown_of(ALIKE, tmp_path, Volume.VERBOSE)
+    assert sum(line.startswith("  loss") for line in lines) == len(ALIKE)
+    assert not any("more" in line and "alike" in line for line in lines)
+
+
+def test_quiet_shows_what_does_not_pass_and_the_summary(tmp_path: Path) -> None:
+    right = made_up(Cell(kernel("right"), Layout(), "float32"), A)
+    lines = shown_of([right, *ALIKE], tmp_path, Volume.QUIET)
+    assert lines[0] == "DISAGREE  one  float32  tp=2"
+    assert not any("Verdicts" in line or line.startswith("AGREE") for line in lines)
+    assert lines[-1] == "8 cells: 1 AGREE, 7 DISAGREE; 0 s"
+    assert shown_of([right], tmp_path, Volume.QUIET) == ["1 cell: 1 AGREE; 0 s"]
+
+
+def test_cells_that_were_not_tried_are_counted_with_the_reason(tmp_path: Path) -> None:
     text = StringIO()
     terminal = Terminal(FailureFiles(tmp_path), Console(file=text, width=200))
+    own = kernel("raises[red]")
+    for tp in (3, 4):
+        terminal(CellSkipped(Cell(own, Layout(tp=tp), "float32"), "rank 0 raised ValueError: no [bold]  [k.py:3]"))
+    terminal(RunFinished(tuple(failing("raises[red]", ["a", "a"]))))
+    expected = (
+        "raises[red]: 2 more cells not tried, since all before ended alike: rank 0 raised ValueError: no [bold]  "
+    )
+    assert f"{expected}[k.py:3]" in text.getvalue().splitlines()
 
-    def finish(kernel: Candidate, tp: int) -> None:
-        cell = Cell(kernel, Layout(tp=tp), "float32")
-        reason = f"{kernel.name} is wrong on tp={tp}"
-        terminal(CellFinished(CellResult(cell=cell, verdict=Verdict.DISAGREE, reasons=(reason,), cases=())))
 
-    first, other = kernel("one"), kernel("other")
-    for tp in range(2, 8):
-        finish(first, tp)
-    finish(other, 2)
-    described = text.getvalue()
-    assert [f"one is wrong on tp={tp}" in described for tp in range(2, 8)] == [True] * 3 + [False] * 3
-    assert all(f"DISAGREE  one  float32  tp={tp}:" in described for tp in range(2, 8))
-    assert "other is wrong on tp=2" in described
+def test_what_kernels_print_is_shown_once(tmp_path: Path) -> None:
+    noisy = replace(made_up(Cell(kernel("right"), Layout(), "float32"), A), printed="one[red]\n\ntwo\n" * 100)
+    other = replace(made_up(Cell(kernel("right"), Layout(tp=2), "float32"), A), printed="two\nthree\x1b[2J\n")
+    lines = shown_of([noisy, other], tmp_path)
+    at = lines.index("  right printed 200 lines; each is shown once:")
+    assert lines[at + 1 : at + 3] == ["    one[red]", "    two"]
+    at = lines.index("  right printed 2 lines; each is shown once:")
+    assert lines[at + 1] == "    three\\x1b[2J"
+    assert sum(line == "    two" for line in lines) == 1
+
+
+def test_ten_lines_that_a_kernel_prints_are_shown_and_more_with_verbose(tmp_path: Path) -> None:
+    text = "\n".join(f"line {i}" for i in range(25))
+    noisy = replace(made_up(Cell(kernel("right"), Layout(), "float32"), A), printed=text)
+    lines = shown_of([noisy], tmp_path)
+    assert "    line 9" in lines
+    assert "    line 10" not in lines
+    assert "    and 15 other lines; -v shows all" in lines
+    assert "    line 24" in shown_of([noisy], tmp_path, Volume.VERBOSE)
+    assert not any("printed" in line for line in shown_of([noisy], tmp_path, Volume.QUIET))

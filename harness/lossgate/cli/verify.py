@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,12 +16,15 @@ from lossgate.cli.app import Exit, app, driven, say
 from lossgate.interruption import ended_by_signals
 
 if TYPE_CHECKING:
+    from lossgate.declaration.candidate import Candidate
     from lossgate.engine.cell import CellResult
     from lossgate.engine.events import Event
+    from lossgate.engine.selection import Selection
     from lossgate.engine.settings import Settings
     from lossgate.engine.shards import Shard
     from lossgate.evidence.writer import EvidenceFile
     from lossgate.reports.terminal import Terminal
+    from lossgate.reports.volume import Volume
 
 
 @app.command
@@ -30,6 +34,11 @@ def verify(
     dtype: Annotated[list[str] | None, Parameter(negative=())] = None,
     size: Annotated[list[str] | None, Parameter(negative=())] = None,
     property: Annotated[list[str] | None, Parameter(negative=())] = None,
+    only: Annotated[list[str] | None, Parameter(negative=())] = None,
+    keyword: Annotated[str | None, Parameter(name=["-k", "--keyword"])] = None,
+    fail_fast: Annotated[bool, Parameter(name=["-x", "--fail-fast"], negative=())] = False,
+    quiet: Annotated[bool, Parameter(name=["-q", "--quiet"], negative=())] = False,
+    verbose: Annotated[bool, Parameter(name=["-v", "--verbose"], negative=())] = False,
     profile: str = "dev",
     examples: int | None = None,
     ranks: int | None = None,
@@ -55,6 +64,13 @@ def verify(
         property: A property, such as agreement or frozen-inputs; may be repeated. By default all
             that apply; lossgate list shows them. Without agreement each has cells of its own, in
             which all problems are tried.
+        only: Verify only the candidate of this name, of all that the files hold; may be repeated.
+        keyword: Verify only the cells whose names match, as in pytest: 'bfloat16 and not dp'. A
+            name is my_kernel[agreement-cp=2-float32].
+        fail_fast: Stop after the first cell that disagrees.
+        quiet: Show only what does not pass, and the summary.
+        verbose: Show every cell, all that disagree in full, all that kernels print, and what the
+            work cost.
         profile: dev, ci, nightly, release, or one of [tool.lossgate.profiles] in pyproject.toml.
         examples: Problems for each cell. A cell is one candidate, layout and dtype.
         ranks: Ranks of the largest layout.
@@ -70,6 +86,7 @@ def verify(
         shard: Verify one of several even parts of the matrix, such as 3/8; the parts are the same
             on every machine.
     """
+    from lossgate.engine.selection import Selection
     from lossgate.engine.settings import load_settings
     from lossgate.engine.shards import Shard
     from lossgate.errors import UsageError
@@ -89,17 +106,47 @@ def verify(
         jobs=jobs,
         **lists,
     )
-    part = Shard.parse(shard) if shard is not None else None
-    return driven(settings.world, lambda: _verify(targets, settings, part, evidence, failures))
+    wanted = _Wanted(
+        targets=targets,
+        only=tuple(only or ()),
+        settings=settings,
+        shard=Shard.parse(shard) if shard is not None else None,
+        selection=Selection(keyword) if keyword is not None else None,
+        fail_fast=fail_fast,
+        failures=failures,
+        volume=_volume(quiet, verbose),
+    )
+    return driven(settings.world, lambda: _verify(wanted, evidence))
 
 
-def _verify(
-    targets: Sequence[str], settings: Settings, shard: Shard | None, evidence: Path | None, failures: Path
-) -> int:
+@dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """What is to be verified, and how it is shown."""
+
+    targets: Sequence[str]
+    only: Sequence[str]
+    settings: Settings
+    shard: Shard | None
+    selection: Selection | None
+    fail_fast: bool
+    failures: Path
+    volume: Volume
+
+
+def _volume(quiet: bool, verbose: bool) -> Volume:
+    from lossgate.errors import UsageError
+    from lossgate.reports.volume import Volume
+
+    if quiet and verbose:
+        raise UsageError("-q and -v: expected one of them; -q shows less than by default, and -v more")
+    return Volume.QUIET if quiet else Volume.VERBOSE if verbose else Volume.NORMAL
+
+
+def _verify(wanted: _Wanted, evidence: Path | None) -> int:
     """Verifies until it is done or a signal asks to stop; returns the exit code."""
     tally = _Tally(evidence)
     with ended_by_signals(tally.stop):
-        _run(targets, settings, shard, failures, tally)
+        _run(wanted, tally)
     return tally.code
 
 
@@ -119,13 +166,13 @@ class _Tally:
         return Exit.USAGE if lost and self.verdict is not Exit.DISAGREE else self.verdict
 
     def __call__(self, event: Event) -> None:
-        from lossgate.engine.events import CellFinished, RunStarted
+        from lossgate.engine.events import CellFinished, RunFinished, RunStarted
 
         if isinstance(event, RunStarted):
             self._cells = len(event.cells)
         elif isinstance(event, CellFinished):
             self._done += 1
-        else:
+        elif isinstance(event, RunFinished):
             code = exit_code(event.results)
             self.verdict = Exit.INCONCLUSIVE if event.stopped and code is Exit.AGREE else code
 
@@ -138,7 +185,8 @@ class _Tally:
         print(f"lossgate: stopped by {signal} after {self._done} of {self._cells} cells{kept}", file=sys.stderr)
 
 
-def _run(targets: Sequence[str], settings: Settings, shard: Shard | None, failures: Path, tally: _Tally) -> None:
+def _run(wanted: _Wanted, tally: _Tally) -> None:
+    settings = wanted.settings
     if settings.jobs != 1 or settings.world != "torchrun":
         from lossgate.fork_server import worker_context
 
@@ -151,18 +199,35 @@ def _run(targets: Sequence[str], settings: Settings, shard: Shard | None, failur
     from lossgate.reports.failures import FailureFiles
     from lossgate.reports.terminal import Terminal
 
-    candidates = load_all_candidates(targets)
+    candidates = _chosen(load_all_candidates(wanted.targets), wanted.only)
     with ExitStack() as stack:
-        failure_files = FailureFiles(failures)
+        failure_files = FailureFiles(wanted.failures)
         consumers: list[Consumer] = [failure_files, tally]
         if tally.evidence is not None:
             tally.file = EvidenceFile(tally.evidence, say, failure_files.replay)
             consumers.append(tally.file)
-        tally.terminal = stack.enter_context(closing(Terminal(failure_files)))
+        tally.terminal = stack.enter_context(closing(Terminal(failure_files, volume=wanted.volume)))
         consumers.append(tally.terminal)
-        for event in stack.enter_context(closing(run(candidates, settings, shard))):
+        events = run(candidates, settings, wanted.shard, wanted.selection, fail_fast=wanted.fail_fast)
+        for event in stack.enter_context(closing(events)):
             for consumer in consumers:
                 consumer(event)
+
+
+def _chosen(candidates: Sequence[Candidate], only: Sequence[str]) -> list[Candidate]:
+    """Returns the candidates with some names; all if none is named.
+
+    Raises:
+        UsageError: if none has one of the names.
+    """
+    from lossgate.errors import UsageError
+    from lossgate.spelling import nearest
+
+    names = [candidate.name for candidate in candidates]
+    for name in only:
+        if name not in names:
+            raise UsageError(f"--only {name}: no candidate has this name; {nearest(name, names)}")
+    return [candidate for candidate in candidates if not only or candidate.name in only]
 
 
 def exit_code(results: Iterable[CellResult]) -> Exit:

@@ -90,6 +90,8 @@ class CellResult:
     seconds: float = 0.0
     expected: bool = False
     """It disagrees as a known failure says."""
+    printed: str = ""
+    """What the candidate printed, warnings among it, if it ran in another process."""
     diagnosis: Diagnosis | None = None
     """What explains the disagreement, if it was looked for and enough problems tell."""
 

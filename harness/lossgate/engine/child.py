@@ -14,7 +14,6 @@ import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
-from io import TextIOWrapper
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,14 +24,19 @@ import torch
 from lossgate.engine import current_case
 from lossgate.engine.left_behind import LeftBehind
 from lossgate.fork_server import start_process, start_worker
+from lossgate.output_file import print_by_line, print_to
 from lossgate.problems.problem import Problem
-from lossgate.process_folder import new_folder, remove_folder, take_folder
+from lossgate.process_folder import new_folder, process_folder, remove_folder, take_folder
 
 _BEAT = 1.0
 """Seconds between two signs of life."""
 _GRACE = 15.0
 """Seconds beyond the time-out of ranks after which a process without a sign of life is taken to
 hang: whatever Python can notice, the world notices first."""
+_PRINTED = "printed"
+"""The file for what jobs print. It is there if that is to be kept."""
+_MOST_PRINTED = 100_000
+"""The most characters that are kept of it."""
 _STACK = "stack"
 """The file for Python's own report of a crash."""
 _LINES = 3
@@ -64,11 +68,17 @@ class ChildDied(Exception):
 
 
 class Child:
-    """A process that runs jobs, one after the other."""
+    """A process that runs jobs, one after the other.
 
-    def __init__(self) -> None:
+    Args:
+        captured: what jobs print is kept, and not printed; see ``printed``.
+    """
+
+    def __init__(self, *, captured: bool = False) -> None:
         self.connection, far = Pipe()
         self.folder = new_folder()
+        if captured:
+            Path(self.folder, _PRINTED).touch()
         self._process = start_process(_serve, far, dict(os.environ), self.folder, has_children=True)
         far.close()  # else the end of the process would not end the connection
         self._beat, self._beat_seen = 0, time.monotonic()
@@ -109,6 +119,17 @@ class Child:
         while not self.connection.poll(_BEAT):
             self.check_alive(timeout)
         return self.result()
+
+    @property
+    def printed(self) -> str:
+        """What the last job printed, or the beginning of it. What modules print as they are
+        imported is not in it.
+        """
+        try:
+            with Path(self.folder, _PRINTED).open(errors="replace") as file:
+                return file.read(_MOST_PRINTED)
+        except OSError:
+            return ""
 
     def end(self) -> None:
         """Ends the process, whatever it does."""
@@ -156,9 +177,9 @@ def _serve(connection: Connection, environment: Mapping[str, str], folder: str) 
     """Runs the jobs that the parent sends, until it has no more."""
     start_worker(environment, lambda: remove_folder(folder))
     take_folder(folder)
-    for output in (sys.stdout, sys.stderr):
-        if isinstance(output, TextIOWrapper):
-            output.reconfigure(line_buffering=True)  # what a kernel printed before it crashed arrives
+    if (output := Path(folder, _PRINTED)).exists():
+        print_to(str(output))
+    print_by_line()  # what a kernel printed before it crashed arrives
     current_case.open_in(folder)
     threading.Thread(target=_beat_on, daemon=True).start()
     torch.set_num_threads(1)  # the processes share the cores
@@ -174,15 +195,24 @@ def _run(job: Job) -> tuple[Any, int]:
     current_case.none_yet()
     try:
         job.load()
+        _forget_printed()
         before = LeftBehind.capture()
         try:
             answer = job.run()
         finally:
             before.restore()
+            sys.stdout.flush()
     except Exception as error:
         error.add_note(traceback.format_exc())
         answer = error
     return answer, threading.active_count() - threads
+
+
+def _forget_printed() -> None:
+    """Empties the file for what is printed, if there is one."""
+    sys.stdout.flush()
+    with suppress(OSError):
+        os.truncate(Path(process_folder(), _PRINTED), 0)
 
 
 def _beat_on() -> None:

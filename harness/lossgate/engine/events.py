@@ -21,8 +21,22 @@ class RunStarted:
 
 
 @dataclass(frozen=True)
+class CellStarted:
+    cell: Cell
+
+
+@dataclass(frozen=True)
 class CellFinished:
     result: CellResult
+
+
+@dataclass(frozen=True)
+class CellSkipped:
+    """A cell is not verified, because its candidate fails alike wherever it is called."""
+
+    cell: Cell
+    reason: str
+    """How it fails, in words; the same for all cells of a candidate."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +46,7 @@ class RunFinished:
     """In words, why not all cells were verified; empty if they were."""
 
 
-Event = RunStarted | CellFinished | RunFinished
+Event = RunStarted | CellStarted | CellFinished | CellSkipped | RunFinished
 
 Consumer = Callable[[Event], None]
 """Listens to a run: the terminal, evidence, failure files. The engine knows none of them."""

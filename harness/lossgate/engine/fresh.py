@@ -13,21 +13,27 @@ from lossgate.problems.problem import Problem
 
 
 @contextmanager
-def fresh_child() -> Generator[Child]:
-    """Starts a process, and ends it in the end."""
-    child = Child()
+def fresh_child(*, captured: bool = False) -> Generator[Child]:
+    """Starts a process, and ends it in the end.
+
+    Args:
+        captured: what it prints is not shown.
+    """
+    child = Child(captured=captured)
     try:
         yield child
     finally:
         child.end()
 
 
-def run_in_child(cell: Cell, problems: Sequence[Problem], timeout: float) -> list[CaseResult]:
+def run_in_child(
+    cell: Cell, problems: Sequence[Problem], timeout: float, *, captured: bool = False
+) -> list[CaseResult]:
     """Runs problems of a cell one after the other, in a process of their own.
 
     If that dies, the crash is all that is returned.
     """
-    with fresh_child() as child:
+    with fresh_child(captured=captured) as child:
         return run_in(child, cell, problems, timeout)
 
 

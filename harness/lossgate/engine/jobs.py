@@ -42,7 +42,9 @@ class CellName:
 
 @dataclass(frozen=True)
 class CellJob:
-    """Verifies a cell; returns all of its result but the cell, which the parent has."""
+    """Verifies a cell; returns all of its result but the cell and what was printed, which the
+    parent has.
+    """
 
     name: CellName
     sources: Sequence[str]
@@ -55,7 +57,7 @@ class CellJob:
 
     def run(self) -> dict[str, Any]:
         result = run_cell(self.name.load(), self.settings)
-        return {f.name: getattr(result, f.name) for f in fields(result) if f.name != "cell"}
+        return {f.name: getattr(result, f.name) for f in fields(result) if f.name not in ("cell", "printed")}
 
 
 @dataclass(frozen=True)

@@ -5,40 +5,80 @@ import os
 from collections.abc import Generator, Iterable
 from contextlib import closing
 
+from lossgate.counted import counted
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.loading import has_source
-from lossgate.engine.cell import CellResult
-from lossgate.engine.events import CellFinished, Event, RunFinished, RunStarted
+from lossgate.engine.cell import Cell, CellResult, Verdict
+from lossgate.engine.events import CellFinished, CellSkipped, CellStarted, Event, RunFinished, RunStarted
 from lossgate.engine.plan import plan
 from lossgate.engine.run_cell import run_cell
+from lossgate.engine.same_failure import SameFailures
 from lossgate.engine.second_look import look_again
+from lossgate.engine.selection import Selection
 from lossgate.engine.settings import Settings
 from lossgate.engine.shards import Shard
-from lossgate.engine.workers import run_side_by_side
+from lossgate.engine.workers import Done, Started, run_side_by_side
 from lossgate.worlds.base import WorldLost
 
 
-def run(candidates: Iterable[Candidate], settings: Settings, shard: Shard | None = None) -> Generator[Event]:
-    """Verifies candidates, or one part of their cells; yields what happens, in the order of the
-    plan.
+def run(
+    candidates: Iterable[Candidate],
+    settings: Settings,
+    shard: Shard | None = None,
+    selection: Selection | None = None,
+    *,
+    fail_fast: bool = False,
+) -> Generator[Event]:
+    """Verifies candidates, or some of their cells; yields what happens, in the order of the plan.
+
+    Args:
+        candidates: what to verify.
+        settings: how much of it.
+        shard: the part of the cells that is verified; all by default.
+        selection: the cells of which it is a part; all by default.
+        fail_fast: whether the run ends with the first cell that disagrees.
 
     Candidates on simulated ranks run in other processes, so that none ends this one. Those that
     were made in a function or a notebook, which no other process can load, run in this one if
     there is one job. Ranks of torchrun verify one cell after another, whatever ``jobs`` says.
+    A candidate that fails alike on two layouts, before its outputs are compared, is given up.
     """
     matrix = plan(candidates, settings)
+    if selection is not None:
+        matrix = selection.take(matrix)
     cells = matrix if shard is None else shard.take(matrix)
     yield RunStarted(tuple(cells), settings, tuple(matrix), shard)
     jobs = 1 if settings.world == "torchrun" else min(settings.jobs or os.cpu_count() or 1, len(cells))
     own = jobs == 1 and (settings.world != "simulated" or not all(has_source(cell.candidate) for cell in cells))
-    done = (run_cell(cell, settings) for cell in cells) if own else run_side_by_side(cells, settings, jobs)
-    results, stopped = list[CellResult](), ""
-    with closing(done):
+    failures, results, stopped = SameFailures(), list[CellResult](), ""
+    steps = _one_by_one(cells, settings, failures) if own else run_side_by_side(cells, settings, jobs, failures.of)
+    with closing(steps):
         try:
-            for found in done:
-                result = found if own or settings.world != "simulated" else look_again(found, settings.timeout)
+            for step in steps:
+                if isinstance(step, Started):
+                    yield CellStarted(step.cell)
+                    continue
+                if (failure := failures.of(step.cell)) is not None or step.result is None:
+                    yield CellSkipped(step.cell, failure or "")
+                    continue
+                again = not own and settings.world == "simulated"
+                result = look_again(step.result, settings.timeout) if again else step.result
+                failures.add(result)
                 results.append(result)
                 yield CellFinished(result)
+                if fail_fast and result.verdict is Verdict.DISAGREE and not result.passes:
+                    stopped = f"--fail-fast: {len(results)} of {counted(len(cells), 'cell')} were verified"
+                    break
         except WorldLost as lost:
             stopped = str(lost)
     yield RunFinished(tuple(results), stopped)
+
+
+def _one_by_one(cells: Iterable[Cell], settings: Settings, failures: SameFailures) -> Generator[Started | Done]:
+    """Runs cells in this process."""
+    for cell in cells:
+        if failures.of(cell) is not None:
+            yield Done(cell, None)
+            continue
+        yield Started(cell)
+        yield Done(cell, run_cell(cell, settings))

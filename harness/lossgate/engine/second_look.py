@@ -37,7 +37,7 @@ def look_again(result: CellResult, timeout: float) -> CellResult:
     failure = result.failure
     if failure is None or failure.failure == Hang.__name__ or result.cell.candidate.known_failure is not None:
         return result
-    with fresh_child() as child:
+    with fresh_child(captured=True) as child:
         cases: list[CaseResult] = []
         while len(cases) < CALLS:
             cases += run_in(child, result.cell.held_to(failure.held_to), [failure.problem], timeout)
@@ -99,7 +99,7 @@ def _calls_before(result: CellResult, failure: CaseResult, timeout: float) -> tu
     cell = result.cell.held_to(failure.held_to)
 
     def disagrees(earlier: Sequence[Problem]) -> bool:
-        *_, last = run_in_child(cell, [*earlier, failure.problem], timeout)
+        *_, last = run_in_child(cell, [*earlier, failure.problem], timeout, captured=True)
         return not last.agrees and last.problem == failure.problem
 
     if not disagrees(tried):

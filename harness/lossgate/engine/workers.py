@@ -2,7 +2,8 @@
 """Runs cells in other processes, side by side."""
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from time import perf_counter
 
@@ -18,11 +19,37 @@ _LOOK = 1.0
 """Seconds between two looks at processes that give no answer."""
 
 
-def run_side_by_side(cells: Sequence[Cell], settings: Settings, jobs: int) -> Generator[CellResult]:
+@dataclass(frozen=True)
+class Started:
+    """A cell has begun."""
+
+    cell: Cell
+
+
+@dataclass(frozen=True)
+class Done:
+    """A cell is due. It has no result if its candidate was given up before it began."""
+
+    cell: Cell
+    result: CellResult | None
+
+
+def run_side_by_side(
+    cells: Sequence[Cell], settings: Settings, jobs: int, given_up: Callable[[Cell], object] = lambda _: None
+) -> Generator[Started | Done]:
     """Runs cells in other processes, which load the candidates again from their sources.
 
     Cells that share a deck run in one process, as far as possible, so that it is drawn once. A
     candidate that ends its process is a CRASH, and the next cells run in a new one.
+
+    Args:
+        cells: what to run.
+        settings: how much is tried in each.
+        jobs: the number of processes.
+        given_up: returns something true for a cell that need not be run any more.
+
+    Yields:
+        Each cell as it starts, in any order, and what came of each in the order of the cells.
 
     Raises:
         UsageError: if a candidate is not the one that its source holds, because it was made in a
@@ -32,23 +59,29 @@ def run_side_by_side(cells: Sequence[Cell], settings: Settings, jobs: int) -> Ge
         check_source(cell.candidate)
     sources = tuple(dict.fromkeys(cell.candidate.source for cell in cells))
     given = [CellJob(CellName.of(cell), sources, settings) for cell in cells]
-    workers, queue, finished = [_Worker() for _ in range(jobs)], _Queue(cells), dict[int, CellResult]()
+    workers, queue = [_Worker() for _ in range(jobs)], _Queue(cells)
+    finished: dict[int, CellResult | None] = {}
     idle, running = list(range(jobs)), dict[int, int]()
     try:
-        for due, _ in enumerate(cells):
+        for due, cell in enumerate(cells):
             while due not in finished:
                 while idle and queue:
+                    number = queue.take(idle[0])
+                    if given_up(cells[number]):
+                        finished[number] = None
+                        continue
                     worker = idle.pop(0)
-                    number = running[worker] = queue.take(worker)
+                    running[worker] = number
                     workers[worker].start(cells[number], given[number])
-                ready = wait([workers[worker].child.connection for worker in running], _LOOK)
+                    yield Started(cells[number])
+                ready = wait([workers[worker].child.connection for worker in running], _LOOK if running else 0)
                 for worker in list(running):
                     if workers[worker].child.connection in ready:
                         finished[running.pop(worker)] = workers[worker].result()
                         idle.append(worker)
                     else:
                         workers[worker].child.check_alive(settings.timeout)
-            yield finished.pop(due)
+            yield Done(cell, finished.pop(due))
     finally:
         for worker in workers:
             worker.child.end()
@@ -58,7 +91,7 @@ class _Worker:
     """A process that verifies cells, or the next one if a candidate has spoilt it."""
 
     def __init__(self) -> None:
-        self.child = Child()
+        self.child = Child(captured=True)
         self._cell: Cell | None = None
         self._started = 0.0
 
@@ -73,14 +106,17 @@ class _Worker:
         """Returns what came of the cell, also if its candidate ended the process."""
         assert self._cell is not None
         try:
-            return CellResult(cell=self._cell, **self.child.result())
+            found = self.child.result()
+            return CellResult(**found, cell=self._cell, printed=self.child.printed)
         except ChildDied as died:
+            printed = self.child.printed
             self._replace()
-            return result_of_crash(self._cell, died, perf_counter() - self._started)
+            result = result_of_crash(self._cell, died, perf_counter() - self._started)
+            return replace(result, printed=printed)
 
     def _replace(self) -> None:
         self.child.end()
-        self.child = Child()
+        self.child = Child(captured=True)
 
 
 class _Queue:

@@ -13,8 +13,9 @@ from secrets import token_hex
 from types import ModuleType
 from typing import Any
 
+from lossgate.counted import counted
 from lossgate.engine.cell import CellResult
-from lossgate.engine.events import CellFinished, Event, RunStarted
+from lossgate.engine.events import CellFinished, CellSkipped, Event, RunFinished, RunStarted
 from lossgate.engine.failure_files import versions
 from lossgate.evidence.checkout import git
 from lossgate.evidence.of_result import key_of, record_of
@@ -161,6 +162,7 @@ class EvidenceFile:
     ) -> None:
         self._tell, self._replay = tell, replay
         self._writer = EvidenceWriter(AppendedLines(path))
+        self._skipped = 0
         self.error: EvidenceError | None = None
 
     def __call__(self, event: Event) -> None:
@@ -180,8 +182,11 @@ class EvidenceFile:
         elif isinstance(event, CellFinished):
             result = event.result
             self._writer.cell(seal(record_of(result, self._writer.run, now(), self._replay(result))))
-        else:
-            self._writer.end(event.stopped)
+        elif isinstance(event, CellSkipped):
+            self._skipped += 1
+        elif isinstance(event, RunFinished):
+            skipped = f"{counted(self._skipped, 'cell')} not verified, since others failed alike" * bool(self._skipped)
+            self._writer.end(event.stopped or skipped)
 
 
 def now() -> str:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from lossgate.counted import counted
 from lossgate.errors import UsageError
 from lossgate.layout import Layout
 from lossgate.numerics.float_formats import FLOAT_FORMATS, ROUNDED_TO, FloatFormat, RoundedTo
@@ -173,8 +174,7 @@ class Problem:
 
     def describe(self) -> str:
         """Returns one line for people: sizes first, then what is not at its default."""
-        sequences = "sequence" if len(self.lengths) == 1 else "sequences"
-        parts = [f"{self.tokens} tokens in {len(self.lengths)} {sequences} {list(self.lengths)}"]
+        parts = [f"{counted(self.tokens, 'token')} in {counted(len(self.lengths), 'sequence')} {list(self.lengths)}"]
         parts += [f"masks {'/'.join(self.masks)}"]
         parts += [f"hidden {self.hidden}"] * (self.head == "hidden") + [f"vocab {self.vocab}"]
         parts += [f"layout {self.layout}", self.dtype, f"logit_std {self.logit_std:g}"]

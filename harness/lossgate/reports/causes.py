@@ -28,7 +28,15 @@ class CausesSoFar:
         if key in self._on:
             return (f"{_CAUSE}the same as {self._on[key]}",)
         self._on[key] = f"{cell.dtype}  {cell.layout}"
-        return cell.causes
+        return tuple(part for line in cell.causes for part in _one_idea_each(line))
+
+
+def _one_idea_each(line: str) -> list[str]:
+    """Returns a cause in one line, and what holds it up in another."""
+    if not line.startswith(_CAUSE) or _HELD not in line:
+        return [line]
+    cause, held = line.rsplit(_HELD, 1)
+    return [cause, f"  {_HELD.lstrip('; ')}{held}"]
 
 
 def cause_of(cell: ShownCell) -> str | None:

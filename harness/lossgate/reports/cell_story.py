@@ -16,11 +16,11 @@ from lossgate.evidence.records import CellRecord, OutputRecord, PropertyRecord
 from lossgate.evidence.summary import CellSummary
 from lossgate.reports.console import print_whole
 from lossgate.reports.describe import describe, marked, print_detail
+from lossgate.reports.numbers import percent, share
 from lossgate.reports.printable import printable
 from lossgate.reports.resource_lines import resource_lines
 from lossgate.reports.run_lines import moment
 from lossgate.reports.shown_cell import of_summary
-from lossgate.reports.verdict_table import percent, share
 
 _TIMES = 5
 """How many of the last verdicts of a cell are shown."""

@@ -12,10 +12,12 @@ from lossgate.reports.causes import CausesSoFar, causes_in_common
 from lossgate.reports.remarks import EXEMPT, NOT_DISTINGUISHED, remark_lines
 from lossgate.reports.shown_cell import ShownCell
 
-DESCRIBED = 3
-"""How many cells of a candidate are described in full. The others usually fail in the same way."""
-
 _REPLAY = "  replay: "
+
+
+def heading(cell: ShownCell) -> str:
+    """Returns the verdict of a cell and its name, in rich markup."""
+    return f"{marked(cell)}  {escape(cell.candidate)}  {_where(cell)}"
 
 
 def describe(cell: ShownCell, so_far: CausesSoFar | None = None) -> list[str]:
@@ -25,8 +27,7 @@ def describe(cell: ShownCell, so_far: CausesSoFar | None = None) -> list[str]:
         cell: what is shown.
         so_far: knows the causes that were shown of other cells, and remembers this one's.
     """
-    lines = [f"{marked(cell)}  {escape(cell.candidate)}  {_where(cell)}"]
-    lines += [f"  {escape(line)}" for line in (*cell.reasons, *(so_far or CausesSoFar()).lines(cell))]
+    lines = [f"  {escape(line)}" for line in (*cell.reasons, *(so_far or CausesSoFar()).lines(cell))]
     if cell.on is not None:
         lines += [f"  on: {escape(cell.on)}", *(f"    {escape(line)}" for line in cell.side_by_side)]
     if cell.replay is not None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shows evidence on one screen: its runs, what does not agree, the verdict table, what is wrong."""
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console
@@ -11,12 +10,12 @@ from rich.text import Text
 
 from lossgate.counted import counted
 from lossgate.evidence.gather import Gathered
-from lossgate.reports.causes import CausesSoFar
 from lossgate.reports.console import print_whole
-from lossgate.reports.describe import DESCRIBED, describe, print_detail, print_remarks
+from lossgate.reports.describe import print_detail, print_remarks
 from lossgate.reports.printable import printable
 from lossgate.reports.run_lines import moment, run_lines
 from lossgate.reports.shown_cell import ShownCell, of_summary
+from lossgate.reports.stories import Stories
 from lossgate.reports.troubles import listed
 from lossgate.reports.verdict_table import rows_of, summary, verdict_table
 
@@ -61,16 +60,13 @@ def print_failures(console: Console, cells: Iterable[ShownCell]) -> None:
     for cell in cells:
         if not cell.passes:
             failing.setdefault(cell.candidate, []).append(cell)
-    so_far = CausesSoFar()
-    for candidate, of_candidate in list(failing.items())[:_CANDIDATES]:
-        for cell in of_candidate[:DESCRIBED]:
-            for line in describe(cell, so_far):
+    for of_candidate in list(failing.values())[:_CANDIDATES]:
+        stories = Stories()
+        for cell in of_candidate:
+            for line in stories.of(cell, listed=False):
                 print_detail(console, line)
-        if (more := of_candidate[DESCRIBED:]) != []:
-            words = ", ".join(
-                f"{count} {word}" for word, count in sorted(Counter(c.verdict.word for c in more).items())
-            )
-            console.print(f"  and {len(more)} more like these of {escape(candidate)}: {words}", soft_wrap=True)
+        for line in stories.more_of_others(None):
+            print_detail(console, line)
     if others := list(failing.values())[_CANDIDATES:]:
         left = counted(sum(map(len, others)), "more cell")
         console.print(f"and {left} of {counted(len(others), 'other candidate')}", soft_wrap=True)

@@ -12,6 +12,7 @@ from lossgate.errors import UsageError
 from lossgate.evidence.records import VerdictName
 from lossgate.evidence.summary import CellSummary
 from lossgate.layout import Layout
+from lossgate.reports.numbers import share
 from lossgate.reports.printable import printable
 
 if TYPE_CHECKING:  # an engine needs torch, and a report of evidence does not
@@ -198,7 +199,7 @@ def _at_sizes(cases: Sequence[CaseResult]) -> Iterator[str]:
                     outputs[name] = max(one.margin, outputs.get(name, 0.0))
     for size, outputs in nearest.items():
         if outputs:
-            shares = ", ".join(f"{output} {margin:.2f}" for output, margin in outputs.items())
+            shares = ", ".join(f"{output} {share(margin)}" for output, margin in outputs.items())
             yield f"at {size}, as shares of the limits: {shares}"
 
 

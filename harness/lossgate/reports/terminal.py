@@ -2,22 +2,24 @@
 """Shows a run: a progress bar or plain lines, then what disagrees, then the verdict table."""
 
 from collections import Counter
-from functools import partial
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Column
 
 from lossgate.counted import counted
 from lossgate.engine.cell import CellResult
-from lossgate.engine.events import CellFinished, Event, RunStarted
-from lossgate.reports.causes import CausesSoFar
+from lossgate.engine.events import CellFinished, CellSkipped, CellStarted, Event, RunFinished, RunStarted
 from lossgate.reports.console import make_console, print_whole
-from lossgate.reports.describe import DESCRIBED, describe, marked, print_detail, print_remarks
+from lossgate.reports.describe import describe, heading, print_detail, print_remarks
 from lossgate.reports.failures import FailureFiles
+from lossgate.reports.numbers import percent, share
+from lossgate.reports.printed import PrintedLines
+from lossgate.reports.progress import CellProgress, Clock
 from lossgate.reports.shown_cell import ShownCell, of_result
-from lossgate.reports.verdict_table import percent, share, summary, verdict_table
+from lossgate.reports.stories import Stories
+from lossgate.reports.verdict_table import summary, verdict_table
+from lossgate.reports.volume import Volume
 
 
 class Terminal:
@@ -26,82 +28,108 @@ class Terminal:
     Args:
         failures: knows the failure file of each cell.
         console: where to print (default: standard output).
+        volume: how much is shown.
     """
 
-    def __init__(self, failures: FailureFiles, console: Console | None = None) -> None:
+    def __init__(self, failures: FailureFiles, console: Console | None = None, volume: Volume = Volume.NORMAL) -> None:
         self.console = console or make_console()
-        self._failures = failures
-        self._progress: Progress | None = None
-        self._described: Counter[str] = Counter()
-        self._causes_so_far = CausesSoFar()
+        self._failures, self._volume, self._clock = failures, volume, Clock()
+        self._progress: CellProgress | None = None
+        self._stories = Stories(whole=volume is Volume.VERBOSE)
+        self._printed = PrintedLines(whole=volume is Volume.VERBOSE)
+        self._skipped: list[CellSkipped] = []
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, RunStarted):
             self._start(len(event.cells))
+        elif isinstance(event, CellStarted):
+            if self._progress is not None:
+                self._progress.started(event.cell)
         elif isinstance(event, CellFinished):
+            if self._progress is not None:
+                self._progress.finished(event.result.cell)
             self._cell(event.result)
+        elif isinstance(event, CellSkipped):
+            if self._progress is not None:
+                self._progress.finished(event.cell)
+            self._skipped.append(event)
         else:
-            self.close()
-            cells = [of_result(result) for result in event.results]
-            print_whole(self.console, verdict_table(cells))
-            print_remarks(self.console, cells)
-            self.console.print(summary(cells))
-            if event.stopped:
-                self.console.print(f"[bold]stopped:[/] {escape(event.stopped)}", soft_wrap=True)
+            self._finish(event)
 
     def close(self) -> None:
         """Stops the progress bar, which leaves the terminal as it was."""
         if self._progress is not None:
-            self._progress.stop()
+            self._progress.close()
             self._progress = None
 
     def _start(self, cells: int) -> None:
+        if self._volume is Volume.QUIET:
+            return
         if self.console.is_terminal:
-            whole, cut = partial(Column, no_wrap=True), Column(overflow="ellipsis")
-            columns = (
-                BarColumn(bar_width=20),
-                MofNCompleteColumn(table_column=whole()),
-                TimeElapsedColumn(table_column=whole()),
-                TextColumn("{task.description}", table_column=cut),
-            )
-            self._progress = Progress(*columns, console=self.console, transient=True)
-            self._progress.add_task("", total=cells)
-            self._progress.start()
+            self._progress = CellProgress(self.console, cells)
         else:
             self.console.print(counted(cells, "cell"))
 
     def _cell(self, result: CellResult) -> None:
-        candidate, shown = result.cell.candidate.name, of_result(result)
-        if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], advance=1, description=escape(str(result.cell)))
-        else:
+        shown = of_result(result, self._failures.replay(result))
+        self._print(self._stories.more_of_others(shown))
+        if shown.passes and self._lists_all:
             self.console.print(_line(shown), soft_wrap=True)
-        for line in shown.at_sizes:
-            where = f"{escape(candidate)}  {result.cell.dtype}  {result.cell.layout}"
-            print_detail(self.console, f"  {where} {escape(line)}")
-        if not result.passes:
-            self._described[candidate] += 1
-            if self._described[candidate] <= DESCRIBED:
-                for line in describe_cell(result, self._failures.replay(result), self._causes_so_far):
-                    print_detail(self.console, line)
+        if self._volume is not Volume.QUIET:
+            where = f"{shown.candidate}  {shown.dtype}  {shown.layout}"
+            self._print(f"  {escape(where)} {escape(line)}" for line in shown.at_sizes)
+        if not shown.passes:
+            self._print(self._stories.of(shown, listed=self._lists_all))
+        if self._volume is not Volume.QUIET or not shown.passes:
+            self._print(map(escape, self._printed.new(shown.candidate, result.printed)))
+
+    @property
+    def _lists_all(self) -> bool:
+        """Whether every cell has a line: a log should have it, and a terminal has a bar."""
+        plain = not self.console.is_terminal and self._volume is Volume.NORMAL
+        return plain or self._volume is Volume.VERBOSE
+
+    def _finish(self, event: RunFinished) -> None:
+        self.close()
+        self._print(self._stories.more_of_others(None))
+        cells = [of_result(result) for result in event.results]
+        if self._volume is not Volume.QUIET and cells:
+            print_whole(self.console, verdict_table(cells))
+            print_remarks(self.console, cells)
+        self._print(_skipped_lines(self._skipped))
+        if event.stopped:
+            self.console.print(f"[bold]stopped:[/] {escape(event.stopped)}", soft_wrap=True)
+        asked = sum(cell.mistakes_seconds for cell in cells) if self._volume is Volume.VERBOSE else 0.0
+        self.console.print(summary(cells, self._clock.seconds, asked=asked), soft_wrap=not self.console.is_terminal)
+
+    def _print(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            print_detail(self.console, line)
 
 
-def describe_cell(result: CellResult, replay: str | None, so_far: CausesSoFar | None = None) -> list[str]:
+def describe_cell(result: CellResult, replay: str | None) -> list[str]:
     """Describes in full why a cell does not agree, in lines of rich markup.
 
     Args:
         result: a cell that is not AGREE.
         replay: the command that judges its failure again, if there is one.
-        so_far: knows the causes that were shown of other cells.
     """
-    return describe(of_result(result, replay), so_far)
+    shown = of_result(result, replay)
+    return [heading(shown), *describe(shown)]
+
+
+def _skipped_lines(skipped: Sequence[CellSkipped]) -> list[str]:
+    """Returns a line for each candidate that was given up, with the number of its other cells."""
+    counts = Counter((one.cell.candidate.name, one.reason.partition("\n")[0]) for one in skipped)
+    return [
+        f"{escape(name)}: {counted(count, 'more cell')} not tried, since all before ended alike: {escape(reason)}"
+        for (name, reason), count in counts.items()
+    ]
 
 
 def _line(cell: ShownCell) -> str:
-    seen = f", detects {percent(cell.mde)}" if cell.verdict.word != "DISAGREE" else ""  # it has detected an error
     tried = f", {cell.largest}" if cell.largest else ""
     return (
-        f"{marked(cell)}  {escape(cell.candidate)}  {cell.dtype}  {cell.layout}:  "
-        f"{counted(cell.problems, 'problem')}, {counted(cell.comparisons, 'comparison')}, "
-        f"at most {share(cell.margin)} of a limit{seen}{tried}  ({cell.seconds:.1f} s)"
+        f"{heading(cell)}:  {counted(cell.problems, 'problem')}, {counted(cell.comparisons, 'comparison')}, "
+        f"at most {share(cell.margin)} of a limit, detects {percent(cell.mde)}{tried}  ({cell.seconds:.1f} s)"
     )

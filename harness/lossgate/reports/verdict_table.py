@@ -16,6 +16,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from lossgate.counted import counted
+from lossgate.reports.numbers import percent, share
 from lossgate.reports.shown_cell import STYLES, ShownCell, ShownVerdict
 
 _MARK = " <--"
@@ -26,11 +27,13 @@ _READABLE_NAME = 24
 """Names are folded down to this width before dtype and layouts share a column."""
 _READABLE_TEXT = 20
 """``good for`` is shown only if it can have this width. A narrower one makes very tall rows."""
+_NOTHING = "-"
+"""Stands where there is nothing to say."""
 _CAPTION = (
-    "'worst / limit' is the largest statistic of any comparison, divided by its limit; a comparison disagrees above 1. "
-    "'detects' says from which size on an error in the scale of any output would have been found in every cell of the "
-    "row: in percent, or as a fraction if it has no % sign; 'nothing' means that an error of 100% could have stayed "
-    "hidden."
+    "'worst / limit': the largest statistic of any comparison, divided by its limit. Above 1 a comparison disagrees.\n"
+    "'detects': from this size on, an error in the scale of any output would have been found in every cell of the row "
+    "that does not disagree. It is in percent, or a fraction if it has no % sign. 'nothing': an error of 100% could "
+    "have stayed hidden."
 )
 
 
@@ -57,13 +60,20 @@ def rows_of(cells: Iterable[ShownCell]) -> list[list[ShownCell]]:
     return list(groups.values())
 
 
-def summary(cells: Sequence[ShownCell]) -> str:
-    """Counts the cells by verdict, in one line."""
+def summary(cells: Sequence[ShownCell], seconds: float | None = None, *, asked: float = 0.0) -> str:
+    """Counts the cells by verdict, in one line.
+
+    Args:
+        cells: all of them.
+        seconds: how long they took together, on the clock; None if nobody measured that.
+        asked: what it took, in seconds of CPU time, to ask which known mistakes would have shown;
+            nothing is said of 0.
+    """
     counts = Counter("known failure" if cell.verdict.expected else cell.verdict.word for cell in cells)
-    verdicts = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
-    asked = sum(cell.mistakes_seconds for cell in cells)
-    price = f"; of these, asking which known mistakes would show took {asked:.1f} CPU s" if asked else ""
-    return f"{counted(len(cells), 'cell')}: {verdicts}; {sum(cell.seconds for cell in cells):.0f} s{price}"
+    verdicts = ", ".join(f"{count} {word}" for word, count in sorted(counts.items())) or "nothing was verified"
+    took = f"; {seconds:.0f} s" if seconds is not None else ""
+    price = f"; asking which known mistakes would show took {asked:.1f} CPU s" if asked else ""
+    return f"{counted(len(cells), 'cell')}: {verdicts}{took}{price}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +102,8 @@ class _Row:
             verdicts=tuple((counts[shown], shown) for shown in sorted(counts, key=lambda shown: shown.order)),
             dtype=cell.dtype,
             layouts=_layouts(cells),
-            worst=share(max(cell.margin for cell in cells)),
-            detects=percent(max(cell.mde for cell in cells)),
+            worst=share(max(compared)) if (compared := [c.margin for c in cells if c.comparisons]) else _NOTHING,
+            detects=percent(max(seen)) if (seen := [c.mde for c in cells if not c.verdict.wrong]) else _NOTHING,
             problems=sum(cell.problems for cell in cells),
             comparisons=sum(cell.comparisons for cell in cells),
             good_for=cell.good_for,
@@ -248,12 +258,3 @@ def _share_room(room: int, least: Sequence[int], whole: Sequence[int]) -> list[i
         spare -= more
         widths.append(low + more)
     return widths
-
-
-def share(margin: float) -> str:
-    return f"{margin:.2f}" if margin < 10 else f"{margin:.2g}"
-
-
-def percent(mde: float) -> str:
-    """A pool that could be off by more than itself detects nothing."""
-    return "nothing" if mde > 1 else f"{mde:.2g}" if mde < 1e-4 else f"{float(f'{100 * mde:.2g}'):g}%"

@@ -7,13 +7,13 @@ import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from io import TextIOWrapper
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch.distributed as dist
 
 from lossgate.fork_server import start_worker
+from lossgate.output_file import STANDARD_ERROR, print_to
 from lossgate.process_folder import remove_folder
 from lossgate.worlds.processes.server import serve
 
@@ -40,7 +40,8 @@ def run_rank(start: Start, work: Connection, alarm: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the driver, which ends its ranks
     sys.path[:] = start.path
     try:
-        _print_to(start.output)
+        print_to(start.output)
+        faulthandler.enable(file=STANDARD_ERROR, all_threads=False)
     except FileNotFoundError:
         os._exit(1)  # the driver has ended meanwhile, and its folder with it
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
@@ -51,18 +52,6 @@ def run_rank(start: Start, work: Connection, alarm: Connection) -> None:
 
 def _file_store(folder: str, meeting: str, ranks: int) -> dist.Store:
     return dist.FileStore(str(Path(folder, meeting)), ranks)
-
-
-def _print_to(file: str) -> None:
-    """Sends what this process prints to a file. There C code can write too, before a crash."""
-    descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_TRUNC)
-    for stream in (1, 2):
-        os.dup2(descriptor, stream)
-    os.close(descriptor)
-    for output in (sys.stdout, sys.stderr):
-        assert isinstance(output, TextIOWrapper)
-        output.reconfigure(line_buffering=True)  # the last words before a crash arrive
-    faulthandler.enable(file=2, all_threads=False)
 
 
 def _loopback() -> str:

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chooses cells by name: ``lossgate verify -k EXPRESSION``."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lossgate.engine.cell import Cell
+from lossgate.errors import UsageError
+
+_TOKEN = re.compile(r"\s*([()]|[^\s()]+)")
+_WORDS = ("and", "or", "not")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """An expression over the names of cells, as pytest has it: ``bfloat16 and not dp``.
+
+    A word matches the cells in whose name it is: ``my_kernel[agreement-cp=2-float32]``.
+    """
+
+    text: str
+
+    def __post_init__(self) -> None:
+        self.matches("")  # reports what is wrong with the expression
+
+    def take(self, cells: Sequence[Cell]) -> list[Cell]:
+        """Returns the cells that are chosen.
+
+        Raises:
+            UsageError: if none is.
+        """
+        chosen = [cell for cell in cells if self.matches(str(cell))]
+        if not chosen:
+            raise UsageError(
+                f"-k {self.text!r}: no cell has such a name; the {len(cells)} cells have names such as {cells[0]}"
+            )
+        return chosen
+
+    def matches(self, name: str) -> bool:
+        """Returns whether a name is chosen, in whatever case it is written.
+
+        Raises:
+            UsageError: if the expression is none.
+        """
+        tokens = _TOKEN.findall(self.text)
+        value, rest = self._any_of(tokens, name.lower())
+        if rest:
+            raise self._error(rest[0])
+        return value
+
+    def _any_of(self, tokens: list[str], name: str) -> tuple[bool, list[str]]:
+        value, rest = self._all_of(tokens, name)
+        while rest and rest[0] == "or":
+            other, rest = self._all_of(rest[1:], name)
+            value = value or other
+        return value, rest
+
+    def _all_of(self, tokens: list[str], name: str) -> tuple[bool, list[str]]:
+        value, rest = self._one(tokens, name)
+        while rest and rest[0] == "and":
+            other, rest = self._one(rest[1:], name)
+            value = value and other
+        return value, rest
+
+    def _one(self, tokens: list[str], name: str) -> tuple[bool, list[str]]:
+        if not tokens:
+            raise self._error("the end")
+        first, *rest = tokens
+        if first == "not":
+            value, rest = self._one(rest, name)
+            return not value, rest
+        if first == "(":
+            value, rest = self._any_of(rest, name)
+            if not rest or rest[0] != ")":
+                raise self._error(rest[0] if rest else "the end")
+            return value, rest[1:]
+        if first == ")" or first in _WORDS:
+            raise self._error(first)
+        return first.lower() in name, rest
+
+    def _error(self, at: str) -> UsageError:
+        where = at if at == "the end" else repr(at)
+        return UsageError(
+            f"-k {self.text!r}: can't be read at {where}; expected parts of names with 'and', 'or', 'not' and "
+            "parentheses, such as 'bfloat16 and not dp'"
+        )
