@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lossgate import inputs, options, strategies
     from lossgate.cases.case import Case
+    from lossgate.cases.example import example
     from lossgate.declaration.any_value import ANY
     from lossgate.declaration.budgets import Budgets
     from lossgate.declaration.candidate import Candidate, Outputs, candidate
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from lossgate.problems.problem import Problem
     from lossgate.properties.registry import Checked, Property, property
     from lossgate.pytest_plugin.suite import suite
+    from lossgate.reports.verified import verify
     from lossgate.specs.coverage import CoverageGoal
     from lossgate.specs.declare import spec
     from lossgate.specs.field_context import FieldContext
@@ -77,11 +79,13 @@ _HOMES = {
     "all_ranks_assert": "worlds.assertions",
     "candidate": "declaration.candidate",
     "compare": "engine.compare",
+    "example": "cases.example",
     "field": "specs.record",
     "option": "specs.record",
     "property": "properties.registry",
     "spec": "specs.declare",
     "suite": "pytest_plugin.suite",
+    "verify": "reports.verified",
 }
 
 __all__ = [
@@ -118,6 +122,7 @@ __all__ = [
     "all_ranks_assert",
     "candidate",
     "compare",
+    "example",
     "field",
     "inputs",
     "option",
@@ -126,6 +131,7 @@ __all__ = [
     "spec",
     "strategies",
     "suite",
+    "verify",
 ]
 
 

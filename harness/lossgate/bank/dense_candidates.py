@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate, Kernel, Outputs, candidate
 from lossgate.declaration.contract import Contract, Placements
-from lossgate.losses import SPECS
+from lossgate.losses import SPECS, find_spec
 from lossgate.problems.partition import Dims
 from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.heads import HEADS
@@ -105,28 +105,35 @@ def local_values(bound: BoundSpec, head: str, inputs: Any, mesh: DeviceMesh) -> 
     return bound.token_values("logits", {"logits": logits}, vars(inputs))
 
 
-def dense_kernel(spec: Spec, head: str) -> Kernel:
-    """Returns a dense kernel of a spec at a head."""
+def dense_kernel(spec: str | Spec, head: str) -> Kernel:
+    """Returns a dense kernel of a spec, or of the one with a name, at a head."""
+    found = find_spec(spec) if isinstance(spec, str) else spec
 
     def kernel(inputs: Any, options: Any, mesh: DeviceMesh) -> Outputs:
-        batch = dict(vars(inputs))
-        added = [name for name, dims in spec.fields.items() if dims[:1] == ("token",)]
-        batch |= {n: _whole_vocab(batch[n], dims, inputs, mesh) for n, dims in spec.fields.items() if "vocab" in dims}
-        kept = _kept(inputs, mesh)
-        of_tokens = ("labels", "mask", "input_ids", "sequence", *added)
-        batch |= {name: whole_pack(batch[name], inputs, mesh)[kept] for name in of_tokens}
-        starts = pad(kept.cumsum(0), (1, 0))[inputs.cu_seqlens_padded].to(torch.int32)
-        batch |= {"cu_seqlens": starts, "cu_seqlens_padded": starts}
-        bound = spec.bind_options(options)
-        local = local_values(bound, head, inputs, mesh)
-        outputs = {name: _VALUES[name](local) for name in spec.outputs if name != "loss"}
-        if spec.reference is None:
-            return Outputs(**outputs)
-        values = local if HEADS[head].gives == "sequence" else _whole_values(local, inputs, mesh, kept)
-        loss, metrics = bound.loss(values, batch)
-        return Outputs(loss=loss, metrics=metrics, **outputs)
+        with torch.autocast(inputs.labels.device.type, enabled=False):
+            return _computed(found, head, inputs, options, mesh)
 
     return kernel
+
+
+def _computed(spec: Spec, head: str, inputs: Any, options: Any, mesh: DeviceMesh) -> Outputs:
+    batch = dict(vars(inputs))
+    added = [name for name, dims in spec.fields.items() if dims[:1] == ("token",)]
+    batch |= {n: _whole_vocab(batch[n], dims, inputs, mesh) for n, dims in spec.fields.items() if "vocab" in dims}
+    kept = _kept(inputs, mesh)
+    of_tokens = ("labels", "mask", "input_ids", "sequence", *added)
+    batch |= {name: whole_pack(batch[name], inputs, mesh)[kept] for name in of_tokens}
+    batch["labels"] = batch["labels"].clamp(min=0)  # -100 where the mask is false is no index
+    starts = pad(kept.cumsum(0), (1, 0))[inputs.cu_seqlens_padded].to(torch.int32)
+    batch |= {"cu_seqlens": starts, "cu_seqlens_padded": starts}
+    bound = spec.bind_options(options)
+    local = local_values(bound, head, inputs, mesh)
+    outputs = {name: _VALUES[name](local) for name in spec.outputs if name != "loss"}
+    if spec.reference is None:
+        return Outputs(**outputs)
+    values = local if HEADS[head].gives == "sequence" else _whole_values(local, inputs, mesh, kept)
+    loss, metrics = bound.loss(values, batch)
+    return Outputs(loss=loss, metrics=metrics, **outputs)
 
 
 _VALUES: Mapping[str, Callable[[TokenValues], Any]] = {

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: ``lossgate verify | replay | audit | list | spec | gate | report | diff``.
+"""The command line: ``lossgate init | verify | replay | audit | list | spec | gate | report |
+diff``.
 
 Exit codes: 0 agree, 1 disagree, 2 usage or configuration, 3 inconclusive (nothing wrong seen, not
 enough seen), 4 a fault of lossgate itself.
@@ -9,10 +10,11 @@ from lossgate.cli.app import Exit, app, main
 from lossgate.cli.audit import audit
 from lossgate.cli.diff import diff
 from lossgate.cli.gate import gate
+from lossgate.cli.init import init
 from lossgate.cli.listing import list_
 from lossgate.cli.replay import replay
 from lossgate.cli.report import report
 from lossgate.cli.spec import check
 from lossgate.cli.verify import verify
 
-__all__ = ["Exit", "app", "audit", "check", "diff", "gate", "list_", "main", "replay", "report", "verify"]
+__all__ = ["Exit", "app", "audit", "check", "diff", "gate", "init", "list_", "main", "replay", "report", "verify"]

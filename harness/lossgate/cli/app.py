@@ -15,7 +15,17 @@ from enum import IntEnum
 
 from cyclopts import App, CycloptsError
 
-app = App(name="lossgate", help="Judge whether loss kernels compute the losses they claim to.", version_flags=[])
+from lossgate import __version__
+
+app = App(
+    name="lossgate",
+    help="Judge whether loss kernels compute the losses they claim to.",
+    version=__version__,
+    version_flags=["--version"],
+)
+app.register_install_completion_command(
+    help="Install completion for the shell in which this runs (bash, zsh or fish). A new shell has it."
+)
 
 _UNTIL_SAID = 5.0
 """Seconds in which rank 0 of a torchrun prints an error that all its processes find."""

@@ -112,8 +112,10 @@ class CellResult:
 
     @property
     def mde(self) -> float:
-        """The minimum detectable effect of the output with the least power (pooled)."""
-        return max((pooled.mde for pooled in self.pooled), default=float("inf"))
+        """The minimum detectable effect of the output with the least power (pooled). A metric that
+        is zero on every problem, so that its scale is never compared, does not count.
+        """
+        return max((pooled.mde for pooled in self.pooled if pooled.problems), default=float("inf"))
 
     @property
     def power(self) -> dict[str, float]:

@@ -44,6 +44,8 @@ class RunFinished:
     results: tuple[CellResult, ...]
     stopped: str = ""
     """In words, why not all cells were verified; empty if they were."""
+    seconds: float = 0.0
+    """How long the run took, on the clock."""
 
 
 Event = RunStarted | CellStarted | CellFinished | CellSkipped | RunFinished

@@ -4,6 +4,7 @@
 import os
 from collections.abc import Generator, Iterable
 from contextlib import closing
+from time import perf_counter
 
 from lossgate.counted import counted
 from lossgate.declaration.candidate import Candidate
@@ -28,6 +29,7 @@ def run(
     selection: Selection | None = None,
     *,
     fail_fast: bool = False,
+    here: bool = False,
 ) -> Generator[Event]:
     """Verifies candidates, or some of their cells; yields what happens, in the order of the plan.
 
@@ -37,19 +39,22 @@ def run(
         shard: the part of the cells that is verified; all by default.
         selection: the cells of which it is a part; all by default.
         fail_fast: whether the run ends with the first cell that disagrees.
+        here: whether candidates run in this process, which one that crashes then ends.
 
     Candidates on simulated ranks run in other processes, so that none ends this one. Those that
     were made in a function or a notebook, which no other process can load, run in this one if
     there is one job. Ranks of torchrun verify one cell after another, whatever ``jobs`` says.
     A candidate that fails alike on two layouts, before its outputs are compared, is given up.
     """
-    matrix = plan(candidates, settings)
+    start, matrix = perf_counter(), plan(candidates, settings)
     if selection is not None:
         matrix = selection.take(matrix)
     cells = matrix if shard is None else shard.take(matrix)
     yield RunStarted(tuple(cells), settings, tuple(matrix), shard)
     jobs = 1 if settings.world == "torchrun" else min(settings.jobs or os.cpu_count() or 1, len(cells))
-    own = jobs == 1 and (settings.world != "simulated" or not all(has_source(cell.candidate) for cell in cells))
+    own = here or (
+        jobs == 1 and (settings.world != "simulated" or not all(has_source(cell.candidate) for cell in cells))
+    )
     failures, results, stopped = SameFailures(), list[CellResult](), ""
     steps = _one_by_one(cells, settings, failures) if own else run_side_by_side(cells, settings, jobs, failures.of)
     with closing(steps):
@@ -71,7 +76,7 @@ def run(
                     break
         except WorldLost as lost:
             stopped = str(lost)
-    yield RunFinished(tuple(results), stopped)
+    yield RunFinished(tuple(results), stopped, perf_counter() - start)
 
 
 def _one_by_one(cells: Iterable[Cell], settings: Settings, failures: SameFailures) -> Generator[Started | Done]:

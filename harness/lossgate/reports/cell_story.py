@@ -36,7 +36,7 @@ def print_story(console: Console, record: CellRecord, results: Sequence[CellSumm
     """
     shown = of_summary(results[-1])
     console.print(f"{marked(shown)}  {_escaped(str(record.key))}", soft_wrap=True)
-    for line in [*describe(shown)[1:], *(f"  {_escaped(line)}" for line in _about(record, results))]:
+    for line in [*describe(shown), *(f"  {_escaped(line)}" for line in _about(record, results))]:
         print_detail(console, line, hanging=2)
     if record.outputs:
         console.print()
@@ -82,7 +82,7 @@ def _outputs(outputs: Sequence[OutputRecord]) -> Table:
     for output in outputs:
         name, worst = _worst(output)
         of = f" {printable(name)}" if name else ""
-        cells = (_pooled(output), _detects(output), f"{share(worst)}{of}", str(len(output.cases)))
+        cells = (_pooled(output), _detects(output), f"{share(worst, whole=True)}{of}", str(len(output.cases)))
         table.add_row(Text(f"  {printable(output.name)}"), *map(Text, cells))
     return table
 

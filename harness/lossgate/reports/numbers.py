@@ -5,9 +5,14 @@ _FAR = 10
 """A statistic that is so many times its limit is as wrong as a larger one."""
 
 
-def share(margin: float) -> str:
-    """Returns a share of a limit. How far it is above the limit says little."""
-    return f"{margin:.2f}" if margin < _FAR else f"> {_FAR}"
+def share(margin: float, *, whole: bool = False) -> str:
+    """Returns a share of a limit. How far it is above the limit says little.
+
+    Args:
+        margin: the share.
+        whole: whether it is written out, however large.
+    """
+    return f"{margin:.2f}" if margin < _FAR else f"{margin:.2g}" if whole else f"> {_FAR}"
 
 
 def percent(mde: float) -> str:

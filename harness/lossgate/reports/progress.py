@@ -3,7 +3,6 @@
 
 from datetime import timedelta
 from functools import partial
-from time import monotonic
 
 from rich.console import Console
 from rich.markup import escape
@@ -69,14 +68,3 @@ class _Times(ProgressColumn):
             left = elapsed / task.completed * (task.total - task.completed)
             text += f", about {timedelta(seconds=int(left))} left"
         return Text(text)
-
-
-class Clock:
-    """Measures how long a run takes."""
-
-    def __init__(self) -> None:
-        self._start = monotonic()
-
-    @property
-    def seconds(self) -> float:
-        return monotonic() - self._start

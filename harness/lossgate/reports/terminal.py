@@ -15,7 +15,7 @@ from lossgate.reports.describe import describe, heading, print_detail, print_rem
 from lossgate.reports.failures import FailureFiles
 from lossgate.reports.numbers import percent, share
 from lossgate.reports.printed import PrintedLines
-from lossgate.reports.progress import CellProgress, Clock
+from lossgate.reports.progress import CellProgress
 from lossgate.reports.shown_cell import ShownCell, of_result
 from lossgate.reports.stories import Stories
 from lossgate.reports.verdict_table import summary, verdict_table
@@ -33,7 +33,7 @@ class Terminal:
 
     def __init__(self, failures: FailureFiles, console: Console | None = None, volume: Volume = Volume.NORMAL) -> None:
         self.console = console or make_console()
-        self._failures, self._volume, self._clock = failures, volume, Clock()
+        self._failures, self._volume = failures, volume
         self._progress: CellProgress | None = None
         self._stories = Stories(whole=volume is Volume.VERBOSE)
         self._printed = PrintedLines(whole=volume is Volume.VERBOSE)
@@ -100,7 +100,7 @@ class Terminal:
         if event.stopped:
             self.console.print(f"[bold]stopped:[/] {escape(event.stopped)}", soft_wrap=True)
         asked = sum(cell.mistakes_seconds for cell in cells) if self._volume is Volume.VERBOSE else 0.0
-        self.console.print(summary(cells, self._clock.seconds, asked=asked), soft_wrap=not self.console.is_terminal)
+        self.console.print(summary(cells, event.seconds, asked=asked), soft_wrap=not self.console.is_terminal)
 
     def _print(self, lines: Iterable[str]) -> None:
         for line in lines:

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lossgate.example``: inputs of a kernel to play with."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lossgate.cases.drawn_problem import DrawnProblem
+from lossgate.declaration.candidate import Candidate
+from lossgate.errors import UsageError
+from lossgate.layout import Layout
+from lossgate.losses import find_spec
+from lossgate.problems.problem import Problem
+from lossgate.specs.option import COMMON_OPTIONS
+from lossgate.specs.spec import Spec
+from lossgate.spelling import nearest
+
+_LENGTHS = (5, 3)
+
+
+def example(
+    of: str | Spec | Candidate,
+    *,
+    head: str | None = None,
+    lengths: Sequence[int] | None = None,
+    hidden: int = 4,
+    vocab: int = 11,
+    dtype: str = "float32",
+    layout: str = "single",
+    options: Mapping[str, Any] | None = None,
+    seed: int = 0,
+) -> DrawnProblem:
+    """Makes a small problem to play with: what a kernel gets, and what is right.
+
+        example = lossgate.example("nll", head="logits")
+        inputs, options = example.inputs(), example.options
+        loss = my_kernel(inputs, options, None)
+        loss.backward()
+        example.reference()["loss"]
+
+    The same arguments give the same numbers. All tokens are trained that can be.
+
+    Args:
+        of: a spec, by name or as the object, or a candidate.
+        head: where the kernel starts; by default that of the candidate, or the spec's first.
+        lengths: the tokens of each sequence; by default 5 and 3, or two such groups if the spec
+            has pairs.
+        hidden: the width of the hidden states, at head "hidden".
+        vocab: the rows of the vocabulary, at heads with logits.
+        dtype: of the differentiable inputs.
+        layout: the ranks between which it is split, such as "tp=2"; ``inputs(rank)`` has the part
+            of each.
+        options: those that are not at their default, by name.
+        seed: another gives other numbers.
+
+    Returns:
+        The problem: its ``inputs(rank)``, ``options``, ``upstream(rank)``, ``reference(rank)``, and
+        ``check(candidate)``.
+
+    Raises:
+        UsageError: if the spec has no such head or option, or the sizes do not suit it.
+    """
+    spec = of.spec if isinstance(of, Candidate) else of if isinstance(of, Spec) else find_spec(of)
+    start = head or (of.head if isinstance(of, Candidate) else next(iter(spec.inputs)))
+    if start not in spec.inputs:
+        raise UsageError(f"example(head={start!r}): spec {spec.name!r} has no such head; {nearest(start, spec.inputs)}")
+    given = tuple(lengths) if lengths is not None else _LENGTHS * spec.group_size
+    own = dict(options or {})
+    common: dict[str, Any] = {name: own.pop(name) for name in COMMON_OPTIONS if name in own}
+    if spec.outputs[0] == "logprobs":
+        common["cotangent"] = "logprobs"
+    problem = Problem(
+        spec=spec.name,
+        head=start,
+        dtype=dtype,
+        lengths=given,
+        masks=("all",) * len(given),
+        hidden=hidden,
+        vocab=vocab,
+        layout=Layout.parse(layout),
+        options=own,
+        group_size=spec.group_size,
+        seed=seed,
+        **common,
+    )
+    drawn = DrawnProblem(problem, spec)
+    drawn.inputs()  # what does not suit is reported here, not where it is used
+    return drawn

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lossgate.verify``: the verdict on kernels from Python, in a notebook, say."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.console import Console
+
+from lossgate.declaration.candidate import Candidate
+from lossgate.engine.cell import CellResult, Verdict
+from lossgate.engine.events import Event, RunFinished
+from lossgate.engine.run import run
+from lossgate.engine.settings import load_settings
+from lossgate.errors import UsageError
+from lossgate.reports.failures import FailureFiles
+from lossgate.reports.terminal import Terminal
+
+_WIDTH = 120
+
+
+@dataclass(frozen=True, repr=False)
+class Verified:
+    """What came of ``lossgate.verify``. In a notebook it shows the verdict table."""
+
+    results: tuple[CellResult, ...]
+    events: tuple[Event, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        """That of the worst cell. A known failure counts as agreed."""
+        found = {Verdict.AGREE if result.passes else result.verdict for result in self.results}
+        return next((v for v in (Verdict.DISAGREE, Verdict.INCONCLUSIVE) if v in found), Verdict.AGREE)
+
+    @property
+    def agrees(self) -> bool:
+        return self.verdict is Verdict.AGREE
+
+    def check(self) -> None:
+        """Raises ``AssertionError`` with the reasons unless all cells agree."""
+        if not self.agrees:
+            raise AssertionError(f"\n{self}")
+
+    def __repr__(self) -> str:
+        text = StringIO()
+        self._show(Console(file=text, width=_WIDTH, highlight=False, emoji=False))
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+    def _repr_html_(self) -> str:
+        console = Console(file=StringIO(), width=_WIDTH, highlight=False, emoji=False, record=True)
+        self._show(console)
+        return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
+    def _show(self, console: Console) -> None:
+        with TemporaryDirectory() as folder:
+            terminal = Terminal(_NoFiles(Path(folder)), console)
+            for event in self.events:
+                terminal(event)
+
+
+class _NoFiles(FailureFiles):
+    """Knows of no failure files: none are written."""
+
+    def replay(self, result: CellResult) -> None:
+        return None
+
+
+def verify(
+    *candidates: Candidate,
+    layouts: Iterable[str] | None = None,
+    dtypes: Iterable[str] | None = None,
+    properties: Iterable[str] | None = None,
+    profile: str = "dev",
+    examples: int | None = None,
+    ranks: int | None = None,
+    seed: int | None = None,
+) -> Verified:
+    """Judges candidates against the references of their specs, as ``lossgate verify`` does.
+
+        lossgate.verify(my_kernel, layouts=["single", "cp=2"])
+
+    It runs candidates in this process, as a notebook needs: one that crashes ends it, and
+    ``lossgate verify`` does better. It writes no failure files.
+
+    Args:
+        *candidates: what to verify.
+        layouts, dtypes, properties, profile, examples, ranks, seed: as for ``lossgate verify``.
+
+    Returns:
+        The results, which print as the verdicts with their reasons. ``verdict`` and ``agrees`` say
+        what came of all together, and ``check()`` raises unless they agree.
+
+    Raises:
+        UsageError: if there is no candidate, or a setting is wrong.
+    """
+    if not candidates:
+        raise UsageError("verify(): no candidate; expected one or more, such as lossgate.verify(my_kernel)")
+    for one in candidates:
+        if not isinstance(one, Candidate):  # pyright: ignore[reportUnnecessaryIsInstance]  an undecorated kernel is a likely slip
+            raise UsageError(
+                f"verify({one!r}): expected a candidate; decorate the kernel with @lossgate.candidate(...)"
+            )
+    named: dict[str, Any] = {"layouts": layouts, "dtypes": dtypes, "properties": properties}
+    lists: dict[str, Any] = {name: None if given is None else tuple(given) for name, given in named.items()}
+    settings = load_settings(profile, examples=examples, ranks=ranks, seed=seed, **lists)
+    events = tuple(run(candidates, settings, here=True))
+    (results,) = (event.results for event in events if isinstance(event, RunFinished))
+    return Verified(results, events)
