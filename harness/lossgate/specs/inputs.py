@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lossgate.errors import UsageError
 from lossgate.specs.record import Field, Record, built_in_field, fields_of
+from lossgate.specs.rows import Rows
 
 
 class Batch(Record):
@@ -96,6 +97,59 @@ class Batch(Record):
         """The number of this dp rank's sequences."""
         return len(self.cu_seqlens) - 1
 
+    def to_rows(self, tensor: Tensor, fill: float = 0) -> Tensor:
+        """Lays tokens out in a row for each sequence, padded on the right, as most frameworks have
+        them: ``inputs.to_rows(inputs.hidden)``. Gradients flow through.
+
+        Args:
+            tensor: ``[T, ...]``, of the tokens of this rank; not on layouts with cp, where a rank
+                holds a part of each sequence.
+            fill: what padding is filled with; False for masks, -100 for labels to ignore, say.
+
+        Returns:
+            ``[B, S, ...]``: B sequences of this dp rank, S tokens of the longest, at least 1. With
+            ``tokens="rows"``, S is that of ``input_ids``.
+
+        Raises:
+            UsageError: if the tensor does not have this rank's tokens, or cp splits them.
+        """
+        return self._rows.lay(tensor, fill)
+
+    def from_rows(self, rows: Tensor) -> Tensor:
+        """Undoes ``to_rows``, for log-probabilities that a framework returns. Gradients flow
+        through.
+
+        Args:
+            rows: ``[B, S, ...]``. S may be another, but at most one less than the longest sequence
+                has tokens: the last one predicts nothing.
+
+        Returns:
+            ``[T, ...]``, as the kernel returns them; 0 at padding.
+
+        Raises:
+            UsageError: if there are not as many rows as sequences, or they are too narrow.
+        """
+        return self._rows.pack(rows)
+
+    def per_sequence(self, tensor: Tensor) -> Tensor:
+        """Returns one number for each sequence, where all of its tokens have the same:
+        ``inputs.per_sequence(inputs.advantages)``.
+
+        Args:
+            tensor: ``[T]``; not on layouts with cp.
+
+        Returns:
+            ``[B]``; 0 for a sequence without tokens.
+
+        Raises:
+            UsageError: if the tokens of a sequence have different numbers, or cp splits them.
+        """
+        return self._rows.first(tensor)
+
+    @property
+    def _rows(self) -> Rows:
+        return Rows.of(self.cu_seqlens, self.cu_seqlens_padded, self.input_ids)
+
 
 def _check_fields(batch: type[Batch]) -> None:
     """Checks what a class adds to ``Batch``.
@@ -119,7 +173,7 @@ def _check_fields(batch: type[Batch]) -> None:
             raise UsageError(f"{batch.__name__}.{name}: every batch has {name!r} already; {way_out}")
 
 
-_OWN = ("of", "lengths", "sequences", "logit_filter")
+_OWN = ("of", "lengths", "sequences", "to_rows", "from_rows", "per_sequence", "logit_filter")
 """What every batch has beside its fields; the last one only where options filter."""
 
 
