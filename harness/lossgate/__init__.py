@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lossgate.declaration.budgets import Budgets
     from lossgate.declaration.candidate import Candidate, Outputs, candidate
     from lossgate.declaration.contract import Contract
+    from lossgate.declaration.excluded import Excluded
     from lossgate.declaration.known_failure import KnownFailure
     from lossgate.declaration.precision import Precision
     from lossgate.engine.compare import compare
@@ -56,6 +57,7 @@ _HOMES = {
     "Checked": "properties.registry",
     "Contract": "declaration.contract",
     "CoverageGoal": "specs.coverage",
+    "Excluded": "declaration.excluded",
     "FieldContext": "specs.field_context",
     "KnownFailure": "declaration.known_failure",
     "Layout": "layout",
@@ -99,6 +101,7 @@ __all__ = [
     "Checked",
     "Contract",
     "CoverageGoal",
+    "Excluded",
     "FieldContext",
     "KnownFailure",
     "Layout",

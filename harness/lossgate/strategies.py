@@ -31,7 +31,7 @@ from lossgate.cases import strategies as drawn
 from lossgate.cases.drawn_pack import DrawnPack
 from lossgate.cases.drawn_problem import DrawnProblem
 from lossgate.cases.option_strategies import draw_options, draw_value
-from lossgate.cases.placement import Placement, splits_of
+from lossgate.cases.placement import Placement, splits_of, takes_idle_ranks
 from lossgate.declaration.any_value import ANY
 from lossgate.declaration.arguments import check_axes
 from lossgate.declaration.candidate import Candidate, candidate
@@ -229,8 +229,10 @@ def _problems(draw: DrawFn, able: Candidate, dtype: str, layouts: SearchStrategy
     layout = draw(layouts)
     _check_split(layout, able)
     problem = draw(drawn.problems(able, dtype))
-    placements = [Placement(layout, split) for split in splits_of(able)]
-    if [one.vocab_split for one in placements] != ["even"]:  # for even splits, the vocabulary is made larger
+    placements = [Placement(layout, split, idle=takes_idle_ranks(able)) for split in splits_of(able)]
+    if [one.vocab_split for one in placements] == ["even"]:  # the vocabulary is made larger
+        placements = [one for one in placements if one.fills(problem)] or reject()
+    else:
         placements = [one for one in placements if one.fits(problem)] or reject()
     placement = replace(
         draw(st.sampled_from(placements if layout.tp > 1 else placements[:1])),

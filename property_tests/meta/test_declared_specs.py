@@ -188,6 +188,10 @@ DECLARATIONS: dict[str, tuple[dict[str, Any], str]] = {
     "goal's name": ({"goals": {None: goal()["mine"]}}, "the name of a goal is None; expected words"),
     "goal's meaning": ({"goals": goal(meaning=3)}, "goal 'mine': its meaning is 3; expected words"),
     "goal's heads": ({"goals": goal(heads="hidden")}, "goal 'mine': heads='hidden'; expected a tuple of names"),
+    "choices on request": (
+        {"scenarios": (lossgate.Option(name="kind", meaning="m", default="a", choices=("a",), on_request=("b", 2)),)},
+        "scenario 'kind' has default='a' and choices=('a',); expected a tuple of strings",
+    ),
     "goal's options": ({"goals": goal(unreachable_if=1)}, "unreachable_if=1; expected a mapping of options to values"),
     "goal's values": ({"goals": goal(unreachable_if={"gamma": 1.0})}, "unreachable_if['gamma']=1.0; expected a tuple"),
     "goal of a scenario": (

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """``to_rows``, ``from_rows`` and ``per_sequence`` of what a kernel is given."""
 
+from math import nan
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,19 +17,23 @@ from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.problems.batch import offsets
 from lossgate.problems.partition import Partition
-from lossgate.problems.whole_sequences import Tokens, WholeSequences
+from lossgate.problems.whole_sequences import TOKENS, Tokens, WholeSequences
 from lossgate.specs.inputs import Batch
 from lossgate.strategies import DrawnProblem
 
+SIZES: dict[str, Any] = {"masks": ("all",) * 4, "hidden": 1, "vocab": 5}
 
-def batch_of(partition: Partition, rank: int = 0, input_ids: Tensor | None = None) -> Batch:
+
+def batch_of(partition: Partition, rank: int = 0, input_ids: Tensor | None = None, mask: Tensor | None = None) -> Batch:
     own = partition.sequences(partition.layout.coordinate(rank)["dp"])
     fields = {
         "cu_seqlens": offsets(partition.lengths[s] for s in own),
         "cu_seqlens_padded": offsets(partition.padded_lengths[s] for s in own),
     }
     tokens = int(fields["cu_seqlens_padded"][-1])
-    return Batch.of(fields | {"input_ids": torch.zeros(tokens) if input_ids is None else input_ids})
+    given_ids = torch.zeros(tokens) if input_ids is None else input_ids
+    given_mask = torch.ones(tokens, dtype=torch.bool) if mask is None else mask
+    return Batch.of(fields | {"input_ids": given_ids, "mask": given_mask})
 
 
 PARTITION = Partition(Layout(), (3, 0, 2), vocab=7, pad_to_multiple=2)
@@ -50,6 +55,7 @@ def test_tokens_come_back_from_rows() -> None:
     assert batch.from_rows(narrow).tolist() == [0, 1, 0, 0, 4, 5]  # the last token predicts nothing
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=5), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2))
 def test_rows_undo_each_other_and_gradients_flow(lengths: list[int], dp: int, multiple: int, rank: int) -> None:
     partition = Partition(Layout(dp=dp), tuple(lengths), vocab=3, pad_to_multiple=multiple)
@@ -81,17 +87,18 @@ def test_rows_without_tokens_have_a_column() -> None:
     assert batch_of(Partition(Layout(), (0, 0), vocab=7)).to_rows(torch.zeros(0), fill=2).tolist() == [[2], [2]]
 
 
-LAYOUTS: dict[Tokens, Tensor] = {"shard": torch.zeros(6), "rows": torch.zeros(3, 5), "packed": torch.zeros(1, 6)}
-
-
-@pytest.mark.parametrize("tokens", LAYOUTS)
+@pytest.mark.parametrize("tokens", TOKENS)
 def test_one_number_for_each_sequence(tokens: Tokens) -> None:
-    batch, field = batch_of(PARTITION, input_ids=LAYOUTS[tokens]), torch.tensor([7, 7, 7, 1, 5, 5.0])
-    whole = WholeSequences.of(PARTITION, tokens, 0)
-    laid = field if tokens == "shard" else whole.lay(field, shifted=True)
-    if tokens == "rows":
-        batch = batch_of(PARTITION, input_ids=laid)
-    assert batch.per_sequence(laid).tolist() == [7, 0, 5]
+    """That of its trained tokens: others mean nothing."""
+    problem = Problem(spec="nll", head="logits", dtype="float32", lengths=(4, 0, 2, 1), **SIZES)
+    partition = Partition(Layout(), problem.lengths, vocab=7, pad_to_multiple=3)
+    numbers = torch.tensor([7, nan, 7, nan, nan, nan, 5, nan, nan, nan, nan, nan])
+    mask = torch.tensor([True, False, True, False, False, False, True, *[False] * 5])
+    if tokens != "shard":
+        whole = WholeSequences.of(partition, tokens, 0)
+        numbers, mask = (whole.lay(one, shifted=True) for one in (numbers, mask))
+    batch = batch_of(partition, input_ids=torch.zeros_like(numbers), mask=mask)
+    assert batch.per_sequence(numbers).tolist() == [7, 0, 5, 0]
 
 
 WRONG = {
@@ -102,7 +109,11 @@ WRONG = {
     "too narrow": (lambda b: b.from_rows(torch.zeros(3, 1)), "S is at least 2, one less than the longest"),
     "different": (
         lambda b: b.per_sequence(torch.arange(6.0)),
-        r"per_sequence\(a tensor of shape \[6\]\): expected .* the same for all tokens of a sequence",
+        r"per_sequence\(a tensor of shape \[6\]\): the trained tokens of a sequence have different numbers; .*Excluded",
+    ),
+    "no number each": (
+        lambda b: b.per_sequence(torch.zeros(3)),
+        r"per_sequence\(a tensor of shape \[3\]\): expected a number for each token, in the shape of mask, \[6\]",
     ),
 }
 
@@ -163,8 +174,6 @@ def test_rows_under_cp_are_refused_in_a_line() -> None:
 
 
 def test_references_have_rows_too() -> None:
-    problem = Problem(
-        spec="nll", head="logits", dtype="float32", lengths=(3, 2), masks=("all", "all"), hidden=1, vocab=5
-    )
+    problem = Problem(spec="nll", head="logits", dtype="float32", lengths=(3, 2, 0, 0), **SIZES)
     inputs = DrawnProblem.from_json(problem.to_json()).inputs(dtype=torch.float64)
-    assert inputs.to_rows(inputs.logits).shape == (2, 3, 5)
+    assert inputs.to_rows(inputs.logits).shape == (4, 3, 5)

@@ -24,7 +24,7 @@ from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.drawing import Draws
 from lossgate.cases.large import large_shapes
 from lossgate.cases.option_strategies import ForcedOption
-from lossgate.cases.placement import Placement, placements
+from lossgate.cases.placement import Placement, placements, takes_idle_ranks
 from lossgate.cases.size import is_large
 from lossgate.declaration.candidate import Candidate
 from lossgate.layout import Layout
@@ -58,6 +58,7 @@ class Deck:
         """Those that need not be, because their choices are nearly the same number."""
         self._candidate, self._dtype = candidate, dtype
         self._drawer = EntryDrawer(candidate, dtype, f"{deck_key(candidate, dtype)} {seed}", self.mutants, self.near)
+        self._idle = takes_idle_ranks(candidate)
         self._sought: dict[str, Sequence[Entry]] = {}
         self._drawn_for = Counter[str]()
         self._fitted: dict[str, Entry] = {}
@@ -120,7 +121,7 @@ class Deck:
         """
         found: list[Placed] = []
         for entry in entries:
-            for placement in placements(entry.bound.problem, splits, layout):
+            for placement in placements(entry.bound.problem, splits, layout, self._idle):
                 fitted = self._fit(entry, placement)
                 partition = placement.partition(fitted.bound.problem)
                 goals = fitted.bound.coverage.union(covered_sharding_goals(partition, fitted.bound.trained))
@@ -178,7 +179,7 @@ class Deck:
 
         def reaches(entry: Entry) -> bool:
             problem = entry.bound.problem
-            partitions = [placement.partition(problem) for placement in placements(problem, splits, layout)]
+            partitions = [one.partition(problem) for one in placements(problem, splits, layout, self._idle)]
             possible = any(may_reach(goal, partition) for partition in partitions)
             return possible and any(goal in placed.goals for placed in self.on(layout, splits, [entry]))
 
@@ -251,5 +252,7 @@ def deck_key(candidate: Candidate, dtype: str) -> str:
     """
     supports = {name: values for name, values in sorted(candidate.supports.items()) if name != "vocab_split"}
     declared = f"{candidate.spec.name} {candidate.head} {supports} {dict(candidate.tiles)} {candidate.differentiable}"
+    if candidate.excludes:
+        declared += f" without {', '.join(candidate.exclusions)}"
     coarsest = candidate.coarsest(dtype)
     return f"{declared} {dtype}" + f", rounded to {coarsest}" * (coarsest != dtype)

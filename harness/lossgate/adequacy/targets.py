@@ -37,7 +37,7 @@ def target_for(goal: str, candidate: Candidate) -> ForcedOption | None:
             if goal == f"{scenario.name}: {value}":
                 return ForcedOption(scenario.name, (value,))
     for option, unreachable in candidate.spec.all_goals[goal].unreachable_if.items():
-        if option in COMMON_OPTIONS:  # no option of the spec, and never rare
+        if option not in candidate.spec.supported_options or option in COMMON_OPTIONS:  # drawn often anyway
             continue
         supported = candidate.supported(option)
         drawn = candidate.spec.supported_options[option].drawn if supported is ANY else supported

@@ -106,7 +106,8 @@ class BoundProblem:
         covered |= {name for name, goal in spec.goals.items() if goal.reached and self._reaches(name, goal.reached)}
         if bool(trained.any()):
             chosen = self.problem.scenario
-            covered |= {f"{c.name}: {chosen.get(c.name, c.default)}" for c in self.spec.scenarios}
+            found = {f"{c.name}: {chosen.get(c.name, c.default)}" for c in self.spec.scenarios}
+            covered |= found & self.spec.all_goals.keys()
             if spec.trained_dim == "token" and self.problem.head == "hidden":
                 covered.add("with a bias" if self.problem.bias else "without a bias")
         return frozenset(covered)

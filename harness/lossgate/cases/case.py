@@ -259,5 +259,12 @@ def _check_fit(candidate: Candidate, problem: Problem, world: World, axes: Colle
                 f"{who} does not support {option}={value!r}, and the problem has it; declare it in supports, or choose "
                 "another problem"
             )
+    for scenario in candidate.spec.scenarios:
+        chosen = problem.scenario.get(scenario.name, scenario.default)
+        if scenario.name in candidate.excludes and chosen in candidate.excludes[scenario.name].choices:
+            raise UsageError(
+                f"{who} is not given {scenario.name} {chosen!r}, as it declares, and the problem has it; "
+                "leave that out of supports, or choose another problem"
+            )
     if world.layout != problem.layout:
         raise UsageError(f"the world has layout {world.layout}, and the problem {problem.layout}; make a world of it")

@@ -14,6 +14,7 @@ from lossgate.declaration.candidate import Candidate
 from lossgate.layout import Layout
 from lossgate.problems.partition import VOCAB_SPLITS, Partition, VocabSplit
 from lossgate.problems.problem import Problem, ReductionOrder
+from lossgate.specs.option import EMPTY
 
 _MULTIPLES = (1, 3)
 ORDERS: tuple[ReductionOrder, ...] = ("rank", "permuted", "tree", "ring")
@@ -28,11 +29,23 @@ class Placement:
     vocab_split: VocabSplit
     pad_to_multiple: int = 1
     reduction_order: ReductionOrder = "rank"
+    idle: bool = True
+    """Whether dp ranks may be without a token."""
 
     def fits(self, problem: Problem) -> bool:
-        """Returns whether each tp rank has the rows that the split promises."""
+        """Returns whether each tp rank has the rows that the split promises, and dp ranks have what
+        they must.
+        """
         tp, vocab = self.layout.tp, problem.vocab
-        return vocab % tp == 0 if self.vocab_split == "even" else vocab >= tp or self.vocab_split != "balanced"
+        rows = vocab % tp == 0 if self.vocab_split == "even" else vocab >= tp or self.vocab_split != "balanced"
+        return rows and self.fills(problem)
+
+    def fills(self, problem: Problem) -> bool:
+        """Returns whether each dp rank has a token, if it must."""
+        if self.idle:
+            return True
+        partition = self.partition(problem)
+        return all(any(problem.lengths[s] for s in partition.sequences(dp)) for dp in range(self.layout.dp))
 
     def vocab_of(self, problem: Problem) -> int:
         """Returns the size of a problem's vocabulary, made larger if the split must be even."""
@@ -57,20 +70,28 @@ class Placement:
 
     def plainest(self, splits: Sequence[VocabSplit]) -> "Placement":
         """Returns the plainest placement on the same layout, with one of some splits."""
-        return Placement(self.layout, "balanced" if "balanced" in splits else self.vocab_split)
+        return Placement(self.layout, "balanced" if "balanced" in splits else self.vocab_split, idle=self.idle)
 
 
-def placements(problem: Problem, splits: Sequence[VocabSplit], layout: Layout) -> Iterator[Placement]:
+def placements(
+    problem: Problem, splits: Sequence[VocabSplit], layout: Layout, idle: bool = True
+) -> Iterator[Placement]:
     """Yields how an unsharded problem is put on a layout, once for each split that fits.
 
     Padding and order differ from layout to layout. If nothing but even splits are allowed, any
     vocabulary fits: it is made larger.
+
+    Args:
+        problem: without a layout.
+        splits: of the vocabulary, that are allowed.
+        layout: the layout.
+        idle: whether dp ranks may be without a token.
     """
     chosen = Random(f"{problem.seed} {layout}")
     padding, order = chosen.choice(_MULTIPLES), chosen.choice(ORDERS)
     for split in splits if layout.tp > 1 else splits[:1]:
-        placement = Placement(layout, split, padding, order)
-        if placement.fits(problem) or tuple(splits) == ("even",):
+        placement = Placement(layout, split, padding, order, idle)
+        if placement.fits(problem) or (tuple(splits) == ("even",) and placement.fills(problem)):
             yield placement
 
 
@@ -80,12 +101,17 @@ def splits_of(candidate: Candidate) -> tuple[VocabSplit, ...]:
     return tuple(split for split in VOCAB_SPLITS if supported is ANY or split in supported)
 
 
+def takes_idle_ranks(candidate: Candidate) -> bool:
+    """Returns whether a candidate is given dp ranks without a token."""
+    return "rank" in candidate.given(EMPTY.name)
+
+
 def sample_problems(candidate: Candidate, layout: Layout, dtype: str, count: int, seed: int) -> list[Problem]:
     """Returns up to ``count`` problems on a layout, the same for the same seed. Those that do not
     fit it are left out.
     """
-    splits, found = splits_of(candidate), list[Problem]()
+    splits, idle, found = splits_of(candidate), takes_idle_ranks(candidate), list[Problem]()
     for problem in Draws(candidate, dtype, str(seed), count).all():
-        if fitting := list(placements(problem, splits, layout)):
+        if fitting := list(placements(problem, splits, layout, idle)):
             found.append(Random(f"{problem.seed} split").choice(fitting).put(problem))
     return found

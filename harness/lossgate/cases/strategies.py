@@ -24,7 +24,7 @@ from lossgate.problems.masks import MASK_PATTERNS, MaskPattern
 from lossgate.problems.partition import split_vocab
 from lossgate.problems.problem import Problem
 from lossgate.shape import Shape
-from lossgate.specs.option import COMMON_OPTIONS, Option
+from lossgate.specs.option import COMMON_OPTIONS, EMPTY, Option
 
 TOKENS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 32, 33, 64, 67)
 WIDTHS = (1, 2, 3, 7, 8, 16, 17, 32, 48, 61)
@@ -84,7 +84,8 @@ def problems(
         vocab = max(vocab, 2)
     widths = _sizes(WIDTHS, tiles.get("hidden", ()))
     width = _size(draw, widths, (), large and large.width) if "hidden" in head.leaves else 1
-    cut = draw(lengths(tokens, draw(_SEQUENCES)))
+    cut = _cut(draw, candidate, tokens)
+    tokens = sum(cut)
     if large is not None:
         whole = _equal(tokens, large.sequences)
         cut = _one_of(draw, (cut, whole), (whole,))
@@ -100,7 +101,7 @@ def problems(
         vocab=vocab,
         bias=bias,
         options=draw(draw_options(candidate, target)),
-        scenario={c.name: value for c in spec.scenarios if (value := draw(_scenario(c, target, rich))) != c.default},
+        scenario={c.name: v for c in spec.scenarios if (v := _scenario(draw, c, candidate, target, rich)) != c.default},
         group_size=spec.group_size,
         logit_std=_logit_std(draw, coarse and spec.kinks, large),
         label_boost=draw(_LABEL_BOOSTS),
@@ -113,15 +114,30 @@ def problems(
     )
 
 
-def _scenario(scenario: Option, target: ForcedOption | None, rich: bool) -> SearchStrategy[Any]:
+def _cut(draw: DrawFn, candidate: Candidate, tokens: int) -> tuple[int, ...]:
+    """Cuts tokens into sequences. Where none, or no rank, may be empty, there are many, and one
+    token for each at least; if only ranks must not, some more stand before them.
+    """
+    most, empty, group = draw(_SEQUENCES), candidate.given(EMPTY.name), candidate.spec.group_size
+    if len(empty) == len(EMPTY.choices):
+        return draw(lengths(tokens, most))
+    count = max(group, min(most, tokens) // group * group)
+    cut = tuple(length + 1 for length in draw(lengths(max(tokens - count, 0), count, count)))
+    return (0,) * group + cut if "sequence" in empty and draw(st.booleans()) else cut
+
+
+def _scenario(draw: DrawFn, scenario: Option, candidate: Candidate, target: ForcedOption | None, rich: bool) -> Any:
     """Draws how fields are made.
 
     In a rich problem the usual way is chosen more often: it has the most different tokens.
     """
     if target is not None and target.option == scenario.name:
-        return one_of(target.values)
-    usual = max(scenario.choices, key=scenario.choices.count)
-    return one_of((*scenario.choices, *(usual,) * len(scenario.choices) * rich))
+        return draw(one_of(target.values))
+    choices = candidate.given(scenario.name)
+    if len(choices) == 1:
+        return choices[0]
+    usual = max(choices, key=choices.count)
+    return draw(one_of((*choices, *(usual,) * len(choices) * rich)))
 
 
 def _one_of(draw: DrawFn, values: tuple[Any, ...], preferred: tuple[Any, ...] = ()) -> Any:
@@ -155,9 +171,9 @@ def _sizes(usual: tuple[int, ...], tiles: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @cache
-def lengths(tokens: int, most: int) -> SearchStrategy[tuple[int, ...]]:
-    """Cuts ``tokens`` into at most ``most`` sequences, some of them empty."""
-    cuts = st.lists(st.integers(0, tokens), max_size=most - 1).map(sorted)
+def lengths(tokens: int, most: int, least: int = 1) -> SearchStrategy[tuple[int, ...]]:
+    """Cuts ``tokens`` into ``least`` to ``most`` sequences, some of them empty."""
+    cuts = st.lists(st.integers(0, tokens), min_size=least - 1, max_size=most - 1).map(sorted)
     return cuts.map(lambda at: tuple(b - a for a, b in zip([0, *at], [*at, tokens], strict=True)))
 
 

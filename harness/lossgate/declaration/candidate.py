@@ -38,6 +38,7 @@ from lossgate.declaration.checks import (
     check_supports,
 )
 from lossgate.declaration.contract import Contract, Placements
+from lossgate.declaration.excluded import Excluded, without_excluded
 from lossgate.declaration.known_failure import KnownFailure
 from lossgate.declaration.precision import Precision
 from lossgate.layout import Axis
@@ -90,6 +91,8 @@ class Candidate:
     precision: Mapping[str, Precision]
     contract: Contract
     supports: Mapping[str, Any]
+    excludes: Mapping[str, Excluded]
+    """The choices of scenarios that it is not given, by scenario, and why."""
     differentiable: tuple[str, ...]
     """The outputs that carry gradients."""
     tiles: Mapping[str, tuple[int, ...]]
@@ -133,9 +136,30 @@ class Candidate:
         return coarsest_of(one.precision[dtype].coarsest(dtype, stages) for one in (self, self.beside or self))
 
     def supported(self, name: str) -> Any:
-        """Returns what the candidate supports of an option: ``ANY`` or a tuple of values."""
+        """Returns what the candidate supports of an option, or is given of a scenario: ``ANY`` or a
+        tuple of values.
+        """
+        if name in self.spec.situations:
+            return self.given(name) if name in self.excludes else ANY
         values = self.supports.get(name, self.spec.supported_options[name].default)
         return values if values is ANY or isinstance(values, tuple) else (values,)
+
+    def given(self, scenario: str) -> tuple[str, ...]:
+        """Returns the choices of a scenario that problems have.
+
+        One that stands twice is drawn twice as often.
+        """
+        own = self.spec.situations[scenario]
+        excluded = self.excludes[scenario].choices if scenario in self.excludes else ()
+        left = tuple(choice for choice in own.choices if choice not in excluded)
+        return left or tuple(choice for choice in own.on_request if choice not in excluded)
+
+    @property
+    def exclusions(self) -> dict[str, str]:
+        """Why it is not given some problems, by scenario and choice."""
+        return {
+            f"{name} {choice}": one.because for name, one in sorted(self.excludes.items()) for choice in one.choices
+        }
 
     def supports_all(self, options: Mapping[str, Any]) -> bool:
         """Returns whether the candidate supports some options of its spec, and the defaults of all
@@ -191,7 +215,8 @@ def candidate(
             inside, whatever the inputs.
         contract: how the ranks' results make the whole.
         supports: which values each option of the spec may take: ``ANY``, one value, or a tuple of
-            them. An option that is not named stays at its default.
+            them. An option that is not named stays at its default. And which choices of a scenario
+            it is not given: ``lossgate.Excluded``. The verdict and evidence name them.
         differentiable: the outputs that carry gradients: "loss" (the default, in specs that have
             one), "logprobs", "token_entropy".
         tiles: the sizes at which its loops turn, by dim ("token", "vocab", "hidden"). Problems are
@@ -214,6 +239,7 @@ def candidate(
     """
     declared_in = sys._getframe(1).f_code.co_filename
     own_spec, own_dtypes, own_name = check_spec(spec), check_dtypes(dtypes), check_name(name)
+    options, excludes = without_excluded(own_spec, supports)
     declaration: dict[str, Any] = {
         "spec": own_spec,
         "head": check_head(own_spec, head),
@@ -222,7 +248,8 @@ def candidate(
         "dtypes": own_dtypes,
         "precision": MappingProxyType(check_precision(precision, own_dtypes)),
         "contract": check_contract(own_spec, head, tokens, contract),
-        "supports": MappingProxyType(check_supports(own_spec, supports)),
+        "supports": MappingProxyType(check_supports(own_spec, options)),
+        "excludes": MappingProxyType(excludes),
         "differentiable": check_differentiable(own_spec, differentiable),
         "tiles": MappingProxyType(check_tiles(tiles)),
         "good_for": check_text("good_for", good_for),

@@ -7,6 +7,7 @@ from typing import Any
 
 from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate
+from lossgate.declaration.excluded import both
 from lossgate.errors import UsageError
 
 
@@ -44,6 +45,7 @@ def able_alike(a: Any, b: Any) -> tuple[Candidate, Candidate]:
         "axes": tuple(axis for axis in a.axes if axis in b.axes),
         "dtypes": dtypes,
         "supports": MappingProxyType({name: _supported(name, a, b) for name in {**a.supports, **b.supports}}),
+        "excludes": MappingProxyType(both(a.excludes, b.excludes)),
         "tiles": MappingProxyType(
             {dim: tuple(sorted({*a.tiles.get(dim, ()), *b.tiles.get(dim, ())})) for dim in {**a.tiles, **b.tiles}}
         ),

@@ -100,7 +100,8 @@ class Trials:
             nonlocal simplest, reached
             first, simplest = simplest, False  # if it passes now, Hypothesis does not try it again
             if first or reached or problem == placed.entry.drawn:
-                hypothesis.assume(placement.vocab_split == "even" or placement.fits(problem))
+                even = placement.vocab_split == "even" and placement.fills(problem)
+                hypothesis.assume(even or placement.fits(problem))
                 reached = True
                 self._check(placement.put(problem))
                 reached = not first

@@ -87,6 +87,7 @@ def _record(result: CellResult, run: str, time: str, replay: str | None, digits:
         surviving=result.surviving,
         equivalent=result.equivalent,
         not_distinguished=result.not_distinguished,
+        excluded=candidate.exclusions,
         mistakes_shown=result.mistakes.shown,
         mistakes_surviving=result.mistakes.surviving,
         mistakes_too_small=result.mistakes.too_small,

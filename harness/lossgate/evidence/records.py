@@ -277,6 +277,9 @@ class CellRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="cell"
     """Those of them that no problem can kill."""
     not_distinguished: tuple[str, ...] = ()
     """Choices of options that no problem distinguished, and that none need to, in words."""
+    excluded: dict[str, str] = field(default_factory=dict)
+    """Scenarios and their choices that problems do not have, and why the candidate is never given
+    them, as it declares."""
     mistakes_shown: Count = 0
     """How many known mistakes the problems would have shown; 0 in evidence before schema 1.4."""
     mistakes_surviving: tuple[str, ...] = ()

@@ -40,6 +40,8 @@ class CellSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The properties that it was held to beside its own, and kept."""
     exempt: tuple[tuple[str, str], ...] = ()
     """The properties from which the candidate is exempt, and why."""
+    excluded: tuple[tuple[str, str], ...] = ()
+    """The choices of scenarios that the candidate is not given, and why."""
     resources: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
     """What a call used, beside its budgets; see the record."""
     symptoms: tuple[str, ...] = ()
@@ -96,6 +98,7 @@ def summarize(record: CellRecord, where: Where, digest: str, redone: Redone | No
         mde=record.mde,
         kept=tuple(intern(one.name) for one in record.properties if one.problems and not one.findings),
         exempt=tuple((intern(one.name), intern(one.exempt)) for one in record.properties if one.exempt),
+        excluded=tuple((intern(what), intern(why)) for what, why in record.excluded.items()),
         resources=record.resources,
         symptoms=tuple(map(intern, redone.symptoms)),
         failure=record.failure,

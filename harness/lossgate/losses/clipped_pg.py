@@ -15,6 +15,7 @@ from dense_losses.reductions import sequence_mean
 from lossgate.losses.shared.clips import clip_goals, covered_clip_goals
 from lossgate.losses.shared.policies import (
     ADVANTAGES,
+    ADVANTAGES_PER,
     GENERATION,
     NEAR,
     RATIOS,
@@ -164,6 +165,7 @@ _UNBOUNDED = {
     "truncated_importance_sampling_type": (None,),
     "truncated_importance_sampling_ratio": (None,),
     "sequence_level_importance_ratios": (True,),
+    "generation": ("near", "equal"),
 }
 
 _MEAN = "mean over trained tokens of"
@@ -266,7 +268,7 @@ def _metrics(values: TokenValues, batch: ClippedPgBatch, options: ClippedPgOptio
     uses=("logprobs", "unfiltered"),
     draw=_draw,
     trained=trained_tokens,
-    scenarios=(RATIOS, ADVANTAGES, REFERENCE, GENERATION, SAMPLES),
+    scenarios=(RATIOS, ADVANTAGES, ADVANTAGES_PER, REFERENCE, GENERATION, SAMPLES),
     mistakes=(
         fixed_option("ratio_clip_max", 10.0, "ratios are practically never clipped from above"),
         mistaken_choice("truncated_importance_sampling_type", "seq-mask-tis", "icepop"),
@@ -284,7 +286,8 @@ def _metrics(values: TokenValues, batch: ClippedPgBatch, options: ClippedPgOptio
     metrics=_METRICS,
     goals={
         "sequence that does not count": CoverageGoal(
-            meaning="a sequence with trained tokens that the sample mask leaves out, beside one that counts"
+            meaning="a sequence with trained tokens that the sample mask leaves out, beside one that counts",
+            unreachable_if={"samples": ("all",)},
         ),
         **clip_goals("token", _NO_RATIO, _NOTHING_BELOW),
         **clip_goals("sequence", _NO_SEQUENCE_RATIO, _NOTHING_BELOW),

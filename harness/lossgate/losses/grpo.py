@@ -15,6 +15,7 @@ from dense_losses.rho import RhoOptions
 from lossgate.losses.shared.clips import clip_goals, covered_clip_goals
 from lossgate.losses.shared.policies import (
     ADVANTAGES,
+    ADVANTAGES_PER,
     GENERATION,
     NEAR,
     RATIOS,
@@ -129,6 +130,7 @@ def _covered(batch: GlobalBatch, o: GrpoOptions) -> set[str]:
 
 
 _UNCORRECTED = {"use_rho_correction": (False,)}
+_NEVER_BEYOND = {"generation": ("near", "equal")}
 _OF_TOKENS = {**_UNCORRECTED, "rho_mask_sequence_level": (True,), "rho_mask_tv_divergence": (True,)}
 
 
@@ -186,7 +188,7 @@ def _metrics(values: TokenValues, batch: GrpoBatch, options: GrpoOptions) -> dic
     heads=("hidden", "logits", "logprobs"),
     uses=("logprobs", "unfiltered"),
     draw=_draw,
-    scenarios=(RATIOS, ADVANTAGES, REFERENCE, GENERATION),
+    scenarios=(RATIOS, ADVANTAGES, ADVANTAGES_PER, REFERENCE, GENERATION),
     mistakes=(
         Mistake(
             name="lower clip too wide",
@@ -222,21 +224,31 @@ def _metrics(values: TokenValues, batch: GrpoBatch, options: GrpoOptions) -> dic
         **clip_goals("token", {}, {"loss_fn": ("cispo",), "clip_lower": AtLeast(1)}),
         "rho above its bounds": CoverageGoal(
             meaning="an importance weight above its bound",
-            unreachable_if={**_OF_TOKENS, "rho_mask_upper_bound": (0.0,), "rho_clamp_upper_bound": (0.0,)},
+            unreachable_if={
+                **_OF_TOKENS,
+                **_NEVER_BEYOND,
+                "rho_mask_upper_bound": (0.0,),
+                "rho_clamp_upper_bound": (0.0,),
+            },
         ),
         "rho below its bounds": CoverageGoal(
             meaning="an importance weight below its bound",
-            unreachable_if={**_OF_TOKENS, "rho_mask_lower_bound": (0.0,), "rho_clamp_lower_bound": (0.0,)},
+            unreachable_if={
+                **_OF_TOKENS,
+                **_NEVER_BEYOND,
+                "rho_mask_lower_bound": (0.0,),
+                "rho_clamp_lower_bound": (0.0,),
+            },
         ),
         "rho beyond 10 nats": CoverageGoal(
-            meaning="an importance weight whose logarithm is clamped", unreachable_if=_OF_TOKENS
+            meaning="an importance weight whose logarithm is clamped", unreachable_if={**_OF_TOKENS, **_NEVER_BEYOND}
         ),
         "sampler's log-prob not known": CoverageGoal(
-            meaning="a NaN among the sampler's log-probabilities", unreachable_if=_UNCORRECTED
+            meaning="a NaN among the sampler's log-probabilities", unreachable_if={**_UNCORRECTED, **_NEVER_BEYOND}
         ),
         "KL input clamped": CoverageGoal(
             meaning="a log-ratio to the reference beyond 40 nats, where it is clamped",
-            unreachable_if={"beta": (0.0,)},
+            unreachable_if={"beta": (0.0,), "reference": ("near", "equal")},
             dtypes=("float32", "bfloat16"),  # kl3 is exp(40) there, which float16 does not hold
         ),
     },

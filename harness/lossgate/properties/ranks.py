@@ -7,7 +7,7 @@ from typing import Generic
 import torch
 
 from lossgate.cases.case import Case
-from lossgate.cases.placement import ORDERS
+from lossgate.cases.placement import ORDERS, takes_idle_ranks
 from lossgate.declaration.candidate import Candidate
 from lossgate.layout import Layout
 from lossgate.problems.batch import GlobalBatch
@@ -24,7 +24,7 @@ _AT_ONCE = 2
 @property(
     "microbatches",
     applies=lambda candidate: _adds_up(candidate),
-    fits=lambda case: "dp" in case.candidate.axes or all(map(len, _split(case).partition.token_shards.values())),
+    fits=lambda case: _takes_idle(case.candidate) or all(map(len, _split(case).partition.token_shards.values())),
     runs=2,
     remedy="divide by the counts that are given, which are those of the whole batch; keep nothing between calls",
 )
@@ -35,9 +35,13 @@ def microbatches(case: Case) -> Checked:
     return Checked(comparisons=in_turn.comparisons)
 
 
+def _takes_idle(candidate: Candidate) -> bool:
+    return "dp" in candidate.axes and takes_idle_ranks(candidate)
+
+
 def _split(case: Case) -> Problem:
     """Returns the problem with a dp rank for each microbatch. One may be empty: kernels that are
-    declared for several ranks must stand that.
+    declared for several ranks must stand that, unless they exclude it.
     """
     layout = case.problem.layout
     return replace(case.problem, layout=Layout(layout.dp * _AT_ONCE, layout.cp, layout.tp))

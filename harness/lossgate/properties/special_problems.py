@@ -9,6 +9,7 @@ from itertools import chain
 
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
+from lossgate.cases.placement import takes_idle_ranks
 from lossgate.cases.untrained import without_trained
 from lossgate.problems.batch import GlobalBatch
 from lossgate.properties.registry import Checked, called, property
@@ -48,10 +49,12 @@ def few_tokens(case: Case) -> Checked:
 
 
 def _of_length(case: Case, length: int) -> Case:
-    problem, group = case.problem, case.problem.group_size
+    problem, count = case.problem, case.problem.group_size
+    if not takes_idle_ranks(case.candidate):
+        count *= problem.layout.dp
     few = replace(
-        problem, lengths=(length,) * group, masks=("all",) * group, forced_labels=(), outliers=(), label_boost=0.0
+        problem, lengths=(length,) * count, masks=("all",) * count, forced_labels=(), outliers=(), label_boost=0.0
     )
-    name = f"sequences of {length}, vocabulary {few.vocab}"
+    name = f"{count} sequences of {length}, vocabulary {few.vocab}"
     bound = case.bound.derived(name, lambda: BoundProblem(case.candidate.spec, few))
     return Case(case.candidate, few, case.world, bound)

@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from lossgate.reports.causes import CausesSoFar, causes_in_common
-from lossgate.reports.remarks import EXEMPT, NOT_DISTINGUISHED, remark_lines
+from lossgate.reports.remarks import EXCLUDED, EXEMPT, NOT_DISTINGUISHED, remark_lines
 from lossgate.reports.shown_cell import ShownCell
 
 _REPLAY = "  replay: "
@@ -50,14 +50,15 @@ def marked(cell: ShownCell) -> str:
 
 
 def print_remarks(console: Console, cells: Sequence[ShownCell]) -> None:
-    """Prints the causes that several cells have, what was not seen in cells, and what they were not
-    held to; the same of many cells once.
+    """Prints the causes that several cells have, what was not seen in cells, what they were not
+    held to, and what they were not given; the same of many cells once.
     """
     not_distinguished = remark_lines(NOT_DISTINGUISHED, ((cell.candidate, cell.not_distinguished) for cell in cells))
     for lines in (
         causes_in_common(cells),
         not_distinguished,
         remark_lines(EXEMPT, ((cell.candidate, cell.exempt) for cell in cells)),
+        remark_lines(EXCLUDED, ((cell.candidate, cell.excluded) for cell in cells)),
     ):
         for line in lines:
             print_detail(console, escape(line), hanging=2)

@@ -8,6 +8,7 @@ from lossgate.counted import counted
 
 NOT_DISTINGUISHED = "Not distinguished: a kernel that takes one of these choices for another would have passed."
 EXEMPT = "Not held to these properties, as the candidates declare:"
+EXCLUDED = "Not verified, because the candidates declare that they are never given such problems:"
 _NAMED = 3
 """Candidates that are named."""
 

@@ -72,6 +72,8 @@ class ShownCell:
     """Choices of options that no problem distinguished."""
     exempt: tuple[str, ...] = ()
     """The properties from which the candidate is exempt, and why."""
+    excluded: tuple[str, ...] = ()
+    """The problems that the candidate is not given, and why."""
     problems: int
     comparisons: int
     margin: float
@@ -119,6 +121,7 @@ def of_result(result: CellResult, replay: str | None = None) -> ShownCell:
         causes=_lines(result.causes),
         not_distinguished=_lines(result.not_distinguished),
         exempt=tuple(printable(f"{one.name}: {one.exempt}") for one in result.properties if one.exempt),
+        excluded=tuple(printable(f"{what}: {why}") for what, why in candidate.exclusions.items()),
         problems=len(result.cases),
         comparisons=result.comparisons,
         margin=result.margin,
@@ -149,6 +152,7 @@ def of_summary(summary: CellSummary) -> ShownCell:
         causes=_lines(summary.causes),
         not_distinguished=_lines(summary.not_distinguished),
         exempt=tuple(printable(f"{name}: {why}") for name, why in summary.exempt),
+        excluded=tuple(printable(f"{what}: {why}") for what, why in summary.excluded),
         problems=summary.problems,
         comparisons=summary.comparisons,
         margin=summary.margin,

@@ -64,9 +64,10 @@ def sections(spec: Spec) -> Iterator[Section]:
     of_metrics = Section("metrics", "What a candidate may return in metrics.", ("ranks",), metrics)
     scenarios = Section(
         "scenarios",
-        "Ways in which problems draw the fields.",
+        "Ways in which problems draw the fields. A candidate that is never given some says so in supports, with "
+        "lossgate.Excluded.",
         ("default", "choices"),
-        tuple(map(_chosen, spec.scenarios)),
+        tuple(map(_chosen, spec.situations.values())),
     )
     by_scenario = {f"{scenario.name}: {choice}" for scenario in spec.scenarios for choice in scenario.choices}
     goals = Section(
@@ -119,7 +120,10 @@ def _drawn(option: Option) -> str:
 
 
 def _chosen(scenario: Option) -> Entry:
-    return Entry(scenario.name, (scenario.default, ", ".join(dict.fromkeys(scenario.choices))), scenario.meaning)
+    choices = ", ".join(dict.fromkeys(scenario.choices))
+    if scenario.on_request:
+        choices += f"; if those are excluded {', '.join(scenario.on_request)}"
+    return Entry(scenario.name, (scenario.default, choices), scenario.meaning)
 
 
 _RETURNED = {

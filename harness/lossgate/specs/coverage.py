@@ -34,8 +34,8 @@ class CoverageGoal:
 
     Args:
         meaning: what it is, to be read after "no problem reached goal NAME:".
-        unreachable_if: containers of values, by option. A candidate that supports only values in
-            one of these containers cannot reach the goal.
+        unreachable_if: containers of values, by option or scenario. A candidate that supports only
+            values in one of these containers, or is given no others, cannot reach the goal.
         heads: the heads at which it can be reached; empty for all.
         axes: it exists only on layouts that split one of these axes; empty for all layouts.
         least_ranks: of one of the axes, on which it exists.

@@ -36,7 +36,7 @@ from lossgate.specs.inputs import Batch
 from lossgate.specs.logit_filter import FilterOptions
 from lossgate.specs.metric import Metric
 from lossgate.specs.mistakes import Mistake
-from lossgate.specs.option import COMMON_OPTIONS, Domain, Option, options_of
+from lossgate.specs.option import COMMON_OPTIONS, EMPTY, Domain, Option, options_of
 from lossgate.specs.record import Options
 from lossgate.specs.spec import DrawFields, ExtraMetrics, Reference, Spec, trained_by_mask
 from lossgate.specs.token_values import USES
@@ -204,7 +204,7 @@ def spec(
         "trained_dim": trained_dim,
         "group_size": group_size,
         "goals": check_goals(
-            {} if goals is None else goals, covered, [*by_name, *COMMON_OPTIONS], own_scenarios, where
+            {} if goals is None else goals, covered, [*by_name, *COMMON_OPTIONS, EMPTY.name], own_scenarios, where
         ),
         "covered": covered,
         "kinks": check_truth("kinks", kinks, where),

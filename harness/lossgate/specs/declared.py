@@ -15,7 +15,7 @@ from lossgate.specs.inputs import Batch
 from lossgate.specs.logit_filter import FILTER_GOALS
 from lossgate.specs.metric import Metric, Reduction
 from lossgate.specs.mistakes import Mistake
-from lossgate.specs.option import COMMON_OPTIONS, Option
+from lossgate.specs.option import COMMON_OPTIONS, EMPTY, Option
 from lossgate.specs.outputs import RETURNED
 from lossgate.specs.record import Field, fields_of
 from lossgate.specs.sharding_goals import IDS_GOALS, SHARDING_GOALS
@@ -119,7 +119,7 @@ def check_option_names(options: Sequence[Option], named: Mapping[str, Iterable[s
         where: how messages begin.
     """
     known, named = [option.name for option in options], {argument: [*names] for argument, names in named.items()}
-    for name in COMMON_OPTIONS:
+    for name in (*COMMON_OPTIONS, EMPTY.name):
         if name in known:
             raise UsageError(f"{where}: option {name!r} is one that every spec has; call it otherwise")
     for argument, names in named.items():
@@ -182,14 +182,15 @@ def check_scenarios(scenarios: Any, ties: Any, options: Sequence[Option], where:
     """Returns the scenarios, if each has a name of its own and ties name their choices."""
     if not isinstance(scenarios, tuple) or not all(isinstance(scenario, Option) for scenario in scenarios):
         raise UsageError(f"{where}: scenarios={scenarios!r}; expected a tuple of lossgate.Option(name=..., ...)")
-    taken = {*COMMON_OPTIONS, *(option.name for option in options)}
+    taken = {*COMMON_OPTIONS, EMPTY.name, *(option.name for option in options)}
     for scenario in scenarios:
         check_text("the name of a scenario", scenario.name, where)
         check_text(f"the meaning of scenario {scenario.name!r}", scenario.meaning, where)
         if scenario.name in taken:
             raise UsageError(f"{where}: {scenario.name!r} is the name of two options or scenarios; rename one")
         taken.add(scenario.name)
-        texts = isinstance(scenario.choices, tuple) and all(isinstance(c, str) for c in scenario.choices)  # pyright: ignore[reportUnnecessaryIsInstance]
+        listed = scenario.choices, scenario.on_request
+        texts = all(isinstance(own, tuple) and all(isinstance(c, str) for c in own) for own in listed)  # pyright: ignore[reportUnnecessaryIsInstance]
         if not texts or scenario.default not in scenario.choices:
             raise UsageError(
                 f"{where}: scenario {scenario.name!r} has default={scenario.default!r} and "
@@ -211,6 +212,7 @@ def check_goals(
     if not isinstance(goals, Mapping):
         raise UsageError(f"{where}: goals={goals!r}; expected a mapping of names to lossgate.CoverageGoal(...)")
     taken = {f"{scenario.name}: {choice}" for scenario in scenarios for choice in scenario.choices}
+    options = [*options, *(scenario.name for scenario in scenarios)]
     for name, goal in goals.items():
         of_goal = f"{where}: goal {check_text('the name of a goal', name, where)!r}"
         if name in taken:

@@ -132,19 +132,20 @@ class Batch(Record):
         return self._rows.pack(rows)
 
     def per_sequence(self, tensor: Tensor) -> Tensor:
-        """Returns one number for each sequence, where all of its tokens have the same:
-        ``inputs.per_sequence(inputs.advantages)``.
+        """Returns one number for each sequence, where all its trained tokens have the same:
+        ``inputs.per_sequence(inputs.advantages)``. See scenario ``advantages_per``.
 
         Args:
-            tensor: ``[T]``; not on layouts with cp.
+            tensor: in the shape of ``mask``; not on layouts with cp.
 
         Returns:
-            ``[B]``; 0 for a sequence without tokens.
+            ``[B]``; 0 for a sequence of which nothing is trained.
 
         Raises:
-            UsageError: if the tokens of a sequence have different numbers, or cp splits them.
+            UsageError: if the trained tokens of a sequence have different numbers, or cp splits
+                them.
         """
-        return self._rows.first(tensor)
+        return self._rows.of_trained(tensor, self.mask)
 
     @property
     def _rows(self) -> Rows:

@@ -29,6 +29,8 @@ class Option:
         default: its default.
         choices: the values that problems draw. One that stands twice is drawn twice as often.
         interval: two numbers between which problems draw, in place of ``choices``.
+        on_request: of a scenario: choices that problems have only for candidates that exclude all
+            others.
 
     A kernel may support numbers that ``choices`` does not list, if one of the choices is a float.
     """
@@ -38,6 +40,7 @@ class Option:
     default: Any
     choices: tuple[Any, ...] = ()
     interval: tuple[float, float] | None = None
+    on_request: tuple[Any, ...] = ()
 
     def allows(self, value: Any) -> bool:
         """Returns whether a candidate may support this value."""
@@ -86,6 +89,14 @@ COMMON_OPTIONS: Mapping[str, Option] = MappingProxyType(
     }
 )
 """What a candidate of any spec may support or not, beside the options of its spec."""
+
+EMPTY = Option(
+    name="empty",
+    meaning="what may be empty: a sequence, which then has no token; or a dp rank, none of whose sequences has one",
+    default="nothing",
+    choices=("sequence", "rank"),
+)
+"""A scenario of every spec. Its choices come with sizes and layouts, and are not drawn."""
 
 
 _ENOUGH = 8

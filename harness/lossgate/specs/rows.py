@@ -67,29 +67,41 @@ class Rows:
         pack = rows.new_zeros((self.tokens, *rows.shape[2:]))
         return pack.index_copy(0, in_pack, rows.flatten(0, 1).index_select(0, in_rows))
 
-    def first(self, tensor: Tensor) -> Tensor:
-        """Returns ``[B]``: the number that all tokens of a sequence have; 0 if it has none.
+    def of_trained(self, tensor: Tensor, mask: Tensor) -> Tensor:
+        """Returns ``[B]``: the number that all trained tokens of a sequence have; 0 if none is.
 
         Args:
             tensor: ``[T]`` of shards; or whole sequences, ``[B, S]`` or ``[1, T]``, where the
                 number of a prediction is at the token that is predicted: the first has none.
+            mask: the tokens that are trained, laid out likewise.
 
         Raises:
-            UsageError: if the tokens of a sequence have different numbers.
+            UsageError: if the trained tokens of a sequence have different numbers.
         """
-        whole = tensor.dim() == 2
-        rows = (
-            tensor if tensor.shape == (len(self.lengths), self.width) else self.lay(tensor[0] if whole else tensor, 0)
-        )
-        rows, counts = rows[:, int(whole) :], (self.lengths - int(whole)).to(rows.device)
-        there = torch.arange(rows.shape[1], device=rows.device) < counts[:, None]
-        if rows.dim() != 2 or bool((there & (rows != rows[:, :1])).any()):
+        if tensor.shape != mask.shape:
             raise UsageError(
-                f"per_sequence(a tensor of shape {list(tensor.shape)}): expected one number for each token, the same "
-                "for all tokens of a sequence"
+                f"per_sequence(a tensor of shape {list(tensor.shape)}): expected a number for each token, in the "
+                f"shape of mask, {list(mask.shape)}"
             )
-        padded = torch.cat([rows, rows.new_zeros(len(rows), 1)], 1)  # rows may have no column
-        return torch.where(counts > 0, padded[:, 0], 0)
+        numbers, trained = self._predicted(tensor), self._predicted(mask)
+        first = trained.int().argmax(1, keepdim=True)
+        found = torch.where(trained.any(1), numbers.gather(1, first).squeeze(1), 0)
+        if bool((trained & (numbers != found[:, None])).any()):
+            raise UsageError(
+                f"per_sequence(a tensor of shape {list(tensor.shape)}): the trained tokens of a sequence have "
+                "different numbers; of advantages, exclude that in supports: "
+                "{'advantages_per': lossgate.Excluded('token', because='...')}"
+            )
+        return found
+
+    def _predicted(self, tensor: Tensor) -> Tensor:
+        """Returns rows of what belongs to predictions, ``[B, S]``; 0 where there is none."""
+        if tensor.dim() == 1:
+            return self.lay(tensor, 0)
+        given_rows = tensor.shape == (len(self.lengths), self.width)
+        rows = (tensor if given_rows else self.lay(tensor[0], 0)).roll(-1, 1)
+        there = torch.arange(self.width, device=rows.device) < self.lengths.to(rows.device)[:, None] - 1
+        return torch.where(there, rows, 0)
 
     def _places(self, device: torch.device, width: int) -> tuple[Tensor, Tensor]:
         """Returns the places of all real tokens in rows of some width laid end to end, and in the

@@ -46,7 +46,9 @@ SHARDING_GOALS: Mapping[str, CoverageGoal] = {
     "rank with nothing trained": CoverageGoal(
         meaning="a rank without any trained token, beside one that has some", axes=("dp", "cp"), heads=_PER_TOKEN
     ),
-    "rank without a sequence": CoverageGoal(meaning="a dp rank without any sequence", axes=("dp",)),
+    "rank without a sequence": CoverageGoal(
+        meaning="a dp rank without any sequence", axes=("dp",), unreachable_if={"empty": ("sequence",)}
+    ),
     "shards of different size": CoverageGoal(
         meaning="trained tokens, and tp ranks that are given different numbers of rows of the vocabulary",
         heads=_WITH_LABELS,

@@ -5,7 +5,7 @@ Every loss composes: loss(token values(logits(hidden))). A spec brings the last 
 before it are shared, and a kernel may start at any of them: its head.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as dataclass_fields
 from functools import cached_property
@@ -25,7 +25,7 @@ from lossgate.specs.inputs import Batch
 from lossgate.specs.logit_filter import FILTER_GOALS, FilterOptions
 from lossgate.specs.metric import Metric
 from lossgate.specs.mistakes import Mistake
-from lossgate.specs.option import COMMON_OPTIONS, Option
+from lossgate.specs.option import COMMON_OPTIONS, EMPTY, Option
 from lossgate.specs.outputs import RETURNED, Output, metric_output
 from lossgate.specs.record import Field, fields_of
 from lossgate.specs.sharding_goals import IDS_GOALS, SHARDING_GOALS
@@ -131,6 +131,11 @@ class Spec:
         return {**COMMON_OPTIONS, **{option.name: option for option in self.options}}
 
     @cached_property
+    def situations(self) -> dict[str, Option]:
+        """The scenarios of which a candidate's ``supports`` may exclude choices."""
+        return {EMPTY.name: EMPTY, **{scenario.name: scenario for scenario in self.scenarios}}
+
+    @cached_property
     def logit_options(self) -> tuple[str, ...]:
         """The options that change what the loss is given of the logits, not the loss itself.
 
@@ -149,11 +154,8 @@ class Spec:
         common = {**TOKEN_GOALS, **BIAS_GOALS} if self.trained_dim == "token" else {}
         common |= FILTER_GOALS if issubclass(self.options_type, FilterOptions) else {}
         common |= IDS_GOALS if self.gathered_ids is not None else {}
-        chosen = ((choice.name, value) for choice in self.scenarios for value in dict.fromkeys(choice.choices))
-        by_scenario = {
-            f"{name}: {value}": CoverageGoal(meaning=f"a problem with {name} {value!r}") for name, value in chosen
-        }
-        return {**common, **self.goals, **SHARDING_GOALS, **by_scenario}
+        by_scenario = [goal for scenario in self.scenarios for goal in _goals_of(scenario)]
+        return {**common, **self.goals, **SHARDING_GOALS, **dict(by_scenario)}
 
     def output(self, name: str) -> Output:
         """Returns the output of a name: "loss", "logprobs", "token_entropy" or a metric's."""
@@ -306,3 +308,12 @@ class Spec:
         combinations = (dict(zip(own, combination, strict=True)) for combination in product(*choices))
         fewest_changes = sorted(combinations, key=lambda group: sum(group[n] != own[n] for n in own))
         return next((both for group in fewest_changes if not self.conflict(both := {**values, **group})), None)
+
+
+def _goals_of(scenario: Option) -> Iterator[tuple[str, CoverageGoal]]:
+    """Yields a goal for each choice of a scenario, if there are several."""
+    choices = tuple(dict.fromkeys(scenario.choices))
+    for choice in choices if len(choices) > 1 else ():
+        others = (*(other for other in choices if other != choice), *scenario.on_request)
+        meaning = f"a problem with {scenario.name} {choice!r}"
+        yield f"{scenario.name}: {choice}", CoverageGoal(meaning=meaning, unreachable_if={scenario.name: others})

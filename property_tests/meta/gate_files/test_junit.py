@@ -130,6 +130,12 @@ def test_a_cell_says_to_which_properties_it_was_held() -> None:
     assert cell.text == "keeps: no-grad, microbatches\nexempt: masked-nan: it multiplies"
 
 
+def test_a_cell_says_which_problems_it_was_not_given() -> None:
+    narrow = summary(key(), excluded=(("ratios extreme", "they are clamped"), ("empty rank", "the sampler fills all")))
+    _, cell = ET.fromstring(junit_xml(verdict([GatedCell(key=key(), summary=narrow)]))).iter("system-out")
+    assert cell.text == "not given: ratios extreme: they are clamped; empty rank: the sampler fills all"
+
+
 def test_a_cell_says_what_a_call_used() -> None:
     kept = summary(key(), resources={"peak": {"bytes": 4096.0, "forward": 4096.0, "backward": 8.0, "budget": 8192.0}})
     _, cell = ET.fromstring(junit_xml(verdict([GatedCell(key=key(), summary=kept)]))).iter("system-out")

@@ -149,6 +149,14 @@ def test_properties_to_which_candidates_are_not_held_are_listed() -> None:
     assert "- `masked-nan: it multiplies: 2 cells of x and y`\n" in text
 
 
+def test_problems_that_candidates_are_not_given_are_listed() -> None:
+    narrow = (("ratios extreme", "they are clamped"),)
+    cells = [GatedCell(key=key(name), summary=summary(key(name), excluded=narrow)) for name in "xy"]
+    text = markdown(verdict(cells))
+    assert "Problems that candidates are not given, as they declare" in text
+    assert "- `ratios extreme: they are clamped: 2 cells of x and y`\n" in text
+
+
 def test_the_cell_that_comes_nearest_to_each_budget_is_listed() -> None:
     def with_use(layout: str, elements: float, waits: float) -> GatedCell:
         resources = {

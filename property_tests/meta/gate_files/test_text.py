@@ -11,7 +11,7 @@ from rich.console import Console
 from lossgate.evidence.records import CellKey
 from lossgate.gate.verdict import Blocker, GatedCell, GateVerdict, Kind
 from lossgate.reports.gate_text import print_gate
-from lossgate.reports.remarks import EXEMPT, NOT_DISTINGUISHED
+from lossgate.reports.remarks import EXCLUDED, EXEMPT, NOT_DISTINGUISHED
 
 from .verdicts import HOSTILE, agreeing, blocked, failure, key, summary, verdict
 
@@ -41,6 +41,11 @@ def test_choices_that_were_not_distinguished_stand_last() -> None:
 def test_properties_to_which_a_candidate_is_not_held_stand_last() -> None:
     exempt = GatedCell(key=key(), summary=summary(key(), exempt=(("masked-nan", "it multiplies"),)))
     assert shown(verdict([exempt]))[-3:] == ["", EXEMPT, "  masked-nan: it multiplies: 1 cell of kernel"]
+
+
+def test_problems_that_a_candidate_is_not_given_stand_last() -> None:
+    narrow = GatedCell(key=key(), summary=summary(key(), excluded=(("ratios extreme", "they are clamped"),)))
+    assert shown(verdict([narrow]))[-3:] == ["", EXCLUDED, "  ratios extreme: they are clamped: 1 cell of kernel"]
 
 
 def test_an_open_gate_has_three_lines() -> None:

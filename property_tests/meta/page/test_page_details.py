@@ -95,6 +95,7 @@ def test_all_that_a_record_says_is_shown() -> None:
         surviving=("epsilon", "beta"),
         equivalent=("beta",),
         not_distinguished=("beta 0 and 1",),
+        excluded={"ratios extreme": "they are clamped"},
         mistakes_surviving=("the mask is ignored",),
         mistakes_too_small=("epsilon is 0",),
         worst=(WorstExample(output="loss", statistic="noise", value=2.0, limit=4.0, problem={"seed": 1}),),
@@ -117,6 +118,7 @@ def test_all_that_a_record_says_is_shown() -> None:
     assert texts(shown["surviving"]) == ["epsilon"]
     assert texts(shown["equivalent"]) == ["beta"]
     assert texts(shown["alike"]) == ["beta 0 and 1"]
+    assert texts(shown["excluded"]) == ["ratios extreme: they are clamped"]
     assert shown["shown"] == 12
     assert texts(shown["unseen"]) == ["the mask is ignored"]
     assert texts(shown["small"]) == ["epsilon is 0"]

@@ -23,10 +23,13 @@ def clip_goals(
     """
     goals: dict[str, CoverageGoal] = {}
     for side in _SIDES:
-        unreachable = {**unreachable_if, **((below_unreachable_if or {}) if side == "below" else {})}
-        for sign in "<>":
+        beside = {} if side == "inside" else {"ratios": ("inside", "on-policy")}
+        unreachable = beside | {**unreachable_if, **((below_unreachable_if or {}) if side == "below" else {})}
+        for sign, others in {"<": ("positive", "zero"), ">": ("negative", "zero")}.items():
             meaning = f"a {unit}'s ratio {side} the clip, with an advantage {sign} 0"
-            goals[_name(unit, side, sign)] = CoverageGoal(meaning=meaning, unreachable_if=unreachable)
+            goals[_name(unit, side, sign)] = CoverageGoal(
+                meaning=meaning, unreachable_if={**unreachable, "advantages": others}
+            )
     return goals
 
 

@@ -19,7 +19,8 @@ PAIR_METRICS = {
 PAIR_GOALS = {
     "pair that counts": CoverageGoal(meaning="a pair of sequences with trained tokens that the sample mask keeps"),
     "pair that does not count": CoverageGoal(
-        meaning="a pair of sequences with trained tokens that the sample mask leaves out, beside one that counts"
+        meaning="a pair of sequences with trained tokens that the sample mask leaves out, beside one that counts",
+        unreachable_if={"samples": ("all",)},
     ),
     "chosen preferred": CoverageGoal(meaning="a pair whose chosen sequence has the larger reward"),
     "rejected preferred": CoverageGoal(meaning="a pair whose rejected sequence has the larger reward"),

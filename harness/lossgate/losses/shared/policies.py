@@ -32,6 +32,13 @@ ADVANTAGES = Option(
     default="mixed",
     choices=("mixed", "mixed", "positive", "negative", "zero"),
 )
+ADVANTAGES_PER = Option(
+    name="advantages_per",
+    meaning="what has an advantage of its own: each token; or each sequence, all of whose tokens then have the same",
+    default="token",
+    choices=("token",),
+    on_request=("sequence",),
+)
 RATIOS = Option(
     name="ratios",
     meaning="where importance ratios lie: well inside the clip, on every side of every clip, all exactly 1, "
@@ -87,10 +94,13 @@ def on_tokens(context: FieldContext, per_sequence: Tensor) -> Tensor:
 
 def draw_advantages(context: FieldContext) -> Tensor:
     """Draws ``[tokens]`` advantages, bounded away from 0, or all 0."""
-    size = 0.25 + 2 * context.streams.uniform("advantages", context.tokens)
-    sign = context.streams.integers("advantage signs", 2, context.tokens) * 2.0 - 1
+    of_sequences = context.scenario["advantages_per"] == "sequence"
+    count = context.sequences if of_sequences else context.tokens
+    size = 0.25 + 2 * context.streams.uniform("advantages", count)
+    sign = context.streams.integers("advantage signs", 2, count) * 2.0 - 1
     drawn = {"mixed": sign * size, "positive": size, "negative": -size, "zero": 0 * size}
-    return drawn[context.scenario["advantages"]]
+    chosen = drawn[context.scenario["advantages"]]
+    return on_tokens(context, chosen) if of_sequences else chosen
 
 
 def draw_reference_logprobs(context: FieldContext, clamp: float | None = None) -> Tensor:

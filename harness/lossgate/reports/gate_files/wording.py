@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from lossgate.evidence.records import CellKey
 from lossgate.evidence.summary import CellSummary
 from lossgate.gate.verdict import Blocker, GatedCell, GateVerdict
-from lossgate.reports.remarks import EXEMPT, NOT_DISTINGUISHED, remark_lines
+from lossgate.reports.remarks import EXCLUDED, EXEMPT, NOT_DISTINGUISHED, remark_lines
 from lossgate.reports.resource_lines import resource_lines
 
 
@@ -52,19 +52,22 @@ def replay_of(cell: GatedCell | None) -> str:
 
 
 def remarks_of(verdict: GateVerdict) -> list[list[str]]:
-    """Returns two groups of lines, each a heading and what follows it: choices that are not
-    distinguished, and properties to which candidates are not held. A group may be empty.
+    """Returns three groups of lines, each a heading and what follows it: choices that are not
+    distinguished, properties to which candidates are not held, and problems that they are not
+    given. A group may be empty.
     """
     summaries = [cell.summary for cell in verdict.cells if cell.summary is not None]
     not_distinguished = ((one.key.candidate, one.not_distinguished) for one in summaries)
     exempt = ((one.key.candidate, tuple(f"{name}: {why}" for name, why in one.exempt)) for one in summaries)
-    return [remark_lines(NOT_DISTINGUISHED, not_distinguished), remark_lines(EXEMPT, exempt)]
+    excluded = ((one.key.candidate, tuple(f"{what}: {why}" for what, why in one.excluded)) for one in summaries)
+    headings = {NOT_DISTINGUISHED: not_distinguished, EXEMPT: exempt, EXCLUDED: excluded}
+    return [remark_lines(heading, cells) for heading, cells in headings.items()]
 
 
 def note(cell: GatedCell) -> str:
     """Returns why a cell without blockers passes although it does not agree; or, of one that does,
-    which choices of options were not distinguished, to which properties it was held, and what a
-    call used.
+    which choices of options were not distinguished, to which properties it was held, which problems
+    it was not given, and what a call used.
     """
     if cell.excused:
         return f"excused by a known failure: {cell.excused}"
@@ -80,4 +83,6 @@ def _seen(summary: CellSummary) -> Iterator[str]:
         yield f"keeps: {', '.join(summary.kept)}"
     if summary.exempt:
         yield f"exempt: {'; '.join(f'{name}: {why}' for name, why in summary.exempt)}"
+    if summary.excluded:
+        yield f"not given: {'; '.join(f'{what}: {why}' for what, why in summary.excluded)}"
     yield from resource_lines(summary.resources)

@@ -99,6 +99,7 @@ class Details:
             "unseen": self._all(record.mistakes_surviving),
             "small": self._all(record.mistakes_too_small),
             "alike": self._all(record.not_distinguished),
+            "excluded": self._all(f"{what}: {why}" for what, why in record.excluded.items()),
             "properties": [self._property(held_to) for held_to in record.properties],
             "worst": [self._worst(worst) for worst in record.worst],
             "resources": {name: dict(sorted(numbers.items())) for name, numbers in sorted(record.resources.items())},

@@ -15,6 +15,7 @@ function reasonsSection(cell) {
     notes.push(`${counted(cell.details.problems, 'problem')}, ${counted(cell.details.comparisons, 'comparison')}.`);
     if (cell.state !== 'disagrees') notes.push(detected(mde));
   }
+  if (cell.details.excluded) notes.push(`The candidate is never given these, as it declares: ${texts(cell.details.excluded).join('; ')}.`);
   if (cell.details.alike) notes.push(`No problem distinguished these: ${texts(cell.details.alike).join('; ')}.`);
   if (excused) notes.push(`The policy excuses it: ${excused}`);
   if (required === 0) {
