@@ -67,6 +67,13 @@ def test_whole_numbers_of_an_option_that_takes_floats_are_floats() -> None:
         ({"differentiable": ()}, "candidate(differentiable=()): spec 'nll' requires 'loss' among them"),
         # Options
         (
+            {"precision": Precision(returned={"logprob": "bfloat16"})},
+            (
+                "Precision(returned={'logprob': 'bfloat16'}): 'logprob' is no output or metric of the spec; "
+                "did you mean 'logprobs'?"
+            ),
+        ),
+        (
             {"supports": {"temprature": 1}},
             (
                 "candidate(supports={'temprature': 1}): spec 'nll' has no option 'temprature'; "

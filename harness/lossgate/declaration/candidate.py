@@ -240,13 +240,16 @@ def candidate(
     declared_in = sys._getframe(1).f_code.co_filename
     own_spec, own_dtypes, own_name = check_spec(spec), check_dtypes(dtypes), check_name(name)
     options, excludes = without_excluded(own_spec, supports)
+    own_precision = check_precision(precision, own_dtypes)
+    for one in own_precision.values():
+        one.check_names((*own_spec.outputs, *own_spec.metrics))
     declaration: dict[str, Any] = {
         "spec": own_spec,
         "head": check_head(own_spec, head),
         "tokens": check_tokens(tokens),
         "axes": check_axes(axes),
         "dtypes": own_dtypes,
-        "precision": MappingProxyType(check_precision(precision, own_dtypes)),
+        "precision": MappingProxyType(own_precision),
         "contract": check_contract(own_spec, head, tokens, contract),
         "supports": MappingProxyType(check_supports(own_spec, options)),
         "excludes": MappingProxyType(excludes),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a kernel rounds: the declaration from which the judge's tolerances come."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -58,7 +58,9 @@ class Precision:
     other inputs to it as they enter."""
     returned: str | Mapping[str, str] | None = field(default=None, hash=False)
     """What is returned: one dtype for all, or a mapping from the names of outputs and metrics. By
-    default, and for names that are left out, it is that of ``loss``."""
+    default, and for names that are left out, it is that of ``loss``. It says nothing of how loss
+    and metrics are computed. Log-probabilities and entropies are rounded to it, and before that to
+    ``logprobs`` and ``entropy`` alone."""
     products: Literal["float32", "tf32"] = "float32"
     """How the factors of products are rounded: not at all, or to the 10 bits of TF32, as
     ``torch.backends.cuda.matmul.allow_tf32`` and Triton's ``tl.dot`` do with float32."""
@@ -102,6 +104,22 @@ class Precision:
         """Returns the dtype in which an output or metric of a name is returned."""
         given = self._named_dtypes
         return given.get(name, given.get("", self.loss))
+
+    def check_names(self, known: Sequence[str]) -> None:
+        """Checks the names in ``returned``.
+
+        Args:
+            known: outputs and metrics of the spec.
+
+        Raises:
+            UsageError: if a name is none of these.
+        """
+        for name in self._named_dtypes:
+            if name and name not in known:
+                raise UsageError(
+                    f"Precision(returned={self.returned!r}): {name!r} is no output or metric of the spec; "
+                    f"{nearest(name, known)}"
+                )
 
     @property
     def _named_dtypes(self) -> Mapping[str, str]:

@@ -52,10 +52,15 @@ class RoundedLoss:
         return outputs, upstream
 
     def _returned(self, output: Output, x: Tensor) -> Tensor:
-        """Rounds an output to the dtype of the loss's arithmetic, and to that in which it is
-        returned.
+        """Rounds an output to the dtype in which it is returned; loss and metrics to that of the
+        loss's arithmetic before.
+
+        Log-probabilities and entropies are made before the loss. If they are not said to be
+        returned in another dtype, they are in that of its arithmetic.
         """
         to = self.run.stages.returned_in(output.name)
+        if output.kind == "token value":
+            return self.run.noise.round(x, to)
         x = self.run.noise.round(x, self.run.stages.loss)
         return x if to.unit <= self.run.stages.loss.unit else self.run.noise.round(x, to)
 

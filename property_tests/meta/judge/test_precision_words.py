@@ -132,6 +132,53 @@ def test_an_output_may_be_returned_in_a_dtype_of_its_own(make_world: MakeWorld) 
     assert all(verdicts(make_world, coarse_result, coarse_result.precision["bfloat16"]))
 
 
+MIXED = {"loss": "float32", "logprobs": "bfloat16", "entropy": "bfloat16"}
+"""Each returned in a dtype of its own, in the dtypes of two arithmetics."""
+
+
+def in_dtypes(precision: Precision, *, rounded: bool = False) -> Candidate:
+    """Returns an NLL whose loss is computed in the dtype that is declared, from log-probabilities
+    in float32, and that returns each output as declared.
+
+    Args:
+        precision: what it declares.
+        rounded: log-probabilities are rounded to bfloat16 before they are returned.
+    """
+
+    @candidate("nll", head="hidden", dtypes=("bfloat16",), precision=precision)
+    def kernel(inputs: NllHidden, options: Any, mesh: Any) -> Outputs:
+        every = (inputs.hidden.float() @ inputs.weight.float().T).log_softmax(-1)
+        own = every.gather(1, inputs.labels[:, None]).squeeze(1)
+        tokens, arithmetic = inputs.valid_tokens.clamp(min=1), getattr(torch, precision.loss)
+        loss = -torch.where(inputs.mask, own.to(arithmetic), 0.0).sum() / tokens
+        entropy = torch.where(inputs.mask, -(every.exp() * every).sum(-1), 0.0).sum() / tokens
+
+        def returned(name: str, x: torch.Tensor) -> torch.Tensor:
+            return x.to(getattr(torch, precision.dtype_of(name)))
+
+        given = own.bfloat16() if rounded else own
+        metrics = {"entropy": returned("entropy", entropy)}
+        return Outputs(loss=returned("loss", loss), logprobs=returned("logprobs", given), metrics=metrics)
+
+    return kernel
+
+
+@pytest.mark.parametrize("loss", ["float32", "bfloat16"])
+@pytest.mark.parametrize("returned", [None, "float32", "bfloat16", MIXED, {"logprobs": "float32"}], ids=str)
+def test_what_is_returned_hangs_not_on_the_arithmetic(make_world: MakeWorld, loss: str, returned: Any) -> None:
+    precision = Precision(loss=loss, returned=returned)
+    assert all(verdicts(make_world, in_dtypes(precision), precision))
+
+
+@pytest.mark.parametrize("returned", ["float32", {"logprobs": "float32"}], ids=str)
+def test_log_probabilities_are_not_excused_by_the_arithmetic_of_the_loss(make_world: MakeWorld, returned: Any) -> None:
+    """They are said to be float32, and hold numbers of bfloat16: their own word says so."""
+    precision = Precision(loss="bfloat16", returned=returned)
+    rounded = in_dtypes(precision, rounded=True)
+    assert not all(verdicts(make_world, rounded, precision))
+    assert all(verdicts(make_world, rounded, replace(precision, logprobs="bfloat16")))
+
+
 def test_a_loss_in_bfloat16_is_not_excused_by_what_is_returned(make_world: MakeWorld) -> None:
     """It is computed in float32, and only the log-probabilities are rounded at the end."""
     kernel = coarse_result.kernel
