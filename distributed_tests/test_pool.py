@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 from distributed_tests.faults import healthy
+from lossgate import current_mesh
 from lossgate.errors import UsageError
 from lossgate.layout import Layout
 from lossgate.worlds import RankContext, World, make_world
@@ -57,6 +58,13 @@ def test_a_context_says_who_and_where(gloo: World) -> None:
         return context.rank, context.layout, sizes, context.device
 
     assert gloo.run(described) == [(rank, LAYOUT, LAYOUT.sizes, torch.device("cpu")) for rank in range(4)]
+
+
+def test_code_that_asks_the_process_finds_the_mesh_of_its_rank(gloo: World) -> None:
+    def found(context: RankContext) -> bool:
+        return current_mesh() is context.mesh
+
+    assert gloo.run(found) == [True] * 4
 
 
 def test_one_that_dies_between_tasks_is_replaced(gloo: World) -> None:

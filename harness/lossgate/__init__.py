@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from lossgate.specs.token_values import TokenValues
     from lossgate.worlds.assertions import all_ranks_assert
     from lossgate.worlds.base import RankContext, RankFailure
+    from lossgate.worlds.running import current_mesh
     from lossgate.worlds.simulated_ranks import SimulatedRanks
 
 __version__ = "0.1.0"
@@ -81,6 +82,7 @@ _HOMES = {
     "all_ranks_assert": "worlds.assertions",
     "candidate": "declaration.candidate",
     "compare": "engine.compare",
+    "current_mesh": "worlds.running",
     "example": "cases.example",
     "field": "specs.record",
     "option": "specs.record",
@@ -125,6 +127,7 @@ __all__ = [
     "all_ranks_assert",
     "candidate",
     "compare",
+    "current_mesh",
     "example",
     "field",
     "inputs",

@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 from lossgate.cases.case import Case
 from lossgate.layout import AXES, Layout
 from lossgate.worlds.base import RankContext, T, Task
+from lossgate.worlds.running import running
 
 DEVICE = "sim"
 Kind = Literal["mixed devices", "waits", "other"]
@@ -179,7 +180,7 @@ class OneRank:
         self.layout, self._context, self.repeatable = context.layout, context, True
 
     def run(self, task: Task[T], *, order: str = "rank", seed: int = 0, patience: float = 1.0) -> list[T]:
-        with fake_device():
+        with fake_device(), running(lambda: self._context.mesh):
             return [task(self._context)]
 
     def close(self) -> None:

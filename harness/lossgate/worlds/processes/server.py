@@ -16,6 +16,7 @@ from lossgate.worlds.processes.code import loaded_code
 from lossgate.worlds.processes.groups import OpenStore, RankGroups
 from lossgate.worlds.processes.messages import Assignment, Begun, Finish, Loaded, Met, News, Raised, Reply, Returned
 from lossgate.worlds.processes.watcher import StopTask, Watcher
+from lossgate.worlds.running import running
 
 _LOST = ("Connection closed", "Connection reset", "Socket closed", "Broken pipe", "remote process exited")
 """What gloo and nccl say when another rank is gone."""
@@ -79,7 +80,8 @@ def _result(task: Task[Any], context: RankContext) -> Any:
     """
     state, changes = ProcessState.capture(), list[str]()
     try:
-        result = task(context)
+        with running(lambda: context.mesh):
+            result = task(context)
         changes = state.changes()
     finally:
         state.restore()

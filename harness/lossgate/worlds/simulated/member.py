@@ -157,7 +157,8 @@ class Member(dist.ProcessGroup):
         if current != self._global_rank:
             raise CollectiveMisuse(
                 f"rank {current} called {name} on the group object of rank {self._global_rank} ({self.rendezvous}): "
-                f"it leaked from one rank to another, perhaps by a cache or a global  [{call_site()}]"
+                "it leaked from one rank to another, perhaps by a cache or a global; code that asks its process for a "
+                f"group can ask lossgate.current_mesh()  [{call_site()}]"
             )
 
     def _check_arguments(self, name: str, mismatch: str | None) -> None:

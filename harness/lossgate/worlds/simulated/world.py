@@ -12,6 +12,7 @@ from lossgate.layout import AXES, Layout
 from lossgate.problems.problem import ReductionOrder
 from lossgate.worlds.base import CollectiveMisuse, RankContext, StateLeak, T, Task
 from lossgate.worlds.process_state import ProcessState, ThreadState
+from lossgate.worlds.running import running
 from lossgate.worlds.simulated.communicator import Communicator, Logged
 from lossgate.worlds.simulated.group import SimulatedGroup
 from lossgate.worlds.simulated.lockstep import Lockstep
@@ -127,7 +128,7 @@ class _Ranks:
             return result
 
         try:
-            with helper_threads_find(lambda: self._default_groups[self.lockstep.current]):
+            with helper_threads_find(lambda: self._default_groups[self.lockstep.current]), running(self._running_mesh):
                 results = self.lockstep.run(on_rank, timeout)
         finally:
             process.restore()
@@ -136,6 +137,11 @@ class _Ranks:
             if left:
                 raise StateLeak.of(rank, left)
         return results
+
+    def _running_mesh(self) -> DeviceMesh | None:
+        """Returns the mesh of the rank that holds the baton."""
+        context = self._contexts[self.lockstep.current]
+        return context.mesh if context is not None else None
 
     @property
     def reusable(self) -> bool:
