@@ -422,6 +422,14 @@ class DpoHidden(Hidden, DpoBatch):
     """[token], float32: log-probabilities of the labels, of the reference policy, in the layout of
     option reference_layout.
     """
+    reference_hidden: Tensor
+    """[token, reference_width], float32: the last hidden states of the reference model, exact in
+    the dtype of the policy's; reference_width is 0 unless scenario reference is 'model'.
+    """
+    reference_weight: Tensor
+    """[vocab, reference_width], float32: the reference model's lm-head weight: its logits give
+    reference_logprobs, without bias or temperature.
+    """
     hidden: Tensor
     """[token, hidden], the dtype of the problem: the last hidden states; requires grad."""
     weight: Tensor
@@ -476,6 +484,14 @@ class DpoLogits(Logits, DpoBatch):
     """[token], float32: log-probabilities of the labels, of the reference policy, in the layout of
     option reference_layout.
     """
+    reference_hidden: Tensor
+    """[token, reference_width], float32: the last hidden states of the reference model, exact in
+    the dtype of the policy's; reference_width is 0 unless scenario reference is 'model'.
+    """
+    reference_weight: Tensor
+    """[vocab, reference_width], float32: the reference model's lm-head weight: its logits give
+    reference_logprobs, without bias or temperature.
+    """
     logits: Tensor
     """[token, vocab], the dtype of the problem: the logits, before the temperature; requires grad.
     """
@@ -525,6 +541,14 @@ class DpoLogprobs(Logprobs, DpoBatch):
     reference_logprobs: Tensor
     """[token], float32: log-probabilities of the labels, of the reference policy, in the layout of
     option reference_layout.
+    """
+    reference_hidden: Tensor
+    """[token, reference_width], float32: the last hidden states of the reference model, exact in
+    the dtype of the policy's; reference_width is 0 unless scenario reference is 'model'.
+    """
+    reference_weight: Tensor
+    """[vocab, reference_width], float32: the reference model's lm-head weight: its logits give
+    reference_logprobs, without bias or temperature.
     """
     logprobs: Tensor
     """[token], the dtype of the problem: log-probabilities of the labels; requires grad. Equal on

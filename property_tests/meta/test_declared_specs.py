@@ -248,6 +248,7 @@ CLASSES: dict[str, tuple[Callable[[], Any], str]] = {
     "count of tokens": (lambda: field("token", "x", count=len), "what counts the whole batch is a scalar; write field"),
     "dtype of heads": (lambda: field("token", "x", dtype="input"), "expected 'float32', 'bool' or 'int64'"),
     "dtype list": (lambda: field("token", "x", dtype=[]), "expected 'float32', 'bool' or 'int64'"),  # pyright: ignore[reportArgumentType]
+    "unused": (lambda: field("token", "x", unused=1), "unused=1): expected True or False"),  # pyright: ignore[reportArgumentType]
     "unshifted": (lambda: field("token", "x", unshifted="yes"), "unshifted='yes'): expected True or False"),  # pyright: ignore[reportArgumentType]
     "draw of two": (lambda: field("token", "x", draw=lambda c, d: c), "draw can't be called as it will be"),
     "equal choices": (lambda: option(1, "x", choices=(1, True)), "1 and True are equal; write both alike"),

@@ -11,7 +11,8 @@ from torch import Tensor
 import dense_losses
 from dense_losses.preference import SigmoidLoss, sigmoid_loss, two_class_loss
 from lossgate.losses.shared.pairs import PAIR_GOALS, PAIR_METRICS, PairBatch, covered_pairs
-from lossgate.losses.shared.policies import on_tokens
+from lossgate.losses.shared.policies import below_zero, on_tokens
+from lossgate.losses.shared.reference_models import draw_model, without_model
 from lossgate.losses.shared.samples import EVERY_SEQUENCE_COUNTS, SAMPLES, trained_tokens
 from lossgate.problems.batch import GlobalBatch
 from lossgate.specs.declare import spec
@@ -38,6 +39,18 @@ class DpoBatch(PairBatch):
         "log-probabilities of the labels, of the reference policy, in the layout of option reference_layout",
         unshifted=True,
     )
+    reference_hidden: Tensor = field(
+        "token reference_width",
+        "the last hidden states of the reference model, exact in the dtype of the policy's; reference_width is 0 "
+        "unless scenario reference is 'model'",
+        unshifted=True,
+        unused=True,
+    )
+    reference_weight: Tensor = field(
+        "vocab reference_width",
+        "the reference model's lm-head weight: its logits give reference_logprobs, without bias or temperature",
+        unused=True,
+    )
 
 
 def _loss(
@@ -59,17 +72,24 @@ def _loss(
 
 _REFERENCE = Option(
     name="reference",
-    meaning="the reference policy: near, equal to the policy, or far off in either direction",
+    meaning="the reference policy: near, equal to the policy, or far off in either direction; or a model whose hidden "
+    "states and weight are given, near and far",
     default="near",
     choices=("near", "far", "equal"),
+    on_request=("model",),
 )
 
 
 def _draw_dpo(context: FieldContext) -> dict[str, Tensor]:
-    size = {"near": 0.3, "far": 2.0, "equal": 0.0}[context.scenario["reference"]]
     tilt = on_tokens(context, context.streams.normal("reference tilt", context.sequences))
-    near = context.logprobs + size * (context.streams.normal("reference", context.tokens) + tilt)
-    return {"reference_logprobs": _in_layout(near, context)}
+    off = context.streams.normal("reference", context.tokens) + tilt
+    if context.scenario["reference"] == "model":
+        far = on_tokens(context, context.streams.uniform("reference far", context.sequences) < 0.5)
+        given, model = draw_model(context, context.logprobs + torch.where(far, 2.0, 0.3) * off)
+    else:
+        size = {"near": 0.3, "far": 2.0, "equal": 0.0}[context.scenario["reference"]]
+        given, model = below_zero(context.logprobs, size * off), without_model(context)
+    return {"reference_logprobs": _in_layout(given, context), **model}
 
 
 def _in_layout(values: Tensor, context: FieldContext) -> Tensor:

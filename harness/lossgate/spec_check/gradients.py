@@ -102,9 +102,8 @@ def comparisons(subject: Subject) -> Iterator[Finding]:
 def used(subject: Subject) -> Iterator[Finding]:
     """Looks for values and fields that change no result."""
     spec = subject.spec
-    left = (
-        {*spec.uses, *(name for name in spec.added if name != spec.gathered_ids)} if subject.with_loss else set[str]()
-    )
+    fields = {name for name, own in spec.added.items() if name != spec.gathered_ids and not own.unused}
+    left = {*spec.uses, *fields} if subject.with_loss else set[str]()
     for bound in subject.with_loss:
         left = {name for name in left if not _matters(bound, name)}
         if not left:

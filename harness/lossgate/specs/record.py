@@ -39,6 +39,7 @@ def field(
     draw: Any = None,
     count: Any = None,
     unshifted: bool = False,
+    unused: bool = False,
 ) -> Any:
     """Declares an input of a spec, as the value of a field of its batch class.
 
@@ -58,6 +59,8 @@ def field(
             or values; not what belongs to a label, such as advantages and log-probabilities. It
             matters only to candidates with ``tokens="rows"`` or ``"packed"``, who find it at that
             token, and what belongs to a label one entry later.
+        unused: the reference does not use it: kernels may compute another field of it. No mistake
+            is then known of it.
 
     Raises:
         UsageError: if an argument is none of these.
@@ -74,16 +77,24 @@ def field(
     for name, function, wanted in (("draw", draw, "context"), ("count", count, "batch")):
         if function is not None:
             check_function(name, function, (wanted,), f"field({dims!r})")
-    if not isinstance(unshifted, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise UsageError(f"field({dims!r}, unshifted={unshifted!r}): expected True or False")
-    return built_in_field(dims, meaning, dtype=dtype, draw=draw, count=count, unshifted=unshifted)
+    for name, given in {"unshifted": unshifted, "unused": unused}.items():
+        if not isinstance(given, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UsageError(f"field({dims!r}, {name}={given!r}): expected True or False")
+    return built_in_field(dims, meaning, dtype=dtype, draw=draw, count=count, unshifted=unshifted, unused=unused)
 
 
 def built_in_field(
-    dims: str, meaning: str, *, dtype: str, draw: Any = None, count: Any = None, unshifted: bool = False
+    dims: str,
+    meaning: str,
+    *,
+    dtype: str,
+    draw: Any = None,
+    count: Any = None,
+    unshifted: bool = False,
+    unused: bool = False,
 ) -> Any:
     """Declares an input of every spec or of a head, as ``field`` does, with any of ``DTYPES``."""
-    own = Field(tuple(dims.split()), " ".join(meaning.split()), dtype, draw, count, unshifted)  # pyright: ignore[reportArgumentType]
+    own = Field(tuple(dims.split()), " ".join(meaning.split()), dtype, draw, count, unshifted, unused)  # pyright: ignore[reportArgumentType]
     return dataclass_field(metadata={"field": own})
 
 
@@ -110,6 +121,7 @@ class Field:
     draw: Any = None
     count: Any = None
     unshifted: bool = False
+    unused: bool = False
 
     @property
     def shape(self) -> str:

@@ -48,6 +48,7 @@ NOTHING = {
             *("distill", "divergence", "dpo", "grpo", "label_smoothing", "nll", "softcap", "value", "z_loss"),
         )
     },
+    "no model gives a log-probability above 0": {"reference_logprobs where positive dropped": ("dpo",)},
     "the loss uses no labels": {"labels *": ("distill", "divergence")},
     "the number is there against a division by 0, or is a bound: it weighs no term": {
         "term of epsilon*": ("clipped_pg", "distill", "dpo", "nll", "preference", "value"),

@@ -23,7 +23,7 @@ def inputs(spec: Spec, head: str) -> Iterator[Counterfactual]:
     values = head == "values"
     own = "the values" if values else "the policy's own log-probabilities"
     difference = "difference of the values" if values else "log-ratio of the policy"
-    numbers = {n: f.dims for n, f in spec.added.items() if f.dtype == "float32" and f.dims}
+    numbers = {n: f.dims for n, f in spec.added.items() if f.dtype == "float32" and f.dims and not f.unused}
     for name, dims in numbers.items():
         for what in _CHANGES:
             yield mistake(f"{name} {what}", f"{name} {_WORDS[what]}", "field", fields=partial(_changed, name, what))

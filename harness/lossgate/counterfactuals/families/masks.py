@@ -94,7 +94,8 @@ def labels(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 "shift the ids before they are split over cp, or take labels as they are given",
                 fields=partial(_ids_within, source),
             )
-    of_tokens = [name for name, dims in spec.fields.items() if dims[:1] == ("token",) and name not in bools(spec)]
+    used = {name: field.dims for name, field in spec.added.items() if not field.unused}
+    of_tokens = [name for name, dims in used.items() if dims[:1] == ("token",) and name not in bools(spec)]
     for name in of_tokens:
         for what, (change, when) in _SHIFTS.items():
             yield mistake(f"{name} {what}", f"{name} is {what}", "shift", when, fields=partial(_field, name, change))

@@ -25,7 +25,7 @@ _OF_LOGITS = ("logprobs", "entropy", "logsumexp", "unfiltered", "mean_logprob")
 def rounded(setting: Setting) -> Iterator[Counterfactual]:
     """Yields the mistakes of rounding what a problem has."""
     for name, field in setting.spec.added.items():
-        if field.dtype == "float32" and name in setting.fields:
+        if field.dtype == "float32" and name in setting.fields and not field.unused:
             yield mistake(
                 f"{name} rounded to bfloat16",
                 f"{name} is rounded to bfloat16",

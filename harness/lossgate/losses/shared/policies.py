@@ -48,7 +48,8 @@ RATIOS = Option(
 )
 REFERENCE = Option(
     name="reference",
-    meaning="the reference policy: near, equal to the policy, or so far off that estimates are clamped",
+    meaning="the reference policy: near, equal to the policy, or so far off that estimates are clamped, even with "
+    "log-probabilities above 0",
     default="near",
     choices=("near", "far", "far", "equal"),
 )
@@ -92,6 +93,13 @@ def on_tokens(context: FieldContext, per_sequence: Tensor) -> Tensor:
     return per_sequence[context.batch.partition.sequence_of_token]
 
 
+def below_zero(logprobs: Tensor, distance: Tensor) -> Tensor:
+    """Returns log-probabilities at some distance, as models give them: where the sum is above 0, at
+    that distance on the other side.
+    """
+    return logprobs + torch.where(logprobs + distance > 0, -distance, distance)
+
+
 def draw_advantages(context: FieldContext) -> Tensor:
     """Draws ``[tokens]`` advantages, bounded away from 0, or all 0."""
     of_sequences = context.scenario["advantages_per"] == "sequence"
@@ -107,6 +115,7 @@ def draw_reference_logprobs(context: FieldContext, clamp: float | None = None) -
     """Draws ``[tokens]`` log-probabilities of the reference policy.
 
     They are near, equal, or so far that KL estimates are clamped, at ``clamp`` or 40 nats or less.
+    Those that are far may be above 0, as no model gives them.
     """
     far = max(45.0, (clamp or 0.0) + 5)
     spans: dict[str, Sequence[Span]] = {
@@ -114,8 +123,9 @@ def draw_reference_logprobs(context: FieldContext, clamp: float | None = None) -
         "equal": [(0.0, 0.0)],
         "far": [(-0.8, 0.8), (-far - 3, -far), (far, far + 3), (5.2, 9.0), (-9.0, -5.2), (1.5, 2.3), (-30.0, -25.0)],
     }
-    chosen = spans[context.scenario["reference"]]
-    return context.unfiltered + draw_in_spans(context.streams, "reference", context.tokens, chosen)
+    scenario = context.scenario["reference"]
+    distance = draw_in_spans(context.streams, "reference", context.tokens, spans[scenario])
+    return context.unfiltered + distance if scenario == "far" else below_zero(context.unfiltered, distance)
 
 
 def draw_filtered_before(context: FieldContext, logprobs: Tensor) -> Tensor:
