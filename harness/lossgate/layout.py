@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts: how many data-, context- and tensor-parallel ranks a problem is split over."""
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Self
 
 from lossgate.errors import UsageError
+from lossgate.spelling import shown
 
 Axis = Literal["dp", "cp", "tp"]
 AXES: tuple[Axis, ...] = ("dp", "cp", "tp")
@@ -62,9 +64,9 @@ class Layout:
         for part in text.split(","):
             name, equals, size = part.strip().partition("=")
             axis: Axis | None = next((a for a in AXES if a == name), None)
-            if axis is None or not equals or not size.isdigit() or axis in sizes:
+            if axis is None or not equals or not re.fullmatch(r"\d{1,9}", size, re.ASCII) or axis in sizes:
                 raise UsageError(
-                    f"layout {text!r}: can't read {part.strip()!r}; "
+                    f"layout {shown(text)}: can't read {shown(part.strip())}; "
                     f"expected 'single' or sizes of {', '.join(AXES)} such as 'tp=2,cp=2'"
                 )
             sizes[axis] = int(size)

@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass
 
 from lossgate.errors import UsageError
+from lossgate.spelling import shown
 
 _SEQUENCES = 8
 """Sequences of a problem whose size the user gives."""
@@ -27,11 +28,11 @@ class Shape:
         Raises:
             UsageError: if it is none, or has fewer tokens than sequences.
         """
-        match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", size)
+        match = re.fullmatch(r"(\d{1,9})x(\d{1,9})x(\d{1,9})", size, re.ASCII)
         numbers = [int(number) for number in match.groups()] if match else [0]
         if min(numbers) < 1 or numbers[0] < _SEQUENCES:
             raise UsageError(
-                f"size {size!r}: expected tokens, width of the hidden states and vocabulary, such as "
+                f"size {shown(size)}: expected tokens, width of the hidden states and vocabulary, such as "
                 f"4096x1024x32768, with {_SEQUENCES} tokens at least"
             )
         tokens, width, vocab = numbers

@@ -18,6 +18,20 @@ def nearest(name: object, known: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}? ({expected})" if close else expected
 
 
+_MOST_SHOWN = 60
+"""Characters of a value that a message shows."""
+
+
+def shown(value: object) -> str:
+    """Returns a value for a message: a long one cut in the middle."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not print whole numbers of thousands of digits
+        return "a number of thousands of digits"
+    half = _MOST_SHOWN // 2
+    return text if len(text) <= _MOST_SHOWN else f"{text[:half]}...{text[-half:]}"
+
+
 def look_up(what: str, name: str, known: Mapping[str, T]) -> T:
     """Returns what is registered under a name.
 

@@ -151,13 +151,13 @@ def cell_result(verdict: str, expected: bool) -> CellResult:
         ),
         (
             ["verify", "kernels.py", "--dtype", "int8"],
-            "unknown dtype 'int8'; expected any of float32, bfloat16, float16",
+            "unknown dtype 'int8'; expected one of float32, bfloat16, float16",
         ),
         (
             ["verify", "kernels.py", "--profile", "huge"],
             "unknown profile 'huge'; expected one of dev, ci, nightly, release",
         ),
-        (["verify", "kernels.py", "--examples", "0"], "examples=0: expected a positive number"),
+        (["verify", "kernels.py", "--examples", "0"], "examples=0: expected a positive whole number"),
         (
             ["verify", "kernels.py", "--jobs", "-1"],
             "jobs=-1: expected a number of processes, or 0 for one on each core",
@@ -182,8 +182,8 @@ def test_bad_use_is_one_clear_line(lossgate: Lossgate, arguments: list[str], mes
 @pytest.mark.parametrize(
     ("toml", "message"),
     [
-        ("[tool.lossgate]\nexample = 3", "unknown setting 'example'; expected any of examples"),
-        ("[tool.lossgate.profiles.dev]\nexamples = 'many'", "Expected `int`, got `str` - at `$.examples`"),
+        ("[tool.lossgate]\nexample = 3", "unknown setting 'example'; did you mean 'examples'?"),
+        ("[tool.lossgate.profiles.dev]\nexamples = 'many'", "examples='many': expected a positive whole number"),
         ("[tool.lossgate", "pyproject.toml: "),
     ],
 )

@@ -19,7 +19,7 @@ HARNESS = ROOT / "harness/lossgate"
 FLOORS: tuple[tuple[str, ...], ...] = (
     (
         *("counted", "errors", "dtypes", "fork_server", "interruption", "launch", "layout"),
-        *("output_file", "process_folder", "shape", "spelling"),
+        *("output_file", "places", "process_folder", "shape", "spelling"),
     ),
     ("numerics",),
     ("problems",),

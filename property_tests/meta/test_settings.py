@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of settings: where they are looked for, and which wins."""
+"""Tests of settings: where they are looked for, which wins, and what they may not be."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lossgate.dtypes import DTYPES
+from lossgate.engine.setting_rules import RULES
 from lossgate.engine.settings import PROFILES, Settings, load_settings
 from lossgate.errors import UsageError
+from lossgate.places import WORLD_NAMES
+from lossgate.worlds import WORLDS
+from property_tests.meta.command_line import Lossgate
 
 
 def test_a_flag_wins_over_the_profile_over_the_common_table_over_the_built_in_profile(tmp_path: Path) -> None:
@@ -34,8 +40,8 @@ def test_pyproject_toml_is_found_from_a_folder_below_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"timeout": -1.0}, "timeout=-1.0: expected a positive number"),
-        ({"examples": 0}, "examples=0: expected a positive number"),
+        ({"timeout": -1.0}, "timeout=-1.0: expected a positive number of seconds, at most 1,000,000"),
+        ({"examples": 0}, "examples=0: expected a positive whole number, at most 1,000,000"),
         ({"shrink_calls": -1}, "shrink_calls=-1: expected a number of problems, or 0 for none"),
     ],
 )
@@ -43,3 +49,165 @@ def test_impossible_settings_are_refused(changes: dict[str, Any], message: str) 
     with pytest.raises(UsageError) as error:
         Settings(**changes)
     assert str(error.value) == message
+
+
+def test_lists_and_whole_seconds_are_what_the_settings_hold() -> None:
+    found = Settings(layouts=["single"], timeout=5)  # pyright: ignore[reportArgumentType]
+    assert (found.layouts, repr(found.timeout)) == (("single",), "5.0")
+
+
+def test_names_that_are_read_before_torch_is_loaded_are_those_of_the_worlds() -> None:
+    assert tuple(WORLDS) == WORLD_NAMES
+
+
+COUNT = "expected a positive whole number, at most 1,000,000"
+RANKS = "expected a positive whole number of ranks, at most 64"
+SEED = "expected a whole number from 0 to 9223372036854775807"
+SECONDS = "expected a positive number of seconds, at most 1,000,000"
+LAYOUT = "expected 'single' or sizes of dp, cp, tp such as 'tp=2,cp=2'"
+SIZE = "expected tokens, width of the hidden states and vocabulary, such as 4096x1024x32768, with 8 tokens at least"
+WORLD = f"expected one of {', '.join(WORLD_NAMES)}"
+DTYPE = f"expected one of {', '.join(DTYPES)}"
+LISTS = {
+    "layouts": "expected a list of layouts, such as ['single', 'tp=2,cp=2']",
+    "dtypes": "expected a list of dtypes, such as ['float32', 'bfloat16']",
+    "sizes": "expected a list of sizes, such as ['4096x1024x32768']",
+    "properties": "expected a list of names of properties, such as ['agreement', 'frozen-inputs']",
+}
+TABLE = "expected a table of settings, such as { examples = 30 }"
+OWN, CI = "[tool.lossgate] ", "[tool.lossgate.profiles.ci] "
+
+SETTINGS: list[tuple[str, str]] = [
+    ("examples = 0", f"examples=0: {COUNT}"),
+    ("examples = -3", f"examples=-3: {COUNT}"),
+    ("examples = 1.5", f"examples=1.5: {COUNT}"),
+    ("examples = true", f"examples=True: {COUNT}"),
+    ("examples = 'many'", f"examples='many': {COUNT}"),
+    ("examples = nan", f"examples=nan: {COUNT}"),
+    ("examples = []", f"examples=[]: {COUNT}"),
+    ("examples = {}", f"examples={{}}: {COUNT}"),
+    ("examples = 99999999999999999999", f"examples=99999999999999999999: {COUNT}"),
+    (f"examples = 0x{'f' * 6000}", f"examples=a number of thousands of digits: {COUNT}"),
+    (f"examples = '{'x' * 500}'", f"examples='{'x' * 29}...{'x' * 29}': {COUNT}"),
+    ("examples = 2026-01-31", f"examples=datetime.date(2026, 1, 31): {COUNT}"),
+    ("rounds = 0", f"rounds=0: {COUNT}"),
+    ("ranks = 0", f"ranks=0: {RANKS}"),
+    ("ranks = 65", f"ranks=65: {RANKS}"),
+    ("property_ranks = 0", f"property_ranks=0: {RANKS}"),
+    ("property_problems = 'all'", f"property_problems='all': {COUNT}"),
+    ("shrink_calls = -1", "shrink_calls=-1: expected a number of problems, or 0 for none"),
+    ("shrink_calls = false", "shrink_calls=False: expected a number of problems, or 0 for none"),
+    ("jobs = -1", "jobs=-1: expected a number of processes, or 0 for one on each core"),
+    ("jobs = 'all'", "jobs='all': expected a number of processes, or 0 for one on each core"),
+    ("seed = -1", f"seed=-1: {SEED}"),
+    ("seed = 9223372036854775808", f"seed=9223372036854775808: {SEED}"),
+    ("seed = 1.0", f"seed=1.0: {SEED}"),
+    ("timeout = -1", f"timeout=-1: {SECONDS}"),
+    ("timeout = 0", f"timeout=0: {SECONDS}"),
+    ("timeout = nan", f"timeout=nan: {SECONDS}"),
+    ("timeout = inf", f"timeout=inf: {SECONDS}"),
+    ("timeout = 1e300", f"timeout=1e+300: {SECONDS}"),
+    ("timeout = 'x'", f"timeout='x': {SECONDS}"),
+    ("timeout = true", f"timeout=True: {SECONDS}"),
+    *((f"{name} = 'single'", f"{name}='single': {expected}") for name, expected in LISTS.items()),
+    *((f"{name} = [1]", f"{name}=[1]: {expected}") for name, expected in LISTS.items()),
+    ("layouts = ['']", f"layout '': can't read ''; {LAYOUT}"),
+    ("layouts = ['single', 'tp=x']", f"layout 'tp=x': can't read 'tp=x'; {LAYOUT}"),
+    ("layouts = ['tp=²']", f"layout 'tp=²': can't read 'tp=²'; {LAYOUT}"),
+    ("layouts = ['tp=0']", "layout: tp=0 is not a positive whole number"),
+    ("layouts = ['dp=8,tp=9']", "layout dp=8,tp=9 has 72 ranks; at most 64 can be simulated: choose a smaller one"),
+    ("dtypes = ['int8']", f"unknown dtype 'int8'; {DTYPE}"),
+    ("dtypes = ['float23']", f"unknown dtype 'float23'; did you mean 'float32'? ({DTYPE})"),
+    ("sizes = ['4096x1024']", f"size '4096x1024': {SIZE}"),
+    ("sizes = ['7x1x1']", f"size '7x1x1': {SIZE}"),
+    (f"sizes = ['{'9' * 20}x1x1']", f"size '{'9' * 20}x1x1': {SIZE}"),
+    ("world = 'gluo'", f"unknown world 'gluo'; did you mean 'gloo'? ({WORLD})"),
+    ("world = 3", f"world=3: {WORLD}"),
+    ("device = 'cuda:0'", "unknown device 'cuda:0'; did you mean 'cuda'? (expected one of cpu, cuda)"),
+    ("device = []", "device=[]: expected one of cpu, cuda"),
+    ("example = 3", f"unknown setting 'example'; did you mean 'examples'? (expected one of {', '.join(RULES)})"),
+    ("'' = 3", f"unknown setting ''; expected one of {', '.join(RULES)}"),
+]
+"""What stands in a table of settings, and what is said of it."""
+
+FILES: list[tuple[bytes, str]] = [
+    *((f"[tool.lossgate]\n{line}".encode(), f"{OWN}{said}") for line, said in SETTINGS),
+    (b"tool = 5", f"tool=5: {TABLE}"),
+    (b"[tool]\nlossgate = 5", f"[tool] lossgate=5: {TABLE}"),
+    (b"[[tool.lossgate]]\nexamples = 3", f"[tool] lossgate=[{{'examples': 3}}]: {TABLE}"),
+    (b"[tool.lossgate]\nprofiles = 3", f"{OWN}profiles=3: {TABLE}"),
+    (b"[tool.lossgate.profiles]\nci = 3", f"[tool.lossgate.profiles] ci=3: {TABLE}"),
+    (b"[tool.lossgate.profiles.ci]\nexamples = 0", f"{CI}examples=0: {COUNT}"),
+    (b"[tool.lossgate.profiles.ci.examples]\nmost = 3", f"{CI}examples={{'most': 3}}: {COUNT}"),
+    (b"[tool.lossgate", "Expected ']' at the end of a table declaration (at end of document)"),
+    (b"x = " + b"9" * 5000, "Exceeds the limit (4300 digits) for integer string conversion"),
+    (b"x = " + b"[" * 5000, "its values are nested too deeply"),
+    (b"[tool.lossgate]\n# \xff", "byte 18 is no UTF-8; save the file in UTF-8"),
+    (b"\xff\xfe[\x00", "byte 0 is no UTF-8; save the file in UTF-8"),
+]
+
+
+@pytest.mark.parametrize(("content", "said"), FILES, ids=lambda value: str(value)[:60])
+def test_a_bad_setting_is_one_line(folder: Path, lossgate: Lossgate, content: bytes, said: str) -> None:
+    """It names the file, the table, the setting, its value, and what was expected. The profile that
+    runs need not be the one that is wrong.
+    """
+    file = folder / "pyproject.toml"
+    file.write_bytes(content)
+    done = lossgate("verify", "kernels.py:right")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"lossgate: {file}: {said}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_every_setting_is_in_the_table() -> None:
+    named = {match[0] for line, _ in SETTINGS if (match := re.match(r"\w+", line))}
+    assert named >= set(RULES)
+
+
+def test_a_folder_in_place_of_the_file_is_one_line(folder: Path, lossgate: Lossgate) -> None:
+    file = folder / "pyproject.toml"
+    file.mkdir()
+    done = lossgate("verify", "kernels.py:right")
+    assert (done.returncode, done.stderr) == (2, f"lossgate: can't read {file}: Is a directory\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--timeout nan", f"timeout=nan: {SECONDS}"),
+        ("--timeout inf", f"timeout=inf: {SECONDS}"),
+        ("--timeout 0", f"timeout=0.0: {SECONDS}"),
+        ("--timeout=-1", f"timeout=-1.0: {SECONDS}"),
+        ("--timeout 1e300", f"timeout=1e+300: {SECONDS}"),
+        ("--timeout x", 'Invalid value for --timeout: unable to convert "x" into float.'),
+        ("--seed=-1", f"seed=-1: {SEED}"),
+        (f"--seed {2**63}", f"seed={2**63}: {SEED}"),
+        ("--seed x", 'Invalid value for --seed: unable to convert "x" into int.'),
+        ("--seed 1e400", 'Invalid value for --seed: unable to convert "1e400" into int.'),
+        ("--examples 0", f"examples=0: {COUNT}"),
+        ("--examples x", 'Invalid value for --examples: unable to convert "x" into int.'),
+        ("--ranks 0", f"ranks=0: {RANKS}"),
+        ("--ranks 65", f"ranks=65: {RANKS}"),
+        ("--jobs=-1", "jobs=-1: expected a number of processes, or 0 for one on each core"),
+        ("--layout tp=²", f"layout 'tp=²': can't read 'tp=²'; {LAYOUT}"),
+        ("--layout tp=1,tp=2", f"layout 'tp=1,tp=2': can't read 'tp=2'; {LAYOUT}"),
+        (f"--layout tp={'9' * 5000}", f"layout 'tp={'9' * 26}...{'9' * 29}': can't read 'tp="),
+        ("--layout", 'Command "verify" parameter --layout requires an argument.'),
+        ("--dtype FLOAT32", f"unknown dtype 'FLOAT32'; {DTYPE}"),
+        ("--size 4096", f"size '4096': {SIZE}"),
+        ("--size ²x1x1", f"size '²x1x1': {SIZE}"),
+        ("--world x", f"unknown world 'x'; {WORLD}"),
+        ("--world=", f"unknown world ''; {WORLD}"),
+        ("--device gpu", "unknown device 'gpu'; "),
+        ("--profile=", "unknown profile ''; expected one of dev, ci, nightly, release"),
+        ("--property nope", "unknown property 'nope'; "),
+        ("--shard 3/2", "shard '3/2': expected a part and the number of parts, such as 3/8, from 1/8 to 8/8"),
+        ("--failures kernels.py", "--failures kernels.py: that is a file; choose another folder with --failures"),
+    ],
+)
+def test_a_bad_flag_is_one_line(lossgate: Lossgate, flags: str, said: str) -> None:
+    done = lossgate("verify", "kernels.py:right", *flags.split(" "))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"lossgate: {said}")
+    assert done.stderr.count("\n") == 1

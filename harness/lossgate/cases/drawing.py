@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase
 from hypothesis.errors import Unsatisfiable
 
 from lossgate.cases.option_strategies import ForcedOption
-from lossgate.cases.seeded_provider import SeededProvider
+from lossgate.cases.seeded_provider import SeededProvider, without_constants_of_modules
 from lossgate.cases.strategies import problems
 from lossgate.declaration.candidate import Candidate
 from lossgate.problems.problem import Problem
@@ -87,7 +87,8 @@ class Draws:
             first = False
 
         try:
-            draw()
+            with without_constants_of_modules():
+                draw()
         except Unsatisfiable:
             if None in self.targets:
                 raise

@@ -3,14 +3,17 @@
 
 Hypothesis's own provider does not promise the same choices in every process: it collects the
 constants in the source of all modules imported so far, and mixes them into the numbers that it
-draws. So they come from a provider of ours.
+draws. So they come from a provider of ours. Hypothesis makes problems smaller with its own, and then
+gets no such constants: it would keep them in a folder ``.hypothesis`` of the user's, too.
 """
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from random import Random
 from typing import Any, ClassVar
+from unittest.mock import patch
 
+from hypothesis.internal.conjecture import providers
 from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, PrimitiveProvider
 
 _AT_AN_END = 0.2
@@ -67,6 +70,22 @@ def preferring(numbers: Sequence[int]) -> Generator[None]:
         yield
     finally:
         SeededProvider.preferred = ()
+
+
+@contextmanager
+def without_constants_of_modules() -> Generator[None]:
+    """Keeps Hypothesis from reading the source of imported modules, and from writing a folder for
+    what it finds there.
+
+    Tests of the user's that run afterwards find their constants as ever.
+    """
+    none = providers.Constants()
+    with patch.object(providers, "_get_local_constants", lambda: none):
+        providers.CONSTANTS_CACHE.cache.clear()
+        try:
+            yield
+        finally:
+            providers.CONSTANTS_CACHE.cache.clear()
 
 
 AVAILABLE_PROVIDERS[SeededProvider.backend] = SeededProvider

@@ -4,23 +4,24 @@
 A flag wins over the profile in pyproject.toml, which wins over the built-in profile.
 """
 
-import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from lossgate.dtypes import DTYPES
+from lossgate.engine.pyproject import read_pyproject
+from lossgate.engine.setting_rules import refusal
 from lossgate.errors import UsageError
-from lossgate.layout import Layout
-from lossgate.shape import Shape
+from lossgate.spelling import shown
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of a run."""
+    """The settings of a run.
+
+    Raises:
+        UsageError: if one has a value that it may not have; see ``setting_rules``.
+    """
 
     examples: int = 20
     """The least problems per cell: a candidate, held to a property, on a layout, in a dtype. A cell
@@ -63,19 +64,12 @@ class Settings:
     or properties that are named, nor for properties of how ranks work together."""
 
     def __post_init__(self) -> None:
-        for name in ("examples", "rounds", "ranks", "timeout", "property_problems", "property_ranks"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"{name}={getattr(self, name)}: expected a positive number")
-        if self.shrink_calls < 0:
-            raise UsageError(f"shrink_calls={self.shrink_calls}: expected a number of problems, or 0 for none")
-        if self.jobs < 0:
-            raise UsageError(f"jobs={self.jobs}: expected a number of processes, or 0 for one on each core")
-        if unknown := [dtype for dtype in self.dtypes if dtype not in DTYPES]:
-            raise UsageError(f"unknown dtype {unknown[0]!r}; expected any of {', '.join(DTYPES)}")
-        for layout in self.layouts:
-            Layout.parse(layout)
-        for size in self.sizes:
-            Shape.of_size(size)
+        for own in fields(self):
+            if why := refusal(own.name, value := getattr(self, own.name)):
+                raise UsageError(why)
+            if isinstance(value, list):
+                object.__setattr__(self, own.name, tuple(value))
+        object.__setattr__(self, "timeout", float(self.timeout))
 
 
 PROFILES: Mapping[str, Settings] = {
@@ -87,34 +81,24 @@ PROFILES: Mapping[str, Settings] = {
 
 
 def load_settings(profile: str = "dev", start: Path | None = None, **flags: Any) -> Settings:
-    """The settings of a profile, with ``flags`` that are not None on top.
+    """Returns the settings of a profile.
 
-    ``start`` is where pyproject.toml is looked for.
+    Args:
+        profile: its name.
+        start: where pyproject.toml is looked for; by default in the working folder.
+        flags: settings that win over those of the profile, except those that are None.
+
+    Raises:
+        UsageError: if there is no such profile, or a setting may not be what a flag or
+            pyproject.toml says.
     """
-    configured = _read_pyproject(start or Path.cwd())
-    profiles = configured.get("profiles", {})
-    if profile not in {*PROFILES, *profiles}:
-        raise UsageError(
-            f"unknown profile {profile!r}; expected one of {', '.join(dict.fromkeys([*PROFILES, *profiles]))}"
-        )
-    base = msgspec.to_builtins(PROFILES.get(profile, Settings()))
-    common = {name: value for name, value in configured.items() if name != "profiles"}
+    configured = read_pyproject(start or Path.cwd())
+    known = dict.fromkeys([*PROFILES, *configured.profiles])
+    if profile not in known:
+        raise UsageError(f"unknown profile {shown(profile)}; expected one of {', '.join(known)}")
     given = {name: value for name, value in flags.items() if value is not None}
-    values = base | common | profiles.get(profile, {}) | given
-    if unknown := set(values) - set(base):
-        raise UsageError(f"settings: unknown setting {min(unknown)!r}; expected any of {', '.join(base)}")
-    try:
-        return msgspec.convert(values, Settings)
-    except msgspec.ValidationError as error:
-        raise UsageError(f"settings: {error}") from None
-
-
-def _read_pyproject(start: Path) -> dict[str, Any]:
-    for folder in (start, *start.parents):
-        file = folder / "pyproject.toml"
-        if file.is_file():
-            try:
-                return tomllib.loads(file.read_text()).get("tool", {}).get("lossgate", {})
-            except tomllib.TOMLDecodeError as error:
-                raise UsageError(f"{file}: {error}") from None
-    return {}
+    for name, value in given.items():
+        if why := refusal(name, value):
+            raise UsageError(why)
+    values = {**configured.common, **configured.profiles.get(profile, {}), **given}
+    return replace(PROFILES.get(profile, Settings()), **values)

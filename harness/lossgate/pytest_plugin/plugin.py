@@ -170,10 +170,10 @@ def lossgate_run(
 
     def run(cell: Cell) -> None:
         try:
+            failures = FailureFiles(folder)
             result = run_cell(cell, settings)
         except UsageError as error:
             pytest.fail(str(error), pytrace=False)
-        failures = FailureFiles(folder)
         failures(CellFinished(result))
         request.config.stash[_EVIDENCE].tell(result, failures.replay(result), record_property)
         if not result.passes:

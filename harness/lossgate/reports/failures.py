@@ -7,15 +7,21 @@ from shlex import quote
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.events import CellFinished, Event
 from lossgate.engine.failure_files import write_failure
+from lossgate.errors import UsageError
 
 
 class FailureFiles:
     """Writes into a folder, under names that contain the cell.
 
     Known failures have a file already.
+
+    Raises:
+        UsageError: if the folder is a file.
     """
 
     def __init__(self, folder: Path) -> None:
+        if folder.is_file():
+            raise UsageError(f"--failures {folder}: that is a file; choose another folder with --failures")
         self._folder = folder
         self._written: dict[Cell, Path] = {}
 

@@ -7,6 +7,7 @@ import torch
 
 from lossgate.errors import UsageError
 from lossgate.layout import MAX_RANKS, Layout
+from lossgate.places import DEVICES
 from lossgate.spelling import look_up, nearest
 from lossgate.worlds.base import RankContext, RankFailure, Task, World
 from lossgate.worlds.pool import gloo_world, nccl_world
@@ -19,9 +20,7 @@ WORLDS: Mapping[str, Callable[[Layout, float, str], World]] = {
     "nccl": nccl_world,
     "torchrun": torchrun_world,
 }
-"""The worlds, by name. A new one is added here and in its own folder."""
-DEVICES = ("cpu", "cuda")
-"""Where ranks can compute."""
+"""The worlds, by name. A new one is added here, in ``places``, and in its own folder."""
 
 
 def most_ranks(world: str) -> int:
