@@ -10,6 +10,12 @@ from lossgate.spelling import shown
 _SEQUENCES = 8
 """Sequences of a problem whose size the user gives."""
 
+MOST_ROWS = 2**24
+"""The largest width or vocabulary of a problem. No model has as many."""
+MOST_TOKENS = 2**17
+"""The most tokens of a problem, with padding. Over more, a sum in float32 loses more digits than
+the judge has been measured with."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -26,7 +32,8 @@ class Shape:
         """Reads a size that a user gives: tokens, width of the hidden states, and vocabulary.
 
         Raises:
-            UsageError: if it is none, or has fewer tokens than sequences.
+            UsageError: if it is none, has fewer tokens than sequences, or is larger than problems
+                can be.
         """
         match = re.fullmatch(r"(\d{1,9})x(\d{1,9})x(\d{1,9})", size, re.ASCII)
         numbers = [int(number) for number in match.groups()] if match else [0]
@@ -36,4 +43,9 @@ class Shape:
                 f"4096x1024x32768, with {_SEQUENCES} tokens at least"
             )
         tokens, width, vocab = numbers
+        if tokens > MOST_TOKENS or max(width, vocab) > MOST_ROWS:
+            raise UsageError(
+                f"size {shown(size)}: expected at most {MOST_TOKENS:,} tokens, and a width and a vocabulary of at most "
+                f"{MOST_ROWS:,}"
+            )
         return cls(tokens=tokens, vocab=vocab, width=width, sequences=_SEQUENCES)

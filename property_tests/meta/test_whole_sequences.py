@@ -256,6 +256,7 @@ def test_the_shape_of_what_is_returned(make_world: MakeWorld, tokens: Tokens) ->
         masks=("all", "all"),
         hidden=1,
         vocab=3,
+        cotangent="logprobs",
     )
     declare = candidate(
         "token_logprobs", head="logits", tokens=tokens, axes=("cp",), contract=Contract(logprobs={"cp": "replicate"})

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lossgate.cases.fit import check_fits_spec
 from lossgate.cases.float_range import mask_out_of_range
 from lossgate.cases.kernel_noise import KernelNoise
 from lossgate.cases.kinks import mask_near_kinks
@@ -31,10 +32,12 @@ class BoundProblem:
     """A problem of a spec, without its layout. Nothing in it depends on a candidate's code.
 
     Raises:
-        UsageError: if the spec does not allow the problem's options.
+        UsageError: if the spec does not allow the problem's options, or the problem does not suit
+            it otherwise; see ``cases.fit``.
     """
 
     def __init__(self, spec: Spec, problem: Problem) -> None:
+        check_fits_spec(spec, problem)
         self.spec, self.problem = spec, problem.unsharded
         self.bound_spec = spec.bind(problem.options)
         self._references: dict[frozenset[Output], Mapping[Output, Tensor]] = {}

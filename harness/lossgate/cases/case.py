@@ -11,14 +11,13 @@ from torch import Tensor
 
 from lossgate.cases.assemble import Assembled, assemble, equal
 from lossgate.cases.bound_problem import BoundProblem
+from lossgate.cases.fit import check_fits
 from lossgate.cases.oracle import Oracle
 from lossgate.cases.placed_problem import PlacedProblem
 from lossgate.cases.rank_call import How, RankOutputs, T, plainly
 from lossgate.cases.size import is_large
 from lossgate.cases.task import RankTask
-from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate
-from lossgate.errors import UsageError
 from lossgate.judge.comparison import Comparison
 from lossgate.layout import Axis
 from lossgate.numerics.threads import all_cores
@@ -41,7 +40,8 @@ class Case:
     second look runs nothing again.
 
     Raises:
-        UsageError: if the problem is for another spec, head, dtype or layout.
+        UsageError: if the problem is for another spec, head, dtype or layout, or has something else
+            that was not declared; see ``cases.fit``.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Case:
             also_over: axes over which the world splits the problem although the candidate does not
                 declare them, because its ranks do the work of several.
         """
-        _check_fit(candidate, problem, world, {*candidate.axes, *also_over})
+        check_fits(candidate, problem, world, {*candidate.axes, *also_over})
         self.candidate, self.problem, self.world = candidate, problem, world
         self.bound = bound or BoundProblem(candidate.spec, problem)
         self.placed = PlacedProblem(self.bound, problem)
@@ -231,40 +231,3 @@ def _differing(one: RankOutputs, other: RankOutputs) -> Iterator[Output]:
 def same_bits(one: Tensor, other: Tensor | None) -> bool:
     """Returns whether two tensors are equal, NaN included."""
     return other is not None and one.shape == other.shape and equal(one, other)
-
-
-def _check_fit(candidate: Candidate, problem: Problem, world: World, axes: Collection[Axis]) -> None:
-    """Refuses a problem that the candidate was not declared for, or a world of other ranks."""
-    who = f"candidate {candidate.name!r}"
-    for what, own, needed in (("spec", candidate.spec.name, problem.spec), ("head", candidate.head, problem.head)):
-        if own != needed:
-            raise UsageError(
-                f"{who} has {what} {own!r}, and the problem has {needed!r}; choose a candidate of {what} {needed!r}"
-            )
-    if problem.dtype not in candidate.precision:
-        raise UsageError(
-            f"{who} takes {', '.join(candidate.dtypes)}, and the problem is in {problem.dtype}; "
-            f"choose a candidate that takes {problem.dtype}"
-        )
-    if extra := [axis for axis in problem.layout.axes if axis not in axes]:
-        raise UsageError(
-            f"{who} is not sharded over {', '.join(extra)}, and the problem's layout is {problem.layout}; "
-            f"declare axes={(*candidate.axes, *extra)!r} or choose another candidate"
-        )
-    given = {option.name: problem.options.get(option.name, option.default) for option in candidate.spec.options}
-    for option, value in {**given, "bias": problem.bias}.items():
-        supported = candidate.supported(option)
-        if supported is not ANY and value not in supported:
-            raise UsageError(
-                f"{who} does not support {option}={value!r}, and the problem has it; declare it in supports, or choose "
-                "another problem"
-            )
-    for scenario in candidate.spec.scenarios:
-        chosen = problem.scenario.get(scenario.name, scenario.default)
-        if scenario.name in candidate.excludes and chosen in candidate.excludes[scenario.name].choices:
-            raise UsageError(
-                f"{who} is not given {scenario.name} {chosen!r}, as it declares, and the problem has it; "
-                "leave that out of supports, or choose another problem"
-            )
-    if world.layout != problem.layout:
-        raise UsageError(f"the world has layout {world.layout}, and the problem {problem.layout}; make a world of it")

@@ -3,8 +3,8 @@
 
 Hypothesis's own provider does not promise the same choices in every process: it collects the
 constants in the source of all modules imported so far, and mixes them into the numbers that it
-draws. So they come from a provider of ours. Hypothesis makes problems smaller with its own, and then
-gets no such constants: it would keep them in a folder ``.hypothesis`` of the user's, too.
+draws. So they come from a provider of ours. Hypothesis makes problems smaller with its own, and
+then gets no such constants: it would keep them in a folder ``.hypothesis`` of the user's, too.
 """
 
 from collections.abc import Generator, Sequence

@@ -4,17 +4,29 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from lossgate.cli.app import Exit, app, driven
+from cyclopts import Parameter
+
+from lossgate.cli.app import Exit, app, driven, say
+
+if TYPE_CHECKING:
+    from lossgate.engine.failure_files import FailureFile
+    from lossgate.engine.replay import Replayed
+
+_FOLDER = Path(".lossgate")
 
 
 @app.command
 def replay(
-    file: Path,
+    file: Path | None = None,
     /,
     *,
+    all_: Annotated[bool, Parameter(name="--all", negative=())] = False,
     candidate: str | None = None,
+    trust: Annotated[bool, Parameter(negative=())] = False,
     world: str | None = None,
     timeout: float | None = None,
     script: Path | None = None,
@@ -22,8 +34,11 @@ def replay(
     """Judge the problem of a failure file again.
 
     Args:
-        file: A failure file, as verify writes it.
+        file: A failure file, as verify writes it; with --all a folder of them, by default
+            .lossgate. It names code, which is run: replay only files that you trust.
+        all_: Judge the problems of all failure files in a folder, and print a line for each.
         candidate: Judge this one (file.py:name) instead of the one that the file names.
+        trust: Run the candidate that the file names although it lies outside the working folder.
         world: Where ranks run: simulated, gloo, nccl or torchrun. By default where the problem
             failed.
         timeout: Seconds that a rank may take to the next collective or, if it is a process, to
@@ -31,36 +46,118 @@ def replay(
         script: Judge nothing, and write this file: a script that calls the kernel with the same
             numbers and shows what it gives beside what is right. It needs torch and the kernel.
     """
+    from lossgate.errors import UsageError
+
+    if file is None and not all_:
+        raise UsageError("replay: nothing named; expected a failure file, as verify writes it, or --all")
+    if all_ and script is not None:
+        raise UsageError("replay: --script writes one script of one failure file; leave out --all, and name the file")
+    if file is not None and file.is_dir() and not all_:
+        raise UsageError(f"{file} is a folder; replay all failure files in it: lossgate replay --all {file}")
+    how = _How(candidate, world, timeout, trust or candidate is not None)
     if script is not None:
-        return _write_script(file, candidate, script)
+        return how.write_script(file or _FOLDER, script)
     from lossgate.fork_server import worker_context
 
     if world != "torchrun":
         worker_context()  # other processes load torch while this one does
+    return how.all_in(file or _FOLDER) if all_ else how.one(file or _FOLDER)
 
-    from lossgate.engine.failure_files import read_failure
-    from lossgate.engine.replay import replay_failure
-    from lossgate.worlds.base import WorldLost
 
-    failure = read_failure(file)
-    world = world or failure.world
+class _How:
+    """How failure files are replayed."""
 
-    def body() -> int:
+    def __init__(self, candidate: str | None, world: str | None, timeout: float | None, trust: bool) -> None:
+        self._candidate, self._world, self._timeout, self._trust = candidate, world, timeout, trust
+
+    def one(self, file: Path) -> int:
+        """Replays one; prints all of what came of it, and returns the exit code."""
+        from lossgate.worlds.base import WorldLost
+
+        failure = self._read(file)
+
+        def body() -> int:
+            try:
+                outcome = self._replay(failure)
+            except WorldLost as error:
+                print(f"lossgate: {error}", file=sys.stderr)
+                return Exit.INCONCLUSIVE
+            print("\n".join(outcome.lines))
+            return _code(outcome)
+
+        return driven(self._world or failure.world, body)
+
+    def all_in(self, folder: Path) -> int:
+        """Replays those in a folder; prints a line for each, and returns the worst exit code.
+
+        Raises:
+            UsageError: if there is no such folder.
+        """
+        from lossgate.errors import UsageError
+
+        if not folder.is_dir():
+            raise UsageError(
+                f"{folder}: no such folder; verify writes failure files to .lossgate, or where --failures says: "
+                "lossgate replay --all FOLDER"
+            )
+        return driven(self._world or "simulated", lambda: self._each(sorted(folder.glob("*.json")), folder))
+
+    def _each(self, files: list[Path], folder: Path) -> int:
+        from lossgate.counted import counted
+
+        codes = Counter[Exit](self._line_of(file) for file in files)
+        order = (Exit.DISAGREE, Exit.USAGE, Exit.INCONCLUSIVE, Exit.AGREE)
+        found = ", ".join(f"{codes[code]} {_WORDS[code]}" for code in reversed(order) if codes[code])
+        print(f"{counted(len(files), 'failure file')} in {folder}{': ' if found else ''}{found}")
+        return next((code for code in order if codes[code]), Exit.AGREE)
+
+    def _line_of(self, file: Path) -> Exit:
+        """Replays one of several; prints a line, and returns its exit code."""
+        from lossgate.errors import UsageError
+        from lossgate.worlds.base import WorldLost
+
         try:
-            outcome = replay_failure(failure, candidate, world, timeout)
+            outcome = self._replay(self._read(file))
+        except UsageError as error:
+            say(str(error) if str(file) in str(error) else f"{file}: {error}")
+            return Exit.USAGE
         except WorldLost as error:
-            print(f"lossgate: {error}", file=sys.stderr)
+            say(f"{file}: {error}")
             return Exit.INCONCLUSIVE
-        print("\n".join(outcome.lines))
-        return Exit.DISAGREE if outcome.disagrees else Exit.AGREE
+        print(f"{outcome.title}  {file}: {outcome.since or outcome.findings[0]}", flush=True)
+        return _code(outcome)
 
-    return driven(world, body)
+    def write_script(self, file: Path, script: Path) -> int:
+        """Writes the script of one."""
+        from lossgate.reports.reproducer import write_script
+
+        write_script(self._read(file), self._candidate, script)
+        print(f"wrote {script}; run it with: python {script}")
+        return Exit.AGREE
+
+    def _read(self, file: Path) -> FailureFile:
+        from lossgate.engine.failure_files import read_failure
+        from lossgate.engine.trust import check_trusted
+
+        failure = read_failure(file)
+        if not self._trust:
+            check_trusted(failure, file)
+        return failure
+
+    def _replay(self, failure: FailureFile) -> Replayed:
+        from lossgate.engine.replay import replay_failure
+
+        return replay_failure(failure, self._candidate, self._world or failure.world, self._timeout)
 
 
-def _write_script(file: Path, candidate: str | None, script: Path) -> int:
-    from lossgate.engine.failure_files import read_failure
-    from lossgate.reports.reproducer import write_script
+_WORDS = {
+    Exit.AGREE: "AGREE",
+    Exit.INCONCLUSIVE: "INCONCLUSIVE",
+    Exit.USAGE: "not replayed",
+    Exit.DISAGREE: "DISAGREE",
+}
+"""What the summary calls each exit code."""
 
-    write_script(read_failure(file), candidate, script)
-    print(f"wrote {script}; run it with: python {script}")
-    return Exit.AGREE
+
+def _code(outcome: Replayed) -> Exit:
+    return Exit[outcome.verdict.value]

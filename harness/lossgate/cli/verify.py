@@ -212,6 +212,8 @@ def _run(wanted: _Wanted, tally: _Tally) -> None:
         for event in stack.enter_context(closing(events)):
             for consumer in consumers:
                 consumer(event)
+    for remark in failure_files.remarks:
+        say(remark)
 
 
 def _chosen(candidates: Sequence[Candidate], only: Sequence[str]) -> list[Candidate]:

@@ -1,35 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
 """Judges the problems of a failure file again."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from lossgate.cases.size import size_of
 from lossgate.counted import counted
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.loading import has_source, load_candidates
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, Verdict
-from lossgate.engine.failure_files import FailureFile, FrozenCase, versions
+from lossgate.engine.failure_files import FailureFile, FrozenCase
 from lossgate.engine.fresh import run_in_child
 from lossgate.engine.jobs import run_cases
 from lossgate.engine.settings import Settings
-from lossgate.engine.verdict import pooled_disagreements
+from lossgate.engine.since_written import since_written
+from lossgate.engine.verdict import pooled_disagreements, pooled_outputs
 from lossgate.errors import UsageError
 from lossgate.problems.problem import Problem
 from lossgate.properties import find_property
+
+_BYTES = 32
+"""Of each number of the largest tensor: float64, with its gradient and two tensors on the way."""
 
 
 @dataclass(frozen=True)
 class Replayed:
     """What came of a replay."""
 
-    disagrees: bool
-    lines: tuple[str, ...]
-    """The outcome and how it compares with the file, in words."""
+    cell: Cell
+    verdict: Verdict
+    """AGREE and DISAGREE are about the problems of the file alone. INCONCLUSIVE if nothing could
+    have shown on them."""
+    findings: tuple[str, ...]
+    """What is wrong, or why nothing is known; then on which problems, and after which."""
+    since: str
+    """How it compares with what the file says, in words; "" if nothing is known of that."""
     exact: bool
     """Every statistic is the number in the file."""
+
+    @property
+    def disagrees(self) -> bool:
+        return self.verdict is Verdict.DISAGREE
+
+    @property
+    def title(self) -> str:
+        """The verdict, and on what."""
+        cell = self.cell
+        of = "" if cell.property.needs_adequacy else f"  {cell.property}"
+        return f"{self.verdict}  {cell.candidate.name}{of}  {cell.dtype}  {cell.layout}"
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """All of it, in words."""
+        return (self.title, *(f"  {line}" for line in self.findings), *([f"  {self.since}"] if self.since else []))
 
 
 def replay_failure(
@@ -45,30 +72,68 @@ def replay_failure(
 
     Raises:
         UsageError: if the candidate cannot be read, or does not fit the problem; or the timeout is
-            not positive.
+            not positive, or a problem is too large for this machine.
         WorldLost: if a rank is gone and cannot be replaced.
     """
-    found, problem = candidate_of(failure, candidate), failure.examples[0].problem
-    kind, held_to = world or failure.world, find_property(failure.property)
-    cell = Cell(found, problem.layout, problem.dtype, held_to, kind, failure.device)
     settings = Settings() if timeout is None else Settings(timeout=timeout)
-    problems = [frozen.problem for frozen in failure.examples]
-    cases = _run(cell, [*failure.earlier, *problems], settings.timeout)[-len(problems) :]
+    cell = _cell_of(failure, candidate, world)
+    for problem in failure.problems():
+        _check_memory(problem)
+    cases = _run(cell, failure.problems(), settings.timeout)[-len(failure.examples) :]
     failing = next((case for case in cases if not case.agrees), None)
-    reasons = failing.findings if failing else pooled_disagreements(cases) if failure.pooled else ()
+    reasons, symptoms = _wrong(failure, cases, failing)
+    verdict = Verdict.DISAGREE if reasons else Verdict.AGREE
+    if not reasons and not failure.is_as_written() and (why := why_it_shows_nothing(cell, cases)):
+        verdict, reasons = Verdict.INCONCLUSIVE, (why,)
     exact = [FrozenCase.of(case).statistics for case in cases] == [frozen.statistics for frozen in failure.examples]
-    word, of = Verdict.DISAGREE if reasons else Verdict.AGREE, "" if held_to.needs_adequacy else f"  {held_to}"
-    lines = [f"{word}  {cell.candidate.name}{of}  {cell.dtype}  {cell.layout}"]
-    lines += [f"  {line}" for reason in reasons for line in reason.splitlines()]
-    lines.append(f"  on: {len(cases)} problems, pooled" if failure.pooled else f"  on: {problem.describe()}")
-    lines += [f"    {line}" for line in failing.side_by_side] if failing else []
+    since = since_written(failure, symptoms, exact=exact, other=candidate is not None)
+    found = [line for reason in reasons for line in reason.splitlines()]
+    return Replayed(cell, verdict, (*found, *_on(failure, failing)), since, exact)
+
+
+def _cell_of(failure: FailureFile, candidate: str | None, world: str | None) -> Cell:
+    """Returns what is judged again.
+
+    Raises:
+        UsageError: if the candidate cannot be read, or is not held to the property.
+    """
+    found, problem = candidate_of(failure, candidate), failure.examples[0].problem
+    held_to = find_property(failure.property)
+    if not held_to.applies(found):
+        raise UsageError(f"candidate {found.name!r} is not held to property {held_to.name!r}: it does not apply to it")
+    return Cell(found, problem.layout, problem.dtype, held_to, world or failure.world, failure.device)
+
+
+def _wrong(
+    failure: FailureFile, cases: Sequence[CaseResult], failing: CaseResult | None
+) -> tuple[tuple[str, ...], Collection[str]]:
+    """Returns what is wrong, in words; and in what, as symptoms name it."""
+    if failing is not None:
+        return failing.findings, failing.symptoms
+    if not failure.pooled:
+        return (), ()
+    return pooled_disagreements(cases), [str(one.output) for one in pooled_outputs(cases) if not one.agrees]
+
+
+def why_it_shows_nothing(cell: Cell, cases: Sequence[CaseResult]) -> str:
+    """Returns why no problem could have shown that a kernel is wrong; "" if one could."""
+    if not any(case.fits for case in cases):
+        return f"property {cell.property} says nothing of this problem"
+    comparisons = [comparison for case in cases for comparison in case.comparisons]
+    if not cell.property.needs_adequacy or any(comparison.tells_scale for comparison in comparisons):
+        return ""
+    if all(comparison.vacuous for comparison in comparisons):
+        return "every output is 0 in the reference, as where no token is trained, so that the problem shows nothing"
+    return "rounding explains even a result of zero, so that the problem shows nothing"
+
+
+def _on(failure: FailureFile, failing: CaseResult | None) -> Iterator[str]:
+    """Yields on which problems, and after which."""
+    problem = failure.examples[0].problem if failing is None else failing.problem
+    yield f"on: {len(failure.examples)} problems, pooled" if failure.pooled else f"on: {problem.describe()}"
+    yield from (f"  {line}" for line in (failing.side_by_side if failing else ()))
     if failure.earlier:
-        lines.append(f"  after {counted(len(failure.earlier), 'call')} with other problems, in the same process")
-    if exact:
-        lines.append("  every statistic is the one in the file")
-    elif candidate is None:
-        lines.append(f"  statistics differ from those in the file{_why(failure)}")
-    return Replayed(bool(reasons), tuple(lines), exact)
+        yield f"after {counted(len(failure.earlier), 'call')} with other problems, in the same process"
 
 
 def candidate_of(failure: FailureFile, candidate: str | None = None) -> Candidate:
@@ -102,11 +167,19 @@ def _run(cell: Cell, problems: Sequence[Problem], timeout: float) -> list[CaseRe
     return run_cases(cell, problems, timeout)
 
 
-def _why(failure: FailureFile) -> str:
-    """Returns what may have changed the statistics since the file was written."""
-    if failure.versions == versions():
-        return ": the kernel, its spec or the machine is another one"
-    return f", which was written with {', '.join(f'{name} {version}' for name, version in failure.versions.items())}"
+def _check_memory(problem: Problem) -> None:
+    """Refuses a problem that this machine can't hold. Its process would be ended, as if by the
+    kernel.
+
+    Raises:
+        UsageError: with what it needs.
+    """
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if (needed := _BYTES * size_of(problem)) > machine:
+        raise UsageError(
+            f"the problem has tensors of {size_of(problem):,} numbers, which need about {needed / 2**30:.0f} GiB with "
+            f"their gradients, and this machine has {machine / 2**30:.0f} GiB; replay it on a larger one"
+        )
 
 
 def _check_options(candidate: Candidate, failure: FailureFile) -> None:

@@ -112,6 +112,11 @@ def pooled_disagreements(cases: Sequence[CaseResult]) -> tuple[str, ...]:
     return _biases(_pool(cases))
 
 
+def pooled_outputs(cases: Sequence[CaseResult]) -> tuple[Pooled, ...]:
+    """Returns what the problems say together of each output."""
+    return _pool(cases)
+
+
 def _pool(cases: Sequence[CaseResult]) -> tuple[Pooled, ...]:
     outputs = dict.fromkeys(c.output for case in cases for c in case.comparisons)
     return tuple(

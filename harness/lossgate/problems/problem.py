@@ -13,11 +13,12 @@ import msgspec
 
 from lossgate.counted import counted
 from lossgate.errors import UsageError
-from lossgate.layout import Layout
+from lossgate.layout import AXES, Layout
 from lossgate.numerics.float_formats import FLOAT_FORMATS, ROUNDED_TO, FloatFormat, RoundedTo
+from lossgate.problems.checked import check_problem
 from lossgate.problems.masks import MaskPattern
 from lossgate.problems.partition import Partition, VocabSplit
-from lossgate.spelling import nearest
+from lossgate.spelling import nearest, shown
 
 Cotangent = Literal["loss", "logprobs", "token_entropy", "both"]
 ReductionOrder = Literal["rank", "permuted", "tree", "ring"]
@@ -28,7 +29,9 @@ class Problem:
     """One problem. Tokens are counted over the sequences end to end, without padding.
 
     Raises:
-        UsageError: if sizes contradict each other, or the layout is larger than the problem.
+        UsageError: if none like it could be drawn: sizes contradict each other, a number is out of
+            its range, or the layout is larger than the problem. What its spec, its head and a
+            candidate need is checked where it meets them; see ``cases.fit``.
     """
 
     spec: str
@@ -74,38 +77,7 @@ class Problem:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if len(self.masks) != len(self.lengths):
-            raise UsageError(f"problem: {len(self.masks)} masks for {len(self.lengths)} sequences; give one for each")
-        sizes = (self.hidden, self.vocab, self.pad_to_multiple, self.group_size)
-        if sum(self.lengths) < 1 or min(self.lengths) < 0 or min(sizes) < 1:
-            raise UsageError(
-                f"problem: lengths={self.lengths}, hidden={self.hidden}, vocab={self.vocab}, "
-                f"pad_to_multiple={self.pad_to_multiple}, group_size={self.group_size}; "
-                "expected at least one token, no negative length, and positive sizes"
-            )
-        if len(self.lengths) % self.group_size:
-            raise UsageError(
-                f"problem: group_size={self.group_size} does not divide {len(self.lengths)} sequences; "
-                "add empty sequences (length 0)"
-            )
-        if self.rounded_to is not None and self.rounded_to not in _coarser_than(self.dtype):
-            raise UsageError(
-                f"problem: rounded_to={self.rounded_to!r}; expected None, or a format that is coarser than "
-                f"{self.dtype}: {', '.join(_coarser_than(self.dtype)) or 'there is none'}"
-            )
-        for token, row in self.forced_labels:
-            if not (0 <= token < self.tokens and 0 <= row < self.vocab):
-                raise UsageError(
-                    f"problem: forced_labels has ({token}, {row}); expected a token below {self.tokens} "
-                    f"and a row below {self.vocab}"
-                )
-        for token, column, _ in self.outliers:
-            if not (0 <= token < self.tokens and 0 <= column < self.outlier_columns):
-                raise UsageError(
-                    f"problem: outliers has ({token}, {column}); expected a token below {self.tokens} "
-                    f"and a column below {self.outlier_columns}"
-                )
-        self.partition.vocab_shards  # noqa: B018  raises where the layout is larger than the problem
+        check_problem(self)
 
     @property
     def coarsest(self) -> FloatFormat:
@@ -169,8 +141,12 @@ class Problem:
         known = [f.name for f in fields(cls)]
         for name in values if isinstance(values, dict) else ():
             if name not in known:
-                raise UsageError(f"problem: unknown field {name!r}; {nearest(name, known)}")
-        return msgspec.convert(values, cls)
+                raise UsageError(f"problem: unknown field {shown(name)}; {nearest(name, known)}")
+        problem, layout = msgspec.convert(values, cls), values.get("layout", {})
+        for name in layout:
+            if name not in AXES:
+                raise UsageError(f"problem: its layout has the unknown axis {shown(name)}; {nearest(name, AXES)}")
+        return problem
 
     def describe(self) -> str:
         """Returns one line for people: sizes first, then what is not at its default."""
@@ -185,13 +161,6 @@ class Problem:
                 parts.append(f"{name} {value}")
         parts += [f"{name} {value}" for name, value in (self.options | self.scenario).items()]
         return ", ".join([*parts, f"seed {self.seed}"])
-
-
-@cache
-def _coarser_than(dtype: str) -> tuple[str, ...]:
-    """Returns the names of formats that round more coarsely than a dtype."""
-    unit = FLOAT_FORMATS[dtype].unit if dtype in FLOAT_FORMATS else 0.0
-    return tuple(name for name, one in ROUNDED_TO.items() if one.unit > unit)
 
 
 @cache

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Failure files that somebody edited: each is a line and exit code 2, or a verdict that is right.
+
+The kernels are right, so that no edit may give DISAGREE. Where the problem shows nothing, AGREE
+would say too much.
+"""
+
+import copy
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from lossgate import Layout
+from lossgate.bank.right import KERNELS
+from lossgate.cases.placement import sample_problems
+from lossgate.declaration.candidate import Candidate
+from lossgate.engine import replay
+from lossgate.engine.case_result import CaseResult
+from lossgate.engine.cell import Cell
+from lossgate.judge.comparison import Comparison
+from lossgate.judge.statistics import SCALE
+from lossgate.problems.problem import Problem
+from lossgate.specs.outputs import LOSS
+from property_tests.meta.command_line import Lossgate
+
+NAMES = (
+    "nll_hidden_parallel_trained",
+    "token_logprobs_hidden_log_softmax_entropy_of_logprobs_trained",
+    "grpo_logits_where_coarse_logits",
+    "dpo_logprobs_by_index_add_by_logsigmoid_float32",
+)
+
+
+def file_of(candidate: Candidate, problem: Problem) -> dict[str, Any]:
+    """Returns a failure file of a right kernel."""
+    example = {"problem": msgspec.to_builtins(problem), "statistics": {}, "findings": ["x"], "symptoms": ["loss"]}
+    return {
+        "candidate": candidate.source,
+        "reasons": ["x"],
+        "examples": [example],
+        "pooled": False,
+        "versions": {"torch": "1"},
+        "property": "agreement",
+        "world": "simulated",
+        "device": "cpu",
+        "symptoms": ["loss"],
+        "earlier": [],
+        "checksum": "",
+    }
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays without a process for each, which takes a second to start."""
+    monkeypatch.setattr(replay, "has_source", lambda candidate: False)
+
+
+@pytest.fixture(params=NAMES)
+def given(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """A failure file of a right kernel, with a typical problem of it."""
+    candidate = KERNELS[request.param]
+    (problem,) = sample_problems(candidate, Layout(cp=2), "float32", 1, 7)
+    return file_of(candidate, problem)
+
+
+VALUES = (
+    *(None, True, 0, 1, -1, 3, 1.5, 1e-9, 1001.0, 1e308, 2**31, 2**63, 10**30, "", "x", "none", "both", "logprobs"),
+    *("float64", "bfloat16", "padded", "even", "gloo ", "cuda", "bad-inputs", [], [0], [-1], [[]], ["none"], [[0, 0]]),
+    *([[10**9, 0]], [[0, 0, 1e30]], {}, {"x": 1}, {"dp": 65}, {"cp": 0}, {"temperature": 0.0}, {"temperature": "x"}),
+)
+
+
+def edited(given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields what was edited, and the file: each field left out, unknown, and with other values."""
+    for place in ((), ("examples", 0), ("examples", 0, "problem")):
+        fields = [*_at(given, place), "other"]
+        for field in fields:
+            for value in VALUES:
+                changed = copy.deepcopy(given)
+                _at(changed, place)[field] = value
+                yield f"{'.'.join(map(str, place))} {field}={value!r}", changed
+            if field != "other":
+                changed = copy.deepcopy(given)
+                del _at(changed, place)[field]
+                yield f"{'.'.join(map(str, place))} without {field}", changed
+
+
+def _at(values: Any, place: tuple[Any, ...]) -> dict[str, Any]:
+    for part in place:
+        values = values[part]
+    return values
+
+
+def test_every_edit_is_a_line_or_no_disagreement(given: dict[str, Any], folder: Path, lossgate: Lossgate) -> None:
+    codes = set[int]()
+    for what, changed in edited(given):
+        (folder / "edited.json").write_text(json.dumps(changed))
+        done = lossgate("replay", "edited.json", "--trust", "--timeout", "30")
+        codes.add(done.returncode)
+        if done.returncode == 2:
+            assert (done.stdout, done.stderr.count("\n")) == ("", 1), what
+            assert done.stderr.startswith("lossgate: "), what
+            assert len(done.stderr) < 800, what
+        else:
+            assert (done.returncode, done.stderr) in ((0, ""), (3, "")), f"{what}: {done.stdout}{done.stderr}"
+            assert done.stdout.startswith("AGREE  " if done.returncode == 0 else "INCONCLUSIVE  "), what
+    assert codes >= {0, 2}
+
+
+PROBLEM = Problem(
+    spec="nll",
+    head="hidden",
+    dtype="float32",
+    layout=Layout(cp=2),
+    lengths=(5, 3),
+    masks=("all", "all"),
+    hidden=4,
+    vocab=7,
+)
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"logit_std": 0.0}, "problem: logit_std=0.0; expected a number from 0.01 to 1000"),
+    ({"logit_std": 1e9}, "problem: logit_std=1000000000.0; expected a number from 0.01 to 1000"),
+    ({"label_boost": -1.0}, "problem: label_boost=-1.0; expected a number from 0 to 100"),
+    ({"seed": -1}, "problem: seed=-1; expected a number from 0 to 4294967295"),
+    ({"seed": 2**32}, "problem: seed=4294967296; expected a number from 0 to 4294967295"),
+    ({"lengths": [], "masks": []}, "problem: lengths=(), hidden=4, vocab=7, pad_to_multiple=1, group_size=1; expected"),
+    ({"lengths": [5, -3]}, "problem: lengths=(5, -3), hidden=4, vocab=7, pad_to_multiple=1, group_size=1; expected"),
+    ({"lengths": [0, 0]}, "expected at least one token, no negative length, and positive sizes"),
+    ({"lengths": [10**12, 3]}, "expected sizes of at most 16,777,216, and at most 131,072 tokens, with padding"),
+    ({"pad_to_multiple": 10**9}, "expected sizes of at most 16,777,216, and at most 131,072 tokens, with padding"),
+    ({"vocab": 10**9}, "expected sizes of at most 16,777,216, and at most 131,072 tokens, with padding"),
+    ({"vocab": 2**24, "lengths": [2**10, 0]}, "a tensor of 17,179,869,184 numbers; expected 8,589,934,592"),
+    ({"vocab": 0}, "expected at least one token, no negative length, and positive sizes"),
+    ({"hidden": -4}, "expected at least one token, no negative length, and positive sizes"),
+    ({"masks": ["all"]}, "problem: 1 masks for 2 sequences; give one for each"),
+    ({"masks": ["all", "some"]}, "Invalid enum value 'some'"),
+    ({"dtype": "float64"}, "problem: unknown dtype 'float64'; did you mean 'float16'?"),
+    ({"dtype": "bfloat16", "rounded_to": "tf32"}, "problem: rounded_to='tf32'; expected None, or a format that is"),
+    ({"layout": {"dp": 65}}, "layout dp=65 has 65 ranks; at most 64 can be simulated"),
+    ({"layout": {"cp": 2, "pp": 2}}, "problem: its layout has the unknown axis 'pp'; expected one of dp, cp, tp"),
+    ({"layout": {"tp": 8}}, "layout larger than the problem: a vocabulary of 7 has no row for each of tp=8 ranks"),
+    ({"layout": {"tp": 2}, "vocab_split": "even"}, "a vocabulary of 7 does not split evenly over tp=2 ranks"),
+    ({"forced_labels": [[8, 0]]}, "problem: forced_labels has (8, 0); expected a token below 8 and a row below 7"),
+    ({"forced_labels": [[0, 7]]}, "problem: forced_labels has (0, 7); expected a token below 8 and a row below 7"),
+    ({"outliers": [[0, 4, 1.0]]}, "problem: outliers has (0, 4); expected a token below 8 and a column below 4"),
+    ({"outliers": [[0, 0, 1e30]]}, "problem: outliers has the value 1e+30; expected a number from -1000 to 1000"),
+    ({"bias": True, "vocab": 1}, "problem: a bias with vocab=1; expected two rows at least"),
+    ({"group_size": 2}, "problem: spec 'nll' has sequences in groups of 1; the problem has 2"),
+    ({"head": "nose"}, "has head 'hidden', and the problem has 'nose'; choose a candidate of head 'nose'"),
+    ({"spec": "nul"}, "has spec 'nll', and the problem has 'nul'; choose a candidate of spec 'nul'"),
+    ({"cotangent": "token_entropy"}, "has gradients of loss, and the problem has cotangent='token_entropy'"),
+    ({"cotangent": "both"}, "has gradients of loss, and the problem has cotangent='both'"),
+    ({"scenario": {"old": "new"}}, "problem: spec 'nll' has no scenario 'old'; there are none"),
+    ({"options": {"temprature": 2.0}}, "problem: spec 'nll' has no option 'temprature'; did you mean 'temperature'?"),
+    ({"options": {"temperature": -1.0}}, "problem: option temperature is -1.0; spec 'nll' allows"),
+    ({"seeds": 3}, "problem: unknown field 'seeds'; did you mean 'seed'?"),
+]
+"""Fields of a problem, and what is said of them."""
+
+
+@pytest.mark.parametrize(("changes", "said"), REFUSED, ids=lambda value: str(value)[:50])
+def test_what_is_said_of_a_problem(folder: Path, lossgate: Lossgate, changes: dict[str, Any], said: str) -> None:
+    given = file_of(KERNELS[NAMES[0]], PROBLEM)
+    given["examples"][0]["problem"] |= changes
+    (folder / "edited.json").write_text(json.dumps(given))
+    done = lossgate("replay", "edited.json", "--trust")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.match(r"lossgate: .*\n\Z", done.stderr)
+    assert said in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "Input data was truncated"),
+        (b"[]", "Expected `object`, got `array`"),
+        (b"null", "Expected `object`, got `null`"),
+        (b"{}", "Object missing required field `candidate`"),
+        (b"\xff\xfe{\x00", "JSON is malformed"),
+        (b'{"candidate": "\xff"}', "no UTF-8"),
+        (b"[" * 100_000, "its values are nested too deeply"),
+        (b'{"candidate": NaN}', "JSON is malformed"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_is_no_failure_file(folder: Path, lossgate: Lossgate, content: bytes, said: str) -> None:
+    (folder / "edited.json").write_bytes(content)
+    done = lossgate("replay", "edited.json")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("lossgate: edited.json is no failure file of this version of lossgate: ")
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("cut", [1, 40, 200, 900])
+def test_a_file_that_was_cut_is_one_line(folder: Path, lossgate: Lossgate, cut: int) -> None:
+    (folder / "edited.json").write_text(json.dumps(file_of(KERNELS[NAMES[0]], PROBLEM))[:-cut])
+    done = lossgate("replay", "edited.json")
+    assert done.returncode == 2
+    assert "edited.json is no failure file of this version of lossgate: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"masks": ["none", "none"]}, "every output is 0 in the reference, as where no token is trained"),
+        ({"lengths": [1, 1]}, "every output is 0 in the reference, as where no token is trained"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_problem_that_shows_nothing_is_inconclusive(
+    folder: Path, lossgate: Lossgate, changes: dict[str, Any], said: str
+) -> None:
+    coarse = "nll_hidden_log_softmax_coarse_logits"
+    given = file_of(KERNELS[coarse], PROBLEM)
+    given["examples"][0]["problem"] |= changes
+    (folder / "edited.json").write_text(json.dumps(given))
+    done = lossgate("replay", "edited.json", "--trust")
+    assert (done.returncode, done.stderr) == (3, ""), done.stdout
+    assert done.stdout.startswith(f"INCONCLUSIVE  {coarse}  ")
+    assert said in done.stdout
+    assert "mended" not in done.stdout
+
+
+def test_a_problem_of_which_rounding_explains_anything_shows_nothing() -> None:
+    cell = Cell(KERNELS[NAMES[0]], Layout(), "float32")
+    one = Comparison(output=LOSS, values={SCALE: 0.0}, limits={SCALE: 2.0})
+    silent = CaseResult(problem=PROBLEM, comparisons=(one,))
+    assert replay.why_it_shows_nothing(cell, [silent]) == (
+        "rounding explains even a result of zero, so that the problem shows nothing"
+    )
+    telling = CaseResult(problem=PROBLEM, comparisons=(replace(one, limits={SCALE: 0.1}),))
+    assert replay.why_it_shows_nothing(cell, [silent, telling]) == ""
+    unfit = CaseResult(problem=PROBLEM, fits=False)
+    assert replay.why_it_shows_nothing(cell, [unfit]) == "property agreement says nothing of this problem"
+
+
+def test_a_property_that_does_not_apply_is_one_line(folder: Path, lossgate: Lossgate) -> None:
+    given = file_of(KERNELS[NAMES[0]], PROBLEM) | {"property": "bad-inputs"}
+    (folder / "edited.json").write_text(json.dumps(given))
+    done = lossgate("replay", "edited.json", "--trust")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "is not held to property 'bad-inputs': it does not apply to it" in done.stderr
+
+
+def test_a_problem_that_is_too_large_for_the_machine_is_refused(
+    folder: Path, lossgate: Lossgate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process would be ended by the system, as if the kernel had crashed."""
+    monkeypatch.setattr(replay.os, "sysconf", lambda name: 16)
+    (folder / "edited.json").write_text(json.dumps(file_of(KERNELS[NAMES[0]], PROBLEM)))
+    done = lossgate("replay", "edited.json", "--trust")
+    assert done.returncode == 2
+    assert "the problem has tensors of 56 numbers, which need about 0 GiB" in done.stderr
