@@ -195,6 +195,6 @@ def _check_options(candidate: Candidate, failure: FailureFile) -> None:
             candidate.spec.bind(frozen.problem.options)
         except UsageError as error:
             raise UsageError(
-                f"{error}. Spec {candidate.spec.name!r} has changed since the failure file was written; "
-                "run verify again to write a new one"
+                f"{error}. If nobody edited the failure file, spec {candidate.spec.name!r} has changed since it was "
+                "written; run verify again to write a new one"
             ) from None
