@@ -41,7 +41,7 @@ def check_fits_spec(spec: Spec, problem: Problem) -> None:
     for name, value in problem.scenario.items():
         if name not in known:
             raise UsageError(f"{who} has no scenario {shown(name)}; {nearest(name, known)}")
-        if not known[name].allows(value):
+        if not known[name].allows(value) and value not in known[name].on_request:
             raise UsageError(f"problem: scenario {name} is {shown(value)}; {who} allows {known[name].domain}")
 
 
