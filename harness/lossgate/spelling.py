@@ -1,19 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Help for misspelt names."""
+"""Help for misspelt names and values."""
 
+import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lossgate.errors import UsageError
 
 T = TypeVar("T")
 
+_LONGEST = 100
+"""The most characters of a value that a message shows."""
+
+
+def shown(value: object) -> str:
+    """Returns a value as a message shows it: in one line that is not too long."""
+    try:
+        text = " ".join(line.strip() for line in repr(value).splitlines())
+    except Exception:  # a user's class may not be able to say what it is
+        return f"a {type(value).__name__}"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def as_tuple(call: str, argument: str, given: Any, expected: str, *, split: bool = False) -> tuple[Any, ...]:
+    """Returns several values as a tuple. A list is as good, and so is what yields them in order.
+
+    Args:
+        call: what is called, for the message.
+        argument: its name.
+        given: the values.
+        expected: what they are, for the message.
+        split: whether a string may hold several, separated by commas or blanks.
+
+    Raises:
+        UsageError: for a string, which is one value, and shows how to write it; for a set or a
+            mapping, which has no order of values; and for what has no values.
+    """
+    where = f"{call}({argument}={shown(given)}): "
+    if isinstance(given, str) and given.strip():
+        parts = tuple(part for part in re.split(r"[,\s]+", given) if part) if split else (given,)
+        raise UsageError(f"{where}expected a tuple; write {argument}={shown(parts)}")
+    if isinstance(given, set | frozenset) and given:
+        ordered = tuple(sorted(given, key=repr))
+        raise UsageError(f"{where}a set has no order; write {argument}={shown(ordered)}")
+    if isinstance(given, str | bytes | set | frozenset | Mapping) or not isinstance(given, Iterable):
+        raise UsageError(f"{where}expected a tuple of {expected}")
+    return tuple[Any, ...](given)
+
 
 def nearest(name: object, known: Iterable[str]) -> str:
     """Returns how a message ends: the nearest spelling, if any, and what was expected."""
     choices = list(known)
-    close = get_close_matches(str(name), choices, n=1)
+    close = get_close_matches(name if isinstance(name, str) else shown(name), choices, n=1)
     expected = f"expected one of {', '.join(choices)}" if choices else "there are none"
     return f"did you mean {close[0]!r}? ({expected})" if close else expected
 

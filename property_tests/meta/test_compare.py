@@ -332,7 +332,7 @@ MISUSE: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         FUSED,
         ONLINE,
         {"layouts": "tp=2"},
-        r"compare\(layouts='tp=2'\): expected several; write layouts=\['tp=2'\]",
+        r"compare\(layouts='tp=2'\): expected a tuple; write layouts=\('tp=2',\)",
     ),
     "axes": (
         declared(plain, "one"),

@@ -11,11 +11,14 @@ from lossgate.errors import UsageError
 from lossgate.layout import AXES, Axis
 from lossgate.problems.whole_sequences import TOKENS, Tokens
 from lossgate.specs.heads import HEADS
-from lossgate.spelling import nearest
+from lossgate.spelling import as_tuple, nearest, shown
 
 REFUSED = ("labels", "shapes")
 """The kinds of bad input that a candidate may refuse."""
 _TILED_DIMS = ("token", "vocab", "hidden")
+_LONGEST_NAME = 100
+_NOT_IN_NAMES = ":/\\[]*?\"'`$"
+"""Names are parts of paths, of ids in pytest, of patterns in policies and of command lines."""
 
 
 def check_type(argument: str, given: Any, wanted: type, expected: str) -> Any:
@@ -25,7 +28,7 @@ def check_type(argument: str, given: Any, wanted: type, expected: str) -> Any:
         UsageError: naming the argument, its value and what was expected.
     """
     if not isinstance(given, wanted):
-        raise UsageError(f"candidate({argument}={given!r}): expected {expected}")
+        raise UsageError(f"candidate({argument}={shown(given)}): expected {expected}")
     return given
 
 
@@ -36,16 +39,14 @@ def check_names(argument: str, given: Any, known: Iterable[str], what: str) -> t
         UsageError: naming the argument and the nearest right spelling.
     """
     choices = tuple(known)
-    if isinstance(given, str):
-        raise UsageError(f"candidate({argument}={given!r}): expected a tuple; write {argument}=({given!r},)")
-    if not isinstance(given, tuple | list):
-        raise UsageError(f"candidate({argument}={given!r}): expected a tuple of {', '.join(choices)}")
-    names = tuple[Any, ...](given)
+    names = as_tuple("candidate", argument, given, ", ".join(choices), split=True)
     for name in names:
-        if name not in choices:
-            raise UsageError(f"candidate({argument}={given!r}): unknown {what} {name!r}; {nearest(name, choices)}")
+        if not isinstance(name, str) or name not in choices:
+            raise UsageError(
+                f"candidate({argument}={shown(given)}): unknown {what} {shown(name)}; {nearest(name, choices)}"
+            )
         if names.count(name) > 1:
-            raise UsageError(f"candidate({argument}={given!r}): {name!r} is named twice; name each {what} once")
+            raise UsageError(f"candidate({argument}={shown(given)}): {name!r} is named twice; name each {what} once")
     return names
 
 
@@ -70,25 +71,46 @@ def check_dtypes(dtypes: Any) -> tuple[str, ...]:
 
 
 def check_tokens(tokens: Any) -> Tokens:
-    known: Tokens | None = next((one for one in TOKENS if one == tokens), None)
+    known: Tokens | None = next((one for one in TOKENS if isinstance(tokens, str) and one == tokens), None)
     if known is None:
-        raise UsageError(f"candidate(tokens={tokens!r}): {nearest(tokens, TOKENS)}")
+        raise UsageError(f"candidate(tokens={shown(tokens)}): {nearest(tokens, TOKENS)}")
     return known
 
 
 def check_name(name: Any) -> str | None:
     """Returns the name, or None for the function's."""
-    if name is not None and (not check_type("name", name, str, "a string") or ":" in name):
+    if name is None:
+        return None
+    given: str = check_type("name", name, str, "a string, such as name='my_kernel'")
+    if problem := _problem_of_name(given):
         raise UsageError(
-            f"candidate(name={name!r}): expected at least one character, and no ':', which ends the file in "
-            "'lossgate verify FILE:NAME'"
+            f"candidate(name={shown(given)}): {problem}; expected up to {_LONGEST_NAME} characters that are none of "
+            f"{' '.join(_NOT_IN_NAMES)}, as in file.py:NAME; write name={_mended(given)!r}"
         )
-    return name
+    return given
+
+
+def _problem_of_name(name: str) -> str:
+    """Returns what is wrong with a name, in words; it is empty if nothing is."""
+    if not name.strip():
+        return "it names nothing"
+    if len(name) > _LONGEST_NAME:
+        return f"it has {len(name)} characters"
+    if name != name.strip():
+        return "it begins or ends with a blank"
+    odd = next((letter for letter in name if letter in _NOT_IN_NAMES or not letter.isprintable()), "")
+    return f"it has {odd!r}" if odd else ""
+
+
+def _mended(name: str) -> str:
+    """Returns the nearest name that is allowed."""
+    letters = (letter if letter.isprintable() and letter not in _NOT_IN_NAMES else "_" for letter in name.strip())
+    return "".join(letters)[:_LONGEST_NAME].strip() or "my_kernel"
 
 
 def check_text(argument: str, text: Any) -> str:
-    if "\n" in check_type(argument, text, str, "a string"):
-        raise UsageError(f"candidate({argument}={text!r}): expected a single line, for the verdict table")
+    if not check_type(argument, text, str, "a string").isprintable():
+        raise UsageError(f"candidate({argument}={shown(text)}): expected a single line, for the verdict table")
     return text
 
 
@@ -110,11 +132,15 @@ def check_exempt(exempt: Any) -> dict[str, str]:
     for name, reason in checked.items():
         if name == "agreement":
             raise UsageError(
-                f"candidate(exempt={exempt!r}): nothing is exempt from agreement; declare known_failure= for a "
+                f"candidate(exempt={shown(exempt)}): nothing is exempt from agreement; declare known_failure= for a "
                 "disagreement that is known"
             )
-        if not isinstance(reason, str) or not reason.strip() or "\n" in reason:
-            raise UsageError(f"candidate(exempt={exempt!r}): expected the reason in one line, such as {example}")
+        if not isinstance(name, str):
+            raise UsageError(
+                f"candidate(exempt={shown(exempt)}): {shown(name)} is no name of a property; write {example}"
+            )
+        if not isinstance(reason, str) or not reason.strip() or not reason.isprintable():
+            raise UsageError(f"candidate(exempt={shown(exempt)}): expected the reason in one line, such as {example}")
     return dict(checked)
 
 
@@ -122,7 +148,7 @@ def check_refuses(head: str, refuses: Any) -> tuple[str, ...]:
     kinds = check_names("refuses", refuses, REFUSED, "kind of bad input")
     if kinds and not HEADS[head].has_logits:
         raise UsageError(
-            f"candidate(refuses={refuses!r}): a kernel that starts from {head} looks up no labels; leave refuses out"
+            f"candidate(refuses={kinds!r}): a kernel that starts from {head} looks up no labels; leave refuses out"
         )
     return kinds
 
@@ -134,9 +160,9 @@ def check_precision(precision: Any, dtypes: tuple[str, ...]) -> dict[str, Precis
         whole: Precision = check_type("precision", Precision() if precision is None else precision, Precision, expected)
         return dict.fromkeys(dtypes, whole)
     for dtype, one in precision.items():
-        if dtype not in dtypes:
+        if not isinstance(dtype, str) or dtype not in dtypes:
             raise UsageError(
-                f"candidate(precision=...): a Precision for {dtype!r}, which is not one of dtypes={dtypes!r}; "
+                f"candidate(precision=...): a Precision for {shown(dtype)}, which is not one of dtypes={dtypes!r}; "
                 f"{nearest(dtype, dtypes)}"
             )
         check_type(f"precision[{dtype!r}]", one, Precision, "lossgate.Precision(...)")
@@ -152,12 +178,13 @@ def check_tiles(tiles: Any) -> dict[str, tuple[int, ...]]:
     """Returns the tile sizes by dim."""
     checked: dict[str, tuple[int, ...]] = {}
     for dim, size in check_mapping("tiles", tiles, "tiles={'vocab': 128}").items():
-        if dim not in _TILED_DIMS:
-            raise UsageError(f"candidate(tiles={tiles!r}): unknown dim {dim!r}; {nearest(dim, _TILED_DIMS)}")
-        sizes: tuple[Any, ...] = size if isinstance(size, tuple) else (size,)
+        if not isinstance(dim, str) or dim not in _TILED_DIMS:
+            raise UsageError(f"candidate(tiles={shown(tiles)}): unknown dim {shown(dim)}; {nearest(dim, _TILED_DIMS)}")
+        sizes: tuple[Any, ...] = tuple(size) if isinstance(size, tuple | list) else (size,)
         if not sizes or not all(type(s) is int and s > 0 for s in sizes):
             raise UsageError(
-                f"candidate(tiles={tiles!r}): {dim} is {size!r}; expected a positive number of rows, or a tuple of them"
+                f"candidate(tiles={shown(tiles)}): {dim} is {shown(size)}; expected a positive number of rows, "
+                "or a tuple of them"
             )
         checked[dim] = sizes
     return checked

@@ -10,7 +10,7 @@ from typing import Any
 from lossgate.declaration.size_expression import FUNCTIONS, SizeExpression
 from lossgate.errors import UsageError
 from lossgate.layout import AXES
-from lossgate.spelling import nearest
+from lossgate.spelling import nearest, shown
 
 _ALWAYS = ("tokens", "sequences", "dp", "cp", "tp", "itemsize")
 
@@ -50,14 +50,16 @@ class Budgets:
     def __post_init__(self) -> None:
         where: Any = self.where
         if not isinstance(where, Mapping) or not all(map(_is_size, where.items())):
-            raise UsageError(f"Budgets(where={where!r}): expected positive sizes by name, such as {{'chunk': 1024}}")
+            raise UsageError(
+                f"Budgets(where={shown(where)}): expected positive sizes by name, such as {{'chunk': 1024}}"
+            )
         if taken := [name for name in where if name in (*_ALWAYS, "vocab", "hidden", *FUNCTIONS)]:
             raise UsageError(f"Budgets(where={where!r}): {taken[0]!r} has a meaning already; use another name")
         object.__setattr__(self, "where", MappingProxyType(dict(where)))
         for name in BUDGETS:
             text = getattr(self, name)
             if not isinstance(text, str):
-                raise UsageError(f"Budgets({name}={text!r}): expected an expression as a string, such as 'tokens*4'")
+                raise UsageError(f"Budgets({name}={shown(text)}): expected an expression in quotes, such as 'tokens*4'")
         if not [*self._expressions()]:
             raise UsageError(f"Budgets(): names no budget; expected one at least of {', '.join(BUDGETS)}")
 

@@ -40,6 +40,7 @@ from lossgate.declaration.checks import (
 from lossgate.declaration.contract import Contract, Placements
 from lossgate.declaration.excluded import Excluded, without_excluded
 from lossgate.declaration.known_failure import KnownFailure
+from lossgate.declaration.made import note_made
 from lossgate.declaration.precision import Precision
 from lossgate.layout import Axis
 from lossgate.numerics.float_formats import RoundedTo, coarsest_of
@@ -264,6 +265,8 @@ def candidate(
 
     def declare(kernel: Kernel) -> Candidate:
         called = check_kernel(kernel, own_name)
-        return Candidate(kernel=kernel, name=called, source=f"{declared_in}:{called}", **declaration)
+        made = Candidate(kernel=kernel, name=called, source=f"{declared_in}:{called}", **declaration)
+        note_made(made)
+        return made
 
     return declare

@@ -8,7 +8,7 @@ of work.
 from typing import Any
 
 from lossgate.declaration.any_value import ANY
-from lossgate.declaration.arguments import check_mapping, check_names, check_type
+from lossgate.declaration.arguments import check_mapping, check_name, check_names, check_type
 from lossgate.declaration.budgets import Budgets
 from lossgate.declaration.contract import Contract
 from lossgate.errors import UsageError
@@ -18,7 +18,7 @@ from lossgate.specs.heads import HEADS
 from lossgate.specs.option import Option
 from lossgate.specs.outputs import metric_output
 from lossgate.specs.spec import Spec
-from lossgate.spelling import nearest
+from lossgate.spelling import nearest, shown
 
 
 def check_spec(spec: Any) -> Spec:
@@ -30,7 +30,9 @@ def check_spec(spec: Any) -> Spec:
 
 def check_head(spec: Spec, head: Any) -> str:
     if not isinstance(head, str) or head not in spec.inputs:
-        raise UsageError(f"candidate(head={head!r}): spec {spec.name!r} has no such head; {nearest(head, spec.inputs)}")
+        raise UsageError(
+            f"candidate(head={shown(head)}): spec {spec.name!r} has no such head; {nearest(head, spec.inputs)}"
+        )
     return head
 
 
@@ -39,7 +41,7 @@ def check_budgets(head: str, budgets: Any) -> Budgets | None:
     if budgets is None:
         return None
     if not isinstance(budgets, Budgets):
-        raise UsageError(f"candidate(budgets={budgets!r}): expected lossgate.Budgets(...)")
+        raise UsageError(f"candidate(budgets={shown(budgets)}): expected lossgate.Budgets(...)")
     leaves = HEADS[head].leaves.values()
     budgets.check_names(tuple(dim for dim in ("vocab", "hidden") if any(dim in dims for dims in leaves)))
     return budgets
@@ -48,24 +50,25 @@ def check_budgets(head: str, budgets: Any) -> Budgets | None:
 def check_kernel(kernel: Any, name: str | None) -> str:
     """Returns the candidate's name: the one that was given, or the kernel's own."""
     if not callable(kernel):
-        raise UsageError(f"candidate(...) decorates {kernel!r}; expected a function of inputs, options and mesh")
+        raise UsageError(f"candidate(...) decorates {shown(kernel)}; expected a function of inputs, options and mesh")
     own_name = name if name is not None else getattr(kernel, "__name__", None)
-    if own_name is None:
-        raise UsageError(
-            f"candidate(...) decorates a {type(kernel).__name__}, which has no name; give it one: candidate(name=...)"
-        )
+    if own_name in (None, "<lambda>"):
+        what = "lambda" if own_name else type(kernel).__name__
+        raise UsageError(f"candidate(...) decorates a {what}, which has no name; give it one: candidate(name=...)")
+    check_name(own_name)
     return own_name
 
 
 def check_supports(spec: Spec, supports: Any) -> dict[str, Any]:
     """Returns the supported values by option."""
     by_option = dict(check_mapping("supports", supports, "supports={'temperature': lossgate.ANY}"))
-    for name, values in by_option.items():
-        where = f"candidate(supports={{{name!r}: {values!r}}})"
+    for name, given in by_option.items():
+        where = f"candidate(supports={{{name!r}: {shown(given)}}})"
         if name not in spec.supported_options:
             raise UsageError(
                 f"{where}: spec {spec.name!r} has no option {name!r}; {nearest(name, spec.supported_options)}"
             )
+        values = tuple(given) if isinstance(given, list) else given
         _check_values(spec, name, values, where)
         by_option[name] = _as_floats(spec.supported_options[name], values)
     return by_option
@@ -81,14 +84,16 @@ def _as_floats(option: Option, values: Any) -> Any:
 
 def _check_values(spec: Spec, name: str, values: Any, where: str) -> None:
     option = spec.supported_options[name]
-    nothing = isinstance(values, tuple) and not values
-    if nothing or isinstance(values, list | set | frozenset):
-        what = "an empty tuple supports no value" if nothing else f"its values are a {type(values).__name__}"
-        raise UsageError(f"{where}: {what}; expected ANY, a value or a tuple of values: {option.domain}")
+    if isinstance(values, tuple) and not values:
+        raise UsageError(f"{where}: it supports no value; expected ANY, a value or a tuple of values: {option.domain}")
+    if isinstance(values, set | frozenset):
+        ordered = tuple(sorted(values, key=repr))
+        raise UsageError(f"{where}: a set has no order; write supports={{{name!r}: {shown(ordered)}}}")
     own = name in {o.name for o in spec.options}
     for value in () if values is ANY else values if isinstance(values, tuple) else (values,):
         if not option.allows(value):
-            raise UsageError(f"{where}: spec {spec.name!r} does not allow {value!r}; expected {option.domain}")
+            expected = f"expected {option.domain}, or lossgate.ANY for all of them"
+            raise UsageError(f"{where}: spec {spec.name!r} does not allow {shown(value)}; {expected}")
         if own and spec.with_choice({}, name, value) is None:
             raise UsageError(f"{where}: {value!r} is not valid with any other options: {spec.conflict({name: value})}")
 
@@ -100,7 +105,8 @@ def check_differentiable(spec: Spec, differentiable: Any) -> tuple[str, ...]:
     names = check_names("differentiable", differentiable, spec.outputs, "output")
     if spec.outputs[0] not in names:
         raise UsageError(
-            f"candidate(differentiable={differentiable!r}): spec {spec.name!r} requires {spec.outputs[0]!r} among them"
+            f"candidate(differentiable={shown(differentiable)}): "
+            f"spec {spec.name!r} requires {spec.outputs[0]!r} among them"
         )
     return names
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from lossgate.errors import UsageError
 from lossgate.layout import AXES, Axis
 from lossgate.specs.outputs import Output
-from lossgate.spelling import nearest
+from lossgate.spelling import nearest, shown
 
 Placement = Literal["replicate", "sum", "avg", "min", "max"]
 Placements = Mapping[Axis, Placement]
@@ -52,7 +52,7 @@ class Contract:
         for name, by_name in (("metrics", self.metrics), ("grads", self.grads)):
             if not isinstance(by_name, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise UsageError(
-                    f"Contract({name}={by_name!r}): expected placements by name, such as {_EXAMPLES[name]}"
+                    f"Contract({name}={shown(by_name)}): expected placements by name, such as {_EXAMPLES[name]}"
                 )
             for key, placements in by_name.items():
                 _check(f"{name}[{key!r}]", placements)
@@ -81,12 +81,12 @@ class Contract:
 def _check(name: str, placements: Any) -> None:
     """Checks the placements of one output."""
     if not isinstance(placements, Mapping):
-        raise UsageError(f"Contract({name}={placements!r}): expected placements by axis, such as {{'dp': 'sum'}}")
+        raise UsageError(f"Contract({name}={shown(placements)}): expected placements by axis, such as {{'dp': 'sum'}}")
     known = get_args(Placement)
     for axis, placement in placements.items():
-        if axis not in AXES:
-            raise UsageError(f"Contract({name}): unknown mesh axis {axis!r}; {nearest(axis, AXES)}")
-        if placement not in known:
-            raise UsageError(f"Contract({name}): {axis}={placement!r}; {nearest(placement, known)}")
+        if not isinstance(axis, str) or axis not in AXES:
+            raise UsageError(f"Contract({name}): unknown mesh axis {shown(axis)}; {nearest(axis, AXES)}")
+        if not isinstance(placement, str) or placement not in known:
+            raise UsageError(f"Contract({name}): {axis}={shown(placement)}; {nearest(placement, known)}")
         if placement in ("min", "max") and not name.startswith("metrics"):
             raise UsageError(f"Contract({name}): {axis}={placement!r}; only metrics may be combined this way")

@@ -3,8 +3,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lossgate.errors import UsageError
+from lossgate.spelling import shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +15,7 @@ class KnownFailure:
     and must still disagree.
 
     Raises:
-        UsageError: if the name is no string, or the example no ``Path``.
+        UsageError: if the name is not one line, or the example no ``Path``.
     """
 
     name: str
@@ -22,9 +24,12 @@ class KnownFailure:
     """A failure file, as ``lossgate verify`` writes it."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        name: Any = self.name
+        if not isinstance(name, str) or not name.strip() or not name.isprintable():
             raise UsageError(
-                f"KnownFailure(name={self.name!r}): expected the heading in the document that describes it"
+                f"KnownFailure(name={shown(name)}): expected the heading in the document that describes it, in one line"
             )
-        if not isinstance(self.example, Path):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise UsageError(f"KnownFailure(example={self.example!r}): expected a path; write Path({self.example!r})")
+        example: Any = self.example
+        if not isinstance(example, Path):
+            way_out = f"; write Path({example!r})" if isinstance(example, str) else ", such as Path('failure.json')"
+            raise UsageError(f"KnownFailure(example={shown(example)}): expected a path{way_out}")

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lossgate.declaration.candidate import Candidate
+from lossgate.declaration.made import kept_in, made_in
 from lossgate.declaration.modules import load_module
+from lossgate.declaration.not_reached import not_reached
 from lossgate.errors import UsageError
 from lossgate.losses import SPECS, find_spec, known_names
 from lossgate.specs.spec import Spec
@@ -30,20 +32,24 @@ def load_candidates(target: str) -> list[Candidate]:
     location, name = _split(target)
     found = _candidates_in(location)
     if not found:
-        raise UsageError(f"{location}: no candidate in it; decorate a kernel with @lossgate.candidate(...)")
+        way_out = not_reached(load_module(location)) or "decorate a kernel with @lossgate.candidate(...)"
+        raise UsageError(f"{location}: no candidate in it; {way_out}")
     if name and name not in found:
         raise UsageError(f"{location}: no candidate named {name!r}; {nearest(name, found)}")
     return [found[name]] if name else list(found.values())
 
 
 def load_all_candidates(targets: Sequence[str]) -> list[Candidate]:
-    """Loads the candidates of several targets, as ``load_candidates`` does.
+    """Loads the candidates of several targets, as ``load_candidates`` does, each of them once.
 
     Raises:
         UsageError: also if verdicts of two of them would read alike: their names and those of their
             specs are the same, and the specs are not.
     """
-    found = [candidate for target in targets for candidate in load_candidates(target)]
+    once: dict[tuple[str, str], Candidate] = {}
+    for candidate in (candidate for target in targets for candidate in load_candidates(target)):
+        once.setdefault(_place(candidate), candidate)
+    found = list(once.values())
     known: dict[tuple[str, str], Candidate] = {}
     for candidate in found:
         other = known.setdefault((candidate.name, candidate.spec.name), candidate)
@@ -53,6 +59,13 @@ def load_all_candidates(targets: Sequence[str]) -> list[Candidate]:
                 f"{candidate.spec.name!r}; rename a candidate or a spec, or verify one after the other"
             )
     return found
+
+
+def _place(candidate: Candidate) -> tuple[str, str]:
+    """Returns the file and name of a candidate, whether its file, path or module was named."""
+    location, _, name = candidate.source.rpartition(":")
+    file = getattr(load_module(location), "__file__", None)
+    return str(Path(file).resolve()) if file else location, name
 
 
 def _check_specs(location: str, specs: Sequence[Spec]) -> None:
@@ -97,10 +110,8 @@ def load_declared(target: str) -> tuple[list[Candidate], list[Spec]]:
             f"{location}: no candidate or spec named {name!r}; {nearest(name, dict.fromkeys((*candidates, *specs)))}"
         )
     if not candidates and not specs:
-        raise UsageError(
-            f"{location}: no candidate or spec in it; decorate a kernel with @lossgate.candidate(...), "
-            "or a reference with @lossgate.spec(...)"
-        )
+        way_out = "decorate a kernel with @lossgate.candidate(...), or a reference with @lossgate.spec(...)"
+        raise UsageError(f"{location}: no candidate or spec in it; {not_reached(load_module(location)) or way_out}")
     return (
         [candidate for key, candidate in candidates.items() if name in ("", key)],
         [spec for key, spec in specs.items() if name in ("", key)],
@@ -109,21 +120,39 @@ def load_declared(target: str) -> tuple[list[Candidate], list[Spec]]:
 
 def _split(target: str) -> tuple[str, str]:
     """Returns the file or module of a target, and the name in it; empty for all."""
-    location, _, name = target.rpartition(":") if ":" in target else (target, "", "")
-    if not location.strip():
+    location, colon, name = target.rpartition(":") if ":" in target else (target, "", "")
+    if not location.strip() or (colon and not name):
         raise UsageError(f"{target!r} names nothing; expected FILE.py, FILE.py:NAME, a module, or MODULE:NAME")
     return location, name
 
 
 def _candidates_in(location: str) -> dict[str, Candidate]:
+    module = load_module(location)
+    made = made_in(module)
+    kept = [value for value in kept_in(module) if isinstance(value, Candidate)]
     found: dict[str, Candidate] = {}
-    for candidate in vars(load_module(location)).values():
-        if isinstance(candidate, Candidate) and found.setdefault(candidate.name, candidate) is not candidate:
+    for candidate in (*(one.what for one in made if not _is_changed(one.what, kept)), *kept):
+        if found.setdefault(candidate.name, candidate) is not candidate:
+            lines = dict.fromkeys(str(one.line) for one in made if one.what.name == candidate.name)
+            where = f" (line {' and line '.join(lines)})" if lines else ""
             raise UsageError(
-                f"{location}: two candidates are named {candidate.name!r}; tell them apart with candidate(name=...)"
+                f"{location}: two candidates are named {candidate.name!r}{where}; "
+                "tell them apart with candidate(name=...)"
             )
     _check_specs(location, [candidate.spec for candidate in found.values()])
     return {name: replace(candidate, source=f"{location}:{name}") for name, candidate in found.items()}
+
+
+def _is_changed(made: Candidate, kept: Sequence[Candidate]) -> bool:
+    """Returns whether a changed copy of a candidate, ``replace(made, ...)``, stands in its place.
+
+    A copy shares what the declaration made for this candidate alone.
+    """
+    own = ("precision", "supports", "tiles", "exempt")
+    return any(
+        one is not made and one.kernel is made.kernel and any(getattr(one, f) is getattr(made, f) for f in own)
+        for one in kept
+    )
 
 
 def _specs_in(location: str) -> dict[str, Spec]:

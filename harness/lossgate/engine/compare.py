@@ -24,6 +24,7 @@ from lossgate.judge.explain import explain_difference
 from lossgate.layout import Layout
 from lossgate.problems.problem import Problem
 from lossgate.properties import PROPERTIES, Checked, Property
+from lossgate.spelling import as_tuple
 from lossgate.worlds import make_world
 from lossgate.worlds.base import RankFailure
 
@@ -191,9 +192,7 @@ def _places(able: Candidate, settings: Settings, names: tuple[str, str]) -> list
 
 
 def _several(argument: str, given: Iterable[str] | None) -> tuple[str, ...] | None:
-    if isinstance(given, str):
-        raise UsageError(f"compare({argument}={given!r}): expected several; write {argument}=[{given!r}]")
-    return None if given is None else tuple(map(str, given))
+    return None if given is None else tuple(map(str, as_tuple("compare", argument, given, f"{argument}, or None")))
 
 
 def _alone(**given: Any) -> None:

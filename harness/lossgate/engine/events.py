@@ -18,6 +18,8 @@ class RunStarted:
     """The cells of all runs between which a matrix is shared out; empty if this run has all."""
     shard: Shard | None = None
     """Which part of the matrix this run has."""
+    remarks: tuple[str, ...] = ()
+    """What the run was asked for, and leaves out: a line for each."""
 
 
 @dataclass(frozen=True)

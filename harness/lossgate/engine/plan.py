@@ -90,13 +90,27 @@ def layouts_of(candidate: Candidate, settings: Settings) -> list[Layout]:
     """Returns the layouts on which a candidate is verified: the named ones, or all up to a size."""
     if not settings.layouts:
         return list(layouts_up_to(min(settings.ranks, most_ranks(settings.world)), candidate.axes))
-    layouts = [Layout.parse(text) for text in settings.layouts]
+    layouts = dict.fromkeys(map(Layout.parse, settings.layouts))
     return [layout for layout in layouts if set(layout.axes) <= set(candidate.axes)]
 
 
 def dtypes_of(candidate: Candidate, settings: Settings) -> list[str]:
     """Returns the dtypes in which a candidate is verified."""
-    return [dtype for dtype in settings.dtypes or candidate.dtypes if dtype in candidate.dtypes]
+    return [dtype for dtype in dict.fromkeys(settings.dtypes or candidate.dtypes) if dtype in candidate.dtypes]
+
+
+def left_out(candidates: Iterable[Candidate], settings: Settings) -> Iterator[str]:
+    """Yields a line for each layout and dtype that a run names and a candidate cannot do."""
+    for candidate in candidates:
+        if candidate.known_failure is not None:
+            continue  # its frozen example has a layout and dtype of its own
+        axes = f"axes are {', '.join(candidate.axes)}" if candidate.axes else "declaration names no axes"
+        for layout in dict.fromkeys(map(Layout.parse, settings.layouts)):
+            if not set(layout.axes) <= set(candidate.axes):
+                yield f"{candidate.name}: {layout} is left out, because its {axes}"
+        for dtype in dict.fromkeys(settings.dtypes):
+            if dtype not in candidate.dtypes:
+                yield f"{candidate.name}: {dtype} is left out, because its dtypes are {', '.join(candidate.dtypes)}"
 
 
 def read_known_failure(known: KnownFailure) -> FailureFile:

@@ -11,7 +11,7 @@ from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.loading import has_source
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.events import CellFinished, CellSkipped, CellStarted, Event, RunFinished, RunStarted
-from lossgate.engine.plan import plan
+from lossgate.engine.plan import left_out, plan
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.same_failure import SameFailures
 from lossgate.engine.second_look import look_again
@@ -46,11 +46,12 @@ def run(
     there is one job. Ranks of torchrun verify one cell after another, whatever ``jobs`` says.
     A candidate that fails alike on two layouts, before its outputs are compared, is given up.
     """
+    candidates = tuple(candidates)
     start, matrix = perf_counter(), plan(candidates, settings)
     if selection is not None:
         matrix = selection.take(matrix)
     cells = matrix if shard is None else shard.take(matrix)
-    yield RunStarted(tuple(cells), settings, tuple(matrix), shard)
+    yield RunStarted(tuple(cells), settings, tuple(matrix), shard, tuple(left_out(candidates, settings)))
     jobs = 1 if settings.world == "torchrun" else min(settings.jobs or os.cpu_count() or 1, len(cells))
     own = here or (
         jobs == 1 and (settings.world != "simulated" or not all(has_source(cell.candidate) for cell in cells))

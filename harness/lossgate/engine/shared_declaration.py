@@ -9,6 +9,7 @@ from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.excluded import both
 from lossgate.errors import UsageError
+from lossgate.spelling import shown
 
 
 def able_alike(a: Any, b: Any) -> tuple[Candidate, Candidate]:
@@ -23,7 +24,7 @@ def able_alike(a: Any, b: Any) -> tuple[Candidate, Candidate]:
     for argument, given in (("kernel_a", a), ("kernel_b", b)):
         if not isinstance(given, Candidate):
             raise UsageError(
-                f"compare({argument}={given!r}): expected a candidate; "
+                f"compare({argument}={shown(given)}): expected a candidate; "
                 "decorate the kernel with @lossgate.candidate(...)"
             )
     for what, way_out in (("spec", "compare kernels of one spec"), ("head", "let both start at the same head")):

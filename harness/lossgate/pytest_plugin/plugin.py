@@ -75,14 +75,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("lossgate")
     if marker is None or "lossgate_cell" not in metafunc.fixturenames:
         return
-    from lossgate.engine.plan import plan
+    from lossgate.engine.plan import left_out, plan
     from lossgate.errors import UsageError
 
     candidate = marker.kwargs["candidate"]
     try:
-        cells = plan([candidate], _settings(metafunc.config, marker))
+        settings = _settings(metafunc.config, marker)
+        cells = plan([candidate], settings)
     except UsageError as error:
         raise pytest.UsageError(str(error)) from None
+    for line in left_out([candidate], settings):
+        metafunc.definition.warn(pytest.PytestWarning(line))
     metafunc.parametrize("lossgate_cell", cells, ids=[f"{c.property}-{c.layout}-{c.dtype}" for c in cells])
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from lossgate.declaration.candidate import Candidate
 from lossgate.errors import UsageError
+from lossgate.spelling import as_tuple, shown
 
 
 def suite(
@@ -29,14 +30,14 @@ def suite(
     """
     if not isinstance(candidate, Candidate):  # pyright: ignore[reportUnnecessaryIsInstance]  an undecorated kernel is a likely slip
         raise UsageError(
-            f"suite({candidate!r}): expected a candidate; decorate the kernel with @lossgate.candidate(...)"
+            f"suite({shown(candidate)}): expected a candidate; decorate the kernel with @lossgate.candidate(...)"
         )
     import pytest
 
     settings = {
         "profile": profile,
-        "layouts": tuple(layouts) if layouts else None,
-        "dtypes": tuple(dtypes) if dtypes else None,
+        "layouts": _several("layouts", layouts),
+        "dtypes": _several("dtypes", dtypes),
         "examples": examples,
         "world": world,
     }
@@ -47,3 +48,8 @@ def suite(
 
     test.__doc__ = f"{candidate.name} keeps every property of spec {candidate.spec.name}"
     return test
+
+
+def _several(argument: str, given: Iterable[str] | None) -> tuple[str, ...] | None:
+    """Returns layouts or dtypes by their names; None for those of the profile."""
+    return tuple(map(str, as_tuple("suite", argument, given or (), argument))) or None

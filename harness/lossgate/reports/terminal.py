@@ -42,6 +42,8 @@ class Terminal:
     def __call__(self, event: Event) -> None:
         if isinstance(event, RunStarted):
             self._start(len(event.cells))
+            for remark in event.remarks:
+                self.console.print(escape(remark), soft_wrap=True)
         elif isinstance(event, CellStarted):
             if self._progress is not None:
                 self._progress.started(event.cell)
