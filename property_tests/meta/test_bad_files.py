@@ -194,11 +194,38 @@ def _run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_the_end_of_an_import_is_no_verdict(folder: Path) -> None:
-    (folder / "ends.py").write_text(K + "os._exit(0)")
-    done = _run(folder, *PYTHON_M, "verify", "ends.py")
-    assert done.returncode == 2
-    assert done.stderr.startswith("lossgate: ends.py: can't be imported: it calls os._exit(0), on line 4;")
+ENDS = {
+    "os._exit(0)": "it calls os._exit(0), on line 4; put that under if __name__",
+    "import posix; posix._exit(0)": "the process that tried ended with exit code 0; see what python ends.py does",
+    "import ctypes; ctypes.string_at(0)": "the process that tried was ended by SIGSEGV, on line 4; see what python",
+    "os.abort()": "the process that tried was ended by SIGABRT, on line 4; see what python ends.py does",
+    "os.kill(os.getpid(), 9)": "the process that tried was ended by SIGKILL, as the system does with one that takes",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_end_of_an_import_is_no_verdict(end: str, folder: Path, lossgate: Lossgate) -> None:
+    (folder / "ends.py").write_text(K + end)
+    done = lossgate("verify", "kernels.py:right", "ends.py:k")
+    assert done.stderr.startswith(f"lossgate: ends.py: can't be imported: {ENDS[end]}")
+    assert len(done.stderr.splitlines()) == 1
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_a_file_is_imported_no_more_often_than_it_would_be(folder: Path, lossgate: Lossgate) -> None:
+    """The process that imports it first verifies the cells."""
+    with (folder / "kernels.py").open("a") as file:
+        file.write("\nimport os\nwith open(__file__ + '.imports', 'a') as file: file.write(f'{os.getpid()} ')\n")
+    assert lossgate("verify", "kernels.py:right", *SMALL).returncode == 0
+    assert len((folder / "kernels.py.imports").read_text().split()) == 2
+
+
+def test_an_import_that_takes_long_is_named(folder: Path, lossgate: Lossgate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lossgate.engine.first_import._PATIENCE", 0.01)
+    (folder / "slow.py").write_text("import time; time.sleep(0.5)")
+    done = lossgate("verify", "slow.py")
+    assert done.stderr.splitlines()[0] == "lossgate: slow.py is still being imported after 0 s"
+    assert "slow.py: no candidate in it" in done.stderr
 
 
 def test_a_layout_or_dtype_that_a_candidate_cannot_do_is_reported(folder: Path, lossgate: Lossgate) -> None:

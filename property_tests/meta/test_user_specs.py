@@ -364,7 +364,7 @@ def test_a_spec_may_not_have_the_name_of_one_of_lossgate() -> None:
 
 
 def test_two_specs_of_one_name_in_a_file_are_refused(tmp_path: Path) -> None:
-    file = write(tmp_path / "twice.py", f"{FOCAL}\n{FOCAL.replace('def right', 'def other')}")
+    file = write(tmp_path / "twice.py", f"{FOCAL}\n{re.sub(r'def (?=right|detached)', 'def other_', FOCAL)}")
     with pytest.raises(UsageError, match=r"twice\.py: its candidates have two specs that are both named 'focal'; rena"):
         load_candidates(str(file))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from lossgate.cases.case import Case
-from lossgate.declaration.loading import load_candidate
+from lossgate.declaration.loading import load_candidate, load_candidates
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.engine.cell import Cell
 from lossgate.engine.run_cell import run_cell
@@ -58,6 +58,19 @@ class CellJob:
     def run(self) -> dict[str, Any]:
         result = run_cell(self.name.load(), self.settings)
         return {f.name: getattr(result, f.name) for f in fields(result) if f.name not in ("cell", "printed")}
+
+
+@dataclass(frozen=True)
+class ImportJob:
+    """Imports a file or module of candidates, and runs none."""
+
+    location: str
+
+    def load(self) -> None:
+        load_candidates(self.location)
+
+    def run(self) -> None:
+        return
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from lossgate.declaration.loading import check_source
 from lossgate.engine.cell import Cell, CellResult
 from lossgate.engine.child import Child, ChildDied
 from lossgate.engine.crash import result_of_crash
+from lossgate.engine.first_import import take_child
 from lossgate.engine.jobs import CellJob, CellName
 from lossgate.engine.settings import Settings
 
@@ -91,7 +92,7 @@ class _Worker:
     """A process that verifies cells, or the next one if a candidate has spoilt it."""
 
     def __init__(self) -> None:
-        self.child = Child(captured=True)
+        self.child = take_child()
         self._cell: Cell | None = None
         self._started = 0.0
 
