@@ -15,12 +15,13 @@ _LONGEST = 100
 
 
 def shown(value: object) -> str:
-    """Returns a value as a message shows it: in one line that is not too long."""
+    """Returns a value as a message shows it: in one line, and a long one cut in the middle."""
     try:
         text = " ".join(line.strip() for line in repr(value).splitlines())
-    except Exception:  # a user's class may not be able to say what it is
-        return f"a {type(value).__name__}"
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    except Exception:  # a class may not be able to say what it is, nor Python a number of thousands of digits
+        return f"a {type(value).__name__} that can't be shown"
+    half = _LONGEST // 2
+    return text if len(text) <= _LONGEST else f"{text[:half]}...{text[-half:]}"
 
 
 def as_tuple(call: str, argument: str, given: Any, expected: str, *, split: bool = False) -> tuple[Any, ...]:
@@ -55,20 +56,6 @@ def nearest(name: object, known: Iterable[str]) -> str:
     close = get_close_matches(name if isinstance(name, str) else shown(name), choices, n=1)
     expected = f"expected one of {', '.join(choices)}" if choices else "there are none"
     return f"did you mean {close[0]!r}? ({expected})" if close else expected
-
-
-_MOST_SHOWN = 60
-"""Characters of a value that a message shows."""
-
-
-def shown(value: object) -> str:
-    """Returns a value for a message: a long one cut in the middle."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python does not print whole numbers of thousands of digits
-        return "a number of thousands of digits"
-    half = _MOST_SHOWN // 2
-    return text if len(text) <= _MOST_SHOWN else f"{text[:half]}...{text[-half:]}"
 
 
 def look_up(what: str, name: str, known: Mapping[str, T]) -> T:

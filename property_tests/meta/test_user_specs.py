@@ -83,7 +83,7 @@ def kernels(of: str, imports: str = "") -> str:
 
 def outcomes(output: str) -> set[tuple[str, str]]:
     """Returns the verdict and the candidate of each cell."""
-    return {(m[1], m[2]) for m in re.finditer(r"^(\w+)  (\w+)  float32  [\w=,]+:", output, re.MULTILINE)}
+    return {(m[1], m[2]) for m in re.finditer(r"^(\w+)  (\w+)  float32  [\w=,]+(?::|$)", output, re.MULTILINE)}
 
 
 def replay_of(output: str) -> list[str]:
