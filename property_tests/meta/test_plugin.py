@@ -163,7 +163,7 @@ def test_nothing_is_printed_and_torch_not_loaded_without_items(pytester: pytest.
 
 def test_a_layout_that_a_candidate_cannot_do_is_a_warning(user: pytest.Pytester) -> None:
     user.makepyfile(test_kernels=f"{TESTS}\ntest_more = lossgate.suite(right, layouts=['single', 'tp=2'])")
-    result = user.runpytest_inprocess("--collect-only", "-q", "-p", "no:cacheprovider")
+    result = user.runpytest_inprocess("--collect-only", "-q", "-p", "no:cacheprovider", "-W", "default")
     result.stdout.fnmatch_lines(["*PytestWarning: right: tp=2 is left out, because its axes are dp"])
     assert "test_more[agreement-single-float32]" in result.stdout.str()
     assert "test_more[agreement-tp=2" not in result.stdout.str()
