@@ -71,7 +71,7 @@ def test_a_bug_is_reported_with_a_small_problem_and_both_comparisons() -> None:
     with pytest.raises(AssertionError) as raised:
         found.check()
     title, verdict, *lines = str(raised.value).splitlines()
-    assert title == "wrong against online: spec nll from hidden, 1 cells"
+    assert title == "wrong against online: spec nll from hidden, 1 cell"
     assert verdict == "DISAGREE  float32  tp=2: they differ: wrong is wrong"
     assert lines[0].startswith("  wrong: loss: 1.01 times the reference, where rounding explains 1 +- ")
     assert lines[1].startswith("    on: 2 tokens in 1 sequence [2], ")
@@ -256,7 +256,7 @@ def test_a_difference_too_small_for_one_problem_shows_over_many() -> None:
 def test_on_one_problem() -> None:
     found = lossgate.compare(FUSED, ONLINE, problem=replace(PROBLEM, layout=Layout(tp=2)))
     assert found.agree
-    assert "1 cells\nAGREE  float32  tp=2: they agree" in str(found)
+    assert "1 cell\nAGREE  float32  tp=2: they agree" in str(found)
     wrong = lossgate.compare(FUSED, buggy(ONLINE, "loss x1.01"), problem=PROBLEM)
     assert not wrong.agree
     assert "    on: 16 tokens in 2 sequences [9, 7]" in str(wrong)

@@ -49,7 +49,10 @@ def user(pytester: pytest.Pytester) -> pytest.Pytester:
 
 
 @pytest.mark.parametrize("workers", [(), ("-n", "2")])
-def test_items_evidence_and_failures(user: pytest.Pytester, workers: tuple[str, ...]) -> None:
+def test_items_evidence_and_failures(
+    user: pytest.Pytester, workers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")  # pytest cuts its summary to the terminal
     result = user.runpytest_inprocess("-v", "-p", "no:cacheprovider", "--lossgate-evidence", "out.jsonl", *workers)
     result.assert_outcomes(passed=4, failed=2)
     output = result.stdout.str()
@@ -65,6 +68,7 @@ def test_items_evidence_and_failures(user: pytest.Pytester, workers: tuple[str, 
             "  loss: 1.01* times the reference, where rounding explains 1 +- *",
             "  on: * tokens in 1 sequence *",
             "  replay: lossgate replay .lossgate/failure-wrong-agreement-float32-single-*.json",
+            "FAILED test_kernels.py::test_wrong[[]agreement-single-float32[]] - Failed: loss: 1.01* times the *",
         ]
     )
     result.stdout.fnmatch_lines(["lossgate: 6 cells: *", "lossgate: evidence added to out.jsonl"])

@@ -4,6 +4,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lossgate.counted import counted
 from lossgate.engine.cell import CellResult, Verdict
 from lossgate.judge.explain import explain_pooled_difference
 
@@ -112,7 +113,8 @@ class Compared:
             raise AssertionError(str(self))
 
     def __str__(self) -> str:
-        title = f"{self.names[0]} against {self.names[1]}: spec {self.spec} from {self.head}, {len(self.cells)} cells"
+        cells = counted(len(self.cells), "cell")
+        title = f"{self.names[0]} against {self.names[1]}: spec {self.spec} from {self.head}, {cells}"
         alone = [f"only {name} returns {output}" for output, name in self.only_one_returns.items()]
         return "\n".join([title, *map(str, self.cells), *alone])
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from lossgate.counted import counted
+
 if TYPE_CHECKING:
     from lossgate.engine.cell import Cell, CellResult
     from lossgate.evidence.records import CellKey
@@ -131,7 +133,9 @@ class Evidence:
             counts = Counter(verdict for verdict, _ in self._counts)
             verdicts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
             comparisons = sum(count for _, count in self._counts)
-            terminalreporter.write_line(f"lossgate: {len(self._counts)} cells: {verdicts}; {comparisons} comparisons")
+            terminalreporter.write_line(
+                f"lossgate: {counted(len(self._counts), 'cell')}: {verdicts}; {comparisons} comparisons"
+            )
         if self._error:
             terminalreporter.write_line(f"lossgate: {self._error}; this run leaves no evidence that a gate accepts")
         elif self._writer is not None and self._counts:

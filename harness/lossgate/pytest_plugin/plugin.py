@@ -180,14 +180,6 @@ def lossgate_run(
         failures(CellFinished(result))
         request.config.stash[_EVIDENCE].tell(result, failures.replay(result), record_property)
         if not result.passes:
-            pytest.fail(
-                "\n".join(_plain(line) for line in describe_cell(result, failures.replay(result))), pytrace=False
-            )
+            pytest.fail("\n".join(describe_cell(result, failures.replay(result))), pytrace=False)
 
     return run
-
-
-def _plain(line: str) -> str:
-    from rich.text import Text
-
-    return Text.from_markup(line).plain

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
 
 from lossgate.counted import counted
 from lossgate.engine.cell import CellResult
@@ -110,14 +111,17 @@ class Terminal:
 
 
 def describe_cell(result: CellResult, replay: str | None) -> list[str]:
-    """Describes in full why a cell does not agree, in lines of rich markup.
+    """Describes in full why a cell does not agree, in lines of plain text.
+
+    The first line is the first finding, because it is all that pytest's summary shows.
 
     Args:
         result: a cell that is not AGREE.
         replay: the command that judges its failure again, if there is one.
     """
     shown = of_result(result, replay)
-    return [heading(shown), *describe(shown)]
+    lines = [heading(shown), *describe(shown)]
+    return [*shown.reasons[:1], *(Text.from_markup(line).plain for line in lines)]
 
 
 def _skipped_lines(skipped: Sequence[CellSkipped]) -> list[str]:
