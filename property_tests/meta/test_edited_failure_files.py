@@ -6,18 +6,19 @@ would say too much.
 """
 
 import copy
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from lossgate import Layout
+from lossgate import Layout, UsageError
 from lossgate.bank.right import KERNELS
+from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.placement import sample_problems
 from lossgate.declaration.candidate import Candidate
 from lossgate.engine import replay
@@ -25,6 +26,7 @@ from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell
 from lossgate.judge.comparison import Comparison
 from lossgate.judge.statistics import SCALE
+from lossgate.losses import find_spec
 from lossgate.problems.problem import Problem
 from lossgate.specs.outputs import LOSS
 from property_tests.meta.command_line import Lossgate
@@ -177,6 +179,71 @@ def test_what_is_said_of_a_problem(folder: Path, lossgate: Lossgate, changes: di
 
 
 @pytest.mark.parametrize(
+    ("kernel", "changes", "said"),
+    [
+        ("nll_logits_log_softmax_float32", {"bias": True}, "does not support bias=True, and the problem has it"),
+        (
+            "nll_logprobs_selected_float32",
+            {"outliers": [[0, 0, 8.0]]},
+            "problem: head 'logprobs' has no logits, so no outliers; expected outliers=()",
+        ),
+        (
+            "grpo_logits_where_coarse_logits",
+            {"rounded_to": None},
+            "the problem's tokens keep clear of kinks by rounded_to=None; run verify for a problem of this candidate",
+        ),
+        (
+            "grpo_logits_where_coarse_logits",
+            {"scenario": {"ratios": "odd"}},
+            "problem: scenario ratios is 'odd'; ",
+        ),
+        (
+            "nll_logits_log_softmax_float32",
+            {"layout": {"tp": 2}},
+            "is not sharded over tp, and the problem's",
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_is_said_of_a_problem_of_another_kernel(
+    folder: Path, lossgate: Lossgate, kernel: str, changes: dict[str, Any], said: str
+) -> None:
+    (problem,) = sample_problems(KERNELS[kernel], Layout(), "float32", 1, 7)
+    given = file_of(KERNELS[kernel], problem)
+    given["examples"][0]["problem"] |= changes
+    (folder / "edited.json").write_text(json.dumps(given))
+    done = lossgate("replay", "edited.json", "--trust")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stdout
+    assert said in done.stderr
+
+
+def test_a_problem_that_does_not_suit_its_spec_is_refused_without_a_candidate() -> None:
+    with pytest.raises(UsageError, match="problem: head 'logits' has no bias; expected bias=False"):
+        BoundProblem(find_spec("nll"), dataclasses.replace(PROBLEM, head="logits", bias=True))
+    with pytest.raises(UsageError, match="problem: spec 'nll' has no head 'values'; expected one of hidden"):
+        BoundProblem(find_spec("nll"), dataclasses.replace(PROBLEM, head="values"))
+
+
+@pytest.mark.parametrize(
+    ("excluded", "changes"),
+    [("sequence", {"lengths": [5, 0]}), ("rank", {"lengths": [8, 0], "layout": {"dp": 2}})],
+)
+def test_a_kernel_is_not_given_what_it_excludes(
+    folder: Path, lossgate: Lossgate, excluded: str, changes: dict[str, Any]
+) -> None:
+    """Its verdict would be about what its caller never has."""
+    never = f"supports={{'empty': lossgate.Excluded('{excluded}', because='never seen')}}, axes=('dp',), name='never'"
+    with (folder / "kernels.py").open("a") as kernels:
+        kernels.write(f"\nnever = lossgate.candidate('nll', head='logits', {never})(right.kernel)\n")
+    given = file_of(KERNELS[NAMES[0]], PROBLEM) | {"candidate": "kernels.py:never"}
+    given["examples"][0]["problem"] |= {"head": "logits", "layout": {}, **changes}
+    (folder / "edited.json").write_text(json.dumps(given))
+    done = lossgate("replay", "edited.json")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"candidate 'never' is not given empty '{excluded}', as it declares, and the problem has it" in done.stderr
+
+
+@pytest.mark.parametrize(
     ("content", "said"),
     [
         (b"", "Input data was truncated"),
@@ -236,7 +303,7 @@ def test_a_problem_of_which_rounding_explains_anything_shows_nothing() -> None:
     assert replay.why_it_shows_nothing(cell, [silent]) == (
         "rounding explains even a result of zero, so that the problem shows nothing"
     )
-    telling = CaseResult(problem=PROBLEM, comparisons=(replace(one, limits={SCALE: 0.1}),))
+    telling = CaseResult(problem=PROBLEM, comparisons=(dataclasses.replace(one, limits={SCALE: 0.1}),))
     assert replay.why_it_shows_nothing(cell, [silent, telling]) == ""
     unfit = CaseResult(problem=PROBLEM, fits=False)
     assert replay.why_it_shows_nothing(cell, [unfit]) == "property agreement says nothing of this problem"

@@ -3,7 +3,7 @@
 not keep.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate
@@ -13,6 +13,7 @@ from lossgate.numerics.float_formats import ROUNDED_TO
 from lossgate.problems.problem import Problem
 from lossgate.specs.heads import HEADS
 from lossgate.specs.logit_filter import FilterOptions
+from lossgate.specs.option import EMPTY
 from lossgate.specs.spec import Spec
 from lossgate.spelling import nearest, shown
 from lossgate.worlds.base import World
@@ -41,8 +42,8 @@ def check_fits_spec(spec: Spec, problem: Problem) -> None:
     for name, value in problem.scenario.items():
         if name not in known:
             raise UsageError(f"{who} has no scenario {shown(name)}; {nearest(name, known)}")
-        if not known[name].allows(value) and value not in known[name].on_request:
-            raise UsageError(f"problem: scenario {name} is {shown(value)}; {who} allows {known[name].domain}")
+        if value not in (choices := tuple(dict.fromkeys((*known[name].choices, *known[name].on_request)))):
+            raise UsageError(f"problem: scenario {name} is {shown(value)}; expected one of {', '.join(choices)}")
 
 
 def check_fits(candidate: Candidate, problem: Problem, world: World, axes: Collection[Axis]) -> None:
@@ -69,6 +70,7 @@ def check_fits(candidate: Candidate, problem: Problem, world: World, axes: Colle
             f"declare axes={(*candidate.axes, *extra)!r} or choose another candidate"
         )
     _check_supported(candidate, problem, who)
+    _check_excluded(candidate, problem, who)
     _check_cotangent(candidate, problem, who)
     _check_rounding(candidate, problem, who)
     if world.layout != problem.layout:
@@ -85,13 +87,28 @@ def _check_supported(candidate: Candidate, problem: Problem, who: str) -> None:
                 f"{who} does not support {option}={shown(value)}, and the problem has it; declare it in supports, or "
                 "choose another problem"
             )
-    for scenario in candidate.spec.scenarios:
-        chosen = problem.scenario.get(scenario.name, scenario.default)
-        if scenario.name in candidate.excludes and chosen in candidate.excludes[scenario.name].choices:
-            raise UsageError(
-                f"{who} is not given {scenario.name} {chosen!r}, as it declares, and the problem has it; "
-                "leave that out of supports, or choose another problem"
-            )
+
+
+def _check_excluded(candidate: Candidate, problem: Problem, who: str) -> None:
+    """Refuses a situation that the candidate is never given."""
+    situations = {one.name: [problem.scenario.get(one.name, one.default)] for one in candidate.spec.scenarios}
+    for name, chosen in {**situations, EMPTY.name: [*_empty(problem)]}.items():
+        excluded = candidate.excludes[name].choices if name in candidate.excludes else ()
+        for choice in chosen:
+            if choice in excluded:
+                raise UsageError(
+                    f"{who} is not given {name} {choice!r}, as it declares, and the problem has it; leave that out of "
+                    "supports, or choose another problem"
+                )
+
+
+def _empty(problem: Problem) -> Iterator[str]:
+    """Yields what has no token: a sequence, or all of a dp rank."""
+    if 0 in problem.lengths:
+        yield "sequence"
+    partition = problem.partition
+    if not all(any(problem.lengths[s] for s in partition.sequences(dp)) for dp in range(problem.layout.dp)):
+        yield "rank"
 
 
 def _check_cotangent(candidate: Candidate, problem: Problem, who: str) -> None:
