@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 import lossgate
+from lossgate.declaration.loading import load_all_candidates
 from lossgate.inputs import __dir__ as names_of_inputs
 from lossgate.losses import SPECS
 from lossgate.options import __dir__ as names_of_options
@@ -71,7 +72,7 @@ def test_a_spec_is_a_line() -> None:
         (line,) = (line for line in lines if line.startswith(f"  {spec.name} "))
         assert spec.summary in line
         assert all(head in line for head in spec.inputs)
-    assert len(lines) < len(SPECS) + len(PROPERTIES) + 12
+    assert len(lines) < len(SPECS) + len(PROPERTIES) + 24
 
 
 def test_a_property_is_a_line() -> None:
@@ -79,6 +80,45 @@ def test_a_property_is_a_line() -> None:
     for held_to in PROPERTIES.values():
         (line,) = (line for line in lines if line.startswith(f"  {held_to.name} "))
         assert held_to.summary in line
+
+
+def test_layouts_and_candidates_that_come_along_are_listed_and_there() -> None:
+    lines = [Text.from_markup(line).plain for line in overview(180)]
+    layouts = lines[lines.index("layouts") + 1 :]
+    for line in layouts[: layouts.index("")]:
+        lossgate.Layout.parse(line.split()[0])
+    banks = lines[lines.index("candidates that come along") + 1 :]
+    for line in banks[: banks.index("")]:
+        assert load_all_candidates([line.split()[0]])
+
+
+@pytest.mark.parametrize(
+    ("spec", "output", "facts"),
+    [
+        ("nll", "loss", ("sum", "sum", "replicate")),
+        ("nll", "logprobs", ("split", "split", "replicate")),
+        ("nll", "grad of hidden", ("split", "split", "replicate")),
+        ("nll", "grad of weight", ("sum", "sum", "split")),
+        ("nll", "grad of logits", ("split", "split", "split")),
+        ("preference", "grad of rewards", ("split", "sum", "replicate")),
+    ],
+)
+def test_a_spec_says_what_ranks_make_together(spec: str, output: str, facts: tuple[str, ...]) -> None:
+    """As docs/writing-a-candidate.md has it."""
+    (section,) = (one for one in sections(SPECS[spec]) if one.title == "what ranks make together")
+    (entry,) = (one for one in section.entries if one.name == output)
+    assert entry.facts == facts
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_spec_says_what_a_rank_has_of_each_dim(name: str) -> None:
+    spec = SPECS[name]
+    (section,) = (one for one in sections(spec) if one.title == "dims")
+    named = {entry.name for entry in section.entries}
+    for head in spec.inputs:
+        for field in fields_of(spec.inputs[head]).values():
+            for dim in re.findall(r"[\w+]+", field.shape.partition("[")[2]):
+                assert dim in named or dim in ("topk", "reference_width"), dim
 
 
 FILE = """

@@ -116,7 +116,8 @@ def _like(failing: Problem, entry: Entry, cell: Cell, *, own_numbers: bool, trai
         numbers = {name: x for name, (of_failing, x) in given.items() if _is_weight(of_failing) and _is_weight(x)}
         mixed = {name: x for name, x in (options | numbers).items() if x != spec.supported_options[name].default}
         options = options if spec.conflict(mixed) else mixed
-    problem = replace(entry.bound.problem, options=options, scenario=failing.scenario, bias=failing.bias)
+    bias = failing.bias and entry.bound.problem.vocab > 1  # that of a single row has no gradient
+    problem = replace(entry.bound.problem, options=options, scenario=failing.scenario, bias=bias)
     problem = replace(problem, cotangent=failing.cotangent)
     if trains_nothing:
         problem = replace(problem, masks=("none",) * len(problem.masks))

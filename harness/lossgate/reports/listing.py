@@ -31,12 +31,34 @@ def overview(width: int) -> Iterator[str]:
     for held_to in PROPERTIES.values():
         yield from hanging(f"{held_to.name:{longest}}  ", held_to.summary, width, indent=2)
     yield ""
+    yield "[bold]layouts[/]"
+    longest = max(map(len, _LAYOUTS))
+    for name, meaning in _LAYOUTS.items():
+        yield from hanging(f"{name:{longest}}  ", meaning, width, indent=2)
+    yield ""
+    yield "[bold]candidates that come along[/]"
+    longest = max(map(len, _BANKS))
+    for name, meaning in _BANKS.items():
+        yield from hanging(f"{name:{longest}}  ", meaning, width, indent=2)
+    yield ""
     yield from hanging("", _NEXT, width)
 
 
+_LAYOUTS = {
+    "single": "one rank has everything",
+    "dp=2": "each of 2 ranks has some of the sequences",
+    "cp=2": "each of 2 ranks has two chunks of every padded sequence, in a zigzag",
+    "tp=2": "each of 2 ranks has some rows of the vocabulary",
+    "tp=2,cp=2": "both, on 4 ranks; any axes and sizes, up to --ranks in all",
+}
+_BANKS = {
+    "lossgate.bank.right": "right kernels that are written and rounded in many ways",
+    "lossgate.bank.dense_candidates": "the dense reference of each spec and head as a kernel",
+}
 _NEXT = (
-    "lossgate list SPEC describes the inputs, options, outputs and goals of a spec; lossgate list FILE lists the "
-    "candidates and specs of a file or module, and lossgate list FILE:NAME describes one of its specs"
+    "lossgate init SPEC writes a first candidate; lossgate list SPEC describes the inputs, options, outputs and goals "
+    "of a spec; lossgate list FILE lists the candidates and specs of a file or module, and lossgate list FILE:NAME "
+    "describes one of its specs"
 )
 
 

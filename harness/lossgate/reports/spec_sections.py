@@ -4,11 +4,14 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from lossgate.declaration.contract import Contract
+from lossgate.layout import AXES
 from lossgate.losses import SPECS
 from lossgate.specs.coverage import CoverageGoal
 from lossgate.specs.heads import HEADS
 from lossgate.specs.inputs import Batch
 from lossgate.specs.option import COMMON_OPTIONS, Option
+from lossgate.specs.outputs import RETURNED, Output, gradient_output
 from lossgate.specs.record import DTYPES, Field, fields_of
 from lossgate.specs.spec import Spec
 
@@ -52,6 +55,12 @@ def sections(spec: Spec) -> Iterator[Section]:
         _FIELD,
         _fields(common),
     )
+    parts = Section(
+        "dims",
+        "What a rank has of each. On a layout that does not split it, that is the whole.",
+        ("split over",),
+        tuple(_dims(spec)),
+    )
     options = Section("options", _about_options(spec), _OPTION, tuple(map(_option, spec.options)))
     general = Section(
         "options of every spec",
@@ -60,6 +69,13 @@ def sections(spec: Spec) -> Iterator[Section]:
         tuple(map(_option, COMMON_OPTIONS.values())) if any(HEADS[head].has_logits for head in spec.inputs) else (),
     )
     outputs = Section("outputs", "What a candidate may return. It must return the first.", (), tuple(_outputs(spec)))
+    together = Section(
+        "what ranks make together",
+        "By default; lossgate.Contract says otherwise. sum: the ranks' results add up to the whole, and lossgate adds "
+        "them up. replicate: each has the whole. split: each has its own part.",
+        ("over dp", "over cp", "over tp"),
+        tuple(_together(spec)),
+    )
     metrics = tuple(Entry(name, (metric.reduction,), metric.meaning) for name, metric in spec.metrics.items())
     of_metrics = Section("metrics", "What a candidate may return in metrics.", ("ranks",), metrics)
     scenarios = Section(
@@ -79,7 +95,7 @@ def sections(spec: Spec) -> Iterator[Section]:
         ),
         is_code=False,
     )
-    every = (*own, added, everywhere, options, general, outputs, of_metrics, scenarios, goals)
+    every = (*own, added, everywhere, parts, options, general, outputs, together, of_metrics, scenarios, goals)
     yield from (section for section in every if section.entries)
 
 
@@ -124,6 +140,40 @@ def _chosen(scenario: Option) -> Entry:
     if scenario.on_request:
         choices += f"; if those are excluded {', '.join(scenario.on_request)}"
     return Entry(scenario.name, (scenario.default, choices), scenario.meaning)
+
+
+_PARTS = {
+    "token": ("dp, cp", "the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its cp rank"),
+    "sequence": ("dp", "the sequences of its dp rank"),
+    "sequences+1": ("dp", "one more than its dp rank has sequences"),
+    "vocab": ("tp", "rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split is padded"),
+    "hidden": ("nothing", "the whole width"),
+}
+
+
+def _dims(spec: Spec) -> Iterator[Entry]:
+    """Yields the dims that the inputs of a spec have."""
+    inputs = [field.shape for head in spec.inputs for field in fields_of(spec.inputs[head]).values()]
+    used = {dim.strip() for shape in inputs for dim in shape.strip("[]").split(",")}
+    for name, (axes, meaning) in _PARTS.items():
+        if name in used:
+            yield Entry(name, (axes,), meaning)
+
+
+def _together(spec: Spec) -> Iterator[Entry]:
+    """Yields how the parts of each output and gradient make the whole."""
+    contract = Contract()
+    for name in spec.outputs:
+        yield _made(RETURNED[name], contract, "returned in any dtype; Precision says to which it is rounded")
+    leaves = {leaf: dims for head in spec.inputs for leaf, dims in HEADS[head].leaves.items()}
+    for leaf, dims in leaves.items():
+        yield _made(gradient_output(leaf, dims), contract, f"what backward leaves in inputs.{leaf}.grad")
+
+
+def _made(output: Output, contract: Contract, meaning: str) -> Entry:
+    placements = contract.placements(output)
+    split = {axis for dim in output.dims if dim in _PARTS for axis in _PARTS[dim][0].split(", ")}
+    return Entry(str(output), tuple("split" if axis in split else placements[axis] for axis in AXES), meaning)
 
 
 _RETURNED = {
