@@ -72,6 +72,7 @@ class _How:
 
     def one(self, file: Path) -> int:
         """Replays one; prints all of what came of it, and returns the exit code."""
+        from lossgate.reports.replayed import print_replayed
         from lossgate.worlds.base import WorldLost
 
         failure = self._read(file)
@@ -82,7 +83,7 @@ class _How:
             except WorldLost as error:
                 print(f"lossgate: {error}", file=sys.stderr)
                 return Exit.INCONCLUSIVE
-            print("\n".join(outcome.lines))
+            print_replayed(outcome.lines)
             return _code(outcome)
 
         return driven(self._world or failure.world, body)

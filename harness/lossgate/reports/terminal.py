@@ -77,7 +77,7 @@ class Terminal:
         shown = of_result(result, self._failures.replay(result))
         self._print(self._stories.more_of_others(shown))
         if shown.passes and self._lists_all:
-            self.console.print(_line(shown), soft_wrap=True)
+            print_detail(self.console, _line(shown), hanging=4)
         if self._volume is not Volume.QUIET:
             where = f"{shown.candidate}  {shown.dtype}  {shown.layout}"
             self._print(f"  {escape(where)} {escape(line)}" for line in shown.at_sizes)

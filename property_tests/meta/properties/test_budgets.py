@@ -154,7 +154,7 @@ def faults(kernel: Candidate, problem: Problem, world: World) -> tuple[str, ...]
 
 
 def test_a_tensor_as_large_as_the_largest_input_is_allowed(make_world: Any) -> None:
-    kernel = candidate("nll", head="logits", dtypes=("float32",), budgets=Budgets(largest_tensor="1"))(
+    kernel = candidate("nll", head="logits", dtypes=("float32",), budgets=Budgets(largest_tensor="1"), name="doubled")(
         lambda inputs, options, mesh: (2 * inputs.logits).sum(),
         # a lambda has a name, and no source: it is not pickled here
     )

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shows what came of a replay."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+
+from lossgate.reports.console import make_console
+from lossgate.reports.describe import print_detail
+from lossgate.reports.shown_cell import STYLES
+
+
+def print_replayed(lines: Sequence[str], console: Console | None = None) -> None:
+    """Prints the lines of a replay, wrapped at words on a terminal, with the verdict in its colour.
+
+    Args:
+        lines: the verdict and the name of the cell, then what is said of it.
+        console: where to print (default: standard output).
+    """
+    place = console or make_console()
+    first, *others = lines
+    verdict, _, name = first.partition(" ")
+    style = next((style for word, style in STYLES.items() if word == verdict), "")
+    print_detail(place, f"[{style}]{verdict}[/] {escape(name)}" if style else escape(first))
+    for line in others:
+        print_detail(place, escape(line), hanging=2)

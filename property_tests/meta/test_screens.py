@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the terminal shows, as a whole, at three widths and in a file.
+
+The screens are the files in ``screens``. Where a change is meant, write them anew with
+LOSSGATE_WRITE_SCREENS=1, and read what has changed.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from lossgate import Candidate, Layout, candidate
+from lossgate.diagnosis.cause import Cause, Diagnosis
+from lossgate.engine.case_result import CaseResult
+from lossgate.engine.cell import Cell, CellResult, Verdict
+from lossgate.engine.events import CellFinished, CellSkipped, CellStarted, Event, RunFinished, RunStarted
+from lossgate.engine.settings import Settings
+from lossgate.judge.comparison import Comparison
+from lossgate.judge.pooling import Pooled
+from lossgate.problems.problem import Problem
+from lossgate.reports.failures import FailureFiles
+from lossgate.reports.replayed import print_replayed
+from lossgate.reports.terminal import Terminal
+from lossgate.reports.volume import Volume
+from lossgate.specs.outputs import LOSS
+from property_tests.meta.command_line import Lossgate
+from property_tests.meta.made_evidence import cell, disagreeing, inconclusive, whole_run, write
+
+SCREENS = Path(__file__).parent / "screens"
+WIDTHS = (80, 100, 140)
+PROBLEM = Problem(spec="nll", head="hidden", dtype="float32", lengths=(64,), masks=("all",), hidden=8, vocab=33, seed=0)
+FOUND = "loss: 2 times the reference, where rounding explains 1 +- 5.3e-07"
+
+
+def declared(name: str) -> Candidate:
+    declare = candidate("nll", head="logits", axes=("dp", "cp"), name=name, good_for="whole logits")
+    return declare(lambda inputs, options, mesh: inputs.logits.sum())
+
+
+RIGHT, WRONG, RAISES = map(declared, ("right", "fused_linear_cross_entropy", "raises"))
+LAYOUTS = [Layout(), Layout(cp=2), Layout(dp=2, cp=2), Layout(dp=4)]
+
+
+def result(kernel: Candidate, layout: Layout, margin: float, *reasons: str, failure: str | None = None) -> CellResult:
+    """A result with some reasons; it agrees if there are none."""
+    compared = () if failure else (Comparison(output=LOSS, values={"scale": margin}, limits={"scale": 1.0}),)
+    side = () if failure else ("loss: got 3.22619855, want 1.61309923",)
+    case = CaseResult(problem=PROBLEM, comparisons=compared, findings=reasons, failure=failure, side_by_side=side)
+    cause = Cause(name="x", words="valid_tokens is not summed over cp", todo="sum valid_tokens over cp")
+    diagnosis = Diagnosis(causes=(cause,), problems=9, layouts=("cp=2", "cp=3"), asked=880)
+    return CellResult(
+        cell=Cell(kernel, layout, "float32"),
+        verdict=Verdict.DISAGREE if reasons else Verdict.AGREE,
+        reasons=reasons,
+        cases=(case,) * 20,
+        failure=case if reasons else None,
+        shrink_calls=25,
+        pooled=() if failure else (Pooled("loss", 20, 0.0, 3.5e-7, 3.5e-7),),
+        diagnosis=diagnosis if reasons and not failure else None,
+        printed="hello from the kernel\n" * 30 if failure else "",
+        seconds=1.25,
+    )
+
+
+def a_run() -> Iterator[Event]:
+    """Yields the events of a run with all that there is to show."""
+    raised = "rank 0 raised ValueError: 3 tokens are not mine, because they are somebody else's  [k.py:14 in raises]"
+    results = [
+        *(result(RIGHT, layout, 0.21) for layout in LAYOUTS),
+        result(WRONG, LAYOUTS[0], 0.25),
+        *(result(WRONG, layout, 3.4e6, FOUND) for layout in LAYOUTS[1:]),
+        *(result(RAISES, layout, 0.0, raised, failure="RankRaised") for layout in LAYOUTS[:2]),
+    ]
+    skipped = [Cell(RAISES, layout, "float32") for layout in LAYOUTS[2:]]
+    yield RunStarted((*(one.cell for one in results), *skipped), Settings())
+    for one in results:
+        yield CellStarted(one.cell)
+        yield CellFinished(one)
+    for one in skipped:
+        yield CellSkipped(one, raised)
+    yield RunFinished(tuple(results), "", 12.5)
+
+
+class Files(FailureFiles):
+    """Knows a file of each failure, and writes none."""
+
+    def of(self, cell: Cell) -> Path | None:
+        return Path(f".lossgate/failure-{cell.candidate.name}-agreement-{cell.dtype}-{cell.layout}-67dcaefa.json")
+
+
+def verified(console: Console, volume: Volume) -> None:
+    terminal = Terminal(Files(Path(".lossgate")), console, volume)
+    for event in a_run():
+        terminal(event)
+
+
+REPLAYED = (
+    "DISAGREE  fused_linear_cross_entropy  float32  cp=2",
+    f"  {FOUND}",
+    "  on: 3 tokens in 1 sequence [3], masks all, vocab 2, layout cp=2, float32, logit_std 1, seed 0",
+    "    loss: got 3.22619855, want 1.61309923",
+    "  every statistic is the one in the file",
+)
+DRAWN: dict[str, Callable[[Console], None]] = {
+    "verify": lambda console: verified(console, Volume.NORMAL),
+    "verify-quiet": lambda console: verified(console, Volume.QUIET),
+    "verify-verbose": lambda console: verified(console, Volume.VERBOSE),
+    "replay": lambda console: print_replayed(REPLAYED, console),
+}
+COMMANDS = {
+    "list": ("list",),
+    "list-spec": ("list", "value"),
+    "report": ("report", "after.jsonl"),
+    "diff": ("diff", "before.jsonl", "after.jsonl"),
+    "gate": ("gate", "after.jsonl", "--now", "2026-11-20T18:00:00Z"),
+}
+
+
+def compare(name: str, text: str) -> None:
+    """Compares a screen with its file, or writes the file."""
+    shown = "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+    file = SCREENS / f"{name}.txt"
+    if os.environ.get("LOSSGATE_WRITE_SCREENS"):
+        SCREENS.mkdir(exist_ok=True)
+        file.write_text(shown)
+    assert shown == file.read_text()
+
+
+def check_width(text: str, width: int) -> None:
+    """No line is wider than the screen, but for commands, which are copied whole."""
+    for line in text.splitlines():
+        assert len(line) <= width or "lossgate replay" in line, line
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", DRAWN)
+def test_on_a_terminal(name: str, width: int) -> None:
+    text = StringIO()
+    console = Console(file=text, width=width, force_terminal=True, color_system=None, highlight=False)
+    DRAWN[name](console)
+    screen = without_progress(text.getvalue())
+    check_width(screen, width)
+    compare(f"{name}-{width}", screen)
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_in_a_file(name: str) -> None:
+    text = StringIO()
+    DRAWN[name](Console(file=text, width=180, force_terminal=False, highlight=False))
+    assert "\x1b" not in text.getvalue()
+    compare(f"{name}-file", text.getvalue())
+
+
+def without_progress(text: str) -> str:
+    """Returns what stays on a terminal: what is drawn and wiped out again is left out."""
+    lines: list[str] = []
+    for line in text.split("\n"):
+        kept = re.split(r"\x1b\[2K", line)[-1]
+        lines.append(re.sub(r"\x1b\[[\d;?]*[A-Za-z]|\r", "", kept))
+    return re.sub(r"^[ \u2501\u2578\u257a]*\d+/\d+ .*\n", "", "\n".join(lines), flags=re.MULTILINE)
+
+
+@pytest.fixture
+def evidence(folder: Path) -> None:
+    """Evidence of two runs, and a policy."""
+    name = "fused_linear_cross_entropy"
+    before = [cell(), cell(candidate=name), cell(candidate=name, layout="tp=2"), inconclusive(candidate="unsure")]
+    after = [cell(), cell(candidate=name), disagreeing(candidate=name, layout="tp=2"), inconclusive(candidate="unsure")]
+    write(folder / "before.jsonl", whole_run(before))
+    write(folder / "after.jsonl", whole_run(after, run="run-2"))
+    (folder / "gate.toml").write_text('schema = 1\n[[require]]\ncandidates = ["*"]\n')
+
+
+@pytest.mark.usefixtures("evidence")
+@pytest.mark.parametrize("width", [*WIDTHS, None], ids=lambda width: "file" if width is None else str(width))
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands(name: str, width: int | None, lossgate: Lossgate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``None``: not on a terminal, as in CI."""
+    for variable in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("CI", "true")
+    if width is not None:
+        for variable, value in {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": str(width)}.items():
+            monkeypatch.setenv(variable, value)
+    done = lossgate(*COMMANDS[name])
+    assert done.stderr == ""
+    assert ("\x1b" in done.stdout) is (width is not None)
+    screen = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", done.stdout)
+    screen = re.sub(r"sha256 \w{12}", "sha256 ............", screen)
+    if width is not None:
+        check_width(screen, width)
+    compare(f"{name}-{'file' if width is None else width}", screen)
