@@ -10,7 +10,7 @@ from lossgate.errors import UsageError
 
 T = TypeVar("T")
 
-_LONGEST = 100
+_LONGEST = 60
 """The most characters of a value that a message shows."""
 
 
@@ -18,8 +18,10 @@ def shown(value: object) -> str:
     """Returns a value as a message shows it: in one line, and a long one cut in the middle."""
     try:
         text = " ".join(line.strip() for line in repr(value).splitlines())
-    except Exception:  # a class may not be able to say what it is, nor Python a number of thousands of digits
-        return f"a {type(value).__name__} that can't be shown"
+    except ValueError:  # Python does not print whole numbers of thousands of digits
+        return "a number of thousands of digits" if isinstance(value, int) else f"a {type(value).__name__}"
+    except Exception:  # a class may not be able to say what it is
+        return f"a {type(value).__name__}"
     half = _LONGEST // 2
     return text if len(text) <= _LONGEST else f"{text[:half]}...{text[-half:]}"
 

@@ -127,8 +127,8 @@ PROBLEM = Problem(
 )
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"logit_std": 0.0}, "problem: logit_std=0.0; expected a number from 0.01 to 1000"),
-    ({"logit_std": 1e9}, "problem: logit_std=1000000000.0; expected a number from 0.01 to 1000"),
+    ({"logit_std": 0.0}, "problem: logit_std=0.0; expected a number from 1e-09 to 1000"),
+    ({"logit_std": 1e9}, "problem: logit_std=1000000000.0; expected a number from 1e-09 to 1000"),
     ({"label_boost": -1.0}, "problem: label_boost=-1.0; expected a number from 0 to 100"),
     ({"seed": -1}, "problem: seed=-1; expected a number from 0 to 4294967295"),
     ({"seed": 2**32}, "problem: seed=4294967296; expected a number from 0 to 4294967295"),

@@ -96,7 +96,7 @@ class AtOnce:
 def test_workers_that_finish_together_find_the_last_cells(
     jobs: int, cells: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "Child", AtOnce)
+    monkeypatch.setattr(workers, "take_child", lambda: AtOnce(captured=True))
     monkeypatch.setattr(workers, "CellResult", lambda cell, printed: cell)
     planned = [Cell(dense_candidate(SPECS["nll"], "logprobs"), layout, "float32") for layout in LAYOUTS[:cells]]
     monkeypatch.setattr(workers, "check_source", lambda _: None)

@@ -71,7 +71,7 @@ def test_the_model_gives_the_log_probabilities(dtype: str) -> None:
 
 
 def test_others_get_a_model_of_no_width() -> None:
-    plain = candidate("dpo", head="hidden")(lambda inputs, options, mesh: inputs.hidden.sum())
+    plain = candidate("dpo", head="hidden", name="plain")(lambda inputs, options, mesh: inputs.hidden.sum())
     for problem in drawn(plain, count=10):
         inputs = DrawnProblem(problem, SPECS["dpo"]).inputs()
         assert inputs.reference_hidden.shape == (len(inputs.labels), 0)
@@ -100,7 +100,7 @@ BELOW = {"dpo": ("near", "far", "equal", "model"), "grpo": ("near", "equal"), "c
 
 @pytest.mark.parametrize("spec", BELOW)
 def test_reference_log_probabilities_are_not_above_0(spec: str) -> None:
-    plain = candidate(spec, head="hidden")(lambda inputs, options, mesh: inputs.hidden.sum())
+    plain = candidate(spec, head="hidden", name="plain")(lambda inputs, options, mesh: inputs.hidden.sum())
     seen = set[str]()
     for problem in [*drawn(plain, count=150), *(drawn(declared()) if spec == "dpo" else [])]:
         scenario = problem.scenario.get("reference", "near")

@@ -70,17 +70,17 @@ PROBLEM = Problem(spec="nll", head="hidden", dtype="float32", lengths=(3,), mask
     ],
 )
 def test_what_a_candidate_must_not_return(make_world: MakeWorld, returned: Callable[[Any], Any], message: str) -> None:
-    declared = candidate("nll", head="hidden")(lambda inputs, options, mesh: returned(inputs))
+    declared = candidate("nll", head="hidden", name="returns")(lambda inputs, options, mesh: returned(inputs))
     with pytest.raises(CandidateError) as error:
         _ = Case(declared, PROBLEM, make_world("single")).result
-    assert str(error.value).startswith(f"candidate '<lambda>' on rank 0 {message}")
+    assert str(error.value).startswith(f"candidate 'returns' on rank 0 {message}")
 
 
 WAY_OUT = "it is None there. A rank that has nothing to compute adds 0.0 * x.sum() to its loss"
 
 
 def test_log_probabilities_that_are_declared_differentiable_must_be(make_world: MakeWorld) -> None:
-    declared = candidate("nll", head="hidden", differentiable=("loss", "logprobs"))
+    declared = candidate("nll", head="hidden", differentiable=("loss", "logprobs"), name="returns")
     for outputs, message in (
         (lambda i: Outputs(loss=i.hidden.sum()), "returned no logprobs, which is declared differentiable"),
         (
@@ -151,7 +151,7 @@ def test_a_rank_without_tokens_need_not_give_their_gradient(make_world: MakeWorl
 
 
 def test_a_broken_interface_is_the_verdict_of_its_case(make_world: MakeWorld) -> None:
-    detached = candidate("nll", head="hidden")(lambda inputs, options, mesh: torch.tensor(1.0))
+    detached = candidate("nll", head="hidden", name="detached")(lambda inputs, options, mesh: torch.tensor(1.0))
     result = run_case(Case(detached, PROBLEM, make_world("single")), PROPERTIES["agreement"])
     assert (result.agrees, result.symptoms, result.problem) == (False, ("CandidateError",), PROBLEM)
     assert "without a graph" in result.findings[0]

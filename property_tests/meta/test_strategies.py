@@ -18,7 +18,7 @@ def declared(**changes: object) -> Candidate:
         "axes": ("dp", "cp", "tp"),
         "supports": {"temperature": ANY, "reduction": ANY, "bias": ANY, "vocab_split": ANY},
     }
-    return candidate("nll", **{**plain, **changes})(lambda inputs, options, mesh: inputs.hidden.sum())  # type: ignore[arg-type]
+    return candidate("nll", name="kernel", **{**plain, **changes})(lambda inputs, options, mesh: inputs.hidden.sum())  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

@@ -259,7 +259,12 @@ def test_the_shape_of_what_is_returned(make_world: MakeWorld, tokens: Tokens) ->
         cotangent="logprobs",
     )
     declare = candidate(
-        "token_logprobs", head="logits", tokens=tokens, axes=("cp",), contract=Contract(logprobs={"cp": "replicate"})
+        "token_logprobs",
+        head="logits",
+        tokens=tokens,
+        axes=("cp",),
+        contract=Contract(logprobs={"cp": "replicate"}),
+        name="of_shard",
     )
     of_shard = declare(lambda inputs, options, mesh: Outputs(logprobs=inputs.logits.sum(1)))
     with pytest.raises(CandidateError) as error:

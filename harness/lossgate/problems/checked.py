@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _MOST_NUMBERS = 2**33
 """The most numbers of a tensor: no machine holds one that is much larger."""
 
-RANGES = {"logit_std": (0.01, 1000.0), "label_boost": (0.0, 100.0), "seed": (0, 2**32 - 1)}
+RANGES = {"logit_std": (1e-9, 1000.0), "label_boost": (0.0, 100.0), "seed": (0, 2**32 - 1)}
 """What numbers may be. A spread of 0 has no label to boost, and float16 holds no logits that spread
 more than 1000."""
 MOST_OUTLIER = 1000.0
