@@ -36,6 +36,18 @@ def right(inputs, options, mesh):
 """
 
 
+DIES = """
+import os
+import lossgate
+
+
+@lossgate.candidate("nll", head="logprobs", dtypes=("float32",))
+def dies(inputs, options, mesh):
+    print("last words")
+    os.abort()
+"""
+
+
 @pytest.fixture(autouse=True)
 def noisy(folder: Path) -> None:
     (folder / "noisy.py").write_text(NOISY)
@@ -64,6 +76,14 @@ def test_a_candidate_that_raises_everywhere_is_given_up_and_said_so(folder: Path
     assert end.stopped == "6 cells not verified, since others failed alike"
     gate = lossgate("report", "out.jsonl")
     assert "it was stopped: 6 cells not verified, since others failed alike" in gate.stdout
+
+
+def test_what_a_kernel_prints_before_it_dies_is_shown(folder: Path, lossgate: Lossgate) -> None:
+    (folder / "dies.py").write_text(DIES)
+    done = lossgate("verify", "dies.py", "--layout", "single")
+    assert done.returncode == 1
+    at = done.stdout.splitlines().index("    last words")
+    assert "dies printed" in done.stdout.splitlines()[at - 1]
 
 
 @pytest.mark.parametrize("jobs", ["1", "2"])

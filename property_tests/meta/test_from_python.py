@@ -32,6 +32,16 @@ def test_a_right_kernel_agrees() -> None:
     found.check()
 
 
+def test_a_kernel_that_raises_everywhere_is_given_up() -> None:
+    @lossgate.candidate("nll", head="logprobs", axes=("cp",), dtypes=("float32",))
+    def raises(inputs: Any, options: Any, mesh: Any) -> torch.Tensor:
+        raise ValueError(f"{len(inputs.labels)} tokens are not mine")
+
+    found = lossgate.verify(raises, layouts=["single", "cp=2", "cp=3", "cp=4"])
+    assert [str(result.cell.layout) for result in found.results] == ["single", "cp=2"]
+    assert "raises: 2 more cells not tried, since all before ended alike: rank 0 raised ValueError" in repr(found)
+
+
 def test_a_wrong_kernel_is_shown_with_its_reasons() -> None:
     found = lossgate.verify(kernel(2.0), layouts=["single"])
     assert not found.agrees
@@ -70,11 +80,11 @@ def test_there_is_an_example_of_every_spec_and_head(spec: str, head: str) -> Non
 
 def test_an_example_is_what_a_kernel_gets() -> None:
     found = lossgate.example(kernel(1.0), vocab=7, lengths=[4])
-    inputs, again = found.inputs(), lossgate.example("nll", head="logprobs", vocab=7, lengths=[4]).inputs()
-    assert torch.equal(inputs.logprobs, again.logprobs)
-    loss = kernel(1.0).kernel(inputs, found.options, None)  # pyright: ignore[reportArgumentType]
-    assert isinstance(loss, torch.Tensor)
-    torch.testing.assert_close(loss.double(), found.reference()["loss"], rtol=1e-5, atol=1e-6)
+    again = lossgate.example("nll", head="logprobs", vocab=7, lengths=[4])
+    assert torch.equal(found.inputs().logprobs, again.inputs().logprobs)
+    exact = found.inputs(dtype=torch.float64)
+    loss = kernel(1.0).kernel(exact, found.options, None)  # pyright: ignore[reportArgumentType]
+    torch.testing.assert_close(loss, found.reference()["loss"])
     own = kernel(1.0)
     lossgate.example(own).check(own)
     wrong = kernel(2.0)

@@ -10,6 +10,7 @@ from lossgate import Candidate, Layout
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.engine import workers
 from lossgate.engine.cell import Cell
+from lossgate.engine.events import CellStarted
 from lossgate.engine.settings import Settings
 from lossgate.engine.workers import _Queue
 from lossgate.losses import SPECS
@@ -102,4 +103,4 @@ def test_workers_that_finish_together_find_the_last_cells(
     monkeypatch.setattr(workers, "check_source", lambda _: None)
     steps = [*workers.run_side_by_side(planned, Settings(), jobs)]
     assert [step.result for step in steps if isinstance(step, workers.Done)] == planned
-    assert {id(step.cell) for step in steps if isinstance(step, workers.Started)} == set(map(id, planned))
+    assert {id(step.cell) for step in steps if isinstance(step, CellStarted)} == set(map(id, planned))

@@ -418,6 +418,12 @@ def test_quiet_shows_what_does_not_pass_and_the_summary(tmp_path: Path) -> None:
     assert shown_of([right], tmp_path, Volume.QUIET) == ["1 cell: 1 AGREE; 0 s"]
 
 
+def test_a_known_failure_has_a_line_without_statistics(tmp_path: Path) -> None:
+    known = made_up(Cell(kernel("known", known_failure=KNOWN), Layout(), "float32"), D, margin=1e25, expected=True)
+    lines = shown_of([known], tmp_path)
+    assert lines[0] == "DISAGREE (known: torch-1)  known  float32  single:  as expected  (0.0 s)"
+
+
 def test_cells_that_were_not_tried_are_counted_with_the_reason(tmp_path: Path) -> None:
     text = StringIO()
     terminal = Terminal(FailureFiles(tmp_path), Console(file=text, width=200))

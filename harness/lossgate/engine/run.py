@@ -18,7 +18,7 @@ from lossgate.engine.second_look import look_again
 from lossgate.engine.selection import Selection
 from lossgate.engine.settings import Settings
 from lossgate.engine.shards import Shard
-from lossgate.engine.workers import Done, Started, run_side_by_side
+from lossgate.engine.workers import Done, run_side_by_side
 from lossgate.worlds.base import WorldLost
 
 
@@ -61,8 +61,8 @@ def run(
     with closing(steps):
         try:
             for step in steps:
-                if isinstance(step, Started):
-                    yield CellStarted(step.cell)
+                if isinstance(step, CellStarted):
+                    yield step
                     continue
                 if (failure := failures.of(step.cell)) is not None or step.result is None:
                     yield CellSkipped(step.cell, failure or "")
@@ -80,11 +80,11 @@ def run(
     yield RunFinished(tuple(results), stopped, perf_counter() - start)
 
 
-def _one_by_one(cells: Iterable[Cell], settings: Settings, failures: SameFailures) -> Generator[Started | Done]:
+def _one_by_one(cells: Iterable[Cell], settings: Settings, failures: SameFailures) -> Generator[CellStarted | Done]:
     """Runs cells in this process."""
     for cell in cells:
         if failures.of(cell) is not None:
             yield Done(cell, None)
             continue
-        yield Started(cell)
+        yield CellStarted(cell)
         yield Done(cell, run_cell(cell, settings))

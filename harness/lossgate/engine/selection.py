@@ -44,23 +44,23 @@ class Selection:
             UsageError: if the expression is none.
         """
         tokens = _TOKEN.findall(self.text)
-        value, rest = self._any_of(tokens, name.lower())
+        value, rest = self._joined("or", tokens, name.lower())
         if rest:
             raise self._error(rest[0])
         return value
 
-    def _any_of(self, tokens: list[str], name: str) -> tuple[bool, list[str]]:
-        value, rest = self._all_of(tokens, name)
-        while rest and rest[0] == "or":
-            other, rest = self._all_of(rest[1:], name)
-            value = value or other
-        return value, rest
+    def _joined(self, word: str, tokens: list[str], name: str) -> tuple[bool, list[str]]:
+        """Returns the value of terms that a word joins, and the tokens after them. Terms of "or"
+        are joined by "and".
+        """
 
-    def _all_of(self, tokens: list[str], name: str) -> tuple[bool, list[str]]:
-        value, rest = self._one(tokens, name)
-        while rest and rest[0] == "and":
-            other, rest = self._one(rest[1:], name)
-            value = value and other
+        def term(left: list[str]) -> tuple[bool, list[str]]:
+            return self._joined("and", left, name) if word == "or" else self._one(left, name)
+
+        value, rest = term(tokens)
+        while rest and rest[0] == word:
+            other, rest = term(rest[1:])
+            value = value or other if word == "or" else value and other
         return value, rest
 
     def _one(self, tokens: list[str], name: str) -> tuple[bool, list[str]]:
@@ -71,7 +71,7 @@ class Selection:
             value, rest = self._one(rest, name)
             return not value, rest
         if first == "(":
-            value, rest = self._any_of(rest, name)
+            value, rest = self._joined("or", rest, name)
             if not rest or rest[0] != ")":
                 raise self._error(rest[0] if rest else "the end")
             return value, rest[1:]

@@ -12,19 +12,13 @@ from lossgate.declaration.loading import check_source
 from lossgate.engine.cell import Cell, CellResult
 from lossgate.engine.child import Child, ChildDied
 from lossgate.engine.crash import result_of_crash
+from lossgate.engine.events import CellStarted
 from lossgate.engine.first_import import take_child
 from lossgate.engine.jobs import CellJob, CellName
 from lossgate.engine.settings import Settings
 
 _LOOK = 1.0
 """Seconds between two looks at processes that give no answer."""
-
-
-@dataclass(frozen=True)
-class Started:
-    """A cell has begun."""
-
-    cell: Cell
 
 
 @dataclass(frozen=True)
@@ -37,7 +31,7 @@ class Done:
 
 def run_side_by_side(
     cells: Sequence[Cell], settings: Settings, jobs: int, given_up: Callable[[Cell], object] = lambda _: None
-) -> Generator[Started | Done]:
+) -> Generator[CellStarted | Done]:
     """Runs cells in other processes, which load the candidates again from their sources.
 
     Cells that share a deck run in one process, as far as possible, so that it is drawn once. A
@@ -74,7 +68,7 @@ def run_side_by_side(
                     worker = idle.pop(0)
                     running[worker] = number
                     workers[worker].start(cells[number], given[number])
-                    yield Started(cells[number])
+                    yield CellStarted(cells[number])
                 ready = wait([workers[worker].child.connection for worker in running], _LOOK if running else 0)
                 for worker in list(running):
                     if workers[worker].child.connection in ready:

@@ -134,6 +134,8 @@ def _skipped_lines(skipped: Sequence[CellSkipped]) -> list[str]:
 
 
 def _line(cell: ShownCell) -> str:
+    if cell.verdict.expected:  # its statistics are those of a disagreement
+        return f"{heading(cell)}:  as expected  ({cell.seconds:.1f} s)"
     tried = f", {cell.largest}" if cell.largest else ""
     return (
         f"{heading(cell)}:  {counted(cell.problems, 'problem')}, {counted(cell.comparisons, 'comparison')}, "
