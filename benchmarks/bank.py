@@ -4,7 +4,7 @@ seeds.
 
     python benchmarks/bank.py --seeds 5 --profile dev --profile ci --out bank.json
     python benchmarks/bank.py --compare before.json after.json
-    python benchmarks/bank.py --local-tokens 200   # README's wrong kernel, on so many seeds
+    python benchmarks/bank.py --local-tokens 200   # a kernel that divides by its rank's own tokens
 """
 
 import argparse
@@ -83,7 +83,7 @@ def measure(profiles: list[str], seeds: int, jobs: int) -> dict[str, dict[str, s
 
 
 def local_mean(inputs: NllLogits, options: object, mesh: object) -> Tensor:
-    """The kernel of the README: each rank divides by its own trained tokens."""
+    """Each rank divides by its own trained tokens."""
     targets = inputs.labels.masked_fill(~inputs.mask, -100)
     total = cross_entropy(inputs.logits.float(), targets, reduction="sum")
     return total / inputs.mask.sum().clamp(min=1)
@@ -93,7 +93,7 @@ LOCAL_MEAN = candidate("nll", head="logits", axes=("dp", "cp"))(local_mean)
 
 
 def local_mean_verdicts(seed: int) -> dict[str, str]:
-    """Returns the verdicts on the README's kernel, at every profile, by cell."""
+    """Returns the verdicts on that kernel, at every profile, by cell."""
     warnings.simplefilter("ignore")
     found: dict[str, str] = {}
     for profile, settings in PROFILES.items():
@@ -106,7 +106,7 @@ def local_mean_verdicts(seed: int) -> dict[str, str]:
 
 
 def measure_local_mean(seeds: int, jobs: int) -> None:
-    """Prints how many seeds see that the README's kernel is wrong."""
+    """Prints how many seeds see that it is wrong."""
     killed: Counter[str] = Counter()
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         for found in pool.map(local_mean_verdicts, range(seeds)):
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", type=Path, help="write the verdicts here, as JSON")
     parser.add_argument("--compare", type=Path, nargs=2, help="print two such files side by side, and run nothing")
-    parser.add_argument("--local-tokens", type=int, metavar="SEEDS", help="judge README's wrong kernel alone")
+    parser.add_argument("--local-tokens", type=int, metavar="SEEDS", help="judge a kernel that divides by its rank's own tokens, on so many seeds")
     arguments = parser.parse_args()
     if arguments.local_tokens:
         measure_local_mean(arguments.local_tokens, arguments.jobs)

@@ -65,7 +65,7 @@ class Batch:
 
 
 class _GradientsInForward(torch.autograd.Function):
-    """open-instruct's algorithm, with what docs/losses.md says of it at O3, O9, O10 and O15.
+    """open-instruct's algorithm, with what losses.md says of it at O3, O9, O10 and O15.
 
     Forward calls the head for each chunk of tokens and runs backward at once. That adds the head's
     gradients to ``.grad``, and those of hidden to a buffer. Backward hands the buffer on. All

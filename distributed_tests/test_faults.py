@@ -78,7 +78,7 @@ def test_what_is_reported(kind: str, fault: str) -> None:
 
 
 def test_the_page_says_what_is_reported() -> None:
-    page = (Path(__file__).parents[1] / "docs/worlds.md").read_text()
+    page = (Path(__file__).parents[1] / "docs/explanation/worlds.md").read_text()
     rows = re.findall(r"^\| ([^|`]+) \| (\w+) \| (\w+) \|$", page, flags=re.MULTILINE)
     assert {fault: (simulated, gloo) for fault, simulated, gloo in rows} == REPORTS
 

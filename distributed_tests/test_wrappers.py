@@ -280,7 +280,7 @@ def _train_inside_summon(context: RankContext) -> list[bool]:
 
 
 def test_training_inside_summon_full_params_is_lost_for_a_dense_head_too(world: World) -> None:
-    """Nothing tells such a parameter from an ordinary one. docs/kernels.md says so."""
+    """Nothing tells such a parameter from an ordinary one. docs/reference/kernels.md says so."""
     assert world.run(_train_inside_summon) == [[False, False]] * RANKS
 
 

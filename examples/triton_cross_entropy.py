@@ -4,7 +4,7 @@
     lossgate verify examples/triton_cross_entropy.py
 
 Triton has an interpreter, which runs a kernel program by program on tensors of the CPU. It is used
-where there is no GPU; docs/triton.md says what to mind.
+where there is no GPU; docs/how-to/gpu.md says what to mind.
 """
 
 # pyright: reportMissingParameterType=false

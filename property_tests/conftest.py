@@ -58,21 +58,26 @@ def make_world() -> Iterator[Callable[..., SimulatedWorld]]:
         yield ranks.world
 
 
+_OF_PAGES = "test_code_blocks.py"
+
+
 @pytest.fixture(autouse=True)
 def no_diagnosis(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks for no cause of a disagreement in this process, but in the tests of causes.
+    """Looks for no cause of a disagreement in this process, but in the tests of causes and of what
+    the docs show.
 
     It takes seconds for a cell, and hundreds of mutants disagree here.
     """
-    if "diagnosis" not in request.path.parts:
+    if "diagnosis" not in request.path.parts and request.path.name != _OF_PAGES:
         monkeypatch.setattr("lossgate.engine.run_cell.diagnose", lambda *given: None)
 
 
 @pytest.fixture(autouse=True)
 def no_known_mistakes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Does not ask whether problems show the known mistakes, but in the tests of that.
+    """Does not ask whether problems show the known mistakes, but in the tests of that and of what
+    the docs show.
 
     It makes half as many cells in the same time, and nearly all of them ask the same.
     """
-    if request.path.name != "test_known_mistakes.py":
+    if request.path.name not in ("test_known_mistakes.py", _OF_PAGES):
         monkeypatch.setattr("lossgate.engine.search.KnownMistakes", lambda *given: None)

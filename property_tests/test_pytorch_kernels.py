@@ -29,7 +29,7 @@ test_loss_parallel = lossgate.suite(PYTORCH["torch_loss_parallel"], layouts=["si
 
 
 def test_the_accurate_policy_adds_up_a_bfloat16_loss_in_bfloat16() -> None:
-    """docs/known_failures.md says by how much it is too large, over 131 chunks."""
+    """docs/reference/known-failures.md says by how much it is too large, over 131 chunks."""
     coarse = Precision(accumulate="bfloat16", chunk=16, loss="bfloat16", grads_in_forward=True)
     kernel = replace(PYTORCH["torch_linear_cross_entropy_chunked"], precision={"bfloat16": coarse})
     sizes = {"lengths": (2085,), "masks": ("all",), "hidden": 1, "vocab": 2}
@@ -44,4 +44,4 @@ def test_known_failures_still_disagree_and_are_described(known: Candidate) -> No
     (cell,) = plan([known], Settings())
     assert run_cell(cell, Settings()).expected
     assert known.known_failure is not None
-    assert f"## {known.known_failure.name}" in (ROOT / "docs/known_failures.md").read_text()
+    assert f"## {known.known_failure.name}" in (ROOT / "docs/reference/known-failures.md").read_text()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the Triton example on the CPU, and of what docs/triton.md says about the interpreter.
+"""Tests of the Triton example on the CPU, and of what gpu.md says about the interpreter.
 
 Each runs in a process of its own: Triton decides when it is imported whether it interprets.
 """
@@ -35,7 +35,7 @@ DEFECTS = {
     "cut_off": ("vocab, dtype=torch.float32", "vocab, dtype=logits.dtype"),
 }
 """What makes the example wrong: the text that is replaced, and by what. That the example itself
-agrees is shown by docs/triton.md, whose commands are tested.
+agrees is shown by docs/how-to/gpu.md, whose commands are tested.
 """
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cross-entropy kernels that come with PyTorch 2.13, as candidates; and what lossgate found in them
-(docs/known_failures.md).
+(docs/reference/known-failures.md).
 """
 
 from pathlib import Path

@@ -134,7 +134,7 @@ def _step(cell: Cell) -> Step:
 
 
 def compute(wrapped: Wrapped, way: str, batch: Any, tokens: int) -> tuple[Tensor, Metrics]:
-    """Computes the loss inside the forward of the wrapped model, as docs/kernels.md says."""
+    """Computes the loss inside the forward of the wrapped model, as kernels.md says."""
     metrics: dict[str, Tensor] = {}
     from_outside = backbone_and_lm_head(wrapped.model)
 

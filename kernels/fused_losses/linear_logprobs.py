@@ -149,7 +149,7 @@ def linear_logprobs(
 
     Memory:
         Forward and backward hold ``[chunk, local_vocab]`` logits at a time in the compute dtype;
-        see "Memory" in docs/kernels.md for how many. Backward holds a gradient of weight in the
+        see "Memory" in kernels.md for how many. Backward holds a gradient of weight in the
         compute dtype, which is rounded once at the end, and ``[tokens, hidden]`` numbers (twice
         that with ``sequence_parallel``). With a ``matmul_dtype`` other than the weight's, both
         passes hold a copy of weight in it.

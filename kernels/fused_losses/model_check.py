@@ -33,7 +33,8 @@ a copy might not fit.
 
 AFTER_THE_HEAD = (
     "take the head with check=False, and either wrap it in a module that does the same to its logits, for "
-    "tiled_token_logprobs, or pass softcap or temperature to linear_logprobs (docs/kernels.md, 'Models that do more')"
+    "tiled_token_logprobs, or pass softcap or temperature to linear_logprobs: see 'Models that do more' in "
+    "docs/reference/kernels.md"
 )
 _BEFORE_THE_HEAD = "take the head with check=False, and UpToLmHead(model, lm_head) for the backbone"
 _YOURSELF = "pass hidden states and head to the kernel yourself, with check=False"

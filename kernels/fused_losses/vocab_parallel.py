@@ -102,7 +102,7 @@ def vocab_parallel_logprobs(
 
     Memory:
         ``[chunk, local_vocab]`` logits at a time in the compute dtype; see "Memory" in
-        docs/kernels.md for how many. Backward makes the gradient of the logits, in their dtype.
+        kernels.md for how many. Backward makes the gradient of the logits, in their dtype.
         Saved for backward: the logits, an int64 label and one number for each token (one more with
         ``entropy``; with a filter one more and a bool, and with ``unfiltered`` yet another).
     """

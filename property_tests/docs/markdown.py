@@ -9,6 +9,8 @@ run in order:
 - ``text``: the output of the ``python`` block directly before it.
 - ``console``: commands, each after ``$ ``, and the output of each below it.
 - ``sh``: commands without output, one on each line.
+- ``diff``: a change of the file that ``<!-- file: NAME -->`` names, without line numbers. What it
+  takes away must be there once.
 - ``toml``: parsed. The settings loader reads ``[tool.lossgate]``, profile by profile.
 - indented: a formula. It must not look like a command.
 
@@ -52,6 +54,7 @@ from typing import Any
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
+from lossgate.cli import app
 from lossgate.engine.settings import load_settings
 from lossgate.errors import UsageError
 from property_tests.warm_python import warm_commands
@@ -102,8 +105,16 @@ class Command:
 
 
 def pages(root: Path = ROOT) -> list[Path]:
-    """Returns the pages at the top of the repository and every page of docs."""
-    return [*sorted(root.glob("*.md")), *sorted((root / "docs").glob("*.md"))]
+    """Returns the pages at the top of the repository and every page of docs, but for those that
+    ``docs/reference/write.py`` writes from the code.
+    """
+    return [
+        page for page in (*sorted(root.glob("*.md")), *sorted((root / "docs").rglob("*.md"))) if not _is_written(page)
+    ]
+
+
+def _is_written(page: Path) -> bool:
+    return "<!-- Written by" in page.read_text()
 
 
 def blocks_of(page: Path) -> Iterator[Block]:
@@ -181,6 +192,8 @@ def run_page(page: Path, folder: Path, root: Path = ROOT) -> None:
                 printed = _run_python(block, namespace, page)
             elif block.kind in ("console", "sh"):
                 _run_commands(block, where, root)
+            elif block.kind == "diff":
+                _change(block, folder, where)
             elif block.kind == "toml":
                 _check_toml(block.text, where)
             elif block.kind == "indented":
@@ -246,6 +259,8 @@ def check_without_running(command: str, where: str, root: Path = ROOT) -> None:
         path = re.sub(r":\w+$", "", word)  # file.py:name
         if "/" in path and not path.startswith("-") and not (root / path).exists():
             raise PageError(f"{where}: {command!r} names {path}, which does not exist")
+    if words[0] == "lossgate" and len(words) > 1 and words[1].isalpha() and words[1] not in app:
+        raise PageError(f"{where}: {command!r}: there is no command {words[1]!r}")
     if flags := [word.partition("=")[0] for word in words if word.startswith("--")]:
         asked = _help_command(words)
         known = _help(asked, root)
@@ -292,8 +307,21 @@ def _importable(folder: Path) -> Iterator[None]:
                 del sys.modules[name]
 
 
+def _change(block: Block, folder: Path, where: str) -> None:
+    """Makes the change of a ``diff`` block."""
+    lines = block.text.splitlines()
+    before, after = ("\n".join(line[1:] for line in lines if line[:1] in kept) for kept in ((" ", "-"), (" ", "+")))
+    file = folder / block.directives.get("file", "")
+    text = file.read_text() if file.is_file() else ""
+    if (times := text.count(before)) != 1:
+        raise PageError(
+            f"{where}: {file.name} has these lines {times} times, and a diff changes those that are there once"
+        )
+    file.write_text(text.replace(before, after))
+
+
 def _save(block: Block, folder: Path, where: str) -> None:
-    if name := block.directives.get("file"):
+    if block.kind != "diff" and (name := block.directives.get("file")):
         if (folder / name).is_symlink():
             raise PageError(f"{where}: file {name} is the name of something in the repository; choose another")
         (folder / name).write_text(block.text)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/writing-a-candidate.md agrees with the code: arguments, defaults, profiles."""
+"""The pages of candidates and settings agree with the code: arguments, defaults, profiles."""
 
 import ast
 import re
@@ -21,7 +21,8 @@ from lossgate.specs.outputs import LOGPROBS, LOSS, Output, gradient_output
 
 from .markdown import ROOT
 
-TEXT = (ROOT / "docs/writing-a-candidate.md").read_text()
+PAGES = ("how-to/candidate", "reference/declaration", "reference/settings")
+TEXT = "\n".join((ROOT / f"docs/{page}.md").read_text() for page in PAGES)
 
 
 def table(*headings: str) -> list[list[str]]:

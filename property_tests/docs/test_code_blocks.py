@@ -12,22 +12,27 @@ import pytest
 from .markdown import ROOT as REPOSITORY
 from .markdown import Block, PageError, check_code_spans, commands_of, links_of, matches, pages, run_page
 
-NOT_YET_CONVERTED: tuple[str, ...] = ()
-"""Pages that do not follow the rules yet. This must become empty."""
-
-NEEDS = {"triton.md": "triton"}
+NEEDS = {"gpu.md": "triton"}
 """Pages with commands that need a package which not every system has."""
 
-PAGES = [page for page in pages() if page.name not in NOT_YET_CONVERTED]
+PAGES = pages()
+
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(REPOSITORY))
 
 
 def test_every_page_is_found() -> None:
-    names = {page.name for page in pages()}
-    assert {"README.md", "losses.md", "kernels.md", "judge.md", "writing-a-candidate.md"} <= names
-    assert set(NOT_YET_CONVERTED) <= names
+    names = {_name(page) for page in pages()}
+    assert {
+        "README.md",
+        "docs/reference/losses.md",
+        "docs/reference/specs/nll.md",
+        "docs/explanation/judge.md",
+    } <= names
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_blocks_run_and_show_their_output(page: Path, tmp_path: Path) -> None:
     needed = NEEDS.get(page.name)
     if needed and find_spec(needed) is None:
@@ -35,19 +40,19 @@ def test_blocks_run_and_show_their_output(page: Path, tmp_path: Path) -> None:
     run_page(page, tmp_path)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_commands_in_the_text_exist(page: Path) -> None:
     check_code_spans(page)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_lines_are_at_most_100_columns(page: Path) -> None:
     """Tables and links cannot be wrapped, so their lines may be longer."""
     lines = enumerate(page.read_text().splitlines(), 1)
     assert [f"{page.name}:{n}" for n, line in lines if len(line) > 100 and not line.startswith("|")] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_links_to_files_and_headings_resolve(page: Path) -> None:
     for link in links_of(page):
         name, _, heading = link.partition("#")
@@ -66,6 +71,10 @@ def headings_of(page: Path) -> set[str]:
 # The rules themselves. A page is given as its text; ~~~ fences stand for ``` fences.
 
 RIGHT = {
+    "diff": (
+        "<!-- file: a.py -->\n~~~python\nx = 1\ny = 1\n~~~\n\n<!-- file: a.py -->\n~~~diff\n x = 1\n-y = 1\n"
+        "+y = 2\n+z = 3\n~~~\n\n~~~console\n$ cat a.py\nx = 1\ny = 2\nz = 3\n~~~\n"
+    ),
     "output": "~~~python\nprint(1 + 1)\n~~~\n\n~~~text\n2\n~~~\n",
     "part of a line": "~~~python\nprint('took 0.31 s')\n~~~\n\n~~~text\ntook ... s\n~~~\n",
     "some lines": "~~~python\nprint('a', 'b', 'c', 'd', sep='\\n')\n~~~\n\n~~~text\na\n...\nd\n~~~\n",
@@ -119,6 +128,7 @@ WRONG = {
     "indented prompt": ("Do this:\n\n    $ ci/test\n", "is a command; show it in a console or sh block"),
     "unknown setting": ("~~~toml\n[tool.lossgate]\nexample = 3\n~~~\n", "unknown setting 'example'"),
     "bad profile": ("~~~toml\n[tool.lossgate.profiles.mine]\njobs = -1\n~~~\n", "jobs=-1"),
+    "diff of what is not there": ("<!-- file: a.py -->\n~~~diff\n-a\n+b\n~~~\n", "a.py has these lines 0 times"),
     "bad toml": ("~~~toml\n[tool.lossgate\n~~~\n", "page.md:2: "),
 }
 
@@ -150,6 +160,7 @@ def test_pages_that_are_wrong(run: Callable[[str], None], text: str, message: st
 @pytest.mark.parametrize(
     ("span", "message"),
     [
+        ("lossgate show my.py", "there is no command 'show'"),
         ("lossgate verify my.py --profil ci", "--profil, which 'lossgate verify --help' does not list"),
         ("property_tests/docs/none.py", "page.md:1: 'property_tests/docs/none.py' does not exist"),
         ("lossgate replay ci/candidates/none.json", "names ci/candidates/none.json, which does not exist"),

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from .markdown import ROOT
 
-KNOWN_FAILURES = ROOT / "docs/known_failures.md"
+KNOWN_FAILURES = ROOT / "docs/reference/known-failures.md"
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_the_weights_gradient_does_not_depend_on_the_chunk() -> None:
     errors = [float(number) for number in re.findall(r"(\d\.\d+)%", printed.getvalue().partition("┡")[2])]
     assert len(errors) == 15
     says = "is below 0.3% in one chunk and in chunks of one token alike"
-    assert says in sections(ROOT / "docs/kernels.md")["Memory"]
+    assert says in sections(ROOT / "docs/reference/kernels.md")["Memory"]
     assert max(errors) < 0.3
 
 
@@ -65,7 +65,7 @@ def table(page: Path, corner: str) -> dict[str, dict[str, str]]:
 def test_what_the_originals_claim(claim: str) -> None:
     """All figures but times are the same in every run; these claims are quick to measure."""
     measure, sizes = originals.CLAIMS[claim]
-    stated = table(ROOT / "docs/kernels.md", claim)
+    stated = table(ROOT / "docs/reference/kernels.md", claim)
     measured = {
         name: {heading: originals.shown(heading, row[heading]) for heading in stated[name]}
         for name, row in measure(sizes, 1).items()
@@ -79,4 +79,4 @@ def test_what_the_originals_claim(claim: str) -> None:
 def test_tables_of_the_originals_have_every_row(claim: str) -> None:
     measure, _ = originals.CLAIMS[claim]
     small = originals.Sizes(sequences=2, length=16, hidden=4, vocab=8)
-    assert list(table(ROOT / "docs/kernels.md", claim)) == list(measure(small, 1))
+    assert list(table(ROOT / "docs/reference/kernels.md", claim)) == list(measure(small, 1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/judge.md states the constants of the judge."""
+"""judge.md and adequacy.md state the constants of the judge and of what must be seen."""
 
 from math import log2
 
@@ -23,7 +23,7 @@ from lossgate.numerics.rounded_numbers import _BETWEEN, _FILLED, _NAMES
 from .markdown import ROOT
 
 RIGHT = known_right()
-TEXT = " ".join((ROOT / "docs/judge.md").read_text().split())
+TEXT = " ".join(" ".join((ROOT / f"docs/explanation/{page}.md").read_text() for page in ("judge", "adequacy")).split())
 NUMBERS = {4: "four", 6: "six"}
 
 STATED = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/kernels.md agrees with the code: how the metrics of each loss make the whole."""
+"""docs/reference/kernels.md agrees with the code: how the metrics of each loss make the whole."""
 
 import re
 
@@ -12,7 +12,9 @@ from .markdown import ROOT
 
 def stated(loss: str) -> dict[str, str]:
     """Returns each metric of a loss and its reduction, from the table of the page."""
-    table = re.search(r"\| loss \| parts make.*\n\|-.*\n((?:\|.*\n)+)", (ROOT / "docs/kernels.md").read_text())
+    table = re.search(
+        r"\| loss \| parts make.*\n\|-.*\n((?:\|.*\n)+)", (ROOT / "docs/reference/kernels.md").read_text()
+    )
     assert table
     found, current = dict[str, str](), ""
     for row in table[1].splitlines():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/migrating.md: its calls compute what dense losses do on rows, and its tables fit the code.
+"""migrating.md: its calls compute what dense losses do on rows, and its tables fit the code.
 
 Each example runs on one rank, and on simulated ranks that hold parts of the same batch.
 """
@@ -25,7 +25,7 @@ from property_tests.kernels.losses_with_metrics import LOSSES, Batch
 
 from .markdown import ROOT, Block, blocks_of
 
-PAGE = ROOT / "docs/migrating.md"
+PAGE = ROOT / "docs/how-to/migrating.md"
 TEXT = PAGE.read_text()
 MakeWorld = Callable[..., SimulatedWorld]
 Names = dict[str, Any]
@@ -588,4 +588,4 @@ def test_tables_that_are_wrong_are_seen() -> None:
 
 def test_the_page_is_linked() -> None:
     assert "migrating.md" in (ROOT / "README.md").read_text()
-    assert "migrating.md" in (ROOT / "docs/kernels.md").read_text()
+    assert "migrating.md" in (ROOT / "docs/reference/kernels.md").read_text()

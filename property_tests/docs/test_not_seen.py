@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/judge.md tells what the judge does not see, and what it wrongly rejects."""
+"""adequacy.md says what the judge does not see, and what it wrongly rejects."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/properties.md describes each property as it is registered."""
+"""docs/reference/properties.md describes each property as it is registered."""
 
 import re
 
@@ -8,7 +8,7 @@ from lossgate.properties import PROPERTIES
 
 from .markdown import ROOT
 
-TEXT = (ROOT / "docs/properties.md").read_text()
+TEXT = (ROOT / "docs/reference/properties.md").read_text()
 
 
 def test_each_property_has_a_section_with_its_summary_and_its_cost() -> None:
@@ -23,7 +23,7 @@ def test_each_page_says_what_is_checked_on_layouts_of_many_ranks() -> None:
     most, of_ranks = PROFILES["ci"].property_ranks, {name for name, held_to in PROPERTIES.items() if held_to.of_ranks}
     own, settings, gate = (
         " ".join((ROOT / f"docs/{name}.md").read_text().split())
-        for name in ("properties", "writing-a-candidate", "release-gate")
+        for name in ("reference/properties", "reference/settings", "how-to/release-gate")
     )
     (said,) = re.findall(r"Properties of how ranks work together are checked on all: (.*?)\.", own)
     (again,) = re.findall(r"with more than `property_ranks` ranks on an axis, only (.*?) are checked", settings)

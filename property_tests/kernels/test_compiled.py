@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the table in docs/kernels.md on torch.compile: which kernels compile in one graph."""
+"""Tests of the table in kernels.md on torch.compile: which kernels compile in one graph."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

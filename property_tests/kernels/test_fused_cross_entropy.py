@@ -194,7 +194,7 @@ def test_nothing_is_computed_or_saved_for_backward_without_gradients() -> None:
 def test_every_upstream_scale_reaches_every_gradient() -> None:
     """Scaling the loss after the kernel scales all gradients, not those of hidden alone.
 
-    In open-instruct's tiled loss it does not scale those of the head (O9 in docs/losses.md).
+    In open-instruct's tiled loss it does not scale those of the head (O9 in losses.md).
     """
     hidden, weight, bias, labels = example()
     leaves = tuple(leaf.requires_grad_() for leaf in (hidden, weight, bias))

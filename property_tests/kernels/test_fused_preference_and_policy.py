@@ -2,7 +2,7 @@
 """Tests of DPO, GRPO and the clipped policy gradient on fused log-probabilities.
 
 lossgate verifies them as candidates. The other tests cover the defects that the originals have had;
-O1 to O18 refer to the list of open-instruct's defects in docs/losses.md.
+O1 to O18 refer to the list of open-instruct's defects in docs/reference/losses.md.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of log-probabilities through an lm-head that is any module, tile by tile.
 
-They cover the defects of open-instruct's tiled loss; O1 to O18 refer to the list in docs/losses.md.
+They cover the defects of open-instruct's tiled loss; O1 to O18 refer to the list in losses.md.
 """
 
 import copy

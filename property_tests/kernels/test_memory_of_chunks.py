@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that count bytes against what docs/kernels.md says under "Memory"."""
+"""Tests that count bytes against what docs/reference/kernels.md says under "Memory"."""
 
 from typing import Any
 

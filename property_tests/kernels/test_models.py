@@ -209,7 +209,7 @@ def test_models_that_do_more_are_refused(name: str, message: str) -> None:
 
 
 class Changed(nn.Module):
-    """The recipe of docs/kernels.md: a head that does what the model does to its logits."""
+    """The recipe of kernels.md: a head that does what the model does to its logits."""
 
     def __init__(self, lm_head: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

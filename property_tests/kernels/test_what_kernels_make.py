@@ -154,7 +154,7 @@ def test_the_logits_never_exist(name: str) -> None:
     """No tensor exceeds a chunk of logits or the weight.
 
     A loop over chunks under ordinary autograd would save every chunk of logits. The passes of other
-    policies are included, since open-instruct's once made all logits (O8 in docs/losses.md).
+    policies are included, since open-instruct's once made all logits (O8 in losses.md).
     """
     tokens = 160
     chunk = 64 if "default" in name else CHUNK

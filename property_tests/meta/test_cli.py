@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of the command line as a user meets it: exit codes, output, evidence, replay."""
 
+import ast
 import inspect
 import re
 import subprocess
@@ -11,9 +12,9 @@ from pathlib import Path
 import docstring_parser
 import pytest
 
-from lossgate import Layout
+from lossgate import Candidate, Layout
 from lossgate import candidate as declare
-from lossgate.cli import Exit, replay, verify
+from lossgate.cli import Exit, app, replay, verify
 from lossgate.cli.verify import exit_code
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from property_tests.meta.command_line import KERNELS, Lossgate, in_a_process
@@ -288,3 +289,16 @@ def test_help_gives_the_meaning_of_each_parameter(command: Callable[..., int]) -
     described = {parameter.arg_name for parameter in parsed.params if parameter.description}
     assert described == set(inspect.signature(command).parameters)
     assert parsed.long_description is None
+
+
+@pytest.mark.parametrize(
+    "file", sorted(Path(inspect.getfile(Candidate)).parents[1].rglob("*.py")), ids=lambda f: f.name
+)
+def test_messages_name_commands_that_exist(file: Path) -> None:
+    """In a string, what follows the name of the tool is a command, or a verb of a sentence."""
+    verbs = {"adds", "found", "itself", "on", "reads", "wrote"}
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    strings = [n.value for n in nodes if isinstance(n, ast.Constant) and id(n) not in docstrings]
+    named = {word for text in strings if isinstance(text, str) for word in re.findall(r"\blossgate ([a-z]+)", text)}
+    assert {word for word in named if word not in app} <= verbs

@@ -71,7 +71,10 @@ def test_a_blind_judge_does_not_agree(monkeypatch: pytest.MonkeyPatch) -> None:
         f"a kernel with a known mistake would have passed every problem: {result.mistakes.surviving[0]}; "
     )
     more = len(result.mistakes.surviving) - 3
-    assert said[-1] == f"{more} more known mistakes would have passed; lossgate show names them"
+    assert (
+        said[-1]
+        == f"{more} more known mistakes would have passed; lossgate report --cell names them, of a run with --evidence"
+    )
 
 
 def least(placed: list[Placed], *_: object) -> list[Placed]:

@@ -104,7 +104,7 @@ def test_layouts_and_candidates_that_come_along_are_listed_and_there() -> None:
     ],
 )
 def test_a_spec_says_what_ranks_make_together(spec: str, output: str, facts: tuple[str, ...]) -> None:
-    """As docs/writing-a-candidate.md has it."""
+    """As docs/how-to/candidate.md has it."""
     (section,) = (one for one in sections(SPECS[spec]) if one.title == "what ranks make together")
     (entry,) = (one for one in section.entries if one.name == output)
     assert entry.facts == facts
@@ -195,7 +195,7 @@ def test_a_stale_file_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr(spec_files, "files", lambda: {**wanted, path: "something else"})
     assert spec_files.main(["--check"]) == 1
     assert capsys.readouterr().out == (
-        "docs/specs/README.md is not as python -m lossgate.reports.spec_files writes it\n"
+        "docs/reference/specs/README.md is not as python -m lossgate.reports.spec_files writes it\n"
     )
 
 

@@ -198,9 +198,11 @@ def test_an_installed_module_is_run_only_if_trusted(failed: Path, lossgate: Loss
     done = lossgate("replay", file)
     assert done.returncode == 2
     assert re.search(r"whose code is in \S+antigravity\.py, outside the working folder", done.stderr)
+
+
+def test_kernels_that_come_along_are_trusted(failed: Path, lossgate: Lossgate) -> None:
     right = naming(failure_in(failed), "lossgate.bank.right:nll_logits_log_softmax_float32")
-    assert lossgate("replay", right).returncode == 2
-    assert lossgate("replay", right, "--trust").returncode == 0
+    assert lossgate("replay", right).returncode == 0
 
 
 def test_what_is_not_trusted_does_not_stop_the_others(failed: Path, lossgate: Lossgate) -> None:

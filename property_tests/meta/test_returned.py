@@ -13,6 +13,9 @@ from lossgate import CandidateError, Contract, Layout, Outputs, Problem, candida
 from lossgate.bank.cross_entropy import STYLES, make
 from lossgate.cases.case import Case
 from lossgate.engine.case_result import run_case
+from lossgate.engine.cell import Cell, Verdict
+from lossgate.engine.run_cell import run_cell
+from lossgate.engine.settings import PROFILES
 from lossgate.properties import PROPERTIES
 from lossgate.specs.outputs import gradient_output
 from lossgate.worlds import SimulatedWorld
@@ -28,7 +31,10 @@ PROBLEM = Problem(spec="nll", head="hidden", dtype="float32", lengths=(3,), mask
         (lambda i: 3.0, "returned float; expected lossgate.Outputs, or the loss as a tensor"),
         (lambda i: i.hidden.sum(0), "returned loss of shape [2]; expected []"),
         (lambda i: i.hidden.sum().bfloat16(), "returned loss in bfloat16; its Precision declares float32"),
-        (lambda i: i.hidden.sum().detach(), "returned loss without a graph (detached?); it is declared differentiable"),
+        (
+            lambda i: i.hidden.sum().detach(),
+            "returned loss without a graph; it is declared differentiable; look for detach(), torch.no_grad() and ",
+        ),
         (lambda i: i.hidden.sum().to("meta"), "returned loss on meta; its inputs are on cpu"),
         (lambda i: Outputs(), "returned no loss; spec 'nll' requires it"),
         (lambda i: Outputs(loss=1.0), "returned loss as float; expected a tensor"),  # type: ignore[arg-type]
@@ -85,7 +91,7 @@ def test_log_probabilities_that_are_declared_differentiable_must_be(make_world: 
         (lambda i: Outputs(loss=i.hidden.sum()), "returned no logprobs, which is declared differentiable"),
         (
             lambda i: Outputs(loss=i.hidden.sum(), logprobs=torch.zeros(3)),
-            r"returned logprobs without a graph \(detached\?\); it is declared differentiable",
+            r"returned logprobs without a graph; it is declared differentiable",
         ),
     ):
         case = Case(declared(lambda inputs, options, mesh, o=outputs: o(inputs)), PROBLEM, make_world("single"))
@@ -148,6 +154,37 @@ def test_a_rank_without_tokens_need_not_give_their_gradient(make_world: MakeWorl
     assert Case(declare(forgets_the_weight), problem, world).result.faults == {
         gradient_output("weight", ("vocab", "hidden")): (f"backward did not reach it on rank 1; {WAY_OUT}",)
     }
+
+
+def test_a_rank_without_tokens_must_keep_the_graph(make_world: MakeWorld) -> None:
+    """As in a loop over no chunk."""
+    loop = candidate("nll", head="hidden", axes=("dp",), name="loop")(
+        lambda inputs, options, mesh: sum((x.sum() for x in inputs.hidden.split(2) if len(x)), torch.zeros(()))
+    )
+    world = make_world("dp=2")
+    with pytest.raises(CandidateError, match=r"on rank 1 returned loss without a graph; .*; it has no token: a rank "):
+        _ = Case(loop, replace(PROBLEM, layout=world.layout), world).result
+
+
+def test_a_broken_interface_says_what_to_do_in_place_of_the_property() -> None:
+    """What the property advises has nothing to do with it."""
+
+    @candidate("nll", head="hidden", axes=("dp",), dtypes=("float32",))
+    def chunked(inputs: Any, options: Any, mesh: Any) -> Any:
+        total = torch.zeros(())
+        for start in range(0, len(inputs.labels), 8):
+            part = slice(start, start + 8)
+            logits = inputs.hidden[part] @ inputs.weight.T
+            losses = torch.nn.functional.cross_entropy(logits, inputs.labels[part], reduction="none")
+            total = total + torch.where(inputs.mask[part], losses, 0.0).sum()
+        return total / inputs.valid_tokens.clamp(min=1)
+
+    cell = Cell(chunked, Layout(), "float32", also=(PROPERTIES["microbatches"],))
+    result = run_cell(cell, replace(PROFILES["dev"], shrink_calls=0))
+    assert result.verdict is Verdict.DISAGREE
+    assert "adds 0.0 * x.sum() of each differentiable input x" in result.reasons[0]
+    assert result.reasons[0].startswith("property microbatches: candidate 'chunked' on rank ")
+    assert not any(reason.startswith("to do") for reason in result.reasons)
 
 
 def test_a_broken_interface_is_the_verdict_of_its_case(make_world: MakeWorld) -> None:

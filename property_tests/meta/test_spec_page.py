@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``docs/writing-a-spec.md`` says of what a spec is given, and of what it gives.
+"""What ``docs/how-to/own-loss.md`` says of what a spec is given, and of what it gives.
 
 Its code runs in ``property_tests/docs``, and in ``test_user_specs.py`` as a user runs it.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's own spec, as ``docs/writing-a-spec.md`` says, in a folder outside the repository.
+"""A user's own spec, as ``docs/how-to/own-loss.md`` says, in a folder outside the repository.
 
 The code is that of the page, and every command is a process of its own.
 """
@@ -22,7 +22,7 @@ from lossgate.strategies import problems
 from property_tests.docs.markdown import ROOT, blocks_of
 from property_tests.warm_python import warm_commands
 
-BLOCKS = list(blocks_of(ROOT / "docs/writing-a-spec.md"))
+BLOCKS = list(blocks_of(ROOT / "docs/how-to/own-loss.md"))
 FILES = {block.directives["file"]: block.text for block in BLOCKS if "file" in block.directives}
 FOCAL, MARGIN = FILES["focal.py"], FILES["margin.py"]
 SPEC, _, KERNELS = FOCAL.partition("@lossgate.candidate")

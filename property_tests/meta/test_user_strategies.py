@@ -355,7 +355,7 @@ def test_misuse_names_the_argument(which: str) -> None:
 
 
 def test_the_page_names_every_strategy() -> None:
-    page = (Path(__file__).parents[2] / "docs/own-tests.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/how-to/own-tests.md").read_text()
     assert [name for name in drawn.__all__ if not re.search(rf"`{name}\b", page)] == []
 
 

@@ -64,7 +64,13 @@ def check_returned(
             raise CandidateError(f"{who} returned {name} in {got}; {_remedy(own_names.get(name, name), got, want)}")
         if name in values and tensor.device.type != device.type:
             raise CandidateError(f"{who} returned {name} on {tensor.device.type}; its inputs are on {device.type}")
-    _check_graphs(returned, candidate, who, has_graph=has_graph)
+    for name in candidate.differentiable:
+        if (output := getattr(returned, name)) is None:
+            raise CandidateError(f"{who} returned no {name}, which is declared differentiable")
+        if has_graph and not output.requires_grad:
+            raise CandidateError(
+                f"{who} returned {name} without a graph; it is declared differentiable; {_way_out(batch, rank)}"
+            )
     return returned
 
 
@@ -122,10 +128,8 @@ def _metrics(returned: Outputs, candidate: Candidate, who: str) -> dict[str, tup
     return {f"metric {name!r}": (metric, ()) for name, metric in returned.metrics.items()}
 
 
-def _check_graphs(returned: Outputs, candidate: Candidate, who: str, *, has_graph: bool) -> None:
-    for name in candidate.differentiable:
-        output = getattr(returned, name)
-        if output is None:
-            raise CandidateError(f"{who} returned no {name}, which is declared differentiable")
-        if has_graph and not output.requires_grad:
-            raise CandidateError(f"{who} returned {name} without a graph (detached?); it is declared differentiable")
+def _way_out(batch: GlobalBatch, rank: int) -> str:
+    """Returns what to do about an output without a graph."""
+    if 0 in batch.partition.local_shape(("token", "sequence"), rank, 0):
+        return "it has no token: a rank that has nothing to compute adds 0.0 * x.sum() of each differentiable input x"
+    return "look for detach(), torch.no_grad() and tensors that are made anew"

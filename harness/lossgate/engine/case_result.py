@@ -52,6 +52,11 @@ class CaseResult:
     """The problems after which it disagrees, if it does so only after others."""
 
     @property
+    def says_what_to_do(self) -> bool:
+        """Whether the findings do so themselves, whatever property they are of."""
+        return self.failure == CandidateError.__name__
+
+    @property
     def symptoms(self) -> tuple[str, ...]:
         """What identifies it: outputs that disagree, other faults, or how the ranks failed."""
         if self.failure:

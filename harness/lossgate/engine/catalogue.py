@@ -81,7 +81,7 @@ class Catalogue:
             seconds=perf_counter() - start,
             findings=own.findings if own is not None else (),
             on=own.problem.describe() if own is not None else "",
-            remedy=held_to.remedy,
+            remedy="" if own is not None and own.says_what_to_do else held_to.remedy,
             resources=(own or cases[-1]).resources if cases else {},
         )
 

@@ -48,7 +48,7 @@ def compare(
     Both kernels round. What they may differ by is derived from the precision that both declare, as
     the tolerance of one against the reference is: runs of the reference that round as kernel_a
     declares, less others that round as kernel_b declares, show how far two right kernels are apart.
-    The statistics are those of one kernel (``docs/judge.md``), of the difference a - b in units of
+    The statistics are those of one kernel (``judge.md``), of the difference a - b in units of
     that noise; its scale is relative to the reference. What one unit roundoff may do to a whole
     result is allowed to both. So a difference is judged less sharply than the sharper of the two
     kernels alone, and a kernel may be found wrong that does not differ from the other.

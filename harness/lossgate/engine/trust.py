@@ -9,6 +9,8 @@ from lossgate.engine.failure_files import FailureFile
 from lossgate.errors import UsageError
 from lossgate.spelling import shown
 
+_LOSSGATE = Path(__file__).resolve().parents[1]
+
 
 def check_trusted(failure: FailureFile, file: Path) -> None:
     """Refuses a failure file that names code outside the working folder. Nothing is imported.
@@ -37,13 +39,14 @@ def _outside(source: str) -> Path | None:
     """Returns where the code of a candidate is, if that is outside the working folder.
 
     Packages that are installed in the working folder lie outside, too: nobody wrote them there.
+    Those of lossgate itself do not, because that is the code which runs here.
     """
     place, here, installed = (
         _place(source.rpartition(":")[0] or source),
         Path.cwd().resolve(),
         Path(sys.prefix).resolve(),
     )
-    if place is None:
+    if place is None or place.is_relative_to(_LOSSGATE):
         return None
     is_installed = installed != here and place.is_relative_to(installed) and installed.is_relative_to(here)
     return place if is_installed or not place.is_relative_to(here) else None

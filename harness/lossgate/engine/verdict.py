@@ -146,7 +146,7 @@ def _verdict(
 
 def _with_remedy(cell: Cell, failure: CaseResult) -> tuple[str, ...]:
     """Returns what is wrong, and what to do if the property of the cell says so."""
-    remedy = cell.property.remedy
+    remedy = "" if failure.says_what_to_do else cell.property.remedy
     return (*failure.findings, f"to do: {remedy}") if remedy else failure.findings
 
 
@@ -210,7 +210,10 @@ def _unseen(mistakes: MistakesShown) -> Iterator[str]:
             "in a finer dtype and declare so"
         )
     if more := len(mistakes.surviving[_SHOWN - 1 :]):
-        yield f"{counted(more, 'more known mistake')} would have passed; lossgate show names them"
+        yield (
+            f"{counted(more, 'more known mistake')} would have passed; lossgate report --cell names them, of a run "
+            "with --evidence"
+        )
 
 
 def _untried(sizes: Mapping[str, str]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from lossgate.judge.statistics import NOISE, SCALE, WORST, Blocks, Statistic, st
 FACTORS: Mapping[str, float] = {NOISE: 2.5, WORST: 3.0}
 BLOCK_FACTOR = 3.0
 """Limits: these factors of the largest value among the members. With them, and ``scale_sigmas``, no
-correct kernel of ``benchmarks/calibration.py`` is rejected; ``docs/judge.md`` has its figures."""
+correct kernel of ``benchmarks/calibration.py`` is rejected; ``judge.md`` has its figures."""
 
 ALIKE_FACTOR = 1.5
 """What a kernel may deviate by is at least this factor of what the runs do that round equal numbers

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from lossgate.judge.pooled_scale import FEWEST, Floats
 
 LARGEST, MORE = 1.1, 2.0
-"""The limit of n problems is ``LARGEST + MORE / n``. ``docs/judge.md`` has the pools of right
+"""The limit of n problems is ``LARGEST + MORE / n``. ``judge.md`` has the pools of right
 kernels that set it."""
 
 

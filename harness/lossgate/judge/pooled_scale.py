@@ -21,7 +21,7 @@ scatter is itself uncertain."""
 
 FLOOR = 1 / 64
 """The smallest bias that counts against a kernel, as a share of the output's unit roundoff. The
-pools of correct kernels in ``docs/judge.md`` set it."""
+pools of correct kernels in ``docs/explanation/judge.md`` set it."""
 
 FLOAT32_FLOOR = 2.0**-25
 """The same for kernels that compute in float32: their approximations of exp and log are off by that

@@ -21,12 +21,13 @@ from lossgate.specs.spec import Spec
 
 _HARNESS = Path(__file__).parents[1]
 _ROOT = _HARNESS.parents[1]
+_PAGES = _ROOT / "docs/reference/specs"
 
 
 def files() -> dict[Path, str]:
     """Returns the text of each file."""
-    pages = {_ROOT / "docs" / "specs" / f"{spec.name}.md": "\n".join(page(spec)) for spec in SPECS.values()}
-    index = {_ROOT / "docs" / "specs" / "README.md": "\n".join(_index())}
+    pages = {_PAGES / f"{spec.name}.md": "\n".join(page(spec)) for spec in SPECS.values()}
+    index = {_PAGES / "README.md": "\n".join(_index())}
     stubs = {_HARNESS / "inputs.pyi": "\n".join(_inputs()), _HARNESS / "options.pyi": "\n".join(_options())}
     return {**index, **pages, **stubs}
 
@@ -35,7 +36,7 @@ def stale() -> list[str]:
     """Returns the files that are not as they should be, and those that are left over."""
     wanted = files()
     wrong = [path for path, text in wanted.items() if not path.is_file() or path.read_text() != text]
-    left = [path for path in (_ROOT / "docs" / "specs").glob("*") if path not in wanted]
+    left = [path for path in _PAGES.glob("*") if path not in wanted]
     return [str(path.relative_to(_ROOT)) for path in (*wrong, *left)]
 
 
@@ -163,7 +164,7 @@ def _write(texts: Mapping[Path, str]) -> None:
     for path, text in texts.items():
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-    for path in (_ROOT / "docs" / "specs").glob("*.md"):
+    for path in _PAGES.glob("*.md"):
         if path not in texts:
             path.unlink()
 

@@ -41,7 +41,8 @@ def masks(spec: Spec, head: str) -> Iterator[Counterfactual]:
             ):
                 continue
             changed = partial(_field, name, change)
-            plain = mistake(f"{name} {what}", f"{_named(name)} is {what}", "mask", when, fields=changed)
+            todo = f"select with inputs.{name} before you add up" if what == "ignored" else ""
+            plain = mistake(f"{name} {what}", f"{_named(name)} is {what}", "mask", when, todo, fields=changed)
             if what in ("ignored", "turned round") and spec.fields.get(name, ("token",)) == ("token",):
                 yield replace(
                     plain,

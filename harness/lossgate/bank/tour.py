@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A right kernel and a wrong one to try lossgate on, before you have written one.
+
+lossgate verify lossgate.bank.tour --layout cp=2
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import lossgate
+from lossgate.inputs import NllHidden
+from lossgate.options import NllOptions
+
+_TOKENS = 8
+
+
+@lossgate.candidate("nll", head="hidden", axes=("dp", "cp"), dtypes=("float32",), tiles={"token": _TOKENS})
+def chunked(inputs: NllHidden, options: NllOptions, mesh: DeviceMesh) -> Tensor:
+    """The mean NLL, eight tokens at a time."""
+    return _sum(inputs) / inputs.valid_tokens.clamp(min=1)
+
+
+@lossgate.candidate("nll", head="hidden", axes=("dp", "cp"), dtypes=("float32",), tiles={"token": _TOKENS})
+def of_own_tokens(inputs: NllHidden, options: NllOptions, mesh: DeviceMesh) -> Tensor:
+    """Divides by the trained tokens of its rank. The parts of two ranks then add up to too much."""
+    return _sum(inputs) / inputs.mask.sum().clamp(min=1)
+
+
+def _sum(inputs: NllHidden) -> Tensor:
+    """The NLL of the rank's trained tokens, added up, without logits of more than eight tokens."""
+    total = 0.0 * inputs.hidden.sum() + 0.0 * inputs.weight.sum()  # a rank may have no token
+    for start in range(0, len(inputs.labels), _TOKENS):
+        chunk = slice(start, start + _TOKENS)
+        logits = inputs.hidden[chunk] @ inputs.weight.T
+        losses = F.cross_entropy(logits, inputs.labels[chunk], reduction="none")
+        total = total + torch.where(inputs.mask[chunk], losses, 0.0).sum()
+    return total
