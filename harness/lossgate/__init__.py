@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lossgate.declaration.precision import Precision
     from lossgate.engine.compare import compare
     from lossgate.errors import CandidateError, LossgateError, UsageError
+    from lossgate.inputs import Batch
     from lossgate.layout import Layout
     from lossgate.problems.problem import Problem
     from lossgate.properties.registry import Checked, Property, property
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from lossgate.specs.coverage import CoverageGoal
     from lossgate.specs.declare import spec
     from lossgate.specs.field_context import FieldContext
-    from lossgate.specs.inputs import Batch
     from lossgate.specs.metric import Metric
     from lossgate.specs.mistakes import Mistake
     from lossgate.specs.option import Option

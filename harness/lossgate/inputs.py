@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a kernel is given on each rank: a class for each spec and head, such as ``NllHidden``.
 
+For example::
+
     def my_kernel(inputs: lossgate.inputs.NllHidden, options: NllOptions, mesh: DeviceMesh): ...
 
 ``inputs.pyi`` beside this file holds the same for editors and type checkers. It is written from the

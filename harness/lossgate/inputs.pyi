@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Written by python -m lossgate.reports.spec_files: change the specs, and run that.
-"""What a kernel is given on each rank, for each spec and head."""
+"""What a kernel is given on each rank: a class for each spec and head."""
 
 from torch import Tensor
 
@@ -12,1254 +12,1375 @@ from lossgate.losses.grpo import GrpoBatch as GrpoBatch
 from lossgate.losses.nll import NllBatch as NllBatch
 from lossgate.losses.shared.pairs import PairBatch as PairBatch
 from lossgate.losses.value import ValueBatch as ValueBatch
-from lossgate.specs.heads.hidden import Hidden as Hidden
-from lossgate.specs.heads.logits import Logits as Logits
-from lossgate.specs.heads.logprobs import Logprobs as Logprobs
-from lossgate.specs.heads.rewards import Rewards as Rewards
-from lossgate.specs.heads.values import Values as Values
-from lossgate.specs.inputs import Batch as Batch
+from lossgate.specs.heads.hidden import Hidden as _Hidden
+from lossgate.specs.heads.logits import Logits as _Logits
+from lossgate.specs.heads.logprobs import Logprobs as _Logprobs
+from lossgate.specs.heads.rewards import Rewards as _Rewards
+from lossgate.specs.heads.values import Values as _Values
+from lossgate.specs.inputs import Batch as _Batch
 
-class ClippedPgHidden(Hidden, ClippedPgBatch):
-    """What a kernel of spec clipped_pg gets on a rank at head "hidden"."""
+class Batch(_Batch):
+    """A packed batch, common to every spec and head.
+
+    A rank holds its own tokens, padding included. Labels and mask are shifted on the full sequence
+    before it is split: position t's label is token t + 1. The raw ids are there for kernels that
+    shift themselves.
+
+    A candidate with ``tokens="rows"`` or ``"packed"`` gets what is ``[token, ...]`` here for whole
+    sequences, as a framework has them before it shifts and splits: ``[B, S, ...]``, a row for each
+    sequence of its dp rank, of any width; or ``[1, padded T, ...]``, the padded pack of its dp
+    rank. What belongs to the prediction of a token is then at that token, one entry later. So
+    labels are the ids themselves, and advantages and log-probabilities of other policies have an
+    unused entry at the first token. Entries without a value hold anything: the first of each
+    sequence, its mask too, and padding, where masks are false. Hidden states, logits and other
+    differentiable inputs stay those of this rank: its tokens after padding and split.
+
+    A reference gets the same for the whole batch, on one rank, without padding and in float64.
+    """
 
     labels: Tensor
     """[token], int64: ids in the whole vocabulary. Where mask is false they mean nothing, but are
     valid ids.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
     """
+
     mask: Tensor
     """[token], bool: the label is trained. Never true for the last token of a sequence, nor for
     padding.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
     """
+
     input_ids: Tensor
-    """[token], int64: the tokens themselves."""
+    """[token], int64: the tokens themselves.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
+    """
+
     sequence: Tensor
-    """[token], int64: the number of each token's sequence, among those of this dp rank."""
+    """[token], int64: the number of each token's sequence, among those of this dp rank.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
+    """
+
     cu_seqlens: Tensor
     """[sequences+1], int32: where the sequences of this dp rank would start, end to end without
     padding.
+
+    sequences+1, on a rank: one more than its dp rank has sequences.
     """
+
     cu_seqlens_padded: Tensor
     """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
+
+    sequences+1, on a rank: one more than its dp rank has sequences.
     """
+
     valid_tokens: Tensor
     """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
     mean; may be 0.
     """
+
     vocab_size: int
     """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
     """
+
     vocab_start: int
     """scalar, a Python int: first row of the vocabulary that this rank owns."""
+
     vocab_end: int
     """scalar, a Python int: one past the last. Rows beyond vocab_end - vocab_start of the local
     weight or logits are padding, and take no part in the softmax.
     """
-    prev_logprobs: Tensor
-    """[token], float32: log-probabilities of the labels, of the policy before the update."""
-    generation_logprobs: Tensor
-    """[token], float32: log-probabilities of the labels, of the policy that generated the tokens.
-    """
-    reference_logprobs: Tensor
-    """[token], float32: log-probabilities of the labels, of the reference policy."""
-    advantages: Tensor
-    """[token], float32: the advantage of each token."""
-    rewards: Tensor
-    """[sequence], float32: the reward of each of this dp rank's sequences."""
-    sample_mask: Tensor
-    """[sequence], bool: the sequence counts. mask is the token mask alone."""
-    valid_sequences: Tensor
-    """scalar, int64: sequences that count, of the whole batch."""
-    positive_tokens: Tensor
-    """scalar, int64: trained tokens in sequences that count and have a reward above 0, of the whole
-    batch.
-    """
+
+class Hidden(_Hidden):
+    """What head "hidden" gives beside the batch."""
+
     hidden: Tensor
-    """[token, hidden], the dtype of the problem: the last hidden states; requires grad."""
+    """[token, hidden], one of the candidate's dtypes: the last hidden states; requires grad.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
+
+    hidden, on a rank: the whole width.
+
+    Its gradients: each dp and cp rank has its own part; each tp rank has the same.
+    """
+
     weight: Tensor
-    """[vocab, hidden], the dtype of the problem: this rank's rows of the lm-head; requires grad.
+    """[vocab, hidden], one of the candidate's dtypes: this rank's rows of the lm-head; requires
+    grad.
+
+    vocab, on a rank: rows vocab_start to vocab_end of the vocabulary, and padding rows where
+    vocab_split is padded.
+
+    hidden, on a rank: the whole width.
+
+    Its gradients: the sum of those of dp and cp ranks is the whole, and lossgate adds them up;
+    each tp rank has its own part.
     """
+
     bias: Tensor | None
-    """[vocab], the dtype of the problem: its bias, or None; requires grad."""
+    """[vocab], one of the candidate's dtypes: its bias, or None; requires grad.
 
-class ClippedPgLogits(Logits, ClippedPgBatch):
-    """What a kernel of spec clipped_pg gets on a rank at head "logits"."""
+    vocab, on a rank: rows vocab_start to vocab_end of the vocabulary, and padding rows where
+    vocab_split is padded.
 
-    labels: Tensor
-    """[token], int64: ids in the whole vocabulary. Where mask is false they mean nothing, but are
-    valid ids.
+    Its gradients: the sum of those of dp and cp ranks is the whole, and lossgate adds them up;
+    each tp rank has its own part.
     """
-    mask: Tensor
-    """[token], bool: the label is trained. Never true for the last token of a sequence, nor for
-    padding.
-    """
-    input_ids: Tensor
-    """[token], int64: the tokens themselves."""
-    sequence: Tensor
-    """[token], int64: the number of each token's sequence, among those of this dp rank."""
-    cu_seqlens: Tensor
-    """[sequences+1], int32: where the sequences of this dp rank would start, end to end without
-    padding.
-    """
-    cu_seqlens_padded: Tensor
-    """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    """
-    valid_tokens: Tensor
-    """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
-    mean; may be 0.
-    """
-    vocab_size: int
-    """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    """
-    vocab_start: int
-    """scalar, a Python int: first row of the vocabulary that this rank owns."""
-    vocab_end: int
-    """scalar, a Python int: one past the last. Rows beyond vocab_end - vocab_start of the local
-    weight or logits are padding, and take no part in the softmax.
-    """
-    prev_logprobs: Tensor
-    """[token], float32: log-probabilities of the labels, of the policy before the update."""
-    generation_logprobs: Tensor
-    """[token], float32: log-probabilities of the labels, of the policy that generated the tokens.
-    """
-    reference_logprobs: Tensor
-    """[token], float32: log-probabilities of the labels, of the reference policy."""
-    advantages: Tensor
-    """[token], float32: the advantage of each token."""
-    rewards: Tensor
-    """[sequence], float32: the reward of each of this dp rank's sequences."""
-    sample_mask: Tensor
-    """[sequence], bool: the sequence counts. mask is the token mask alone."""
-    valid_sequences: Tensor
-    """scalar, int64: sequences that count, of the whole batch."""
-    positive_tokens: Tensor
-    """scalar, int64: trained tokens in sequences that count and have a reward above 0, of the whole
-    batch.
-    """
+
+class Logits(_Logits):
+    """What head "logits" gives beside the batch."""
+
     logits: Tensor
-    """[token, vocab], the dtype of the problem: the logits, before the temperature; requires grad.
+    """[token, vocab], one of the candidate's dtypes: the logits, before the temperature; requires
+    grad.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
+
+    vocab, on a rank: rows vocab_start to vocab_end of the vocabulary, and padding rows where
+    vocab_split is padded.
+
+    Its gradients: each dp and cp and tp rank has its own part.
     """
 
-class ClippedPgLogprobs(Logprobs, ClippedPgBatch):
-    """What a kernel of spec clipped_pg gets on a rank at head "logprobs"."""
+class Logprobs(_Logprobs):
+    """What head "logprobs" gives beside the batch."""
 
-    labels: Tensor
-    """[token], int64: ids in the whole vocabulary. Where mask is false they mean nothing, but are
-    valid ids.
-    """
-    mask: Tensor
-    """[token], bool: the label is trained. Never true for the last token of a sequence, nor for
-    padding.
-    """
-    input_ids: Tensor
-    """[token], int64: the tokens themselves."""
-    sequence: Tensor
-    """[token], int64: the number of each token's sequence, among those of this dp rank."""
-    cu_seqlens: Tensor
-    """[sequences+1], int32: where the sequences of this dp rank would start, end to end without
-    padding.
-    """
-    cu_seqlens_padded: Tensor
-    """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    """
-    valid_tokens: Tensor
-    """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
-    mean; may be 0.
-    """
-    vocab_size: int
-    """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    """
-    vocab_start: int
-    """scalar, a Python int: first row of the vocabulary that this rank owns."""
-    vocab_end: int
-    """scalar, a Python int: one past the last. Rows beyond vocab_end - vocab_start of the local
-    weight or logits are padding, and take no part in the softmax.
-    """
-    prev_logprobs: Tensor
-    """[token], float32: log-probabilities of the labels, of the policy before the update."""
-    generation_logprobs: Tensor
-    """[token], float32: log-probabilities of the labels, of the policy that generated the tokens.
-    """
-    reference_logprobs: Tensor
-    """[token], float32: log-probabilities of the labels, of the reference policy."""
-    advantages: Tensor
-    """[token], float32: the advantage of each token."""
-    rewards: Tensor
-    """[sequence], float32: the reward of each of this dp rank's sequences."""
-    sample_mask: Tensor
-    """[sequence], bool: the sequence counts. mask is the token mask alone."""
-    valid_sequences: Tensor
-    """scalar, int64: sequences that count, of the whole batch."""
-    positive_tokens: Tensor
-    """scalar, int64: trained tokens in sequences that count and have a reward above 0, of the whole
-    batch.
-    """
     logprobs: Tensor
-    """[token], the dtype of the problem: log-probabilities of the labels; requires grad. Equal on
-    all tp ranks.
+    """[token], one of the candidate's dtypes: log-probabilities of the labels; requires grad. Equal
+    on all tp ranks.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
+
+    Its gradients: each dp and cp rank has its own part; each tp rank has the same.
     """
 
-class DistillHidden(Hidden, DistillBatch):
-    """What a kernel of spec distill gets on a rank at head "hidden"."""
+class Values(_Values):
+    """What head "values" gives beside the batch."""
 
-    labels: Tensor
-    """[token], int64: ids in the whole vocabulary. Where mask is false they mean nothing, but are
-    valid ids.
+    values: Tensor
+    """[token], one of the candidate's dtypes: the predictions of the value head; requires grad.
+    Equal on all tp ranks.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
+
+    Its gradients: each dp and cp rank has its own part; each tp rank has the same.
     """
-    mask: Tensor
-    """[token], bool: the label is trained. Never true for the last token of a sequence, nor for
-    padding.
+
+class Rewards(_Rewards):
+    """What head "rewards" gives beside the batch."""
+
+    rewards: Tensor
+    """[sequence], one of the candidate's dtypes: the predictions of the reward model, one for each
+    of this dp rank's sequences; requires grad. Equal on all cp and tp ranks.
+
+    sequence, on a rank: the sequences of its dp rank.
+
+    Its gradients: the sum of those of cp ranks is the whole, and lossgate adds them up; each dp
+    rank has its own part; each tp rank has the same.
     """
-    input_ids: Tensor
-    """[token], int64: the tokens themselves."""
-    sequence: Tensor
-    """[token], int64: the number of each token's sequence, among those of this dp rank."""
-    cu_seqlens: Tensor
-    """[sequences+1], int32: where the sequences of this dp rank would start, end to end without
-    padding.
+
+class ClippedPgHidden(Hidden, ClippedPgBatch, Batch):
+    """What a kernel of spec clipped_pg gets on a rank at head "hidden": from the last hidden states
+    and the lm-head.
+
+    clipped_pg: clipped policy gradient: PPO, GRPO, DAPO, REINFORCE, GSPO, CISPO, with KL penalty
+    and off-policy weights.
+
+    A rank has of each dim, or all of it where the layout does not split it:
+
+    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
+      cp rank.
+    - sequence: the sequences of its dp rank.
+    - sequences+1: one more than its dp rank has sequences.
+    - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
+      is padded.
+    - hidden: the whole width.
+
+    The kernel returns the loss alone, or ``lossgate.Outputs`` with more of these, in float32
+    unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
+    inputs.hidden.grad, inputs.weight.grad, inputs.bias.grad. Unless ``lossgate.Contract``
+    declares otherwise:
+
+    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
+      them up; each tp rank has the same.
+    - ``logprobs``: [token]; each dp and cp rank has its own part; each tp rank has the same.
+
+    ``lossgate list clipped_pg`` shows its metrics, too; its options are those of
+    ``lossgate.options.ClippedPgOptions``.
     """
-    cu_seqlens_padded: Tensor
-    """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
+
+    prev_logprobs: Tensor
+    """[token], float32: log-probabilities of the labels, of the policy before the update.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
     """
-    valid_tokens: Tensor
-    """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
-    mean; may be 0.
+
+    generation_logprobs: Tensor
+    """[token], float32: log-probabilities of the labels, of the policy that generated the tokens.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
     """
-    vocab_size: int
-    """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
+
+    reference_logprobs: Tensor
+    """[token], float32: log-probabilities of the labels, of the reference policy.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
     """
-    vocab_start: int
-    """scalar, a Python int: first row of the vocabulary that this rank owns."""
-    vocab_end: int
-    """scalar, a Python int: one past the last. Rows beyond vocab_end - vocab_start of the local
-    weight or logits are padding, and take no part in the softmax.
+
+    advantages: Tensor
+    """[token], float32: the advantage of each token.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
     """
+
+    rewards: Tensor
+    """[sequence], float32: the reward of each of this dp rank's sequences.
+
+    sequence, on a rank: the sequences of its dp rank.
+    """
+
+    sample_mask: Tensor
+    """[sequence], bool: the sequence counts. mask is the token mask alone.
+
+    sequence, on a rank: the sequences of its dp rank.
+    """
+
+    valid_sequences: Tensor
+    """scalar, int64: sequences that count, of the whole batch."""
+
+    positive_tokens: Tensor
+    """scalar, int64: trained tokens in sequences that count and have a reward above 0, of the whole
+    batch.
+    """
+
+class ClippedPgLogits(Logits, ClippedPgBatch, Batch):
+    """What a kernel of spec clipped_pg gets on a rank at head "logits": from the logits, before the
+    temperature.
+
+    clipped_pg: clipped policy gradient: PPO, GRPO, DAPO, REINFORCE, GSPO, CISPO, with KL penalty
+    and off-policy weights.
+
+    A rank has of each dim, or all of it where the layout does not split it:
+
+    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
+      cp rank.
+    - sequence: the sequences of its dp rank.
+    - sequences+1: one more than its dp rank has sequences.
+    - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
+      is padded.
+
+    The kernel returns the loss alone, or ``lossgate.Outputs`` with more of these, in float32
+    unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
+    inputs.logits.grad. Unless ``lossgate.Contract`` declares otherwise:
+
+    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
+      them up; each tp rank has the same.
+    - ``logprobs``: [token]; each dp and cp rank has its own part; each tp rank has the same.
+
+    ``lossgate list clipped_pg`` shows its metrics, too; its options are those of
+    ``lossgate.options.ClippedPgOptions``.
+    """
+
+    prev_logprobs: Tensor
+    """[token], float32: log-probabilities of the labels, of the policy before the update.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
+    """
+
+    generation_logprobs: Tensor
+    """[token], float32: log-probabilities of the labels, of the policy that generated the tokens.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
+    """
+
+    reference_logprobs: Tensor
+    """[token], float32: log-probabilities of the labels, of the reference policy.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
+    """
+
+    advantages: Tensor
+    """[token], float32: the advantage of each token.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
+    """
+
+    rewards: Tensor
+    """[sequence], float32: the reward of each of this dp rank's sequences.
+
+    sequence, on a rank: the sequences of its dp rank.
+    """
+
+    sample_mask: Tensor
+    """[sequence], bool: the sequence counts. mask is the token mask alone.
+
+    sequence, on a rank: the sequences of its dp rank.
+    """
+
+    valid_sequences: Tensor
+    """scalar, int64: sequences that count, of the whole batch."""
+
+    positive_tokens: Tensor
+    """scalar, int64: trained tokens in sequences that count and have a reward above 0, of the whole
+    batch.
+    """
+
+class ClippedPgLogprobs(Logprobs, ClippedPgBatch, Batch):
+    """What a kernel of spec clipped_pg gets on a rank at head "logprobs": from the labels'
+    log-probabilities.
+
+    clipped_pg: clipped policy gradient: PPO, GRPO, DAPO, REINFORCE, GSPO, CISPO, with KL penalty
+    and off-policy weights.
+
+    A rank has of each dim, or all of it where the layout does not split it:
+
+    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
+      cp rank.
+    - sequence: the sequences of its dp rank.
+    - sequences+1: one more than its dp rank has sequences.
+
+    The kernel returns the loss alone, or ``lossgate.Outputs`` with more of these, in float32
+    unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
+    inputs.logprobs.grad. Unless ``lossgate.Contract`` declares otherwise:
+
+    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
+      them up; each tp rank has the same.
+    - ``logprobs``: [token]; each dp and cp rank has its own part; each tp rank has the same.
+
+    ``lossgate list clipped_pg`` shows its metrics, too; its options are those of
+    ``lossgate.options.ClippedPgOptions``.
+    """
+
+    prev_logprobs: Tensor
+    """[token], float32: log-probabilities of the labels, of the policy before the update.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
+    """
+
+    generation_logprobs: Tensor
+    """[token], float32: log-probabilities of the labels, of the policy that generated the tokens.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
+    """
+
+    reference_logprobs: Tensor
+    """[token], float32: log-probabilities of the labels, of the reference policy.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
+    """
+
+    advantages: Tensor
+    """[token], float32: the advantage of each token.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
+    """
+
+    rewards: Tensor
+    """[sequence], float32: the reward of each of this dp rank's sequences.
+
+    sequence, on a rank: the sequences of its dp rank.
+    """
+
+    sample_mask: Tensor
+    """[sequence], bool: the sequence counts. mask is the token mask alone.
+
+    sequence, on a rank: the sequences of its dp rank.
+    """
+
+    valid_sequences: Tensor
+    """scalar, int64: sequences that count, of the whole batch."""
+
+    positive_tokens: Tensor
+    """scalar, int64: trained tokens in sequences that count and have a reward above 0, of the whole
+    batch.
+    """
+
+class DistillHidden(Hidden, DistillBatch, Batch):
+    """What a kernel of spec distill gets on a rank at head "hidden": from the last hidden states
+    and the lm-head.
+
+    distill: distillation: forward, reverse or mixed KL over the teacher's top-k.
+
+    A rank has of each dim, or all of it where the layout does not split it:
+
+    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
+      cp rank.
+    - sequences+1: one more than its dp rank has sequences.
+    - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
+      is padded.
+    - hidden: the whole width.
+    - topk: the whole.
+
+    The kernel returns the loss alone, or ``lossgate.Outputs`` with more of these, in float32
+    unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
+    inputs.hidden.grad, inputs.weight.grad, inputs.bias.grad. Unless ``lossgate.Contract``
+    declares otherwise:
+
+    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
+      them up; each tp rank has the same.
+
+    ``lossgate list distill`` shows its metrics, too; its options are those of
+    ``lossgate.options.DistillOptions``.
+    """
+
     teacher_logits: Tensor
-    """[token, topk], float32: the teacher's logits at teacher_indices, before the temperature."""
+    """[token, topk], float32: the teacher's logits at teacher_indices, before the temperature.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
+
+    topk, on a rank: the whole.
+    """
+
     teacher_indices: Tensor
-    """[token, topk], int64: ids in the whole vocabulary, distinct for each token."""
-    hidden: Tensor
-    """[token, hidden], the dtype of the problem: the last hidden states; requires grad."""
-    weight: Tensor
-    """[vocab, hidden], the dtype of the problem: this rank's rows of the lm-head; requires grad.
-    """
-    bias: Tensor | None
-    """[vocab], the dtype of the problem: its bias, or None; requires grad."""
+    """[token, topk], int64: ids in the whole vocabulary, distinct for each token.
 
-class DistillLogits(Logits, DistillBatch):
-    """What a kernel of spec distill gets on a rank at head "logits"."""
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
 
-    labels: Tensor
-    """[token], int64: ids in the whole vocabulary. Where mask is false they mean nothing, but are
-    valid ids.
+    topk, on a rank: the whole.
     """
-    mask: Tensor
-    """[token], bool: the label is trained. Never true for the last token of a sequence, nor for
-    padding.
+
+class DistillLogits(Logits, DistillBatch, Batch):
+    """What a kernel of spec distill gets on a rank at head "logits": from the logits, before the
+    temperature.
+
+    distill: distillation: forward, reverse or mixed KL over the teacher's top-k.
+
+    A rank has of each dim, or all of it where the layout does not split it:
+
+    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
+      cp rank.
+    - sequences+1: one more than its dp rank has sequences.
+    - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
+      is padded.
+    - topk: the whole.
+
+    The kernel returns the loss alone, or ``lossgate.Outputs`` with more of these, in float32
+    unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
+    inputs.logits.grad. Unless ``lossgate.Contract`` declares otherwise:
+
+    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
+      them up; each tp rank has the same.
+
+    ``lossgate list distill`` shows its metrics, too; its options are those of
+    ``lossgate.options.DistillOptions``.
     """
-    input_ids: Tensor
-    """[token], int64: the tokens themselves."""
-    sequence: Tensor
-    """[token], int64: the number of each token's sequence, among those of this dp rank."""
-    cu_seqlens: Tensor
-    """[sequences+1], int32: where the sequences of this dp rank would start, end to end without
-    padding.
-    """
-    cu_seqlens_padded: Tensor
-    """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    """
-    valid_tokens: Tensor
-    """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
-    mean; may be 0.
-    """
-    vocab_size: int
-    """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    """
-    vocab_start: int
-    """scalar, a Python int: first row of the vocabulary that this rank owns."""
-    vocab_end: int
-    """scalar, a Python int: one past the last. Rows beyond vocab_end - vocab_start of the local
-    weight or logits are padding, and take no part in the softmax.
-    """
+
     teacher_logits: Tensor
-    """[token, topk], float32: the teacher's logits at teacher_indices, before the temperature."""
+    """[token, topk], float32: the teacher's logits at teacher_indices, before the temperature.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
+
+    topk, on a rank: the whole.
+    """
+
     teacher_indices: Tensor
-    """[token, topk], int64: ids in the whole vocabulary, distinct for each token."""
-    logits: Tensor
-    """[token, vocab], the dtype of the problem: the logits, before the temperature; requires grad.
+    """[token, topk], int64: ids in the whole vocabulary, distinct for each token.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
+
+    topk, on a rank: the whole.
     """
 
-class DivergenceHidden(Hidden, DivergenceBatch):
-    """What a kernel of spec divergence gets on a rank at head "hidden"."""
+class DivergenceHidden(Hidden, DivergenceBatch, Batch):
+    """What a kernel of spec divergence gets on a rank at head "hidden": from the last hidden states
+    and the lm-head.
 
-    labels: Tensor
-    """[token], int64: ids in the whole vocabulary. Where mask is false they mean nothing, but are
-    valid ids.
+    divergence: distillation over the whole vocabulary: forward or reverse KL, or a
+    Jensen-Shannon divergence.
+
+    A rank has of each dim, or all of it where the layout does not split it:
+
+    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
+      cp rank.
+    - sequences+1: one more than its dp rank has sequences.
+    - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
+      is padded.
+    - hidden: the whole width.
+
+    The kernel returns the loss alone, or ``lossgate.Outputs`` with more of these, in float32
+    unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
+    inputs.hidden.grad, inputs.weight.grad, inputs.bias.grad. Unless ``lossgate.Contract``
+    declares otherwise:
+
+    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
+      them up; each tp rank has the same.
+
+    ``lossgate list divergence`` shows its metrics, too; its options are those of
+    ``lossgate.options.DivergenceOptions``.
     """
-    mask: Tensor
-    """[token], bool: the label is trained. Never true for the last token of a sequence, nor for
-    padding.
-    """
-    input_ids: Tensor
-    """[token], int64: the tokens themselves."""
-    sequence: Tensor
-    """[token], int64: the number of each token's sequence, among those of this dp rank."""
-    cu_seqlens: Tensor
-    """[sequences+1], int32: where the sequences of this dp rank would start, end to end without
-    padding.
-    """
-    cu_seqlens_padded: Tensor
-    """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    """
-    valid_tokens: Tensor
-    """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
-    mean; may be 0.
-    """
-    vocab_size: int
-    """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    """
-    vocab_start: int
-    """scalar, a Python int: first row of the vocabulary that this rank owns."""
-    vocab_end: int
-    """scalar, a Python int: one past the last. Rows beyond vocab_end - vocab_start of the local
-    weight or logits are padding, and take no part in the softmax.
-    """
+
     teacher_logits: Tensor
     """[token, vocab], float32: this rank's columns of the teacher's logits, before the temperature.
-    """
-    hidden: Tensor
-    """[token, hidden], the dtype of the problem: the last hidden states; requires grad."""
-    weight: Tensor
-    """[vocab, hidden], the dtype of the problem: this rank's rows of the lm-head; requires grad.
-    """
-    bias: Tensor | None
-    """[vocab], the dtype of the problem: its bias, or None; requires grad."""
 
-class DivergenceLogits(Logits, DivergenceBatch):
-    """What a kernel of spec divergence gets on a rank at head "logits"."""
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
 
-    labels: Tensor
-    """[token], int64: ids in the whole vocabulary. Where mask is false they mean nothing, but are
-    valid ids.
+    vocab, on a rank: rows vocab_start to vocab_end of the vocabulary, and padding rows where
+    vocab_split is padded.
     """
-    mask: Tensor
-    """[token], bool: the label is trained. Never true for the last token of a sequence, nor for
-    padding.
+
+class DivergenceLogits(Logits, DivergenceBatch, Batch):
+    """What a kernel of spec divergence gets on a rank at head "logits": from the logits, before the
+    temperature.
+
+    divergence: distillation over the whole vocabulary: forward or reverse KL, or a
+    Jensen-Shannon divergence.
+
+    A rank has of each dim, or all of it where the layout does not split it:
+
+    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
+      cp rank.
+    - sequences+1: one more than its dp rank has sequences.
+    - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
+      is padded.
+
+    The kernel returns the loss alone, or ``lossgate.Outputs`` with more of these, in float32
+    unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
+    inputs.logits.grad. Unless ``lossgate.Contract`` declares otherwise:
+
+    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
+      them up; each tp rank has the same.
+
+    ``lossgate list divergence`` shows its metrics, too; its options are those of
+    ``lossgate.options.DivergenceOptions``.
     """
-    input_ids: Tensor
-    """[token], int64: the tokens themselves."""
-    sequence: Tensor
-    """[token], int64: the number of each token's sequence, among those of this dp rank."""
-    cu_seqlens: Tensor
-    """[sequences+1], int32: where the sequences of this dp rank would start, end to end without
-    padding.
-    """
-    cu_seqlens_padded: Tensor
-    """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    """
-    valid_tokens: Tensor
-    """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
-    mean; may be 0.
-    """
-    vocab_size: int
-    """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    """
-    vocab_start: int
-    """scalar, a Python int: first row of the vocabulary that this rank owns."""
-    vocab_end: int
-    """scalar, a Python int: one past the last. Rows beyond vocab_end - vocab_start of the local
-    weight or logits are padding, and take no part in the softmax.
-    """
+
     teacher_logits: Tensor
     """[token, vocab], float32: this rank's columns of the teacher's logits, before the temperature.
-    """
-    logits: Tensor
-    """[token, vocab], the dtype of the problem: the logits, before the temperature; requires grad.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
+
+    vocab, on a rank: rows vocab_start to vocab_end of the vocabulary, and padding rows where
+    vocab_split is padded.
     """
 
-class DpoHidden(Hidden, DpoBatch):
-    """What a kernel of spec dpo gets on a rank at head "hidden"."""
+class DpoHidden(Hidden, DpoBatch, Batch):
+    """What a kernel of spec dpo gets on a rank at head "hidden": from the last hidden states and
+    the lm-head.
 
-    labels: Tensor
-    """[token], int64: ids in the whole vocabulary. Where mask is false they mean nothing, but are
-    valid ids.
+    dpo: direct preference optimisation and IPO, with an optional SFT term.
+
+    A rank has of each dim, or all of it where the layout does not split it:
+
+    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
+      cp rank.
+    - sequence: the sequences of its dp rank.
+    - sequences+1: one more than its dp rank has sequences.
+    - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
+      is padded.
+    - hidden: the whole width.
+    - reference_width: the whole.
+
+    The kernel returns the loss alone, or ``lossgate.Outputs`` with more of these, in float32
+    unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
+    inputs.hidden.grad, inputs.weight.grad, inputs.bias.grad. Unless ``lossgate.Contract``
+    declares otherwise:
+
+    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
+      them up; each tp rank has the same.
+    - ``logprobs``: [token]; each dp and cp rank has its own part; each tp rank has the same.
+
+    ``lossgate list dpo`` shows its metrics, too; its options are those of
+    ``lossgate.options.DpoOptions``.
     """
-    mask: Tensor
-    """[token], bool: the label is trained. Never true for the last token of a sequence, nor for
-    padding.
-    """
-    input_ids: Tensor
-    """[token], int64: the tokens themselves."""
-    sequence: Tensor
-    """[token], int64: the number of each token's sequence, among those of this dp rank."""
-    cu_seqlens: Tensor
-    """[sequences+1], int32: where the sequences of this dp rank would start, end to end without
-    padding.
-    """
-    cu_seqlens_padded: Tensor
-    """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    """
+
     valid_tokens: Tensor
     """scalar, int64: trained tokens of the whole batch, over every rank, in sequences that count.
     """
-    vocab_size: int
-    """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    """
-    vocab_start: int
-    """scalar, a Python int: first row of the vocabulary that this rank owns."""
-    vocab_end: int
-    """scalar, a Python int: one past the last. Rows beyond vocab_end - vocab_start of the local
-    weight or logits are padding, and take no part in the softmax.
-    """
+
     sample_mask: Tensor
     """[sequence], bool: the sequence counts. The chosen response's entry decides about the pair.
     mask is the token mask only.
+
+    sequence, on a rank: the sequences of its dp rank.
     """
+
     valid_sequences: Tensor
     """scalar, int64: sequences that count, of the whole batch. Losses and metrics are divided by
     half of it, the pairs.
     """
+
     reference_logprobs: Tensor
     """[token], float32: log-probabilities of the labels, of the reference policy, in the layout of
     option reference_layout.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
     """
+
     reference_hidden: Tensor
     """[token, reference_width], float32: the last hidden states of the reference model, exact in
     the dtype of the policy's; reference_width is 0 unless scenario reference is 'model'.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
+
+    reference_width, on a rank: the whole.
     """
+
     reference_weight: Tensor
     """[vocab, reference_width], float32: the reference model's lm-head weight: its logits give
     reference_logprobs, without bias or temperature.
-    """
-    hidden: Tensor
-    """[token, hidden], the dtype of the problem: the last hidden states; requires grad."""
-    weight: Tensor
-    """[vocab, hidden], the dtype of the problem: this rank's rows of the lm-head; requires grad.
-    """
-    bias: Tensor | None
-    """[vocab], the dtype of the problem: its bias, or None; requires grad."""
 
-class DpoLogits(Logits, DpoBatch):
-    """What a kernel of spec dpo gets on a rank at head "logits"."""
+    vocab, on a rank: rows vocab_start to vocab_end of the vocabulary, and padding rows where
+    vocab_split is padded.
 
-    labels: Tensor
-    """[token], int64: ids in the whole vocabulary. Where mask is false they mean nothing, but are
-    valid ids.
+    reference_width, on a rank: the whole.
     """
-    mask: Tensor
-    """[token], bool: the label is trained. Never true for the last token of a sequence, nor for
-    padding.
+
+class DpoLogits(Logits, DpoBatch, Batch):
+    """What a kernel of spec dpo gets on a rank at head "logits": from the logits, before the
+    temperature.
+
+    dpo: direct preference optimisation and IPO, with an optional SFT term.
+
+    A rank has of each dim, or all of it where the layout does not split it:
+
+    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
+      cp rank.
+    - sequence: the sequences of its dp rank.
+    - sequences+1: one more than its dp rank has sequences.
+    - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
+      is padded.
+    - reference_width: the whole.
+
+    The kernel returns the loss alone, or ``lossgate.Outputs`` with more of these, in float32
+    unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
+    inputs.logits.grad. Unless ``lossgate.Contract`` declares otherwise:
+
+    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
+      them up; each tp rank has the same.
+    - ``logprobs``: [token]; each dp and cp rank has its own part; each tp rank has the same.
+
+    ``lossgate list dpo`` shows its metrics, too; its options are those of
+    ``lossgate.options.DpoOptions``.
     """
-    input_ids: Tensor
-    """[token], int64: the tokens themselves."""
-    sequence: Tensor
-    """[token], int64: the number of each token's sequence, among those of this dp rank."""
-    cu_seqlens: Tensor
-    """[sequences+1], int32: where the sequences of this dp rank would start, end to end without
-    padding.
-    """
-    cu_seqlens_padded: Tensor
-    """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    """
+
     valid_tokens: Tensor
     """scalar, int64: trained tokens of the whole batch, over every rank, in sequences that count.
     """
-    vocab_size: int
-    """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    """
-    vocab_start: int
-    """scalar, a Python int: first row of the vocabulary that this rank owns."""
-    vocab_end: int
-    """scalar, a Python int: one past the last. Rows beyond vocab_end - vocab_start of the local
-    weight or logits are padding, and take no part in the softmax.
-    """
+
     sample_mask: Tensor
     """[sequence], bool: the sequence counts. The chosen response's entry decides about the pair.
     mask is the token mask only.
+
+    sequence, on a rank: the sequences of its dp rank.
     """
+
     valid_sequences: Tensor
     """scalar, int64: sequences that count, of the whole batch. Losses and metrics are divided by
     half of it, the pairs.
     """
+
     reference_logprobs: Tensor
     """[token], float32: log-probabilities of the labels, of the reference policy, in the layout of
     option reference_layout.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
     """
+
     reference_hidden: Tensor
     """[token, reference_width], float32: the last hidden states of the reference model, exact in
     the dtype of the policy's; reference_width is 0 unless scenario reference is 'model'.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
+
+    reference_width, on a rank: the whole.
     """
+
     reference_weight: Tensor
     """[vocab, reference_width], float32: the reference model's lm-head weight: its logits give
     reference_logprobs, without bias or temperature.
-    """
-    logits: Tensor
-    """[token, vocab], the dtype of the problem: the logits, before the temperature; requires grad.
+
+    vocab, on a rank: rows vocab_start to vocab_end of the vocabulary, and padding rows where
+    vocab_split is padded.
+
+    reference_width, on a rank: the whole.
     """
 
-class DpoLogprobs(Logprobs, DpoBatch):
-    """What a kernel of spec dpo gets on a rank at head "logprobs"."""
+class DpoLogprobs(Logprobs, DpoBatch, Batch):
+    """What a kernel of spec dpo gets on a rank at head "logprobs": from the labels'
+    log-probabilities.
 
-    labels: Tensor
-    """[token], int64: ids in the whole vocabulary. Where mask is false they mean nothing, but are
-    valid ids.
+    dpo: direct preference optimisation and IPO, with an optional SFT term.
+
+    A rank has of each dim, or all of it where the layout does not split it:
+
+    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
+      cp rank.
+    - sequence: the sequences of its dp rank.
+    - sequences+1: one more than its dp rank has sequences.
+    - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
+      is padded.
+    - reference_width: the whole.
+
+    The kernel returns the loss alone, or ``lossgate.Outputs`` with more of these, in float32
+    unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
+    inputs.logprobs.grad. Unless ``lossgate.Contract`` declares otherwise:
+
+    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
+      them up; each tp rank has the same.
+    - ``logprobs``: [token]; each dp and cp rank has its own part; each tp rank has the same.
+
+    ``lossgate list dpo`` shows its metrics, too; its options are those of
+    ``lossgate.options.DpoOptions``.
     """
-    mask: Tensor
-    """[token], bool: the label is trained. Never true for the last token of a sequence, nor for
-    padding.
-    """
-    input_ids: Tensor
-    """[token], int64: the tokens themselves."""
-    sequence: Tensor
-    """[token], int64: the number of each token's sequence, among those of this dp rank."""
-    cu_seqlens: Tensor
-    """[sequences+1], int32: where the sequences of this dp rank would start, end to end without
-    padding.
-    """
-    cu_seqlens_padded: Tensor
-    """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    """
+
     valid_tokens: Tensor
     """scalar, int64: trained tokens of the whole batch, over every rank, in sequences that count.
     """
-    vocab_size: int
-    """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    """
-    vocab_start: int
-    """scalar, a Python int: first row of the vocabulary that this rank owns."""
-    vocab_end: int
-    """scalar, a Python int: one past the last. Rows beyond vocab_end - vocab_start of the local
-    weight or logits are padding, and take no part in the softmax.
-    """
+
     sample_mask: Tensor
     """[sequence], bool: the sequence counts. The chosen response's entry decides about the pair.
     mask is the token mask only.
+
+    sequence, on a rank: the sequences of its dp rank.
     """
+
     valid_sequences: Tensor
     """scalar, int64: sequences that count, of the whole batch. Losses and metrics are divided by
     half of it, the pairs.
     """
+
     reference_logprobs: Tensor
     """[token], float32: log-probabilities of the labels, of the reference policy, in the layout of
     option reference_layout.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
     """
+
     reference_hidden: Tensor
     """[token, reference_width], float32: the last hidden states of the reference model, exact in
     the dtype of the policy's; reference_width is 0 unless scenario reference is 'model'.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
+
+    reference_width, on a rank: the whole.
     """
+
     reference_weight: Tensor
     """[vocab, reference_width], float32: the reference model's lm-head weight: its logits give
     reference_logprobs, without bias or temperature.
-    """
-    logprobs: Tensor
-    """[token], the dtype of the problem: log-probabilities of the labels; requires grad. Equal on
-    all tp ranks.
+
+    vocab, on a rank: rows vocab_start to vocab_end of the vocabulary, and padding rows where
+    vocab_split is padded.
+
+    reference_width, on a rank: the whole.
     """
 
-class GrpoHidden(Hidden, GrpoBatch):
-    """What a kernel of spec grpo gets on a rank at head "hidden"."""
+class GrpoHidden(Hidden, GrpoBatch, Batch):
+    """What a kernel of spec grpo gets on a rank at head "hidden": from the last hidden states and
+    the lm-head.
 
-    labels: Tensor
-    """[token], int64: ids in the whole vocabulary. Where mask is false they mean nothing, but are
-    valid ids.
+    grpo: group relative policy optimisation: DAPO or CISPO, with a KL penalty and corrections
+    for the sampler.
+
+    A rank has of each dim, or all of it where the layout does not split it:
+
+    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
+      cp rank.
+    - sequences+1: one more than its dp rank has sequences.
+    - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
+      is padded.
+    - hidden: the whole width.
+
+    The kernel returns the loss alone, or ``lossgate.Outputs`` with more of these, in float32
+    unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
+    inputs.hidden.grad, inputs.weight.grad, inputs.bias.grad. Unless ``lossgate.Contract``
+    declares otherwise:
+
+    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
+      them up; each tp rank has the same.
+    - ``logprobs``: [token]; each dp and cp rank has its own part; each tp rank has the same.
+
+    ``lossgate list grpo`` shows its metrics, too; its options are those of
+    ``lossgate.options.GrpoOptions``.
     """
-    mask: Tensor
-    """[token], bool: the label is trained. Never true for the last token of a sequence, nor for
-    padding.
-    """
-    input_ids: Tensor
-    """[token], int64: the tokens themselves."""
-    sequence: Tensor
-    """[token], int64: the number of each token's sequence, among those of this dp rank."""
-    cu_seqlens: Tensor
-    """[sequences+1], int32: where the sequences of this dp rank would start, end to end without
-    padding.
-    """
-    cu_seqlens_padded: Tensor
-    """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    """
-    valid_tokens: Tensor
-    """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
-    mean; may be 0.
-    """
-    vocab_size: int
-    """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    """
-    vocab_start: int
-    """scalar, a Python int: first row of the vocabulary that this rank owns."""
-    vocab_end: int
-    """scalar, a Python int: one past the last. Rows beyond vocab_end - vocab_start of the local
-    weight or logits are padding, and take no part in the softmax.
-    """
+
     old_logprobs: Tensor
-    """[token], float32: log-probabilities of the labels, of the policy before the update."""
+    """[token], float32: log-probabilities of the labels, of the policy before the update.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
+    """
+
     reference_logprobs: Tensor
-    """[token], float32: log-probabilities of the labels, of the reference policy."""
+    """[token], float32: log-probabilities of the labels, of the reference policy.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
+    """
+
     vllm_logprobs: Tensor
     """[token], float32: log-probabilities of the labels, of the engine that sampled the tokens; NaN
     at a token means that it is not known.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
     """
+
     advantages: Tensor
-    """[token], float32: the advantage of each token."""
-    hidden: Tensor
-    """[token, hidden], the dtype of the problem: the last hidden states; requires grad."""
-    weight: Tensor
-    """[vocab, hidden], the dtype of the problem: this rank's rows of the lm-head; requires grad.
-    """
-    bias: Tensor | None
-    """[vocab], the dtype of the problem: its bias, or None; requires grad."""
+    """[token], float32: the advantage of each token.
 
-class GrpoLogits(Logits, GrpoBatch):
-    """What a kernel of spec grpo gets on a rank at head "logits"."""
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
+    """
 
-    labels: Tensor
-    """[token], int64: ids in the whole vocabulary. Where mask is false they mean nothing, but are
-    valid ids.
+class GrpoLogits(Logits, GrpoBatch, Batch):
+    """What a kernel of spec grpo gets on a rank at head "logits": from the logits, before the
+    temperature.
+
+    grpo: group relative policy optimisation: DAPO or CISPO, with a KL penalty and corrections
+    for the sampler.
+
+    A rank has of each dim, or all of it where the layout does not split it:
+
+    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
+      cp rank.
+    - sequences+1: one more than its dp rank has sequences.
+    - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
+      is padded.
+
+    The kernel returns the loss alone, or ``lossgate.Outputs`` with more of these, in float32
+    unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
+    inputs.logits.grad. Unless ``lossgate.Contract`` declares otherwise:
+
+    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
+      them up; each tp rank has the same.
+    - ``logprobs``: [token]; each dp and cp rank has its own part; each tp rank has the same.
+
+    ``lossgate list grpo`` shows its metrics, too; its options are those of
+    ``lossgate.options.GrpoOptions``.
     """
-    mask: Tensor
-    """[token], bool: the label is trained. Never true for the last token of a sequence, nor for
-    padding.
-    """
-    input_ids: Tensor
-    """[token], int64: the tokens themselves."""
-    sequence: Tensor
-    """[token], int64: the number of each token's sequence, among those of this dp rank."""
-    cu_seqlens: Tensor
-    """[sequences+1], int32: where the sequences of this dp rank would start, end to end without
-    padding.
-    """
-    cu_seqlens_padded: Tensor
-    """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    """
-    valid_tokens: Tensor
-    """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
-    mean; may be 0.
-    """
-    vocab_size: int
-    """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    """
-    vocab_start: int
-    """scalar, a Python int: first row of the vocabulary that this rank owns."""
-    vocab_end: int
-    """scalar, a Python int: one past the last. Rows beyond vocab_end - vocab_start of the local
-    weight or logits are padding, and take no part in the softmax.
-    """
+
     old_logprobs: Tensor
-    """[token], float32: log-probabilities of the labels, of the policy before the update."""
+    """[token], float32: log-probabilities of the labels, of the policy before the update.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
+    """
+
     reference_logprobs: Tensor
-    """[token], float32: log-probabilities of the labels, of the reference policy."""
+    """[token], float32: log-probabilities of the labels, of the reference policy.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
+    """
+
     vllm_logprobs: Tensor
     """[token], float32: log-probabilities of the labels, of the engine that sampled the tokens; NaN
     at a token means that it is not known.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
     """
+
     advantages: Tensor
-    """[token], float32: the advantage of each token."""
-    logits: Tensor
-    """[token, vocab], the dtype of the problem: the logits, before the temperature; requires grad.
+    """[token], float32: the advantage of each token.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
     """
 
-class GrpoLogprobs(Logprobs, GrpoBatch):
-    """What a kernel of spec grpo gets on a rank at head "logprobs"."""
+class GrpoLogprobs(Logprobs, GrpoBatch, Batch):
+    """What a kernel of spec grpo gets on a rank at head "logprobs": from the labels'
+    log-probabilities.
 
-    labels: Tensor
-    """[token], int64: ids in the whole vocabulary. Where mask is false they mean nothing, but are
-    valid ids.
+    grpo: group relative policy optimisation: DAPO or CISPO, with a KL penalty and corrections
+    for the sampler.
+
+    A rank has of each dim, or all of it where the layout does not split it:
+
+    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
+      cp rank.
+    - sequences+1: one more than its dp rank has sequences.
+
+    The kernel returns the loss alone, or ``lossgate.Outputs`` with more of these, in float32
+    unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
+    inputs.logprobs.grad. Unless ``lossgate.Contract`` declares otherwise:
+
+    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
+      them up; each tp rank has the same.
+    - ``logprobs``: [token]; each dp and cp rank has its own part; each tp rank has the same.
+
+    ``lossgate list grpo`` shows its metrics, too; its options are those of
+    ``lossgate.options.GrpoOptions``.
     """
-    mask: Tensor
-    """[token], bool: the label is trained. Never true for the last token of a sequence, nor for
-    padding.
-    """
-    input_ids: Tensor
-    """[token], int64: the tokens themselves."""
-    sequence: Tensor
-    """[token], int64: the number of each token's sequence, among those of this dp rank."""
-    cu_seqlens: Tensor
-    """[sequences+1], int32: where the sequences of this dp rank would start, end to end without
-    padding.
-    """
-    cu_seqlens_padded: Tensor
-    """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    """
-    valid_tokens: Tensor
-    """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
-    mean; may be 0.
-    """
-    vocab_size: int
-    """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    """
-    vocab_start: int
-    """scalar, a Python int: first row of the vocabulary that this rank owns."""
-    vocab_end: int
-    """scalar, a Python int: one past the last. Rows beyond vocab_end - vocab_start of the local
-    weight or logits are padding, and take no part in the softmax.
-    """
+
     old_logprobs: Tensor
-    """[token], float32: log-probabilities of the labels, of the policy before the update."""
+    """[token], float32: log-probabilities of the labels, of the policy before the update.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
+    """
+
     reference_logprobs: Tensor
-    """[token], float32: log-probabilities of the labels, of the reference policy."""
+    """[token], float32: log-probabilities of the labels, of the reference policy.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
+    """
+
     vllm_logprobs: Tensor
     """[token], float32: log-probabilities of the labels, of the engine that sampled the tokens; NaN
     at a token means that it is not known.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
     """
+
     advantages: Tensor
-    """[token], float32: the advantage of each token."""
-    logprobs: Tensor
-    """[token], the dtype of the problem: log-probabilities of the labels; requires grad. Equal on
-    all tp ranks.
+    """[token], float32: the advantage of each token.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
     """
 
 class LabelSmoothingHidden(Hidden, Batch):
-    """What a kernel of spec label_smoothing gets on a rank at head "hidden"."""
+    """What a kernel of spec label_smoothing gets on a rank at head "hidden": from the last hidden
+    states and the lm-head.
 
-    labels: Tensor
-    """[token], int64: ids in the whole vocabulary. Where mask is false they mean nothing, but are
-    valid ids.
+    label_smoothing: negative log-likelihood with smoothed labels.
+
+    A rank has of each dim, or all of it where the layout does not split it:
+
+    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
+      cp rank.
+    - sequences+1: one more than its dp rank has sequences.
+    - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
+      is padded.
+    - hidden: the whole width.
+
+    The kernel returns the loss alone, or ``lossgate.Outputs`` with more of these, in float32
+    unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
+    inputs.hidden.grad, inputs.weight.grad, inputs.bias.grad. Unless ``lossgate.Contract``
+    declares otherwise:
+
+    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
+      them up; each tp rank has the same.
+    - ``logprobs``: [token]; each dp and cp rank has its own part; each tp rank has the same.
+
+    ``lossgate list label_smoothing`` shows its metrics, too; its options are those of
+    ``lossgate.options.LabelSmoothingOptions``.
     """
-    mask: Tensor
-    """[token], bool: the label is trained. Never true for the last token of a sequence, nor for
-    padding.
-    """
-    input_ids: Tensor
-    """[token], int64: the tokens themselves."""
-    sequence: Tensor
-    """[token], int64: the number of each token's sequence, among those of this dp rank."""
-    cu_seqlens: Tensor
-    """[sequences+1], int32: where the sequences of this dp rank would start, end to end without
-    padding.
-    """
-    cu_seqlens_padded: Tensor
-    """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    """
-    valid_tokens: Tensor
-    """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
-    mean; may be 0.
-    """
-    vocab_size: int
-    """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    """
-    vocab_start: int
-    """scalar, a Python int: first row of the vocabulary that this rank owns."""
-    vocab_end: int
-    """scalar, a Python int: one past the last. Rows beyond vocab_end - vocab_start of the local
-    weight or logits are padding, and take no part in the softmax.
-    """
-    hidden: Tensor
-    """[token, hidden], the dtype of the problem: the last hidden states; requires grad."""
-    weight: Tensor
-    """[vocab, hidden], the dtype of the problem: this rank's rows of the lm-head; requires grad.
-    """
-    bias: Tensor | None
-    """[vocab], the dtype of the problem: its bias, or None; requires grad."""
 
 class LabelSmoothingLogits(Logits, Batch):
-    """What a kernel of spec label_smoothing gets on a rank at head "logits"."""
+    """What a kernel of spec label_smoothing gets on a rank at head "logits": from the logits,
+    before the temperature.
 
-    labels: Tensor
-    """[token], int64: ids in the whole vocabulary. Where mask is false they mean nothing, but are
-    valid ids.
-    """
-    mask: Tensor
-    """[token], bool: the label is trained. Never true for the last token of a sequence, nor for
-    padding.
-    """
-    input_ids: Tensor
-    """[token], int64: the tokens themselves."""
-    sequence: Tensor
-    """[token], int64: the number of each token's sequence, among those of this dp rank."""
-    cu_seqlens: Tensor
-    """[sequences+1], int32: where the sequences of this dp rank would start, end to end without
-    padding.
-    """
-    cu_seqlens_padded: Tensor
-    """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    """
-    valid_tokens: Tensor
-    """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
-    mean; may be 0.
-    """
-    vocab_size: int
-    """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    """
-    vocab_start: int
-    """scalar, a Python int: first row of the vocabulary that this rank owns."""
-    vocab_end: int
-    """scalar, a Python int: one past the last. Rows beyond vocab_end - vocab_start of the local
-    weight or logits are padding, and take no part in the softmax.
-    """
-    logits: Tensor
-    """[token, vocab], the dtype of the problem: the logits, before the temperature; requires grad.
+    label_smoothing: negative log-likelihood with smoothed labels.
+
+    A rank has of each dim, or all of it where the layout does not split it:
+
+    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
+      cp rank.
+    - sequences+1: one more than its dp rank has sequences.
+    - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
+      is padded.
+
+    The kernel returns the loss alone, or ``lossgate.Outputs`` with more of these, in float32
+    unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
+    inputs.logits.grad. Unless ``lossgate.Contract`` declares otherwise:
+
+    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
+      them up; each tp rank has the same.
+    - ``logprobs``: [token]; each dp and cp rank has its own part; each tp rank has the same.
+
+    ``lossgate list label_smoothing`` shows its metrics, too; its options are those of
+    ``lossgate.options.LabelSmoothingOptions``.
     """
 
-class NllHidden(Hidden, NllBatch):
-    """What a kernel of spec nll gets on a rank at head "hidden"."""
+class NllHidden(Hidden, NllBatch, Batch):
+    """What a kernel of spec nll gets on a rank at head "hidden": from the last hidden states and
+    the lm-head.
 
-    labels: Tensor
-    """[token], int64: ids in the whole vocabulary. Where mask is false they mean nothing, but are
-    valid ids.
+    nll: negative log-likelihood of the labels, over trained tokens (SFT).
+
+    A rank has of each dim, or all of it where the layout does not split it:
+
+    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
+      cp rank.
+    - sequences+1: one more than its dp rank has sequences.
+    - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
+      is padded.
+    - hidden: the whole width.
+
+    The kernel returns the loss alone, or ``lossgate.Outputs`` with more of these, in float32
+    unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
+    inputs.hidden.grad, inputs.weight.grad, inputs.bias.grad. Unless ``lossgate.Contract``
+    declares otherwise:
+
+    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
+      them up; each tp rank has the same.
+    - ``logprobs``: [token]; each dp and cp rank has its own part; each tp rank has the same.
+
+    ``lossgate list nll`` shows its metrics, too; its options are those of
+    ``lossgate.options.NllOptions``.
     """
-    mask: Tensor
-    """[token], bool: the label is trained. Never true for the last token of a sequence, nor for
-    padding.
-    """
-    input_ids: Tensor
-    """[token], int64: the tokens themselves."""
-    sequence: Tensor
-    """[token], int64: the number of each token's sequence, among those of this dp rank."""
-    cu_seqlens: Tensor
-    """[sequences+1], int32: where the sequences of this dp rank would start, end to end without
-    padding.
-    """
-    cu_seqlens_padded: Tensor
-    """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    """
-    valid_tokens: Tensor
-    """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
-    mean; may be 0.
-    """
-    vocab_size: int
-    """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    """
-    vocab_start: int
-    """scalar, a Python int: first row of the vocabulary that this rank owns."""
-    vocab_end: int
-    """scalar, a Python int: one past the last. Rows beyond vocab_end - vocab_start of the local
-    weight or logits are padding, and take no part in the softmax.
-    """
+
     real: Tensor
-    """[token], bool: the token is no padding."""
+    """[token], bool: the token is no padding.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
+    """
+
     real_tokens: Tensor
     """scalar, int64: tokens that are no padding, of the whole batch."""
+
     trained_sequences: Tensor
     """scalar, int64: sequences with a trained token, of the whole batch."""
-    hidden: Tensor
-    """[token, hidden], the dtype of the problem: the last hidden states; requires grad."""
-    weight: Tensor
-    """[vocab, hidden], the dtype of the problem: this rank's rows of the lm-head; requires grad.
-    """
-    bias: Tensor | None
-    """[vocab], the dtype of the problem: its bias, or None; requires grad."""
 
-class NllLogits(Logits, NllBatch):
-    """What a kernel of spec nll gets on a rank at head "logits"."""
+class NllLogits(Logits, NllBatch, Batch):
+    """What a kernel of spec nll gets on a rank at head "logits": from the logits, before the
+    temperature.
 
-    labels: Tensor
-    """[token], int64: ids in the whole vocabulary. Where mask is false they mean nothing, but are
-    valid ids.
+    nll: negative log-likelihood of the labels, over trained tokens (SFT).
+
+    A rank has of each dim, or all of it where the layout does not split it:
+
+    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
+      cp rank.
+    - sequences+1: one more than its dp rank has sequences.
+    - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
+      is padded.
+
+    The kernel returns the loss alone, or ``lossgate.Outputs`` with more of these, in float32
+    unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
+    inputs.logits.grad. Unless ``lossgate.Contract`` declares otherwise:
+
+    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
+      them up; each tp rank has the same.
+    - ``logprobs``: [token]; each dp and cp rank has its own part; each tp rank has the same.
+
+    ``lossgate list nll`` shows its metrics, too; its options are those of
+    ``lossgate.options.NllOptions``.
     """
-    mask: Tensor
-    """[token], bool: the label is trained. Never true for the last token of a sequence, nor for
-    padding.
-    """
-    input_ids: Tensor
-    """[token], int64: the tokens themselves."""
-    sequence: Tensor
-    """[token], int64: the number of each token's sequence, among those of this dp rank."""
-    cu_seqlens: Tensor
-    """[sequences+1], int32: where the sequences of this dp rank would start, end to end without
-    padding.
-    """
-    cu_seqlens_padded: Tensor
-    """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    """
-    valid_tokens: Tensor
-    """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
-    mean; may be 0.
-    """
-    vocab_size: int
-    """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    """
-    vocab_start: int
-    """scalar, a Python int: first row of the vocabulary that this rank owns."""
-    vocab_end: int
-    """scalar, a Python int: one past the last. Rows beyond vocab_end - vocab_start of the local
-    weight or logits are padding, and take no part in the softmax.
-    """
+
     real: Tensor
-    """[token], bool: the token is no padding."""
+    """[token], bool: the token is no padding.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
+    """
+
     real_tokens: Tensor
     """scalar, int64: tokens that are no padding, of the whole batch."""
+
     trained_sequences: Tensor
     """scalar, int64: sequences with a trained token, of the whole batch."""
-    logits: Tensor
-    """[token, vocab], the dtype of the problem: the logits, before the temperature; requires grad.
+
+class NllLogprobs(Logprobs, NllBatch, Batch):
+    """What a kernel of spec nll gets on a rank at head "logprobs": from the labels'
+    log-probabilities.
+
+    nll: negative log-likelihood of the labels, over trained tokens (SFT).
+
+    A rank has of each dim, or all of it where the layout does not split it:
+
+    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
+      cp rank.
+    - sequences+1: one more than its dp rank has sequences.
+
+    The kernel returns the loss alone, or ``lossgate.Outputs`` with more of these, in float32
+    unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
+    inputs.logprobs.grad. Unless ``lossgate.Contract`` declares otherwise:
+
+    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
+      them up; each tp rank has the same.
+    - ``logprobs``: [token]; each dp and cp rank has its own part; each tp rank has the same.
+
+    ``lossgate list nll`` shows its metrics, too; its options are those of
+    ``lossgate.options.NllOptions``.
     """
 
-class NllLogprobs(Logprobs, NllBatch):
-    """What a kernel of spec nll gets on a rank at head "logprobs"."""
-
-    labels: Tensor
-    """[token], int64: ids in the whole vocabulary. Where mask is false they mean nothing, but are
-    valid ids.
-    """
-    mask: Tensor
-    """[token], bool: the label is trained. Never true for the last token of a sequence, nor for
-    padding.
-    """
-    input_ids: Tensor
-    """[token], int64: the tokens themselves."""
-    sequence: Tensor
-    """[token], int64: the number of each token's sequence, among those of this dp rank."""
-    cu_seqlens: Tensor
-    """[sequences+1], int32: where the sequences of this dp rank would start, end to end without
-    padding.
-    """
-    cu_seqlens_padded: Tensor
-    """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    """
-    valid_tokens: Tensor
-    """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
-    mean; may be 0.
-    """
-    vocab_size: int
-    """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    """
-    vocab_start: int
-    """scalar, a Python int: first row of the vocabulary that this rank owns."""
-    vocab_end: int
-    """scalar, a Python int: one past the last. Rows beyond vocab_end - vocab_start of the local
-    weight or logits are padding, and take no part in the softmax.
-    """
     real: Tensor
-    """[token], bool: the token is no padding."""
+    """[token], bool: the token is no padding.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
+    """
+
     real_tokens: Tensor
     """scalar, int64: tokens that are no padding, of the whole batch."""
+
     trained_sequences: Tensor
     """scalar, int64: sequences with a trained token, of the whole batch."""
-    logprobs: Tensor
-    """[token], the dtype of the problem: log-probabilities of the labels; requires grad. Equal on
-    all tp ranks.
+
+class PreferenceRewards(Rewards, PairBatch, Batch):
+    """What a kernel of spec preference gets on a rank at head "rewards": from the reward model's
+    scores.
+
+    preference: the Bradley-Terry loss of a reward model.
+
+    A rank has of each dim, or all of it where the layout does not split it:
+
+    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
+      cp rank.
+    - sequence: the sequences of its dp rank.
+    - sequences+1: one more than its dp rank has sequences.
+
+    The kernel returns the loss alone, or ``lossgate.Outputs`` with more of these, in float32
+    unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
+    inputs.rewards.grad. Unless ``lossgate.Contract`` declares otherwise:
+
+    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
+      them up; each tp rank has the same.
+
+    ``lossgate list preference`` shows its metrics, too; its options are those of
+    ``lossgate.options.PreferenceOptions``.
     """
 
-class PreferenceRewards(Rewards, PairBatch):
-    """What a kernel of spec preference gets on a rank at head "rewards"."""
-
-    labels: Tensor
-    """[token], int64: ids in the whole vocabulary. Where mask is false they mean nothing, but are
-    valid ids.
-    """
-    mask: Tensor
-    """[token], bool: the label is trained. Never true for the last token of a sequence, nor for
-    padding.
-    """
-    input_ids: Tensor
-    """[token], int64: the tokens themselves."""
-    sequence: Tensor
-    """[token], int64: the number of each token's sequence, among those of this dp rank."""
-    cu_seqlens: Tensor
-    """[sequences+1], int32: where the sequences of this dp rank would start, end to end without
-    padding.
-    """
-    cu_seqlens_padded: Tensor
-    """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    """
     valid_tokens: Tensor
     """scalar, int64: trained tokens of the whole batch, over every rank, in sequences that count.
     """
-    vocab_size: int
-    """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    """
-    vocab_start: int
-    """scalar, a Python int: first row of the vocabulary that this rank owns."""
-    vocab_end: int
-    """scalar, a Python int: one past the last. Rows beyond vocab_end - vocab_start of the local
-    weight or logits are padding, and take no part in the softmax.
-    """
+
     sample_mask: Tensor
     """[sequence], bool: the sequence counts. The chosen response's entry decides about the pair.
     mask is the token mask only.
+
+    sequence, on a rank: the sequences of its dp rank.
     """
+
     valid_sequences: Tensor
     """scalar, int64: sequences that count, of the whole batch. Losses and metrics are divided by
     half of it, the pairs.
     """
-    rewards: Tensor
-    """[sequence], the dtype of the problem: the predictions of the reward model, one for each of
-    this dp rank's sequences; requires grad. Equal on all cp and tp ranks.
-    """
 
 class SoftcapHidden(Hidden, Batch):
-    """What a kernel of spec softcap gets on a rank at head "hidden"."""
+    """What a kernel of spec softcap gets on a rank at head "hidden": from the last hidden states
+    and the lm-head.
 
-    labels: Tensor
-    """[token], int64: ids in the whole vocabulary. Where mask is false they mean nothing, but are
-    valid ids.
+    softcap: negative log-likelihood of soft-capped logits.
+
+    A rank has of each dim, or all of it where the layout does not split it:
+
+    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
+      cp rank.
+    - sequences+1: one more than its dp rank has sequences.
+    - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
+      is padded.
+    - hidden: the whole width.
+
+    The kernel returns the loss alone, or ``lossgate.Outputs`` with more of these, in float32
+    unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
+    inputs.hidden.grad, inputs.weight.grad, inputs.bias.grad. Unless ``lossgate.Contract``
+    declares otherwise:
+
+    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
+      them up; each tp rank has the same.
+
+    ``lossgate list softcap`` shows its metrics, too; its options are those of
+    ``lossgate.options.SoftcapOptions``.
     """
-    mask: Tensor
-    """[token], bool: the label is trained. Never true for the last token of a sequence, nor for
-    padding.
-    """
-    input_ids: Tensor
-    """[token], int64: the tokens themselves."""
-    sequence: Tensor
-    """[token], int64: the number of each token's sequence, among those of this dp rank."""
-    cu_seqlens: Tensor
-    """[sequences+1], int32: where the sequences of this dp rank would start, end to end without
-    padding.
-    """
-    cu_seqlens_padded: Tensor
-    """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    """
-    valid_tokens: Tensor
-    """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
-    mean; may be 0.
-    """
-    vocab_size: int
-    """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    """
-    vocab_start: int
-    """scalar, a Python int: first row of the vocabulary that this rank owns."""
-    vocab_end: int
-    """scalar, a Python int: one past the last. Rows beyond vocab_end - vocab_start of the local
-    weight or logits are padding, and take no part in the softmax.
-    """
-    hidden: Tensor
-    """[token, hidden], the dtype of the problem: the last hidden states; requires grad."""
-    weight: Tensor
-    """[vocab, hidden], the dtype of the problem: this rank's rows of the lm-head; requires grad.
-    """
-    bias: Tensor | None
-    """[vocab], the dtype of the problem: its bias, or None; requires grad."""
 
 class SoftcapLogits(Logits, Batch):
-    """What a kernel of spec softcap gets on a rank at head "logits"."""
+    """What a kernel of spec softcap gets on a rank at head "logits": from the logits, before the
+    temperature.
 
-    labels: Tensor
-    """[token], int64: ids in the whole vocabulary. Where mask is false they mean nothing, but are
-    valid ids.
-    """
-    mask: Tensor
-    """[token], bool: the label is trained. Never true for the last token of a sequence, nor for
-    padding.
-    """
-    input_ids: Tensor
-    """[token], int64: the tokens themselves."""
-    sequence: Tensor
-    """[token], int64: the number of each token's sequence, among those of this dp rank."""
-    cu_seqlens: Tensor
-    """[sequences+1], int32: where the sequences of this dp rank would start, end to end without
-    padding.
-    """
-    cu_seqlens_padded: Tensor
-    """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    """
-    valid_tokens: Tensor
-    """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
-    mean; may be 0.
-    """
-    vocab_size: int
-    """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    """
-    vocab_start: int
-    """scalar, a Python int: first row of the vocabulary that this rank owns."""
-    vocab_end: int
-    """scalar, a Python int: one past the last. Rows beyond vocab_end - vocab_start of the local
-    weight or logits are padding, and take no part in the softmax.
-    """
-    logits: Tensor
-    """[token, vocab], the dtype of the problem: the logits, before the temperature; requires grad.
+    softcap: negative log-likelihood of soft-capped logits.
+
+    A rank has of each dim, or all of it where the layout does not split it:
+
+    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
+      cp rank.
+    - sequences+1: one more than its dp rank has sequences.
+    - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
+      is padded.
+
+    The kernel returns the loss alone, or ``lossgate.Outputs`` with more of these, in float32
+    unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
+    inputs.logits.grad. Unless ``lossgate.Contract`` declares otherwise:
+
+    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
+      them up; each tp rank has the same.
+
+    ``lossgate list softcap`` shows its metrics, too; its options are those of
+    ``lossgate.options.SoftcapOptions``.
     """
 
 class TokenLogprobsHidden(Hidden, Batch):
-    """What a kernel of spec token_logprobs gets on a rank at head "hidden"."""
+    """What a kernel of spec token_logprobs gets on a rank at head "hidden": from the last hidden
+    states and the lm-head.
 
-    labels: Tensor
-    """[token], int64: ids in the whole vocabulary. Where mask is false they mean nothing, but are
-    valid ids.
+    token_logprobs: log-probabilities of the labels and entropies, with temperature and top-k /
+    top-p filtering; no loss.
+
+    A rank has of each dim, or all of it where the layout does not split it:
+
+    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
+      cp rank.
+    - sequences+1: one more than its dp rank has sequences.
+    - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
+      is padded.
+    - hidden: the whole width.
+
+    The kernel returns ``lossgate.Outputs`` with the first of these at least, in float32 unless
+    ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
+    inputs.hidden.grad, inputs.weight.grad, inputs.bias.grad. Unless ``lossgate.Contract``
+    declares otherwise:
+
+    - ``logprobs``: [token]; each dp and cp rank has its own part; each tp rank has the same.
+    - ``token_entropy``: [token]; each dp and cp rank has its own part; each tp rank has the
+      same.
+
+    ``lossgate list token_logprobs`` shows its metrics, too; its options are those of
+    ``lossgate.options.TokenLogprobsOptions``.
     """
-    mask: Tensor
-    """[token], bool: the label is trained. Never true for the last token of a sequence, nor for
-    padding.
-    """
-    input_ids: Tensor
-    """[token], int64: the tokens themselves."""
-    sequence: Tensor
-    """[token], int64: the number of each token's sequence, among those of this dp rank."""
-    cu_seqlens: Tensor
-    """[sequences+1], int32: where the sequences of this dp rank would start, end to end without
-    padding.
-    """
-    cu_seqlens_padded: Tensor
-    """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    """
-    valid_tokens: Tensor
-    """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
-    mean; may be 0.
-    """
-    vocab_size: int
-    """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    """
-    vocab_start: int
-    """scalar, a Python int: first row of the vocabulary that this rank owns."""
-    vocab_end: int
-    """scalar, a Python int: one past the last. Rows beyond vocab_end - vocab_start of the local
-    weight or logits are padding, and take no part in the softmax.
-    """
-    hidden: Tensor
-    """[token, hidden], the dtype of the problem: the last hidden states; requires grad."""
-    weight: Tensor
-    """[vocab, hidden], the dtype of the problem: this rank's rows of the lm-head; requires grad.
-    """
-    bias: Tensor | None
-    """[vocab], the dtype of the problem: its bias, or None; requires grad."""
 
 class TokenLogprobsLogits(Logits, Batch):
-    """What a kernel of spec token_logprobs gets on a rank at head "logits"."""
+    """What a kernel of spec token_logprobs gets on a rank at head "logits": from the logits, before
+    the temperature.
 
-    labels: Tensor
-    """[token], int64: ids in the whole vocabulary. Where mask is false they mean nothing, but are
-    valid ids.
+    token_logprobs: log-probabilities of the labels and entropies, with temperature and top-k /
+    top-p filtering; no loss.
+
+    A rank has of each dim, or all of it where the layout does not split it:
+
+    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
+      cp rank.
+    - sequences+1: one more than its dp rank has sequences.
+    - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
+      is padded.
+
+    The kernel returns ``lossgate.Outputs`` with the first of these at least, in float32 unless
+    ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
+    inputs.logits.grad. Unless ``lossgate.Contract`` declares otherwise:
+
+    - ``logprobs``: [token]; each dp and cp rank has its own part; each tp rank has the same.
+    - ``token_entropy``: [token]; each dp and cp rank has its own part; each tp rank has the
+      same.
+
+    ``lossgate list token_logprobs`` shows its metrics, too; its options are those of
+    ``lossgate.options.TokenLogprobsOptions``.
     """
+
+class ValueValues(Values, ValueBatch, Batch):
+    """What a kernel of spec value gets on a rank at head "values": from the value head's
+    predictions.
+
+    value: clipped squared error of a value model.
+
+    A rank has of each dim, or all of it where the layout does not split it:
+
+    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
+      cp rank.
+    - sequences+1: one more than its dp rank has sequences.
+
+    The kernel returns the loss alone, or ``lossgate.Outputs`` with more of these, in float32
+    unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
+    inputs.values.grad. Unless ``lossgate.Contract`` declares otherwise:
+
+    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
+      them up; each tp rank has the same.
+
+    ``lossgate list value`` shows its metrics, too; its options are those of
+    ``lossgate.options.ValueOptions``.
+    """
+
     mask: Tensor
-    """[token], bool: the label is trained. Never true for the last token of a sequence, nor for
-    padding.
-    """
-    input_ids: Tensor
-    """[token], int64: the tokens themselves."""
-    sequence: Tensor
-    """[token], int64: the number of each token's sequence, among those of this dp rank."""
-    cu_seqlens: Tensor
-    """[sequences+1], int32: where the sequences of this dp rank would start, end to end without
-    padding.
-    """
-    cu_seqlens_padded: Tensor
-    """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    """
-    valid_tokens: Tensor
-    """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
-    mean; may be 0.
-    """
-    vocab_size: int
-    """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    """
-    vocab_start: int
-    """scalar, a Python int: first row of the vocabulary that this rank owns."""
-    vocab_end: int
-    """scalar, a Python int: one past the last. Rows beyond vocab_end - vocab_start of the local
-    weight or logits are padding, and take no part in the softmax.
-    """
-    logits: Tensor
-    """[token, vocab], the dtype of the problem: the logits, before the temperature; requires grad.
+    """[token], bool: the value is trained.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
     """
 
-class ValueValues(Values, ValueBatch):
-    """What a kernel of spec value gets on a rank at head "values"."""
-
-    labels: Tensor
-    """[token], int64: ids in the whole vocabulary. Where mask is false they mean nothing, but are
-    valid ids.
-    """
-    mask: Tensor
-    """[token], bool: the value is trained."""
-    input_ids: Tensor
-    """[token], int64: the tokens themselves."""
-    sequence: Tensor
-    """[token], int64: the number of each token's sequence, among those of this dp rank."""
-    cu_seqlens: Tensor
-    """[sequences+1], int32: where the sequences of this dp rank would start, end to end without
-    padding.
-    """
-    cu_seqlens_padded: Tensor
-    """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    """
-    valid_tokens: Tensor
-    """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
-    mean; may be 0.
-    """
-    vocab_size: int
-    """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    """
-    vocab_start: int
-    """scalar, a Python int: first row of the vocabulary that this rank owns."""
-    vocab_end: int
-    """scalar, a Python int: one past the last. Rows beyond vocab_end - vocab_start of the local
-    weight or logits are padding, and take no part in the softmax.
-    """
     old_values: Tensor
-    """[token], float32: the value of each token at the time of the rollout."""
+    """[token], float32: the value of each token at the time of the rollout.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
+    """
+
     returns: Tensor
-    """[token], float32: the return of each token, which its value should be."""
-    values: Tensor
-    """[token], the dtype of the problem: the predictions of the value head; requires grad. Equal on
-    all tp ranks.
+    """[token], float32: the return of each token, which its value should be.
+
+    token, on a rank: the tokens of its dp rank's sequences, padded; of each, the two zigzag
+    chunks of its cp rank.
     """
 
 class ZLossHidden(Hidden, Batch):
-    """What a kernel of spec z_loss gets on a rank at head "hidden"."""
+    """What a kernel of spec z_loss gets on a rank at head "hidden": from the last hidden states and
+    the lm-head.
 
-    labels: Tensor
-    """[token], int64: ids in the whole vocabulary. Where mask is false they mean nothing, but are
-    valid ids.
+    z_loss: negative log-likelihood plus the squared logarithm of the softmax's normaliser.
+
+    A rank has of each dim, or all of it where the layout does not split it:
+
+    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
+      cp rank.
+    - sequences+1: one more than its dp rank has sequences.
+    - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
+      is padded.
+    - hidden: the whole width.
+
+    The kernel returns the loss alone, or ``lossgate.Outputs`` with more of these, in float32
+    unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
+    inputs.hidden.grad, inputs.weight.grad, inputs.bias.grad. Unless ``lossgate.Contract``
+    declares otherwise:
+
+    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
+      them up; each tp rank has the same.
+    - ``logprobs``: [token]; each dp and cp rank has its own part; each tp rank has the same.
+
+    ``lossgate list z_loss`` shows its metrics, too; its options are those of
+    ``lossgate.options.ZLossOptions``.
     """
-    mask: Tensor
-    """[token], bool: the label is trained. Never true for the last token of a sequence, nor for
-    padding.
-    """
-    input_ids: Tensor
-    """[token], int64: the tokens themselves."""
-    sequence: Tensor
-    """[token], int64: the number of each token's sequence, among those of this dp rank."""
-    cu_seqlens: Tensor
-    """[sequences+1], int32: where the sequences of this dp rank would start, end to end without
-    padding.
-    """
-    cu_seqlens_padded: Tensor
-    """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    """
-    valid_tokens: Tensor
-    """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
-    mean; may be 0.
-    """
-    vocab_size: int
-    """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    """
-    vocab_start: int
-    """scalar, a Python int: first row of the vocabulary that this rank owns."""
-    vocab_end: int
-    """scalar, a Python int: one past the last. Rows beyond vocab_end - vocab_start of the local
-    weight or logits are padding, and take no part in the softmax.
-    """
-    hidden: Tensor
-    """[token, hidden], the dtype of the problem: the last hidden states; requires grad."""
-    weight: Tensor
-    """[vocab, hidden], the dtype of the problem: this rank's rows of the lm-head; requires grad.
-    """
-    bias: Tensor | None
-    """[vocab], the dtype of the problem: its bias, or None; requires grad."""
 
 class ZLossLogits(Logits, Batch):
-    """What a kernel of spec z_loss gets on a rank at head "logits"."""
+    """What a kernel of spec z_loss gets on a rank at head "logits": from the logits, before the
+    temperature.
 
-    labels: Tensor
-    """[token], int64: ids in the whole vocabulary. Where mask is false they mean nothing, but are
-    valid ids.
-    """
-    mask: Tensor
-    """[token], bool: the label is trained. Never true for the last token of a sequence, nor for
-    padding.
-    """
-    input_ids: Tensor
-    """[token], int64: the tokens themselves."""
-    sequence: Tensor
-    """[token], int64: the number of each token's sequence, among those of this dp rank."""
-    cu_seqlens: Tensor
-    """[sequences+1], int32: where the sequences of this dp rank would start, end to end without
-    padding.
-    """
-    cu_seqlens_padded: Tensor
-    """[sequences+1], int32: where they start in this dp rank's padded pack, before cp splits it.
-    """
-    valid_tokens: Tensor
-    """scalar, int64: trained tokens of the whole batch, over every rank. The normaliser of a token
-    mean; may be 0.
-    """
-    vocab_size: int
-    """scalar, a Python int: rows of the whole vocabulary, over every tp rank, without padding rows.
-    """
-    vocab_start: int
-    """scalar, a Python int: first row of the vocabulary that this rank owns."""
-    vocab_end: int
-    """scalar, a Python int: one past the last. Rows beyond vocab_end - vocab_start of the local
-    weight or logits are padding, and take no part in the softmax.
-    """
-    logits: Tensor
-    """[token, vocab], the dtype of the problem: the logits, before the temperature; requires grad.
+    z_loss: negative log-likelihood plus the squared logarithm of the softmax's normaliser.
+
+    A rank has of each dim, or all of it where the layout does not split it:
+
+    - token: the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its
+      cp rank.
+    - sequences+1: one more than its dp rank has sequences.
+    - vocab: rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split
+      is padded.
+
+    The kernel returns the loss alone, or ``lossgate.Outputs`` with more of these, in float32
+    unless ``lossgate.Precision`` declares otherwise; backward leaves the gradients in
+    inputs.logits.grad. Unless ``lossgate.Contract`` declares otherwise:
+
+    - ``loss``: a scalar; the sum of those of dp and cp ranks is the whole, and lossgate adds
+      them up; each tp rank has the same.
+    - ``logprobs``: [token]; each dp and cp rank has its own part; each tp rank has the same.
+
+    ``lossgate list z_loss`` shows its metrics, too; its options are those of
+    ``lossgate.options.ZLossOptions``.
     """

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hypothesis strategies for the property tests of kernel authors.
 
+For example::
+
     import hypothesis
     import lossgate
 

@@ -2,16 +2,21 @@
 """What ``lossgate list`` shows, at any width, and the files that are written from the specs."""
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 from rich.console import Console
 from rich.text import Text
+from torch import Tensor
 
 import lossgate
+from lossgate import Budgets, Contract, KnownFailure, Outputs, Precision
 from lossgate.declaration.loading import load_all_candidates
 from lossgate.inputs import __dir__ as names_of_inputs
 from lossgate.losses import SPECS
@@ -118,7 +123,7 @@ def test_a_spec_says_what_a_rank_has_of_each_dim(name: str) -> None:
     for head in spec.inputs:
         for field in fields_of(spec.inputs[head]).values():
             for dim in re.findall(r"[\w+]+", field.shape.partition("[")[2]):
-                assert dim in named or dim in ("topk", "reference_width"), dim
+                assert dim in named, dim
 
 
 FILE = """
@@ -200,11 +205,8 @@ def test_a_stale_file_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 def test_stubs_name_every_class() -> None:
-    stub = (Path(lossgate.__file__).parent / "inputs.pyi").read_text()
-    for name in names_of_inputs():
-        assert re.search(rf"^class {name}\(|import {name} as {name}$", stub, re.MULTILINE), name
-    stub = (Path(lossgate.__file__).parent / "options.pyi").read_text()
-    assert {line.split()[-1] for line in stub.splitlines() if line.startswith("from ")} == set(names_of_options())
+    assert {*names_of_inputs()} <= {*Stub("inputs").classes} | {*Stub("inputs").imported}
+    assert {*Stub("options").classes} == {*names_of_options()}
     assert set(HEADS) == {head for spec in SPECS.values() for head in spec.inputs}
 
 
@@ -215,13 +217,98 @@ def test_classes_are_named_as_their_spec(name: str) -> None:
     assert {kind.__name__ for kind in spec.inputs.values()} == {f"{title}{head.capitalize()}" for head in spec.inputs}
 
 
-def test_stubs_say_once_what_each_input_means() -> None:
-    stub = ast.parse((Path(lossgate.__file__).parent / "inputs.pyi").read_text())
-    for written in (node for node in stub.body if isinstance(node, ast.ClassDef)):
-        docs = [node.value for node in written.body[1:] if isinstance(node, ast.Expr)]
-        said = [" ".join(str(doc.value).split()) for doc in docs if isinstance(doc, ast.Constant)]
-        own = fields_of(getattr(lossgate.inputs, written.name)).values()
-        assert said == [f"{field.shape}, {DTYPES[field.dtype]}: {field.meaning}." for field in own], written.name
+class Stub:
+    """What an editor shows of the classes of a stub and of their fields."""
+
+    def __init__(self, name: str) -> None:
+        self.body = ast.parse((Path(lossgate.__file__).parent / f"{name}.pyi").read_text()).body
+        self.classes = {node.name: node for node in self.body if isinstance(node, ast.ClassDef)}
+        imports = (node for node in self.body if isinstance(node, ast.ImportFrom))
+        self.imported = {alias.asname for node in imports for alias in node.names}
+
+    def fields(self, name: str) -> dict[str, str]:
+        """Returns the docs of a class's fields, those of its bases among them, in one line each."""
+        if name not in self.classes:
+            return {}
+        found: dict[str, str] = {}
+        for base in self.classes[name].bases:
+            found = {**self.fields(ast.unparse(base)), **found}
+        for field, doc in pairwise(self.classes[name].body):
+            if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
+                found[ast.unparse(field.target)] = " ".join(str(doc.value.value).split())
+        return found
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_an_editor_shows_what_each_input_is(spec: Spec) -> None:
+    stub = Stub("inputs")
+    for head, kind in spec.inputs.items():
+        shown, own = stub.fields(kind.__name__), fields_of(kind)
+        assert shown.keys() == own.keys()
+        for name, field in own.items():
+            assert shown[name].startswith(f"{field.shape}, {DTYPES[field.dtype]}: {field.meaning}.")
+            assert all(f"{dim}, on a rank: " in shown[name] for dim in field.dims), name
+            assert ("Its gradients: " in shown[name]) is (name in HEADS[head].leaves), name
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_an_editor_shows_what_a_kernel_returns_and_what_is_added_up(spec: Spec) -> None:
+    for kind in spec.inputs.values():
+        doc = ast.get_docstring(Stub("inputs").classes[kind.__name__]) or ""
+        returned = dict(re.findall(r"^- ``(\w+)``: (.*?)\.$", doc, re.MULTILINE | re.DOTALL))
+        assert returned.keys() == {*spec.outputs}
+        for name, said in returned.items():
+            assert said.startswith("a scalar; the sum of those of dp and cp ranks" if name == "loss" else "[token]; ")
+        assert spec.summary in " ".join(doc.split())
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_an_editor_shows_what_each_option_does(spec: Spec) -> None:
+    shown = Stub("options").fields(spec.options_type.__name__)
+    assert shown.keys() == {option.name for option in spec.options}
+    for option in spec.options:
+        assert shown[option.name].startswith(f"{' '.join(option.meaning.split())}. Default: {option.default!r}. ")
+
+
+def test_a_notebook_shows_the_inputs_of_specs_of_ones_own_too() -> None:
+    """What Python itself knows: notebooks show it, and ``help``."""
+
+    class MineBatch(lossgate.Batch):
+        floor: Tensor = lossgate.field("sequence", "the log-probability to reach")
+
+    spec = lossgate.spec("mine", batch=MineBatch)(lambda values, batch, options: values.logprobs.sum())
+    doc = (inspect.getdoc(spec.inputs["hidden"]) or "").splitlines()
+    assert "floor: [sequence], float32: the log-probability to reach." in doc
+    assert "hidden: [token, hidden], one of the candidate's dtypes: the last hidden states; requires grad." in doc
+
+
+PUBLIC = {name: getattr(lossgate, name) for name in lossgate.__all__}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_examples_in_docstrings_are_marked_as_code(name: str) -> None:
+    """Editors run them together else."""
+    doc = inspect.getdoc(PUBLIC[name]) or ""
+    blocks = re.findall(r"^(\S.*)\n\n {4}\S", doc, re.MULTILINE)
+    assert all(line.endswith("::") for line in blocks), blocks
+    assert doc.strip()
+
+
+@pytest.mark.parametrize("kind", [Outputs, Contract, Precision, Budgets, KnownFailure], ids=lambda kind: kind.__name__)
+def test_parts_of_a_declaration_say_what_each_field_is(kind: type) -> None:
+    (node,) = (one for one in ast.parse(dedent(inspect.getsource(kind))).body if isinstance(one, ast.ClassDef))
+    fields = [i for i, one in enumerate(node.body) if isinstance(one, ast.AnnAssign)]
+    assert fields
+    for i in fields:
+        assert isinstance(node.body[i + 1], ast.Expr), ast.unparse(node.body[i])
+
+
+@pytest.mark.parametrize("name", ["candidate", "verify", "suite", "compare", "example", "field", "option", "spec"])
+def test_docstrings_of_functions_name_every_argument(name: str) -> None:
+    doc = inspect.getdoc(PUBLIC[name]) or ""
+    for argument, parameter in inspect.signature(PUBLIC[name]).parameters.items():
+        stars = r"\*" if parameter.kind is parameter.VAR_POSITIONAL else ""
+        assert re.search(rf"^    {stars}{argument}: ", doc, re.MULTILINE), argument
 
 
 TYPED = """

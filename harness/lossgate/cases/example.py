@@ -31,6 +31,8 @@ def example(
 ) -> DrawnProblem:
     """Makes a small problem to play with: what a kernel gets, and what is right.
 
+    For example::
+
         example = lossgate.example("nll", head="logits")
         inputs, options = example.inputs(), example.options
         loss = my_kernel(inputs, options, None)

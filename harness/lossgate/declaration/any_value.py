@@ -5,7 +5,7 @@ from typing import Final
 
 
 class AnyValue:
-    """The type of ``ANY``."""
+    """The type of ``ANY``: in ``supports``, every value that the spec allows."""
 
     def __repr__(self) -> str:
         return "lossgate.ANY"

@@ -53,18 +53,27 @@ from lossgate.specs.spec import Spec
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """What a candidate returns on each rank, if more than the loss."""
+    """What a candidate returns on each rank, if more than the loss.
+
+    Each output may have any float dtype, but must be as exact as ``Precision`` declares: float32 by
+    default, also of inputs in bfloat16. Gradients are no outputs: lossgate calls backward, and
+    reads them from the inputs.
+    """
 
     loss: Tensor | None = None
-    """Scalar. Specs without a loss have none."""
+    """A scalar: this rank's part of the loss. The parts of dp and cp ranks are added up by
+    lossgate, so divide by counts of the whole batch, such as ``inputs.valid_tokens``; each tp rank
+    returns the same. ``Contract(loss=...)`` declares otherwise. Specs without a loss have none."""
     logprobs: Tensor | None = None
-    """``[local tokens]``: the log-probability of each label. Masked tokens are ignored. With
-    ``Contract(logprobs={"cp": "replicate"})``, whole sequences in the shape of ``input_ids``: the
-    log-probability of each token."""
+    """``[token]``, as ``inputs.labels``: the log-probability of each label of this rank, the same
+    on each tp rank. Masked tokens are ignored. With ``Contract(logprobs={"cp": "replicate"})``,
+    whole sequences in the shape of ``input_ids``: the log-probability of each token."""
     token_entropy: Tensor | None = None
-    """Likewise: the entropy of each token's distribution, in nats."""
+    """``[token]``, like ``logprobs``: the entropy of each token's distribution, in nats."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
-    """Scalars, by the names that the spec gives them."""
+    """Scalars, by the names that the spec gives them; those that are left out are not judged. The
+    parts of dp and cp ranks are added up, or the least or largest is taken, as ``lossgate list
+    SPEC`` says; each tp rank returns the same. ``Contract(metrics=...)`` declares otherwise."""
 
 
 Kernel = Callable[[Any, Any, DeviceMesh], Outputs | Tensor]
@@ -203,6 +212,20 @@ def candidate(
 ) -> Callable[[Kernel], Candidate]:
     """Declares the decorated function a candidate for a spec.
 
+    For example::
+
+        @lossgate.candidate("nll", head="logits", axes=("dp", "cp"))
+        def my_kernel(inputs: lossgate.inputs.NllLogits, options: NllOptions, mesh: DeviceMesh):
+            targets = inputs.labels.masked_fill(~inputs.mask, -100)
+            total = F.cross_entropy(inputs.logits.float(), targets, reduction="sum")
+            return total / inputs.valid_tokens.clamp(min=1)
+
+    Every rank calls it. ``inputs`` has the shards of this rank, and counts of the whole batch: see
+    ``lossgate.inputs``. ``options`` has every option of the spec: see ``lossgate.options``.
+    ``mesh`` has the dims dp, cp and tp, whose groups work with ``torch.distributed``. It returns
+    its part of the loss, a scalar, or ``lossgate.Outputs``; gradients are read from the inputs
+    after backward.
+
     Args:
         spec: the loss that it computes, by name or as the object; see ``lossgate list``.
         head: where it starts: "hidden", "logits" or "logprobs"; "values" or "rewards" for critics
@@ -214,7 +237,8 @@ def candidate(
         dtypes: the dtypes of inputs that it takes.
         precision: where it rounds; one for all dtypes, or one for each. The default is float32
             inside, whatever the inputs.
-        contract: how the ranks' results make the whole.
+        contract: how the ranks' results make the whole. By default loss, metrics and gradients of
+            weight and bias are summed over dp and cp, and every tp rank has the same loss.
         supports: which values each option of the spec may take: ``ANY``, one value, or a tuple of
             them. An option that is not named stays at its default. And which choices of a scenario
             it is not given: ``lossgate.Excluded``. The verdict and evidence name them.

@@ -39,12 +39,19 @@ class Contract:
     """
 
     loss: Placements = field(default_factory=dict)
+    """Of the loss, by axis, such as ``{"dp": "avg"}``. By default ``{"dp": "sum", "cp": "sum",
+    "tp": "replicate"}``."""
     logprobs: Placements = field(default_factory=dict)
-    """Of log-probabilities, and of entropies if the spec has them. cp splits them. A candidate that
-    is given whole sequences may say "replicate", and return whole sequences on every cp rank."""
+    """Of log-probabilities, and of entropies if the spec has them. dp and cp split them, and each
+    tp rank has the same. A candidate that is given whole sequences may say ``{"cp": "replicate"}``,
+    and return whole sequences on every cp rank."""
     metrics: Mapping[str, Placements] = field(default_factory=dict)
+    """By the name of the metric, such as ``{"entropy": {"dp": "avg"}}``. By default what ``lossgate
+    list SPEC`` says over dp and cp, and each tp rank has the same."""
     grads: Mapping[str, Placements] = field(default_factory=dict)
-    """By the name of the input: "hidden", "weight", "bias", "logits", ..."""
+    """By the name of the input, such as ``{"weight": {"dp": "avg"}}``: "hidden", "weight", "bias",
+    "logits", ... What is left out is summed over each of dp and cp, and the same on each tp rank,
+    unless the axis splits the input."""
 
     def __post_init__(self) -> None:
         _check("loss", self.loss)

@@ -17,6 +17,8 @@ _EXAMPLE = "lossgate.Excluded('extreme', because='the trainer clamps log-ratios'
 class Excluded:
     """In ``supports``: choices of a scenario that problems do not have, and why.
 
+    For example::
+
         supports={"ratios": lossgate.Excluded("extreme", because="the trainer clamps log-ratios")}
 
     What is excluded is not verified: the verdict, evidence and the gate name it, with the reason.

@@ -22,11 +22,26 @@ def suite(
 ) -> Callable[..., None]:
     """Returns a test function that verifies a candidate; assign it to a name that pytest collects.
 
+    For example::
+
         test_my_kernel = lossgate.suite(my_kernel)
 
-    profile, layouts, dtypes, examples, world: as for ``lossgate verify``; pytest's options
-    ``--lossgate-profile`` and ``--lossgate-world`` win. An inconclusive cell fails. Items depend on
+    It is an item for each property, layout and dtype. An inconclusive one fails. Items depend on
     nothing but their names, and so run under pytest-xdist.
+
+    Args:
+        candidate: what to verify.
+        profile: how much to try: "dev", "ci", "nightly", "release", or one of
+            ``[tool.lossgate.profiles]`` in pyproject.toml. ``pytest --lossgate-profile`` wins.
+        layouts: such as ``["single", "tp=2,cp=2"]``. By default all that the candidate's
+            axes allow, of at most as many ranks as the profile says.
+        dtypes: of inputs, such as ``["bfloat16"]``. By default all that the candidate takes.
+        examples: the least problems for each layout and dtype. By default those of the profile.
+        world: where ranks run: "simulated", all in this process, by default; or "gloo" or "nccl",
+            one process each. ``pytest --lossgate-world`` wins.
+
+    Raises:
+        UsageError: if this is no candidate, or a setting is wrong.
     """
     if not isinstance(candidate, Candidate):  # pyright: ignore[reportUnnecessaryIsInstance]  an undecorated kernel is a likely slip
         raise UsageError(

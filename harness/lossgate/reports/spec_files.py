@@ -10,13 +10,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from textwrap import wrap
-from typing import Any, get_args, get_type_hints
 
 from lossgate.losses import SPECS
 from lossgate.reports.spec_sections import Entry, Section, sections
-from lossgate.specs.heads import HEADS
-from lossgate.specs.inputs import Batch
-from lossgate.specs.record import DTYPES, fields_of
+from lossgate.reports.spec_stubs import inputs_stub, options_stub
 from lossgate.specs.spec import Spec
 
 _HARNESS = Path(__file__).parents[1]
@@ -28,7 +25,7 @@ def files() -> dict[Path, str]:
     """Returns the text of each file."""
     pages = {_PAGES / f"{spec.name}.md": "\n".join(page(spec)) for spec in SPECS.values()}
     index = {_PAGES / "README.md": "\n".join(_index())}
-    stubs = {_HARNESS / "inputs.pyi": "\n".join(_inputs()), _HARNESS / "options.pyi": "\n".join(_options())}
+    stubs = {_HARNESS / "inputs.pyi": "\n".join(inputs_stub()), _HARNESS / "options.pyi": "\n".join(options_stub())}
     return {**index, **pages, **stubs}
 
 
@@ -88,59 +85,6 @@ def _table(heading: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Iterato
     yield "|" + "---|" * len(heading)
     for row in rows:
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
-
-
-# Stubs
-
-_WRITTEN = '''# SPDX-License-Identifier: Apache-2.0
-# Written by python -m lossgate.reports.spec_files: change the specs, and run that.
-"""{}"""
-'''
-
-
-def _inputs() -> Iterator[str]:
-    yield _WRITTEN.format("What a kernel is given on each rank, for each spec and head.")
-    yield "from torch import Tensor"
-    yield ""
-    batches = dict.fromkeys(spec.batch_type for spec in SPECS.values() if spec.batch_type is not Batch)
-    yield from _imported([*(head.inputs for head in HEADS.values()), Batch, *batches])
-    for spec in SPECS.values():
-        for kind in spec.inputs.values():
-            yield from ("", *_class(kind, [base.__name__ for base in kind.__bases__]))
-    yield ""
-
-
-def _class(kind: type, bases: list[str]) -> Iterator[str]:
-    yield f"class {kind.__name__}({', '.join(bases)}):"
-    yield f'    """{kind.__doc__}"""'
-    yield ""
-    types = get_type_hints(kind)
-    for name, own in fields_of(kind).items():
-        yield f"    {name}: {_type(types[name])}"
-        yield from _docstring(f"{own.shape}, {DTYPES[own.dtype]}: {own.meaning}.")
-
-
-def _type(annotation: Any) -> str:
-    parts = get_args(annotation) or (annotation,)
-    return " | ".join("None" if part is type(None) else part.__name__ for part in parts)
-
-
-def _docstring(text: str) -> list[str]:
-    if len(text) <= 88:
-        return [f'    """{text}"""']
-    lines = wrap(text, 93, break_long_words=False, break_on_hyphens=False)
-    return [f'    """{lines[0]}', *(f"    {line}" for line in lines[1:]), '    """']
-
-
-def _options() -> Iterator[str]:
-    yield _WRITTEN.format("The options of each spec, as a kernel is given them.")
-    yield from _imported([spec.options_type for spec in SPECS.values()])
-    yield ""
-
-
-def _imported(kinds: list[type]) -> list[str]:
-    """Returns the lines that import classes, in the order of their modules."""
-    return sorted({f"from {kind.__module__} import {kind.__name__} as {kind.__name__}" for kind in kinds})
 
 
 def main(arguments: list[str]) -> int:

@@ -8,6 +8,7 @@ from lossgate.declaration.contract import Contract
 from lossgate.layout import AXES
 from lossgate.losses import SPECS
 from lossgate.specs.coverage import CoverageGoal
+from lossgate.specs.dims import parts_of
 from lossgate.specs.heads import HEADS
 from lossgate.specs.inputs import Batch
 from lossgate.specs.option import COMMON_OPTIONS, Option
@@ -77,7 +78,7 @@ def sections(spec: Spec) -> Iterator[Section]:
         tuple(_together(spec)),
     )
     metrics = tuple(Entry(name, (metric.reduction,), metric.meaning) for name, metric in spec.metrics.items())
-    of_metrics = Section("metrics", "What a candidate may return in metrics.", ("ranks",), metrics)
+    of_metrics = Section("metrics", _OF_METRICS, ("ranks",), metrics)
     scenarios = Section(
         "scenarios",
         "Ways in which problems draw the fields. A candidate that is never given some says so in supports, with "
@@ -100,6 +101,10 @@ def sections(spec: Spec) -> Iterator[Section]:
 
 
 _FIELD = ("dims", "dtype")
+_OF_METRICS = (
+    "What a candidate may return in metrics: scalars. lossgate makes the whole of the parts of dp and cp ranks as "
+    "ranks says; each tp rank has the same."
+)
 _OPTION = ("default", "problems draw")
 
 
@@ -142,22 +147,11 @@ def _chosen(scenario: Option) -> Entry:
     return Entry(scenario.name, (scenario.default, choices), scenario.meaning)
 
 
-_PARTS = {
-    "token": ("dp, cp", "the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its cp rank"),
-    "sequence": ("dp", "the sequences of its dp rank"),
-    "sequences+1": ("dp", "one more than its dp rank has sequences"),
-    "vocab": ("tp", "rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split is padded"),
-    "hidden": ("nothing", "the whole width"),
-}
-
-
 def _dims(spec: Spec) -> Iterator[Entry]:
     """Yields the dims that the inputs of a spec have."""
-    inputs = [field.shape for head in spec.inputs for field in fields_of(spec.inputs[head]).values()]
-    used = {dim.strip() for shape in inputs for dim in shape.strip("[]").split(",")}
-    for name, (axes, meaning) in _PARTS.items():
-        if name in used:
-            yield Entry(name, (axes,), meaning)
+    inputs = (field for head in spec.inputs for field in fields_of(spec.inputs[head]).values())
+    for name, part in parts_of(dim for field in inputs for dim in field.dims).items():
+        yield Entry(name, (", ".join(part.split_over) or "nothing",), part.meaning)
 
 
 def _together(spec: Spec) -> Iterator[Entry]:
@@ -171,9 +165,14 @@ def _together(spec: Spec) -> Iterator[Entry]:
 
 
 def _made(output: Output, contract: Contract, meaning: str) -> Entry:
+    return Entry(str(output), made_of_ranks(output, contract), meaning)
+
+
+def made_of_ranks(output: Output, contract: Contract) -> tuple[str, ...]:
+    """Returns how ranks make the whole of an output, in a word for each axis of ``AXES``."""
     placements = contract.placements(output)
-    split = {axis for dim in output.dims if dim in _PARTS for axis in _PARTS[dim][0].split(", ")}
-    return Entry(str(output), tuple("split" if axis in split else placements[axis] for axis in AXES), meaning)
+    split = {axis for part in parts_of(output.dims).values() for axis in part.split_over}
+    return tuple("split" if axis in split else placements[axis] for axis in AXES)
 
 
 _RETURNED = {

@@ -37,6 +37,7 @@ class Verified:
 
     @property
     def agrees(self) -> bool:
+        """Whether every cell agrees, or is a known failure. Inconclusive is no agreement."""
         return self.verdict is Verdict.AGREE
 
     def check(self) -> None:
@@ -80,6 +81,8 @@ def verify(
 ) -> Verified:
     """Judges candidates against the references of their specs, as ``lossgate verify`` does.
 
+    For example::
+
         lossgate.verify(my_kernel, layouts=["single", "cp=2"])
 
     It runs candidates in this process, as a notebook needs: one that crashes ends it, and
@@ -87,7 +90,16 @@ def verify(
 
     Args:
         *candidates: what to verify.
-        layouts, dtypes, properties, profile, examples, ranks, seed: as for ``lossgate verify``.
+        layouts: such as ``["single", "tp=2,cp=2"]``. By default all that the candidates'
+            axes allow, of at most ``ranks`` ranks.
+        dtypes: of inputs, such as ``["bfloat16"]``. By default all that each candidate takes.
+        properties: such as ``["agreement"]``; ``lossgate list`` shows them. By default all that
+            apply.
+        profile: how much to try: "dev", "ci", "nightly", "release", or one of
+            ``[tool.lossgate.profiles]`` in pyproject.toml.
+        examples: the least problems for each layout and dtype. By default those of the profile.
+        ranks: of the largest layout. By default those of the profile.
+        seed: other problems are drawn for another seed.
 
     Returns:
         The results, which print as the verdicts with their reasons. ``verdict`` and ``agrees`` say

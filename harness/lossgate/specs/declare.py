@@ -37,7 +37,7 @@ from lossgate.specs.logit_filter import FilterOptions
 from lossgate.specs.metric import Metric
 from lossgate.specs.mistakes import Mistake
 from lossgate.specs.option import COMMON_OPTIONS, EMPTY, Domain, Option, options_of
-from lossgate.specs.record import Options
+from lossgate.specs.record import Options, fields_of
 from lossgate.specs.spec import DrawFields, ExtraMetrics, Reference, Spec, trained_by_mask
 from lossgate.specs.token_values import USES
 from lossgate.specs.users_code import check_function
@@ -78,6 +78,8 @@ def spec(
     source: str = "",
 ) -> Callable[[Reference], Spec]:
     """Declares the decorated function the dense reference of a loss.
+
+    For example::
 
         @lossgate.spec("focal", options=FocalOptions)
         def focal(values, batch, options):
@@ -248,4 +250,6 @@ def _inputs_class(name: str, head: str, batch_type: type[Batch]) -> type[Batch]:
     title = "".join(part[:1].upper() + part[1:] for part in re.split(r"[_.-]", f"{name}_{head}"))
     doc = f"""What a kernel of spec {name} gets on a rank at head "{head}"."""
     bases: tuple[Any, ...] = (HEADS[head].inputs, batch_type)
-    return type(title, bases, {"__doc__": doc, "__module__": "lossgate.inputs"})
+    made = type(title, bases, {"__module__": "lossgate.inputs"})
+    made.__doc__ = "\n".join((doc, "", *(f"{name}: {field.described}" for name, field in fields_of(made).items())))
+    return made

@@ -25,7 +25,7 @@ DTYPES = MappingProxyType(
         "int32": "int32",
         "int64": "int64",
         "int": "a Python int",
-        "input": "the dtype of the problem",
+        "input": "one of the candidate's dtypes",
     }
 )
 """The dtypes that inputs have, for people."""
@@ -42,6 +42,8 @@ def field(
     unused: bool = False,
 ) -> Any:
     """Declares an input of a spec, as the value of a field of its batch class.
+
+    For example::
 
         class WeightedBatch(lossgate.Batch):
             weights: Tensor = lossgate.field("token", "its weight", draw=lambda c: c.uniform())
@@ -128,11 +130,18 @@ class Field:
         """Its dims, for people."""
         return f"[{', '.join(self.dims)}]" if self.dims else "scalar"
 
+    @property
+    def described(self) -> str:
+        """Its dims, dtype and meaning, for people."""
+        return f"{self.shape}, {DTYPES[self.dtype]}: {self.meaning}."
+
 
 def option(
     default: Any, meaning: str, *, choices: tuple[Any, ...] = (), between: tuple[float, float] | None = None
 ) -> Any:
     """Declares an option of a spec, as the value of a field of its option class.
+
+    For example::
 
         class FocalOptions(lossgate.Options):
             gamma: float = lossgate.option(2.0, "the power of 1 - p", choices=(2.0, 0.0, 1.0))

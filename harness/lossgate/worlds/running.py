@@ -17,7 +17,7 @@ def current_mesh() -> DeviceMesh:
     """Returns the mesh of the rank that runs now: what its kernel is given as ``mesh``.
 
     It is for frameworks that keep their groups in variables of the process. Simulated ranks are
-    threads of one process and share those variables, so have the framework's functions ask here:
+    threads of one process and share those variables, so have the framework's functions ask here::
 
         parallel_state.get_tensor_model_parallel_group = lambda *args, **kwargs: (
             lossgate.current_mesh().get_group("tp")

@@ -16,6 +16,8 @@ from lossgate.worlds.simulated.world import SimulatedWorld
 class SimulatedRanks:
     """Calls functions on every rank of a layout, with all ranks in this process.
 
+    For example::
+
         with lossgate.SimulatedRanks() as simulated_ranks:
             results = simulated_ranks(function, hidden, weight, tp=2, cp=2)
 
