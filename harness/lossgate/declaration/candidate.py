@@ -55,9 +55,9 @@ from lossgate.specs.spec import Spec
 class Outputs:
     """What a candidate returns on each rank, if more than the loss.
 
-    Each output may have any float dtype, but must be as exact as ``Precision`` declares: float32 by
-    default, also of inputs in bfloat16. Gradients are no outputs: lossgate calls backward, and
-    reads them from the inputs.
+    Each output is in float32, also of inputs in bfloat16; ``Precision(returned=...)`` declares
+    another dtype. Gradients are no outputs: lossgate calls backward, and reads them from the
+    inputs.
     """
 
     loss: Tensor | None = None

@@ -158,7 +158,9 @@ def _together(spec: Spec) -> Iterator[Entry]:
     """Yields how the parts of each output and gradient make the whole."""
     contract = Contract()
     for name in spec.outputs:
-        yield _made(RETURNED[name], contract, "returned in any dtype; Precision says to which it is rounded")
+        yield _made(
+            RETURNED[name], contract, "returned in float32, or in the dtype that Precision(returned=...) declares"
+        )
     leaves = {leaf: dims for head in spec.inputs for leaf, dims in HEADS[head].leaves.items()}
     for leaf, dims in leaves.items():
         yield _made(gradient_output(leaf, dims), contract, f"what backward leaves in inputs.{leaf}.grad")
