@@ -190,8 +190,9 @@ def test_bad_json_is_refused(text: str, message: str) -> None:
 
 def test_description_is_short_and_names_what_is_not_at_its_default() -> None:
     assert (
-        problem().describe() == "7 tokens in 2 sequences [4, 3], masks all/all, hidden 5, vocab 11, layout single, "
+        problem().describe() == "7 tokens in 2 sequences [4, 3], masks all, hidden 5, vocab 11, layout single, "
         "bfloat16, logit_std 1, seed 7"
     )
+    assert "masks [all, holes], hidden 5" in problem(masks=("all", "holes")).describe()
     assert "temperature 0.5" in EXAMPLE.describe()
     assert "forced_labels ((1, 10),)" in EXAMPLE.describe()

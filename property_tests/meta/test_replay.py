@@ -130,6 +130,19 @@ def test_all_failure_files_of_a_folder(failed: Path, lossgate: Lossgate) -> None
     assert re.fullmatch(r"lossgate: \.lossgate/broken\.json is no failure file of this version.*\n", done.stderr)
 
 
+def test_several_failure_files(failed: Path, lossgate: Lossgate) -> None:
+    """As a shell names them: ``lossgate replay .lossgate/*.json``."""
+    file = failure_in(failed).relative_to(failed)
+    (failed / "again.json").write_text(file.read_text())
+    done = lossgate("replay", str(file), "again.json")
+    first, second, summary = done.stdout.splitlines()
+    assert (first.partition(": ")[0], second.partition(": ")[0]) == (
+        f"DISAGREE  wrong  float32  single  {file}",
+        "DISAGREE  wrong  float32  single  again.json",
+    )
+    assert (done.returncode, summary) == (1, "2 failure files: 2 DISAGREE")
+
+
 def test_the_exit_code_of_all_is_that_of_the_worst(failed: Path, lossgate: Lossgate) -> None:
     folder = failed / "some"
     folder.mkdir()
@@ -152,6 +165,8 @@ def test_the_exit_code_of_all_is_that_of_the_worst(failed: Path, lossgate: Lossg
         (["replay", "--all", "kernels.py"], "kernels.py: no such folder; "),
         (["replay", "."], ". is a folder; replay all failure files in it: lossgate replay --all ."),
         (["replay", "--all", ".", "--script", "x.py"], "replay: --script writes one script of one failure file"),
+        (["replay", "a.json", "b.json", "--script", "x.py"], "replay: --script writes one script of one failure file"),
+        (["replay", "--all", ".", "other"], "replay: --all takes one folder, not 2; leave out --all to replay files"),
     ],
 )
 def test_bad_use_of_replay_is_one_line(lossgate: Lossgate, arguments: list[str], said: str) -> None:

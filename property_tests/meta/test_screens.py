@@ -5,11 +5,17 @@ The screens are the files in ``screens``. Where a change is meant, write them an
 LOSSGATE_WRITE_SCREENS=1, and read what has changed.
 """
 
+import contextlib
 import os
+import pty
 import re
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -86,6 +92,27 @@ def a_run() -> Iterator[Event]:
     yield RunFinished(tuple(results), "", 12.5)
 
 
+def a_bad_day() -> Iterator[Event]:
+    """Yields the events of a run in which a kernel crashed, and one could not be judged."""
+    crash = (
+        "CRASH: the process that ran the candidate was ended by SIGSEGV on this problem",
+        '  File "/home/somebody/a_folder_with_a_long_name/kernels/my_extension.py", line 3 in launch',
+        '  File "/home/somebody/a_folder_with_a_long_name/kernels/candidates.py", line 17 in raises',
+    )
+    unsure = (
+        "goal never reached: label on a shard's last row",
+        "a kernel that computes label_smoothing=0.1 as 0 would have passed every problem",
+    )
+    died = replace(result(RAISES, LAYOUTS[0], 0.0, *crash, failure="Crash"), printed="hello\n")
+    short = result(RIGHT, LAYOUTS[0], 0.21, *unsure)
+    results = died, replace(short, verdict=Verdict.INCONCLUSIVE, failure=None, diagnosis=None)
+    yield RunStarted(tuple(one.cell for one in results), Settings())
+    for one in results:
+        yield CellStarted(one.cell)
+        yield CellFinished(one)
+    yield RunFinished(results, "", 3.5)
+
+
 class Files(FailureFiles):
     """Knows a file of each failure, and writes none."""
 
@@ -93,9 +120,9 @@ class Files(FailureFiles):
         return Path(f".lossgate/failure-{cell.candidate.name}-agreement-{cell.dtype}-{cell.layout}-67dcaefa.json")
 
 
-def verified(console: Console, volume: Volume) -> None:
+def verified(console: Console, volume: Volume = Volume.NORMAL, events: Iterable[Event] | None = None) -> None:
     terminal = Terminal(Files(Path(".lossgate")), console, volume)
-    for event in a_run():
+    for event in a_run() if events is None else events:
         terminal(event)
 
 
@@ -107,7 +134,8 @@ REPLAYED = (
     "  every statistic is the one in the file",
 )
 DRAWN: dict[str, Callable[[Console], None]] = {
-    "verify": lambda console: verified(console, Volume.NORMAL),
+    "verify": verified,
+    "verify-crash": lambda console: verified(console, events=a_bad_day()),
     "verify-quiet": lambda console: verified(console, Volume.QUIET),
     "verify-verbose": lambda console: verified(console, Volume.VERBOSE),
     "replay": lambda console: print_replayed(REPLAYED, console),
@@ -115,10 +143,15 @@ DRAWN: dict[str, Callable[[Console], None]] = {
 COMMANDS = {
     "list": ("list",),
     "list-spec": ("list", "value"),
+    "list-file": ("list", "kernels.py"),
+    "init": ("init", "nll", "--head", "logits"),
+    "audit": ("audit", "kernels.py:right", "--layout", "single", "--dtype", "float32", "--examples", "2"),
     "report": ("report", "after.jsonl"),
     "diff": ("diff", "before.jsonl", "after.jsonl"),
     "gate": ("gate", "after.jsonl", "--now", "2026-11-20T18:00:00Z"),
 }
+PLAIN = ("init", "audit")
+"""Commands that colour nothing."""
 
 
 def compare(name: str, text: str) -> None:
@@ -134,7 +167,7 @@ def compare(name: str, text: str) -> None:
 def check_width(text: str, width: int) -> None:
     """No line is wider than the screen, but for commands, which are copied whole."""
     for line in text.splitlines():
-        assert len(line) <= width or "lossgate replay" in line, line
+        assert len(line) <= width or "lossgate replay" in line or 'File "' in line or line.startswith("wrote "), line
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -154,6 +187,27 @@ def test_in_a_file(name: str) -> None:
     DRAWN[name](Console(file=text, width=180, force_terminal=False, highlight=False))
     assert "\x1b" not in text.getvalue()
     compare(f"{name}-file", text.getvalue())
+
+
+STYLES = {"0": "/", "1": "bold", "2": "dim", "31": "red", "32": "green", "33": "yellow", "36": "cyan"}
+
+
+@pytest.mark.parametrize("name", ["verify", "verify-crash", "replay"])
+def test_in_colour(name: str) -> None:
+    """What is coloured or bold, and how."""
+    text = StringIO()
+    terminal: dict[str, Any] = {
+        "width": 100,
+        "force_terminal": True,
+        "force_interactive": False,
+        "color_system": "standard",
+    }
+    DRAWN[name](Console(file=text, highlight=False, **terminal))
+    compare(f"{name}-colour", named_styles(text.getvalue()))
+
+
+def named_styles(text: str) -> str:
+    return re.sub(r"\x1b\[([\d;]+)m", lambda code: f"<{' '.join(map(STYLES.__getitem__, code[1].split(';')))}>", text)
 
 
 def without_progress(text: str) -> str:
@@ -189,9 +243,61 @@ def test_commands(name: str, width: int | None, lossgate: Lossgate, monkeypatch:
             monkeypatch.setenv(variable, value)
     done = lossgate(*COMMANDS[name])
     assert done.stderr == ""
-    assert ("\x1b" in done.stdout) is (width is not None)
+    assert ("\x1b" in done.stdout) is (width is not None and name not in PLAIN)
     screen = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", done.stdout)
     screen = re.sub(r"sha256 \w{12}", "sha256 ............", screen)
+    screen = re.sub(r"\d+\.\d CPU s", "#.# CPU s", screen)
     if width is not None:
         check_width(screen, width)
     compare(f"{name}-{'file' if width is None else width}", screen)
+
+
+FEW = ("verify", "kernels.py:wrong", "--layout", "single", "--dtype", "float32", "--examples", "4")
+
+
+@pytest.mark.parametrize("colours", [False, True])
+def test_a_log_of_ci_has_no_control_characters(
+    colours: bool, folder: Path, lossgate: Lossgate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FORCE_COLOR, which many CI systems set, asks for colours and for nothing else."""
+    monkeypatch.setenv("CI", "true")
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1") if colours else monkeypatch.delenv("FORCE_COLOR", raising=False)
+    text = lossgate(*FEW, "--evidence", "ev.jsonl").stdout + lossgate("report", "ev.jsonl").stdout
+    assert ("\x1b[1;31mDISAGREE" in text) is colours
+    plain = re.sub(r"\x1b\[[\d;]*m", "", text)
+    assert plain.replace("\n", "").isprintable()
+    assert "1 cell\n" in plain
+    assert "\x1b" not in (folder / "ev.jsonl").read_text()
+    if not colours:
+        assert not re.search(r" $", plain, re.MULTILINE)
+
+
+@pytest.mark.parametrize("ci", ["", "true"])
+def test_a_terminal_has_a_bar_that_is_gone_at_the_end_and_in_ci_it_has_none(folder: Path, ci: str) -> None:
+    """A pseudo-terminal, as ``docker run -t`` and some CI systems have."""
+    text = on_a_terminal(folder, {"CI": ci, "TERM": "xterm-256color", "COLUMNS": "80"}, *FEW)
+    moves = re.findall(r"\x1b\[[\d;?]*[A-Za-ln-z]", text)
+    assert bool(moves) is not bool(ci)
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h")
+    assert ("1 cell\r\n" in text) is bool(ci)
+    assert text.splitlines()[-1].startswith("1 cell: \x1b[1;31m1 DISAGREE\x1b[0m; ")
+
+
+def on_a_terminal(folder: Path, environment: Mapping[str, str], *arguments: str) -> str:
+    """Runs a command whose output is a terminal; returns all that it wrote there."""
+    reader, terminal = pty.openpty()
+    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    command = [sys.executable, "-m", "lossgate", *arguments]
+    with subprocess.Popen(command, cwd=folder, stdout=terminal, stderr=terminal, env=kept | dict(environment)) as run:
+        os.close(terminal)
+        written = b""
+        with contextlib.suppress(OSError):  # Linux says so when nobody has the terminal open any more
+            while some := os.read(reader, 1 << 16):
+                written += some
+        run.wait(timeout=60)
+    os.close(reader)
+    return written.decode()

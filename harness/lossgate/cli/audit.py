@@ -57,5 +57,5 @@ def audit(
     console = make_console()
     for found in audited(load_all_candidates(targets), settings, metrics=metrics):
         for line in audit_lines(found, listed=every):
-            print_detail(console, escape(line), hanging=2)
+            print_detail(console, escape(line))
     return Exit.AGREE

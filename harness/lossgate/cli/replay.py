@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,9 +22,7 @@ _FOLDER = Path(".lossgate")
 
 @app.command
 def replay(
-    file: Path | None = None,
-    /,
-    *,
+    *files: Path,
     all_: Annotated[bool, Parameter(name="--all", negative=())] = False,
     candidate: str | None = None,
     trust: Annotated[bool, Parameter(negative=())] = False,
@@ -34,8 +33,9 @@ def replay(
     """Judge the problem of a failure file again.
 
     Args:
-        file: A failure file, as verify writes it; with --all a folder of them, by default
-            .lossgate. It names code, which is run: replay only files that you trust.
+        files: A failure file, as verify writes it, or several, of which each has a line; with --all
+            a folder of them, by default .lossgate. They name code, which is run: replay only files
+            that you trust.
         all_: Judge the problems of all failure files in a folder, and print a line for each.
         candidate: Judge this one (file.py:name) instead of the one that the file names.
         trust: Run the candidate that the file names although it lies outside the working folder.
@@ -48,20 +48,26 @@ def replay(
     """
     from lossgate.errors import UsageError
 
-    if file is None and not all_:
+    if not files and not all_:
         raise UsageError("replay: nothing named; expected a failure file, as verify writes it, or --all")
-    if all_ and script is not None:
+    if all_ and len(files) > 1:
+        raise UsageError(f"replay: --all takes one folder, not {len(files)}; leave out --all to replay files")
+    if script is not None and (all_ or len(files) > 1):
         raise UsageError("replay: --script writes one script of one failure file; leave out --all, and name the file")
-    if file is not None and file.is_dir() and not all_:
-        raise UsageError(f"{file} is a folder; replay all failure files in it: lossgate replay --all {file}")
+    for file in files:
+        if file.is_dir() and not all_:
+            raise UsageError(f"{file} is a folder; replay all failure files in it: lossgate replay --all {file}")
     how = _How(candidate, world, timeout, trust or candidate is not None)
+    first = next(iter(files), _FOLDER)
     if script is not None:
-        return how.write_script(file or _FOLDER, script)
+        return how.write_script(first, script)
     from lossgate.fork_server import worker_context
 
     if world != "torchrun":
         worker_context()  # other processes load torch while this one does
-    return how.all_in(file or _FOLDER) if all_ else how.one(file or _FOLDER)
+    if all_:
+        return how.all_in(first)
+    return how.each(files) if len(files) > 1 else how.one(first)
 
 
 class _How:
@@ -101,20 +107,25 @@ class _How:
                 f"{folder}: no such folder; verify writes failure files to .lossgate, or where --failures says: "
                 "lossgate replay --all FOLDER"
             )
-        return driven(self._world or "simulated", lambda: self._each(sorted(folder.glob("*.json")), folder))
+        return self.each(sorted(folder.glob("*.json")), f" in {folder}")
 
-    def _each(self, files: list[Path], folder: Path) -> int:
+    def each(self, files: Sequence[Path], where: str = "") -> int:
+        """Replays several; prints a line for each, and returns the worst exit code."""
+        return driven(self._world or "simulated", lambda: self._each(files, where))
+
+    def _each(self, files: Sequence[Path], where: str) -> int:
         from lossgate.counted import counted
 
         codes = Counter[Exit](self._line_of(file) for file in files)
         order = (Exit.DISAGREE, Exit.USAGE, Exit.INCONCLUSIVE, Exit.AGREE)
         found = ", ".join(f"{codes[code]} {_WORDS[code]}" for code in reversed(order) if codes[code])
-        print(f"{counted(len(files), 'failure file')} in {folder}{': ' if found else ''}{found}")
+        print(f"{counted(len(files), 'failure file')}{where}{': ' if found else ''}{found}")
         return next((code for code in order if codes[code]), Exit.AGREE)
 
     def _line_of(self, file: Path) -> Exit:
         """Replays one of several; prints a line, and returns its exit code."""
         from lossgate.errors import UsageError
+        from lossgate.reports.replayed import print_replayed_file
         from lossgate.worlds.base import WorldLost
 
         try:
@@ -125,7 +136,7 @@ class _How:
         except WorldLost as error:
             say(f"{file}: {error}")
             return Exit.INCONCLUSIVE
-        print(f"{outcome.title}  {file}: {outcome.since or outcome.findings[0]}", flush=True)
+        print_replayed_file(f"{outcome.title}  {file}: {outcome.since or outcome.findings[0]}")
         return _code(outcome)
 
     def write_script(self, file: Path, script: Path) -> int:

@@ -151,7 +151,8 @@ class Problem:
     def describe(self) -> str:
         """Returns one line for people: sizes first, then what is not at its default."""
         parts = [f"{counted(self.tokens, 'token')} in {counted(len(self.lengths), 'sequence')} {list(self.lengths)}"]
-        parts += [f"masks {'/'.join(self.masks)}"]
+        alike = len({*self.masks}) == 1
+        parts += [f"masks {self.masks[0]}" if alike else f"masks [{', '.join(self.masks)}]"]
         parts += [f"hidden {self.hidden}"] * (self.head == "hidden") + [f"vocab {self.vocab}"]
         parts += [f"layout {self.layout}", self.dtype, f"logit_std {self.logit_std:g}"]
         plain = _defaults()

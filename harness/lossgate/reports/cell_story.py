@@ -37,16 +37,16 @@ def print_story(console: Console, record: CellRecord, results: Sequence[CellSumm
     shown = of_summary(results[-1])
     console.print(f"{marked(shown)}  {_escaped(str(record.key))}", soft_wrap=True)
     for line in [*describe(shown), *(f"  {_escaped(line)}" for line in _about(record, results))]:
-        print_detail(console, line, hanging=2)
+        print_detail(console, line)
     if record.outputs:
         console.print()
         print_whole(console, _outputs(record.outputs))
     console.print()
     for line in _sight(record):
-        print_detail(console, f"  {_escaped(line)}", hanging=2)
+        print_detail(console, f"  {_escaped(line)}")
     for worst in record.worst:
         near = f"{worst.output}: {worst.statistic} {worst.value:.4g}, limit {worst.limit:.4g}; its problem:"
-        print_detail(console, f"  closest to a limit: {_escaped(near)}", hanging=2)
+        print_detail(console, f"  closest to a limit: {_escaped(near)}")
         problem = msgspec.json.encode(worst.problem).decode()
         console.print(f"    {_escaped(problem)}", soft_wrap=True)  # whole, to be copied
     console.print()

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the console that prints reports for people to read."""
 
+import os
+import sys
+
 from rich.console import Console, RenderableType
 from rich.text import Text
 
@@ -20,10 +23,20 @@ def make_console() -> Console:
 
     Returns:
         A console as wide as the terminal, with colours unless ``NO_COLOR`` is set. Without a
-        terminal it has a fixed width and no colours, so that a log reads the same everywhere.
+        terminal it has a fixed width and no colours, so that a log reads the same everywhere;
+        ``FORCE_COLOR`` gives it colours. Only a terminal that people watch is interactive: in CI,
+        and with ``FORCE_COLOR`` in a file, nothing is drawn and wiped out again.
     """
     console = _Console(highlight=False, emoji=False)
-    return console if console.is_terminal else _Console(highlight=False, emoji=False, width=_WIDTH)
+    if not console.is_terminal or not (sys.stdout.isatty() or "COLUMNS" in os.environ):
+        console.width = _WIDTH
+    if not sys.stdout.isatty() or _in_ci():
+        console.is_interactive = False
+    return console
+
+
+def _in_ci() -> bool:
+    return os.environ.get("CI", "").lower() not in ("", "0", "false")
 
 
 def print_whole(console: Console, table: RenderableType) -> None:

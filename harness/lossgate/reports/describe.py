@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describes a cell that does not agree, line by line."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.markup import escape
-from rich.padding import Padding
 from rich.text import Text
 
 from lossgate.reports.causes import CausesSoFar, causes_in_common
@@ -13,6 +13,7 @@ from lossgate.reports.remarks import EXCLUDED, EXEMPT, NOT_DISTINGUISHED, remark
 from lossgate.reports.shown_cell import ShownCell
 
 _REPLAY = "  replay: "
+_TO_COPY = re.compile(rf'{_REPLAY}| *File "')
 
 
 def heading(cell: ShownCell) -> str:
@@ -61,35 +62,48 @@ def print_remarks(console: Console, cells: Sequence[ShownCell]) -> None:
         remark_lines(EXCLUDED, ((cell.candidate, cell.excluded) for cell in cells)),
     ):
         for line in lines:
-            print_detail(console, escape(line), hanging=2)
+            print_detail(console, escape(line))
         if lines:
             console.print()
 
 
-def print_detail(console: Console, line: str, hanging: int = 0) -> None:
-    """Prints one line of a description, wrapped at words on a terminal.
+def print_detail(console: Console, line: str) -> None:
+    """Prints one line of a description, wrapped at words on a terminal. What continues it is
+    indented further, so that it is no line of its own.
 
-    The replay command stays one line, because a line break in it would be copied, too. In a file
-    every line stays whole, so that it can be searched.
+    The replay command and places in files stay one line, because a line break in them would be
+    copied, too. In a file every line stays whole, so that it can be searched.
 
     Args:
         console: where to print.
         line: in rich markup.
-        hanging: how much further the continuation of a line that is wrapped is indented.
     """
-    if not console.is_terminal or line.startswith(_REPLAY):
+    if not console.is_terminal or _TO_COPY.match(line):
         console.print(line, soft_wrap=True)
         return
     text = line.lstrip(" ")
     indent = len(line) - len(text)
-    whole = Text.from_markup(text)
-    width = max(console.width - indent, 1)
-    if not hanging or whole.cell_len <= width:
-        console.print(Padding(whole, (0, 0, 0, indent)))
-        return
-    first, *_ = whole.wrap(console, width)
-    rest = whole[len(first.plain) :]
+    for number, part in enumerate(_wrapped(console, Text.from_markup(_NOT_APART.sub(_JOINED, text)), indent)):
+        part.plain = part.plain.replace(_JOINED, " ")
+        console.print(Text(" " * (indent + _HANGING * (number > 0))) + part, soft_wrap=True)
+
+
+_HANGING = 4
+"""How much further the continuation of a line is indented: more than a line below it."""
+_JOINED = "\ue000"
+"""Stands for a blank at which a line is not broken."""
+_NOT_APART = re.compile(r"(?<=\d) (?=\+- \d|m?s\b|CPU s\b)|(?<=\+-) (?=\d)|(?<=CPU) (?=s\b)")
+"""Blanks between a number and its error or unit."""
+
+
+def _wrapped(console: Console, text: Text, indent: int) -> Iterator[Text]:
+    """Yields the lines of a text, the first of which has more room than the others."""
+    first, *others = text.wrap(console, max(console.width - indent, 1))
+    rest = len(first.plain)
     first.rstrip()
-    console.print(Padding(first, (0, 0, 0, indent)))
-    rest.plain = rest.plain.lstrip()
-    console.print(Padding(rest, (0, 0, 0, indent + hanging)))
+    yield first
+    if others:
+        rest += len(text.plain[rest:]) - len(text.plain[rest:].lstrip())
+        for line in text[rest:].wrap(console, max(console.width - indent - _HANGING, 1)):
+            line.rstrip()
+            yield line

@@ -67,7 +67,7 @@ def _section(console: Console, change: Change, cells: Sequence[CellChange]) -> N
     style = _STYLES.get(change, "bold")
     console.print(f"[{style}]{change.value} ({len(cells)})[/]", soft_wrap=True)
     for line in _of_cells(cells):
-        print_detail(console, f"  {escape(printable(line))}", hanging=4)
+        print_detail(console, f"  {escape(printable(line))}")
     console.print()
 
 
@@ -95,5 +95,5 @@ def _lines(console: Console, heading: str, lines: Sequence[str]) -> None:
         return
     console.print(f"[bold]{heading}[/]")
     for line in lines:
-        print_detail(console, f"  {escape(printable(line))}", hanging=4)
+        print_detail(console, f"  {escape(printable(line))}")
     console.print()

@@ -17,7 +17,7 @@ from lossgate.reports.run_lines import moment, run_lines
 from lossgate.reports.shown_cell import ShownCell, of_summary
 from lossgate.reports.stories import Stories
 from lossgate.reports.troubles import listed
-from lossgate.reports.verdict_table import rows_of, summary, verdict_table
+from lossgate.reports.verdict_table import coloured_summary, rows_of, summary, verdict_table
 
 _CANDIDATES = 8
 """Candidates whose failing cells are described. The table has the others."""
@@ -42,7 +42,7 @@ def print_report(console: Console, gathered: Gathered, troubles: Sequence[str]) 
     for line in _repeats(gathered):
         print_detail(console, escape(line))
     print_troubles(console, troubles)
-    console.print(Text(summary(cells)), soft_wrap=not console.is_terminal)
+    console.print(coloured_summary(summary(cells)), soft_wrap=not console.is_terminal)
 
 
 def print_runs(console: Console, gathered: Gathered) -> None:
@@ -89,7 +89,7 @@ def print_troubles(console: Console, troubles: Sequence[str]) -> None:
     if troubles:
         console.print("[yellow]The evidence is not whole:[/]")
         for line in troubles:
-            print_detail(console, f"  {escape(printable(line))}", hanging=2)
+            print_detail(console, f"  {escape(printable(line))}")
         console.print()
 
 

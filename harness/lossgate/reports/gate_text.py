@@ -2,17 +2,20 @@
 """A gate's verdict on one screen."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.markup import escape
 
 from lossgate.counted import counted
 from lossgate.evidence.records import CellKey
+from lossgate.evidence.summary import CellSummary
 from lossgate.gate.verdict import Blocker, GatedCell, GateVerdict, Kind
+from lossgate.reports.causes import CausesSoFar
 from lossgate.reports.describe import print_detail, replay_line
 from lossgate.reports.gate_files.wording import remarks_of, replay_of
 from lossgate.reports.printable import printable
+from lossgate.reports.shown_cell import of_summary
 
 _SHOWN = 3
 """How many cells of each kind of reason are shown. All kinds fit on a screen, and files have the
@@ -37,7 +40,7 @@ _ORDER = (
 def print_gate(verdict: GateVerdict, console: Console) -> None:
     """Prints the verdict, what keeps the gate closed, and what was counted."""
     for line in _lines(verdict):
-        print_detail(console, line, hanging=2)
+        print_detail(console, line)
 
 
 def headline(verdict: GateVerdict) -> str:
@@ -62,12 +65,12 @@ def _lines(verdict: GateVerdict) -> Iterator[str]:
     yield f"[{'green' if verdict.passes else 'bold red'}]{headline(verdict)}[/]"
     yield f"  {summary(verdict)}"
     yield f"  {_text(f'policy {verdict.policy.file}, {_evidence(verdict)}')}"
-    replays = {cell.key: replay for cell in verdict.cells if (replay := replay_of(cell))}
+    cells = {cell.key: cell for cell in verdict.cells}
     by_kind: defaultdict[Kind, list[Blocker]] = defaultdict(list)
     for blocker in verdict.blockers:
         by_kind[blocker.kind].append(blocker)
     for kind in sorted(by_kind, key=_ORDER.index):
-        yield from _section(kind, by_kind[kind], replays)
+        yield from _section(kind, by_kind[kind], cells)
     yield from _remarks(verdict)
 
 
@@ -82,7 +85,7 @@ def _evidence(verdict: GateVerdict) -> str:
     return f"evidence in {files}{commits}{', ' * bool(versions)}{', '.join(versions)}"
 
 
-def _section(kind: Kind, blockers: Sequence[Blocker], replays: dict[CellKey, str]) -> Iterator[str]:
+def _section(kind: Kind, blockers: Sequence[Blocker], cells: Mapping[CellKey, GatedCell]) -> Iterator[str]:
     """Yields a heading, the first reasons below it, and how many more there are.
 
     The heading is the word that the documentation explains, and that other programs are given.
@@ -91,10 +94,10 @@ def _section(kind: Kind, blockers: Sequence[Blocker], replays: dict[CellKey, str
     yield ""
     yield f"[bold]{kind} ({len(blockers)})[/]"
     for group in groups[:_SHOWN]:
-        yield from _reasons(group)
-        cell = group[0].cell
-        if kind is Kind.DISAGREE and cell in replays:
-            yield replay_line(_text(replays[cell]))
+        cell = cells[group[0].cell] if group[0].cell is not None else None
+        yield from _reasons(group, cell.summary if cell is not None else None)
+        if kind is Kind.DISAGREE and cell is not None and (replay := replay_of(cell)):
+            yield replay_line(_text(replay))
     if more := sum(map(len, groups[_SHOWN:])):
         yield f"  and {more} more like {'this' if len(blockers) - more == 1 else 'these'}"
 
@@ -113,12 +116,26 @@ def _by_cell(blockers: Sequence[Blocker]) -> list[list[Blocker]]:
     return list(groups.values())
 
 
-def _reasons(group: Sequence[Blocker]) -> Iterator[str]:
-    """Yields the reasons of one cell, which is named once, or a reason of no single cell."""
+def _reasons(group: Sequence[Blocker], summary: CellSummary | None) -> Iterator[str]:
+    """Yields the reasons of one cell, which is named once, or a reason of no single cell.
+
+    What evidence says of the cell has lines of its own.
+    """
     about = f"{group[0].cell}: " if group[0].cell is not None else ""
     for number, blocker in enumerate(group):
         before = "    also: " if number else f"  {_text(about)}"
-        yield f"{before}{_text(' '.join(blocker.message.split()))}"
+        said, found = _apart(blocker.message, summary)
+        yield f"{before}{_text(' '.join(said.split()))}"
+        yield from (f"    {escape(line)}" for line in found)
+
+
+def _apart(message: str, summary: CellSummary | None) -> tuple[str, Sequence[str]]:
+    """Returns a message without what it quotes of a cell's evidence, and that in lines."""
+    if summary is None or not message.endswith(quoted := f": {summary.why}"):
+        return message, ()
+    shown = of_summary(summary)
+    lines = (*shown.reasons, *CausesSoFar().lines(shown))
+    return (message.removesuffix(quoted), lines) if lines else (message, ())
 
 
 def _text(text: str) -> str:

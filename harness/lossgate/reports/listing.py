@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``lossgate list`` shows: all specs and properties, one spec, or the candidates of a file."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from textwrap import wrap
 
 from rich.markup import escape
@@ -19,29 +19,32 @@ def overview(width: int) -> Iterator[str]:
     """Yields lines of rich markup that list the specs, of lossgate and of installed packages, and
     the properties.
     """
-    yield "[bold]specs[/]"
-    specs = all_specs()
-    longest = max(map(len, specs))
-    for name, spec in specs.items():
-        said = f"{spec.summary} (from {', '.join(spec.inputs)})" if isinstance(spec, Spec) else str(spec)
-        yield from hanging(f"{name:{longest}}  ", said, width, indent=2)
+    specs = {
+        name: f"{spec.summary} (from {', '.join(spec.inputs)})" if isinstance(spec, Spec) else str(spec)
+        for name, spec in all_specs().items()
+    }
+    yield from _columns("specs", specs, width)
     yield ""
-    yield "[bold]properties[/]"
-    longest = max(map(len, PROPERTIES))
-    for held_to in PROPERTIES.values():
-        yield from hanging(f"{held_to.name:{longest}}  ", held_to.summary, width, indent=2)
+    yield from _columns("properties", {one.name: one.summary for one in PROPERTIES.values()}, width)
     yield ""
-    yield "[bold]layouts[/]"
-    longest = max(map(len, _LAYOUTS))
-    for name, meaning in _LAYOUTS.items():
-        yield from hanging(f"{name:{longest}}  ", meaning, width, indent=2)
+    yield from _columns("layouts", _LAYOUTS, width)
     yield ""
-    yield "[bold]candidates that come along[/]"
-    longest = max(map(len, _BANKS))
-    for name, meaning in _BANKS.items():
-        yield from hanging(f"{name:{longest}}  ", meaning, width, indent=2)
+    yield from _columns("candidates that come along", _BANKS, width)
     yield ""
-    yield from hanging("", _NEXT, width)
+    yield from _columns("more", _NEXT, width)
+
+
+def _columns(title: str, entries: Mapping[str, str], width: int) -> Iterator[str]:
+    """Yields a heading, and each name with what it means beside it."""
+    yield f"[bold]{title}[/]"
+    longest = max(map(len, entries))
+    further = longest + 2 if width - longest >= _READABLE else 4
+    for name, meaning in entries.items():
+        yield from hanging(f"{name:{longest}}  ", meaning, width, indent=2, further=further)
+
+
+_READABLE = 40
+"""A column of text that is narrower begins below its name."""
 
 
 _LAYOUTS = {
@@ -56,11 +59,12 @@ _BANKS = {
     "lossgate.bank.right": "right kernels that are written and rounded in many ways",
     "lossgate.bank.dense_candidates": "the dense reference of each spec and head as a kernel",
 }
-_NEXT = (
-    "lossgate init SPEC writes a first candidate; lossgate list SPEC describes the inputs, options, outputs and goals "
-    "of a spec; lossgate list FILE lists the candidates and specs of a file or module, and lossgate list FILE:NAME "
-    "describes one of its specs"
-)
+_NEXT = {
+    "lossgate init SPEC": "writes a first candidate of a spec",
+    "lossgate list SPEC": "describes its inputs, options, outputs and goals",
+    "lossgate list FILE": "lists the candidates and specs of a file or module",
+    "lossgate list FILE:NAME": "describes one of these specs",
+}
 
 
 def described(spec: Spec, width: int) -> Iterator[str]:
@@ -80,7 +84,7 @@ def described(spec: Spec, width: int) -> Iterator[str]:
         for entry in section.entries:
             columns = zip(section.columns, entry.facts, strict=True)
             facts = (fact if column in _PLAIN else f"{column}: {fact}" for column, fact in columns)
-            yield from hanging(f"{entry.name}  ", "; ".join(facts), width, indent=2)
+            yield from hanging(f"{entry.name}  ", "; ".join(facts), width, indent=2, further=8)
             yield from hanging("", entry.meaning, width, indent=6)
 
 
@@ -88,7 +92,7 @@ _PLAIN = ("dims", "dtype")
 """What a reader knows by sight."""
 
 
-def hanging(name: str, text: str, width: int, indent: int = 0) -> list[str]:
+def hanging(name: str, text: str, width: int, indent: int = 0, further: int = 4) -> list[str]:
     """Returns a name and a text in lines of rich markup, of which all but the first are indented
     further.
     """
@@ -96,7 +100,7 @@ def hanging(name: str, text: str, width: int, indent: int = 0) -> list[str]:
         name + text,
         max(width, indent + 8),
         initial_indent=" " * indent,
-        subsequent_indent=" " * (indent + (4 if name else 0)),
+        subsequent_indent=" " * (indent + (further if name else 0)),
         break_long_words=False,
         break_on_hyphens=False,
     )

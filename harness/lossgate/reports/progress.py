@@ -28,7 +28,7 @@ class CellProgress:
     def __init__(self, console: Console, cells: int) -> None:
         whole, cut = partial(Column, no_wrap=True), Column(overflow="ellipsis")
         columns = (
-            BarColumn(bar_width=20),
+            BarColumn(bar_width=20, complete_style="cyan", finished_style="cyan"),
             MofNCompleteColumn(table_column=whole()),
             _Times(table_column=whole()),
             TextColumn("{task.description}", table_column=cut),

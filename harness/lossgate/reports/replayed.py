@@ -20,8 +20,17 @@ def print_replayed(lines: Sequence[str], console: Console | None = None) -> None
     """
     place = console or make_console()
     first, *others = lines
-    verdict, _, name = first.partition(" ")
-    style = next((style for word, style in STYLES.items() if word == verdict), "")
-    print_detail(place, f"[{style}]{verdict}[/] {escape(name)}" if style else escape(first))
+    print_detail(place, _coloured(first))
     for line in others:
-        print_detail(place, escape(line), hanging=2)
+        print_detail(place, escape(line))
+
+
+def print_replayed_file(line: str) -> None:
+    """Prints the line of one of several files. It stays whole, because it has a path to copy."""
+    make_console().print(_coloured(line), soft_wrap=True)
+
+
+def _coloured(line: str) -> str:
+    verdict, _, rest = line.partition(" ")
+    style = next((style for word, style in STYLES.items() if word == verdict), "")
+    return f"[{style}]{verdict}[/] {escape(rest)}" if style else escape(line)

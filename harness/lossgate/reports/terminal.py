@@ -19,7 +19,7 @@ from lossgate.reports.printed import PrintedLines
 from lossgate.reports.progress import CellProgress
 from lossgate.reports.shown_cell import ShownCell, of_result
 from lossgate.reports.stories import Stories
-from lossgate.reports.verdict_table import summary, verdict_table
+from lossgate.reports.verdict_table import coloured_summary, summary, verdict_table
 from lossgate.reports.volume import Volume
 
 
@@ -68,7 +68,7 @@ class Terminal:
     def _start(self, cells: int) -> None:
         if self._volume is Volume.QUIET:
             return
-        if self.console.is_terminal:
+        if self.console.is_interactive:
             self._progress = CellProgress(self.console, cells)
         else:
             self.console.print(counted(cells, "cell"))
@@ -77,7 +77,7 @@ class Terminal:
         shown = of_result(result, self._failures.replay(result))
         self._print(self._stories.more_of_others(shown))
         if shown.passes and self._lists_all:
-            print_detail(self.console, _line(shown), hanging=4)
+            print_detail(self.console, _line(shown))
         if self._volume is not Volume.QUIET:
             where = f"{shown.candidate}  {shown.dtype}  {shown.layout}"
             self._print(f"  {escape(where)} {escape(line)}" for line in shown.at_sizes)
@@ -88,8 +88,8 @@ class Terminal:
 
     @property
     def _lists_all(self) -> bool:
-        """Whether every cell has a line: a log should have it, and a terminal has a bar."""
-        plain = not self.console.is_terminal and self._volume is Volume.NORMAL
+        """Whether every cell has a line: a log should have it, and who watches has a bar."""
+        plain = not self.console.is_interactive and self._volume is Volume.NORMAL
         return plain or self._volume is Volume.VERBOSE
 
     def _finish(self, event: RunFinished) -> None:
@@ -103,7 +103,8 @@ class Terminal:
         if event.stopped:
             self.console.print(f"[bold]stopped:[/] {escape(event.stopped)}", soft_wrap=True)
         asked = sum(cell.mistakes_seconds for cell in cells) if self._volume is Volume.VERBOSE else 0.0
-        self.console.print(summary(cells, event.seconds, asked=asked), soft_wrap=not self.console.is_terminal)
+        last = coloured_summary(summary(cells, event.seconds, asked=asked))
+        self.console.print(last, soft_wrap=not self.console.is_terminal)
 
     def _print(self, lines: Iterable[str]) -> None:
         for line in lines:

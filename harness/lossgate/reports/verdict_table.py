@@ -17,7 +17,7 @@ from rich.text import Text
 
 from lossgate.counted import counted
 from lossgate.reports.numbers import percent, share
-from lossgate.reports.shown_cell import STYLES, ShownCell, ShownVerdict
+from lossgate.reports.shown_cell import KNOWN_STYLE, STYLES, ShownCell, ShownVerdict
 
 _MARK = " <--"
 """Marks a disagreement in the table, because AGREE and DISAGREE look alike without colours."""
@@ -74,6 +74,17 @@ def summary(cells: Sequence[ShownCell], seconds: float | None = None, *, asked: 
     took = f"; {seconds:.0f} s" if seconds is not None else ""
     price = f"; asking which known mistakes would show took {asked:.1f} CPU s" if asked else ""
     return f"{counted(len(cells), 'cell')}: {verdicts}{took}{price}"
+
+
+def coloured_summary(text: str) -> Text:
+    """Returns what ``summary`` says, with the verdicts in their colours: the last line of a screen
+    has to be seen.
+    """
+    coloured = Text(text)
+    for word, style in STYLES.items():
+        coloured.highlight_regex(rf"\b\d+ {word}\b", style)
+    coloured.highlight_regex(r"\b\d+ known failure\b", KNOWN_STYLE)
+    return coloured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +197,7 @@ class VerdictTable:
             ),
             title="Verdicts",
             title_justify="left",
+            title_style="bold",
             box=SIMPLE,
             show_edge=False,
             pad_edge=False,
