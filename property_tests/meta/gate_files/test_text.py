@@ -121,7 +121,7 @@ def test_wrapped_lines_hang_on_a_terminal_and_stay_whole_in_a_file(width: int) -
     first = next(number for number, line in enumerate(lines) if line.startswith(f"  {key()}"))
     rest = lines[first + 1 :]
     assert rest
-    assert all(re.match(r" {4}\S", line) for line in rest)
+    assert all(re.match(r" {6}\S", line) for line in rest)
     assert max(map(len, lines)) <= width
 
 
