@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", type=Path, help="write the verdicts here, as JSON")
     parser.add_argument("--compare", type=Path, nargs=2, help="print two such files side by side, and run nothing")
-    parser.add_argument("--local-tokens", type=int, metavar="SEEDS", help="judge a kernel that divides by its rank's own tokens, on so many seeds")
+    parser.add_argument("--local-tokens", type=int, metavar="SEEDS", help="judge the kernel of own tokens alone")
     arguments = parser.parse_args()
     if arguments.local_tokens:
         measure_local_mean(arguments.local_tokens, arguments.jobs)
