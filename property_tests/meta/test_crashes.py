@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from lossgate import Layout, Problem
+from lossgate.cases import current_case
+from lossgate.cases.current_case import Phase, Ran
 from lossgate.declaration.loading import load_candidates
-from lossgate.engine import current_case
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.child import ChildDied
 from lossgate.engine.crash import result_of_crash
@@ -19,7 +20,7 @@ from lossgate.engine.run import run
 from lossgate.engine.settings import Settings
 from lossgate.evidence.of_result import record_of
 from lossgate.evidence.redo import redo
-from property_tests.meta.command_line import Lossgate
+from property_tests.meta.command_line import KERNELS, Lossgate
 
 ABUSES = """
 import ctypes, os, random, signal, sys, threading, time
@@ -151,19 +152,108 @@ def test_a_process_that_dies_leaves_the_problem_that_it_ran(tmp_path: Path, monk
     monkeypatch.setattr(current_case, "_open", [])
     assert current_case.read(str(tmp_path)) is None
     current_case.open_in(str(tmp_path))
-    with current_case.running(PROBLEM, "no-grad"):
-        assert current_case.read(str(tmp_path)) == current_case.Ran(PROBLEM, "no-grad", finished=False)
-    assert current_case.read(str(tmp_path)) == current_case.Ran(PROBLEM, "no-grad", finished=True)
+    current_case.none_yet()
+    phases: list[Phase] = []
+
+    def note() -> None:
+        ran = current_case.read(str(tmp_path))
+        assert ran is not None
+        assert (ran.problem, ran.held_to) == (PROBLEM, "no-grad")
+        phases.append(ran.phase)
+
+    for _ in range(2):
+        with current_case.running(PROBLEM, "no-grad"):
+            note()
+            with current_case.in_call():
+                note()
+            note()
+        note()
+    first, *others = [Phase.IN_CALL, Phase.BETWEEN, Phase.DONE], Phase.BETWEEN, Phase.IN_CALL, Phase.BETWEEN, Phase.DONE
+    assert phases == [Phase.NOT_CALLED, *first, *others]
     current_case.none_yet()
     assert current_case.read(str(tmp_path)) is None
 
 
 def test_a_process_that_dies_before_any_problem_says_nothing_of_its_candidate(file: Path) -> None:
     (kernel,) = load_candidates(f"{file}:right")
-    result = result_of_crash(Cell(kernel, Layout(), "float32"), ChildDied("was ended by SIGKILL", None), 1.0)
+    result = result_of_crash(Cell(kernel, Layout(), "float32"), ChildDied("was ended by SIGKILL"), 1.0)
     assert (result.verdict, result.passes) == (Verdict.INCONCLUSIVE, False)
-    assert result.reasons[0] == "CRASH: the process was ended by SIGKILL before it ran a problem"
+    lost = "CRASH: the process that was to run the candidate was ended by SIGKILL before it ran a problem"
+    assert result.reasons[0] == lost
     assert redo([record_of(result, "a run", "2026-01-01T00:00:00Z")])[0].contradiction == ""
+
+
+@pytest.mark.parametrize(
+    ("phase", "from_outside", "world", "blamed"),
+    [
+        (Phase.NOT_CALLED, False, "simulated", False),
+        (Phase.NOT_CALLED, True, "simulated", False),
+        (Phase.IN_CALL, False, "simulated", True),
+        (Phase.IN_CALL, True, "simulated", True),
+        (Phase.IN_CALL, False, "gloo", False),
+        (Phase.BETWEEN, False, "simulated", True),
+        (Phase.BETWEEN, True, "simulated", False),
+        (Phase.DONE, False, "simulated", True),
+        (Phase.DONE, True, "simulated", False),
+    ],
+)
+def test_what_a_kernel_is_blamed_for(file: Path, phase: Phase, from_outside: bool, world: str, blamed: bool) -> None:
+    """What it does in a call, and what may come of it later. The system may end a process at any
+    time, for the memory that the reference takes, say.
+    """
+    (kernel,) = load_candidates(f"{file}:right")
+    died = ChildDied("was ended", Ran(PROBLEM, "agreement", phase), from_outside=from_outside)
+    result = result_of_crash(Cell(kernel, Layout(), "float32", world=world), died, 1.0)
+    assert result.verdict is (Verdict.DISAGREE if blamed else Verdict.INCONCLUSIVE)
+    who = "that ran the candidate" if blamed else "that was to run the candidate"
+    assert result.reasons[0].startswith(f"CRASH: the process {who} was ended ")
+
+
+DIES = """
+import multiprocessing, os, lossgate.cases.oracle, lossgate.engine.jobs
+
+@lossgate.candidate("nll", head="logits", dtypes=("float32",))
+def k(inputs, options, mesh):
+    return {factor} * cross_entropy(inputs, options)
+
+if multiprocessing.parent_process() is not None:
+    {place} = lambda *_: {end}
+"""
+"""A kernel in a process that something else ends."""
+KILLED = "os.kill(os.getpid(), 9)"
+BEFORE, BESIDE = "lossgate.engine.jobs.run_cases", "lossgate.cases.oracle.Oracle.compare"
+LOST = "CRASH: the process that was to run the candidate was ended by SIGKILL, as the system does with one that takes"
+
+
+def test_a_process_that_dies_beside_the_kernel_says_nothing_of_it(tmp_path: Path) -> None:
+    """But memory that the kernel wrote over may end it there, too."""
+    for end, verdict in ((KILLED, Verdict.INCONCLUSIVE), ("os.abort()", Verdict.DISAGREE)):
+        file = tmp_path / f"{verdict}.py"
+        file.write_text(KERNELS + DIES.format(factor=1, place=BESIDE, end=end))
+        (result,) = results(file, "k")
+        assert result.verdict is verdict
+        assert result.reasons[0].startswith(LOST) is (end == KILLED)
+
+
+def test_a_second_look_that_is_lost_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "dies.py").write_text(KERNELS + DIES.format(factor=2, place=BEFORE, end=KILLED))
+    (result,) = results(tmp_path / "dies.py", "k")
+    assert result.verdict is Verdict.DISAGREE
+    assert result.reasons[-1].startswith(f"a fresh process could not run this problem again: {LOST}")
+
+
+@pytest.mark.parametrize("place", [BEFORE, BESIDE])
+def test_a_replay_whose_process_is_lost_is_no_verdict(folder: Path, lossgate: Lossgate, place: str) -> None:
+    file = folder / "dies.py"
+    file.write_text(KERNELS + DIES.format(factor=2, place="_", end=KILLED))
+    done = lossgate("verify", "dies.py:k", "--layout", "single", "--examples", "8")
+    replay = next(line for line in done.stdout.splitlines() if line.startswith("  replay: ")).split()[2:]
+    assert lossgate(*replay).returncode == 1
+    file.write_text(KERNELS + DIES.format(factor=2, place=place, end=KILLED))
+    again = lossgate(*replay)
+    assert (again.returncode, again.stdout) == (3, "")
+    assert again.stderr.startswith(f"lossgate: {LOST}")
+    assert again.stderr.count("\n") == 1
 
 
 AGREED = "in a fresh process this problem agreed in 20 of 20 calls"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lossgate.cases.assemble import Assembled, assemble, equal
 from lossgate.cases.bound_problem import BoundProblem
+from lossgate.cases.current_case import in_call
 from lossgate.cases.fit import check_fits
 from lossgate.cases.oracle import Oracle
 from lossgate.cases.placed_problem import PlacedProblem
@@ -98,9 +99,10 @@ class Case:
         given = self.problem.options if options is None else options
         task = RankTask(self.candidate, given, self.placed.batch if batch is None else batch, how)
         patience = _PATIENCE if is_large(self.problem) else 1.0
-        return self.world.run(
-            task, order=order or self.problem.reduction_order, seed=self.problem.seed, patience=patience
-        )
+        with in_call():
+            return self.world.run(
+                task, order=order or self.problem.reduction_order, seed=self.problem.seed, patience=patience
+            )
 
     def varied(self, name: str, change: Callable[[GlobalBatch], GlobalBatch]) -> "Case":
         """Returns a case of the same problem with a changed batch, and with a reference of its own.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from lossgate.adequacy.kills import killed_mutants
 from lossgate.adequacy.option_mutants import OptionMutant
 from lossgate.cases.case import Case
-from lossgate.engine.current_case import running
+from lossgate.cases.current_case import running
 from lossgate.engine.side_by_side import side_by_side
 from lossgate.errors import CandidateError
 from lossgate.judge.comparison import Comparison

@@ -21,11 +21,11 @@ from typing import Any, Protocol
 
 import torch
 
-from lossgate.engine import current_case
+from lossgate.cases import current_case
+from lossgate.cases.current_case import Phase, Ran
 from lossgate.engine.left_behind import LeftBehind
 from lossgate.fork_server import start_process, start_worker
 from lossgate.output_file import print_by_line, print_to
-from lossgate.problems.problem import Problem
 from lossgate.process_folder import new_folder, process_folder, remove_folder, take_folder
 
 _BEAT = 1.0
@@ -41,6 +41,14 @@ _STACK = "stack"
 """The file for Python's own report of a crash."""
 _LINES = 3
 """The most lines of it that are shown."""
+_WHEN = {
+    Phase.NOT_CALLED: "before it called the kernel",
+    Phase.IN_CALL: "on this problem",
+    Phase.BETWEEN: "on this problem",
+    Phase.DONE: "after it had run this problem",
+}
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""What ends a process from outside. A fault of its own has another signal."""
 _OWN = str(Path(__file__).parents[1])
 
 
@@ -57,14 +65,35 @@ class Job(Protocol):
 class ChildDied(Exception):
     """A child ended before it had reported what it was asked for."""
 
-    def __init__(self, how: str, problem: Problem | None, held_to: str = "agreement") -> None:
-        super().__init__(how)
-        self.how = how
-        """In words, after "the process that ran the candidate"."""
-        self.problem = problem
+    def __init__(self, ended: str, ran: Ran | None = None, *, from_outside: bool = False) -> None:
+        super().__init__(ended)
+        self.ended = ended
+        """In words, after "the process": how it ended, and the lines of Python that led there."""
+        self.ran = ran
         """What it ran, or had run last; None if it had run nothing."""
-        self.held_to = held_to
-        """The property for which it ran that."""
+        self.from_outside = from_outside
+        """Another process may have ended it, such as the system for want of memory."""
+
+    @property
+    def how(self) -> str:
+        """The same with when it ended."""
+        first, *stack = self.ended.splitlines()
+        return "\n".join((f"{first} {self._when}", *stack))
+
+    @property
+    def _when(self) -> str:
+        if self.ran is None:
+            return "before it ran a problem"
+        lost = self.ran.phase is not Phase.NOT_CALLED and not self.is_by_kernel
+        return "while the kernel was not called" if lost else _WHEN[self.ran.phase]
+
+    @property
+    def is_by_kernel(self) -> bool:
+        """Whether it died of what the kernel did: in a call of it; or later, and by itself, as of
+        memory that the kernel wrote over.
+        """
+        phase = None if self.ran is None else self.ran.phase
+        return phase is Phase.IN_CALL or (phase in (Phase.BETWEEN, Phase.DONE) and not self.from_outside)
 
 
 class Child:
@@ -144,12 +173,9 @@ class Child:
             self._hangs = "cut its connection to lossgate"
             self._process.kill()
             self._process.join()
-        ran = current_case.read(self.folder)
-        how, stack = self._hangs or _how(self._process.exitcode), "" if self._hangs else _stack(self.folder)
-        if ran is None:
-            return ChildDied(f"{how}{stack}", None)
-        when = "after it had run this problem" if ran.finished else "on this problem"
-        return ChildDied(f"{how} {when}{stack}", ran.problem, ran.held_to)
+        ended = self._hangs or f"{_how(self._process.exitcode)}{_stack(self.folder)}"
+        from_outside = not self._hangs and -(self._process.exitcode or 0) in _FROM_OUTSIDE
+        return ChildDied(ended, current_case.read(self.folder), from_outside=from_outside)
 
 
 def _how(exit_code: int | None) -> str:

@@ -66,7 +66,7 @@ def _import(child: Child, target: str, say: Callable[[str], None]) -> None:
 
 def _how(died: ChildDied, location: str) -> str:
     """Returns how a process died, and on which line of a file."""
-    how, *frames = died.how.splitlines()
+    how, *frames = died.ended.splitlines()
     own = [frame for frame in frames if f'/{Path(location).name}"' in frame]
     line = re.search(r"line \d+", own[0]) if own else None
     return how.rstrip(",") + (f", on {line.group()}" if line else "")

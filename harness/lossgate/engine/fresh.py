@@ -31,7 +31,10 @@ def run_in_child(
 ) -> list[CaseResult]:
     """Runs problems of a cell one after the other, in a process of their own.
 
-    If that dies, the crash is all that is returned.
+    If that dies of the kernel, the crash is all that is returned.
+
+    Raises:
+        ProcessLost: if it dies of anything else.
     """
     with fresh_child(captured=captured) as child:
         return run_in(child, cell, problems, timeout)
@@ -42,4 +45,4 @@ def run_in(child: Child, cell: Cell, problems: Sequence[Problem], timeout: float
     try:
         return child.run(CasesJob(CellName.of(cell), (cell.candidate.source,), problems, timeout), timeout)
     except ChildDied as died:
-        return [case_of_crash(died, died.problem or problems[0])]
+        return [case_of_crash(cell, died)]

@@ -73,7 +73,8 @@ def replay_failure(
     Raises:
         UsageError: if the candidate cannot be read, or does not fit the problem; or the timeout is
             not positive, or a problem is too large for this machine.
-        WorldLost: if a rank is gone and cannot be replaced.
+        WorldLost: if a rank is gone and cannot be replaced, or the process of the ranks has ended
+            and not by the kernel.
     """
     settings = Settings() if timeout is None else Settings(timeout=timeout)
     cell = _cell_of(failure, candidate, world)

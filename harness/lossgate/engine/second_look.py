@@ -12,7 +12,7 @@ from time import monotonic
 from lossgate.counted import counted
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import CellResult
-from lossgate.engine.crash import CRASH
+from lossgate.engine.crash import CRASH, ProcessLost
 from lossgate.engine.fresh import fresh_child, run_in, run_in_child
 from lossgate.engine.property_result import reasons_of
 from lossgate.problems.problem import Problem
@@ -37,13 +37,11 @@ def look_again(result: CellResult, timeout: float) -> CellResult:
     failure = result.failure
     if failure is None or failure.failure == Hang.__name__ or result.cell.candidate.known_failure is not None:
         return result
-    with fresh_child(captured=True) as child:
-        cases: list[CaseResult] = []
-        while len(cases) < CALLS:
-            cases += run_in(child, result.cell.held_to(failure.held_to), [failure.problem], timeout)
-            if cases[-1].failure == CRASH or (not cases[0].agrees and not failure.unstable):
-                break
-    found = _compared(failure, cases) or _of_agreed(result, failure, cases, timeout)
+    try:
+        cases = _run_again(result, failure, timeout)
+        found = _compared(failure, cases) or _of_agreed(result, failure, cases, timeout)
+    except ProcessLost as lost:
+        found = f"a fresh process could not run this problem again: {lost}", ()
     if found is None:
         return result
     words, earlier = found
@@ -57,6 +55,17 @@ def look_again(result: CellResult, timeout: float) -> CellResult:
         properties=tuple(properties),
         reasons=reasons_of(properties),
     )
+
+
+def _run_again(result: CellResult, failure: CaseResult, timeout: float) -> list[CaseResult]:
+    """Returns what comes of the calls of a new process."""
+    cases: list[CaseResult] = []
+    with fresh_child(captured=True) as child:
+        while len(cases) < CALLS:
+            cases += run_in(child, result.cell.held_to(failure.held_to), [failure.problem], timeout)
+            if cases[-1].failure == CRASH or (not cases[0].agrees and not failure.unstable):
+                break
+    return cases
 
 
 _Found = tuple[str, tuple[Problem, ...]]

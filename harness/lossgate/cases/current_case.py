@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which problem a process runs, and for which property, in a file that is left when it dies.
+"""Which problem a process runs, for which property, and whether it calls the kernel: in a file that
+is left when it dies.
 
 Its time of change is a sign of life. Processes that no parent watches write nothing.
 """
@@ -8,16 +9,31 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from lossgate.errors import UsageError
 from lossgate.problems.problem import Problem
 
 _NAME = "case"
-_RUNNING, _DONE = b"+", b"-"
 _END_OF_NAME = b"\n"
 _open: list[int] = []
 """The descriptor of the file, if this process writes one."""
+_called: list[bool] = []
+"""Holds something if a kernel was called in this job."""
+
+
+class Phase(Enum):
+    """How far a process is with a problem. The value is how the file begins."""
+
+    NOT_CALLED = b"n"
+    """No kernel was called yet in this job. A process that ends now does not end by the kernel."""
+    IN_CALL = b"c"
+    """The kernel is called."""
+    BETWEEN = b"b"
+    """It was called, and lossgate works now, or has a thread of the kernel beside it."""
+    DONE = b"d"
+    """The problem is done."""
 
 
 def open_in(folder: str) -> None:
@@ -28,17 +44,33 @@ def open_in(folder: str) -> None:
 @contextmanager
 def running(problem: Problem, held_to: str) -> Generator[None]:
     """Writes that a problem runs for a property, and afterwards that it is done."""
-    text = _RUNNING + held_to.encode() + _END_OF_NAME + problem.to_json().encode() if _open else b""
-    _write(text)
+    if _open:
+        _write(_phase().value + held_to.encode() + _END_OF_NAME + problem.to_json().encode())
     try:
         yield
     finally:
-        _write(_DONE + text[1:])
+        _begin_with(Phase.DONE if _called else Phase.NOT_CALLED)
+
+
+@contextmanager
+def in_call() -> Generator[None]:
+    """Writes that the kernel is called, and afterwards that it is not any more."""
+    _called[:] = [True]
+    _begin_with(Phase.IN_CALL)
+    try:
+        yield
+    finally:
+        _begin_with(Phase.BETWEEN)
 
 
 def none_yet() -> None:
     """Writes that a new job has run no problem yet: that of the last one is not its own."""
+    _called.clear()
     _write(b"")
+
+
+def _phase() -> Phase:
+    return Phase.BETWEEN if _called else Phase.NOT_CALLED
 
 
 def _write(text: bytes) -> None:
@@ -46,6 +78,12 @@ def _write(text: bytes) -> None:
         with suppress(OSError):  # a kernel may have closed it
             os.pwrite(file, text, 0)
             os.ftruncate(file, len(text))
+
+
+def _begin_with(phase: Phase) -> None:
+    for file in _open:
+        with suppress(OSError):
+            os.pwrite(file, phase.value, 0)
 
 
 def beat() -> None:
@@ -70,14 +108,14 @@ class Ran:
     problem: Problem
     held_to: str
     """The property."""
-    finished: bool
+    phase: Phase
 
 
 def read(folder: str) -> Ran | None:
     """Returns what a process ran last; None if it ran nothing."""
     try:
-        state, text = (content := Path(folder, _NAME).read_bytes())[:1], content[1:]
-        held_to, _, problem = text.partition(_END_OF_NAME)
-        return Ran(Problem.from_json(problem), held_to.decode(), state == _DONE)
+        content = Path(folder, _NAME).read_bytes()
+        held_to, _, problem = content[1:].partition(_END_OF_NAME)
+        return Ran(Problem.from_json(problem), held_to.decode(), Phase(content[:1]))
     except (OSError, UnicodeDecodeError, UsageError, ValueError):
         return None
