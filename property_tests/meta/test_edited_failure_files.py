@@ -21,7 +21,7 @@ from lossgate.bank.right import KERNELS
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.placement import sample_problems
 from lossgate.declaration.candidate import Candidate
-from lossgate.engine import replay
+from lossgate.engine import judge_again, replay
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell
 from lossgate.judge.comparison import Comparison
@@ -60,7 +60,7 @@ def file_of(candidate: Candidate, problem: Problem) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replays without a process for each, which takes a second to start."""
-    monkeypatch.setattr(replay, "has_source", lambda candidate: False)
+    monkeypatch.setattr(judge_again, "has_source", lambda candidate: False)
 
 
 @pytest.fixture(params=NAMES)
@@ -321,7 +321,7 @@ def test_a_problem_that_is_too_large_for_the_machine_is_refused(
     folder: Path, lossgate: Lossgate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its process would be ended by the system, as if the kernel had crashed."""
-    monkeypatch.setattr(replay.os, "sysconf", lambda name: 16)
+    monkeypatch.setattr(judge_again.os, "sysconf", lambda name: 16)
     (folder / "edited.json").write_text(json.dumps(file_of(KERNELS[NAMES[0]], PROBLEM)))
     done = lossgate("replay", "edited.json", "--trust")
     assert done.returncode == 2

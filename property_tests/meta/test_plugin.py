@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from lossgate.engine.cell import CellResult, Verdict
 from lossgate.evidence.records import EndRecord, RunRecord
 from lossgate.evidence.writer import EvidenceError
 from property_tests.meta.evidence_lines import cells_in, records_in
@@ -84,6 +85,22 @@ def test_items_evidence_and_failures(
     assert failure.replay is not None
     assert failure.replay.startswith("lossgate replay .lossgate/failure-wrong-agreement-float32-single-")
     assert len(list(Path(".lossgate").iterdir())) == 1
+
+
+def test_an_item_is_held_to_the_problems_of_earlier_runs(
+    user: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own problems may not show what those did."""
+    chosen = ("-p", "no:cacheprovider", "-k", "test_wrong")
+    user.runpytest_inprocess(*chosen).assert_outcomes(failed=1)
+    monkeypatch.setattr(
+        "lossgate.engine.run_cell.run_cell",
+        lambda cell, _: CellResult(cell=cell, verdict=Verdict.AGREE, reasons=(), cases=()),
+    )
+    result = user.runpytest_inprocess(*chosen)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["  loss: 1.01* times the reference*", "  on what an earlier run kept in its *"])
+    assert len([*Path(".lossgate").iterdir()]) == 1
 
 
 def test_an_inconclusive_item_fails(user: pytest.Pytester) -> None:

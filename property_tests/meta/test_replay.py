@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from lossgate import Problem
 from lossgate.engine import since_written
 from property_tests.meta.command_line import KERNELS, Done, Lossgate, in_a_process
+from property_tests.meta.evidence_lines import cells_in
 
 FEW = ("--layout", "single", "--dtype", "float32", "--examples", "8")
 MENDED = "  the failure is mended: the kernel agrees on this problem now"
@@ -271,18 +273,26 @@ def test_a_cell_that_still_fails_keeps_one_file(failed: Path) -> None:
 HIDING = KERNELS.replace("1.01 if inputs.labels.numel() > 2", "1.01 if {some}")
 
 
-def test_a_file_whose_problem_still_disagrees_stays(folder: Path, lossgate: Lossgate) -> None:
+def test_a_kernel_that_disagrees_on_the_problem_of_an_earlier_run_disagrees(folder: Path, lossgate: Lossgate) -> None:
     """A run with fewer problems, or another seed, need not find the failure again."""
     (folder / "kernels.py").write_text(HIDING.format(some="inputs.labels.numel() > 2"))
     assert lossgate("verify", "kernels.py:wrong", *FEW).returncode == 1
-    file = failure_in(folder)
-    problem = json.loads(file.read_text())["examples"][0]["problem"]
+    problem = json.loads(failure_in(folder).read_text())["examples"][0]["problem"]
     shape = sum(problem["lengths"]), problem["vocab"]
     (folder / "kernels.py").write_text(HIDING.format(some=f"tuple(inputs.logits.shape) == {shape}"))
-    done = in_a_process(folder, "verify", "kernels.py:wrong", *FEW, "--seed", "5")
-    assert done.returncode == 0, "this seed finds the failure again; choose another"
-    assert f"lossgate: {file.relative_to(folder)} still disagrees, although its cell agrees" in done.stderr
-    assert file.exists()
+    again = ("verify", "kernels.py:wrong", *FEW, "--seed", "5")
+    assert in_a_process(folder, *again, "--failures", "x").returncode == 0, "this seed finds it again; choose another"
+    done = in_a_process(folder, *again, "--evidence", "out.jsonl")
+    assert (done.returncode, done.stderr) == (1, "")
+    said = done.stdout.split("DISAGREE  wrong  float32  single\n")[1].splitlines()
+    assert said[0].startswith("  loss: 1.01 times the reference")
+    line = "  on what an earlier run kept in its failure file; the [0-9]+ problems of this run showed nothing wrong"
+    assert any(re.fullmatch(line, one) for one in said)
+    (cell,) = cells_in(folder / "out.jsonl")
+    assert cell.failure is not None
+    assert cell.verdict == "DISAGREE"
+    for kept in (cell.failure.problem, json.loads(failure_in(folder).read_text())["examples"][0]["problem"]):
+        assert Problem.from_builtins(kept) == Problem.from_builtins(problem)
 
 
 def test_known_failures_stay(failed: Path) -> None:

@@ -211,12 +211,17 @@ def _run(wanted: _Wanted, tally: _Tally) -> None:
             consumers.append(tally.file)
         tally.terminal = stack.enter_context(closing(Terminal(failure_files, volume=wanted.volume)))
         consumers.append(tally.terminal)
-        events = run(candidates, settings, wanted.shard, wanted.selection, fail_fast=wanted.fail_fast)
+        events = run(
+            candidates,
+            settings,
+            wanted.shard,
+            wanted.selection,
+            fail_fast=wanted.fail_fast,
+            failures=wanted.failures,
+        )
         for event in stack.enter_context(closing(events)):
             for consumer in consumers:
                 consumer(event)
-    for remark in failure_files.remarks:
-        say(remark)
 
 
 def _chosen(candidates: Sequence[Candidate], only: Sequence[str]) -> list[Candidate]:

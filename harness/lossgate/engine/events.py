@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from lossgate.engine.cell import Cell, CellResult
 from lossgate.engine.settings import Settings
@@ -30,6 +31,8 @@ class CellStarted:
 @dataclass(frozen=True)
 class CellFinished:
     result: CellResult
+    mended: tuple[Path, ...] = ()
+    """The failure files of earlier runs on whose problems the cell agrees now, as on its own."""
 
 
 @dataclass(frozen=True)

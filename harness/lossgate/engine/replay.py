@@ -1,30 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Judges the problems of a failure file again."""
 
-import os
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lossgate.cases.size import size_of
 from lossgate.counted import counted
 from lossgate.declaration.candidate import Candidate
-from lossgate.declaration.loading import has_source, load_candidates
+from lossgate.declaration.loading import load_candidates
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.failure_files import FailureFile, FrozenCase
-from lossgate.engine.fresh import run_in_child
-from lossgate.engine.jobs import run_cases
+from lossgate.engine.judge_again import judge_again
 from lossgate.engine.settings import Settings
 from lossgate.engine.since_written import since_written
-from lossgate.engine.verdict import pooled_disagreements, pooled_outputs
 from lossgate.errors import UsageError
-from lossgate.problems.problem import Problem
 from lossgate.properties import find_property
-
-_BYTES = 32
-"""Of each number of the largest tensor: float64, with its gradient and two tensors on the way."""
 
 
 @dataclass(frozen=True)
@@ -78,18 +69,15 @@ def replay_failure(
     """
     settings = Settings() if timeout is None else Settings(timeout=timeout)
     cell = _cell_of(failure, candidate, world)
-    for problem in failure.problems():
-        _check_memory(problem)
-    cases = _run(cell, failure.problems(), settings.timeout)[-len(failure.examples) :]
-    failing = next((case for case in cases if not case.agrees), None)
-    reasons, symptoms = _wrong(failure, cases, failing)
+    again = judge_again(failure, cell, settings.timeout)
+    reasons, cases = again.wrong, again.cases
     verdict = Verdict.DISAGREE if reasons else Verdict.AGREE
     if not reasons and not failure.is_as_written() and (why := why_it_shows_nothing(cell, cases)):
         verdict, reasons = Verdict.INCONCLUSIVE, (why,)
     exact = [FrozenCase.of(case).statistics for case in cases] == [frozen.statistics for frozen in failure.examples]
-    since = since_written(failure, symptoms, exact=exact, other=candidate is not None)
+    since = since_written(failure, again.symptoms, exact=exact, other=candidate is not None)
     found = [line for reason in reasons for line in reason.splitlines()]
-    return Replayed(cell, verdict, (*found, *_on(failure, failing)), since, exact)
+    return Replayed(cell, verdict, (*found, *_on(failure, again.failing)), since, exact)
 
 
 def _cell_of(failure: FailureFile, candidate: str | None, world: str | None) -> Cell:
@@ -103,17 +91,6 @@ def _cell_of(failure: FailureFile, candidate: str | None, world: str | None) -> 
     if not held_to.applies(found):
         raise UsageError(f"candidate {found.name!r} is not held to property {held_to.name!r}: it does not apply to it")
     return Cell(found, problem.layout, problem.dtype, held_to, world or failure.world, failure.device)
-
-
-def _wrong(
-    failure: FailureFile, cases: Sequence[CaseResult], failing: CaseResult | None
-) -> tuple[tuple[str, ...], Collection[str]]:
-    """Returns what is wrong, in words; and in what, as symptoms name it."""
-    if failing is not None:
-        return failing.findings, failing.symptoms
-    if not failure.pooled:
-        return (), ()
-    return pooled_disagreements(cases), [str(one.output) for one in pooled_outputs(cases) if not one.agrees]
 
 
 def why_it_shows_nothing(cell: Cell, cases: Sequence[CaseResult]) -> str:
@@ -158,29 +135,6 @@ def candidate_of(failure: FailureFile, candidate: str | None = None) -> Candidat
         raise UsageError(f"{candidate or failure.candidate}: {len(found)} candidates in it; name one, as file.py:name")
     _check_options(found[0], failure)
     return found[0]
-
-
-def _run(cell: Cell, problems: Sequence[Problem], timeout: float) -> list[CaseResult]:
-    """Runs problems in a process of their own, if that can load the candidate and the property."""
-    if cell.world == "simulated" and has_source(cell.candidate):
-        with suppress(UsageError):
-            return run_in_child(cell, problems, timeout)
-    return run_cases(cell, problems, timeout)
-
-
-def _check_memory(problem: Problem) -> None:
-    """Refuses a problem that this machine can't hold. Its process would be ended, as if by the
-    kernel.
-
-    Raises:
-        UsageError: with what it needs.
-    """
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if (needed := _BYTES * size_of(problem)) > machine:
-        raise UsageError(
-            f"the problem has tensors of {size_of(problem):,} numbers, which need about {needed / 2**30:.0f} GiB with "
-            f"their gradients, and this machine has {machine / 2**30:.0f} GiB; replay it on a larger one"
-        )
 
 
 def _check_options(candidate: Candidate, failure: FailureFile) -> None:

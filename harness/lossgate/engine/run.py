@@ -4,12 +4,14 @@
 import os
 from collections.abc import Generator, Iterable
 from contextlib import closing
+from pathlib import Path
 from time import perf_counter
 
 from lossgate.counted import counted
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.loading import has_source
 from lossgate.engine.cell import Cell, CellResult, Verdict
+from lossgate.engine.earlier_failures import examples_of, hold_to_earlier
 from lossgate.engine.events import CellFinished, CellSkipped, CellStarted, Event, RunFinished, RunStarted
 from lossgate.engine.plan import left_out, plan
 from lossgate.engine.run_cell import run_cell
@@ -30,6 +32,7 @@ def run(
     *,
     fail_fast: bool = False,
     here: bool = False,
+    failures: Path | None = None,
 ) -> Generator[Event]:
     """Verifies candidates, or some of their cells; yields what happens, in the order of the plan.
 
@@ -40,6 +43,8 @@ def run(
         selection: the cells of which it is a part; all by default.
         fail_fast: whether the run ends with the first cell that disagrees.
         here: whether candidates run in this process, which one that crashes then ends.
+        failures: a folder with failure files of earlier runs, to whose problems each cell is held,
+            too.
 
     Candidates on simulated ranks run in other processes, so that none ends this one. Those that
     were made in a function or a notebook, which no other process can load, run in this one if
@@ -56,22 +61,25 @@ def run(
     own = here or (
         jobs == 1 and (settings.world != "simulated" or not all(has_source(cell.candidate) for cell in cells))
     )
-    failures, results, stopped = SameFailures(), list[CellResult](), ""
-    steps = _one_by_one(cells, settings, failures) if own else run_side_by_side(cells, settings, jobs, failures.of)
+    alike, results, stopped, known = SameFailures(), list[CellResult](), "", examples_of(matrix)
+    steps = _one_by_one(cells, settings, alike) if own else run_side_by_side(cells, settings, jobs, alike.of)
     with closing(steps):
         try:
             for step in steps:
                 if isinstance(step, CellStarted):
                     yield step
                     continue
-                if (failure := failures.of(step.cell)) is not None or step.result is None:
+                if (failure := alike.of(step.cell)) is not None or step.result is None:
                     yield CellSkipped(step.cell, failure or "")
                     continue
                 again = not own and settings.world == "simulated"
                 result = look_again(step.result, settings.timeout) if again else step.result
-                failures.add(result)
+                mended: tuple[Path, ...] = ()
+                if failures is not None:
+                    result, mended = hold_to_earlier(result, failures, settings.timeout, known)
+                alike.add(result)
                 results.append(result)
-                yield CellFinished(result)
+                yield CellFinished(result, mended)
                 if fail_fast and result.verdict is Verdict.DISAGREE and not result.passes:
                     stopped = f"--fail-fast: {len(results)} of {counted(len(cells), 'cell')} were verified"
                     break
@@ -80,10 +88,10 @@ def run(
     yield RunFinished(tuple(results), stopped, perf_counter() - start)
 
 
-def _one_by_one(cells: Iterable[Cell], settings: Settings, failures: SameFailures) -> Generator[CellStarted | Done]:
+def _one_by_one(cells: Iterable[Cell], settings: Settings, alike: SameFailures) -> Generator[CellStarted | Done]:
     """Runs cells in this process."""
     for cell in cells:
-        if failures.of(cell) is not None:
+        if alike.of(cell) is not None:
             yield Done(cell, None)
             continue
         yield CellStarted(cell)

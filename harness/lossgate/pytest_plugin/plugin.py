@@ -160,6 +160,7 @@ def lossgate_run(
 
     import torch
 
+    from lossgate.engine.earlier_failures import examples_of, hold_to_earlier
     from lossgate.engine.events import CellFinished
     from lossgate.engine.run_cell import run_cell
     from lossgate.errors import UsageError
@@ -174,10 +175,10 @@ def lossgate_run(
     def run(cell: Cell) -> None:
         try:
             failures = FailureFiles(folder)
-            result = run_cell(cell, settings)
+            result, mended = hold_to_earlier(run_cell(cell, settings), folder, settings.timeout, examples_of([cell]))
         except UsageError as error:
             pytest.fail(str(error), pytrace=False)
-        failures(CellFinished(result))
+        failures(CellFinished(result, mended))
         request.config.stash[_EVIDENCE].tell(result, failures.replay(result), record_property)
         if not result.passes:
             pytest.fail("\n".join(describe_cell(result, failures.replay(result))), pytrace=False)
