@@ -8,6 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from lossgate.cli.app import Exit, app
+from lossgate.cli.numbers import Whole
 
 
 @app.command
@@ -16,9 +17,9 @@ def audit(
     layout: Annotated[list[str] | None, Parameter(negative=())] = None,
     dtype: Annotated[list[str] | None, Parameter(negative=())] = None,
     profile: str = "dev",
-    examples: int | None = None,
-    ranks: int | None = None,
-    seed: int | None = None,
+    examples: Whole = None,
+    ranks: Whole = None,
+    seed: Whole = None,
     metrics: Annotated[bool, Parameter(negative=())] = False,
     every: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from lossgate.cli.app import Exit, app, driven, say
+from lossgate.cli.numbers import Number
 
 if TYPE_CHECKING:
     from lossgate.engine.failure_files import FailureFile
@@ -27,7 +28,7 @@ def replay(
     candidate: str | None = None,
     trust: Annotated[bool, Parameter(negative=())] = False,
     world: str | None = None,
-    timeout: float | None = None,
+    timeout: Number = None,
     script: Path | None = None,
 ) -> int:
     """Judge the problem of a failure file again.

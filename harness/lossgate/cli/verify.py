@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from lossgate.cli.app import Exit, app, driven, say
+from lossgate.cli.numbers import Number, Whole
 from lossgate.interruption import ended_by_signals
 
 if TYPE_CHECKING:
@@ -40,13 +41,13 @@ def verify(
     quiet: Annotated[bool, Parameter(name=["-q", "--quiet"], negative=())] = False,
     verbose: Annotated[bool, Parameter(name=["-v", "--verbose"], negative=())] = False,
     profile: str = "dev",
-    examples: int | None = None,
-    ranks: int | None = None,
+    examples: Whole = None,
+    ranks: Whole = None,
     world: str | None = None,
     device: str | None = None,
-    seed: int | None = None,
-    timeout: float | None = None,
-    jobs: int | None = None,
+    seed: Whole = None,
+    timeout: Number = None,
+    jobs: Whole = None,
     evidence: Path | None = None,
     failures: Path = Path(".lossgate"),
     shard: str | None = None,
