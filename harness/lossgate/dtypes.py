@@ -5,4 +5,22 @@ They are names, so that settings can be read before torch is loaded; ``numerics.
 torch's own.
 """
 
+from collections.abc import Iterable
+
+from lossgate.spelling import nearest, shown
+
 DTYPES = ("float32", "bfloat16", "float16")
+
+_OF_REFERENCE = "that is the dtype of the reference, and of no kernel"
+_OTHER_NAMES = {"float": "float32", "fp32": "float32", "half": "float16", "fp16": "float16", "bf16": "bfloat16"}
+_KNOWN_AS = {
+    **dict.fromkeys(("float64", "double"), _OF_REFERENCE),
+    **{name: f"did you mean {one!r}?" for name, one in _OTHER_NAMES.items()},
+}
+"""What other names are, that somebody may try."""
+
+
+def nearest_dtype(given: object, known: Iterable[str] = DTYPES) -> str:
+    """Returns how a message about an unknown dtype ends."""
+    name = given if isinstance(given, str) else shown(given)
+    return nearest(name, known, _KNOWN_AS.get(name.lower().removeprefix("torch."), ""))

@@ -52,12 +52,29 @@ def as_tuple(call: str, argument: str, given: Any, expected: str, *, split: bool
     return tuple[Any, ...](given)
 
 
-def nearest(name: object, known: Iterable[str]) -> str:
-    """Returns how a message ends: the nearest spelling, if any, and what was expected."""
+def nearest(name: object, known: Iterable[str], known_as: str = "") -> str:
+    """Returns how a message ends: the nearest spelling, if any, and what was expected.
+
+    Args:
+        name: what was given.
+        known: what may be given.
+        known_as: what the name is, if it is no slip but the name of something else. It is then said
+            in place of a spelling.
+    """
     choices = list(known)
-    close = get_close_matches(name if isinstance(name, str) else shown(name), choices, n=1)
+    given = name if isinstance(name, str) else shown(name)
+    close = [one for one in get_close_matches(given, choices, n=1) if not _is_of_other_number(given, one)]
     expected = f"expected one of {', '.join(choices)}" if choices else "there are none"
-    return f"did you mean {close[0]!r}? ({expected})" if close else expected
+    hint = known_as or (f"did you mean {close[0]!r}?" if close else "")
+    return f"{hint} ({expected})" if hint else expected
+
+
+def _is_of_other_number(given: str, known: str) -> bool:
+    """Returns whether two names differ in a number alone, as float64 and float16 do. Whoever writes
+    one does not mean the other. Digits in another order are a slip.
+    """
+    own, others = sorted(re.findall(r"\d", given)), sorted(re.findall(r"\d", known))
+    return bool(own) and own != others and re.sub(r"\d", "", given) == re.sub(r"\d", "", known)
 
 
 def look_up(what: str, name: str, known: Mapping[str, T]) -> T:

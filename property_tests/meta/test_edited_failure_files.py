@@ -143,7 +143,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"hidden": -4}, "expected at least one token, no negative length, and positive sizes"),
     ({"masks": ["all"]}, "problem: 1 masks for 2 sequences; give one for each"),
     ({"masks": ["all", "some"]}, "Invalid enum value 'some'"),
-    ({"dtype": "float64"}, "problem: unknown dtype 'float64'; did you mean 'float16'?"),
+    (
+        {"dtype": "float64"},
+        "problem: unknown dtype 'float64'; that is the dtype of the reference, and of",
+    ),
     ({"dtype": "bfloat16", "rounded_to": "tf32"}, "problem: rounded_to='tf32'; expected None, or a format that is"),
     ({"layout": {"dp": 65}}, "layout dp=65 has 65 ranks; at most 64 can be simulated"),
     ({"layout": {"cp": 2, "pp": 2}}, "problem: its layout has the unknown axis 'pp'; expected one of dp, cp, tp"),

@@ -161,6 +161,8 @@ def test_a_file_and_one_spec_of_it(folder: Path, lossgate: Lossgate) -> None:
 @pytest.mark.parametrize(
     ("target", "said"),
     [
+        ("ppo", "unknown spec 'ppo'; see clipped_pg: lossgate list clipped_pg (expected one of clipped_pg, distill, d"),
+        ("SFT", "unknown spec 'SFT'; see dpo and nll: lossgate list dpo nll (expected one of clipped_pg, distill, "),
         ("nlll", "unknown spec 'nlll'; did you mean 'nll'?"),
         ("gone.py", "gone.py: no such file"),
         ("kernels.py:rigth", "kernels.py: no candidate or spec named 'rigth'; did you mean 'right'?"),

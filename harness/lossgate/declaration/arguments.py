@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks the arguments of a declaration that do not depend on the spec."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from lossgate.declaration.known_failure import KnownFailure
 from lossgate.declaration.precision import Precision
-from lossgate.dtypes import DTYPES
+from lossgate.dtypes import DTYPES, nearest_dtype
 from lossgate.errors import UsageError
 from lossgate.layout import AXES, Axis
 from lossgate.problems.whole_sequences import TOKENS, Tokens
@@ -32,8 +32,21 @@ def check_type(argument: str, given: Any, wanted: type, expected: str) -> Any:
     return given
 
 
-def check_names(argument: str, given: Any, known: Iterable[str], what: str) -> tuple[Any, ...]:
+def check_names(
+    argument: str,
+    given: Any,
+    known: Iterable[str],
+    what: str,
+    near: Callable[[object, Iterable[str]], str] = nearest,
+) -> tuple[Any, ...]:
     """Returns a tuple of names, each of them known and none twice.
+
+    Args:
+        argument: that of ``candidate``.
+        given: its value.
+        known: the names that it may have.
+        what: these are, for the message.
+        near: returns how the message ends.
 
     Raises:
         UsageError: naming the argument and the nearest right spelling.
@@ -43,7 +56,7 @@ def check_names(argument: str, given: Any, known: Iterable[str], what: str) -> t
     for name in names:
         if not isinstance(name, str) or name not in choices:
             raise UsageError(
-                f"candidate({argument}={shown(given)}): unknown {what} {shown(name)}; {nearest(name, choices)}"
+                f"candidate({argument}={shown(given)}): unknown {what} {shown(name)}; {near(name, choices)}"
             )
         if names.count(name) > 1:
             raise UsageError(f"candidate({argument}={shown(given)}): {name!r} is named twice; name each {what} once")
@@ -64,7 +77,7 @@ def check_axes(axes: Any) -> tuple[Axis, ...]:
 
 
 def check_dtypes(dtypes: Any) -> tuple[str, ...]:
-    names = check_names("dtypes", dtypes, DTYPES, "dtype")
+    names = check_names("dtypes", dtypes, DTYPES, "dtype", nearest_dtype)
     if not names:
         raise UsageError(f"candidate(dtypes={dtypes!r}): expected at least one of {', '.join(DTYPES)}")
     return names

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from lossgate.dtypes import DTYPES
+from lossgate.dtypes import DTYPES, nearest_dtype
 from lossgate.errors import UsageError
 from lossgate.numerics.float_formats import FLOAT32, FLOAT_FORMATS, TF32, RoundedTo, coarsest_of
 from lossgate.numerics.rounded_arithmetic import Stages
@@ -88,7 +88,7 @@ class Precision:
                 if value not in _WORDS[f.name]:
                     raise UsageError(f"Precision({f.name}={value!r}): {nearest(str(value), _WORDS[f.name])}")
             elif value not in DTYPES:
-                raise UsageError(f"Precision({f.name}={value!r}): {nearest(value, DTYPES)}")
+                raise UsageError(f"Precision({f.name}={value!r}): {nearest_dtype(value)}")
 
     def _check_returned(self) -> None:
         given = self.returned
@@ -98,7 +98,7 @@ class Precision:
             )
         for dtype in self._named_dtypes.values():
             if dtype not in DTYPES:
-                raise UsageError(f"Precision(returned={given!r}): {nearest(str(dtype), DTYPES)}")
+                raise UsageError(f"Precision(returned={given!r}): {nearest_dtype(str(dtype))}")
 
     def dtype_of(self, name: str) -> str:
         """Returns the dtype in which an output or metric of a name is returned."""

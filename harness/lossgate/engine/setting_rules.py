@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lossgate.dtypes import DTYPES
+from lossgate.dtypes import DTYPES, nearest_dtype
 from lossgate.errors import UsageError
 from lossgate.layout import MAX_RANKS, Layout
 from lossgate.places import DEVICES, WORLD_NAMES
@@ -87,7 +87,7 @@ def _unreadable(read: Callable[[str], object]) -> Callable[[str], str]:
 
 
 def _unknown_dtype(name: str) -> str:
-    return "" if name in DTYPES else f"unknown dtype {shown(name)}; {nearest(name, DTYPES)}"
+    return "" if name in DTYPES else f"unknown dtype {shown(name)}; {nearest_dtype(name)}"
 
 
 _COUNT = _whole(1, _MOST, f"a positive whole number, at most {_MOST:,}")

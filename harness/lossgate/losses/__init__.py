@@ -7,6 +7,7 @@ Other packages bring theirs by an entry point:
     focal = "my_package.losses:focal"
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
@@ -44,9 +45,18 @@ def find_spec(name: str) -> Spec:
         return _only(installed[name])
     known = [*SPECS, *installed]
     raise UsageError(
-        f"unknown spec {name!r}; {nearest(name, known)}; or give what "
+        f"unknown spec {name!r}; {nearest(name, known, _summarised(name))}; or give what "
         "@lossgate.spec(...) returned, and on the command line FILE or FILE:NAME"
     )
+
+
+def _summarised(name: str) -> str:
+    """Returns which specs have a loss of a name in their summary, in words: PPO is no slip for DPO,
+    but a case of clipped_pg.
+    """
+    asked = re.compile(rf"\b{re.escape(name)}\b", re.IGNORECASE)
+    found = [spec.name for spec in SPECS.values() if name and asked.search(spec.summary)]
+    return f"see {' and '.join(found)}: lossgate list {' '.join(found)}" if found else ""
 
 
 def check_own_name(spec: Spec) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from lossgate.dtypes import DTYPES
+from lossgate.dtypes import DTYPES, nearest_dtype
 from lossgate.errors import UsageError
 from lossgate.numerics.float_formats import FLOAT_FORMATS, ROUNDED_TO
 from lossgate.shape import MOST_ROWS, MOST_TOKENS
-from lossgate.spelling import nearest, shown
+from lossgate.spelling import shown
 
 if TYPE_CHECKING:
     from lossgate.problems.problem import Problem
@@ -83,7 +83,7 @@ def _numbers(problem: Problem) -> Iterator[int]:
 
 def _check_dtype(problem: Problem) -> None:
     if problem.dtype not in DTYPES:
-        raise UsageError(f"problem: unknown dtype {shown(problem.dtype)}; {nearest(problem.dtype, DTYPES)}")
+        raise UsageError(f"problem: unknown dtype {shown(problem.dtype)}; {nearest_dtype(problem.dtype)}")
     coarser = [name for name, one in ROUNDED_TO.items() if one.unit > FLOAT_FORMATS[problem.dtype].unit]
     if problem.rounded_to is not None and problem.rounded_to not in coarser:
         raise UsageError(

@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any, get_args
 
-from lossgate.dtypes import DTYPES
+from lossgate.dtypes import DTYPES, nearest_dtype
 from lossgate.errors import UsageError
 from lossgate.layout import AXES
 from lossgate.specs.coverage import BIAS_GOALS, TOKEN_GOALS, CoverageGoal
@@ -234,7 +234,8 @@ def check_goals(
                 raise UsageError(f"{of_goal}: {argument}={given!r}; expected {kind}")
             for one in given:
                 if one not in known:
-                    raise UsageError(f"{of_goal}: {argument} has {one!r}; {nearest(str(one), known)}")
+                    near = nearest_dtype if argument == "dtypes" else nearest
+                    raise UsageError(f"{of_goal}: {argument} has {one!r}; {near(str(one), known)}")
         for option, values in goal.unreachable_if.items():
             if isinstance(values, str) or not isinstance(values, Container):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise UsageError(f"{of_goal}: unreachable_if[{option!r}]={values!r}; expected a tuple of values")
