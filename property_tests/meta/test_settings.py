@@ -71,6 +71,7 @@ LAYOUT = "expected 'single' or sizes of dp, cp, tp such as 'tp=2,cp=2'"
 SIZE = "expected tokens, width of the hidden states and vocabulary, such as 4096x1024x32768, with 8 tokens at least"
 WORLD = f"expected one of {', '.join(WORLD_NAMES)}"
 DTYPE = f"expected one of {', '.join(DTYPES)}"
+FLOAT64 = "that is the dtype of the reference, and of no kernel"
 LISTS = {
     "layouts": "expected a list of layouts, such as ['single', 'tp=2,cp=2']",
     "dtypes": "expected a list of dtypes, such as ['float32', 'bfloat16']",
@@ -114,26 +115,26 @@ SETTINGS: list[tuple[str, str]] = [
     ("timeout = true", f"timeout=True: {SECONDS}"),
     *((f"{name} = 'single'", f"{name}='single': {expected}") for name, expected in LISTS.items()),
     *((f"{name} = [1]", f"{name}=[1]: {expected}") for name, expected in LISTS.items()),
-    ("layouts = ['']", f"layout '': can't read ''; {LAYOUT}"),
-    ("layouts = ['single', 'tp=x']", f"layout 'tp=x': can't read 'tp=x'; {LAYOUT}"),
-    ("layouts = ['tp=²']", f"layout 'tp=²': can't read 'tp=²'; {LAYOUT}"),
-    ("layouts = ['tp=0']", "layout: tp=0 is not a positive whole number"),
-    ("layouts = ['dp=8,tp=9']", "layout dp=8,tp=9 has 72 ranks; at most 64 can be simulated: choose a smaller one"),
-    ("dtypes = ['int8']", f"unknown dtype 'int8'; {DTYPE}"),
+    ("layouts = ['']", f"layouts: layout '': can't read ''; {LAYOUT}"),
+    ("layouts = ['single', 'tp=x']", f"layouts: layout 'tp=x': can't read 'tp=x'; {LAYOUT}"),
+    ("layouts = ['tp=²']", f"layouts: layout 'tp=²': can't read 'tp=²'; {LAYOUT}"),
+    ("layouts = ['tp=0']", "layouts: layout: tp=0 is not a positive whole number"),
     (
-        "dtypes = ['float64']",
-        f"unknown dtype 'float64'; that is the dtype of the reference, and of no kernel ({DTYPE})",
+        "layouts = ['dp=8,tp=9']",
+        "layouts: layout dp=8,tp=9 has 72 ranks; at most 64 can be simulated: choose",
     ),
-    ("dtypes = ['float8']", f"unknown dtype 'float8'; {DTYPE}"),
-    ("dtypes = ['float']", f"unknown dtype 'float'; did you mean 'float32'? ({DTYPE})"),
-    ("dtypes = ['FP16']", f"unknown dtype 'FP16'; did you mean 'float16'? ({DTYPE})"),
-    ("dtypes = ['float23']", f"unknown dtype 'float23'; did you mean 'float32'? ({DTYPE})"),
-    ("sizes = ['4096x1024']", f"size '4096x1024': {SIZE}"),
-    ("sizes = ['7x1x1']", f"size '7x1x1': {SIZE}"),
-    (f"sizes = ['{'9' * 20}x1x1']", f"size '{'9' * 20}x1x1': {SIZE}"),
-    ("world = 'gluo'", f"unknown world 'gluo'; did you mean 'gloo'? ({WORLD})"),
+    ("dtypes = ['int8']", f"dtypes: unknown dtype 'int8'; {DTYPE}"),
+    ("dtypes = ['float64']", f"dtypes: unknown dtype 'float64'; {FLOAT64} ({DTYPE})"),
+    ("dtypes = ['float8']", f"dtypes: unknown dtype 'float8'; {DTYPE}"),
+    ("dtypes = ['float']", f"dtypes: unknown dtype 'float'; did you mean 'float32'? ({DTYPE})"),
+    ("dtypes = ['FP16']", f"dtypes: unknown dtype 'FP16'; did you mean 'float16'? ({DTYPE})"),
+    ("dtypes = ['float23']", f"dtypes: unknown dtype 'float23'; did you mean 'float32'? ({DTYPE})"),
+    ("sizes = ['4096x1024']", f"sizes: size '4096x1024': {SIZE}"),
+    ("sizes = ['7x1x1']", f"sizes: size '7x1x1': {SIZE}"),
+    (f"sizes = ['{'9' * 20}x1x1']", f"sizes: size '{'9' * 20}x1x1': {SIZE}"),
+    ("world = 'gluo'", f"world: unknown world 'gluo'; did you mean 'gloo'? ({WORLD})"),
     ("world = 3", f"world=3: {WORLD}"),
-    ("device = 'cuda:0'", "unknown device 'cuda:0'; did you mean 'cuda'? (expected one of cpu, cuda)"),
+    ("device = 'cuda:0'", "device: unknown device 'cuda:0'; did you mean 'cuda'? (expected one of cpu, cuda)"),
     ("device = []", "device=[]: expected one of cpu, cuda"),
     ("example = 3", f"unknown setting 'example'; did you mean 'examples'? (expected one of {', '.join(RULES)})"),
     ("'' = 3", f"unknown setting ''; expected one of {', '.join(RULES)}"),
@@ -168,6 +169,48 @@ def test_a_bad_setting_is_one_line(folder: Path, lossgate: Lossgate, content: by
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"lossgate: {file}: {said}")
     assert done.stderr.count("\n") == 1
+
+
+LATE: list[tuple[str, str, str]] = [
+    ("", "properties = ['nope']", "properties: unknown property 'nope'; expected one of agreement, "),
+    (".profiles.few", "properties = ['nope']", "properties: unknown property 'nope'; expected one of agreement, "),
+    ("", "world = 'torchrun'", "world: world 'torchrun'"),
+    ("", "device = 'cuda'", "device: device 'cuda': torch sees no CUDA device; "),
+]
+"""What is wrong with a setting, and is found once torch or the kernels are loaded."""
+
+
+@pytest.mark.parametrize(("table", "line", "said"), LATE)
+def test_what_is_found_wrong_late_names_its_place_too(
+    folder: Path, lossgate: Lossgate, monkeypatch: pytest.MonkeyPatch, table: str, line: str, said: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    file = folder / "pyproject.toml"
+    file.write_text("[tool.lossgate.profiles.few]\nexamples = 8\n[tool.lossgate]\nexamples = 9\n")
+    file.write_text(file.read_text().replace(f"[tool.lossgate{table}]", f"[tool.lossgate{table}]\n{line}"))
+    done = lossgate("verify", "kernels.py:right", "--profile=few", "--layout=single", "--dtype=float32")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"lossgate: {file}: [tool.lossgate{table}] {said}")
+    assert done.stderr.count("\n") == 1
+    flag = {"properties": "--property=nope", "world": "--world=torchrun", "device": "--device=cuda"}[line.split()[0]]
+    done = lossgate("verify", "kernels.py:right", "--profile=few", "--layout=single", "--dtype=float32", flag)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"lossgate: {said.partition(': ')[2]}")
+
+
+def test_settings_that_leave_nothing_to_verify_are_named(folder: Path, lossgate: Lossgate) -> None:
+    file = folder / "pyproject.toml"
+    file.write_text("[tool.lossgate]\nlayouts = ['tp=2']\n")
+    done = lossgate("verify", "kernels.py:right")
+    assert done.returncode == 2
+    assert f". Change {file}: [tool.lossgate] layouts or --dtype, or leave the candidate out" in done.stderr
+    done = lossgate("verify", "kernels.py:right", "--layout=tp=4")
+    assert ". Change --layout or --dtype, or leave the candidate out" in done.stderr
+
+
+def test_where_settings_are_given_is_no_setting() -> None:
+    """Evidence has the settings, and no paths of a machine."""
+    assert set(Settings(places={"seed": "here"}).values) == set(RULES)
 
 
 def test_every_setting_is_in_the_table() -> None:
@@ -212,7 +255,7 @@ def test_a_folder_in_place_of_the_file_is_one_line(folder: Path, lossgate: Lossg
         ("--device gpu", "unknown device 'gpu'; "),
         ("--profile=", "unknown profile ''; expected one of dev, ci, nightly, release"),
         ("--property int64-ids", "unknown property 'int64-ids'; expected one of agreement, "),
-        ("--dtype float64", f"unknown dtype 'float64'; that is the dtype of the reference, and of no kernel ({DTYPE})"),
+        ("--dtype float64", f"unknown dtype 'float64'; {FLOAT64} ({DTYPE})"),
         ("--property nope", "unknown property 'nope'; "),
         ("--shard 3/2", "shard '3/2': expected a part and the number of parts, such as 3/8, from 1/8 to 8/8"),
         ("--failures kernels.py", "--failures kernels.py: that is a file; choose another folder with --failures"),

@@ -22,20 +22,29 @@ def plan(candidates: Iterable[Candidate], settings: Settings) -> list[Cell]:
     Raises:
         UsageError: if a candidate has no cell, or there is no such world.
     """
-    most_ranks(settings.world)  # there is such a world
+    try:
+        most_ranks(settings.world)  # there is such a world
+    except UsageError as error:
+        raise UsageError(f"{settings.where('world')}{error}") from None
     cells: list[Cell] = []
     for candidate in candidates:
         own = list(_cells(candidate, settings))
         if not own:
             axes = f"axes {', '.join(candidate.axes)}" if candidate.axes else "no axes"
             layouts = ", ".join(settings.layouts) or f"of up to {settings.ranks} ranks"
+            ways = [_given_by(settings, name, flag) for name, flag in (("layouts", "--layout"), ("dtypes", "--dtype"))]
             raise UsageError(
                 f"candidate {candidate.name!r}: nothing to verify; it has {axes} and dtypes "
                 f"{', '.join(candidate.dtypes)}, and the run has layouts {layouts} and dtypes "
-                f"{', '.join(settings.dtypes) or 'of any kind'}. Change --layout or --dtype, or leave the candidate out"
+                f"{', '.join(settings.dtypes) or 'of any kind'}. Change {' or '.join(ways)}, or leave the candidate out"
             )
         cells += own
     return cells
+
+
+def _given_by(settings: Settings, name: str, flag: str) -> str:
+    """Returns what gives a setting, in words."""
+    return settings.where(name).removesuffix(": ") or flag
 
 
 def _cells(candidate: Candidate, settings: Settings) -> Iterator[Cell]:
@@ -77,7 +86,10 @@ def held_together(candidate: Candidate, settings: Settings) -> list[tuple[Proper
             find_property(name)
         except UsageError as error:
             raise UsageError(f"candidate {candidate.name!r}: exempt={dict(candidate.exempt)!r}: {error}") from None
-    named = [find_property(name) for name in settings.properties] or list(PROPERTIES.values())
+    try:
+        named = [find_property(name) for name in settings.properties] or list(PROPERTIES.values())
+    except UsageError as error:
+        raise UsageError(f"{settings.where('properties')}{error}") from None
     apply = [held_to for held_to in dict.fromkeys(named) if held_to.applies(candidate)]
     first = next((held_to for held_to in apply if held_to.needs_adequacy), None)
     if first is None:

@@ -20,6 +20,18 @@ class Configured:
     """The settings of every profile."""
     profiles: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The settings of each profile, by its name."""
+    file: Path = Path("pyproject.toml")
+
+    def places(self, profile: str) -> dict[str, str]:
+        """Returns the file and the table in which each setting of a profile is, as messages name
+        them.
+        """
+        own = dict.fromkeys(self.profiles.get(profile, {}), _table_of(self.file, profile))
+        return {**dict.fromkeys(self.common, _table_of(self.file)), **own}
+
+
+def _table_of(file: Path, profile: str = "") -> str:
+    return f"{file}: [tool.lossgate{f'.profiles.{profile}' if profile else ''}] "
 
 
 def read_pyproject(start: Path) -> Configured:
@@ -60,11 +72,11 @@ def _table(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 def _configured(table: Mapping[str, Any], file: Path) -> Configured:
     common = {name: value for name, value in table.items() if name != "profiles"}
-    profiles = _as_table("profiles", table.get("profiles", {}), f"{file}: [tool.lossgate] ")
-    _check(common, f"{file}: [tool.lossgate] ")
+    profiles = _as_table("profiles", table.get("profiles", {}), _table_of(file))
+    _check(common, _table_of(file))
     for name, own in profiles.items():
-        _check(_as_table(name, own, f"{file}: [tool.lossgate.profiles] "), f"{file}: [tool.lossgate.profiles.{name}] ")
-    return Configured(common, profiles)
+        _check(_as_table(name, own, f"{file}: [tool.lossgate.profiles] "), _table_of(file, name))
+    return Configured(common, profiles, file)
 
 
 def _as_table(name: str, value: Any, where: str) -> Mapping[str, Any]:
@@ -80,4 +92,4 @@ def _check(settings: Mapping[str, Any], where: str) -> None:
         except UsageError as error:
             raise UsageError(f"{where}{error}") from None
         if why:
-            raise UsageError(f"{where}{why}")
+            raise UsageError(f"{where}{'' if why.startswith(f'{name}=') else f'{name}: '}{why}")

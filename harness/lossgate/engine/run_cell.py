@@ -17,6 +17,7 @@ from lossgate.engine.plan import read_known_failure
 from lossgate.engine.search import Search
 from lossgate.engine.settings import Settings
 from lossgate.engine.verdict import conclude, conclude_known
+from lossgate.errors import UsageError
 from lossgate.worlds import make_world
 from lossgate.worlds.base import World
 
@@ -27,7 +28,11 @@ def run_cell(cell: Cell, settings: Settings) -> CellResult:
     It computes with one thread, because the numbers of many threads depend on how many there are.
     """
     start = perf_counter()
-    world = make_world(cell.world, cell.layout, settings.timeout, cell.device)
+    try:
+        world = make_world(cell.world, cell.layout, settings.timeout, cell.device)
+    except UsageError as error:
+        given = settings.where("device") or settings.where("world")
+        raise UsageError(f"{given if cell.candidate.known_failure is None else ''}{error}") from None
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

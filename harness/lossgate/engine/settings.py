@@ -5,7 +5,7 @@ A flag wins over the profile in pyproject.toml, which wins over the built-in pro
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +63,27 @@ class Settings:
     """Ranks on an axis, at most, where these properties are checked. It does not hold for layouts
     or properties that are named, nor for properties of how ranks work together."""
 
+    places: Mapping[str, str] = field(default_factory=dict[str, str], compare=False, repr=False)
+    """Where pyproject.toml gives settings, by name: the file and the table. No setting itself."""
+
     def __post_init__(self) -> None:
-        for own in fields(self):
-            if why := refusal(own.name, value := getattr(self, own.name)):
+        for name, value in self.values.items():
+            if why := refusal(name, value):
                 raise UsageError(why)
             if isinstance(value, list):
-                object.__setattr__(self, own.name, tuple(value))
+                object.__setattr__(self, name, tuple[Any, ...](value))
         object.__setattr__(self, "timeout", float(self.timeout))
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The settings, by name."""
+        return {own.name: getattr(self, own.name) for own in fields(self) if own.name != "places"}
+
+    def where(self, name: str) -> str:
+        """Returns how a message about a setting begins: with the place that gives it, if that is
+        pyproject.toml.
+        """
+        return f"{self.places[name]}{name}: " if name in self.places else ""
 
 
 PROFILES: Mapping[str, Settings] = {
@@ -101,4 +115,5 @@ def load_settings(profile: str = "dev", start: Path | None = None, **flags: Any)
         if why := refusal(name, value):
             raise UsageError(why)
     values = {**configured.common, **configured.profiles.get(profile, {}), **given}
-    return replace(PROFILES.get(profile, Settings()), **values)
+    places = {name: place for name, place in configured.places(profile).items() if name not in given}
+    return replace(PROFILES.get(profile, Settings()), **values, places=places)

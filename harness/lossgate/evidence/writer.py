@@ -5,7 +5,6 @@ import os
 import platform
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import asdict
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
@@ -178,7 +177,7 @@ class EvidenceFile:
         if isinstance(event, RunStarted):
             part = str(event.shard) if event.shard else None
             matrix = matrix_of(map(key_of, event.matrix or event.cells))
-            self._writer.start(asdict(event.settings), map(key_of, event.cells), matrix, part)
+            self._writer.start(event.settings.values, map(key_of, event.cells), matrix, part)
         elif isinstance(event, CellFinished):
             result = event.result
             self._writer.cell(seal(record_of(result, self._writer.run, now(), self._replay(result))))
