@@ -240,3 +240,33 @@ def test_a_layout_or_dtype_that_a_candidate_cannot_do_is_reported(folder: Path, 
     done = lossgate("verify", "kernels.py:shapeless", "--layout=tp=2")
     assert done.returncode == 2
     assert "nothing to verify; it has no axes" in done.stderr
+
+
+def test_a_layout_or_dtype_that_a_known_failure_is_not_frozen_on_is_reported(folder: Path, lossgate: Lossgate) -> None:
+    """Its one cell is judged, whatever the run names."""
+    assert lossgate("verify", "kernels.py:wrong", "--layout=cp=2", "--dtype=float32").returncode == 1
+    (file,) = (folder / ".lossgate").glob("*.json")
+    known = f"from pathlib import Path\nknown = lossgate.KnownFailure(name='too large', example=Path({str(file)!r}))\n"
+    (folder / "known.py").write_text(
+        f"{known}{KERNELS}".replace("from pathlib", "import lossgate\nfrom pathlib", 1).replace(
+            '"cp"))\ndef wrong', '"cp"), known_failure=known)\ndef wrong'
+        )
+    )
+    named = (
+        "--layout=cp=2",
+        "--layout=single",
+        "--layout=tp=2",
+        "--dtype=float32",
+        "--dtype=bfloat16",
+        "--dtype=float16",
+    )
+    done = lossgate("verify", "known.py:wrong", *named)
+    assert done.stdout.startswith(
+        "1 cell\n"
+        "wrong: single is left out, because its known failure too large is frozen on cp=2\n"
+        "wrong: tp=2 is left out, because its axes are dp, cp\n"
+        "wrong: bfloat16 is left out, because its known failure too large is frozen in float32\n"
+        "wrong: float16 is left out, because its dtypes are float32, bfloat16\n"
+    )
+    assert done.returncode == 0
+    assert lossgate("verify", "known.py:wrong", "--layout=cp=2").stdout.startswith("1 cell\nDISAGREE")

@@ -112,17 +112,25 @@ def dtypes_of(candidate: Candidate, settings: Settings) -> list[str]:
 
 
 def left_out(candidates: Iterable[Candidate], settings: Settings) -> Iterator[str]:
-    """Yields a line for each layout and dtype that a run names and a candidate cannot do."""
+    """Yields a line for each layout and dtype that a run names and a candidate is not verified on.
+
+    It can't do it, or has a known failure: that is frozen on one layout, in one dtype.
+    """
     for candidate in candidates:
-        if candidate.known_failure is not None:
-            continue  # its frozen example has a layout and dtype of its own
+        known = candidate.known_failure
+        frozen = None if known is None else read_known_failure(known).examples[0].problem
+        only = "" if known is None or frozen is None else f"its known failure {known.name} is frozen"
         axes = f"axes are {', '.join(candidate.axes)}" if candidate.axes else "declaration names no axes"
         for layout in dict.fromkeys(map(Layout.parse, settings.layouts)):
             if not set(layout.axes) <= set(candidate.axes):
                 yield f"{candidate.name}: {layout} is left out, because its {axes}"
+            elif frozen is not None and layout != frozen.layout:
+                yield f"{candidate.name}: {layout} is left out, because {only} on {frozen.layout}"
         for dtype in dict.fromkeys(settings.dtypes):
             if dtype not in candidate.dtypes:
                 yield f"{candidate.name}: {dtype} is left out, because its dtypes are {', '.join(candidate.dtypes)}"
+            elif frozen is not None and dtype != frozen.dtype:
+                yield f"{candidate.name}: {dtype} is left out, because {only} in {frozen.dtype}"
 
 
 def read_known_failure(known: KnownFailure) -> FailureFile:
