@@ -10,6 +10,7 @@ import pytest
 
 from lossgate import UsageError
 from lossgate.declaration.loading import load_all_candidates, load_candidate, load_candidates
+from lossgate.engine import first_import
 from property_tests.meta.command_line import KERNELS, Lossgate
 
 K = "import os, sys, lossgate\n@lossgate.candidate('nll', head='logits')\ndef k(inputs, options, mesh): ...\n"
@@ -210,6 +211,38 @@ def test_the_end_of_an_import_is_no_verdict(end: str, folder: Path, lossgate: Lo
     assert done.stderr.startswith(f"lossgate: ends.py: can't be imported: {ENDS[end]}")
     assert len(done.stderr.splitlines()) == 1
     assert (done.returncode, done.stdout) == (2, "")
+
+
+COMMANDS = {
+    "list": ["list", "ends.py"],
+    "a module": ["list", "ends"],
+    "audit": ["audit", "kernels.py:right", "ends.py:k"],
+    "spec check": ["spec", "check", "ends.py"],
+    "replay": ["replay", "failure.json"],
+    "replay --candidate": ["replay", "failure.json", "--candidate", "ends.py:k"],
+    "replay --script": ["replay", "failure.json", "--script", "script.py"],
+}
+
+
+@pytest.mark.parametrize("end", ["import posix; posix._exit(0)", "os.abort()"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_survives_an_import(
+    command: str, end: str, folder: Path, lossgate: Lossgate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a line for it here: whatever imports a file does so in another process first."""
+    monkeypatch.syspath_prepend(folder)
+    if command.startswith("replay"):
+        assert lossgate("verify", "kernels.py:wrong", "--layout=single", "--dtype=float32").returncode == 1
+        (file,) = (folder / ".lossgate").glob("*.json")
+        (folder / "failure.json").write_text(file.read_text().replace("kernels.py:wrong", "ends.py:k"))
+    (folder / "ends.py").write_text(K + end)
+    done = lossgate(*COMMANDS[command])
+    named, by_hand = ("ends", "-c 'import ends'") if command == "a module" else ("ends.py", "ends.py")
+    said = ENDS[end].replace("python ends.py", f"python {by_hand}")
+    assert done.stderr.startswith(f"lossgate: {named}: can't be imported: {said}")
+    assert done.stderr.count("\n") == 1
+    assert (done.returncode, done.stdout) == (2, "")
+    assert first_import._ready == []
 
 
 def test_a_file_is_imported_no_more_often_than_it_would_be(folder: Path, lossgate: Lossgate) -> None:

@@ -10,7 +10,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from enum import IntEnum
 
 from cyclopts import App, CycloptsError
@@ -55,12 +56,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from lossgate.launch import is_follower
 
     try:
-        code = app(
-            sys.argv[1:] if arguments is None else arguments,
-            exit_on_error=False,
-            print_error=False,
-            result_action="return_value",
-        )
+        with _imports_first():
+            code = app(
+                sys.argv[1:] if arguments is None else arguments,
+                exit_on_error=False,
+                print_error=False,
+                result_action="return_value",
+            )
         sys.stdout.flush()
     except (CycloptsError, UsageError) as error:
         if is_follower():  # it finds the same as rank 0, which torchrun would end before it has said so
@@ -76,6 +78,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
         say("this is a fault of lossgate itself; please report it with the lines above")
         code = Exit.CRASH
     sys.exit(code)
+
+
+@contextmanager
+def _imports_first() -> Generator[None]:
+    """Has every command import files in a process that may die, before this one does.
+
+    Not under torchrun, whose ranks import them as they are.
+    """
+    from lossgate.declaration.modules import before_imports
+    from lossgate.launch import launch_of_torchrun
+
+    with ExitStack() as stack:
+
+        def first(location: str) -> None:
+            from lossgate.engine.first_import import end_ready, import_first
+
+            stack.callback(end_ready)
+            import_first(location, say)
+
+        if launch_of_torchrun() is None:
+            stack.enter_context(before_imports(first))
+        yield
+
+
+def load_beside(targets: Sequence[str]) -> None:
+    """Has the server of other processes load torch while this process does, if one of the targets
+    is a file or module, which is imported first in another.
+    """
+    from lossgate.fork_server import worker_context
+    from lossgate.launch import launch_of_torchrun
+
+    if launch_of_torchrun() is None and any("." in target or ":" in target for target in targets):
+        worker_context()
 
 
 def say(message: str) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cyclopts import App
 
-from lossgate.cli.app import Exit, app
+from lossgate.cli.app import Exit, app, load_beside
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,6 +26,7 @@ def check(*targets: str) -> int:
         targets: Files (file.py), modules (package.module), one spec of either (file.py:name), or
             names of specs, such as nll.
     """
+    load_beside(targets)
     from lossgate.declaration.loading import find_specs
     from lossgate.errors import UsageError
     from lossgate.reports.console import make_console

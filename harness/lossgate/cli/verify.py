@@ -195,15 +195,12 @@ def _run(wanted: _Wanted, tally: _Tally) -> None:
 
     from lossgate.declaration.loading import load_all_candidates
     from lossgate.engine.events import Consumer
-    from lossgate.engine.first_import import imported_first
     from lossgate.engine.run import run
     from lossgate.evidence.writer import EvidenceFile
     from lossgate.reports.failures import FailureFiles
     from lossgate.reports.terminal import Terminal
 
     with ExitStack() as stack:
-        if settings.world != "torchrun":
-            stack.enter_context(imported_first(wanted.targets, say))
         candidates = _chosen(load_all_candidates(wanted.targets), wanted.only)
         failure_files = FailureFiles(wanted.failures)
         consumers: list[Consumer] = [failure_files, tally]

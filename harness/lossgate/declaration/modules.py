@@ -4,6 +4,8 @@
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from zlib import crc32
@@ -11,6 +13,23 @@ from zlib import crc32
 from lossgate.declaration.guarded import guarded
 from lossgate.declaration.neighbours import neighbours_of
 from lossgate.errors import UsageError
+
+_before: list[Callable[[str], object]] = []
+"""What is called with each location before it is imported."""
+
+
+@contextmanager
+def before_imports(check: Callable[[str], object]) -> Generator[None]:
+    """Has a function called with each file or module before it is imported here.
+
+    Args:
+        check: may raise an error, so that it is not imported.
+    """
+    _before.append(check)
+    try:
+        yield
+    finally:
+        _before.remove(check)
 
 
 def load_module(location: str) -> ModuleType:
@@ -23,6 +42,8 @@ def load_module(location: str) -> ModuleType:
         return _load_file(Path(location))
     if not all(part.isidentifier() for part in location.split(".")):
         raise _no_such_module(location)
+    if location not in sys.modules:
+        _check(location)
     try:
         with guarded(location):
             module = importlib.import_module(location)
@@ -34,6 +55,11 @@ def load_module(location: str) -> ModuleType:
     if getattr(module, "__file__", None) is None and Path(location).is_dir():
         raise _no_such_module(location)
     return module
+
+
+def _check(location: str) -> None:
+    for check in _before:
+        check(location)
 
 
 def _no_such_module(location: str) -> UsageError:
@@ -70,6 +96,7 @@ def _load_file(file: Path) -> ModuleType:
     name = f"lossgate_candidates_{file.stem}_{crc32(str(file.resolve()).encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]
+    _check(str(file))
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
