@@ -107,6 +107,12 @@ FOUND = {
         f"import dataclasses\n{F}other = dataclasses.replace({DECLARE})(f), name='other')",
         ["k", "other"],
     ),
+    "deleted": (f"{F}other = {DECLARE})(f)\ndel k", ["f"]),
+    "deleted in a branch": (f"{F}other = {DECLARE})(f)\nif True: del k", ["f"]),
+    "deleted, and kept in a list": ("ks = [k]\ndel k", ["k"]),
+    "deleted, and made again": ("del k\n" + K, ["k"]),
+    "deleted in a function": ("def g():\n    k = 1\n    del k", ["k"]),
+    "the last of a loop deleted": (f"{F}for n in ('a', 'b'):\n    last = {DECLARE}, name=n)(f)\ndel last", ["k", "a"]),
     "a child that ends": ("child = os.fork()\nif not child: os._exit(0)\nos.waitpid(child, 0)", ["k"]),
 }
 

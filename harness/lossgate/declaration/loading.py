@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lossgate.declaration.candidate import Candidate
+from lossgate.declaration.deleted import deleted_in
 from lossgate.declaration.made import kept_in, made_in
 from lossgate.declaration.modules import load_module
 from lossgate.declaration.not_reached import not_reached
@@ -128,8 +129,9 @@ def _split(target: str) -> tuple[str, str]:
 
 def _candidates_in(location: str) -> dict[str, Candidate]:
     module = load_module(location)
-    made = made_in(module)
     kept = [value for value in kept_in(module) if isinstance(value, Candidate)]
+    gone = [one for one in deleted_in(module, made_in(module)) if not any(one is other for other in kept)]
+    made = [one for one in made_in(module) if not any(one.what is other for other in gone)]
     found: dict[str, Candidate] = {}
     for candidate in (*(one.what for one in made if not _is_changed(one.what, kept)), *kept):
         if found.setdefault(candidate.name, candidate) is not candidate:
