@@ -36,6 +36,17 @@ def test_a_candidate_can_be_written_for_every_spec_and_head(spec: str, head: str
     assert f"my_{spec}" in done.stdout
 
 
+def test_it_names_every_option_and_its_default(folder: Path, lossgate: Lossgate) -> None:
+    """A kernel whose author knew nothing of one that is on by default would be wrong."""
+    lossgate("init", "grpo", "--head", "logprobs")
+    text = (folder / "my_grpo.py").read_text()
+    for option in SPECS["grpo"].options:
+        assert f'        # "{option.name}": lossgate.ANY,  # default: {option.default!r}\n' in text
+    (folder / "my_grpo.py").write_text(text.replace('# "', '"'))  # all of them
+    done = lossgate("verify", "my_grpo.py", "--layout", "single", "--dtype", "float32")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(("spec", "head"), [("softcap", "logits"), ("dpo", "hidden"), ("token_logprobs", "logits")])
 def test_some_of_them_are_verified_here(spec: str, head: str, lossgate: Lossgate) -> None:
     """With masked ids of -100, pairs, and no loss."""

@@ -49,7 +49,6 @@ def write_starter(spec: Spec, head: str | None, name: str | None, folder: Path) 
 def _kernel(spec: Spec, head: str, name: str) -> str:
     inputs, options = spec.inputs[head].__name__, spec.options_type.__name__
     returned = ", ".join(f"{one}=..." for one in spec.outputs)
-    supports = next((f'supports={{"{one.name}": lossgate.ANY}}' for one in spec.options), "")
     lines = [
         f'"""A candidate for spec {spec.name}: verify it with  lossgate verify {name}.py"""',
         "",
@@ -65,7 +64,7 @@ def _kernel(spec: Spec, head: str, name: str) -> str:
         f'    "{spec.name}",',
         f'    head="{head}",',
         '    axes=("dp",),  # the mesh axes over which it can be split, of "dp", "cp" and "tp"',
-        *([f"    # {supports},  # the options that it takes; the others keep their defaults"] if supports else []),
+        *_supports(spec),
         ")",
         f"def {name}(inputs: {inputs}, options: {options}, mesh: DeviceMesh) -> lossgate.Outputs:",
         *_comment("This is the dense reference, which agrees. Put a call of your kernel in its place."),
@@ -77,6 +76,16 @@ def _kernel(spec: Spec, head: str, name: str) -> str:
         f'    return dense_kernel("{spec.name}", "{head}")(inputs, options, mesh)',
     ]
     return "\n".join(lines) + "\n"
+
+
+def _supports(spec: Spec) -> Iterator[str]:
+    """Yields lines that name every option, so that its author meets those that are on by default."""
+    if spec.options:
+        yield "    supports={"
+        yield "        # An option that is not here keeps its default, and the kernel must do what that says."
+        for option in spec.options:
+            yield f'        # "{option.name}": lossgate.ANY,  # default: {option.default!r}'
+        yield "    },"
 
 
 def _inputs(spec: Spec, head: str) -> Iterator[str]:
