@@ -84,7 +84,7 @@ def verdict(losses: Callable[[Any], Tensor], precision: lossgate.Precision) -> V
 
 
 @pytest.mark.parametrize(
-    ("losses", "precision"), zip(KERNELS, rows(), strict=True), ids=lambda x: getattr(x, "__name__", "")
+    ("losses", "precision"), list(zip(KERNELS, rows(), strict=True)), ids=lambda x: getattr(x, "__name__", "")
 )
 def test_kernels_agree_with_what_the_table_declares(losses: Any, precision: lossgate.Precision) -> None:
     assert verdict(losses, precision) is Verdict.AGREE

@@ -79,7 +79,7 @@ def _kernel(spec: Spec, head: str, name: str) -> str:
 
 
 def _supports(spec: Spec) -> Iterator[str]:
-    """Yields lines that name every option, so that its author meets those that are on by default."""
+    """Yields lines that name every option, so that one which is on by default is no surprise."""
     if spec.options:
         yield "    supports={"
         yield "        # An option that is not here keeps its default, and the kernel must do what that says."
