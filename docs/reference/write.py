@@ -120,7 +120,7 @@ def _item(name: str, meaning: str) -> Iterator[str]:
 
 def _code(text: str) -> str:
     """Returns text with the marks of code that Markdown has."""
-    return text.replace("``", "`")
+    return text.replace("``", "`").replace("::", ":")
 
 
 def _fields(kind: type) -> list[tuple[str, str]]:

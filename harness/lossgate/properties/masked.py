@@ -59,8 +59,8 @@ def masked_nan(case: Case) -> Checked:
     remedy="set labels to a valid id where mask is false, before indexing with them",
 )
 def masked_ids(case: Case) -> Checked:
-    """Labels of -100 where nothing counts change nothing, or are refused by an error."""
-    batch = _without_labels(case.candidate.spec, case.placed.batch)
+    """Labels of -100 where the mask is false change nothing, or are refused by an error."""
+    batch = _without_labels(case.placed.batch)
     try:
         return Checked(comparisons=case.judged(case.on_ranks(batch=batch)))
     except RankRaised:
@@ -152,10 +152,14 @@ def _with_nan(spec: Spec, batch: GlobalBatch, names: Collection[str], sign: int)
     return replace(batch, fields={**batch.fields, **fields}, leaves={**batch.leaves, **leaves})
 
 
-def _without_labels(spec: Spec, batch: GlobalBatch) -> GlobalBatch:
-    """Returns a batch without labels where nothing is trained."""
-    away = untrained(spec, batch.known)["token"]
-    return replace(batch, fields={**batch.fields, "labels": replaced(batch.fields["labels"], away, _ABSENT)})
+def _without_labels(batch: GlobalBatch) -> GlobalBatch:
+    """Returns a batch without labels where the mask is false.
+
+    Where it is true the label stays, though a sequence may not count: kernels return its
+    log-probability.
+    """
+    labels = replaced(batch.fields["labels"], ~batch.fields["mask"], _ABSENT)
+    return replace(batch, fields={**batch.fields, "labels": labels})
 
 
 def _token_floats(batch: GlobalBatch) -> dict[str, Tensor]:

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
-from lossgate import Layout, Outputs, Precision, candidate
+from lossgate import Contract, Layout, Outputs, Precision, Problem, candidate
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.bank.property_bugs import right
 from lossgate.cases.case import Case
@@ -301,3 +303,90 @@ def test_the_ratio_is_right_where_every_sequence_counts(make_world: MakeWorld) -
     own = _clipped(dense_candidate(SPECS["clipped_pg"], "logprobs").kernel)
     assert broken(own, ["masked-values"], make_world) == {}
     assert broken(right("logits"), ["masked-values"], make_world) == {}
+
+
+class SumOverTp(torch.autograd.Function):
+    """Adds up over tp in forward, and leaves the gradient to each rank."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        whole = part.clone()
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        return upstream[0], None
+
+
+def test_parts_that_cancel_in_another_order_are_rounding(make_world: MakeWorld) -> None:
+    """The caller adds up what ranks give of the gradient of the hidden states. Each has rounded its
+    part to bfloat16. In the opposite order the middle row of the vocabulary is another rank's, and
+    the parts of its token are a hundred times as large as their sum.
+    """
+
+    @candidate(
+        "nll",
+        head="hidden",
+        axes=("tp",),
+        dtypes=("bfloat16",),
+        supports={"temperature": 2.0},
+        contract=Contract(grads={"hidden": {"tp": "sum"}}),
+    )
+    def exact(inputs: Any, options: Any, mesh: Any) -> Tensor:
+        group, rows = mesh.get_group("tp"), inputs.vocab_end - inputs.vocab_start
+        logits = inputs.hidden.double() @ inputs.weight[:rows].double().T / options.temperature
+        local = inputs.labels - inputs.vocab_start
+        own = (local >= 0) & (local < rows)
+        label = logits.gather(1, local.where(own, 0)[:, None]).squeeze(1).where(own, 0.0)
+        logprobs = SumOverTp.apply(label, group) - SumOverTp.apply(logits.exp().sum(1), group).log()
+        return mean(logprobs, inputs).float()
+
+    problem = Problem(
+        spec="nll",
+        head="hidden",
+        dtype="bfloat16",
+        layout=Layout(tp=2),
+        lengths=(3, 6, 7, 15),
+        masks=("response", "all", "all", "holes"),
+        hidden=1,
+        vocab=97,
+        options={"temperature": 2.0},
+        label_boost=12.0,
+        forced_labels=((30, 66),),
+        outliers=((0, 0, -30.0), (29, 0, -30.0)),
+        seed=552917540,
+    )
+    case = Case(exact, problem, make_world("tp=2"))
+    assert run_case(case, PROPERTIES["vocabulary-order"]).findings == ()
+
+
+def test_labels_of_pairs_that_do_not_count_stay(make_world: MakeWorld) -> None:
+    """A pair that sample_mask drops is masked by nothing else. Its log-probabilities are judged."""
+
+    @candidate("dpo", head="logits", dtypes=("float32",))
+    def with_logprobs(inputs: Any, options: Any, mesh: Any) -> Outputs:
+        logprobs = label_logprobs(inputs.logits, inputs.labels.where(inputs.mask, 0))
+        apart = inputs.to_rows((logprobs - inputs.reference_logprobs).where(inputs.mask, 0.0)).sum(1)
+        losses = -logsigmoid(options.reference_policy_kl_penalty * (apart[0::2] - apart[1::2]))
+        pairs = inputs.valid_sequences / 2
+        loss = losses.where(inputs.sample_mask[0::2], 0.0).sum() / torch.where(pairs > 0, pairs, 1.0)
+        return Outputs(loss=loss, logprobs=logprobs)
+
+    problem = Problem(
+        spec="dpo",
+        head="logits",
+        dtype="float32",
+        lengths=(2, 3, 3, 2),
+        masks=("all",) * 4,
+        hidden=1,
+        vocab=7,
+        group_size=2,
+        scenario={"samples": "some"},
+        seed=3,
+    )
+    case = Case(with_logprobs, problem, make_world("single"))
+    fields = case.bound.batch.fields
+    assert (fields["mask"] & ~fields["sample_mask"][fields["sequence"]]).any()
+    assert run_case(case, PROPERTIES["agreement"]).findings == ()
+    assert run_case(case, PROPERTIES["masked-ids"]).findings == ()
