@@ -63,7 +63,13 @@ def page(spec: Spec) -> Iterator[str]:
     yield f"# Spec {spec.name}"
     yield ""
     said = f"{spec.summary[:1].upper()}{spec.summary[1:]}."
-    yield from wrap(f"{said} Source: {spec.source}." if spec.source else said, 100, break_on_hyphens=False)
+    said += f" Source: {spec.source}." * bool(spec.source) + " [Losses](../losses.md) has the formula."
+    if spec.group_size > 1 and len(spec.inputs) > 1:
+        said += (
+            " [Losses of sequences and pairs](../../how-to/own-loss.md#losses-of-sequences-and-pairs) shows a kernel "
+            "of pairs, and how cp ranks add up what each has of a sequence."
+        )
+    yield from wrap(said, 100, break_on_hyphens=False)
     yield ""
     for section in sections(spec):
         yield f"## {section.title[:1].upper()}{section.title[1:]}"
