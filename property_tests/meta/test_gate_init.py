@@ -48,16 +48,18 @@ def summary(candidate: str = "nll", layout: str = "single", dtype: str = "float3
     return CellSummary(**values | changes)
 
 
-def run(commit: str | None = "c" * 40, torch: str = "2.13.0") -> RunRecord:
+def run(
+    commit: str | None = "c" * 40, torch: str = "2.13.0", name: str = "run-1", examples: int | None = None
+) -> RunRecord:
     return RunRecord(
         schema="1.0",
-        run="run-1",
+        run=name,
         started="2026-11-20T12:00:00+00:00",
         commit=commit,
         modified=False,
         host="host",
         versions={"lossgate": "0.1.0", "torch": torch, "python": "3.11.7", "machine": "x86_64"},
-        settings={},
+        settings={} if examples is None else {"examples": examples},
     )
 
 
@@ -178,6 +180,25 @@ def test_the_least_problems_are_those_of_cells_that_passed(
     assert rule.min_problems == least
 
 
+@pytest.mark.parametrize(
+    ("problems", "examples", "least"),
+    [
+        ((14, 16), (12, 12), 12),  # another seed may end with 13
+        ((14, 110), (12, 100), 12),
+        ((110, 104), (100, 100), 100),
+        ((9, 14), (12, 12), 9),
+        ((14, 16), (None, None), 14),
+    ],
+)
+def test_the_least_problems_are_those_that_every_seed_tries(
+    problems: tuple[int, int], examples: tuple[int | None, int | None], least: int, tmp_path: Path
+) -> None:
+    cells = [summary(name, problems=count, run=name) for name, count in zip("ab", problems, strict=True)]
+    runs = [run(name=name, examples=tried) for name, tried in zip("ab", examples, strict=True)]
+    (rule,) = loaded(first_policy(cells, runs), tmp_path).require
+    assert rule.min_problems == least
+
+
 def test_cells_that_did_not_pass_are_required_and_named(tmp_path: Path) -> None:
     cells = [summary(f"nll_{i}", verdict="DISAGREE" if i else "AGREE") for i in range(8)]
     text = first_policy(cells, [run()])
@@ -200,8 +221,11 @@ def test_a_long_list_has_a_line_for_each_name(tmp_path: Path) -> None:
     [
         ([run()], "All evidence must be of one commit.\n"),
         ([run(commit=None)], "All evidence must be of one commit. The evidence at hand names none.\n"),
-        ([run("a"), run("b")], "All evidence must be of one commit. The evidence at hand is of 2.\n"),
-        ([run(), run(torch="2.14.0")], "the same in all evidence. The evidence at hand has several of torch.\n"),
+        ([run("a"), run("b", name="run-2")], "All evidence must be of one commit. The evidence at hand is of 2.\n"),
+        (
+            [run(), run(torch="2.14.0", name="run-2")],
+            "the same in all evidence. The evidence at hand has several of torch.\n",
+        ),
     ],
 )
 def test_a_comment_says_what_the_evidence_at_hand_lacks(runs: list[RunRecord], comment: str) -> None:

@@ -83,9 +83,11 @@ def first_policy(
             "no first policy: the evidence has no cell; verify first, as with lossgate verify FILE --evidence out.jsonl"
         )
     known = {key: summary.known_failure for key, summary in sorted(by_key.items()) if summary.known_failure}
-    parts = [_top(list(runs))]
+    by_name = {run.run: run for run in runs}
+    parts = [_top(list(by_name.values()))]
     for some in (by_key.keys() - known.keys(), known.keys()):
-        parts += [_rule(box, by_key) for box in boxes([astuple(key) for key in some])]
+        for box in boxes([astuple(key) for key in some]):
+            parts.append(_rule(box, [by_key[CellKey(*names)] for names in product(*box)], by_name))
     parts += [_known_failure(key, record, examples or {}) for key, record in known.items()]
     return "".join(parts)
 
@@ -103,16 +105,24 @@ def _top(runs: Sequence[RunRecord]) -> str:
     )
 
 
-def _rule(box: Box, by_key: Mapping[CellKey, CellSummary]) -> str:
-    cells = [by_key[CellKey(*names)] for names in product(*box)]
+def _rule(box: Box, cells: Sequence[CellSummary], runs: Mapping[str, RunRecord]) -> str:
     lists = [
         f"{name} = {_list(map(escape, names))}\n"
         for name, names in zip(_LISTS, box, strict=True)
         if names != _USUAL.get(name)
     ]
     passed = [cell for cell in cells if cell.verdict == "AGREE"] or cells  # the others stop early
-    least = _LEAST.format(problems=max(1, min(cell.problems for cell in passed)), mde=LARGEST_MDE)
+    least = _LEAST.format(problems=max(1, min(_tried(cell, runs) for cell in passed)), mde=LARGEST_MDE)
     return "".join(("\n", *_comments(cells), "[[require]]\n", *lists, least))
+
+
+def _tried(cell: CellSummary, runs: Mapping[str, RunRecord]) -> int:
+    """Returns how many problems a run like that of a cell tries in any case.
+
+    A search adds some of its own, and how many it adds changes with the seed.
+    """
+    examples = runs[cell.run].settings.get("examples") if cell.run in runs else None
+    return min(cell.problems, examples) if isinstance(examples, int) else cell.problems
 
 
 def _comments(cells: Sequence[CellSummary]) -> Iterator[str]:
