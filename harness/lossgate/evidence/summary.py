@@ -38,6 +38,9 @@ class CellSummary(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The minimum detectable effect of the output with the least power; None if it is infinite."""
     kept: tuple[str, ...] = ()
     """The properties that it was held to beside its own, and kept."""
+    properties: tuple[str, ...] = ()
+    """All properties beside its own that it was to be held to: those that it kept or broke, those
+    from which the candidate is exempt, and those of which no problem says anything."""
     exempt: tuple[tuple[str, str], ...] = ()
     """The properties from which the candidate is exempt, and why."""
     excluded: tuple[tuple[str, str], ...] = ()
@@ -97,6 +100,7 @@ def summarize(record: CellRecord, where: Where, digest: str, redone: Redone | No
         margin=redone.margin,
         mde=record.mde,
         kept=tuple(intern(one.name) for one in record.properties if one.problems and not one.findings),
+        properties=tuple(intern(one.name) for one in record.properties),
         exempt=tuple((intern(one.name), intern(one.exempt)) for one in record.properties if one.exempt),
         excluded=tuple((intern(what), intern(why)) for what, why in record.excluded.items()),
         resources=record.resources,

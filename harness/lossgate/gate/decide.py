@@ -10,6 +10,7 @@ from lossgate.evidence.reader import Digested
 from lossgate.evidence.records import CellKey
 from lossgate.gate.cells import CellJudge, Need
 from lossgate.gate.patterns import Demand, KnownCells
+from lossgate.gate.property_names import check_property_names
 from lossgate.gate.rules import Policy
 from lossgate.gate.runs import Run, different_code, incomplete, runs_of, wrong_matrix, wrong_time
 from lossgate.gate.verdict import Blocker, GateVerdict, Kind
@@ -23,7 +24,11 @@ def decide(evidence: Gathered, policy: Policy, now: datetime, commit: str | None
         policy: what a release needs.
         now: the time, from which the age of evidence counts.
         commit: the commit that is to be released; all evidence must be of it.
+
+    Raises:
+        UsageError: if the policy names a property that there is not.
     """
+    check_property_names(policy, evidence)
     runs = runs_of(evidence)
     found = [*_of_lines(evidence), *_of_runs(runs, policy, now, commit)]
     needs, unmet = _needs(evidence, policy)

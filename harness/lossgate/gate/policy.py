@@ -102,7 +102,9 @@ def _needed(model: type[Any]) -> list[str]:
 
 def _rules(text: PolicyText) -> Iterator[Rule]:
     for path, element in text.elements("require"):
-        rule = Rule(line=text.line(path), **text.read_table(path, element, _RULE, _needed(Rule)))
+        read = text.read_table(path, element, _RULE, _needed(Rule))
+        lines = tuple(text.line((*path, "keeps", i)) for i in range(len(read.get("keeps", ()))))
+        rule = Rule(line=text.line(path), lines_of_keeps=lines, **read)
         combinations = math.prod(map(len, (rule.candidates, *rule.others)))
         if combinations > MOST_DEMANDS:
             raise text.error(

@@ -44,6 +44,8 @@ class Rule:
     """The greatest minimum detectable effect of a cell."""
     keeps: tuple[str, ...] = ()
     """The properties that a cell must have been held to beside its own."""
+    lines_of_keeps: tuple[int, ...] = ()
+    """The line of each of them in the policy."""
 
     @property
     def others(self) -> tuple[Patterns, ...]:
