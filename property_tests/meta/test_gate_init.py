@@ -6,6 +6,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -93,8 +94,8 @@ schema = 1
 max_age = "3 days"
 # All evidence must be of one commit.
 same_commit = true
-# true refuses evidence from a checkout whose files differ from its commit.
-unmodified = false
+# true refuses evidence of files that differ from their commit, or are not in it.
+unmodified = true
 # These versions must be the same in all evidence.
 same_versions = ["lossgate", "torch"]
 
@@ -118,7 +119,7 @@ def test_the_first_policy_allows_evidence_of_three_days(tmp_path: Path) -> None:
     policy = loaded(first_policy([summary()], [run()]), tmp_path)
     assert policy.evidence.max_age is not None
     assert policy.evidence.max_age.days == 3
-    assert policy.evidence == EvidenceRules(max_age=policy.evidence.max_age)
+    assert policy.evidence == EvidenceRules(max_age=policy.evidence.max_age, unmodified=True)
 
 
 NAMES = st.one_of(st.sampled_from(["nll", "nll_hidden", "grpo", "n*", "[x]", "a#\n\"'\\"]), st.text(min_size=1))
@@ -258,3 +259,28 @@ def test_a_known_failure_without_a_file_says_which_is_needed(tmp_path: Path) -> 
 def test_evidence_without_cells_makes_no_policy() -> None:
     with pytest.raises(UsageError, match=r"^no first policy: the evidence has no cell; verify first"):
         first_policy([], [run()])
+
+
+@pytest.mark.parametrize(
+    ("checkout", "source", "unmodified", "comment"),
+    [
+        (False, False, True, ""),
+        (True, False, False, "# The evidence at hand is of such files: commit them, "),
+        (False, True, False, "# The evidence at hand is of such files: commit them, "),  # git does not know the file
+        (None, None, False, "# Of the files of the evidence at hand, that is not known.\n"),
+        (False, None, False, "# Of the files of the evidence at hand, that is not known.\n"),
+    ],
+)
+def test_unmodified_is_what_the_evidence_shows(
+    checkout: bool | None, source: bool | None, unmodified: bool, comment: str, tmp_path: Path
+) -> None:
+    own = summary("b", source_digest="a" * 64, source_modified=source)
+    text = first_policy([summary(), own], [msgspec.structs.replace(run(), modified=checkout)])
+    assert comment in text
+    assert ("at hand" in text) is bool(comment)
+    assert loaded(text, tmp_path).evidence.unmodified is unmodified
+
+
+def test_an_older_result_of_a_cell_counts_for_unmodified(tmp_path: Path) -> None:
+    older, newer = (summary(source_digest="a" * 64, source_modified=modified) for modified in (True, False))
+    assert loaded(first_policy([older, newer], [run()]), tmp_path).evidence.unmodified is False

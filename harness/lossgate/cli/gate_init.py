@@ -26,7 +26,8 @@ def write_first_policy(evidence: Sequence[Path], policy: Path) -> Exit:
         raise UsageError(f"gate --init: {policy} is there already; name another file with --policy, or remove it")
     gathered = gather(evidence)
     cells = gathered.newest.values()
-    text = first_policy(cells, gathered.runs.values(), _examples(policy))
+    results = [result for of_cell in gathered.cells.values() for result in of_cell]
+    text = first_policy(results, gathered.runs.values(), _examples(policy))
     try:
         with policy.open("x", encoding="utf-8") as file:
             file.write(text)

@@ -9,6 +9,7 @@ from lossgate.evidence.gather import Gathered
 from lossgate.evidence.reader import Digested
 from lossgate.evidence.records import CellKey
 from lossgate.gate.cells import CellJudge, Need
+from lossgate.gate.committed import all_committed
 from lossgate.gate.patterns import Demand, KnownCells
 from lossgate.gate.property_names import check_property_names
 from lossgate.gate.rules import Policy
@@ -47,6 +48,7 @@ def decide(evidence: Gathered, policy: Policy, now: datetime, commit: str | None
         policy=Digested(file=str(policy.file), sha256=policy.sha256),
         evidence=evidence.files,
         commits=tuple(sorted({run.record.commit for run in runs if run.record and run.record.commit})),
+        committed=all_committed(evidence.runs.values(), (cell for run in runs for cell in run.cells)),
         sources=_sources(runs),
         versions=_versions(runs),
     )

@@ -11,6 +11,7 @@ from lossgate.errors import UsageError
 from lossgate.evidence.records import CellKey, KnownFailureRecord, RunRecord
 from lossgate.evidence.summary import CellSummary
 from lossgate.gate.boxes import Box, boxes
+from lossgate.gate.committed import Committed, all_committed
 from lossgate.gate.patterns import escape
 from lossgate.gate.policy_text import quoted
 from lossgate.gate.rules import EvidenceRules
@@ -32,8 +33,8 @@ schema = 1
 max_age = "3 days"
 # All evidence must be of one commit.{commits}
 same_commit = true
-# true refuses evidence from a checkout whose files differ from its commit.
-unmodified = false
+# true refuses evidence of files that differ from their commit, or are not in it.{committed}
+unmodified = {unmodified}
 # These versions must be the same in all evidence.{versions}
 same_versions = {same}
 
@@ -70,21 +71,23 @@ def first_policy(
     loaded until that is filled in.
 
     Args:
-        summaries: the cells. Those that did not pass are asked for too.
+        summaries: the results of cells; of several of one cell, the last is the newest. Cells that
+            did not pass are asked for too.
         runs: the runs of the evidence.
         examples: the failure files at hand by their SHA-256, as the policy shall name them.
 
     Raises:
         UsageError: if there is no cell.
     """
-    by_key = {summary.key: summary for summary in summaries}
+    results = list(summaries)
+    by_key = {result.key: result for result in results}
     if not by_key:
         raise UsageError(
             "no first policy: the evidence has no cell; verify first, as with lossgate verify FILE --evidence out.jsonl"
         )
     known = {key: summary.known_failure for key, summary in sorted(by_key.items()) if summary.known_failure}
     by_name = {run.run: run for run in runs}
-    parts = [_top(list(by_name.values()))]
+    parts = [_top(list(by_name.values()), all_committed(by_name.values(), results))]
     for some in (by_key.keys() - known.keys(), known.keys()):
         for box in boxes([astuple(key) for key in some]):
             parts.append(_rule(box, [by_key[CellKey(*names)] for names in product(*box)], by_name))
@@ -92,13 +95,22 @@ def first_policy(
     return "".join(parts)
 
 
-def _top(runs: Sequence[RunRecord]) -> str:
+_OF_FILES = {
+    Committed.YES: "",
+    Committed.UNKNOWN: "\n# Of the files of the evidence at hand, that is not known.",
+    Committed.NO: "\n# The evidence at hand is of such files: commit them, verify again, and write true.",
+}
+
+
+def _top(runs: Sequence[RunRecord], committed: Committed) -> str:
     commits = {run.commit for run in runs}
     none = " The evidence at hand names none." if None in commits else ""
     several = f" The evidence at hand is of {len(commits)}." if len(commits) > 1 else ""
     same = EvidenceRules.same_versions
     mixed = [name for name in same if len({run.versions.get(name) for run in runs}) > 1]
     return _TOP.format(
+        committed=_OF_FILES[committed],
+        unmodified=str(committed is Committed.YES).lower(),
         commits=several or none,
         versions=f" The evidence at hand has several of {' and '.join(mixed)}." if mixed else "",
         same=_list(same),

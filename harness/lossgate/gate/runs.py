@@ -11,6 +11,7 @@ from lossgate.evidence.gather import Gathered
 from lossgate.evidence.records import CellKey, EndRecord, Matrix, RunRecord
 from lossgate.evidence.sealed import digest_of_cells, matrix_of
 from lossgate.evidence.summary import CellSummary
+from lossgate.gate.committed import Committed, committed_checkout, committed_sources
 from lossgate.gate.rules import EvidenceRules
 from lossgate.gate.verdict import Blocker, Kind
 
@@ -183,12 +184,13 @@ def different_code(runs: list[Run], rules: EvidenceRules, commit: str | None) ->
 def _modified(runs: list[Run]) -> Iterator[Blocker]:
     """Yields where it is not sure that evidence is of a commit."""
     for run in runs:
-        if run.record is not None and run.record.modified is not False:
+        if run.record is not None and (found := committed_checkout(run.record)) is not Committed.YES:
             differed = "files differed from the commit"
-            why = differed if run.record.modified else f"it is not known whether {differed}: git could not say"
+            unknown = f"it is not known whether {differed}: git could not say"
+            why = differed if found is Committed.NO else unknown
             yield _of(run, Kind.MIXED, f"{why}, and the policy asks for unmodified = true. Commit, and verify again")
-    files = [cell for run in runs for cell in run.cells if cell.source_digest is not None]
-    for file in sorted({cell.source.rpartition(":")[0] for cell in files if cell.source_modified is not False}):
+    files = committed_sources(cell for run in runs for cell in run.cells)
+    for file in sorted(file for file, found in files.items() if found is not Committed.YES):
         message = f"{file} was not as in the commit, and the policy asks for unmodified = true. Commit it"
         yield Blocker(kind=Kind.MIXED, message=f"{message}, and verify again")
 

@@ -7,6 +7,7 @@ from enum import IntEnum, StrEnum
 from lossgate.evidence.reader import Digested
 from lossgate.evidence.records import CellKey
 from lossgate.evidence.summary import CellSummary
+from lossgate.gate.committed import Committed
 
 
 class Kind(StrEnum):
@@ -91,6 +92,8 @@ class GateVerdict:
     evidence: tuple[Digested, ...]
     commits: tuple[str, ...]
     """Of the evidence, sorted."""
+    committed: Committed
+    """Whether the evidence is of files as the commits have them."""
     sources: tuple[Digested, ...]
     """The files that declare the candidates, as they were when they were verified."""
     versions: dict[str, tuple[str, ...]]

@@ -10,6 +10,7 @@ from rich.markup import escape
 from lossgate.counted import counted
 from lossgate.evidence.records import CellKey
 from lossgate.evidence.summary import CellSummary
+from lossgate.gate.committed import Committed
 from lossgate.gate.verdict import Blocker, GatedCell, GateVerdict, Kind
 from lossgate.reports.causes import CausesSoFar
 from lossgate.reports.describe import print_detail, replay_line
@@ -81,6 +82,8 @@ def _word(cell: GatedCell) -> str:
 def _evidence(verdict: GateVerdict) -> str:
     files = counted(len(verdict.evidence), "file")
     commits = f" of commit {', '.join(commit[:12] for commit in verdict.commits)}" if verdict.commits else ""
+    if verdict.committed is Committed.NO:
+        commits += ", with changes that are not committed"
     versions = [f"{name} {' and '.join(found)}" for name, found in verdict.versions.items() if name != "machine"]
     return f"evidence in {files}{commits}{', ' * bool(versions)}{', '.join(versions)}"
 

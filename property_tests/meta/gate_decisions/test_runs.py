@@ -10,6 +10,7 @@ import pytest
 
 from lossgate.evidence.records import Matrix, Record
 from lossgate.evidence.sealed import matrix_of
+from lossgate.gate.committed import Committed
 from lossgate.gate.verdict import GateCode, Kind
 from property_tests.meta.gate_decisions.decided import CELLS, NOW, RULES, Gate, only, reported
 from property_tests.meta.made_evidence import (
@@ -200,3 +201,13 @@ def test_parts_that_share_out_other_cells_close_the_gate(gate: Gate) -> None:
 def test_the_whole_matrix_needs_no_parts(gate: Gate) -> None:
     whole = whole_run(CELLS, run="whole", matrix=matrix_of(one.key for one in CELLS))
     assert gate.decide(whole, *parts(2, 1)).passes
+
+
+@pytest.mark.parametrize(
+    "records", [whole_run(CELLS, modified=True), whole_run([cell(source_modified=True), cell(layout="tp=2")])]
+)
+def test_an_open_gate_says_that_files_were_not_committed(gate: Gate, records: list[Record]) -> None:
+    rules = RULES.replace("unmodified = true", "unmodified = false")
+    assert gate.decide(whole_run(CELLS), rules=rules).committed is Committed.YES
+    verdict = gate.decide(records, rules=rules, commit=COMMIT)
+    assert (verdict.passes, verdict.committed) == (True, Committed.NO)

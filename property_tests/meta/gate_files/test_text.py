@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from lossgate.evidence.records import CellKey
+from lossgate.gate.committed import Committed
 from lossgate.gate.verdict import Blocker, GatedCell, GateVerdict, Kind
 from lossgate.reports.gate_text import print_gate
 from lossgate.reports.remarks import EXCLUDED, EXEMPT, NOT_DISTINGUISHED
@@ -53,6 +54,14 @@ def test_an_open_gate_has_three_lines() -> None:
         "OPEN: the evidence is what the policy asks for",
         "  1 cell: 1 AGREE",
     ]
+
+
+def test_changes_that_are_not_committed_are_named_beside_the_commit() -> None:
+    files = "evidence in 1 file of commit 4f4f4f4f4f4f"
+    said = {of: shown(verdict([agreeing(key())], commits=("4f" * 20,), committed=of))[2] for of in Committed}
+    assert f"{files}, with changes that are not committed, torch" in said[Committed.NO]
+    assert f"{files}, torch" in said[Committed.YES]
+    assert said[Committed.UNKNOWN] == said[Committed.YES]
 
 
 @pytest.mark.parametrize("kind", Kind)

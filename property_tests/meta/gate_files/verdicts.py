@@ -7,6 +7,7 @@ from typing import Any
 from lossgate.evidence.reader import Where
 from lossgate.evidence.records import CellKey, Failure
 from lossgate.evidence.summary import CellSummary
+from lossgate.gate.committed import Committed
 from lossgate.gate.verdict import Blocker, Digested, GatedCell, GateVerdict, Kind
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -87,6 +88,7 @@ def verdict(cells: Iterable[GatedCell], *general: Blocker, **changed: Any) -> Ga
         "policy": POLICY,
         "evidence": (EVIDENCE,),
         "commits": (COMMIT,),
+        "committed": Committed.YES,
         "sources": (SOURCE,),
         "versions": {"torch": ("2.13.0",), "lossgate": ("0.1.0",)},
         **changed,

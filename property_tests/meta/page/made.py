@@ -7,6 +7,7 @@ from typing import Any
 from lossgate.evidence.reader import Where
 from lossgate.evidence.records import CellKey, CellRecord, Failure, KnownFailureRecord
 from lossgate.evidence.summary import summarize
+from lossgate.gate.committed import Committed
 from lossgate.gate.verdict import Blocker, Digested, GatedCell, GateVerdict, Kind
 from lossgate.reports.page.page import Page
 from property_tests.meta.made_evidence import cell, run
@@ -85,6 +86,7 @@ def gate(*cells: GatedCell, others: Sequence[Blocker] = ()) -> GateVerdict:
         policy=file,
         evidence=(file,),
         commits=("4f" * 20,),
+        committed=Committed.YES,
         sources=(file,),
         versions={"lossgate": ("0.1.0",)},
     )
