@@ -10,6 +10,7 @@ from itertools import pairwise
 from lossgate.evidence.gather import Gathered
 from lossgate.evidence.records import CellKey
 from lossgate.evidence.summary import CellSummary
+from lossgate.gate.not_held import NotHeld
 from lossgate.gate.rules import KnownFailureRule, Policy
 from lossgate.gate.verdict import Blocker, GatedCell, Kind
 
@@ -61,6 +62,10 @@ class CellJudge:
     def known_failures(self) -> Mapping[CellKey, KnownFailureRule]:
         return {rule.key: rule for rule in self.policy.known_failures}
 
+    @cached_property
+    def not_held(self) -> NotHeld:
+        return NotHeld(self.evidence)
+
     def _lines(self, results: Sequence[CellSummary]) -> Iterator[Blocker]:
         """Yields where lines contradict themselves or each other."""
         for summary in results:
@@ -99,7 +104,7 @@ class CellJudge:
             message = f"it would have shown {seen}, and the policy asks for {need.max_mde:g}; raise --examples"
             yield _of(summary, Kind.WEAK, message)
         for name in sorted(need.keeps.difference(summary.kept, [summary.key.property])):
-            message = f"it was not held to property {name}, as the policy asks: {_why(summary, name)}"
+            message = f"it was not held to property {name}, as the policy asks: {self.not_held.why(summary, name)}"
             yield _of(summary, Kind.WEAK, message)
 
     def _not_in_policy(self, summary: CellSummary) -> Blocker:
@@ -124,17 +129,6 @@ class CellJudge:
         elif self.today > rule.expires:
             message = f"{named} expired on {rule.expires}; mend it, or agree on another day with its owner"
             yield _of(summary, Kind.DISAGREE, message)
-
-
-def _why(summary: CellSummary, name: str) -> str:
-    """Returns why a cell was not held to a property."""
-    reason = dict(summary.exempt).get(name)
-    if reason is None:
-        return (
-            "its run did not name it, or leaves it out on layouts of more ranks (property_ranks), or it does not "
-            "apply, or no problem says anything about it. Verify with it"
-        )
-    return f"the candidate is exempt, because {reason}. Take that back, or the property out of the policy"
 
 
 def _changed(summary: CellSummary, rule: KnownFailureRule) -> str | None:

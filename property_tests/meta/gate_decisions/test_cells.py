@@ -6,7 +6,7 @@ from hashlib import sha256
 import msgspec
 import pytest
 
-from lossgate.evidence.records import CellRecord, PropertyRecord
+from lossgate.evidence.records import CellRecord
 from lossgate.gate.verdict import GateCode, Kind
 from property_tests.meta.gate_decisions.decided import CELLS, RULES, Gate, only, reported
 from property_tests.meta.made_evidence import (
@@ -151,32 +151,3 @@ def test_every_result_of_a_cell_counts(gate: Gate) -> None:
 def test_a_line_that_contradicts_itself_is_no_disagreement(gate: Gate) -> None:
     verdict = gate.decide(whole_run([cell(), cell(layout="tp=2", verdict="DISAGREE", reasons=("none",))]))
     assert only(verdict)[0] is Kind.CONTRADICTORY
-
-
-KEPT = PropertyRecord(name="no-grad", problems=2)
-
-
-@pytest.mark.parametrize(
-    ("properties", "message"),
-    [
-        (
-            (),
-            (
-                "its run did not name it, or leaves it out on layouts of more ranks (property_ranks), or it does not "
-                "apply, or no problem says anything about it. Verify with it"
-            ),
-        ),
-        (
-            (PropertyRecord(name="no-grad", problems=0, exempt="it is for training"),),
-            "the candidate is exempt, because it is for training. Take that back, or the property out of the policy",
-        ),
-    ],
-)
-def test_a_cell_that_was_not_held_to_a_property_that_the_policy_names_closes(
-    gate: Gate, properties: tuple[PropertyRecord, ...], message: str
-) -> None:
-    rules = RULES.replace("min_problems = 3", 'min_problems = 3\nkeeps = ["agreement", "no-grad"]')
-    kept = cell(layout="tp=2", properties=(KEPT,))
-    assert gate.decide(whole_run([cell(properties=(KEPT,)), kept]), rules=rules).passes
-    found = only(gate.decide(whole_run([cell(properties=properties), kept]), rules=rules))
-    assert found == (Kind.WEAK, f"it was not held to property no-grad, as the policy asks: {message}")
