@@ -50,7 +50,7 @@ def test_disagree_and_replay(folder: Path, lossgate: Lossgate) -> None:
     again = lossgate(*replay.split())
     assert again.returncode == 1
     assert again.stdout.splitlines()[1] == lines[0]
-    assert again.stdout.splitlines()[-1] == "  every statistic is the one in the file"
+    assert again.stdout.splitlines()[-1] == "  it fails exactly as when the file was written"
     other = lossgate(*replay.split(), "--candidate", "kernels.py:right")
     assert other.returncode == 0
     assert other.stdout.startswith("AGREE  right  float32  cp=2\n")
@@ -276,7 +276,7 @@ def test_a_kernel_from_elsewhere_is_found_again(folder: Path, lossgate: Lossgate
     replay = next(line for line in done.stdout.splitlines() if line.startswith("  replay: ")).removeprefix(
         "  replay: lossgate "
     )
-    assert lossgate(*replay.split()).stdout.splitlines()[-1] == "  every statistic is the one in the file"
+    assert lossgate(*replay.split()).stdout.splitlines()[-1] == "  it fails exactly as when the file was written"
 
 
 @pytest.mark.parametrize("command", [verify, replay])

@@ -24,6 +24,7 @@ from lossgate.declaration.candidate import Candidate
 from lossgate.engine import judge_again, replay
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell
+from lossgate.engine.failure_files import read_failure
 from lossgate.judge.comparison import Comparison
 from lossgate.judge.statistics import SCALE
 from lossgate.losses import find_spec
@@ -52,6 +53,7 @@ def file_of(candidate: Candidate, problem: Problem) -> dict[str, Any]:
         "world": "simulated",
         "device": "cpu",
         "symptoms": ["loss"],
+        "causes": ["cause: x", "to do: x"],
         "earlier": [],
         "checksum": "",
     }
@@ -267,6 +269,36 @@ def test_what_is_no_failure_file(folder: Path, lossgate: Lossgate, content: byte
     assert done.stderr.startswith("lossgate: edited.json is no failure file of this version of lossgate: ")
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("causes", "said"),
+    [
+        ([3], "Expected `str`, got `int` - at `$.causes["),
+        ([["x"]], "Expected `str`, got `array` - at `$.causes["),
+        ("x", "Expected `array`, got `str` - at `$.causes"),
+        (["x" * 2001], "Expected `str` of length <= 2000 - at `$.causes["),
+        (["x"] * 11, "Expected `array` of length <= 10 - at `$.causes"),
+        (["\x1b[2J"], r"causes: '\x1b[2J'; expected characters that can be printed in a line"),
+        (["x", "x\ny"], r"causes: 'x\ny'; expected characters that can be printed in a line"),
+        (["\u202ex"], r"causes: '\u202ex'; expected characters that can be printed in a line"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_causes_are_a_few_lines_of_text(folder: Path, lossgate: Lossgate, causes: Any, said: str) -> None:
+    given = file_of(KERNELS[NAMES[0]], PROBLEM) | {"causes": causes}
+    (folder / "edited.json").write_text(json.dumps(given))
+    done = lossgate("replay", "edited.json", "--trust")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert said in done.stderr
+
+
+def test_a_file_without_causes_is_read(folder: Path) -> None:
+    """Files of earlier versions have none."""
+    given = file_of(KERNELS[NAMES[0]], PROBLEM)
+    del given["causes"]
+    (folder / "old.json").write_text(json.dumps(given))
+    assert read_failure(folder / "old.json").causes == ()
 
 
 @pytest.mark.parametrize("cut", [1, 40, 200, 900])

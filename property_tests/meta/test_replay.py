@@ -17,7 +17,7 @@ from property_tests.meta.evidence_lines import cells_in
 
 FEW = ("--layout", "single", "--dtype", "float32", "--examples", "8")
 MENDED = "  the failure is mended: the kernel agrees on this problem now"
-EXACT = "  every statistic is the one in the file"
+EXACT = "  it fails exactly as when the file was written"
 
 
 def change(folder: Path, factor: str) -> None:
@@ -61,6 +61,50 @@ def test_a_kernel_with_other_numbers_still_disagrees(failed: Path) -> None:
         "  it still disagrees in grad of logits and loss, with other numbers than in the file: the kernel, its spec or "
         "the machine is another one\n"
     )
+
+
+# What verify said of the cause
+
+
+def edit(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def test_a_replay_shows_the_cause_that_verify_named(failed: Path, lossgate: Lossgate) -> None:
+    """To whoever gets the file: only verify looks for it."""
+    verified = lossgate("verify", "kernels.py:wrong", *FEW).stdout
+    (cause,) = re.findall(r"^  cause: (.*)$", verified, re.MULTILINE)
+    kept = json.loads(failure_in(failed).read_text())["causes"]
+    assert kept[0].startswith(f"cause: {cause}")
+    edit(failure_in(failed), causes=[kept[0], "to do: multiply by nothing"])
+    lines = lossgate("replay", str(failure_in(failed))).stdout.splitlines()
+    at = lines.index("  to do: multiply by nothing")
+    assert lines[at - 1] == f"  verify said of the {kept[0]}"
+    assert lines[at + 1].startswith("  on: ")
+    assert lines[-1] == EXACT
+
+
+def test_what_was_the_cause_is_not_said_of_another_failure(failed: Path, lossgate: Lossgate) -> None:
+    """Nor of another kernel or problem, nor where the failure is gone."""
+    file = failure_in(failed)
+    (failed / "others.py").write_text(KERNELS)
+    assert "verify said of the cause: " in lossgate("replay", str(file)).stdout
+    assert "verify said" not in lossgate("replay", str(file), "--candidate", "others.py:wrong").stdout
+    change(failed, "1.0")
+    assert "verify said" not in replayed(failed).stdout
+    change(failed, "1.02")
+    assert "verify said of the cause: " in replayed(failed).stdout
+    (failed / "kernels.py").write_text(
+        KERNELS.replace("return cross_entropy(inputs, options) *", "return None or 0.0 *")
+    )
+    assert "it disagrees otherwise than when the file was written" in (other := replayed(failed).stdout)
+    assert "verify said" not in other
+    change(failed, "1.01")
+    text = json.loads(file.read_text())
+    text["examples"][0]["problem"]["seed"] += 1
+    file.write_text(json.dumps(text))
+    assert (again := replayed(failed)).returncode == 1
+    assert "verify said" not in again.stdout
 
 
 def test_a_kernel_that_fails_otherwise_says_so(failed: Path) -> None:

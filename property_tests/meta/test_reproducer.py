@@ -55,9 +55,11 @@ def run_script(script: Path) -> subprocess.CompletedProcess[str]:
 def test_a_script_shows_what_is_wrong_until_it_is_mended(tmp_path: Path, layout: str) -> None:
     result = verified(tmp_path, "2", layout)
     script = tmp_path / "reproducer.py"
-    write_script(read_failure(write_failure(result, tmp_path)), None, script)
+    found = read_failure(write_failure(result, tmp_path))
+    write_script(replace(found, causes=("cause: it doubles", "to do: halve")), None, script)
     assert "named otherwise" in script.read_text()
     assert result.reasons[0] in script.read_text()
+    assert "\n#     cause: it doubles\n#     to do: halve\n" in script.read_text()
     shown = run_script(script)
     assert (shown.returncode, shown.stderr) == (1, "")
     assert "loss: off by at most " in shown.stdout
@@ -123,7 +125,8 @@ def test_a_script_holds_any_words_and_numbers(tmp_path: Path) -> None:
     """Reasons hold what kernels raise, and options may be infinite."""
     result = verified(tmp_path, "2", "single")
     found = read_failure(write_failure(result, tmp_path))
-    write_script(replace(found, reasons=('raised """ \\N{x}', "two\nlines")), None, tmp_path / "words.py")
+    words = ('raised """ \\N{x}', "two\nlines")
+    write_script(replace(found, reasons=words, causes=words), None, tmp_path / "words.py")
     compile((tmp_path / "words.py").read_text(), "words.py", "exec")
     values = {"bound": math.inf, "x": torch.tensor([1.5, -math.inf, math.nan]), "name": "infinite", "none": None}
     read = eval(_written(values), {"numbers": body.numbers})

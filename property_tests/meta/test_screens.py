@@ -129,9 +129,11 @@ def verified(console: Console, volume: Volume = Volume.NORMAL, events: Iterable[
 REPLAYED = (
     "DISAGREE  fused_linear_cross_entropy  float32  cp=2",
     f"  {FOUND}",
+    "  verify said of the cause: valid_tokens is not summed over cp; this explains all 9 failing problems (cp=2)",
+    "  to do: sum valid_tokens over cp",
     "  on: 3 tokens in 1 sequence [3], masks all, vocab 2, layout cp=2, float32, logit_std 1, seed 0",
     "    loss: got 3.22619855, want 1.61309923",
-    "  every statistic is the one in the file",
+    "  it fails exactly as when the file was written",
 )
 DRAWN: dict[str, Callable[[Console], None]] = {
     "verify": verified,

@@ -30,7 +30,7 @@ SPEC, _, KERNELS = FOCAL.partition("@lossgate.candidate")
 
 SMALL = ("--dtype", "float32", "--examples", "4")
 BOTH = {("AGREE", "right"), ("DISAGREE", "detached")}
-EXACT = "every statistic is the one in the file"
+EXACT = "it fails exactly as when the file was written"
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from zlib import crc32
 
 import msgspec
@@ -20,6 +20,12 @@ from lossgate.engine.cell import Cell, CellResult
 from lossgate.errors import UsageError
 from lossgate.problems.problem import Problem
 from lossgate.spelling import nearest, shown
+
+_LINES = 10
+"""So many lines a file may have of causes."""
+_LENGTH = 2000
+"""So many characters a line of them may have."""
+_Line = Annotated[str, msgspec.Meta(max_length=_LENGTH)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +63,9 @@ class FailureFile:
     """Where they computed."""
     symptoms: tuple[str, ...] = ()
     """What disagreed in any problem of the cell. The smallest problem may show less."""
+    causes: Annotated[tuple[_Line, ...], msgspec.Meta(max_length=_LINES)] = ()
+    """What explains it, and what to do about it, as verify said it. They are shown, and nothing
+    is judged by them."""
     earlier: tuple[Problem, ...] = ()
     """The problems that are run first, if the example disagrees only after them."""
     checksum: str = ""
@@ -115,7 +124,8 @@ def _unreadable(file: Path, why: str) -> UsageError:
 
 
 def _check_fields(values: Any) -> None:
-    """Refuses fields that are not known: leaving them out would replay something else.
+    """Refuses fields that are not known, because leaving them out would replay something else; and
+    lines that are no lines.
 
     Raises:
         UsageError: if there is one.
@@ -123,6 +133,9 @@ def _check_fields(values: Any) -> None:
     _check_known(values, FailureFile)
     for example in values["examples"]:
         _check_known(example, FrozenCase)
+    for line in values.get("causes", ()):
+        if not line.isprintable():
+            raise UsageError(f"causes: {shown(line)}; expected characters that can be printed in a line")
     for problem in (*values.get("earlier", ()), *(example["problem"] for example in values["examples"])):
         Problem.from_builtins(problem)
 
@@ -154,6 +167,7 @@ def write_failure(result: CellResult, folder: Path) -> Path:
         world=result.cell.world,
         device=result.cell.device,
         symptoms=result.symptoms,
+        causes=tuple(map(_line, result.causes[:_LINES])),
         earlier=earlier,
         checksum=_checksum([*earlier, *(case.problem for case in cases)]),
     )
@@ -167,6 +181,11 @@ def write_failure(result: CellResult, folder: Path) -> Path:
     except OSError as error:
         raise UsageError(f"can't write {file}: {error.strerror}; choose another folder with --failures") from None
     return file
+
+
+def _line(text: str) -> str:
+    """Returns a text as a line that can be read again: words of a user's spec may hold anything."""
+    return "".join(own if own.isprintable() else " " for own in text)[:_LENGTH]
 
 
 def _stem(cell: Cell, held_to: str) -> str:

@@ -13,7 +13,8 @@ from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.failure_files import FailureFile, FrozenCase
 from lossgate.engine.judge_again import judge_again
 from lossgate.engine.settings import Settings
-from lossgate.engine.since_written import since_written
+from lossgate.engine.since_written import is_as_it_was, since_written
+from lossgate.engine.verdict import with_remedy
 from lossgate.errors import UsageError
 from lossgate.properties import find_property
 
@@ -27,7 +28,8 @@ class Replayed:
     """AGREE and DISAGREE are about the problems of the file alone. INCONCLUSIVE if nothing could
     have shown on them."""
     findings: tuple[str, ...]
-    """What is wrong, or why nothing is known; then on which problems, and after which."""
+    """What is wrong, or why nothing is known; what verify said of its cause, if it is wrong as it
+    was then; then on which problems, and after which."""
     since: str
     """How it compares with what the file says, in words; "" if nothing is known of that."""
     exact: bool
@@ -70,14 +72,21 @@ def replay_failure(
     settings = Settings() if timeout is None else Settings(timeout=timeout)
     cell = _cell_of(failure, candidate, world)
     again = judge_again(failure, cell, settings.timeout)
-    reasons, cases = again.wrong, again.cases
+    reasons, cases = with_remedy(cell, again.failing) if again.failing else again.wrong, again.cases
     verdict = Verdict.DISAGREE if reasons else Verdict.AGREE
     if not reasons and not failure.is_as_written() and (why := why_it_shows_nothing(cell, cases)):
         verdict, reasons = Verdict.INCONCLUSIVE, (why,)
     exact = [FrozenCase.of(case).statistics for case in cases] == [frozen.statistics for frozen in failure.examples]
     since = since_written(failure, again.symptoms, exact=exact, other=candidate is not None)
     found = [line for reason in reasons for line in reason.splitlines()]
+    if candidate is None and is_as_it_was(failure, again.symptoms):
+        found += [_said(line) for line in failure.causes]
     return Replayed(cell, verdict, (*found, *_on(failure, again.failing)), since, exact)
+
+
+def _said(line: str) -> str:
+    """Returns a line of a cause, which is not looked for again, as what verify said of it."""
+    return f"verify said of the {line}" if line.startswith("cause: ") else line
 
 
 def _cell_of(failure: FailureFile, candidate: str | None, world: str | None) -> Cell:

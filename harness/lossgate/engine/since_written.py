@@ -16,7 +16,7 @@ def since_written(failure: FailureFile, symptoms: Collection[str], *, exact: boo
         other: another candidate was replayed than the one that the file names.
     """
     if exact and symptoms:
-        return "every statistic is the one in the file"
+        return "it fails exactly as when the file was written"
     if other:
         return ""
     if not failure.is_as_written():
@@ -24,9 +24,19 @@ def since_written(failure: FailureFile, symptoms: Collection[str], *, exact: boo
     if not symptoms:
         return _mended(failure)
     was, now = (listed(names) for names in (_symptoms_in(failure), symptoms))
-    if was != now:
+    if not is_as_it_was(failure, symptoms):
         return f"it disagrees otherwise than when the file was written: then in {was}, now in {now}{_and(failure)}"
     return f"it still disagrees in {now}, with other numbers than in the file{_and(failure) or _POSSIBLE}"
+
+
+def is_as_it_was(failure: FailureFile, symptoms: Collection[str]) -> bool:
+    """Returns whether the problems of a file are as they were written, and show the same today.
+
+    Args:
+        failure: what the file holds.
+        symptoms: in what a candidate disagrees now; empty if it agrees.
+    """
+    return bool(symptoms) and failure.is_as_written() and {*symptoms} == {*_symptoms_in(failure)}
 
 
 _POSSIBLE = ": the kernel, its spec or the machine is another one"

@@ -46,7 +46,7 @@ def script_of(
         problem: on which it disagrees.
         earlier: problems that are run before, in the same process.
         returned: the names of the outputs that were compared; empty if it failed before that.
-        reasons: what lossgate says of it.
+        reasons: what lossgate says of it, and of its cause.
 
     Raises:
         UsageError: if the script would hold too many numbers.
@@ -100,9 +100,8 @@ def write_script(failure: FailureFile, candidate: str | None, file: Path) -> Non
             "calls it once; use lossgate replay, without --script"
         )
     (example,) = failure.examples
-    text = script_of(
-        candidate_of(failure, candidate), example.problem, failure.earlier, [*example.statistics], failure.reasons
-    )
+    reasons = [*failure.reasons, *failure.causes]
+    text = script_of(candidate_of(failure, candidate), example.problem, failure.earlier, [*example.statistics], reasons)
     try:
         with file.open("x") as opened:
             opened.write(text)
