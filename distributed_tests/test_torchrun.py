@@ -78,6 +78,8 @@ def test_a_planted_bug_is_one_report_and_the_same_problem(tmp_path: Path) -> Non
     assert launched.stderr.count("exitcode  : 1 ") == 4  # of every rank
     files = [json.loads(next((tmp_path / name).iterdir()).read_text()) for name in ("launched", "simulated")]
     assert [file.pop("world") for file in files] == ["torchrun", "simulated"]
+    causes = [file.pop("causes") for file in files]  # four ranks that were launched can't try cp=3, too
+    assert all(said[0].startswith("cause: the gradient of the loss is multiplied by cp") for said in causes)
     assert files[0] == files[1]
     shown = re.search(r"replay: torchrun --nproc-per-node 4 -m lossgate (replay .*)", launched.stdout)
     assert shown is not None
