@@ -18,7 +18,8 @@ def declared(**changes: object) -> Candidate:
         "axes": ("dp", "cp", "tp"),
         "supports": {"temperature": ANY, "reduction": ANY, "bias": ANY, "vocab_split": ANY},
     }
-    return candidate("nll", name="kernel", **{**plain, **changes})(lambda inputs, options, mesh: inputs.hidden.sum())  # type: ignore[arg-type]
+    declare = candidate("nll", name="kernel", **{**plain, **changes})  # type: ignore[arg-type]
+    return declare(lambda inputs, options, mesh: inputs.hidden.sum())
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which candidates a module makes and then deletes by ``del``.
 
-They are told from those that a loop replaces under one name by the text of the module alone: both
+They are known from those that a loop replaces under one name by the text of the module alone: both
 have no name in the end.
 """
 
