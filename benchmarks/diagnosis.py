@@ -96,10 +96,11 @@ def diagnosed(candidate: Candidate, layout: str, answers: Mapping[str, list[str]
     """
     spent, equal = 0.0, False
 
-    def timed(cell: Cell, failing: Problem, world: World, settings: Settings) -> Diagnosis | None:
+    def timed(cell: Cell, failing: Problem, world: World, settings: Settings, *, smallest: Problem) -> Diagnosis | None:
         nonlocal spent, equal
         start = process_time()
-        found = _DIAGNOSE(cell, failing, world, settings, answers.get(candidate.name, ()) if without else ())
+        names = answers.get(candidate.name, ()) if without else ()
+        found = _DIAGNOSE(cell, failing, world, settings, names, smallest)
         spent = process_time() - start
         if without and found is not None and found.causes:
             equal = explains_more(found, cell, failing, world, settings)

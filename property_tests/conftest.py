@@ -69,7 +69,7 @@ def no_diagnosis(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     It takes seconds for a cell, and hundreds of mutants disagree here.
     """
     if "diagnosis" not in request.path.parts and request.path.name != _OF_PAGES:
-        monkeypatch.setattr("lossgate.engine.run_cell.diagnose", lambda *given: None)
+        monkeypatch.setattr("lossgate.engine.run_cell.diagnose", lambda *given, **more: None)
 
 
 @pytest.fixture(autouse=True)
@@ -80,4 +80,4 @@ def no_known_mistakes(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     It makes half as many cells in the same time, and nearly all of them ask the same.
     """
     if request.path.name not in ("test_known_mistakes.py", _OF_PAGES):
-        monkeypatch.setattr("lossgate.engine.search.KnownMistakes", lambda *given: None)
+        monkeypatch.setattr("lossgate.engine.search.KnownMistakes", lambda *given, **more: None)

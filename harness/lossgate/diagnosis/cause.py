@@ -60,9 +60,15 @@ class Diagnosis:
         one_of = "one of these, which the problems do not tell apart: " if unsure else ""
         known = f"{one_of}{first.words}{''.join(also)}"
         limits = f"{self.scope}{self.condition}"
-        where = ", ".join(self.layouts)
-        others_known = f"none of the {self.asked - len(self.causes)} other known mistakes does"
-        explained = f"{self.problems} of {self.failing}" if self.failing else f"all {self.problems}"
-        held = f"this explains {explained} failing problems ({where}), and {others_known}"
         todo = "" if unsure else next((cause.todo for cause in self.causes if cause.todo), "")
-        return (f"cause: {known}{limits}; {held}", *((f"to do: {todo}",) if todo else ()))
+        return (f"cause: {known}{limits}; this explains {self._held}", *((f"to do: {todo}",) if todo else ()))
+
+    @property
+    def _held(self) -> str:
+        """What the causes explain, in words."""
+        if not self.asked:
+            few = f", and the {self.problems} that disagree of {self.tried} others" if self.problems else ""
+            return f"the problem below{few}"
+        explained = f"{self.problems} of {self.failing}" if self.failing else f"all {self.problems}"
+        others = f"none of the {self.asked - len(self.causes)} other known mistakes does"
+        return f"{explained} failing problems ({', '.join(self.layouts)}), and {others}"

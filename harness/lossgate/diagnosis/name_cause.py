@@ -45,7 +45,7 @@ Cases = Iterator[Case]
 
 
 def name_cause(
-    cases: Iterable[Case], bank: Iterable[Counterfactual], without: Collection[str] = ()
+    cases: Iterable[Case], bank: Iterable[Counterfactual], without: Collection[str] = (), smallest: Case | None = None
 ) -> Diagnosis | None:
     """Returns what explains a disagreement; None if too few problems fail to tell.
 
@@ -58,10 +58,12 @@ def name_cause(
             fits either, other losses that may be mixed in.
         without: names that are not to be said: a measurement asks what is said without the right
             one.
+        smallest: the case of the problem that is shown. Where few others fail, it is asked whether
+            the kernel rounds more than it declares.
     """
     search, known = _Search(iter(cases)), list(bank)
     if not search.observe(FIRST):
-        return None
+        return _rounded_on_few(search, smallest)
     first = search.failing[0]
     known += [*terms(first.setting), *fitted_factors(first)]
     known = [one for one in known if one.name not in without]
@@ -74,6 +76,8 @@ def name_cause(
         mixtures = [one for one in mixed_in(first) if one.name not in without]
         known, found = known + mixtures, _matching(search.seen, mixtures)
     if not search.observe(FIRST + FRESH):
+        if not found and (diagnosis := _rounded_on_few(search, smallest)) is not None:
+            return diagnosis
         return Diagnosis(problems=len(search.failing), tried=len(search.seen), where=where(search.failing))
     found = _matching(search.seen, [one.counterfactual for one in found])
     for more in range(1, _MORE + 1):
@@ -206,6 +210,17 @@ def _without_name(search: _Search, known: Iterable[Counterfactual], common: Diag
         return replace(common, causes=(likely[0].cause,), partly=True)
     condition = _condition_alone(search.seen)
     return replace(common, where=(*condition, *where(failing)))
+
+
+def _rounded_on_few(search: _Search, smallest: Case | None) -> Diagnosis | None:
+    """Returns that a kernel rounds more than it declares, if that explains the problem that is
+    shown and the few others that fail.
+    """
+    shown = [Observed(smallest)] if smallest is not None else []
+    failing = [one for one in (*shown, *search.failing) if one.wrong]
+    if not shown or failing[:1] != shown or (cause := coarser(failing)) is None:
+        return None
+    return Diagnosis(causes=(cause,), problems=len(search.failing), tried=len(search.seen))
 
 
 def _of_most(search: _Search, known: Iterable[Counterfactual], common: Diagnosis) -> Diagnosis | None:

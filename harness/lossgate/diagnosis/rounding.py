@@ -1,127 +1,131 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks whether a kernel rounds more than it declares: would it agree with one stage of its
-``Precision`` coarser?
-"""
+"""Asks whether a kernel rounds more than it declares: would it agree, if it declared that?"""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Iterable, Sequence
+from statistics import median
 
 import torch
+from torch import Tensor
 
 from lossgate.cases.oracle import Oracle
-from lossgate.declaration.candidate import Candidate
+from lossgate.counted import counted
 from lossgate.diagnosis.cause import Cause
+from lossgate.diagnosis.coarser_precision import Coarser, in_one_stage, in_several_stages
 from lossgate.diagnosis.observed import Observed
-from lossgate.numerics.float_formats import FLOAT_FORMATS
+from lossgate.numerics.float_formats import FLOAT_FORMATS, float_format_of
 from lossgate.specs.outputs import Output
 
-_STAGES: Mapping[str, str] = {
-    "returned": "what is returned",
-    "reduce": "what the ranks of tp add up of the gradient of hidden",
-    "accumulate": "the running sum of the gradient of weight",
-    "accumulate_hidden": "the running sum of the gradient of hidden",
-    "dlogits": "the gradient of the logits",
-    "logsumexp": "the sum over the vocabulary",
-    "entropy": "the entropies",
-    "logprobs": "the log-probabilities",
-    "logits": "the logits",
-    "loss": "the arithmetic from log-probabilities to the loss",
-}
-"""The stages, and what each rounds, in words."""
 _UNITS = 8.0
 """So many units of roundoff is the most that an output may be off as a whole, relative to its
 size."""
 _ALIGNED = 0.5
 """The largest mean sign of errors of rounding, relative to the reference. A factor has 1."""
-_STAGES_NAMED = 5
-"""The most stages that are named: more say little."""
+_STAGES_NAMED = 3
+"""The most stages that are named: those that make a kernel the least noisy."""
 _ENTRIES = 16
 """The fewest entries of an output of which this is asked."""
+_WOULD_SHOW = 10.0
+"""A stage that makes an output so many times as noisy would show in it, on most problems."""
 
 
 def coarser(failing: Sequence[Observed]) -> Cause | None:
     """Returns a cause that names the stages of which one, if coarser, explains what a kernel
-    returned: the numbers do not tell which it is. None if there are none, or too many.
+    returned: the numbers do not tell which it is. If no single stage does, it names the fewest that
+    kernels round together and that do. None if there are none.
+
+    A single stage may be all that these problems show of several, so that the advice has both.
 
     Args:
         failing: what the kernel returned on problems where it is wrong.
     """
-    dtype = failing[0].case.problem.dtype
-    found: dict[str, list[tuple[float, str, str]]] = {}
-    for changes, words, to in _changes(failing[0].case.candidate, dtype):
-        noise = _noise_if_it_agrees(failing, dtype, changes)
-        if noise is not None:
-            declared = ", ".join(f"{name}={value!r}" for name, value in changes.items())
-            found.setdefault(to, []).append((noise, words, f"Precision({declared})"))
+    candidate, dtype = failing[0].case.candidate, failing[0].case.problem.dtype
+    wrong = frozenset[Output]().union(*(observed.wrong for observed in failing))
+    if not all(_may_be_rounding([one for one in failing if output in one.wrong], output) for output in wrong):
+        return None
+    found = _explaining(failing, in_one_stage(candidate, dtype))
+    likely = not found or any(one.is_of_logits for _, one in found)
+    several = in_several_stages(candidate, dtype) if likely else ()
+    together = [one for _, one in _explaining(failing, several, first=True)]
     if not found:
-        return None
-    to, stages = min(found.items(), key=lambda one: min(one[1]))
-    stages.sort()
-    if len(stages) > _STAGES_NAMED:
-        return None
+        return _cause(together) if together else None
+    to = min(found, key=lambda one: one[0])[1].to
+    stages = [one for _, one in sorted(found, key=lambda one: one[0]) if one.to == to]
+    return _cause(stages, together)
+
+
+def _explaining(
+    failing: Sequence[Observed], changes: Iterable[Coarser], *, first: bool = False
+) -> list[tuple[float, Coarser]]:
+    """Returns the changes that explain all, with how noisy they make a kernel: of those that round
+    the same, and differ in the step of a sum, the first.
+    """
+    found: dict[str, tuple[float, Coarser]] = {}
+    for change in changes:
+        if change.rounds not in found and (noise := _noise_if_it_agrees(failing, change)) is not None:
+            found[change.rounds] = noise, change
+            if first:
+                break
+    return list(found.values())
+
+
+def _cause(stages: Sequence[Coarser], together: Sequence[Coarser] = ()) -> Cause:
+    """Returns the cause that a kernel rounds one of some stages, or several at once."""
     several = ": the numbers do not tell which" if len(stages) > 1 else ""
+    named, left = stages[:_STAGES_NAMED], counted(len(stages) - _STAGES_NAMED, "other stage")
+    what = [one.rounds for one in named] + [left] * (len(stages) > _STAGES_NAMED)
+    declared = " or ".join(map(str, named))
+    more = (f"; logits that torch makes in {one.to} round more: for these declare {one}" for one in together)
     return Cause(
-        name=" or ".join(declared for _, _, declared in stages),
-        words=f"the kernel rounds {', or '.join(words for _, words, _ in stages)} to {to}, "
+        name=declared,
+        words=f"the kernel rounds {', or '.join(what)} to {stages[0].to}, "
         f"which its declared precision does not say{several}",
-        todo=f"compute it in float32, or declare {' or '.join(declared for _, _, declared in stages)} if that is meant",
+        todo=f"compute it in float32, or declare {declared} if that is meant{''.join(more)}",
     )
 
 
-def _changes(candidate: Candidate, dtype: str) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """Yields changes to a precision that make one stage coarser, what it rounds, and to what."""
-    own = candidate.precision[dtype]
-    for name in (dtype if dtype == "float16" else "bfloat16",):
-        for stage, words in _STAGES.items():
-            given = own.loss if stage == "returned" else getattr(own, stage)
-            if own.returned is not None and stage == "returned":
-                continue
-            if FLOAT_FORMATS[given].unit < FLOAT_FORMATS[name].unit:
-                size = {"accumulate": "chunk", "accumulate_hidden": "vocab_chunk"}.get(stage)
-                tiles = candidate.tiles.get({"chunk": "token", "vocab_chunk": "vocab"}.get(size or "", ""), ())
-                steps = {size: tiles[0]} if size is not None and getattr(own, size) is None and tiles else {}
-                yield {stage: name, **steps}, words, name
-    if own.products != "tf32":
-        yield {"products": "tf32"}, "the factors of products", "TF32"
-    if not own.grads_in_forward and dtype != "float32":
-        yield {"grads_in_forward": True}, "gradients in forward, and again in backward,", dtype
-
-
-def _noise_if_it_agrees(failing: Sequence[Observed], dtype: str, changes: Mapping[str, Any]) -> float | None:
-    """Returns how noisy kernels with a coarser stage are in what is wrong, relative to those that
-    are declared; None if the kernel does not agree with them.
+def _noise_if_it_agrees(failing: Sequence[Observed], change: Coarser) -> float | None:
+    """Returns how noisy kernels with a coarser precision are in what is wrong, relative to those
+    that are declared; None if the kernel does not agree with them, or they would be wrong in what
+    is right, too.
     """
-    noise = 1.0
+    noise, right = 1.0, frozenset(failing[0].got).difference(*(observed.wrong for observed in failing))
+    ratios: dict[Output, list[float]] = {output: [] for output in right}
     for observed in failing:
         case = observed.case
-        candidate = case.candidate
-        precision = {**candidate.precision, dtype: replace(candidate.precision[dtype], **changes)}
-        changed = replace(candidate, precision=MappingProxyType(precision))
-        oracle = Oracle(changed, case.placed, case.result.outputs)
-        if not all(_may_be_rounding(observed, output) for output in observed.wrong):
-            return None
+        oracle = Oracle(change.of(case.candidate, case.problem.dtype), case.placed, case.result.outputs)
         if not all(one.agrees for one in case.compare(case.result, oracle.gradients, oracle)):
             return None
-        noise = max(noise, *(_size(oracle, o) / max(_size(case.oracle, o), 1e-300) for o in observed.wrong))
-    return noise
+        noise = max(noise, *(_noise(oracle, o) / max(_noise(case.oracle, o), 1e-300) for o in observed.wrong))
+        for output in right.intersection(case.result.outputs):
+            ratios[output].append(_size(observed, oracle, output) / _size(observed, case.oracle, output))
+    return None if any(median(of_output) > _WOULD_SHOW for of_output in ratios.values() if of_output) else noise
 
 
-def _size(oracle: Oracle, output: Output) -> float:
+def _noise(oracle: Oracle, output: Output) -> float:
     return float(oracle.deviations[output].nan_to_num(0.0, 0.0, 0.0).abs().max())
 
 
-def _may_be_rounding(observed: Observed, output: Output) -> bool:
-    """Returns whether an error is as small as one of rounding, and points anywhere."""
-    if output not in observed.case.result.outputs:
-        return False
-    got, reference = observed.got[output], observed.case.oracle.reference[output]
-    finite = got.isfinite() & reference.isfinite()
-    off, right = torch.where(finite, got - reference, 0.0).flatten(), torch.where(finite, reference, 0.0).flatten()
-    size = float(right.norm())
-    if float(off.norm()) > _UNITS * FLOAT_FORMATS["bfloat16"].unit * size:
-        return False
-    signs = (off * right).sign()
-    signs = signs[signs != 0]
-    return len(signs) < _ENTRIES or abs(float(signs.mean())) <= _ALIGNED
+def _size(observed: Observed, oracle: Oracle, output: Output) -> float:
+    """Returns how far right kernels may be off, with the rounding of what they return."""
+    largest = float(oracle.reference[output].nan_to_num(0.0, 0.0, 0.0).abs().max())
+    dtype = observed.case.result.dtypes[output]
+    return max(_noise(oracle, output) + float_format_of(dtype).unit * largest, 1e-300)
+
+
+def _may_be_rounding(failing: Sequence[Observed], output: Output) -> bool:
+    """Returns whether the errors of an output are as small as those of rounding, and point
+    anywhere.
+    """
+    signs: list[Tensor] = []
+    for observed in failing:
+        if output not in observed.case.result.outputs:
+            return False
+        got, reference = observed.got[output], observed.case.oracle.reference[output]
+        finite = got.isfinite() & reference.isfinite()
+        off, right = torch.where(finite, got - reference, 0.0).flatten(), torch.where(finite, reference, 0.0).flatten()
+        if float(off.norm()) > _UNITS * FLOAT_FORMATS["bfloat16"].unit * float(right.norm()):
+            return False
+        signs.append((off * right).sign())
+    of_all = torch.cat(signs)
+    of_all = of_all[of_all != 0]
+    return len(of_all) < _ENTRIES or abs(float(of_all.mean())) <= _ALIGNED

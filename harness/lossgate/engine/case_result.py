@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from lossgate.adequacy.kills import killed_mutants
 from lossgate.adequacy.option_mutants import OptionMutant
+from lossgate.cases.assemble import KEEPS_THE_GRAPH
 from lossgate.cases.case import Case
 from lossgate.cases.current_case import running
 from lossgate.engine.side_by_side import side_by_side
@@ -51,10 +52,20 @@ class CaseResult:
     earlier: tuple[Problem, ...] = ()
     """The problems after which it disagrees, if it does so only after others."""
 
+    todo: str = ""
+    """What to do about it, in words, if its property says so."""
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """The findings, and what to do."""
+        return (*self.findings, f"to do: {self.todo}") if self.todo else self.findings
+
     @property
     def says_what_to_do(self) -> bool:
         """Whether the findings do so themselves, whatever property they are of."""
-        return self.failure == CandidateError.__name__
+        wrong = [comparison for comparison in self.comparisons if not comparison.agrees]
+        lost = [any(KEEPS_THE_GRAPH in fault for fault in comparison.faults) for comparison in wrong]
+        return self.failure == CandidateError.__name__ or (any(lost) and all(lost) and not self.faults)
 
     @property
     def symptoms(self) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from lossgate.adequacy.entry import Placed
 from lossgate.cases.case import Case
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.engine.cell import Cell
+from lossgate.engine.precision_advice import remedy_of
 from lossgate.engine.property_result import PropertyResult
 from lossgate.engine.settings import Settings
 from lossgate.engine.trials import Trials, not_again
@@ -81,7 +82,7 @@ class Catalogue:
             seconds=perf_counter() - start,
             findings=own.findings if own is not None else (),
             on=own.problem.describe() if own is not None else "",
-            remedy="" if own is not None and own.says_what_to_do else held_to.remedy,
+            remedy="" if own is None else remedy_of(self._cell.held_to(held_to.name), own, self._world),
             resources=(own or cases[-1]).resources if cases else {},
         )
 

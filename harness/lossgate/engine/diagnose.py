@@ -27,7 +27,12 @@ _PATIENCE = 10.0
 
 
 def diagnose(
-    cell: Cell, failing: Problem, world: World, settings: Settings, without: Collection[str] = ()
+    cell: Cell,
+    failing: Problem,
+    world: World,
+    settings: Settings,
+    without: Collection[str] = (),
+    smallest: Problem | None = None,
 ) -> Diagnosis | None:
     """Returns what explains that a kernel disagrees; None if too few problems tell.
 
@@ -37,10 +42,12 @@ def diagnose(
         world: where its ranks run.
         settings: its seed chooses the problems.
         without: names that are not to be said.
+        smallest: the problem that is shown, after it was made smaller.
     """
     bank = counterfactuals_of(cell.candidate.spec, cell.candidate.head)
     with further_cases(cell, failing, world, settings) as cases:
-        return name_cause(cases, bank.values(), without)
+        shown = Case(cell.candidate, smallest, world) if smallest is not None else None
+        return name_cause(cases, bank.values(), without, shown)
 
 
 @contextmanager

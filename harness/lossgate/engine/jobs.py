@@ -9,6 +9,7 @@ from lossgate.cases.case import Case
 from lossgate.declaration.loading import load_candidate, load_candidates
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.engine.cell import Cell
+from lossgate.engine.precision_advice import with_todo
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.layout import Layout
@@ -94,6 +95,7 @@ def run_cases(cell: Cell, problems: Sequence[Problem], timeout: float) -> list[C
     """Runs problems of a cell one after the other, in this process."""
     world = make_world(cell.world, cell.layout, timeout, cell.device)
     try:
-        return [run_case(Case(cell.candidate, problem, world), cell.property) for problem in problems]
+        cases = [run_case(Case(cell.candidate, problem, world), cell.property) for problem in problems]
+        return [with_todo(cell, case, world) for case in cases]
     finally:
         world.close()

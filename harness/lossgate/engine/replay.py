@@ -14,7 +14,6 @@ from lossgate.engine.failure_files import FailureFile, FrozenCase
 from lossgate.engine.judge_again import judge_again
 from lossgate.engine.settings import Settings
 from lossgate.engine.since_written import is_as_it_was, since_written
-from lossgate.engine.verdict import with_remedy
 from lossgate.errors import UsageError
 from lossgate.properties import find_property
 
@@ -72,7 +71,7 @@ def replay_failure(
     settings = Settings() if timeout is None else Settings(timeout=timeout)
     cell = _cell_of(failure, candidate, world)
     again = judge_again(failure, cell, settings.timeout)
-    reasons, cases = with_remedy(cell, again.failing) if again.failing else again.wrong, again.cases
+    reasons, cases = again.failing.reasons if again.failing else again.wrong, again.cases
     verdict = Verdict.DISAGREE if reasons else Verdict.AGREE
     if not reasons and not failure.is_as_written() and (why := why_it_shows_nothing(cell, cases)):
         verdict, reasons = Verdict.INCONCLUSIVE, (why,)

@@ -14,6 +14,7 @@ from lossgate.engine.catalogue import Catalogue
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.diagnose import diagnose
 from lossgate.engine.plan import read_known_failure
+from lossgate.engine.precision_advice import with_todo
 from lossgate.engine.search import Search
 from lossgate.engine.settings import Settings
 from lossgate.engine.verdict import conclude, conclude_known
@@ -49,18 +50,18 @@ def _run_in(world: World, cell: Cell, settings: Settings, start: float) -> CellR
         return conclude_known(cell, known, frozen, now, perf_counter() - start)
     search = Search(cell, world, settings)
     search.run()
-    result = _conclude(search, start)
+    result = _conclude(search, world, start)
     for round_ in range(1, settings.rounds):
         if result.needs_more:
             search.fill_gaps(round_)
-            result = _conclude(search, start)
+            result = _conclude(search, world, start)
         if result.needs_more and result.gaps:
             search.run(round_)
-            result = _conclude(search, start)
+            result = _conclude(search, world, start)
     if result.verdict is Verdict.DISAGREE:
         return _diagnosed(result, world, settings)
     catalogue = Catalogue(cell, world, settings, search.placed)
-    return _conclude(search, start, catalogue, last=result.verdict is Verdict.INCONCLUSIVE)
+    return _conclude(search, world, start, catalogue, last=result.verdict is Verdict.INCONCLUSIVE)
 
 
 def _diagnosed(result: CellResult, world: World, settings: Settings) -> CellResult:
@@ -70,15 +71,20 @@ def _diagnosed(result: CellResult, world: World, settings: Settings) -> CellResu
         return result
     first = next(case.problem for case in result.cases if not case.agrees)
     if is_large(first):
+        first = failure.problem
+    if is_large(first):
         return result
-    return replace(result, diagnosis=diagnose(cell, first, world, settings))
+    return replace(result, diagnosis=diagnose(cell, first, world, settings, smallest=failure.problem))
 
 
-def _conclude(search: Search, start: float, catalogue: Catalogue | None = None, *, last: bool = False) -> CellResult:
+def _conclude(
+    search: Search, world: World, start: float, catalogue: Catalogue | None = None, *, last: bool = False
+) -> CellResult:
     """Returns the verdict so far.
 
     Args:
         search: the problems that were tried.
+        world: where the ranks ran.
         start: when the cell was begun.
         catalogue: holds the candidate to its other properties.
         last: whether to give advice, which takes longer to find.
@@ -88,7 +94,7 @@ def _conclude(search: Search, start: float, catalogue: Catalogue | None = None, 
     return conclude(
         search.cell,
         search.cases,
-        found.failure,
+        None if found.failure is None else with_todo(search.cell, found.failure, world),
         found.shrink_calls,
         perf_counter() - start,
         search.still_to_kill,

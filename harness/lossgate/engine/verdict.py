@@ -138,16 +138,10 @@ def _verdict(
     if broken := reasons_of(properties):
         return Verdict.DISAGREE, broken
     if failure is not None:
-        return Verdict.DISAGREE, with_remedy(cell, failure)
+        return Verdict.DISAGREE, failure.reasons
     if biased := _biases(pooled):
         return Verdict.DISAGREE, biased
     return (Verdict.INCONCLUSIVE if gaps else Verdict.AGREE), gaps
-
-
-def with_remedy(cell: Cell, failure: CaseResult) -> tuple[str, ...]:
-    """Returns what is wrong, and what to do if the property of the cell says so."""
-    remedy = "" if failure.says_what_to_do else cell.property.remedy
-    return (*failure.findings, f"to do: {remedy}") if remedy else failure.findings
 
 
 def _gaps(

@@ -32,7 +32,8 @@ def microbatches(case: Case) -> Checked:
     """Losses, gradients and metrics of the microbatches of a batch add up to those of the batch."""
     several = _split(case)
     in_turn = Case(case.candidate, several, _InTurn(case.world, several.layout), case.bound, also_over=("dp",))
-    return Checked(comparisons=in_turn.comparisons)
+    called = f"in {_AT_ONCE} microbatches, each as a rank of dp"
+    return Checked(comparisons=tuple(replace(compared, called=called) for compared in in_turn.comparisons))
 
 
 def _takes_idle(candidate: Candidate) -> bool:

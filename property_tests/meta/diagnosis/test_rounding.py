@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels that round more than they declare are told what to declare, until they agree."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lossgate import Layout, Precision
+from lossgate.declaration.candidate import Candidate, candidate
+from lossgate.diagnosis.coarser_precision import Coarser, in_one_stage, in_several_stages
+from lossgate.engine.cell import Cell, CellResult, Verdict
+from lossgate.engine.run_cell import run_cell
+from lossgate.engine.settings import Settings
+from lossgate.properties import PROPERTIES
+
+BF16 = "bfloat16"
+PRODUCT = {"logits": BF16, "dlogits": BF16}
+SOFTMAX = {**PRODUCT, "logsumexp": BF16, "logprobs": BF16}
+SIZE = 8
+"""Tokens of a chunk."""
+
+
+def losses_of(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels, reduction="none")
+
+
+def product(inputs: Any) -> Tensor:
+    return losses_of((inputs.hidden @ inputs.weight.T).float(), inputs.labels)
+
+
+def product_in_a_loop(inputs: Any) -> Tensor:
+    parts = zip(inputs.hidden.split(SIZE), inputs.labels.split(SIZE), strict=True)
+    return torch.cat([losses_of((hidden @ inputs.weight.T).float(), labels) for hidden, labels in parts])
+
+
+def cast_in_the_loop(inputs: Any) -> Tensor:
+    parts = zip(inputs.hidden.split(SIZE), inputs.labels.split(SIZE), strict=True)
+    return torch.cat([losses_of(hidden.float() @ inputs.weight.float().T, labels) for hidden, labels in parts])
+
+
+def softmax(inputs: Any) -> Tensor:
+    return losses_of(inputs.hidden @ inputs.weight.T, inputs.labels).float()
+
+
+def kernel_of(losses: Callable[[Any], Tensor], given: Mapping[str, Any], **options: Any) -> Candidate:
+    @candidate("nll", head="hidden", dtypes=(BF16,), precision=Precision(**given), name=losses.__name__, **options)
+    def kernel(inputs: Any, options: Any, mesh: Any) -> Tensor:
+        return torch.where(inputs.mask, losses(inputs), 0.0).sum() / inputs.valid_tokens.clamp(min=1)
+
+    return kernel
+
+
+def judged(losses: Callable[[Any], Tensor], given: Mapping[str, Any], held_to: str = "agreement") -> CellResult:
+    return run_cell(Cell(kernel_of(losses, given), Layout(), BF16, PROPERTIES[held_to]), Settings(shrink_calls=40))
+
+
+def sentences(result: CellResult) -> tuple[str, ...]:
+    assert result.verdict is Verdict.DISAGREE
+    assert result.diagnosis is not None
+    return result.diagnosis.sentences
+
+
+@pytest.mark.parametrize(
+    ("losses", "given", "rounds", "declared"),
+    [
+        (product, {}, "the logits, or the sum over the vocabulary", PRODUCT),
+        (product_in_a_loop, {}, "the logits, or the sum over the vocabulary", PRODUCT),
+        # What is right already says that it is neither the logits nor the log-probabilities.
+        (cast_in_the_loop, {}, "the running sum of the gradient of weight", {"accumulate": BF16, "chunk": 32}),
+        (softmax, {}, "the sum over the vocabulary", SOFTMAX),
+        # Problems of ordinary size agree, and that with 2085 tokens does not.
+        (product_in_a_loop, PRODUCT, "the running sum of the gradient of weight", {"accumulate": BF16, "chunk": 64}),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_what_is_rounded_is_named_with_what_to_declare(
+    losses: Any, given: Mapping[str, Any], rounds: str, declared: Mapping[str, Any]
+) -> None:
+    cause, *_, todo = sentences(judged(losses, given))
+    assert "the kernel rounds " in cause
+    assert rounds in cause
+    assert str(Coarser(declared, "", BF16)) in todo
+    assert ("(logits=" in todo) == ("logits" in declared)
+
+
+def test_a_step_that_is_declared_too_long_is_said() -> None:
+    cause, *_, todo = sentences(judged(cast_in_the_loop, {"accumulate": BF16, "chunk": 64}))
+    assert "the running sum of the gradient of weight after fewer tokens" in cause
+    assert "Precision(chunk=" in todo
+
+
+def test_the_tile_is_the_step_if_it_is_declared() -> None:
+    kernel = kernel_of(cast_in_the_loop, {}, tiles={"token": SIZE})
+    sums = [one.changes for one in in_one_stage(kernel, BF16) if "accumulate" in one.changes]
+    assert sums == [{"accumulate": BF16, "chunk": SIZE}]
+
+
+def test_a_loss_in_a_coarser_dtype_is_returned_as_before() -> None:
+    (plain,) = (one for one in in_one_stage(kernel_of(product, {}), BF16) if "loss" in one.changes)
+    assert plain.changes == {"loss": BF16, "returned": "float32"}
+    returned = {"returned": {"loss": "float16"}}
+    (mapped,) = (one for one in in_one_stage(kernel_of(product, returned), BF16) if "loss" in one.changes)
+    assert (mapped.changes["returned"]["loss"], set(mapped.changes["returned"].values())) == (
+        "float16",
+        {"float16", "float32"},
+    )
+    (as_a_whole,) = (one for one in in_one_stage(kernel_of(product, {"returned": BF16}), BF16) if "loss" in one.changes)
+    assert as_a_whole.changes == {"loss": BF16}
+
+
+def test_what_is_declared_already_is_not_said_again() -> None:
+    kernel = kernel_of(product, PRODUCT)
+    changes = [one.changes for one in (*in_one_stage(kernel, BF16), *in_several_stages(kernel, BF16))]
+    assert not any("logits" in one or "dlogits" in one for one in changes)
+    assert [sorted(one) for one in changes if len(one) > 1 and "chunk" not in one and "loss" not in one] == [
+        ["accumulate_hidden", "vocab_chunk"]
+    ] * 7 + [["logprobs", "logsumexp"]]
+
+
+def test_heads_without_a_weight_have_no_running_sums() -> None:
+    @candidate("nll", head="logits", dtypes=(BF16,))
+    def kernel(inputs: Any, options: Any, mesh: Any) -> Tensor:
+        return inputs.logits.sum()
+
+    changes = [*in_one_stage(kernel, BF16), *in_several_stages(kernel, BF16)]
+    assert not any("chunk" in one.changes or "vocab_chunk" in one.changes for one in changes)
+
+
+def test_a_property_that_fails_by_rounding_says_what_to_declare_before_its_own_remedy() -> None:
+    result = judged(product, {"logits": BF16}, "hopeless-labels")
+    assert result.verdict is Verdict.DISAGREE
+    assert result.reasons[-1].startswith(
+        "to do: if the kernel computes in bfloat16, say so: with Precision(dlogits='bfloat16') this agrees; if not, "
+        "compute logit - logsumexp"
+    )
+    assert judged(product, PRODUCT, "hopeless-labels").verdict is Verdict.AGREE
+
+
+def test_a_property_that_fails_by_more_than_rounding_has_its_own_remedy_alone() -> None:
+    def adds_a_little(inputs: Any) -> Tensor:
+        logits = (inputs.hidden @ inputs.weight.T).float()
+        return -torch.log(logits.softmax(-1).gather(-1, inputs.labels[:, None]) + 1e-20).squeeze(-1)
+
+    result = judged(adds_a_little, PRODUCT, "hopeless-labels")
+    assert result.verdict is Verdict.DISAGREE
+    assert result.reasons[-1].startswith("to do: compute logit - logsumexp")
