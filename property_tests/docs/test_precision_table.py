@@ -5,6 +5,7 @@ and disagree with less.
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,6 +58,44 @@ def all_in_bfloat16(inputs: Any) -> Tensor:
     return losses_of(inputs.hidden @ inputs.weight.T, inputs.labels)
 
 
+class InForward(torch.autograd.Function):
+    """The mean loss of trained tokens, whose gradients are computed in forward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, inputs: Any, sum_dtype: torch.dtype) -> Tensor:
+        """Returns the loss. The gradient of the weight is added up in ``sum_dtype``."""
+        count = inputs.valid_tokens.clamp(min=1)
+        total, of_hidden, of_weight = (
+            torch.zeros(()),
+            torch.zeros_like(hidden),
+            torch.zeros_like(weight, dtype=sum_dtype),
+        )
+        for start in range(0, len(hidden), SIZE):
+            part = slice(start, start + SIZE)
+            labels, mask = inputs.labels[part, None], inputs.mask[part, None]
+            logprobs = (hidden[part] @ weight.T).float().log_softmax(-1)
+            total -= torch.where(mask, logprobs.gather(-1, labels), 0.0).sum()
+            of_logits = logprobs.exp().scatter_add(-1, labels, -torch.ones_like(labels, dtype=torch.float32))
+            of_logits = (torch.where(mask, of_logits, 0.0) / count).to(hidden.dtype)
+            of_hidden[part] = of_logits @ weight
+            of_weight += of_logits.T @ hidden[part]
+        ctx.save_for_backward(of_hidden, of_weight.to(weight.dtype))
+        return total / count
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        """Multiplies the gradients by that of the loss."""
+        return *(upstream[0] * gradient for gradient in ctx.saved_tensors), None, None
+
+
+def in_forward(inputs: Any) -> Tensor:
+    return InForward.apply(inputs.hidden, inputs.weight, inputs, torch.float32)
+
+
+def in_forward_with_a_coarse_sum(inputs: Any) -> Tensor:
+    return InForward.apply(inputs.hidden, inputs.weight, inputs, inputs.weight.dtype)
+
+
 KERNELS = (
     product,
     product_in_a_loop,
@@ -64,6 +103,8 @@ KERNELS = (
     cast_before_the_loop,
     cast_in_the_loop,
     all_in_bfloat16,
+    in_forward,
+    in_forward_with_a_coarse_sum,
 )
 
 
@@ -78,7 +119,10 @@ def rows() -> list[lossgate.Precision]:
 def verdict(losses: Callable[[Any], Tensor], precision: lossgate.Precision) -> Verdict:
     @lossgate.candidate("nll", head="hidden", dtypes=("bfloat16",), precision=precision, name=losses.__name__)
     def kernel(inputs: Any, options: Any, mesh: Any) -> Tensor:
-        return torch.where(inputs.mask, losses(inputs), 0.0).sum() / inputs.valid_tokens.clamp(min=1)
+        found = losses(inputs)
+        if not found.dim():
+            return found
+        return torch.where(inputs.mask, found, 0.0).sum() / inputs.valid_tokens.clamp(min=1)
 
     return run_cell(Cell(kernel, lossgate.Layout(), "bfloat16"), PROFILES["dev"]).verdict
 
@@ -90,7 +134,7 @@ def test_kernels_agree_with_what_the_table_declares(losses: Any, precision: loss
     assert verdict(losses, precision) is Verdict.AGREE
 
 
-@pytest.mark.parametrize("losses", [product, product_in_a_loop, cast_in_the_loop, all_in_bfloat16])
+@pytest.mark.parametrize("losses", [product, product_in_a_loop, cast_in_the_loop, all_in_bfloat16, in_forward])
 def test_kernels_that_declare_nothing_disagree(losses: Any) -> None:
     assert verdict(losses, lossgate.Precision()) is Verdict.DISAGREE
 
@@ -98,3 +142,4 @@ def test_kernels_that_declare_nothing_disagree(losses: Any) -> None:
 def test_a_loop_must_declare_its_sums() -> None:
     without = lossgate.Precision(logits="bfloat16", dlogits="bfloat16")
     assert verdict(product_in_a_loop, without) is Verdict.DISAGREE
+    assert verdict(in_forward_with_a_coarse_sum, replace(without, grads_in_forward=True)) is Verdict.DISAGREE

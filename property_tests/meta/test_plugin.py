@@ -188,3 +188,13 @@ def test_a_layout_that_a_candidate_cannot_do_is_a_warning(user: pytest.Pytester)
     result.stdout.fnmatch_lines(["*PytestWarning: right: tp=2 is left out, because its axes are dp"])
     assert "test_more[agreement-single-float32]" in result.stdout.str()
     assert "test_more[agreement-tp=2" not in result.stdout.str()
+
+
+def test_a_suite_has_layouts_of_at_most_as_many_ranks_as_it_says(user: pytest.Pytester) -> None:
+    user.makepyfile(test_kernels=f"{TESTS}\ntest_two = lossgate.suite(right, ranks=2, dtypes=['float32'])")
+    result = user.runpytest_inprocess("--collect-only", "-q", "-p", "no:cacheprovider")
+    own = [line for line in result.stdout.lines if "test_two" in line]
+    assert [line.rpartition("::")[2] for line in own] == [
+        "test_two[agreement-single-float32]",
+        "test_two[agreement-dp=2-float32]",
+    ]

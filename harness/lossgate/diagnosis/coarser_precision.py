@@ -2,7 +2,7 @@
 """Precisions that are coarser than a declared one: what a kernel may round and not say."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -30,6 +30,7 @@ _TOGETHER = tuple(
 )
 """The stages that kernels round together, as torch does where the inputs are never cast to float32:
 the product alone, also the softmax, or all."""
+_LOOP = {*_PRODUCT, "accumulate", "chunk"}
 _STEPS = {"accumulate": ("chunk", "token", "weight"), "accumulate_hidden": ("vocab_chunk", "vocab", "hidden")}
 """What has the size of a step of each running sum, what it counts, and the leaf whose gradient it
 is."""
@@ -49,14 +50,34 @@ class Coarser:
     """What the kernel rounds, in words."""
     to: str
     """The format, in words."""
+    guessed: str = ""
+    """The field whose value is the largest that was tried: the candidate does not say it."""
 
     def __str__(self) -> str:
         return f"Precision({', '.join(f'{name}={value!r}' for name, value in self.changes.items())})"
+
+    def declared(self, candidate: Candidate, dtype: str) -> str:
+        """Returns what to write, with all that the candidate declares already."""
+        own, plain = self.of(candidate, dtype).precision[dtype], Precision()
+        given = {f.name: getattr(own, f.name) for f in fields(Precision)}
+        shown = {name: value for name, value in given.items() if value != getattr(plain, name)}
+        words = (f"{name}={'N' if name == self.guessed else repr(value)}" for name, value in shown.items())
+        called = f"Precision({', '.join(words)})"
+        if not self.guessed:
+            return called
+        counted = next(counted for name, counted, _ in _STEPS.values() if name == self.guessed)
+        return f"{called}, where N is the {_COUNTED[counted]} in a step of its loop, {shown[self.guessed]} at most"
 
     @property
     def is_of_logits(self) -> bool:
         """Whether it is of a stage that kernels round together with others."""
         return not self.changes.keys().isdisjoint(_SOFTMAX)
+
+    @property
+    def leaf(self) -> str:
+        """The differentiable input of whose gradient it is a running sum; "" if it is of none."""
+        sums = (leaf for stage, (size, _, leaf) in _STEPS.items() if self.changes.keys() & {stage, size})
+        return next(sums, "") if not self.is_of_logits else ""
 
     def of(self, candidate: Candidate, dtype: str) -> Candidate:
         """Returns a candidate that declares the change for a dtype."""
@@ -74,11 +95,11 @@ def in_one_stage(candidate: Candidate, dtype: str) -> Iterator[Coarser]:
         if stage != "returned" or own.returned is None:
             yield from _rounded(candidate, own, _left(candidate, own, (stage,), name), name)
     for stage, (size, counted, _) in _STEPS.items():
-        if (declared := getattr(own, size)) is not None and FLOAT_FORMATS[getattr(own, stage)].unit >= FLOAT_FORMATS[
-            name
-        ].unit:
+        declared = getattr(own, size)
+        if declared is not None and FLOAT_FORMATS[getattr(own, stage)].unit >= FLOAT_FORMATS[name].unit:
             for smaller in (each for each in _USUAL_STEPS if each < declared):
-                yield Coarser({size: smaller}, f"{_STAGES[stage]} after fewer {_COUNTED[counted]}", name)
+                rounds = f"{_STAGES[stage]} after fewer {_COUNTED[counted]}"
+                yield Coarser({size: smaller}, rounds, name, guessed=size)
     if own.products != "tf32":
         yield Coarser({"products": "tf32"}, "the factors of products", "TF32")
     if not own.grads_in_forward and dtype != "float32":
@@ -93,6 +114,16 @@ def in_several_stages(candidate: Candidate, dtype: str) -> Iterator[Coarser]:
             yield from _rounded(candidate, own, stages, name)
 
 
+def as_coarse_as_usual(candidate: Candidate, dtype: str) -> Coarser | None:
+    """Returns the change to what torch rounds if products are in a dtype, and a loop over tokens
+    has no sum of its own; None if there is nothing to add.
+    """
+    if dtype == "float32":
+        return None
+    changes = (one for one in in_several_stages(candidate, dtype) if one.changes.keys() <= _LOOP)
+    return min(changes, key=lambda one: (-len(one.changes), one.changes.get("chunk", 0)), default=None)
+
+
 def _coarse(dtype: str) -> str:
     return dtype if dtype == "float16" else "bfloat16"
 
@@ -103,6 +134,7 @@ def _left(candidate: Candidate, own: Precision, stages: tuple[str, ...], to: str
     def is_left(stage: str) -> bool:
         given = own.loss if stage == "returned" else getattr(own, stage)
         there = stage not in _STEPS or _STEPS[stage][2] in candidate.starts_at.leaves
+        there = there and (stage != "reduce" or "tp" in candidate.axes)
         return there and FLOAT_FORMATS[given].unit < FLOAT_FORMATS[to].unit
 
     return tuple(filter(is_left, stages))
@@ -122,8 +154,9 @@ def _rounded(candidate: Candidate, own: Precision, stages: tuple[str, ...], to: 
         yield Coarser(changes, rounds, to)
         return
     name, counted, _ = _STEPS[running]
-    for size in candidate.tiles.get(counted, ())[:1] or _USUAL_STEPS:
-        yield Coarser({**changes, name: size}, rounds, to)
+    tiles = candidate.tiles.get(counted, ())[:1]
+    for size in tiles or _USUAL_STEPS:
+        yield Coarser({**changes, name: size}, rounds, to, guessed="" if tiles else name)
 
 
 def _returned_as_before(candidate: Candidate, own: Precision) -> dict[str, Any]:

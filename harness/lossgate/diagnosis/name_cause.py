@@ -15,13 +15,15 @@ from lossgate.counterfactuals.families.operations import operations
 from lossgate.counterfactuals.families.rounded import rounded
 from lossgate.counterfactuals.families.terms import terms
 from lossgate.diagnosis.cause import Cause, Diagnosis
+from lossgate.diagnosis.coarser_precision import as_coarse_as_usual
 from lossgate.diagnosis.fitted import fitted_factors
 from lossgate.diagnosis.mixed import mixed_in
 from lossgate.diagnosis.multiples import whole_number
 from lossgate.diagnosis.observed import Observed
 from lossgate.diagnosis.partly import partly
 from lossgate.diagnosis.rounding import coarser
-from lossgate.diagnosis.where import where
+from lossgate.diagnosis.two_mistakes import two_mistakes
+from lossgate.diagnosis.where import where, words_of_several
 from lossgate.errors import CandidateError
 from lossgate.specs.outputs import Output
 from lossgate.worlds.base import RankFailure
@@ -152,20 +154,30 @@ def _matching(seen: Sequence[Observed], bank: Iterable[Counterfactual]) -> list[
 
 
 def _explains(one: Counterfactual, observed: Observed) -> bool:
-    return observed.may_fit(one) and observed.says_something(one) and observed.fits(one, observed.wrong)
+    return bool(observed.wrong) and observed.explained_by(one)
 
 
-def _diagnosis(search: _Search, found: Sequence[_Match], known: Sequence[Counterfactual]) -> Diagnosis:
+def _diagnosis(
+    search: _Search, found: Sequence[_Match], known: Sequence[Counterfactual], *, beside: bool = False
+) -> Diagnosis:
+    """Returns the names that explain all.
+
+    Args:
+        search: the cases.
+        found: the mistakes that do, the best first.
+        known: all that were asked.
+        beside: nothing else is looked for if these are too many.
+    """
     failing = search.failing
     common = Diagnosis(problems=len(failing), layouts=_layouts(failing), asked=len(known))
     best = [match for match in _best(found) if not _says_too_much(failing, match.counterfactual)]
     effects = _effects(failing, best)
     if not 0 < len(effects) <= _NAMES:  # so many different mistakes explain it that none is sure
-        return _without_name(search, known, common)
+        return common if beside else _without_name(search, known, common)
     scope = _scope(failing)
     whole, always = best[0].whole, best[0].always
     condition = "" if always else _condition(search.seen, best[0].counterfactual, scope)
-    said = _words_of(scope)
+    said = words_of_several(scope)
     in_scope = "" if whole or best[0].counterfactual.of_any_output else f", in {said} alone"
     return replace(common, causes=tuple(_causes(effects, said)), scope=in_scope, condition=condition)
 
@@ -191,25 +203,30 @@ def _causes(effects: Sequence[Sequence[_Match]], said: str) -> list[Cause]:
     return causes[:_NAMES]
 
 
-def _without_name(search: _Search, known: Iterable[Counterfactual], common: Diagnosis) -> Diagnosis:
+def _without_name(search: _Search, known: Sequence[Counterfactual], common: Diagnosis) -> Diagnosis:
     """Returns what is said if no mistake explains all that is wrong: that it may be rounding, a
     mistake that explains most rows of an output, or where these are.
     """
     failing = search.failing
     if (rounded := coarser(failing)) is not None:
         return replace(common, causes=(rounded,))
-    if (number := whole_number(failing, _words_of(_scope(failing)))) is not None:
+    if (number := whole_number(failing, words_of_several(_scope(failing)))) is not None:
         return replace(common, causes=(number,))
+    if (of_two := _of_two(search, known, common)) is not None:
+        return of_two
     if (of_most := _of_most(search, known, common)) is not None:
         return of_most
+    common = _beside_rounding(search, known, common)
+    if common.causes:
+        return common
     failing = search.failing  # there may be more, now
     common = replace(common, problems=len(failing), layouts=_layouts(failing))
     found = partly(failing, known)
     likely = [one for one in found if one.level == found[0].level and one.output == found[0].output]
     if likely and all(likely[0].like(one) for one in likely):  # or none is sure
-        return replace(common, causes=(likely[0].cause,), partly=True)
+        return replace(common, causes=(likely[0].cause,), partly=True, where=())
     condition = _condition_alone(search.seen)
-    return replace(common, where=(*condition, *where(failing)))
+    return replace(common, where=(*common.where, *condition, *where(failing)))
 
 
 def _rounded_on_few(search: _Search, smallest: Case | None) -> Diagnosis | None:
@@ -221,6 +238,38 @@ def _rounded_on_few(search: _Search, smallest: Case | None) -> Diagnosis | None:
     if not shown or failing[:1] != shown or (cause := coarser(failing)) is None:
         return None
     return Diagnosis(causes=(cause,), problems=len(search.failing), tried=len(search.seen))
+
+
+def _of_two(search: _Search, known: Sequence[Counterfactual], common: Diagnosis) -> Diagnosis | None:
+    """Returns two mistakes that explain all together. Several pairs may do so, with one effect."""
+    pairs = two_mistakes(search.seen, known)
+    effects = _effects(search.failing, [_Match(one, whole=True, always=True, spoilt=0) for one in pairs])
+    if not 0 < len(effects) <= _NAMES:
+        return None
+    plainest = [effect[:1] for effect in effects]
+    return replace(common, causes=tuple(_causes(plainest, words_of_several(_scope(search.failing)))))
+
+
+def _beside_rounding(search: _Search, known: Sequence[Counterfactual], common: Diagnosis) -> Diagnosis:
+    """Returns the mistake of a kernel that also rounds more than it declares; if none explains all,
+    the diagnosis without a name says on how many problems rounding would.
+    """
+    first = search.failing[0].case
+    change = as_coarse_as_usual(first.candidate, first.problem.dtype)
+    if change is None or not search.observe(2 * (FIRST + FRESH)):
+        return common
+    candidate = change.of(first.candidate, first.problem.dtype)
+    judged = replace(search, seen=[one.as_if_declared(candidate) for one in search.seen])
+    failing, total = len(judged.failing), len(search.failing)
+    if failing >= FRESH and (found := _matching(judged.seen, known)):
+        beside = _diagnosis(judged, found, known, beside=True)
+        if beside.causes:
+            more = f". Beside that, it rounds more to {change.to} than its declared precision says"
+            return replace(beside, condition=f"{beside.condition}{more}")
+    if not 0 < failing < total:
+        return common
+    hint = f"{total - failing} of {total} failing problems would agree if the kernel declared to round {change.rounds}"
+    return replace(common, where=(f"{hint} to {change.to}: declare what is meant, and verify again",))
 
 
 def _of_most(search: _Search, known: Iterable[Counterfactual], common: Diagnosis) -> Diagnosis | None:
@@ -245,7 +294,7 @@ def _of_most(search: _Search, known: Iterable[Counterfactual], common: Diagnosis
         return None
     return replace(
         common,
-        causes=tuple(_causes(effects, _words_of(_scope(explained)))),
+        causes=tuple(_causes(effects, words_of_several(_scope(explained)))),
         condition=f", except with {min(in_others, key=lambda trait: (len(trait), trait))}",
         problems=len(explained),
         failing=len(failing),
@@ -301,11 +350,6 @@ def _one_effect(
 def _says_too_much(failing: Sequence[Observed], one: Counterfactual) -> bool:
     """Returns whether a mistake that is made of several has the effect of one of them alone."""
     return any(all(observed.alike(one, each, observed.got) for observed in failing) for each in one.made_of)
-
-
-def _words_of(scope: Collection[Output]) -> str:
-    names = sorted(f"the gradient of {o.name}" if o.kind == "gradient" else f"{o}" for o in scope)
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _condition(seen: Sequence[Observed], one: Counterfactual, scope: Collection[Output]) -> str:

@@ -2,6 +2,7 @@
 """What a kernel returned on one problem, and whether a counterfactual explains it."""
 
 from collections.abc import Collection, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,6 +15,7 @@ from lossgate.counterfactuals.counterfactual import REFUSED, Counterfactual
 from lossgate.counterfactuals.same import same
 from lossgate.counterfactuals.seams import RIGHT, Loss, Outputs, Seams
 from lossgate.counterfactuals.setting import Fields, Setting
+from lossgate.declaration.candidate import Candidate
 from lossgate.judge.ensemble import stages_of
 from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.outputs import Output
@@ -155,9 +157,10 @@ class Observed:
                 found = noise.deviations(setting.partition, stages, returned, predicted)
             except REFUSED:
                 found = {}
+            known = self.case.oracle.reference.keys() & predicted.keys()
             sure = seams.loss is RIGHT.loss  # an operation may be out of reach where many runs are made at once
             self._runs[one.name] = {
-                o: runs for o, runs in found.items() if sure or self._is_noise(runs, predicted[o], o)
+                o: runs for o, runs in found.items() if o in known and (sure or self._is_noise(runs, predicted[o], o))
             }
         return self._runs[one.name]
 
@@ -167,6 +170,32 @@ class Observed:
         """
         apart = (predicted - self.case.oracle.reference[output]).nan_to_num(0.0, 0.0, 0.0).abs()
         return float(runs.nan_to_num(0.0, 0.0, 0.0).abs().max()) <= _NOISE * float(apart.max())
+
+    def only(self, outputs: Collection[Output]) -> "Observed":
+        """Returns the same with some outputs alone, and with all that is known already."""
+        part = copy(self)
+        part.wrong = self.wrong.intersection(outputs)
+        part.__dict__["got"] = {output: self.got[output] for output in outputs if output in self.got}
+        return part
+
+    def as_if_declared(self, candidate: Candidate) -> "Observed":
+        """Returns the same, judged by what another candidate declares of the same kernel."""
+        case = copy(self.case)
+        case.candidate = candidate
+        for judged_by_it in ("oracle", "comparisons"):
+            case.__dict__.pop(judged_by_it, None)
+        judged = Observed(case)
+        judged._predicted = self._predicted
+        return judged
+
+    def explained_by(self, counterfactual: Counterfactual) -> bool:
+        """Returns whether a mistake gives what is wrong, and says something of it; or, if nothing
+        is, leaves right what is right.
+        """
+        if not self.wrong:
+            return self.fits(counterfactual, self.got)
+        asked = self.may_fit(counterfactual) and self.says_something(counterfactual)
+        return asked and self.fits(counterfactual, self.wrong)
 
     def changes(self, counterfactual: Counterfactual) -> frozenset[Output]:
         """Returns the returned outputs in which a mistake differs from the reference."""

@@ -47,10 +47,10 @@ def coarser(failing: Sequence[Observed]) -> Cause | None:
     several = in_several_stages(candidate, dtype) if likely else ()
     together = [one for _, one in _explaining(failing, several, first=True)]
     if not found:
-        return _cause(together) if together else None
+        return _cause(failing[0], together) if together else None
     to = min(found, key=lambda one: one[0])[1].to
     stages = [one for _, one in sorted(found, key=lambda one: one[0]) if one.to == to]
-    return _cause(stages, together)
+    return _cause(failing[0], stages, together)
 
 
 def _explaining(
@@ -68,18 +68,25 @@ def _explaining(
     return list(found.values())
 
 
-def _cause(stages: Sequence[Coarser], together: Sequence[Coarser] = ()) -> Cause:
-    """Returns the cause that a kernel rounds one of some stages, or several at once."""
-    several = ": the numbers do not tell which" if len(stages) > 1 else ""
+def _cause(observed: Observed, stages: Sequence[Coarser], together: Sequence[Coarser] = ()) -> Cause:
+    """Returns the cause that a kernel rounds one of some stages, or several at once.
+
+    Args:
+        observed: any of what the kernel returned.
+        stages: those that may be rounded, each alone.
+        together: the stages that may be rounded at once; at most one such change.
+    """
+    candidate, dtype = observed.case.candidate, observed.case.problem.dtype
+    several = ": the numbers do not tell which, or whether it is several" if len(stages) > 1 else ""
     named, left = stages[:_STAGES_NAMED], counted(len(stages) - _STAGES_NAMED, "other stage")
     what = [one.rounds for one in named] + [left] * (len(stages) > _STAGES_NAMED)
-    declared = " or ".join(map(str, named))
-    more = (f"; logits that torch makes in {one.to} round more: for these declare {one}" for one in together)
+    declared = "; or ".join(one.declared(candidate, dtype) for one in named)
+    more = (f"; or, if it rounds {one.rounds}, as autograd does: {one.declared(candidate, dtype)}" for one in together)
     return Cause(
-        name=declared,
+        name=" or ".join(map(str, named)),
         words=f"the kernel rounds {', or '.join(what)} to {stages[0].to}, "
         f"which its declared precision does not say{several}",
-        todo=f"compute it in float32, or declare {declared} if that is meant{''.join(more)}",
+        todo=f"compute it in float32. Or, if it is meant, declare for {dtype} {declared}{''.join(more)}",
     )
 
 

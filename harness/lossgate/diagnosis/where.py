@@ -3,7 +3,7 @@
 these have in common.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -120,6 +120,12 @@ def _ratio(output: Output, seen: Sequence[Observed], wrong: Sequence[Tensor]) ->
 def words_of(output: Output) -> str:
     """Names an output in a sentence."""
     return f"the gradient of {output.name}" if output.kind == "gradient" else output.name
+
+
+def words_of_several(outputs: Collection[Output]) -> str:
+    """Names some outputs in a sentence."""
+    names = sorted(map(words_of, outputs))
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _count(rows: Iterable[Tensor]) -> int:

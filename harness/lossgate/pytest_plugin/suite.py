@@ -18,6 +18,7 @@ def suite(
     layouts: Iterable[str] | None = None,
     dtypes: Iterable[str] | None = None,
     examples: int | None = None,
+    ranks: int | None = None,
     world: str | None = None,
 ) -> Callable[..., None]:
     """Returns a test function that verifies a candidate; assign it to a name that pytest collects.
@@ -26,17 +27,18 @@ def suite(
 
         test_my_kernel = lossgate.suite(my_kernel)
 
-    It is an item for each property, layout and dtype. An inconclusive one fails. Items depend on
-    nothing but their names, and so run under pytest-xdist.
+    It is an item for each layout and dtype, which holds the candidate to every property. An
+    inconclusive one fails. Items depend on nothing but their names, and so run under pytest-xdist.
 
     Args:
         candidate: what to verify.
         profile: how much to try: "dev", "ci", "nightly", "release", or one of
             ``[tool.lossgate.profiles]`` in pyproject.toml. ``pytest --lossgate-profile`` wins.
         layouts: such as ``["single", "tp=2,cp=2"]``. By default all that the candidate's
-            axes allow, of at most as many ranks as the profile says.
+            axes allow, of at most ``ranks`` ranks.
         dtypes: of inputs, such as ``["bfloat16"]``. By default all that the candidate takes.
         examples: the least problems for each layout and dtype. By default those of the profile.
+        ranks: of the largest layout. By default those of the profile.
         world: where ranks run: "simulated", all in this process, by default; or "gloo" or "nccl",
             one process each. ``pytest --lossgate-world`` wins.
 
@@ -54,6 +56,7 @@ def suite(
         "layouts": _several("layouts", layouts),
         "dtypes": _several("dtypes", dtypes),
         "examples": examples,
+        "ranks": ranks,
         "world": world,
     }
 

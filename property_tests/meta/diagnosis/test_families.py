@@ -3,11 +3,12 @@
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
 
-from lossgate import Layout
+from lossgate import Contract, Layout, candidate
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.placed_problem import PlacedProblem
@@ -19,6 +20,9 @@ from lossgate.counterfactuals.families.rounded import rounded
 from lossgate.counterfactuals.families.terms import terms
 from lossgate.counterfactuals.same import same
 from lossgate.counterfactuals.setting import Setting
+from lossgate.engine.cell import Cell, Verdict
+from lossgate.engine.run_cell import run_cell
+from lossgate.engine.settings import Settings
 from lossgate.losses import SPECS
 from lossgate.problems.whole_sequences import Tokens
 from lossgate.specs.outputs import Output, metric_output
@@ -330,3 +334,31 @@ def test_a_mistake_changes_what_it_says(spec: str, head: str, layout: str, name:
     assert {str(o) for o in changed(one, settings(spec, head, layout, 200))} >= outputs
     values_alone = {"loss"} - outputs
     assert not {str(o) for o in changed(one, settings(spec, head, layout, 10))} & values_alone
+
+
+@pytest.mark.parametrize(
+    ("name", "todo"),
+    [
+        ("outputs times the temperature", "divide the gradient of the logits by the temperature, too"),
+        ("outputs times 1 / (the temperature)", "divide by the temperature once, not twice"),
+        ("loss times cp", 'leave it out, or declare "avg" over cp in its Contract, if the caller takes the mean'),
+        ("gradient of the loss times 1 / (dp * cp)", "leave this factor out"),
+        ("outputs times tp", "leave this factor out"),
+        ("outputs times 2", ""),
+    ],
+)
+def test_a_factor_says_what_to_do(name: str, todo: str) -> None:
+    assert counterfactuals_of(SPECS["nll"], "hidden")[name].todo == todo
+
+
+def test_a_factor_that_the_mean_of_the_caller_takes_back_is_declared_as_such() -> None:
+    """As what is to be done about it says."""
+
+    def kernel(inputs: Any, options: Any, mesh: Any) -> torch.Tensor:
+        ranks = mesh.get_group("cp").size()
+        return ranks * -torch.where(inputs.mask, inputs.logprobs, 0.0).sum() / inputs.valid_tokens.clamp(min=1)
+
+    averaged = Contract(loss={"cp": "avg"}, grads={"logprobs": {"cp": "avg"}})
+    for contract, verdict in ((Contract(), Verdict.DISAGREE), (averaged, Verdict.AGREE)):
+        declare = candidate("nll", head="logprobs", axes=("cp",), dtypes=("float32",), contract=contract)
+        assert run_cell(Cell(declare(kernel), Layout(cp=2), "float32"), Settings(shrink_calls=0)).verdict is verdict

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lossgate import Layout, Precision
+from lossgate import ANY, Layout, Precision
 from lossgate.declaration.candidate import Candidate, candidate
 from lossgate.diagnosis.coarser_precision import Coarser, in_one_stage, in_several_stages
 from lossgate.engine.cell import Cell, CellResult, Verdict
@@ -83,14 +83,15 @@ def test_what_is_rounded_is_named_with_what_to_declare(
     cause, *_, todo = sentences(judged(losses, given))
     assert "the kernel rounds " in cause
     assert rounds in cause
-    assert str(Coarser(declared, "", BF16)) in todo
-    assert ("(logits=" in todo) == ("logits" in declared)
+    kernel = kernel_of(losses, given)
+    assert Coarser(declared, "", BF16, "chunk" if "chunk" in declared else "").declared(kernel, BF16) in todo
+    assert ("(logits=" in todo) == ("logits" in {**given, **declared})
 
 
 def test_a_step_that_is_declared_too_long_is_said() -> None:
     cause, *_, todo = sentences(judged(cast_in_the_loop, {"accumulate": BF16, "chunk": 64}))
     assert "the running sum of the gradient of weight after fewer tokens" in cause
-    assert "Precision(chunk=" in todo
+    assert "Precision(accumulate='bfloat16', chunk=N), where N is the tokens in a step of its loop, " in todo
 
 
 def test_the_tile_is_the_step_if_it_is_declared() -> None:
@@ -134,8 +135,8 @@ def test_a_property_that_fails_by_rounding_says_what_to_declare_before_its_own_r
     result = judged(product, {"logits": BF16}, "hopeless-labels")
     assert result.verdict is Verdict.DISAGREE
     assert result.reasons[-1].startswith(
-        "to do: if the kernel computes in bfloat16, say so: with Precision(dlogits='bfloat16') this agrees; if not, "
-        "compute logit - logsumexp"
+        "to do: if the kernel rounds the gradient of the logits to bfloat16, declare for bfloat16 "
+        "Precision(logits='bfloat16', dlogits='bfloat16'): with it this agrees. If not, compute logit - logsumexp"
     )
     assert judged(product, PRODUCT, "hopeless-labels").verdict is Verdict.AGREE
 
@@ -148,3 +149,35 @@ def test_a_property_that_fails_by_more_than_rounding_has_its_own_remedy_alone() 
     result = judged(adds_a_little, PRODUCT, "hopeless-labels")
     assert result.verdict is Verdict.DISAGREE
     assert result.reasons[-1].startswith("to do: compute logit - logsumexp")
+
+
+@pytest.mark.parametrize("losses", [product, product_in_a_loop])
+def test_a_mistake_beside_undeclared_rounding_is_named_with_both(losses: Any) -> None:
+    @candidate("nll", head="hidden", dtypes=(BF16,))
+    def off_by_one(inputs: Any, options: Any, mesh: Any) -> Tensor:
+        return torch.where(inputs.mask, losses(inputs), 0.0).sum() / (inputs.valid_tokens + 1)
+
+    cause, *_ = sentences(run_cell(Cell(off_by_one, Layout(), BF16), Settings(shrink_calls=20)))
+    assert cause.startswith(
+        "cause: in place of valid_tokens the kernel takes valid_tokens + 1. Beside that, it rounds more to bfloat16 "
+        "than its declared precision says; "
+    )
+
+
+def test_some_problems_that_rounding_explains_are_counted() -> None:
+    @candidate("nll", head="hidden", dtypes=(BF16,), supports={"temperature": ANY})
+    def late(inputs: Any, options: Any, mesh: Any) -> Tensor:
+        losses = product(inputs) / options.temperature  # belongs to the logits
+        return torch.where(inputs.mask, losses, 0.0).sum() / inputs.valid_tokens.clamp(min=1)
+
+    found = sentences(run_cell(Cell(late, Layout(), BF16), Settings(shrink_calls=20)))
+    assert any(
+        "failing problems would agree if the kernel declared to round the logits, the gradient of the logits and" in one
+        for one in found
+    )
+
+
+def test_the_sum_over_tp_is_rounded_only_by_kernels_with_tp() -> None:
+    changes = [one.changes for one in in_one_stage(kernel_of(product, {}, axes=("dp", "tp")), BF16)]
+    assert {"reduce": BF16} in changes
+    assert {"reduce": BF16} not in [one.changes for one in in_one_stage(kernel_of(product, {}), BF16)]

@@ -63,6 +63,19 @@ def in_words(name: str) -> str:
     return f"divided by {name[5:-1]}" if name.startswith("1 / (") else f"multiplied by {name}"
 
 
+def _todo(name: str) -> str:
+    """Returns what to do about a factor, of its name; "" if its name says all."""
+    multiplies, factor = not name.startswith("1 / ("), name.removeprefix("1 / (").removesuffix(")")
+    if factor == "the temperature":
+        too_often = "divide by the temperature once, not twice"
+        return "divide the gradient of the logits by the temperature, too" if multiplies else too_often
+    if not set(factor.split(" * ")) <= set(AXES):
+        return ""
+    if multiplies and "tp" not in factor:
+        return f'leave it out, or declare "avg" over {factor} in its Contract, if the caller takes the mean'
+    return "leave this factor out"
+
+
 def constants(spec: Spec, head: str) -> Iterator[Counterfactual]:
     """Yields the mistakes of a factor too many, and of all factors that stand above a sum."""
     if "logprobs" in spec.uses and spec.reference is not None:
@@ -75,13 +88,14 @@ def constants(spec: Spec, head: str) -> Iterator[Counterfactual]:
             outputs=_gradients_of_the_sum,
         )
     for name, number in numbers(spec, head).items():
-        when, by = partial(_matters, number), in_words(name)
+        when, by, todo = partial(_matters, number), in_words(name), _todo(name)
         if spec.reference is not None:
             yield mistake(
                 f"loss times {name}",
                 f"the loss is {by}, in value and gradient",
                 "factor",
                 when,
+                todo,
                 parts=partial(_one_part, number),
             )
             yield mistake(
@@ -89,6 +103,7 @@ def constants(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 f"the gradient of the loss is {by}, and its value is not",
                 "factor",
                 when,
+                todo,
                 upstream=partial(_scaled_upstream, number, "loss"),
             )
         for token_value in [value for value in spec.outputs if value != "loss"]:
@@ -104,6 +119,7 @@ def constants(spec: Spec, head: str) -> Iterator[Counterfactual]:
             f"{{outputs}}: {by}",
             "factor",
             when,
+            todo,
             outputs=partial(_scaled_outputs, number),
         )
 

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looks for two mistakes that explain together what a kernel returned, where none does alone.
+
+All pairs of the bank would be too many. So the first must explain something by itself: some of the
+outputs on every problem, or all outputs on a problem where the second does not show. Such problems
+are made: the failing ones with an option left out, or with all tokens trained.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+
+from lossgate.cases.case import Case
+from lossgate.counterfactuals.both import both, each_in_its_own
+from lossgate.counterfactuals.counterfactual import Counterfactual
+from lossgate.diagnosis.observed import Observed
+from lossgate.diagnosis.where import words_of_several
+from lossgate.errors import CandidateError, UsageError
+from lossgate.specs.outputs import Output
+from lossgate.worlds.base import RankFailure
+
+_FIRST = 4
+"""The most mistakes that are tried as the first of a pair, each with another effect."""
+_PAIRS = 3
+"""The most pairs that are looked for."""
+_ALWAYS = ("mask ignored, padding too", "mask ignored")
+"""Mistakes that are tried in any case: no problem can be made without a token that is not
+trained."""
+_MADE_PLAINER = 2
+"""The failing problems that are made plainer."""
+
+
+@dataclass(frozen=True)
+class _First:
+    """A mistake that may be the first of a pair."""
+
+    mistake: Counterfactual
+    alone: frozenset[Output]
+    """The outputs that it explains by itself on every problem."""
+
+
+def two_mistakes(seen: Sequence[Observed], bank: Sequence[Counterfactual]) -> list[Counterfactual]:
+    """Returns pairs of mistakes that explain all that was returned on all problems.
+
+    Args:
+        seen: what the kernel returned, on problems where it is wrong and on others. The plainest
+            come first.
+        bank: the mistakes, the plainest first.
+    """
+    failing = [one for one in seen if one.wrong]
+    wrong = frozenset[Output]().union(*(one.wrong for one in failing))
+    by_outputs = _by_outputs(seen, bank, wrong)
+    if any(first.alone == wrong for first in by_outputs):
+        return []  # each of several explains all alone, and the problems do not tell which
+    if found := [pair for pair in islice(_apart(by_outputs, wrong), _PAIRS) if _explains_all(pair, seen)]:
+        return found
+    most = max((len(first.alone) for first in by_outputs), default=0)
+    firsts = [first for first in by_outputs if len(first.alone) == most] or list(_by_problems(failing, bank))
+    pairs = chain.from_iterable(_with_another(first, failing, wrong, bank) for first in _unlike(firsts, failing))
+    return list(islice((pair for pair in pairs if _explains_all(pair, seen)), _PAIRS))
+
+
+def _explains_all(pair: Counterfactual, seen: Sequence[Observed]) -> bool:
+    """Returns whether a pair gives all that was returned, and says something of every failing
+    problem.
+    """
+    failing = sorted((one for one in seen if one.wrong), key=lambda one: one.setting.tokens)
+    others = [one for one in seen if not one.wrong]
+    return all(one.explained_by(pair) and one.fits(pair, one.got) for one in failing) and all(
+        one.explained_by(pair) for one in others
+    )
+
+
+def _by_outputs(seen: Sequence[Observed], bank: Iterable[Counterfactual], wrong: frozenset[Output]) -> list[_First]:
+    """Returns the mistakes that explain some of the wrong outputs on all problems: those first that
+    may be in any output alone.
+    """
+    found: list[_First] = []
+    most_wrong_first = sorted(seen, key=lambda one: (-len(one.wrong), one.setting.tokens))
+    for mistake in bank:
+        left = wrong
+        for one in most_wrong_first:
+            left = frozenset(output for output in left if one.only([output]).explained_by(mistake))
+            if not left:
+                break
+        if left:
+            found.append(_First(mistake, left))
+    return sorted(found, key=lambda first: not first.mistake.of_any_output)
+
+
+def _apart(firsts: Sequence[_First], wrong: frozenset[Output]) -> Iterator[Counterfactual]:
+    """Yields the pairs of which each explains its outputs, and together all."""
+    for number, one in enumerate(firsts):
+        for other in firsts[number + 1 :]:
+            if one.alone | other.alone == wrong:
+                others = other.alone - one.alone
+                pair = each_in_its_own(one.mistake, one.alone, other.mistake, others)
+                yield _with_words(pair, _in(one.alone, one.mistake), _in(others, other.mistake))
+
+
+def _by_problems(failing: Sequence[Observed], bank: Iterable[Counterfactual]) -> Iterator[_First]:
+    """Yields the mistakes that explain all outputs on some of the failing problems, or of these
+    made plainer. A number alone says too little.
+    """
+    plainest = sorted(failing, key=lambda one: one.setting.tokens)[:_MADE_PLAINER]
+    problems = [*failing, *(plainer for one in plainest for plainer in _plainer(one))]
+    telling = [one for one in problems if any(output.dims for output in one.wrong)]
+    for mistake in bank:
+        if mistake.name in _ALWAYS or any(one.explained_by(mistake) for one in telling):
+            yield _First(mistake, frozenset())
+
+
+def _plainer(observed: Observed) -> Iterator[Observed]:
+    """Yields what the kernel returns on a problem with an option at its default, and with all
+    tokens trained.
+    """
+    case, problem = observed.case, observed.case.problem
+    given = dict(problem.options)
+    without = [{name: x for name, x in given.items() if name != left_out} for left_out in given]
+    changed = [replace(problem, options=options) for options in without]
+    changed.append(replace(problem, masks=("all",) * len(problem.masks)))
+    for each in changed:
+        try:
+            yield Observed(Case(case.candidate, each, case.world))
+        except (CandidateError, RankFailure, UsageError):  # it does not take this problem
+            continue
+
+
+def _unlike(firsts: Sequence[_First], failing: Sequence[Observed]) -> list[_First]:
+    """Returns the plainest of each effect, as many as are tried."""
+    found: list[_First] = []
+    for first in firsts:
+        if len(found) < _FIRST and not any(_alike(first.mistake, other.mistake, failing) for other in found):
+            found.append(first)
+    return found
+
+
+def _alike(one: Counterfactual, other: Counterfactual, failing: Sequence[Observed]) -> bool:
+    return all(observed.alike(one, other, observed.got) for observed in failing)
+
+
+def _with_another(
+    first: _First, failing: Sequence[Observed], wrong: frozenset[Output], bank: Sequence[Counterfactual]
+) -> Iterator[Counterfactual]:
+    """Yields a mistake with each other that changes what it leaves to explain: made everywhere, or
+    in those outputs alone.
+    """
+    words, left = first.mistake.words(words_of_several(wrong)), wrong - first.alone
+    smallest = min(failing, key=lambda one: one.setting.tokens)
+    for other in sorted(bank, key=lambda one: not one.of_any_output) if first.alone else bank:
+        if not smallest.says_something(other) or not smallest.changes(other) & left:
+            continue
+        if (pair := both(first.mistake, other)) is None:
+            continue
+        if first.alone:
+            limited = each_in_its_own(first.mistake, first.alone, pair, left)
+            yield _with_words(replace(limited, name=pair.name, made_of=pair.made_of), words, _in(left, other))
+        else:
+            yield _with_words(pair, words, other.words(words_of_several(wrong)))
+
+
+def _with_words(pair: Counterfactual, one: str, other: str) -> Counterfactual:
+    todo = "; and ".join(each.todo for each in pair.made_of if each.todo)
+    return replace(pair, sentence=f"there are two mistakes. One: {one}. The other: {other}", todo=todo)
+
+
+def _in(outputs: Collection[Output], mistake: Counterfactual) -> str:
+    """Returns what a mistake does in some outputs alone."""
+    words = words_of_several(outputs)
+    named = mistake.of_any_output or words in mistake.sentence
+    return mistake.words(words) if named else f"{mistake.words(words)}, in {words} alone"
