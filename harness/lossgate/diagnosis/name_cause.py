@@ -6,8 +6,8 @@ layouts whose sizes differ where the kernel can be split. On one problem, and on
 all, a wrong name fits now and then.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 from lossgate.cases.case import Case
 from lossgate.counterfactuals.counterfactual import Counterfactual
@@ -17,33 +17,33 @@ from lossgate.counterfactuals.families.terms import terms
 from lossgate.diagnosis.cause import Cause, Diagnosis
 from lossgate.diagnosis.coarser_precision import as_coarse_as_usual
 from lossgate.diagnosis.fitted import fitted_factors
+from lossgate.diagnosis.matches import (
+    Match,
+    best_of,
+    by_effect,
+    explains,
+    matching,
+    plain_of,
+    plainness,
+    says_too_much,
+    scope_of,
+)
 from lossgate.diagnosis.mixed import mixed_in
 from lossgate.diagnosis.multiples import whole_number
 from lossgate.diagnosis.observed import Observed
 from lossgate.diagnosis.partly import partly
 from lossgate.diagnosis.rounding import coarser
+from lossgate.diagnosis.search import FIRST, FRESH, Search
 from lossgate.diagnosis.two_mistakes import two_mistakes
 from lossgate.diagnosis.where import where, words_of_several
-from lossgate.errors import CandidateError
 from lossgate.specs.outputs import Output
-from lossgate.worlds.base import RankFailure
 
-FIRST = 3
-"""Failing problems on which every counterfactual is tried."""
-FRESH = 6
-"""Fresh failing problems on which a name must hold."""
 _MORE = 4
 """How often further problems are asked where several names are left that differ."""
-TRIED = 40
-"""The most problems that are run for these."""
-_TRIED_IF_FEW_ARE_MISSING = 60
-"""The same, if at most ``FIRST`` failing ones are missing."""
 _TELLING = 3
 """Problems without a mistake that must lack what is said to be its condition."""
 _NAMES = 3
 """The most names that are said: more than three say little."""
-
-Cases = Iterator[Case]
 
 
 def name_cause(
@@ -63,102 +63,33 @@ def name_cause(
         smallest: the case of the problem that is shown. Where few others fail, it is asked whether
             the kernel rounds more than it declares.
     """
-    search, known = _Search(iter(cases)), list(bank)
+    search, known = Search(iter(cases)), list(bank)
     if not search.observe(FIRST):
         return _rounded_on_few(search, smallest)
     first = search.failing[0]
     known += [*terms(first.setting), *fitted_factors(first)]
     known = [one for one in known if one.name not in without]
-    found = _matching(search.seen, known)
+    found = matching(search.seen, known)
     if not any(one.explains_all for one in found):
         others = [*rounded(first.setting), *operations(first.setting)]
         others = [one for one in others if one.name not in without]
-        known, found = known + others, sorted(found + _matching(search.seen, others), key=lambda match: match.level)
+        known, found = known + others, sorted(found + matching(search.seen, others), key=lambda match: match.level)
     if not found:
         mixtures = [one for one in mixed_in(first) if one.name not in without]
-        known, found = known + mixtures, _matching(search.seen, mixtures)
+        known, found = known + mixtures, matching(search.seen, mixtures)
     if not search.observe(FIRST + FRESH):
         if not found and (diagnosis := _rounded_on_few(search, smallest)) is not None:
             return diagnosis
         return Diagnosis(problems=len(search.failing), tried=len(search.seen), where=where(search.failing))
-    found = _matching(search.seen, [one.counterfactual for one in found])
+    found = matching(search.seen, [one.counterfactual for one in found])
     for more in range(1, _MORE + 1):
-        if len(_effects(search.failing, _best(found))) > 1 and search.observe(FIRST + FRESH + 2 * more):
-            found = _matching(search.seen, [one.counterfactual for one in found])
+        if len(by_effect(search.failing, best_of(found))) > 1 and search.observe(FIRST + FRESH + 2 * more):
+            found = matching(search.seen, [one.counterfactual for one in found])
     return _diagnosis(search, found, known)
 
 
-@dataclass
-class _Search:
-    """The cases that have run."""
-
-    cases: Cases
-    seen: list[Observed] = field(default_factory=list)
-
-    @property
-    def failing(self) -> list[Observed]:
-        return [one for one in self.seen if one.wrong]
-
-    def observe(self, failing: int) -> bool:
-        """Runs cases until so many have failed. Returns whether they have."""
-        while (missing := failing - len(self.failing)) > 0:
-            if len(self.seen) >= (_TRIED_IF_FEW_ARE_MISSING if missing <= FIRST else TRIED):
-                return False
-            case = next(self.cases, None)
-            if case is None:
-                return False
-            try:
-                self.seen.append(Observed(case))
-            except (RankFailure, CandidateError):
-                continue  # that is a failure of its own, which needs no other name
-        return True
-
-
-@dataclass(frozen=True)
-class _Match:
-    """A counterfactual that explains every wrong output of every problem seen."""
-
-    counterfactual: Counterfactual
-    whole: bool
-    """It explains the outputs that are right, too."""
-    always: bool
-    """It explains the problems that are right, too."""
-    spoilt: int
-    """The outputs that are right and that it would have spoilt."""
-
-    @property
-    def explains_all(self) -> bool:
-        return self.whole and self.always
-
-    @property
-    def level(self) -> tuple[bool, bool, int]:
-        """Sorts what explains the most first."""
-        return not self.always, not self.whole, self.spoilt
-
-
-def _matching(seen: Sequence[Observed], bank: Iterable[Counterfactual]) -> list[_Match]:
-    failing = sorted((one for one in seen if one.wrong), key=_plainness)
-    scope = _scope(failing)
-    found: list[_Match] = []
-    for one in bank:
-        if not all(_explains(one, observed) for observed in failing):
-            continue
-        whole = all(observed.fits(one, observed.got) for observed in failing)
-        always = all(observed.fits(one, scope) for observed in seen if not observed.wrong)
-        changed = frozenset[Output]().union(*(observed.changes(one) for observed in failing))
-        spoilt = 0 if whole or one.of_any_output else len(changed - scope)
-        if not whole and all(output.kind == "metric" for output in scope) and not one.of_any_output:
-            continue  # a number says little: a metric alone is explained by what leaves the rest right
-        found.append(_Match(one, whole, always, spoilt))
-    return sorted(found, key=lambda match: match.level)
-
-
-def _explains(one: Counterfactual, observed: Observed) -> bool:
-    return bool(observed.wrong) and observed.explained_by(one)
-
-
 def _diagnosis(
-    search: _Search, found: Sequence[_Match], known: Sequence[Counterfactual], *, beside: bool = False
+    search: Search, found: Sequence[Match], known: Sequence[Counterfactual], *, beside: bool = False
 ) -> Diagnosis:
     """Returns the names that explain all.
 
@@ -170,11 +101,11 @@ def _diagnosis(
     """
     failing = search.failing
     common = Diagnosis(problems=len(failing), layouts=_layouts(failing), asked=len(known))
-    best = [match for match in _best(found) if not _says_too_much(failing, match.counterfactual)]
-    effects = _effects(failing, best)
+    best = [match for match in best_of(found) if not says_too_much(failing, match.counterfactual)]
+    effects = by_effect(failing, best)
     if not 0 < len(effects) <= _NAMES:  # so many different mistakes explain it that none is sure
         return common if beside else _without_name(search, known, common)
-    scope = _scope(failing)
+    scope = scope_of(failing)
     whole, always = best[0].whole, best[0].always
     condition = "" if always else _condition(search.seen, best[0].counterfactual, scope)
     said = words_of_several(scope)
@@ -182,7 +113,7 @@ def _diagnosis(
     return replace(common, causes=tuple(_causes(effects, said)), scope=in_scope, condition=condition)
 
 
-def _causes(effects: Sequence[Sequence[_Match]], said: str) -> list[Cause]:
+def _causes(effects: Sequence[Sequence[Match]], said: str) -> list[Cause]:
     """Returns what is said of mistakes: the plainest of each effect, and others of it as far as
     there is room.
 
@@ -198,19 +129,19 @@ def _causes(effects: Sequence[Sequence[_Match]], said: str) -> list[Cause]:
             same_as_before=number > 0,
         )
         for effect in effects
-        for number, match in enumerate(_plain(effect)[: _NAMES + 1 - len(effects)])
+        for number, match in enumerate(plain_of(effect)[: _NAMES + 1 - len(effects)])
     ]
     return causes[:_NAMES]
 
 
-def _without_name(search: _Search, known: Sequence[Counterfactual], common: Diagnosis) -> Diagnosis:
+def _without_name(search: Search, known: Sequence[Counterfactual], common: Diagnosis) -> Diagnosis:
     """Returns what is said if no mistake explains all that is wrong: that it may be rounding, a
     mistake that explains most rows of an output, or where these are.
     """
     failing = search.failing
     if (rounded := coarser(failing)) is not None:
         return replace(common, causes=(rounded,))
-    if (number := whole_number(failing, words_of_several(_scope(failing)))) is not None:
+    if (number := whole_number(failing, words_of_several(scope_of(failing)))) is not None:
         return replace(common, causes=(number,))
     if (of_two := _of_two(search, known, common)) is not None:
         return of_two
@@ -229,7 +160,7 @@ def _without_name(search: _Search, known: Sequence[Counterfactual], common: Diag
     return replace(common, where=(*common.where, *condition, *where(failing)))
 
 
-def _rounded_on_few(search: _Search, smallest: Case | None) -> Diagnosis | None:
+def _rounded_on_few(search: Search, smallest: Case | None) -> Diagnosis | None:
     """Returns that a kernel rounds more than it declares, if that explains the problem that is
     shown and the few others that fail.
     """
@@ -240,17 +171,17 @@ def _rounded_on_few(search: _Search, smallest: Case | None) -> Diagnosis | None:
     return Diagnosis(causes=(cause,), problems=len(search.failing), tried=len(search.seen))
 
 
-def _of_two(search: _Search, known: Sequence[Counterfactual], common: Diagnosis) -> Diagnosis | None:
+def _of_two(search: Search, known: Sequence[Counterfactual], common: Diagnosis) -> Diagnosis | None:
     """Returns two mistakes that explain all together. Several pairs may do so, with one effect."""
     pairs = two_mistakes(search.seen, known)
-    effects = _effects(search.failing, [_Match(one, whole=True, always=True, spoilt=0) for one in pairs])
+    effects = by_effect(search.failing, [Match(one, whole=True, always=True, spoilt=0) for one in pairs])
     if not 0 < len(effects) <= _NAMES:
         return None
     plainest = [effect[:1] for effect in effects]
-    return replace(common, causes=tuple(_causes(plainest, words_of_several(_scope(search.failing)))))
+    return replace(common, causes=tuple(_causes(plainest, words_of_several(scope_of(search.failing)))))
 
 
-def _beside_rounding(search: _Search, known: Sequence[Counterfactual], common: Diagnosis) -> Diagnosis:
+def _beside_rounding(search: Search, known: Sequence[Counterfactual], common: Diagnosis) -> Diagnosis:
     """Returns the mistake of a kernel that also rounds more than it declares; if none explains all,
     the diagnosis without a name says on how many problems rounding would.
     """
@@ -261,7 +192,7 @@ def _beside_rounding(search: _Search, known: Sequence[Counterfactual], common: D
     candidate = change.of(first.candidate, first.problem.dtype)
     judged = replace(search, seen=[one.as_if_declared(candidate) for one in search.seen])
     failing, total = len(judged.failing), len(search.failing)
-    if failing >= FRESH and (found := _matching(judged.seen, known)):
+    if failing >= FRESH and (found := matching(judged.seen, known)):
         beside = _diagnosis(judged, found, known, beside=True)
         if beside.causes:
             more = f". Beside that, it rounds more to {change.to} than its declared precision says"
@@ -272,29 +203,29 @@ def _beside_rounding(search: _Search, known: Sequence[Counterfactual], common: D
     return replace(common, where=(f"{hint} to {change.to}: declare what is meant, and verify again",))
 
 
-def _of_most(search: _Search, known: Iterable[Counterfactual], common: Diagnosis) -> Diagnosis | None:
+def _of_most(search: Search, known: Iterable[Counterfactual], common: Diagnosis) -> Diagnosis | None:
     """Returns the mistake that explains all failing problems but those that have something in
     common: there it is made along with another, or in another way.
     """
-    plainest = min(search.failing[:FIRST], key=_plainness)
-    likely = [one for one in known if _explains(one, plainest)]
+    plainest = min(search.failing[:FIRST], key=plainness)
+    likely = [one for one in known if explains(one, plainest)]
     if not likely or not search.observe(2 * (FIRST + FRESH)):
         return None
     failing = search.failing
-    of_each = {one.name: [o for o in failing if _explains(one, o)] for one in likely}
+    of_each = {one.name: [o for o in failing if explains(one, o)] for one in likely}
     explained = max(of_each.values(), key=len)
     best = [one for one in likely if len(of_each[one.name]) == len(explained)]
     others = [o for o in failing if o not in explained]
     if len(explained) < FRESH or len(others) < _TELLING or any(of_each[one.name] != explained for one in best):
         return None
     in_others = frozenset.intersection(*(one.traits for one in others)).difference(*(one.traits for one in explained))
-    effects = _effects(explained, [_Match(one, whole=True, always=False, spoilt=0) for one in best])
+    effects = by_effect(explained, [Match(one, whole=True, always=False, spoilt=0) for one in best])
     whole = all(o.fits(one, o.got) for o in explained for one in best)
     if not in_others or not whole or len(effects) > 1:
         return None
     return replace(
         common,
-        causes=tuple(_causes(effects, words_of_several(_scope(explained)))),
+        causes=tuple(_causes(effects, words_of_several(scope_of(explained)))),
         condition=f", except with {min(in_others, key=lambda trait: (len(trait), trait))}",
         problems=len(explained),
         failing=len(failing),
@@ -303,53 +234,8 @@ def _of_most(search: _Search, known: Iterable[Counterfactual], common: Diagnosis
     )
 
 
-def _plainness(observed: Observed) -> tuple[int, int]:
-    """Sorts problems with few options first, as a mistake may not be made with some: then small
-    ones.
-    """
-    return len(observed.setting.bound_spec.values), observed.setting.tokens
-
-
 def _layouts(seen: Iterable[Observed]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(one.case.problem.layout) for one in seen))
-
-
-def _best(found: Sequence[_Match]) -> list[_Match]:
-    return [match for match in found if match.level == found[0].level]
-
-
-def _plain(effect: Sequence[_Match]) -> list[_Match]:
-    """Returns matches of one effect without operations of the reference, if others are there."""
-    others = [match for match in effect if match.counterfactual.kind != "operation"]
-    return others or list(effect[:1])
-
-
-def _scope(failing: Iterable[Observed]) -> frozenset[Output]:
-    return frozenset[Output]().union(*(one.wrong for one in failing))
-
-
-def _effects(failing: Sequence[Observed], best: Iterable[_Match]) -> list[list[_Match]]:
-    """Returns matches by effect, each group with the plainest first."""
-    groups: list[list[_Match]] = []
-    for match in best:
-        for group in groups:
-            if _one_effect(failing, group[0].counterfactual, match.counterfactual, _scope(failing)):
-                group.append(match)
-                break
-        else:
-            groups.append([match])
-    return groups
-
-
-def _one_effect(
-    seen: Sequence[Observed], one: Counterfactual, other: Counterfactual, scope: Collection[Output]
-) -> bool:
-    return all(observed.alike(one, other, scope) for observed in seen)
-
-
-def _says_too_much(failing: Sequence[Observed], one: Counterfactual) -> bool:
-    """Returns whether a mistake that is made of several has the effect of one of them alone."""
-    return any(all(observed.alike(one, each, observed.got) for observed in failing) for each in one.made_of)
 
 
 def _condition(seen: Sequence[Observed], one: Counterfactual, scope: Collection[Output]) -> str:

@@ -26,8 +26,8 @@ _PAIRS = 3
 _ALWAYS = ("mask ignored, padding too", "mask ignored")
 """Mistakes that are tried in any case: no problem can be made without a token that is not
 trained."""
-_MADE_PLAINER = 2
-"""The failing problems that are made plainer."""
+_MADE_PLAINER = 4
+"""The most problems that are made of the smallest one."""
 
 
 @dataclass(frozen=True)
@@ -74,15 +74,21 @@ def _explains_all(pair: Counterfactual, seen: Sequence[Observed]) -> bool:
 def _by_outputs(seen: Sequence[Observed], bank: Iterable[Counterfactual], wrong: frozenset[Output]) -> list[_First]:
     """Returns the mistakes that explain some of the wrong outputs on all problems: those first that
     may be in any output alone.
+
+    If values are wrong, they must explain some of these, which takes far less time to see. What is
+    wrong in gradients alone may be the other mistake.
     """
     found: list[_First] = []
+    values = frozenset(output for output in wrong if output.kind != "gradient")
     most_wrong_first = sorted(seen, key=lambda one: (-len(one.wrong), one.setting.tokens))
     for mistake in bank:
         left = wrong
         for one in most_wrong_first:
-            left = frozenset(output for output in left if one.only([output]).explained_by(mistake))
-            if not left:
+            right = frozenset(output for output in left & values if one.only([output]).explained_by(mistake))
+            if values and not right:
+                left = right
                 break
+            left = right | {output for output in left - values if one.only([output]).explained_by(mistake)}
         if left:
             found.append(_First(mistake, left))
     return sorted(found, key=lambda first: not first.mistake.of_any_output)
@@ -99,26 +105,26 @@ def _apart(firsts: Sequence[_First], wrong: frozenset[Output]) -> Iterator[Count
 
 
 def _by_problems(failing: Sequence[Observed], bank: Iterable[Counterfactual]) -> Iterator[_First]:
-    """Yields the mistakes that explain all outputs on some of the failing problems, or of these
-    made plainer. A number alone says too little.
+    """Yields the mistakes that explain all outputs of the smallest problem, or of the first of
+    those that are made of it of which any mistake does. A number alone says too little.
     """
-    plainest = sorted(failing, key=lambda one: one.setting.tokens)[:_MADE_PLAINER]
-    problems = [*failing, *(plainer for one in plainest for plainer in _plainer(one))]
-    telling = [one for one in problems if any(output.dims for output in one.wrong)]
-    for mistake in bank:
-        if mistake.name in _ALWAYS or any(one.explained_by(mistake) for one in telling):
-            yield _First(mistake, frozenset())
+    smallest = min(failing, key=lambda one: one.setting.tokens)
+    problems = [one for one in islice(_plainer(smallest), _MADE_PLAINER) if any(output.dims for output in one.wrong)]
+    for one in (smallest, *problems):
+        if found := [mistake for mistake in bank if one.explained_by(mistake)]:
+            yield from (_First(mistake, frozenset()) for mistake in found)
+            break
+    yield from (_First(mistake, frozenset()) for mistake in bank if mistake.name in _ALWAYS)
 
 
 def _plainer(observed: Observed) -> Iterator[Observed]:
-    """Yields what the kernel returns on a problem with an option at its default, and with all
-    tokens trained.
+    """Yields what the kernel returns on a problem with all tokens trained, and with an option at
+    its default.
     """
     case, problem = observed.case, observed.case.problem
     given = dict(problem.options)
-    without = [{name: x for name, x in given.items() if name != left_out} for left_out in given]
-    changed = [replace(problem, options=options) for options in without]
-    changed.append(replace(problem, masks=("all",) * len(problem.masks)))
+    changed = [replace(problem, masks=("all",) * len(problem.masks))]
+    changed += [replace(problem, options={o: x for o, x in given.items() if o != left_out}) for left_out in given]
     for each in changed:
         try:
             yield Observed(Case(case.candidate, each, case.world))
