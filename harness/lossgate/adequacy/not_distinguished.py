@@ -4,6 +4,7 @@
 from collections.abc import Collection, Iterable, Sequence
 
 from lossgate.adequacy.option_mutants import OptionMutant
+from lossgate.counted import in_a_row
 from lossgate.declaration.candidate import Candidate
 
 
@@ -28,7 +29,7 @@ def not_distinguished(
             pair = (other, one) if (other, one) in pairs else (one, other)
             pairs[pair] = pairs.get(pair, True) and str(mutant) in unseen
     alike = {option: [pair for pair, same in pairs.items() if same] for option, pairs in of_option.items()}
-    return tuple(f"{option} {_listed(group)}" for option, pairs in alike.items() for group in _groups(pairs))
+    return tuple(f"{option} {in_a_row(group)}" for option, pairs in alike.items() for group in _groups(pairs))
 
 
 def _groups(pairs: Sequence[tuple[str, str]]) -> list[list[str]]:
@@ -42,7 +43,3 @@ def _groups(pairs: Sequence[tuple[str, str]]) -> list[list[str]]:
         else:
             groups.append([one, other])
     return groups
-
-
-def _listed(choices: Sequence[str]) -> str:
-    return f"{', '.join(choices[:-1])} and {choices[-1]}"

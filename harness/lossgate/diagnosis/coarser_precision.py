@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
+from lossgate.counted import in_a_row
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.precision import Precision
 from lossgate.numerics.float_formats import FLOAT_FORMATS
@@ -147,8 +148,7 @@ def _rounded(candidate: Candidate, own: Precision, stages: tuple[str, ...], to: 
     changes: dict[str, Any] = dict.fromkeys(stages, to)
     if "loss" in stages:  # what is returned has come in the dtype that is declared
         changes |= _returned_as_before(candidate, own)
-    words = [_STAGES[stage] for stage in stages]
-    rounds = f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else words[0]
+    rounds = in_a_row([_STAGES[stage] for stage in stages])
     running = next((stage for stage in stages if stage in _STEPS), None)
     if running is None or getattr(own, _STEPS[running][0]) is not None:
         yield Coarser(changes, rounds, to)

@@ -36,7 +36,9 @@ from lossgate.diagnosis.rounding import coarser
 from lossgate.diagnosis.search import FIRST, FRESH, Search
 from lossgate.diagnosis.two_mistakes import two_mistakes
 from lossgate.diagnosis.where import where, words_of_several
+from lossgate.errors import CandidateError
 from lossgate.specs.outputs import Output
+from lossgate.worlds.base import RankFailure
 
 _MORE = 4
 """How often further problems are asked where several names are left that differ."""
@@ -164,9 +166,13 @@ def _rounded_on_few(search: Search, smallest: Case | None) -> Diagnosis | None:
     """Returns that a kernel rounds more than it declares, if that explains the problem that is
     shown and the few others that fail.
     """
-    shown = [Observed(smallest)] if smallest is not None else []
-    failing = [one for one in (*shown, *search.failing) if one.wrong]
-    if not shown or failing[:1] != shown or (cause := coarser(failing)) is None:
+    if smallest is None:
+        return None
+    try:
+        shown = Observed(smallest)
+    except (RankFailure, CandidateError):  # it failed otherwise this time
+        return None
+    if not shown.wrong or (cause := coarser([shown, *search.failing])) is None:
         return None
     return Diagnosis(causes=(cause,), problems=len(search.failing), tried=len(search.seen))
 

@@ -11,6 +11,7 @@ from lossgate.cases.oracle import Oracle
 from lossgate.counted import counted
 from lossgate.diagnosis.cause import Cause
 from lossgate.diagnosis.coarser_precision import Coarser, in_one_stage, in_several_stages
+from lossgate.diagnosis.matches import scope_of
 from lossgate.diagnosis.observed import Observed
 from lossgate.numerics.float_formats import FLOAT_FORMATS, float_format_of
 from lossgate.specs.outputs import Output
@@ -39,8 +40,8 @@ def coarser(failing: Sequence[Observed]) -> Cause | None:
         failing: what the kernel returned on problems where it is wrong.
     """
     candidate, dtype = failing[0].case.candidate, failing[0].case.problem.dtype
-    wrong = frozenset[Output]().union(*(observed.wrong for observed in failing))
-    if not all(_may_be_rounding([one for one in failing if output in one.wrong], output) for output in wrong):
+    of_each = {output: [one for one in failing if output in one.wrong] for output in scope_of(failing)}
+    if not all(_may_be_rounding(own, output) for output, own in of_each.items()):
         return None
     found = _explaining(failing, in_one_stage(candidate, dtype))
     likely = not found or any(one.is_of_logits for _, one in found)
@@ -95,7 +96,7 @@ def _noise_if_it_agrees(failing: Sequence[Observed], change: Coarser) -> float |
     that are declared; None if the kernel does not agree with them, or they would be wrong in what
     is right, too.
     """
-    noise, right = 1.0, frozenset(failing[0].got).difference(*(observed.wrong for observed in failing))
+    noise, right = 1.0, failing[0].got.keys() - scope_of(failing)
     ratios: dict[Output, list[float]] = {output: [] for output in right}
     for observed in failing:
         case = observed.case

@@ -13,6 +13,7 @@ from itertools import chain, islice
 from lossgate.cases.case import Case
 from lossgate.counterfactuals.both import both, each_in_its_own
 from lossgate.counterfactuals.counterfactual import Counterfactual
+from lossgate.diagnosis.matches import scope_of
 from lossgate.diagnosis.observed import Observed
 from lossgate.diagnosis.where import words_of_several
 from lossgate.errors import CandidateError, UsageError
@@ -43,12 +44,11 @@ def two_mistakes(seen: Sequence[Observed], bank: Sequence[Counterfactual]) -> li
     """Returns pairs of mistakes that explain all that was returned on all problems.
 
     Args:
-        seen: what the kernel returned, on problems where it is wrong and on others. The plainest
-            come first.
+        seen: what the kernel returned, on problems where it is wrong and on others.
         bank: the mistakes, the plainest first.
     """
     failing = [one for one in seen if one.wrong]
-    wrong = frozenset[Output]().union(*(one.wrong for one in failing))
+    wrong = scope_of(failing)
     by_outputs = _by_outputs(seen, bank, wrong)
     if any(first.alone == wrong for first in by_outputs):
         return []  # each of several explains all alone, and the problems do not tell which

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lossgate.counted import in_a_row
 from lossgate.diagnosis.observed import Observed
 from lossgate.diagnosis.rows import visible_rows, wrong_rows
 from lossgate.diagnosis.traits import traits_of
@@ -124,8 +125,7 @@ def words_of(output: Output) -> str:
 
 def words_of_several(outputs: Collection[Output]) -> str:
     """Names some outputs in a sentence."""
-    names = sorted(map(words_of, outputs))
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    return in_a_row(sorted(map(words_of, outputs)))
 
 
 def _count(rows: Iterable[Tensor]) -> int:

@@ -3,6 +3,7 @@
 
 from collections.abc import Collection
 
+from lossgate.counted import in_a_row
 from lossgate.engine.failure_files import FailureFile, versions
 
 
@@ -73,5 +74,4 @@ def _changed(failure: FailureFile) -> str:
 
 def listed(names: Collection[str]) -> str:
     """Returns names in words, each once."""
-    *first, last = sorted(set(names)) or [""]
-    return f"{', '.join(first)} and {last}" if first else last
+    return in_a_row(sorted(set(names)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that round more than they declare are told what to declare, until they agree."""
+"""What a kernel rounds and does not declare is named, with what to declare."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
