@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lossgate.inputs import Batch
     from lossgate.layout import Layout
     from lossgate.problems.problem import Problem
-    from lossgate.properties.registry import Checked, Property, property
+    from lossgate.properties.registry import Checked, OwnMistake, Property, property
     from lossgate.pytest_plugin.suite import suite
     from lossgate.reports.verified import verify
     from lossgate.specs.coverage import CoverageGoal
@@ -68,6 +68,7 @@ _HOMES = {
     "Option": "specs.option",
     "Options": "specs.record",
     "Outputs": "declaration.candidate",
+    "OwnMistake": "properties.registry",
     "Precision": "declaration.precision",
     "Problem": "problems.problem",
     "Property": "properties.registry",
@@ -113,6 +114,7 @@ __all__ = [
     "Option",
     "Options",
     "Outputs",
+    "OwnMistake",
     "Precision",
     "Problem",
     "Property",

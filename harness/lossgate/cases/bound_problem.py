@@ -148,6 +148,19 @@ class BoundProblem:
             self._references[key] = self.dense.outputs(self.bound_spec.returning(key))
         return self._references[key]
 
+    def loss_with(
+        self, fields: Mapping[str, Tensor], returned: Collection[Output] = ()
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Computes the loss of the batch, and its metrics, with other fields in place of some.
+
+        Args:
+            fields: the others, by name.
+            returned: the outputs that a candidate returns, which tell the metrics that are needed.
+        """
+        values = self.dense.token_values(self.bound_spec)
+        with torch.no_grad():
+            return self.bound_spec.returning(returned).loss(values, {**self.batch.known, **fields})
+
     def mutated(self, options: Mapping[str, Any]) -> Mapping[Output, Tensor]:
         """Computes the loss and gradients that other options would give."""
         key = repr(sorted(options.items()))

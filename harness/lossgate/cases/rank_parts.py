@@ -25,7 +25,7 @@ from lossgate.specs.outputs import LOSS, Output, metric_output
 
 _SPLITTING: tuple[Axis, ...] = ("dp", "cp")
 
-_Share = tuple[Tensor, Tensor]
+Share = tuple[Tensor, Tensor]
 """Numbers of the sequences of which a rank has tokens, and of these tokens."""
 
 _EQUAL = 1e-9
@@ -92,7 +92,7 @@ def rank_parts(
     return found
 
 
-def _splits(partition: Partition) -> list[list[_Share]]:
+def _splits(partition: Partition) -> list[list[Share]]:
     """Returns how the ranks split the batch: the shares of all ranks, and those of the dp ranks."""
     (dp, cp), held = (partition.layout.sizes[axis] for axis in _SPLITTING), partition.real_token_shards
     sequences = [torch.tensor(partition.sequences(rank), dtype=torch.long) for rank in range(dp)]
@@ -120,23 +120,20 @@ def _format_of(output: Output, over: tuple[Placement, ...], stages: Stages) -> F
     return stages.loss if own_sum else coarsest(stages.loss, stages.returned_in(output.name))
 
 
-def _parts(placed: PlacedProblem, returned: Collection[Output], shares: Sequence[_Share]) -> dict[Output, Tensor]:
+def _parts(placed: PlacedProblem, returned: Collection[Output], shares: Sequence[Share]) -> dict[Output, Tensor]:
     """Returns the parts of loss and metrics that come from each share of the batch, ``[shares]``.
 
     The masks of all other tokens and sequences are false. What counts the whole batch stays that of
     the whole batch.
     """
-    bound = placed.bound.bound_spec.returning(frozenset(returned))
-    values = placed.bound.dense.token_values(bound)
     parts: list[dict[Output, Tensor]] = []
     for share in shares:
-        with torch.no_grad():
-            loss, metrics = bound.loss(values, {**placed.bound.batch.known, **_masks(placed, share)})
+        loss, metrics = placed.bound.loss_with(masks_of_share(placed, share), returned)
         parts.append({LOSS: loss, **{metric_output(name): metric for name, metric in metrics.items()}})
     return {output: torch.stack([part[output] for part in parts]).double() for output in parts[0]}
 
 
-def _masks(placed: PlacedProblem, share: _Share) -> dict[str, Tensor]:
+def masks_of_share(placed: PlacedProblem, share: Share) -> dict[str, Tensor]:
     """Returns the boolean fields of tokens and sequences, false outside a share."""
     batch, own = placed.bound.batch, dict(zip(("sequence", "token"), share, strict=True))
     masks: dict[str, Tensor] = {}

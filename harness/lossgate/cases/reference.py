@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the dense reference of a spec in float64 on the whole batch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,9 @@ from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.heads import HEADS
 from lossgate.specs.outputs import LOGPROBS, LOSS, TOKEN_ENTROPY, Output, metric_output
 from lossgate.specs.token_values import TokenValues
+
+Part = tuple[float, Mapping[str, Tensor]]
+"""A weight, and the fields that a part of the loss sees in place of the batch's."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,20 @@ class DenseRun:
         Args:
             bound: the spec with options, and with the outputs that will be compared.
         """
-        stage, values, leaves = self.loss_stage(bound), self.token_values(bound), self._leaves
+        return self._down_to_leaves(self.loss_stage(bound), bound)
+
+    def in_parts(self, bound: BoundSpec, parts: Sequence[Part]) -> dict[Output, Tensor]:
+        """Computes the same as ``outputs`` with a loss that is put together of parts, and without
+        metrics.
+
+        Args:
+            bound: the spec with options.
+            parts: the loss is their weighted sum.
+        """
+        return self._down_to_leaves(self._run_loss(bound, parts), bound)
+
+    def _down_to_leaves(self, stage: LossStage, bound: BoundSpec) -> dict[Output, Tensor]:
+        values, leaves = self.token_values(bound), self._leaves
         roots = [values.given[name] for name in stage.upstream]
         gradients = torch.autograd.grad(roots, list(leaves.values()), list(stage.upstream.values()), retain_graph=True)
         return {**stage.outputs, **dict(zip(HEADS[self._head].gradients(leaves).values(), gradients, strict=True))}
@@ -64,7 +80,7 @@ class DenseRun:
             self._stages[key] = self._run_loss(bound)
         return self._stages[key]
 
-    def _run_loss(self, bound: BoundSpec) -> LossStage:
+    def _run_loss(self, bound: BoundSpec, parts: Sequence[Part] | None = None) -> LossStage:
         whole = self.token_values(bound)
         given = whole.given
         per_token = {name: value.detach().requires_grad_() for name, value in given.items() if value.requires_grad}
@@ -73,7 +89,7 @@ class DenseRun:
         if "token_entropy" in bound.spec.outputs and "entropy" in given:
             outputs[TOKEN_ENTROPY] = values.entropy
         if bound.spec.reference is not None:
-            loss, metrics = bound.loss(values, self._batch.known)
+            loss, metrics = self._loss(bound, values, parts)
             outputs |= {LOSS: loss, **{metric_output(name): metric for name, metric in metrics.items()}}
         roots = [_finite(_with_graph(outputs[bound.spec.output(name)], name, bound)) for name in self._batch.cotangents]
         cotangents = list(self._batch.cotangents.values())
@@ -83,6 +99,14 @@ class DenseRun:
         upstream = {name: g for name, g in found_of if g is not None}  # pyright: ignore[reportUnnecessaryComparison]
         logprobs = whole.logprobs.detach() if "logprobs" in given else None
         return LossStage(found, upstream, logprobs)
+
+    def _loss(
+        self, bound: BoundSpec, values: TokenValues, parts: Sequence[Part] | None
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        known = self._batch.known
+        if parts is None:
+            return bound.loss(values, known)
+        return torch.stack([weight * bound.loss(values, {**known, **own})[0] for weight, own in parts]).sum(), {}
 
     def token_stage(self, bound: BoundSpec) -> str:
         """Names what the values per token are computed with: options of one name share them."""

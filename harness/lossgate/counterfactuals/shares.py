@@ -13,7 +13,6 @@ from torch import Tensor
 from lossgate.counterfactuals.seams import Part
 from lossgate.counterfactuals.setting import Setting
 from lossgate.layout import Axis
-from lossgate.specs.record import fields_of
 from lossgate.specs.spec import Spec
 
 
@@ -35,14 +34,6 @@ def masks_of(setting: Setting, ranks: Iterable[int]) -> dict[str, Tensor]:
         for name, of in dims.items()
         if len(of) == 1 and of[0] in within and setting.fields[name].dtype is torch.bool
     }
-
-
-def counted(spec: Spec) -> list[str]:
-    """Returns the names of the fields that count the whole batch."""
-    return [
-        "valid_tokens",
-        *(name for name, own in fields_of(spec.batch_type).items() if own.count is not None and name != "valid_tokens"),
-    ]
 
 
 def numbers_of_tokens(spec: Spec) -> list[str]:
@@ -78,10 +69,8 @@ def reads_count(setting: Setting, name: str) -> bool:
 
 
 def _reads_count(setting: Setting, name: str) -> bool:
-    values, fields = setting.bound.dense.token_values(setting.bound_spec), setting.bound.batch.known  # no padding
-    found: list[list[Tensor]] = []
-    with torch.no_grad():
-        for more in (0, 7):
-            loss, metrics = setting.bound_spec.loss(values, {**fields, name: fields[name] + more})
-            found.append([loss, *(metrics[o.name] for o in setting.returned if o.kind == "metric")])
+    fields, found = setting.bound.batch.fields, list[list[Tensor]]()  # no padding
+    for more in (0, 7):
+        loss, metrics = setting.bound.loss_with({name: fields[name] + more}, setting.returned)
+        found.append([loss, *(metrics[o.name] for o in setting.returned if o.kind == "metric")])
     return any(float((one - other).abs()) > 1e-12 * float(one.abs()) for one, other in zip(*found, strict=True))

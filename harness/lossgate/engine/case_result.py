@@ -2,7 +2,7 @@
 """Holds one case to a property, and records what came of it."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from lossgate.adequacy.kills import killed_mutants
@@ -15,7 +15,7 @@ from lossgate.errors import CandidateError
 from lossgate.judge.comparison import Comparison
 from lossgate.problems.problem import Problem
 from lossgate.properties import Property
-from lossgate.properties.registry import Resources
+from lossgate.properties.registry import Resources, Said
 from lossgate.worlds.base import RankFailure
 
 
@@ -45,6 +45,8 @@ class CaseResult:
     """The property that was checked."""
     fits: bool = True
     """Whether the problem says anything about the property. If not, nothing was checked."""
+    said: Mapping[str, Said] = field(default_factory=dict)
+    """What the problem says of the mistakes that the property is there to find."""
     resources: Resources = field(default_factory=dict)
     """What the call used, if the property measures that."""
     side_by_side: tuple[str, ...] = ()

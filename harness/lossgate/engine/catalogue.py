@@ -13,12 +13,16 @@ from lossgate.adequacy.entry import Placed
 from lossgate.cases.case import Case
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.engine.cell import Cell
+from lossgate.engine.own_mistakes import SaidByProblem, gaps_of, may_show, said_by, shown_by, unseen
 from lossgate.engine.precision_advice import remedy_of
 from lossgate.engine.property_result import PropertyResult
+from lossgate.engine.search import Search
 from lossgate.engine.settings import Settings
 from lossgate.engine.trials import Trials, not_again
+from lossgate.errors import CandidateError
 from lossgate.properties import Property
-from lossgate.worlds.base import Hang, World, WorldLost
+from lossgate.properties.registry import Said
+from lossgate.worlds.base import Hang, RankFailure, World, WorldLost
 
 _PROBES = 4
 """Problems that properties share, so that each is run plainly once."""
@@ -27,16 +31,17 @@ _PROBES = 4
 class Catalogue:
     """The properties beside agreement of one cell."""
 
-    def __init__(self, cell: Cell, world: World, settings: Settings, tried: Sequence[Placed]) -> None:
+    def __init__(self, cell: Cell, world: World, settings: Settings, search: Search) -> None:
         """Prepares to hold a candidate to the properties.
 
         Args:
             cell: whose ``also`` names them.
             world: where the ranks run.
             settings: say on how many problems each is checked.
-            tried: the problems of ordinary size on which the candidate agrees.
+            search: has the problems on which the candidate agrees, and others of the same deck.
         """
-        self._cell, self._world, self._settings = cell, world, settings
+        self._cell, self._world, self._settings, self._search = cell, world, settings, search
+        tried = search.placed
         start = crc32(str(cell).encode()) % len(tried) if tried else 0
         self._tried = [*tried[start:], *tried[:start]]
         self._cases: dict[int, Case] = {}
@@ -53,24 +58,26 @@ class Catalogue:
         found: list[PropertyResult] = []
         for held_to in self._cell.also:
             try:
-                found.append(self._check(held_to))
+                own = self._check(held_to)
             except WorldLost:
                 if self.failure is None:
                     raise
                 break
+            if self._search.failure is not None:  # it disagrees on a problem that was run for the property
+                break
+            found.append(own)
         return tuple(found)
 
     def _check(self, held_to: Property) -> PropertyResult:
         if reason := self._cell.candidate.exempt.get(held_to.name):
             return PropertyResult(name=held_to.name, exempt=reason)
-        start, cases = perf_counter(), list[CaseResult]()
-        for placed in self._in_turn(held_to):
+        start, cases, said = perf_counter(), list[CaseResult](), list[SaidByProblem]()
+        for placed in self._chosen(held_to, cases, said):
             case = run_case(self._case(placed), held_to)
             if case.fits:
                 cases.append(case)
-                if not case.agrees:
-                    self._shrink(placed, held_to, case)
-            if len(cases) == self._settings.property_problems or not case.agrees:
+            if not case.agrees:
+                self._shrink(placed, held_to, case)
                 break
         failing = next((case for case in cases if not case.agrees), None)
         own = self.failure if failing is not None and self.failure and self.failure.held_to == held_to.name else failing
@@ -84,7 +91,50 @@ class Catalogue:
             on=own.problem.describe() if own is not None else "",
             remedy="" if own is None else remedy_of(self._cell.held_to(held_to.name), own, self._world),
             resources=(own or cases[-1]).resources if cases else {},
+            gaps=gaps_of(held_to, said),
         )
+
+    def _chosen(self, held_to: Property, cases: Sequence[CaseResult], said: list[SaidByProblem]) -> Iterator[Placed]:
+        """Yields the problems on which a property is checked.
+
+        First come those that would show a mistake of its own which none before would: of those that
+        were tried, and then of all others in the deck, which are tried now. If they are too few,
+        further ones follow, if possible such as may show a mistake.
+
+        Args:
+            held_to: the property.
+            cases: what came of those that were yielded before.
+            said: is given what each problem says of the property's own mistakes.
+        """
+        others = list[Placed]()
+        for placed in self._in_turn(held_to):
+            if self._shows_more(placed, held_to, said):
+                yield placed
+            else:
+                others.append(placed)
+        for placed in self._search.not_run() if unseen(said) else ():
+            if not may_show(self._case(placed), held_to, unseen(said)):
+                continue
+            if not self._search.run_also(placed):
+                return
+            if self._shows_more(placed, held_to, said):
+                yield placed
+            if not unseen(said):
+                break
+        if shown := shown_by(said):
+            others.sort(key=lambda one: not may_show(self._case(one), held_to, shown))
+        for placed in others:
+            if len(cases) >= self._settings.property_problems:
+                return
+            yield placed
+
+    def _shows_more(self, placed: Placed, held_to: Property, said: list[SaidByProblem]) -> bool:
+        """Returns whether a problem would show a mistake that none before would, and notes it."""
+        try:
+            said.append(said_by(self._case(placed), held_to, shown_by(said)))
+        except (RankFailure, CandidateError):  # it agreed before: the check tells what is wrong now
+            return True
+        return Said.SHOWN in said[-1].values()
 
     def _in_turn(self, held_to: Property) -> Iterator[Placed]:
         """Yields the problems to try: the shared ones, starting at another for each property, and

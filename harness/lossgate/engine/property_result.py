@@ -28,6 +28,9 @@ class PropertyResult:
     """The problem of the findings, in words."""
     remedy: str = ""
     """What to do about the findings."""
+    gaps: tuple[str, ...] = ()
+    """The mistakes that it is there to find and that no problem would have shown, as reasons
+    against AGREE."""
     exempt: str = ""
     """Why the candidate is not held to it, as it declares."""
     resources: Resources = field(default_factory=dict)

@@ -60,8 +60,9 @@ def _run_in(world: World, cell: Cell, settings: Settings, start: float) -> CellR
             result = _conclude(search, world, start)
     if result.verdict is Verdict.DISAGREE:
         return _diagnosed(result, world, settings)
-    catalogue = Catalogue(cell, world, settings, search.placed)
-    return _conclude(search, world, start, catalogue, last=result.verdict is Verdict.INCONCLUSIVE)
+    catalogue = Catalogue(cell, world, settings, search)
+    result = _conclude(search, world, start, catalogue, last=result.verdict is Verdict.INCONCLUSIVE)
+    return result if search.failure is None else _diagnosed(result, world, settings)
 
 
 def _diagnosed(result: CellResult, world: World, settings: Settings) -> CellResult:

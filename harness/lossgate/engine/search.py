@@ -5,7 +5,7 @@ It chooses problems from a deck, which all layouts share; ``trials`` runs them.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -170,16 +170,25 @@ class Search(Trials):
             if name in self.surviving and id(placed.entry.drawn) not in self._used:
                 self._run_all([placed])
 
+    def not_run(self) -> Iterator[Placed]:
+        """Yields the problems of the deck that were not run, without large ones."""
+        for placed in self._on_layout(self._unused(self._entries())):
+            if not is_large(placed.problem) and id(placed.entry.drawn) not in self._used:  # in another split
+                yield placed
+
+    def run_also(self, placed: Placed) -> bool:
+        """Runs one more problem; returns whether the candidate agrees on it."""
+        self._run_all([placed])
+        return self.failure is None
+
     def _show_mistakes(self) -> None:
         """Runs problems that known mistakes change which no problem so far has shown."""
         if self.mistakes is None or self.settings.rounds == 1:
             return
         wanted = Counter(dict.fromkeys(self.mistakes.rarely_made(), WANTED))
-        for placed in self._on_layout(self._unused(self._entries())):
+        for placed in self.not_run():
             if not wanted or self.failure is not None:
                 return
-            if is_large(placed.problem) or id(placed.entry.drawn) in self._used:  # in another split
-                continue
             changed = self.mistakes.changed(wanted, PlacedProblem(placed.entry.bound, placed.problem))
             if changed:
                 self._run_all([placed])

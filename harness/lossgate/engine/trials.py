@@ -19,6 +19,7 @@ from lossgate.cases.placement import splits_of
 from lossgate.cases.size import is_large
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.engine.cell import Cell
+from lossgate.engine.own_mistakes import said_by
 from lossgate.engine.settings import Settings
 from lossgate.errors import LossgateError
 from lossgate.problems.problem import Problem
@@ -146,6 +147,8 @@ class Trials:
         likely = [unkilled[name] for name in entry.kills if name in unkilled] if entry is not None else ()
         result = run_case(case, self.cell.property, likely if self.failure is None else ())
         if self.failure is None:
+            if result.agrees:
+                result = replace(result, said=said_by(case, self.cell.property))
             self.cases.append(result)
             if not is_large(problem):
                 self._tried.append((bound, result))

@@ -13,6 +13,7 @@ from lossgate.engine.advice import to_compare, to_detect, to_kill, to_reach
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.failure_files import FrozenCase
+from lossgate.engine.own_mistakes import gaps_of
 from lossgate.engine.property_result import PropertyResult, reasons_of
 from lossgate.engine.survivors import Tried
 from lossgate.judge.explain import explain_pooled
@@ -58,7 +59,8 @@ def conclude(
     """
     pooled = _pool(cases)
     covered = frozenset[str]().union(*(case.covered for case in cases))
-    gaps = (*_gaps(cell, cases, pooled, covered, drawn), *_unseen(mistakes))
+    own = (*gaps_of(cell.property, [case.said for case in cases]), *(gap for one in properties for gap in one.gaps))
+    gaps = (*_gaps(cell, cases, pooled, covered, drawn), *own, *_unseen(mistakes))
     survivors = _survivors(surviving.values(), tried, len(cases))
     verdict, reasons = _verdict(cell, failure, pooled, properties, (*gaps, *_untried(untried), *survivors))
     return CellResult(

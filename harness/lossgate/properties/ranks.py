@@ -2,6 +2,7 @@
 """Properties of how a batch is split: into microbatches, with more padding, with idle ranks."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Generic
 
 import torch
@@ -13,6 +14,7 @@ from lossgate.layout import Layout
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Partition
 from lossgate.problems.problem import Problem, ReductionOrder
+from lossgate.properties.own_counts import own_counts
 from lossgate.properties.registry import Checked, property
 from lossgate.specs.outputs import gradient_output
 from lossgate.worlds.base import RankContext, T, Task, World
@@ -21,11 +23,20 @@ _AT_ONCE = 2
 """How many microbatches each rank has."""
 
 
+def _split(case: Case) -> Problem:
+    """Returns the problem with a dp rank for each microbatch. One may be empty: kernels that are
+    declared for several ranks must stand that, unless they exclude it.
+    """
+    layout = case.problem.layout
+    return replace(case.problem, layout=Layout(layout.dp * _AT_ONCE, layout.cp, layout.tp))
+
+
 @property(
     "microbatches",
     applies=lambda candidate: _adds_up(candidate),
     fits=lambda case: _takes_idle(case.candidate) or all(map(len, _split(case).partition.token_shards.values())),
     runs=2,
+    mistakes=partial(own_counts, _split, _AT_ONCE),
     remedy="divide by the counts that are given, which are those of the whole batch; keep nothing between calls",
 )
 def microbatches(case: Case) -> Checked:
@@ -38,14 +49,6 @@ def microbatches(case: Case) -> Checked:
 
 def _takes_idle(candidate: Candidate) -> bool:
     return "dp" in candidate.axes and takes_idle_ranks(candidate)
-
-
-def _split(case: Case) -> Problem:
-    """Returns the problem with a dp rank for each microbatch. One may be empty: kernels that are
-    declared for several ranks must stand that, unless they exclude it.
-    """
-    layout = case.problem.layout
-    return replace(case.problem, layout=Layout(layout.dp * _AT_ONCE, layout.cp, layout.tp))
 
 
 def _adds_up(candidate: Candidate) -> bool:

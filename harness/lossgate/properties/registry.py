@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The registry of properties."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from typing import Any
 
 from lossgate.cases.case import Case
@@ -42,6 +43,40 @@ def called(words: str, comparisons: Iterable[Comparison]) -> Iterator[Comparison
     yield from (replace(comparison, called=words) for comparison in comparisons)
 
 
+class Said(Enum):
+    """What a problem says of a mistake."""
+
+    SAME = auto()
+    """With its options a kernel with the mistake gives what a right kernel gives: it is none."""
+    HIDDEN = auto()
+    """With its options the mistake matters, but here it would not be seen."""
+    SHOWN = auto()
+    """It would be seen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnMistake:
+    """A mistake that a property is there to find.
+
+    A problem on which it would not be seen says nothing of a kernel that has it.
+    """
+
+    sentence: str
+    """What a kernel with it does, as in "the loss is divided by a count of 0"."""
+    matters: Callable[[Case], bool]
+    """Whether it changes anything with the options of a problem. The candidate does not run."""
+    can_show: Callable[[Case], bool] = lambda case: True
+    """Whether a problem on which it matters has what it takes. The candidate does not run."""
+    shows: Callable[[Case], bool] = lambda case: True
+    """Whether it would be seen on such a problem. The candidate may have to run, once."""
+
+    def said_by(self, case: Case) -> Said:
+        """Returns what a problem says of it."""
+        if not self.matters(case):
+            return Said.SAME
+        return Said.SHOWN if self.can_show(case) and self.shows(case) else Said.HIDDEN
+
+
 Check = Callable[[Case], Checked]
 
 
@@ -67,6 +102,8 @@ class Property:
     """Whether a smaller problem on which it fails says more."""
     of_ranks: bool = False
     """Whether it asks how ranks work together, so that more of them say more."""
+    mistakes: Callable[[Candidate], Sequence[OwnMistake]] = lambda candidate: ()
+    """A verdict counts only if some problem would have shown each of them, if it matters."""
 
     def __str__(self) -> str:
         return self.name
@@ -89,6 +126,7 @@ def property(
     of_ranks: bool = False,
     runs: int = 1,
     needs_adequacy: bool = False,
+    mistakes: Callable[[Candidate], Sequence[OwnMistake]] = lambda candidate: (),
 ) -> Callable[[Check], Property]:
     """Registers the decorated check as a property.
 
@@ -105,6 +143,8 @@ def property(
         runs: how often a check runs the candidate on every rank.
         needs_adequacy: whether a verdict counts only if the problems reach every coverage goal and
             kill every option mutant. That is for checks that compare outputs with the reference.
+        mistakes: those that it is there to find in a candidate. Problems are chosen that would show
+            them. Where none would, the verdict is INCONCLUSIVE.
 
     Raises:
         UsageError: if the name is taken, or the check has no docstring.
@@ -127,6 +167,7 @@ def property(
             of_ranks=of_ranks,
             runs=runs,
             needs_adequacy=needs_adequacy,
+            mistakes=mistakes,
         )
         return PROPERTIES[name]
 

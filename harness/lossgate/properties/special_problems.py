@@ -5,19 +5,45 @@ Each has a reference and noise of its own.
 """
 
 from dataclasses import replace
+from functools import partial
 from itertools import chain
+
+import torch
 
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.placement import takes_idle_ranks
 from lossgate.cases.untrained import without_trained
+from lossgate.declaration.candidate import Candidate
 from lossgate.problems.batch import GlobalBatch
-from lossgate.properties.registry import Checked, called, property
+from lossgate.properties.registry import Checked, OwnMistake, called, property
 from lossgate.specs.spec import Spec
+
+
+def _divisions_by_0(candidate: Candidate) -> list[OwnMistake]:
+    return [
+        OwnMistake(sentence=f"{name} divides as it is, though it may be 0", matters=partial(_is_taken_for_1, name))
+        for name in candidate.spec.names_of_counts
+    ]
+
+
+def _is_taken_for_1(name: str, case: Case) -> bool:
+    """Returns whether the reference takes a count for 1 that is 0 where nothing is trained.
+
+    A kernel that does not then computes 0 / 0. With an epsilon that is added to the count it would
+    not, nor with a reduction that does not divide.
+    """
+    bound, emptied = case.bound, _emptied(case)
+    if case.candidate.spec.reference is None or int(case.candidate.spec.counts(emptied.known)[name]):
+        return False
+    given = bound.batch.fields[name]
+    of_0, of_1, of_2 = (bound.loss_with({name: torch.full_like(given, count)})[0] for count in range(3))
+    return torch.equal(of_0, of_1) and not torch.equal(of_1, of_2)
 
 
 @property(
     "nothing-trained",
+    mistakes=_divisions_by_0,
     fits=lambda case: not bool(case.candidate.spec.trained_of(_emptied(case).known).any()),
     remedy="divide by a count that is clamped to 1, and give minima and maxima over nothing a value",
 )

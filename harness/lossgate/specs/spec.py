@@ -210,6 +210,12 @@ class Spec:
                     )
         return found
 
+    @cached_property
+    def names_of_counts(self) -> tuple[str, ...]:
+        """The fields that count the whole batch."""
+        declared = (name for name, own in fields_of(self.batch_type).items() if own.count is not None)
+        return tuple(dict.fromkeys(("valid_tokens", *declared)))
+
     def counted(self, batch: GlobalBatch) -> GlobalBatch:
         """Returns a batch with its counts computed anew."""
         return replace(batch, fields={**batch.fields, **self.counts(batch.known)})

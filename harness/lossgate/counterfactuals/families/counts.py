@@ -12,7 +12,7 @@ from torch import Tensor
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
 from lossgate.counterfactuals.families.sequence_sums import sums_sequences
 from lossgate.counterfactuals.setting import Fields, Setting
-from lossgate.counterfactuals.shares import counted, counts_of, rank_by_rank, reads_count
+from lossgate.counterfactuals.shares import counts_of, rank_by_rank, reads_count
 from lossgate.layout import Axis
 from lossgate.specs.spec import Spec, trained_by_mask
 
@@ -23,10 +23,10 @@ def counts(spec: Spec, head: str) -> Iterator[Counterfactual]:
     """Yields the mistakes of each count that the spec has, and of all at once."""
     if spec.reference is None:
         return
-    names = counted(spec)
+    names = spec.names_of_counts
     for name in names:
         yield from _wrong(name, spec)
-    groups = [(name,) for name in names] + ([tuple(names)] if len(names) > 1 else [])
+    groups = [(name,) for name in names] + ([names] if len(names) > 1 else [])
     for group in groups:
         for axes in _AXES:
             yield from _local(group, axes)
@@ -175,7 +175,7 @@ def _wrong(name: str, spec: Spec) -> Iterator[Counterfactual]:
     }
     if spec.trained is trained_by_mask:
         del others["the number of tokens in mask"]  # that is what valid_tokens counts
-    others |= {f"{other}": partial(_other_count, name, other) for other in counted(spec) if other != name}
+    others |= {f"{other}": partial(_other_count, name, other) for other in spec.names_of_counts if other != name}
     for what, change in others.items():
         yield mistake(
             f"{name} is {what}",
