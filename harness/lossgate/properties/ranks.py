@@ -2,7 +2,6 @@
 """Properties of how a batch is split: into microbatches, with more padding, with idle ranks."""
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Generic
 
 import torch
@@ -15,7 +14,7 @@ from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Partition
 from lossgate.problems.problem import Problem, ReductionOrder
 from lossgate.properties.own_counts import own_counts
-from lossgate.properties.registry import Checked, property
+from lossgate.properties.registry import Checked, OwnMistake, property
 from lossgate.specs.outputs import gradient_output
 from lossgate.worlds.base import RankContext, T, Task, World
 
@@ -31,12 +30,25 @@ def _split(case: Case) -> Problem:
     return replace(case.problem, layout=Layout(layout.dp * _AT_ONCE, layout.cp, layout.tp))
 
 
+def _mistakes(candidate: Candidate) -> list[OwnMistake]:
+    nothing_held = OwnMistake(
+        sentence="a microbatch without a token fails",
+        matters=lambda case: _takes_idle(case.candidate),
+        can_show=_leaves_one_empty,
+    )
+    return [nothing_held, *own_counts(_split, _AT_ONCE, candidate)]
+
+
+def _leaves_one_empty(case: Case) -> bool:
+    return not all(map(len, _split(case).partition.token_shards.values()))
+
+
 @property(
     "microbatches",
     applies=lambda candidate: _adds_up(candidate),
-    fits=lambda case: _takes_idle(case.candidate) or all(map(len, _split(case).partition.token_shards.values())),
+    fits=lambda case: _takes_idle(case.candidate) or not _leaves_one_empty(case),
     runs=2,
-    mistakes=partial(own_counts, _split, _AT_ONCE),
+    mistakes=_mistakes,
     remedy="divide by the counts that are given, which are those of the whole batch; keep nothing between calls",
 )
 def microbatches(case: Case) -> Checked:
