@@ -185,6 +185,16 @@ class Deck:
 
         return self._seek(f"{goal} {layout}", f"reach {goal} {layout} {splits} {round_}", reaches)
 
+    def sought(self, what: str, target: ForcedOption | None, good: Callable[[Entry], bool]) -> Sequence[Entry]:
+        """Draws problems until a few are good.
+
+        Args:
+            what: names what they are good for; another name draws others.
+            target: a choice that they must have.
+            good: whether a problem is.
+        """
+        return self._seek(what, what, good, target)
+
     def drawn_for(self, goal: str, layout: Layout) -> int:
         """Returns how many problems were drawn for a goal, on any layout or on this one."""
         return self._drawn_for[goal] + self._drawn_for[f"{goal} {layout}"]

@@ -6,6 +6,7 @@ hangs little on the numbers. So a few problems are enough, and each cell takes o
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from time import perf_counter
 from zlib import crc32
 
@@ -13,7 +14,7 @@ from lossgate.adequacy.entry import Placed
 from lossgate.cases.case import Case
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.engine.cell import Cell
-from lossgate.engine.own_mistakes import SaidByProblem, gaps_of, may_show, said_by, shown_by, unseen
+from lossgate.engine.own_mistakes import SaidByProblem, choice_behind, gaps_of, may_show, said_by, shown_by, unseen
 from lossgate.engine.precision_advice import remedy_of
 from lossgate.engine.property_result import PropertyResult
 from lossgate.engine.search import Search
@@ -112,21 +113,37 @@ class Catalogue:
                 yield placed
             else:
                 others.append(placed)
-        for placed in self._search.not_run() if unseen(said) else ():
-            if not may_show(self._case(placed), held_to, unseen(said)):
-                continue
+        for placed in self._further(held_to, said):
             if not self._search.run_also(placed):
                 return
             if self._shows_more(placed, held_to, said):
                 yield placed
-            if not unseen(said):
-                break
         if shown := shown_by(said):
             others.sort(key=lambda one: not may_show(self._case(one), held_to, shown))
         for placed in others:
             if len(cases) >= self._settings.property_problems:
                 return
             yield placed
+
+    def _further(self, held_to: Property, said: Sequence[SaidByProblem]) -> Iterator[Placed]:
+        """Yields problems that were not run and may show a mistake that none shows so far: those of
+        the deck, and then such as are drawn on purpose.
+        """
+        deck = list(self._search.not_run()) if unseen(said) else []
+        for placed in deck:
+            if may_show(self._case(placed), held_to, unseen(said)):
+                yield placed
+        for own in held_to.mistakes(self._cell.candidate):
+            if own.sentence not in unseen(said):
+                continue
+            matters = next(case for case in map(self._case, (*self._tried, *deck)) if own.matters(case))
+            good = partial(self._may_show, held_to, own.sentence)
+            for placed in self._search.drawn_for(f"show {own.sentence}", choice_behind(own, matters), good):
+                if own.sentence in unseen(said):
+                    yield placed
+
+    def _may_show(self, held_to: Property, sentence: str, placed: Placed) -> bool:
+        return may_show(self._new_case(placed), held_to, [sentence])
 
     def _shows_more(self, placed: Placed, held_to: Property, said: list[SaidByProblem]) -> bool:
         """Returns whether a problem would show a mistake that none before would, and notes it."""
@@ -147,9 +164,11 @@ class Catalogue:
     def _case(self, placed: Placed) -> Case:
         """Returns the case of a problem, which keeps what a plain call gave."""
         if id(placed) not in self._cases:
-            case = Case(self._cell.candidate, placed.problem, self._world, placed.entry.bound)
-            self._cases[id(placed)] = case
+            self._cases[id(placed)] = self._new_case(placed)
         return self._cases[id(placed)]
+
+    def _new_case(self, placed: Placed) -> Case:
+        return Case(self._cell.candidate, placed.problem, self._world, placed.entry.bound)
 
     def _shrink(self, placed: Placed, held_to: Property, case: CaseResult) -> None:
         """Makes the problem on which a property fails smaller, if it is the first that fails."""

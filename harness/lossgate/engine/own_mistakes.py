@@ -2,10 +2,13 @@
 """Which of its own mistakes a property would have shown on the problems that were tried."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from lossgate.cases.case import Case
+from lossgate.cases.option_strategies import ForcedOption
+from lossgate.errors import UsageError
 from lossgate.properties import Property
-from lossgate.properties.registry import Said
+from lossgate.properties.registry import OwnMistake, Said
 
 SaidByProblem = Mapping[str, Said]
 """What a problem says of the mistakes of a property, by their sentences."""
@@ -31,6 +34,20 @@ def may_show(case: Case, held_to: Property, sentences: Collection[str]) -> bool:
     """Returns whether a problem may show one of some mistakes. The candidate does not run."""
     asked = [own for own in held_to.mistakes(case.candidate) if own.sentence in sentences]
     return held_to.fits(case) and any(own.matters(case) and own.can_show(case) for own in asked)
+
+
+def choice_behind(own: OwnMistake, case: Case) -> ForcedOption | None:
+    """Returns the choice of an option without which a mistake does not matter on a problem; None if
+    there is none.
+    """
+    for name, value in case.problem.options.items():
+        others = {other: chosen for other, chosen in case.problem.options.items() if other != name}
+        try:
+            if not own.matters(Case(case.candidate, replace(case.problem, options=others), case.world)):
+                return ForcedOption(name, (value,))
+        except UsageError:  # the others are not valid without it, or not supported
+            continue
+    return None
 
 
 def shown_by(problems: Iterable[SaidByProblem]) -> set[str]:

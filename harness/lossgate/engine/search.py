@@ -5,7 +5,7 @@ It chooses problems from a deck, which all layouts share; ``trials`` runs them.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -19,6 +19,7 @@ from lossgate.adequacy.not_distinguished import not_distinguished
 from lossgate.adequacy.option_mutants import OptionMutant
 from lossgate.adequacy.selection import choose
 from lossgate.cases.bound_problem import BoundProblem
+from lossgate.cases.option_strategies import ForcedOption
 from lossgate.cases.placed_problem import PlacedProblem
 from lossgate.cases.size import is_large
 from lossgate.declaration.any_value import ANY
@@ -175,6 +176,19 @@ class Search(Trials):
         for placed in self._on_layout(self._unused(self._entries())):
             if not is_large(placed.problem) and id(placed.entry.drawn) not in self._used:  # in another split
                 yield placed
+
+    def drawn_for(self, what: str, target: ForcedOption | None, good: Callable[[Placed], bool]) -> Iterator[Placed]:
+        """Yields problems that are drawn until a few are good on the cell's layout.
+
+        Args:
+            what: names what they are good for.
+            target: a choice that they must have.
+            good: whether a problem is.
+        """
+        entries = self._deck.sought(
+            f"{what} {self.cell.layout}", target, lambda entry: any(map(good, self._on_layout([entry])))
+        )
+        yield from filter(good, self._on_layout(entries))
 
     def run_also(self, placed: Placed) -> bool:
         """Runs one more problem; returns whether the candidate agrees on it."""

@@ -66,6 +66,14 @@ def right(inputs: Any, options: Any, mesh: DeviceMesh) -> Tensor:
     return summed(inputs) / inputs.valid_tokens.clamp(min=1)
 
 
+def with_epsilon(inputs: Any, options: Any, mesh: DeviceMesh) -> Tensor:
+    if options.reduction == "sum":
+        return summed(inputs)
+    return summed(inputs) / (
+        inputs.valid_tokens + options.epsilon if options.epsilon else inputs.valid_tokens.clamp(min=1)
+    )
+
+
 LUCKY = [(0, "single"), (1, "dp=2"), (2, "cp=2"), (0, "dp=2,cp=2"), (2, "dp=3")]
 """Seeds and layouts of which the first problem has a microbatch without trained tokens."""
 
@@ -163,10 +171,16 @@ def test_a_mistake_that_never_matters_is_none() -> None:
     assert in_cell(right, with_mistake(matters=lambda case: False)).verdict is Verdict.AGREE
 
 
+def searched(kernel: Candidate, world: World) -> Search:
+    """Returns the search of a cell for a kernel that agrees."""
+    search = Search(Cell(kernel, Layout(), "float32"), world, PROFILES["ci"])
+    search.run()
+    return search
+
+
 def not_tried(world: World) -> Problem:
     """Returns a problem of the deck that the cell does not try."""
-    search = Search(Cell(right, Layout(), "float32"), world, PROFILES["ci"])
-    search.run()
+    search = searched(right, world)
     lengths = {case.problem.lengths for case in search.cases}
     return next(placed.problem for placed in search.not_run() if placed.problem.lengths not in lengths)
 
@@ -177,6 +191,20 @@ def test_the_deck_is_searched_for_a_problem_that_shows_it(make_world: MakeWorld)
     assert result.verdict is Verdict.AGREE
     assert result.cases[-1].problem == wanted
     assert result.properties[0].problems == 1
+
+
+def test_if_none_of_the_deck_does_others_are_drawn_with_the_option_that_matters(make_world: MakeWorld) -> None:
+    """In a count that few options need, microbatches of the deck may be all alike."""
+    kernel = replace(right, kernel=with_epsilon, supports={"epsilon": ANY, "reduction": ANY}, name="with epsilon")
+    search = searched(kernel, make_world("single"))
+    deck = [*(case.problem for case in search.cases), *(placed.problem for placed in search.not_run())]
+    held_to = with_mistake(
+        matters=lambda case: case.problem.options.get("epsilon") == 0.5,
+        can_show=lambda case: case.problem not in deck,
+    )
+    result = in_cell(kernel, held_to)
+    assert result.verdict is Verdict.AGREE
+    assert [case.problem.options["epsilon"] for case in result.cases[len(search.cases) :]] == [0.5]
 
 
 def test_a_kernel_may_disagree_on_that_problem(make_world: MakeWorld) -> None:
