@@ -129,14 +129,13 @@ class Catalogue:
         """Yields problems that were not run and may show a mistake that none shows so far: those of
         the deck, and then such as are drawn on purpose.
         """
-        deck = list(self._search.not_run()) if unseen(said) else []
-        for placed in deck:
+        for placed in list(self._search.not_run()) if unseen(said) else ():
             if may_show(self._case(placed), held_to, unseen(said)):
                 yield placed
         for own in held_to.mistakes(self._cell.candidate):
             if own.sentence not in unseen(said):
                 continue
-            matters = next(case for case in map(self._case, (*self._tried, *deck)) if own.matters(case))
+            matters = next(case for case in self._cases.values() if own.matters(case))
             good = partial(self._may_show, held_to, own.sentence)
             for placed in self._search.drawn_for(f"show {own.sentence}", choice_behind(own, matters), good):
                 if own.sentence in unseen(said):

@@ -207,6 +207,22 @@ def test_if_none_of_the_deck_does_others_are_drawn_with_the_option_that_matters(
     assert [case.problem.options["epsilon"] for case in result.cases[len(search.cases) :]] == [0.5]
 
 
+def test_what_matters_on_such_a_problem_alone_is_a_gap(make_world: MakeWorld) -> None:
+    search = searched(right, make_world("single"))
+    deck = [*(case.problem for case in search.cases), *(placed.problem for placed in search.not_run())]
+    drawn = OwnMistake(
+        sentence="it matters everywhere", matters=lambda case: True, can_show=lambda case: case.problem not in deck
+    )
+    there = OwnMistake(
+        sentence="it matters there", matters=lambda case: case.problem not in deck, can_show=lambda case: False
+    )
+    result = in_cell(right, replace(NOTHING_TRAINED, mistakes=lambda candidate: (drawn, there)))
+    assert result.verdict is Verdict.INCONCLUSIVE
+    assert [reason.partition("; ")[0] for reason in result.reasons] == [
+        "property nothing-trained: no problem would have shown a kernel in which it matters there"
+    ]
+
+
 def test_a_kernel_may_disagree_on_that_problem(make_world: MakeWorld) -> None:
     wanted = not_tried(make_world("single"))
 
