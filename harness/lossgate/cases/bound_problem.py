@@ -41,6 +41,7 @@ class BoundProblem:
         self.spec, self.problem = spec, problem.unsharded
         self.bound_spec = spec.bind(problem.options)
         self._references: dict[frozenset[Output], Mapping[Output, Tensor]] = {}
+        self._reads_count: dict[tuple[str, frozenset[Output]], bool] = {}
         self._mutated: dict[str, Mapping[Output, Tensor]] = {}
         self._derived: dict[str, BoundProblem] = {}
         self.tolerances: dict[Any, Tolerance] = {}
@@ -160,6 +161,22 @@ class BoundProblem:
         values = self.dense.token_values(self.bound_spec)
         with torch.no_grad():
             return self.bound_spec.returning(returned).loss(values, {**self.batch.known, **fields})
+
+    def reads_count(self, name: str, returned: Collection[Output] = ()) -> bool:
+        """Returns whether the loss hangs on a count, or a metric that is returned; False without a
+        loss.
+        """
+        key = name, frozenset(returned)
+        if key not in self._reads_count:
+            self._reads_count[key] = self.spec.reference is not None and self._hangs_on(name, returned)
+        return self._reads_count[key]
+
+    def _hangs_on(self, name: str, returned: Collection[Output]) -> bool:
+        found: list[list[Tensor]] = []
+        for more in (0, 7):
+            loss, metrics = self.loss_with({name: self.batch.fields[name] + more}, returned)
+            found.append([loss, *(metrics[o.name] for o in returned if o.kind == "metric")])
+        return any(float((one - other).abs()) > 1e-12 * float(one.abs()) for one, other in zip(*found, strict=True))
 
     def mutated(self, options: Mapping[str, Any]) -> Mapping[Output, Tensor]:
         """Computes the loss and gradients that other options would give."""

@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from lossgate.specs.heads import HEADS
 from lossgate.specs.outputs import LOGPROBS, LOSS, TOKEN_ENTROPY, Output, metric_output
 from lossgate.specs.token_values import TokenValues
 
-Part = tuple[float, Mapping[str, Tensor]]
+Part = tuple[float, Mapping[str, Any]]
 """A weight, and the fields that a part of the loss sees in place of the batch's."""
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lossgate.cases.reference import Part as Part
 from lossgate.counterfactuals.setting import Fields, Setting
 from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.logit_filter import LOGIT_FILTER
@@ -18,8 +19,6 @@ from lossgate.specs.outputs import Output
 from lossgate.specs.token_values import TokenValues
 
 Outputs = dict[Output, Tensor]
-Part = tuple[float, Fields]
-"""A weight, and the fields that this part of the loss sees in place of the whole batch's."""
 Stage = Callable[[Setting, Tensor], Tensor]
 
 Loss = Callable[[BoundSpec, TokenValues, Fields], tuple[Tensor, dict[str, Tensor]]]

@@ -65,12 +65,4 @@ def rank_by_rank(
 
 def reads_count(setting: Setting, name: str) -> bool:
     """Returns whether the loss of a problem hangs on a count, or a metric that is returned."""
-    return setting.spec.reference is not None and setting.once(f"reads {name}", lambda: _reads_count(setting, name))
-
-
-def _reads_count(setting: Setting, name: str) -> bool:
-    fields, found = setting.bound.batch.fields, list[list[Tensor]]()  # no padding
-    for more in (0, 7):
-        loss, metrics = setting.bound.loss_with({name: fields[name] + more}, setting.returned)
-        found.append([loss, *(metrics[o.name] for o in setting.returned if o.kind == "metric")])
-    return any(float((one - other).abs()) > 1e-12 * float(one.abs()) for one, other in zip(*found, strict=True))
+    return setting.bound.reads_count(name, setting.returned)

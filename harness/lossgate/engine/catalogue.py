@@ -99,8 +99,8 @@ class Catalogue:
         """Yields the problems on which a property is checked.
 
         First come those that would show a mistake of its own which none before would: of those that
-        were tried, and then of all others in the deck, which are tried now. If they are too few,
-        further ones follow, if possible such as may show a mistake.
+        were tried, and then of others, which are tried now. If they are too few, further ones
+        follow, if possible such as may show a mistake.
 
         Args:
             held_to: the property.

@@ -36,22 +36,13 @@ def own_counts(split: Split, at_once: int, candidate: Candidate) -> list[OwnMist
     return [
         OwnMistake(
             sentence=f"each of {at_once} microbatches counts {name} for itself, and they are {put_together}",
-            matters=partial(_is_read, name),
+            matters=lambda case, name=name: case.bound.reads_count(name),
             can_show=partial(_differs, split, at_once, name),
             shows=partial(_is_rejected, split, at_once, name, weight),
         )
         for name in candidate.spec.names_of_counts
         for put_together, weight in (("added up", 1.0), ("averaged", 1 / at_once))
     ]
-
-
-def _is_read(name: str, case: Case) -> bool:
-    """Returns whether the loss hangs on a count."""
-    bound = case.bound
-    if case.candidate.spec.reference is None:
-        return False
-    (own, _), (other, _) = bound.loss_with({}), bound.loss_with({name: bound.batch.fields[name] + 7})
-    return not _equal(own, other)
 
 
 def _differs(split: Split, at_once: int, name: str, case: Case) -> bool:

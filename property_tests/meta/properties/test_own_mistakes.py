@@ -223,6 +223,22 @@ def test_what_matters_on_such_a_problem_alone_is_a_gap(make_world: MakeWorld) ->
     ]
 
 
+def test_a_kernel_that_fails_while_a_problem_is_asked_is_told_so() -> None:
+    """It is called once more to know what it returns."""
+    seen = set[tuple[int, ...]]()
+
+    def kernel(inputs: Any, options: Any, mesh: DeviceMesh) -> Any:
+        call = (*inputs.labels.tolist(), *inputs.mask.tolist())
+        if call in seen:
+            raise ValueError("a second time")
+        seen.add(call)
+        return right.kernel(inputs, options, mesh)
+
+    result = in_cell(replace(right, kernel=kernel), MICROBATCHES)
+    assert result.verdict is Verdict.DISAGREE
+    assert "ValueError: a second time" in result.reasons[0]
+
+
 def test_a_kernel_may_disagree_on_that_problem(make_world: MakeWorld) -> None:
     wanted = not_tried(make_world("single"))
 
