@@ -66,6 +66,7 @@ def report(world: World, task: Any) -> tuple[str, str]:
         return type(failure).__name__, str(failure)
 
 
+@pytest.mark.slow(but=6)
 @pytest.mark.parametrize("fault", REPORTS)
 def test_what_is_reported(kind: str, fault: str) -> None:
     world = make_world(kind, LAYOUT, 3.0 if fault == "an endless loop" else TIMEOUT)
@@ -100,6 +101,7 @@ def test_torch_checks_calls_if_asked(gloo: World, monkeypatch: pytest.MonkeyPatc
     assert "mismatch" in message
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("end", ENDS)
 def test_a_rank_whose_process_ends(gloo: World, collective: str, end: str) -> None:
@@ -150,6 +152,7 @@ def random_fault(chance: Random) -> Task[Any]:
     return ends_at(chance.choice([*COLLECTIVES]), chance.choice([*ENDS]))
 
 
+@pytest.mark.slow
 def test_200_faults_in_a_row(gloo: World) -> None:
     """After each, ranks give the right sums: nothing of the fault is left in any group."""
     chance = Random(20261122)

@@ -36,6 +36,7 @@ def layouts_of(candidate: Candidate) -> list[Layout]:
     return [layout for layout in layouts if set(layout.axes) <= set(candidate.axes)]
 
 
+@pytest.mark.slow(but=8)
 @pytest.mark.parametrize(
     ("candidate", "layout"),
     [pytest.param(one, layout, id=f"{one.name}-{layout}") for one in OURS for layout in layouts_of(one)],
@@ -52,6 +53,7 @@ def test_our_kernels_agree(candidate: Candidate, layout: Layout) -> None:
             assert not wrong, problem.describe()
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("candidate", PLANTED, ids=lambda candidate: candidate.name)
 def test_planted_bugs_are_found_with_the_same_problem(candidate: Candidate) -> None:
     """Simulated ranks and processes shrink to one problem, with one finding."""

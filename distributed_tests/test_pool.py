@@ -90,6 +90,24 @@ def test_those_that_survive_are_kept(gloo: World) -> None:
     assert gloo.run(pid) == pids
 
 
+def test_one_that_gets_no_processor_for_a_while_survives_too(gloo: World) -> None:
+    """A rank has a second to stop, of its own time: on a busy machine others may take that long."""
+    pids = gloo.run(pid)
+
+    def raises(context: RankContext) -> None:
+        if context.rank == 1:
+            os.kill(pids[2], signal.SIGSTOP)
+            raise ValueError
+        dist.barrier()
+
+    later = threading.Timer(3.0, os.kill, (pids[2], signal.SIGCONT))
+    later.start()
+    with pytest.raises(RankRaised):
+        gloo.run(raises)
+    later.join()
+    assert gloo.run(pid) == pids
+
+
 def test_what_ranks_print_is_printed(
     gloo: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,6 +226,7 @@ def held(context: RankContext | None = None) -> tuple[int, int, float]:
     return len([*(own / "fd").iterdir()]), len([*(own / "task").iterdir()]), pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
+@pytest.mark.slow
 def test_nothing_leaks_over_1000_tasks(gloo: World) -> None:
     def fail(context: RankContext) -> None:
         raise ValueError
@@ -237,6 +256,7 @@ print(make_world("gloo", Layout(tp=2)).run(lambda context: context.rank))
 """
 
 
+@pytest.mark.slow
 def test_a_script_needs_no_guard(tmp_path: Path) -> None:
     """Python's multiprocessing would run it once more in each rank."""
     script = tmp_path / "script.py"
@@ -285,6 +305,7 @@ def test_what_a_task_leaves_changed_is_reported_and_restored(gloo: World) -> Non
     assert gloo.run(lambda context: torch.get_default_dtype()) == [torch.float32] * 4
 
 
+@pytest.mark.slow
 def test_groups_that_could_not_be_made_are_tried_again(gloo: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lossgate.worlds.processes.conductor._PATIENCE", {Begun: 20.0, Met: 3.0, Loaded: 20.0})
     gloo.run(healthy)
@@ -296,6 +317,7 @@ def test_groups_that_could_not_be_made_are_tried_again(gloo: World, monkeypatch:
     assert next(pool._numbers) > meeting + 1
 
 
+@pytest.mark.slow
 def test_groups_that_cannot_be_made_are_no_failure_of_the_kernel(gloo: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lossgate.worlds.processes.conductor._PATIENCE", {Begun: 20.0, Met: 3.0, Loaded: 20.0})
     monkeypatch.setattr("lossgate.worlds.processes.world._MEETINGS", 1)

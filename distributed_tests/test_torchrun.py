@@ -58,6 +58,7 @@ def test_stuck(rank_context):
 """
 
 
+@pytest.mark.slow
 def test_pytest(tmp_path: Path) -> None:
     """The last test leaves a rank in C code, where nothing but the end of its process ends it."""
     (tmp_path / "test_stuck.py").write_text(STUCK)
@@ -68,6 +69,7 @@ def test_pytest(tmp_path: Path) -> None:
     assert "5 passed, 2 skipped, 2 xfailed" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_planted_bug_is_one_report_and_the_same_problem(tmp_path: Path) -> None:
     four = [*TORCHRUN, "--nproc-per-node", "4", "-m", "lossgate"]
     given = ["verify", BUG, "--layout", "cp=2,tp=2", "--examples", "5", "--failures"]
@@ -128,6 +130,7 @@ SLOW = """
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_takes_a_while_to_stop_serves_the_next_test(tmp_path: Path) -> None:
     """It is asked to after a second. On a busy machine, a rank may wait as long for a core."""
     done = run_tests(tmp_path, two_tests(2, SLOW), ranks=2)
@@ -170,6 +173,7 @@ def two_agents(
     return [agent.returncode for agent in agents], [out for out, _ in said], [err for _, err in said]
 
 
+@pytest.mark.slow
 def test_two_agents_as_on_two_machines(tmp_path: Path) -> None:
     command = ["-m", "lossgate", "verify", "distributed_tests/planted_bugs.py:right", "--world", "torchrun"]
     command += ["--layout", "cp=2,tp=2", "--examples", "3", "--failures", str(tmp_path)]
@@ -179,6 +183,7 @@ def test_two_agents_as_on_two_machines(tmp_path: Path) -> None:
     assert out[1] == ""
 
 
+@pytest.mark.slow
 def test_machines_with_other_packages_are_refused(tmp_path: Path) -> None:
     paths = [tmp_path / "0", tmp_path / "1"]
     for node, path in enumerate(paths):
@@ -195,6 +200,7 @@ def test_machines_with_other_packages_are_refused(tmp_path: Path) -> None:
     assert err[0].count("exitcode  : 2 ") == 1, err[0]
 
 
+@pytest.mark.slow
 def test_without_the_world_torchrun_is_refused() -> None:
     done = run(*TORCHRUN, "--nproc-per-node", "2", "-m", "lossgate", "verify", BUG)
     message = "torchrun launched 2 processes, and each would do everything in world 'simulated'; add --world torchrun"

@@ -44,6 +44,7 @@ def world() -> World:
     return make_world("gloo", Layout(dp=RANKS), timeout=60.0)
 
 
+@pytest.mark.slow
 def test_every_wrapper_and_head() -> None:
     """One step of each cell of the table. ``ci/wrappers`` takes all options."""
     entries = table(full=False)
@@ -119,10 +120,12 @@ def _call_the_model_first(context: RankContext) -> float:
     return max(float((a - b).norm() / b.norm()) for a, b in zip(*gradients, strict=True))
 
 
+@pytest.mark.slow
 def test_a_function_may_call_the_model_in_whose_forward_it_runs(world: World) -> None:
     assert max(world.run(_call_the_model_first)) < 1e-5
 
 
+@pytest.mark.slow
 def test_options_of_a_step() -> None:
     plain = [Cell(wrapper, "plain", "tiled_token_logprobs") for wrapper in ("DDP, static_graph", "FSDP2", "ZeRO-3")]
     options = [{"microbatches": 2}, {"checkpointing": True}, {"empty": True}, {"dtype": "bfloat16"}]
@@ -157,6 +160,7 @@ def test_planted_bugs_are_seen(world: World) -> None:
         assert any(re.search(expected, text) for text in found), (bug, wrapper, found)
 
 
+@pytest.mark.slow
 def test_the_checks_see_logits_and_weights_that_are_not_sharded(world: World) -> None:
     cell = Cell("FSDP2", "plain", "dense")
     (steps,) = zip(*world.run(partial(run_steps, [cell])), strict=True)
@@ -176,6 +180,7 @@ def test_the_checks_see_logits_and_weights_that_are_not_sharded(world: World) ->
     ]
 
 
+@pytest.mark.slow
 def test_calls_outside_of_the_forward_are_refused_before_any_collective() -> None:
     """The table shows that the way out of each works: ``run_in_forward``, or to wrap the head."""
     with new_world() as world:
@@ -186,6 +191,7 @@ def test_calls_outside_of_the_forward_are_refused_before_any_collective() -> Non
             assert not collectives, misuse
 
 
+@pytest.mark.slow
 def test_gathered_weights_can_be_read_without_gradients() -> None:
     with new_world() as world:
         for wrapper in READERS:
@@ -204,6 +210,7 @@ def _read_a_head_with_a_norm(context: RankContext) -> float:
         return float((tiled_token_logprobs(head, hidden, labels).logprobs - expected).abs().max())
 
 
+@pytest.mark.slow
 def test_a_vector_of_a_gathered_head_is_taken_for_no_piece(world: World) -> None:
     assert max(world.run(_read_a_head_with_a_norm)) < 1e-5
 
@@ -238,6 +245,7 @@ def _leaf_twice(context: RankContext) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_limits_of_torch_and_deepspeed_that_the_docs_name(world: World) -> None:
     """They hold for a dense head. Should one be gone, the docs can say less."""
     for message in world.run(_no_sync_first):
@@ -246,6 +254,7 @@ def test_limits_of_torch_and_deepspeed_that_the_docs_name(world: World) -> None:
         assert another.run(_leaf_twice) == ["AssertionError"] * RANKS
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("options", "whole"),
     [({}, True), ({"use_rslora": True}, True), ({"use_dora": True}, False), ({"lora_bias": True}, False)],

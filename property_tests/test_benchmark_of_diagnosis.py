@@ -16,6 +16,7 @@ from lossgate.worlds import make_world
 SETTINGS = Settings(shrink_calls=20)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("name", "scope", "explains"),
     [

@@ -27,12 +27,14 @@ def test_a_process_that_ended_has_no_memory() -> None:
     assert memory_of(process.pid) == 0
 
 
+@pytest.mark.slow
 def test_a_kernel_that_was_not_judged_is_no_measurement(tmp_path: Path) -> None:
     (tmp_path / "empty.py").write_text("")
     with pytest.raises(RuntimeError, match=r"ended with 2:\n(.|\n)*no candidate"):
         judge(str(tmp_path / "empty.py"), real_size.SMALL)
 
 
+@pytest.mark.slow
 def test_the_command_prints_each_number_from_all_runs_and_from_few(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -61,6 +61,7 @@ def test_noise_is_that_of_float32(run: Run) -> None:
     assert run.baseline.allowed.amax() < 3e-5
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("fault", "first_out"),
     [

@@ -20,12 +20,18 @@ ROOT = Path(__file__).parents[1]
 PYTORCH = {candidate.name: candidate for candidate in load_candidates(str(ROOT / "ci/candidates/pytorch.py"))}
 KNOWN = [candidate for candidate in PYTORCH.values() if candidate.known_failure]
 
-test_cross_entropy = lossgate.suite(PYTORCH["torch_cross_entropy"], layouts=["single", "dp=2,cp=2"])
-test_linear_cross_entropy = lossgate.suite(PYTORCH["torch_linear_cross_entropy"], layouts=["single", "cp=2"])
-test_linear_cross_entropy_chunked = lossgate.suite(
-    PYTORCH["torch_linear_cross_entropy_chunked"], layouts=["single", "dp=2"]
+test_cross_entropy = pytest.mark.slow(but=1)(
+    lossgate.suite(PYTORCH["torch_cross_entropy"], layouts=["single", "dp=2,cp=2"])
 )
-test_loss_parallel = lossgate.suite(PYTORCH["torch_loss_parallel"], layouts=["single", "tp=2", "dp=2,tp=3"])
+test_linear_cross_entropy = pytest.mark.slow(but=1)(
+    lossgate.suite(PYTORCH["torch_linear_cross_entropy"], layouts=["single", "cp=2"])
+)
+test_linear_cross_entropy_chunked = pytest.mark.slow(but=1)(
+    lossgate.suite(PYTORCH["torch_linear_cross_entropy_chunked"], layouts=["single", "dp=2"])
+)
+test_loss_parallel = pytest.mark.slow(but=1)(
+    lossgate.suite(PYTORCH["torch_loss_parallel"], layouts=["single", "tp=2", "dp=2,tp=3"])
+)
 
 
 def test_the_accurate_policy_adds_up_a_bfloat16_loss_in_bfloat16() -> None:

@@ -56,6 +56,7 @@ def param(spec: Spec, *values: Any, name: str = "") -> Any:
 EACH_SPEC = pytest.mark.parametrize("spec", [param(spec) for spec in SPECS.values()])
 
 
+@pytest.mark.slow(but=10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("spec", "head"),
@@ -100,6 +101,7 @@ def test_a_divergence_that_is_all_but_0_may_be_rounded() -> None:
 # Wrong candidates
 
 
+@pytest.mark.slow(but=3)
 @EACH_SPEC
 def test_a_wrong_candidate_disagrees(spec: Spec) -> None:
     """The plainest bug of each spec is found, and shrunk."""
@@ -122,6 +124,7 @@ def _with_logits(spec: Spec) -> str:
     return "logits" if "logits" in spec.inputs else next(iter(spec.inputs))
 
 
+@pytest.mark.slow(but=10)
 @pytest.mark.parametrize(
     ("spec", "option"),
     [
@@ -173,6 +176,7 @@ def dpo_of_rewards(rewards: torch.Tensor, inputs: Any, options: Any) -> torch.Te
     return (losses * inputs.sample_mask[0::2]).sum() / (inputs.valid_sequences / 2).clamp(min=0.5)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("kernel", [rewards_of_differences, rewards_of_sums])
 def test_either_order_of_summation_agrees(kernel: Any) -> None:
     """The two orders round differently.

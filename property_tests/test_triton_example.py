@@ -39,6 +39,7 @@ agrees is shown by docs/how-to/gpu.md, whose commands are tested.
 """
 
 
+@pytest.mark.slow
 def test_every_defect_is_found(tmp_path: Path) -> None:
     """All are judged by one command, because loading takes most of its time."""
     text = EXAMPLE.read_text()
@@ -70,6 +71,7 @@ for kernel in (example._forward, example._backward):
 """
 
 
+@pytest.mark.slow
 def test_the_kernels_compile_for_a_gpu() -> None:
     """The interpreter takes more than the compiler does, such as annotated arguments."""
     done = python("-c", COMPILE, str(EXAMPLE.parent), interpret=False)
@@ -88,6 +90,7 @@ print(lossgate.compare(kernel, kernel, layouts=["single"], dtypes=["float32"], e
 """
 
 
+@pytest.mark.slow
 def test_the_interpreter_must_be_chosen_before_triton_is_imported() -> None:
     """A comparison runs in the process that asks for it; ``lossgate verify`` starts others."""
     done = python("-c", LATE, str(EXAMPLE), interpret=False)

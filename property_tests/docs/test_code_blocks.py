@@ -32,6 +32,7 @@ def test_every_page_is_found() -> None:
     } <= names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_blocks_run_and_show_their_output(page: Path, tmp_path: Path) -> None:
     needed = NEEDS.get(page.name)

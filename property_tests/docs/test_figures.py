@@ -30,6 +30,7 @@ def sections(page: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_known_failures_states_what_is_measured(measured: list[Figure]) -> None:
     texts = sections(KNOWN_FAILURES)
     assert [figure for figure in measured if not figure.holds] == []
@@ -61,6 +62,7 @@ def table(page: Path, corner: str) -> dict[str, dict[str, str]]:
     return {name: dict(zip(headings[1:], cells, strict=True)) for name, *cells in rows}
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("claim", ["packing", "cp"])
 def test_what_the_originals_claim(claim: str) -> None:
     """All figures but times are the same in every run; these claims are quick to measure."""

@@ -127,6 +127,7 @@ def verdict(losses: Callable[[Any], Tensor], precision: lossgate.Precision) -> V
     return run_cell(Cell(kernel, lossgate.Layout(), "bfloat16"), PROFILES["dev"]).verdict
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     ("losses", "precision"), list(zip(KERNELS, rows(), strict=True)), ids=lambda x: getattr(x, "__name__", "")
 )
@@ -134,11 +135,13 @@ def test_kernels_agree_with_what_the_table_declares(losses: Any, precision: loss
     assert verdict(losses, precision) is Verdict.AGREE
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("losses", [product, product_in_a_loop, cast_in_the_loop, all_in_bfloat16, in_forward])
 def test_kernels_that_declare_nothing_disagree(losses: Any) -> None:
     assert verdict(losses, lossgate.Precision()) is Verdict.DISAGREE
 
 
+@pytest.mark.slow(but=2)
 def test_a_loop_must_declare_its_sums() -> None:
     without = lossgate.Precision(logits="bfloat16", dlogits="bfloat16")
     assert verdict(product_in_a_loop, without) is Verdict.DISAGREE

@@ -80,6 +80,7 @@ def run(program: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, ...]:
     return loss.detach(), *torch.autograd.grad(loss, leaves)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does so
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_kernels_compile_in_one_graph(name: str) -> None:

@@ -85,6 +85,7 @@ def verdict(name: str, layout: str = "single", examples: int = 12) -> Verdict:
     ).verdict
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_wrong_filters_disagree(monkeypatch: pytest.MonkeyPatch, spec: str, mutant: str) -> None:
@@ -144,6 +145,7 @@ def test_wrong_chunks_disagree(monkeypatch: pytest.MonkeyPatch, mutant: str) -> 
     assert verdict("fused_vocab_parallel_logprobs", "tp=2") is Verdict.DISAGREE
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", ["fused_vocab_parallel_logprobs", *SPECS.values()])
 def test_the_kernels_themselves_agree(name: str) -> None:
     assert verdict(name) is Verdict.AGREE

@@ -38,9 +38,15 @@ OURS = {
     candidate.name: candidate for candidate in load_candidates(str(Path(__file__).parents[2] / "ci/candidates/ours.py"))
 }
 
-test_tiled_grpo_agrees = lossgate.suite(OURS["fused_tiled_grpo"], layouts=["dp=2,cp=2"], examples=12)
-test_tiled_token_logprobs_agree = lossgate.suite(OURS["fused_tiled_token_logprobs"], layouts=["dp=2,cp=2"], examples=12)
-test_tiled_clipped_pg_agrees = lossgate.suite(OURS["fused_tiled_clipped_pg"], layouts=["dp=2,cp=2"], examples=12)
+test_tiled_grpo_agrees = pytest.mark.slow(but=1)(
+    lossgate.suite(OURS["fused_tiled_grpo"], layouts=["dp=2,cp=2"], examples=12)
+)
+test_tiled_token_logprobs_agree = pytest.mark.slow(but=1)(
+    lossgate.suite(OURS["fused_tiled_token_logprobs"], layouts=["dp=2,cp=2"], examples=12)
+)
+test_tiled_clipped_pg_agrees = pytest.mark.slow(but=1)(
+    lossgate.suite(OURS["fused_tiled_clipped_pg"], layouts=["dp=2,cp=2"], examples=12)
+)
 
 
 @pytest.mark.parametrize("tiles", [1, 3, 7, 100])

@@ -293,6 +293,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("how", NAMES)
 def test_each_process_leaves_its_own_file(left: Path, how: str) -> None:
     names = NAMES[how]

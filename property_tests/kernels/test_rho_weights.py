@@ -251,6 +251,7 @@ MUTANTS: dict[str, Callable[..., RhoWeights]] = {
 }
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_of_the_weights_disagree(monkeypatch: pytest.MonkeyPatch, mutant: str) -> None:
     """The candidate ``fused_tiled_grpo`` computes weights before the loss."""

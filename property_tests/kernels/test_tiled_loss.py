@@ -56,8 +56,8 @@ OURS = {
     candidate.name: candidate for candidate in load_candidates(str(Path(__file__).parents[2] / "ci/candidates/ours.py"))
 }
 
-test_tiled_grpo_in_one_pass_agrees = lossgate.suite(
-    OURS["fused_tiled_grpo_in_one_pass"], layouts=["dp=2,cp=2"], examples=12
+test_tiled_grpo_in_one_pass_agrees = pytest.mark.slow(but=1)(
+    lossgate.suite(OURS["fused_tiled_grpo_in_one_pass"], layouts=["dp=2,cp=2"], examples=12)
 )
 
 
@@ -129,6 +129,7 @@ GRPO: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow(but=12)
 @pytest.mark.parametrize("tiles", [1, 3, 100])
 @pytest.mark.parametrize("rho", RHO)
 @pytest.mark.parametrize("options", GRPO)
@@ -594,6 +595,7 @@ CALLS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo looks at it.
 @pytest.mark.parametrize("name", CALLS)
 def test_compiled_code_leaves_it_as_it_is(name: str) -> None:

@@ -201,6 +201,7 @@ def _forward(kernel: str, head: nn.Module, hidden: Tensor, labels: Tensor) -> Te
     return tiled_loss(head, hidden, labels, lambda values, _: (values.logprobs.sum(), Metrics()))[0]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("width", "vocab"), [(1024, 4096), (64, 32768)], ids=["wide", "narrow"])
 @pytest.mark.parametrize("kernel", ["tiled_token_logprobs", "tiled_loss"])

@@ -70,6 +70,7 @@ def surviving(kernel: str, **settings: int) -> CellResult:
     return run_cell(Cell(KERNELS[kernel], Layout(), "bfloat16"), Settings(**settings))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_problems_that_are_advised_kill_mutants() -> None:
     """The first advice is for so many problems as tell more, and the second for enough."""
     given, survive = [1], list[int]()
@@ -94,6 +95,7 @@ def close(examples: int, dtype: str = "bfloat16", loss: str = "low_loss") -> lis
     return [reason for reason in reasons if reason.startswith("a kernel that computes temperature=1.01 as 1.0")]
 
 
+@pytest.mark.slow
 def test_choices_that_rounding_hides_are_told() -> None:
     """Twice as many problems do not help, and a finer dtype does."""
     (said,) = close(40)
@@ -135,6 +137,7 @@ def test_what_a_mutant_changes_is_told_if_no_problem_tells_its_scale() -> None:
 # Outputs that are zero, and goals
 
 
+@pytest.mark.slow
 def test_an_output_that_is_always_zero_needs_another_choice() -> None:
     """The label's log-probability is 0 if only the largest is kept."""
     kernel = dense_candidate(SPECS["token_logprobs"], "logits")

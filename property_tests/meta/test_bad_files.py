@@ -185,6 +185,7 @@ PYTHON_M = [sys.executable, "-m", "lossgate"]
 TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node=1", "-m", "lossgate"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("start", "world"), [(PYTHON_M, "simulated"), (PYTHON_M, "gloo"), (TORCHRUN, "torchrun")])
 def test_a_file_named_like_torch_in_the_working_folder(start: list[str], world: str, tmp_path: Path) -> None:
     for name in ("torch.py", "rich.py"):
@@ -230,6 +231,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("end", ["import posix; posix._exit(0)", "os.abort()"])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_survives_an_import(

@@ -15,6 +15,7 @@ from property_tests.meta.evidence_lines import cells_in, records_in
 FEW = ("--layout", "single", "--dtype", "float32", "--examples", "5")
 
 
+@pytest.mark.slow
 def test_a_run_is_written_from_its_start_to_its_end(folder: Path, lossgate: Lossgate) -> None:
     lossgate("verify", "kernels.py:right", *FEW, "--seed", "7", "--evidence", "out.jsonl")
     run, cell, end = records_in(folder / "out.jsonl")
@@ -35,6 +36,7 @@ def test_runs_add_to_a_file(folder: Path, lossgate: Lossgate) -> None:
     assert len(cells_in(folder / "out.jsonl")) == 2
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("file", "reason"),
     [
@@ -75,6 +77,7 @@ def test_a_disagreement_wins_over_lost_evidence(lossgate: Lossgate) -> None:
     assert lossgate("verify", "kernels.py:wrong", *FEW, "--evidence", "no/such/folder.jsonl").returncode == 1
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_matrix_are_the_matrix(folder: Path, lossgate: Lossgate) -> None:
     arguments = ("verify", "kernels.py:right", "--ranks", "2", "--examples", "2", "--property", "agreement")
     lossgate(*arguments, "--evidence", "whole.jsonl")

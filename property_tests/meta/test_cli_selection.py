@@ -100,6 +100,7 @@ def test_a_run_that_fails_fast_goes_on_while_cells_agree(lossgate: Lossgate) -> 
     assert "stopped" not in done.stdout
 
 
+@pytest.mark.slow
 def test_only_some_candidates_and_cells_are_verified(folder: Path, lossgate: Lossgate) -> None:
     done = lossgate(
         "verify", "noisy.py", "--only", "right", "--only", "doubled", "-k", "single or dp=3", "--evidence", "out.jsonl"

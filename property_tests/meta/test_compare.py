@@ -56,6 +56,7 @@ CONCLUSIONS = {
 }
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("which", CONCLUSIONS)
 def test_conclusions(which: str) -> None:
     one, other, conclusion = CONCLUSIONS[which]
@@ -109,6 +110,7 @@ def test_right_kernels_pass_the_check() -> None:
     lossgate.compare(FUSED, ONLINE, examples=4, **HERE).check()
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "spec", [pytest.param(spec, marks=pytest.mark.xdist_group(spec)) for spec in ("dpo", "grpo", "token_logprobs")]
 )
@@ -124,6 +126,7 @@ def test_every_kind_of_spec(spec: str) -> None:
     assert lossgate.compare(dense, wrong, **settings).cells[0].conclusion == "they differ: wrong is wrong"
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("dtype", "kernels"),
     [
@@ -234,6 +237,7 @@ def test_labels_that_a_filter_leaves_out_do_not_differ(make_world: MakeWorld) ->
     assert left_out
 
 
+@pytest.mark.slow
 def test_a_difference_too_small_for_one_problem_shows_over_many() -> None:
     """0.3% of a bfloat16 gradient is less than one rounding; pooled, it is a difference."""
     style = STYLES["bfloat16"][0]
@@ -273,6 +277,7 @@ def test_problems_suit_both() -> None:
     assert not any(p.bias for p in problems)
 
 
+@pytest.mark.slow
 def test_problems_keep_clear_of_kinks_as_the_coarser_needs() -> None:
     """The problems suit both, whichever of the two rounds more coarsely."""
     fine, coarse = (KERNELS[f"grpo_hidden_{end}"] for end in ("minimum_float32", "minimum_coarse_logits"))
@@ -292,6 +297,7 @@ def test_kernels_of_one_name_are_reported_apart() -> None:
     assert found.names == ("fused (a)", "fused (b)")
 
 
+@pytest.mark.slow
 def test_another_seed_draws_other_problems() -> None:
     def problems(**settings: Any) -> set[Problem]:
         found = lossgate.compare(FUSED, ONLINE, examples=2, **HERE, **settings)

@@ -103,6 +103,7 @@ def results(file: Path, *names: str, settings: Settings = SETTINGS) -> Iterator[
         yield from (event.result for event in events if isinstance(event, CellFinished))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("name", "how"),
     [
@@ -135,6 +136,7 @@ def test_an_exit_that_python_sees_is_an_exception_of_the_kernel(file: Path) -> N
     assert result.reasons[0].startswith("rank 0 raised SystemExit: 0")
 
 
+@pytest.mark.slow
 def test_code_that_holds_the_lock_of_python_is_ended(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lossgate.engine.child._GRACE", 2.0)
     held, right = results(file, "hold", "right", settings=Settings(**{**vars(SETTINGS), "timeout": 1.0}))
@@ -142,6 +144,7 @@ def test_code_that_holds_the_lock_of_python_is_ended(file: Path, monkeypatch: py
     assert "CRASH" not in " ".join(right.reasons)
 
 
+@pytest.mark.slow
 def test_what_a_candidate_leaves_changed_reaches_no_other(file: Path) -> None:
     _, found, _, found_no_thread = results(file, "leaves", "finds", "threads", "finds no thread")
     assert (found.failure, found_no_thread.failure) == (None, None)
@@ -259,6 +262,7 @@ def test_a_replay_whose_process_is_lost_is_no_verdict(folder: Path, lossgate: Lo
 AGREED = "in a fresh process this problem agreed in 20 of 20 calls"
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("name", "reported"),
     [
@@ -295,6 +299,7 @@ def test_a_crash_has_evidence_and_a_line_that_replays_it(file: Path, lossgate: L
     assert "SIGSEGV" in gate.stdout
 
 
+@pytest.mark.slow
 def test_a_replay_makes_the_calls_that_the_failure_needs(file: Path, lossgate: Lossgate) -> None:
     done = lossgate("verify", f"{file}:after thirty", "--layout", "single", "--examples", "40")
     replay = next(line for line in done.stdout.splitlines() if line.startswith("  replay: ")).split()[2:]

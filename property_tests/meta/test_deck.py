@@ -75,6 +75,7 @@ def test_a_deck_has_a_problem_for_each_goal_and_each_mutant(candidate: Candidate
     assert required_goals(candidate, Layout(), dtype).keys() - reached <= SHARDING_GOALS.keys()
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize(("candidate", "dtype"), DECKS, ids=IDS)
 def test_a_deck_reaches_the_goals_of_layouts(candidate: Candidate, dtype: str, layout: Layout) -> None:

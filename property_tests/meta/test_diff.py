@@ -319,6 +319,7 @@ def test_diff_as_a_process_without_torch(folder: Path) -> None:
     assert done.stdout.startswith("disagree now (1)\n")
 
 
+@pytest.mark.slow
 def test_less_examples_of_a_real_kernel_are_seen(folder: Path, lossgate: Lossgate) -> None:
     few = ("verify", "kernels.py:right", "--layout", "single", "--dtype", "float32", "--evidence")
     lossgate(*few, "a.jsonl", "--examples", "20")

@@ -61,6 +61,7 @@ def drawn_in_a_fresh_process(folder: Path, *imported: str) -> dict[str, list[Any
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_imported_modules_do_not_change_what_is_drawn(tmp_path: Path) -> None:
     """They would with Hypothesis's own provider, which collects the constants in their source."""
     numbers = "\n".join(f"C{n} = {n * 211}" for n in range(2, 300))

@@ -65,6 +65,7 @@ def verify(file: Path) -> Verify:
     return run
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("mode", "kept"), [("wrong", "agreement"), ("writes", "inputs-kept")])
 @pytest.mark.parametrize("verdict", [Verdict.AGREE, Verdict.INCONCLUSIVE])
 def test_a_problem_of_an_earlier_run_that_still_disagrees(

@@ -188,6 +188,7 @@ def test_goals_that_are_out_of_reach_are_not_asked_for() -> None:
 # Verdicts
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("layout", ["single", "dp=4"])
 def test_a_kernel_that_needs_what_it_says_agrees(layout: str) -> None:
     def strict(inputs: Any, options: Any, mesh: Any) -> Tensor:
@@ -203,6 +204,7 @@ def test_a_kernel_that_needs_what_it_says_agrees(layout: str) -> None:
 NEEDS = {"advantages_per": OF_SEQUENCES, "empty": FULL}
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("without", NEEDS)
 def test_a_kernel_that_does_not_say_it_disagrees(without: str) -> None:
     def strict(inputs: Any, options: Any, mesh: Any) -> Tensor:
@@ -224,6 +226,7 @@ def test_a_mistake_beside_what_is_excluded_is_found() -> None:
     assert verify(declared(wrong, advantages_per=OF_SEQUENCES)).verdict is Verdict.DISAGREE
 
 
+@pytest.mark.slow
 def test_who_excludes_too_much_is_inconclusive() -> None:
     """Without clipped ratios nothing tells DAPO from CISPO."""
     narrow = Excluded("everywhere", "extreme", because="so")

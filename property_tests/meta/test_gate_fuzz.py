@@ -137,6 +137,7 @@ def test_untouched_files_are_judged_as_expected(folder: Path, name: str) -> None
     assert opens(folder, text_of(name), policy_for(name)) == EVIDENCE[name][1]
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("name", EVIDENCE)
 def test_mutated_evidence_opens_no_gate(folder: Path, name: str) -> None:
     """7,200 files."""

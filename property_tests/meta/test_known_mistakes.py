@@ -91,6 +91,7 @@ def test_problems_are_added_for_mistakes_that_the_first_ones_could_not_show(monk
     assert "bias ignored" in more.mistakes.seen.keys() - few.mistakes.seen.keys()
 
 
+@pytest.mark.slow
 def test_what_changes_one_problem_is_asked_about_until_another_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may change nothing on many problems in between: a clip acts on few."""
     monkeypatch.setattr(Oracle, "rejects", lambda *given: torch.zeros(len(given[2]), dtype=torch.bool))

@@ -81,6 +81,7 @@ def test_choices_that_are_never_valid_together_with_the_others_are_left_out() ->
     assert result.not_distinguished == ()
 
 
+@pytest.mark.slow
 def test_near_choices_of_which_one_is_never_valid_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing compared them, and no kernel can take one for the other."""
     right = supporting(epsilon=(0.0, 1e-8))

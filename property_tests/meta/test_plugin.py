@@ -49,6 +49,7 @@ def user(pytester: pytest.Pytester) -> pytest.Pytester:
     return pytester
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("workers", [(), ("-n", "2")])
 def test_items_evidence_and_failures(
     user: pytest.Pytester, workers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -152,6 +153,7 @@ def test_evidence_that_is_lost_on_the_way_is_no_success(user: pytest.Pytester, m
     result.stdout.fnmatch_lines(["lossgate: the disk is full; this run leaves no evidence that a gate accepts"])
 
 
+@pytest.mark.slow
 def test_the_profile_of_the_command_line_wins(user: pytest.Pytester) -> None:
     result = user.runpytest_inprocess("-p", "no:cacheprovider", "-k", "few", "--lossgate-profile", "dev")
     result.assert_outcomes(passed=1)

@@ -98,6 +98,7 @@ def test_tp_ranks_hold_their_rows_of_the_weight() -> None:
 BELOW = {"dpo": ("near", "far", "equal", "model"), "grpo": ("near", "equal"), "clipped_pg": ("near", "equal")}
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("spec", BELOW)
 def test_reference_log_probabilities_are_not_above_0(spec: str) -> None:
     plain = candidate(spec, head="hidden", name="plain")(lambda inputs, options, mesh: inputs.hidden.sum())
@@ -120,6 +121,7 @@ def verdict(kernel: Candidate, layout: str, dtype: str = "float32") -> Verdict:
     return found.verdict
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("dtype", PRECISION)
 @pytest.mark.parametrize("layout", ["single", "dp=2"])
 def test_a_kernel_that_computes_them_agrees(layout: str, dtype: str) -> None:

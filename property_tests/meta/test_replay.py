@@ -44,6 +44,7 @@ def failed(folder: Path, lossgate: Lossgate) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_mended_kernel_is_said_to_be_mended(failed: Path) -> None:
     assert replayed(failed).stdout.endswith(f"{EXACT}\n")
     change(failed, "1.0")
@@ -53,6 +54,7 @@ def test_a_mended_kernel_is_said_to_be_mended(failed: Path) -> None:
     assert done.stdout.endswith(f"{MENDED}\n")
 
 
+@pytest.mark.slow
 def test_a_kernel_with_other_numbers_still_disagrees(failed: Path) -> None:
     change(failed, "1.02")
     done = replayed(failed)
@@ -70,6 +72,7 @@ def edit(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
+@pytest.mark.slow
 def test_a_replay_shows_the_cause_that_verify_named(failed: Path, lossgate: Lossgate) -> None:
     """To whoever gets the file: only verify looks for it."""
     verified = lossgate("verify", "kernels.py:wrong", *FEW).stdout
@@ -84,6 +87,7 @@ def test_a_replay_shows_the_cause_that_verify_named(failed: Path, lossgate: Loss
     assert lines[-1] == EXACT
 
 
+@pytest.mark.slow
 def test_what_was_the_cause_is_not_said_of_another_failure(failed: Path, lossgate: Lossgate) -> None:
     """Nor of another kernel or problem, nor where the failure is gone."""
     file = failure_in(failed)
@@ -107,6 +111,7 @@ def test_what_was_the_cause_is_not_said_of_another_failure(failed: Path, lossgat
     assert "verify said" not in again.stdout
 
 
+@pytest.mark.slow
 def test_a_kernel_that_fails_otherwise_says_so(failed: Path) -> None:
     file = failed / "kernels.py"
     file.write_text(file.read_text() + "\nwrong = lossgate.candidate('nll', head='logits', name='wrong')(shapeless)\n")
@@ -121,6 +126,7 @@ def test_a_kernel_that_fails_otherwise_says_so(failed: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_other_versions_are_named_where_the_failure_is_gone(
     failed: Path, lossgate: Lossgate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +144,7 @@ def test_other_versions_are_named_where_the_failure_is_gone(
     )
 
 
+@pytest.mark.slow
 def test_nothing_is_said_to_be_mended_on_another_problem(failed: Path) -> None:
     file = failure_in(failed)
     values = json.loads(file.read_text())
@@ -147,6 +154,7 @@ def test_nothing_is_said_to_be_mended_on_another_problem(failed: Path) -> None:
     assert "the problem is not known to be the one with which the file was written" in replayed(failed).stdout
 
 
+@pytest.mark.slow
 def test_a_kernel_that_failed_where_nothing_is_trained_is_mended(folder: Path, lossgate: Lossgate) -> None:
     """The reference is 0 there. That a problem says little does not hide that its failure is
     gone.
@@ -160,6 +168,7 @@ def test_a_kernel_that_failed_where_nothing_is_trained_is_mended(folder: Path, l
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, MENDED)
 
 
+@pytest.mark.slow
 def test_all_failure_files_of_a_folder(failed: Path, lossgate: Lossgate) -> None:
     assert lossgate("verify", "kernels.py:shapeless", *FEW).returncode == 1
     (failed / ".lossgate/broken.json").write_text("{}")
@@ -233,6 +242,7 @@ def naming(file: Path, candidate: str) -> str:
     return str(file)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("flags", [(), ("--script", "script.py")], ids=["replay", "script"])
 def test_code_outside_the_working_folder_is_not_run(
     failed: Path, lossgate: Lossgate, tmp_path_factory: pytest.TempPathFactory, flags: tuple[str, ...]
@@ -288,6 +298,7 @@ def test_the_command_that_verify_shows_runs(failed: Path, lossgate: Lossgate, mo
 # Files of earlier runs
 
 
+@pytest.mark.slow
 def test_the_failure_files_of_a_cell_that_agrees_are_removed(failed: Path) -> None:
     """Those of other cells, of other candidates, and those that somebody edited or renamed stay."""
     text = failure_in(failed).read_text()
@@ -317,6 +328,7 @@ def test_a_cell_that_still_fails_keeps_one_file(failed: Path) -> None:
 HIDING = KERNELS.replace("1.01 if inputs.labels.numel() > 2", "1.01 if {some}")
 
 
+@pytest.mark.slow
 def test_a_kernel_that_disagrees_on_the_problem_of_an_earlier_run_disagrees(folder: Path, lossgate: Lossgate) -> None:
     """A run with fewer problems, or another seed, need not find the failure again."""
     (folder / "kernels.py").write_text(HIDING.format(some="inputs.labels.numel() > 2"))
@@ -339,6 +351,7 @@ def test_a_kernel_that_disagrees_on_the_problem_of_an_earlier_run_disagrees(fold
         assert Problem.from_builtins(kept) == Problem.from_builtins(problem)
 
 
+@pytest.mark.slow
 def test_known_failures_stay(failed: Path) -> None:
     """Also where another candidate declares the file its own, in the folder of failures."""
     file = failure_in(failed)
@@ -352,6 +365,7 @@ def test_known_failures_stay(failed: Path) -> None:
     assert file.exists()
 
 
+@pytest.mark.slow
 def test_nothing_but_failure_files_appears_in_the_folder_of_the_user(folder: Path) -> None:
     """Making a problem smaller had Hypothesis write a folder of its own."""
     assert in_a_process(folder, "verify", "kernels.py:wrong", *FEW).returncode == 1

@@ -51,6 +51,7 @@ def run_script(script: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("layout", ["single", "cp=2"])
 def test_a_script_shows_what_is_wrong_until_it_is_mended(tmp_path: Path, layout: str) -> None:
     result = verified(tmp_path, "2", layout)
@@ -70,6 +71,7 @@ def test_a_script_shows_what_is_wrong_until_it_is_mended(tmp_path: Path, layout:
     assert "wrong" not in mended.stdout
 
 
+@pytest.mark.slow
 def test_a_script_makes_the_calls_that_come_before(tmp_path: Path) -> None:
     """Every call but the first is wrong."""
     result = verified(tmp_path, "min(len(CALLS), 2)", "single")
@@ -88,6 +90,7 @@ def candidate_of(source: str) -> Candidate:
     return load_candidates(source)[0] if ":" in source else getattr(dense_candidates, source)
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("layout", ["dp=2,cp=2,tp=2", "dp=3", "cp=3", "tp=3"])
 @pytest.mark.parametrize(
     "source",

@@ -278,6 +278,7 @@ def test_a_log_of_ci_has_no_control_characters(
         assert not re.search(r" $", plain, re.MULTILINE)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("ci", ["", "true"])
 def test_a_terminal_has_a_bar_that_is_gone_at_the_end_and_in_ci_it_has_none(folder: Path, ci: str) -> None:
     """A pseudo-terminal, as ``docker run -t`` and some CI systems have."""

@@ -192,6 +192,7 @@ def test_a_kernel_that_always_raises_is_shown_on_the_simplest_problem() -> None:
     assert (problem.tokens, problem.outliers, problem.forced_labels, problem.seed) == (1, (), (), 0)
 
 
+@pytest.mark.slow
 def test_no_gaps_are_filled_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     found = search(RIGHT)
     found.failure = found.cases[0]

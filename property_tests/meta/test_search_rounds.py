@@ -26,6 +26,7 @@ def rounds(candidate: Candidate, layout: Layout, examples: int, count: int) -> t
     return found, counts
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("split", ["even", "balanced"])
 def test_no_problem_is_run_twice(split: str) -> None:
     nll = replace(dense_candidate(SPECS["nll"], "logits"), supports={"vocab_split": split})
@@ -34,6 +35,7 @@ def test_no_problem_is_run_twice(split: str) -> None:
     assert len(set(texts)) == len(texts)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("examples", [20, 60, 100])
 def test_each_round_runs_as_many_problems_again(examples: int) -> None:
     nll = replace(dense_candidate(SPECS["nll"], "logprobs"), supports={})

@@ -32,6 +32,7 @@ def processes_of(session: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     ("world", "jobs", "ends"),

@@ -173,6 +173,7 @@ def test_failure(simulated_ranks):
 """
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("workers", [(), ("-n", "2")])
 def test_a_failing_test_shows_the_rank_and_no_frames_of_lossgate(
     pytester: pytest.Pytester, workers: tuple[str, ...]

@@ -14,6 +14,7 @@ from property_tests.meta.command_line import Lossgate
 EVERY = [(name, head) for name, spec in SPECS.items() for head in spec.inputs]
 
 
+@pytest.mark.slow
 def test_a_first_candidate_agrees_and_so_does_its_test(folder: Path, lossgate: Lossgate) -> None:
     done = lossgate("init", "grpo", "--head", "hidden")
     assert done.returncode == 0
@@ -47,6 +48,7 @@ def test_it_names_every_option_and_its_default(folder: Path, lossgate: Lossgate)
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("spec", "head"), [("softcap", "logits"), ("dpo", "hidden"), ("token_logprobs", "logits")])
 def test_some_of_them_are_verified_here(spec: str, head: str, lossgate: Lossgate) -> None:
     """With masked ids of -100, pairs, and no loss."""

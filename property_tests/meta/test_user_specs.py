@@ -122,6 +122,7 @@ def test_a_wrong_kernel_is_caught_shrunk_and_replayed(tmp_path: Path, run: Run) 
     assert re.search(r"right.*focal.*hidden.*dp, cp.*gamma any", listed.stdout), listed.stdout
 
 
+@pytest.mark.slow
 def test_a_failure_whose_kernel_is_gone_says_so(tmp_path: Path, run: Run) -> None:
     file = write(tmp_path / "focal.py", FOCAL)
     done = run("verify", "focal.py:detached", "--layout", "single", *SMALL, code=1)
@@ -142,6 +143,7 @@ test_detached = lossgate.suite(detached, layouts=["single"], dtypes=["float32"],
 """
 
 
+@pytest.mark.slow
 def test_suite_under_xdist(tmp_path: Path, run: Run) -> None:
     write(tmp_path / "focal.py", FOCAL)
     write(tmp_path / "test_focal.py", TESTS)
@@ -161,6 +163,7 @@ def test_suite_under_xdist(tmp_path: Path, run: Run) -> None:
 ON_PROCESSES = ("--layout", "dp=2", *SMALL, "--jobs", "2", "--world", "gloo", "--ranks", "2")
 
 
+@pytest.mark.slow
 def test_a_spec_in_a_neighbour_file(tmp_path: Path, run: Run) -> None:
     write(tmp_path / "losses.py", SPEC)
     write(tmp_path / "kernels.py", kernels("focal", "from losses import focal"))
@@ -172,6 +175,7 @@ def test_a_spec_in_a_neighbour_file(tmp_path: Path, run: Run) -> None:
     assert EXACT in run("replay", str(tmp_path / file), "--trust", at=elsewhere, code=1).stdout
 
 
+@pytest.mark.slow
 def test_a_spec_of_a_package_that_offers_it_by_an_entry_point(tmp_path: Path, run: Run) -> None:
     (entry,) = (block.text for block in BLOCKS if "entry-points" in block.text)
     name, value = re.findall(r'^(\w+) = "(.+)"$', entry, re.MULTILINE)[0]
@@ -282,6 +286,7 @@ PROCESSES: dict[str, tuple[Callable[[str], tuple[tuple[str, ...], str]], str]] =
 """How Python is given code that has no file, and how it calls the place."""
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("how", PROCESSES)
 def test_code_without_a_file(how: str, run: Run) -> None:
     """What runs in this process works, and the rest says what to do."""
@@ -369,6 +374,7 @@ def test_two_specs_of_one_name_in_a_file_are_refused(tmp_path: Path) -> None:
         load_candidates(str(file))
 
 
+@pytest.mark.slow
 def test_two_specs_of_one_name_in_two_folders_are_kept_apart(tmp_path: Path, run: Run) -> None:
     """Each kernel is judged by the spec in its own folder, though both import it alike."""
     for folder, spec in (("a", SPEC), ("b", SPEC.replace("losses = -(", "losses = -1.5 * ("))):

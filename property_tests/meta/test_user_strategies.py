@@ -66,6 +66,7 @@ def test_a_right_candidate_passes_its_check(problem: DrawnProblem) -> None:
     problem.check(FUSED)
 
 
+@pytest.mark.slow
 def test_a_wrong_candidate_is_reported_on_a_small_problem() -> None:
     wrong = replace(BUGS["cp gradient x cp"].put_into(FUSED), name="wrong")
 
@@ -83,6 +84,7 @@ def test_a_wrong_candidate_is_reported_on_a_small_problem() -> None:
     assert "problem=DrawnProblem.from_json('{" in shown
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize(("spec", "head"), EVERY, ids=[f"{spec.name}-{head}" for spec, head in EVERY])
 def test_every_spec_on_every_layout(spec: Any, head: str) -> None:
     dense = dense_candidate(spec, head)

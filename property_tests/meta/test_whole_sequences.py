@@ -197,6 +197,7 @@ def group(spec: str, *values: Any) -> Any:
     return pytest.param(spec, *values, id="-".join((spec, *values)), marks=pytest.mark.xdist_group(spec))
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("spec", [group(spec) for spec in SPECS])
 @EITHER
 def test_a_right_candidate_agrees(spec: str, tokens: Tokens) -> None:
@@ -206,6 +207,7 @@ def test_a_right_candidate_agrees(spec: str, tokens: Tokens) -> None:
 HAVE_NO_SHIFTED_FIELDS = ("dpo", "nll")
 
 
+@pytest.mark.slow(but=8)
 @pytest.mark.parametrize(
     ("spec", "bug"),
     [
@@ -230,6 +232,7 @@ def test_padding_between_sequences_is_asked_for_on_a_single_rank(seed: int) -> N
     assert found.verdict is Verdict.DISAGREE
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.xdist_group("token_logprobs")
 @EITHER
 def test_whole_sequences_may_be_returned(tokens: Tokens) -> None:

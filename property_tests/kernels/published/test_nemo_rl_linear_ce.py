@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -155,6 +156,7 @@ def leaves(rows: dict[str, Tensor], which: slice = slice(None)) -> tuple[Tensor,
     return rows["hidden"][:, which].clone().requires_grad_(), rows["weight"].clone().requires_grad_(), labels
 
 
+@pytest.mark.slow
 def test_the_unfused_path_agrees() -> None:
     """Logits are formed and the same losses follow, as without the fusion."""
     hidden, weight, labels = leaves(batch())

@@ -207,6 +207,7 @@ def settings() -> list[tuple[str, str, str]]:
     return two + [(name, layout, "[1, T]") for name in ("sampling", "near the old policy") for layout in LAYOUTS[3:5]]
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize(("name", "layout", "form"), settings())
 def test_one_call_for_a_pack_is_one_for_each_sequence(make_world: MakeWorld, name: str, layout: str, form: str) -> None:
     """Loss, gradients of every rank's logits and metrics are those of single sequences.

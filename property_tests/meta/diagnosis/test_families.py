@@ -180,6 +180,7 @@ def test_what_is_rounded_changes_what_is_computed_from_it(spec: str, head: str, 
     assert {str(o) for o in changed(found[name], asked)} == outputs
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("name", "head"), [("clipped_pg", "logprobs"), ("grpo", "logprobs"), ("dpo", "logprobs")])
 def test_most_operations_done_otherwise_change_something(name: str, head: str) -> None:
     asked = settings(name, head, "single", 6)
@@ -261,6 +262,7 @@ def test_what_is_given_whole_may_be_split_in_another_order() -> None:
     assert changed(not_shifted, settings("nll", "logits", "single", 8, "shard")) == set()
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize(
     ("spec", "head", "layout", "name", "outputs"),
     [

@@ -53,6 +53,7 @@ def names(found: Diagnosis) -> list[str]:
     return [cause.name for cause in found.causes]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("bug", "layout", "name", "layouts"),
     [
@@ -70,6 +71,7 @@ def test_a_bug_of_cross_entropy_is_named(bug: str, layout: str, name: str, layou
     assert found.problems >= 9
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("spec", "head", "bug", "name", "condition"),
     [
@@ -85,6 +87,7 @@ def test_a_mistake_of_a_spec_is_named(spec: str, head: str, bug: str, name: str,
     assert (names(found)[0], found.condition) == (name, condition)
 
 
+@pytest.mark.slow
 def test_the_count_of_a_rank_is_named_with_what_to_do() -> None:
     counted = BUGS["local denominator"].put_into(dense_candidate(SPECS["nll"], "logits"))
     found = diagnosed(counted, "dp=2")
@@ -92,6 +95,7 @@ def test_the_count_of_a_rank_is_named_with_what_to_do() -> None:
     assert found.sentences[-1] == "to do: sum valid_tokens over dp before you divide by it"
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("factor", "words"),
     [
@@ -114,6 +118,7 @@ def test_a_gradient_alone_says_so(factor: float, words: str) -> None:
     )
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("size", "divided"), [(8, False), (8, True), (1000, False)])
 def test_a_number_of_parts_is_told_from_a_fixed_factor(size: int, divided: bool) -> None:
     right = dense_candidate(SPECS["nll"], "logits")
@@ -142,6 +147,7 @@ def test_a_number_of_ranks_is_not_taken_for_one_of_parts() -> None:
     assert not any("whole number" in name for name in names(found))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("own", "more", "expected"),
     [
@@ -161,6 +167,7 @@ def test_another_loss_that_is_mixed_in_is_named_with_its_weight(own: float, more
     assert names(diagnosed(replace(right, kernel=mixed, name="mixed"), "single")) == [expected]
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize(("name", "head"), [(name, head) for name, spec in SPECS.items() for head in spec.inputs])
 def test_mixtures_are_looked_for_in_any_loss(name: str, head: str) -> None:
     right, layout, world = dense_candidate(SPECS[name], head), Layout(), make_world("simulated", Layout())
@@ -179,6 +186,7 @@ def test_mixtures_are_looked_for_in_any_loss(name: str, head: str) -> None:
     assert ("log-likelihood" in words) <= (head in ("hidden", "logits", "logprobs"))
 
 
+@pytest.mark.slow
 def test_what_is_rounded_entry_by_entry_is_named() -> None:
     right = dense_candidate(SPECS["grpo"], "logprobs")
 
@@ -201,6 +209,7 @@ def test_what_fails_where_nothing_is_trained_is_asked_there() -> None:
     assert names(found) == ["0 / 0 where the batch has no trained token"]
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_stopped_in_one_use_alone_is_named() -> None:
     right = dense_candidate(SPECS["clipped_pg"], "logprobs")
     file = Path(dense_losses.__file__).with_name("clipped_pg.py")
@@ -225,12 +234,14 @@ def test_a_gradient_that_is_stopped_in_one_use_alone_is_named() -> None:
     assert names(found)[0].startswith(f"clipped_pg:{stops} detach: not in clipped_pg:")
 
 
+@pytest.mark.slow
 def test_what_no_known_mistake_explains_is_not_named() -> None:
     found = diagnosed(cross_entropy_with(STYLE, "one token dropped"), "single")
     assert names(found) == []
     assert re.fullmatch(r"cause: none of \d+ known mistakes explains it", found.sentences[0])
 
 
+@pytest.mark.slow
 def test_a_mistake_beside_another_says_where_it_is_alone() -> None:
     right = dense_candidate(SPECS["nll"], "logits")
 
@@ -247,6 +258,7 @@ def test_a_mistake_beside_another_says_where_it_is_alone() -> None:
     assert found.problems < found.failing
 
 
+@pytest.mark.slow
 def test_without_its_counterfactual_a_bug_has_no_name() -> None:
     candidate, layout = cross_entropy_with(STYLE, "denominator n+1"), Layout()
     first = next(case.problem for case in verified(candidate, "single").cases if not case.agrees)
@@ -258,6 +270,7 @@ def test_without_its_counterfactual_a_bug_has_no_name() -> None:
     assert names(found) == []
 
 
+@pytest.mark.slow
 def test_a_mistake_in_two_places_is_said_only_if_both_show() -> None:
     right = dense_candidate(SPECS["grpo"], "logprobs")
     file = Path(dense_losses.__file__).with_name("grpo.py")
@@ -292,6 +305,7 @@ def test_forward_alone_rules_out_a_mistake_that_gives_another_loss() -> None:
     assert not observed.may_fit(bank["valid_tokens is left out"])
 
 
+@pytest.mark.slow
 def test_what_is_too_large_for_a_dtype_is_infinite() -> None:
     right = dense_candidate(SPECS["nll"], "logits")
 
@@ -396,6 +410,7 @@ def test_a_loss_that_is_too_large_is_not_taken_for_one_that_should_be_0() -> Non
     assert [cause.words for cause in found.causes] == ["loss: multiplied by 1.013 in every problem"]
 
 
+@pytest.mark.slow
 def test_other_options_may_have_other_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mistake in an option is tried though the kernel returns a metric that it would not have."""
     filters.MUTANTS["the policy loss has unfiltered ones"](monkeypatch)

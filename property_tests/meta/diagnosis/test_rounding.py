@@ -64,6 +64,7 @@ def sentences(result: CellResult) -> tuple[str, ...]:
     return result.diagnosis.sentences
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("losses", "given", "rounds", "declared"),
     [
@@ -88,6 +89,7 @@ def test_what_is_rounded_is_named_with_what_to_declare(
     assert ("(logits=" in todo) == ("logits" in {**given, **declared})
 
 
+@pytest.mark.slow
 def test_a_step_that_is_declared_too_long_is_said() -> None:
     cause, *_, todo = sentences(judged(cast_in_the_loop, {"accumulate": BF16, "chunk": 64}))
     assert "the running sum of the gradient of weight after fewer tokens" in cause
@@ -151,6 +153,7 @@ def test_a_property_that_fails_by_more_than_rounding_has_its_own_remedy_alone() 
     assert result.reasons[-1].startswith("to do: compute logit - logsumexp")
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("losses", [product, product_in_a_loop])
 def test_a_mistake_beside_undeclared_rounding_is_named_with_both(losses: Any) -> None:
     @candidate("nll", head="hidden", dtypes=(BF16,))
@@ -164,6 +167,7 @@ def test_a_mistake_beside_undeclared_rounding_is_named_with_both(losses: Any) ->
     )
 
 
+@pytest.mark.slow
 def test_some_problems_that_rounding_explains_are_counted() -> None:
     @candidate("nll", head="hidden", dtypes=(BF16,), supports={"temperature": ANY})
     def late(inputs: Any, options: Any, mesh: Any) -> Tensor:

@@ -52,6 +52,7 @@ HIDDEN = "the gradient of hidden: multiplied by 2"
 WEIGHT = "the gradient of weight: divided by 2"
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("mistakes", "names", "one", "other"),
     [

@@ -62,6 +62,7 @@ def last_of_sequences(inputs: Any) -> Tensor:
     return last
 
 
+@pytest.mark.slow
 def test_tokens_that_have_something_in_common_are_named() -> None:
     def noisy_at_ends(inputs: Any, gradient: Tensor) -> Tensor:
         pattern = (
@@ -78,6 +79,7 @@ def test_tokens_that_have_something_in_common_are_named() -> None:
     assert f"where: {sentence}" in found.sentences
 
 
+@pytest.mark.slow
 def test_an_error_everywhere_says_by_what_factor() -> None:
     def first_coordinate(inputs: Any, gradient: Tensor) -> Tensor:
         return gradient.roll(1, 1)
@@ -87,6 +89,7 @@ def test_an_error_everywhere_says_by_what_factor() -> None:
     assert any(one.startswith("the gradient of hidden is wrong at") for one in found.where)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("spec", "which", "what"),
     [
@@ -104,6 +107,7 @@ def test_a_mistake_at_some_tokens_alone_is_named_with_them(spec: str, which: str
     assert what in found.causes[0].words
 
 
+@pytest.mark.slow
 def test_a_coarser_stage_is_named_with_what_to_declare() -> None:
     def rounded(inputs: Any, gradient: Tensor) -> Tensor:
         return gradient.bfloat16().float()
@@ -116,6 +120,7 @@ def test_a_coarser_stage_is_named_with_what_to_declare() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_factor_is_not_taken_for_rounding() -> None:
     def slightly_larger(inputs: Any, gradient: Tensor) -> Tensor:
         return gradient * (1 + 0.004 * torch.rand((), generator=torch.Generator().manual_seed(len(gradient))))
@@ -124,6 +129,7 @@ def test_a_factor_is_not_taken_for_rounding() -> None:
     assert not any(cause.name.startswith("Precision") for cause in found.causes)
 
 
+@pytest.mark.slow
 def test_a_rare_disagreement_says_that_it_is_rare() -> None:
     def wrong_in_one_size(inputs: Any, gradient: Tensor) -> Tensor:
         return gradient * 3 if len(gradient) % 13 == 5 else gradient

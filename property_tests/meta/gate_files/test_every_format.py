@@ -99,6 +99,7 @@ def test_files_name_policy_and_evidence_by_digest(form: str) -> None:
     assert "b" * 64 in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 def test_thirty_thousand_blockers_are_written_quickly(form: str) -> None:
     """100,000 lines of evidence must gate in 20 s. Each file takes 1 to 3 s for a third of them."""

@@ -235,6 +235,7 @@ def test_only_ordinary_files_are_read(tmp_path: Path, source: str) -> None:
     assert result(judged, tmp_path)["locations"][0]["physicalLocation"]["region"] == {"startLine": 1}
 
 
+@pytest.mark.slow
 def test_code_scanning_takes_no_more_than_25000_results() -> None:
     text = sarif(many(30_000))
     results = json.loads(text)["runs"][0]["results"]

@@ -9,6 +9,7 @@ from lossgate.cases.placement import sample_problems
 from .checks import ALL_STYLES, IDS, MakeWorld, make_problem, run
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize(("dtype", "style"), ALL_STYLES, ids=IDS)
 @pytest.mark.parametrize("layout", ["single", "tp=2", "dp=2,cp=2"])
 def test_correct_kernels_agree(make_world: MakeWorld, dtype: str, style: Style, layout: str) -> None:

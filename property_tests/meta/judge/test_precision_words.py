@@ -163,6 +163,7 @@ def in_dtypes(precision: Precision, *, rounded: bool = False) -> Candidate:
     return kernel
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("loss", ["float32", "bfloat16"])
 @pytest.mark.parametrize("returned", [None, "float32", "bfloat16", MIXED, {"logprobs": "float32"}], ids=str)
 def test_what_is_returned_hangs_not_on_the_arithmetic(make_world: MakeWorld, loss: str, returned: Any) -> None:

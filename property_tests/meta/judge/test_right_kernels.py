@@ -81,6 +81,7 @@ def test_a_slice_of_them_agrees(make_world: MakeWorld, name: str, dtype: str, la
         assert result.agrees, (result.findings, problem.to_json())
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("spec", ["clipped_pg", "grpo"])
 @pytest.mark.parametrize(("head", "stage"), [("hidden", "logits"), ("logits", "logits"), ("hidden", "loss")])
 def test_formats_coarser_than_the_inputs_agree(make_world: MakeWorld, spec: str, head: str, stage: str) -> None:

@@ -55,6 +55,7 @@ def embedded(html: str, name: str) -> Any:
     return json.loads(match[1] if name == "index" else decompress(b64decode(match[1])))
 
 
+@pytest.mark.slow
 def test_the_page_refers_to_nothing_outside_of_itself(report: Page) -> None:
     elements = Elements(render_page(report))
     assert not elements.named("link")
@@ -92,6 +93,7 @@ def digest(text: str) -> str:
     return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
 
 
+@pytest.mark.slow
 def test_the_same_page_gives_the_same_bytes(report: Page) -> None:
     assert render_page(report) == render_page(replace(report, cells=tuple(report.cells)))
 
@@ -173,6 +175,7 @@ def test_long_lists_of_blockers_are_folded() -> None:
     assert "Line 1199." in after
 
 
+@pytest.mark.slow
 def test_a_thousand_cells_fit_into_five_mebibytes(real: Sequence[CellRecord]) -> None:
     html = render_page(synthetic_page(real, cells=1000, runs=10))
     assert len(html.encode()) < 5 * 2**20

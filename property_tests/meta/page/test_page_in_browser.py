@@ -229,6 +229,7 @@ def test_tab_stops_at_one_cell_that_is_shown(desk: Desk, report: Page) -> None:
         assert reader.tab.locator("#matrix button[tabindex='0']").is_visible()
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [DESKTOP, PHONE])
 def test_the_page_fits_its_window_and_cuts_no_number(
@@ -287,6 +288,7 @@ def test_every_text_has_the_contrast_of_wcag_aa(desk: Desk, scheme: str) -> None
     assert reader.tab.evaluate(CONTRAST) == []
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("text", HOSTILE)
 def test_hostile_names_do_nothing(desk: Desk, text: str, real: Sequence[CellRecord]) -> None:
     outputs = tuple(_renamed(output, text) for output in real[-1].outputs[:2])
@@ -330,6 +332,7 @@ TICKS_TOUCH = """() => {
 """Returns how many axes have labels with less than 4 px between them."""
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("size", [DESKTOP, PHONE])
 @pytest.mark.parametrize(
     ("times", "names"),
@@ -465,6 +468,7 @@ def test_what_goes_wrong_on_a_page_is_noticed(browser: Browser, tmp_path: Path) 
     assert {"log: hello", "bad", "http://127.0.0.1:9/x"} <= set(reader.wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("needed", "outcome"), [("", pytest.skip.Exception), ("1", pytest.fail.Exception)])
 def test_without_a_browser_the_tests_say_how_to_get_one(
     needed: str, outcome: type[BaseException], monkeypatch: pytest.MonkeyPatch

@@ -128,6 +128,7 @@ def broken(kernel: Candidate, names: list[str], make_world: MakeWorld, layout: s
     return found
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_kernel_keeps_every_property(name: str, make_world: MakeWorld) -> None:
     assert broken(RIGHT[name], list(PROPERTIES), make_world) == {}

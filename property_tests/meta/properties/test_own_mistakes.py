@@ -78,6 +78,7 @@ LUCKY = [(0, "single"), (1, "dp=2"), (2, "cp=2"), (0, "dp=2,cp=2"), (2, "dp=3")]
 """Seeds and layouts of which the first problem has a microbatch without trained tokens."""
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize(("seed", "layout"), LUCKY)
 @pytest.mark.parametrize("kernel", [own_count, averaged], ids=lambda kernel: kernel.name)
 def test_kernels_that_count_for_themselves_disagree(kernel: Candidate, seed: int, layout: str) -> None:
@@ -98,6 +99,7 @@ COUNTS = [
 ]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("spec", "head", "count"), COUNTS, ids=str)
 def test_one_count_is_enough(spec: str, head: str, count: str) -> None:
     """Few aggregations divide by it, and these get a problem that shows it."""

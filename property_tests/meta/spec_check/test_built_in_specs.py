@@ -10,6 +10,7 @@ from lossgate.losses import SPECS
 from lossgate.spec_check.check import CHECKS, check_spec
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in SPECS])
 def test_a_built_in_reference_holds(name: str) -> None:
     outcomes = list(check_spec(SPECS[name]))

@@ -27,6 +27,7 @@ def file(folder: Path) -> str:
     return "losses.py"
 
 
+@pytest.mark.slow
 def test_all_of_a_file(file: str, lossgate: Lossgate) -> None:
     done = lossgate("spec", "check", file)
     assert (done.returncode, done.stderr) == (1, "")

@@ -362,6 +362,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow(but=6)
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_reference_is_told(name: str) -> None:
     wrong = WRONG[name]

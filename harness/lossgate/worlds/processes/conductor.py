@@ -33,6 +33,9 @@ _GRACE = 1.0
 """Seconds that other ranks have, once one has failed, or to say where they are."""
 _QUIET = 0.5
 """Seconds without news after which ranks are asked where they are."""
+_MOST_TO_STOP = 20.0
+"""Seconds after which a rank that must stop is killed in any case, as where it does not say what
+it does."""
 _IDLE = 0.1
 """A rank that uses a smaller share of a core than this waits for something."""
 
@@ -57,7 +60,8 @@ class RankHandle(Protocol):
     work: Connection
     alarm: Connection
     stopping: float
-    """Seconds that it has to stop; then it is killed."""
+    """Seconds in which it may run or sleep, once it must stop; then it is killed. Those in which it
+    waits for a processor do not count: a busy machine is no fault of the rank."""
 
     def end(self) -> Died:
         """Waits for the end of a process that is ending, and tells how it ended."""
@@ -209,12 +213,30 @@ class _Run:
     def _stop(self, handles: Sequence[RankHandle]) -> None:
         for handle in handles:
             _send(handle.alarm, Stop(self._number))
-        deadline = time.monotonic() + max((handle.stopping for handle in handles), default=0.0)
-        while (unfinished := [*self._unfinished()]) and (left := deadline - time.monotonic()) > 0:
-            self._receive(unfinished, left)
-        for handle in self._unfinished():
-            handle.kill()
-            self._record.outcomes[handle.rank] = Stopped()
+        deadline, looked, before = time.monotonic() + _MOST_TO_STOP, time.monotonic(), self._ask(handles)
+        spent = dict.fromkeys(self._ranks, 0.0)
+        while (unfinished := [*self._unfinished()]) and time.monotonic() < deadline:
+            if self._receive(unfinished, _QUIET):
+                continue
+            now, elapsed = self._ask(unfinished), time.monotonic() - looked
+            for handle in unfinished:
+                spent[handle.rank] += _spent(before[handle.rank], now[handle.rank], elapsed)
+                if spent[handle.rank] >= handle.stopping:
+                    self._kill(handle)
+            looked, before = looked + elapsed, now
+        for handle in [*self._unfinished()]:
+            self._kill(handle)
+
+    def _kill(self, handle: RankHandle) -> None:
+        handle.kill()
+        self._record.outcomes[handle.rank] = Stopped()
+
+
+def _spent(before: Whereabouts | None, now: Whereabouts | None, elapsed: float) -> float:
+    """Returns the seconds in which a rank ran or slept, of those between two answers."""
+    if before is None or now is None:
+        return 0.0
+    return now.cpu_seconds - before.cpu_seconds if before.runnable or now.runnable else elapsed
 
 
 def _waits(before: Whereabouts | None, now: Whereabouts | None) -> bool:
