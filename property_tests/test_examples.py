@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.xdist_group("examples")  # one worker makes what its tests share
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 STEPS = (4, 3, 3)
 

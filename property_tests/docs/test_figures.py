@@ -13,6 +13,8 @@ from rich.console import Console
 
 from .markdown import ROOT
 
+pytestmark = pytest.mark.xdist_group("figures")  # one worker makes what its tests share
+
 KNOWN_FAILURES = ROOT / "docs/reference/known-failures.md"
 
 

@@ -41,13 +41,13 @@ test_linear_nll_agrees = pytest.mark.slow(but=1)(
 test_vocab_parallel_nll_agrees = pytest.mark.slow(but=1)(
     lossgate.suite(OURS["fused_vocab_parallel_cross_entropy"], layouts=["tp=3"], examples=15)
 )
-test_linear_agrees = pytest.mark.slow(but=1)(
+test_linear_agrees = pytest.mark.slow(
     lossgate.suite(OURS["fused_linear_logprobs"], layouts=["tp=3", "dp=2,cp=2,tp=2"], examples=15)
 )
-test_sequence_parallel_agrees = pytest.mark.slow(but=1)(
+test_sequence_parallel_agrees = pytest.mark.slow(
     lossgate.suite(OURS["fused_linear_logprobs_sequence_parallel"], layouts=["tp=3", "dp=2,cp=2,tp=2"], examples=15)
 )
-test_vocab_parallel_agrees = pytest.mark.slow(but=1)(
+test_vocab_parallel_agrees = pytest.mark.slow(
     lossgate.suite(OURS["fused_vocab_parallel_logprobs"], layouts=["tp=4", "dp=2,cp=2,tp=2"], examples=15)
 )
 

@@ -38,10 +38,8 @@ OURS = {
     candidate.name: candidate for candidate in load_candidates(str(Path(__file__).parents[2] / "ci/candidates/ours.py"))
 }
 
-test_tiled_grpo_agrees = pytest.mark.slow(but=1)(
-    lossgate.suite(OURS["fused_tiled_grpo"], layouts=["dp=2,cp=2"], examples=12)
-)
-test_tiled_token_logprobs_agree = pytest.mark.slow(but=1)(
+test_tiled_grpo_agrees = pytest.mark.slow(lossgate.suite(OURS["fused_tiled_grpo"], layouts=["dp=2,cp=2"], examples=12))
+test_tiled_token_logprobs_agree = pytest.mark.slow(
     lossgate.suite(OURS["fused_tiled_token_logprobs"], layouts=["dp=2,cp=2"], examples=12)
 )
 test_tiled_clipped_pg_agrees = pytest.mark.slow(but=1)(

@@ -28,6 +28,8 @@ from lossgate.losses import SPECS
 from lossgate.specs.coverage import CoverageGoal
 from lossgate.specs.sharding_goals import SHARDING_GOALS
 
+pytestmark = pytest.mark.xdist_group("cell")  # one worker makes what its tests share
+
 RIGHT = make(STYLES["bfloat16"][0])
 WRONG = cross_entropy_with(STYLES["bfloat16"][0], "dX x1.01")
 

@@ -22,6 +22,8 @@ from lossgate.evidence.of_result import record_of
 from lossgate.evidence.redo import redo
 from property_tests.meta.command_line import KERNELS, Lossgate
 
+pytestmark = pytest.mark.xdist_group("crashes")  # one worker makes what its tests share
+
 ABUSES = """
 import ctypes, os, random, signal, sys, threading, time
 import numpy, torch, lossgate

@@ -19,6 +19,8 @@ from lossgate.evidence.redo import redo
 from lossgate.properties import PROPERTIES
 from property_tests.meta.command_line import KERNELS
 
+pytestmark = pytest.mark.xdist_group("earlier failures")  # one worker makes what its tests share
+
 HIDING = (
     KERNELS
     + """

@@ -32,6 +32,8 @@ from lossgate.judge.statistics import NOISE, SCALE
 from lossgate.specs.outputs import LOSS, metric_output
 from property_tests.meta import made_evidence as made
 
+pytestmark = pytest.mark.xdist_group("evidence")  # one worker makes what its tests share
+
 
 def verdict_of(record: CellRecord) -> str:
     """Returns the verdict that the numbers of a record give."""

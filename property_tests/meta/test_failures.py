@@ -13,6 +13,8 @@ from lossgate.engine.replay import replay_failure
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 
+pytestmark = pytest.mark.xdist_group("failures")  # one worker makes what its tests share
+
 KERNELS = """
 import torch, lossgate
 

@@ -22,6 +22,8 @@ from lossgate.reports.page.page import Page
 from lossgate.reports.page.render import render_page
 from property_tests.meta.page.made import HOSTILE, blocker, failure, gate, gated, page, record
 
+pytestmark = pytest.mark.xdist_group("browser")  # one worker verifies what the tests of pages share
+
 
 class Elements(HTMLParser):
     """Collects the elements of a page: their attributes, and the text of scripts and styles."""
