@@ -98,6 +98,8 @@ SETTINGS: list[tuple[str, str]] = [
     ("ranks = 0", f"ranks=0: {RANKS}"),
     ("ranks = 65", f"ranks=65: {RANKS}"),
     ("property_ranks = 0", f"property_ranks=0: {RANKS}"),
+    ("matrix = 'ful'", "matrix: unknown matrix 'ful'; did you mean 'full'? (expected one of covering, full)"),
+    ("matrix = 8", "matrix=8: expected one of covering, full"),
     ("property_problems = 'all'", f"property_problems='all': {COUNT}"),
     ("shrink_calls = -1", "shrink_calls=-1: expected a number of problems, or 0 for none"),
     ("shrink_calls = false", "shrink_calls=False: expected a number of problems, or 0 for none"),

@@ -19,6 +19,7 @@ def audit(
     profile: str = "dev",
     examples: Whole = None,
     ranks: Whole = None,
+    matrix: str | None = None,
     seed: Whole = None,
     metrics: Annotated[bool, Parameter(negative=())] = False,
     every: Annotated[bool, Parameter(negative=())] = False,
@@ -31,12 +32,14 @@ def audit(
     Args:
         targets: Files (file.py), modules (package.module), or one candidate of either
             (file.py:name). Their declarations say which problems there are.
-        layout: A layout, such as tp=2,cp=2 or single; may be repeated. By default every layout of
-            at most --ranks ranks.
+        layout: A layout, such as tp=2,cp=2 or single; may be repeated. By default few layouts
+            of at most --ranks ranks that cover what differs; see --matrix.
         dtype: float32, bfloat16 or float16; may be repeated. By default all that a candidate takes.
         profile: dev, ci, nightly, release, or one of [tool.lossgate.profiles] in pyproject.toml.
         examples: Problems for each cell. A cell is one candidate, layout and dtype.
         ranks: Ranks of the largest layout.
+        matrix: covering (the default of dev and ci), or full for every layout of at most --ranks
+            ranks in every dtype.
         seed: Another seed draws other problems.
         metrics: Ask about metrics, too, as of kernels that return all that their spec has.
         every: List every mistake, and not only those that would have passed.
@@ -55,7 +58,9 @@ def audit(
     if not targets:
         raise UsageError("audit: nothing named; expected files or modules with candidates, such as my_kernels.py")
     layouts, dtypes = (tuple(given) if given else None for given in (layout, dtype))
-    settings = load_settings(profile, examples=examples, ranks=ranks, seed=seed, layouts=layouts, dtypes=dtypes)
+    settings = load_settings(
+        profile, examples=examples, ranks=ranks, matrix=matrix, seed=seed, layouts=layouts, dtypes=dtypes
+    )
     console = make_console()
     for found in audited(load_all_candidates(targets), settings, metrics=metrics):
         for line in audit_lines(found, listed=every):

@@ -43,6 +43,7 @@ def verify(
     profile: str = "dev",
     examples: Whole = None,
     ranks: Whole = None,
+    matrix: str | None = None,
     world: str | None = None,
     device: str | None = None,
     seed: Whole = None,
@@ -57,8 +58,8 @@ def verify(
     Args:
         targets: Files (file.py), modules (package.module), or one candidate of either
             (file.py:name).
-        layout: A layout, such as tp=2,cp=2 or single; may be repeated. By default every layout of
-            at most --ranks ranks.
+        layout: A layout, such as tp=2,cp=2 or single; may be repeated. By default few layouts
+            of at most --ranks ranks that cover what differs; see --matrix.
         dtype: float32, bfloat16 or float16; may be repeated. By default all that a candidate takes.
         size: Try a problem of this size in each cell, too: tokens, width of the hidden states, and
             vocabulary, such as 4096x1024x32768; may be repeated. That one takes minutes.
@@ -75,6 +76,8 @@ def verify(
         profile: dev, ci, nightly, release, or one of [tool.lossgate.profiles] in pyproject.toml.
         examples: Problems for each cell. A cell is one candidate, layout and dtype.
         ranks: Ranks of the largest layout.
+        matrix: covering (the default of dev and ci), or full for every layout of at most --ranks
+            ranks in every dtype.
         world: Where ranks run: simulated (all in one process, the default), gloo or nccl (one
             process each), or torchrun (the processes that torchrun has launched).
         device: Where ranks compute: cpu (the default) or cuda.
@@ -100,6 +103,7 @@ def verify(
         profile,
         examples=examples,
         ranks=ranks,
+        matrix=matrix,
         world=world,
         device=device,
         seed=seed,

@@ -25,6 +25,8 @@ from lossgate.properties import Property
 from lossgate.properties.registry import Said
 from lossgate.worlds.base import Hang, RankFailure, World, WorldLost
 
+_FEW_TOKENS = 256
+"""Longer problems are for agreement: dozens of calls of each would take most of a cell's time."""
 _PROBES = 4
 """Problems that properties share, so that each is run plainly once."""
 
@@ -42,7 +44,7 @@ class Catalogue:
             search: has the problems on which the candidate agrees, and others of the same deck.
         """
         self._cell, self._world, self._settings, self._search = cell, world, settings, search
-        tried = search.placed
+        tried = [one for one in search.placed if one.problem.tokens <= _FEW_TOKENS] or search.placed
         start = crc32(str(cell).encode()) % len(tried) if tried else 0
         self._tried = [*tried[start:], *tried[:start]]
         self._cases: dict[int, Case] = {}

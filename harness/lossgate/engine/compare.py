@@ -14,7 +14,7 @@ from lossgate.declaration.candidate import Candidate
 from lossgate.engine.case_result import run_case
 from lossgate.engine.cell import Cell, CellResult
 from lossgate.engine.compared import Compared, ComparedCell
-from lossgate.engine.plan import dtypes_of, layouts_of
+from lossgate.engine.matrix import layouts_and_dtypes
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings, load_settings
 from lossgate.engine.shared_declaration import able_alike
@@ -188,7 +188,7 @@ def _places(able: Candidate, settings: Settings, names: tuple[str, str]) -> list
                 f"compare(dtypes=...): {names[0]} and {names[1]} do not both take {dtype}; "
                 f"both take {', '.join(able.dtypes)}"
             )
-    return [(layout, dtype) for dtype in dtypes_of(able, settings) for layout in layouts_of(able, settings)]
+    return layouts_and_dtypes(able, settings)
 
 
 def _several(argument: str, given: Iterable[str] | None) -> tuple[str, ...] | None:

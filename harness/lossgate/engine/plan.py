@@ -7,9 +7,10 @@ from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.known_failure import KnownFailure
 from lossgate.engine.cell import Cell
 from lossgate.engine.failure_files import FailureFile, read_failure
+from lossgate.engine.matrix import layouts_and_dtypes
 from lossgate.engine.settings import Settings
 from lossgate.errors import UsageError
-from lossgate.layout import Layout, layouts_up_to
+from lossgate.layout import Layout
 from lossgate.properties import PROPERTIES, Property, find_property
 from lossgate.worlds import most_ranks
 
@@ -54,10 +55,9 @@ def _cells(candidate: Candidate, settings: Settings) -> Iterator[Cell]:
         yield Cell(candidate, problem.layout, problem.dtype, find_property(known.property), known.world, known.device)
         return
     for held_to, also in held_together(candidate, settings):
-        for dtype in dtypes_of(candidate, settings):
-            for layout in layouts_of(candidate, settings):
-                own = tuple(one for one in also if _is_checked_on(one, layout, settings))
-                yield Cell(candidate, layout, dtype, held_to, settings.world, settings.device, own)
+        for layout, dtype in layouts_and_dtypes(candidate, settings):
+            own = tuple(one for one in also if _is_checked_on(one, layout, settings))
+            yield Cell(candidate, layout, dtype, held_to, settings.world, settings.device, own)
 
 
 def _is_checked_on(held_to: Property, layout: Layout, settings: Settings) -> bool:
@@ -96,19 +96,6 @@ def held_together(candidate: Candidate, settings: Settings) -> list[tuple[Proper
         return [(held_to, ()) for held_to in apply if held_to.name not in candidate.exempt]
     others = [held_to for held_to in apply if held_to.needs_adequacy and held_to is not first]
     return [(first, tuple(p for p in apply if not p.needs_adequacy)), *((held_to, ()) for held_to in others)]
-
-
-def layouts_of(candidate: Candidate, settings: Settings) -> list[Layout]:
-    """Returns the layouts on which a candidate is verified: the named ones, or all up to a size."""
-    if not settings.layouts:
-        return list(layouts_up_to(min(settings.ranks, most_ranks(settings.world)), candidate.axes))
-    layouts = dict.fromkeys(map(Layout.parse, settings.layouts))
-    return [layout for layout in layouts if set(layout.axes) <= set(candidate.axes)]
-
-
-def dtypes_of(candidate: Candidate, settings: Settings) -> list[str]:
-    """Returns the dtypes in which a candidate is verified."""
-    return [dtype for dtype in dict.fromkeys(settings.dtypes or candidate.dtypes) if dtype in candidate.dtypes]
 
 
 def left_out(candidates: Iterable[Candidate], settings: Settings) -> Iterator[str]:

@@ -97,6 +97,7 @@ RULES: Mapping[str, Check] = {
     "examples": _COUNT,
     "rounds": _COUNT,
     "ranks": _RANKS,
+    "matrix": _one_of(("covering", "full")),
     "layouts": _EachOf("layouts", "'single', 'tp=2,cp=2'", _unreadable(Layout.parse)),
     "dtypes": _EachOf("dtypes", "'float32', 'bfloat16'", _unknown_dtype),
     "sizes": _EachOf("sizes", "'4096x1024x32768'", _unreadable(Shape.of_size)),

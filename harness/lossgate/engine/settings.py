@@ -31,9 +31,11 @@ class Settings:
     that show what is missing."""
     ranks: int = 4
     """Largest layout, where none is named."""
+    matrix: str = "covering"
+    """Where no layouts are named: ``covering`` for few that cover what differs, or ``full`` for
+    every one of at most ``ranks`` ranks that the candidate's axes allow, in every dtype."""
     layouts: tuple[str, ...] = ()
-    """The layouts to verify on; by default every one of at most ``ranks`` ranks that the
-    candidate's axes allow."""
+    """The layouts to verify on; by default those of ``matrix``."""
     dtypes: tuple[str, ...] = ()
     """The dtypes to verify; by default all that the candidate takes."""
     sizes: tuple[str, ...] = ()
@@ -59,7 +61,7 @@ class Settings:
     among them."""
     property_problems: int = 2
     """Problems of a cell on which each property beside agreement is checked."""
-    property_ranks: int = 4
+    property_ranks: int = 2
     """Ranks on an axis, at most, where these properties are checked. It does not hold for layouts
     or properties that are named, nor for properties of how ranks work together."""
 
@@ -88,9 +90,9 @@ class Settings:
 
 PROFILES: Mapping[str, Settings] = {
     "dev": Settings(),
-    "ci": Settings(examples=12, rounds=8, ranks=8, jobs=0, property_problems=1, property_ranks=3),
-    "nightly": Settings(examples=100, ranks=16, jobs=0, property_problems=8, property_ranks=16),
-    "release": Settings(examples=300, ranks=16, jobs=0, property_problems=20, property_ranks=16),
+    "ci": Settings(examples=12, rounds=8, ranks=8, jobs=0, property_problems=1, property_ranks=2),
+    "nightly": Settings(examples=100, ranks=16, matrix="full", jobs=0, property_problems=8, property_ranks=16),
+    "release": Settings(examples=300, ranks=16, matrix="full", jobs=0, property_problems=20, property_ranks=16),
 }
 
 

@@ -3,10 +3,12 @@
 
 import gc
 import multiprocessing
+import os
 import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from traceback import FrameSummary
@@ -114,5 +116,10 @@ def _collective_in(frames: Sequence[FrameSummary]) -> str | None:
 
 
 def _format_site(file: str, line: int, function: str) -> str:
-    path, here = Path(file), Path.cwd()
+    return _formatted(file, line, function, os.getcwd())
+
+
+@cache
+def _formatted(file: str, line: int, function: str, folder: str) -> str:
+    path, here = Path(file), Path(folder)
     return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line} in {function}"
