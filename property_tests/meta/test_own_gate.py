@@ -30,9 +30,11 @@ NOW = datetime(2026, 11, 20, 18, tzinfo=UTC)
 
 def verified() -> list[CellKey]:
     """Returns the cells that ``ci/gate`` verifies."""
-    command = re.search(r"lossgate verify (\S+) --profile (\w+) --ranks (\d)", (ROOT / "ci/gate").read_text())
+    command = re.search(
+        r"lossgate verify (\S+) --profile (\w+) --ranks (\d) --matrix (\w+)", (ROOT / "ci/gate").read_text()
+    )
     assert command is not None
-    settings = load_settings(command[2], ROOT, ranks=int(command[3]))
+    settings = load_settings(command[2], ROOT, ranks=int(command[3]), matrix=command[4])
     return [key_of(one) for one in plan(load_candidates(str(ROOT / command[1])), settings)]
 
 
