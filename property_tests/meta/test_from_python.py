@@ -42,6 +42,15 @@ def test_a_kernel_that_raises_everywhere_is_given_up() -> None:
     assert "raises: 2 more cells not tried, since all before ended alike: rank 0 raised ValueError" in repr(found)
 
 
+def test_the_full_matrix_can_be_asked_for() -> None:
+    @lossgate.candidate("nll", head="logprobs", axes=("cp",), dtypes=("float32",))
+    def raises(inputs: Any, options: Any, mesh: Any) -> torch.Tensor:
+        raise ValueError("no")
+
+    assert "raises: 2 more cells not tried" in repr(lossgate.verify(raises, ranks=8))
+    assert "raises: 6 more cells not tried" in repr(lossgate.verify(raises, ranks=8, matrix="full"))
+
+
 def test_a_wrong_kernel_is_shown_with_its_reasons() -> None:
     found = lossgate.verify(kernel(2.0), layouts=["single"])
     assert not found.agrees

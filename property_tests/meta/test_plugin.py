@@ -200,3 +200,14 @@ def test_a_suite_has_layouts_of_at_most_as_many_ranks_as_it_says(user: pytest.Py
         "test_two[agreement-single-float32]",
         "test_two[agreement-dp=2-float32]",
     ]
+
+
+def test_a_suite_may_have_every_layout(user: pytest.Pytester) -> None:
+    suites = "\n".join(
+        f"test_{name} = lossgate.suite(right, ranks=8, matrix={name!r}, dtypes=['float32'])"
+        for name in ("covering", "full")
+    )
+    user.makepyfile(test_kernels=f"{TESTS}\n{suites}")
+    result = user.runpytest_inprocess("--collect-only", "-q", "-p", "no:cacheprovider")
+    counts = [sum(f"test_{name}[" in line for line in result.stdout.lines) for name in ("covering", "full")]
+    assert counts == [4, 8]

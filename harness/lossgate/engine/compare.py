@@ -58,8 +58,8 @@ def compare(
     Args:
         kernel_a: a candidate.
         kernel_b: another of the same spec and head.
-        layouts: the layouts, such as ``["single", "tp=2"]``; by default all that both can be
-            sharded over, of at most as many ranks as the profile says.
+        layouts: the layouts, such as ``["single", "tp=2"]``; by default those on which
+            ``lossgate verify`` would verify a kernel with the axes of both.
         dtypes: the dtypes of inputs; by default all that both take.
         profile: how much to try, as for ``lossgate verify``.
         examples: the least problems for each layout and dtype.

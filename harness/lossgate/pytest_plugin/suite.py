@@ -19,6 +19,7 @@ def suite(
     dtypes: Iterable[str] | None = None,
     examples: int | None = None,
     ranks: int | None = None,
+    matrix: str | None = None,
     world: str | None = None,
 ) -> Callable[..., None]:
     """Returns a test function that verifies a candidate; assign it to a name that pytest collects.
@@ -34,11 +35,12 @@ def suite(
         candidate: what to verify.
         profile: how much to try: "dev", "ci", "nightly", "release", or one of
             ``[tool.lossgate.profiles]`` in pyproject.toml. ``pytest --lossgate-profile`` wins.
-        layouts: such as ``["single", "tp=2,cp=2"]``. By default all that the candidate's
-            axes allow, of at most ``ranks`` ranks.
+        layouts: such as ``["single", "tp=2,cp=2"]``. By default those of ``matrix``.
         dtypes: of inputs, such as ``["bfloat16"]``. By default all that the candidate takes.
         examples: the least problems for each layout and dtype. By default those of the profile.
         ranks: of the largest layout. By default those of the profile.
+        matrix: where no layouts are given: "covering" for few that cover what differs, or "full"
+            for all of at most ``ranks`` ranks, in every dtype. By default that of the profile.
         world: where ranks run: "simulated", all in this process, by default; or "gloo" or "nccl",
             one process each. ``pytest --lossgate-world`` wins.
 
@@ -57,6 +59,7 @@ def suite(
         "dtypes": _several("dtypes", dtypes),
         "examples": examples,
         "ranks": ranks,
+        "matrix": matrix,
         "world": world,
     }
 

@@ -77,6 +77,7 @@ def verify(
     profile: str = "dev",
     examples: int | None = None,
     ranks: int | None = None,
+    matrix: str | None = None,
     seed: int | None = None,
 ) -> Verified:
     """Judges candidates against the references of their specs, as ``lossgate verify`` does.
@@ -90,8 +91,7 @@ def verify(
 
     Args:
         *candidates: what to verify.
-        layouts: such as ``["single", "tp=2,cp=2"]``. By default all that the candidates'
-            axes allow, of at most ``ranks`` ranks.
+        layouts: such as ``["single", "tp=2,cp=2"]``. By default those of ``matrix``.
         dtypes: of inputs, such as ``["bfloat16"]``. By default all that each candidate takes.
         properties: such as ``["agreement"]``; ``lossgate list`` shows them. By default all that
             apply.
@@ -99,6 +99,8 @@ def verify(
             ``[tool.lossgate.profiles]`` in pyproject.toml.
         examples: the least problems for each layout and dtype. By default those of the profile.
         ranks: of the largest layout. By default those of the profile.
+        matrix: where no layouts are given: "covering" for few that cover what differs, or "full"
+            for all of at most ``ranks`` ranks, in every dtype. By default that of the profile.
         seed: other problems are drawn for another seed.
 
     Returns:
@@ -117,7 +119,7 @@ def verify(
             )
     named: dict[str, Any] = {"layouts": layouts, "dtypes": dtypes, "properties": properties}
     lists: dict[str, Any] = {name: None if given is None else tuple(given) for name, given in named.items()}
-    settings = load_settings(profile, examples=examples, ranks=ranks, seed=seed, **lists)
+    settings = load_settings(profile, examples=examples, ranks=ranks, matrix=matrix, seed=seed, **lists)
     events = tuple(run(candidates, settings, here=True))
     (results,) = (event.results for event in events if isinstance(event, RunFinished))
     return Verified(results, events)
