@@ -46,7 +46,7 @@ from lossgate.cases.task import RankTask
 from lossgate.declaration.loading import load_candidates
 from lossgate.engine import case_result, search
 from lossgate.engine.cell import Cell
-from lossgate.engine.plan import layouts_of
+from lossgate.engine.matrix import layouts_and_dtypes
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import PROFILES, Settings
 from lossgate.losses import SPECS
@@ -227,7 +227,8 @@ def measure_parts(settings: Settings) -> None:
     total: defaultdict[str, float] = defaultdict(float)
     for candidate in verified():
         for dtype in candidate.dtypes if candidate.known_failure is None else ():
-            cells = [Cell(candidate, layout, dtype) for layout in layouts_of(candidate, settings)]
+            places = layouts_and_dtypes(candidate, settings)
+            cells = [Cell(candidate, layout, of) for layout, of in places if of == dtype]
             watch.seconds.clear()
             start = process_time()
             cases = [case for cell in cells for case in run_cell(cell, settings).cases]
