@@ -5,12 +5,15 @@ This module loads neither, so that the server can be started first of all. Only 
 because forking is not safe on macOS. Elsewhere each worker starts afresh.
 """
 
+import gc
 import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from multiprocessing import util
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from threading import Thread
@@ -20,25 +23,43 @@ from typing import Any
 _MOMENT = "500"
 """How often a thread looks whether it may go on, before it falls asleep: a few microseconds."""
 
-_LOADED = [
-    "lossgate.engine.child",
-    "lossgate.engine.jobs",
-    "lossgate.worlds.pool.process",
-    "torch.fx.experimental.symbolic_shapes",
-]
-"""The last is what torch loads with the first backward pass; it takes half a second."""
+_LOADED = ["lossgate.engine.child", "lossgate.engine.jobs", "lossgate.worlds.pool.process"]
+_FIRST_BACKWARD = "torch.fx.experimental.symbolic_shapes"
+"""What torch loads with the first backward pass; it takes half a second."""
+
+
+def load_and_fork() -> None:
+    """Loads torch and lossgate here, and makes the server a copy of this process.
+
+    Loading takes seconds, and is then done once in place of twice. This is for a command as it
+    starts: where torch is loaded already, kernels may have run, so that the server starts afresh.
+    """
+    if "torch" in sys.modules or sys.platform != "linux":
+        worker_context()
+        return
+    from multiprocessing import resource_tracker
+
+    gc.disable()  # a collection goes through all that is loaded so far, and none of it is garbage
+    with _environment():
+        for name in _LOADED:
+            import_module(name)
+    gc.freeze()  # nor will it be: no collection goes through it again, not even that at the end
+    gc.enable()
+    resource_tracker.ensure_running()  # or it would be a copy, too
+    with _forked_from_here():
+        worker_context()
 
 
 def worker_context() -> BaseContext:
     """Returns what starts workers. A server is started, but it may still be loading."""
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
-    from multiprocessing.forkserver import ensure_running
+    from multiprocessing import forkserver
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_LOADED)
+    context.set_forkserver_preload([*_LOADED, _FIRST_BACKWARD])
     with _environment(), _no_interrupts():
-        ensure_running()
+        forkserver.ensure_running()
     return context
 
 
@@ -84,6 +105,37 @@ def _end_with_parent(orphaned: Callable[[], object]) -> None:
     parent.join()
     orphaned()
     os._exit(1)
+
+
+@contextmanager
+def _forked_from_here() -> Generator[None]:
+    """Has Python fork the server from this process, where it would start a new one."""
+    start = util.spawnv_passfds
+
+    def fork(path: str, arguments: Sequence[str], passed: Iterable[int]) -> int:
+        if (pid := os.fork()) == 0:
+            util.spawnv_passfds = start
+            _serve(arguments[-1], passed)
+        return pid
+
+    util.spawnv_passfds = fork
+    try:
+        yield
+    finally:
+        util.spawnv_passfds = start
+
+
+def _serve(code: str, passed: Iterable[int]) -> None:
+    """Runs the code of Python's server in this copy, and ends it."""
+    try:
+        for number in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *passed}:
+            with suppress(OSError):  # that of the listing
+                os.close(number)  # one is held by all users of the server, whose end it waits for
+        python: Any = sys.modules["multiprocessing.forkserver"]
+        python._forkserver._lock.release()  # held while the server is started, and copied so
+        exec(code, {})
+    finally:
+        os._exit(0)
 
 
 @contextmanager

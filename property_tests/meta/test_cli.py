@@ -237,6 +237,24 @@ def test_neither_command_line_nor_plugin_loads_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each process starts afresh")
+def test_all_processes_of_a_run_load_torch_once(folder: Path) -> None:
+    """Python tells what each of them imports."""
+    command = ("-X", "importtime", "-m", "lossgate", "verify", "kernels.py:right", "--examples", "1", "--ranks", "1")
+    ran = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True, check=False)
+    imported = [line.rpartition("|")[2].strip() for line in ran.stderr.splitlines()]
+    assert imported.count("torch") == 1
+    assert imported.count("lossgate.engine.run_cell") == 1
+
+
+def test_a_run_imports_a_file_in_the_process_in_which_cells_run_and_in_its_own(folder: Path) -> None:
+    """The former is a copy of the latter, but has no other process try the file first."""
+    with (folder / "kernels.py").open("a") as file:
+        file.write("with open('imported', 'a') as file:\n    file.write('once ')\n")
+    in_a_process(folder, "verify", "kernels.py:right", "--examples", "1", "--ranks", "1")
+    assert (folder / "imported").read_text() == "once once "
+
+
 DECLARE = f"{KERNELS}\ndeclare = lossgate.candidate"
 
 

@@ -26,6 +26,21 @@ from lossgate.losses import SPECS
 
 SETTINGS = Settings(layouts=("single",), dtypes=("float32",), examples=2, rounds=1, jobs=2)
 
+ONE_WORKER = """
+import os, sys, time
+from concurrent.futures import ProcessPoolExecutor
+from lossgate.fork_server import load_and_fork, start_worker, worker_context
+
+def pool():
+    return ProcessPoolExecutor(1, mp_context=worker_context(), initializer=start_worker, initargs=(dict(os.environ),))
+
+workers = pool()
+print(workers.submit(str, "ready").result(), flush=True)
+time.sleep(600)
+"""
+COPIED = ONE_WORKER.replace("workers =", "load_and_fork()\nworkers =")
+BOTH_SERVERS = pytest.mark.parametrize("one_worker", [ONE_WORKER, COPIED], ids=["afresh", "copied"])
+
 KERNEL = """
 import lossgate
 
@@ -100,12 +115,13 @@ _OF_THREADS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a server")
 @pytest.mark.parametrize("chosen", [None, "ACTIVE"])
-def test_threads_of_workers_wait_asleep_unless_users_say_otherwise(chosen: str | None) -> None:
+@BOTH_SERVERS
+def test_threads_of_workers_wait_asleep_unless_users_say_otherwise(one_worker: str, chosen: str | None) -> None:
     """OpenMP says how they wait when the server loads torch."""
     environment = {name: value for name, value in os.environ.items() if name not in _OF_THREADS}
     environment |= {"OMP_DISPLAY_ENV": "VERBOSE"} | ({} if chosen is None else {"OMP_WAIT_POLICY": chosen})
     with subprocess.Popen(
-        [sys.executable, "-c", ONE_WORKER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-c", one_worker], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "ready\n"
@@ -123,24 +139,55 @@ def test_the_server_starts_with_interrupts_blocked() -> None:
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-ONE_WORKER = """
-import os, time
-from concurrent.futures import ProcessPoolExecutor
-from lossgate.fork_server import start_worker, worker_context
-
-pool = ProcessPoolExecutor(1, mp_context=worker_context(), initializer=start_worker, initargs=(dict(os.environ),))
-print(pool.submit(str, "ready").result(), flush=True)
-time.sleep(600)
-"""
-
-
-def test_workers_end_when_their_parent_is_killed() -> None:
+@BOTH_SERVERS
+def test_workers_end_when_their_parent_is_killed(one_worker: str) -> None:
     """They have its output, which ends when the last of them does."""
-    with subprocess.Popen([sys.executable, "-c", ONE_WORKER], stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen([sys.executable, "-c", one_worker], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "ready\n"
         parent.kill()
         parent.communicate(timeout=20)
+
+
+MARKS = """
+sys.mark = "of the parent"
+mark = 'getattr(__import__("sys"), "mark", "")'
+load_and_fork()
+assert "torch" in sys.modules
+with pool() as workers:
+    print([workers.submit(eval, code).result() for code in (mark, "__import__('gc').get_freeze_count() > 0")])
+"""
+NESTED = f"""
+{ONE_WORKER.partition("workers =")[0]}
+with pool() as workers:
+    assert workers.submit(eval, 'getattr(__import__("sys"), "mark", "")').result() == ""
+"""
+
+
+def _printed(code: str) -> str:
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    return ran.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a server")
+def test_the_server_of_a_command_is_a_copy_of_it() -> None:
+    """So torch is loaded once."""
+    start = ONE_WORKER.partition("workers =")[0]
+    assert _printed(start + MARKS) == "['of the parent', True]\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a server")
+def test_where_torch_is_loaded_the_server_starts_afresh() -> None:
+    """Kernels may have run there."""
+    start = ONE_WORKER.partition("workers =")[0]
+    assert _printed(f"import torch\n{start}{MARKS}") == "['', False]\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a server")
+def test_a_server_that_a_worker_starts_is_no_copy_of_the_worker() -> None:
+    """Kernels have run in it. And it is not kept waiting for the server's own start."""
+    code = f"{ONE_WORKER.partition('workers =')[0]}{MARKS.partition('with')[0]}"
+    _printed(f"{code}with pool() as workers:\n    workers.submit(exec, {NESTED!r}, {{}}).result()")
 
 
 def test_sources_are_known_by_their_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

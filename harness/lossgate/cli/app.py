@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import IntEnum
+from multiprocessing import parent_process
 
 from cyclopts import App, CycloptsError
 
@@ -94,6 +95,8 @@ def _imports_first() -> Generator[None]:
         def first(location: str) -> None:
             from lossgate.engine.first_import import end_ready, import_first
 
+            if parent_process() is not None:  # this is that other process, a copy of this one
+                return
             stack.callback(end_ready)
             import_first(location, say)
 
@@ -102,15 +105,19 @@ def _imports_first() -> Generator[None]:
         yield
 
 
-def load_beside(targets: Sequence[str]) -> None:
-    """Has the server of other processes load torch while this process does, if one of the targets
-    is a file or module, which is imported first in another.
-    """
-    from lossgate.fork_server import worker_context
+def load() -> None:
+    """Loads torch, and starts the server of other processes. Under torchrun there is none."""
+    from lossgate.fork_server import load_and_fork
     from lossgate.launch import launch_of_torchrun
 
-    if launch_of_torchrun() is None and any("." in target or ":" in target for target in targets):
-        worker_context()
+    if launch_of_torchrun() is None:
+        load_and_fork()
+
+
+def load_for(targets: Sequence[str]) -> None:
+    """Does so if a target is a file or module, which is imported first in another process."""
+    if any("." in target or ":" in target for target in targets):
+        load()
 
 
 def say(message: str) -> None:

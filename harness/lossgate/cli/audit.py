@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from lossgate.cli.app import Exit, app, load_beside
+from lossgate.cli.app import Exit, app, load_for
 from lossgate.cli.numbers import Whole
 
 
@@ -44,7 +44,7 @@ def audit(
         metrics: Ask about metrics, too, as of kernels that return all that their spec has.
         every: List every mistake, and not only those that would have passed.
     """
-    load_beside(targets)
+    load_for(targets)
     from rich.markup import escape
 
     from lossgate.audit import audit as audited

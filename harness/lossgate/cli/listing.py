@@ -3,7 +3,7 @@
 
 from collections.abc import Iterator
 
-from lossgate.cli.app import Exit, app, load_beside
+from lossgate.cli.app import Exit, app, load_for
 
 
 @app.command(name="list")
@@ -23,7 +23,7 @@ def list_(*targets: str) -> int:
 
 
 def _lines(targets: tuple[str, ...], width: int) -> Iterator[str]:
-    load_beside(targets)
+    load_for(targets)
     from lossgate.declaration.loading import is_name_of_a_spec
     from lossgate.losses import find_spec
     from lossgate.reports.listing import declared, described, overview

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from lossgate.cli.app import Exit, app, driven, say
+from lossgate.cli.app import Exit, app, driven, load, say
 from lossgate.cli.numbers import Number
 
 if TYPE_CHECKING:
@@ -62,10 +62,7 @@ def replay(
     first = next(iter(files), _FOLDER)
     if script is not None:
         return how.write_script(first, script)
-    from lossgate.fork_server import worker_context
-
-    if world != "torchrun":
-        worker_context()  # other processes load torch while this one does
+    load()
     if all_:
         return how.all_in(first)
     return how.each(files) if len(files) > 1 else how.one(first)

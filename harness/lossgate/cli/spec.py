@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cyclopts import App
 
-from lossgate.cli.app import Exit, app, load_beside
+from lossgate.cli.app import Exit, app, load_for
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,7 +26,7 @@ def check(*targets: str) -> int:
         targets: Files (file.py), modules (package.module), one spec of either (file.py:name), or
             names of specs, such as nll.
     """
-    load_beside(targets)
+    load_for(targets)
     from lossgate.declaration.loading import find_specs
     from lossgate.errors import UsageError
     from lossgate.reports.console import make_console

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from lossgate.cli.app import Exit, app, driven, say
+from lossgate.cli.app import Exit, app, driven, load, say
 from lossgate.cli.numbers import Number, Whole
 from lossgate.interruption import ended_by_signals
 
@@ -90,13 +90,16 @@ def verify(
         shard: Verify one of several even parts of the matrix, such as 3/8; the parts are the same
             on every machine.
     """
-    from lossgate.engine.selection import Selection
-    from lossgate.engine.settings import load_settings
-    from lossgate.engine.shards import Shard
     from lossgate.errors import UsageError
 
     if not targets:
         raise UsageError("verify: nothing named; expected files or modules with candidates, such as my_kernels.py")
+    load()
+
+    from lossgate.engine.selection import Selection
+    from lossgate.engine.settings import load_settings
+    from lossgate.engine.shards import Shard
+
     named = {"layouts": layout, "dtypes": dtype, "sizes": size, "properties": property}
     lists: dict[str, Any] = {name: tuple(given) if given else None for name, given in named.items()}
     settings = load_settings(
@@ -191,12 +194,6 @@ class _Tally:
 
 
 def _run(wanted: _Wanted, tally: _Tally) -> None:
-    settings = wanted.settings
-    if settings.jobs != 1 or settings.world != "torchrun":
-        from lossgate.fork_server import worker_context
-
-        worker_context()  # other processes load torch while this one does
-
     from lossgate.declaration.loading import load_all_candidates
     from lossgate.engine.events import Consumer
     from lossgate.engine.run import run
@@ -215,7 +212,7 @@ def _run(wanted: _Wanted, tally: _Tally) -> None:
         consumers.append(tally.terminal)
         events = run(
             candidates,
-            settings,
+            wanted.settings,
             wanted.shard,
             wanted.selection,
             fail_fast=wanted.fail_fast,
