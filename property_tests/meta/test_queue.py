@@ -10,7 +10,8 @@ from lossgate import Candidate, Layout
 from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.engine import workers
 from lossgate.engine.cell import Cell
-from lossgate.engine.events import CellStarted
+from lossgate.engine.child import News
+from lossgate.engine.events import CellAgrees, CellStarted
 from lossgate.engine.settings import Settings
 from lossgate.engine.workers import _Queue
 from lossgate.losses import SPECS
@@ -91,6 +92,23 @@ class AtOnce:
 
     def end(self) -> None:
         self.connection.close()
+
+
+class AgreesFirst(AtOnce):
+    """A process that says that a cell agrees, and then what came of it."""
+
+    def start(self, *given: object) -> None:
+        self._far.send(News.AGREES)
+        self._far.send({})
+
+
+def test_a_cell_is_said_to_agree_before_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "take_child", lambda: AgreesFirst(captured=True))
+    monkeypatch.setattr(workers, "CellResult", lambda cell, printed: cell)
+    monkeypatch.setattr(workers, "check_source", lambda _: None)
+    planned = [Cell(dense_candidate(SPECS["nll"], "logprobs"), layout, "float32") for layout in LAYOUTS[:2]]
+    steps = [*workers.run_side_by_side(planned, Settings(), 1)]
+    assert [type(step) for step in steps] == [CellStarted, CellAgrees, workers.Done] * 2
 
 
 @pytest.mark.parametrize(("jobs", "cells"), [(2, 3), (3, 4), (3, 2)])

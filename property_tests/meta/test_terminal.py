@@ -15,7 +15,7 @@ from rich.console import Console
 from lossgate import Candidate, KnownFailure, Layout, candidate
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, CellResult, Verdict
-from lossgate.engine.events import CellFinished, CellSkipped, CellStarted, RunFinished, RunStarted
+from lossgate.engine.events import CellAgrees, CellFinished, CellSkipped, CellStarted, RunFinished, RunStarted
 from lossgate.engine.settings import Settings
 from lossgate.judge.comparison import Comparison
 from lossgate.judge.pooling import Pooled
@@ -325,6 +325,23 @@ def test_the_counts_of_the_progress_bar_are_never_cut(width: int, tmp_path: Path
     terminal.close()
     assert re.search(rf" 0/8 0:00:0\d {LONG[:10]}", text.getvalue())
     assert re.search(r" 7/8 0:00:0\d, about 0:00:0\d left", text.getvalue())
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_that_a_cell_agrees_so_far_is_shown_while_its_properties_are_checked(terminal: bool, tmp_path: Path) -> None:
+    """A log has no such line: the verdict may be another in the end."""
+    text, result = StringIO(), one("wrong", D)
+    console = Console(file=text, width=100, force_terminal=terminal, color_system=None)
+    shown = Terminal(FailureFiles(tmp_path), console)
+    shown(RunStarted((result.cell,), Settings()))
+    shown(CellStarted(result.cell))
+    before = text.getvalue()
+    shown(CellAgrees(result.cell))
+    assert ("agrees so far" in text.getvalue().replace("\N{NO-BREAK SPACE}", " ")) is terminal
+    assert terminal or text.getvalue() == before
+    shown(CellFinished(result))
+    shown(RunFinished((result,)))
+    assert "agrees so far" not in text.getvalue().rpartition("DISAGREE")[2]
 
 
 def test_reasons_are_wrapped_at_words_on_a_terminal_only(tmp_path: Path) -> None:

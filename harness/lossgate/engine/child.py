@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
+from enum import Enum, auto
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -60,6 +61,17 @@ class Job(Protocol):
         ...
 
     def run(self) -> Any: ...
+
+
+class News(Enum):
+    """What a child tells while a job runs."""
+
+    AGREES = auto()
+    """The cell agrees with the reference. It is still held to its other properties."""
+
+
+_parent = list[Connection]()
+"""Where this process answers, if it is a child."""
 
 
 class ChildDied(Exception):
@@ -129,7 +141,7 @@ class Child:
             self._process.kill()
 
     def result(self) -> Any:
-        """Returns what a job returned, or raises what it raised.
+        """Returns what a job returned, or raises what it raised; or ``News`` of a job that runs on.
 
         Raises:
             ChildDied: if the process ended instead.
@@ -207,12 +219,19 @@ def _serve(connection: Connection, environment: Mapping[str, str], folder: str) 
         print_to(str(output))
     print_by_line()  # what a kernel printed before it crashed arrives
     current_case.open_in(folder)
+    _parent[:] = [connection]
     threading.Thread(target=_beat_on, daemon=True).start()
     torch.set_num_threads(1)  # the processes share the cores
     with suppress(EOFError, OSError), Path(folder, _STACK).open("w") as stack:
         faulthandler.enable(stack, all_threads=False)
         while True:
             connection.send(_run(connection.recv()))
+
+
+def tell(news: News) -> None:
+    """Tells the parent something of the job that runs, if this process is a child."""
+    for connection in _parent:
+        connection.send((news, 0))
 
 
 def _run(job: Job) -> tuple[Any, int]:

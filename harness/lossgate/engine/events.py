@@ -29,6 +29,15 @@ class CellStarted:
 
 
 @dataclass(frozen=True)
+class CellAgrees:
+    """A cell agrees with the reference. That is no verdict yet: it is still held to its other
+    properties.
+    """
+
+    cell: Cell
+
+
+@dataclass(frozen=True)
 class CellFinished:
     result: CellResult
     mended: tuple[Path, ...] = ()
@@ -53,7 +62,7 @@ class RunFinished:
     """How long the run took, on the clock."""
 
 
-Event = RunStarted | CellStarted | CellFinished | CellSkipped | RunFinished
+Event = RunStarted | CellStarted | CellAgrees | CellFinished | CellSkipped | RunFinished
 
 Consumer = Callable[[Event], None]
 """Listens to a run: the terminal, evidence, failure files. The engine knows none of them."""

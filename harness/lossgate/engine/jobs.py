@@ -9,6 +9,7 @@ from lossgate.cases.case import Case
 from lossgate.declaration.loading import load_candidate, load_candidates
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.engine.cell import Cell
+from lossgate.engine.child import News, tell
 from lossgate.engine.precision_advice import with_todo
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
@@ -57,7 +58,7 @@ class CellJob:
             load_candidate(source)
 
     def run(self) -> dict[str, Any]:
-        result = run_cell(self.name.load(), self.settings)
+        result = run_cell(self.name.load(), self.settings, lambda: tell(News.AGREES))
         return {f.name: getattr(result, f.name) for f in fields(result) if f.name not in ("cell", "printed")}
 
 

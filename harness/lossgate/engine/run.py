@@ -12,7 +12,7 @@ from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.loading import has_source
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.earlier_failures import examples_of, hold_to_earlier
-from lossgate.engine.events import CellFinished, CellSkipped, CellStarted, Event, RunFinished, RunStarted
+from lossgate.engine.events import CellAgrees, CellFinished, CellSkipped, CellStarted, Event, RunFinished, RunStarted
 from lossgate.engine.plan import left_out, plan
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.same_failure import SameFailures
@@ -66,7 +66,7 @@ def run(
     with closing(steps):
         try:
             for step in steps:
-                if isinstance(step, CellStarted):
+                if isinstance(step, CellStarted | CellAgrees):
                     yield step
                     continue
                 if (failure := alike.of(step.cell)) is not None or step.result is None:

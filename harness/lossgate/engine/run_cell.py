@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verifies one cell."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
 
@@ -23,10 +24,15 @@ from lossgate.worlds import make_world
 from lossgate.worlds.base import World
 
 
-def run_cell(cell: Cell, settings: Settings) -> CellResult:
+def run_cell(cell: Cell, settings: Settings, agrees: Callable[[], object] = bool) -> CellResult:
     """Verifies one cell. More problems are tried as long as they leave it inconclusive.
 
     It computes with one thread, because the numbers of many threads depend on how many there are.
+
+    Args:
+        cell: what to verify.
+        settings: how much is tried.
+        agrees: is called if it agrees, before it is held to its other properties.
     """
     start = perf_counter()
     try:
@@ -37,13 +43,13 @@ def run_cell(cell: Cell, settings: Settings) -> CellResult:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _run_in(world, cell, settings, start)
+        return _run_in(world, cell, settings, start, agrees)
     finally:
         torch.set_num_threads(threads)
         world.close()
 
 
-def _run_in(world: World, cell: Cell, settings: Settings, start: float) -> CellResult:
+def _run_in(world: World, cell: Cell, settings: Settings, start: float, agrees: Callable[[], object]) -> CellResult:
     if known := cell.candidate.known_failure:
         frozen = read_known_failure(known).examples[0]
         now = run_case(Case(cell.candidate, frozen.problem, world), cell.property)
@@ -60,6 +66,8 @@ def _run_in(world: World, cell: Cell, settings: Settings, start: float) -> CellR
             result = _conclude(search, world, start)
     if result.verdict is Verdict.DISAGREE:
         return _diagnosed(result, world, settings)
+    if result.verdict is Verdict.AGREE and cell.also:
+        agrees()
     catalogue = Catalogue(cell, world, settings, search)
     result = _conclude(search, world, start, catalogue, last=result.verdict is Verdict.INCONCLUSIVE)
     return result if search.failure is None else _diagnosed(result, world, settings)

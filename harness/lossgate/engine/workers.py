@@ -10,9 +10,9 @@ from time import perf_counter
 from lossgate.adequacy.deck import deck_key
 from lossgate.declaration.loading import check_source
 from lossgate.engine.cell import Cell, CellResult
-from lossgate.engine.child import Child, ChildDied
+from lossgate.engine.child import Child, ChildDied, News
 from lossgate.engine.crash import result_of_crash
-from lossgate.engine.events import CellStarted
+from lossgate.engine.events import CellAgrees, CellStarted
 from lossgate.engine.first_import import take_child
 from lossgate.engine.jobs import CellJob, CellName
 from lossgate.engine.settings import Settings
@@ -31,7 +31,7 @@ class Done:
 
 def run_side_by_side(
     cells: Sequence[Cell], settings: Settings, jobs: int, given_up: Callable[[Cell], object] = lambda _: None
-) -> Generator[CellStarted | Done]:
+) -> Generator[CellStarted | CellAgrees | Done]:
     """Runs cells in other processes, which load the candidates again from their sources.
 
     Cells that share a deck run in one process, as far as possible, so that it is drawn once. A
@@ -44,7 +44,8 @@ def run_side_by_side(
         given_up: returns something true for a cell that need not be run any more.
 
     Yields:
-        Each cell as it starts, in any order, and what came of each in the order of the cells.
+        Each cell as it starts and as it agrees, in any order, and what came of each in the order of
+        the cells.
 
     Raises:
         UsageError: if a candidate is not the one that its source holds, because it was made in a
@@ -71,11 +72,13 @@ def run_side_by_side(
                     yield CellStarted(cells[number])
                 ready = wait([workers[worker].child.connection for worker in running], _LOOK if running else 0)
                 for worker in list(running):
-                    if workers[worker].child.connection in ready:
-                        finished[running.pop(worker)] = workers[worker].result()
-                        idle.append(worker)
-                    else:
+                    if workers[worker].child.connection not in ready:
                         workers[worker].child.check_alive(settings.timeout)
+                    elif (result := workers[worker].result()) is None:
+                        yield CellAgrees(cells[running[worker]])
+                    else:
+                        finished[running.pop(worker)] = result
+                        idle.append(worker)
             yield Done(cell, finished.pop(due))
     finally:
         for worker in workers:
@@ -97,12 +100,14 @@ class _Worker:
         self._cell, self._started = cell, perf_counter()
         self.child.start(job)
 
-    def result(self) -> CellResult:
-        """Returns what came of the cell, also if its candidate ended the process."""
+    def result(self) -> CellResult | None:
+        """Returns what came of the cell, also if its candidate ended the process; None if it agrees
+        with the reference, and is still held to its other properties.
+        """
         assert self._cell is not None
         try:
             found = self.child.result()
-            return CellResult(**found, cell=self._cell, printed=self.child.printed)
+            return None if found is News.AGREES else CellResult(**found, cell=self._cell, printed=self.child.printed)
         except ChildDied as died:
             printed = self.child.printed
             self._replace()

@@ -33,13 +33,18 @@ class CellProgress:
             _Times(table_column=whole()),
             TextColumn("{task.description}", table_column=cut),
         )
-        self._running: dict[str, None] = {}
+        self._running: dict[str, str] = {}
         self._bar = Progress(*columns, console=console, transient=True)
         self._task = self._bar.add_task("starting", total=cells)
         self._bar.start()
 
     def started(self, cell: Cell) -> None:
-        self._running[str(cell)] = None
+        self._running[str(cell)] = str(cell)
+        self._show()
+
+    def agrees(self, cell: Cell) -> None:
+        """Shows that a cell agrees with the reference. Its other properties are still to come."""
+        self._running[str(cell)] = f"{cell} agrees so far"
         self._show()
 
     def finished(self, cell: Cell) -> None:
@@ -52,7 +57,7 @@ class CellProgress:
         self._bar.stop()
 
     def _show(self) -> None:
-        first, *others = self._running or [""]
+        first, *others = self._running.values() or [""]
         more = f" and {len(others)} more" if others else ""
         words = escape(f"{first}{more}").replace(" ", _NO_BREAK)
         self._bar.update(self._task, description=words, refresh=True)

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from lossgate.counted import counted
 from lossgate.engine.cell import CellResult
-from lossgate.engine.events import CellFinished, CellSkipped, CellStarted, Event, RunFinished, RunStarted
+from lossgate.engine.events import CellAgrees, CellFinished, CellSkipped, CellStarted, Event, RunFinished, RunStarted
 from lossgate.reports.console import make_console, print_whole
 from lossgate.reports.describe import describe, heading, print_detail, print_remarks
 from lossgate.reports.failures import FailureFiles
@@ -48,6 +48,9 @@ class Terminal:
         elif isinstance(event, CellStarted):
             if self._progress is not None:
                 self._progress.started(event.cell)
+        elif isinstance(event, CellAgrees):
+            if self._progress is not None:  # a log has the verdict alone, which this is not yet
+                self._progress.agrees(event.cell)
         elif isinstance(event, CellFinished):
             if self._progress is not None:
                 self._progress.finished(event.result.cell)
