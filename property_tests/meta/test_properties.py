@@ -131,6 +131,21 @@ def test_faults_of_a_property_make_the_cell_disagree() -> None:
     assert result.reasons == ("property small: 1 tokens are too many", "to do: take fewer")
 
 
+def test_that_a_cell_agrees_is_told_before_its_properties_are_checked() -> None:
+    order = list[str]()
+
+    def noted(case: Case) -> Checked:
+        """Notes that it is checked."""
+        order.append("property")
+        return Checked()
+
+    lossgate.property("small")(noted)
+    cell = plan([NLL], replace(SETTINGS, properties=("agreement", "small")))[0]
+    assert run_cell(cell, Settings(), lambda: order.append("agrees")).verdict is Verdict.AGREE
+    assert order[0] == "agrees"
+    assert {*order[1:]} == {"property"}
+
+
 def test_a_candidate_is_not_held_to_a_property_from_which_it_is_exempt() -> None:
     lossgate.property("small")(always_wrong)
     exempt = replace(NLL, exempt={"small": "it likes few tokens"})
