@@ -58,8 +58,8 @@ def test_mistakes_of_ranks_need_a_layout_with_ranks(tmp_path: Path) -> None:
 
 def test_a_mistake_in_an_option_needs_a_kernel_that_supports_it(tmp_path: Path) -> None:
     other = "epsilon as 0.0"
-    assert other not in audited(tmp_path, "single").seen
-    assert other in audited(tmp_path, "single", declared=", supports={'epsilon': (0.0, 1e-5)}").seen
+    assert other not in audited(tmp_path, "dp=2,cp=2").seen
+    assert other in audited(tmp_path, "dp=2,cp=2", declared=", supports={'epsilon': (0.0, 1e-5)}").seen
 
 
 def test_what_rounding_hides_would_have_passed(tmp_path: Path) -> None:

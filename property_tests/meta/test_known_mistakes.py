@@ -8,36 +8,22 @@ import torch
 from torch import Tensor
 
 from lossgate import Candidate, Layout
-from lossgate.adequacy import known_mistakes
+from lossgate.adequacy import choice, known_mistakes
+from lossgate.adequacy.choice import Choice, choice_on
+from lossgate.adequacy.deck import Deck
 from lossgate.adequacy.entry import Placed
-from lossgate.adequacy.known_mistakes import required_outputs
+from lossgate.adequacy.known_mistakes import KnownMistakes
 from lossgate.bank.cross_entropy import STYLES, make
 from lossgate.cases.oracle import Oracle
-from lossgate.cases.placed_problem import PlacedProblem
-from lossgate.counterfactuals.counterfactual import Counterfactual
-from lossgate.counterfactuals.seams import Outputs
-from lossgate.counterfactuals.setting import Setting
-from lossgate.engine import search
+from lossgate.counterfactuals.bank import counterfactuals_of
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.run_cell import run_cell
-from lossgate.engine.search import Search
 from lossgate.engine.settings import Settings
 from lossgate.reports.shown_cell import of_result
 from lossgate.reports.verdict_table import summary
 from lossgate.specs.outputs import Output
-from lossgate.worlds import make_world
 
 RIGHT = make(STYLES["float32"][0])
-
-
-def searched(layout: str, settings: Settings) -> Search:
-    world = make_world("simulated", Layout.parse(layout), 60.0)
-    found = Search(Cell(RIGHT, Layout.parse(layout), "float32"), world, settings)
-    try:
-        found.run()
-    finally:
-        world.close()
-    return found
 
 
 def verified(candidate: Candidate, seed: int = 0, rounds: int = 4) -> CellResult:
@@ -77,66 +63,35 @@ def test_a_blind_judge_does_not_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def chosen(layout: str = "single", seed: int = 0) -> Choice:
+    """Returns the choice of a deck that was drawn just now."""
+    deck = Deck(RIGHT, "float32", seed)
+    return choice_on(RIGHT, deck, "float32", Layout.parse(layout), counterfactuals_of(RIGHT.spec, RIGHT.head))
+
+
 def least(placed: list[Placed], *_: object) -> list[Placed]:
     """Chooses a few problems without a bias, in place of all that are needed."""
     return [one for one in placed if not one.problem.bias][:8]
 
 
 def test_problems_are_added_for_mistakes_that_the_first_ones_could_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "choose", least)
-    monkeypatch.setattr(Search, "_large", lambda *_: [])
-    few, more = (searched("single", Settings(examples=1, rounds=rounds)) for rounds in (1, 2))
-    assert few.mistakes is not None
-    assert more.mistakes is not None
-    assert "bias ignored" in more.mistakes.seen.keys() - few.mistakes.seen.keys()
+    monkeypatch.setattr(choice, "choose", least)
+    more = chosen()
+    monkeypatch.setattr(KnownMistakes, "rarely_made", lambda self: [])
+    assert "bias ignored" in set(more.shown) - set(chosen().shown)
 
 
-@pytest.mark.slow
 def test_what_changes_one_problem_is_asked_about_until_another_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may change nothing on many problems in between: a clip acts on few."""
     monkeypatch.setattr(Oracle, "rejects", lambda *given: torch.zeros(len(given[2]), dtype=torch.bool))
-    made: list[Counter[str]] = []
+    made, kept = list[Counter[str]](), list[KnownMistakes]()
+    ask = KnownMistakes.ask
+    monkeypatch.setattr(KnownMistakes, "rarely_made", lambda self: [])
+    monkeypatch.setattr(KnownMistakes, "ask", lambda self, *given: (kept.append(self), ask(self, *given)))
     for often in (1, 1_000):
         monkeypatch.setattr(known_mistakes, "_OFTEN", often)
-        mistakes = searched("single", Settings(seed=33, rounds=1)).mistakes
-        assert mistakes is not None
-        made.append(Counter({name: mistakes.made[name] for name in mistakes.unseen}))
+        chosen(seed=33)
+        made.append(Counter({name: kept[-1].made[name] for name in kept[-1].unseen}))
     seldom, always = made
     assert seldom
     assert seldom == {name: always[name] for name in seldom}
-
-
-def test_what_does_not_hang_on_the_layout_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    run = Counterfactual.run
-
-    def counting(self: Counterfactual, setting: Setting) -> Outputs | None:
-        asked.append(self.name)
-        return run(self, setting)
-
-    monkeypatch.setattr(Counterfactual, "run", counting)
-    first = searched("dp=2", Settings(seed=31))
-    assert first.mistakes is not None
-    assert "temperature ignored" in asked
-    asked.clear()
-    again = searched("dp=2", Settings(seed=31))
-    assert again.mistakes is not None
-    assert again.mistakes.seen == first.mistakes.seen
-    assert "temperature ignored" not in asked
-    assert "valid_tokens local over dp" in asked
-
-
-def test_what_sees_padding_hangs_on_the_layout() -> None:
-    world = make_world("simulated", Layout(), 60.0)
-    placed = Search(Cell(RIGHT, Layout(), "float32"), world, Settings()).first_problems()[0]
-    world.close()
-    setting = Setting(PlacedProblem(placed.entry.bound, placed.problem), required_outputs(RIGHT))
-    for _ in range(2):  # what was looked for once counts as well
-        for asked in ("with_padding", "partition", "token_shards", "place_on_rank", "vocab_shards"):
-            setting.hangs_on_layout = False
-            getattr(setting, asked)
-            assert setting.hangs_on_layout, asked
-    setting.hangs_on_layout = False
-    assert setting.lengths
-    assert setting.fields
-    assert not setting.hangs_on_layout

@@ -12,12 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any, TypeVar
 
+from lossgate.adequacy import store
 from lossgate.adequacy.coverage import required_goals
 from lossgate.adequacy.entry import Entry, Placed
 from lossgate.adequacy.entry_drawer import EntryDrawer
 from lossgate.adequacy.equivalence import UNCHANGED, equivalent_mutants
-from lossgate.adequacy.known_mistakes import Memory
+from lossgate.adequacy.kept_entries import KeptEntries
 from lossgate.adequacy.option_mutants import near_mutants, option_mutants
 from lossgate.adequacy.targets import by_target, target_for, target_of
 from lossgate.cases.bound_problem import BoundProblem
@@ -28,6 +30,7 @@ from lossgate.cases.placement import Placement, placements, takes_idle_ranks
 from lossgate.cases.size import is_large
 from lossgate.declaration.candidate import Candidate
 from lossgate.layout import Layout
+from lossgate.losses import SPECS
 from lossgate.problems.partition import VocabSplit
 from lossgate.problems.problem import Problem
 from lossgate.shape import Shape
@@ -48,6 +51,9 @@ WANTED = 4
 """The most problems that a cell runs in each round for one mutant or goal."""
 
 
+T = TypeVar("T")
+
+
 class Deck:
     """The problems for all candidates that declare the same, in one dtype."""
 
@@ -57,16 +63,28 @@ class Deck:
         self.near = near_mutants(candidate)
         """Those that need not be, because their choices are nearly the same number."""
         self._candidate, self._dtype = candidate, dtype
-        self._drawer = EntryDrawer(candidate, dtype, f"{deck_key(candidate, dtype)} {seed}", self.mutants, self.near)
+        self.key = f"{deck_key(candidate, dtype)} {seed}"
+        """Names all that candidates declare about the problems they can be given, and the seed."""
+        self.is_kept = SPECS.get(candidate.spec.name) is candidate.spec
+        """Whether it hangs on no code of a user, so that it may be kept on disk."""
+        self._drawer = EntryDrawer(candidate, dtype, self.key, self.mutants, self.near)
         self._idle = takes_idle_ranks(candidate)
         self._sought: dict[str, Sequence[Entry]] = {}
         self._drawn_for = Counter[str]()
         self._fitted: dict[str, Entry] = {}
-        self._memories: dict[int, tuple[Candidate, Memory]] = {}
+        self._known = dict[str, Any]()
 
-    def memory_of(self, candidate: Candidate) -> Memory:
-        """Returns what the problems have said of the mistakes that are known of a candidate."""
-        return self._memories.setdefault(id(candidate), (candidate, Memory()))[1]
+    def once(self, what: str, kind: type[T], make: Callable[[], T]) -> T:
+        """Returns what was found out about the deck, or finds it out: once, and kept on disk.
+
+        Args:
+            what: names it, and all that it hangs on beside the deck's key.
+            kind: a type that msgspec can write and read.
+            make: finds it out.
+        """
+        if what not in self._known:
+            self._known[what] = store.kept(f"{self.key}\n{what}", kind, make) if self.is_kept else make()
+        return self._known[what]
 
     @property
     def entries(self) -> Sequence[Entry]:
@@ -85,6 +103,10 @@ class Deck:
 
     @cached_property
     def _first(self) -> tuple[list[Entry], Mapping[str, bool]]:
+        kept = self.once("first", KeptEntries, self._draw_first)
+        return kept.again(self._candidate, self._dtype), kept.equivalent
+
+    def _draw_first(self) -> KeptEntries:
         targets = by_target(self.mutants)
         found: list[Entry] = []
         # Each problem is given a choice, so that none is rare.
@@ -98,7 +120,7 @@ class Deck:
         for goal in required_goals(self._candidate, Layout(), self._dtype):
             if goal not in SHARDING_GOALS and not any(goal in entry.bound.coverage for entry in found):
                 found += self._reaching("first", goal, 1)
-        return found, equivalent
+        return KeptEntries.of(found, equivalent=dict(equivalent))
 
     def _add(self, found: list[Entry], draws: Draws) -> None:
         """Adds problems."""
@@ -158,8 +180,11 @@ class Deck:
 
     def more(self, number: int) -> Sequence[Entry]:
         """Returns as many problems again, for a cell that has tried all; others for each number."""
-        rare = self._rare(self.entries)
-        return self._once(f"more {number}", lambda: self._drawer.entries(f"more {number}", SIZE, None, rare))
+        what, rare = f"more {number}", self._rare(self.entries)
+        if what not in self._sought:
+            kept = self.once(what, KeptEntries, lambda: KeptEntries.of(self._drawer.entries(what, SIZE, None, rare)))
+            self._sought[what] = kept.again(self._candidate, self._dtype)
+        return self._sought[what]
 
     def killing(self, name: str, round_: int) -> Sequence[Entry]:
         """Draws problems that are likely to kill a mutant."""
@@ -210,21 +235,21 @@ class Deck:
     ) -> Sequence[Entry]:
         """Draws problems for an aim, rich ones and others in turn, until a few are good."""
 
-        def draw() -> list[Entry]:
-            found: list[Entry] = []
+        def draw() -> KeptEntries:
+            found, number = list[Entry](), 0
             for batch in range(2 * DRAWN // _BATCH):
                 if len(found) < wanted:
                     rich = batch % 2 == 0
                     drawn = self._drawer.entries(f"{what} {batch}", _BATCH, target, mutants, rich=rich)
-                    self._drawn_for[aim] += len(drawn)
+                    number += len(drawn)
                     found += filter(good, drawn)
-            return [self._drawer.entry(entry.bound, entry.draws, self.mutants) for entry in found[:wanted]]
+            asked = [self._drawer.entry(entry.bound, entry.draws, self.mutants) for entry in found[:wanted]]
+            return KeptEntries.of(asked, drawn=number)
 
-        return self._once(what, draw)
-
-    def _once(self, what: str, draw: Callable[[], list[Entry]]) -> Sequence[Entry]:
         if what not in self._sought:
-            self._sought[what] = draw()
+            kept = self.once(what, KeptEntries, draw)
+            self._sought[what] = kept.again(self._candidate, self._dtype)
+            self._drawn_for[aim] += kept.drawn
         return self._sought[what]
 
     def _many(self, entries: Sequence[Entry]) -> Iterator[BoundProblem]:

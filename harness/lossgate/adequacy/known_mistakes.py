@@ -6,20 +6,18 @@ mistake that one problem shows is not asked about again.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from time import process_time
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lossgate.cases.bound_problem import BoundProblem
-from lossgate.cases.case import Case
 from lossgate.cases.oracle import Oracle
 from lossgate.cases.placed_problem import PlacedProblem
 from lossgate.counterfactuals.bank import counterfactuals_of
 from lossgate.counterfactuals.counterfactual import Counterfactual
+from lossgate.counterfactuals.families.operations import stops
 from lossgate.counterfactuals.same import same
 from lossgate.counterfactuals.seams import Outputs
 from lossgate.counterfactuals.setting import Setting
@@ -39,6 +37,10 @@ _CLEAR = 0.1
 _OFTEN = 8
 """A mistake that can be made on so many problems, and changes none of them, changes nothing. One
 that has changed a problem is asked about until another shows it: a clip acts on few."""
+
+
+_SELDOM = 24
+"""So many further problems are looked at, without asking the judge, for one that it changes."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class MistakesShown:
     too_small: tuple[str, ...] = ()
     """In words, those that change an output by less, and that no problem shows."""
     seconds: float = 0.0
-    """CPU time that it took to ask."""
+    """CPU time that it took to ask; 0 if it was known."""
 
 
 NOTHING_ASKED = MistakesShown()
@@ -83,40 +85,22 @@ class _Said:
     """The judge would reject what it gives."""
 
 
-class Memory:
-    """What problems have said of the mistakes that do not hang on a layout, for other layouts.
-
-    It is left out where the noise of another layout may say otherwise: what half the change shows
-    is remembered, and what changes nothing.
-    """
-
-    def __init__(self) -> None:
-        self._said: dict[tuple[BoundProblem, frozenset[Any]], dict[str, _Said]] = {}
-        self._changes: dict[BoundProblem, dict[str, bool]] = {}
-
-    def of(self, bound: BoundProblem, dtypes: Mapping[Output, torch.dtype]) -> dict[str, _Said]:
-        """Returns what is known of some outputs of a problem, by the names of mistakes."""
-        return self._said.setdefault((bound, frozenset(dtypes.items())), {})
-
-    def changes(self, bound: BoundProblem) -> dict[str, bool]:
-        """Returns whether mistakes change what every kernel must give, as far as that is known."""
-        return self._changes.setdefault(bound, {})
-
-
 class KnownMistakes:
     """What the problems of a candidate say of the mistakes that are known.
 
     Args:
         candidate: says in which precision it computes, and which outputs it gives.
-        memory: what problems have said of this candidate on other layouts.
         metrics: whether mistakes in metrics alone are asked about, too.
+        names: the mistakes to ask about; by default all.
     """
 
-    def __init__(self, candidate: Candidate, memory: Memory | None = None, *, metrics: bool = False) -> None:
-        self._candidate, self._memory = candidate, memory or Memory()
+    def __init__(self, candidate: Candidate, *, metrics: bool = False, names: Collection[str] | None = None) -> None:
+        self._candidate, self._names = candidate, names
         known = counterfactuals_of(candidate.spec, candidate.head)
-        self.bank: Mapping[str, Counterfactual] = {
-            name: one for name, one in known.items() if metrics or one.kind != OF_METRICS
+        self.bank: dict[str, Counterfactual] = {
+            name: one
+            for name, one in known.items()
+            if (metrics or one.kind != OF_METRICS) and (names is None or name in names)
         }
         """All that are asked about, by name."""
         self.left = dict(self.bank)
@@ -127,15 +111,10 @@ class KnownMistakes:
         """Those that change an output, and that no problem has shown."""
         self.made = Counter[str]()
         """On how many problems each could be made, up to the one that showed it."""
-        self.seconds = 0.0
-        """CPU time that it took."""
+        self._same_again = Counter[str]()
+        self._of_sites = set[str]()
+        """The names of those that were found in runs."""
         self._unchanged = Counter[tuple[str, Layout]]()
-
-    def ask_of(self, case: Case) -> None:
-        """Asks a case about all mistakes that are left. The kernel must have run on it."""
-        candidate, result = case.candidate, case.result
-        setting = Setting(case.placed, result.outputs, candidate.tokens, candidate.tiles)
-        self.ask(setting, case.oracle, {o: result.dtypes[o] for o in result.outputs})
 
     def ask(self, setting: Setting, oracle: Oracle, dtypes: Mapping[Output, torch.dtype]) -> None:
         """Asks one problem about all mistakes that are left.
@@ -145,27 +124,34 @@ class KnownMistakes:
             oracle: judges the outputs of a kernel on it.
             dtypes: those of the outputs that are asked about.
         """
-        start, layout = process_time(), setting.partition.layout
-        memory = self._memory.of(setting.bound, dtypes)
-        wanted = [name for name in self.left if name in self.unseen or self._unchanged[name, layout] < _OFTEN]
-        fresh, remembered = self._asked([name for name in wanted if name not in memory], setting, oracle, dtypes)
-        memory |= remembered
-        for name in wanted:
-            self._note(name, fresh[name] if name in fresh else memory[name], layout)
-        self.seconds += process_time() - start
+        layout, here = setting.partition.layout, self.find(setting)
+        wanted = [
+            name
+            for name in self.left
+            if (name in self.unseen or self._unchanged[name, layout] < _OFTEN)
+            and (name in here or name not in self._of_sites)
+        ]
+        for name, said in self._asked(wanted, setting, oracle, dtypes).items():
+            self._note(name, said, layout)
+
+    def find(self, setting: Setting) -> set[str]:
+        """Adds the mistakes of the places where the loss of a problem stops the gradient, and
+        returns their names. They are seen in a run alone.
+        """
+        found = {one.name: one for one in stops(setting) if self._names is None or one.name in self._names}
+        new = {name: one for name, one in found.items() if name not in self._of_sites}
+        self._of_sites.update(new)
+        self.bank |= new
+        self.left |= new
+        return set(found)
 
     def _asked(
         self, names: Iterable[str], setting: Setting, oracle: Oracle, dtypes: Mapping[Output, torch.dtype]
-    ) -> tuple[dict[str, _Said], dict[str, _Said]]:
-        """Returns what a problem says of some mistakes, and of those that do not hang on its
-        layout, nor on its noise.
-        """
-        found, changed, free = dict[str, _Said](), dict[str, Outputs](), set[str]()
+    ) -> dict[str, _Said]:
+        """Returns what a problem says of some mistakes."""
+        found, changed = dict[str, _Said](), dict[str, Outputs]()
         for name in names:
-            setting.hangs_on_layout = False
             outputs = self.bank[name].run(setting)
-            if not setting.hangs_on_layout:
-                free.add(name)
             found[name] = _Said(made=outputs is not None)
             own = {o: x for o, x in (outputs or {}).items() if o in dtypes and _differs(x, o, oracle)}
             if own:
@@ -175,14 +161,7 @@ class KnownMistakes:
             sentence = self.bank[name].words(" and ".join(map(str, own)))
             size = max(_relative(x, output, oracle) for output, x in own.items())
             found[name] = _Said(made=True, sentence=sentence, size=size, shown=name in shown)
-        # Another layout has a little more or less noise: only what half the change shows is sure.
-        halved = {
-            name: {o: (x + oracle.reference[o]) / 2 for o, x in own.items()}
-            for name, own in changed.items()
-            if name in free & shown
-        }
-        sure = _shown(halved, oracle, dtypes)
-        return found, {name: found[name] for name in free if name in sure or name not in changed}
+        return found
 
     def _note(self, name: str, said: _Said, layout: Layout) -> None:
         self.made[name] += said.made
@@ -205,7 +184,6 @@ class KnownMistakes:
             shown=len(self.seen),
             surviving=tuple(one.sentence for one in by_size if one.size > LARGEST_MDE),
             too_small=tuple(one.sentence for one in by_size if one.size <= LARGEST_MDE),
-            seconds=self.seconds,
         )
 
     def rarely_made(self) -> list[str]:
@@ -216,25 +194,22 @@ class KnownMistakes:
 
     def changed(self, names: Iterable[str], placed: PlacedProblem) -> set[str]:
         """Returns which of some mistakes change an output that a kernel must give on a problem."""
-        start, candidate, memory = process_time(), self._candidate, self._memory.changes(placed.bound)
+        candidate = self._candidate
         returned = required_outputs(candidate)
-        setting, found = Setting(placed, returned, candidate.tokens, candidate.tiles), dict[str, bool]()
+        setting, found = Setting(placed, returned, candidate.tokens, candidate.tiles), set[str]()
         reference, mask = placed.bound.reference(returned), placed.bound.batch.fields["mask"]
 
         def of(output: Output) -> Any:
             return mask if output.kind == "token value" else ...
 
         for name in names:
-            if name in memory:
-                found[name] = memory[name]
+            if self._same_again[name] >= _SELDOM:
                 continue
-            setting.hangs_on_layout = False
-            outputs = self.bank[name].run(setting) or {}
-            found[name] = any(not same(x[of(o)], reference[o][of(o)]) for o, x in outputs.items() if o in reference)
-            if not setting.hangs_on_layout:
-                memory[name] = found[name]
-        self.seconds += process_time() - start
-        return {name for name, changes in found.items() if changes}
+            outputs = self.bank[name].run(setting)
+            if any(not same(x[of(o)], reference[o][of(o)]) for o, x in (outputs or {}).items() if o in reference):
+                found.add(name)
+            self._same_again[name] += outputs is not None and name not in found
+        return found
 
 
 def _shown(changed: Mapping[str, Outputs], oracle: Oracle, dtypes: Mapping[Output, torch.dtype]) -> set[str]:

@@ -12,6 +12,7 @@ from time import process_time
 
 import torch
 
+from lossgate.adequacy.choice import dtypes_of
 from lossgate.adequacy.known_mistakes import Change, KnownMistakes, required_outputs
 from lossgate.cases.oracle import Oracle
 from lossgate.cases.placed_problem import PlacedProblem
@@ -21,7 +22,6 @@ from lossgate.engine.cell import Cell
 from lossgate.engine.plan import plan
 from lossgate.engine.search import Search
 from lossgate.engine.settings import Settings
-from lossgate.numerics.float_formats import TORCH_DTYPES
 from lossgate.worlds import make_world
 
 
@@ -98,14 +98,9 @@ def _problems(cell: Cell, settings: Settings) -> Iterator[PlacedProblem]:
 
 def _ask(candidate: Candidate, placed: PlacedProblem, mistakes: KnownMistakes, *, metrics: bool) -> None:
     """Asks one problem about all mistakes that none has shown before."""
-    dtype = placed.problem.dtype
     returned = required_outputs(candidate)
     if metrics:
         returned += [o for o in placed.bound.dense.outputs(placed.bound.bound_spec) if o.kind == "metric"]
     oracle = Oracle(candidate, placed, returned)
-    precision = candidate.precision[dtype]
-    dtypes = {
-        **{output: TORCH_DTYPES[precision.dtype_of(output.name)] for output in returned},
-        **dict.fromkeys(oracle.gradients, TORCH_DTYPES[dtype]),
-    }
-    mistakes.ask(Setting(placed, returned, candidate.tokens, candidate.tiles), oracle, dtypes)
+    setting = Setting(placed, returned, candidate.tokens, candidate.tiles)
+    mistakes.ask(setting, oracle, dtypes_of(candidate, placed, oracle, returned))

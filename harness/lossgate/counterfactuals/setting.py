@@ -51,13 +51,6 @@ class Setting:
         self.placed, self.returned = placed, frozenset(returned)
         self.given_tokens: Tokens = tokens
         self._known: dict[str, Any] = {}
-        self.hangs_on_layout = False
-        """Whether anything was asked that another layout changes, since this was last set."""
-
-    def _of_layout(self, what: str, find: Callable[[], T]) -> T:
-        """Returns what hangs on the layout, and is looked for once."""
-        self.hangs_on_layout = True
-        return self.once(what, find)
 
     def once(self, what: str, find: Callable[[], T]) -> T:
         """Returns what is found for many mistakes, and looked for once."""
@@ -87,7 +80,7 @@ class Setting:
     @property
     def with_padding(self) -> "Setting":
         """The same with padding, which hangs on the layout."""
-        return self._of_layout(
+        return self.once(
             "with padding",
             lambda: Setting(self.placed, self.returned, self.given_tokens, self.tiles, padding=True),
         )
@@ -99,7 +92,6 @@ class Setting:
     @property
     def partition(self) -> Partition:
         """How the ranks split it."""
-        self.hangs_on_layout = True
         return self.placed.partition
 
     @property
@@ -129,7 +121,7 @@ class Setting:
     @property
     def token_shards(self) -> list[Tensor]:
         """The tokens of each rank, dp rank after dp rank, and of these cp rank after cp rank."""
-        return self._of_layout("token shards", self._token_shards)
+        return self.once("token shards", self._token_shards)
 
     def _token_shards(self) -> list[Tensor]:
         return list(self.partition.token_shards.values()) if self.padding else self.partition.real_token_shards
@@ -137,7 +129,7 @@ class Setting:
     @property
     def place_on_rank(self) -> Tensor:
         """The place of each token among those of its rank, padding counted, ``[tokens]``."""
-        return self._of_layout("place on rank", self._place_on_rank)
+        return self.once("place on rank", self._place_on_rank)
 
     def _place_on_rank(self) -> Tensor:
         place = torch.empty(self.partition.tokens, dtype=torch.long)
@@ -179,7 +171,6 @@ class Setting:
 
     def padded(self, name: str) -> Tensor:
         """Returns a field of tokens as the ranks hold it, with padding, ``[padded tokens]``."""
-        self.hangs_on_layout = True
         return self.placed.batch.fields[name]
 
     def as_given(self, name: str) -> Tensor:
@@ -233,7 +224,7 @@ class Setting:
         """Where entries of the padded pack come from if sequences are split over cp in order, not
         in a zigzag.
         """
-        return self._of_layout("source in order", self._source_in_order)
+        return self.once("source in order", self._source_in_order)
 
     def _source_in_order(self) -> Tensor:
         source, cp = torch.arange(self.partition.tokens), self.size("cp")
@@ -248,7 +239,7 @@ class Setting:
     @property
     def source_as_one_sequence(self) -> Tensor:
         """Where they come from if the pack of a dp rank is split in a zigzag like one sequence."""
-        return self._of_layout("source as one sequence", self._source_as_one_sequence)
+        return self.once("source as one sequence", self._source_as_one_sequence)
 
     def _source_as_one_sequence(self) -> Tensor:
         source, partition = torch.arange(self.partition.tokens), self.partition
@@ -262,7 +253,7 @@ class Setting:
     @property
     def source_unsplit(self) -> Tensor:
         """Where they come from if each rank takes the first tokens of the pack of its dp rank."""
-        return self._of_layout("source unsplit", self._source_unsplit)
+        return self.once("source unsplit", self._source_unsplit)
 
     def _source_unsplit(self) -> Tensor:
         source, partition = torch.arange(self.partition.tokens), self.partition
@@ -274,7 +265,7 @@ class Setting:
     @property
     def source_end_to_end(self) -> Tensor:
         """Where they come from if the pack of a dp rank is split over cp end to end."""
-        return self._of_layout("source end to end", self._source_end_to_end)
+        return self.once("source end to end", self._source_end_to_end)
 
     def _source_end_to_end(self) -> Tensor:
         source, partition = torch.arange(self.partition.tokens), self.partition

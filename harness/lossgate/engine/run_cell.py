@@ -7,7 +7,6 @@ from time import perf_counter
 
 import torch
 
-from lossgate.adequacy.known_mistakes import NOTHING_ASKED
 from lossgate.cases.case import Case
 from lossgate.cases.size import is_large
 from lossgate.engine.case_result import run_case
@@ -113,5 +112,5 @@ def _conclude(
         search.drawn_for_goals if last else {},
         search.tried_on_survivors() if last else {},
         properties,
-        NOTHING_ASKED if search.mistakes is None else search.mistakes.result,
+        search.mistakes,
     )

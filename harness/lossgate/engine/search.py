@@ -4,23 +4,23 @@
 It chooses problems from a deck, which all layouts share; ``trials`` runs them.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
+from time import process_time
 
 from hypothesis.errors import Unsatisfiable
 
+from lossgate.adequacy.choice import choice_of, choice_on
 from lossgate.adequacy.deck import WANTED
 from lossgate.adequacy.decks import deck_of
 from lossgate.adequacy.entry import Entry, Placed
-from lossgate.adequacy.known_mistakes import KnownMistakes
+from lossgate.adequacy.known_mistakes import NOTHING_ASKED, MistakesShown
 from lossgate.adequacy.not_distinguished import not_distinguished
 from lossgate.adequacy.option_mutants import OptionMutant
 from lossgate.adequacy.selection import choose
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.option_strategies import ForcedOption
-from lossgate.cases.placed_problem import PlacedProblem
 from lossgate.cases.size import is_large
 from lossgate.declaration.any_value import ANY
 from lossgate.engine.survivors import Tried, tried_on
@@ -44,6 +44,8 @@ class Search(Trials):
     """The sizes that could not be tried, and why."""
     placed: list[Placed] = field(default_factory=list)
     """The problems of ordinary size that were tried, in order."""
+    mistakes: MistakesShown = NOTHING_ASKED
+    """Which known mistakes the problems of the first round show."""
     _used: dict[int, Problem] = field(default_factory=dict)
     """The problems that were run, as they were drawn, by identity: so none gets that of another."""
 
@@ -53,7 +55,6 @@ class Search(Trials):
         if self.cell.property.needs_adequacy:
             self.surviving |= self._deck.mutants
             self.near |= self._deck.near
-            self.mistakes = KnownMistakes(self.cell.candidate, self._deck.memory_of(self.cell.candidate))
 
     @property
     def still_to_kill(self) -> dict[str, OptionMutant]:
@@ -101,6 +102,8 @@ class Search(Trials):
         entries, least = self._entries(), len(self.cases) + self.settings.examples
         chance, large, drawn = *self._begin(round_), 0
         least -= len(large)
+        if round_ == 0 and self.asks_mistakes:
+            self._run_all(self._showing_mistakes(entries, chance))
         while True:
             placed = self._on_layout(entries)
             unused = [one for one in placed if id(one.entry.drawn) not in self._used]
@@ -113,21 +116,45 @@ class Search(Trials):
                 break
             entries, drawn = self._deck.more(drawn), drawn + 1
         if round_ == 0:
-            self._show_mistakes()
             self._run_sizes(chance)
+
+    @property
+    def asks_mistakes(self) -> bool:
+        """Whether problems must show the known mistakes."""
+        return self.cell.property.needs_adequacy
+
+    def _showing_mistakes(self, entries: Sequence[Entry], chance: Random) -> list[Placed]:
+        """Returns the problems that show known mistakes, each in one split of the vocabulary."""
+        start, candidate, dtype, layout = process_time(), self.cell.candidate, self.cell.dtype, self.cell.layout
+        chosen = choice_of(candidate, self._deck, dtype)
+        problems = {entry.drawn.to_json(): entry for entry in entries}
+        placed = self._on_layout([problems[text] for text in chosen.problems])
+        fitting = {one.entry.drawn.to_json() for one in placed}
+        surviving, too_small, shown = chosen.surviving, chosen.too_small, chosen.shown
+        if unfit := {name for text, names in chosen.problems.items() if text not in fitting for name in names}:
+            others = choice_on(candidate, self._deck, dtype, layout, unfit)
+            placed += self._on_layout([problems[text] for text in others.problems if text not in fitting])
+            surviving, too_small = [*surviving, *others.surviving], [*too_small, *others.too_small]
+            shown = [*(name for name in shown if name not in unfit), *others.shown]
+        self.mistakes = MistakesShown(len(shown), tuple(surviving), tuple(too_small), process_time() - start)
+        return list({id(one.entry.drawn): one for one in chance.sample(placed, len(placed))}.values())
 
     def first_problems(self) -> list[Placed]:
         """Returns the problems of ordinary size that the first round tries if none fails."""
         entries = self._entries()
         chance, large = self._begin(0)
+        first = self._showing_mistakes(entries, chance) if self.asks_mistakes else []
+        taken = {id(one.entry.drawn) for one in first}
+        unused = [one for one in self._on_layout(entries) if id(one.entry.drawn) not in taken]
         wanted = {*self.still_to_kill, *self.missing_goals}
-        return choose(self._on_layout(entries), wanted, self.settings.examples - len(large), chance)
+        least = self.settings.examples - len(large) - len(first)
+        return [*first, *choose(unused, wanted, least, chance)]
 
     def _begin(self, round_: int) -> tuple[Random, list[Placed]]:
         """Returns what chooses the problems of a round, and its large problems."""
         if self.cell.property.needs_adequacy:
             self.equivalent = self._deck.equivalent
-        chance = Random(f"{self.settings.seed} {round_} {self.cell}")
+        chance = Random(f"{round_} {self._deck.key} {self.cell.layout}")
         asks_for_large = round_ == 0 and self.cell.property.needs_adequacy
         return chance, self._large(self._deck.large, chance) if asks_for_large else []
 
@@ -194,20 +221,6 @@ class Search(Trials):
         """Runs one more problem; returns whether the candidate agrees on it."""
         self._run_all([placed])
         return self.failure is None
-
-    def _show_mistakes(self) -> None:
-        """Runs problems that known mistakes change which no problem so far has shown."""
-        if self.mistakes is None or self.settings.rounds == 1:
-            return
-        wanted = Counter(dict.fromkeys(self.mistakes.rarely_made(), WANTED))
-        for placed in self.not_run():
-            if not wanted or self.failure is not None:
-                return
-            changed = self.mistakes.changed(wanted, PlacedProblem(placed.entry.bound, placed.problem))
-            if changed:
-                self._run_all([placed])
-                wanted.subtract(changed)
-                wanted = +Counter({name: count for name, count in wanted.items() if name in self.mistakes.left})
 
     def _reach(self, goal: str, round_: int) -> None:
         known = [placed for placed in self._on_layout(self._unused(self._entries())) if goal in placed.goals]

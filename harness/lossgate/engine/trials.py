@@ -11,7 +11,6 @@ import hypothesis
 from hypothesis.errors import Flaky
 
 from lossgate.adequacy.entry import Entry, Placed
-from lossgate.adequacy.known_mistakes import KnownMistakes
 from lossgate.adequacy.option_mutants import OptionMutant
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
@@ -61,8 +60,6 @@ class Trials:
     """The option mutants that no problem has killed, and none need kill: their choices are near."""
     others: dict[frozenset[str], CaseResult] = field(default_factory=dict)
     """The smallest cases that disagree for other reasons than the first, by their reasons."""
-    mistakes: KnownMistakes | None = None
-    """What the problems that agree say of the mistakes that are known, if that is asked."""
     _tried: list[tuple[BoundProblem, CaseResult]] = field(default_factory=list)
     """The problem of each case, and what came of it. Large ones are let go, for their tensors."""
     _error: LossgateError | None = None
@@ -152,8 +149,6 @@ class Trials:
             self.cases.append(result)
             if not is_large(problem):
                 self._tried.append((bound, result))
-                if result.agrees and self.mistakes is not None:
-                    self.mistakes.ask_of(case)
             for name in result.killed:
                 (self.near if name in self.near else self.surviving).pop(name)
         if not result.agrees and self.failure is None:

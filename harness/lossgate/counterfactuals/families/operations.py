@@ -32,9 +32,7 @@ def operations(setting: Setting) -> Iterator[Counterfactual]:
     """Yields the mistakes of each operation that the loss of a problem takes."""
     if setting.spec.reference is None:
         return
-    values = setting.bound.dense.token_values(setting.bound_spec)
-    with Traced() as traced:
-        setting.bound_spec.loss(values, setting.fields)
+    traced = _traced(setting)
     for site in _by_expression(traced.sites):
         for what, change in {**_CHANGES.get(site[2], {}), **_ROUNDED.get(site[2], {})}.items():
             yield _otherwise(site, _with_number(what) if traced.takes_number(site) else what, change)
@@ -55,6 +53,30 @@ def operations(setting: Setting) -> Iterator[Counterfactual]:
                 applies=split("tp"),
                 computed=partial(_in_shards, site, in_shards),
             )
+    yield from _of_two_stops(traced)
+    yield from _attached(traced)
+    if any(site[2] == "log_softmax" for site in traced.sites):
+        for what, in_shards in _IN_SHARDS.items():
+            yield Counterfactual(
+                name=f"every log_softmax: {what}",
+                sentence=f"in every softmax over the vocabulary {what}",
+                kind="operation",
+                seams=RIGHT,
+                computed=partial(_in_shards, None, in_shards),
+            )
+
+
+def stops(setting: Setting) -> Iterator[Counterfactual]:
+    """Yields those of the operations that stop the gradient: they do not, or not in one use."""
+    if setting.spec.reference is None:
+        return
+    traced = _traced(setting)
+    yield from (_otherwise(site, _NOT_STOPPED, _first) for site in traced.sites if site[2] == "detach")
+    yield from _of_two_stops(traced)
+    yield from _attached(traced)
+
+
+def _of_two_stops(traced: Traced) -> Iterator[Counterfactual]:
     for one, other in combinations([site for site in traced.sites if site[2] == "detach"], 2):
         if one[:2] != other[:2]:
             yield replace(
@@ -66,16 +88,13 @@ def operations(setting: Setting) -> Iterator[Counterfactual]:
                 ),
                 made_of=tuple(_otherwise(site, _NOT_STOPPED, _first) for site in (one, other)),
             )
-    yield from _attached(traced)
-    if any(site[2] == "log_softmax" for site in traced.sites):
-        for what, in_shards in _IN_SHARDS.items():
-            yield Counterfactual(
-                name=f"every log_softmax: {what}",
-                sentence=f"in every softmax over the vocabulary {what}",
-                kind="operation",
-                seams=RIGHT,
-                computed=partial(_in_shards, None, in_shards),
-            )
+
+
+def _traced(setting: Setting) -> Traced:
+    values = setting.bound.dense.token_values(setting.bound_spec)
+    with Traced() as traced:
+        setting.bound_spec.loss(values, setting.fields)
+    return traced
 
 
 def _with_number(what: str) -> str:

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The problems of a deck that show the known mistakes, chosen once for all cells of a candidate.
+
+Which mistakes a problem shows hangs on what the candidate declares, on the problem and its layout,
+and never on the kernel's code. The layout that splits every axis of the candidate in two shows 99%
+and more of what any layout shows. So the problems are asked there, before a kernel has run, and
+every cell runs those that show something.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from random import Random
+
+import msgspec
+import torch
+
+from lossgate.adequacy.coverage import required_goals
+from lossgate.adequacy.deck import WANTED, Deck
+from lossgate.adequacy.entry import Placed
+from lossgate.adequacy.known_mistakes import KnownMistakes, required_outputs
+from lossgate.adequacy.selection import choose
+from lossgate.cases.oracle import Oracle
+from lossgate.cases.placed_problem import PlacedProblem
+from lossgate.cases.placement import splits_of
+from lossgate.cases.size import is_large
+from lossgate.counterfactuals.setting import Setting
+from lossgate.declaration.candidate import Candidate
+from lossgate.layout import AXES, Layout
+from lossgate.numerics.float_formats import TORCH_DTYPES
+from lossgate.specs.outputs import Output
+
+_FIRST = 16
+"""Problems that are asked before those that are known to be changed by a mistake that is left."""
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """The problems of a deck that show known mistakes, and which mistakes none of it shows."""
+
+    problems: dict[str, list[str]]
+    """By the problem as it was drawn, as JSON: the mistakes that it shows and none before it."""
+    surviving: list[str]
+    """See ``MistakesShown``."""
+    too_small: list[str]
+
+    @property
+    def shown(self) -> list[str]:
+        """The names of the mistakes that the problems show."""
+        return [name for names in self.problems.values() for name in names]
+
+
+def choice_of(candidate: Candidate, deck: Deck, dtype: str) -> Choice:
+    """Returns which problems of a deck show the known mistakes, on the layout that splits every
+    axis of the candidate in two.
+
+    Args:
+        candidate: says what it declares. It is not called.
+        deck: its problems in the dtype.
+        dtype: of the inputs.
+    """
+    layout = Layout(*(2 if axis in candidate.axes else 1 for axis in AXES))
+    what = f"known mistakes {_declared(candidate, dtype)}"
+    return deck.once(what, Choice, lambda: _choose(candidate, deck, dtype, layout))
+
+
+def choice_on(candidate: Candidate, deck: Deck, dtype: str, layout: Layout, names: Collection[str]) -> Choice:
+    """Does what ``choice_of`` does for some mistakes on a layout on which the problems that show
+    them do not fit.
+    """
+    what = f"known mistakes {_declared(candidate, dtype)} {layout} {sorted(names)}"
+    return deck.once(what, Choice, lambda: _choose(candidate, deck, dtype, layout, names))
+
+
+def _declared(candidate: Candidate, dtype: str) -> str:
+    """Names what a choice hangs on beside the deck."""
+    given = candidate.precision[dtype], candidate.contract, candidate.tokens, splits_of(candidate), candidate.axes
+    return " ".join(map(str, given))
+
+
+def _choose(
+    candidate: Candidate, deck: Deck, dtype: str, layout: Layout, names: Collection[str] | None = None
+) -> Choice:
+    placed = [one for one in deck.on(layout, splits_of(candidate), deck.entries) if not is_large(one.problem)]
+    mistakes, chosen, asked = KnownMistakes(candidate, names=names), dict[str, list[str]](), set[int]()
+
+    def ask(one: Placed, problem: PlacedProblem) -> None:
+        before = set(mistakes.seen)
+        asked.add(id(one.entry.drawn))
+        _ask(candidate, problem, mistakes)
+        if shown := [name for name in mistakes.seen if name not in before]:
+            chosen[one.entry.drawn.to_json()] = shown
+
+    for one in _first(candidate, deck, dtype, layout, placed):
+        ask(one, PlacedProblem(one.entry.bound, one.problem))
+    for one in placed:
+        mistakes.find(_setting(candidate, PlacedProblem(one.entry.bound, one.problem)))
+    wanted = Counter(dict.fromkeys(mistakes.rarely_made(), WANTED))
+    for one in placed:
+        if not wanted:
+            break
+        if id(one.entry.drawn) in asked:
+            continue
+        problem = PlacedProblem(one.entry.bound, one.problem)
+        if changed := mistakes.changed(wanted, problem):
+            ask(one, problem)
+            wanted.subtract(changed)
+            wanted = +Counter({name: count for name, count in wanted.items() if name in mistakes.left})
+    found = mistakes.result
+    return Choice(chosen, list(found.surviving), list(found.too_small))
+
+
+def _first(candidate: Candidate, deck: Deck, dtype: str, layout: Layout, placed: Sequence[Placed]) -> Sequence[Placed]:
+    """Returns the problems that reach goals and kill option mutants, and some others."""
+    wanted = {*required_goals(candidate, layout, dtype), *deck.mutants}
+    return choose(placed, wanted, _FIRST, Random(deck.key))
+
+
+def _ask(candidate: Candidate, placed: PlacedProblem, mistakes: KnownMistakes) -> None:
+    returned = required_outputs(candidate)
+    oracle = Oracle(candidate, placed, returned)
+    mistakes.ask(_setting(candidate, placed), oracle, dtypes_of(candidate, placed, oracle, returned))
+
+
+def _setting(candidate: Candidate, placed: PlacedProblem) -> Setting:
+    return Setting(placed, required_outputs(candidate), candidate.tokens, candidate.tiles)
+
+
+def dtypes_of(
+    candidate: Candidate, placed: PlacedProblem, oracle: Oracle, returned: Collection[Output]
+) -> Mapping[Output, torch.dtype]:
+    """Returns the dtypes of what a candidate returns and of its gradients, as it declares them."""
+    dtype = placed.problem.dtype
+    precision = candidate.precision[dtype]
+    return {
+        **{output: TORCH_DTYPES[precision.dtype_of(output.name)] for output in returned},
+        **dict.fromkeys(oracle.gradients, TORCH_DTYPES[dtype]),
+    }

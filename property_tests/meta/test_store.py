@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is kept on disk is read again whole, or made anew."""
+
+import multiprocessing
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from lossgate.adequacy import store
+from lossgate.errors import UsageError
+from property_tests.meta.test_rooms import FLOORS
+
+
+class Found(msgspec.Struct):
+    """Something that takes long to find."""
+
+    number: float
+    names: list[str]
+
+
+FOUND = Found(float("inf"), ["temperature ignored"] * 1000)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(store.FOLDER, str(tmp_path / "store"))
+    return tmp_path / "store"
+
+
+def made(key: str = "a deck") -> bool:
+    """Returns whether what belongs to a key had to be made."""
+    calls = list[int]()
+
+    def make() -> Found:
+        calls.append(1)
+        return FOUND
+
+    assert store.kept(key, Found, make) == FOUND
+    return bool(calls)
+
+
+def test_it_is_made_once(folder: Path) -> None:
+    assert [made(), made(), made("another deck"), made(), made("another deck")] == [True, False, True, False, False]
+    assert len(list(folder.iterdir())) == 2
+
+
+def _flipped(at: int, entry: bytes) -> bytes:
+    own = bytearray(entry)
+    own[at] ^= 1
+    return bytes(own)
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda entry: b"",
+    "half": lambda entry: entry[: len(entry) // 2],
+    "a byte less": lambda entry: entry[:-1],
+    "a byte more": lambda entry: entry + b"\0",
+    "text": lambda entry: b"not found",
+    **{
+        f"byte {at}": lambda entry, at=at: entry[:at] + bytes([entry[at] ^ 1]) + entry[at + 1 :]
+        for at in (0, 35, 60, -1)
+    },
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_entry_is_made_anew(folder: Path, damage: str) -> None:
+    made()
+    (entry,) = folder.iterdir()
+    entry.write_bytes(DAMAGE[damage](entry.read_bytes()))
+    assert [made(), made()] == [True, False]
+
+
+def test_the_entry_of_another_key_is_not_believed(folder: Path) -> None:
+    made()
+    (one,) = folder.iterdir()
+    made("another deck")
+    (other,) = set(folder.iterdir()) - {one}
+    shutil.copy(one, other)
+    assert made("another deck")
+
+
+def test_an_entry_of_another_kind_is_made_anew(folder: Path) -> None:
+    store.kept("a deck", list[int], lambda: [1])
+    assert made()
+
+
+@pytest.mark.parametrize("other", ["code", "versions"])
+def test_other_code_and_other_versions_find_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch, other: str) -> None:
+    made()
+    store.code.cache_clear()
+    if other == "code":
+        monkeypatch.setattr(store, "_WITHOUT", store._WITHOUT[1:])
+    else:
+        monkeypatch.setattr(store, "version", lambda name: f"{name} of tomorrow")
+    try:
+        assert made()
+    finally:
+        store.code.cache_clear()
+
+
+def test_the_code_is_that_of_all_rooms_but_those_above_the_engine() -> None:
+    """On properties, too, hangs what is drawn: for their own mistakes."""
+    rooms = [room for floor in FLOORS for room in floor]
+    assert {*store._WITHOUT, "__main__"} == {*rooms[rooms.index("engine") + 1 :]}
+
+
+def test_an_empty_variable_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(store.FOLDER, "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert [made(), made()] == [True, True]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_the_variable_the_folder_is_that_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(store.FOLDER)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert [made(), made()] == [True, False]
+    assert [path.name for path in tmp_path.iterdir()] == ["lossgate"]
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(store.FOLDER, str(tmp_path / "file/store"))
+    assert [made(), made()] == [True, True]
+
+
+def test_a_file_in_its_place_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(store.FOLDER, str(tmp_path / "file"))
+    with pytest.raises(UsageError, match="it is a file; expected a folder, or nothing for none"):
+        made()
+
+
+def test_the_oldest_give_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made("old")
+    (old,) = folder.iterdir()
+    os.utime(old, (0, 0))
+    made("new")
+    monkeypatch.setattr(store, "_MOST_BYTES", 2.5 * old.stat().st_size)
+    made("newest")
+    assert not old.exists()
+    assert [made("new"), made("newest"), made("old")] == [False, False, True]
+
+
+def _many(number: int) -> list[Any]:
+    return [store.kept(f"deck {turn % 3}", Found, lambda: FOUND) for turn in range(50)]
+
+
+def test_many_processes_write_and_read_at_once(folder: Path) -> None:
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        found = pool.map(_many, range(4))
+    assert found == [[FOUND] * 50] * 4
+    assert not list(folder.glob(".part-*"))
+    assert not any(made(f"deck {number}") for number in range(3))
