@@ -29,4 +29,4 @@ def test_each_page_says_what_is_checked_on_layouts_of_many_ranks() -> None:
     (again,) = re.findall(r"with more than `property_ranks` ranks on an axis, only (.*?) are checked", settings)
     assert {*re.findall(r"`(\S+)`", said)} == {*re.findall(r"`(\S+)`", again)} == of_ranks
     assert f"with at most {most} ranks on an axis (`property_ranks`)" in own
-    assert f"`ci` leaves most of them out where an axis has more than {most} ranks" in gate
+    assert f"in one dtype with most axes split over {most} ranks" in gate

@@ -273,6 +273,17 @@ def test_on_layouts_of_many_ranks_only_properties_of_ranks_are_checked_beside_ag
     assert few["dp=3"] < few["dp=2"]
 
 
+def test_few_layouts_are_one_rank_and_those_that_split_most_axes_in_one_dtype() -> None:
+    def checked(ranks: int) -> set[tuple[str, str]]:
+        cells = plan([replace(SHARDED, dtypes=("bfloat16", "float32"))], Settings(ranks=ranks))
+        return {(str(cell.layout), cell.dtype) for cell in cells if "no-grad" in map(str, cell.also)}
+
+    alone = {("single", "bfloat16"), ("single", "float32")}
+    assert checked(1) == alone
+    assert checked(2) == {*alone, ("dp=2", "float32"), ("tp=2", "float32")}
+    assert checked(4) == {*alone, ("dp=2,tp=2", "float32")}
+
+
 @pytest.mark.parametrize(
     "settings",
     [

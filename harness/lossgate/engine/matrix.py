@@ -25,6 +25,11 @@ def layouts_and_dtypes(candidate: Candidate, settings: Settings) -> list[tuple[L
     return [(layout, dtype) for dtype in dtypes for layout in _layouts_in(candidate, settings, dtype, dtypes)]
 
 
+def finest(dtypes: Sequence[str]) -> str:
+    """Returns the dtype that is verified on most layouts."""
+    return _FINEST if _FINEST in dtypes else dtypes[0]
+
+
 def _dtypes_of(candidate: Candidate, settings: Settings) -> list[str]:
     """Returns the dtypes in which a candidate is verified."""
     return [dtype for dtype in dict.fromkeys(settings.dtypes or candidate.dtypes) if dtype in candidate.dtypes]
@@ -38,7 +43,7 @@ def _layouts_in(candidate: Candidate, settings: Settings, dtype: str, dtypes: Se
     if settings.matrix == "full":
         return possible
     chosen = covering(possible)
-    if dtype != (_FINEST if _FINEST in dtypes else dtypes[0]):
+    if dtype != finest(dtypes):
         most = max(chosen, key=lambda layout: len(layout.axes))
         chosen = list(dict.fromkeys((Layout(), most)))
     rest = [layout for layout in possible if layout not in chosen]

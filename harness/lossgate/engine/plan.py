@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which cells a run verifies."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.known_failure import KnownFailure
 from lossgate.engine.cell import Cell
 from lossgate.engine.failure_files import FailureFile, read_failure
-from lossgate.engine.matrix import layouts_and_dtypes
+from lossgate.engine.matrix import finest, layouts_and_dtypes
 from lossgate.engine.settings import Settings
 from lossgate.errors import UsageError
 from lossgate.layout import Layout
@@ -54,21 +54,36 @@ def _cells(candidate: Candidate, settings: Settings) -> Iterator[Cell]:
         problem = known.examples[0].problem
         yield Cell(candidate, problem.layout, problem.dtype, find_property(known.property), known.world, known.device)
         return
+    places = layouts_and_dtypes(candidate, settings)
     for held_to, also in held_together(candidate, settings):
-        for layout, dtype in layouts_and_dtypes(candidate, settings):
-            own = tuple(one for one in also if _is_checked_on(one, layout, settings))
+        for layout, dtype in places:
+            own = tuple(one for one in also if _is_checked_on(one, layout, dtype, places, settings))
             yield Cell(candidate, layout, dtype, held_to, settings.world, settings.device, own)
 
 
-def _is_checked_on(held_to: Property, layout: Layout, settings: Settings) -> bool:
-    """Returns whether a property is checked beside agreement on a layout.
+def _is_checked_on(
+    held_to: Property, layout: Layout, dtype: str, places: Sequence[tuple[Layout, str]], settings: Settings
+) -> bool:
+    """Returns whether a property is checked beside agreement on a layout, in a dtype.
 
-    With 3 ranks on an axis there is a first, a last and one between. A kernel that is called in
-    another way is unlikely to take other branches with 8.
+    Args:
+        held_to: the property.
+        layout: the layout.
+        dtype: the dtype.
+        places: where the candidate is verified.
+        settings: of the run.
     """
     if held_to.of_ranks or settings.layouts or settings.properties:
         return True
-    return max(layout.sizes.values()) <= settings.property_ranks
+    allowed = [own for own, _ in places if max(own.sizes.values()) <= settings.property_ranks]
+    if settings.matrix == "full":
+        return layout in allowed
+    # A kernel that is called in another way takes other branches where an axis is split, but hardly
+    # others for each axis or dtype: one rank in each dtype, and most axes split in one.
+    most = max((len(own.axes) for own in allowed), default=0)
+    return not layout.axes or (
+        layout in allowed and len(layout.axes) == most and dtype == finest([one for _, one in places])
+    )
 
 
 def held_together(candidate: Candidate, settings: Settings) -> list[tuple[Property, tuple[Property, ...]]]:

@@ -14,7 +14,7 @@ from property_tests.meta.made_evidence import cell, whole_run
 KEPT = PropertyRecord(name="no-grad", problems=2)
 OTHER = PropertyRecord(name="microbatches", problems=2)
 OWN = PropertyRecord(name="my-property", problems=2)
-CI = PROFILES["ci"].values
+CI = {**PROFILES["ci"].values, "matrix": "full", "property_ranks": 3}
 POLICY = RULES.replace('"single", "tp=2"', '"tp=8"') + 'keeps = ["agreement", "no-grad"]\n'
 ALONE = cell(layout="tp=8", property="device", needs_adequacy=False)
 
@@ -31,6 +31,7 @@ RANKS = (
     "its run checks it on at most 3 ranks on an axis. Raise property_ranks = 3 in pyproject.toml, or leave such "
     "layouts out of the rule"
 )
+FEW = "its run checks it on few layouts. Verify with --matrix full, or leave such layouts and dtypes out of the rule"
 DOES_NOT_APPLY = "it does not apply to this candidate. Leave it out of keeps, or give the candidate its own rule"
 OLD = "the evidence does not say why. Verify again with this version of lossgate"
 OTHERS_WERE = "the evidence does not say why: other cells of the candidate were. Verify all of them again"
@@ -49,6 +50,12 @@ CASES: dict[str, tuple[list[CellRecord], dict[str, Any], str]] = {
     "too many ranks": ([small(KEPT), large()], CI, RANKS),
     "too many ranks, and no other cells": ([large()], CI, RANKS),
     "too many ranks, and other candidates": ([small(OTHER, candidate="other"), large()], CI, RANKS),
+    "few layouts": ([cell(layout="single", properties=(KEPT,)), large()], {**CI, "matrix": "covering"}, FEW),
+    "not held to it on one rank either": (
+        [cell(layout="single", properties=(OTHER,)), large()],
+        {**CI, "matrix": "covering"},
+        DOES_NOT_APPLY,
+    ),
     "not held to it on few ranks either": ([small(OTHER), large()], CI, DOES_NOT_APPLY),
     "few ranks": ([small(OTHER), large(OTHER)], {**CI, "property_ranks": 8}, DOES_NOT_APPLY),
     "layouts that are named": ([large(OTHER)], {**CI, "layouts": ["tp=8"]}, DOES_NOT_APPLY),
