@@ -13,6 +13,7 @@ import pytest
 
 from lossgate.adequacy import store
 from lossgate.errors import UsageError
+from property_tests.meta.command_line import Lossgate
 from property_tests.meta.test_rooms import FLOORS
 
 
@@ -27,7 +28,7 @@ FOUND = Found(float("inf"), ["temperature ignored"] * 1000)
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def kept_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(store.FOLDER, str(tmp_path / "store"))
     return tmp_path / "store"
 
@@ -44,9 +45,9 @@ def made(key: str = "a deck") -> bool:
     return bool(calls)
 
 
-def test_it_is_made_once(folder: Path) -> None:
+def test_it_is_made_once(kept_in: Path) -> None:
     assert [made(), made(), made("another deck"), made(), made("another deck")] == [True, False, True, False, False]
-    assert len(list(folder.iterdir())) == 2
+    assert len(list(kept_in.iterdir())) == 2
 
 
 def _flipped(at: int, entry: bytes) -> bytes:
@@ -69,29 +70,29 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_entry_is_made_anew(folder: Path, damage: str) -> None:
+def test_a_damaged_entry_is_made_anew(kept_in: Path, damage: str) -> None:
     made()
-    (entry,) = folder.iterdir()
+    (entry,) = kept_in.iterdir()
     entry.write_bytes(DAMAGE[damage](entry.read_bytes()))
     assert [made(), made()] == [True, False]
 
 
-def test_the_entry_of_another_key_is_not_believed(folder: Path) -> None:
+def test_the_entry_of_another_key_is_not_believed(kept_in: Path) -> None:
     made()
-    (one,) = folder.iterdir()
+    (one,) = kept_in.iterdir()
     made("another deck")
-    (other,) = set(folder.iterdir()) - {one}
+    (other,) = set(kept_in.iterdir()) - {one}
     shutil.copy(one, other)
     assert made("another deck")
 
 
-def test_an_entry_of_another_kind_is_made_anew(folder: Path) -> None:
+def test_an_entry_of_another_kind_is_made_anew(kept_in: Path) -> None:
     store.kept("a deck", list[int], lambda: [1])
     assert made()
 
 
 @pytest.mark.parametrize("other", ["code", "versions"])
-def test_other_code_and_other_versions_find_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch, other: str) -> None:
+def test_other_code_and_other_versions_find_nothing(kept_in: Path, monkeypatch: pytest.MonkeyPatch, other: str) -> None:
     made()
     store.code.cache_clear()
     if other == "code":
@@ -137,9 +138,9 @@ def test_a_file_in_its_place_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         made()
 
 
-def test_the_oldest_give_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_give_way(kept_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made("old")
-    (old,) = folder.iterdir()
+    (old,) = kept_in.iterdir()
     os.utime(old, (0, 0))
     made("new")
     monkeypatch.setattr(store, "_MOST_BYTES", 2.5 * old.stat().st_size)
@@ -152,9 +153,18 @@ def _many(number: int) -> list[Any]:
     return [store.kept(f"deck {turn % 3}", Found, lambda: FOUND) for turn in range(50)]
 
 
-def test_many_processes_write_and_read_at_once(folder: Path) -> None:
+def test_many_processes_write_and_read_at_once(kept_in: Path) -> None:
     with multiprocessing.get_context("fork").Pool(4) as pool:
         found = pool.map(_many, range(4))
     assert found == [[FOUND] * 50] * 4
-    assert not list(folder.glob(".part-*"))
+    assert not list(kept_in.glob(".part-*"))
     assert not any(made(f"deck {number}") for number in range(3))
+
+
+def test_a_run_keeps_what_it_finds_unless_it_is_told_not_to(kept_in: Path, lossgate: Lossgate) -> None:
+    command = ("verify", "kernels.py:right", "--layout", "single", "--dtype", "float32", "--examples", "2")
+    lossgate(*command, "--no-cache")
+    assert not kept_in.exists()
+    os.environ[store.FOLDER] = str(kept_in)  # as in another process
+    lossgate(*command)
+    assert list(kept_in.iterdir())

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
@@ -40,6 +41,7 @@ def verify(
     fail_fast: Annotated[bool, Parameter(name=["-x", "--fail-fast"], negative=())] = False,
     quiet: Annotated[bool, Parameter(name=["-q", "--quiet"], negative=())] = False,
     verbose: Annotated[bool, Parameter(name=["-v", "--verbose"], negative=())] = False,
+    no_cache: Annotated[bool, Parameter(negative=())] = False,
     profile: str = "dev",
     examples: Whole = None,
     ranks: Whole = None,
@@ -73,6 +75,7 @@ def verify(
         quiet: Show only what does not pass, and the summary.
         verbose: Show every cell, all that disagree in full, all that kernels print, and what the
             work cost.
+        no_cache: Neither read nor keep what was found out about problems.
         profile: dev, ci, nightly, release, or one of [tool.lossgate.profiles] in pyproject.toml.
         examples: Problems for each cell. A cell is one candidate, layout and dtype.
         ranks: Ranks of the largest layout.
@@ -90,10 +93,13 @@ def verify(
         shard: Verify one of several even parts of the matrix, such as 3/8; the parts are the same
             on every machine.
     """
+    from lossgate.adequacy.store import FOLDER
     from lossgate.errors import UsageError
 
     if not targets:
         raise UsageError("verify: nothing named; expected files or modules with candidates, such as my_kernels.py")
+    if no_cache:
+        os.environ[FOLDER] = ""  # workers have the environment of now
     load()
 
     from lossgate.engine.selection import Selection
