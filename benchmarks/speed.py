@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what verification costs.
+"""Measures what verification and tests cost, in CPU seconds of all processes.
 
-    python benchmarks/speed.py
+    python benchmarks/speed.py          # commands that users run, and the parts of a warm cell
+    python benchmarks/speed.py --full   # the full matrix and ci/test, too: half an hour
 
-1. The whole of ``ci/verify``: CPU seconds, and the time from start to the first verdict.
-2. Its parts, in one process: drawing, batches, references, noise, ranks, comparing; the share of
-   the candidates' own code, and how many different problems each candidate was tried on.
-3. A cold cell of each family, which draws its problems, and a warm one, which finds them drawn.
-4. Judging a problem, ensemble included, compared with running candidate and reference on it.
+Each command begins with an empty store, but for one that says otherwise. A warm cell finds its deck
+drawn, and knows which problems show known mistakes.
 """
 
 import argparse
 import ctypes
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -23,7 +22,7 @@ from dataclasses import replace
 from functools import cached_property, wraps
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
-from statistics import median
+from tempfile import TemporaryDirectory
 from threading import Lock
 from time import perf_counter, process_time, thread_time
 from typing import Any
@@ -32,77 +31,98 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lossgate import Candidate, Layout, Problem
+from lossgate import Candidate
 from lossgate.adequacy import deck
-from lossgate.bank.cross_entropy import STYLES, make
-from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases import bound_problem, case, placed_problem, task
-from lossgate.cases.assemble import Assembled, assemble
-from lossgate.cases.bound_problem import BoundProblem
-from lossgate.cases.oracle import Oracle
-from lossgate.cases.placed_problem import PlacedProblem
-from lossgate.cases.reference import DenseRun
-from lossgate.cases.task import RankTask
 from lossgate.declaration.loading import load_candidates
 from lossgate.engine import case_result, search
-from lossgate.engine.cell import Cell
-from lossgate.engine.matrix import layouts_and_dtypes
+from lossgate.engine.plan import plan
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import PROFILES, Settings
-from lossgate.losses import SPECS
-from lossgate.worlds import SimulatedWorld
 
 ROOT = Path(__file__).parents[1]
-TARGETS = [
-    str(ROOT / "ci/candidates/ours.py"),
-    str(ROOT / "ci/candidates/pytorch.py"),
-    *([str(ROOT / "examples/triton_cross_entropy.py")] if sys.platform == "linux" else []),
-]
-"""What ``ci/verify`` verifies."""
-TOKENS, WIDTH = 64, 48
+OURS = "ci/candidates/ours.py"
+WITHOUT_TP = """
+from dataclasses import replace
+from lossgate.declaration.loading import load_candidates
+
+ours = {{one.name: one for one in load_candidates({file!r})}}
+nll = replace(ours["fused_linear_cross_entropy"], name="nll", axes=("dp", "cp"), dtypes=("float32", "bfloat16"))
+clipped_pg = replace(ours["fused_linear_clipped_pg"], name="clipped_pg", axes=nll.axes, dtypes=nll.dtypes)
+"""
+"""A file with kernels from hidden states, on dp and cp."""
 
 
-def seconds(call: Callable[[], object], repeats: int) -> float:
-    """Returns the median time of so many calls, after one to warm up."""
-    call()
-    times: list[float] = []
-    for _ in range(repeats):
-        start = perf_counter()
-        call()
-        times.append(perf_counter() - start)
-    return median(times)
+# Commands
 
 
-def measure_judge(candidate: Candidate, dtype: str) -> None:
-    """Prints what judging a candidate takes, and what running it and the reference takes."""
-    problem = Problem(
-        spec="nll", head="hidden", dtype=dtype, lengths=(TOKENS,), masks=("all",), hidden=WIDTH, vocab=301
-    )
-    placed, world = PlacedProblem(BoundProblem(candidate.spec, problem), problem), SimulatedWorld(Layout())
+def adopt_orphans() -> None:
+    """Has this process inherit the processes that its children leave behind.
 
-    def run() -> Assembled:
-        return assemble(
-            world.run(RankTask(candidate, problem.options, placed.batch)), candidate, placed.partition, problem.hidden
-        )
+    Workers are children of a server that outlives the command, so their time would be lost.
+    """
+    if sys.platform == "linux":
+        set_child_subreaper = 36  # of linux/prctl.h
+        ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)
 
-    result = run()
 
-    def judge() -> None:
-        again = PlacedProblem(BoundProblem(candidate.spec, problem), problem)  # else noise is found made
-        oracle = Oracle(candidate, again, result.outputs)
-        for output, tensor in result.outputs.items():
-            oracle.compare(output, tensor, result.dtypes[output])
+def wait_for_children() -> None:
+    """Waits until no child is left, so that their time is counted."""
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
 
-    ran, judged = seconds(run, 100), seconds(judge, 50)
-    reference = seconds(lambda: DenseRun(placed.batch, problem.head).outputs(placed.bound.bound_spec), 100)
-    world.close()
+
+def measure(name: str, command: Sequence[str], aim: float, folder: Path, *, store: Path | None = None) -> None:
+    """Runs a command; prints its CPU seconds, and when its first verdict came.
+
+    Args:
+        name: of the command, for people.
+        command: its words.
+        aim: the CPU seconds that it should take at most.
+        folder: in which it runs.
+        store: what is kept; by default nothing is, at first.
+    """
+    with TemporaryDirectory() as empty:
+        environment = {**os.environ, "LOSSGATE_CACHE": str(store or empty), "TRITON_INTERPRET": "1"}
+        before, start, first = getrusage(RUSAGE_CHILDREN), perf_counter(), 0.0
+        with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if not first and line.split(maxsplit=1)[:1] in (["AGREE"], ["DISAGREE"], ["INCONCLUSIVE"]):
+                    first = perf_counter() - start
+        took = perf_counter() - start
+        wait_for_children()
+    after = getrusage(RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    shown = f"first verdict after {first:.1f} s" if first else ""
     print(
-        f"judging {candidate.name} in {dtype}: candidate {1e3 * ran:.1f} ms, reference {1e3 * reference:.1f} ms, "
-        f"judge {1e3 * judged:.1f} ms: {judged / (ran + reference):.1f} times both"
+        f"{name:52} {cpu:6.1f} CPU s (aim {aim:4.0f}) {took:6.1f} s  exit code {process.returncode}  {shown}",
+        flush=True,
     )
 
 
-# The whole of ci/verify, and its parts
+def measure_commands(*, full: bool) -> None:
+    """Runs what users and CI run."""
+    readme = re.search(r"```python\n(import lossgate.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    verify = [str(Path(sys.executable).with_name("lossgate")), "verify"]
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        assert readme is not None
+        (folder / "my_kernels.py").write_text(readme[1])
+        (folder / "ours.py").write_text(WITHOUT_TP.format(file=str(ROOT / OURS)))
+        measure("README's kernel, --ranks 2", [*verify, "my_kernels.py", "--ranks", "2"], 6, folder)
+        for own, aim in (("nll", 10), ("clipped_pg", 30)):
+            measure(f"{own} from hidden states, dp and cp, two dtypes", [*verify, f"ours.py:{own}"], aim, folder)
+    with TemporaryDirectory() as store:
+        for what in ("an empty store", "a full store"):
+            measure(f"ci/verify, {what}", ["ci/verify"], 300, ROOT, store=Path(store))
+    if full:
+        measure("ci/verify --matrix full", ["ci/verify", "--matrix", "full"], 1500, ROOT)
+        measure("ci/test", ["ci/test"], 1000, ROOT)
+
+
+# The parts of a warm cell
 
 
 class Stopwatch:
@@ -155,124 +175,61 @@ class Stopwatch:
 
 
 PARTS: Sequence[tuple[Any, str, str]] = (
-    (deck.Deck, "_first", "drawing"),
-    (deck.Deck, "_seek", "drawing"),
-    (deck.Deck, "more", "drawing"),
-    (deck.Deck, "on", "choosing"),
-    (search, "choose", "choosing"),
-    (bound_problem.BoundProblem, "batch", "batches"),
-    (placed_problem.PlacedProblem, "batch", "batches"),
-    (bound_problem.BoundProblem, "reference", "references"),
+    (deck.Deck, "_first", "deck"),
+    (deck.Deck, "_seek", "deck"),
+    (deck.Deck, "on", "deck"),
+    (search, "choose", "deck"),
+    (search, "choice_of", "known mistakes"),
+    (search, "choice_on", "known mistakes"),
+    (bound_problem.BoundProblem, "batch", "reference"),
+    (placed_problem.PlacedProblem, "batch", "reference"),
+    (bound_problem.BoundProblem, "reference", "reference"),
     (bound_problem.BoundProblem, "noise_on", "noise"),
     (case.Case, "_outcome", "ranks"),
-    (case.Case, "result", "putting together"),
-    (case.Case, "comparisons", "comparing"),
+    (case.Case, "result", "ranks"),
+    (case.Case, "comparisons", "compare"),
     (case_result, "killed_mutants", "mutants"),
 )
 """Where each part of a cell begins."""
-
-
-def verified() -> list[Candidate]:
-    """Returns the candidates that ``ci/verify`` verifies."""
-    return [candidate for target in TARGETS for candidate in load_candidates(target)]
-
-
-def adopt_orphans() -> None:
-    """Has this process inherit the processes that its children leave behind.
-
-    Workers are children of a server that outlives the command, so their time would be lost.
-    """
-    if sys.platform == "linux":
-        set_child_subreaper = 36  # of linux/prctl.h
-        ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)
-
-
-def wait_for_children() -> None:
-    """Waits until no child is left, so that their time is counted."""
-    with suppress(ChildProcessError):
-        while True:
-            os.wait()
-
-
-def measure_whole(arguments: Sequence[str]) -> None:
-    """Runs what ``ci/verify`` runs; prints its CPU seconds and when its first verdict came."""
-    command = [Path(sys.executable).with_name("lossgate"), "verify", *TARGETS]
-    adopt_orphans()
-    before, start, first = getrusage(RUSAGE_CHILDREN), perf_counter(), 0.0
-    with subprocess.Popen([*command, "--profile", "ci", *arguments], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if not first and line.split(maxsplit=1)[:1] in (["AGREE"], ["DISAGREE"], ["INCONCLUSIVE"]):
-                first = perf_counter() - start
-    took = perf_counter() - start
-    wait_for_children()
-    after = getrusage(RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    print(
-        f"lossgate verify --profile ci {' '.join(arguments)}: {cpu:.0f} CPU seconds, {took:.0f} s, "
-        f"exit code {process.returncode}; first verdict after {first:.1f} s"
-    )
-
-
-def measure_parts(settings: Settings) -> None:
-    """Verifies every cell in this process; prints what each candidate and each part takes."""
-    watch = Stopwatch()
-    for owner, name, part in PARTS:
-        watch.time(owner, name, part)
-    watch.time_on_ranks(Candidate, "__call__", "candidate, forward")
-    watch.time_on_ranks(task, "_backward", "candidate, backward")
-    parts = [*dict.fromkeys(part for _, _, part in PARTS), "candidate, forward", "candidate, backward"]
-    table = Table("candidate", "dtype", "cells", "whole", *parts, "problems", "different", title="CPU seconds")
-    whole = 0.0
-    total: defaultdict[str, float] = defaultdict(float)
-    for candidate in verified():
-        for dtype in candidate.dtypes if candidate.known_failure is None else ():
-            places = layouts_and_dtypes(candidate, settings)
-            cells = [Cell(candidate, layout, of) for layout, of in places if of == dtype]
-            watch.seconds.clear()
-            start = process_time()
-            cases = [case for cell in cells for case in run_cell(cell, settings).cases]
-            took = process_time() - start
-            different = {case.problem.unsharded.to_json() for case in cases}
-            shown = [f"{watch.seconds[part]:.1f}" for part in parts]
-            counts = f"{len(cases)}", f"{len(different)}"
-            table.add_row(candidate.name, dtype, str(len(cells)), f"{took:.1f}", *shown, *counts)
-            whole += took
-            for part, seconds in watch.seconds.items():
-                total[part] += seconds
-    table.add_section()
-    table.add_row("all", "", "", f"{whole:.1f}", *(f"{total[part]:.1f}" for part in parts))
-    Console(width=220).print(table)
-    own = total["candidate, forward"] + total["candidate, backward"]
-    print(f"the candidates' own code: {own:.0f} of {whole:.0f} CPU seconds, {own / whole:.0%}")
+CELLS = (
+    ("fused_linear_cross_entropy", "tp=2"),
+    ("fused_linear_clipped_pg", "tp=2"),
+    ("fused_linear_dpo", "cp=2"),
+    ("fused_tiled_grpo", "dp=2"),
+)
 
 
 def measure_cells(settings: Settings) -> None:
-    """Prints the CPU seconds of a cold and of a warm cell of each family."""
-    ours = {candidate.spec.name: candidate for candidate in reversed(verified()) if candidate.known_failure is None}
-    for name, spec in SPECS.items():
-        candidate = ours.get(name) or dense_candidate(spec, next(iter(spec.inputs)))
-        took: list[str] = []
-        for layout in ("dp=2", "cp=2"):
-            start = process_time()
-            run_cell(Cell(candidate, Layout.parse(layout), "float32"), replace(settings, seed=1))
-            took.append(f"{process_time() - start:.1f}")
-        print(f"{name} ({candidate.name}): a cold cell {took[0]} CPU seconds, a warm one {took[1]}")
+    """Prints the parts of warm cells with all properties."""
+    watch = Stopwatch()
+    for owner, name, part in PARTS:
+        watch.time(owner, name, part)
+    watch.time_on_ranks(Candidate, "__call__", "candidate")
+    watch.time_on_ranks(task, "_backward", "candidate")
+    parts = [*dict.fromkeys(part for _, _, part in PARTS)]
+    table = Table("warm cell", "CPU s", *parts, "candidate", "problems", title="of it, also for properties")
+    ours = {candidate.name: candidate for candidate in load_candidates(str(ROOT / OURS))}
+    for name, layout in CELLS:
+        cells = plan([ours[name]], replace(settings, layouts=("single", layout), dtypes=("float32",)))
+        run_cell(cells[0], settings)
+        watch.seconds.clear()
+        start = process_time()
+        problems = len(run_cell(cells[1], settings).cases)
+        took = process_time() - start
+        shown = [f"{watch.seconds[part] / took:.0%}" for part in (*parts, "candidate")]
+        table.add_row(f"{name} {layout}", f"{took:.1f}", *shown, str(problems))
+    Console(width=160).print(table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layout", action="append", default=[], help="only these layouts, in parts 1 and 2")
+    parser.add_argument("--full", action="store_true", help="also the full matrix and ci/test")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    measure_whole([word for layout in arguments.layout for word in ("--layout", layout)])
+    adopt_orphans()
+    measure_commands(full=arguments.full)
     measure_cells(PROFILES["ci"])
-    measure_parts(replace(PROFILES["ci"], layouts=tuple(arguments.layout)))
-    fused_losses = verified()[0]
-    for dtype, styles in STYLES.items():
-        for candidate in (fused_losses, make(styles[1])):
-            measure_judge(candidate, dtype)
 
 
 if __name__ == "__main__":

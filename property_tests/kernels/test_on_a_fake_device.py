@@ -106,12 +106,26 @@ def test_what_cannot_run_on_a_fake_device_says_nothing(make_world: MakeWorld) ->
     assert (result.fits, result.findings) == (False, ())
 
 
-@pytest.mark.parametrize("how", ["dies", "hangs"])
+def _loop() -> None:
+    while True:
+        pass
+
+
+UNANSWERED: dict[str, tuple[Callable[[], object], str]] = {
+    "dies": (lambda: os._exit(3), DIED),
+    "hangs": (lambda: time.sleep(60), HUNG),
+    "loops": (_loop, DIED),
+}
+
+
+@pytest.mark.parametrize("how", UNANSWERED)
 def test_a_child_that_does_not_answer_says_nothing(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lossgate.observe.fake_device._PATIENCE", 2.0)
-    found = raised_in_child(Layout(), lambda context: os._exit(3) if how == "dies" else time.sleep(60))
+    monkeypatch.setattr("lossgate.observe.fake_device._PATIENCE", 2.0 if how == "hangs" else 1000.0)
+    monkeypatch.setattr("lossgate.observe.fake_device._MOST_CPU_SECONDS", 1)
+    does, message = UNANSWERED[how]
+    found = raised_in_child(Layout(), lambda context: does())
     assert found is not None
-    assert (found.kind, found.message) == ("other", DIED if how == "dies" else HUNG)
+    assert (found.kind, found.message) == ("other", message)
 
 
 def test_threads_that_stay_in_the_parent_are_not_waited_for() -> None:

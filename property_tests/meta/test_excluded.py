@@ -13,6 +13,7 @@ from torch import Tensor
 from lossgate import Candidate, Excluded, Layout, Option, Problem, UsageError, candidate
 from lossgate.adequacy.coverage import required_goals
 from lossgate.cases.bound_problem import BoundProblem
+from lossgate.cases.case import Case
 from lossgate.cases.drawing import Draws
 from lossgate.cases.placement import sample_problems
 from lossgate.engine.cell import Cell, CellResult, Verdict
@@ -23,6 +24,7 @@ from lossgate.losses import SPECS
 from lossgate.properties import PROPERTIES
 from lossgate.specs.declared import check_scenarios
 from lossgate.strategies import DrawnProblem
+from lossgate.worlds import SimulatedWorld
 from property_tests.meta.command_line import Lossgate
 from property_tests.meta.evidence_lines import cells_in
 
@@ -272,6 +274,20 @@ def kernel(inputs, options, mesh):
         raise ValueError("no token")
     return -inputs.logprobs[inputs.mask].sum() / inputs.valid_tokens.clamp(min=1)
 """
+
+
+def test_sequences_in_the_opposite_order_leave_no_rank_empty() -> None:
+    """Then the second of two ranks has what the first had."""
+    given = {"lengths": (0, 4, 3), "masks": ("all",) * 3, "layout": Layout(dp=2)}
+    problem = Problem(spec="grpo", head="logprobs", dtype="float32", hidden=1, vocab=5, options=PLAIN, **given)
+    world = SimulatedWorld(Layout(dp=2))
+    fits = [
+        PROPERTIES["sequence-order"].fits(Case(kernel, one, world))
+        for kernel in (declared(), declared(empty=FULL))
+        for one in (problem, replace(problem, lengths=(2, 4, 3)))
+    ]
+    world.close()
+    assert fits == [True, True, False, True]
 
 
 def test_what_is_excluded_stands_in_the_verdict_and_in_evidence(folder: Path, lossgate: Lossgate) -> None:

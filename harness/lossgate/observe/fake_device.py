@@ -36,8 +36,10 @@ from lossgate.worlds.running import running
 
 DEVICE = "sim"
 Kind = Literal["mixed devices", "waits", "other"]
-_PATIENCE = 10.0
+_PATIENCE = 60.0
 """Seconds after which the child is taken to hang."""
+_MOST_CPU_SECONDS = 10
+"""Its processor time before that: on a busy machine it has few of the seconds."""
 HUNG, DIED = "it did not return in time", "its process died"
 _OWN = str(Path(__file__).parents[1])
 
@@ -99,7 +101,10 @@ def raised_in_child(layout: Layout, run: Callable[[RankContext], object]) -> Rai
 def _answer(give: Callable[[], Raised | None], reader: int, writer: int) -> None:
     """Answers in the child, and ends it without what Python does at the end of a process."""
     try:
+        from resource import RLIMIT_CPU, setrlimit  # Windows has none, and no such child
+
         os.close(reader)
+        setrlimit(RLIMIT_CPU, (_MOST_CPU_SECONDS, _MOST_CPU_SECONDS))
         _quieten()
         torch.set_num_threads(1)  # OpenMP's other threads stayed in the parent, and would be waited for
         found = give()

@@ -14,6 +14,7 @@ from lossgate.cases.case import Case
 from lossgate.cases.materialize import lay_out
 from lossgate.cases.oracle import Oracle
 from lossgate.cases.placed_problem import PlacedProblem
+from lossgate.cases.placement import Placement, takes_idle_ranks
 from lossgate.cases.reference import DenseRun
 from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate
@@ -29,25 +30,32 @@ _COMMON: Mapping[str, Dims] = dict.fromkeys(("input_ids", "labels", "mask", "seq
 
 @property(
     "sequence-order",
-    fits=lambda case: len(_groups(case.problem)) > 1,
+    fits=lambda case: len(_groups(case.problem)) > 1 and _may_be_turned(case),
     remedy="start and end sequences where cu_seqlens says, and carry nothing from one to the next",
 )
 def sequence_order(case: Case) -> Checked:
     """Sequences in the opposite order give the same."""
-    sequences = [s for group in reversed(_groups(case.problem)) for s in group]
-    problem = replace(
-        case.problem,
-        lengths=tuple(case.problem.lengths[s] for s in sequences),
-        masks=tuple(case.problem.masks[s] for s in sequences),
-        forced_labels=(),
-        outliers=(),
-    )
+    sequences, problem = _turned(case.problem)
     of = {"token": _tokens_of(case.problem, sequences), "sequence": torch.tensor(sequences)}
     batch = _reordered(case.bound.batch, case.candidate, of)
     number = torch.repeat_interleave(torch.arange(len(sequences)), torch.tensor(problem.lengths))
     batch = replace(batch, partition=problem.unsharded.partition, fields={**batch.fields, "sequence": number})
     result = case.whole(case.on_ranks(batch=lay_out(batch, problem)), problem.partition)
     return Checked(comparisons=_judged(case, result, of, problem, batch))
+
+
+def _turned(problem: Problem) -> tuple[list[int], Problem]:
+    """Returns the sequences in the opposite order, and the problem of them."""
+    sequences = [s for group in reversed(_groups(problem)) for s in group]
+    lengths, masks = (tuple(of[s] for s in sequences) for of in (problem.lengths, problem.masks))
+    return sequences, replace(problem, lengths=lengths, masks=masks, forced_labels=(), outliers=())
+
+
+def _may_be_turned(case: Case) -> bool:
+    """Returns whether dp ranks then have a token, if the candidate must be given one."""
+    _, turned = _turned(case.problem)
+    idle = takes_idle_ranks(case.candidate)
+    return Placement(turned.layout, turned.vocab_split, turned.pad_to_multiple, idle=idle).fills(turned)
 
 
 def _groups(problem: Problem) -> list[range]:

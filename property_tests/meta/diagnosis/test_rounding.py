@@ -54,8 +54,11 @@ def kernel_of(losses: Callable[[Any], Tensor], given: Mapping[str, Any], **optio
     return kernel
 
 
-def judged(losses: Callable[[Any], Tensor], given: Mapping[str, Any], held_to: str = "agreement") -> CellResult:
-    return run_cell(Cell(kernel_of(losses, given), Layout(), BF16, PROPERTIES[held_to]), Settings(shrink_calls=40))
+def judged(
+    losses: Callable[[Any], Tensor], given: Mapping[str, Any], held_to: str = "agreement", seed: int = 0
+) -> CellResult:
+    cell = Cell(kernel_of(losses, given), Layout(), BF16, PROPERTIES[held_to])
+    return run_cell(cell, Settings(shrink_calls=40, seed=seed))
 
 
 def sentences(result: CellResult) -> tuple[str, ...]:
@@ -134,7 +137,8 @@ def test_heads_without_a_weight_have_no_running_sums() -> None:
 
 
 def test_a_property_that_fails_by_rounding_says_what_to_declare_before_its_own_remedy() -> None:
-    result = judged(product, {"logits": BF16}, "hopeless-labels")
+    # On another problem the sum of the weight's gradient explains as much, and is named.
+    result = judged(product, {"logits": BF16}, "hopeless-labels", seed=2)
     assert result.verdict is Verdict.DISAGREE
     assert result.reasons[-1].startswith(
         "to do: if the kernel rounds the gradient of the logits to bfloat16, declare for bfloat16 "

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that wait for one another for ever are an error at once."""
 
-import time
 from pathlib import Path
 
 import torch
@@ -18,9 +17,7 @@ def test_a_missing_call_is_a_deadlock(make_world: MakeWorld) -> None:
         if context.rank != 2:
             dist.all_reduce(torch.ones(5), group=context.mesh.get_group("tp"))
 
-    start = time.perf_counter()
-    message = failure_of(make_world("tp=3"), body, Deadlock)
-    assert time.perf_counter() - start < 5  # found at once: the timeout is 60 s
+    message = failure_of(make_world("tp=3", timeout=1e9), body, Deadlock)  # found at once, or never
     assert "rank 0: in all_reduce(SUM, [float32[5]]) #0 on tp[0, 1, 2], waits for ranks [2]" in message
     assert "rank 2: has returned" in message
     assert f"{Path(__file__).name}:" in message
