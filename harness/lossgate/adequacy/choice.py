@@ -2,8 +2,8 @@
 """The problems of a deck that show the known mistakes, chosen once for all cells of a candidate.
 
 Which mistakes a problem shows hangs on what the candidate declares, on the problem and its layout,
-and never on the kernel's code. The layout that splits every axis of the candidate in two shows 99%
-and more of what any layout shows. So the problems are asked there, before a kernel has run, and
+and never on the kernel's code. The layout that splits every axis of the candidate in two shows
+nearly all that any layout shows. So the problems are asked there, before a kernel has run, and
 every cell runs those that show something.
 """
 

@@ -2,7 +2,7 @@
 """On which layouts and in which dtypes a candidate is verified.
 
 Few layouts say nearly all. Of the known mistakes that any of the 38 layouts of at most 8 ranks
-shows, the one that splits every axis in two shows 99% and more. So by default the layouts cover
+shows, the one that splits every axis in two shows nearly all. So by default the layouts cover
 what differs: no split, each axis alone, each pair, all axes, uneven shards. Further dtypes change
 how numbers are rounded, hardly how they are split: they get three layouts.
 """
