@@ -102,7 +102,8 @@ def on_cpu() -> Generator[None]:
     Megatron also sets variables of the environment, and warns of what is not installed.
     """
     device = mock.patch("torch.cuda.current_device", return_value=torch.device("cpu"))
-    with device, mock.patch.dict(os.environ), warnings.catch_warnings():
+    environment = mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1")  # it asks for it, once
+    with device, environment, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
