@@ -169,7 +169,7 @@ def run_page(page: Path, folder: Path, root: Path = ROOT) -> None:
     for entry in root.iterdir():
         if entry.name == "ci":  # lossgate replay runs the code of the working folder alone
             shutil.copytree(entry, folder / "ci", ignore=shutil.ignore_patterns("__pycache__"))
-        elif not entry.name.startswith(".") and entry.name != "pyproject.toml":
+        elif not entry.name.startswith(".") and entry.name not in ("pyproject.toml", "conftest.py"):
             (folder / entry.name).symlink_to(entry)
     namespace: dict[str, Any] = {}
     printed: str | None = None
