@@ -9,7 +9,7 @@ import pytest
 
 from lossgate import Candidate, Layout
 from lossgate.adequacy import choice, decks, store
-from lossgate.adequacy.deck import Deck
+from lossgate.adequacy.deck import WANTED, Deck
 from lossgate.adequacy.entry import Entry, Placed
 from lossgate.adequacy.entry_drawer import EntryDrawer
 from lossgate.bank.cross_entropy import STYLES, make
@@ -57,6 +57,13 @@ def test_a_deck_that_was_kept_is_the_one_that_was_drawn(name: str, monkeypatch: 
     monkeypatch.setattr(EntryDrawer, "entry", refuse)
     monkeypatch.setattr(EntryDrawer, "problems", refuse)
     assert found() == drawn
+
+
+def test_what_is_drawn_for_one_declaration_is_not_taken_for_another() -> None:
+    """Which problems may show a mistake of a property hangs on the precision, too."""
+    deck = Deck(RIGHT, "float32", 0)
+    assert deck.sought("show a mistake", "float32 sums", None, lambda entry: False) == []
+    assert len(deck.sought("show a mistake", "bfloat16 sums", None, lambda entry: True)) == WANTED
 
 
 def verified(candidate: Candidate, layout: str = "dp=2") -> CellResult:

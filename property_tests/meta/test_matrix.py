@@ -34,13 +34,13 @@ COVERING = {
 
 @pytest.mark.parametrize(("axes", "ranks"), COVERING)
 def test_layouts_that_cover_what_differs(axes: str, ranks: int) -> None:
-    possible = list(layouts_up_to(ranks, axes.split()))  # type: ignore[arg-type]
+    possible = list(layouts_up_to(ranks, axes.split()))
     assert names(covering(possible)) == COVERING[axes, ranks]
 
 
 def by_dtype(settings: Settings, own: object = kernel) -> dict[str, list[Layout]]:
     found: dict[str, list[Layout]] = {}
-    for layout, dtype in layouts_and_dtypes(own, settings):  # type: ignore[arg-type]
+    for layout, dtype in layouts_and_dtypes(own, settings):
         found.setdefault(dtype, []).append(layout)
     return found
 

@@ -125,6 +125,16 @@ def test_without_the_variable_the_folder_is_that_of_the_user(tmp_path: Path, mon
     assert [path.name for path in tmp_path.iterdir()] == ["lossgate"]
 
 
+def test_a_user_without_a_home_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv(store.FOLDER)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert [made(), made()] == [True, True]
+
+
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(store.FOLDER, str(tmp_path / "file/store"))

@@ -34,7 +34,7 @@ ITEMS = [
 
 
 def run(share: str) -> set[str]:
-    left_out = conftest._left_out(ITEMS, *conftest._share(share))  # type: ignore[arg-type]
+    left_out = conftest._left_out(ITEMS, *conftest._share(share))
     return {item.nodeid for item in ITEMS} - {item.nodeid for item in left_out}
 
 
@@ -53,7 +53,7 @@ def test_each_slow_test_is_in_one_of_twelve_slices() -> None:
 def test_a_test_stays_in_its_slice_whatever_its_worker_calls_it() -> None:
     """xdist adds the name of a group."""
     number = next(n for n in range(12) if "a.py::slow[7]@deck" in run(f"{n}/12"))
-    assert not conftest._left_out([Item("a.py::slow[7]", but=0)], number, 12)  # type: ignore[list-item]
+    assert not conftest._left_out([Item("a.py::slow[7]", but=0)], number, 12)
 
 
 @pytest.mark.parametrize("share", ["12/12", "-1/12", "some", "1", "1/", "/12", ""])

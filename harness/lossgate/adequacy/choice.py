@@ -58,7 +58,7 @@ def choice_of(candidate: Candidate, deck: Deck, dtype: str) -> Choice:
         dtype: of the inputs.
     """
     layout = Layout(*(2 if axis in candidate.axes else 1 for axis in AXES))
-    what = f"known mistakes {_declared(candidate, dtype)}"
+    what = f"known mistakes {declared(candidate, dtype)}"
     return deck.once(what, Choice, lambda: _choose(candidate, deck, dtype, layout))
 
 
@@ -66,12 +66,12 @@ def choice_on(candidate: Candidate, deck: Deck, dtype: str, layout: Layout, name
     """Does what ``choice_of`` does for some mistakes on a layout on which the problems that show
     them do not fit.
     """
-    what = f"known mistakes {_declared(candidate, dtype)} {layout} {sorted(names)}"
+    what = f"known mistakes {declared(candidate, dtype)} {layout} {sorted(names)}"
     return deck.once(what, Choice, lambda: _choose(candidate, deck, dtype, layout, names))
 
 
-def _declared(candidate: Candidate, dtype: str) -> str:
-    """Names what a choice hangs on beside the deck."""
+def declared(candidate: Candidate, dtype: str) -> str:
+    """Names what hangs on a candidate's declaration beside the deck: precision, splits, axes."""
     given = candidate.precision[dtype], candidate.contract, candidate.tokens, splits_of(candidate), candidate.axes
     return " ".join(map(str, given))
 

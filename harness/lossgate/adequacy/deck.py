@@ -181,10 +181,7 @@ class Deck:
     def more(self, number: int) -> Sequence[Entry]:
         """Returns as many problems again, for a cell that has tried all; others for each number."""
         what, rare = f"more {number}", self._rare(self.entries)
-        if what not in self._sought:
-            kept = self.once(what, KeptEntries, lambda: KeptEntries.of(self._drawer.entries(what, SIZE, None, rare)))
-            self._sought[what] = kept.again(self._candidate, self._dtype)
-        return self._sought[what]
+        return self._drawn_once(what, what, lambda: KeptEntries.of(self._drawer.entries(what, SIZE, None, rare)))
 
     def killing(self, name: str, round_: int) -> Sequence[Entry]:
         """Draws problems that are likely to kill a mutant."""
@@ -210,15 +207,18 @@ class Deck:
 
         return self._seek(f"{goal} {layout}", f"reach {goal} {layout} {splits} {round_}", reaches)
 
-    def sought(self, what: str, target: ForcedOption | None, good: Callable[[Entry], bool]) -> Sequence[Entry]:
+    def sought(
+        self, what: str, declared: str, target: ForcedOption | None, good: Callable[[Entry], bool]
+    ) -> Sequence[Entry]:
         """Draws problems until a few are good.
 
         Args:
             what: names what they are good for; another name draws others.
+            declared: names what ``good`` hangs on beside the deck.
             target: a choice that they must have.
             good: whether a problem is.
         """
-        return self._seek(what, what, good, target)
+        return self._seek(what, what, good, target, declared=declared)
 
     def drawn_for(self, goal: str, layout: Layout) -> int:
         """Returns how many problems were drawn for a goal, on any layout or on this one."""
@@ -232,6 +232,7 @@ class Deck:
         target: ForcedOption | None = None,
         mutants: Collection[str] = (),
         wanted: int = WANTED,
+        declared: str = "",
     ) -> Sequence[Entry]:
         """Draws problems for an aim, rich ones and others in turn, until a few are good."""
 
@@ -246,6 +247,9 @@ class Deck:
             asked = [self._drawer.entry(entry.bound, entry.draws, self.mutants) for entry in found[:wanted]]
             return KeptEntries.of(asked, drawn=number)
 
+        return self._drawn_once(aim, f"{what} {declared}".rstrip(), draw)
+
+    def _drawn_once(self, aim: str, what: str, draw: Callable[[], KeptEntries]) -> Sequence[Entry]:
         if what not in self._sought:
             kept = self.once(what, KeptEntries, draw)
             self._sought[what] = kept.again(self._candidate, self._dtype)

@@ -40,6 +40,9 @@ def kept(key: str, kind: type[T], make: Callable[[], T]) -> T:
         key: names all that it hangs on, beside the code and versions of ``code``.
         kind: a type that msgspec can write and read.
         make: makes it anew.
+
+    Raises:
+        UsageError: if a file stands where the folder should.
     """
     key = f"{code()}\n{key}"
     path = _path(key)
@@ -89,9 +92,9 @@ def code() -> str:
         spec = find_spec(package)
         assert spec is not None
         assert spec.origin is not None
-        folder = Path(spec.origin).parent
-        for file in sorted(folder.rglob("*.py")):
-            name = file.relative_to(folder)
+        home = Path(spec.origin).parent
+        for file in sorted(home.rglob("*.py")):
+            name = file.relative_to(home)
             if package != "lossgate" or name.parts[0] not in _WITHOUT:
                 found.update(f"{package} {name}\n".encode())
                 found.update(file.read_bytes())
@@ -99,25 +102,19 @@ def code() -> str:
     return f"{found.hexdigest()[:16]} {versions} python {sys.version_info.major}.{sys.version_info.minor}"
 
 
-def folder() -> Path | None:
-    """Returns the folder with the entries; None if nothing is to be kept.
-
-    Raises:
-        UsageError: if ``LOSSGATE_CACHE`` names a file.
-    """
+def _path(key: str) -> Path | None:
+    """Returns where an entry is kept; None if nothing is to be kept."""
     named = os.environ.get(FOLDER)
     if named == "":
         return None
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # a user of a container may have none
+        return None
     found = Path(named) if named is not None else Path(home, "lossgate")
     if found.exists() and not found.is_dir():
-        raise UsageError(f"{FOLDER}={named}: it is a file; expected a folder, or nothing for none")
-    return found
-
-
-def _path(key: str) -> Path | None:
-    where = folder()
-    return None if where is None else where / sha256(key.encode()).hexdigest()[:32]
+        raise UsageError(f"{found}, where {FOLDER} keeps decks: it is a file; expected a folder, or nothing for none")
+    return found / sha256(key.encode()).hexdigest()[:32]
 
 
 def _make_room(folder: Path) -> None:

@@ -11,7 +11,7 @@ from time import process_time
 
 from hypothesis.errors import Unsatisfiable
 
-from lossgate.adequacy.choice import choice_of, choice_on
+from lossgate.adequacy.choice import choice_of, choice_on, declared
 from lossgate.adequacy.deck import WANTED
 from lossgate.adequacy.decks import deck_of
 from lossgate.adequacy.entry import Entry, Placed
@@ -213,7 +213,10 @@ class Search(Trials):
             good: whether a problem is.
         """
         entries = self._deck.sought(
-            f"{what} {self.cell.layout}", target, lambda entry: any(map(good, self._on_layout([entry])))
+            f"{what} {self.cell.layout}",
+            declared(self.cell.candidate, self.cell.dtype),
+            target,
+            lambda entry: any(map(good, self._on_layout([entry]))),
         )
         yield from filter(good, self._on_layout(entries))
 
