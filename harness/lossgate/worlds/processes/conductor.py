@@ -60,8 +60,9 @@ class RankHandle(Protocol):
     work: Connection
     alarm: Connection
     stopping: float
-    """Seconds in which it may run or sleep, once it must stop; then it is killed. Those in which it
-    waits for a processor do not count: a busy machine is no fault of the rank."""
+    """Seconds in which it may run, once it must stop, or all that must stop may sleep; then it is
+    killed. Those in which one waits for a processor do not count: others may wait for it, and a busy
+    machine is no fault of theirs."""
 
     def end(self) -> Died:
         """Waits for the end of a process that is ending, and tells how it ended."""
@@ -213,17 +214,18 @@ class _Run:
     def _stop(self, handles: Sequence[RankHandle]) -> None:
         for handle in handles:
             _send(handle.alarm, Stop(self._number))
-        deadline, looked, before = time.monotonic() + _MOST_TO_STOP, time.monotonic(), self._ask(handles)
+        deadline, before = time.monotonic() + _MOST_TO_STOP, self._ask(handles)
         spent = dict.fromkeys(self._ranks, 0.0)
         while (unfinished := [*self._unfinished()]) and time.monotonic() < deadline:
             if self._receive(unfinished, _QUIET):
                 continue
-            now, elapsed = self._ask(unfinished), time.monotonic() - looked
+            now = self._ask(unfinished)
+            all_sleep = not any(one is None or one.runnable for rank in now for one in (before[rank], now[rank]))
             for handle in unfinished:
-                spent[handle.rank] += _spent(before[handle.rank], now[handle.rank], elapsed)
+                spent[handle.rank] += _QUIET if all_sleep else _cpu_seconds(before[handle.rank], now[handle.rank])
                 if spent[handle.rank] >= handle.stopping:
                     self._kill(handle)
-            looked, before = looked + elapsed, now
+            before = now
         for handle in [*self._unfinished()]:
             self._kill(handle)
 
@@ -232,11 +234,9 @@ class _Run:
         self._record.outcomes[handle.rank] = Stopped()
 
 
-def _spent(before: Whereabouts | None, now: Whereabouts | None, elapsed: float) -> float:
-    """Returns the seconds in which a rank ran or slept, of those between two answers."""
-    if before is None or now is None:
-        return 0.0
-    return now.cpu_seconds - before.cpu_seconds if before.runnable or now.runnable else elapsed
+def _cpu_seconds(before: Whereabouts | None, now: Whereabouts | None) -> float:
+    """Returns the processor time of a rank between two answers."""
+    return 0.0 if before is None or now is None else now.cpu_seconds - before.cpu_seconds
 
 
 def _waits(before: Whereabouts | None, now: Whereabouts | None) -> bool:
