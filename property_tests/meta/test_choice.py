@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from lossgate import Candidate, Layout
 from lossgate.adequacy import choice, decks, store
@@ -13,12 +15,14 @@ from lossgate.adequacy.deck import WANTED, Deck
 from lossgate.adequacy.entry import Entry, Placed
 from lossgate.adequacy.entry_drawer import EntryDrawer
 from lossgate.bank.cross_entropy import STYLES, make
+from lossgate.cases.oracle import Oracle
 from lossgate.declaration.loading import load_candidates
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.search import Search
 from lossgate.engine.settings import Settings
 from lossgate.problems.partition import VocabSplit
+from lossgate.specs.outputs import Output
 
 ROOT = Path(__file__).parents[2]
 RIGHT = make(STYLES["float32"][0])
@@ -29,6 +33,7 @@ OURS = {one.name: one for one in load_candidates(str(ROOT / "ci/candidates/ours.
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Keeps what is found in a folder of the test, and forgets the decks of this process."""
     monkeypatch.setenv(store.FOLDER, str(tmp_path / "store"))
+    monkeypatch.setenv(store.ANEW, "yes")
     monkeypatch.setattr(decks, "_DECKS", type(decks._DECKS)())
     return tmp_path / "store"
 
@@ -104,6 +109,32 @@ def test_all_cells_of_a_declaration_have_one_choice(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(choice, "_choose", refuse)
     for layout in ("dp=3", "cp=2", "single"):
         assert verified(RIGHT, layout).mistakes.shown == first.mistakes.shown
+
+
+@pytest.mark.slow
+def test_for_mistakes_that_no_problem_of_the_deck_shows_others_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistake that matters on few problems may need one that was not drawn."""
+    more, rejects, drawn = Deck.more, Oracle.rejects, list[int]()
+
+    def counted(self: Deck, number: int) -> Sequence[Entry]:
+        drawn.append(number)
+        return more(self, number)
+
+    def late(self: Oracle, output: Output, results: Tensor, dtype: torch.dtype) -> Tensor:
+        return rejects(self, output, results, dtype) & (1 in drawn)
+
+    monkeypatch.setattr(Deck, "entries", property(lambda self: self._first[0][:4]))
+    monkeypatch.setattr(Deck, "more", counted)
+    monkeypatch.setattr(Oracle, "rejects", late)
+    deck, names = Deck(RIGHT, "float32", 0), ["loss times 2", "all above the sum ignored"]
+    chosen = choice.choice_on(RIGHT, deck, "float32", Layout(), names)
+    assert (chosen.more, sorted(chosen.shown), chosen.surviving) == (2, sorted(names), [])
+    assert chosen.entries(deck).keys() == chosen.problems.keys()
+    assert not {entry.drawn.to_json() for entry in deck.entries}.intersection(chosen.problems)
+    drawn.clear()
+    decks._DECKS.clear()
+    monkeypatch.setattr(choice, "_MORE", 1)
+    assert len(choice.choice_on(RIGHT, deck, "float32", Layout(), [*names, "loss times -1"]).surviving) == 3
 
 
 def test_mistakes_are_asked_again_where_a_problem_that_shows_them_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,8 @@
 import multiprocessing
 import os
 import shutil
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from lossgate.adequacy import store
 from lossgate.errors import UsageError
 from property_tests.meta.command_line import Lossgate
-from property_tests.meta.test_rooms import FLOORS
+from property_tests.meta.test_rooms import FLOORS, HARNESS, imported
 
 
 class Found(msgspec.Struct):
@@ -25,6 +26,15 @@ class Found(msgspec.Struct):
 
 
 FOUND = Found(float("inf"), ["temperature ignored"] * 1000)
+
+
+@pytest.fixture(autouse=True)
+def along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of what comes along: nothing."""
+    store.code_of_shipped.cache_clear()
+    monkeypatch.setattr(store, "SHIPPED", tmp_path / "along")
+    yield tmp_path / "along"
+    store.code_of_shipped.cache_clear()
 
 
 @pytest.fixture
@@ -94,21 +104,63 @@ def test_an_entry_of_another_kind_is_made_anew(kept_in: Path) -> None:
 @pytest.mark.parametrize("other", ["code", "versions"])
 def test_other_code_and_other_versions_find_nothing(kept_in: Path, monkeypatch: pytest.MonkeyPatch, other: str) -> None:
     made()
-    store.code.cache_clear()
-    if other == "code":
-        monkeypatch.setattr(store, "_WITHOUT", store._WITHOUT[1:])
-    else:
-        monkeypatch.setattr(store, "version", lambda name: f"{name} of tomorrow")
-    try:
-        assert made()
-    finally:
-        store.code.cache_clear()
+    monkeypatch.setattr(store, other, lambda *given: "of tomorrow")
+    assert made()
+
+
+def ship(along: Path, code: str | None = None) -> None:
+    """Has something else than ``FOUND`` come along."""
+    along.mkdir()
+    content = zlib.compress(msgspec.msgpack.encode(Found(1, ["along"])))
+    (along / store.name_of("a deck")).write_bytes(store.packed("a deck", content))
+    codes = {of: code or store.code(of) for of in store.WITHOUT}
+    (along / store.CODE).write_bytes(msgspec.json.encode(codes))
+
+
+def test_what_comes_along_is_believed_of_the_same_code_whatever_the_versions(
+    kept_in: Path, along: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ship(along)
+    monkeypatch.setattr(store, "versions", lambda: "of tomorrow")
+    assert store.kept("a deck", Found, lambda: FOUND) == Found(1, ["along"])
+    assert not kept_in.exists()
+    assert made("another deck")
+
+
+@pytest.mark.parametrize("wrong", ["code", "no code", "damaged", "another's", "told to make it anew"])
+def test_what_comes_along_is_not_believed(
+    kept_in: Path, along: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    ship(along, "of yesterday" if wrong == "code" else None)
+    entry = along / store.name_of("a deck")
+    if wrong == "no code":
+        (along / store.CODE).write_text("{")
+    elif wrong == "damaged":
+        entry.write_bytes(entry.read_bytes()[:-1])
+    elif wrong == "another's":
+        entry.write_bytes(store.packed("another deck", store.unpacked(entry.read_bytes())[1]))
+    elif wrong == "told to make it anew":
+        monkeypatch.setenv(store.ANEW, "yes")
+    assert [made(), made()] == [True, False]
 
 
 def test_the_code_is_that_of_all_rooms_but_those_above_the_engine() -> None:
     """On properties, too, hangs what is drawn: for their own mistakes."""
     rooms = [room for floor in FLOORS for room in floor]
-    assert {*store._WITHOUT, "__main__"} == {*rooms[rooms.index("engine") + 1 :]}
+    assert {name.removesuffix(".py") for name in store.WITHOUT["all"]} == {*rooms[rooms.index("engine") + 1 :]}
+
+
+def test_what_a_deck_says_hangs_on_no_code_that_is_left_out() -> None:
+    """But for what ranks are, of which cases know the types alone."""
+    seen, left = set[str](), ["adequacy.choice", *(f"losses.{path.stem}" for path in (HARNESS / "losses").glob("*.py"))]
+    while left:
+        name = left.pop()
+        files = [HARNESS / f"{name.replace('.', '/')}{end}" for end in (".py", "/__init__.py")]
+        if name not in seen and any(file.exists() for file in files):
+            seen.add(name)
+            left += imported(next(file for file in files if file.exists()).read_text())
+    rooms = {name.partition(".")[0] for name in seen}
+    assert {name.removesuffix(".py") for name in store.WITHOUT["decks"]}.intersection(rooms) == {"worlds"}
 
 
 def test_an_empty_variable_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

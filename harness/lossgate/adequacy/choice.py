@@ -16,7 +16,7 @@ import torch
 
 from lossgate.adequacy.coverage import required_goals
 from lossgate.adequacy.deck import WANTED, Deck
-from lossgate.adequacy.entry import Placed
+from lossgate.adequacy.entry import Entry, Placed
 from lossgate.adequacy.known_mistakes import KnownMistakes, required_outputs
 from lossgate.adequacy.selection import choose
 from lossgate.cases.oracle import Oracle
@@ -31,6 +31,8 @@ from lossgate.specs.outputs import Output
 
 _FIRST = 16
 """Problems that are asked before those that are known to be changed by a mistake that is left."""
+_MORE = 4
+"""The most times that as many problems again are drawn for mistakes that none shows."""
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -41,6 +43,13 @@ class Choice(msgspec.Struct, frozen=True):
     surviving: list[str]
     """See ``MistakesShown``."""
     too_small: list[str]
+    more: int = 0
+    """How many times further problems of the deck were drawn; see ``Deck.more``."""
+
+    def entries(self, deck: Deck) -> dict[str, Entry]:
+        """Returns the entries of the problems, by the problem as it was drawn, as JSON."""
+        known = [*deck.entries, *(entry for number in range(self.more) for entry in deck.more(number))]
+        return {text: entry for entry in known if (text := entry.drawn.to_json()) in self.problems}
 
     @property
     def shown(self) -> list[str]:
@@ -93,19 +102,30 @@ def _choose(
         ask(one, PlacedProblem(one.entry.bound, one.problem))
     for one in placed:
         mistakes.find(_setting(candidate, PlacedProblem(one.entry.bound, one.problem)))
-    wanted = Counter(dict.fromkeys(mistakes.rarely_made(), WANTED))
-    for one in placed:
-        if not wanted:
+
+    def look(placed: Sequence[Placed], wanted: Counter[str], *, always: bool = False) -> None:
+        """Asks problems which the wanted mistakes change, until each was asked often enough."""
+        for one in placed:
+            if not wanted:
+                return
+            if id(one.entry.drawn) in asked:
+                continue
+            problem = PlacedProblem(one.entry.bound, one.problem)
+            if changed := mistakes.changed(wanted, problem, always=always):
+                ask(one, problem)
+                wanted.subtract(changed)
+                wanted = +Counter({name: count for name, count in wanted.items() if name in mistakes.left})
+
+    look(placed, Counter(dict.fromkeys(mistakes.rarely_made(), WANTED)))
+    more = 0
+    while names_left := mistakes.survivors:  # a problem in which they matter is rare
+        look(placed, Counter(dict.fromkeys(names_left, 2 * WANTED)), always=True)
+        if not mistakes.survivors or more == _MORE:
             break
-        if id(one.entry.drawn) in asked:
-            continue
-        problem = PlacedProblem(one.entry.bound, one.problem)
-        if changed := mistakes.changed(wanted, problem):
-            ask(one, problem)
-            wanted.subtract(changed)
-            wanted = +Counter({name: count for name, count in wanted.items() if name in mistakes.left})
+        entries, more = deck.more(more), more + 1
+        placed = [one for one in deck.on(layout, splits_of(candidate), entries) if not is_large(one.problem)]
     found = mistakes.result
-    return Choice(chosen, list(found.surviving), list(found.too_small))
+    return Choice(chosen, list(found.surviving), list(found.too_small), more)
 
 
 def _first(candidate: Candidate, deck: Deck, dtype: str, layout: Layout, placed: Sequence[Placed]) -> Sequence[Placed]:

@@ -74,16 +74,18 @@ class Deck:
         self._fitted: dict[str, Entry] = {}
         self._known = dict[str, Any]()
 
-    def once(self, what: str, kind: type[T], make: Callable[[], T]) -> T:
+    def once(self, what: str, kind: type[T], make: Callable[[], T], *, of: str = "decks") -> T:
         """Returns what was found out about the deck, or finds it out: once, and kept on disk.
 
         Args:
             what: names it, and all that it hangs on beside the deck's key.
             kind: a type that msgspec can write and read.
             make: finds it out.
+            of: on what code it hangs; see ``store.WITHOUT``.
         """
         if what not in self._known:
-            self._known[what] = store.kept(f"{self.key}\n{what}", kind, make) if self.is_kept else make()
+            key = f"{self.key}\n{what}"
+            self._known[what] = store.kept(key, kind, make, of=of) if self.is_kept else make()
         return self._known[what]
 
     @property
@@ -218,7 +220,7 @@ class Deck:
             target: a choice that they must have.
             good: whether a problem is.
         """
-        return self._seek(what, what, good, target, declared=declared)
+        return self._seek(what, what, good, target, declared=declared, of="all")
 
     def drawn_for(self, goal: str, layout: Layout) -> int:
         """Returns how many problems were drawn for a goal, on any layout or on this one."""
@@ -233,6 +235,7 @@ class Deck:
         mutants: Collection[str] = (),
         wanted: int = WANTED,
         declared: str = "",
+        of: str = "decks",
     ) -> Sequence[Entry]:
         """Draws problems for an aim, rich ones and others in turn, until a few are good."""
 
@@ -247,11 +250,11 @@ class Deck:
             asked = [self._drawer.entry(entry.bound, entry.draws, self.mutants) for entry in found[:wanted]]
             return KeptEntries.of(asked, drawn=number)
 
-        return self._drawn_once(aim, f"{what} {declared}".rstrip(), draw)
+        return self._drawn_once(aim, f"{what} {declared}".rstrip(), draw, of)
 
-    def _drawn_once(self, aim: str, what: str, draw: Callable[[], KeptEntries]) -> Sequence[Entry]:
+    def _drawn_once(self, aim: str, what: str, draw: Callable[[], KeptEntries], of: str = "decks") -> Sequence[Entry]:
         if what not in self._sought:
-            kept = self.once(what, KeptEntries, draw)
+            kept = self.once(what, KeptEntries, draw, of=of)
             self._sought[what] = kept.again(self._candidate, self._dtype)
             self._drawn_for[aim] += kept.drawn
         return self._sought[what]

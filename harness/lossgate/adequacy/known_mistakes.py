@@ -192,8 +192,19 @@ class KnownMistakes:
         """
         return [name for name in self.left if name in self.unseen or self.made[name] < _OFTEN]
 
-    def changed(self, names: Iterable[str], placed: PlacedProblem) -> set[str]:
-        """Returns which of some mistakes change an output that a kernel must give on a problem."""
+    @property
+    def survivors(self) -> list[str]:
+        """The names of those that ``result`` calls surviving."""
+        return [name for name, change in self.unseen.items() if change.size > LARGEST_MDE]
+
+    def changed(self, names: Iterable[str], placed: PlacedProblem, *, always: bool = False) -> set[str]:
+        """Returns which of some mistakes change an output that a kernel must give on a problem.
+
+        Args:
+            names: of the mistakes.
+            placed: the problem.
+            always: whether to ask of a mistake that changed nothing on many problems, too.
+        """
         candidate = self._candidate
         returned = required_outputs(candidate)
         setting, found = Setting(placed, returned, candidate.tokens, candidate.tiles), set[str]()
@@ -203,7 +214,7 @@ class KnownMistakes:
             return mask if output.kind == "token value" else ...
 
         for name in names:
-            if self._same_again[name] >= _SELDOM:
+            if self._same_again[name] >= _SELDOM and not always:
                 continue
             outputs = self.bank[name].run(setting)
             if any(not same(x[of(o)], reference[o][of(o)]) for o, x in (outputs or {}).items() if o in reference):

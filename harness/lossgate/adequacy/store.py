@@ -3,6 +3,10 @@
 
 It hangs on what a candidate declares, and never on its code. A key names all that it hangs on, and
 an entry holds its whole key: one that is damaged, half-written or for something else is no entry.
+
+For what is declared most, entries come with lossgate, in ``SHIPPED``: ``ci/ship_decks`` makes them.
+They are believed as long as the code is that which made them. They do not hang on versions, as the
+tensors of a problem are the same in all.
 """
 
 import os
@@ -24,50 +28,94 @@ from lossgate.errors import UsageError
 
 FOLDER = "LOSSGATE_CACHE"
 """The environment variable that names the folder; empty for none."""
+ANEW = "LOSSGATE_ANEW"
+"""The environment variable that, if it is not empty, has nothing believed that comes along."""
+SHIPPED = Path(__file__).with_name("shipped")
+"""What comes along: an entry in each file, and ``CODE``."""
+CODE = "code.json"
+"""The file beside the entries that names the code which made them."""
 _MOST_BYTES = 256 * 2**20
 """The most that entries take together; the oldest give way."""
-_WITHOUT = ("audit", "spec_check", "evidence", "gate", "reports", "pytest_plugin", "cli")
-"""The rooms of lossgate on whose code no problem hangs, nor what it shows."""
+_ABOVE = ("audit", "spec_check", "evidence", "gate", "reports", "pytest_plugin", "cli", "__main__.py")
+_BESIDE = ("__init__.py", "fork_server.py", "inputs.py", "interruption.py", "launch.py", "options.py", "output_file.py")
+WITHOUT = {
+    "decks": (*_ABOVE, *_BESIDE, "bank", "worlds", "strategies.py", "observe", "properties", "diagnosis", "engine"),
+    "all": _ABOVE,
+}
+"""The rooms of lossgate on whose code it does not hang what is in a deck and which known mistakes
+that shows (``decks``), nor what is drawn for an aim of a property (``all``)."""
 
 
 T = TypeVar("T")
 
 
-def kept(key: str, kind: type[T], make: Callable[[], T]) -> T:
+def kept(key: str, kind: type[T], make: Callable[[], T], *, of: str = "decks") -> T:
     """Returns what is kept under a key. If nothing is, it is made, and kept if that can be.
 
     Args:
-        key: names all that it hangs on, beside the code and versions of ``code``.
+        key: names all that it hangs on, beside code and versions.
         kind: a type that msgspec can write and read.
         make: makes it anew.
+        of: on what code it hangs; see ``WITHOUT``.
 
     Raises:
         UsageError: if a file stands where the folder should.
     """
-    key = f"{code()}\n{key}"
-    path = _path(key)
-    if path is None:
+    if not os.environ.get(ANEW) and code_of_shipped().get(of) == code(of):
+        with suppress(OSError, ValueError, zlib.error):
+            return _read(SHIPPED / name_of(key), key, kind)
+    key = "\n".join((of, code(of), versions(), key))
+    folder = _folder()
+    if folder is None:
         return make()
-    with suppress(OSError, msgspec.DecodeError, zlib.error):
-        return _unpacked(path.read_bytes(), key, kind)
+    path = folder / name_of(key)
+    with suppress(OSError, ValueError, zlib.error):  # msgspec's errors are ValueErrors
+        return _read(path, key, kind)
     made = make()
     with suppress(OSError):
-        _write(path, _packed(key, made))
+        _write(path, packed(key, zlib.compress(msgspec.msgpack.encode(made), 9)))
     return made
 
 
-def _packed(key: str, made: object) -> bytes:
-    """Returns the bytes of an entry: their digest, the length of the key, the key, what is kept."""
+def name_of(key: str) -> str:
+    """Returns the name of the file for a key."""
+    return sha256(key.encode()).hexdigest()[:32]
+
+
+@cache
+def code_of_shipped() -> dict[str, str]:
+    """Returns the code that made what comes along, for each word of ``WITHOUT``."""
+    try:
+        return msgspec.json.decode((SHIPPED / CODE).read_bytes(), type=dict[str, str])
+    except (OSError, ValueError):
+        return {}
+
+
+def packed(key: str, content: bytes) -> bytes:
+    """Returns an entry: its digest, the length of the key, the key, what is kept, compressed."""
     own = key.encode()
-    text = len(own).to_bytes(8, "big") + own + zlib.compress(msgspec.msgpack.encode(made))
+    text = len(own).to_bytes(8, "big") + own + content
     return sha256(text).digest() + text
 
 
-def _unpacked(entry: bytes, key: str, kind: type[T]) -> T:
-    digest, text, own = entry[:32], entry[32:], key.encode()
-    if digest != sha256(text).digest() or not text.startswith(len(own).to_bytes(8, "big") + own):
-        raise msgspec.DecodeError("it is damaged, or another's")
-    return msgspec.msgpack.decode(zlib.decompress(text[8 + len(own) :]), type=kind)
+def unpacked(entry: bytes) -> tuple[str, bytes]:
+    """Returns the key of an entry and what is kept, compressed.
+
+    Raises:
+        ValueError: if it is damaged.
+    """
+    digest, text = entry[:32], entry[32:]
+    if digest != sha256(text).digest():
+        raise ValueError("the entry is damaged")
+    start = 8 + int.from_bytes(text[:8], "big")
+    return text[8:start].decode(), text[start:]
+
+
+def _read(path: Path, key: str, kind: type[T]) -> T:
+    own, content = unpacked(path.read_bytes())
+    if own != key:
+        raise ValueError("it is another's")
+    return msgspec.msgpack.decode(zlib.decompress(content), type=kind)
 
 
 def _write(path: Path, entry: bytes) -> None:
@@ -85,8 +133,12 @@ def _write(path: Path, entry: bytes) -> None:
 
 
 @cache
-def code() -> str:
-    """Names the code on which decisions about problems hang, and the versions of what it uses."""
+def code(of: str) -> str:
+    """Names the code on which what is kept hangs.
+
+    Args:
+        of: which; see ``WITHOUT``.
+    """
     found = sha256()
     for package in ("dense_losses", "lossgate"):
         spec = find_spec(package)
@@ -95,15 +147,21 @@ def code() -> str:
         home = Path(spec.origin).parent
         for file in sorted(home.rglob("*.py")):
             name = file.relative_to(home)
-            if package != "lossgate" or name.parts[0] not in _WITHOUT:
-                found.update(f"{package} {name}\n".encode())
+            if package != "lossgate" or name.parts[0] not in WITHOUT[of]:
+                found.update(f"{package} {name.as_posix()}\n".encode())
                 found.update(file.read_bytes())
-    versions = " ".join(f"{name} {version(name)}" for name in ("torch", "numpy", "hypothesis"))
-    return f"{found.hexdigest()[:16]} {versions} python {sys.version_info.major}.{sys.version_info.minor}"
+    return found.hexdigest()[:16]
 
 
-def _path(key: str) -> Path | None:
-    """Returns where an entry is kept; None if nothing is to be kept."""
+@cache
+def versions() -> str:
+    """Names the versions with which problems are drawn and asked."""
+    own = " ".join(f"{name} {version(name)}" for name in ("torch", "numpy", "hypothesis"))
+    return f"{own} python {sys.version_info.major}.{sys.version_info.minor}"
+
+
+def _folder() -> Path | None:
+    """Returns the folder of the user; None if nothing is to be kept."""
     named = os.environ.get(FOLDER)
     if named == "":
         return None
@@ -114,7 +172,7 @@ def _path(key: str) -> Path | None:
     found = Path(named) if named is not None else Path(home, "lossgate")
     if found.exists() and not found.is_dir():
         raise UsageError(f"{found}, where {FOLDER} keeps decks: it is a file; expected a folder, or nothing for none")
-    return found / sha256(key.encode()).hexdigest()[:32]
+    return found
 
 
 def _make_room(folder: Path) -> None:

@@ -75,7 +75,8 @@ def verify(
         quiet: Show only what does not pass, and the summary.
         verbose: Show every cell, all that disagree in full, all that kernels print, and what the
             work cost.
-        no_cache: Neither read nor keep what was found out about problems.
+        no_cache: Draw all problems anew and ask what they show. Nothing that is kept or that came
+            along is believed, and nothing is kept.
         profile: dev, ci, nightly, release, or one of [tool.lossgate.profiles] in pyproject.toml.
         examples: Problems for each cell. A cell is one candidate, layout and dtype.
         ranks: Ranks of the largest layout.
@@ -93,13 +94,13 @@ def verify(
         shard: Verify one of several even parts of the matrix, such as 3/8; the parts are the same
             on every machine.
     """
-    from lossgate.adequacy.store import FOLDER
+    from lossgate.adequacy.store import ANEW, FOLDER
     from lossgate.errors import UsageError
 
     if not targets:
         raise UsageError("verify: nothing named; expected files or modules with candidates, such as my_kernels.py")
     if no_cache:
-        os.environ[FOLDER] = ""  # workers have the environment of now
+        os.environ[FOLDER], os.environ[ANEW] = "", "yes"  # workers have the environment of now
     load()
 
     from lossgate.engine.selection import Selection

@@ -103,7 +103,7 @@ class Search(Trials):
         chance, large, drawn = *self._begin(round_), 0
         least -= len(large)
         if round_ == 0 and self.asks_mistakes:
-            self._run_all(self._showing_mistakes(entries, chance))
+            self._run_all(self._showing_mistakes(chance))
         while True:
             placed = self._on_layout(entries)
             unused = [one for one in placed if id(one.entry.drawn) not in self._used]
@@ -123,16 +123,17 @@ class Search(Trials):
         """Whether problems must show the known mistakes."""
         return self.cell.property.needs_adequacy
 
-    def _showing_mistakes(self, entries: Sequence[Entry], chance: Random) -> list[Placed]:
+    def _showing_mistakes(self, chance: Random) -> list[Placed]:
         """Returns the problems that show known mistakes, each in one split of the vocabulary."""
         start, candidate, dtype, layout = process_time(), self.cell.candidate, self.cell.dtype, self.cell.layout
         chosen = choice_of(candidate, self._deck, dtype)
-        problems = {entry.drawn.to_json(): entry for entry in entries}
+        problems = chosen.entries(self._deck)
         placed = self._on_layout([problems[text] for text in chosen.problems])
         fitting = {one.entry.drawn.to_json() for one in placed}
         surviving, too_small, shown = chosen.surviving, chosen.too_small, chosen.shown
         if unfit := {name for text, names in chosen.problems.items() if text not in fitting for name in names}:
             others = choice_on(candidate, self._deck, dtype, layout, unfit)
+            problems = others.entries(self._deck)
             placed += self._on_layout([problems[text] for text in others.problems if text not in fitting])
             surviving, too_small = [*surviving, *others.surviving], [*too_small, *others.too_small]
             shown = [*(name for name in shown if name not in unfit), *others.shown]
@@ -143,7 +144,7 @@ class Search(Trials):
         """Returns the problems of ordinary size that the first round tries if none fails."""
         entries = self._entries()
         chance, large = self._begin(0)
-        first = self._showing_mistakes(entries, chance) if self.asks_mistakes else []
+        first = self._showing_mistakes(chance) if self.asks_mistakes else []
         taken = {id(one.entry.drawn) for one in first}
         unused = [one for one in self._on_layout(entries) if id(one.entry.drawn) not in taken]
         wanted = {*self.still_to_kill, *self.missing_goals}

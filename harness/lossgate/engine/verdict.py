@@ -202,8 +202,8 @@ def _unseen(mistakes: MistakesShown) -> Iterator[str]:
     """Yields a line for each known mistake that would have passed, or for the largest ones."""
     for sentence in mistakes.surviving[: _SHOWN - 1]:
         yield (
-            f"a kernel with a known mistake would have passed every problem: {sentence}; raise --examples, or compute "
-            "in a finer dtype and declare so"
+            f"a kernel with a known mistake would have passed every problem: {sentence}; try another "
+            "--seed, or compute in a finer dtype and declare so"
         )
     if more := len(mistakes.surviving[_SHOWN - 1 :]):
         yield (

@@ -61,8 +61,8 @@ class RankHandle(Protocol):
     alarm: Connection
     stopping: float
     """Seconds in which it may run, once it must stop, or all that must stop may sleep; then it is
-    killed. Those in which one waits for a processor do not count: others may wait for it, and a busy
-    machine is no fault of theirs."""
+    killed. Those in which one waits for a processor do not count: others may wait for it, and a
+    busy machine is no fault of theirs."""
 
     def end(self) -> Died:
         """Waits for the end of a process that is ending, and tells how it ended."""

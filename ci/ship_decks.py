@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the decks that come with lossgate anew, for what is declared most: by the candidates of
+``ci/verify``, by the kernel of the README, and by whoever declares no more than he must.
+
+    python ci/ship_decks.py          # in the environment of ci/verify; ten minutes
+
+Their files change where they say something else. So that nothing old stays, what is made anew does
+not hang on what is there.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from multiprocessing import Pool
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+
+ROOT = Path(__file__).parents[1]
+DTYPES = ("float32", "bfloat16")
+
+
+def declared() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
+    """Yields the spec, head, axes and dtype of those who declare no more than they must."""
+    from lossgate.losses import SPECS
+    from lossgate.specs.heads import HEADS
+
+    for spec in SPECS.values():
+        for head in spec.inputs:
+            axes = [("dp", "cp"), *([("dp", "cp", "tp")] if HEADS[head].has_logits else [])]
+            yield from ((spec.name, head, own, dtype) for own in axes for dtype in DTYPES)
+
+
+def make(spec: str, head: str, axes: tuple[str, ...], dtype: str) -> None:
+    """Makes the deck of a declaration, and asks what it shows."""
+    import torch
+
+    from lossgate import candidate
+    from lossgate.adequacy.choice import choice_of
+    from lossgate.adequacy.decks import deck_of
+
+    torch.set_num_threads(1)
+    own = candidate(spec, head=head, axes=axes, dtypes=(dtype,), name="any")(lambda inputs, options, mesh: None)
+    choice_of(own, deck_of(own, dtype, seed=0), dtype)
+
+
+def verify(folder: Path) -> None:
+    """Verifies what ``ci/verify`` and the README verify."""
+    readme = re.search(r"```python\n(import lossgate.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert readme is not None
+    (folder / "my_kernels.py").write_text(readme[1])
+    lossgate = [str(Path(sys.executable).with_name("lossgate")), "verify", "--quiet"]
+    subprocess.run([*lossgate, "my_kernels.py", "--ranks", "2", "--jobs", "0"], cwd=folder, check=True)
+    subprocess.run([ROOT / "ci/verify", "--quiet", "--evidence", folder / "out.jsonl"], check=True)
+
+
+def ship(store: Path) -> tuple[int, int]:
+    """Puts what was kept in a folder into lossgate.
+
+    Returns:
+        The number of entries, and of those that are new or other than before.
+    """
+    from lossgate.adequacy.store import CODE, SHIPPED, WITHOUT, code, name_of, packed, unpacked
+
+    SHIPPED.mkdir(exist_ok=True)
+    entries = dict[str, bytes]()
+    for path in store.iterdir():
+        key, content = unpacked(path.read_bytes())
+        own = key.split("\n", maxsplit=3)[-1]  # without code and versions
+        entries[name_of(own)] = packed(own, content)
+    others = 0
+    for path in SHIPPED.iterdir():
+        if path.name not in entries:
+            path.unlink()
+    for name, entry in entries.items():
+        path = SHIPPED / name
+        if not path.exists() or path.read_bytes() != entry:
+            path.write_bytes(entry)
+            others += 1
+    (SHIPPED / CODE).write_bytes(msgspec.json.encode({of: code(of) for of in WITHOUT}) + b"\n")
+    return len(entries), others
+
+
+def main() -> None:
+    with TemporaryDirectory() as name:
+        store, folder = Path(name, "store"), Path(name, "work")
+        folder.mkdir()
+        os.environ["LOSSGATE_CACHE"], os.environ["LOSSGATE_ANEW"] = str(store), "yes"
+        with Pool() as pool:
+            pool.starmap(make, declared(), chunksize=1)
+        verify(folder)
+        entries, others = ship(store)
+    print(f"{entries} entries come along, of which {others} are new or say something else")
+
+
+if __name__ == "__main__":
+    main()
