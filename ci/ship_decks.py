@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the decks that come with lossgate anew, for what is declared most: by the candidates of
-``ci/verify``, by the kernel of the README, and by whoever declares no more than he must.
+``ci/verify``, by the kernel of the README, and by whoever declares no more than one must.
 
     python ci/ship_decks.py          # in the environment of ci/verify; ten minutes
 
@@ -17,24 +17,18 @@ from multiprocessing import Pool
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import msgspec
-
 ROOT = Path(__file__).parents[1]
 DTYPES = ("float32", "bfloat16")
 
 
-def declared() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
-    """Yields the spec, head, axes and dtype of those who declare no more than they must."""
+def declared() -> Iterator[tuple[str, str, str]]:
+    """Yields the spec, head and dtype of those who declare no more than they must."""
     from lossgate.losses import SPECS
-    from lossgate.specs.heads import HEADS
 
-    for spec in SPECS.values():
-        for head in spec.inputs:
-            axes = [("dp", "cp"), *([("dp", "cp", "tp")] if HEADS[head].has_logits else [])]
-            yield from ((spec.name, head, own, dtype) for own in axes for dtype in DTYPES)
+    yield from ((spec.name, head, dtype) for spec in SPECS.values() for head in spec.inputs for dtype in DTYPES)
 
 
-def make(spec: str, head: str, axes: tuple[str, ...], dtype: str) -> None:
+def make(spec: str, head: str, dtype: str) -> None:
     """Makes the deck of a declaration, and asks what it shows."""
     import torch
 
@@ -43,7 +37,7 @@ def make(spec: str, head: str, axes: tuple[str, ...], dtype: str) -> None:
     from lossgate.adequacy.decks import deck_of
 
     torch.set_num_threads(1)
-    own = candidate(spec, head=head, axes=axes, dtypes=(dtype,), name="any")(lambda inputs, options, mesh: None)
+    own = candidate(spec, head=head, dtypes=(dtype,), name="any")(lambda inputs, options, mesh: None)
     choice_of(own, deck_of(own, dtype, seed=0), dtype)
 
 
@@ -62,15 +56,21 @@ def ship(store: Path) -> tuple[int, int]:
 
     Returns:
         The number of entries, and of those that are new or other than before.
+
+    Raises:
+        SystemExit: if some are of other code or versions, as when a file was changed meanwhile.
     """
-    from lossgate.adequacy.store import CODE, SHIPPED, WITHOUT, code, name_of, packed, unpacked
+    from lossgate.adequacy.store import CODE, SHIPPED, code, name_of, packed, unpacked, versions
 
     SHIPPED.mkdir(exist_ok=True)
     entries = dict[str, bytes]()
     for path in store.iterdir():
         key, content = unpacked(path.read_bytes())
-        own = key.split("\n", maxsplit=3)[-1]  # without code and versions
-        entries[name_of(own)] = packed(own, content)
+        of, *made_by, own = key.split("\n", maxsplit=3)
+        if made_by != [code(of), versions()]:
+            sys.exit(f"the code or a version was changed while decks were made; run {sys.argv[0]} again")
+        if of == "decks":
+            entries[name_of(own)] = packed(own, content)
     others = 0
     for path in SHIPPED.iterdir():
         if path.name not in entries:
@@ -80,7 +80,7 @@ def ship(store: Path) -> tuple[int, int]:
         if not path.exists() or path.read_bytes() != entry:
             path.write_bytes(entry)
             others += 1
-    (SHIPPED / CODE).write_bytes(msgspec.json.encode({of: code(of) for of in WITHOUT}) + b"\n")
+    (SHIPPED / CODE).write_text(code("decks") + "\n")
     return len(entries), others
 
 

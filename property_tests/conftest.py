@@ -17,7 +17,7 @@ from property_tests.hypothesis_profiles import load_profile
 
 load_profile()  # before modules with tests are imported: settings of a test start from the profile
 
-os.environ["LOSSGATE_CACHE"] = ""  # tests change the code on which what is kept hangs
+os.environ["LOSSGATE_CACHE"] = ""  # tests change code in memory: what they find must not be kept
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores

@@ -4,7 +4,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -71,6 +73,29 @@ def test_what_is_drawn_for_one_declaration_is_not_taken_for_another() -> None:
     assert len(deck.sought("show a mistake", "bfloat16 sums", None, lambda entry: True)) == WANTED
 
 
+def test_what_is_drawn_for_a_property_hangs_on_all_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, kept = dict[str, str](), store.kept
+
+    def noted(key: str, *others: Any, of: str, **more: Any) -> Any:
+        given[key.rpartition("\n")[2]] = of
+        return kept(key, *others, of=of, **more)
+
+    monkeypatch.setattr(store, "kept", noted)
+    Deck(RIGHT, "float32", 0).sought("show a mistake", "float32 sums", None, lambda entry: True)
+    assert given == {"show a mistake float32 sums": "all"}
+
+
+def test_a_choice_of_another_deck_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that came along, and one that was drawn on another machine, may differ."""
+    chosen = choice.choice_of(RIGHT, Deck(RIGHT, "float32", 0), "float32")
+    without = list(chosen.problems)[1:]
+    other = Deck(RIGHT, "float32", 0)
+    entries = [entry for entry in other.entries if entry.drawn.to_json() in without]
+    monkeypatch.setattr(Deck, "entries", property(lambda self: entries))
+    anew = choice.choice_of(RIGHT, other, "float32")
+    assert anew.problems.keys() <= {*without}
+
+
 def verified(candidate: Candidate, layout: str = "dp=2") -> CellResult:
     return run_cell(Cell(candidate, Layout.parse(layout), "float32"), Settings(examples=3))
 
@@ -135,6 +160,26 @@ def test_for_mistakes_that_no_problem_of_the_deck_shows_others_are_drawn(monkeyp
     decks._DECKS.clear()
     monkeypatch.setattr(choice, "_MORE", 1)
     assert len(choice.choice_on(RIGHT, deck, "float32", Layout(), [*names, "loss times -1"]).surviving) == 3
+
+
+def test_all_axes_have_one_choice_unless_a_mistake_of_another_axis_survives(monkeypatch: pytest.MonkeyPatch) -> None:
+    deck, asked, choose = Deck(RIGHT, "float32", 0), list[str](), choice._choose
+
+    def counted(candidate: Candidate, deck: Deck, dtype: str, layout: Layout) -> choice.Choice:
+        asked.append(str(layout))
+        found = choose(candidate, deck, dtype, layout, ["loss times -1"])
+        return msgspec.structs.replace(found, surviving=["a mistake of tp"] if survives and layout.tp > 1 else [])
+
+    monkeypatch.setattr(choice, "_choose", counted)
+    for survives in (False, True):
+        asked.clear()
+        deck._known.clear()
+        decks._DECKS.clear()
+        monkeypatch.setenv(store.FOLDER, "")
+        for axes in (("dp", "cp", "tp"), ("dp",), ("dp", "cp")):
+            own = choice.choice_of(replace(RIGHT, axes=axes), deck, "float32")
+            assert bool(own.surviving) is (survives and "tp" in axes)
+        assert asked == ["dp=2,cp=2,tp=2", *(["dp=2", "dp=2,cp=2"] if survives else [])]
 
 
 def test_mistakes_are_asked_again_where_a_problem_that_shows_them_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

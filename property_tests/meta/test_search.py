@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lossgate import ANY, Candidate, Layout, Outputs, Problem, candidate
 from lossgate.bank.bugs import cross_entropy_with
 from lossgate.bank.cross_entropy import FLOAT32, STYLES, Style, make
+from lossgate.cases.drawing import Draws
 from lossgate.engine.cell import Cell
 from lossgate.engine.search import Search
 from lossgate.engine.settings import Settings
@@ -164,6 +165,17 @@ def test_a_kernel_that_is_not_deterministic_disagrees_with_the_reason() -> None:
     found = search(moody, examples=60)
     assert found.failure is not None
     assert "not deterministic" in found.failure.findings[-1]
+
+
+def test_a_problem_that_is_not_drawn_again_is_no_lack_of_determinism(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deck that is kept may come from a version of Hypothesis that draws others."""
+    declare = candidate("nll", head="hidden")
+    each = Draws.each
+    monkeypatch.setattr(Draws, "each", lambda self, check, *, shrink=False: None if shrink else each(self, check))
+    found = search(declare(last_row_is_wrong))
+    assert found.failure is not None
+    assert not any("not deterministic" in finding for finding in found.failure.findings)
+    assert not found.failure.unstable
 
 
 def test_a_hang_is_not_shrunk() -> None:

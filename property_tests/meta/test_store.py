@@ -3,6 +3,7 @@
 
 import multiprocessing
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
@@ -39,11 +40,12 @@ def along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def kept_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(store.ANEW, "")
     monkeypatch.setenv(store.FOLDER, str(tmp_path / "store"))
     return tmp_path / "store"
 
 
-def made(key: str = "a deck") -> bool:
+def made(key: str = "a deck", **given: Any) -> bool:
     """Returns whether what belongs to a key had to be made."""
     calls = list[int]()
 
@@ -51,7 +53,7 @@ def made(key: str = "a deck") -> bool:
         calls.append(1)
         return FOUND
 
-    assert store.kept(key, Found, make) == FOUND
+    assert store.kept(key, Found, make, **given) == FOUND
     return bool(calls)
 
 
@@ -113,8 +115,7 @@ def ship(along: Path, code: str | None = None) -> None:
     along.mkdir()
     content = zlib.compress(msgspec.msgpack.encode(Found(1, ["along"])))
     (along / store.name_of("a deck")).write_bytes(store.packed("a deck", content))
-    codes = {of: code or store.code(of) for of in store.WITHOUT}
-    (along / store.CODE).write_bytes(msgspec.json.encode(codes))
+    (along / store.CODE).write_text(f"{code or store.code('decks')}\n")
 
 
 def test_what_comes_along_is_believed_of_the_same_code_whatever_the_versions(
@@ -127,21 +128,28 @@ def test_what_comes_along_is_believed_of_the_same_code_whatever_the_versions(
     assert made("another deck")
 
 
-@pytest.mark.parametrize("wrong", ["code", "no code", "damaged", "another's", "told to make it anew"])
+@pytest.mark.parametrize("wrong", ["code", "no code", "damaged", "another's", "of all code", "unfit", "told to"])
 def test_what_comes_along_is_not_believed(
     kept_in: Path, along: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
 ) -> None:
     ship(along, "of yesterday" if wrong == "code" else None)
     entry = along / store.name_of("a deck")
     if wrong == "no code":
-        (along / store.CODE).write_text("{")
+        (along / store.CODE).unlink()
     elif wrong == "damaged":
         entry.write_bytes(entry.read_bytes()[:-1])
     elif wrong == "another's":
         entry.write_bytes(store.packed("another deck", store.unpacked(entry.read_bytes())[1]))
-    elif wrong == "told to make it anew":
+    elif wrong == "told to":
         monkeypatch.setenv(store.ANEW, "yes")
-    assert [made(), made()] == [True, False]
+    given: dict[str, Any] = {"of all code": {"of": "all"}, "unfit": {"fits": lambda own: own == FOUND}}.get(wrong, {})
+    assert [made(**given), made(**given)] == [True, False]
+
+
+def test_what_a_user_keeps_is_made_anew_if_it_does_not_fit(kept_in: Path) -> None:
+    made()
+    assert store.kept("a deck", Found, lambda: Found(2, []), fits=lambda own: own.number < 3) == Found(2, [])
+    assert store.kept("a deck", Found, lambda: FOUND) == Found(2, [])
 
 
 def test_the_code_is_that_of_all_rooms_but_those_above_the_engine() -> None:
@@ -151,16 +159,18 @@ def test_the_code_is_that_of_all_rooms_but_those_above_the_engine() -> None:
 
 
 def test_what_a_deck_says_hangs_on_no_code_that_is_left_out() -> None:
-    """But for what ranks are, of which cases know the types alone."""
+    """But for what a rank and a world are, of which cases need the types alone."""
     seen, left = set[str](), ["adequacy.choice", *(f"losses.{path.stem}" for path in (HARNESS / "losses").glob("*.py"))]
     while left:
         name = left.pop()
         files = [HARNESS / f"{name.replace('.', '/')}{end}" for end in (".py", "/__init__.py")]
         if name not in seen and any(file.exists() for file in files):
             seen.add(name)
-            left += imported(next(file for file in files if file.exists()).read_text())
-    rooms = {name.partition(".")[0] for name in seen}
-    assert {name.removesuffix(".py") for name in store.WITHOUT["decks"]}.intersection(rooms) == {"worlds"}
+            source = next(file for file in files if file.exists()).read_text()
+            left += imported(source)
+            left += map(".".join, re.findall(r"from lossgate\.([\w.]+) import \(?\s*(\w+)", source))
+    without = {name.removesuffix(".py") for name in store.WITHOUT["decks"]}
+    assert {name for name in seen if name.partition(".")[0] in without} == {"worlds", "worlds.base"}
 
 
 def test_an_empty_variable_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

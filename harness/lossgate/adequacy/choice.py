@@ -2,13 +2,14 @@
 """The problems of a deck that show the known mistakes, chosen once for all cells of a candidate.
 
 Which mistakes a problem shows hangs on what the candidate declares, on the problem and its layout,
-and never on the kernel's code. The layout that splits every axis of the candidate in two shows
-nearly all that any layout shows. So the problems are asked there, before a kernel has run, and
-every cell runs those that show something.
+and never on the kernel's code. The layout that splits every axis in two shows nearly all that any
+layout shows. So the problems are asked there, before a kernel has run, and every cell runs those
+that show something, over whichever axes its candidate can be split.
 """
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from random import Random
 
 import msgspec
@@ -51,6 +52,12 @@ class Choice(msgspec.Struct, frozen=True):
         known = [*deck.entries, *(entry for number in range(self.more) for entry in deck.more(number))]
         return {text: entry for entry in known if (text := entry.drawn.to_json()) in self.problems}
 
+    def is_of(self, deck: Deck) -> bool:
+        """Returns whether the deck has all the problems. One that came along and one that was drawn
+        on another machine may differ.
+        """
+        return self.entries(deck).keys() == self.problems.keys()
+
     @property
     def shown(self) -> list[str]:
         """The names of the mistakes that the problems show."""
@@ -59,16 +66,25 @@ class Choice(msgspec.Struct, frozen=True):
 
 def choice_of(candidate: Candidate, deck: Deck, dtype: str) -> Choice:
     """Returns which problems of a deck show the known mistakes, on the layout that splits every
-    axis of the candidate in two.
+    axis in two.
 
     Args:
         candidate: says what it declares. It is not called.
         deck: its problems in the dtype.
         dtype: of the inputs.
     """
-    layout = Layout(*(2 if axis in candidate.axes else 1 for axis in AXES))
-    what = f"known mistakes {declared(candidate, dtype)}"
-    return deck.once(what, Choice, lambda: _choose(candidate, deck, dtype, layout))
+    splits = {axis for axis in AXES if axis != "tp" or candidate.starts_at.has_logits}
+    chosen = _choice_of(candidate, deck, dtype, splits)
+    if chosen.surviving and not splits <= {*candidate.axes}:  # they may be mistakes of an axis that it has not
+        return _choice_of(candidate, deck, dtype, {*candidate.axes})
+    return chosen
+
+
+def _choice_of(candidate: Candidate, deck: Deck, dtype: str, axes: Collection[str]) -> Choice:
+    layout = Layout(*(2 if axis in axes else 1 for axis in AXES))
+    what = f"known mistakes {declared(candidate, dtype)} {layout}"
+    make = partial(_choose, candidate, deck, dtype, layout)
+    return deck.once(what, Choice, make, fits=lambda own: own.is_of(deck))
 
 
 def choice_on(candidate: Candidate, deck: Deck, dtype: str, layout: Layout, names: Collection[str]) -> Choice:
@@ -76,12 +92,13 @@ def choice_on(candidate: Candidate, deck: Deck, dtype: str, layout: Layout, name
     them do not fit.
     """
     what = f"known mistakes {declared(candidate, dtype)} {layout} {sorted(names)}"
-    return deck.once(what, Choice, lambda: _choose(candidate, deck, dtype, layout, names))
+    make = partial(_choose, candidate, deck, dtype, layout, names)
+    return deck.once(what, Choice, make, fits=lambda own: own.is_of(deck))
 
 
 def declared(candidate: Candidate, dtype: str) -> str:
-    """Names what hangs on a candidate's declaration beside the deck: precision, splits, axes."""
-    given = candidate.precision[dtype], candidate.contract, candidate.tokens, splits_of(candidate), candidate.axes
+    """Names what hangs on a candidate's declaration beside the deck."""
+    given = candidate.precision[dtype], candidate.contract, candidate.tokens, splits_of(candidate)
     return " ".join(map(str, given))
 
 

@@ -74,7 +74,15 @@ class Deck:
         self._fitted: dict[str, Entry] = {}
         self._known = dict[str, Any]()
 
-    def once(self, what: str, kind: type[T], make: Callable[[], T], *, of: str = "decks") -> T:
+    def once(
+        self,
+        what: str,
+        kind: type[T],
+        make: Callable[[], T],
+        *,
+        of: str = "decks",
+        fits: Callable[[T], bool] = lambda _: True,
+    ) -> T:
         """Returns what was found out about the deck, or finds it out: once, and kept on disk.
 
         Args:
@@ -82,10 +90,11 @@ class Deck:
             kind: a type that msgspec can write and read.
             make: finds it out.
             of: on what code it hangs; see ``store.WITHOUT``.
+            fits: whether what is kept fits to the deck.
         """
         if what not in self._known:
             key = f"{self.key}\n{what}"
-            self._known[what] = store.kept(key, kind, make, of=of) if self.is_kept else make()
+            self._known[what] = store.kept(key, kind, make, of=of, fits=fits) if self.is_kept else make()
         return self._known[what]
 
     @property

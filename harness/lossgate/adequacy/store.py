@@ -4,9 +4,10 @@
 It hangs on what a candidate declares, and never on its code. A key names all that it hangs on, and
 an entry holds its whole key: one that is damaged, half-written or for something else is no entry.
 
-For what is declared most, entries come with lossgate, in ``SHIPPED``: ``ci/ship_decks`` makes them.
-They are believed as long as the code is that which made them. They do not hang on versions, as the
-tensors of a problem are the same in all.
+For what is declared most, decks and what they show come with lossgate, in ``SHIPPED``:
+``ci/ship_decks.py`` makes them. They are believed as long as the code is that which made them.
+Versions do not matter: the tensors of a problem are the same in all, and a problem that is kept
+need not be drawn again.
 """
 
 import os
@@ -32,8 +33,8 @@ ANEW = "LOSSGATE_ANEW"
 """The environment variable that, if it is not empty, has nothing believed that comes along."""
 SHIPPED = Path(__file__).with_name("shipped")
 """What comes along: an entry in each file, and ``CODE``."""
-CODE = "code.json"
-"""The file beside the entries that names the code which made them."""
+CODE = "code"
+"""The file beside the entries that names the code which made them; see ``code``."""
 _MOST_BYTES = 256 * 2**20
 """The most that entries take together; the oldest give way."""
 _ABOVE = ("audit", "spec_check", "evidence", "gate", "reports", "pytest_plugin", "cli", "__main__.py")
@@ -49,28 +50,31 @@ that shows (``decks``), nor what is drawn for an aim of a property (``all``)."""
 T = TypeVar("T")
 
 
-def kept(key: str, kind: type[T], make: Callable[[], T], *, of: str = "decks") -> T:
+def kept(
+    key: str, kind: type[T], make: Callable[[], T], *, of: str = "decks", fits: Callable[[T], bool] = lambda _: True
+) -> T:
     """Returns what is kept under a key. If nothing is, it is made, and kept if that can be.
 
     Args:
         key: names all that it hangs on, beside code and versions.
         kind: a type that msgspec can write and read.
         make: makes it anew.
-        of: on what code it hangs; see ``WITHOUT``.
+        of: on what code it hangs; see ``WITHOUT``. What hangs on all code does not come along.
+        fits: whether what is kept fits to what else is there; otherwise it is made anew.
 
     Raises:
         UsageError: if a file stands where the folder should.
     """
-    if not os.environ.get(ANEW) and code_of_shipped().get(of) == code(of):
+    if of == "decks" and not os.environ.get(ANEW) and code_of_shipped() == code(of):
         with suppress(OSError, ValueError, zlib.error):
-            return _read(SHIPPED / name_of(key), key, kind)
+            return _read(SHIPPED / name_of(key), key, kind, fits)
     key = "\n".join((of, code(of), versions(), key))
     folder = _folder()
     if folder is None:
         return make()
     path = folder / name_of(key)
     with suppress(OSError, ValueError, zlib.error):  # msgspec's errors are ValueErrors
-        return _read(path, key, kind)
+        return _read(path, key, kind, fits)
     made = make()
     with suppress(OSError):
         _write(path, packed(key, zlib.compress(msgspec.msgpack.encode(made), 9)))
@@ -83,12 +87,12 @@ def name_of(key: str) -> str:
 
 
 @cache
-def code_of_shipped() -> dict[str, str]:
-    """Returns the code that made what comes along, for each word of ``WITHOUT``."""
+def code_of_shipped() -> str:
+    """Names the code that made what comes along, as ``code`` does."""
     try:
-        return msgspec.json.decode((SHIPPED / CODE).read_bytes(), type=dict[str, str])
-    except (OSError, ValueError):
-        return {}
+        return (SHIPPED / CODE).read_text().strip()
+    except OSError:
+        return ""
 
 
 def packed(key: str, content: bytes) -> bytes:
@@ -111,11 +115,14 @@ def unpacked(entry: bytes) -> tuple[str, bytes]:
     return text[8:start].decode(), text[start:]
 
 
-def _read(path: Path, key: str, kind: type[T]) -> T:
+def _read(path: Path, key: str, kind: type[T], fits: Callable[[T], bool]) -> T:
     own, content = unpacked(path.read_bytes())
     if own != key:
         raise ValueError("it is another's")
-    return msgspec.msgpack.decode(zlib.decompress(content), type=kind)
+    found = msgspec.msgpack.decode(zlib.decompress(content), type=kind)
+    if not fits(found):
+        raise ValueError("it is not of what else is there")
+    return found
 
 
 def _write(path: Path, entry: bytes) -> None:
@@ -156,7 +163,7 @@ def code(of: str) -> str:
 @cache
 def versions() -> str:
     """Names the versions with which problems are drawn and asked."""
-    own = " ".join(f"{name} {version(name)}" for name in ("torch", "numpy", "hypothesis"))
+    own = " ".join(f"{name} {version(name)}" for name in ("lossgate", "torch", "numpy", "hypothesis"))
     return f"{own} python {sys.version_info.major}.{sys.version_info.minor}"
 
 

@@ -84,7 +84,7 @@ class Trials:
 
     def _shrink(self, placed: Placed) -> None:
         """Has Hypothesis draw the problem again, and make it smaller on its own layout."""
-        placement, simplest, reached = placed.placement, True, False
+        placement, simplest, reached, again = placed.placement, True, False, False
         plainest = placement.plainest(self._splits)
         try:
             if plainest.fits(placed.entry.bound.problem):
@@ -95,8 +95,9 @@ class Trials:
             return
 
         def check(problem: Problem) -> None:
-            nonlocal simplest, reached
+            nonlocal simplest, reached, again
             first, simplest = simplest, False  # if it passes now, Hypothesis does not try it again
+            again = again or problem == placed.entry.drawn
             if first or reached or problem == placed.entry.drawn:
                 even = placement.vocab_split == "even" and placement.fills(problem)
                 hypothesis.assume(even or placement.fits(problem))
@@ -109,8 +110,9 @@ class Trials:
         except (_DisagreementError, _StopSearch):
             return
         except Flaky:
-            pass
-        self._add_flaky()  # what failed once did not fail again
+            again = True
+        if again:  # another version of Hypothesis than that of a deck that was kept may draw others
+            self._add_flaky()  # what failed once did not fail again
 
     def _check(self, problem: Problem, entry: Entry | None = None) -> None:
         """Runs a problem; raises if the candidate disagrees, or if nothing more is to be tried."""

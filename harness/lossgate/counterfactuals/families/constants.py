@@ -129,10 +129,10 @@ def _above_the_sum(setting: Setting) -> float:
     gradient, if that is one number in all trained tokens; else 1.
     """
     found = setting.bound.dense.loss_stage(setting.bound_spec).upstream.get("logprobs")
-    mask = setting.batch.fields["mask"]
     if found is None:
         return 1.0
-    own = (found[mask] if len(found) == len(mask) else found).abs()  # else of sequences
+    of_sequences = HEADS[setting.bound.problem.head].gives == "sequence"
+    own = found[found != 0 if of_sequences else setting.batch.fields["mask"]].abs()
     if not len(own) or not own[0] or not torch.allclose(own, own[:1].expand_as(own), rtol=1e-9, atol=0.0):
         return 1.0
     return float(own[0])
