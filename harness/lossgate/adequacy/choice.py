@@ -120,11 +120,15 @@ def _choose(
     for one in placed:
         mistakes.find(_setting(candidate, PlacedProblem(one.entry.bound, one.problem)))
 
-    def look(placed: Sequence[Placed], wanted: Counter[str], *, always: bool = False) -> None:
-        """Asks problems which the wanted mistakes change, until each was asked often enough."""
+    def look(placed: Sequence[Placed], wanted: Counter[str], *, always: bool = False) -> Counter[str]:
+        """Asks problems which the wanted mistakes change, until each was asked often enough.
+
+        Returns:
+            The mistakes that were not, and how often more they should be.
+        """
         for one in placed:
             if not wanted:
-                return
+                break
             if id(one.entry.drawn) in asked:
                 continue
             problem = PlacedProblem(one.entry.bound, one.problem)
@@ -132,15 +136,15 @@ def _choose(
                 ask(one, problem)
                 wanted.subtract(changed)
                 wanted = +Counter({name: count for name, count in wanted.items() if name in mistakes.left})
+        return wanted
 
     look(placed, Counter(dict.fromkeys(mistakes.rarely_made(), WANTED)))
-    more = 0
-    while names_left := mistakes.survivors:  # a problem in which they matter is rare
-        look(placed, Counter(dict.fromkeys(names_left, 2 * WANTED)), always=True)
-        if not mistakes.survivors or more == _MORE:
-            break
+    # What survives that matters on few problems, perhaps.
+    more, wanted = 0, look(placed, Counter(dict.fromkeys(mistakes.survivors, WANTED)), always=True)
+    while wanted and more < _MORE:
         entries, more = deck.more(more), more + 1
         placed = [one for one in deck.on(layout, splits_of(candidate), entries) if not is_large(one.problem)]
+        wanted = look(placed, wanted, always=True)
     found = mistakes.result
     return Choice(chosen, list(found.surviving), list(found.too_small), more)
 
