@@ -82,6 +82,7 @@ def pieces_swapped(right: FromRows) -> FromRows:
     return wrong
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("bug", [not_shifted, masks_not_shifted, rolled, shifted_after_the_split, pieces_swapped])
 @pytest.mark.parametrize(
     "name", ["fused_vocab_parallel_clipped_pg", "fused_vocab_parallel_grpo", "fused_linear_dpo_of_rows"]

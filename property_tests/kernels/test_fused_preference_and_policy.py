@@ -32,7 +32,7 @@ OURS = {
 test_dpo_agrees = pytest.mark.slow(but=1)(
     lossgate.suite(OURS["fused_linear_dpo"], layouts=["dp=2,cp=2,tp=2"], examples=12)
 )
-test_clipped_pg_agrees = pytest.mark.slow(but=1)(
+test_clipped_pg_agrees = pytest.mark.slow(
     lossgate.suite(OURS["fused_linear_clipped_pg"], layouts=["dp=2,cp=2,tp=2"], examples=12)
 )
 test_grpo_agrees = pytest.mark.slow(lossgate.suite(OURS["fused_linear_grpo"], layouts=["dp=2,cp=2,tp=2"], examples=12))

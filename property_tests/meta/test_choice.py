@@ -223,6 +223,7 @@ def test_tests_may_leave_the_asking_out(monkeypatch: pytest.MonkeyPatch) -> None
     assert verified(RIGHT).mistakes.shown == 0
 
 
+@pytest.mark.slow
 def test_what_stops_the_gradient_must_be_shown_in_each_of_its_uses() -> None:
     """One problem in eight has the options with which the rollout weight hangs on the policy. A
     weight that was not detached was met by luck.

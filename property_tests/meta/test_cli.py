@@ -247,6 +247,7 @@ def test_all_processes_of_a_run_load_torch_once(folder: Path) -> None:
     assert imported.count("lossgate.engine.run_cell") == 1
 
 
+@pytest.mark.slow
 def test_a_run_imports_a_file_in_the_process_in_which_cells_run_and_in_its_own(folder: Path) -> None:
     """The former is a copy of the latter, but has no other process try the file first."""
     with (folder / "kernels.py").open("a") as file:

@@ -110,7 +110,7 @@ def test_right_kernels_pass_the_check() -> None:
     lossgate.compare(FUSED, ONLINE, examples=4, **HERE).check()
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec", [pytest.param(spec, marks=pytest.mark.xdist_group(spec)) for spec in ("dpo", "grpo", "token_logprobs")]
 )

@@ -87,6 +87,7 @@ def test_what_changes_one_problem_is_asked_about_until_another_shows_it(monkeypa
     made, kept = list[Counter[str]](), list[KnownMistakes]()
     ask = KnownMistakes.ask
     monkeypatch.setattr(KnownMistakes, "rarely_made", lambda self: [])
+    monkeypatch.setattr(KnownMistakes, "survivors", [])
     monkeypatch.setattr(KnownMistakes, "ask", lambda self, *given: (kept.append(self), ask(self, *given)))
     for often in (1, 1_000):
         monkeypatch.setattr(known_mistakes, "_OFTEN", often)

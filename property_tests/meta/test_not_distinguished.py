@@ -46,6 +46,7 @@ def test_a_kernel_that_ignores_an_epsilon_agrees_and_the_verdict_says_so(values:
     ]
 
 
+@pytest.mark.slow
 def test_choices_that_problems_distinguished_are_not_named() -> None:
     """They are nearer than need be distinguished, and float32 tells them apart nevertheless."""
     right = supporting(epsilon=(0.0, 5e-4))
@@ -74,6 +75,7 @@ def test_choices_that_give_the_same_are_named() -> None:
     assert result.not_distinguished == ("reference_policy_kl_type k1, k2 and k3",)
 
 
+@pytest.mark.slow
 def test_choices_that_are_never_valid_together_with_the_others_are_left_out() -> None:
     """No kernel can compute a dual clip with CISPO, so no kernel takes one for the other."""
     result = verified(supporting("clipped_pg", ratio_clip_c=3.0, use_cispo=False))

@@ -37,6 +37,7 @@ def test_a_candidate_can_be_written_for_every_spec_and_head(spec: str, head: str
     assert f"my_{spec}" in done.stdout
 
 
+@pytest.mark.slow
 def test_it_names_every_option_and_its_default(folder: Path, lossgate: Lossgate) -> None:
     """A kernel whose author knew nothing of one that is on by default would be wrong."""
     lossgate("init", "grpo", "--head", "logprobs")

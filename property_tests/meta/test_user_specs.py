@@ -97,6 +97,7 @@ def replay_of(output: str) -> list[str]:
 # Command line
 
 
+@pytest.mark.slow
 def test_a_wrong_kernel_is_caught_shrunk_and_replayed(tmp_path: Path, run: Run) -> None:
     write(tmp_path / "focal.py", FOCAL)
     done = run("verify", "focal.py", "--layout", "single", *SMALL, "--evidence", "out.jsonl", code=1)

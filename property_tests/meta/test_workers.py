@@ -113,6 +113,7 @@ def test_the_server_looks_for_modules_where_the_parent_does(monkeypatch: pytest.
 _OF_THREADS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a server")
 @pytest.mark.parametrize("chosen", [None, "ACTIVE"])
 @BOTH_SERVERS

@@ -167,6 +167,7 @@ def test_the_unfused_path_agrees() -> None:
     assert_agrees(torch.autograd.grad(weighted(losses), [hidden, weight]), gradients, PUBLISHED)
 
 
+@pytest.mark.slow
 def test_each_loss_has_the_gradient_of_its_reference() -> None:
     """Gradients with respect to log-probabilities show each loss alone."""
     logprobs = batch()["policy"][:, 1:].clone().requires_grad_()
@@ -175,6 +176,7 @@ def test_each_loss_has_the_gradient_of_its_reference() -> None:
         assert_agrees(gradient.flatten(), reference()[2][name], PUBLISHED)
 
 
+@pytest.mark.slow
 def test_the_fused_path_agrees_on_two_data_parallel_ranks(make_world: MakeWorld) -> None:
     """As published: each rank has 4 sequences, in one chunk of 256 tokens. Losses add up."""
 

@@ -107,7 +107,7 @@ NOTHING = {
         "metrics: means of chunks added up": ("distill",),
     },
     "the other model's logits have no padding rows": {"padding rows in the softmax": ("divergence",)},
-    "the gradient of each token has another size": {"all above the sum ignored": ("grpo",)},
+    "the gradient of each token has another size": {"all above the sum ignored": ("clipped_pg", "grpo")},
     "fields of this loss are not shifted": {
         "mask not shifted": ("value",),
         "old_values not shifted": ("value",),
