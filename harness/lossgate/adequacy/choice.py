@@ -32,6 +32,8 @@ from lossgate.specs.outputs import Output
 
 _FIRST = 16
 """Problems that are asked before those that are known to be changed by a mistake that is left."""
+_FEW = 8
+"""If more mistakes survive, the precision hides them, and other problems would not help."""
 _MORE = 4
 """The most times that as many problems again are drawn for mistakes that none shows."""
 
@@ -139,8 +141,9 @@ def _choose(
         return wanted
 
     look(placed, Counter(dict.fromkeys(mistakes.rarely_made(), WANTED)))
-    # What survives that matters on few problems, perhaps.
-    more, wanted = 0, look(placed, Counter(dict.fromkeys(mistakes.survivors, WANTED)), always=True)
+    # What survives may matter on few problems.
+    rare = mistakes.survivors if len(mistakes.survivors) <= _FEW else []
+    more, wanted = 0, look(placed, Counter(dict.fromkeys(rare, WANTED)), always=True)
     while wanted and more < _MORE:
         entries, more = deck.more(more), more + 1
         placed = [one for one in deck.on(layout, splits_of(candidate), entries) if not is_large(one.problem)]
