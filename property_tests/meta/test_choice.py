@@ -146,19 +146,19 @@ def test_for_mistakes_that_no_problem_of_the_deck_shows_others_are_drawn(monkeyp
         return more(self, number)
 
     def late(self: Oracle, output: Output, results: Tensor, dtype: torch.dtype) -> Tensor:
-        return rejects(self, output, results, dtype) & (1 in drawn)
+        return rejects(self, output, results, dtype) & (len(drawn) > 0)
 
-    monkeypatch.setattr(Deck, "entries", property(lambda self: self._first[0][:4]))
+    monkeypatch.setattr(Deck, "entries", property(lambda self: self._first[0][:1]))
     monkeypatch.setattr(Deck, "more", counted)
     monkeypatch.setattr(Oracle, "rejects", late)
     deck, names = Deck(RIGHT, "float32", 0), ["loss times 2", "all above the sum ignored"]
     chosen = choice.choice_on(RIGHT, deck, "float32", Layout(), names)
-    assert (chosen.more, sorted(chosen.shown), chosen.surviving) == (2, sorted(names), [])
+    assert (chosen.more, sorted(chosen.shown), chosen.surviving) == (1, sorted(names), [])
     assert chosen.entries(deck).keys() == chosen.problems.keys()
     assert not {entry.drawn.to_json() for entry in deck.entries}.intersection(chosen.problems)
     drawn.clear()
     decks._DECKS.clear()
-    monkeypatch.setattr(choice, "_MORE", 1)
+    monkeypatch.setattr(choice, "_MORE", 0)
     assert len(choice.choice_on(RIGHT, deck, "float32", Layout(), [*names, "loss times -1"]).surviving) == 3
 
 

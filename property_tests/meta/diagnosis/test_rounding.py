@@ -74,10 +74,10 @@ def sentences(result: CellResult) -> tuple[str, ...]:
         (product, {}, "the logits, or the sum over the vocabulary", PRODUCT),
         (product_in_a_loop, {}, "the logits, or the sum over the vocabulary", PRODUCT),
         # What is right already says that it is neither the logits nor the log-probabilities.
-        (cast_in_the_loop, {}, "the running sum of the gradient of weight", {"accumulate": BF16, "chunk": 64}),
+        (cast_in_the_loop, {}, "the running sum of the gradient of weight", {"accumulate": BF16, "chunk": 128}),
         (softmax, {}, "the sum over the vocabulary", SOFTMAX),
         # Problems of ordinary size agree, and that with 2085 tokens does not.
-        (product_in_a_loop, PRODUCT, "the running sum of the gradient of weight", {"accumulate": BF16, "chunk": 64}),
+        (product_in_a_loop, PRODUCT, "the running sum of the gradient of weight", {"accumulate": BF16, "chunk": 128}),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
@@ -94,7 +94,7 @@ def test_what_is_rounded_is_named_with_what_to_declare(
 
 @pytest.mark.slow
 def test_a_step_that_is_declared_too_long_is_said() -> None:
-    cause, *_, todo = sentences(judged(cast_in_the_loop, {"accumulate": BF16, "chunk": 64}))
+    cause, *_, todo = sentences(judged(cast_in_the_loop, {"accumulate": BF16, "chunk": 128}))
     assert "the running sum of the gradient of weight after fewer tokens" in cause
     assert "Precision(accumulate='bfloat16', chunk=N), where N is the tokens in a step of its loop, " in todo
 
