@@ -158,8 +158,15 @@ def test_for_mistakes_that_no_problem_of_the_deck_shows_others_are_drawn(monkeyp
     assert not {entry.drawn.to_json() for entry in deck.entries}.intersection(chosen.problems)
     drawn.clear()
     decks._DECKS.clear()
+    several = [*names, "loss times -1"]
     monkeypatch.setattr(choice, "_MORE", 0)
-    assert len(choice.choice_on(RIGHT, deck, "float32", Layout(), [*names, "loss times -1"]).surviving) == 3
+    assert len(choice.choice_on(RIGHT, deck, "float32", Layout(), several).surviving) == 3
+    deck._known.clear()
+    monkeypatch.setattr(choice, "_MORE", 4)
+    monkeypatch.setattr(choice, "_FEW", 2)  # more than these are hidden by the precision
+    monkeypatch.setenv(store.FOLDER, "")
+    assert len(choice.choice_on(RIGHT, deck, "float32", Layout(), several).surviving) == 3
+    assert drawn == []
 
 
 def test_all_axes_have_one_choice_unless_a_mistake_of_another_axis_survives(monkeypatch: pytest.MonkeyPatch) -> None:

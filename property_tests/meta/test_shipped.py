@@ -57,7 +57,7 @@ def _alike(made: Any, shipped: Any) -> bool:
     return made == shipped
 
 
-@pytest.mark.parametrize("other", [{"a": 2}, {"a": 1, "b": 1}, [1], 1, {"a": 1.1}])
+@pytest.mark.parametrize("other", [{"a": [2, 0.5]}, {"a": [1, 0.5], "b": 1}, {"a": [1]}, [1], {"a": [1, 0.51]}])
 def test_what_differs_is_not_alike(other: Any) -> None:
-    assert _alike({"a": 1}, {"a": 1})
-    assert not _alike({"a": 1}, other)
+    assert _alike({"a": [1, 0.5]}, {"a": [1, 0.5 + 1e-12]})
+    assert not _alike({"a": [1, 0.5]}, other)

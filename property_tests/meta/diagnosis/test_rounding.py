@@ -74,10 +74,10 @@ def sentences(result: CellResult) -> tuple[str, ...]:
         (product, {}, "the logits, or the sum over the vocabulary", PRODUCT),
         (product_in_a_loop, {}, "the logits, or the sum over the vocabulary", PRODUCT),
         # What is right already says that it is neither the logits nor the log-probabilities.
-        (cast_in_the_loop, {}, "the running sum of the gradient of weight", {"accumulate": BF16, "chunk": 128}),
+        (cast_in_the_loop, {}, "the running sum of the gradient of weight", {"accumulate": BF16, "chunk": 64}),
         (softmax, {}, "the sum over the vocabulary", SOFTMAX),
         # Problems of ordinary size agree, and that with 2085 tokens does not.
-        (product_in_a_loop, PRODUCT, "the running sum of the gradient of weight", {"accumulate": BF16, "chunk": 128}),
+        (product_in_a_loop, PRODUCT, "the running sum of the gradient of weight", {"accumulate": BF16, "chunk": 64}),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
