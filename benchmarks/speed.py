@@ -33,7 +33,7 @@ from rich.table import Table
 
 from lossgate import Candidate
 from lossgate.adequacy import deck
-from lossgate.cases import bound_problem, case, placed_problem, task
+from lossgate.cases import bound_problem, case, kernel_noise, placed_problem, rank_call
 from lossgate.declaration.loading import load_candidates
 from lossgate.engine import case_result, search
 from lossgate.engine.plan import plan
@@ -148,10 +148,10 @@ class Stopwatch:
         found = vars(owner)[name]
 
         @wraps(found)
-        def timed(*args: Any) -> Any:
+        def timed(*args: Any, **given: Any) -> Any:
             start = thread_time()
             try:
-                return found(*args)
+                return found(*args, **given)
             finally:
                 with self._lock:
                     self.seconds[part] += thread_time() - start
@@ -184,7 +184,7 @@ PARTS: Sequence[tuple[Any, str, str]] = (
     (bound_problem.BoundProblem, "batch", "reference"),
     (placed_problem.PlacedProblem, "batch", "reference"),
     (bound_problem.BoundProblem, "reference", "reference"),
-    (bound_problem.BoundProblem, "noise_on", "noise"),
+    (kernel_noise.KernelNoise, "deviations", "noise"),
     (case.Case, "_outcome", "ranks"),
     (case.Case, "result", "ranks"),
     (case.Case, "comparisons", "compare"),
@@ -205,7 +205,7 @@ def measure_cells(settings: Settings) -> None:
     for owner, name, part in PARTS:
         watch.time(owner, name, part)
     watch.time_on_ranks(Candidate, "__call__", "candidate")
-    watch.time_on_ranks(task, "_backward", "candidate")
+    watch.time_on_ranks(rank_call.RankCall, "backward", "candidate")
     parts = [*dict.fromkeys(part for _, _, part in PARTS)]
     table = Table("warm cell", "CPU s", *parts, "candidate", "problems", title="of it, also for properties")
     ours = {candidate.name: candidate for candidate in load_candidates(str(ROOT / OURS))}

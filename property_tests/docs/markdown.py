@@ -383,7 +383,7 @@ def _help_command(words: list[str]) -> str:
 
 @cache
 def _help(command: str, root: Path) -> subprocess.CompletedProcess[str]:
-    return _run(command, root, warm=False)  # some of pytest's plugins here must be loaded first of all
+    return _run(command, root, warm="pytest" not in command)  # some of its plugins must be loaded first of all
 
 
 def _run(command: str, folder: Path, *, warm: bool = True) -> subprocess.CompletedProcess[str]:

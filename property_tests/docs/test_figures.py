@@ -39,6 +39,7 @@ def test_known_failures_states_what_is_measured(measured: list[Figure]) -> None:
     assert [figure for figure in measured if figure.says not in texts[figure.failure]] == []
 
 
+@pytest.mark.slow
 def test_known_failures_states_no_other_percentages(measured: list[Figure]) -> None:
     for heading, text in sections(KNOWN_FAILURES).items():
         for figure in measured:
@@ -64,7 +65,7 @@ def table(page: Path, corner: str) -> dict[str, dict[str, str]]:
     return {name: dict(zip(headings[1:], cells, strict=True)) for name, *cells in rows}
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("claim", ["packing", "cp"])
 def test_what_the_originals_claim(claim: str) -> None:
     """All figures but times are the same in every run; these claims are quick to measure."""

@@ -141,7 +141,7 @@ def test_kernels_that_declare_nothing_disagree(losses: Any) -> None:
     assert verdict(losses, lossgate.Precision()) is Verdict.DISAGREE
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 def test_a_loop_must_declare_its_sums() -> None:
     without = lossgate.Precision(logits="bfloat16", dlogits="bfloat16")
     assert verdict(product_in_a_loop, without) is Verdict.DISAGREE

@@ -36,7 +36,7 @@ def verdict_on(name: str, layout: str, rounds: int = 4) -> Verdict:
     return result.verdict
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("layout", ["single", "cp=2", "dp=2,cp=2,tp=2"])
 @pytest.mark.parametrize("name", CANDIDATES)
 def test_framework_calls_agree(name: str, layout: str) -> None:

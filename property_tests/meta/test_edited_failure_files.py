@@ -101,7 +101,7 @@ def _at(values: Any, place: tuple[Any, ...]) -> dict[str, Any]:
     return values
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 def test_every_edit_is_a_line_or_no_disagreement(given: dict[str, Any], folder: Path, lossgate: Lossgate) -> None:
     codes = set[int]()
     for what, changed in edited(given):

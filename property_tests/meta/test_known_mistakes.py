@@ -2,6 +2,7 @@
 """The problems of a cell must show the mistakes that are known, or it does not agree."""
 
 from collections import Counter
+from collections.abc import Collection
 
 import pytest
 import torch
@@ -24,6 +25,12 @@ from lossgate.reports.verdict_table import summary
 from lossgate.specs.outputs import Output
 
 RIGHT = make(STYLES["float32"][0])
+MISTAKES = [
+    f"temperature {what}{where}"
+    for what in ("applied twice", "ignored", "multiplied in place of divided")
+    for where in ("", " in backward", " in forward")
+]
+"""Some that any deck shows; so many that a deck is not searched for those that survive."""
 
 
 def verified(candidate: Candidate, seed: int = 0, rounds: int = 4) -> CellResult:
@@ -41,13 +48,31 @@ def test_a_right_kernel_is_tried_on_problems_that_show_them() -> None:
     assert summary([shown], 3.0, asked=shown.mistakes_seconds).endswith(price)
 
 
-def test_a_blind_judge_does_not_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Were a kernel with a mistake not rejected, AGREE would say little."""
+@pytest.fixture
+def blind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A judge that rejects nothing."""
 
     def accepts(self: Oracle, output: Output, results: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.zeros(len(results), dtype=torch.bool)
 
     monkeypatch.setattr(Oracle, "rejects", accepts)
+
+
+@pytest.mark.usefixtures("blind")
+def test_no_problem_shows_a_mistake_to_a_blind_judge() -> None:
+    found = chosen(seed=34, names=MISTAKES)
+    assert (found.shown, len(found.surviving)) == ([], len(MISTAKES))
+
+
+def test_problems_show_mistakes_to_one_that_is_not() -> None:
+    found = chosen(seed=34, names=MISTAKES)
+    assert (sorted(found.shown), found.surviving) == (sorted(MISTAKES), [])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("blind")
+def test_a_blind_judge_does_not_agree() -> None:
+    """Were a kernel with a mistake not rejected, AGREE would say little."""
     result = verified(RIGHT, seed=32, rounds=1)  # no other test has its deck
     assert result.verdict is Verdict.INCONCLUSIVE
     assert len(result.mistakes.surviving) > 50
@@ -63,10 +88,10 @@ def test_a_blind_judge_does_not_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def chosen(layout: str = "single", seed: int = 0) -> Choice:
-    """Returns the choice of a deck that was drawn just now."""
-    deck = Deck(RIGHT, "float32", seed)
-    return choice_on(RIGHT, deck, "float32", Layout.parse(layout), counterfactuals_of(RIGHT.spec, RIGHT.head))
+def chosen(layout: str = "single", seed: int = 0, names: Collection[str] = ()) -> Choice:
+    """Returns the choice of a deck that was drawn just now, for some mistakes or for all."""
+    deck, names = Deck(RIGHT, "float32", seed), names or counterfactuals_of(RIGHT.spec, RIGHT.head)
+    return choice_on(RIGHT, deck, "float32", Layout.parse(layout), names)
 
 
 def least(placed: list[Placed], *_: object) -> list[Placed]:
@@ -91,7 +116,7 @@ def test_what_changes_one_problem_is_asked_about_until_another_shows_it(monkeypa
     monkeypatch.setattr(KnownMistakes, "ask", lambda self, *given: (kept.append(self), ask(self, *given)))
     for often in (1, 1_000):
         monkeypatch.setattr(known_mistakes, "_OFTEN", often)
-        chosen(seed=33)
+        chosen(seed=33, names=list(counterfactuals_of(RIGHT.spec, RIGHT.head))[:150])  # quicker than all
         made.append(Counter({name: kept[-1].made[name] for name in kept[-1].unseen}))
     seldom, always = made
     assert seldom

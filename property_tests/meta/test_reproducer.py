@@ -51,7 +51,7 @@ def run_script(script: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["single", "cp=2"])
 def test_a_script_shows_what_is_wrong_until_it_is_mended(tmp_path: Path, layout: str) -> None:
     result = verified(tmp_path, "2", layout)

@@ -14,6 +14,7 @@ from lossgate.engine.settings import PROFILES, Settings
 SETTINGS = [replace(PROFILES["dev"], seed=seed, shrink_calls=0) for seed in range(3)]
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: str(settings.seed))
 @pytest.mark.parametrize("layout", ["single", "dp=2", "cp=2", "dp=2,cp=2"])
 def test_the_right_one_agrees(layout: str, settings: Settings) -> None:

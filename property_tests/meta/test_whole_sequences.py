@@ -197,7 +197,7 @@ def group(spec: str, *values: Any) -> Any:
     return pytest.param(spec, *values, id="-".join((spec, *values)), marks=pytest.mark.xdist_group(spec))
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [group(spec) for spec in SPECS])
 @EITHER
 def test_a_right_candidate_agrees(spec: str, tokens: Tokens) -> None:

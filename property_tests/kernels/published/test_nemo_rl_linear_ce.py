@@ -198,6 +198,7 @@ def test_the_fused_path_agrees_on_two_data_parallel_ranks(make_world: MakeWorld)
     assert_agrees(ranks[0][2] + ranks[1][2], of_weight, PUBLISHED)
 
 
+@pytest.mark.slow
 def test_the_fused_path_agrees_on_two_tensor_parallel_ranks(make_world: MakeWorld) -> None:
     """The vocabulary and the positions are split, and 5 chunks of 100 tokens leave 12 over."""
 

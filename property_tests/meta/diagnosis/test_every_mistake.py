@@ -160,7 +160,7 @@ def reason(name: str, spec: str) -> str | None:
     return None
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS.values(), ids=lambda spec: spec.name)
 def test_every_mistake_changes_something(spec: Spec) -> None:
     torch.set_num_threads(1)

@@ -40,7 +40,7 @@ def test_without_a_mistake_it_is_the_reference(name: str, head: str) -> None:
                 assert torch.allclose(found[output], right, rtol=1e-7, atol=1e-10, equal_nan=True), (output, seams)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "head"), [("nll", "hidden"), ("grpo", "logprobs"), ("dpo", "logits")])
 def test_forward_alone_gives_the_values_of_each_mistake(name: str, head: str) -> None:
     asked = 0

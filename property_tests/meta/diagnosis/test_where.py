@@ -89,7 +89,7 @@ def test_an_error_everywhere_says_by_what_factor() -> None:
     assert any(one.startswith("the gradient of hidden is wrong at") for one in found.where)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "which", "what"),
     [
