@@ -90,6 +90,7 @@ def test_gloo_drops_nan_under_max_and_the_simulated_world_does_not() -> None:
     assert all(0 < int(tensor.isnan().sum()) < len(tensor) for tensor in gloo)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "fault", ["another shape of the same size", "int32 in place of float32", "broadcast in place of all_reduce"]
 )

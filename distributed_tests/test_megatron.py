@@ -189,6 +189,7 @@ def scale_logits(model: Any) -> None:
     model._postprocess = lambda **given: 0.5 * own(**given)
 
 
+@pytest.mark.slow
 @pytest.mark.world(tp=2, timeout=120.0)
 @pytest.mark.parametrize(
     ("split", "check", "unscaled", "scaled"),

@@ -53,6 +53,7 @@ def test_right_kernels_agree(spec: str, head: str, style: Style, layout: str, dt
     assert result.verdict is Verdict.AGREE, result.reasons
 
 
+@pytest.mark.slow(but=8)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("spec", "what", "head"),

@@ -237,6 +237,7 @@ def test_neither_command_line_nor_plugin_loads_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each process starts afresh")
 def test_all_processes_of_a_run_load_torch_once(folder: Path) -> None:
     """Python tells what each of them imports."""

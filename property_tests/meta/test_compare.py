@@ -56,7 +56,7 @@ CONCLUSIONS = {
 }
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("which", CONCLUSIONS)
 def test_conclusions(which: str) -> None:
     one, other, conclusion = CONCLUSIONS[which]
@@ -81,6 +81,7 @@ def test_a_bug_is_reported_with_a_small_problem_and_both_comparisons() -> None:
     assert str(found) == repr(found) == str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_kernel_may_be_wrong_by_less_than_shows_between_the_two() -> None:
     """One rounds as coarsely as the other, and declares that it does not."""
     coarse = make(STYLES["bfloat16"][3])
@@ -200,6 +201,7 @@ def test_ranks_that_fail_are_named_and_nothing_is_compared() -> None:
     assert "  failing: rank 1 raised RuntimeError: out of shared memory" in str(found)
 
 
+@pytest.mark.slow
 def test_an_output_that_only_one_returns_is_reported() -> None:
     found = lossgate.compare(declared(plain, "plain"), declared(with_logprobs, "more"), layouts=["single"])
     assert found.agree

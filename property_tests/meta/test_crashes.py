@@ -127,6 +127,7 @@ def test_a_crash_is_the_verdict_of_its_cell_and_the_next_goes_on(file: Path, nam
     assert len(right.cases) >= 2
 
 
+@pytest.mark.slow
 def test_crashes_are_told_side_by_side_too(file: Path) -> None:
     given = Settings(**{**vars(SETTINGS), "jobs": 2})
     first, right, last = results(file, "segv", "right", "exit 0", settings=given)
@@ -240,6 +241,7 @@ def test_a_process_that_dies_beside_the_kernel_says_nothing_of_it(tmp_path: Path
         assert result.reasons[0].startswith(LOST) is (end == KILLED)
 
 
+@pytest.mark.slow
 def test_a_second_look_that_is_lost_is_reported(tmp_path: Path) -> None:
     (tmp_path / "dies.py").write_text(KERNELS + DIES.format(factor=2, place=BEFORE, end=KILLED))
     (result,) = results(tmp_path / "dies.py", "k")
@@ -247,6 +249,7 @@ def test_a_second_look_that_is_lost_is_reported(tmp_path: Path) -> None:
     assert result.reasons[-1].startswith(f"a fresh process could not run this problem again: {LOST}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [BEFORE, BESIDE])
 def test_a_replay_whose_process_is_lost_is_no_verdict(folder: Path, lossgate: Lossgate, place: str) -> None:
     file = folder / "dies.py"
@@ -285,6 +288,7 @@ def test_how_often_a_candidate_is_wrong_is_reported(file: Path, name: str, repor
     assert result.failure.findings == result.reasons
 
 
+@pytest.mark.slow
 def test_a_crash_has_evidence_and_a_line_that_replays_it(file: Path, lossgate: Lossgate) -> None:
     targets = [f"{file}:{name}" for name in ("segv", "right")]
     done = lossgate("verify", *targets, "--layout", "single", "--examples", "2", "--evidence", "e")

@@ -219,6 +219,7 @@ def test_a_kernel_that_does_not_say_it_disagrees(without: str) -> None:
     assert {"empty": "min()", "advantages_per": "Excluded('token', because='...')"}[without] in " ".join(found.reasons)
 
 
+@pytest.mark.slow
 def test_a_mistake_beside_what_is_excluded_is_found() -> None:
     """Advantages of sequences are not those of their neighbours."""
 
@@ -290,6 +291,7 @@ def test_sequences_in_the_opposite_order_leave_no_rank_empty() -> None:
     assert fits == [True, True, False, True]
 
 
+@pytest.mark.slow
 def test_what_is_excluded_stands_in_the_verdict_and_in_evidence(folder: Path, lossgate: Lossgate) -> None:
     (folder / "kernels.py").write_text(FILE)
     given = "verify", "kernels.py", "--layout", "dp=2", "--evidence", "out.jsonl"

@@ -137,7 +137,7 @@ def test_untouched_files_are_judged_as_expected(folder: Path, name: str) -> None
     assert opens(folder, text_of(name), policy_for(name)) == EVIDENCE[name][1]
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", EVIDENCE)
 def test_mutated_evidence_opens_no_gate(folder: Path, name: str) -> None:
     """7,200 files."""
@@ -146,6 +146,7 @@ def test_mutated_evidence_opens_no_gate(folder: Path, name: str) -> None:
     assert opened == 0 or may_open
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("name", EVIDENCE)
 def test_forged_evidence_is_no_crash(folder: Path, name: str) -> None:
     """2,000 files whose digests are right, and whose fields are not."""
@@ -154,6 +155,7 @@ def test_forged_evidence_is_no_crash(folder: Path, name: str) -> None:
         opens(folder, on_lines(reseal)(text, random), policy_for(name))
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("name", EVIDENCE)
 def test_mutated_policies_open_no_gate(folder: Path, name: str) -> None:
     """2,000 policies."""

@@ -24,6 +24,7 @@ def verified(candidate: Candidate, layout: str = "single", dtype: str = "float32
     return run_cell(Cell(candidate, Layout.parse(layout), dtype), Settings(**settings))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("layout", ["single", "dp=2", "tp=2"])
 def test_every_cell_tries_a_large_problem_of_each_shape(layout: str) -> None:
     found = verified(make(FUSED), layout)

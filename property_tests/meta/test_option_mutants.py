@@ -80,6 +80,7 @@ def test_a_choice_that_no_valid_options_have_must_be_shown() -> None:
     assert "ratio_clip_c=3.0 computed as None, seen in its value" not in found.equivalent
 
 
+@pytest.mark.slow
 def test_an_equivalent_mutant_need_not_be_killed() -> None:
     """Without a KL penalty its kind makes no difference."""
     supports = {"reference_policy_kl_penalty": 0.0, "reference_policy_kl_type": ANY}

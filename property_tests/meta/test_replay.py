@@ -185,6 +185,7 @@ def test_all_failure_files_of_a_folder(failed: Path, lossgate: Lossgate) -> None
     assert re.fullmatch(r"lossgate: \.lossgate/broken\.json is no failure file of this version.*\n", done.stderr)
 
 
+@pytest.mark.slow
 def test_several_failure_files(failed: Path, lossgate: Lossgate) -> None:
     """As a shell names them: ``lossgate replay .lossgate/*.json``."""
     file = failure_in(failed).relative_to(failed)
@@ -271,11 +272,13 @@ def test_an_installed_module_is_run_only_if_trusted(failed: Path, lossgate: Loss
     assert re.search(r"whose code is in \S+antigravity\.py, outside the working folder", done.stderr)
 
 
+@pytest.mark.slow
 def test_kernels_that_come_along_are_trusted(failed: Path, lossgate: Lossgate) -> None:
     right = naming(failure_in(failed), "lossgate.bank.right:nll_logits_log_softmax_float32")
     assert lossgate("replay", right).returncode == 0
 
 
+@pytest.mark.slow
 def test_what_is_not_trusted_does_not_stop_the_others(failed: Path, lossgate: Lossgate) -> None:
     text = failure_in(failed).read_text()
     naming(failure_in(failed), "/elsewhere/kernels.py:wrong")
@@ -318,6 +321,7 @@ def test_the_failure_files_of_a_cell_that_agrees_are_removed(failed: Path) -> No
     assert {*(failed / ".lossgate").iterdir()} == {*others}
 
 
+@pytest.mark.slow
 def test_a_cell_that_still_fails_keeps_one_file(failed: Path) -> None:
     first = failure_in(failed)
     change(failed, "1.02")

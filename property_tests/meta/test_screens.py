@@ -257,6 +257,7 @@ def test_commands(name: str, width: int | None, lossgate: Lossgate, monkeypatch:
 FEW = ("verify", "kernels.py:wrong", "--layout", "single", "--dtype", "float32", "--examples", "4")
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("colours", [False, True])
 def test_a_log_of_ci_has_no_control_characters(
     colours: bool, folder: Path, lossgate: Lossgate, monkeypatch: pytest.MonkeyPatch

@@ -42,6 +42,7 @@ def verified(candidate: Candidate, *sizes: str, layout: str = "single", **settin
     return run_cell(Cell(candidate, Layout.parse(layout), "float32"), Settings(sizes=sizes, **settings))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("layout", ["single", "dp=2,tp=2"])
 def test_a_problem_of_each_size_is_tried_with_its_margins_shown(layout: str) -> None:
     found = verified(RIGHT, SIZE, WIDE, layout=layout)

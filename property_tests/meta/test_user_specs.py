@@ -436,6 +436,7 @@ def test_a_reference_that_exits_is_no_verdict(tmp_path: Path, run: Run) -> None:
         assert "its reference raised SystemExit: 0 (exits.py, line " in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_spec_that_a_function_makes(tmp_path: Path, run: Run) -> None:
     spec = "\n".join(f"    {line}" if line else "" for line in SPEC.strip().splitlines())
     made = f"def make():\n{spec}\n    return focal\n\n\nfocal = make()\n"

@@ -165,6 +165,7 @@ SMALLEST: dict[str, tuple[Any, Callable[[Any], bool], Callable[[Any], bool]]] = 
 }
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize("what", SMALLEST)
 def test_shrinks(what: str) -> None:
     strategy, condition, small = SMALLEST[what]

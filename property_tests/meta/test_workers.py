@@ -113,7 +113,7 @@ def test_the_server_looks_for_modules_where_the_parent_does(monkeypatch: pytest.
 _OF_THREADS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a server")
 @pytest.mark.parametrize("chosen", [None, "ACTIVE"])
 @BOTH_SERVERS
@@ -140,6 +140,7 @@ def test_the_server_starts_with_interrupts_blocked() -> None:
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
+@pytest.mark.slow(but=1)
 @BOTH_SERVERS
 def test_workers_end_when_their_parent_is_killed(one_worker: str) -> None:
     """They have its output, which ends when the last of them does."""
@@ -184,6 +185,7 @@ def test_where_torch_is_loaded_the_server_starts_afresh() -> None:
     assert _printed(f"import torch\n{start}{MARKS}") == "['', False]\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a server")
 def test_a_server_that_a_worker_starts_is_no_copy_of_the_worker() -> None:
     """Kernels have run in it. And it is not kept waiting for the server's own start."""

@@ -95,7 +95,7 @@ def test_the_count_of_a_rank_is_named_with_what_to_do() -> None:
     assert found.sentences[-1] == "to do: sum valid_tokens over dp before you divide by it"
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factor", "words"),
     [
@@ -135,6 +135,7 @@ def test_a_number_of_parts_is_told_from_a_fixed_factor(size: int, divided: bool)
         assert ", as of chunks or micro-batches; this explains all " in found.sentences[0]
 
 
+@pytest.mark.slow
 def test_a_number_of_ranks_is_not_taken_for_one_of_parts() -> None:
     candidate = cross_entropy_with(STYLE, "cp gradient x cp")
     cell, layout = Cell(candidate, Layout(cp=2), "float32"), Layout(cp=2)
@@ -167,7 +168,7 @@ def test_another_loss_that_is_mixed_in_is_named_with_its_weight(own: float, more
     assert names(diagnosed(replace(right, kernel=mixed, name="mixed"), "single")) == [expected]
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("name", "head"), [(name, head) for name, spec in SPECS.items() for head in spec.inputs])
 def test_mixtures_are_looked_for_in_any_loss(name: str, head: str) -> None:
     right, layout, world = dense_candidate(SPECS[name], head), Layout(), make_world("simulated", Layout())
@@ -197,6 +198,7 @@ def test_what_is_rounded_entry_by_entry_is_named() -> None:
     assert names(found) == ["advantages rounded to bfloat16"]
 
 
+@pytest.mark.slow
 def test_what_fails_where_nothing_is_trained_is_asked_there() -> None:
     right = dense_candidate(SPECS["nll"], "logits")
 
@@ -293,6 +295,7 @@ def test_a_mistake_in_two_places_is_said_only_if_both_show() -> None:
     assert names(both[1]) == []
 
 
+@pytest.mark.slow
 def test_forward_alone_rules_out_a_mistake_that_gives_another_loss() -> None:
     candidate = cross_entropy_with(STYLE, "denominator n+1")
     cell, layout, world = Cell(candidate, Layout(), "float32"), Layout(), make_world("simulated", Layout())
@@ -329,6 +332,7 @@ def test_what_is_too_large_for_a_dtype_is_infinite() -> None:
     assert not observed.fits(smaller, [loss])
 
 
+@pytest.mark.slow
 def test_layouts_take_turns_so_that_few_cases_have_many_batches() -> None:
     candidate = dense_candidate(SPECS["nll"], "logits")
     layouts = telling_layouts(Layout(cp=2))

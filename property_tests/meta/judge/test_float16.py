@@ -27,6 +27,7 @@ def in_float16(spec: str, head: str) -> Candidate:
     return replace(dense_candidate(SPECS[spec], head), precision={"float16": Precision()})
 
 
+@pytest.mark.slow(but=8)
 @pytest.mark.parametrize(
     ("spec", "head"), [(spec.name, head) for spec in SPECS.values() for head in spec.inputs], ids="-".join
 )

@@ -66,6 +66,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.parametrize("way", WAYS)
 def test_large_problems_have_the_limits_of_small_ones(way: str, request: pytest.FixtureRequest) -> None:
     dtype, layout, precision, given = WAYS[way]

@@ -123,6 +123,7 @@ def desk(browser: Browser, tmp_path: Path) -> Iterator[Desk]:
     assert [wrong for reader in desk.readers for wrong in reader.wrong] == []
 
 
+@pytest.mark.slow
 def test_a_reader_filters_the_cells(desk: Desk, report: Page) -> None:
     reader = desk.open(report)
     tab = reader.tab
@@ -182,6 +183,7 @@ def test_a_reader_opens_a_cell_with_the_mouse_and_sees_its_plots(desk: Desk, rep
     assert reader.has_focus(wrong)
 
 
+@pytest.mark.slow
 def test_an_output_that_is_unfolded_draws_its_histogram(desk: Desk, report: Page) -> None:
     reader = desk.open(report)
     reader.cells().first.click()
@@ -192,6 +194,7 @@ def test_an_output_that_is_unfolded_draws_its_histogram(desk: Desk, report: Page
     assert reader.tab.locator("#cell .chart svg:visible").count() == before + 1
 
 
+@pytest.mark.slow
 def test_a_reader_needs_no_mouse(desk: Desk, report: Page) -> None:
     reader = desk.open(report)
     tab = reader.tab
@@ -270,6 +273,7 @@ CONTRAST = """() => {
 """Returns the elements whose text has a lower contrast than WCAG AA asks for."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_text_has_the_contrast_of_wcag_aa(desk: Desk, scheme: str) -> None:
     wrong = record("wrong", verdict="DISAGREE", reasons=("too large",), failure=failure("small"))
@@ -288,7 +292,7 @@ def test_every_text_has_the_contrast_of_wcag_aa(desk: Desk, scheme: str) -> None
     assert reader.tab.evaluate(CONTRAST) == []
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("text", HOSTILE)
 def test_hostile_names_do_nothing(desk: Desk, text: str, real: Sequence[CellRecord]) -> None:
     outputs = tuple(_renamed(output, text) for output in real[-1].outputs[:2])
@@ -360,6 +364,7 @@ def test_runs_of_one_day_have_names_that_differ_and_do_not_touch(
     assert reader.tab.evaluate(TICKS_TOUCH) == 0
 
 
+@pytest.mark.slow
 def test_a_cell_that_fails_says_each_thing_once(desk: Desk, real: Sequence[CellRecord]) -> None:
     wrong = real[-1]
     command = wrong.failure.replay

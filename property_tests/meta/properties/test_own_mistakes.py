@@ -99,7 +99,7 @@ COUNTS = [
 ]
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("spec", "head", "count"), COUNTS, ids=str)
 def test_one_count_is_enough(spec: str, head: str, count: str) -> None:
     """Few aggregations divide by it, and these get a problem that shows it."""
@@ -112,6 +112,7 @@ def test_one_count_is_enough(spec: str, head: str, count: str) -> None:
     assert in_cell(replace(dense, kernel=wrong, name="wrong"), MICROBATCHES).verdict is Verdict.DISAGREE
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("head", ["logits", "logprobs"])
 def test_a_loss_without_counts_may_agree(head: str) -> None:
     """What never matters is no mistake: a sum divides by nothing, and log-probabilities neither."""

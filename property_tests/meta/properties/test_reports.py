@@ -95,6 +95,7 @@ def test_a_broken_property_is_told_with_what_to_do(verify: Verify, folder: Path,
     ]
 
 
+@pytest.mark.slow
 def test_the_second_property_that_is_broken_is_told_too(verify: Verify) -> None:
     lines = story(verify("two"))
     broken = [line.split(":")[0] for line in lines if "property" in line]
@@ -137,6 +138,7 @@ def test_what_a_candidate_is_exempt_from_stands_below_the_table(verify: Verify) 
     ]
 
 
+@pytest.mark.slow
 def test_a_property_that_a_fresh_process_keeps_is_told_as_that(verify: Verify) -> None:
     first, second, remedy = story(verify("late"))[1:4]
     assert first.startswith("  property checkpointing: loss, with use_reentrant=True: 2 times the reference")
@@ -156,6 +158,7 @@ def test_a_crash_names_the_property_that_met_it(verify: Verify, folder: Path) ->
     assert json.loads(file.read_text())["property"] == "checkpointing"
 
 
+@pytest.mark.slow
 def test_evidence_has_each_property_and_its_numbers(verify: Verify, folder: Path, lossgate: Lossgate) -> None:
     verify("product")
     verify("excused")

@@ -41,6 +41,7 @@ def test_all_of_a_file(file: str, lossgate: Lossgate) -> None:
     assert lines[failed + 3].startswith("        on: ")
 
 
+@pytest.mark.slow
 def test_one_of_a_file(file: str, lossgate: Lossgate) -> None:
     done = lossgate("spec", "check", f"{file}:mean_nll")
     assert (done.returncode, done.stderr) == (0, "")
