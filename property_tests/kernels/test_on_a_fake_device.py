@@ -5,6 +5,7 @@ So does the harness where it calls them. They run on an accelerator that is none
 """
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -126,6 +127,36 @@ def test_a_child_that_does_not_answer_says_nothing(how: str, monkeypatch: pytest
     found = raised_in_child(Layout(), lambda context: does())
     assert found is not None
     assert (found.kind, found.message) == ("other", message)
+
+
+COMPILER = """
+import sys
+import torch
+from lossgate.layout import Layout
+from lossgate.observe.fake_device import fake_device, raised_in_child
+
+def on_the_device(compute):
+    def run(context):
+        with fake_device():
+            compute(torch.ones(4, device="sim", dtype=torch.bfloat16, requires_grad=True))
+    return raised_in_child(Layout(), run), "torch._dynamo" in sys.modules
+
+print(on_the_device(lambda x: x.float().logsumexp(0).backward()))
+print(on_the_device(lambda x: x + torch.ones(4)))
+print(on_the_device(lambda x: torch._dynamo.graph_break()))
+print(on_the_device(lambda x: (x * 2).sum().item()))
+"""
+
+
+def test_the_compiler_is_loaded_if_something_of_it_is_used() -> None:
+    """It takes longer to load than most cells take."""
+    done = subprocess.run([sys.executable, "-c", COMPILER], capture_output=True, text=True, check=True)
+    right, mixed, compiled, waits = done.stdout.splitlines()
+    assert right == "(None, False)"
+    assert mixed.startswith("(Raised(kind='mixed devices'")
+    assert mixed.endswith("False)")
+    assert compiled == "(None, True)"
+    assert waits.startswith("(Raised(kind='waits'")
 
 
 def test_threads_that_stay_in_the_parent_are_not_waited_for() -> None:

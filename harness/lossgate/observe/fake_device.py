@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from select import select
 from signal import SIGKILL
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -41,6 +42,9 @@ _PATIENCE = 60.0
 _MOST_CPU_SECONDS = 10
 """Its processor time before that: on a busy machine it has few of the seconds."""
 HUNG, DIED = "it did not return in time", "its process died"
+_COMPILER, _NO_COMPILER = "torch._dynamo", "it needs torch's compiler"
+_NEEDED = "torch.fx.experimental.symbolic_shapes", "torch.distributed.tensor"
+"""What fake tensors need, and each child would load."""
 _OWN = str(Path(__file__).parents[1])
 
 
@@ -81,7 +85,16 @@ def raised_in_child(layout: Layout, run: Callable[[RankContext], object]) -> Rai
     Returns:
         What it raised; a child that dies or hangs raised something else.
     """
-    importlib.import_module("torch._dynamo")  # fake tensors need it, and each child would load it
+    for module in _NEEDED:
+        importlib.import_module(module)
+    found = _raised_in_child(layout, run)
+    if found is not None and found.message == _NO_COMPILER:
+        importlib.import_module(_COMPILER)
+        found = _raised_in_child(layout, run)
+    return found
+
+
+def _raised_in_child(layout: Layout, run: Callable[[RankContext], object]) -> Raised | None:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -130,6 +143,8 @@ def _raised(layout: Layout, run: Callable[[RankContext], object]) -> Raised | No
     try:
         with _last_rank(layout) as context:
             run(context)
+    except _CompilerIsNeeded:
+        return Raised("other", _NO_COMPILER, "")
     except Exception as error:  # whatever a kernel raises is an answer
         waits = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
         mixed = type(error).__name__ == "FakeTensorDeviceMismatchError"
@@ -169,9 +184,49 @@ def fake_device() -> Generator[None]:
                     raise
                 raise _OnHost(f"{func} needs values of a tensor on the CPU, which is a fake one here") from None
 
+    _put_off_the_compiler()
     # A problem is made of real tensors. Torch has no thread for a device that is registered late.
     with torch.autograd.set_multithreading_enabled(False), FakeDevice(allow_non_fake_inputs=True):
         yield
+
+
+class _CompilerIsNeeded(BaseException):
+    """Something of torch's compiler is used for which ``_NotLoaded`` does not stand. No kernel
+    catches it.
+    """
+
+
+class _NotLoaded(ModuleType):
+    """Stands for a module of torch's compiler, with what fake tensors use of it."""
+
+    def __init__(self, name: str, **known: Any) -> None:
+        super().__init__(name)
+        vars(self).update(known)
+
+    def __getattr__(self, name: str) -> Any:
+        # The import system and inspect look for attributes of modules that need not be there.
+        raise AttributeError(name) if name.startswith("__") else _CompilerIsNeeded
+
+
+class _Source:
+    """Where a shape comes from, for the compiler, if it is a symbol. On the fake device none is."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+
+def _put_off_the_compiler() -> None:
+    """Lets fake tensors work in this process without torch's compiler: it takes a second to load,
+    and nothing is compiled for them.
+    """
+    if _COMPILER in sys.modules:
+        return
+    sources = dict.fromkeys(("AttrSource", "ConstantSource", "RandomValueSource"), _Source)
+    source = _NotLoaded(f"{_COMPILER}.source", **sources)
+    where = [str(Path(torch.__file__).parent / "_dynamo")]  # its settings are found there
+    package = _NotLoaded(_COMPILER, __path__=where, source=source, disable=lambda function, *_, **__: function)
+    utils = _NotLoaded("torch._inductor.utils", device_supports_fp64=lambda _: True)
+    sys.modules.update({module.__name__: module for module in (package, source, utils)})
 
 
 class _OnHost(Exception):
