@@ -191,6 +191,8 @@ PARTS: Sequence[tuple[Any, str, str]] = (
     (case_result, "killed_mutants", "mutants"),
 )
 """Where each part of a cell begins."""
+ON_RANKS: Sequence[tuple[Any, str]] = ((Candidate, "__call__"), (rank_call.RankCall, "backward"))
+"""Where the candidate's own code is called."""
 CELLS = (
     ("fused_linear_cross_entropy", "tp=2"),
     ("fused_linear_clipped_pg", "tp=2"),
@@ -204,8 +206,8 @@ def measure_cells(settings: Settings) -> None:
     watch = Stopwatch()
     for owner, name, part in PARTS:
         watch.time(owner, name, part)
-    watch.time_on_ranks(Candidate, "__call__", "candidate")
-    watch.time_on_ranks(rank_call.RankCall, "backward", "candidate")
+    for owner, name in ON_RANKS:
+        watch.time_on_ranks(owner, name, "candidate")
     parts = [*dict.fromkeys(part for _, _, part in PARTS)]
     table = Table("warm cell", "CPU s", *parts, "candidate", "problems", title="of it, also for properties")
     ours = {candidate.name: candidate for candidate in load_candidates(str(ROOT / OURS))}
