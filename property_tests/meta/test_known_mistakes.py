@@ -90,8 +90,8 @@ def test_a_blind_judge_does_not_agree() -> None:
 
 def chosen(layout: str = "single", seed: int = 0, names: Collection[str] = ()) -> Choice:
     """Returns the choice of a deck that was drawn just now, for some mistakes or for all."""
-    deck, names = Deck(RIGHT, "float32", seed), names or counterfactuals_of(RIGHT.spec, RIGHT.head)
-    return choice_on(RIGHT, deck, "float32", Layout.parse(layout), names)
+    deck, asked = Deck(RIGHT, "float32", seed), names or counterfactuals_of(RIGHT.spec, RIGHT.head)
+    return choice_on(RIGHT, deck, "float32", Layout.parse(layout), asked)
 
 
 def least(placed: list[Placed], *_: object) -> list[Placed]:
@@ -106,7 +106,11 @@ def test_problems_are_added_for_mistakes_that_the_first_ones_could_not_show(monk
     assert "bias ignored" in set(more.shown) - set(chosen().shown)
 
 
-def test_what_changes_one_problem_is_asked_about_until_another_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("first", [150, None])
+def test_what_changes_one_problem_is_asked_about_until_another_shows_it(
+    first: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It may change nothing on many problems in between: a clip acts on few."""
     monkeypatch.setattr(Oracle, "rejects", lambda *given: torch.zeros(len(given[2]), dtype=torch.bool))
     made, kept = list[Counter[str]](), list[KnownMistakes]()
@@ -116,7 +120,7 @@ def test_what_changes_one_problem_is_asked_about_until_another_shows_it(monkeypa
     monkeypatch.setattr(KnownMistakes, "ask", lambda self, *given: (kept.append(self), ask(self, *given)))
     for often in (1, 1_000):
         monkeypatch.setattr(known_mistakes, "_OFTEN", often)
-        chosen(seed=33, names=list(counterfactuals_of(RIGHT.spec, RIGHT.head))[:150])  # quicker than all
+        chosen(seed=33, names=list(counterfactuals_of(RIGHT.spec, RIGHT.head))[:first])
         made.append(Counter({name: kept[-1].made[name] for name in kept[-1].unseen}))
     seldom, always = made
     assert seldom

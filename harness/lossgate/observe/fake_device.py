@@ -87,14 +87,15 @@ def raised_in_child(layout: Layout, run: Callable[[RankContext], object]) -> Rai
     """
     for module in _NEEDED:
         importlib.import_module(module)
-    found = _raised_in_child(layout, run)
+    found = _answer_of_child(layout, run)
     if found is not None and found.message == _NO_COMPILER:
-        importlib.import_module(_COMPILER)
-        found = _raised_in_child(layout, run)
+        importlib.import_module(_COMPILER)  # here, so that no other child loads it
+        found = _answer_of_child(layout, run)
     return found
 
 
-def _raised_in_child(layout: Layout, run: Callable[[RankContext], object]) -> Raised | None:
+def _answer_of_child(layout: Layout, run: Callable[[RankContext], object]) -> Raised | None:
+    """Does what ``raised_in_child`` does, once, with torch's compiler only if it is loaded."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -142,6 +143,7 @@ def _raised(layout: Layout, run: Callable[[RankContext], object]) -> Raised | No
     _register()
     try:
         with _last_rank(layout) as context:
+            _put_off_the_compiler()  # process groups look whether it is loaded
             run(context)
     except _CompilerIsNeeded:
         return Raised("other", _NO_COMPILER, "")
@@ -184,15 +186,14 @@ def fake_device() -> Generator[None]:
                     raise
                 raise _OnHost(f"{func} needs values of a tensor on the CPU, which is a fake one here") from None
 
-    _put_off_the_compiler()
     # A problem is made of real tensors. Torch has no thread for a device that is registered late.
     with torch.autograd.set_multithreading_enabled(False), FakeDevice(allow_non_fake_inputs=True):
         yield
 
 
 class _CompilerIsNeeded(BaseException):
-    """Something of torch's compiler is used for which ``_NotLoaded`` does not stand. No kernel
-    catches it.
+    """Something of torch's compiler is used for which ``_NotLoaded`` does not stand. It is no
+    ``Exception``, so that a kernel that catches those does not go on without.
     """
 
 
@@ -204,8 +205,9 @@ class _NotLoaded(ModuleType):
         vars(self).update(known)
 
     def __getattr__(self, name: str) -> Any:
-        # The import system and inspect look for attributes of modules that need not be there.
-        raise AttributeError(name) if name.startswith("__") else _CompilerIsNeeded
+        if name.startswith("__"):  # the import system and inspect ask for what need not be there
+            raise AttributeError(name)
+        raise _CompilerIsNeeded
 
 
 class _Source:
@@ -215,16 +217,23 @@ class _Source:
         pass
 
 
+def _not_compiled(function: Any = None, *_: object, **__: object) -> Any:
+    """Stands for ``torch._dynamo.disable`` of a function, which nothing compiles."""
+    if function is None:
+        raise _CompilerIsNeeded
+    return function
+
+
 def _put_off_the_compiler() -> None:
-    """Lets fake tensors work in this process without torch's compiler: it takes a second to load,
-    and nothing is compiled for them.
+    """Lets fake tensors work in this child without torch's compiler: it takes a second to load, and
+    nothing is compiled for them.
     """
     if _COMPILER in sys.modules:
         return
     sources = dict.fromkeys(("AttrSource", "ConstantSource", "RandomValueSource"), _Source)
     source = _NotLoaded(f"{_COMPILER}.source", **sources)
     where = [str(Path(torch.__file__).parent / "_dynamo")]  # its settings are found there
-    package = _NotLoaded(_COMPILER, __path__=where, source=source, disable=lambda function, *_, **__: function)
+    package = _NotLoaded(_COMPILER, __path__=where, source=source, disable=_not_compiled)
     utils = _NotLoaded("torch._inductor.utils", device_supports_fp64=lambda _: True)
     sys.modules.update({module.__name__: module for module in (package, source, utils)})
 
