@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from kernel_bank.bugs import BUGS, CROSS_ENTROPY_BUGS, bugs_of, cross_entropy_with, ignores
+from kernel_bank.cross_entropy import STYLES
 from lossgate import Candidate, Layout, candidate
-from lossgate.bank.bugs import BUGS, CROSS_ENTROPY_BUGS, bugs_of, cross_entropy_with, ignores
-from lossgate.bank.cross_entropy import STYLES
-from lossgate.bank.dense_candidates import dense_candidate
+from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import PROFILES

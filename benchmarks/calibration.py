@@ -30,8 +30,8 @@ from calibration_alarms import judged_again
 from calibration_pieces import Piece, Sizes, all_pieces, run_piece
 from calibration_tables import Merged, show
 
+from kernel_bank.known_right import known_right
 from lossgate import Candidate
-from lossgate.bank.known_right import known_right
 from lossgate.declaration.loading import load_candidates
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from calibration_counts import RightCounts, WrongCounts
 
+from kernel_bank.bugs import BUGS, SWITCHES, Bug, bugs_of, cross_entropy_with
+from kernel_bank.cross_entropy import STYLES, make
 from lossgate import ANY, Candidate, Layout, Problem
-from lossgate.bank.bugs import BUGS, SWITCHES, Bug, bugs_of, cross_entropy_with
-from lossgate.bank.cross_entropy import STYLES, make
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.difference import differences

@@ -20,12 +20,12 @@ import torch
 from bank import cells as cells_of_bank
 from diagnosis import PARTS, modules
 
+from kernel_bank.cross_entropy import STYLES
+from kernel_bank.property_bugs import PROPERTY_BUGS
+from kernel_bank.sharded_vocabulary import SHARD_BUGS, for_every_split
+from kernel_bank.whole_sequences import INPUT_BUGS, OUTPUT_BUGS, given_whole, returning_whole
 from lossgate import Candidate, Layout
-from lossgate.bank.cross_entropy import STYLES
-from lossgate.bank.dense_candidates import dense_candidate
-from lossgate.bank.property_bugs import PROPERTY_BUGS
-from lossgate.bank.sharded_vocabulary import SHARD_BUGS, for_every_split
-from lossgate.bank.whole_sequences import INPUT_BUGS, OUTPUT_BUGS, given_whole, returning_whole
+from lossgate.dense_candidates import dense_candidate
 from lossgate.engine import run_cell as engine
 from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.matrix import covering

@@ -27,7 +27,7 @@ from rich.table import Table
 from torch import Tensor
 
 from lossgate import Candidate, Layout, candidate
-from lossgate.bank.dense_candidates import dense_candidate
+from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.cell import Cell
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings

@@ -19,8 +19,8 @@ from time import perf_counter
 
 import torch
 
+from kernel_bank.known_right import known_right
 from lossgate import Candidate
-from lossgate.bank.known_right import known_right
 from lossgate.cases.case import Case
 from lossgate.cases.placement import sample_problems
 from lossgate.declaration.loading import load_candidates

@@ -5,7 +5,7 @@
     python benchmarks/property_times.py out.jsonl
 
 The time of agreement is that of the cells without their other properties. The bug is that of the
-bank: see ``lossgate.bank.property_bugs``. Those that no other property shows say "alone".
+bank: see ``kernel_bank.property_bugs``. Those that no other property shows say "alone".
 """
 
 import argparse
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from lossgate.bank.property_bugs import PROPERTY_BUGS
+from kernel_bank.property_bugs import PROPERTY_BUGS
 from lossgate.evidence.reader import GoodLine, read_lines
 from lossgate.evidence.records import CellRecord
 

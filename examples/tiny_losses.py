@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dense_losses import DpoOptions, GrpoOptions, dpo, grpo, linear_logits, nll, token_logprobs
 from fused_losses import dpo_loss, grpo_loss, linear_cross_entropy, linear_logprobs
-from lossgate.bank.bugs import lose_label, scale_gradient, temper_logprobs
+from kernel_bank.bugs import lose_label, scale_gradient, temper_logprobs
 
 CHUNK = 48
 """Number of tokens whose logits exist at a time in the kernels; fewer than a batch has."""

@@ -4,9 +4,9 @@
 import diagnosis as benchmark
 import pytest
 
+from kernel_bank.bugs import cross_entropy_with
+from kernel_bank.cross_entropy import STYLES
 from lossgate import Layout
-from lossgate.bank.bugs import cross_entropy_with
-from lossgate.bank.cross_entropy import STYLES
 from lossgate.diagnosis.cause import Cause, Diagnosis
 from lossgate.engine.cell import Cell
 from lossgate.engine.run_cell import run_cell

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernel_bank.full_vocabulary import LOSSES, WRONG, Style, make
 from lossgate import ANY, Layout, Precision, Problem, candidate
-from lossgate.bank.dense_candidates import dense_candidate
-from lossgate.bank.full_vocabulary import LOSSES, WRONG, Style, make
 from lossgate.cases.bound_problem import BoundProblem
+from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings

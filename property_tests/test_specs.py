@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import lossgate
+from kernel_bank.bugs import Bug, bugs_of, ignores
 from lossgate import ANY, Layout, Problem
 from lossgate.adequacy import decks
-from lossgate.bank.bugs import Bug, bugs_of, ignores
-from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.case import Case
+from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.case_result import run_case
 from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.run_cell import run_cell

@@ -6,10 +6,10 @@ from math import log2
 import pytest
 from calibration_pieces import LAYOUTS, Sizes, all_pieces
 
+from kernel_bank.known_right import known_right
 from lossgate.adequacy import deck
 from lossgate.adequacy.equivalence import UNCHANGED
 from lossgate.adequacy.option_mutants import NEAREST
-from lossgate.bank.known_right import known_right
 from lossgate.cases import float_range, kinks, large, size
 from lossgate.engine import advice
 from lossgate.judge import ensemble, pooled_noise, pooled_scale, streamed, token_stage

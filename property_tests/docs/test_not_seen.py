@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernel_bank.bugs import Bug, on_inputs, scale_gradient
+from kernel_bank.cross_entropy import STYLES, make
 from lossgate import ANY, Layout, Outputs, Precision, candidate
-from lossgate.bank.bugs import Bug, on_inputs, scale_gradient
-from lossgate.bank.cross_entropy import STYLES, make
 from lossgate.declaration.candidate import Candidate
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.run_cell import run_cell

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fused_losses import Pack
+from kernel_bank.bugs import scale_gradient
 from lossgate import Candidate, Layout
-from lossgate.bank.bugs import scale_gradient
 from lossgate.declaration.loading import load_candidates
 from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.run_cell import run_cell

@@ -7,11 +7,11 @@ from math import inf
 
 import pytest
 
+from kernel_bank.right import KERNELS
 from lossgate import ANY, Layout
 from lossgate.adequacy.deck import Deck
 from lossgate.adequacy.option_mutants import option_mutants
-from lossgate.bank.dense_candidates import dense_candidate
-from lossgate.bank.right import KERNELS
+from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.advice import to_compare, to_detect, to_kill, to_reach
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, CellResult, Verdict

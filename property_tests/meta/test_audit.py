@@ -5,8 +5,8 @@ from pathlib import Path
 
 from lossgate import Layout
 from lossgate.audit import Audit, audit
-from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.declaration.loading import load_candidates
+from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.cell import Cell
 from lossgate.engine.search import Search
 from lossgate.engine.settings import Settings

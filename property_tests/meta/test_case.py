@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from lossgate import ANY, Candidate, Layout, Outputs, Problem, UsageError
-from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.placed_problem import PlacedProblem
 from lossgate.cases.rank_call import RankOutputs
 from lossgate.cases.task import RankTask
 from lossgate.declaration.loading import load_candidate
+from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.case_result import run_case
 from lossgate.engine.cell import Cell
 from lossgate.losses import SPECS
@@ -46,7 +46,7 @@ PROBLEM = Problem(
 FILE = """
 import torch
 import lossgate
-from lossgate.bank.dense_candidates import dense_kernel
+from lossgate.dense_candidates import dense_kernel
 from lossgate.losses import SPECS
 
 declare = lossgate.candidate(

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from kernel_bank.bugs import cross_entropy_with
+from kernel_bank.cross_entropy import STYLES, make
 from lossgate import Candidate, KnownFailure, Layout, UsageError
 from lossgate.adequacy.entry import Placed
-from lossgate.bank.bugs import cross_entropy_with
-from lossgate.bank.cross_entropy import STYLES, make
-from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.declaration.loading import load_candidates
+from lossgate.dense_candidates import dense_candidate
 from lossgate.engine import search
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, CellResult, Verdict

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernel_bank.cross_entropy import STYLES, make
 from lossgate import Candidate, Layout
 from lossgate.adequacy import choice, decks, store
 from lossgate.adequacy.deck import WANTED, Deck
 from lossgate.adequacy.entry import Entry, Placed
 from lossgate.adequacy.entry_drawer import EntryDrawer
-from lossgate.bank.cross_entropy import STYLES, make
 from lossgate.cases.oracle import Oracle
 from lossgate.declaration.loading import load_candidates
 from lossgate.engine.cell import Cell, CellResult, Verdict

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 import lossgate
+from kernel_bank.bugs import BUGS, Bug, bugs_of, on_inputs, on_loss, scale_gradient
+from kernel_bank.cross_entropy import ALL_BFLOAT16, STYLES, make
+from kernel_bank.right import KERNELS
 from lossgate import ANY, Candidate, Layout, Outputs, Precision, Problem, UsageError
-from lossgate.bank.bugs import BUGS, Bug, bugs_of, on_inputs, on_loss, scale_gradient
-from lossgate.bank.cross_entropy import ALL_BFLOAT16, STYLES, make
-from lossgate.bank.dense_candidates import dense_candidate
-from lossgate.bank.right import KERNELS
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.difference import differences
 from lossgate.cases.drawn_problem import DrawnProblem
 from lossgate.cases.placement import sample_problems
+from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.cell import Verdict
 from lossgate.judge.explain import explain_difference
 from lossgate.losses import SPECS

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.xdist_group("crashes")  # one worker makes what its tes
 ABUSES = """
 import ctypes, os, random, signal, sys, threading, time
 import numpy, torch, lossgate
-from lossgate.bank.dense_candidates import dense_nll_logprobs as dense
+from lossgate.dense_candidates import dense_nll_logprobs as dense
 
 STATE = {"folder": os.getcwd(), "handler": signal.getsignal(signal.SIGUSR1), "output": sys.stdout}
 

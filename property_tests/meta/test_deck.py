@@ -16,8 +16,8 @@ from lossgate.adequacy.entry import Entry, Placed
 from lossgate.adequacy.entry_drawer import LEAST_CHANGE
 from lossgate.adequacy.kills import changes
 from lossgate.adequacy.selection import choose
-from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.placement import splits_of
+from lossgate.dense_candidates import dense_candidate
 from lossgate.dtypes import DTYPES
 from lossgate.engine.cell import Cell, CellResult
 from lossgate.engine.run_cell import run_cell

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lossgate import ANY, Contract, KnownFailure, Precision, UsageError, candidate
-from lossgate.bank.dense_candidates import dense_candidate
+from lossgate.dense_candidates import dense_candidate
 from lossgate.losses import SPECS
 
 BOTH = {"float32": Precision(), "bfloat16": Precision()}

@@ -15,8 +15,8 @@ import lossgate
 from lossgate import Between, CoverageGoal, Mistake, Option, Problem, Spec, Term, Terms, UsageError, field, option
 from lossgate.adequacy.coverage import required_goals
 from lossgate.adequacy.option_mutants import option_mutants
-from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.bound_problem import BoundProblem
+from lossgate.dense_candidates import dense_candidate
 from lossgate.layout import Layout
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from lossgate import Precision
-from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.drawing import Draws
 from lossgate.cases.option_strategies import ForcedOption
+from lossgate.dense_candidates import dense_candidate
 from lossgate.dtypes import DTYPES
 from lossgate.losses import SPECS
 from lossgate.problems.problem import Problem
@@ -30,7 +30,7 @@ if "many_numbers" in sys.argv:
 import hypothesis
 from hypothesis import strategies as st
 from lossgate.adequacy.deck import Deck
-from lossgate.bank.dense_candidates import dense_candidate
+from lossgate.dense_candidates import dense_candidate
 from lossgate.losses import SPECS
 
 deck = Deck(dense_candidate(SPECS["nll"], "logprobs"), "float32", 0)

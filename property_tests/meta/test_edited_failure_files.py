@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from kernel_bank.right import KERNELS
 from lossgate import Layout, UsageError
-from lossgate.bank.right import KERNELS
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.placement import sample_problems
 from lossgate.declaration.candidate import Candidate

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from kernel_bank.bugs import cross_entropy_with
+from kernel_bank.cross_entropy import STYLES, make
 from lossgate import Layout, candidate
-from lossgate.bank.bugs import cross_entropy_with
-from lossgate.bank.cross_entropy import STYLES, make
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.run_cell import run_cell

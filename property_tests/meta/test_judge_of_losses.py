@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from lossgate import Candidate, Layout, Problem
-from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
+from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.judge.comparison import Comparison
 from lossgate.judge.ensemble import run_ensemble

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernel_bank.cross_entropy import STYLES, make
 from lossgate import Candidate, Layout
 from lossgate.adequacy import choice, known_mistakes
 from lossgate.adequacy.choice import Choice, choice_on
 from lossgate.adequacy.deck import Deck
 from lossgate.adequacy.entry import Placed
 from lossgate.adequacy.known_mistakes import KnownMistakes
-from lossgate.bank.cross_entropy import STYLES, make
 from lossgate.cases.oracle import Oracle
 from lossgate.counterfactuals.bank import counterfactuals_of
 from lossgate.engine.cell import Cell, CellResult, Verdict

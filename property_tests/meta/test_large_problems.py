@@ -3,14 +3,14 @@
 
 import pytest
 
+from kernel_bank.bugs import cross_entropy_with
+from kernel_bank.cross_entropy import STYLES, make
+from kernel_bank.large_bugs import LARGE_BUGS, without_maximum
 from lossgate import Layout
 from lossgate.adequacy.deck import Deck
-from lossgate.bank.bugs import cross_entropy_with
-from lossgate.bank.cross_entropy import STYLES, make
-from lossgate.bank.dense_candidates import dense_candidate
-from lossgate.bank.large_bugs import LARGE_BUGS, without_maximum
 from lossgate.cases.large import LARGE_VOCABULARY, MANY_SEQUENCES, MANY_TOKENS
 from lossgate.declaration.candidate import Candidate
+from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from lossgate import Precision
-from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.drawing import Draws
+from lossgate.dense_candidates import dense_candidate
 from lossgate.losses import SPECS
 from lossgate.numerics.float_formats import FLOAT_FORMATS
 from lossgate.problems.tokens import draw_tokens

@@ -10,7 +10,7 @@ import pytest
 from lossgate import ANY, Layout
 from lossgate.adequacy.deck import Deck
 from lossgate.adequacy.option_mutants import option_mutants
-from lossgate.bank.dense_candidates import dense_candidate
+from lossgate.dense_candidates import dense_candidate
 from lossgate.engine import search
 from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.run_cell import run_cell

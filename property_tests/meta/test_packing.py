@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from lossgate import Layout
-from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.drawing import Draws
 from lossgate.cases.placed_problem import PlacedProblem
 from lossgate.cases.placement import Placement
 from lossgate.cases.reference import DenseRun
+from lossgate.dense_candidates import dense_candidate
 from lossgate.losses import SPECS
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Dims

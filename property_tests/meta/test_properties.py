@@ -9,9 +9,9 @@ import pytest
 
 import lossgate
 from lossgate import Budgets, Layout, Property, UsageError
-from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.case import Case
 from lossgate.declaration.loading import load_candidates
+from lossgate.dense_candidates import dense_candidate
 from lossgate.engine import search
 from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.failure_files import read_failure, write_failure
@@ -249,7 +249,7 @@ def test_only_a_property_that_needs_adequacy_asks_for_coverage(monkeypatch: pyte
 def test_a_failure_of_another_property_replays_as_what_it_is(tmp_path: Path) -> None:
     """Replay must not hold the candidate to agreement, which it keeps."""
     wrong = lossgate.property("harmful")(always_wrong)
-    (candidate,) = load_candidates("lossgate.bank.dense_candidates:dense_nll_logprobs")
+    (candidate,) = load_candidates("lossgate.dense_candidates:dense_nll_logprobs")
     result = run_cell(Cell(candidate, Layout(), "float32", wrong), SETTINGS)
     assert result.failure is not None
     assert result.failure.symptoms == result.failure.faults

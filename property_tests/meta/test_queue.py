@@ -7,7 +7,7 @@ from multiprocessing import Pipe
 import pytest
 
 from lossgate import Candidate, Layout
-from lossgate.bank.dense_candidates import dense_candidate
+from lossgate.dense_candidates import dense_candidate
 from lossgate.engine import workers
 from lossgate.engine.cell import Cell
 from lossgate.engine.child import News

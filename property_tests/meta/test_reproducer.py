@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lossgate import Candidate, Layout, UsageError
+from lossgate import Candidate, Layout, UsageError, dense_candidates
 from lossgate.adequacy.decks import deck_of
-from lossgate.bank import dense_candidates
 from lossgate.cases.case import Case
 from lossgate.cases.placement import splits_of
 from lossgate.cases.size import is_large

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from kernel_bank.cross_entropy import STYLES, make
 from lossgate import CandidateError, Contract, Layout, Outputs, Problem, candidate
-from lossgate.bank.cross_entropy import STYLES, make
 from lossgate.cases.case import Case
 from lossgate.engine.case_result import run_case
 from lossgate.engine.cell import Cell, Verdict

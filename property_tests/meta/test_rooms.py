@@ -27,7 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("losses",),
     ("inputs", "options"),
     ("declaration",),
-    ("bank",),
+    ("dense_candidates", "tour"),
     ("judge",),
     ("worlds",),
     ("cases",),

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from kernel_bank.bugs import cross_entropy_with
+from kernel_bank.cross_entropy import FLOAT32, STYLES, Style, make
 from lossgate import ANY, Candidate, Layout, Outputs, Problem, candidate
-from lossgate.bank.bugs import cross_entropy_with
-from lossgate.bank.cross_entropy import FLOAT32, STYLES, Style, make
 from lossgate.cases.drawing import Draws
 from lossgate.engine.cell import Cell
 from lossgate.engine.search import Search

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from lossgate import Candidate, Layout
-from lossgate.bank.dense_candidates import dense_candidate
+from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.cell import Cell
 from lossgate.engine.search import Search
 from lossgate.engine.settings import Settings

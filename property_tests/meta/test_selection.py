@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lossgate import Layout
-from lossgate.bank.dense_candidates import dense_candidate
+from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.same_failure import SameFailures

@@ -7,9 +7,9 @@ tp rank without a row.
 
 import pytest
 
+from kernel_bank.cross_entropy import STYLES
+from kernel_bank.sharded_vocabulary import SHARD_BUGS, ShardBug, for_every_split
 from lossgate import Layout
-from lossgate.bank.cross_entropy import STYLES
-from lossgate.bank.sharded_vocabulary import SHARD_BUGS, ShardBug, for_every_split
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from lossgate import Layout, Problem
-from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.drawing import Draws
 from lossgate.cases.placed_problem import PlacedProblem
+from lossgate.dense_candidates import dense_candidate
 from lossgate.layout import layouts_up_to
 from lossgate.losses import SPECS
 from lossgate.problems.partition import Partition, VocabSplit

@@ -9,8 +9,8 @@ from torch import Tensor
 
 import lossgate
 from lossgate import Layout, Problem
-from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.case import Case
+from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.case_result import run_case
 from lossgate.engine.cell import Cell
 from lossgate.engine.run_cell import run_cell

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
+from kernel_bank.cross_entropy import STYLES, make
 from lossgate import Layout
-from lossgate.bank.cross_entropy import STYLES, make
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.verdict import conclude

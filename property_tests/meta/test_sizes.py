@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from kernel_bank.bugs import Bug, cross_entropy_with, on_inputs
+from kernel_bank.cross_entropy import STYLES, make
 from lossgate import Layout
 from lossgate.adequacy.deck import Deck
 from lossgate.adequacy.entry import Entry
-from lossgate.bank.bugs import Bug, cross_entropy_with, on_inputs
-from lossgate.bank.cross_entropy import STYLES, make
-from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.case import Case
 from lossgate.declaration.candidate import Candidate
+from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.case_result import run_case
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.run_cell import run_cell

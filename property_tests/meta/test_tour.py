@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from lossgate import Layout
-from lossgate.bank.tour import chunked, of_own_tokens
 from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import PROFILES, Settings
+from lossgate.tour import chunked, of_own_tokens
 
 SETTINGS = [replace(PROFILES["dev"], seed=seed, shrink_calls=0) for seed in range(3)]
 

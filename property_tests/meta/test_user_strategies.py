@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
 import lossgate
+from kernel_bank.bugs import BUGS
+from kernel_bank.cross_entropy import STYLES, make
 from lossgate import ANY, Candidate, Layout, UsageError
-from lossgate.bank.bugs import BUGS
-from lossgate.bank.cross_entropy import STYLES, make
-from lossgate.bank.dense_candidates import dense_candidate
+from lossgate.dense_candidates import dense_candidate
 from lossgate.losses import SPECS
 from lossgate.strategies import DrawnPack, DrawnProblem
 

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernel_bank.whole_sequences import INPUT_BUGS, OUTPUT_BUGS, InputBug, OutputBug, given_whole, returning_whole
 from lossgate import Candidate, CandidateError, Contract, Layout, Outputs, Problem, candidate
-from lossgate.bank.dense_candidates import dense_candidate
-from lossgate.bank.whole_sequences import INPUT_BUGS, OUTPUT_BUGS, InputBug, OutputBug, given_whole, returning_whole
 from lossgate.cases.case import Case
+from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings

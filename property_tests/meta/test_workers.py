@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from kernel_bank.bugs import BUGS
 from lossgate import UsageError, candidate
 from lossgate.adequacy.decks import deck_of
 from lossgate.adequacy.option_mutants import option_mutants
-from lossgate.bank.bugs import BUGS
-from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.declaration.loading import load_candidate, load_candidates
+from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.events import CellFinished, RunFinished, RunStarted
 from lossgate.engine.run import run
 from lossgate.engine.settings import Settings
@@ -72,7 +72,7 @@ def test_a_candidate_that_no_source_holds_is_refused() -> None:
 
 def test_a_wrong_copy_of_a_candidate_is_not_taken_for_it() -> None:
     """Its source holds the right one, which a worker would verify in its place."""
-    (right,) = load_candidates("lossgate.bank.dense_candidates:dense_nll_logprobs")
+    (right,) = load_candidates("lossgate.dense_candidates:dense_nll_logprobs")
     wrong = BUGS["loss x1.01"].put_into(right)
     with pytest.raises(UsageError, match=r"holds 'dense_nll_logprobs', not 'dense_nll_logprobs; loss x1.01'; define"):
         list(run([wrong, right], SETTINGS))
@@ -84,8 +84,8 @@ def test_a_wrong_copy_of_a_candidate_is_not_taken_for_it() -> None:
     ids=lambda change: "",
 )
 def test_a_changed_copy_of_the_same_name_is_not_taken_for_it(change: dict[str, Any], what: str) -> None:
-    (right,) = load_candidates("lossgate.bank.dense_candidates:dense_nll_logprobs")
-    with pytest.raises(UsageError, match=f"is a copy with another {what} than lossgate.bank.dense_candidates:"):
+    (right,) = load_candidates("lossgate.dense_candidates:dense_nll_logprobs")
+    with pytest.raises(UsageError, match=f"is a copy with another {what} than lossgate.dense_candidates:"):
         list(run([replace(right, **change), right], SETTINGS))
 
 

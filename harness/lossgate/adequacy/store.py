@@ -38,9 +38,12 @@ CODE = "code"
 _MOST_BYTES = 256 * 2**20
 """The most that entries take together; the oldest give way."""
 _ABOVE = ("audit", "spec_check", "evidence", "gate", "reports", "pytest_plugin", "cli", "__main__.py")
-_BESIDE = ("__init__.py", "fork_server.py", "inputs.py", "interruption.py", "launch.py", "options.py", "output_file.py")
+_BESIDE = (
+    *("__init__.py", "dense_candidates.py", "fork_server.py", "inputs.py", "interruption.py", "launch.py"),
+    *("options.py", "output_file.py", "tour.py"),
+)
 WITHOUT = {
-    "decks": (*_ABOVE, *_BESIDE, "bank", "worlds", "strategies.py", "observe", "properties", "diagnosis", "engine"),
+    "decks": (*_ABOVE, *_BESIDE, "worlds", "strategies.py", "observe", "properties", "diagnosis", "engine"),
     "all": _ABOVE,
 }
 """The rooms of lossgate on whose code it does not hang what is in a deck and which known mistakes

@@ -55,9 +55,8 @@ _LAYOUTS = {
     "tp=2,cp=2": "both, on 4 ranks; any axes and sizes, up to --ranks in all",
 }
 _BANKS = {
-    "lossgate.bank.tour": "a right kernel and a wrong one, to try lossgate on",
-    "lossgate.bank.right": "right kernels that are written and rounded in many ways",
-    "lossgate.bank.dense_candidates": "the dense reference of each spec and head as a kernel",
+    "lossgate.tour": "a right kernel and a wrong one, to try lossgate on",
+    "lossgate.dense_candidates": "the dense reference of each spec and head as a kernel",
 }
 _NEXT = {
     "lossgate init SPEC": "writes a first candidate of a spec",

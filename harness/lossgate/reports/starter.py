@@ -55,7 +55,7 @@ def _kernel(spec: Spec, head: str, name: str) -> str:
         "from torch.distributed.device_mesh import DeviceMesh",
         "",
         "import lossgate",
-        "from lossgate.bank.dense_candidates import dense_kernel",
+        "from lossgate.dense_candidates import dense_kernel",
         f"from lossgate.inputs import {inputs}",
         f"from lossgate.options import {options}",
         "",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistakes that kernels of a spec have made, or easily make, in its options and fields.
 
-``bank.bugs`` makes kernels of them.
+``kernel_bank.bugs`` makes kernels of them.
 """
 
 from collections.abc import Callable, Mapping

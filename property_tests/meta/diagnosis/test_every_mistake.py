@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from lossgate import Candidate, Layout
-from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.placed_problem import PlacedProblem
 from lossgate.counterfactuals.bank import counterfactuals_of
 from lossgate.counterfactuals.counterfactual import Counterfactual
 from lossgate.counterfactuals.same import same
 from lossgate.counterfactuals.setting import Setting
+from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.cell import Cell
 from lossgate.engine.search import Search
 from lossgate.engine.settings import Settings

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from lossgate import Contract, Layout, candidate
-from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.placed_problem import PlacedProblem
 from lossgate.cases.placement import sample_problems
@@ -20,6 +19,7 @@ from lossgate.counterfactuals.families.rounded import rounded
 from lossgate.counterfactuals.families.terms import terms
 from lossgate.counterfactuals.same import same
 from lossgate.counterfactuals.setting import Setting
+from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings

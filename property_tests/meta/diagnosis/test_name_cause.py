@@ -10,15 +10,15 @@ import pytest
 import torch
 
 import dense_losses
+from kernel_bank.bugs import BUGS, bugs_of, cross_entropy_with, scale_gradient
+from kernel_bank.cross_entropy import STYLES
 from lossgate import Layout
-from lossgate.bank.bugs import BUGS, bugs_of, cross_entropy_with, scale_gradient
-from lossgate.bank.cross_entropy import STYLES
-from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.placement import sample_problems
 from lossgate.counterfactuals.bank import counterfactuals_of
 from lossgate.counterfactuals.counterfactual import mistake
 from lossgate.counterfactuals.sites import Attached, Changed, Site, Traced
 from lossgate.declaration.candidate import Candidate
+from lossgate.dense_candidates import dense_candidate
 from lossgate.diagnosis.cause import Cause, Diagnosis
 from lossgate.diagnosis.mixed import mixed_in
 from lossgate.diagnosis.name_cause import name_cause

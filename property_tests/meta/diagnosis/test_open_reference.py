@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from lossgate import Layout
-from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.placed_problem import PlacedProblem
 from lossgate.cases.placement import sample_problems
@@ -15,6 +14,7 @@ from lossgate.counterfactuals.bank import counterfactuals_of
 from lossgate.counterfactuals.counterfactual import mistake
 from lossgate.counterfactuals.seams import RIGHT, Seams, run, scaled_gradient, spelled_out, with_gradient_of
 from lossgate.counterfactuals.setting import Setting
+from lossgate.dense_candidates import dense_candidate
 from lossgate.losses import SPECS
 
 OPENED = replace(RIGHT, temper=lambda s, z: z / s.temperature, project=lambda s, leaves: s.head.logits(leaves))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lossgate import Layout, Precision
-from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.declaration.candidate import Candidate
+from lossgate.dense_candidates import dense_candidate
 from lossgate.diagnosis.cause import Diagnosis
 from lossgate.diagnosis.where import Rows
 from lossgate.engine.cell import Cell, Verdict

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernel_bank.cross_entropy import ALL_BFLOAT16, STYLES, make
 from lossgate import Candidate, Layout, Precision, Problem
-from lossgate.bank.cross_entropy import ALL_BFLOAT16, STYLES, make
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.reference import DenseRun

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
+from kernel_bank.cross_entropy import STYLES, make
 from lossgate import Candidate
-from lossgate.bank.cross_entropy import STYLES, make
 from lossgate.judge.blocks import blocks_of
 from lossgate.specs.outputs import gradient_output
 

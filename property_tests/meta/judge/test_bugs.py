@@ -3,8 +3,8 @@
 
 import pytest
 
-from lossgate.bank.bugs import BUGS, CROSS_ENTROPY_BUGS, cross_entropy_with
-from lossgate.bank.cross_entropy import STYLES, Style, make
+from kernel_bank.bugs import BUGS, CROSS_ENTROPY_BUGS, cross_entropy_with
+from kernel_bank.cross_entropy import STYLES, Style, make
 
 from .checks import ALL_STYLES, IDS, MakeWorld, make_problem, run
 

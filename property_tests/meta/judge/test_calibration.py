@@ -15,8 +15,8 @@ from calibration_counts import RightCounts, WrongCounts, largest_step, median_st
 from calibration_pieces import LAYOUTS, Piece, Sizes, all_pieces, run_piece
 from calibration_tables import Merged
 
-from lossgate.bank.bugs import BUGS
-from lossgate.bank.known_right import known_right
+from kernel_bank.bugs import BUGS
+from kernel_bank.known_right import known_right
 from lossgate.declaration.loading import load_candidate
 from lossgate.dtypes import DTYPES
 from lossgate.losses import SPECS

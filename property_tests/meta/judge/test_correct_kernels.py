@@ -3,7 +3,7 @@
 
 import pytest
 
-from lossgate.bank.cross_entropy import Style, make
+from kernel_bank.cross_entropy import Style, make
 from lossgate.cases.placement import sample_problems
 
 from .checks import ALL_STYLES, IDS, MakeWorld, make_problem, run

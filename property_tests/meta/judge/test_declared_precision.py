@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 import lossgate
+from kernel_bank.cross_entropy import ALL_BFLOAT16, STYLES, make
 from lossgate import Layout, Precision
-from lossgate.bank.cross_entropy import ALL_BFLOAT16, STYLES, make
 from lossgate.engine.cell import Cell
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings

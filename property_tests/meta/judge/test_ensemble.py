@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernel_bank.cross_entropy import STYLES, Style, make
 from lossgate import Candidate, Contract, Precision, Problem
-from lossgate.bank.cross_entropy import STYLES, Style, make
 from lossgate.numerics.float_formats import FLOAT32
 
 from .checks import ALL_STYLES, IDS, bind, make_problem, members_of, noise_of, reference_of

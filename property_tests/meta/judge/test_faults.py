@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernel_bank.cross_entropy import STYLES, make
 from lossgate import Outputs, candidate
-from lossgate.bank.cross_entropy import STYLES, make
 from lossgate.inputs import NllHidden
 from lossgate.judge.explain import explain
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from kernel_bank.bugs import scale_gradient
 from lossgate import Candidate, Precision, Problem
-from lossgate.bank.bugs import scale_gradient
-from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.placement import sample_problems
+from lossgate.dense_candidates import dense_candidate
 from lossgate.judge.tolerance import Tolerance
 from lossgate.losses import SPECS
 from lossgate.numerics.float_formats import FLOAT_FORMATS

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import lossgate
+from kernel_bank.right import KERNELS
 from lossgate import ANY, Candidate, Layout, Outputs, Precision
-from lossgate.bank.right import KERNELS
 from lossgate.cases.placement import sample_problems
 from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.run_cell import run_cell

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernel_bank.cross_entropy import STYLES, make
 from lossgate import Problem
-from lossgate.bank.cross_entropy import STYLES, make
-from lossgate.bank.dense_candidates import dense_candidate
+from lossgate.dense_candidates import dense_candidate
 from lossgate.judge import power, tolerance
 from lossgate.judge.comparison import Comparison
 from lossgate.judge.statistics import SCALE, Blocks

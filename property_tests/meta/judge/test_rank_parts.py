@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from lossgate import Candidate, Layout, Outputs, Precision, Problem
-from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases import oracle
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.placed_problem import PlacedProblem
 from lossgate.cases.placement import sample_problems
 from lossgate.cases.rank_parts import RankParts, rank_parts
+from lossgate.dense_candidates import dense_candidate
 from lossgate.judge.comparison import Comparison
 from lossgate.judge.ensemble import stages_of
 from lossgate.losses import SPECS

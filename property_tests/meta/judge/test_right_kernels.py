@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernel_bank import right as bank
+from kernel_bank.right import KERNELS
 from lossgate import Precision, Problem
-from lossgate.bank import right as bank
-from lossgate.bank.right import KERNELS
 from lossgate.cases.placement import sample_problems
 from lossgate.declaration.loading import load_candidate
 from lossgate.dtypes import DTYPES
@@ -46,7 +46,7 @@ def test_no_kernel_uses_a_reference() -> None:
 
 def test_a_kernel_is_loaded_by_its_name() -> None:
     name = "nll_hidden_online_trained"
-    assert load_candidate(f"lossgate.bank.right:{name}").name == name
+    assert load_candidate(f"kernel_bank.right:{name}").name == name
 
 
 SLICE = (

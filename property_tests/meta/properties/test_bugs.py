@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from kernel_bank.cross_entropy import STYLES, make
+from kernel_bank.property_bugs import PROPERTY_BUGS, right
 from lossgate import Layout
-from lossgate.bank.cross_entropy import STYLES, make
-from lossgate.bank.property_bugs import PROPERTY_BUGS, right
 from lossgate.cases.case import Case
 from lossgate.cases.placement import sample_problems
 from lossgate.declaration.candidate import Candidate

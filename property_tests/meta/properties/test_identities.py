@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from lossgate.bank.property_bugs import right
+from kernel_bank.property_bugs import right
 from lossgate.cases.case import Case
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.precision import Precision

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from kernel_bank.property_bugs import right
 from lossgate import Contract, Layout, Outputs, Precision, Problem, candidate
-from lossgate.bank.dense_candidates import dense_candidate
-from lossgate.bank.property_bugs import right
 from lossgate.cases.case import Case
 from lossgate.cases.placement import sample_problems
 from lossgate.declaration.candidate import Candidate
+from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.case_result import run_case
 from lossgate.losses import SPECS
 from lossgate.properties import PROPERTIES

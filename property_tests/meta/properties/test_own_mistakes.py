@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from kernel_bank.bugs import on_loss, scale_gradient
 from lossgate import ANY, Candidate, Layout, OwnMistake, Property, candidate
-from lossgate.bank.bugs import on_loss, scale_gradient
-from lossgate.bank.dense_candidates import dense_candidate
 from lossgate.cases.case import Case
 from lossgate.cases.placement import sample_problems
+from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.search import Search

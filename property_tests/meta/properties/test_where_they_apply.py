@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from kernel_bank.property_bugs import right
 from lossgate import ANY, Contract, Layout, Problem, candidate
-from lossgate.bank.dense_candidates import dense_candidate
-from lossgate.bank.property_bugs import right
 from lossgate.cases.case import Case
 from lossgate.declaration.candidate import Candidate
+from lossgate.dense_candidates import dense_candidate
 from lossgate.losses import SPECS
 from lossgate.properties import PROPERTIES
 from property_tests.meta.properties.test_bugs import MakeWorld

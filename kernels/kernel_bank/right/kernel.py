@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lossgate.bank.columns import Columns
-from lossgate.bank.right.formats import FINE, Formats
-from lossgate.bank.right.logprobs import Scores, Way
-from lossgate.bank.right.loops import WHOLE, Loop
+from kernel_bank.columns import Columns
+from kernel_bank.right.formats import FINE, Formats
+from kernel_bank.right.logprobs import Scores, Way
+from kernel_bank.right.loops import WHOLE, Loop
 from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate, Outputs, candidate
 from lossgate.declaration.contract import Contract

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lossgate.bank.right.formats import COARSE_LOGITS, COARSE_LOSS, DOUBLE, LOW_LOSS, TRAINED
-from lossgate.bank.right.kernel import Batch, of_tokens, of_values, scaled_sum, selected_sum, sum_of_sequences, through
-from lossgate.bank.right.logprobs import (
+from kernel_bank.right.formats import COARSE_LOGITS, COARSE_LOSS, DOUBLE, LOW_LOSS, TRAINED
+from kernel_bank.right.kernel import Batch, of_tokens, of_values, scaled_sum, selected_sum, sum_of_sequences, through
+from kernel_bank.right.logprobs import (
     cross_entropy,
     label_less_logsumexp,
     log_softmax,
@@ -17,7 +17,7 @@ from lossgate.bank.right.logprobs import (
     parallel_shifted,
     row_by_row,
 )
-from lossgate.bank.right.loops import IN_FORWARD, RECOMPUTED
+from kernel_bank.right.loops import IN_FORWARD, RECOMPUTED
 from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate
 

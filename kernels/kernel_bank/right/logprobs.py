@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lossgate.bank.columns import Columns
+from kernel_bank.columns import Columns
 
 VOCAB_TILE = 32
 """Columns per step of what goes over the vocabulary tile by tile."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import one_hot
 
-from lossgate.bank.bugs import Bug, Wrap, on_inputs, on_loss, on_options, scale_gradient
+from kernel_bank.bugs import Bug, Wrap, on_inputs, on_loss, on_options, scale_gradient
 from lossgate.declaration.any_value import ANY
 from lossgate.declaration.budgets import Budgets
 from lossgate.declaration.candidate import Candidate, candidate

@@ -4,9 +4,9 @@
 from collections.abc import Iterator
 from typing import Any
 
-from lossgate.bank.right.formats import COARSE_LOGITS, COARSE_LOSS, DOUBLE, FINE, LOW, LOW_LOSS, TRAINED, Formats
-from lossgate.bank.right.kernel import Call, declared
-from lossgate.bank.right.logprobs import (
+from kernel_bank.right.formats import COARSE_LOGITS, COARSE_LOSS, DOUBLE, FINE, LOW, LOW_LOSS, TRAINED, Formats
+from kernel_bank.right.kernel import Call, declared
+from kernel_bank.right.logprobs import (
     Way,
     cross_entropy,
     entropy_of_categorical,

@@ -2,8 +2,9 @@
 """The bank of known bugs: each wraps a correct kernel and makes it wrong.
 
 A bug changes what a kernel is given, what it returns, or the gradients that flow back through
-either. The few that only the inside of a kernel can have are switches of ``bank.cross_entropy``.
-Those of kernels that shift and split themselves are in ``bank.whole_sequences``.
+either. The few that only the inside of a kernel can have are switches of
+``kernel_bank.cross_entropy``.
+Those of kernels that shift and split themselves are in ``kernel_bank.whole_sequences``.
 (Errors in whole results, which every comparison plants in its own result as a check of itself, are
 in ``judge.power``.)
 """
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lossgate.bank.cross_entropy import Style, Switch, make
+from kernel_bank.cross_entropy import Style, Switch, make
 from lossgate.declaration.candidate import Candidate, Kernel, Outputs
 from lossgate.specs.mistakes import Mistake
 from lossgate.specs.option import Option
@@ -174,7 +175,7 @@ SWITCHES: Mapping[Switch, tuple[str, str]] = {
         "the gradient of the weight is summed token by token in bfloat16",
     ),
 }
-"""Bugs inside ``bank.cross_entropy``: their name and sentence."""
+"""Bugs inside ``kernel_bank.cross_entropy``: their name and sentence."""
 
 
 CROSS_ENTROPY_BUGS: Mapping[str, str] = {

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lossgate.bank.columns import Columns
+from kernel_bank.columns import Columns
 from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate, candidate
 from lossgate.declaration.contract import Contract

@@ -5,7 +5,7 @@ sharded.
 Logits are gathered over tp and values per token over cp. Then every rank of a dp group computes the
 loss of all of its sequences.
 
-    lossgate verify lossgate.bank.dense_candidates:dense_dpo_logprobs --layout cp=2
+    lossgate verify lossgate.dense_candidates:dense_dpo_logprobs --layout cp=2
 """
 
 from collections.abc import Callable, Mapping
@@ -176,4 +176,4 @@ def dense_candidate(spec: Spec, head: str) -> Candidate:
 globals().update(
     {f"dense_{name}_{head}": dense_candidate(spec, head) for name, spec in SPECS.items() for head in spec.inputs}
 )
-"""One for each, so that ``lossgate verify lossgate.bank.dense_candidates`` finds them."""
+"""One for each, so that ``lossgate verify lossgate.dense_candidates`` finds them."""

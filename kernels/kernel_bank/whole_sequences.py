@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lossgate.bank.bugs import scale_gradient
-from lossgate.bank.dense_candidates import whole_pack, zigzag_order
+from kernel_bank.bugs import scale_gradient
 from lossgate.declaration.candidate import Candidate, Outputs
+from lossgate.dense_candidates import whole_pack, zigzag_order
 from lossgate.problems.whole_sequences import Tokens
 
 InputBug = Literal[

@@ -6,13 +6,13 @@ are made (``logprobs``), how the loss is written (``sft``, ``policies``, ``pairs
 ``distillation``, ``tokens``), where it rounds (``formats``), and how it goes over its tokens
 (``loops``). Its declaration says where it rounds as truly as the words of ``Precision`` can.
 
-    lossgate verify lossgate.bank.right:nll_hidden_online_trained --dtype float16
+    lossgate verify kernel_bank.right:nll_hidden_online_trained --dtype float16
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from lossgate.bank.right import critics, cut, distillation, pairs, policies, sft, tokens
+from kernel_bank.right import critics, cut, distillation, pairs, policies, sft, tokens
 from lossgate.declaration.candidate import Candidate
 
 _MODULES = (sft, cut, tokens, policies, pairs, critics, distillation)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from lossgate.bank.cross_entropy import Style, make
+from kernel_bank.cross_entropy import Style, make
 from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate, Outputs
 

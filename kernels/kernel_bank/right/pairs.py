@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lossgate.bank.right.formats import COARSE_LOGITS, COARSE_LOSS, DOUBLE, FINE, LOW_LOSS, TRAINED, Formats
-from lossgate.bank.right.kernel import Batch, Call, by_index_add, declared
-from lossgate.bank.right.logprobs import Way, cross_entropy, log_softmax, online, parallel_shifted, row_by_row
-from lossgate.bank.right.sigmoids import (
+from kernel_bank.right.formats import COARSE_LOGITS, COARSE_LOSS, DOUBLE, FINE, LOW_LOSS, TRAINED, Formats
+from kernel_bank.right.kernel import Batch, Call, by_index_add, declared
+from kernel_bank.right.logprobs import Way, cross_entropy, log_softmax, online, parallel_shifted, row_by_row
+from kernel_bank.right.sigmoids import (
     Sigmoid,
     by_binary_cross_entropy,
     by_log1p,

@@ -66,7 +66,7 @@ ALL_BFLOAT16 = Style(
 """``cross_entropy`` of bfloat16 logits, as it is on CPU."""
 
 Switch = Literal["drop vocab tile", "skip temperature in backward", "skip tp all-reduce", "accumulate dW in bfloat16"]
-"""The bugs that only the inside of the kernel can have; ``bank.bugs`` describes them."""
+"""The bugs that only the inside of the kernel can have; ``kernel_bank.bugs`` describes them."""
 
 
 def make(style: Style, switch: Switch | None = None) -> Candidate:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A right kernel and a wrong one to try lossgate on, before you have written one.
 
-lossgate verify lossgate.bank.tour --layout cp=2
+lossgate verify lossgate.tour --layout cp=2
 """
 
 import torch

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every kernel of the bank that is known to be right, in every dtype that it can do.
 
-Beside ``bank.right`` these are the dense candidates, which alone support every option, the kernels
-for losses over the whole vocabulary, and the fused cross-entropy in all its styles.
+Beside ``kernel_bank.right`` these are the dense candidates, which alone support every option, the
+kernels for losses over the whole vocabulary, and the fused cross-entropy in all its styles.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lossgate.bank import full_vocabulary
-from lossgate.bank.cross_entropy import ALL_BFLOAT16, STYLES, make
-from lossgate.bank.dense_candidates import dense_candidate
-from lossgate.bank.right import KERNELS
+from kernel_bank import full_vocabulary
+from kernel_bank.cross_entropy import ALL_BFLOAT16, STYLES, make
+from kernel_bank.right import KERNELS
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.precision import Precision
+from lossgate.dense_candidates import dense_candidate
 from lossgate.dtypes import DTYPES
 from lossgate.losses import SPECS
 
@@ -42,6 +42,6 @@ def _cross_entropies() -> Iterator[Candidate]:
 
 
 _OTHERS = {k.name: replace(k, source=f"{__name__}:{k.name}") for k in (*_fine(), *_cross_entropies())}
-"""Those that are not in ``bank.right``."""
+"""Those that are not in ``kernel_bank.right``."""
 
 globals().update(_OTHERS)

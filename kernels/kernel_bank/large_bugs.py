@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lossgate.bank.bugs import Bug, on_inputs
-from lossgate.bank.cross_entropy import Style, make
+from kernel_bank.bugs import Bug, on_inputs
+from kernel_bank.cross_entropy import Style, make
 from lossgate.declaration.candidate import Candidate, Outputs
 
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lossgate.bank.right.formats import COARSE_LOSS, DOUBLE, FINE, LOW, Formats
-from lossgate.bank.right.kernel import Batch, Call, declared, of_tokens, of_values, selected_sum, sum_of_sequences
-from lossgate.bank.right.sigmoids import SIGMOIDS, Sigmoid
+from kernel_bank.right.formats import COARSE_LOSS, DOUBLE, FINE, LOW, Formats
+from kernel_bank.right.kernel import Batch, Call, declared, of_tokens, of_values, selected_sum, sum_of_sequences
+from kernel_bank.right.sigmoids import SIGMOIDS, Sigmoid
 from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate, Outputs
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lossgate.bank.right.formats import COARSE_LOGITS, COARSE_LOSS, DOUBLE, LOW, LOW_LOSS, TRAINED
-from lossgate.bank.right.kernel import (
+from kernel_bank.right.formats import COARSE_LOGITS, COARSE_LOSS, DOUBLE, LOW, LOW_LOSS, TRAINED
+from kernel_bank.right.kernel import (
     Batch,
     of_scores,
     of_tokens,
@@ -22,7 +22,7 @@ from lossgate.bank.right.kernel import (
     sum_of_sequences,
     through,
 )
-from lossgate.bank.right.logprobs import (
+from kernel_bank.right.logprobs import (
     SINGLE,
     Scores,
     cross_entropy,
@@ -33,7 +33,7 @@ from lossgate.bank.right.logprobs import (
     parallel_logsumexp,
     parallel_shifted,
 )
-from lossgate.bank.right.loops import CHUNKED, IN_FORWARD, IN_FORWARD_LOW, IN_FORWARD_ROUNDED, RECOMPUTED
+from kernel_bank.right.loops import CHUNKED, IN_FORWARD, IN_FORWARD_LOW, IN_FORWARD_ROUNDED, RECOMPUTED
 from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate
 

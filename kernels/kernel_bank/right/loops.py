@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lossgate.bank.right.formats import INPUTS
+from kernel_bank.right.formats import INPUTS
 
 CHUNK = 7
 """Tokens per step of a loop."""

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lossgate.bank.right.formats import INPUTS
-from lossgate.bank.right.kernel import Call, Leaves, of_tokens
-from lossgate.bank.right.logprobs import VOCAB_TILE
+from kernel_bank.right.formats import INPUTS
+from kernel_bank.right.kernel import Call, Leaves, of_tokens
+from kernel_bank.right.logprobs import VOCAB_TILE
 from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate
 
