@@ -13,13 +13,13 @@ from calibration_counts import RightCounts, WrongCounts
 from kernel_bank.bugs import BUGS, SWITCHES, Bug, bugs_of, cross_entropy_with
 from kernel_bank.cross_entropy import STYLES, make
 from lossgate import ANY, Candidate, Layout, Problem
+from lossgate.base.errors import UsageError
+from lossgate.base.names import DTYPES
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.difference import differences
 from lossgate.cases.placement import sample_problems
-from lossgate.dtypes import DTYPES
 from lossgate.engine.case_result import CaseResult, run_case
-from lossgate.errors import UsageError
 from lossgate.judge.comparison import Comparison
 from lossgate.judge.explain import explain_difference
 from lossgate.properties import PROPERTIES

@@ -10,7 +10,7 @@ from calibration_counts import RightCounts, WrongCounts, largest_step, median_st
 from rich.console import Console
 from rich.table import Table
 
-from lossgate.dtypes import DTYPES
+from lossgate.base.names import DTYPES
 
 
 @dataclass

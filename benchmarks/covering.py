@@ -25,13 +25,13 @@ from kernel_bank.property_bugs import PROPERTY_BUGS
 from kernel_bank.sharded_vocabulary import SHARD_BUGS, for_every_split
 from kernel_bank.whole_sequences import INPUT_BUGS, OUTPUT_BUGS, given_whole, returning_whole
 from lossgate import Candidate, Layout
+from lossgate.base.layout import layouts_up_to
 from lossgate.dense_candidates import dense_candidate
 from lossgate.engine import run_cell as engine
 from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.matrix import covering
 from lossgate.engine.plan import plan
 from lossgate.engine.settings import PROFILES, Settings
-from lossgate.layout import layouts_up_to
 from lossgate.losses import SPECS
 from lossgate.problems.whole_sequences import Tokens
 

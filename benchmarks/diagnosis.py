@@ -29,6 +29,7 @@ from typing import Literal
 import torch
 
 from lossgate import Candidate, Layout
+from lossgate.base.errors import CandidateError
 from lossgate.counterfactuals.bank import counterfactuals_of
 from lossgate.counterfactuals.counterfactual import Counterfactual
 from lossgate.counterfactuals.families.operations import operations
@@ -41,7 +42,6 @@ from lossgate.engine import run_cell as engine
 from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.diagnose import further_cases
 from lossgate.engine.settings import PROFILES, Settings
-from lossgate.errors import CandidateError
 from lossgate.problems.problem import Problem
 from lossgate.worlds.base import RankFailure, World
 

@@ -35,8 +35,7 @@ from lossgate.evidence.records import (
 )
 from lossgate.evidence.redo import largest_mde
 from lossgate.evidence.sealed import digest_in, digest_of_cells, matrix_of, seal
-from lossgate.judge.pooled_noise import pool_noise
-from lossgate.judge.pooled_scale import pool_scales, smallest_bias
+from lossgate.judge.pooling import pool_noise, pool_scales, smallest_bias
 
 NOW = "2026-01-01T00:00:00+00:00"
 STATISTICS = ("noise", "worst", "token", "vocab row", "vocab tile", "sequence")

@@ -31,19 +31,18 @@ from rich.table import Table
 from torch import Tensor
 
 from lossgate.adequacy.deck import Deck
+from lossgate.base.layout import Layout
+from lossgate.base.shape import Shape
 from lossgate.cases.bound_problem import BoundProblem
-from lossgate.cases.case import Case
+from lossgate.cases.case import Case, all_cores
 from lossgate.cases.oracle import Oracle
-from lossgate.cases.placed_problem import PlacedProblem
+from lossgate.cases.placement import PlacedProblem
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.loading import load_candidates
 from lossgate.judge.comparison import Comparison
 from lossgate.judge.ensemble import stages_of
 from lossgate.judge.streamed import run_streamed
-from lossgate.layout import Layout
 from lossgate.numerics.noise import Noise
-from lossgate.numerics.threads import all_cores
-from lossgate.shape import Shape
 from lossgate.specs.heads import HEADS
 from lossgate.specs.outputs import Output
 from lossgate.worlds import SimulatedWorld

@@ -33,7 +33,7 @@ from rich.table import Table
 
 from lossgate import Candidate
 from lossgate.adequacy import deck
-from lossgate.cases import bound_problem, case, kernel_noise, placed_problem, rank_call
+from lossgate.cases import bound_problem, case, kernel_noise, placement, rank_call
 from lossgate.declaration.loading import load_candidates
 from lossgate.engine import case_result, search
 from lossgate.engine.plan import plan
@@ -182,7 +182,7 @@ PARTS: Sequence[tuple[Any, str, str]] = (
     (search, "choice_of", "known mistakes"),
     (search, "choice_on", "known mistakes"),
     (bound_problem.BoundProblem, "batch", "reference"),
-    (placed_problem.PlacedProblem, "batch", "reference"),
+    (placement.PlacedProblem, "batch", "reference"),
     (bound_problem.BoundProblem, "reference", "reference"),
     (kernel_noise.KernelNoise, "deviations", "noise"),
     (case.Case, "_outcome", "ranks"),

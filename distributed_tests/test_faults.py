@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from distributed_tests.faults import COLLECTIVES, CULPRIT, ENDS, FAULTS, ends_at, healthy
-from lossgate.layout import Layout
+from lossgate.base.layout import Layout
 from lossgate.worlds import World, make_world
 from lossgate.worlds.base import RankDied, RankFailure, RankRaised, Task
 from lossgate.worlds.pool import close_pool

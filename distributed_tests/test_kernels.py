@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from lossgate import Layout
+from lossgate.base.launch import launch_of_torchrun
 from lossgate.cases.case import Case
 from lossgate.cases.placement import sample_problems
 from lossgate.declaration.candidate import Candidate
@@ -13,7 +14,6 @@ from lossgate.declaration.loading import load_candidates
 from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
-from lossgate.launch import launch_of_torchrun
 from lossgate.worlds import make_world, most_ranks
 
 ROOT = Path(__file__).parents[1]

@@ -19,12 +19,11 @@ from torch.distributed import HashStore
 
 from distributed_tests.faults import healthy
 from lossgate import current_mesh
-from lossgate.errors import UsageError
-from lossgate.layout import Layout
+from lossgate.base.errors import UsageError
+from lossgate.base.layout import Layout
 from lossgate.worlds import RankContext, World, make_world
 from lossgate.worlds.base import Hang, RankDied, RankRaised, StateLeak, WorldLost
-from lossgate.worlds.pool import close_pool
-from lossgate.worlds.pool.pool import _pool
+from lossgate.worlds.pool import _pool, close_pool
 from lossgate.worlds.processes.groups import RankGroups
 from lossgate.worlds.processes.messages import Begun, Loaded, Met
 
@@ -249,7 +248,7 @@ def test_nothing_leaks_over_1000_tasks(gloo: World) -> None:
 
 
 SCRIPT = """
-from lossgate.layout import Layout
+from lossgate.base.layout import Layout
 from lossgate.worlds import make_world
 
 print(make_world("gloo", Layout(tp=2)).run(lambda context: context.rank))

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lossgate.layout import Layout
+from lossgate.base.layout import Layout
 from lossgate.worlds import RankContext, make_world
 
 SIZES = 12

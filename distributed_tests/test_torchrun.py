@@ -20,12 +20,12 @@ import pytest
 import torch.distributed as dist
 
 from distributed_tests.faults import CULPRIT
-from lossgate.errors import UsageError
-from lossgate.launch import Launch, launch_of_torchrun
-from lossgate.layout import Layout
+from lossgate.base.errors import UsageError
+from lossgate.base.launch import Launch, launch_of_torchrun
+from lossgate.base.layout import Layout
 from lossgate.worlds import most_ranks
 from lossgate.worlds.processes.messages import Finish
-from lossgate.worlds.torchrun import ranks
+from lossgate.worlds.torchrun import launched_ranks
 from lossgate.worlds.torchrun.meeting import Address, connect, open_descriptors
 from property_tests.warm_python import warm_commands
 
@@ -245,7 +245,7 @@ def test_a_rank_that_does_not_come_is_named(rank_0: dist.Store, monkeypatch: pyt
     said = list[socket.socket]()
     thread = threading.Thread(target=strangers, daemon=True)
     thread.start()
-    launched = ranks.LaunchedRanks(Launch(0, 0, 2, "127.0.0.1"))
+    launched = launched_ranks.LaunchedRanks(Launch(0, 0, 2, "127.0.0.1"))
     thread.join(10)
     for _ in range(2):
         with pytest.raises(UsageError, match=r"^rank 1 of 2 did not connect to rank 0 on 127.0.0.1 within 2 s; see"):
@@ -262,7 +262,7 @@ def test_a_rank_without_a_gpu_is_named(rank_0: dist.Store) -> None:
     ends = list[Connection]()
     thread = threading.Thread(target=rank_1, daemon=True)
     thread.start()
-    launched = ranks.LaunchedRanks(Launch(0, 0, 2, "127.0.0.1"))
+    launched = launched_ranks.LaunchedRanks(Launch(0, 0, 2, "127.0.0.1"))
     thread.join(10)
     launched._hellos[0] = replace(launched._hellos[0], gpu=0)
     launched._hellos[1] = replace(launched._hellos[1], gpu=None, host="other")

@@ -56,7 +56,7 @@ _LOADED = (
     "lossgate.engine.child",
     "lossgate.engine.jobs",
     "lossgate.reports.terminal",
-    "lossgate.worlds.pool.process",
+    "lossgate.worlds.pool",
 )
 
 
@@ -119,7 +119,7 @@ def serve(folder: Path, ready: int) -> None:
 
 
 def _load() -> None:
-    from lossgate.fork_server import worker_context
+    from lossgate.base.fork_server import worker_context
 
     for module in _LOADED:
         importlib.import_module(module)

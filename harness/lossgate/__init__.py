@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lossgate import inputs, options, strategies
+    from lossgate.base.errors import CandidateError, LossgateError, UsageError
+    from lossgate.base.layout import Layout
     from lossgate.cases.case import Case
     from lossgate.cases.example import example
     from lossgate.declaration.any_value import ANY
@@ -23,9 +25,7 @@ if TYPE_CHECKING:
     from lossgate.declaration.known_failure import KnownFailure
     from lossgate.declaration.precision import Precision
     from lossgate.engine.compare import compare
-    from lossgate.errors import CandidateError, LossgateError, UsageError
     from lossgate.inputs import Batch
-    from lossgate.layout import Layout
     from lossgate.problems.problem import Problem
     from lossgate.properties.registry import Checked, OwnMistake, Property, property
     from lossgate.pytest_plugin.suite import suite
@@ -40,9 +40,8 @@ if TYPE_CHECKING:
     from lossgate.specs.spec import Spec
     from lossgate.specs.terms import Term, Terms
     from lossgate.specs.token_values import TokenValues
-    from lossgate.worlds.assertions import all_ranks_assert
     from lossgate.worlds.base import RankContext, RankFailure
-    from lossgate.worlds.running import current_mesh
+    from lossgate.worlds.running import all_ranks_assert, current_mesh
     from lossgate.worlds.simulated_ranks import SimulatedRanks
 
 __version__ = "0.1.0"
@@ -53,7 +52,7 @@ _HOMES = {
     "Between": "specs.record",
     "Budgets": "declaration.budgets",
     "Candidate": "declaration.candidate",
-    "CandidateError": "errors",
+    "CandidateError": "base.errors",
     "Case": "cases.case",
     "Checked": "properties.registry",
     "Contract": "declaration.contract",
@@ -61,8 +60,8 @@ _HOMES = {
     "Excluded": "declaration.excluded",
     "FieldContext": "specs.field_context",
     "KnownFailure": "declaration.known_failure",
-    "Layout": "layout",
-    "LossgateError": "errors",
+    "Layout": "base.layout",
+    "LossgateError": "base.errors",
     "Metric": "specs.metric",
     "Mistake": "specs.mistakes",
     "Option": "specs.option",
@@ -79,8 +78,8 @@ _HOMES = {
     "Term": "specs.terms",
     "Terms": "specs.terms",
     "TokenValues": "specs.token_values",
-    "UsageError": "errors",
-    "all_ranks_assert": "worlds.assertions",
+    "UsageError": "base.errors",
+    "all_ranks_assert": "worlds.running",
     "candidate": "declaration.candidate",
     "compare": "engine.compare",
     "current_mesh": "worlds.running",

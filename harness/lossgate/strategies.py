@@ -29,25 +29,24 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lossgate.cases import strategies as drawn
-from lossgate.cases.drawn_pack import DrawnPack
-from lossgate.cases.drawn_problem import DrawnProblem
+from lossgate.base.errors import UsageError
+from lossgate.base.layout import AXES, MAX_RANKS, Axis, Layout
+from lossgate.base.spelling import nearest
+from lossgate.cases import problem_strategies as drawn
+from lossgate.cases.drawn_problem import DrawnPack, DrawnProblem
 from lossgate.cases.option_strategies import draw_options, draw_value
 from lossgate.cases.placement import Placement, splits_of, takes_idle_ranks
 from lossgate.declaration.any_value import ANY
 from lossgate.declaration.arguments import check_axes
 from lossgate.declaration.candidate import Candidate, candidate
 from lossgate.declaration.checks import check_spec
-from lossgate.errors import UsageError
-from lossgate.layout import AXES, MAX_RANKS, Axis, Layout
+from lossgate.problems.batch import draw_tokens
 from lossgate.problems.masks import MASK_PATTERNS, MaskPattern, draw_mask
 from lossgate.problems.problem import Problem, ReductionOrder
 from lossgate.problems.random_streams import RandomStreams
-from lossgate.problems.tokens import draw_tokens
 from lossgate.specs.heads import HEADS
 from lossgate.specs.option import COMMON_OPTIONS, TEMPERATURE, Option
 from lossgate.specs.spec import Spec
-from lossgate.spelling import nearest
 
 __all__ = [
     "DrawnPack",

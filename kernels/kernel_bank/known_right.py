@@ -11,10 +11,10 @@ from dataclasses import replace
 from kernel_bank import full_vocabulary
 from kernel_bank.cross_entropy import ALL_BFLOAT16, STYLES, make
 from kernel_bank.right import KERNELS
+from lossgate.base.names import DTYPES
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.precision import Precision
 from lossgate.dense_candidates import dense_candidate
-from lossgate.dtypes import DTYPES
 from lossgate.losses import SPECS
 
 

@@ -54,9 +54,9 @@ from typing import Any
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
+from lossgate.base.errors import UsageError
 from lossgate.cli import app
 from lossgate.engine.settings import load_settings
-from lossgate.errors import UsageError
 from property_tests.warm_python import warm_commands
 
 ROOT = Path(__file__).parents[2]

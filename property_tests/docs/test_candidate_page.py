@@ -11,8 +11,8 @@ import pytest
 
 import lossgate
 from lossgate import Contract, Precision
+from lossgate.base.layout import AXES
 from lossgate.engine.settings import PROFILES, Settings
-from lossgate.layout import AXES
 from lossgate.losses import SPECS
 from lossgate.problems.partition import SHARDED_DIMS
 from lossgate.specs.heads import HEADS

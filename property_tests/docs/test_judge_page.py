@@ -8,11 +8,11 @@ from calibration_pieces import LAYOUTS, Sizes, all_pieces
 
 from kernel_bank.known_right import known_right
 from lossgate.adequacy import deck
-from lossgate.adequacy.equivalence import UNCHANGED
+from lossgate.adequacy.kills import UNCHANGED
 from lossgate.adequacy.option_mutants import NEAREST
-from lossgate.cases import float_range, kinks, large, size
+from lossgate.cases import float_range, kinks, large
 from lossgate.engine import advice
-from lossgate.judge import ensemble, pooled_noise, pooled_scale, streamed, token_stage
+from lossgate.judge import ensemble, pooling, streamed, token_stage
 from lossgate.judge.limits import ALIKE_FACTOR, BLOCK_FACTOR, FACTORS, scale_sigmas
 from lossgate.judge.power import PLANTED
 from lossgate.judge.statistics import NOISE, WORST
@@ -42,19 +42,18 @@ STATED = {
     "long problems": f"{large.MANY_TOKENS.tokens:,} tokens, {large.MANY_SEQUENCES.tokens} tokens in "
     f"{large.MANY_SEQUENCES.sequences} sequences, and {large.LARGE_VOCABULARY.tokens} tokens with a vocabulary of "
     f"{large.LARGE_VOCABULARY.vocab:,}",
-    "fewest problems": f"A cell never agrees on fewer than {pooled_scale.FEWEST} problems",
+    "fewest problems": f"A cell never agrees on fewer than {pooling.FEWEST} problems",
     "enough for advice": f"where {advice._ENOUGH} problems had its choice",
-    "large": f"more than 2^{log2(size.LARGE):.0f} logits",
+    "large": f"more than 2^{log2(large.LARGE):.0f} logits",
     "runs of large problems": f"{streamed._RUNS} of them forward",
     "runs back": f"At least {streamed._RUNS_BACK} of them go back",
     "few runs": f"which is {scale_sigmas(streamed._RUNS_BACK):g} standard deviations for {streamed._RUNS_BACK} runs",
     "kinks": f"by {NUMBERS[kinks._SIGMAS]} standard deviations of what rounding",
-    "pooled": f"{pooled_scale.SIGMAS:g} (1 + 60 / n^2) standard deviations of the pooled scale",
-    "floor": f"a {1 / pooled_scale.FLOOR:.0f}th of the unit roundoff, "
-    f"and at least 2^{log2(pooled_scale.FLOAT32_FLOOR):.0f}",
-    "pooled noise": f"Its limit is {pooled_noise.LARGEST:g} + {pooled_noise.MORE:.0f} / n, "
-    f"and fewer than {pooled_noise.FEWEST} problems say nothing",
-    "mde": f"An error of {pooled_scale.LARGEST_MDE:.0%} in the scale",
+    "pooled": f"{pooling.SIGMAS:g} (1 + 60 / n^2) standard deviations of the pooled scale",
+    "floor": f"a {1 / pooling.FLOOR:.0f}th of the unit roundoff, and at least 2^{log2(pooling.FLOAT32_FLOOR):.0f}",
+    "pooled noise": f"Its limit is {pooling.LARGEST:g} + {pooling.MORE:.0f} / n, "
+    f"and fewer than {pooling.FEWEST} problems say nothing",
+    "mde": f"An error of {pooling.LARGEST_MDE:.0%} in the scale",
     "equivalent": f"on each of {UNCHANGED} problems",
     "nearest": f"within {NEAREST:g} of each other",
     "kernels": f"holds {len(RIGHT)} kernels, of every spec at every head",

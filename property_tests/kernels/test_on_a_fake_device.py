@@ -132,7 +132,7 @@ def test_a_child_that_does_not_answer_says_nothing(how: str, monkeypatch: pytest
 COMPILER = """
 import os, sys
 import torch
-from lossgate.layout import Layout
+from lossgate.base.layout import Layout
 from lossgate.observe.fake_device import fake_device, raised_in_child
 
 def on_the_device(compute):

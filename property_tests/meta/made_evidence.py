@@ -19,7 +19,7 @@ from lossgate.evidence.records import (
 )
 from lossgate.evidence.redo import largest_mde
 from lossgate.evidence.sealed import digest_in, digest_of_cells, matrix_of, seal
-from lossgate.judge.pooled_scale import FEWEST
+from lossgate.judge.pooling import FEWEST
 
 STARTED, TIME, FINISHED = "2026-11-20T12:00:00+00:00", "2026-11-20T12:00:30+00:00", "2026-11-20T12:01:00+00:00"
 COMMIT = "c" * 40

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from lossgate import Candidate, Layout
-from lossgate.adequacy.coverage import required_goals
 from lossgate.adequacy.option_mutants import option_mutants
+from lossgate.adequacy.selection import required_goals
 from lossgate.dense_candidates import dense_candidate
 from lossgate.losses import SPECS
 from lossgate.specs.sharding_goals import IDS_GOALS, SHARDING_GOALS

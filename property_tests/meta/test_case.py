@@ -16,9 +16,8 @@ import torch
 from lossgate import ANY, Candidate, Layout, Outputs, Problem, UsageError
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
-from lossgate.cases.placed_problem import PlacedProblem
-from lossgate.cases.rank_call import RankOutputs
-from lossgate.cases.task import RankTask
+from lossgate.cases.placement import PlacedProblem
+from lossgate.cases.rank_call import RankOutputs, RankTask
 from lossgate.declaration.loading import load_candidate
 from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.case_result import run_case

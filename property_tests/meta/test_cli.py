@@ -229,7 +229,7 @@ def test_list(folder: Path, lossgate: Lossgate) -> None:
 
 def test_neither_command_line_nor_plugin_loads_torch() -> None:
     code = (
-        "import sys, lossgate, lossgate.cli, lossgate.engine.settings, lossgate.fork_server; "
+        "import sys, lossgate, lossgate.cli, lossgate.engine.settings, lossgate.base.fork_server; "
         "from importlib.metadata import entry_points; "
         "(plugin,) = entry_points(group='pytest11', name='lossgate'); plugin.load(); "
         "lossgate.engine.settings.Settings(dtypes=('float32',)); sys.exit('torch' in sys.modules)"

@@ -9,16 +9,15 @@ import pytest
 
 from lossgate import Candidate, Layout, Precision
 from lossgate.adequacy import decks
-from lossgate.adequacy.coverage import required_goals
 from lossgate.adequacy.deck import KILLERS, SIZE, WANTED, Deck, deck_key
 from lossgate.adequacy.decks import deck_of
 from lossgate.adequacy.entry import Entry, Placed
 from lossgate.adequacy.entry_drawer import LEAST_CHANGE
 from lossgate.adequacy.kills import changes
-from lossgate.adequacy.selection import choose
+from lossgate.adequacy.selection import choose, required_goals
+from lossgate.base.names import DTYPES
 from lossgate.cases.placement import splits_of
 from lossgate.dense_candidates import dense_candidate
-from lossgate.dtypes import DTYPES
 from lossgate.engine.cell import Cell, CellResult
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings

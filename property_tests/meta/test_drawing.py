@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from lossgate import Precision
+from lossgate.base.names import DTYPES
 from lossgate.cases.drawing import Draws
 from lossgate.cases.option_strategies import ForcedOption
 from lossgate.dense_candidates import dense_candidate
-from lossgate.dtypes import DTYPES
 from lossgate.losses import SPECS
 from lossgate.problems.problem import Problem
 

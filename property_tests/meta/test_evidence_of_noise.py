@@ -7,7 +7,7 @@ import pytest
 
 from lossgate.evidence.records import WITHOUT_NOISE, CellRecord, OutputRecord, PooledNoiseRecord, PooledRecord
 from lossgate.evidence.redo import redo
-from lossgate.judge.pooled_scale import pool_scales, smallest_bias
+from lossgate.judge.pooling import pool_scales, smallest_bias
 from property_tests.meta import made_evidence as made
 
 

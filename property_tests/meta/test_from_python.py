@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lossgate
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
 from lossgate.losses import SPECS
 
 EVERY = [(name, head) for name, spec in SPECS.items() for head in spec.inputs]

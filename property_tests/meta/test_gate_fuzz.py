@@ -11,7 +11,7 @@ from random import Random
 import msgspec
 import pytest
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
 from lossgate.evidence.gather import gather
 from lossgate.evidence.records import Record
 from lossgate.evidence.sealed import seal

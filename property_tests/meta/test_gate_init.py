@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import astuple
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
 from lossgate.evidence.reader import Where
 from lossgate.evidence.records import CellKey, KnownFailureRecord, RunRecord
 from lossgate.evidence.summary import CellSummary

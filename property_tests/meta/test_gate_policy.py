@@ -11,11 +11,11 @@ from random import Random
 
 import pytest
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
 from lossgate.evidence.records import CellKey
 from lossgate.gate.policy import load_policy
 from lossgate.gate.rules import EvidenceRules, KnownFailureRule, Policy, Rule
-from lossgate.judge.pooled_scale import LARGEST_MDE
+from lossgate.judge.pooling import LARGEST_MDE
 from property_tests.meta.mutations import mutated, with_other_bytes
 
 EXAMPLE = json.dumps({"candidate": "kernels.py:nll_hidden", "examples": [{"problem": {}, "symptoms": ["loss"]}]})

@@ -13,7 +13,7 @@ import pytest
 from jsonschema import Draft202012Validator, FormatChecker
 
 import lossgate.gate.policy as policy_module
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
 from lossgate.gate.policy import load_policy
 from lossgate.gate.policy_values import MOST_PROBLEMS
 from lossgate.gate.rules import EvidenceRules, KnownFailureRule, Rule

@@ -13,8 +13,7 @@ from torch import Tensor
 import lossgate
 from lossgate import Problem
 from lossgate.cases.bound_problem import BoundProblem
-from lossgate.cases.choices import RecordChoices
-from lossgate.cases.kinks import near_kinks, tokens_of
+from lossgate.cases.kinks import RecordChoices, near_kinks, tokens_of
 from lossgate.losses import SPECS
 from lossgate.problems.batch import GlobalBatch
 

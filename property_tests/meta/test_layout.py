@@ -4,7 +4,7 @@
 import pytest
 
 from lossgate import Layout, UsageError
-from lossgate.layout import layouts_up_to
+from lossgate.base.layout import layouts_up_to
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from lossgate.cases.drawing import Draws
 from lossgate.dense_candidates import dense_candidate
 from lossgate.losses import SPECS
 from lossgate.numerics.float_formats import FLOAT_FORMATS
-from lossgate.problems.tokens import draw_tokens
+from lossgate.problems.batch import draw_tokens
 from lossgate.specs.logit_filter import FilterOptions, passing_logits
 
 FILTERS = [(8, 1.0), (None, 0.9), (8, 0.9), (3, 0.5), (1, 1.0), (None, 0.5)]

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from lossgate import Layout, candidate
+from lossgate.base.layout import layouts_up_to
 from lossgate.engine.matrix import covering, layouts_and_dtypes
 from lossgate.engine.plan import plan
 from lossgate.engine.settings import Settings
-from lossgate.layout import layouts_up_to
 
 
 @candidate("nll", head="logits", axes=("dp", "cp", "tp"), dtypes=("bfloat16", "float32", "float16"))

@@ -10,8 +10,7 @@ from rich.console import Console
 
 from kernel_bank.bugs import ignores
 from lossgate import ANY, Candidate, Layout, Precision
-from lossgate.adequacy.not_distinguished import not_distinguished
-from lossgate.adequacy.option_mutants import OptionMutant, near_mutants
+from lossgate.adequacy.option_mutants import OptionMutant, near_mutants, not_distinguished
 from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.run_cell import run_cell

@@ -10,8 +10,7 @@ import torch
 from lossgate import Layout
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.drawing import Draws
-from lossgate.cases.placed_problem import PlacedProblem
-from lossgate.cases.placement import Placement
+from lossgate.cases.placement import PlacedProblem, Placement
 from lossgate.cases.reference import DenseRun
 from lossgate.dense_candidates import dense_candidate
 from lossgate.losses import SPECS

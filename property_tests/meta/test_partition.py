@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lossgate import Layout, UsageError
+from lossgate.base.layout import layouts_up_to
 from lossgate.cases.assemble import assemble, assemble_tensor
 from lossgate.declaration.contract import Placements
 from lossgate.dense_candidates import dense_candidate
-from lossgate.layout import layouts_up_to
 from lossgate.losses import SPECS
 from lossgate.problems.partition import Dims, Partition, VocabShard, split_vocab
 from lossgate.specs.outputs import LOGPROBS, Output

@@ -9,7 +9,7 @@ import torch
 
 from lossgate import Layout, Problem, UsageError
 from lossgate.cases.bound_problem import BoundProblem
-from lossgate.cases.placed_problem import PlacedProblem
+from lossgate.cases.placement import PlacedProblem
 from lossgate.losses import find_spec
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.random_streams import RandomStreams

@@ -9,8 +9,8 @@ from threading import Event, Thread
 
 import pytest
 
+from lossgate.base.own_process import new_folder, process_folder, remove_folder, take_folder
 from lossgate.engine.child import Child
-from lossgate.process_folder import new_folder, process_folder, remove_folder, take_folder
 
 
 def test_a_folder_is_removed_while_others_make_files_in_it(tmp_path: Path) -> None:
@@ -42,10 +42,10 @@ def test_a_folder_that_is_gone_is_no_error(tmp_path: Path) -> None:
 
 
 def test_a_process_has_one_folder_or_the_one_that_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lossgate.process_folder._of_this_process", [])
+    monkeypatch.setattr("lossgate.base.own_process._of_this_process", [])
     take_folder("given")
     assert process_folder() == process_folder() == "given"
-    monkeypatch.setattr("lossgate.process_folder._of_this_process", [])
+    monkeypatch.setattr("lossgate.base.own_process._of_this_process", [])
     made = process_folder()
     assert process_folder() == made
     assert Path(made).is_dir()
@@ -53,7 +53,7 @@ def test_a_process_has_one_folder_or_the_one_that_it_was_given(monkeypatch: pyte
 
 
 def test_a_process_that_ends_removes_its_folder() -> None:
-    script = "from lossgate.process_folder import new_folder; print(new_folder())"
+    script = "from lossgate.base.own_process import new_folder; print(new_folder())"
     made = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
     assert Path(made).name.startswith("lossgate-")
     assert not Path(made).exists()

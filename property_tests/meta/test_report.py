@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from lossgate.counted import counted
+from lossgate.base.spelling import counted
 from lossgate.evidence.gather import gather
 from lossgate.evidence.pattern import matches
 from lossgate.evidence.records import CellKey, CellRecord, KnownFailureRecord, Matrix, PropertyRecord, Record

@@ -13,8 +13,8 @@ import torch
 from lossgate import Candidate, Layout, UsageError, dense_candidates
 from lossgate.adequacy.decks import deck_of
 from lossgate.cases.case import Case
+from lossgate.cases.large import is_large
 from lossgate.cases.placement import splits_of
-from lossgate.cases.size import is_large
 from lossgate.declaration.loading import load_candidates
 from lossgate.engine.cell import Cell, CellResult
 from lossgate.engine.failure_files import read_failure, write_failure

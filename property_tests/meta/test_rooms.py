@@ -17,10 +17,7 @@ ROOT = Path(__file__).parents[2]
 HARNESS = ROOT / "harness/lossgate"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    (
-        *("counted", "errors", "dtypes", "fork_server", "interruption", "launch", "layout"),
-        *("output_file", "places", "process_folder", "shape", "spelling"),
-    ),
+    ("base",),
     ("numerics",),
     ("problems",),
     ("specs",),

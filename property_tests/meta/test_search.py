@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from kernel_bank.bugs import cross_entropy_with
 from kernel_bank.cross_entropy import FLOAT32, STYLES, Style, make
 from lossgate import ANY, Candidate, Layout, Outputs, Problem, candidate
+from lossgate.base.shape import Shape
 from lossgate.cases.drawing import Draws
 from lossgate.engine.cell import Cell
 from lossgate.engine.search import Search
 from lossgate.engine.settings import Settings
 from lossgate.engine.trials import _DisagreementError
 from lossgate.inputs import NllHidden
-from lossgate.shape import Shape
 from lossgate.worlds import SimulatedWorld
 
 RIGHT = make(STYLES["float32"][1])

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from lossgate import Layout
+from lossgate.base.errors import UsageError
 from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.same_failure import SameFailures
 from lossgate.engine.selection import Selection
-from lossgate.errors import UsageError
 from lossgate.losses import SPECS
 from lossgate.problems.problem import Problem
 

@@ -9,12 +9,11 @@ from typing import Any, get_args
 import pytest
 from cyclopts import App
 
+from lossgate.base.errors import UsageError
+from lossgate.base.names import DTYPES, WORLD_NAMES
 from lossgate.cli import app
-from lossgate.dtypes import DTYPES
 from lossgate.engine.setting_rules import RULES
 from lossgate.engine.settings import PROFILES, Settings, load_settings
-from lossgate.errors import UsageError
-from lossgate.places import WORLD_NAMES
 from lossgate.worlds import WORLDS
 from property_tests.meta.command_line import Lossgate
 

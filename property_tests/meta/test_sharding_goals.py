@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from lossgate import Layout, Problem
+from lossgate.base.layout import layouts_up_to
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.drawing import Draws
-from lossgate.cases.placed_problem import PlacedProblem
+from lossgate.cases.placement import PlacedProblem
 from lossgate.dense_candidates import dense_candidate
-from lossgate.layout import layouts_up_to
 from lossgate.losses import SPECS
 from lossgate.problems.partition import Partition, VocabSplit
 from lossgate.specs.sharding_goals import IDS_GOALS, SHARDING_GOALS, Trained, _counts, covered_sharding_goals

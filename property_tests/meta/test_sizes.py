@@ -14,6 +14,8 @@ from kernel_bank.cross_entropy import STYLES, make
 from lossgate import Layout
 from lossgate.adequacy.deck import Deck
 from lossgate.adequacy.entry import Entry
+from lossgate.base.errors import UsageError
+from lossgate.base.shape import Shape
 from lossgate.cases.case import Case
 from lossgate.declaration.candidate import Candidate
 from lossgate.dense_candidates import dense_candidate
@@ -21,12 +23,10 @@ from lossgate.engine.case_result import run_case
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings, load_settings
-from lossgate.errors import UsageError
 from lossgate.inputs import NllHidden
 from lossgate.losses import SPECS
 from lossgate.properties import PROPERTIES
 from lossgate.reports.shown_cell import of_result
-from lossgate.shape import Shape
 from lossgate.worlds import SimulatedWorld
 
 SIZE = "264x16x4100"

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from lossgate import ANY, Candidate, Contract, Layout, Problem, UsageError, candidate
-from lossgate.adequacy.coverage import required_goals
+from lossgate.adequacy.selection import required_goals
 from lossgate.cases.assemble import assemble_tensor
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.drawing import Draws
-from lossgate.cases.placed_problem import PlacedProblem
-from lossgate.cases.placement import sample_problems
+from lossgate.cases.placement import PlacedProblem, sample_problems
 from lossgate.cases.reference import DenseRun
 from lossgate.dense_candidates import dense_candidate, dense_kernel
 from lossgate.engine.cell import Cell

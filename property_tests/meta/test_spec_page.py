@@ -17,13 +17,13 @@ from torch import Tensor
 import lossgate
 from lossgate import Problem, Spec, UsageError, field, option
 from lossgate.adequacy.option_mutants import option_mutants
+from lossgate.base.layout import Layout
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.drawn_problem import DrawnProblem
 from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
-from lossgate.layout import Layout
 from lossgate.strategies import problems
 
 PROBLEM = Problem(

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from lossgate.adequacy import store
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
 from property_tests.meta.command_line import Lossgate
 from property_tests.meta.test_rooms import FLOORS, HARNESS, imported
 

@@ -8,7 +8,7 @@ import pytest
 from lossgate import ANY, Candidate, Layout, Problem, candidate
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.placement import sample_problems
-from lossgate.cases.strategies import LOGIT_STDS
+from lossgate.cases.problem_strategies import LOGIT_STDS
 from lossgate.losses import find_spec
 
 

@@ -16,12 +16,12 @@ from kernel_bank.bugs import BUGS
 from lossgate import UsageError, candidate
 from lossgate.adequacy.decks import deck_of
 from lossgate.adequacy.option_mutants import option_mutants
+from lossgate.base.fork_server import _environment, _no_interrupts, worker_context
 from lossgate.declaration.loading import load_candidate, load_candidates
 from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.events import CellFinished, RunFinished, RunStarted
 from lossgate.engine.run import run
 from lossgate.engine.settings import Settings
-from lossgate.fork_server import _environment, _no_interrupts, worker_context
 from lossgate.losses import SPECS
 
 SETTINGS = Settings(layouts=("single",), dtypes=("float32",), examples=2, rounds=1, jobs=2)
@@ -29,7 +29,7 @@ SETTINGS = Settings(layouts=("single",), dtypes=("float32",), examples=2, rounds
 ONE_WORKER = """
 import os, sys, time
 from concurrent.futures import ProcessPoolExecutor
-from lossgate.fork_server import load_and_fork, start_worker, worker_context
+from lossgate.base.fork_server import load_and_fork, start_worker, worker_context
 
 def pool():
     return ProcessPoolExecutor(1, mp_context=worker_context(), initializer=start_worker, initargs=(dict(os.environ),))

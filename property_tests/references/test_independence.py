@@ -38,10 +38,10 @@ def test_packages_do_not_import_each_other(package: str, forbidden: set[str]) ->
     "source",
     [
         "import lossgate",
-        "import torch, lossgate.errors as e",
+        "import torch, lossgate.base.errors as e",
         "from lossgate.engine import run",
         "def late():\n    from lossgate import Layout",
-        "if TYPE_CHECKING:\n    import lossgate.layout",
+        "if TYPE_CHECKING:\n    import lossgate.base.layout",
     ],
 )
 def test_an_import_is_found_wherever_it_stands(source: str, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
 from lossgate import candidate
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
 from lossgate.losses import SPECS
 from lossgate.specs.terms import Terms
 

@@ -15,18 +15,16 @@ from random import Random
 import msgspec
 import torch
 
-from lossgate.adequacy.coverage import required_goals
 from lossgate.adequacy.deck import WANTED, Deck
 from lossgate.adequacy.entry import Entry, Placed
 from lossgate.adequacy.known_mistakes import KnownMistakes, required_outputs
-from lossgate.adequacy.selection import choose
+from lossgate.adequacy.selection import choose, required_goals
+from lossgate.base.layout import AXES, Layout
+from lossgate.cases.large import is_large
 from lossgate.cases.oracle import Oracle
-from lossgate.cases.placed_problem import PlacedProblem
-from lossgate.cases.placement import splits_of
-from lossgate.cases.size import is_large
+from lossgate.cases.placement import PlacedProblem, splits_of
 from lossgate.counterfactuals.setting import Setting
 from lossgate.declaration.candidate import Candidate
-from lossgate.layout import AXES, Layout
 from lossgate.numerics.float_formats import TORCH_DTYPES
 from lossgate.specs.outputs import Output
 

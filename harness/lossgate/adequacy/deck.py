@@ -15,25 +15,22 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from lossgate.adequacy import store
-from lossgate.adequacy.coverage import required_goals
-from lossgate.adequacy.entry import Entry, Placed
-from lossgate.adequacy.entry_drawer import EntryDrawer
-from lossgate.adequacy.equivalence import UNCHANGED, equivalent_mutants
-from lossgate.adequacy.kept_entries import KeptEntries
+from lossgate.adequacy.entry import Entry, KeptEntries, Placed
+from lossgate.adequacy.entry_drawer import EntryDrawer, by_target, target_for, target_of
+from lossgate.adequacy.kills import UNCHANGED, equivalent_mutants
 from lossgate.adequacy.option_mutants import near_mutants, option_mutants
-from lossgate.adequacy.targets import by_target, target_for, target_of
+from lossgate.adequacy.selection import required_goals
+from lossgate.base.layout import Layout
+from lossgate.base.shape import Shape
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.drawing import Draws
-from lossgate.cases.large import large_shapes
+from lossgate.cases.large import is_large, large_shapes
 from lossgate.cases.option_strategies import ForcedOption
 from lossgate.cases.placement import Placement, placements, takes_idle_ranks
-from lossgate.cases.size import is_large
 from lossgate.declaration.candidate import Candidate
-from lossgate.layout import Layout
 from lossgate.losses import SPECS
 from lossgate.problems.partition import VocabSplit
 from lossgate.problems.problem import Problem
-from lossgate.shape import Shape
 from lossgate.specs.sharding_goals import SHARDING_GOALS, covered_sharding_goals, may_reach
 
 SIZE = 48

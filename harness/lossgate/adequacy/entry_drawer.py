@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws problems for a deck, and asks which option mutants each is likely to kill."""
+"""Draws problems for a deck: with choices that mutants or goals need, and what each may kill."""
 
 from collections.abc import Collection, Mapping
 
@@ -9,7 +9,9 @@ from lossgate.adequacy.option_mutants import OptionMutant
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.drawing import Draws
 from lossgate.cases.option_strategies import ForcedOption
+from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate
+from lossgate.specs.option import COMMON_OPTIONS
 
 LEAST_CHANGE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.01, "tf32": 0.01}
 """The change of a reference, relative to its largest entry, from which on a problem is likely to
@@ -85,3 +87,40 @@ class EntryDrawer:
             for name, change in ((str(mutant), change) for mutant, change in asked.items())
             if change >= (least * NEAR_SHARE if name in self._near else least)
         }
+
+
+def target_of(name: str, mutants: Mapping[str, OptionMutant]) -> ForcedOption | None:
+    """Returns the choice that a mutant mistakes; None if candidates support no other.
+
+    Args:
+        name: of the mutant.
+        mutants: it and all others, by name.
+    """
+    mutant = mutants[name]
+    choices = {other.values for other in mutants.values() if other.option == mutant.option}
+    return mutant.target if len(choices) > 1 else None
+
+
+def by_target(mutants: Mapping[str, OptionMutant]) -> dict[ForcedOption | None, set[str]]:
+    """Returns the mutants by what problems must have for them to show; None for nothing."""
+    found: dict[ForcedOption | None, set[str]] = {None: set()}
+    for name in mutants:
+        found.setdefault(target_of(name, mutants), set()).add(name)
+    return found
+
+
+def target_for(goal: str, candidate: Candidate) -> ForcedOption | None:
+    """Returns a choice without which a goal cannot be reached; None if there is none."""
+    for scenario in candidate.spec.scenarios:
+        for value in scenario.choices:
+            if goal == f"{scenario.name}: {value}":
+                return ForcedOption(scenario.name, (value,))
+    for option, unreachable in candidate.spec.all_goals[goal].unreachable_if.items():
+        if option not in candidate.spec.supported_options or option in COMMON_OPTIONS:  # drawn often anyway
+            continue
+        supported = candidate.supported(option)
+        drawn = candidate.spec.supported_options[option].drawn if supported is ANY else supported
+        reachable = tuple(value for value in drawn if value not in unreachable)
+        if len(reachable) < len(drawn):
+            return ForcedOption(option, reachable)
+    return None

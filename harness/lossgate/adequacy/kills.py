@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which option mutants a problem kills: would the judge reject what the mutant gives on it?"""
+"""Which option mutants a problem kills, and which are equivalent, so that no problem can.
 
+A mutant is killed if the judge would reject what it gives on the problem.
+"""
+
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from random import Random
 
 import torch
 from torch import Tensor
@@ -10,6 +15,7 @@ from lossgate.adequacy.option_mutants import SIDES, OptionMutant, Side
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.reference import DenseRun, LossStage
+from lossgate.declaration.candidate import Candidate
 from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.heads import HEADS
 from lossgate.specs.outputs import Output
@@ -135,3 +141,39 @@ def shown_in(side: Side, bound: BoundProblem) -> list[Output]:
     if side == "value":
         return [bound.spec.output(name) for name in batch.cotangents]
     return list(HEADS[bound.problem.head].gradients(batch.leaves).values())
+
+
+UNCHANGED = 160
+"""A mutant is equivalent if it changes nothing on so many problems."""
+
+
+def equivalent_mutants(
+    mutants: Mapping[str, OptionMutant], candidate: Candidate, problems: Iterable[BoundProblem]
+) -> Mapping[str, bool]:
+    """Returns the names of the mutants that change nothing on many problems, and whether each was
+    compared with the kernel.
+
+    Any problem tells of any mutant, since it is given the choice that the mutant mistakes. A mutant
+    whose other choice is never valid is equivalent too, and is never compared: no kernel can
+    compute with it.
+
+    Args:
+        mutants: the mutants that may be equivalent, by name.
+        candidate: says which choices it supports.
+        problems: as many are taken as are needed.
+    """
+    left, equivalent = set(mutants), set[str]()
+    asked, unchanged = Counter[str](), Counter[str]()
+    for bound in problems if left else ():
+        chance = Random(bound.problem.seed)
+        given = {mutants[name]: mutants[name].put_choice(bound.bound_spec, candidate, chance) for name in sorted(left)}
+        options = {mutant: chosen for mutant, chosen in given.items() if chosen is not None}
+        changed = changes_with(options, bound, unmasked=True)
+        asked.update(map(str, options))
+        unchanged.update(str(mutant) for mutant, change in changed.items() if change == 0)
+        left -= {str(mutant) for mutant, change in changed.items() if change > 0}
+        equivalent |= {name for name in left if (unchanged[name] or asked[name]) >= UNCHANGED}
+        left -= equivalent
+        if not left:
+            break
+    return {name: unchanged[name] > 0 for name in equivalent}

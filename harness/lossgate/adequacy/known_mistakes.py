@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lossgate.base.layout import Layout
 from lossgate.cases.oracle import Oracle
-from lossgate.cases.placed_problem import PlacedProblem
+from lossgate.cases.placement import PlacedProblem
 from lossgate.counterfactuals.bank import counterfactuals_of
 from lossgate.counterfactuals.counterfactual import Counterfactual
 from lossgate.counterfactuals.families.operations import stops
@@ -22,8 +23,7 @@ from lossgate.counterfactuals.same import same
 from lossgate.counterfactuals.seams import Outputs
 from lossgate.counterfactuals.setting import Setting
 from lossgate.declaration.candidate import Candidate
-from lossgate.judge.pooled_scale import LARGEST_MDE
-from lossgate.layout import Layout
+from lossgate.judge.pooling import LARGEST_MDE
 from lossgate.specs.outputs import Output
 
 OF_METRICS = "metric"

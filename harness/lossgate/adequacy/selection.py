@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses few problems of a deck that cover much: a greedy set cover over goals and mutants.
+"""Which goals a cell must reach, and which few problems of a deck cover most: a greedy set cover.
 
 Different layouts and seeds choose differently, because variety over the whole matrix finds bugs.
 """
@@ -8,6 +8,10 @@ from collections.abc import Collection, Iterable, Sequence
 from random import Random
 
 from lossgate.adequacy.entry import Placed
+from lossgate.base.layout import Layout
+from lossgate.declaration.any_value import ANY
+from lossgate.declaration.candidate import Candidate
+from lossgate.specs.coverage import CoverageGoal
 from lossgate.specs.sharding_goals import SEVERAL_RANKS
 
 
@@ -61,3 +65,21 @@ def _union(masks: Iterable[int]) -> int:
     for mask in masks:
         union |= mask
     return union
+
+
+def required_goals(candidate: Candidate, layout: Layout, dtype: str) -> dict[str, CoverageGoal]:
+    """Returns the goals that a problem of this candidate on this layout can reach, by name."""
+    goals = candidate.spec.all_goals
+    return {name: goal for name, goal in goals.items() if _reachable(goal, candidate, layout, dtype)}
+
+
+def _reachable(goal: CoverageGoal, candidate: Candidate, layout: Layout, dtype: str) -> bool:
+    if (goal.heads and candidate.head not in goal.heads) or (goal.dtypes and dtype not in goal.dtypes):
+        return False
+    if goal.axes and all(layout.sizes[axis] < goal.least_ranks for axis in goal.axes):
+        return False
+    for option, unreachable in goal.unreachable_if.items():
+        values = candidate.supported(option)
+        if values is not ANY and all(value in unreachable for value in values):
+            return False
+    return True

@@ -25,7 +25,7 @@ from typing import TypeVar
 
 import msgspec
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
 
 FOLDER = "LOSSGATE_CACHE"
 """The environment variable that names the folder; empty for none."""
@@ -39,8 +39,8 @@ _MOST_BYTES = 256 * 2**20
 """The most that entries take together; the oldest give way."""
 _ABOVE = ("audit", "spec_check", "evidence", "gate", "reports", "pytest_plugin", "cli", "__main__.py")
 _BESIDE = (
-    *("__init__.py", "dense_candidates.py", "fork_server.py", "inputs.py", "interruption.py", "launch.py"),
-    *("options.py", "output_file.py", "tour.py"),
+    *("__init__.py", "dense_candidates.py", "inputs.py", "options.py", "tour.py"),
+    *("base/fork_server.py", "base/launch.py", "base/own_process.py"),
 )
 WITHOUT = {
     "decks": (*_ABOVE, *_BESIDE, "worlds", "strategies.py", "observe", "properties", "diagnosis", "engine"),
@@ -157,7 +157,7 @@ def code(of: str) -> str:
         home = Path(spec.origin).parent
         for file in sorted(home.rglob("*.py")):
             name = file.relative_to(home)
-            if package != "lossgate" or name.parts[0] not in WITHOUT[of]:
+            if package != "lossgate" or not {name.parts[0], name.as_posix()} & set(WITHOUT[of]):
                 found.update(f"{package} {name.as_posix()}\n".encode())
                 found.update(file.read_bytes())
     return found.hexdigest()[:16]

@@ -15,7 +15,7 @@ import torch
 from lossgate.adequacy.choice import dtypes_of
 from lossgate.adequacy.known_mistakes import Change, KnownMistakes, required_outputs
 from lossgate.cases.oracle import Oracle
-from lossgate.cases.placed_problem import PlacedProblem
+from lossgate.cases.placement import PlacedProblem
 from lossgate.counterfactuals.setting import Setting
 from lossgate.declaration.candidate import Candidate
 from lossgate.engine.cell import Cell

@@ -9,10 +9,10 @@ from math import isnan, prod
 import torch
 from torch import Tensor
 
+from lossgate.base.layout import AXES, Axis
 from lossgate.cases.rank_call import RankOutputs
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.contract import Placements
-from lossgate.layout import AXES, Axis
 from lossgate.problems.partition import SHARDED_DIMS, Dims, Partition
 from lossgate.problems.whole_sequences import Tokens, WholeSequences
 from lossgate.specs.outputs import Output

@@ -1,32 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
 """A case: one problem bound to a candidate and a world."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+import os
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lossgate.base.layout import Axis
 from lossgate.cases.assemble import Assembled, assemble, equal
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.current_case import in_call
 from lossgate.cases.fit import check_fits
+from lossgate.cases.large import is_large
 from lossgate.cases.oracle import Oracle
-from lossgate.cases.placed_problem import PlacedProblem
-from lossgate.cases.rank_call import How, RankOutputs, T, plainly
-from lossgate.cases.size import is_large
-from lossgate.cases.task import RankTask
+from lossgate.cases.placement import PlacedProblem
+from lossgate.cases.rank_call import How, RankOutputs, RankTask, T, plainly
 from lossgate.declaration.candidate import Candidate
 from lossgate.judge.comparison import Comparison
-from lossgate.layout import Axis
-from lossgate.numerics.threads import all_cores
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Partition
 from lossgate.problems.problem import Problem, ReductionOrder
 from lossgate.specs.outputs import Output
 from lossgate.worlds.base import RankFailure, World
+
+
+@contextmanager
+def all_cores() -> Generator[None]:
+    """Computes with a thread on each core that the process may use.
+
+    Only for float64: the last digits of a kernel's own numbers may hang on the number of threads.
+    """
+    threads = torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(max(threads, cores or 1))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
 
 _ROUNDING = 1e-9
 """How far two references in float64 may be apart that are equal on paper."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
 from lossgate.problems.problem import Problem
 
 _NAME = "case"

@@ -13,12 +13,12 @@ import hypothesis
 from hypothesis import HealthCheck, Phase
 from hypothesis.errors import Unsatisfiable
 
+from lossgate.base.shape import Shape
 from lossgate.cases.option_strategies import ForcedOption
+from lossgate.cases.problem_strategies import problems
 from lossgate.cases.seeded_provider import SeededProvider, without_constants_of_modules
-from lossgate.cases.strategies import problems
 from lossgate.declaration.candidate import Candidate
 from lossgate.problems.problem import Problem
-from lossgate.shape import Shape
 
 
 class _DoneError(BaseException):

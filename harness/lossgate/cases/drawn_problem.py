@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the strategies give to a user's property test: a problem, and all that is made of it."""
+"""What the strategies give to a user's property test: a problem or a pack, and all made of it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,15 +9,17 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from lossgate.base.errors import UsageError
+from lossgate.base.layout import Layout
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
-from lossgate.cases.local_inputs import local_inputs
-from lossgate.cases.placed_problem import PlacedProblem
+from lossgate.cases.placement import PlacedProblem
+from lossgate.cases.rank_call import local_inputs
 from lossgate.declaration.candidate import Candidate
-from lossgate.errors import UsageError
 from lossgate.judge.explain import explain
-from lossgate.layout import Layout
 from lossgate.losses import SPECS, find_spec
+from lossgate.problems.batch import offsets
+from lossgate.problems.partition import Partition
 from lossgate.problems.problem import Problem
 from lossgate.specs.outputs import RETURNED, Output
 from lossgate.specs.spec import Spec
@@ -163,3 +165,51 @@ class DrawnProblem:
         most = max(shard.padding for shard in partition.vocab_shards)
         padding = whole.new_zeros([most if dim == "vocab" else n for dim, n in zip(dims, whole.shape, strict=True)])
         return partition.shard(whole, dims, rank, padding)
+
+
+@dataclass(frozen=True)
+class DrawnPack:
+    """Sequences as a context-parallel trainer packs them: each padded, then all end to end.
+
+    With cp ranks, a sequence is padded to a multiple of ``2 cp`` tokens, and of ``pad_to_multiple``
+    of these pieces. Rank r has pieces r and ``2 cp - 1 - r`` of each sequence.
+    """
+
+    lengths: tuple[int, ...]
+    """Tokens of each sequence, without padding."""
+    cp: int = 1
+    pad_to_multiple: int = 1
+
+    @property
+    def padded_lengths(self) -> tuple[int, ...]:
+        return self._partition.padded_lengths
+
+    @property
+    def tokens(self) -> int:
+        """Length of the padded pack."""
+        return self._partition.tokens
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """``[sequences + 1]`` int32: where the sequences would start without padding."""
+        return offsets(self.lengths)
+
+    @property
+    def cu_seqlens_padded(self) -> Tensor:
+        """``[sequences + 1]`` int32: where the sequences start in the padded pack."""
+        return offsets(self.padded_lengths)
+
+    @property
+    def real(self) -> Tensor:
+        """``[tokens]`` bool: the token is no padding."""
+        return torch.zeros(self.tokens, dtype=torch.bool).index_fill(0, self._partition.real_tokens, True)
+
+    def of_rank(self, cp_rank: int) -> Tensor:
+        """Returns the positions in the padded pack that a cp rank holds, in its order, int64."""
+        if cp_rank not in range(self.cp):
+            raise UsageError(f"of_rank({cp_rank!r}): expected a cp rank below {self.cp}")
+        return self._partition.token_shards[0, cp_rank]
+
+    @cached_property
+    def _partition(self) -> Partition:
+        return Partition(Layout(cp=self.cp), self.lengths, vocab=1, pad_to_multiple=self.pad_to_multiple)

@@ -4,15 +4,15 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lossgate.base.errors import UsageError
+from lossgate.base.layout import Layout
+from lossgate.base.spelling import nearest
 from lossgate.cases.drawn_problem import DrawnProblem
 from lossgate.declaration.candidate import Candidate
-from lossgate.errors import UsageError
-from lossgate.layout import Layout
 from lossgate.losses import find_spec
 from lossgate.problems.problem import Problem
 from lossgate.specs.option import COMMON_OPTIONS
 from lossgate.specs.spec import Spec
-from lossgate.spelling import nearest
 
 _LENGTHS = (5, 3)
 

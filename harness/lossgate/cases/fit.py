@@ -5,17 +5,17 @@ not keep.
 
 from collections.abc import Collection, Iterator
 
+from lossgate.base.errors import UsageError
+from lossgate.base.layout import Axis
+from lossgate.base.spelling import nearest, shown
 from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate
-from lossgate.errors import UsageError
-from lossgate.layout import Axis
 from lossgate.numerics.float_formats import ROUNDED_TO
 from lossgate.problems.problem import Problem
 from lossgate.specs.heads import HEADS
 from lossgate.specs.logit_filter import FilterOptions
 from lossgate.specs.option import EMPTY
 from lossgate.specs.spec import Spec
-from lossgate.spelling import nearest, shown
 from lossgate.worlds.base import World
 
 

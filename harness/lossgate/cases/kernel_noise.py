@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far right kernels are from the reference on one problem, on any layout."""
+"""How far right kernels are from the reference on one problem, on any layout.
+
+An ensemble rounds each number for itself, and runs on a grid round equal numbers alike.
+"""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -8,11 +11,11 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from lossgate.cases.size import is_large, size_of
-from lossgate.judge.alike import PHASES, OnGrid, rounds_coarsely
+from lossgate.cases.large import is_large, size_of
 from lossgate.judge.ensemble import Ensemble, gradient_on, rounded_runs, run_ensemble
 from lossgate.judge.streamed import run_streamed, runs_of
-from lossgate.numerics.noise import Noise
+from lossgate.numerics.float_formats import FLOAT32, FloatFormat
+from lossgate.numerics.noise import Noise, power_of_two
 from lossgate.numerics.rounded_arithmetic import RoundedRun, Stages
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Partition
@@ -20,6 +23,48 @@ from lossgate.problems.problem import Problem
 from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.heads import HEADS
 from lossgate.specs.outputs import Output
+
+PHASES = (0.0, 0.5)
+"""Where the numbers of a run's grid lie, as shares of their distance."""
+
+
+class OnGrid(Noise):
+    """Rounds to a grid as fine as the format, and makes no other errors.
+
+    It treats equal numbers alike, as a kernel does. The members of an ensemble round each number
+    for itself, so that errors of many tokens average out. Those of tokens with equal
+    log-probabilities do not: each of them is off by the same. The first run has the numbers of the
+    format, as a kernel has. In the other they lie halfway between, as for a kernel that rounds
+    half, or twice, the number.
+    """
+
+    def __init__(self, phase: float) -> None:
+        """Prepares a run.
+
+        Args:
+            phase: where the numbers of the grid lie, as a share of their distance.
+        """
+        super().__init__(0)
+        self._phase = phase
+
+    def uniform(self, shape: torch.Size) -> Tensor:
+        """Returns zeros."""
+        return torch.zeros((), dtype=torch.float64).expand(shape)
+
+    def round(self, x: Tensor, to: FloatFormat, *, near_zero: bool = True) -> Tensor:
+        """Returns numbers of the grid; what is not finite, and all float32, as it is."""
+        if to == FLOAT32:
+            return x
+        distance = (power_of_two(x) * (2 * to.unit)).clamp_(min=to.spacing)
+        return torch.where(x.isfinite(), ((x / distance + self._phase).round() - self._phase) * distance, x)
+
+
+def rounds_coarsely(stages: Stages) -> bool:
+    """Returns whether a kernel rounds to a coarser format than float32 before it returns."""
+    return any(
+        isinstance(stage, FloatFormat) and stage != FLOAT32 for name, stage in vars(stages).items() if name != "inputs"
+    )
+
 
 Runs = Mapping[Output, Tensor]
 """Each output of several runs, less the reference, ``[runs, *shape]``."""

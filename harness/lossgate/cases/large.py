@@ -4,12 +4,15 @@
 Blocks of 1,024 tokens whose tail is lost, ids through float16, sums over dozens of chunks in a
 coarse format, and an exp without a maximum show on no small problem. Each shape is large in one
 direction only, because a problem takes time and memory in proportion to tokens times vocabulary.
+From a certain size on a problem is judged some tokens at a time.
 """
 
 from collections.abc import Sequence
 
+from lossgate.base.shape import Shape
 from lossgate.declaration.candidate import Candidate
-from lossgate.shape import Shape
+from lossgate.problems.problem import Problem
+from lossgate.specs.heads import HEADS
 
 MANY_TOKENS = Shape(tokens=2085, vocab=13, width=8, sequences=4)
 """Past 1,024 and 2,048, and no multiple of any block."""
@@ -26,3 +29,18 @@ def large_shapes(candidate: Candidate) -> Sequence[Shape]:
         return (MANY_SEQUENCES,)
     vocabulary = (LARGE_VOCABULARY,) if candidate.starts_at.has_logits else ()
     return (MANY_TOKENS, MANY_SEQUENCES, *vocabulary)
+
+
+LARGE = 1 << 20
+"""Logits, or entries of the lm-head, from which on a problem is large. A dozen runs of it at once
+would take gigabytes."""
+
+
+def is_large(problem: Problem) -> bool:
+    """Returns whether a problem is judged some tokens, and one run, at a time."""
+    return HEADS[problem.head].has_logits and size_of(problem) > LARGE
+
+
+def size_of(problem: Problem) -> int:
+    """Returns the logits of a problem, or the entries of its lm-head, whichever are more."""
+    return problem.vocab * max(problem.tokens, problem.hidden if problem.head == "hidden" else 1)

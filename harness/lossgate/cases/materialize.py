@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes all the tensors of a problem.
+"""Makes all the tensors of a problem: its fields, the upstream gradients, and the padded pack.
 
 The same problem gives the same tensors, bit for bit, on every machine.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cache
 
@@ -13,19 +13,90 @@ from torch import Tensor
 
 from dense_losses import token_logprobs
 from lossgate.numerics.float_formats import TORCH_DTYPES
-from lossgate.problems.batch import GlobalBatch
-from lossgate.problems.cotangents import draw_cotangents
-from lossgate.problems.packing import pack
-from lossgate.problems.partition import Partition
+from lossgate.problems.batch import GlobalBatch, draw_tokens
+from lossgate.problems.partition import Dims, Partition
 from lossgate.problems.problem import Problem
 from lossgate.problems.random_streams import RandomStreams
-from lossgate.problems.tokens import draw_tokens
 from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.field_context import FieldContext
 from lossgate.specs.heads import HEADS
 from lossgate.specs.heads.base import HeadContext
 from lossgate.specs.logit_filter import filter_fields, filters
 from lossgate.specs.token_chunks import chunks
+
+_DIMS: Mapping[str, Dims] = dict.fromkeys(("input_ids", "labels", "mask"), ("token",))
+
+
+def pack(
+    batch: GlobalBatch,
+    partition: Partition,
+    leaf_dims: Mapping[str, Dims],
+    vocab_padding: Mapping[str, Tensor],
+    streams: RandomStreams,
+) -> GlobalBatch:
+    """Returns the tensors of a batch with the padding that a layout needs.
+
+    Padding is filled with copies of real tokens, so that a kernel which uses it is seen. Masks are
+    false there, and upstream gradients 0.
+
+    Args:
+        batch: without padding.
+        partition: how the layout splits and pads it.
+        leaf_dims: the dims of the differentiable inputs.
+        vocab_padding: the padding rows of the vocabulary, for each leaf that has them.
+        streams: decides which tokens are copied.
+    """
+    real = torch.zeros(partition.tokens, dtype=torch.bool)
+    real[partition.real_tokens] = True
+    source = streams.integers("padding", batch.partition.tokens, partition.tokens)
+    source[real] = torch.arange(batch.partition.tokens)
+
+    def padded(tensor: Tensor, dims: Dims) -> Tensor:
+        if "token" not in dims or batch.partition.tokens == partition.tokens:
+            return tensor
+        tensor = tensor.index_select(dims.index("token"), source)
+        return tensor & real if tensor.dtype is torch.bool and dims == ("token",) else tensor
+
+    dims = {**_DIMS, **batch.field_dims}
+    fields = {name: padded(batch.fields[name], dims[name]) for name in dims}
+    return replace(
+        batch,
+        partition=partition,
+        leaves={name: padded(leaf, leaf_dims[name]) for name, leaf in batch.leaves.items()},
+        fields={**batch.fields, **fields, "sequence": partition.sequence_of_token},
+        cotangents={
+            name: torch.where(real, padded(cotangent, ("token",)), 0.0) if cotangent.dim() else cotangent
+            for name, cotangent in batch.cotangents.items()
+        },
+        vocab_padding=vocab_padding,
+    )
+
+
+def draw_cotangents(problem: Problem, fields: Mapping[str, Tensor], outputs: Collection[str]) -> dict[str, Tensor]:
+    """Draws the upstream gradient of each output that gets one.
+
+    They are of either sign, never 1, and different for each token, so that a kernel which ignores
+    or shares them is seen. They have eight significant bits, so every dtype holds them exactly.
+
+    Args:
+        problem: says which outputs get one.
+        fields: of the batch; masked tokens get a cotangent of 0.
+        outputs: the names of the outputs that the spec has.
+    """
+    streams = RandomStreams(problem.to_json())
+    drawn = {"loss": _eight_bits(streams, "loss cotangent", 1).squeeze(0)}
+    for name in ("logprobs", "token_entropy"):
+        tokens = _eight_bits(streams, f"{name} cotangent", len(fields["mask"])) * fields["mask"]
+        # About what the mean over tokens gives to each token.
+        drawn[name] = tokens * 0.5 ** int(fields["valid_tokens"]).bit_length()
+    return {name: value for name, value in drawn.items() if name in outputs and problem.cotangent in (name, "both")}
+
+
+def _eight_bits(streams: RandomStreams, stream: str, count: int) -> Tensor:
+    """Returns odd multiples of 1/128 in +-(0.5, 2)."""
+    size = streams.integers(stream, 96, count) * 2 + 65
+    sign = 1 - 2 * streams.integers(stream + " sign", 2, count)
+    return (sign * size).double() / 128
 
 
 def materialize(

@@ -12,9 +12,9 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
+from lossgate.base.errors import UsageError
 from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate
-from lossgate.errors import UsageError
 from lossgate.specs.option import Option
 from lossgate.specs.spec import Spec
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lossgate.cases.placed_problem import PlacedProblem
+from lossgate.cases.placement import PlacedProblem
 from lossgate.cases.rank_parts import RankParts, rank_parts
 from lossgate.declaration.candidate import Candidate
 from lossgate.judge.blocks import blocks_of

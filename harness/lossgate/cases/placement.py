@@ -1,20 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a problem is put on a layout: the split of its vocabulary, its padding, the order of sums.
 
-Numbers do not hang on any of it. So one problem serves every layout that it fits.
+Numbers do not hang on any of it. So one problem serves every layout that it fits. What its ranks
+hold, and the goals that hang on that, do: a ``PlacedProblem`` has them.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from random import Random
 
+from lossgate.base.layout import Layout
+from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.drawing import Draws
+from lossgate.cases.materialize import lay_out
 from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate
-from lossgate.layout import Layout
+from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import VOCAB_SPLITS, Partition, VocabSplit
 from lossgate.problems.problem import Problem, ReductionOrder
 from lossgate.specs.option import EMPTY
+from lossgate.specs.sharding_goals import covered_sharding_goals
 
 _MULTIPLES = (1, 3)
 ORDERS: tuple[ReductionOrder, ...] = ("rank", "permuted", "tree", "ring")
@@ -115,3 +121,26 @@ def sample_problems(candidate: Candidate, layout: Layout, dtype: str, count: int
         if fitting := list(placements(problem, splits, layout, idle)):
             found.append(Random(f"{problem.seed} split").choice(fitting).put(problem))
     return found
+
+
+class PlacedProblem:
+    """A problem on its layout.
+
+    Args:
+        bound: the unsharded problem.
+        problem: the same with its layout.
+    """
+
+    def __init__(self, bound: BoundProblem, problem: Problem) -> None:
+        self.bound, self.problem = bound, problem
+        self.partition = problem.partition
+
+    @cached_property
+    def batch(self) -> GlobalBatch:
+        """The tensors as the ranks hold them, with padding."""
+        return lay_out(self.bound.batch, self.problem)
+
+    @cached_property
+    def coverage(self) -> frozenset[str]:
+        """The coverage goals that the problem reaches."""
+        return self.bound.coverage.union(covered_sharding_goals(self.partition, self.bound.trained))

@@ -1,22 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call of a kernel on one rank, forward and backward: what properties vary."""
+"""A call of a kernel on one rank, forward and backward: its inputs, and what properties vary.
 
+A rank computes on its own device. Problems are made, and results returned, on the CPU.
+"""
+
+import sys
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from lossgate.cases.compiled_kernels import many_shapes
-from lossgate.cases.local_inputs import local_inputs
+from lossgate.base.errors import CandidateError, UsageError
 from lossgate.cases.returned import check_returned
 from lossgate.declaration.candidate import Candidate, Outputs
-from lossgate.errors import CandidateError, UsageError
 from lossgate.problems.batch import GlobalBatch
-from lossgate.problems.whole_sequences import WholeSequences
+from lossgate.problems.whole_sequences import Tokens, WholeSequences
+from lossgate.specs.heads import HEADS
 from lossgate.specs.outputs import RETURNED, Output, metric_output
+from lossgate.specs.spec import Spec
 from lossgate.worlds.base import RankContext
+
+_SHAPES = 100_000
+"""More than any run has problems."""
+
+
+def many_shapes() -> AbstractContextManager[object]:
+    """Allows torch's compiler many shapes in this thread: each problem has others.
+
+    By itself it gives up after eight, and a kernel that is compiled whole then raises an error.
+    Without the compiler, which takes seconds to load, it does nothing.
+    """
+    config: Any = sys.modules.get("torch._dynamo.config")
+    if config is None:
+        return nullcontext()
+    limits = ("recompile_limit", "accumulated_recompile_limit")
+    return config.patch({limit: max(getattr(config, limit), _SHAPES) for limit in limits})
+
+
+def local_inputs(
+    spec: Spec,
+    head: str,
+    batch: GlobalBatch,
+    rank: int,
+    device: torch.device | None = None,
+    tokens: Tokens = "shard",
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """Makes the inputs of a rank, each time anew. The differentiable ones require grad.
+
+    Args:
+        spec: the loss.
+        head: where the kernel starts.
+        batch: as the ranks hold it, with padding.
+        rank: whose shards are made.
+        device: where they are; by default where the batch is.
+        tokens: how the kernel is given what belongs to tokens.
+        dtype: of all floating-point inputs; by default that of the problem for the differentiable
+            ones, and float32 for others.
+    """
+
+    def of_kind(tensor: Tensor) -> Tensor:
+        return tensor.to(device, dtype if tensor.is_floating_point() else None)
+
+    dims = HEADS[head].leaves
+    leaves = {name: of_kind(batch.local_leaf(name, dims[name], rank)).requires_grad_() for name in batch.leaves}
+    absent = dict.fromkeys(set(dims) - set(leaves))
+    given = batch.local_fields(rank, tokens, spec.unshifted)
+    fields = {name: of_kind(value) if isinstance(value, Tensor) else value for name, value in given.items()}
+    inputs_class: Any = spec.inputs[head]
+    return inputs_class(**fields, **leaves, **absent)
+
 
 T = TypeVar("T")
 
@@ -151,3 +207,28 @@ def plainly(call: RankCall) -> RankOutputs:
     outputs = call.forward()
     call.backward(outputs)
     return call.collect(outputs)
+
+
+@dataclass(frozen=True)
+class RankTask:
+    """A task for the ranks of a world.
+
+    It is data: the candidate pickles as its source. The batch goes along, so that every rank has
+    the same bits, whatever its machine.
+    """
+
+    candidate: Candidate
+    options: Mapping[str, Any]
+    """Those that are not at their default."""
+    batch: GlobalBatch
+    how: How[Any] = plainly
+    """How the kernel is called."""
+
+    def __call__(self, context: RankContext) -> Any:
+        """Runs the candidate on this rank, and returns what ``how`` does.
+
+        Raises:
+            CandidateError: if it breaks its declared interface, or calls lossgate wrongly itself.
+        """
+        options = self.candidate.spec.bind(self.options).options
+        return self.how(RankCall(self.candidate, options, self.batch, context))

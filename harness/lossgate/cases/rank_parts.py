@@ -13,10 +13,10 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from lossgate.cases.placed_problem import PlacedProblem
+from lossgate.base.layout import Axis
+from lossgate.cases.placement import PlacedProblem
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.contract import Placement
-from lossgate.layout import Axis
 from lossgate.numerics.float_formats import FLOAT32, FloatFormat, coarsest
 from lossgate.numerics.noise import Noise
 from lossgate.numerics.rounded_arithmetic import Stages

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
 from lossgate.problems.batch import GlobalBatch
 from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.heads import HEADS

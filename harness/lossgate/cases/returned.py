@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lossgate.base.errors import CandidateError
+from lossgate.base.spelling import nearest
 from lossgate.declaration.candidate import Candidate, Outputs
-from lossgate.errors import CandidateError
 from lossgate.numerics.float_formats import TORCH_DTYPES
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Partition
 from lossgate.problems.whole_sequences import WholeSequences
 from lossgate.specs.outputs import RETURNED, Output
-from lossgate.spelling import nearest
 
 
 def check_returned(

@@ -10,8 +10,7 @@ from lossgate.cli.app import Exit, app, main
 from lossgate.cli.audit import audit
 from lossgate.cli.diff import diff
 from lossgate.cli.gate import gate
-from lossgate.cli.init import init
-from lossgate.cli.listing import list_
+from lossgate.cli.listing import init, list_
 from lossgate.cli.replay import replay
 from lossgate.cli.report import report
 from lossgate.cli.spec import check

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``lossgate``: its exit codes, and what every command does with errors.
+"""The command ``lossgate``: exit codes, options that are numbers, and what is done with errors.
 
 What a command needs is imported in it: torch takes seconds to load, and a typing error should not.
 """
@@ -11,13 +11,16 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from enum import IntEnum
 from multiprocessing import parent_process
+from typing import Annotated, Any
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, Parameter, Token
 
 from lossgate import __version__
+from lossgate.base.errors import UsageError
+from lossgate.base.spelling import shown
 
 app = App(
     name="lossgate",
@@ -53,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     An error of the user's is one line on stderr. ``arguments`` are those of the process by default.
     """
-    from lossgate.errors import UsageError
-    from lossgate.launch import is_follower
+    from lossgate.base.errors import UsageError
+    from lossgate.base.launch import is_follower
 
     try:
         with _imports_first():
@@ -87,8 +90,8 @@ def _imports_first() -> Generator[None]:
 
     Not under torchrun, whose ranks import them as they are.
     """
+    from lossgate.base.launch import launch_of_torchrun
     from lossgate.declaration.modules import before_imports
-    from lossgate.launch import launch_of_torchrun
 
     with ExitStack() as stack:
 
@@ -107,8 +110,8 @@ def _imports_first() -> Generator[None]:
 
 def load() -> None:
     """Loads torch, and starts the server of other processes. Under torchrun there is none."""
-    from lossgate.fork_server import load_and_fork
-    from lossgate.launch import launch_of_torchrun
+    from lossgate.base.fork_server import load_and_fork
+    from lossgate.base.launch import launch_of_torchrun
 
     if launch_of_torchrun() is None:
         load_and_fork()
@@ -131,8 +134,8 @@ def driven(world: str, body: Callable[[], int]) -> int:
     Raises:
         UsageError: if torchrun has launched several, and the command needs other ranks.
     """
-    from lossgate.errors import UsageError
-    from lossgate.launch import is_follower, launch_of_torchrun
+    from lossgate.base.errors import UsageError
+    from lossgate.base.launch import is_follower, launch_of_torchrun
 
     launch = launch_of_torchrun()
     if launch is not None and launch.ranks > 1 and world != "torchrun":
@@ -155,3 +158,36 @@ def driven(world: str, body: Callable[[], int]) -> int:
         sys.stdout.flush()  # before torchrun sees a process end, and ends the others
         dismiss(code)
     return code
+
+
+def _whole(_: Any, tokens: Sequence[Token]) -> int:
+    """Returns the whole number that an option is given. By itself cyclopts would round 1.5 to 2.
+
+    Raises:
+        UsageError: if it is given anything else.
+    """
+    for base in (10, 0):  # the latter also reads 0x10
+        with suppress(ValueError):
+            return int(tokens[0].value, base)
+    raise _unlike(tokens[0], "a whole number")
+
+
+def _number(_: Any, tokens: Sequence[Token]) -> float:
+    """Returns the number that an option is given.
+
+    Raises:
+        UsageError: if it is given anything else.
+    """
+    with suppress(ValueError):
+        return float(tokens[0].value)
+    raise _unlike(tokens[0], "a number")
+
+
+def _unlike(token: Token, expected: str) -> UsageError:
+    return UsageError(f"{token.keyword} {shown(token.value)}: expected {expected}")
+
+
+Whole = Annotated[int | None, Parameter(converter=_whole)]
+"""A whole number, or None if the option is left out."""
+Number = Annotated[float | None, Parameter(converter=_number)]
+"""A number, or None if the option is left out."""

@@ -7,8 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from lossgate.cli.app import Exit, app, load_for
-from lossgate.cli.numbers import Whole
+from lossgate.cli.app import Exit, Whole, app, load_for
 
 
 @app.command
@@ -48,9 +47,9 @@ def audit(
     from rich.markup import escape
 
     from lossgate.audit import audit as audited
+    from lossgate.base.errors import UsageError
     from lossgate.declaration.loading import load_all_candidates
     from lossgate.engine.settings import load_settings
-    from lossgate.errors import UsageError
     from lossgate.reports.audit_lines import audit_lines
     from lossgate.reports.console import make_console
     from lossgate.reports.describe import print_detail

@@ -55,7 +55,7 @@ def gate(
         html: Write a page to this file.
         history: Evidence of earlier runs, for the page; may be repeated.
     """
-    from lossgate.errors import UsageError
+    from lossgate.base.errors import UsageError
 
     if not evidence:
         raise UsageError("gate: no evidence named; expected files that lossgate verify --evidence wrote, or folders")
@@ -99,7 +99,7 @@ def gate(
 
 
 def _refuse(names: Iterable[str], why: str) -> None:
-    from lossgate.errors import UsageError
+    from lossgate.base.errors import UsageError
 
     for name in sorted(names):
         raise UsageError(f"gate: the command {why.format(name)}; leave it out")
@@ -113,7 +113,7 @@ def _whole_commit(commit: str | None) -> str | None:
     """
     import re
 
-    from lossgate.errors import UsageError
+    from lossgate.base.errors import UsageError
 
     if commit is not None and not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", commit):
         raise UsageError(
@@ -123,7 +123,7 @@ def _whole_commit(commit: str | None) -> str | None:
 
 
 def _time(now: str | None) -> datetime:
-    from lossgate.errors import UsageError
+    from lossgate.base.errors import UsageError
 
     if now is None:
         return datetime.now(UTC)
@@ -138,7 +138,7 @@ def _digested(file: Path) -> Digested:
     """Returns a file that is released, with its digest."""
     from hashlib import file_digest
 
-    from lossgate.errors import UsageError
+    from lossgate.base.errors import UsageError
     from lossgate.evidence.reader import Digested
 
     try:

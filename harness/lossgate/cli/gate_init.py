@@ -18,7 +18,7 @@ def write_first_policy(evidence: Sequence[Path], policy: Path) -> Exit:
     Raises:
         UsageError: if there is a file of this name already, or it cannot be written.
     """
-    from lossgate.errors import UsageError
+    from lossgate.base.errors import UsageError
     from lossgate.evidence.gather import gather
     from lossgate.gate.init_policy import first_policy
 

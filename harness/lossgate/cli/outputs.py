@@ -19,7 +19,7 @@ def check_outputs(files: Mapping[str, Path | None], inputs: Sequence[Path]) -> N
     Raises:
         UsageError: if one would be lost.
     """
-    from lossgate.errors import UsageError
+    from lossgate.base.errors import UsageError
 
     taken = {_real(file): str(file) for file in inputs}
     for name, file in files.items():
@@ -46,7 +46,7 @@ def write_outputs(outputs: Mapping[str, tuple[Path, Text]], code: Exit) -> Exit:
         The exit code of the command: that of wrong use if a file could not be written and nothing
         disagrees.
     """
-    from lossgate.errors import UsageError
+    from lossgate.base.errors import UsageError
     from lossgate.reports.written import write_file
 
     for name, (file, make) in outputs.items():

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from lossgate.cli.app import Exit, app, driven, load, say
-from lossgate.cli.numbers import Number
+from lossgate.cli.app import Exit, Number, app, driven, load, say
 
 if TYPE_CHECKING:
     from lossgate.engine.failure_files import FailureFile
@@ -47,7 +46,7 @@ def replay(
         script: Judge nothing, and write this file: a script that calls the kernel with the same
             numbers and shows what it gives beside what is right. It needs torch and the kernel.
     """
-    from lossgate.errors import UsageError
+    from lossgate.base.errors import UsageError
 
     if not files and not all_:
         raise UsageError("replay: nothing named; expected a failure file, as verify writes it, or --all")
@@ -98,7 +97,7 @@ class _How:
         Raises:
             UsageError: if there is no such folder.
         """
-        from lossgate.errors import UsageError
+        from lossgate.base.errors import UsageError
 
         if not folder.is_dir():
             raise UsageError(
@@ -112,7 +111,7 @@ class _How:
         return driven(self._world or "simulated", lambda: self._each(files, where))
 
     def _each(self, files: Sequence[Path], where: str) -> int:
-        from lossgate.counted import counted
+        from lossgate.base.spelling import counted
 
         codes = Counter[Exit](self._line_of(file) for file in files)
         order = (Exit.DISAGREE, Exit.USAGE, Exit.INCONCLUSIVE, Exit.AGREE)
@@ -122,7 +121,7 @@ class _How:
 
     def _line_of(self, file: Path) -> Exit:
         """Replays one of several; prints a line, and returns its exit code."""
-        from lossgate.errors import UsageError
+        from lossgate.base.errors import UsageError
         from lossgate.reports.replayed import print_replayed_file
         from lossgate.worlds.base import WorldLost
 

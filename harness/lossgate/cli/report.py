@@ -33,7 +33,7 @@ def report(
             stands for any text; may be repeated.
         html: Write a page about the cells to this file.
     """
-    from lossgate.errors import UsageError
+    from lossgate.base.errors import UsageError
     from lossgate.evidence.gather import gather
     from lossgate.evidence.pattern import matches
     from lossgate.reports.kept_records import KeptRecords
@@ -77,7 +77,7 @@ def _print_cells(
     Raises:
         UsageError: if there are cells, and none is named.
     """
-    from lossgate.errors import UsageError
+    from lossgate.base.errors import UsageError
     from lossgate.reports.cell_story import print_story
     from lossgate.reports.console import make_console
     from lossgate.reports.evidence_table import print_troubles

@@ -27,8 +27,8 @@ def check(*targets: str) -> int:
             names of specs, such as nll.
     """
     load_for(targets)
+    from lossgate.base.errors import UsageError
     from lossgate.declaration.loading import find_specs
-    from lossgate.errors import UsageError
     from lossgate.reports.console import make_console
     from lossgate.spec_check.check import check_spec
 

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from lossgate.cli.app import Exit, app, driven, load, say
-from lossgate.cli.numbers import Number, Whole
-from lossgate.interruption import ended_by_signals
+from lossgate.base.own_process import ended_by_signals
+from lossgate.cli.app import Exit, Number, Whole, app, driven, load, say
 
 if TYPE_CHECKING:
     from lossgate.declaration.candidate import Candidate
@@ -95,7 +94,7 @@ def verify(
             on every machine.
     """
     from lossgate.adequacy.store import ANEW, FOLDER
-    from lossgate.errors import UsageError
+    from lossgate.base.errors import UsageError
 
     if not targets:
         raise UsageError("verify: nothing named; expected files or modules with candidates, such as my_kernels.py")
@@ -149,7 +148,7 @@ class _Wanted:
 
 
 def _volume(quiet: bool, verbose: bool) -> Volume:
-    from lossgate.errors import UsageError
+    from lossgate.base.errors import UsageError
     from lossgate.reports.volume import Volume
 
     if quiet and verbose:
@@ -236,8 +235,8 @@ def _chosen(candidates: Sequence[Candidate], only: Sequence[str]) -> list[Candid
     Raises:
         UsageError: if none has one of the names.
     """
-    from lossgate.errors import UsageError
-    from lossgate.spelling import nearest
+    from lossgate.base.errors import UsageError
+    from lossgate.base.spelling import nearest
 
     names = [candidate.name for candidate in candidates]
     for name in only:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from lossgate.base.errors import UsageError
+from lossgate.base.layout import Axis
 from lossgate.counterfactuals.seams import RIGHT, Outputs, Seams, run, spelled_out, values_alone
 from lossgate.counterfactuals.setting import Fields, Setting
-from lossgate.errors import UsageError
-from lossgate.layout import Axis
 
 REFUSED = (UsageError, ValueError, ArithmeticError, LookupError, RuntimeError)
 """What a reference raises that does not take what a mistake gives it: a weight above 1, a shape."""

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lossgate.base.layout import Axis
 from lossgate.cases.bound_problem import BoundProblem
-from lossgate.cases.placed_problem import PlacedProblem
-from lossgate.layout import Axis
+from lossgate.cases.placement import PlacedProblem
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Partition, VocabShard
 from lossgate.problems.whole_sequences import Tokens, WholeSequences

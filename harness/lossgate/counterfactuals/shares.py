@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lossgate.base.layout import Axis
 from lossgate.counterfactuals.seams import Part
 from lossgate.counterfactuals.setting import Setting
-from lossgate.layout import Axis
 from lossgate.specs.spec import Spec
 
 

@@ -4,14 +4,14 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from lossgate.base.errors import UsageError
+from lossgate.base.layout import AXES, Axis
+from lossgate.base.names import DTYPES, nearest_dtype
+from lossgate.base.spelling import as_tuple, nearest, shown
 from lossgate.declaration.known_failure import KnownFailure
 from lossgate.declaration.precision import Precision
-from lossgate.dtypes import DTYPES, nearest_dtype
-from lossgate.errors import UsageError
-from lossgate.layout import AXES, Axis
 from lossgate.problems.whole_sequences import TOKENS, Tokens
 from lossgate.specs.heads import HEADS
-from lossgate.spelling import as_tuple, nearest, shown
 
 REFUSED = ("labels", "shapes")
 """The kinds of bad input that a candidate may refuse."""

@@ -7,10 +7,10 @@ from itertools import product
 from types import MappingProxyType
 from typing import Any
 
+from lossgate.base.errors import UsageError
+from lossgate.base.layout import AXES
+from lossgate.base.spelling import nearest, shown
 from lossgate.declaration.size_expression import FUNCTIONS, SizeExpression
-from lossgate.errors import UsageError
-from lossgate.layout import AXES
-from lossgate.spelling import nearest, shown
 
 _ALWAYS = ("tokens", "sequences", "dp", "cp", "tp", "itemsize")
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lossgate.base.layout import Axis
 from lossgate.declaration.any_value import ANY
 from lossgate.declaration.arguments import (
     check_axes,
@@ -42,7 +43,6 @@ from lossgate.declaration.excluded import Excluded, without_excluded
 from lossgate.declaration.known_failure import KnownFailure
 from lossgate.declaration.made import note_made
 from lossgate.declaration.precision import Precision
-from lossgate.layout import Axis
 from lossgate.numerics.float_formats import RoundedTo, coarsest_of
 from lossgate.problems.whole_sequences import Tokens
 from lossgate.specs.heads import HEADS

@@ -7,18 +7,18 @@ of work.
 
 from typing import Any
 
+from lossgate.base.errors import UsageError
+from lossgate.base.spelling import nearest, shown
 from lossgate.declaration.any_value import ANY
 from lossgate.declaration.arguments import check_mapping, check_name, check_names, check_type
 from lossgate.declaration.budgets import Budgets
 from lossgate.declaration.contract import Contract
-from lossgate.errors import UsageError
 from lossgate.losses import check_own_name, find_spec
 from lossgate.problems.whole_sequences import Tokens
 from lossgate.specs.heads import HEADS
 from lossgate.specs.option import Option
 from lossgate.specs.outputs import metric_output
 from lossgate.specs.spec import Spec
-from lossgate.spelling import nearest, shown
 
 
 def check_spec(spec: Any) -> Spec:

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from lossgate.errors import UsageError
-from lossgate.layout import AXES, Axis
+from lossgate.base.errors import UsageError
+from lossgate.base.layout import AXES, Axis
+from lossgate.base.spelling import nearest, shown
 from lossgate.specs.outputs import Output
-from lossgate.spelling import nearest, shown
 
 Placement = Literal["replicate", "sum", "avg", "min", "max"]
 Placements = Mapping[Axis, Placement]

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
+from lossgate.base.spelling import nearest
 from lossgate.specs.option import Option
 from lossgate.specs.spec import Spec
-from lossgate.spelling import nearest
 
 _EXAMPLE = "lossgate.Excluded('extreme', because='the trainer clamps log-ratios')"
 

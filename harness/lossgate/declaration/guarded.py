@@ -9,8 +9,8 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import NoReturn
 
-from lossgate.errors import UsageError
-from lossgate.spelling import shown
+from lossgate.base.errors import UsageError
+from lossgate.base.spelling import shown
 
 
 class _Ended(BaseException):

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lossgate.errors import UsageError
-from lossgate.spelling import shown
+from lossgate.base.errors import UsageError
+from lossgate.base.spelling import shown
 
 
 @dataclass(frozen=True, kw_only=True)

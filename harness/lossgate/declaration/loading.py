@@ -9,15 +9,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from lossgate.base.errors import UsageError
+from lossgate.base.spelling import nearest
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.deleted import deleted_in
 from lossgate.declaration.made import kept_in, made_in
 from lossgate.declaration.modules import load_module
 from lossgate.declaration.not_reached import not_reached
-from lossgate.errors import UsageError
 from lossgate.losses import SPECS, find_spec, known_names
 from lossgate.specs.spec import Spec
-from lossgate.spelling import nearest
 
 
 def load_candidates(target: str) -> list[Candidate]:

@@ -10,9 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from zlib import crc32
 
+from lossgate.base.errors import UsageError
 from lossgate.declaration.guarded import guarded
 from lossgate.declaration.neighbours import neighbours_of
-from lossgate.errors import UsageError
 
 _before: list[Callable[[str], object]] = []
 """What is called with each location before it is imported."""

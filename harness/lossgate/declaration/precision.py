@@ -5,11 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from lossgate.dtypes import DTYPES, nearest_dtype
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
+from lossgate.base.names import DTYPES, nearest_dtype
+from lossgate.base.spelling import nearest
 from lossgate.numerics.float_formats import FLOAT32, FLOAT_FORMATS, TF32, RoundedTo, coarsest_of
 from lossgate.numerics.rounded_arithmetic import Stages
-from lossgate.spelling import nearest
 
 _COUNTED = {"chunk": "tokens", "vocab_chunk": "rows"}
 _WORDS = {"products": ("float32", "tf32"), "accumulators": ("rounded", "truncated")}

@@ -8,7 +8,7 @@ from math import ceil, floor, inf
 from operator import add, eq, floordiv, ge, gt, le, lt, mod, mul, ne, sub, truediv
 from typing import Any
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
 
 _OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.Add: add,

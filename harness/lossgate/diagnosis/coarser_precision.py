@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
-from lossgate.counted import in_a_row
+from lossgate.base.spelling import in_a_row
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.precision import Precision
 from lossgate.numerics.float_formats import FLOAT_FORMATS

@@ -9,6 +9,7 @@ all, a wrong name fits now and then.
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
+from lossgate.base.errors import CandidateError
 from lossgate.cases.case import Case
 from lossgate.counterfactuals.counterfactual import Counterfactual
 from lossgate.counterfactuals.families.operations import operations
@@ -36,7 +37,6 @@ from lossgate.diagnosis.rounding import coarser
 from lossgate.diagnosis.search import FIRST, FRESH, Search
 from lossgate.diagnosis.two_mistakes import two_mistakes
 from lossgate.diagnosis.where import where, words_of_several
-from lossgate.errors import CandidateError
 from lossgate.specs.outputs import Output
 from lossgate.worlds.base import RankFailure
 

@@ -7,8 +7,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from lossgate.base.spelling import counted
 from lossgate.cases.oracle import Oracle
-from lossgate.counted import counted
 from lossgate.diagnosis.cause import Cause
 from lossgate.diagnosis.coarser_precision import Coarser, in_one_stage, in_several_stages
 from lossgate.diagnosis.matches import scope_of

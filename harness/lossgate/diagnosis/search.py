@@ -4,9 +4,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from lossgate.base.errors import CandidateError
 from lossgate.cases.case import Case
 from lossgate.diagnosis.observed import Observed
-from lossgate.errors import CandidateError
 from lossgate.worlds.base import RankFailure
 
 FIRST = 3

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from lossgate.base.layout import Axis
 from lossgate.counterfactuals.edges import edges, last_trained, piece_ends, rank_ends, sequence_ends_on_ranks
 from lossgate.counterfactuals.setting import Setting
-from lossgate.layout import Axis
 from lossgate.problems.partition import VocabShard
 from lossgate.specs.record import fields_of
 

@@ -10,13 +10,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
+from lossgate.base.errors import CandidateError, UsageError
 from lossgate.cases.case import Case
 from lossgate.counterfactuals.both import both, each_in_its_own
 from lossgate.counterfactuals.counterfactual import Counterfactual
 from lossgate.diagnosis.matches import scope_of
 from lossgate.diagnosis.observed import Observed
 from lossgate.diagnosis.where import words_of_several
-from lossgate.errors import CandidateError, UsageError
 from lossgate.specs.outputs import Output
 from lossgate.worlds.base import RankFailure
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lossgate.counted import in_a_row
+from lossgate.base.spelling import in_a_row
 from lossgate.diagnosis.observed import Observed
 from lossgate.diagnosis.rows import visible_rows, wrong_rows
 from lossgate.diagnosis.traits import traits_of

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from lossgate.adequacy.kills import killed_mutants
 from lossgate.adequacy.option_mutants import OptionMutant
+from lossgate.base.errors import CandidateError
 from lossgate.cases.assemble import KEEPS_THE_GRAPH
 from lossgate.cases.case import Case
 from lossgate.cases.current_case import running
 from lossgate.engine.side_by_side import side_by_side
-from lossgate.errors import CandidateError
 from lossgate.judge.comparison import Comparison
 from lossgate.problems.problem import Problem
 from lossgate.properties import Property

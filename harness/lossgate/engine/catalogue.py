@@ -11,6 +11,7 @@ from time import perf_counter
 from zlib import crc32
 
 from lossgate.adequacy.entry import Placed
+from lossgate.base.errors import CandidateError
 from lossgate.cases.case import Case
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.engine.cell import Cell
@@ -20,7 +21,6 @@ from lossgate.engine.property_result import PropertyResult
 from lossgate.engine.search import Search
 from lossgate.engine.settings import Settings
 from lossgate.engine.trials import Trials, not_again
-from lossgate.errors import CandidateError
 from lossgate.properties import Property
 from lossgate.properties.registry import Said
 from lossgate.worlds.base import Hang, RankFailure, World, WorldLost

@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
-from lossgate.adequacy.coverage import required_goals
 from lossgate.adequacy.known_mistakes import NOTHING_ASKED, MistakesShown
+from lossgate.adequacy.selection import required_goals
+from lossgate.base.layout import Layout
 from lossgate.declaration.candidate import Candidate
 from lossgate.diagnosis.cause import Diagnosis
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.property_result import PropertyResult
 from lossgate.judge.pooling import Pooled
-from lossgate.layout import Layout
 from lossgate.properties import PROPERTIES, Property, find_property
 from lossgate.properties.registry import Resources
 from lossgate.specs.coverage import CoverageGoal

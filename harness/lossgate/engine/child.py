@@ -22,12 +22,11 @@ from typing import Any, Protocol
 
 import torch
 
+from lossgate.base.fork_server import start_process, start_worker
+from lossgate.base.own_process import new_folder, print_by_line, print_to, process_folder, remove_folder, take_folder
 from lossgate.cases import current_case
 from lossgate.cases.current_case import Phase, Ran
 from lossgate.engine.left_behind import LeftBehind
-from lossgate.fork_server import start_process, start_worker
-from lossgate.output_file import print_by_line, print_to
-from lossgate.process_folder import new_folder, process_folder, remove_folder, take_folder
 
 _BEAT = 1.0
 """Seconds between two signs of life."""

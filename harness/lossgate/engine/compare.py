@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
+from lossgate.base.errors import UsageError
+from lossgate.base.layout import Layout
+from lossgate.base.spelling import as_tuple
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.difference import differences
@@ -19,12 +22,9 @@ from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings, load_settings
 from lossgate.engine.shared_declaration import able_alike
 from lossgate.engine.verdict import conclude
-from lossgate.errors import UsageError
 from lossgate.judge.explain import explain_difference
-from lossgate.layout import Layout
 from lossgate.problems.problem import Problem
 from lossgate.properties import PROPERTIES, Checked, Property
-from lossgate.spelling import as_tuple
 from lossgate.worlds import make_world
 from lossgate.worlds.base import RankFailure
 

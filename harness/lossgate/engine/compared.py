@@ -4,7 +4,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lossgate.counted import counted
+from lossgate.base.spelling import counted
 from lossgate.engine.cell import CellResult, Verdict
 from lossgate.judge.explain import explain_pooled_difference
 

@@ -8,16 +8,16 @@ from itertools import chain, product
 
 from lossgate.adequacy.decks import deck_of
 from lossgate.adequacy.entry import Entry
+from lossgate.base.layout import MAX_RANKS, Layout
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
+from lossgate.cases.large import is_large
 from lossgate.cases.placement import splits_of
-from lossgate.cases.size import is_large
 from lossgate.counterfactuals.bank import counterfactuals_of
 from lossgate.diagnosis.cause import Diagnosis
 from lossgate.diagnosis.name_cause import name_cause
 from lossgate.engine.cell import Cell
 from lossgate.engine.settings import Settings
-from lossgate.layout import MAX_RANKS, Layout
 from lossgate.problems.problem import Problem
 from lossgate.worlds import make_world
 from lossgate.worlds.base import World

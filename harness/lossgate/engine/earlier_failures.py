@@ -9,13 +9,13 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lossgate.counted import counted
+from lossgate.base.errors import UsageError
+from lossgate.base.spelling import counted
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.failure_files import FailureFile, failure_files_of, read_failure
 from lossgate.engine.judge_again import judge_again
 from lossgate.engine.verdict import conclude
-from lossgate.errors import UsageError
 from lossgate.worlds.base import WorldLost
 
 

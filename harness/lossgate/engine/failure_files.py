@@ -13,13 +13,13 @@ import msgspec
 import torch
 
 import lossgate
+from lossgate.base.errors import UsageError
+from lossgate.base.spelling import nearest, shown
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.loading import absolute_source
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, CellResult
-from lossgate.errors import UsageError
 from lossgate.problems.problem import Problem
-from lossgate.spelling import nearest, shown
 
 _LINES = 10
 """So many lines a file may have of causes."""

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from lossgate.base.errors import UsageError
 from lossgate.declaration.loading import absolute_source
 from lossgate.engine.child import Child, ChildDied
 from lossgate.engine.jobs import ImportJob
-from lossgate.errors import UsageError
 
 _PATIENCE = 10.0
 """Seconds after which an import is said to take long."""

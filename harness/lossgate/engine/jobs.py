@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from lossgate.base.layout import Layout
 from lossgate.cases.case import Case
 from lossgate.declaration.loading import load_candidate, load_candidates
 from lossgate.engine.case_result import CaseResult, run_case
@@ -13,7 +14,6 @@ from lossgate.engine.child import News, tell
 from lossgate.engine.precision_advice import with_todo
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
-from lossgate.layout import Layout
 from lossgate.problems.problem import Problem
 from lossgate.properties import find_property
 from lossgate.worlds import make_world

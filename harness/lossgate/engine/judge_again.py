@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from lossgate.cases.size import size_of
+from lossgate.base.errors import UsageError
+from lossgate.cases.large import size_of
 from lossgate.declaration.loading import has_source
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell
@@ -14,7 +15,6 @@ from lossgate.engine.failure_files import FailureFile
 from lossgate.engine.fresh import run_in_child
 from lossgate.engine.jobs import run_cases
 from lossgate.engine.verdict import pooled_disagreements, pooled_outputs
-from lossgate.errors import UsageError
 from lossgate.problems.problem import Problem
 
 _BYTES = 32

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 from zlib import crc32
 
+from lossgate.base.layout import AXES, Axis, Layout, layouts_up_to
 from lossgate.declaration.candidate import Candidate
 from lossgate.engine.settings import Settings
-from lossgate.layout import AXES, Axis, Layout, layouts_up_to
 from lossgate.worlds import most_ranks
 
 _FINEST = "float32"

@@ -4,9 +4,9 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from lossgate.base.errors import UsageError
 from lossgate.cases.case import Case
 from lossgate.cases.option_strategies import ForcedOption
-from lossgate.errors import UsageError
 from lossgate.properties import Property
 from lossgate.properties.registry import OwnMistake, Said
 

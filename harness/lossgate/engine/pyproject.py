@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lossgate.base.errors import UsageError
+from lossgate.base.spelling import shown
 from lossgate.engine.setting_rules import refusal
-from lossgate.errors import UsageError
-from lossgate.spelling import shown
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lossgate.counted import counted
+from lossgate.base.errors import UsageError
+from lossgate.base.spelling import counted
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.loading import load_candidates
 from lossgate.engine.case_result import CaseResult
@@ -14,7 +15,6 @@ from lossgate.engine.failure_files import FailureFile, FrozenCase
 from lossgate.engine.judge_again import judge_again
 from lossgate.engine.settings import Settings
 from lossgate.engine.since_written import is_as_it_was, since_written
-from lossgate.errors import UsageError
 from lossgate.properties import find_property
 
 

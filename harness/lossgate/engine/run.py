@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from time import perf_counter
 
-from lossgate.counted import counted
+from lossgate.base.spelling import counted
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.loading import has_source
 from lossgate.engine.cell import Cell, CellResult, Verdict

@@ -7,8 +7,9 @@ from time import perf_counter
 
 import torch
 
+from lossgate.base.errors import UsageError
 from lossgate.cases.case import Case
-from lossgate.cases.size import is_large
+from lossgate.cases.large import is_large
 from lossgate.engine.case_result import run_case
 from lossgate.engine.catalogue import Catalogue
 from lossgate.engine.cell import Cell, CellResult, Verdict
@@ -18,7 +19,6 @@ from lossgate.engine.precision_advice import with_todo
 from lossgate.engine.search import Search
 from lossgate.engine.settings import Settings
 from lossgate.engine.verdict import conclude, conclude_known
-from lossgate.errors import UsageError
 from lossgate.worlds import make_world
 from lossgate.worlds.base import World
 

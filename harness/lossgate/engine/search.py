@@ -16,18 +16,17 @@ from lossgate.adequacy.deck import WANTED
 from lossgate.adequacy.decks import deck_of
 from lossgate.adequacy.entry import Entry, Placed
 from lossgate.adequacy.known_mistakes import NOTHING_ASKED, MistakesShown
-from lossgate.adequacy.not_distinguished import not_distinguished
-from lossgate.adequacy.option_mutants import OptionMutant
+from lossgate.adequacy.option_mutants import OptionMutant, not_distinguished
 from lossgate.adequacy.selection import choose
+from lossgate.base.errors import UsageError
+from lossgate.base.shape import Shape
 from lossgate.cases.bound_problem import BoundProblem
+from lossgate.cases.large import is_large
 from lossgate.cases.option_strategies import ForcedOption
-from lossgate.cases.size import is_large
 from lossgate.declaration.any_value import ANY
 from lossgate.engine.survivors import Tried, tried_on
 from lossgate.engine.trials import Trials
-from lossgate.errors import UsageError
 from lossgate.problems.problem import Problem
-from lossgate.shape import Shape
 from lossgate.specs.sharding_goals import IDS_GOALS, SHARDING_GOALS
 
 _PADDED = 3

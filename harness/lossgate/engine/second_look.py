@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from time import monotonic
 
-from lossgate.counted import counted
+from lossgate.base.spelling import counted
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import CellResult
 from lossgate.engine.crash import CRASH, ProcessLost

@@ -5,8 +5,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lossgate.base.errors import UsageError
 from lossgate.engine.cell import Cell
-from lossgate.errors import UsageError
 
 _TOKEN = re.compile(r"\s*([()]|[^\s()]+)")
 _WORDS = ("and", "or", "not")

@@ -5,12 +5,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lossgate.dtypes import DTYPES, nearest_dtype
-from lossgate.errors import UsageError
-from lossgate.layout import MAX_RANKS, Layout
-from lossgate.places import DEVICES, WORLD_NAMES
-from lossgate.shape import Shape
-from lossgate.spelling import nearest, shown
+from lossgate.base.errors import UsageError
+from lossgate.base.layout import MAX_RANKS, Layout
+from lossgate.base.names import DEVICES, DTYPES, WORLD_NAMES, nearest_dtype
+from lossgate.base.shape import Shape
+from lossgate.base.spelling import nearest, shown
 
 _MOST = 1_000_000
 """The largest count, and the longest time in seconds: more would never end."""

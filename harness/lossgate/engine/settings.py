@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from lossgate.base.errors import UsageError
+from lossgate.base.spelling import shown
 from lossgate.engine.pyproject import read_pyproject
 from lossgate.engine.setting_rules import refusal
-from lossgate.errors import UsageError
-from lossgate.spelling import shown
 
 
 @dataclass(frozen=True, kw_only=True)

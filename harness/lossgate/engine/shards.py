@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from lossgate.adequacy.deck import deck_key
+from lossgate.base.errors import UsageError
 from lossgate.engine.cell import Cell
-from lossgate.errors import UsageError
 
 
 @dataclass(frozen=True)

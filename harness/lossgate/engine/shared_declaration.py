@@ -5,11 +5,11 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from lossgate.base.errors import UsageError
+from lossgate.base.spelling import shown
 from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.excluded import both
-from lossgate.errors import UsageError
-from lossgate.spelling import shown
 
 
 def able_alike(a: Any, b: Any) -> tuple[Candidate, Candidate]:

@@ -3,7 +3,7 @@
 
 from collections.abc import Collection
 
-from lossgate.counted import in_a_row
+from lossgate.base.spelling import in_a_row
 from lossgate.engine.failure_files import FailureFile, versions
 
 

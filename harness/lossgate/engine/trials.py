@@ -12,15 +12,15 @@ from hypothesis.errors import Flaky
 
 from lossgate.adequacy.entry import Entry, Placed
 from lossgate.adequacy.option_mutants import OptionMutant
+from lossgate.base.errors import LossgateError
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
+from lossgate.cases.large import is_large
 from lossgate.cases.placement import splits_of
-from lossgate.cases.size import is_large
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.engine.cell import Cell
 from lossgate.engine.own_mistakes import said_by
 from lossgate.engine.settings import Settings
-from lossgate.errors import LossgateError
 from lossgate.problems.problem import Problem
 from lossgate.worlds.base import Hang, World, WorldLost
 

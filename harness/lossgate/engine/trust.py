@@ -5,9 +5,9 @@ import importlib.util
 import sys
 from pathlib import Path
 
+from lossgate.base.errors import UsageError
+from lossgate.base.spelling import shown
 from lossgate.engine.failure_files import FailureFile
-from lossgate.errors import UsageError
-from lossgate.spelling import shown
 
 _LOSSGATE = Path(__file__).resolve().parents[1]
 

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from lossgate.adequacy.known_mistakes import NOTHING_ASKED, MistakesShown
 from lossgate.adequacy.option_mutants import OptionMutant
-from lossgate.counted import counted
+from lossgate.base.spelling import counted
 from lossgate.declaration.known_failure import KnownFailure
 from lossgate.engine.advice import to_compare, to_detect, to_kill, to_reach
 from lossgate.engine.case_result import CaseResult
@@ -17,8 +17,7 @@ from lossgate.engine.own_mistakes import gaps_of
 from lossgate.engine.property_result import PropertyResult, reasons_of
 from lossgate.engine.survivors import Tried
 from lossgate.judge.explain import explain_pooled
-from lossgate.judge.pooled_scale import FEWEST, LARGEST_MDE
-from lossgate.judge.pooling import Pooled, pool
+from lossgate.judge.pooling import FEWEST, LARGEST_MDE, Pooled, pool
 
 _SHOWN = 4
 """Values of a choice that a line names one by one, and lines about known mistakes."""

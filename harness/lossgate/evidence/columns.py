@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lossgate.evidence.records import CellRecord, OutputRecord
-from lossgate.judge.pooled_noise import PooledNoises, pool_noises
-from lossgate.judge.pooled_scale import Floats, PooledScales, pool_scales, smallest_bias
+from lossgate.judge.pooling import Floats, PooledNoises, PooledScales, pool_noises, pool_scales, smallest_bias
 
 ROUNDING = 1e-3
 """Relative error of a number that is explained by the digits that evidence keeps."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
 from lossgate.evidence.checked_lines import CellLine, CheckedLine, RunLine, checked_lines
 from lossgate.evidence.reader import DamagedLine, Digested, Where
 from lossgate.evidence.records import CellKey, CellRecord, EndRecord, RunRecord

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
 from lossgate.evidence.records import SCHEMA, Record
 from lossgate.evidence.sealed import digest_in, is_intact
 

@@ -8,8 +8,7 @@ from math import isfinite
 
 from lossgate.evidence.columns import ROUNDING, Columns
 from lossgate.evidence.records import WITHOUT_NOISE, CellRecord, OutputRecord, VerdictName
-from lossgate.judge.pooled_noise import PooledNoise
-from lossgate.judge.pooled_scale import FEWEST, LARGEST_MDE
+from lossgate.judge.pooling import FEWEST, LARGEST_MDE, PooledNoise
 
 
 @dataclass(frozen=True)

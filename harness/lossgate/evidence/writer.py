@@ -12,7 +12,7 @@ from secrets import token_hex
 from types import ModuleType
 from typing import Any
 
-from lossgate.counted import counted
+from lossgate.base.spelling import counted
 from lossgate.engine.cell import CellResult
 from lossgate.engine.events import CellFinished, CellSkipped, Event, RunFinished, RunStarted
 from lossgate.engine.failure_files import versions

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec.structs import astuple
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
 from lossgate.evidence.records import CellKey, KnownFailureRecord, RunRecord
 from lossgate.evidence.summary import CellSummary
 from lossgate.gate.boxes import Box, boxes
@@ -15,7 +15,7 @@ from lossgate.gate.committed import Committed, all_committed
 from lossgate.gate.patterns import escape
 from lossgate.gate.policy_text import quoted
 from lossgate.gate.rules import EvidenceRules
-from lossgate.judge.pooled_scale import LARGEST_MDE
+from lossgate.judge.pooling import LARGEST_MDE
 
 _WIDTH = 100
 _NAMED = 5

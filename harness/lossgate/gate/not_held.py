@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
+from lossgate.base.layout import Layout
 from lossgate.evidence.gather import Gathered
 from lossgate.evidence.records import CellKey
 from lossgate.evidence.summary import CellSummary
 from lossgate.gate.property_names import BUILT_IN
-from lossgate.layout import Layout
 
 _AGREEMENT = "agreement"
 """The property in whose cells all others are checked."""

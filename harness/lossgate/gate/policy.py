@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 import lossgate.gate.policy_values as values
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
 from lossgate.evidence.records import CellKey
 from lossgate.gate.policy_text import PolicyText, shown
 from lossgate.gate.rules import EvidenceRules, KnownFailureRule, Policy, Rule

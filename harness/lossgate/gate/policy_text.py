@@ -10,10 +10,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
+from lossgate.base.spelling import nearest
 from lossgate.gate.policy_values import Read, Unexpected
 from lossgate.gate.toml_lines import Keys, lines_of
-from lossgate.spelling import nearest
 
 _LONGEST = 60
 """Characters of a value that an error shows."""

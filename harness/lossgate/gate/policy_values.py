@@ -6,9 +6,9 @@ from collections.abc import Callable
 from datetime import date, datetime, timedelta
 from typing import Any
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
+from lossgate.base.layout import Layout
 from lossgate.gate.patterns import literal
-from lossgate.layout import Layout
 
 Read = Callable[[Any], Any]
 """Returns what a value means, or raises ``Unexpected``."""

@@ -3,11 +3,11 @@
 
 from collections.abc import Iterator
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
+from lossgate.base.spelling import nearest
 from lossgate.evidence.gather import Gathered
 from lossgate.gate.policy_text import shown
 from lossgate.gate.rules import Policy, Rule
-from lossgate.spelling import nearest
 
 BUILT_IN = (
     "agreement",

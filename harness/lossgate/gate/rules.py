@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lossgate.evidence.records import CellKey
 from lossgate.gate.patterns import Demand, KnownCells, Patterns, any_fits, demands
-from lossgate.judge.pooled_scale import LARGEST_MDE
+from lossgate.judge.pooling import LARGEST_MDE
 
 
 @dataclass(frozen=True, kw_only=True)

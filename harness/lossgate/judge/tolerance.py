@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from lossgate.judge.comparison import Comparison
-from lossgate.judge.limits import ALIKE_FACTOR, Limits, limits, noise_of
-from lossgate.judge.noise_model import NoiseModel
+from lossgate.judge.limits import ALIKE_FACTOR, Limits, NoiseModel, limits, noise_of
 from lossgate.judge.power import blind_spots, plant
 from lossgate.judge.rows import Rows, Stack, at, fits_at_once, kept_if_small, stack_of
 from lossgate.judge.statistics import SCALE, WORST, Blocks, Statistic, alike_in_blocks, statistics

@@ -15,9 +15,9 @@ from importlib.metadata import EntryPoint, entry_points
 from pkgutil import iter_modules
 from types import MappingProxyType
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
+from lossgate.base.spelling import nearest
 from lossgate.specs.spec import Spec
-from lossgate.spelling import nearest
 
 ENTRY_POINTS = "lossgate.specs"
 

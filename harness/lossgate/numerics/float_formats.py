@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lossgate.dtypes import DTYPES
+from lossgate.base.names import DTYPES
 
 
 @dataclass(frozen=True)

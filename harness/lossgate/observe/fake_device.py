@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
+from lossgate.base.layout import AXES, Layout
 from lossgate.cases.case import Case
-from lossgate.layout import AXES, Layout
 from lossgate.worlds.base import RankContext, T, Task
 from lossgate.worlds.running import running
 

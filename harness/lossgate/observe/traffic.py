@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._pytree import tree_leaves
 
-from lossgate.worlds.simulated.calls import show
+from lossgate.worlds.simulated.collectives import show
 from lossgate.worlds.simulated.communicator import Logged
 
 _BROUGHT: Mapping[str, tuple[str, int]] = {

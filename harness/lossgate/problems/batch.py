@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every tensor of a problem, unsplit, and the shards of each rank."""
+"""Every tensor of a problem, unsplit, its tokens before any loss, and the shards of each rank."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from lossgate.numerics.float_formats import TORCH_DTYPES
+from lossgate.problems.masks import draw_mask
 from lossgate.problems.partition import Dims, Partition
+from lossgate.problems.problem import Problem
+from lossgate.problems.random_streams import RandomStreams
 from lossgate.problems.whole_sequences import Tokens, WholeSequences
 
 
@@ -113,3 +116,27 @@ def _without_tokens(dims: Dims) -> Dims:
 def offsets(lengths: Iterable[int]) -> Tensor:
     """Returns where sequences start that lie end to end, and where the last one ends, int32."""
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def draw_tokens(problem: Problem) -> dict[str, Tensor]:
+    """Draws the fields that every spec has, of the sequences end to end without padding.
+
+    Ids and masks depend on the seed alone, so that a problem keeps them while it is made smaller.
+    """
+    streams = RandomStreams(problem.seed)
+    ids = streams.integers("ids", problem.vocab, problem.tokens)
+    for token, row in problem.forced_labels:
+        if token + 1 < problem.tokens:
+            ids[token + 1] = row
+    mask = draw_mask(problem.masks, problem.lengths, streams)
+    return {
+        "input_ids": ids,
+        # The last token of a sequence gets the next sequence's first id as its label, and the last
+        # of the pack wraps around: that is what a roll gives, and the mask must keep such labels
+        # out.
+        "labels": ids.roll(-1),
+        "mask": mask,
+        "sequence": torch.repeat_interleave(torch.arange(len(problem.lengths)), torch.tensor(problem.lengths)),
+        "lengths": torch.tensor(problem.lengths),
+        "valid_tokens": mask.sum(),
+    }

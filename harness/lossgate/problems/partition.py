@@ -17,8 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lossgate.errors import UsageError
-from lossgate.layout import Axis, Layout
+from lossgate.base.errors import UsageError
+from lossgate.base.layout import Axis, Layout
 
 Dim = str
 """The name of a dim: "token", "vocab" and "sequence" are split over ranks, every other is not."""

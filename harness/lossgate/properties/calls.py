@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction
 
+from lossgate.base.errors import CandidateError, LossgateError
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.materialize import lay_out
 from lossgate.cases.rank_call import RankCall, RankOutputs, plainly
 from lossgate.declaration.candidate import Outputs
-from lossgate.errors import CandidateError, LossgateError
 from lossgate.problems.batch import GlobalBatch
 from lossgate.properties.registry import Checked, called, property
 

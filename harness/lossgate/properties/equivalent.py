@@ -13,8 +13,7 @@ from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.materialize import lay_out
 from lossgate.cases.oracle import Oracle
-from lossgate.cases.placed_problem import PlacedProblem
-from lossgate.cases.placement import Placement, takes_idle_ranks
+from lossgate.cases.placement import PlacedProblem, Placement, takes_idle_ranks
 from lossgate.cases.reference import DenseRun
 from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate

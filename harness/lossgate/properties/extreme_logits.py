@@ -13,7 +13,7 @@ from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.materialize import lay_out
 from lossgate.cases.oracle import Oracle
-from lossgate.cases.placed_problem import PlacedProblem
+from lossgate.cases.placement import PlacedProblem
 from lossgate.cases.untrained import untrained
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.problem import Problem

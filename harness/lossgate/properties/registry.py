@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
 
+from lossgate.base.errors import UsageError
+from lossgate.base.spelling import look_up
 from lossgate.cases.case import Case
 from lossgate.declaration.candidate import Candidate
-from lossgate.errors import UsageError
 from lossgate.judge.comparison import Comparison
 from lossgate.judge.explain import explain
-from lossgate.spelling import look_up
 
 Resources = Mapping[str, Mapping[str, float]]
 """What a call used: numbers by name. See ``observe``."""

@@ -4,11 +4,11 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from lossgate.base.errors import CandidateError, UsageError
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.materialize import lay_out
 from lossgate.declaration.candidate import Candidate
-from lossgate.errors import CandidateError, UsageError
 from lossgate.numerics.float_formats import TORCH_DTYPES
 from lossgate.observe import Use, observe
 from lossgate.problems.problem import Problem

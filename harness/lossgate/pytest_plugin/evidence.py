@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from lossgate.counted import counted
+from lossgate.base.spelling import counted
 
 if TYPE_CHECKING:
     from lossgate.engine.cell import Cell, CellResult

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
-from lossgate.errors import LossgateError, UsageError
-from lossgate.layout import AXES, Layout, name_ranks
-from lossgate.spelling import nearest
+from lossgate.base.errors import LossgateError, UsageError
+from lossgate.base.layout import AXES, Layout, name_ranks
+from lossgate.base.spelling import nearest
 
 if TYPE_CHECKING:
     from lossgate.worlds import RankContext, World

@@ -51,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
     """Serves as a rank, if another process of the same torchrun runs the tests."""
-    from lossgate.launch import is_follower
+    from lossgate.base.launch import is_follower
 
     if _world(config) != "torchrun" or not is_follower():
         return None
@@ -75,8 +75,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("lossgate")
     if marker is None or "lossgate_cell" not in metafunc.fixturenames:
         return
+    from lossgate.base.errors import UsageError
     from lossgate.engine.plan import left_out, plan
-    from lossgate.errors import UsageError
 
     candidate = marker.kwargs["candidate"]
     try:
@@ -100,7 +100,7 @@ def _settings(config: pytest.Config, marker: pytest.Mark) -> Settings:
 
 def _world(config: pytest.Config) -> str | None:
     """Returns the world that the command line or torchrun asks for, if any."""
-    from lossgate.launch import launch_of_torchrun
+    from lossgate.base.launch import launch_of_torchrun
 
     attached = config.getini("lossgate_torchrun") and launch_of_torchrun() is not None
     return config.getoption("--lossgate-world") or ("torchrun" if attached else None)
@@ -160,10 +160,10 @@ def lossgate_run(
 
     import torch
 
+    from lossgate.base.errors import UsageError
     from lossgate.engine.earlier_failures import examples_of, hold_to_earlier
     from lossgate.engine.events import CellFinished
     from lossgate.engine.run_cell import run_cell
-    from lossgate.errors import UsageError
     from lossgate.reports.failures import FailureFiles
     from lossgate.reports.terminal import describe_cell
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from lossgate.base.errors import UsageError
+from lossgate.base.spelling import as_tuple, shown
 from lossgate.declaration.candidate import Candidate
-from lossgate.errors import UsageError
-from lossgate.spelling import as_tuple, shown
 
 
 def suite(

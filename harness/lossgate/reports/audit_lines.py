@@ -4,7 +4,7 @@
 from collections.abc import Iterator, Mapping
 
 from lossgate.audit import Audit
-from lossgate.counted import counted
+from lossgate.base.spelling import counted
 
 
 def audit_lines(found: Audit, *, listed: bool = False) -> Iterator[str]:

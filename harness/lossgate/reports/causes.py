@@ -5,8 +5,8 @@ layouts on which it shows.
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from lossgate.counted import counted
-from lossgate.layout import AXES, Layout
+from lossgate.base.layout import AXES, Layout
+from lossgate.base.spelling import counted
 from lossgate.reports.shown_cell import ShownCell
 
 IN_COMMON = "Causes that several cells have in common:"

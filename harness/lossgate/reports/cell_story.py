@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from lossgate.counted import counted
+from lossgate.base.spelling import counted
 from lossgate.evidence.columns import largest_share
 from lossgate.evidence.records import CellRecord, OutputRecord, PropertyRecord
 from lossgate.evidence.summary import CellSummary

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.markup import escape
 
-from lossgate.counted import counted
+from lossgate.base.spelling import counted
 from lossgate.evidence.differences import CellChange, Change
 from lossgate.reports.describe import print_detail
 from lossgate.reports.printable import printable

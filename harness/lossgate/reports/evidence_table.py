@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from lossgate.counted import counted
+from lossgate.base.spelling import counted
 from lossgate.evidence.gather import Gathered
 from lossgate.reports.console import print_whole
 from lossgate.reports.describe import print_detail, print_remarks

@@ -3,7 +3,7 @@
 
 from collections import Counter
 
-from lossgate.counted import counted
+from lossgate.base.spelling import counted
 from lossgate.reports.printable import printable
 
 _SHOWN = 10

@@ -4,7 +4,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from lossgate.counted import counted
+from lossgate.base.spelling import counted
 
 NOT_DISTINGUISHED = "Not distinguished: a kernel that takes one of these choices for another would have passed."
 EXEMPT = "Not held to these properties, as the candidates declare:"

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 
-from lossgate.counted import counted
+from lossgate.base.spelling import counted
 from lossgate.evidence.gather import Gathered
 from lossgate.evidence.records import EndRecord, RunRecord
 from lossgate.reports.printable import printable

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
+from lossgate.base.layout import Layout
 from lossgate.evidence.records import VerdictName
 from lossgate.evidence.summary import CellSummary
-from lossgate.layout import Layout
 from lossgate.reports.numbers import share
 from lossgate.reports.printable import printable
 
@@ -189,7 +189,7 @@ def _largest(problems: Sequence[Problem]) -> str:
 
 
 def _at_sizes(cases: Sequence[CaseResult]) -> Iterator[str]:
-    from lossgate.cases.size import is_large
+    from lossgate.cases.large import is_large
 
     nearest: dict[str, dict[str, float]] = {}
     for case in cases:

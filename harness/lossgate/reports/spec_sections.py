@@ -4,8 +4,8 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from lossgate.base.layout import AXES
 from lossgate.declaration.contract import Contract
-from lossgate.layout import AXES
 from lossgate.losses import SPECS
 from lossgate.specs.coverage import CoverageGoal
 from lossgate.specs.dims import parts_of

@@ -10,8 +10,8 @@ from inspect import cleandoc
 from textwrap import indent, wrap
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from lossgate.base.layout import AXES
 from lossgate.declaration.contract import Contract
-from lossgate.layout import AXES
 from lossgate.losses import SPECS
 from lossgate.reports.spec_sections import made_of_ranks
 from lossgate.specs.dims import parts_of

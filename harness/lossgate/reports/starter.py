@@ -6,10 +6,10 @@ from keyword import iskeyword
 from pathlib import Path
 from textwrap import wrap
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
+from lossgate.base.spelling import nearest
 from lossgate.specs.heads import HEADS
 from lossgate.specs.spec import Spec
-from lossgate.spelling import nearest
 
 _WIDTH = 100
 

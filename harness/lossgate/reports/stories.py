@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator
 
 from rich.markup import escape
 
-from lossgate.counted import counted
+from lossgate.base.spelling import counted
 from lossgate.reports.causes import CausesSoFar, cause_of
 from lossgate.reports.describe import describe, heading
 from lossgate.reports.shown_cell import ShownCell

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from lossgate.counted import counted
+from lossgate.base.spelling import counted
 from lossgate.engine.cell import CellResult
 from lossgate.engine.events import CellAgrees, CellFinished, CellSkipped, CellStarted, Event, RunFinished, RunStarted
 from lossgate.reports.console import make_console, print_whole

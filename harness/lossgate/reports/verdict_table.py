@@ -15,7 +15,7 @@ from rich.measure import measure_renderables
 from rich.table import Column, Table
 from rich.text import Text
 
-from lossgate.counted import counted
+from lossgate.base.spelling import counted
 from lossgate.reports.numbers import percent, share
 from lossgate.reports.shown_cell import KNOWN_STYLE, STYLES, ShownCell, ShownVerdict
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from rich.console import Console
 
+from lossgate.base.errors import UsageError
 from lossgate.declaration.candidate import Candidate
 from lossgate.engine.cell import CellResult, Verdict
 from lossgate.engine.events import Event, RunFinished
 from lossgate.engine.run import run
 from lossgate.engine.settings import load_settings
-from lossgate.errors import UsageError
 from lossgate.reports.failures import FailureFiles
 from lossgate.reports.terminal import Terminal
 

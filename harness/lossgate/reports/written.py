@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from secrets import token_hex
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
 
 STANDARD_OUTPUT = Path("-")
 

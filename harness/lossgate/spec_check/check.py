@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import hypothesis.errors
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
 from lossgate.spec_check.evaluated import ordinary_problems
 from lossgate.spec_check.gradients import comparisons, gradient, used
 from lossgate.spec_check.judged import judged, on_ranks

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lossgate.base.errors import UsageError
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.drawing import Draws
 from lossgate.dense_candidates import dense_candidate
-from lossgate.errors import UsageError
 from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.spec import Spec
 from lossgate.specs.token_values import TokenValues

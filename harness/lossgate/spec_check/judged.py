@@ -9,14 +9,14 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from lossgate.adequacy.option_mutants import OptionMutant, option_mutants
+from lossgate.base.errors import UsageError
+from lossgate.base.layout import Layout
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.materialize import materialize
 from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
-from lossgate.errors import UsageError
-from lossgate.layout import Layout
 from lossgate.spec_check.evaluated import evaluate, same, unlike, values_of
 from lossgate.spec_check.outcome import Finding, Subject
 from lossgate.specs.bound_spec import BoundSpec

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lossgate.base.errors import UsageError
 from lossgate.cases.bound_problem import BoundProblem
-from lossgate.errors import UsageError
 from lossgate.spec_check.evaluated import Evaluated, evaluate, evaluated, same, values_of
 from lossgate.spec_check.outcome import Finding, Subject, on
 from lossgate.spec_check.parts import halves, part_of

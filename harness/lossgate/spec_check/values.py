@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from lossgate.base.errors import UsageError
 from lossgate.cases.bound_problem import BoundProblem
-from lossgate.errors import UsageError
 from lossgate.spec_check.evaluated import evaluate, evaluated, same, unlike, values_of
 from lossgate.spec_check.outcome import Finding, Subject, on
 from lossgate.spec_check.parts import part_of

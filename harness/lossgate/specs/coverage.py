@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lossgate.layout import Axis
+from lossgate.base.layout import Axis
 from lossgate.problems.batch import GlobalBatch
 
 

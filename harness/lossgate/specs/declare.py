@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
 from lossgate.specs.coverage import CoverageGoal, Covered
 from lossgate.specs.declared import (
     check_also_written,

@@ -6,9 +6,10 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any, get_args
 
-from lossgate.dtypes import DTYPES, nearest_dtype
-from lossgate.errors import UsageError
-from lossgate.layout import AXES
+from lossgate.base.errors import UsageError
+from lossgate.base.layout import AXES
+from lossgate.base.names import DTYPES, nearest_dtype
+from lossgate.base.spelling import nearest
 from lossgate.specs.coverage import BIAS_GOALS, TOKEN_GOALS, CoverageGoal
 from lossgate.specs.heads import HEADS
 from lossgate.specs.inputs import Batch
@@ -20,7 +21,6 @@ from lossgate.specs.outputs import RETURNED
 from lossgate.specs.record import Field, fields_of
 from lossgate.specs.sharding_goals import IDS_GOALS, SHARDING_GOALS
 from lossgate.specs.users_code import check_function
-from lossgate.spelling import nearest
 
 _LARGEST_GROUP = 64
 """Problems hold whole groups of sequences, and stay small."""

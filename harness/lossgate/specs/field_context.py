@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
+from lossgate.base.spelling import nearest
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Dims
 from lossgate.problems.random_streams import RandomStreams
-from lossgate.spelling import nearest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
 from lossgate.specs.record import Field, Record, built_in_field, fields_of
 from lossgate.specs.rows import Rows
 

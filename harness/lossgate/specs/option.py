@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
+from lossgate.base.spelling import nearest
 from lossgate.problems.partition import VOCAB_SPLITS
 from lossgate.specs.record import Between, check_domain
-from lossgate.spelling import nearest
 
 TEMPERATURE = (0.3, 3.0)
 SOFTCAPS = (None, 2.0, 30.0)

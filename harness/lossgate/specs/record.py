@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from typing_extensions import dataclass_transform
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
 from lossgate.problems.partition import Dims
 from lossgate.specs.users_code import check_function
 

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
+from lossgate.base.spelling import nearest
 from lossgate.specs.metric import Metric
 from lossgate.specs.outputs import Output
 from lossgate.specs.terms import Terms
 from lossgate.specs.users_code import shown, told_as
-from lossgate.spelling import nearest
 
 
 def loss_and_metrics(returned: Any, who: str) -> tuple[Tensor, dict[str, Tensor]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
 
 
 @dataclass(frozen=True)

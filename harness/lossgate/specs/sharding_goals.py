@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lossgate.layout import Axis
+from lossgate.base.layout import Axis
 from lossgate.problems.partition import Partition
 from lossgate.specs.coverage import CoverageGoal
 

@@ -15,7 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
+from lossgate.base.spelling import nearest
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Dims
 from lossgate.specs.bound_spec import BoundSpec
@@ -32,7 +33,6 @@ from lossgate.specs.sharding_goals import IDS_GOALS, SHARDING_GOALS
 from lossgate.specs.terms import Terms
 from lossgate.specs.token_values import TokenValues
 from lossgate.specs.users_code import told_as
-from lossgate.spelling import nearest
 
 Reference = Callable[[TokenValues, Any, Any], Tensor | tuple[Tensor, Mapping[str, Tensor]] | Terms | None]
 """``(values, batch, options) -> `` loss, or loss and metrics, or ``Terms``."""

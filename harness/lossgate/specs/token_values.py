@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
 
 
 class TokenValues:

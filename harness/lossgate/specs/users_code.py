@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lossgate.errors import LossgateError, UsageError
+from lossgate.base.errors import LossgateError, UsageError
 
 _TORCH, _HARNESS = Path(torch.__file__).parent, Path(__file__).parents[1]
 _SPECS = _HARNESS / "losses"

@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from lossgate.errors import UsageError
-from lossgate.layout import MAX_RANKS, Layout
-from lossgate.places import DEVICES
-from lossgate.spelling import look_up, nearest
+from lossgate.base.errors import UsageError
+from lossgate.base.layout import MAX_RANKS, Layout
+from lossgate.base.names import DEVICES
+from lossgate.base.spelling import look_up, nearest
 from lossgate.worlds.base import RankContext, RankFailure, Task, World
 from lossgate.worlds.pool import gloo_world, nccl_world
 from lossgate.worlds.simulated import SimulatedWorld

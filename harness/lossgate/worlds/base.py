@@ -8,8 +8,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from lossgate.errors import LossgateError
-from lossgate.layout import Layout
+from lossgate.base.errors import LossgateError
+from lossgate.base.layout import Layout
 from lossgate.problems.problem import ReductionOrder
 
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any, Self
 
-from lossgate.errors import UsageError
-from lossgate.layout import Layout
+from lossgate.base.errors import UsageError
+from lossgate.base.layout import Layout
 from lossgate.problems.problem import ReductionOrder
 from lossgate.worlds.base import RankFailure, T
 from lossgate.worlds.simulated.communicator import Logged

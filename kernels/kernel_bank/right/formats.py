@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lossgate.base.names import DTYPES
 from lossgate.declaration.precision import Precision
-from lossgate.dtypes import DTYPES
 
 INPUTS = "inputs"
 """In place of a dtype: that of the kernel's inputs."""

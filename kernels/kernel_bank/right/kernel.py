@@ -16,10 +16,10 @@ from kernel_bank.columns import Columns
 from kernel_bank.right.formats import FINE, Formats
 from kernel_bank.right.logprobs import Scores, Way
 from kernel_bank.right.loops import WHOLE, Loop
+from lossgate.base.names import DTYPES
 from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate, Outputs, candidate
 from lossgate.declaration.contract import Contract
-from lossgate.dtypes import DTYPES
 from lossgate.losses import SPECS
 from lossgate.specs.heads import HEADS
 from lossgate.specs.spec import Spec

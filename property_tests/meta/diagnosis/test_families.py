@@ -10,8 +10,7 @@ import torch
 
 from lossgate import Contract, Layout, candidate
 from lossgate.cases.bound_problem import BoundProblem
-from lossgate.cases.placed_problem import PlacedProblem
-from lossgate.cases.placement import sample_problems
+from lossgate.cases.placement import PlacedProblem, sample_problems
 from lossgate.counterfactuals.bank import FAMILIES, counterfactuals_of
 from lossgate.counterfactuals.counterfactual import Counterfactual
 from lossgate.counterfactuals.families.operations import operations

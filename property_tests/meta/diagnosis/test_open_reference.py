@@ -8,8 +8,7 @@ import torch
 
 from lossgate import Layout
 from lossgate.cases.bound_problem import BoundProblem
-from lossgate.cases.placed_problem import PlacedProblem
-from lossgate.cases.placement import sample_problems
+from lossgate.cases.placement import PlacedProblem, sample_problems
 from lossgate.counterfactuals.bank import counterfactuals_of
 from lossgate.counterfactuals.counterfactual import mistake
 from lossgate.counterfactuals.seams import RIGHT, Seams, run, scaled_gradient, spelled_out, with_gradient_of

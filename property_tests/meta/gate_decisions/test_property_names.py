@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
 from lossgate.evidence.records import CellRecord, PropertyRecord
 from lossgate.gate.property_names import BUILT_IN
 from lossgate.gate.verdict import GateCode, Kind

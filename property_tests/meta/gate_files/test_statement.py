@@ -12,7 +12,7 @@ from in_toto_attestation.v1.resource_descriptor import ResourceDescriptor
 from in_toto_attestation.v1.statement import Statement
 from in_toto_attestation.v1.statement_pb2 import Statement as StatementMessage
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
 from lossgate.gate.verdict import Digested, GateVerdict, Kind
 from lossgate.reports.gate_files.statement import statement
 from property_tests.meta.gate_files.verdicts import (

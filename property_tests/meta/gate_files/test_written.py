@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
 from lossgate.reports.written import write_file
 
 AS_ROOT = hasattr(os, "geteuid") and os.geteuid() == 0

@@ -9,8 +9,8 @@ import torch
 
 from lossgate import Outputs, Precision, Problem, candidate
 from lossgate.cases.bound_problem import BoundProblem
+from lossgate.cases.kernel_noise import PHASES, OnGrid
 from lossgate.inputs import NllLogits
-from lossgate.judge.alike import PHASES, OnGrid
 from lossgate.losses import SPECS
 from lossgate.numerics.float_formats import FLOAT32, FLOAT_FORMATS
 

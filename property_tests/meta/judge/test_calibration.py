@@ -17,8 +17,8 @@ from calibration_tables import Merged
 
 from kernel_bank.bugs import BUGS
 from kernel_bank.known_right import known_right
+from lossgate.base.names import DTYPES
 from lossgate.declaration.loading import load_candidate
-from lossgate.dtypes import DTYPES
 from lossgate.losses import SPECS
 
 ROOT = Path(__file__).parents[3]

@@ -14,8 +14,7 @@ from lossgate import Candidate, Layout, Outputs, Precision, Problem
 from lossgate.cases import oracle
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
-from lossgate.cases.placed_problem import PlacedProblem
-from lossgate.cases.placement import sample_problems
+from lossgate.cases.placement import PlacedProblem, sample_problems
 from lossgate.cases.rank_parts import RankParts, rank_parts
 from lossgate.dense_candidates import dense_candidate
 from lossgate.judge.comparison import Comparison

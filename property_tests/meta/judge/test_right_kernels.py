@@ -14,9 +14,9 @@ import torch
 from kernel_bank import right as bank
 from kernel_bank.right import KERNELS
 from lossgate import Precision, Problem
+from lossgate.base.names import DTYPES
 from lossgate.cases.placement import sample_problems
 from lossgate.declaration.loading import load_candidate
-from lossgate.dtypes import DTYPES
 from lossgate.losses import SPECS
 
 from .checks import MakeWorld, run

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lossgate.judge.comparison import Comparison
-from lossgate.judge.noise_model import NoiseModel
+from lossgate.judge.limits import NoiseModel
 from lossgate.judge.statistics import NOISE, SCALE, WORST
 from lossgate.specs.outputs import metric_output
 

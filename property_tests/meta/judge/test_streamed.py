@@ -15,7 +15,7 @@ from lossgate import Candidate, Layout, Precision, Problem
 from lossgate.cases import kernel_noise
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
-from lossgate.cases.size import size_of
+from lossgate.cases.large import size_of
 from lossgate.dense_candidates import dense_candidate
 from lossgate.judge import streamed
 from lossgate.judge.comparison import Comparison

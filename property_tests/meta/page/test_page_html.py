@@ -15,7 +15,7 @@ from zlib import decompress
 import pytest
 from page import synthetic_page
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
 from lossgate.evidence.records import CellRecord
 from lossgate.gate.verdict import Kind
 from lossgate.reports.page.page import Page

@@ -8,11 +8,11 @@ import pytest
 from torch import Tensor
 
 from kernel_bank.property_bugs import right
+from lossgate.base.layout import Layout
 from lossgate.cases.case import Case
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.precision import Precision
 from lossgate.engine.case_result import run_case
-from lossgate.layout import Layout
 from lossgate.properties import PROPERTIES
 from property_tests.meta.properties.test_bugs import MakeWorld, problems
 

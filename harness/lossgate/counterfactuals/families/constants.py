@@ -9,10 +9,10 @@ from math import prod
 import torch
 from torch import Tensor
 
+from lossgate.base.layout import AXES, Axis
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
 from lossgate.counterfactuals.seams import Outputs, Part
 from lossgate.counterfactuals.setting import Setting
-from lossgate.layout import AXES, Axis
 from lossgate.specs.heads import HEADS
 from lossgate.specs.spec import Spec
 

@@ -9,11 +9,11 @@ from math import prod
 import torch
 from torch import Tensor
 
+from lossgate.base.layout import Axis
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
 from lossgate.counterfactuals.families.sequence_sums import sums_sequences
 from lossgate.counterfactuals.setting import Fields, Setting
 from lossgate.counterfactuals.shares import counts_of, rank_by_rank, reads_count
-from lossgate.layout import Axis
 from lossgate.specs.spec import Spec, trained_by_mask
 
 _AXES: tuple[tuple[Axis, ...], ...] = (("dp",), ("cp",), ("dp", "cp"))

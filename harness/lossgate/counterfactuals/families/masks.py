@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lossgate.base.layout import Axis
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
 from lossgate.counterfactuals.edges import (
     edges,
@@ -22,7 +23,6 @@ from lossgate.counterfactuals.edges import (
 from lossgate.counterfactuals.seams import Seams
 from lossgate.counterfactuals.setting import Fields, Setting
 from lossgate.counterfactuals.shares import numbers_of_tokens
-from lossgate.layout import Axis
 from lossgate.specs.spec import Spec
 
 Change = Callable[[Setting, Tensor], Tensor]

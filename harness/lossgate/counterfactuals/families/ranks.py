@@ -7,11 +7,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lossgate.base.layout import Axis
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake, split
 from lossgate.counterfactuals.seams import Part, scaled_gradient
 from lossgate.counterfactuals.setting import Setting
 from lossgate.counterfactuals.shares import masks_of
-from lossgate.layout import Axis
 from lossgate.specs.spec import Spec
 
 Weights = Callable[[int], list[float]]

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lossgate.base.layout import Axis
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake, split
 from lossgate.counterfactuals.families.softmax import largest_logit, picked_logit, rebuilt
 from lossgate.counterfactuals.seams import RIGHT_STAGES, scaled_gradient, with_gradient_of
 from lossgate.counterfactuals.setting import Setting
-from lossgate.layout import Axis
 from lossgate.specs.spec import Spec
 
 

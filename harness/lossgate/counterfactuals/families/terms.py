@@ -8,10 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lossgate.base.layout import AXES
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
 from lossgate.counterfactuals.seams import scaled_gradient
 from lossgate.counterfactuals.setting import Fields, Setting
-from lossgate.layout import AXES
 from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.terms import Terms
 from lossgate.specs.token_values import TokenValues

@@ -9,11 +9,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lossgate.base.layout import Axis
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake, split
 from lossgate.counterfactuals.families.softmax import picked_logit, rebuilt
 from lossgate.counterfactuals.seams import RIGHT_STAGES, with_gradient_of
 from lossgate.counterfactuals.setting import Setting
-from lossgate.layout import Axis
 from lossgate.specs.spec import Spec
 from lossgate.specs.token_values import TokenValues
 

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lossgate.base.layout import Axis
 from lossgate.counterfactuals.counterfactual import Counterfactual
 from lossgate.counterfactuals.edges import edges
 from lossgate.counterfactuals.families.constants import fixed, in_words, numbers
@@ -21,7 +22,6 @@ from lossgate.counterfactuals.families.pairs import with_sequences_in
 from lossgate.counterfactuals.seams import RIGHT, Outputs, Part, Seams, run
 from lossgate.counterfactuals.setting import Fields, Setting
 from lossgate.counterfactuals.shares import counts_of, masks_of, reads_count
-from lossgate.layout import Axis
 from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.outputs import Output
 from lossgate.specs.spec import Spec

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
 from lossgate.gate.verdict import Digested, GateVerdict
 from lossgate.reports.gate_files.wording import by_cell, note
 from lossgate.reports.plain import plain

@@ -15,7 +15,7 @@ from zlib import compress
 
 import msgspec
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
 from lossgate.reports.page.details import Details, Kept
 from lossgate.reports.page.entries import PLURALS, SYMBOLS, Entry, count_states, entries_of
 from lossgate.reports.page.matrix import matrix_of, where

@@ -11,19 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lossgate.base.errors import UsageError
+from lossgate.base.layout import AXES
 from lossgate.cases.assemble import assemble
 from lossgate.cases.bound_problem import BoundProblem
-from lossgate.cases.local_inputs import local_inputs
 from lossgate.cases.oracle import Oracle
-from lossgate.cases.placed_problem import PlacedProblem
-from lossgate.cases.rank_call import RankOutputs, local_upstream
+from lossgate.cases.placement import PlacedProblem
+from lossgate.cases.rank_call import RankOutputs, local_inputs, local_upstream
 from lossgate.cases.returned import local_shape
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.loading import absolute_source
 from lossgate.engine.failure_files import FailureFile
 from lossgate.engine.replay import candidate_of
-from lossgate.errors import UsageError
-from lossgate.layout import AXES
 from lossgate.numerics.float_formats import TORCH_DTYPES
 from lossgate.problems.problem import Problem
 from lossgate.reports.reproducer import body

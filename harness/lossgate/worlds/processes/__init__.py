@@ -6,7 +6,7 @@ groups can't break the verdict.
 
 Where to look:
     conductor: has ranks run a task, and finds out what became of each. Runs in the driver.
-    outcomes: what became of the ranks, in words.
+    world: the world, and what became of its ranks, in words.
     messages: what driver and ranks say to each other.
     server: the loop of a rank's process.
     groups: the process groups and meshes of a rank.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lossgate.layout import AXES, Layout
+from lossgate.base.layout import AXES, Layout
 from lossgate.worlds.base import RankContext
 from lossgate.worlds.processes.messages import Assignment
 

@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lossgate.layout import Layout
+from lossgate.base.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop of a rank's process: loads tasks, runs them, and tells what became of them."""
+"""The loop of a rank's process: loads tasks, runs them, and tells what became of them.
+
+It tells which code it has loaded, too: ranks on several machines may have files of different days.
+"""
 
 import pickle
+import sys
+import sysconfig
 from collections.abc import Callable
+from functools import cache
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 
-from lossgate.errors import LossgateError
+from lossgate.base.errors import LossgateError
 from lossgate.worlds.base import RankContext, StateLeak, Task
 from lossgate.worlds.call_sites import raise_collective, raise_site, raise_stack
 from lossgate.worlds.process_state import ProcessState
-from lossgate.worlds.processes.code import loaded_code
 from lossgate.worlds.processes.groups import OpenStore, RankGroups
 from lossgate.worlds.processes.messages import Assignment, Begun, Finish, Loaded, Met, News, Raised, Reply, Returned
 from lossgate.worlds.processes.watcher import StopTask, Watcher
 from lossgate.worlds.running import running
+
+_INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+"""Packages here are distinguished by their versions."""
+
+
+def loaded_code() -> dict[str, int]:
+    """Returns a checksum of each loaded module that is not installed, such as a kernel's own."""
+    return _checksums(len(sys.modules))
+
+
+@cache
+def _checksums(modules: int) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name, module in [*sys.modules.items()]:
+        file = getattr(module, "__file__", None)
+        if name != "__main__" and file and file.endswith(".py") and not file.startswith(_INSTALLED):
+            found[name] = _checksum(file)
+    return found
+
+
+@cache
+def _checksum(file: str) -> int:
+    path = Path(file)
+    return crc32(path.read_bytes()) if path.is_file() else 0
+
 
 _LOST = ("Connection closed", "Connection reset", "Socket closed", "Broken pipe", "remote process exited")
 """What gloo and nccl say when another rank is gone."""

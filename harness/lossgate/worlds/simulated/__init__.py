@@ -12,9 +12,9 @@ environment, as in a process of its own, and may not leave them changed.
 Where to look:
     world: the world and its ranks.
     group, member: the process group that kernels use.
-    calls, arguments, completion: what a collective is called with, and what it does.
-    rendezvous, in_flight, messages: how calls of several ranks meet.
-    watch: whether a kernel wrote to a tensor of a call in flight.
+    collectives: what a collective is called with, and what it does.
+    rendezvous, messages: how calls of several ranks meet.
+    in_flight: whether a kernel wrote to a tensor of a call in flight.
     reduction: the order in which sums are added.
     lockstep: the rank threads, deadlocks and hangs.
     registry: how torch.distributed comes to know the rank threads.

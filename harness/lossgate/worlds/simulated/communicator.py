@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lossgate.problems.problem import ReductionOrder
-from lossgate.worlds.simulated.calls import Call
+from lossgate.worlds.simulated.collectives import Call
 from lossgate.worlds.simulated.lockstep import Lockstep
 
 

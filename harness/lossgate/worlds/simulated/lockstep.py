@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lossgate.errors import LossgateError
+from lossgate.base.errors import LossgateError
 from lossgate.worlds.base import Deadlock, Hang, RankRaised
 from lossgate.worlds.call_sites import raise_site, stack_of
 from lossgate.worlds.process_state import SharedState

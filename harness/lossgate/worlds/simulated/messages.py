@@ -12,11 +12,10 @@ from torch import Tensor
 
 from lossgate.numerics.dispatched import unobserved
 from lossgate.worlds.base import CollectiveMismatch, CollectiveMisuse
-from lossgate.worlds.simulated.calls import show
+from lossgate.worlds.simulated.collectives import show
 from lossgate.worlds.simulated.communicator import Communicator, Logged, Mailbox, Route
-from lossgate.worlds.simulated.in_flight import poison
+from lossgate.worlds.simulated.in_flight import Watch, poison
 from lossgate.worlds.simulated.rendezvous import Rendezvous
-from lossgate.worlds.simulated.watch import Watch
 
 
 @dataclass

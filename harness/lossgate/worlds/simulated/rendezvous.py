@@ -8,7 +8,7 @@ import torch
 
 from lossgate.numerics.dispatched import unobserved
 from lossgate.worlds.base import CollectiveMismatch
-from lossgate.worlds.simulated.calls import Call, Complete
+from lossgate.worlds.simulated.collectives import Call, Complete
 from lossgate.worlds.simulated.communicator import Communicator, Logged
 
 

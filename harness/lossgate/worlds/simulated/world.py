@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lossgate.layout import AXES, Layout
+from lossgate.base.layout import AXES, Layout
 from lossgate.problems.problem import ReductionOrder
 from lossgate.worlds.base import CollectiveMisuse, RankContext, StateLeak, T, Task
 from lossgate.worlds.process_state import ProcessState, ThreadState

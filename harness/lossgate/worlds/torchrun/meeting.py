@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lossgate.launch import Launch
+from lossgate.base.launch import Launch
 
 _KEY = "lossgate/driver"
 _AT_A_TIME = 0.1

@@ -4,8 +4,8 @@
 import re
 from dataclasses import dataclass
 
-from lossgate.errors import UsageError
-from lossgate.spelling import shown
+from lossgate.base.errors import UsageError
+from lossgate.base.spelling import shown
 
 _SEQUENCES = 8
 """Sequences of a problem whose size the user gives."""

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Self
 
-from lossgate.errors import UsageError
-from lossgate.spelling import shown
+from lossgate.base.errors import UsageError
+from lossgate.base.spelling import shown
 
 Axis = Literal["dp", "cp", "tp"]
 AXES: tuple[Axis, ...] = ("dp", "cp", "tp")

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dtypes that inputs can have and stages can be rounded to.
+"""The names of dtypes, worlds and devices.
 
-They are names, so that settings can be read before torch is loaded; ``numerics.float_formats`` has
-torch's own.
+Settings can be read by them before torch is loaded. ``numerics.float_formats`` has torch's own
+dtypes, and ``worlds`` makes the worlds.
 """
 
 from collections.abc import Iterable
 
-from lossgate.spelling import nearest, shown
+from lossgate.base.spelling import nearest, shown
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -24,3 +24,7 @@ def nearest_dtype(given: object, known: Iterable[str] = DTYPES) -> str:
     """Returns how a message about an unknown dtype ends."""
     name = given if isinstance(given, str) else shown(given)
     return nearest(name, known, _KNOWN_AS.get(name.lower().removeprefix("torch."), ""))
+
+
+WORLD_NAMES = ("simulated", "gloo", "nccl", "torchrun")
+DEVICES = ("cpu", "cuda")

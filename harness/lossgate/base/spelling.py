@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Help for misspelt names and values."""
+"""The words of messages: help for misspelt names, values as they are shown, and counts."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from lossgate.errors import UsageError
+from lossgate.base.errors import UsageError
 
 T = TypeVar("T")
 
@@ -91,3 +91,14 @@ def look_up(what: str, name: str, known: Mapping[str, T]) -> T:
     if name not in known:
         raise UsageError(f"unknown {what} {name!r}; {nearest(name, known)}")
     return known[name]
+
+
+def counted(number: int, what: str) -> str:
+    """Returns a number and a noun, with the plural's "s" where it belongs."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def in_a_row(words: Sequence[str]) -> str:
+    """Returns words with commas, and "and" before the last; "" for none."""
+    *first, last = words or ("",)
+    return f"{', '.join(first)} and {last}" if first else last

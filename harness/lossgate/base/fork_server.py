@@ -23,7 +23,7 @@ from typing import Any
 _MOMENT = "500"
 """How often a thread looks whether it may go on, before it falls asleep: a few microseconds."""
 
-_LOADED = ["lossgate.engine.child", "lossgate.engine.jobs", "lossgate.worlds.pool.process"]
+_LOADED = ["lossgate.engine.child", "lossgate.engine.jobs", "lossgate.worlds.pool"]
 _FIRST_BACKWARD = "torch.fx.experimental.symbolic_shapes"
 """What torch loads with the first backward pass; it takes half a second."""
 

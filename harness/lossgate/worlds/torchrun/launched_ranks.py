@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rank 0's side: it gathers the processes that torchrun launched, and drives them."""
+"""The ranks that torchrun launched: rank 0 gathers and drives the processes, the others serve."""
 
 import signal
 from collections.abc import Mapping, Sequence
@@ -11,15 +11,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lossgate.errors import UsageError
-from lossgate.launch import Launch, launch_of_torchrun
-from lossgate.layout import Layout, name_ranks
+from lossgate.base.errors import UsageError
+from lossgate.base.launch import Launch, launch_of_torchrun
+from lossgate.base.layout import Layout, name_ranks
 from lossgate.worlds.base import WorldLost
 from lossgate.worlds.processes.conductor import Died
 from lossgate.worlds.processes.messages import Finish
 from lossgate.worlds.processes.server import serve
 from lossgate.worlds.processes.world import ProcessWorld, RankProcesses
-from lossgate.worlds.torchrun.meeting import gather, hello, open_descriptors, open_store
+from lossgate.worlds.torchrun.meeting import connect, gather, hello, open_descriptors, open_store
 
 _ARRIVAL = 120.0
 """Seconds in which all processes must have connected to rank 0."""
@@ -180,3 +180,18 @@ class LaunchedRank:
 def _difference(own: Mapping[str, str], other: Mapping[str, str]) -> str:
     changed = [name for name in sorted({*own, *other}) if own.get(name) != other.get(name)]
     return ", ".join(f"another {name} ({other.get(name)}, not {own.get(name)})" for name in changed[:3])
+
+
+def follow() -> int:
+    """Serves as a rank until rank 0 is done. Returns the exit code that rank 0 gives."""
+    launch = launch_of_torchrun()
+    assert launch is not None
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to every process; rank 0 tells the others
+    store = open_store()
+    work, alarm = (connect(store, launch, purpose) for purpose in ("work", "alarm"))
+    kept = open_descriptors()
+    code = serve(
+        launch.rank, launch.local_rank, work, alarm, lambda meeting, ranks: dist.PrefixStore(meeting, store), kept
+    )
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it once the first process has ended
+    return code

@@ -17,13 +17,13 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
+from lossgate.base.shape import Shape
 from lossgate.cases.option_strategies import ForcedOption, draw_options, draw_value, one_of
 from lossgate.cases.seeded_provider import preferring
 from lossgate.declaration.candidate import Candidate
 from lossgate.problems.masks import MASK_PATTERNS, MaskPattern
 from lossgate.problems.partition import split_vocab
 from lossgate.problems.problem import Problem
-from lossgate.shape import Shape
 from lossgate.specs.option import COMMON_OPTIONS, EMPTY, Option
 
 TOKENS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 32, 33, 64, 67)
