@@ -165,10 +165,10 @@ def test_the_compiler_is_loaded_if_something_of_it_is_used() -> None:
     done = subprocess.run([sys.executable, "-c", COMPILER], capture_output=True, text=True, check=True)
     right, mixed, *compiled, waits = done.stdout.splitlines()
     assert right == "(None, False)"
-    assert mixed.startswith("(Raised(kind='mixed devices'")
+    assert mixed.startswith("(KernelRaised(kind='mixed devices'")
     assert mixed.endswith("False)")
     assert compiled == ["(None, True)"] * 2
-    assert waits.startswith("(Raised(kind='waits'")
+    assert waits.startswith("(KernelRaised(kind='waits'")
 
 
 def test_threads_that_stay_in_the_parent_are_not_waited_for() -> None:

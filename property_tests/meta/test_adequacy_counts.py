@@ -11,7 +11,7 @@ import pytest
 
 from lossgate import Candidate, Layout
 from lossgate.adequacy.option_mutants import option_mutants
-from lossgate.adequacy.selection import required_goals
+from lossgate.adequacy.set_cover import required_goals
 from lossgate.dense_candidates import dense_candidate
 from lossgate.losses import SPECS
 from lossgate.specs.sharding_goals import IDS_GOALS, SHARDING_GOALS

@@ -14,7 +14,7 @@ from lossgate.adequacy.decks import deck_of
 from lossgate.adequacy.entry import Entry, Placed
 from lossgate.adequacy.entry_drawer import LEAST_CHANGE
 from lossgate.adequacy.kills import changes
-from lossgate.adequacy.selection import choose, required_goals
+from lossgate.adequacy.set_cover import choose, required_goals
 from lossgate.base.names import DTYPES
 from lossgate.cases.placement import splits_of
 from lossgate.dense_candidates import dense_candidate

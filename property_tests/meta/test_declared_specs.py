@@ -14,7 +14,7 @@ from torch import Tensor
 import lossgate
 from lossgate import Between, CoverageGoal, Mistake, Option, Problem, Spec, Term, Terms, UsageError, field, option
 from lossgate.adequacy.option_mutants import option_mutants
-from lossgate.adequacy.selection import required_goals
+from lossgate.adequacy.set_cover import required_goals
 from lossgate.base.layout import Layout
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.dense_candidates import dense_candidate

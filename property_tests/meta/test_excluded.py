@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lossgate import Candidate, Excluded, Layout, Option, Problem, UsageError, candidate
-from lossgate.adequacy.selection import required_goals
+from lossgate.adequacy.set_cover import required_goals
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.drawing import Draws

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lossgate import ANY, Candidate, Contract, Layout, Problem, UsageError, candidate
-from lossgate.adequacy.selection import required_goals
+from lossgate.adequacy.set_cover import required_goals
 from lossgate.cases.assemble import assemble_tensor
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.drawing import Draws

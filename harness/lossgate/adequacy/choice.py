@@ -18,7 +18,7 @@ import torch
 from lossgate.adequacy.deck import WANTED, Deck
 from lossgate.adequacy.entry import Entry, Placed
 from lossgate.adequacy.known_mistakes import KnownMistakes, required_outputs
-from lossgate.adequacy.selection import choose, required_goals
+from lossgate.adequacy.set_cover import choose, required_goals
 from lossgate.base.layout import AXES, Layout
 from lossgate.cases.large import is_large
 from lossgate.cases.oracle import Oracle

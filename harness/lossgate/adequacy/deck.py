@@ -19,7 +19,7 @@ from lossgate.adequacy.entry import Entry, KeptEntries, Placed
 from lossgate.adequacy.entry_drawer import EntryDrawer, by_target, target_for, target_of
 from lossgate.adequacy.kills import UNCHANGED, equivalent_mutants
 from lossgate.adequacy.option_mutants import near_mutants, option_mutants
-from lossgate.adequacy.selection import required_goals
+from lossgate.adequacy.set_cover import required_goals
 from lossgate.base.layout import Layout
 from lossgate.base.shape import Shape
 from lossgate.cases.bound_problem import BoundProblem

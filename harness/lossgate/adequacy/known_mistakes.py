@@ -44,7 +44,7 @@ _SELDOM = 24
 
 
 @dataclass(frozen=True)
-class Change:
+class Unshown:
     """What a mistake changes on problems that do not show it."""
 
     sentence: str
@@ -107,7 +107,7 @@ class KnownMistakes:
         """Those that no problem has shown."""
         self.seen: dict[str, str] = {}
         """The sentences of those that a problem has shown."""
-        self.unseen: dict[str, Change] = {}
+        self.unseen: dict[str, Unshown] = {}
         """Those that change an output, and that no problem has shown."""
         self.made = Counter[str]()
         """On how many problems each could be made, up to the one that showed it."""
@@ -170,9 +170,9 @@ class KnownMistakes:
             del self.left[name]
             self.unseen.pop(name, None)
         elif said.sentence:
-            known = self.unseen.get(name, Change(said.sentence, (), 0.0))
+            known = self.unseen.get(name, Unshown(said.sentence, (), 0.0))
             layouts = tuple(dict.fromkeys((*known.layouts, layout)))
-            self.unseen[name] = Change(known.sentence, layouts, max(known.size, said.size))
+            self.unseen[name] = Unshown(known.sentence, layouts, max(known.size, said.size))
         else:
             self._unchanged[name, layout] += said.made
 

@@ -13,7 +13,7 @@ from time import process_time
 import torch
 
 from lossgate.adequacy.choice import dtypes_of
-from lossgate.adequacy.known_mistakes import Change, KnownMistakes, required_outputs
+from lossgate.adequacy.known_mistakes import Unshown, KnownMistakes, required_outputs
 from lossgate.cases.oracle import Oracle
 from lossgate.cases.placement import PlacedProblem
 from lossgate.counterfactuals.setting import Setting
@@ -34,7 +34,7 @@ class Audit:
     problems: int
     seen: Mapping[str, str]
     """The mistakes that a problem shows, and their sentences, by name."""
-    unseen: Mapping[str, Change]
+    unseen: Mapping[str, Unshown]
     """The mistakes that change an output, and that no problem shows, by name."""
     unchanged: Mapping[str, str]
     """The mistakes that change nothing on any of the problems."""

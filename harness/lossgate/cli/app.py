@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``lossgate``: exit codes, options that are numbers, and what is done with errors.
+"""The command ``lossgate``: exit codes, numbers, files that are written, and what errors do.
 
 What a command needs is imported in it: torch takes seconds to load, and a typing error should not.
 """
@@ -10,10 +10,11 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from enum import IntEnum
 from multiprocessing import parent_process
+from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter, Token
@@ -191,3 +192,52 @@ Whole = Annotated[int | None, Parameter(converter=_whole)]
 """A whole number, or None if the option is left out."""
 Number = Annotated[float | None, Parameter(converter=_number)]
 """A number, or None if the option is left out."""
+
+
+Text = Callable[[], str]
+"""Makes the text of a file."""
+
+
+def check_outputs(files: Mapping[str, Path | None], inputs: Sequence[Path]) -> None:
+    """Refuses to write over what is read, or over another file that is written.
+
+    Raises:
+        UsageError: if one would be lost.
+    """
+    from lossgate.base.errors import UsageError
+
+    taken = {_real(file): str(file) for file in inputs}
+    for name, file in files.items():
+        if file is None or (file.exists() and not file.is_file()):  # such as /dev/stdout
+            continue
+        if (real := _real(file)) in taken:
+            raise UsageError(f"--{name} {file}: it would write over {taken[real]}; name another file")
+        taken[real] = f"--{name} {file}"
+
+
+def _real(file: Path) -> str:
+    return os.path.realpath(file)
+
+
+def write_outputs(outputs: Mapping[str, tuple[Path, Text]], code: Exit) -> Exit:
+    """Writes files. One that cannot be written is reported, and the others are written all the
+    same.
+
+    Args:
+        outputs: the file that each option names, and its text.
+        code: the exit code of the command so far.
+
+    Returns:
+        The exit code of the command: that of wrong use if a file could not be written and nothing
+        disagrees.
+    """
+    from lossgate.base.errors import UsageError
+    from lossgate.reports.written import write_file
+
+    for name, (file, make) in outputs.items():
+        try:
+            write_file(file, make(), option=f"--{name}")
+        except UsageError as error:
+            say(str(error))
+            code = code if code is Exit.DISAGREE else Exit.USAGE
+    return code

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from lossgate.cli.app import Exit, app
-from lossgate.cli.outputs import Text, check_outputs, write_outputs
+from lossgate.cli.app import Exit, Text, app, check_outputs, write_outputs
 
 if TYPE_CHECKING:
     from lossgate.evidence.reader import Digested

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from lossgate.cli.app import Exit, app
-from lossgate.cli.outputs import write_outputs
+from lossgate.cli.app import Exit, app, write_outputs
 
 if TYPE_CHECKING:
     from lossgate.evidence.gather import Gathered

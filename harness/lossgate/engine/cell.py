@@ -7,7 +7,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from lossgate.adequacy.known_mistakes import NOTHING_ASKED, MistakesShown
-from lossgate.adequacy.selection import required_goals
+from lossgate.adequacy.set_cover import required_goals
 from lossgate.base.layout import Layout
 from lossgate.declaration.candidate import Candidate
 from lossgate.diagnosis.cause import Diagnosis

@@ -17,7 +17,7 @@ from lossgate.adequacy.decks import deck_of
 from lossgate.adequacy.entry import Entry, Placed
 from lossgate.adequacy.known_mistakes import NOTHING_ASKED, MistakesShown
 from lossgate.adequacy.option_mutants import OptionMutant, not_distinguished
-from lossgate.adequacy.selection import choose
+from lossgate.adequacy.set_cover import choose
 from lossgate.base.errors import UsageError
 from lossgate.base.shape import Shape
 from lossgate.cases.bound_problem import BoundProblem

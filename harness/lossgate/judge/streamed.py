@@ -87,7 +87,7 @@ def run_streamed(
     return found
 
 
-class _Run(RoundedRun):
+class _OneRun(RoundedRun):
     """One run, that can begin again at any of its parts."""
 
     def __init__(
@@ -185,8 +185,8 @@ class _Stream:
                     yield _Block(tokens, pieces, len(rank) * ends, ends and at == len(rank))
                     number += 1
 
-    def run(self, number: int) -> _Run:
-        return _Run(number, self.noise_of, self.stages, self.weight, self.squares)
+    def run(self, number: int) -> _OneRun:
+        return _OneRun(number, self.noise_of, self.stages, self.weight, self.squares)
 
     def leaves(self, tokens: Tensor) -> dict[str, Tensor]:
         return {name: leaf[tokens] if name in self.by_token else leaf for name, leaf in self.batch.leaves.items()}
@@ -204,7 +204,7 @@ class _Stream:
             return None
         return self.batch.leaves["hidden"][tokens] @ self.weight.T
 
-    def stages_of(self, run: _Run, block: _Block, products: Tensor | None) -> Iterator[tuple[Tensor, LogitStage]]:
+    def stages_of(self, run: _OneRun, block: _Block, products: Tensor | None) -> Iterator[tuple[Tensor, LogitStage]]:
         """Runs the pieces of a block forward; yields the tokens and the stage of each."""
         wanted = ("labels", self.bound.spec.gathered_ids, LOGIT_FILTER)
         for name, some in block.pieces:
@@ -257,7 +257,7 @@ class _Stream:
             run.begin(f"gradient of {name}")
             yield name, self.returned(run, self.head.as_leaf(name, sums.pop(name).total))[0]
 
-    def returned(self, run: _Run, gradient: Tensor) -> Tensor:
+    def returned(self, run: _OneRun, gradient: Tensor) -> Tensor:
         """Returns a gradient as backward gives it: scaled, where forward made it."""
         if not self.stages.grads_in_forward:
             return gradient

@@ -9,7 +9,7 @@ import torch
 
 from lossgate.cases.case import Case
 from lossgate.cases.rank_call import RankCall
-from lossgate.observe.memory import Made, MemoryWatch, Phase
+from lossgate.observe.memory import MadeTensor, MemoryWatch, Phase
 from lossgate.observe.traffic import Collective, axes_of, logged
 from lossgate.problems.batch import GlobalBatch
 from lossgate.worlds.simulated.world import SimulatedWorld
@@ -19,7 +19,7 @@ from lossgate.worlds.simulated.world import SimulatedWorld
 class Use:
     """What a call uses on a rank; or on the rank that uses most, of each."""
 
-    largest: Mapping[Phase, Made | None]
+    largest: Mapping[Phase, MadeTensor | None]
     """The tensor with the most elements that each phase makes."""
     peak: Mapping[Phase, int]
     """The most bytes that live at a time in each phase, without inputs."""
@@ -38,7 +38,7 @@ class Use:
         return sum(collective.bytes for collective in self.collectives)
 
     @property
-    def largest_of_all(self) -> Made | None:
+    def largest_of_all(self) -> MadeTensor | None:
         return max((made for made in self.largest.values() if made), key=lambda made: made.elements, default=None)
 
     @property
@@ -100,5 +100,5 @@ def _most(ranks: Sequence[Use]) -> Use:
     )
 
 
-def _largest(made: Iterable[Made | None]) -> Made | None:
+def _largest(made: Iterable[MadeTensor | None]) -> MadeTensor | None:
     return max((one for one in made if one is not None), key=lambda one: one.elements, default=None)

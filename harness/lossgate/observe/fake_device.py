@@ -49,7 +49,7 @@ _OWN = str(Path(__file__).parents[1])
 
 
 @dataclass(frozen=True)
-class Raised:
+class KernelRaised:
     """What a kernel raised on the fake device."""
 
     kind: Kind
@@ -65,7 +65,7 @@ def has_fake_device() -> bool:
     return sys.platform == "linux" and not dist.is_initialized()
 
 
-def raised_on_fake_device(case: Case) -> Raised | None:
+def raised_on_fake_device(case: Case) -> KernelRaised | None:
     """Runs a case on the last rank of its layout, on a fake device; returns what that raised."""
     _ = case.placed.batch, case.placed.partition.token_shards  # made of real tensors, before any fake ones
 
@@ -75,7 +75,7 @@ def raised_on_fake_device(case: Case) -> Raised | None:
     return raised_in_child(case.problem.layout, run)
 
 
-def raised_in_child(layout: Layout, run: Callable[[RankContext], object]) -> Raised | None:
+def raised_in_child(layout: Layout, run: Callable[[RankContext], object]) -> KernelRaised | None:
     """Forks a process in which the device is registered, and calls a function there.
 
     Args:
@@ -94,7 +94,7 @@ def raised_in_child(layout: Layout, run: Callable[[RankContext], object]) -> Rai
     return found
 
 
-def _answer_of_child(layout: Layout, run: Callable[[RankContext], object]) -> Raised | None:
+def _answer_of_child(layout: Layout, run: Callable[[RankContext], object]) -> KernelRaised | None:
     """Does what ``raised_in_child`` does, once, with torch's compiler only if it is loaded."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -104,15 +104,15 @@ def _answer_of_child(layout: Layout, run: Callable[[RankContext], object]) -> Ra
     try:
         with open(reader, "rb") as answer:
             there, _, _ = select([answer], [], [], _PATIENCE)
-            return pickle.load(answer) if there else Raised("other", HUNG, "")
+            return pickle.load(answer) if there else KernelRaised("other", HUNG, "")
     except (EOFError, pickle.UnpicklingError):
-        return Raised("other", DIED, "")
+        return KernelRaised("other", DIED, "")
     finally:
         os.kill(child, SIGKILL)
         os.waitpid(child, 0)
 
 
-def _answer(give: Callable[[], Raised | None], reader: int, writer: int) -> None:
+def _answer(give: Callable[[], KernelRaised | None], reader: int, writer: int) -> None:
     """Answers in the child, and ends it without what Python does at the end of a process."""
     try:
         from resource import RLIMIT_CPU, setrlimit  # Windows has none, and no such child
@@ -136,7 +136,7 @@ def _quieten() -> None:
     sys.stdout = sys.stderr = os.fdopen(nowhere, "w")  # what these were may write elsewhere
 
 
-def _raised(layout: Layout, run: Callable[[RankContext], object]) -> Raised | None:
+def _raised(layout: Layout, run: Callable[[RankContext], object]) -> KernelRaised | None:
     """Calls a function in this process, and returns what it raised."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
@@ -146,13 +146,13 @@ def _raised(layout: Layout, run: Callable[[RankContext], object]) -> Raised | No
             _put_off_the_compiler()  # process groups look whether it is loaded
             run(context)
     except _CompilerIsNeeded:
-        return Raised("other", _NO_COMPILER, "")
+        return KernelRaised("other", _NO_COMPILER, "")
     except Exception as error:  # whatever a kernel raises is an answer
         waits = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
         mixed = type(error).__name__ == "FakeTensorDeviceMismatchError"
         kind: Kind = "waits" if waits else "mixed devices" if mixed else "other"
         message = f"{error.func}" if waits else str(error).splitlines()[0] if str(error) else type(error).__name__
-        return Raised(kind, message, _place(error))
+        return KernelRaised(kind, message, _place(error))
     return None
 
 

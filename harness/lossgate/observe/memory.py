@@ -39,7 +39,7 @@ _INDEXES = ("index", "index_put", "_index_put_impl")
 
 
 @dataclass(frozen=True)
-class Made:
+class MadeTensor:
     """A tensor that an operation made."""
 
     elements: int
@@ -75,7 +75,7 @@ class MemoryWatch(DispatchMode):
         self.phase: Phase = "forward"
         self.peak: dict[Phase, int] = {"forward": 0, "backward": 0}
         """Most bytes alive at a time."""
-        self.largest: dict[Phase, Made | None] = {"forward": None, "backward": None}
+        self.largest: dict[Phase, MadeTensor | None] = {"forward": None, "backward": None}
         """The tensor with the most elements."""
         self.sizes: set[int] = set()
         """Elements of each tensor that an operation returned, views among them."""
@@ -133,7 +133,7 @@ class MemoryWatch(DispatchMode):
         largest, elements = self.largest[self.phase], size // tensor.element_size()
         if largest is None or elements > largest.elements:
             shown = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-            self.largest[self.phase] = Made(elements, size, shown, str(operation), self.phase)
+            self.largest[self.phase] = MadeTensor(elements, size, shown, str(operation), self.phase)
 
     def _drop(self, key: int) -> None:
         self.alive -= self._alive.pop(key, 0)

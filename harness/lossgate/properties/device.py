@@ -4,7 +4,7 @@
 from collections import Counter
 
 from lossgate.cases.case import Case
-from lossgate.observe.fake_device import DIED, HUNG, Raised, has_fake_device, raised_on_fake_device
+from lossgate.observe.fake_device import DIED, HUNG, KernelRaised, has_fake_device, raised_on_fake_device
 from lossgate.properties.registry import Checked, property
 
 _RANKS = 2
@@ -41,7 +41,7 @@ def device(case: Case) -> Checked:
     return Checked(says_nothing=found.kind == "other")
 
 
-def _remember(source: str, found: Raised | None) -> None:
+def _remember(source: str, found: KernelRaised | None) -> None:
     """Counts the failures of a candidate that has not run there yet, and each hang or crash."""
     if found is None or found.kind != "other":
         _RAN.add(source)

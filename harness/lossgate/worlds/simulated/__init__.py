@@ -17,7 +17,7 @@ Where to look:
     in_flight: whether a kernel wrote to a tensor of a call in flight.
     reduction: the order in which sums are added.
     lockstep: the rank threads, deadlocks and hangs.
-    registry: how torch.distributed comes to know the rank threads.
+    rank_threads: how torch.distributed comes to know them.
     call_sites: the line of the kernel that a message names.
 """
 

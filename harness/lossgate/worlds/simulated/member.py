@@ -12,8 +12,8 @@ from lossgate.worlds.base import CollectiveMismatch, CollectiveMisuse
 from lossgate.worlds.call_sites import call_site
 from lossgate.worlds.simulated.collectives import Call, Complete, Reduce, SimulatedWork
 from lossgate.worlds.simulated.in_flight import post_in_flight
+from lossgate.worlds.simulated.rank_threads import BACKEND
 from lossgate.worlds.simulated.reduction import reduce_tensors
-from lossgate.worlds.simulated.registry import BACKEND
 from lossgate.worlds.simulated.rendezvous import Rendezvous
 
 

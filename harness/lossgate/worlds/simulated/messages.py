@@ -19,7 +19,7 @@ from lossgate.worlds.simulated.rendezvous import Rendezvous
 
 
 @dataclass
-class _Pending:
+class _PendingMessage:
     """A rank's wait for the other side of a message."""
 
     shown: str
@@ -66,7 +66,7 @@ def send(rendezvous: Rendezvous, me: int, tensor: Tensor, to: int, tag: int, sit
         del mailbox.unwaited_sends[number]
         _check_unwritten(watch, me, shown, site)
         waits = f"in {shown}, waits for its receive  [{site}]"
-        _wait(communicator, _Pending(waits, mailbox, lambda: mailbox.received > number))
+        _wait(communicator, _PendingMessage(waits, mailbox, lambda: mailbox.received > number))
 
     return finish
 
@@ -104,7 +104,7 @@ def receive(rendezvous: Rendezvous, me: int, tensor: Tensor, source: int, tag: i
     def finish() -> None:
         del mailbox.unwaited_receives[number]
         _check_unwritten(watch, me, shown, site)
-        _wait(communicator, _Pending(f"in {shown}  [{site}]", mailbox, lambda: len(mailbox.sent) > number))
+        _wait(communicator, _PendingMessage(f"in {shown}  [{site}]", mailbox, lambda: len(mailbox.sent) > number))
         message = mailbox.sent[number]
         if (message.shape, message.dtype) != (tensor.shape, tensor.dtype):
             raise CollectiveMismatch(f"rank {me} receives {show(tensor)}, rank {source} sent {show(message)}  [{site}]")
@@ -130,7 +130,7 @@ def check_mail(communicator: Communicator) -> None:
             raise CollectiveMisuse(f"rank {route.source} returned without wait() on {shown}")
 
 
-def _wait(communicator: Communicator, pending: _Pending) -> None:
+def _wait(communicator: Communicator, pending: _PendingMessage) -> None:
     while not pending.met():
         communicator.lockstep.block(pending)
 
@@ -138,7 +138,7 @@ def _wait(communicator: Communicator, pending: _Pending) -> None:
 def _wake(communicator: Communicator, rank: int, mailbox: Mailbox) -> None:
     """Lets a rank go on that waits for what has just come to the mailbox."""
     wait = communicator.lockstep.waits_for(rank)
-    if isinstance(wait, _Pending) and wait.mailbox is mailbox and wait.met():
+    if isinstance(wait, _PendingMessage) and wait.mailbox is mailbox and wait.met():
         communicator.lockstep.unblock(rank)
 
 

@@ -13,7 +13,7 @@ from lossgate.worlds.simulated.communicator import Communicator, Logged
 
 
 @dataclass
-class _Pending:
+class _PendingCall:
     """A rank's wait for the other members of a call."""
 
     rendezvous: "Rendezvous"
@@ -80,7 +80,7 @@ class Rendezvous:
     def wait(self, call: Call) -> None:
         """Blocks the calling rank until the call is complete."""
         while not call.done:
-            self.communicator.lockstep.block(_Pending(self, call))
+            self.communicator.lockstep.block(_PendingCall(self, call))
 
     def _check_agreement(self, call: Call, arrived: dict[int, Call]) -> None:
         other = next(iter(arrived.values()), None)  # one is enough: those that have arrived agree with one another
@@ -91,5 +91,5 @@ class Rendezvous:
 
     def _wake(self, call: Call) -> None:
         wait = self.communicator.lockstep.waits_for(call.rank)
-        if isinstance(wait, _Pending) and wait.call is call:
+        if isinstance(wait, _PendingCall) and wait.call is call:
             self.communicator.lockstep.unblock(call.rank)

@@ -17,7 +17,7 @@ from lossgate.worlds.simulated.communicator import Communicator, Logged
 from lossgate.worlds.simulated.group import SimulatedGroup
 from lossgate.worlds.simulated.lockstep import Lockstep
 from lossgate.worlds.simulated.messages import check_mail
-from lossgate.worlds.simulated.registry import (
+from lossgate.worlds.simulated.rank_threads import (
     enter_rank_thread,
     forget,
     helper_threads_find,
