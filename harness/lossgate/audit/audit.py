@@ -13,7 +13,7 @@ from time import process_time
 import torch
 
 from lossgate.adequacy.choice import dtypes_of
-from lossgate.adequacy.known_mistakes import Unshown, KnownMistakes, required_outputs
+from lossgate.adequacy.known_mistakes import KnownMistakes, Unshown, required_outputs
 from lossgate.cases.oracle import Oracle
 from lossgate.cases.placement import PlacedProblem
 from lossgate.counterfactuals.setting import Setting
