@@ -8,25 +8,20 @@ that show something, over whichever axes its candidate can be split.
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from random import Random
 
 import msgspec
-import torch
 
 from lossgate.adequacy.deck import WANTED, Deck
 from lossgate.adequacy.entry import Entry, Placed
-from lossgate.adequacy.known_mistakes import KnownMistakes, required_outputs
+from lossgate.adequacy.known_mistakes import KnownMistakes
 from lossgate.adequacy.set_cover import choose, required_goals
 from lossgate.base.layout import AXES, Layout
 from lossgate.cases.large import is_large
-from lossgate.cases.oracle import Oracle
 from lossgate.cases.placement import PlacedProblem, splits_of
-from lossgate.counterfactuals.setting import Setting
 from lossgate.declaration.candidate import Candidate
-from lossgate.numerics.float_formats import TORCH_DTYPES
-from lossgate.specs.outputs import Output
 
 _FIRST = 16
 """Problems that are asked before those that are known to be changed by a mistake that is left."""
@@ -74,24 +69,28 @@ def choice_of(candidate: Candidate, deck: Deck, dtype: str) -> Choice:
         dtype: of the inputs.
     """
     splits = {axis for axis in AXES if axis != "tp" or candidate.starts_at.has_logits}
-    chosen = _choice_of(candidate, deck, dtype, splits)
+    chosen = choice_on(candidate, deck, dtype, _split_in_two(splits))
     if chosen.surviving and not splits <= {*candidate.axes}:  # they may be mistakes of an axis that it has not
-        return _choice_of(candidate, deck, dtype, {*candidate.axes})
+        return choice_on(candidate, deck, dtype, _split_in_two(candidate.axes))
     return chosen
 
 
-def _choice_of(candidate: Candidate, deck: Deck, dtype: str, axes: Collection[str]) -> Choice:
-    layout = Layout(*(2 if axis in axes else 1 for axis in AXES))
-    what = f"known mistakes {declared(candidate, dtype)} {layout}"
-    make = partial(_choose, candidate, deck, dtype, layout)
-    return deck.once(what, Choice, make, fits=lambda own: own.is_of(deck))
+def _split_in_two(axes: Collection[str]) -> Layout:
+    return Layout(*(2 if axis in axes else 1 for axis in AXES))
 
 
-def choice_on(candidate: Candidate, deck: Deck, dtype: str, layout: Layout, names: Collection[str]) -> Choice:
-    """Does what ``choice_of`` does for some mistakes on a layout on which the problems that show
-    them do not fit.
+def choice_on(
+    candidate: Candidate, deck: Deck, dtype: str, layout: Layout, names: Collection[str] | None = None
+) -> Choice:
+    """Does what ``choice_of`` does on another layout, as for mistakes that are shown by problems
+    which do not fit there.
+
+    Args:
+        candidate, deck, dtype: as for ``choice_of``.
+        layout: on which the problems are asked.
+        names: of the mistakes that are asked about; by default all.
     """
-    what = f"known mistakes {declared(candidate, dtype)} {layout} {sorted(names)}"
+    what = f"known mistakes {declared(candidate, dtype)} {layout}" + (f" {sorted(names)}" if names is not None else "")
     make = partial(_choose, candidate, deck, dtype, layout, names)
     return deck.once(what, Choice, make, fits=lambda own: own.is_of(deck))
 
@@ -102,23 +101,21 @@ def declared(candidate: Candidate, dtype: str) -> str:
     return " ".join(map(str, given))
 
 
-def _choose(
-    candidate: Candidate, deck: Deck, dtype: str, layout: Layout, names: Collection[str] | None = None
-) -> Choice:
+def _choose(candidate: Candidate, deck: Deck, dtype: str, layout: Layout, names: Collection[str] | None) -> Choice:
     placed = [one for one in deck.on(layout, splits_of(candidate), deck.entries) if not is_large(one.problem)]
     mistakes, chosen, asked = KnownMistakes(candidate, names=names), dict[str, list[str]](), set[int]()
 
     def ask(one: Placed, problem: PlacedProblem) -> None:
         before = set(mistakes.seen)
         asked.add(id(one.entry.drawn))
-        _ask(candidate, problem, mistakes)
+        mistakes.ask(problem)
         if shown := [name for name in mistakes.seen if name not in before]:
             chosen[one.entry.drawn.to_json()] = shown
 
     for one in _first(candidate, deck, dtype, layout, placed):
         ask(one, PlacedProblem(one.entry.bound, one.problem))
     for one in placed:
-        mistakes.find(_setting(candidate, PlacedProblem(one.entry.bound, one.problem)))
+        mistakes.find(PlacedProblem(one.entry.bound, one.problem))
 
     def look(placed: Sequence[Placed], wanted: Counter[str], *, always: bool = False) -> Counter[str]:
         """Asks problems which the wanted mistakes change, until each was asked often enough.
@@ -154,25 +151,3 @@ def _first(candidate: Candidate, deck: Deck, dtype: str, layout: Layout, placed:
     """Returns the problems that reach goals and kill option mutants, and some others."""
     wanted = {*required_goals(candidate, layout, dtype), *deck.mutants}
     return choose(placed, wanted, _FIRST, Random(deck.key))
-
-
-def _ask(candidate: Candidate, placed: PlacedProblem, mistakes: KnownMistakes) -> None:
-    returned = required_outputs(candidate)
-    oracle = Oracle(candidate, placed, returned)
-    mistakes.ask(_setting(candidate, placed), oracle, dtypes_of(candidate, placed, oracle, returned))
-
-
-def _setting(candidate: Candidate, placed: PlacedProblem) -> Setting:
-    return Setting(placed, required_outputs(candidate), candidate.tokens, candidate.tiles)
-
-
-def dtypes_of(
-    candidate: Candidate, placed: PlacedProblem, oracle: Oracle, returned: Collection[Output]
-) -> Mapping[Output, torch.dtype]:
-    """Returns the dtypes of what a candidate returns and of its gradients, as it declares them."""
-    dtype = placed.problem.dtype
-    precision = candidate.precision[dtype]
-    return {
-        **{output: TORCH_DTYPES[precision.dtype_of(output.name)] for output in returned},
-        **dict.fromkeys(oracle.gradients, TORCH_DTYPES[dtype]),
-    }

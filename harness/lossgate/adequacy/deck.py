@@ -194,7 +194,7 @@ class Deck:
     def killing(self, name: str, round_: int) -> Sequence[Entry]:
         """Draws problems that are likely to kill a mutant."""
         target, what = target_of(name, self.mutants), f"kill {name} {round_}"
-        return self._seek(name, what, lambda entry: name in entry.kills, target, [name])
+        return self._seek(name, what, lambda entry: name in entry.kills, target, mutants=[name])
 
     def reaching(self, goal: str, round_: int) -> Sequence[Entry]:
         """Draws problems that reach a goal on any layout."""
@@ -238,6 +238,7 @@ class Deck:
         what: str,
         good: Callable[[Entry], bool],
         target: ForcedOption | None = None,
+        *,
         mutants: Collection[str] = (),
         wanted: int = WANTED,
         declared: str = "",

@@ -24,6 +24,7 @@ from lossgate.counterfactuals.seams import Outputs
 from lossgate.counterfactuals.setting import Setting
 from lossgate.declaration.candidate import Candidate
 from lossgate.judge.pooling import LARGEST_MDE
+from lossgate.numerics.float_formats import TORCH_DTYPES
 from lossgate.specs.outputs import Output
 
 OF_METRICS = "metric"
@@ -115,16 +116,18 @@ class KnownMistakes:
         self._of_sites = set[str]()
         """The names of those that were found in runs."""
         self._unchanged = Counter[tuple[str, Layout]]()
+        self._metrics = metrics
 
-    def ask(self, setting: Setting, oracle: Oracle, dtypes: Mapping[Output, torch.dtype]) -> None:
-        """Asks one problem about all mistakes that are left.
-
-        Args:
-            setting: the problem.
-            oracle: judges the outputs of a kernel on it.
-            dtypes: those of the outputs that are asked about.
-        """
-        layout, here = setting.partition.layout, self.find(setting)
+    def ask(self, placed: PlacedProblem) -> None:
+        """Asks one problem about all mistakes that are left."""
+        returned = self._returned(placed)
+        setting, oracle = self._setting(placed), Oracle(self._candidate, placed, returned)
+        precision = self._candidate.precision[placed.problem.dtype]
+        dtypes = {
+            **{output: TORCH_DTYPES[precision.dtype_of(output.name)] for output in returned},
+            **dict.fromkeys(oracle.gradients, TORCH_DTYPES[placed.problem.dtype]),
+        }
+        layout, here = setting.partition.layout, self._find(setting)
         wanted = [
             name
             for name in self.left
@@ -134,10 +137,24 @@ class KnownMistakes:
         for name, said in self._asked(wanted, setting, oracle, dtypes).items():
             self._note(name, said, layout)
 
-    def find(self, setting: Setting) -> set[str]:
-        """Adds the mistakes of the places where the loss of a problem stops the gradient, and
-        returns their names. They are seen in a run alone.
+    def find(self, placed: PlacedProblem) -> None:
+        """Adds the mistakes of the places where the loss of a problem stops the gradient. They are
+        seen in a run alone.
         """
+        self._find(self._setting(placed))
+
+    def _returned(self, placed: PlacedProblem) -> list[Output]:
+        """Returns what a kernel must give; with metrics, all of those that the problem has, too."""
+        returned = required_outputs(self._candidate)
+        if self._metrics:
+            returned += [o for o in placed.bound.dense.outputs(placed.bound.bound_spec) if o.kind == "metric"]
+        return returned
+
+    def _setting(self, placed: PlacedProblem) -> Setting:
+        return Setting(placed, self._returned(placed), self._candidate.tokens, self._candidate.tiles)
+
+    def _find(self, setting: Setting) -> set[str]:
+        """Does what ``find`` does, and returns the names."""
         found = {one.name: one for one in stops(setting) if self._names is None or one.name in self._names}
         new = {name: one for name, one in found.items() if name not in self._of_sites}
         self._of_sites.update(new)
@@ -205,10 +222,8 @@ class KnownMistakes:
             placed: the problem.
             always: whether to ask of a mistake that changed nothing on many problems, too.
         """
-        candidate = self._candidate
-        returned = required_outputs(candidate)
-        setting, found = Setting(placed, returned, candidate.tokens, candidate.tiles), set[str]()
-        reference, mask = placed.bound.reference(returned), placed.bound.batch.fields["mask"]
+        setting, found = self._setting(placed), set[str]()
+        reference, mask = placed.bound.reference(self._returned(placed)), placed.bound.batch.fields["mask"]
 
         def of(output: Output) -> Any:
             return mask if output.kind == "token value" else ...

@@ -12,11 +12,8 @@ from time import process_time
 
 import torch
 
-from lossgate.adequacy.choice import dtypes_of
-from lossgate.adequacy.known_mistakes import KnownMistakes, Unshown, required_outputs
-from lossgate.cases.oracle import Oracle
+from lossgate.adequacy.known_mistakes import KnownMistakes, Unshown
 from lossgate.cases.placement import PlacedProblem
-from lossgate.counterfactuals.setting import Setting
 from lossgate.declaration.candidate import Candidate
 from lossgate.engine.cell import Cell
 from lossgate.engine.plan import plan
@@ -70,7 +67,7 @@ def _of_candidate(candidate: Candidate, cells: list[Cell], settings: Settings, *
         for cell in cells:
             for placed in _problems(cell, settings):
                 problems += 1
-                _ask(candidate, placed, mistakes, metrics=metrics)
+                mistakes.ask(placed)
     finally:
         torch.set_num_threads(threads)
     known = {name: one.words("an output") for name, one in mistakes.left.items() if name not in mistakes.unseen}
@@ -94,13 +91,3 @@ def _problems(cell: Cell, settings: Settings) -> Iterator[PlacedProblem]:
             yield PlacedProblem(placed.entry.bound, placed.problem)
     finally:
         world.close()
-
-
-def _ask(candidate: Candidate, placed: PlacedProblem, mistakes: KnownMistakes, *, metrics: bool) -> None:
-    """Asks one problem about all mistakes that none has shown before."""
-    returned = required_outputs(candidate)
-    if metrics:
-        returned += [o for o in placed.bound.dense.outputs(placed.bound.bound_spec) if o.kind == "metric"]
-    oracle = Oracle(candidate, placed, returned)
-    setting = Setting(placed, returned, candidate.tokens, candidate.tiles)
-    mistakes.ask(setting, oracle, dtypes_of(candidate, placed, oracle, returned))
