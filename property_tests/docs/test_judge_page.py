@@ -12,13 +12,13 @@ from lossgate.adequacy.kills import UNCHANGED
 from lossgate.adequacy.option_mutants import NEAREST
 from lossgate.cases import float_range, kinks, large
 from lossgate.engine import advice
-from lossgate.judge import ensemble, pooling, streamed, token_stage
+from lossgate.judge import ensemble, logit_stage, pooling, streamed
 from lossgate.judge.limits import ALIKE_FACTOR, BLOCK_FACTOR, FACTORS, scale_sigmas
 from lossgate.judge.power import PLANTED
 from lossgate.judge.statistics import NOISE, WORST
 from lossgate.numerics.float_formats import FLOAT32
-from lossgate.numerics.fused_operations import SPELLED_OUT
-from lossgate.numerics.rounded_numbers import _BETWEEN, _FILLED, _NAMES
+from lossgate.numerics.round_every_operation import _BETWEEN, _FILLED, _NAMES
+from lossgate.numerics.torch_operations import SPELLED_OUT
 
 from .markdown import ROOT
 
@@ -35,7 +35,7 @@ STATED = {
     "block": f"at least 0 | {BLOCK_FACTOR:g} times the largest of the runs |",
     "alike": f"v is {ALIKE_FACTOR:g} times the larger SCALE of these two",
     "alike in noise": f"and NOISE and WORST at least {ALIKE_FACTOR:g} times theirs",
-    "tiles of a logsumexp": f"put together from tiles of {token_stage._COLUMNS} columns",
+    "tiles of a logsumexp": f"put together from tiles of {logit_stage._COLUMNS} columns",
     "share of float16": f"numbers above a {1 / float_range._SHARE:.0f}th of it on the way",
     "deck": f"a **deck** of {deck.SIZE} problems",
     "further batches": f"further batches of {deck.SIZE}",

@@ -15,8 +15,7 @@ from hypothesis.errors import Unsatisfiable
 
 from lossgate.base.shape import Shape
 from lossgate.cases.option_strategies import ForcedOption
-from lossgate.cases.problem_strategies import problems
-from lossgate.cases.seeded_provider import SeededProvider, without_constants_of_modules
+from lossgate.cases.problem_strategies import SeededProvider, problems, without_constants_of_modules
 from lossgate.declaration.candidate import Candidate
 from lossgate.problems.problem import Problem
 

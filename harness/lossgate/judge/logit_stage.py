@@ -1,19 +1,232 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the leaves to what a loss uses of each token, and back to the gradient of the logits: for
-all members at once, and for all tokens or some.
+"""From the leaves to what a loss uses of each token, and back to the gradient of the logits.
+
+It does so for all members of an ensemble at once, and for all tokens or some. Where kernels compute
+a thing in several ways, each member chooses one at random.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lossgate.judge.token_stage import Softmax, TokenStage
 from lossgate.numerics.float_formats import FLOAT32
 from lossgate.numerics.rounded_arithmetic import RoundedRun, Stages
 from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.heads.base import Head
+from lossgate.specs.logit_filter import LOGIT_FILTER
 from lossgate.specs.token_values import TokenValues
+
+_COLUMNS, _STEPS = 32, 32
+"""Columns of the vocabulary in a step of a running logsumexp, and the most steps that are
+assumed."""
+
+_FILTERED = -1e30
+"""The logit of what a filter leaves out: as good as -inf, and safe to compute with."""
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """What forward keeps for backward. M members, T tokens, V rows of the vocabulary."""
+
+    p: Tensor  # [M, T, V]
+    log_p: Tensor  # [M, T, V]
+    p_of_all: Tensor | None  # [M, T, V], without the filter; None if nothing is filtered
+    p_of_logsumexp: Tensor | None  # [M, T, V], the slope of a logsumexp of its own; None if the loss uses none
+    ids: Tensor  # [T, k], whose log-probabilities the loss needs
+    filtered: Tensor  # [T, k] bool: left out by a filter
+
+
+class TokenStage:
+    """The stage between logits and loss."""
+
+    def __init__(self, fields: Mapping[str, Tensor], bound: BoundSpec, run: RoundedRun) -> None:
+        """Prepares the stage.
+
+        Args:
+            fields: of the tokens; see ``GlobalBatch``.
+            bound: the spec with its options.
+            run: the members, and how they round.
+        """
+        self.fields, self.bound, self.spec, self.run = fields, bound, bound.spec, run
+
+    @property
+    def ids(self) -> Tensor:
+        """Whose log-probabilities the loss uses, ``[T, k]``."""
+        return self.spec.ids_of(self.fields)
+
+    # Forward
+
+    def values(self, logits: Tensor, apart: Tensor | None) -> tuple[Softmax | None, TokenValues]:
+        """Returns the values per token that the loss uses, and what their backward needs.
+
+        Args:
+            logits: ``[M, T, V]``, after soft-cap and temperature.
+            apart: ``[M, T, k]``, those of ``ids`` again, each computed for itself; None where
+                kernels do not do so.
+        """
+        uses = frozenset(self.spec.uses)
+        given: dict[str, Tensor | None] = {"logits": logits} if "logits" in uses else {}
+        if uses & {"lowest", "highest"}:
+            lowest, highest = logits.aminmax(dim=-1)  # they are those before the temperature
+            given |= {"lowest": lowest * self.bound.temperature, "highest": highest * self.bound.temperature}
+        softmax = None
+        if uses - {"logits", "lowest", "highest"}:
+            softmax, of_softmax = self._softmax(logits, apart)
+            given |= of_softmax
+        return softmax, TokenValues(**{name: value for name, value in given.items() if name in uses})
+
+    def _softmax(self, logits: Tensor, apart: Tensor | None) -> tuple[Softmax, dict[str, Tensor | None]]:
+        spec, ids = self.spec, self.ids
+        filtered = torch.zeros_like(ids, dtype=torch.bool)
+        p_of_all = unfiltered = None
+        if (passing := self.fields.get(LOGIT_FILTER)) is not None:
+            log_p_of_all, p_of_all, _ = self._log_softmax(logits)
+            unfiltered = log_p_of_all.gather(-1, ids.expand(self.run.members, -1, -1)).squeeze(-1)
+            logits = logits.masked_fill(~passing, _FILTERED)
+            filtered = ~passing.gather(1, ids)
+        log_p, p, logsumexp = self._log_softmax(logits)
+        chosen = log_p.gather(-1, ids.expand(self.run.members, -1, -1))
+        if apart is not None:
+            own = self.run.round(apart - logsumexp, self.run.stages.logprobs)
+            chosen = torch.where(self.run.coins(3), own, chosen)
+        chosen = chosen.masked_fill(filtered, float("-inf"))
+        own_logsumexp, slope = self._own_logsumexp(logits, logsumexp, p) if "logsumexp" in spec.uses else (None, None)
+        values: dict[str, Tensor | None] = {
+            "logprobs": chosen if spec.gathered_ids else chosen.squeeze(-1),
+            "entropy": self._entropy(p, log_p, logits, logsumexp.squeeze(-1)) if "entropy" in spec.uses else None,
+            "logsumexp": own_logsumexp,
+            "mean_logprob": self._mean_logprob(log_p, logits, logsumexp) if "mean_logprob" in spec.uses else None,
+            "unfiltered": unfiltered,
+        }
+        return Softmax(p, log_p, p_of_all, slope, ids, filtered), values
+
+    def _log_softmax(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns log-probabilities, probabilities and logsumexps."""
+        round_, coarse = self.run.round, self.run.stages.logsumexp
+        top = logits.amax(-1, keepdim=True)
+        total = round_(round_(logits - top).exp_().sum(-1, keepdim=True), coarse)
+        logsumexp = round_(top + round_(total.log(), coarse))
+        logsumexp = torch.where(self.run.coins(3), self._put_together(logsumexp, logits.shape[-1]), logsumexp)
+        logsumexp = self._kept(logsumexp)
+        log_p = round_(logits - logsumexp, self.run.stages.logprobs)
+        return log_p, self.run.noise.round(log_p.exp(), FLOAT32), logsumexp
+
+    def _kept(self, logsumexp: Tensor) -> Tensor:
+        """Returns logsumexps as kernels keep them: rounded to the format of that stage, in some
+        members, as ``torch.logsumexp`` of coarse logits does. In others the maximum, which is
+        exact, stays apart.
+        """
+        coarse = self.run.stages.logsumexp
+        if coarse == FLOAT32:
+            return logsumexp
+        return torch.where(self.run.coins(3), self.run.round(logsumexp, coarse), logsumexp)
+
+    def _own_logsumexp(self, logits: Tensor, logsumexp: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the logsumexps that a loss uses, ``[M, T]``, and their slope, ``[M, T, V]``.
+
+        They may be computed beside the log-probabilities, and be rounded apart from them. Their
+        slope is ``exp(logits - logsumexp)``, with the rounded one: its rounding is that of a whole
+        row.
+        """
+        if self.run.stages.logsumexp == FLOAT32:
+            return logsumexp.squeeze(-1), p
+        own = self._kept(logsumexp)
+        return own.squeeze(-1), self.run.noise.round((logits - own).exp(), FLOAT32)
+
+    def _put_together(self, logsumexp: Tensor, vocab: int) -> Tensor:
+        """Returns logsumexps as ``logaddexp`` of those of tiles of the vocabulary gives them: each
+        step rounds.
+        """
+        steps = min(-(-vocab // _COLUMNS), _STEPS) - 1
+        error = (self.run.noise.round(logsumexp, FLOAT32) - logsumexp) * steps**0.5
+        return logsumexp + error
+
+    def _entropy(self, p: Tensor, log_p: Tensor, logits: Tensor, logsumexp: Tensor) -> Tensor:
+        """Computes entropies in either of two ways, at random for each member.
+
+        ``lse - <p, z>`` loses digits to large logits, and ``-<p, log p>`` to a sum of p that is not
+        quite 1. A kernel may compute either.
+        """
+        to, round_ = self.run.stages.entropy, self.run.round
+        log_p, own_p = self._as_terms(p, log_p)
+        if to != FLOAT32:
+            p, logits = self.run.noise.round(p, to), self.run.noise.round(logits, to)
+        entropy = round_(logsumexp, to) - round_(torch.linalg.vecdot(p, logits), to)
+        term_by_term = round_(torch.linalg.vecdot(own_p, log_p), to) * -1
+        return round_(torch.where(self.run.coins(2), entropy, term_by_term), to)
+
+    def _as_terms(self, p: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns log-probabilities, 0 where there is no probability, and probabilities as what
+        computes the terms of an entropy holds them.
+        """
+        to, log_p = self.run.stages.entropy, torch.where(p > 0, log_p, 0.0)
+        if to == FLOAT32:
+            return log_p, p
+        log_p = self.run.noise.round(log_p, to)
+        return log_p, torch.where(p > 0, self.run.noise.round(log_p.exp(), to), 0.0)
+
+    def _mean_logprob(self, log_p: Tensor, logits: Tensor, logsumexp: Tensor) -> Tensor:
+        """Computes the means of log-probabilities in either of two ways, at random for each member:
+        of the log-probabilities themselves, or of the logits, less the logsumexp.
+        """
+        of_logits = self._mean(logits) - logsumexp.squeeze(-1)
+        return self.run.round(torch.where(self.run.coins(2), of_logits, self._mean(log_p)), self.run.stages.logprobs)
+
+    def _mean(self, x: Tensor) -> Tensor:
+        """Returns means over the vocabulary, ``[M, T]``, as float32 sums give them."""
+        ones = torch.ones(x.shape[-1], 1, dtype=x.dtype)
+        return self.run.round(self.run.matmul(x, ones).squeeze(-1) / x.shape[-1])
+
+    # Backward
+
+    def parts(self, softmax: Softmax | None, values: TokenValues, upstream: Mapping[str, Tensor]) -> Iterator[Tensor]:
+        """Yields what each value per token gives back.
+
+        With p the probabilities and H the entropy: ``(onehot - p) g`` for a log-probability,
+        ``-p (log p + H) g`` for the entropy, ``p g`` for the logsumexp, ``(1 / V - p) g`` for the
+        mean log-probability, and g itself for logits.
+        """
+        round_ = self.run.round
+        factors = {name: self.run.noise.round(g / self.bound.temperature, FLOAT32) for name, g in upstream.items()}
+        if "logits" in factors:
+            yield factors["logits"]
+        if softmax is None:
+            return
+        p, ids = softmax.p, softmax.ids.expand(self.run.members, -1, -1)
+        if "logprobs" in factors:
+            factor = factors["logprobs"] if self.spec.gathered_ids else factors["logprobs"][..., None]
+            factor = factor.masked_fill(softmax.filtered, 0.0)
+            if factor.shape[-1] == 1:
+                yield p.neg().scatter_add_(-1, ids, torch.ones_like(factor)).mul_(factor)
+            else:
+                total = round_(factor.sum(-1, keepdim=True))
+                yield round_(p * -total).scatter_add_(-1, ids, factor)
+        if "entropy" in factors:
+            yield self._entropy_slope(p, softmax.log_p, values.entropy) * -factors["entropy"][..., None]
+        if "logsumexp" in factors and softmax.p_of_logsumexp is not None:
+            yield round_(softmax.p_of_logsumexp * factors["logsumexp"][..., None])
+        if "mean_logprob" in factors:
+            yield round_((1 / p.shape[-1] - p) * factors["mean_logprob"][..., None])
+        if "unfiltered" in factors and softmax.p_of_all is not None:
+            factor = factors["unfiltered"][..., None]
+            yield round_(softmax.p_of_all.neg().scatter_add_(-1, ids, torch.ones_like(factor)).mul_(factor))
+
+    def _entropy_slope(self, p: Tensor, log_p: Tensor, entropy: Tensor) -> Tensor:
+        """Returns the negative slope of entropies in the logits, ``p (log p + H)``, computed in
+        either of two ways, at random for each member: as it stands here; or as autograd does from
+        ``p log p``, whose own slope ``d = p (log p + 1)`` a softmax then makes ``d - p sum(d)``.
+        """
+
+        def round_(x: Tensor) -> Tensor:
+            return self.run.noise.round(x, self.run.stages.entropy)
+
+        at_once = round_(p * torch.where(p > 0, round_(log_p + entropy[..., None]), 0.0))
+        log_p, own_p = self._as_terms(p, log_p)
+        slope = round_(round_(own_p * log_p) + own_p)
+        projected = self.run.round(slope - p * self.run.round(slope.sum(-1, keepdim=True)))
+        return torch.where(self.run.coins(3), at_once, projected)
 
 
 class LogitStage:

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lossgate.numerics.float_formats import FLOAT32
-from lossgate.numerics.round_every_operation import RoundEveryOperation
+from lossgate.numerics.round_every_operation import ERRORS, RoundEveryOperation, RoundNumbers
 from lossgate.numerics.rounded_arithmetic import RoundedRun
-from lossgate.numerics.rounded_numbers import ERRORS, RoundNumbers
 from lossgate.problems.batch import GlobalBatch
 from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.outputs import LOGPROBS, LOSS, TOKEN_ENTROPY, Output, metric_output

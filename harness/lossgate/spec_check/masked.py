@@ -6,7 +6,7 @@ from typing import Any
 
 from lossgate.base.errors import UsageError
 from lossgate.cases.bound_problem import BoundProblem
-from lossgate.cases.untrained import replaced, untrained, without_trained
+from lossgate.properties.masked import replaced, untrained, without_trained
 from lossgate.spec_check.evaluated import another, evaluate, evaluated, same, unlike, values_of
 from lossgate.spec_check.outcome import Finding, Subject, on
 from lossgate.spec_check.values import REMEDY

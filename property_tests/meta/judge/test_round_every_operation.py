@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lossgate.numerics.float_formats import FLOAT32, FLOAT_FORMATS
-from lossgate.numerics.fused_operations import SPELLED_OUT
 from lossgate.numerics.noise import Noise
 from lossgate.numerics.round_every_operation import RoundEveryOperation
+from lossgate.numerics.torch_operations import SPELLED_OUT
 
 Operation = Callable[[Tensor], Any]
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from lossgate.numerics.float_formats import FLOAT32
 from lossgate.numerics.noise import Noise
-from lossgate.numerics.round_every_operation import RoundEveryOperation
-from lossgate.numerics.rounded_numbers import ERRORS, RoundNumbers
+from lossgate.numerics.round_every_operation import ERRORS, RoundEveryOperation, RoundNumbers
 
 Operation = Callable[[Tensor], Tensor]
 
