@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of DPO, GRPO and the clipped policy gradient on fused log-probabilities.
 
-lossgate verifies them as candidates. The other tests cover the defects that the originals have had;
-O1 to O18 refer to the list of open-instruct's defects in docs/reference/losses.md.
+lossgate verifies them as candidates, and ``ci/gate`` holds them to all properties. The tests here
+cover other defects that the originals have had; O1 to O18 refer to the list of open-instruct's
+defects in docs/reference/losses.md.
 """
 
 from pathlib import Path
@@ -77,16 +78,6 @@ def test_a_rank_without_pairs_has_zero_gradients() -> None:
     assert torch.equal(logprobs.grad, torch.zeros(12, dtype=torch.float64))
 
 
-def test_the_order_of_pairs_does_not_matter() -> None:
-    batch = pack()
-    turned = [*range(5, 12), *range(5)]
-    other = {name: batch[name][turned] for name in ("logprobs", "reference_logprobs", "mask")}
-    sequence = torch.repeat_interleave(torch.arange(4), torch.tensor([3, 4, 3, 2]))
-    first, _ = dpo_loss(**batch, valid_sequences=4)
-    second, _ = dpo_loss(**other, sequence=sequence, sample_mask=batch["sample_mask"], valid_sequences=4)
-    torch.testing.assert_close(first, second)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -123,29 +114,6 @@ def test_the_chosen_estimator_is_in_the_loss(estimator: Any) -> None:
     loss, metrics = grpo_loss(**rollout(beta=0.5, kl_estimator=estimator))
     torch.testing.assert_close(metrics["kl_avg"], 0.5 * metrics[f"kl{estimator}"])
     torch.testing.assert_close(loss.detach(), metrics["policy_avg"] + metrics["kl_avg"])
-
-
-@pytest.mark.parametrize("chunk", [1, 5, 1000])
-def test_any_upstream_gradient_of_a_tiled_loss(chunk: int) -> None:
-    """Gradients of hidden states and lm-head go through autograd alone.
-
-    So any upstream gradient scales both (O9), forward writes nothing to ``.grad`` (O10), and there
-    may be more or fewer chunks than tokens (O12).
-    """
-    generator = torch.Generator().manual_seed(3)
-    hidden, weight = torch.randn(12, 4, generator=generator).double(), torch.randn(9, 4, generator=generator).double()
-    labels, given = torch.randint(9, (12,), generator=generator), rollout()
-    leaves = hidden.requires_grad_(), weight.requires_grad_()
-
-    def gradients(scale: float, tiled: bool) -> tuple[Tensor, ...]:
-        dense = torch.log_softmax(hidden @ weight.T, 1).gather(1, labels[:, None]).squeeze(1)
-        logprobs = linear_logprobs(hidden, weight, labels, chunk=chunk).logprobs if tiled else dense
-        loss, _ = grpo_loss(**{**given, "logprobs": logprobs})
-        assert weight.grad is None
-        return torch.autograd.grad(scale * loss, leaves)
-
-    for a, b in zip(gradients(8.0, True), gradients(8.0, False), strict=True):
-        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize(
@@ -223,12 +191,11 @@ def test_a_denominator_below_1_is_not_clamped() -> None:
     torch.testing.assert_close(half, 2 * whole)
 
 
-@pytest.mark.parametrize("name", ["logprobs", "old_logprobs", "reference_logprobs", "vllm_logprobs", "advantages"])
 @pytest.mark.parametrize("garbage", [float("nan"), float("-inf")])
-def test_garbage_at_masked_tokens_has_no_effect_on_grpo(name: str, garbage: float) -> None:
+def test_garbage_at_masked_tokens_has_no_effect_on_grpo(garbage: float) -> None:
     """Masked values are selected away; multiplied by 0, infinity would become NaN (O15)."""
     given = rollout(rho=RhoCorrection(rho_mask_sequence_level=True))
-    spoilt = given | {name: given[name].detach().masked_fill(~given["mask"], garbage)}
+    spoilt = given | {"logprobs": given["logprobs"].detach().masked_fill(~given["mask"], garbage)}
     spoilt["logprobs"] = spoilt["logprobs"].detach().clone().requires_grad_()
     (loss, metrics), (other, others) = grpo_loss(**given), grpo_loss(**spoilt)
     loss.backward()
@@ -236,17 +203,6 @@ def test_garbage_at_masked_tokens_has_no_effect_on_grpo(name: str, garbage: floa
     assert torch.equal(loss, other)
     assert torch.equal(given["logprobs"].grad, spoilt["logprobs"].grad)
     assert all(torch.equal(value, others[metric]) for metric, value in metrics.items())
-
-
-def test_losses_of_unequal_parts_add_up() -> None:
-    """Parts are divided by the tokens of the whole batch, not each by its own (O16)."""
-    given = rollout()
-    whole, _ = grpo_loss(**given)
-    parts = []
-    for own in (slice(0, 5), slice(5, 12)):
-        cut = {name: value[own] if isinstance(value, Tensor) else value for name, value in given.items()}
-        parts.append(grpo_loss(**cut)[0])
-    torch.testing.assert_close(parts[0] + parts[1], whole)
 
 
 def test_rho_of_a_sequence_does_not_depend_on_its_pack() -> None:
@@ -287,9 +243,6 @@ def test_bad_arguments_of_grpo_raise_errors_that_name_them(changes: dict[str, An
 # The clipped policy gradient
 
 
-@pytest.mark.parametrize(
-    "name", ["logprobs", "prev_logprobs", "generation_logprobs", "reference_logprobs", "advantages"]
-)
 @pytest.mark.parametrize("garbage", [float("nan"), float("-inf"), float("inf")])
 @pytest.mark.parametrize(
     "config",
@@ -297,10 +250,10 @@ def test_bad_arguments_of_grpo_raise_errors_that_name_them(changes: dict[str, An
     ids=["default", "gspo", "cispo"],
 )
 def test_garbage_at_masked_tokens_has_no_effect_on_the_clipped_policy_gradient(
-    name: str, garbage: float, config: dict[str, Any]
+    garbage: float, config: dict[str, Any]
 ) -> None:
     given = experience(**config)
-    spoilt = given | {name: given[name].detach().masked_fill(~given["mask"], garbage)}
+    spoilt = given | {"logprobs": given["logprobs"].detach().masked_fill(~given["mask"], garbage)}
     spoilt["logprobs"] = spoilt["logprobs"].detach().clone().requires_grad_()
     (loss, metrics), (other, others) = clipped_pg_loss(**given), clipped_pg_loss(**spoilt)
     loss.backward()
@@ -308,14 +261,6 @@ def test_garbage_at_masked_tokens_has_no_effect_on_the_clipped_policy_gradient(
     assert torch.equal(loss, other)
     assert torch.equal(given["logprobs"].grad, spoilt["logprobs"].grad)
     assert all(torch.equal(value, others[metric]) for metric, value in metrics.items())
-
-
-def test_the_nll_of_positive_examples_adds_up_over_sequences() -> None:
-    """Its divisor is the count of the whole batch; NeMo-RL divides by that of a microbatch."""
-    given = experience(positive_example_nll_weight=0.5, reference_policy_kl_penalty=0.0)
-    whole, _ = clipped_pg_loss(**given)
-    parts = [clipped_pg_loss(**{**given, "sample_mask": torch.arange(4) == i})[0] for i in range(4)]
-    torch.testing.assert_close(torch.stack(parts).sum(), whole)
 
 
 @pytest.mark.parametrize(
