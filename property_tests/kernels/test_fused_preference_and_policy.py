@@ -6,6 +6,8 @@ cover other defects that the originals have had; O1 to O18 refer to the list of 
 defects in docs/reference/losses.md.
 """
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor
 import lossgate
 from fused_losses import (
     ClippedPGConfig,
+    Metrics,
     RhoCorrection,
     clipped_pg_loss,
     dpo_loss,
@@ -39,6 +42,25 @@ test_clipped_pg_agrees = pytest.mark.slow(
 test_grpo_agrees = pytest.mark.slow(lossgate.suite(OURS["fused_linear_grpo"], layouts=["dp=2,cp=2,tp=2"], examples=12))
 
 
+def assert_garbage_has_no_effect(
+    loss: Callable[..., tuple[Tensor, Metrics]], given: Mapping[str, Any], garbage: float, **spoilt: Tensor
+) -> None:
+    """Compares loss, gradients and metrics, bit by bit, with and without garbage at masked tokens.
+
+    Args:
+        loss: takes log-probabilities, and other arguments in place of those that it has.
+        given: its arguments, with the log-probabilities and the mask.
+        garbage: stands in the log-probabilities at masked tokens.
+        spoilt: other arguments, with garbage at masked tokens.
+    """
+    clean = given["logprobs"].detach().clone().requires_grad_()
+    dirty = clean.detach().masked_fill(~given["mask"], garbage).requires_grad_()
+    (one, metrics), (other, others) = loss(logprobs=clean), loss(logprobs=dirty, **spoilt)
+    assert torch.equal(one, other)
+    assert torch.equal(*(torch.autograd.grad(x, leaf)[0] for x, leaf in ((one, clean), (other, dirty))))
+    assert all(torch.equal(value, others[metric]) for metric, value in metrics.items())
+
+
 # DPO
 
 
@@ -46,22 +68,9 @@ test_grpo_agrees = pytest.mark.slow(lossgate.suite(OURS["fused_linear_grpo"], la
     "options", [{}, {"loss_type": "ipo"}, {"sft_loss_weight": 0.5}, {"preference_average_log_probs": True}]
 )
 def test_garbage_at_masked_tokens_has_no_effect_on_dpo(options: dict[str, Any]) -> None:
-    batch = pack()
-    clean, dirty = (batch["logprobs"].clone().requires_grad_() for _ in range(2))
-    loss, metrics = dpo_loss(**{**batch, "logprobs": clean}, valid_sequences=4, **options)
-    loss.backward()
-    with torch.no_grad():
-        dirty[~batch["mask"]] = float("nan")
+    batch = pack() | {"valid_sequences": 4, **options}
     spoilt = batch["reference_logprobs"].masked_fill(~batch["mask"], float("-inf"))
-    again, metrics_again = dpo_loss(
-        **{**batch, "logprobs": dirty, "reference_logprobs": spoilt}, valid_sequences=4, **options
-    )
-    again.backward()
-    assert torch.equal(loss, again)
-    assert clean.grad is not None
-    assert dirty.grad is not None
-    assert torch.equal(clean.grad, dirty.grad)
-    assert all(torch.equal(value, metrics_again[name]) for name, value in metrics.items())
+    assert_garbage_has_no_effect(partial(dpo_loss, **batch), batch, float("nan"), reference_logprobs=spoilt)
 
 
 def test_a_rank_without_pairs_has_zero_gradients() -> None:
@@ -195,14 +204,7 @@ def test_a_denominator_below_1_is_not_clamped() -> None:
 def test_garbage_at_masked_tokens_has_no_effect_on_grpo(garbage: float) -> None:
     """Masked values are selected away; multiplied by 0, infinity would become NaN (O15)."""
     given = rollout(rho=RhoCorrection(rho_mask_sequence_level=True))
-    spoilt = given | {"logprobs": given["logprobs"].detach().masked_fill(~given["mask"], garbage)}
-    spoilt["logprobs"] = spoilt["logprobs"].detach().clone().requires_grad_()
-    (loss, metrics), (other, others) = grpo_loss(**given), grpo_loss(**spoilt)
-    loss.backward()
-    other.backward()
-    assert torch.equal(loss, other)
-    assert torch.equal(given["logprobs"].grad, spoilt["logprobs"].grad)
-    assert all(torch.equal(value, others[metric]) for metric, value in metrics.items())
+    assert_garbage_has_no_effect(partial(grpo_loss, **given), given, garbage)
 
 
 def test_rho_of_a_sequence_does_not_depend_on_its_pack() -> None:
@@ -253,14 +255,7 @@ def test_garbage_at_masked_tokens_has_no_effect_on_the_clipped_policy_gradient(
     garbage: float, config: dict[str, Any]
 ) -> None:
     given = experience(**config)
-    spoilt = given | {"logprobs": given["logprobs"].detach().masked_fill(~given["mask"], garbage)}
-    spoilt["logprobs"] = spoilt["logprobs"].detach().clone().requires_grad_()
-    (loss, metrics), (other, others) = clipped_pg_loss(**given), clipped_pg_loss(**spoilt)
-    loss.backward()
-    other.backward()
-    assert torch.equal(loss, other)
-    assert torch.equal(given["logprobs"].grad, spoilt["logprobs"].grad)
-    assert all(torch.equal(value, others[metric]) for metric, value in metrics.items())
+    assert_garbage_has_no_effect(partial(clipped_pg_loss, **given), given, garbage)
 
 
 @pytest.mark.parametrize(

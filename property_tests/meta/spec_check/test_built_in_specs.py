@@ -15,7 +15,7 @@ from lossgate.spec_check.outcome import Subject
 EACH_SPEC = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in sorted(SPECS)]
 )
-FEW = 12
+FEW = 6
 """Problems of each head, where ``lossgate check-spec`` draws 40."""
 
 
