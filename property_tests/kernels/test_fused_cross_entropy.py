@@ -6,7 +6,6 @@ here cover what these do not ask: dtypes, saved tensors, collectives and errors.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,15 +21,12 @@ from fused_losses import (
     vocab_parallel_cross_entropy,
     vocab_parallel_logprobs,
 )
-from lossgate.declaration.loading import load_candidates
 from lossgate.observe import MemoryWatch
 from lossgate.worlds import RankContext, SimulatedWorld
+from property_tests.kernels.our_candidates import OURS
 
 MakeWorld = Callable[..., SimulatedWorld]
 
-OURS = {
-    candidate.name: candidate for candidate in load_candidates(str(Path(__file__).parents[2] / "ci/candidates/ours.py"))
-}
 
 # ``ci/gate`` verifies all kernels on up to two ranks, in every dtype.
 test_linear_nll_agrees = pytest.mark.slow(but=1)(

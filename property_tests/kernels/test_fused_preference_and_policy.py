@@ -8,7 +8,6 @@ defects in docs/reference/losses.md.
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,12 +25,8 @@ from fused_losses import (
     linear_cross_entropy,
     linear_logprobs,
 )
-from lossgate.declaration.loading import load_candidates
 from property_tests.kernels.loss_inputs import GSPO, TRUNCATED, experience, pack, rollout
-
-OURS = {
-    candidate.name: candidate for candidate in load_candidates(str(Path(__file__).parents[2] / "ci/candidates/ours.py"))
-}
+from property_tests.kernels.our_candidates import OURS
 
 test_dpo_agrees = pytest.mark.slow(but=1)(
     lossgate.suite(OURS["fused_linear_dpo"], layouts=["dp=2,cp=2,tp=2"], examples=12)

@@ -4,7 +4,6 @@
 from collections.abc import Callable
 from inspect import signature
 from math import inf, nan
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +13,12 @@ from torch import Tensor
 from dense_losses.rho import RhoOptions, importance_weights
 from fused_losses import RhoCorrection, RhoWeights, grpo_loss, rho_weights, unchecked_values
 from lossgate import Layout
-from lossgate.declaration.loading import load_candidates
 from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.worlds import RankContext, SimulatedWorld
 from property_tests.kernels.loss_inputs import rollout
+from property_tests.kernels.our_candidates import OURS
 
 MakeWorld = Callable[..., SimulatedWorld]
 
@@ -244,8 +243,7 @@ MUTANTS: dict[str, Callable[..., RhoWeights]] = {
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_of_the_weights_disagree(monkeypatch: pytest.MonkeyPatch, mutant: str) -> None:
     """The candidate ``fused_tiled_grpo`` computes weights before the loss."""
-    ours = load_candidates(str(Path(__file__).parents[2] / "ci/candidates/ours.py"))
-    candidate = next(candidate for candidate in ours if candidate.name == "fused_tiled_grpo")
+    candidate = OURS["fused_tiled_grpo"]
     monkeypatch.setitem(candidate.kernel.__globals__, "rho_weights", MUTANTS[mutant])
     layout = Layout.parse("cp=2" if mutant == "parts of sequences" else "single")
     assert (
