@@ -39,7 +39,7 @@ TOKENS: Sequence[Tokens] = ("rows", "packed")
 
 
 def unseen() -> Iterator[Candidate]:
-    return (getattr(module, name) for half in PARTS for module in modules(half) for name in module.BUGS)
+    return (getattr(module, name) for part in PARTS for module in modules(part) for name in module.BUGS)
 
 
 def bank() -> Iterable[Candidate]:

@@ -2,10 +2,10 @@
 """Measures how often the cause of a bug is named, and how often a wrong one: bugs that were written
 by people who did not know the known mistakes.
 
-    python benchmarks/diagnosis.py first            # one half of the bugs
-    python benchmarks/diagnosis.py first second     # all
-    python benchmarks/diagnosis.py first --only temperature_not_in_backward
-    python benchmarks/diagnosis.py first --without  # what is said if the right names are taken out
+    python benchmarks/diagnosis.py ninth            # one part of the bugs
+    python benchmarks/diagnosis.py ninth witnesses  # several
+    python benchmarks/diagnosis.py ninth --only bias_grad_of_last_chunk
+    python benchmarks/diagnosis.py ninth --without  # what is said if the right names are taken out
 
 A name is right if ``unseen_bugs/answers.toml`` lists it for the bug: a person who read the kernel
 has judged it. What is listed for no bug counts as wrong. With ``--without`` no listed name can be
@@ -47,7 +47,7 @@ from lossgate.worlds.base import RankFailure, World
 
 HERE = Path(__file__).parent / "unseen_bugs"
 ANSWERS = HERE / "answers.toml"
-PARTS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth")
+PARTS = ("first", "second", "third", "fourth", "ninth", "witnesses")
 Outcome = Literal["named", "equal", "wrong", "nothing", "not seen"]
 MORE = 24
 """Failing problems on which a name that is equal in effect must explain the kernel."""
@@ -66,10 +66,10 @@ class Row:
     sentences: tuple[str, ...]
 
 
-def modules(half: str) -> Iterator[ModuleType]:
-    """Yields the files of a half, imported."""
-    for file in sorted((HERE / half).glob("*.py")):
-        name = f"unseen_bugs_{half}_{file.stem}"
+def modules(part: str) -> Iterator[ModuleType]:
+    """Yields the files of a part, imported."""
+    for file in sorted((HERE / part).glob("*.py")):
+        name = f"unseen_bugs_{part}_{file.stem}"
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None
         assert spec.loader is not None
@@ -78,9 +78,9 @@ def modules(half: str) -> Iterator[ModuleType]:
         yield module
 
 
-def bugs(half: str) -> Iterator[tuple[Candidate, str]]:
-    """Yields the bugs of a half, each with a layout that shows it: the one with the most ranks."""
-    for module in modules(half):
+def bugs(part: str) -> Iterator[tuple[Candidate, str]]:
+    """Yields the bugs of a part, each with a layout that shows it: the one with the most ranks."""
+    for module in modules(part):
         for name, layouts in module.BUGS.items():
             yield getattr(module, name), max(layouts, key=lambda text: Layout.parse(text).ranks)
 
@@ -169,15 +169,15 @@ _DIAGNOSE = engine.diagnose
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("halves", nargs="+", choices=PARTS)
+    parser.add_argument("parts", nargs="+", choices=PARTS)
     parser.add_argument("--without", action="store_true", help="take the right names out of the known mistakes")
     parser.add_argument("--only", nargs="*", default=(), help="the bugs of these names")
     given = parser.parse_args()
     torch.set_num_threads(1)
     answers = tomllib.loads(ANSWERS.read_text()) if ANSWERS.exists() else {}
-    for half in given.halves:
+    for part in given.parts:
         rows: list[Row] = []
-        for candidate, layout in bugs(half):
+        for candidate, layout in bugs(part):
             if not given.only or candidate.name in given.only:
                 rows.append(diagnosed(candidate, layout, answers, without=given.without))
                 print(f"{rows[-1].outcome:9} {candidate.name}  {layout}  {rows[-1].seconds:.1f} s", flush=True)
@@ -188,7 +188,7 @@ def main() -> None:
             f"{counts[outcome]} {outcome}" for outcome in ("named", "equal", "wrong", "nothing", "not seen")
         )
         most = max((row.seconds for row in rows), default=0.0)
-        print(f"{half} half: {len(rows)} bugs: {shares}; at most {most:.1f} CPU seconds")
+        print(f"{part} part: {len(rows)} bugs: {shares}; at most {most:.1f} CPU seconds")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from property_tests.warm_python import warm_commands
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-BUG = "distributed_tests/planted_bugs.py:gradient_times_cp"
+BUG = "distributed_tests/wrong_kernels.py:gradient_times_cp"
 
 pytestmark = pytest.mark.skipif(launch_of_torchrun() is not None, reason="torchrun does not start in torchrun")
 
@@ -175,7 +175,7 @@ def two_agents(
 
 @pytest.mark.slow
 def test_two_agents_as_on_two_machines(tmp_path: Path) -> None:
-    command = ["-m", "lossgate", "verify", "distributed_tests/planted_bugs.py:right", "--world", "torchrun"]
+    command = ["-m", "lossgate", "verify", "distributed_tests/wrong_kernels.py:right", "--world", "torchrun"]
     command += ["--layout", "cp=2,tp=2", "--examples", "3", "--failures", str(tmp_path)]
     codes, out, err = two_agents(command, [tmp_path, tmp_path], 2)
     assert codes == [0, 0], out[0] + err[0]
@@ -190,7 +190,7 @@ def test_machines_with_other_packages_are_refused(tmp_path: Path) -> None:
         metadata = path / f"kernels_of_ours-{node}.0.dist-info" / "METADATA"
         metadata.parent.mkdir(parents=True)
         metadata.write_text(f"Metadata-Version: 2.1\nName: kernels-of-ours\nVersion: {node}.0\n")
-    command = ["-m", "lossgate", "verify", "distributed_tests/planted_bugs.py:right", "--world", "torchrun"]
+    command = ["-m", "lossgate", "verify", "distributed_tests/wrong_kernels.py:right", "--world", "torchrun"]
     codes, out, err = two_agents([*command, "--layout", "cp=2"], paths, 1)
     assert codes == [1, 1]  # torchrun's own; those of the ranks are in its report
     assert (out[0].strip(), out[1]) == ("1 cell", "")

@@ -18,11 +18,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 if sys.platform != "linux":
     pytest.skip("there is no DeepSpeed for this system", allow_module_level=True)
 
-from distributed_tests.wrappers.checks import findings
 from distributed_tests.wrappers.losses import dense_logprobs, weight_of
 from distributed_tests.wrappers.misuse import MISUSES, READERS, attempt, read
 from distributed_tests.wrappers.model import RANKS, VOCAB, WIDTH, TinyTransformer, make_batch, make_model
 from distributed_tests.wrappers.step import Cell, Step, compute, environment_kept, run_steps
+from distributed_tests.wrappers.step_checks import findings
 from distributed_tests.wrappers.table import Entry, judged, new_world, results, table, with_ways_out
 from distributed_tests.wrappers.wrappers import (
     FSDP,

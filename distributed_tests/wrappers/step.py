@@ -16,8 +16,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from distributed_tests.wrappers.losses import DENSE_OF, WAYS, Metrics
 from distributed_tests.wrappers.model import RANKS, VOCAB, count, make_batch, make_model
-from distributed_tests.wrappers.planted_bugs import BUGS
 from distributed_tests.wrappers.wrappers import RATE, REFUSALS, WRAPPERS, Wrapped
+from distributed_tests.wrappers.wrong_heads import BUGS
 from fused_losses import backbone_and_lm_head, run_in_forward
 from lossgate.observe import MemoryWatch
 from lossgate.worlds import RankContext

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from distributed_tests.wrappers.checks import findings
 from distributed_tests.wrappers.model import HEADS, RANKS
 from distributed_tests.wrappers.step import Cell, Step, run_steps
+from distributed_tests.wrappers.step_checks import findings
 from distributed_tests.wrappers.wrappers import GATHERED_APART, NOT_UNIFORM, UNTIED, WRAPPERS
 from lossgate import Layout
 from lossgate.worlds import World, make_world

@@ -5,7 +5,6 @@ Each mutant is one of our kernels with one thing changed.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,15 +14,11 @@ from fused_losses import filtering, linear_logprobs, token_stage, vocab_parallel
 from fused_losses.filtering import LogitFilter
 from fused_losses.softmax import TokenLogprobs
 from lossgate import Layout
-from lossgate.declaration.loading import load_candidates
 from lossgate.engine.cell import Cell
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.engine.verdict import Verdict
-
-CANDIDATES = {
-    candidate.name: candidate for candidate in load_candidates(str(Path(__file__).parents[2] / "ci/candidates/ours.py"))
-}
+from property_tests.kernels.our_candidates import OURS
 
 Change = Callable[[pytest.MonkeyPatch], None]
 
@@ -32,7 +27,7 @@ def _with_results(of: Callable[[TokenLogprobs], TokenLogprobs]) -> Change:
     """Returns a change of what the losses get from the kernel."""
 
     def change(patch: pytest.MonkeyPatch) -> None:
-        scope = CANDIDATES["fused_linear_grpo"].kernel.__globals__
+        scope = OURS["fused_linear_grpo"].kernel.__globals__
         patch.setitem(scope, "linear_logprobs", lambda *a, **given: of(linear_logprobs(*a, **given)))
 
     return change
@@ -81,7 +76,7 @@ SPECS = {"clipped_pg": "fused_linear_clipped_pg", "grpo": "fused_linear_grpo"}
 
 def verdict(name: str, layout: str = "single", examples: int = 12) -> Verdict:
     return run_cell(
-        Cell(CANDIDATES[name], Layout.parse(layout), "float32"), Settings(examples=examples, shrink_calls=0)
+        Cell(OURS[name], Layout.parse(layout), "float32"), Settings(examples=examples, shrink_calls=0)
     ).verdict
 
 

@@ -6,7 +6,6 @@ They cover loss, gradients and statistics, and the defects that AReaL has had.
 
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -18,14 +17,11 @@ from torch import Tensor
 import lossgate
 from fused_losses import Metrics, Pack, SFTStatistics, linear_logprobs, linear_sft_loss, sft
 from lossgate import Layout
-from lossgate.declaration.loading import load_candidates
 from lossgate.worlds import RankContext, SimulatedWorld
+from property_tests.kernels.our_candidates import OURS
 
 MakeWorld = Callable[..., SimulatedWorld]
 
-OURS = {
-    candidate.name: candidate for candidate in load_candidates(str(Path(__file__).parents[2] / "ci/candidates/ours.py"))
-}
 
 # ``ci/gate`` verifies it on up to two ranks, in every dtype.
 test_sft_agrees = pytest.mark.slow(but=1)(

@@ -6,7 +6,6 @@ They cover the defects of open-instruct's tiled loss; O1 to O18 refer to the lis
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 import lossgate
 from fused_losses import TokenLogprobs, grpo_loss, linear_logprobs, tiled_token_logprobs, unchecked_values
-from lossgate.declaration.loading import load_candidates
 from lossgate.worlds import RankContext, SimulatedWorld
 from property_tests.kernels.heads import (
     VOCAB,
@@ -31,12 +29,10 @@ from property_tests.kernels.heads import (
     dense,
     seeded,
 )
+from property_tests.kernels.our_candidates import OURS
 
 MakeWorld = Callable[..., SimulatedWorld]
 
-OURS = {
-    candidate.name: candidate for candidate in load_candidates(str(Path(__file__).parents[2] / "ci/candidates/ours.py"))
-}
 
 test_tiled_grpo_agrees = pytest.mark.slow(lossgate.suite(OURS["fused_tiled_grpo"], layouts=["dp=2,cp=2"], examples=12))
 test_tiled_token_logprobs_agree = pytest.mark.slow(

@@ -18,9 +18,9 @@ from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.worlds import RankContext, SimulatedWorld
+from property_tests.kernels.our_candidates import OURS
 
 from .losses_with_metrics import LOSSES, SEQUENCES, Batch
-from .test_fused_sft import OURS
 
 MakeWorld = Callable[..., SimulatedWorld]
 CLOSE: dict[str, float] = {"rtol": 1e-12, "atol": 1e-12}

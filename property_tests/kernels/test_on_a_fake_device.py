@@ -29,9 +29,8 @@ from lossgate.engine.case_result import run_case
 from lossgate.observe.fake_device import DEVICE, DIED, HUNG, fake_device, raised_in_child, raised_on_fake_device
 from lossgate.properties import PROPERTIES
 from lossgate.worlds.base import RankContext
+from property_tests.kernels.our_candidates import OURS
 
-ROOT = Path(__file__).parents[2]
-OURS = {candidate.name: candidate for candidate in load_candidates(str(ROOT / "ci/candidates/ours.py"))}
 MISTAKES = {c.name: c for c in load_candidates(str(Path(__file__).with_name("device_mistakes.py")))}
 LAYOUTS = ("single", "dp=2", "cp=2", "tp=2")
 PROBLEMS = 2

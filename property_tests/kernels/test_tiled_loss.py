@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +30,6 @@ from fused_losses import (
 )
 from fused_losses.tiled_head import GradientSums, tiles_of
 from lossgate import Layout
-from lossgate.declaration.loading import load_candidates
 from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
@@ -48,13 +46,11 @@ from property_tests.kernels.heads import (
     dense,
     seeded,
 )
+from property_tests.kernels.our_candidates import OURS
 
 MakeWorld = Callable[..., SimulatedWorld]
 Values = list[Tensor]
 
-OURS = {
-    candidate.name: candidate for candidate in load_candidates(str(Path(__file__).parents[2] / "ci/candidates/ours.py"))
-}
 
 test_tiled_grpo_in_one_pass_agrees = pytest.mark.slow(
     lossgate.suite(OURS["fused_tiled_grpo_in_one_pass"], layouts=["dp=2,cp=2"], examples=12)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evidence for tests: read back, or made of a few numbers."""
+"""Reads evidence back, for tests. ``made_evidence.py`` makes some."""
 
 from pathlib import Path
 

@@ -108,44 +108,6 @@ def test_loss_and_gradient(case: str, std: float) -> None:
     assert torch.allclose(gradient, of_logits, rtol=1e-8, atol=1e-12)
 
 
-@every_case
-def test_what_is_masked_may_be_anything(case: str) -> None:
-    """NaN at masked tokens changes nothing, and gets no gradient."""
-    spec, options, _ = INDEPENDENT[case]
-    e = example(spec)
-    spoilt = {n: torch.where(MASK[:, None], x, torch.nan) if "logits" in n else x for n, x in e.items()}
-    (loss, metrics, gradient), (same, same_metrics, _) = of(spec, spoilt, **options), of(spec, e, **options)
-    assert torch.equal(loss, same)
-    assert metrics == same_metrics
-    if spec in ("softcap", "divergence"):  # those that select the logits themselves
-        assert bool((gradient[~MASK] == 0).all())
-
-
-@every_case
-def test_no_trained_token(case: str) -> None:
-    spec, options, _ = INDEPENDENT[case]
-    loss, metrics, gradient = of(spec, example(spec, mask=torch.zeros_like(MASK)), **options)
-    assert float(loss) == 0
-    assert all(float(metric) == 0 for metric in metrics.values())
-    assert not bool(gradient.any())
-
-
-@every_case
-def test_the_count_is_that_of_the_whole_batch(case: str) -> None:
-    """A rank's part is divided by the batch's count, not by its own."""
-    spec, options, _ = INDEPENDENT[case]
-    e = example(spec)
-    (loss, metrics, gradient), whole = (
-        of(spec, {**e, "valid_tokens": torch.tensor(3 * N)}, **options),
-        of(spec, e, **options),
-    )
-    assert float(3 * loss) == pytest.approx(float(whole[0]), rel=1e-14)
-    assert {name: float(3 * x) for name, x in metrics.items()} == pytest.approx(
-        {n: float(x) for n, x in whole[1].items()}
-    )
-    assert torch.allclose(3 * gradient, whole[2], rtol=1e-13)
-
-
 def test_the_metric_of_the_z_loss_is_without_its_weight() -> None:
     e = example("z_loss")
     squares = e["logits"].exp().sum(1).log() ** 2

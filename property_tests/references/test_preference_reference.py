@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of the references of ``dpo`` and ``preference``.
 
-The methods are gradcheck, closed forms, mpmath in loops, hand computation and properties.
+The methods are closed forms, mpmath in loops, hand computation and properties.
 """
 
 import math
@@ -82,18 +82,6 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(close(a[name], b[name]) for name in a)
 
 
-def of_pairs(e: dict[str, Tensor], *pairs: int) -> dict[str, Tensor]:
-    """Packs these pairs alone, in this order; the counts are still those of the whole batch."""
-    sequences = [i for p in pairs for i in (2 * p, 2 * p + 1)]
-    tokens = torch.tensor([t for i in sequences for t in TOKENS_OF[i]], dtype=torch.long)
-    return {
-        **{name: e[name][tokens] for name in ("logprobs", "reference_logprobs", "mask")},
-        "sequence": torch.tensor([new for new, i in enumerate(sequences) for _ in TOKENS_OF[i]], dtype=torch.long),
-        "sample_mask": e["sample_mask"][torch.tensor(sequences, dtype=torch.long)],
-        "valid_sequences": e["valid_sequences"],
-    }
-
-
 def one_pair(chosen: float, rejected: float) -> dict[str, Tensor]:
     """Makes a pair with one trained token in each sequence, with these log-ratios."""
     return {
@@ -116,14 +104,6 @@ def in_layout(next_aligned: Tensor, layout: str, garbage: float = math.nan) -> T
 
 
 # Gradients
-
-
-@pytest.mark.parametrize("fast", [True, False])
-@with_options
-def test_gradients_by_finite_differences(options: DpoOptions, fast: bool) -> None:
-    e = of_pairs(example(), 2, 0)
-    logprobs = e.pop("logprobs").requires_grad_()
-    assert gradcheck(lambda x: dpo(logprobs=x, **e, options=options)[0], (logprobs,), fast_mode=fast)
 
 
 @with_options
@@ -369,27 +349,6 @@ def test_bradley_terry_is_dpo_of_one_token_at_beta_1() -> None:
 # Options
 
 
-@pytest.mark.parametrize(
-    ("changed", "base"),
-    [
-        ({"reference_policy_kl_penalty": 0.1}, DpoOptions()),
-        ({"reference_policy_kl_penalty": 0.1}, DpoOptions(loss_type="ipo")),
-        ({"preference_loss_weight": 2.0}, DpoOptions()),
-        ({"sft_loss_weight": 0.5}, DpoOptions()),
-        ({"preference_average_log_probs": True}, DpoOptions()),
-        ({"sft_average_log_probs": True}, DpoOptions(sft_loss_weight=1.0)),
-        ({"loss_type": "ipo"}, DpoOptions()),
-        ({"reference_layout": "token"}, DpoOptions()),
-        ({"epsilon": 1e-8}, DpoOptions()),
-    ],
-    ids=str,
-)
-def test_every_option_changes_loss_and_gradient(changed: dict[str, Any], base: DpoOptions) -> None:
-    before, after = with_gradient(example(), base), with_gradient(example(), replace(base, **changed))
-    assert before[0] != after[0]
-    assert not torch.equal(before[1], after[1])
-
-
 def test_the_rolled_layout_differs_from_next_at_last_positions() -> None:
     """A correct mask drops the last position of each sequence, which has no reference there."""
     e = example()
@@ -441,33 +400,6 @@ def test_pairs_need_an_even_number_of_sequences() -> None:
 # Masks, counts and parts
 
 
-@pytest.mark.parametrize("garbage", [[math.nan], [math.inf], [math.nan, math.inf, -math.inf]], ids=str)
-@with_options
-def test_garbage_at_masked_tokens_has_no_effect(options: DpoOptions, garbage: list[float]) -> None:
-    """The token mask or a dropped pair masks a token; both inputs have garbage at once."""
-    e = example()
-    unused = ~(MASK & SAMPLE_MASK[SEQUENCE])
-    replacement = torch.tensor(garbage, dtype=torch.float64)[torch.arange(len(unused)) % len(garbage)]
-    logprobs, reference = (torch.where(unused, replacement, e[name]) for name in ("logprobs", "reference_logprobs"))
-    e["reference_logprobs"] = in_layout(e["reference_logprobs"], options.reference_layout, 0.0)
-    before = with_gradient(e, options)
-    after = with_gradient(
-        {**e, "logprobs": logprobs, "reference_logprobs": in_layout(reference, options.reference_layout)}, options
-    )
-    assert torch.equal(before[1], after[1])
-    assert before[2] == after[2]
-
-
-@with_options
-def test_nothing_valid_is_zero_with_zero_gradient(options: DpoOptions) -> None:
-    e = example()
-    e["sample_mask"], e["valid_sequences"] = torch.zeros_like(SAMPLE_MASK), torch.tensor(0)
-    loss, gradient, metrics = with_gradient(e, options)
-    assert loss == 0
-    assert not gradient.any()
-    assert metrics == dict.fromkeys(METRICS, 0)
-
-
 def test_pairs_without_a_trained_token_count_but_have_no_gradient() -> None:
     e = example()
     e["mask"], e["valid_sequences"] = torch.zeros_like(MASK), SAMPLE_MASK.sum()
@@ -476,14 +408,6 @@ def test_pairs_without_a_trained_token_count_but_have_no_gradient() -> None:
     )
     assert close(loss, torch.tensor(2.0, dtype=torch.float64).log())
     assert not gradient.any()
-
-
-def test_a_rank_without_sequences() -> None:
-    e = of_pairs(example())
-    loss, gradient, metrics = with_gradient(e, DpoOptions(reference_layout="token"))
-    assert loss == 0
-    assert gradient.shape == (0,)
-    assert metrics == dict.fromkeys(METRICS, 0)
 
 
 @pytest.mark.parametrize("rejected", [False, True])
@@ -521,37 +445,6 @@ def test_the_chosen_reward_gates_its_pair(chosen: bool, rejected: bool) -> None:
     assert found == alike
 
 
-@with_options
-def test_all_is_linear_in_one_over_the_number_of_pairs(options: DpoOptions) -> None:
-    factor, e, options = 7, example(), replace(options, epsilon=0.0)
-    before, after = (
-        with_gradient(e, options),
-        with_gradient({**e, "valid_sequences": e["valid_sequences"] * factor}, options),
-    )
-    assert close(before[1], after[1] * factor)
-    assert same(
-        before[2], {name: value * (1 if name == "num_valid_samples" else factor) for name, value in after[2].items()}
-    )
-
-
-@with_options
-def test_packing_order_does_not_matter(options: DpoOptions) -> None:
-    e = example()
-    e["reference_logprobs"] = in_layout(e["reference_logprobs"], options.reference_layout)
-    order = (2, 0, 3, 1)
-    before, after = with_gradient(e, options), with_gradient(of_pairs(e, *order), options)
-    assert same(before[2], after[2])
-    assert close(of_pairs({**e, "logprobs": before[1]}, *order)["logprobs"], after[1])
-
-
-@with_options
-def test_parts_add_up(options: DpoOptions) -> None:
-    e = example()
-    e["reference_logprobs"] = in_layout(e["reference_logprobs"], options.reference_layout)
-    found = [dpo(**of_pairs(e, *part), options=options)[1] for part in ((3,), (), (2, 0), (1,))]
-    assert same({name: sum(metrics[name] for metrics in found) for name in METRICS}, dpo(**e, options=options)[1])  # type: ignore[arg-type]
-
-
 def test_padding_changes_nothing() -> None:
     """Padding is masked tokens at the end of a sequence, also with a shifted reference."""
     e = one_pair(1.5, -0.5)
@@ -577,24 +470,6 @@ def test_metrics_carry_no_gradient() -> None:
         )[1]
     )
     assert not any(x.requires_grad for x in metrics.values())
-
-
-@with_options
-def test_vmap_and_vjp(options: DpoOptions) -> None:
-    e = example()
-    several = torch.stack([e.pop("logprobs"), example(1)["logprobs"], example(2)["logprobs"]])
-    losses, metrics = torch.func.vmap(lambda x: dpo(logprobs=x, **e, options=options))(several)
-
-    def gradient(x: Tensor) -> Tensor:
-        _, back, _ = torch.func.vjp(lambda y: dpo(logprobs=y, **e, options=options), x, has_aux=True)
-        return back(torch.tensor(3.0, dtype=torch.float64))[0]
-
-    gradients = torch.func.vmap(gradient)(several)
-    for k, logprobs in enumerate(several):
-        loss, expected, expected_metrics = with_gradient({**e, "logprobs": logprobs}, options)
-        assert close(losses[k], loss)
-        assert close(gradients[k], 3 * expected)
-        assert same({name: value.expand(3)[k] for name, value in metrics.items()}, expected_metrics)
 
 
 # Bradley-Terry
@@ -636,47 +511,6 @@ def test_preference_of_equal_rewards_is_ln_2() -> None:
     )
     assert loss == torch.tensor(2.0, dtype=torch.float64).log()
     assert metrics["accuracy"] == 0
-
-
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
-def test_garbage_in_a_dropped_pair_has_no_effect(garbage: float) -> None:
-    common = {"sample_mask": torch.tensor([1, 1, 1, 1, 0, 0]).bool(), "valid_sequences": torch.tensor(4)}
-    rewards = REWARDS.clone()
-    rewards[4:] = garbage
-    rewards.requires_grad_()
-    loss, metrics = preference(rewards=rewards, **common)
-    (gradient,) = torch.autograd.grad(loss, rewards)
-    assert metrics == preference(rewards=REWARDS, **common)[1]
-    assert gradient.isfinite().all()
-    assert gradient[4:].tolist() == [0, 0]
-
-
-@pytest.mark.parametrize("epsilon", [0.0, 1e-8])
-def test_no_valid_pair_is_zero_with_zero_gradient(epsilon: float) -> None:
-    rewards = REWARDS.clone().requires_grad_()
-    loss, metrics = preference(
-        rewards=rewards, sample_mask=torch.zeros(6).bool(), valid_sequences=torch.tensor(0), epsilon=epsilon
-    )
-    assert metrics == dict.fromkeys(metrics, 0)
-    assert not torch.autograd.grad(loss, rewards)[0].any()
-
-
-def test_preference_parts_add_up_in_any_order() -> None:
-    mask, n = torch.ones(6).bool(), torch.tensor(6)
-    whole = preference(rewards=REWARDS, sample_mask=mask, valid_sequences=n)[1]
-    parts = [
-        preference(rewards=REWARDS[p], sample_mask=mask[p], valid_sequences=n)[1] for p in (slice(2, 6), slice(0, 2))
-    ]
-    assert same({name: parts[0][name] + parts[1][name] for name in whole}, whole)
-    assert same(preference(rewards=REWARDS[[4, 5, 0, 1, 2, 3]], sample_mask=mask, valid_sequences=n)[1], whole)
-    half = preference(rewards=REWARDS, sample_mask=mask, valid_sequences=2 * n)[1]
-    assert same({name: x * (1 if name == "num_valid_samples" else 2) for name, x in half.items()}, whole)
-
-
-def test_preference_under_vmap() -> None:
-    common = {"sample_mask": torch.ones(6).bool(), "valid_sequences": torch.tensor(6)}
-    losses, _ = torch.func.vmap(lambda x: preference(rewards=x, **common))(torch.stack([REWARDS, -REWARDS]))
-    assert close(losses, torch.stack([preference(rewards=x, **common)[0] for x in (REWARDS, -REWARDS)]))
 
 
 def test_shapes_are_checked() -> None:

@@ -156,15 +156,6 @@ def test_the_range_is_over_the_whole_vocabulary() -> None:
     assert torch.equal(torch.maximum(shards[0][1], shards[1][1]), greatest)
 
 
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", PER_TOKEN)
-def test_garbage_at_tokens_that_do_not_count_has_no_effect(name: str, garbage: float) -> None:
-    e = example()
-    dirty = torch.where(torch.tensor(PER_TOKEN[name]), e[name], garbage)
-    found = sft_statistics(**{**e, name: dirty})
-    assert floats(found) == floats(sft_statistics(**e))
-
-
 def test_a_rank_with_padding_alone() -> None:
     """Such a rank adds nothing to sums, and its extremes lose to those of every other rank."""
     e = {**example(), "mask": torch.zeros(TOKENS, dtype=torch.bool), "real": torch.zeros(TOKENS, dtype=torch.bool)}
@@ -187,35 +178,6 @@ def test_a_rank_with_prompts_alone() -> None:
     assert {name: x for name, x in found.items() if name.startswith("vocab")} == {
         name: x for name, x in floats(sft_statistics(**example())).items() if name.startswith("vocab")
     }
-
-
-def test_parts_combine_in_any_order() -> None:
-    e = example()
-    whole = sft_statistics(**e)
-    parts = []
-    for i in (3, 1, 0, 2):
-        own = e["sequence"] == i
-        parts.append(
-            sft_statistics(
-                **{**tokens_of(e, own), "sequence": torch.zeros(int(own.sum()), dtype=torch.long), "sequences": 1}
-            )
-        )
-    for name, expected in floats(whole).items():
-        reduce = {"min": min, "max": max}.get(name.rsplit("_", 1)[1], math.fsum)
-        assert reduce(float(part[name]) for part in parts) == pytest.approx(expected, rel=1e-14), name
-    turned = tokens_of(e, torch.tensor([8, 9, 4, 5, 6, 7, 0, 1, 2, 3]))
-    assert floats(sft_statistics(**turned)) == pytest.approx(floats(whole), rel=1e-14)
-
-
-def test_under_vmap() -> None:
-    e = example()
-    names = ("logprobs", "entropy", "vocab_min", "vocab_max")
-    many = [torch.stack([e[name], example(1)[name]]) for name in names]
-    found = torch.func.vmap(lambda *x: sft_statistics(**{**e, **dict(zip(names, x, strict=True))}))(*many)
-    for i in (0, 1):
-        assert {name: float(x[i]) for name, x in found.items()} == pytest.approx(
-            floats(sft_statistics(**example(i))), rel=1e-14
-        )
 
 
 def test_statistics_carry_no_gradient() -> None:

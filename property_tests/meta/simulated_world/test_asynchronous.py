@@ -15,7 +15,7 @@ from torch import Tensor
 from lossgate.worlds import RankContext
 from lossgate.worlds.base import CollectiveMisuse
 
-from .checks import MakeWorld, failure_of, of_rank
+from .on_ranks import MakeWorld, failure_of, of_rank
 
 
 def test_several_calls_in_flight(make_world: MakeWorld) -> None:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lossgate.worlds import RankContext
 
-from .checks import MakeWorld, of_rank
+from .on_ranks import MakeWorld, of_rank
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

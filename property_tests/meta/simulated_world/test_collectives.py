@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lossgate.worlds import RankContext
 
-from .checks import MakeWorld, of_rank
+from .on_ranks import MakeWorld, of_rank
 
 # Each body runs on one of three ranks, calls one collective, and returns what it got.
 

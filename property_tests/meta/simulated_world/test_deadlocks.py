@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lossgate.worlds import RankContext
 from lossgate.worlds.base import Deadlock
 
-from .checks import MakeWorld, failure_of
+from .on_ranks import MakeWorld, failure_of
 
 
 def test_a_missing_call_is_a_deadlock(make_world: MakeWorld) -> None:

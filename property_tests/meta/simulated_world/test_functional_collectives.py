@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lossgate.worlds import RankContext
 
-from .checks import MakeWorld, of_rank
+from .on_ranks import MakeWorld, of_rank
 
 
 def test_functional_collectives_forward_and_backward(make_world: MakeWorld) -> None:

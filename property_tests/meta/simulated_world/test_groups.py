@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from lossgate.worlds import RankContext
 
-from .checks import MakeWorld, healthy, of_rank
+from .on_ranks import MakeWorld, healthy, of_rank
 
 
 def test_ranks_know_who_they_are(make_world: MakeWorld) -> None:

@@ -13,7 +13,7 @@ from lossgate.worlds import RankContext
 from lossgate.worlds.base import Hang
 from lossgate.worlds.simulated import lockstep
 
-from .checks import MakeWorld, failure_of
+from .on_ranks import MakeWorld, failure_of
 
 
 def test_a_hanging_rank_is_named_with_its_stack(make_world: MakeWorld) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lossgate.worlds import RankContext
 from lossgate.worlds.base import CollectiveMisuse
 
-from .checks import MakeWorld, failure_of, of_rank
+from .on_ranks import MakeWorld, failure_of, of_rank
 
 
 def in_helper(call: Callable[[], Any]) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lossgate import Layout
 from lossgate.worlds import RankContext
 
-from .checks import MakeWorld, healthy
+from .on_ranks import MakeWorld, healthy
 
 
 def test_two_worlds_and_a_real_group_in_one_process(make_world: MakeWorld) -> None:

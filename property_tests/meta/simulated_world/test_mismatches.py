@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lossgate.worlds import RankContext
 from lossgate.worlds.base import CollectiveMismatch
 
-from .checks import MakeWorld, failure_of
+from .on_ranks import MakeWorld, failure_of
 
 
 @pytest.mark.parametrize(

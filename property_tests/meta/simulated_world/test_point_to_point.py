@@ -13,7 +13,7 @@ from torch import Tensor
 from lossgate.worlds import RankContext
 from lossgate.worlds.base import CollectiveMismatch, CollectiveMisuse, Deadlock
 
-from .checks import MakeWorld, failure_of, of_rank
+from .on_ranks import MakeWorld, failure_of, of_rank
 
 
 def test_a_ring_of_sends_and_receives(make_world: MakeWorld) -> None:

@@ -17,7 +17,7 @@ from lossgate.worlds import RankContext
 from lossgate.worlds.base import Deadlock, Hang, RankRaised, StateLeak
 from lossgate.worlds.process_state import ProcessState
 
-from .checks import MakeWorld, failure_of
+from .on_ranks import MakeWorld, failure_of
 
 _never_left: list[Any] = []
 

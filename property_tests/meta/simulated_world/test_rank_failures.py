@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lossgate.worlds import RankContext
 from lossgate.worlds.base import CollectiveMisuse, RankRaised
 
-from .checks import MakeWorld, failure_of, of_rank
+from .on_ranks import MakeWorld, failure_of, of_rank
 
 
 def test_a_raising_rank_is_named(make_world: MakeWorld) -> None:

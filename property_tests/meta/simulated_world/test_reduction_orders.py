@@ -12,7 +12,7 @@ from lossgate.problems.problem import ReductionOrder
 from lossgate.worlds import RankContext
 from lossgate.worlds.base import RankFailure
 
-from .checks import MakeWorld
+from .on_ranks import MakeWorld
 
 
 @pytest.mark.parametrize("order", ["rank", "permuted", "tree", "ring"])
