@@ -131,7 +131,7 @@ WRONG = {
         "'lossgate verify my_kernels.py' is a command",
     ),
     "indented prompt": ("Do this:\n\n    $ ci/test\n", "is a command; show it in a console or sh block"),
-    "unknown setting": ("~~~toml\n[tool.lossgate]\nexample = 3\n~~~\n", "unknown setting 'example'"),
+    "unknown setting": ("~~~toml\n[tool.lossgate]\nexample = 3\n~~~\n", "unknown key 'example'"),
     "bad profile": ("~~~toml\n[tool.lossgate.profiles.mine]\njobs = -1\n~~~\n", "jobs=-1"),
     "diff of what is not there": ("<!-- file: a.py -->\n~~~diff\n-a\n+b\n~~~\n", "a.py has these lines 0 times"),
     "bad toml": ("~~~toml\n[tool.lossgate\n~~~\n", "page.md:2: "),

@@ -186,7 +186,7 @@ def test_bad_use_is_one_clear_line(lossgate: Lossgate, arguments: list[str], mes
 @pytest.mark.parametrize(
     ("toml", "message"),
     [
-        ("[tool.lossgate]\nexample = 3", "unknown setting 'example'; did you mean 'examples'?"),
+        ("[tool.lossgate]\nexample = 3", "unknown key 'example'; did you mean 'examples'?"),
         ("[tool.lossgate.profiles.dev]\nexamples = 'many'", "examples='many': expected a positive whole number"),
         ("[tool.lossgate", "pyproject.toml: "),
     ],

@@ -22,7 +22,7 @@ def key(candidate: str = "nll", layout: str = "single", dtype: str = "float32", 
 
 
 def rule(*candidates: str, **changes: Any) -> Rule:
-    return Rule(line=1, candidates=candidates, **changes)
+    return Rule(candidates=candidates, **changes)
 
 
 def demands_of(rule: Rule, *keys: CellKey) -> list[Demand]:

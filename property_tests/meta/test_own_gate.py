@@ -12,16 +12,16 @@ import msgspec
 import pytest
 
 from lossgate.declaration.loading import load_candidates
+from lossgate.engine.cell_selection import Selection
 from lossgate.engine.plan import plan
-from lossgate.engine.selection import Selection
 from lossgate.engine.settings import load_settings
 from lossgate.evidence.gather import gather
 from lossgate.evidence.of_result import key_of
 from lossgate.evidence.records import CellKey
 from lossgate.gate.decide import decide
+from lossgate.gate.gate_verdict import GateReason, GateVerdict
 from lossgate.gate.patterns import KnownCells
 from lossgate.gate.policy import Policy, load_policy
-from lossgate.gate.verdict import GateVerdict, Kind
 from property_tests.meta.made_evidence import cell, whole_run, write
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +57,7 @@ def test_a_policy_asks_for_the_cells_that_are_verified(policy: Policy, flags: st
 
 def test_the_small_gate_asks_for_no_less_of_a_cell() -> None:
     assert SMALL.evidence == POLICY.evidence
-    assert {(rule.min_problems, rule.max_mde) for rule in (*SMALL.require, *POLICY.require)} == {(12, 0.01)}
+    assert {(rule.min_problems, rule.largest_mde) for rule in (*SMALL.require, *POLICY.require)} == {(12, 0.01)}
     assert set(verified(ONE_DTYPE)) < set(KEYS)
 
 
@@ -89,12 +89,12 @@ def test_each_cell_is_missed(tmp_path: Path, lines: list[bytes]) -> None:
         assert any("planned it, and has no result of it" in message for message in missed), key
 
 
-CHANGES: dict[str, tuple[Callable[[bytes], bytes], Kind]] = {
-    "a verdict is flipped": (lambda line: line.replace(b'"AGREE"', b'"DISAGREE"'), Kind.DAMAGED),
-    "cut in half": (lambda line: line[: len(line) // 2], Kind.DAMAGED),
-    "cut in half, with a line end": (lambda line: line[: len(line) // 2] + b"\n", Kind.DAMAGED),
-    "a number is edited": (lambda line: line.replace(b'"problems":12', b'"problems":13'), Kind.DAMAGED),
-    "another digit": (lambda line: line.replace(b"e-8", b"e-9", 1), Kind.DAMAGED),
+CHANGES: dict[str, tuple[Callable[[bytes], bytes], GateReason]] = {
+    "a verdict is flipped": (lambda line: line.replace(b'"AGREE"', b'"DISAGREE"'), GateReason.DAMAGED),
+    "cut in half": (lambda line: line[: len(line) // 2], GateReason.DAMAGED),
+    "cut in half, with a line end": (lambda line: line[: len(line) // 2] + b"\n", GateReason.DAMAGED),
+    "a number is edited": (lambda line: line.replace(b'"problems":12', b'"problems":13'), GateReason.DAMAGED),
+    "another digit": (lambda line: line.replace(b"e-8", b"e-9", 1), GateReason.DAMAGED),
 }
 
 
@@ -105,10 +105,10 @@ def test_a_changed_line_closes_it(tmp_path: Path, lines: list[bytes], change: st
     mutated = mutate(lines[number])
     assert mutated != lines[number]
     verdict = gated(tmp_path, [mutated if i == number else line for i, line in enumerate(lines)])
-    assert kind in {blocker.kind for blocker in verdict.blockers}
+    assert kind in {blocker.reason for blocker in verdict.blockers}
 
 
 def test_old_evidence_closes_it(tmp_path: Path, lines: list[bytes]) -> None:
     (blocker,) = gated(tmp_path, lines, NOW.replace(day=22)).blockers
-    assert blocker.kind is Kind.STALE
+    assert blocker.reason is GateReason.STALE
     assert "and the policy allows evidence of at most 1 day. Verify again" in blocker.message

@@ -11,8 +11,8 @@ from lossgate.base.errors import UsageError
 from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, CellResult, Verdict
+from lossgate.engine.cell_selection import Selection
 from lossgate.engine.same_failure import SameFailures
-from lossgate.engine.selection import Selection
 from lossgate.losses import SPECS
 from lossgate.problems.problem import Problem
 

@@ -12,7 +12,6 @@ from cyclopts import App
 from lossgate.base.errors import UsageError
 from lossgate.base.names import DTYPES, WORLD_NAMES
 from lossgate.cli import app
-from lossgate.engine.setting_rules import RULES
 from lossgate.engine.settings import PROFILES, Settings, load_settings
 from lossgate.worlds import WORLDS
 from property_tests.meta.command_line import Lossgate
@@ -62,6 +61,7 @@ def test_names_that_are_read_before_torch_is_loaded_are_those_of_the_worlds() ->
     assert tuple(WORLDS) == WORLD_NAMES
 
 
+NAMES = tuple(Settings().values)
 COUNT = "expected a positive whole number, at most 1,000,000"
 RANKS = "expected a positive whole number of ranks, at most 64"
 SEED = "expected a whole number from 0 to 9223372036854775807"
@@ -97,7 +97,7 @@ SETTINGS: list[tuple[str, str]] = [
     ("ranks = 0", f"ranks=0: {RANKS}"),
     ("ranks = 65", f"ranks=65: {RANKS}"),
     ("property_ranks = 0", f"property_ranks=0: {RANKS}"),
-    ("matrix = 'ful'", "matrix: unknown matrix 'ful'; did you mean 'full'? (expected one of covering, full)"),
+    ("matrix = 'ful'", "matrix='ful': did you mean 'full'? (expected one of covering, full)"),
     ("matrix = 8", "matrix=8: expected one of covering, full"),
     ("property_problems = 'all'", f"property_problems='all': {COUNT}"),
     ("shrink_calls = -1", "shrink_calls=-1: expected a number of problems, or 0 for none"),
@@ -116,29 +116,29 @@ SETTINGS: list[tuple[str, str]] = [
     ("timeout = true", f"timeout=True: {SECONDS}"),
     *((f"{name} = 'single'", f"{name}='single': {expected}") for name, expected in LISTS.items()),
     *((f"{name} = [1]", f"{name}=[1]: {expected}") for name, expected in LISTS.items()),
-    ("layouts = ['']", f"layouts: layout '': can't read ''; {LAYOUT}"),
-    ("layouts = ['single', 'tp=x']", f"layouts: layout 'tp=x': can't read 'tp=x'; {LAYOUT}"),
-    ("layouts = ['tp=²']", f"layouts: layout 'tp=²': can't read 'tp=²'; {LAYOUT}"),
-    ("layouts = ['tp=0']", "layouts: layout: tp=0 is not a positive whole number"),
+    ("layouts = ['']", f"layouts=['']: layout '': can't read ''; {LAYOUT}"),
+    ("layouts = ['single', 'tp=x']", f"layouts=['single', 'tp=x']: layout 'tp=x': can't read 'tp=x'; {LAYOUT}"),
+    ("layouts = ['tp=²']", f"layouts=['tp=²']: layout 'tp=²': can't read 'tp=²'; {LAYOUT}"),
+    ("layouts = ['tp=0']", "layouts=['tp=0']: layout: tp=0 is not a positive whole number"),
     (
         "layouts = ['dp=8,tp=9']",
-        "layouts: layout dp=8,tp=9 has 72 ranks; at most 64 can be simulated: choose",
+        "layouts=['dp=8,tp=9']: layout dp=8,tp=9 has 72 ranks; at most 64 can be simulated: choose",
     ),
-    ("dtypes = ['int8']", f"dtypes: unknown dtype 'int8'; {DTYPE}"),
-    ("dtypes = ['float64']", f"dtypes: unknown dtype 'float64'; {FLOAT64} ({DTYPE})"),
-    ("dtypes = ['float8']", f"dtypes: unknown dtype 'float8'; {DTYPE}"),
-    ("dtypes = ['float']", f"dtypes: unknown dtype 'float'; did you mean 'float32'? ({DTYPE})"),
-    ("dtypes = ['FP16']", f"dtypes: unknown dtype 'FP16'; did you mean 'float16'? ({DTYPE})"),
-    ("dtypes = ['float23']", f"dtypes: unknown dtype 'float23'; did you mean 'float32'? ({DTYPE})"),
-    ("sizes = ['4096x1024']", f"sizes: size '4096x1024': {SIZE}"),
-    ("sizes = ['7x1x1']", f"sizes: size '7x1x1': {SIZE}"),
-    (f"sizes = ['{'9' * 20}x1x1']", f"sizes: size '{'9' * 20}x1x1': {SIZE}"),
-    ("world = 'gluo'", f"world: unknown world 'gluo'; did you mean 'gloo'? ({WORLD})"),
+    ("dtypes = ['int8']", f"dtypes=['int8']: unknown dtype 'int8'; {DTYPE}"),
+    ("dtypes = ['float64']", f"dtypes=['float64']: unknown dtype 'float64'; {FLOAT64} ({DTYPE})"),
+    ("dtypes = ['float8']", f"dtypes=['float8']: unknown dtype 'float8'; {DTYPE}"),
+    ("dtypes = ['float']", f"dtypes=['float']: unknown dtype 'float'; did you mean 'float32'? ({DTYPE})"),
+    ("dtypes = ['FP16']", f"dtypes=['FP16']: unknown dtype 'FP16'; did you mean 'float16'? ({DTYPE})"),
+    ("dtypes = ['float23']", f"dtypes=['float23']: unknown dtype 'float23'; did you mean 'float32'? ({DTYPE})"),
+    ("sizes = ['4096x1024']", f"sizes=['4096x1024']: size '4096x1024': {SIZE}"),
+    ("sizes = ['7x1x1']", f"sizes=['7x1x1']: size '7x1x1': {SIZE}"),
+    (f"sizes = ['{'9' * 20}x1x1']", f"sizes=['{'9' * 20}x1x1']: size '{'9' * 20}x1x1': {SIZE}"),
+    ("world = 'gluo'", f"world='gluo': did you mean 'gloo'? ({WORLD})"),
     ("world = 3", f"world=3: {WORLD}"),
-    ("device = 'cuda:0'", "device: unknown device 'cuda:0'; did you mean 'cuda'? (expected one of cpu, cuda)"),
+    ("device = 'cuda:0'", "device='cuda:0': did you mean 'cuda'? (expected one of cpu, cuda)"),
     ("device = []", "device=[]: expected one of cpu, cuda"),
-    ("example = 3", f"unknown setting 'example'; did you mean 'examples'? (expected one of {', '.join(RULES)})"),
-    ("'' = 3", f"unknown setting ''; expected one of {', '.join(RULES)}"),
+    ("example = 3", f"unknown key 'example'; did you mean 'examples'? (expected one of {', '.join(NAMES)})"),
+    ("'' = 3", f"unknown key ''; expected one of {', '.join(NAMES)}"),
 ]
 """What stands in a table of settings, and what is said of it."""
 
@@ -211,12 +211,12 @@ def test_settings_that_leave_nothing_to_verify_are_named(folder: Path, lossgate:
 
 def test_where_settings_are_given_is_no_setting() -> None:
     """Evidence has the settings, and no paths of a machine."""
-    assert set(Settings(places={"seed": "here"}).values) == set(RULES)
+    assert set(Settings(places={"seed": "here"}).values) == set(NAMES)
 
 
 def test_every_setting_is_in_the_table() -> None:
     named = {match[0] for line, _ in SETTINGS if (match := re.match(r"\w+", line))}
-    assert named >= set(RULES)
+    assert named >= set(NAMES)
 
 
 def test_a_folder_in_place_of_the_file_is_one_line(folder: Path, lossgate: Lossgate) -> None:
@@ -244,19 +244,22 @@ def test_a_folder_in_place_of_the_file_is_one_line(folder: Path, lossgate: Lossg
         ("--ranks 0", f"ranks=0: {RANKS}"),
         ("--ranks 65", f"ranks=65: {RANKS}"),
         ("--jobs=-1", "jobs=-1: expected a number of processes, or 0 for one on each core"),
-        ("--layout tp=²", f"layout 'tp=²': can't read 'tp=²'; {LAYOUT}"),
-        ("--layout tp=1,tp=2", f"layout 'tp=1,tp=2': can't read 'tp=2'; {LAYOUT}"),
-        (f"--layout tp={'9' * 5000}", f"layout 'tp={'9' * 26}...{'9' * 29}': can't read 'tp="),
+        ("--layout tp=²", f"layouts=('tp=²',): layout 'tp=²': can't read 'tp=²'; {LAYOUT}"),
+        ("--layout tp=1,tp=2", f"layouts=('tp=1,tp=2',): layout 'tp=1,tp=2': can't read 'tp=2'; {LAYOUT}"),
+        (
+            f"--layout tp={'9' * 5000}",
+            f"layouts=('tp={'9' * 25}...{'9' * 27}',): layout 'tp={'9' * 26}...{'9' * 29}': can't read 'tp=",
+        ),
         ("--layout", 'Command "verify" parameter --layout requires an argument.'),
-        ("--dtype FLOAT32", f"unknown dtype 'FLOAT32'; {DTYPE}"),
-        ("--size 4096", f"size '4096': {SIZE}"),
-        ("--size ²x1x1", f"size '²x1x1': {SIZE}"),
-        ("--world x", f"unknown world 'x'; {WORLD}"),
-        ("--world=", f"unknown world ''; {WORLD}"),
-        ("--device gpu", "unknown device 'gpu'; "),
+        ("--dtype FLOAT32", f"dtypes=('FLOAT32',): unknown dtype 'FLOAT32'; {DTYPE}"),
+        ("--size 4096", f"sizes=('4096',): size '4096': {SIZE}"),
+        ("--size ²x1x1", f"sizes=('²x1x1',): size '²x1x1': {SIZE}"),
+        ("--world x", f"world='x': {WORLD}"),
+        ("--world=", f"world='': {WORLD}"),
+        ("--device gpu", "device='gpu': did you mean 'cpu'?"),
         ("--profile=", "unknown profile ''; expected one of dev, ci, nightly, release"),
         ("--property int64-ids", "unknown property 'int64-ids'; expected one of agreement, "),
-        ("--dtype float64", f"unknown dtype 'float64'; {FLOAT64} ({DTYPE})"),
+        ("--dtype float64", f"dtypes=('float64',): unknown dtype 'float64'; {FLOAT64} ({DTYPE})"),
         ("--property nope", "unknown property 'nope'; "),
         ("--shard 3/2", "shard '3/2': expected a part and the number of parts, such as 3/8, from 1/8 to 8/8"),
         ("--failures kernels.py", "--failures kernels.py: that is a file; choose another folder with --failures"),

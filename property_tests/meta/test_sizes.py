@@ -148,8 +148,8 @@ def test_a_size_that_is_none_is_refused(size: str) -> None:
     with pytest.raises(UsageError) as error:
         Settings(sizes=(size,))
     assert str(error.value) == (
-        f"size {size!r}: expected tokens, width of the hidden states and vocabulary, such as 4096x1024x32768, "
-        "with 8 tokens at least"
+        f"sizes={(size,)!r}: size {size!r}: expected tokens, width of the hidden states and vocabulary, such as "
+        "4096x1024x32768, with 8 tokens at least"
     )
 
 

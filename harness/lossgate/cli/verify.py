@@ -19,8 +19,8 @@ from lossgate.cli.app import Exit, Number, Whole, app, driven, load, say
 if TYPE_CHECKING:
     from lossgate.declaration.candidate import Candidate
     from lossgate.engine.cell import CellResult
+    from lossgate.engine.cell_selection import Selection
     from lossgate.engine.events import Event
-    from lossgate.engine.selection import Selection
     from lossgate.engine.settings import Settings
     from lossgate.engine.shards import Shard
     from lossgate.evidence.writer import EvidenceFile
@@ -102,7 +102,7 @@ def verify(
         os.environ[FOLDER], os.environ[ANEW] = "", "yes"  # workers have the environment of now
     load()
 
-    from lossgate.engine.selection import Selection
+    from lossgate.engine.cell_selection import Selection
     from lossgate.engine.settings import load_settings
     from lossgate.engine.shards import Shard
 

@@ -7,12 +7,43 @@ A flag wins over the profile in pyproject.toml, which wins over the built-in pro
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from lossgate.base.errors import UsageError
+from lossgate.base.layout import MAX_RANKS, Layout
+from lossgate.base.names import DEVICES, DTYPES, WORLD_NAMES, nearest_dtype
+from lossgate.base.shape import Shape
 from lossgate.base.spelling import shown
-from lossgate.engine.pyproject import read_pyproject
-from lossgate.engine.setting_rules import refusal
+from lossgate.engine.toml_tables import Expected, each, one_of, parse_toml, read_field, read_fields
+
+_MOST = 1_000_000
+"""The largest count, and the longest time in seconds: more would never end."""
+_MOST_SEED = 2**63 - 1
+"""The largest number that evidence can hold."""
+
+
+def _check_dtype(name: str) -> None:
+    if name not in DTYPES:
+        raise UsageError(f"unknown dtype {shown(name)}; {nearest_dtype(name)}")
+
+
+_Count = Annotated[int, Meta(ge=1, le=_MOST), Expected(f"a positive whole number, at most {_MOST:,}")]
+_Ranks = Annotated[int, Meta(ge=1, le=MAX_RANKS), Expected(f"a positive whole number of ranks, at most {MAX_RANKS}")]
+_Seed = Annotated[int, Meta(ge=0, le=_MOST_SEED), Expected(f"a whole number from 0 to {_MOST_SEED}")]
+_Seconds = Annotated[float, Meta(gt=0, le=_MOST), Expected(f"a positive number of seconds, at most {_MOST:,}")]
+_Processes = Annotated[int, Meta(ge=0, le=_MOST), Expected("a number of processes, or 0 for one on each core")]
+_Problems = Annotated[int, Meta(ge=0, le=_MOST), Expected("a number of problems, or 0 for none")]
+_Layouts = Annotated[tuple[str, ...], Meta(examples=[["single", "tp=2,cp=2"]]), each("a list of layouts", Layout.parse)]
+_Dtypes = Annotated[tuple[str, ...], Meta(examples=[["float32", "bfloat16"]]), each("a list of dtypes", _check_dtype)]
+_Sizes = Annotated[tuple[str, ...], Meta(examples=[["4096x1024x32768"]]), each("a list of sizes", Shape.of_size)]
+_Properties = Annotated[
+    tuple[str, ...],
+    Meta(examples=[["agreement", "frozen-inputs"]]),
+    # Which names there are is not known here: the files of candidates may register more.
+    Expected("a list of names of properties"),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,48 +51,48 @@ class Settings:
     """The settings of a run.
 
     Raises:
-        UsageError: if one has a value that it may not have; see ``setting_rules``.
+        UsageError: if one has a value that it may not have.
     """
 
-    examples: int = 20
+    examples: _Count = 20
     """The least problems per cell: a candidate, held to a property, on a layout, in a dtype. A cell
     never agrees on fewer than 8."""
-    rounds: int = 4
+    rounds: _Count = 4
     """While the cell is inconclusive: how often that many more are tried, and some are looked for
     that show what is missing."""
-    ranks: int = 4
+    ranks: _Ranks = 4
     """Largest layout, where none is named."""
-    matrix: str = "covering"
+    matrix: Annotated[str, one_of(("covering", "full"))] = "covering"
     """Where no layouts are named: ``covering`` for few that cover what differs, or ``full`` for
     every one of at most ``ranks`` ranks that the candidate's axes allow, in every dtype."""
-    layouts: tuple[str, ...] = ()
+    layouts: _Layouts = ()
     """The layouts to verify on; by default those of ``matrix``."""
-    dtypes: tuple[str, ...] = ()
+    dtypes: _Dtypes = ()
     """The dtypes to verify; by default all that the candidate takes."""
-    sizes: tuple[str, ...] = ()
+    sizes: _Sizes = ()
     """A problem of each of these sizes is tried in every cell, too: tokens, width of the hidden
     states, and vocabulary, such as ``4096x1024x32768``."""
-    world: str = "simulated"
+    world: Annotated[str, one_of(WORLD_NAMES)] = "simulated"
     """Where the ranks run: ``simulated`` all in one process, ``gloo`` or ``nccl`` in one each, or
     in those that ``torchrun`` has launched."""
-    device: str = "cpu"
+    device: Annotated[str, one_of(DEVICES)] = "cpu"
     """Where the ranks compute: ``cpu`` or ``cuda``."""
-    seed: int = 0
+    seed: _Seed = 0
     """Problems are the same from run to run, unless this differs."""
-    timeout: float = 60.0
+    timeout: _Seconds = 60.0
     """Seconds that a simulated rank may take to the next collective, and a process to return; then
     it is taken to hang. So long at most a failing problem is made smaller."""
-    jobs: int = 1
+    jobs: _Processes = 1
     """Processes that verify cells side by side; 0 for one on each core."""
-    shrink_calls: int = 200
+    shrink_calls: _Problems = 200
     """Most problems tried to make a failing one smaller."""
-    properties: tuple[str, ...] = ()
+    properties: _Properties = ()
     """The properties to verify, by name; by default all that apply. All but agreement are checked
     on ``property_problems`` problems of each cell, or in cells of their own if agreement is not
     among them."""
-    property_problems: int = 2
+    property_problems: _Count = 2
     """Problems of a cell on which each property beside agreement is checked."""
-    property_ranks: int = 2
+    property_ranks: _Ranks = 2
     """Ranks on an axis, at most, where these properties are checked. It does not hold for layouts
     or properties that are named, nor for properties of how ranks work together."""
 
@@ -70,11 +101,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, value in self.values.items():
-            if why := refusal(name, value):
-                raise UsageError(why)
-            if isinstance(value, list):
-                object.__setattr__(self, name, tuple[Any, ...](value))
-        object.__setattr__(self, "timeout", float(self.timeout))
+            object.__setattr__(self, name, read_field(Settings, name, value))
 
     @property
     def values(self) -> dict[str, Any]:
@@ -96,8 +123,20 @@ PROFILES: Mapping[str, Settings] = {
 }
 
 
+@dataclass(frozen=True)
+class _Table:
+    """A table of settings in pyproject.toml."""
+
+    header: str = ""
+    """The file and the table, as messages begin with them."""
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
 def load_settings(profile: str = "dev", start: Path | None = None, **flags: Any) -> Settings:
     """Returns the settings of a profile.
+
+    All profiles of pyproject.toml are checked, and not only the one that is used. It is the one in
+    a folder, or in the nearest above that has such a file.
 
     Args:
         profile: its name.
@@ -106,16 +145,56 @@ def load_settings(profile: str = "dev", start: Path | None = None, **flags: Any)
 
     Raises:
         UsageError: if there is no such profile, or a setting may not be what a flag or
-            pyproject.toml says.
+            pyproject.toml says. The message names the setting, its value, what was expected, and
+            the file and table.
     """
-    configured = read_pyproject(start or Path.cwd())
-    known = dict.fromkeys([*PROFILES, *configured.profiles])
+    common, profiles = _configured(start or Path.cwd())
+    known = dict.fromkeys([*PROFILES, *profiles])
     if profile not in known:
         raise UsageError(f"unknown profile {shown(profile)}; expected one of {', '.join(known)}")
     given = {name: value for name, value in flags.items() if value is not None}
-    for name, value in given.items():
-        if why := refusal(name, value):
-            raise UsageError(why)
-    values = {**configured.common, **configured.profiles.get(profile, {}), **given}
-    places = {name: place for name, place in configured.places(profile).items() if name not in given}
-    return replace(PROFILES.get(profile, Settings()), **values, places=places)
+    values, places = dict[str, Any](), dict[str, str]()
+    for table in (common, profiles.get(profile, _Table())):
+        values.update(table.settings)
+        places.update(dict.fromkeys(table.settings, table.header))
+    for name in given:
+        places.pop(name, None)
+    return replace(PROFILES.get(profile, Settings()), **values | given, places=places)
+
+
+def _configured(start: Path) -> tuple[_Table, Mapping[str, _Table]]:
+    """Returns the settings of every profile, and those of each profile by its name."""
+    files = (folder / "pyproject.toml" for folder in (start, *start.parents))
+    file = next((file for file in files if file.exists()), None)
+    return (_Table(), {}) if file is None else _tables(file)
+
+
+def _tables(file: Path) -> tuple[_Table, Mapping[str, _Table]]:
+    header = f"{file}: [tool.lossgate"
+    tool = _table("tool", _parsed(file), f"{file}: ")
+    own = _table("lossgate", tool, f"{file}: [tool] ")
+    profiles = _table("profiles", own, f"{header}] ")
+    common = {name: value for name, value in own.items() if name != "profiles"}
+    return _checked(common, f"{header}] "), {
+        name: _checked(_table(name, profiles, f"{header}.profiles] "), f"{header}.profiles.{name}] ")
+        for name in profiles
+    }
+
+
+def _parsed(file: Path) -> dict[str, Any]:
+    try:
+        return parse_toml(file.read_bytes(), file)
+    except OSError as error:
+        raise UsageError(f"can't read {file}: {error.strerror}") from None
+
+
+def _table(name: str, values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Returns a table of a file; an empty one if there is none."""
+    table = values.get(name, {})
+    if not isinstance(table, dict):
+        raise UsageError(f"{where}{name}={shown(table)}: expected a table of settings, such as {{ examples = 30 }}")
+    return table
+
+
+def _checked(settings: Mapping[str, Any], header: str) -> _Table:
+    return _Table(header, read_fields(Settings, settings, header))

@@ -10,9 +10,10 @@ from itertools import pairwise
 from lossgate.evidence.gather import Gathered
 from lossgate.evidence.records import CellKey
 from lossgate.evidence.summary import CellSummary
-from lossgate.gate.not_held import NotHeld
-from lossgate.gate.rules import KnownFailureRule, Policy
-from lossgate.gate.verdict import Blocker, GatedCell, Kind
+from lossgate.gate.gate_verdict import Blocker, GatedCell, GateReason
+from lossgate.gate.kept_properties import NotHeld
+from lossgate.gate.policy import FrozenExample, Policy
+from lossgate.gate.rules import KnownFailureRule
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class CellJudge:
         elif known is not None:
             where = self.policy.where(known)
             message = "it is a known failure of the policy, and there is no evidence of it. Verify it, or remove it"
-            blockers.append(Blocker(kind=Kind.MISSING, message=message, cell=key, where=where))
+            blockers.append(Blocker(reason=GateReason.MISSING, message=message, cell=key, where=where))
         summary = results[-1] if results else None
         required = key in self.needs or known is not None
         return GatedCell(
@@ -71,11 +72,13 @@ class CellJudge:
         for summary in results:
             if summary.where in self.evidence.contradictory:
                 how = self.evidence.contradictory[summary.where]
-                yield _of(summary, Kind.CONTRADICTORY, f"the line contradicts its own numbers: {how}. Verify again")
+                yield _of(
+                    summary, GateReason.CONTRADICTORY, f"the line contradicts its own numbers: {how}. Verify again"
+                )
         for one, other in pairwise(results):
             if what := _difference(one, other):
                 message = f"{one.where} has another result of it: {what} differs. Verify again, into a new file"
-                yield _of(other, Kind.CONTRADICTORY, message)
+                yield _of(other, GateReason.CONTRADICTORY, message)
 
     def _verdict(self, summary: CellSummary, known: KnownFailureRule | None) -> Iterator[Blocker]:
         """Yields what is wrong with a result by its verdict."""
@@ -86,10 +89,10 @@ class CellJudge:
         elif summary.known_failure is not None:
             yield self._not_in_policy(summary)
         elif summary.verdict == "DISAGREE":
-            yield _of(summary, Kind.DISAGREE, f"it disagrees: {summary.why}")
+            yield _of(summary, GateReason.DISAGREE, "it disagrees", summary.why)
         elif summary.key in self.needs:
             if summary.verdict != "AGREE":
-                yield _of(summary, Kind.INCONCLUSIVE, f"it is inconclusive: {summary.why}")
+                yield _of(summary, GateReason.INCONCLUSIVE, "it is inconclusive", summary.why)
             else:
                 yield from self._weak(summary, self.needs[summary.key])
 
@@ -98,50 +101,50 @@ class CellJudge:
             message = (
                 f"it has {summary.problems} problems, and the policy asks for {need.min_problems}; raise --examples"
             )
-            yield _of(summary, Kind.WEAK, message)
+            yield _of(summary, GateReason.WEAK, message)
         if summary.mde is None or not summary.mde <= need.max_mde:
             seen = "no error of scale" if summary.mde is None else f"an error of scale from {summary.mde:.2g} on"
             message = f"it would have shown {seen}, and the policy asks for {need.max_mde:g}; raise --examples"
-            yield _of(summary, Kind.WEAK, message)
+            yield _of(summary, GateReason.WEAK, message)
         for name in sorted(need.keeps.difference(summary.kept, [summary.key.property])):
             message = f"it was not held to property {name}, as the policy asks: {self.not_held.why(summary, name)}"
-            yield _of(summary, Kind.WEAK, message)
+            yield _of(summary, GateReason.WEAK, message)
 
     def _not_in_policy(self, summary: CellSummary) -> Blocker:
         assert summary.known_failure is not None
         name = summary.known_failure.name
         if summary.failure is None:
-            return _of(summary, Kind.KNOWN_FAILURE, f"known failure {name} is gone; remove it, and verify again")
+            return _of(summary, GateReason.KNOWN_FAILURE, f"known failure {name} is gone; remove it, and verify again")
         message = (
             f"it disagrees, and the policy has no [[known_failure]] for {name}; mend it, or add one with its issue"
         )
-        return _of(summary, Kind.DISAGREE, message)
+        return _of(summary, GateReason.DISAGREE, message)
 
     def _known(self, summary: CellSummary, rule: KnownFailureRule) -> Iterator[Blocker]:
         """Yields why a known failure of the policy does not excuse a cell."""
         named = f"known failure {rule.name} ({self.policy.where(rule)}, {rule.owner}, {rule.issue})"
         if summary.verdict == "INCONCLUSIVE":
-            yield _of(summary, Kind.INCONCLUSIVE, f"it is inconclusive: {summary.why}")
+            yield _of(summary, GateReason.INCONCLUSIVE, "it is inconclusive", summary.why)
         elif summary.verdict == "AGREE" or (summary.known_failure is not None and summary.failure is None):
-            yield _of(summary, Kind.KNOWN_FAILURE, f"{named} no longer fails; remove it from the policy")
-        elif (changed := _changed(summary, rule)) is not None:
-            yield _of(summary, Kind.DISAGREE, f"{named} {changed}. It disagrees: {summary.why}")
+            yield _of(summary, GateReason.KNOWN_FAILURE, f"{named} no longer fails; remove it from the policy")
+        elif (changed := _changed(summary, rule, self.policy.examples[rule.key])) is not None:
+            yield _of(summary, GateReason.DISAGREE, f"{named} {changed}. It disagrees", summary.why)
         elif self.today > rule.expires:
             message = f"{named} expired on {rule.expires}; mend it, or agree on another day with its owner"
-            yield _of(summary, Kind.DISAGREE, message)
+            yield _of(summary, GateReason.DISAGREE, message)
 
 
-def _changed(summary: CellSummary, rule: KnownFailureRule) -> str | None:
+def _changed(summary: CellSummary, rule: KnownFailureRule, example: FrozenExample) -> str | None:
     """Returns how a disagreement is another than the known one, or None if it is the same."""
     if (declared := summary.known_failure) is not None:
         if declared.name != rule.name:
             return f"does not excuse {declared.name}, which the candidate declares"
-        if declared.example != rule.example_digest:
+        if declared.example != example.digest:
             return f"has another frozen example than the candidate: {rule.example} is not the file that was judged"
         return None if declared.expected else "fails in another way than its frozen example"
     if summary.failure is None:
         return "is of one problem, and this disagrees only when its problems are pooled"
-    if new := [symptom for symptom in summary.symptoms if symptom not in rule.symptoms]:
+    if new := [symptom for symptom in summary.symptoms if symptom not in example.symptoms]:
         return f"does not fail in {', '.join(new)}, as this does"
     return None
 
@@ -155,5 +158,5 @@ def _difference(one: CellSummary, other: CellSummary) -> str:
     return ", ".join(found) or "a number"
 
 
-def _of(summary: CellSummary, kind: Kind, message: str) -> Blocker:
-    return Blocker(kind=kind, message=message, cell=summary.key, where=str(summary.where))
+def _of(summary: CellSummary, reason: GateReason, message: str, why: str = "") -> Blocker:
+    return Blocker(reason=reason, message=message, why=why, cell=summary.key, where=str(summary.where))

@@ -9,12 +9,11 @@ from lossgate.evidence.gather import Gathered
 from lossgate.evidence.reader import Digested
 from lossgate.evidence.records import CellKey
 from lossgate.gate.cells import CellJudge, Need
-from lossgate.gate.committed import all_committed
+from lossgate.gate.gate_verdict import Blocker, GateReason, GateVerdict
+from lossgate.gate.kept_properties import check_property_names
 from lossgate.gate.patterns import Demand, KnownCells
-from lossgate.gate.property_names import check_property_names
-from lossgate.gate.rules import Policy
-from lossgate.gate.runs import Run, different_code, incomplete, runs_of, wrong_matrix, wrong_time
-from lossgate.gate.verdict import Blocker, GateVerdict, Kind
+from lossgate.gate.policy import Policy
+from lossgate.gate.runs import Run, all_committed, different_code, incomplete, runs_of, wrong_matrix, wrong_time
 
 
 def decide(evidence: Gathered, policy: Policy, now: datetime, commit: str | None = None) -> GateVerdict:
@@ -41,9 +40,8 @@ def decide(evidence: Gathered, policy: Policy, now: datetime, commit: str | None
     judge = CellJudge(evidence, policy, needs, now.astimezone(UTC).date())
     keys = sorted({*evidence.cells, *by_cell, *(rule.key for rule in policy.known_failures)})
     cells = tuple(judge.judge(key, by_cell.get(key, ())) for key in keys)
-    general = [blocker for blocker in found if blocker.cell is None]
     return GateVerdict(
-        blockers=(*dict.fromkeys(general), *(blocker for cell in cells for blocker in cell.blockers)),
+        general=tuple(dict.fromkeys(blocker for blocker in found if blocker.cell is None)),
         cells=cells,
         policy=Digested(file=str(policy.file), sha256=policy.sha256),
         evidence=evidence.files,
@@ -57,12 +55,12 @@ def decide(evidence: Gathered, policy: Policy, now: datetime, commit: str | None
 def _of_lines(evidence: Gathered) -> Iterator[Blocker]:
     if not evidence.cells:
         files = ", ".join(file.file for file in evidence.files) or "no file"
-        yield Blocker(kind=Kind.EMPTY, message=f"there is no evidence of any cell in {files}")
+        yield Blocker(reason=GateReason.EMPTY, message=f"there is no evidence of any cell in {files}")
     for line in evidence.damaged:
-        yield Blocker(kind=Kind.DAMAGED, message=f"{line.where}: {line.message}", where=str(line.where))
+        yield Blocker(reason=GateReason.DAMAGED, message=f"{line.where}: {line.message}", where=str(line.where))
     for where in evidence.repeated:
         message = f"{where}: another line has started or ended this run differently"
-        yield Blocker(kind=Kind.CONTRADICTORY, message=message, where=str(where))
+        yield Blocker(reason=GateReason.CONTRADICTORY, message=message, where=str(where))
 
 
 def _of_runs(runs: list[Run], policy: Policy, now: datetime, commit: str | None) -> Iterator[Blocker]:
@@ -79,7 +77,7 @@ def _needs(evidence: Gathered, policy: Policy) -> tuple[dict[CellKey, Need], lis
     needs: dict[CellKey, Need] = {}
     unmet: list[Blocker] = []
     for rule in policy.require:
-        need = Need(rule.min_problems, rule.max_mde, frozenset(rule.keeps))
+        need = Need(rule.min_problems, rule.largest_mde, frozenset(rule.keeps))
         where = policy.where(rule)
         for demand in rule.demands(known):
             for key in demand.cells:
@@ -94,7 +92,9 @@ def _missing(demand: Demand, where: str) -> Blocker:
         what = f"there is no evidence of it, and {where} asks for it"
     else:
         what = f"{demand}, which {where} asks for"
-    return Blocker(kind=Kind.MISSING, message=f"{what}. Verify it, or change the policy", cell=demand.key, where=where)
+    return Blocker(
+        reason=GateReason.MISSING, message=f"{what}. Verify it, or change the policy", cell=demand.key, where=where
+    )
 
 
 def _strictest(one: Need, other: Need) -> Need:

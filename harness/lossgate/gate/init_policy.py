@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes a first policy from evidence at hand: it asks for exactly the cells that are there."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import json
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -10,12 +12,15 @@ from msgspec.structs import astuple
 from lossgate.base.errors import UsageError
 from lossgate.evidence.records import CellKey, KnownFailureRecord, RunRecord
 from lossgate.evidence.summary import CellSummary
-from lossgate.gate.boxes import Box, boxes
-from lossgate.gate.committed import Committed, all_committed
+from lossgate.gate.gate_verdict import Committed
 from lossgate.gate.patterns import escape
-from lossgate.gate.policy_text import quoted
 from lossgate.gate.rules import EvidenceRules
+from lossgate.gate.runs import all_committed
 from lossgate.judge.pooling import LARGEST_MDE
+
+_Tuples = frozenset[tuple[str, ...]]
+Box = tuple[tuple[str, ...], ...]
+"""A list of names for each part of a cell. It stands for every combination of them."""
 
 _WIDTH = 100
 _NAMED = 5
@@ -106,7 +111,7 @@ def _top(runs: Sequence[RunRecord], committed: Committed) -> str:
     commits = {run.commit for run in runs}
     none = " The evidence at hand names none." if None in commits else ""
     several = f" The evidence at hand is of {len(commits)}." if len(commits) > 1 else ""
-    same = EvidenceRules.same_versions
+    same = EvidenceRules().same_versions
     mixed = [name for name in same if len({run.versions.get(name) for run in runs}) > 1]
     return _TOP.format(
         committed=_OF_FILES[committed],
@@ -174,3 +179,38 @@ def _list(names: Iterable[str]) -> str:
     items = [quoted(name) for name in names]
     line = f"[{', '.join(items)}]"
     return line if len(line) <= _WIDTH - 20 else "".join(("[\n", *(f"    {item},\n" for item in items), "]"))
+
+
+def quoted(text: str) -> str:
+    """Returns a text as a TOML string on one line."""
+    return "".join(map(_printable, json.dumps(text, ensure_ascii=False)))
+
+
+def _printable(character: str) -> str:
+    if character.isprintable():
+        return character
+    return f"\\u{ord(character):04x}" if ord(character) < 2**16 else f"\\U{ord(character):08x}"
+
+
+def boxes(cells: Collection[tuple[str, ...]]) -> list[Box]:
+    """Returns boxes that have no cell in common, and together exactly the given cells.
+
+    Names of the first part that go with the same combinations of the others share a box; and so on
+    for the next part. A full product is one box. All names are sorted.
+    """
+    return sorted(_boxes(frozenset(cells)))
+
+
+def _boxes(cells: _Tuples) -> Iterator[Box]:
+    if () in cells:
+        yield ()
+        return
+    tails: defaultdict[str, set[tuple[str, ...]]] = defaultdict(set)
+    for first, *rest in cells:
+        tails[first].add(tuple(rest))
+    sharing: defaultdict[_Tuples, list[str]] = defaultdict(list)
+    for first, own in tails.items():
+        sharing[frozenset(own)].append(first)
+    for own, names in sharing.items():
+        for box in _boxes(own):
+            yield tuple(sorted(names)), *box

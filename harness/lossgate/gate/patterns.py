@@ -3,8 +3,8 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from fnmatch import translate
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
@@ -48,12 +48,7 @@ def any_fits(patterns: Patterns, name: str) -> bool:
 @lru_cache(_REMEMBERED)
 def fits(pattern: str, name: str) -> bool:
     """Returns whether a shell pattern matches a name. Case matters on every system."""
-    return _regex(pattern).match(name) is not None
-
-
-@lru_cache(_REMEMBERED)
-def _regex(pattern: str) -> re.Pattern[str]:
-    return re.compile(translate(pattern))
+    return fnmatchcase(name, pattern)
 
 
 class Demand(NamedTuple):
@@ -95,11 +90,9 @@ class KnownCells:
 
     def __init__(self, keys: Iterable[CellKey]) -> None:
         self.by_candidate: defaultdict[str, list[tuple[CellKey, Rest]]] = defaultdict(list)
-        rests: dict[Rest, Rest] = {}
         for key in keys:
             candidate, *rest = astuple(key)
-            own: Rest = tuple(rest)
-            self.by_candidate[candidate].append((key, rests.setdefault(own, own)))
+            self.by_candidate[candidate].append((key, tuple(rest)))
 
 
 def demands(candidates: Patterns, others: tuple[Patterns, ...], known: KnownCells) -> Iterator[Demand]:
@@ -113,46 +106,37 @@ def demands(candidates: Patterns, others: tuple[Patterns, ...], known: KnownCell
         others: those for properties, layouts, dtypes, worlds and devices.
         known: the cells that evidence tells of.
     """
-    combinations = _Combinations(others)
+    asked: list[Rest] = list(product(*others))  # pyright: ignore[reportAssignmentType]
     done = set[str]()
     for pattern in candidates:
         chosen = _chosen(pattern, known)
         if not chosen:
-            yield Demand(pattern, None, combinations.all[0], ())
+            yield Demand(pattern, None, asked[0], ())
         for candidate in chosen:
             if candidate not in done:
                 done.add(candidate)
-                yield from _demands_of(pattern, candidate, combinations, known)
+                met = _met(others, known.by_candidate.get(candidate, ()))
+                yield from (Demand(pattern, candidate, wanted, tuple(met.get(wanted, ()))) for wanted in asked)
 
 
 def _chosen(pattern: str, known: KnownCells) -> list[str]:
     name = literal(pattern)
-    if name is not None:
-        return [name]
-    matches = _regex(pattern).match
-    return sorted(candidate for candidate in known.by_candidate if matches(candidate))
+    return [name] if name is not None else sorted(c for c in known.by_candidate if fits(pattern, c))
 
 
-def _demands_of(pattern: str, candidate: str, combinations: "_Combinations", known: KnownCells) -> Iterator[Demand]:
-    met: defaultdict[int, list[CellKey]] = defaultdict(list)
-    for key, rest in known.by_candidate.get(candidate, ()):
-        for number in combinations.matched_by(rest):
-            met[number].append(key)
-    for number, wanted in enumerate(combinations.all):
-        yield Demand(pattern, candidate, wanted, tuple(met.get(number, ())))
+def _met(
+    others: tuple[Patterns, ...], cells: Iterable[tuple[CellKey, Rest]]
+) -> Mapping[tuple[str, ...], list[CellKey]]:
+    """Returns the cells that each combination of patterns matches."""
+    met: defaultdict[tuple[str, ...], list[CellKey]] = defaultdict(list)
+    for key, rest in cells:
+        for combination in _matching(others, rest):
+            met[combination].append(key)
+    return met
 
 
-class _Combinations:
-    """The combinations of five lists of patterns, and which of them match a cell."""
-
-    def __init__(self, lists: tuple[Patterns, ...]) -> None:
-        self.lists = lists
-        self.all: list[Rest] = list(product(*lists))  # pyright: ignore[reportAttributeAccessIssue]
-        self.numbers = {combination: number for number, combination in enumerate(self.all)}
-        self.known: dict[Rest, tuple[int, ...]] = {}
-
-    def matched_by(self, rest: Rest) -> tuple[int, ...]:
-        if rest not in self.known:
-            each = [[p for p in patterns if fits(p, name)] for patterns, name in zip(self.lists, rest, strict=True)]
-            self.known[rest] = tuple(self.numbers[c] for c in product(*each))  # pyright: ignore[reportArgumentType]
-        return self.known[rest]
+@lru_cache(_REMEMBERED)
+def _matching(others: tuple[Patterns, ...], rest: Rest) -> Sequence[tuple[str, ...]]:
+    """Returns the combinations of patterns that match a cell of whatever candidate."""
+    each = [[p for p in patterns if fits(p, name)] for patterns, name in zip(others, rest, strict=True)]
+    return list(product(*each))

@@ -1,162 +1,139 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the policy of a gate from ``gate.toml``: which evidence does a release need?
+"""Reads the policy of a gate from ``gate.toml``: which evidence does a release need?"""
 
-``policy.schema.json`` describes the file for editors.
-"""
-
-import math
-from collections.abc import Iterator
-from dataclasses import MISSING as NO_DEFAULT
-from dataclasses import fields
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import msgspec
 
-import lossgate.gate.policy_values as values
 from lossgate.base.errors import UsageError
+from lossgate.base.spelling import shown
+from lossgate.engine.toml_tables import parse_toml, read_table
 from lossgate.evidence.records import CellKey
-from lossgate.gate.policy_text import PolicyText, shown
-from lossgate.gate.rules import EvidenceRules, KnownFailureRule, Policy, Rule
+from lossgate.gate.rules import EvidenceRules, KnownFailureRule, PolicyFile, Rule
 
-MOST_DEMANDS = 1_000_000
-"""The most combinations of patterns in one rule: ten times the cells of a large release. Without a
-limit, a slip could keep a gate busy for hours."""
+SCHEMA_FILE = Path(__file__).with_name("policy.schema.json")
+"""The published schema, for editors. A test holds it to the rules."""
+
+
+class FrozenExample(NamedTuple):
+    """The failure file that a known failure names."""
+
+    digest: str
+    """Its SHA-256, as ``KnownFailureRecord.example`` has it."""
+    symptoms: tuple[str, ...]
+    """What identifies the disagreement, such as the outputs it shows in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What a release needs."""
+
+    file: Path
+    sha256: str
+    evidence: EvidenceRules
+    require: tuple[Rule, ...]
+    known_failures: tuple[KnownFailureRule, ...] = ()
+    examples: Mapping[CellKey, FrozenExample] = field(default_factory=dict[CellKey, FrozenExample])
+    """The frozen example of each known failure, by its cell."""
+    lines: Mapping[Rule | KnownFailureRule, int] = field(default_factory=dict[Rule | KnownFailureRule, int])
+    """Where rules begin in the file, of those of which it is known."""
+
+    def where(self, rule: Rule | KnownFailureRule) -> str:
+        """Returns the place of a rule, as ``ci/gate.toml:12``."""
+        return f"{self.file}:{self.lines[rule]}" if rule in self.lines else str(self.file)
 
 
 def load_policy(file: Path) -> Policy:
     """Reads a policy.
 
     Raises:
-        UsageError: for the first fault. The message names file, line, key and value.
+        UsageError: for the first fault. The message names file, table, key and value.
     """
     try:
         content = file.read_bytes()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # ValueError: a path with a null character
         why = error.strerror if isinstance(error, OSError) else error
         raise UsageError(
             f"can't read the policy {file}: {why}; lossgate gate EVIDENCE --init writes a first one"
         ) from None
-    text = PolicyText(file, content)
-    top = text.read_table((), text.values, _TOP, ("schema",))
-    policy = Policy(
+    tables = read_table(PolicyFile, parse_toml(content, file), f"{file}: ")
+    return Policy(
         file=file,
         sha256=sha256(content).hexdigest(),
-        evidence=EvidenceRules(**text.read_table(("evidence",), top.get("evidence", {}), _EVIDENCE, ())),
-        require=tuple(_rules(text)),
-        known_failures=tuple(_known_failures(text)),
+        evidence=tables.evidence,
+        require=tables.require,
+        known_failures=tables.known_failure,
+        examples=_examples(tables.known_failure, file),
+        lines={
+            **_lines(content, "require", tables.require),
+            **_lines(content, "known_failure", tables.known_failure),
+        },
     )
-    if not policy.require:
-        raise text.error(
-            ("require",),
-            "[[require]] is missing, and a gate that needs nothing would pass anything; "
-            "add one, or write a first policy with lossgate gate EVIDENCE --init",
-        )
-    return policy
 
 
-_TOP: dict[str, values.Read] = {
-    "schema": values.schema,
-    "evidence": lambda value: value,
-    "require": lambda value: value,
-    "known_failure": lambda value: value,
-}
-_EVIDENCE: dict[str, values.Read] = {
-    "max_age": values.age,
-    "same_commit": values.flag,
-    "unmodified": values.flag,
-    "same_versions": values.names,
-}
-_RULE: dict[str, values.Read] = {
-    "candidates": values.patterns('["nll_*"]'),
-    "properties": values.patterns('["agreement"], or ["*"] for all'),
-    "layouts": values.layout_patterns,
-    "dtypes": values.patterns('["float32", "bfloat16"], or ["*"] for all'),
-    "worlds": values.patterns('["simulated"]'),
-    "devices": values.patterns('["cpu"]'),
-    "min_problems": values.count,
-    "max_mde": values.effect,
-    "keeps": values.property_names,
-}
-_KNOWN_FAILURE: dict[str, values.Read] = {
-    "candidate": values.name("a candidate"),
-    "property": values.name("a property"),
-    "layout": values.layout,
-    "dtype": values.name("a dtype"),
-    "world": values.name("a world"),
-    "device": values.name("a device"),
-    "name": values.text("the heading under which a document describes the failure"),
-    "example": values.text("the path of a failure file that lossgate verify wrote, relative to the policy"),
-    "issue": values.url,
-    "owner": values.text("who mends it"),
-    "expires": values.day,
-}
-_NOT_IN_FILE = ("line", "example_digest", "symptoms")
+def _lines(content: bytes, name: str, rules: tuple[Rule | KnownFailureRule, ...]) -> dict[Rule | KnownFailureRule, int]:
+    """Returns the lines of the headers ``[[name]]``.
 
-
-def _needed(model: type[Any]) -> list[str]:
-    """Returns the keys of a table that have no default."""
-    return [f.name for f in fields(model) if f.default is NO_DEFAULT and f.name not in _NOT_IN_FILE]
-
-
-def _rules(text: PolicyText) -> Iterator[Rule]:
-    for path, element in text.elements("require"):
-        read = text.read_table(path, element, _RULE, _needed(Rule))
-        lines = tuple(text.line((*path, "keeps", i)) for i in range(len(read.get("keeps", ()))))
-        rule = Rule(line=text.line(path), lines_of_keeps=lines, **read)
-        combinations = math.prod(map(len, (rule.candidates, *rule.others)))
-        if combinations > MOST_DEMANDS:
-            raise text.error(
-                path, f"[[require]] asks for {combinations} combinations; expected at most {MOST_DEMANDS}: split it"
-            )
-        yield rule
-
-
-def _known_failures(text: PolicyText) -> Iterator[KnownFailureRule]:
-    seen: dict[CellKey, int] = {}
-    for path, element in text.elements("known_failure"):
-        read = text.read_table(path, element, _KNOWN_FAILURE, _needed(KnownFailureRule))
-        example, digest, symptoms = _example(text, (*path, "example"), read.pop("example"))
-        rule = KnownFailureRule(line=text.line(path), example=example, example_digest=digest, symptoms=symptoms, **read)
-        if rule.key in seen:
-            raise text.error(
-                path, f"known_failure of {rule.key}: line {seen[rule.key]} has one of the same cell; leave one of them"
-            )
-        seen[rule.key] = rule.line
-        yield rule
+    The library that reads TOML tells no lines. If there are not as many headers as rules, because a
+    rule is written in another way, nothing is returned.
+    """
+    header = re.compile(rf"\s*\[\[\s*{name}\s*\]\]".encode())
+    found = [number for number, line in enumerate(content.split(b"\n"), 1) if header.match(line)]
+    return dict(zip(rules, found, strict=True)) if len(found) == len(rules) else {}
 
 
 class _FrozenCase(msgspec.Struct):
     symptoms: tuple[str, ...]
 
 
-class _Example(msgspec.Struct):
+class _FailureFile(msgspec.Struct):
     """What tells a failure file from other files. The engine reads the rest, and needs torch."""
 
     examples: list[_FrozenCase]
     symptoms: tuple[str, ...] = ()
 
 
-def _example(text: PolicyText, path: tuple[str | int, ...], name: str) -> tuple[Path, str, tuple[str, ...]]:
-    """Returns the path of a failure file, its digest, and what disagrees in it."""
-    file = text.file.parent / name
+def _examples(rules: Iterable[KnownFailureRule], policy: Path) -> dict[CellKey, FrozenExample]:
+    found: dict[CellKey, FrozenExample] = {}
+    for number, rule in enumerate(rules, 1):
+        where = f"{policy}: [[known_failure]] number {number}: "
+        if rule.key in found:
+            raise UsageError(f"{where}there is one of the same cell, {rule.key}; leave one of them")
+        found[rule.key] = _example(rule.example, policy, where)
+    return found
 
+
+def _example(name: str, policy: Path, where: str) -> FrozenExample:
     def fault(why: str) -> UsageError:
-        return text.error(
-            path, f"known_failure.example = {shown(name)}: {why}; expected a failure file that lossgate verify wrote"
+        return UsageError(
+            f"{where}example={shown(name)}: {why}; expected a failure file that lossgate verify wrote, relative to the "
+            "policy"
         )
 
+    file = policy.parent / name
     try:
         if not file.is_file():
             raise fault(f"there is no file {str(file)!r}")
         content = file.read_bytes()
-        example = msgspec.json.decode(content, type=_Example)
+        failure = msgspec.json.decode(content, type=_FailureFile)
     except OSError as error:
         raise fault(f"can't read it: {error.strerror}") from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise fault(f"it is no failure file: {error}") from None
-    if not example.examples:
+    if not failure.examples:
         raise fault("it holds no example")
-    symptoms = tuple(dict.fromkeys([*example.examples[0].symptoms, *example.symptoms]))
-    return file, sha256(content).hexdigest(), symptoms
+    symptoms = dict.fromkeys([*failure.examples[0].symptoms, *failure.symptoms])
+    return FrozenExample(sha256(content).hexdigest(), tuple(symptoms))
+
+
+def json_schema() -> str:
+    """Returns the JSON Schema of a policy, as the published file has it."""
+    schema = msgspec.json.schema(PolicyFile)
+    top = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Policy of lossgate gate"}
+    return json.dumps(top | schema, indent=2) + "\n"

@@ -1,51 +1,171 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a policy says, as classes."""
+"""The tables of a policy: their keys, and what each may be.
+
+``policy.schema.json`` is made from these classes.
+"""
 
 import builtins
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+import re
+from collections.abc import Iterator, Sequence
 from datetime import date, timedelta
-from pathlib import Path
+from typing import Annotated, Literal
 
+from msgspec import Meta, Struct
+
+from lossgate.base.errors import UsageError
+from lossgate.base.layout import Layout
+from lossgate.engine.toml_tables import Expected
 from lossgate.evidence.records import CellKey
-from lossgate.gate.patterns import Demand, KnownCells, Patterns, any_fits, demands
+from lossgate.gate.patterns import Demand, KnownCells, Patterns, any_fits, demands, literal
 from lossgate.judge.pooling import LARGEST_MDE
 
+MOST_PROBLEMS = 1_000_000
+"""The greatest ``min_problems``: no cell ever has so many. More is a slip."""
 
-@dataclass(frozen=True, kw_only=True)
-class EvidenceRules:
-    """What all evidence must be like."""
+MOST_DEMANDS = 1_000_000
+"""The most combinations of patterns in one rule: ten times the cells of a large release. Without a
+limit, a slip could keep a gate busy for hours."""
 
-    max_age: timedelta | None = None
-    """None allows any age."""
-    same_commit: bool = True
-    """All evidence must be of one commit."""
-    unmodified: bool = False
-    """Evidence from a checkout whose files differ from its commit is refused."""
-    same_versions: tuple[str, ...] = ("lossgate", "torch")
-    """The names in ``RunRecord.versions`` that must be the same in all evidence."""
+_AGE = r"^(?=.*[1-9])([0-9]{1,6}(?:\.[0-9]{1,3})?) ?(minute|hour|day|week)s?$"
+_PERCENTAGE = r"^(?=.*[1-9])[0-9]{1,2}(\.[0-9]{1,9})? ?%$"
+_EXACT = r"^[^*?]*[^\s*?][^*?]*$"
+_UNIQUE = {"uniqueItems": True}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """A ``[[require]]``: cells that a release needs, and how well they must have been seen."""
+def _check_once(names: Sequence[str]) -> None:
+    """Refuses a name that stands there twice."""
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            raise UsageError(f"{name!r} stands there twice; leave one of them")
 
-    line: int
-    """Where it begins in the policy."""
-    candidates: Patterns
-    properties: Patterns = ("*",)
-    layouts: Patterns = ("*",)
-    dtypes: Patterns = ("*",)
-    worlds: Patterns = ("simulated",)
-    devices: Patterns = ("cpu",)
-    min_problems: int = 1
-    """The least problems of a cell."""
-    max_mde: float = LARGEST_MDE
-    """The greatest minimum detectable effect of a cell."""
-    keeps: tuple[str, ...] = ()
-    """The properties that a cell must have been held to beside its own."""
-    lines_of_keeps: tuple[int, ...] = ()
-    """The line of each of them in the policy."""
+
+def _check_layouts(patterns: Sequence[str]) -> None:
+    """Refuses a pattern without wildcards that names no layout."""
+    _check_once(patterns)
+    for pattern in patterns:
+        if (name := literal(pattern)) is not None:
+            _check_layout(name)
+
+
+def _check_layout(name: str) -> None:
+    """Refuses what is no layout, or is not spelt as in evidence: it would match no cell."""
+    spelt = str(Layout.parse(name))
+    if spelt != name:
+        raise UsageError(f"expected {spelt!r}, which is how evidence spells this layout")
+
+
+def _key(description: str, *examples: object) -> Meta:
+    """Returns what editors show of a key, and messages give as examples of its value."""
+    return Meta(description=description, examples=list(examples) or None)
+
+
+_Name = Annotated[str, Meta(min_length=1)]
+_Flag = Annotated[bool, Expected("true or false, without quotes")]
+_Names = Annotated[tuple[_Name, ...], Meta(extra_json_schema=_UNIQUE), Expected("a list of names", _check_once)]
+_Some = Meta(min_length=1, extra_json_schema=_UNIQUE)
+_PATTERNS = "a list of at least one shell pattern"
+_Patterns = Annotated[tuple[_Name, ...], _Some, Expected(_PATTERNS, _check_once)]
+_LayoutPatterns = Annotated[tuple[_Name, ...], _Some, Expected(_PATTERNS, _check_layouts)]
+_Exact = Annotated[str, Meta(pattern=_EXACT), Expected("an exact name, without wildcards")]
+_ExactLayout = Annotated[
+    str, Meta(pattern=_EXACT), Expected("the exact name of a layout, without wildcards", _check_layout)
+]
+_Text = Annotated[str, Meta(pattern=r"\S"), Expected("a text in quotes")]
+_Age = Annotated[Annotated[str, Meta(pattern=_AGE)] | None, Expected("a number over 0 and a unit")]
+_Count = Annotated[
+    int, Meta(ge=1, le=MOST_PROBLEMS), Expected(f"a whole number from 1 to {MOST_PROBLEMS}, without quotes")
+]
+_Share = Annotated[
+    # A whole number is refused: 1 could be meant as 1%.
+    Annotated[float, Meta(gt=0, lt=1)] | Annotated[str, Meta(pattern=_PERCENTAGE)],
+    Expected("more than 0 and less than 1, as a number or a percentage"),
+]
+_Address = Annotated[str, Meta(pattern=r"^https?://[^\s/?#]+[^\s]*$"), Expected("the address of an issue")]
+_Day = Annotated[date, Expected("a date without a time")]
+_Schema = Annotated[Literal[1], Expected("1, the schema that this version of lossgate reads")]
+
+
+class EvidenceRules(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What all evidence must be like: ``[evidence]``."""
+
+    max_age: Annotated[
+        _Age,
+        _key(
+            "The greatest age of evidence. Without it, evidence may be of any age.",
+            *("3 days", "36 hours", "90 minutes", "2 weeks"),
+        ),
+    ] = None
+    same_commit: Annotated[_Flag, _key("Whether all evidence must be of one commit.")] = True
+    unmodified: Annotated[
+        _Flag, _key("Whether evidence is refused that comes from a checkout whose files differ from its commit.")
+    ] = False
+    same_versions: Annotated[
+        _Names, _key("The versions that must be the same in all evidence.", ["lossgate", "torch", "python"])
+    ] = ("lossgate", "torch")
+
+    @property
+    def oldest(self) -> timedelta | None:
+        """The greatest age of evidence; None allows any."""
+        found = re.search(_AGE, self.max_age or "")
+        return timedelta(**{f"{found[2]}s": float(found[1])}) if found else None
+
+
+class Rule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Cells that a release needs, and how well they must have been seen: ``[[require]]``."""
+
+    candidates: Annotated[
+        _Patterns,
+        _key(
+            "Shell patterns of candidates. A name without wildcards must be there, and a pattern must match at least "
+            "one.",
+            ["nll_*"],
+        ),
+    ]
+    properties: Annotated[_Patterns, _key("Shell patterns of properties.", ["agreement"])] = ("*",)
+    layouts: Annotated[
+        _LayoutPatterns,
+        _key(
+            "Shell patterns of layouts. A layout without wildcards is spelt as in evidence.",
+            ["single", "cp=2,tp=2", "tp=*"],
+        ),
+    ] = ("*",)
+    dtypes: Annotated[_Patterns, _key("Shell patterns of dtypes.", ["float32", "bfloat16"])] = ("*",)
+    worlds: Annotated[_Patterns, _key("Shell patterns of worlds: where the ranks ran.", ["simulated", "gloo"])] = (
+        "simulated",
+    )
+    devices: Annotated[_Patterns, _key("Shell patterns of devices: where the ranks computed.", ["cpu", "cuda"])] = (
+        "cpu",
+    )
+    min_problems: Annotated[_Count, _key("The least problems of each cell.")] = 1
+    max_mde: Annotated[
+        _Share,
+        _key(
+            "The greatest minimum detectable effect of each cell: the error in the scale of an output that could have "
+            "stayed hidden.",
+            *(0.01, "1%"),
+        ),
+    ] = LARGEST_MDE
+    keeps: Annotated[
+        _Names,
+        _key(
+            "Names of properties that each cell must have been held to beside its own, and kept.",
+            ["frozen-inputs", "no-grad"],
+        ),
+    ] = ()
+
+    def __post_init__(self) -> None:
+        combinations = math.prod(map(len, (self.candidates, *self.others)))
+        if combinations > MOST_DEMANDS:
+            raise UsageError(f"it asks for {combinations} combinations; expected at most {MOST_DEMANDS}: split it")
+
+    @property
+    def largest_mde(self) -> float:
+        """``max_mde`` as a number, also if it is written as a percentage."""
+        if not isinstance(self.max_mde, str):
+            return self.max_mde
+        # "0.5e-2" is 0.005, and 0.5 / 100 need not be the nearest float of it.
+        return float(f"{self.max_mde.partition('%')[0].strip()}e-2")
 
     @property
     def others(self) -> tuple[Patterns, ...]:
@@ -68,46 +188,49 @@ class Rule:
         return demands(self.candidates, self.others, known)
 
 
-@dataclass(frozen=True, kw_only=True)
-class KnownFailureRule:
-    """A ``[[known_failure]]``: a cell that may disagree for a while, as its frozen example does."""
+class KnownFailureRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A cell that may disagree for a while, as its frozen example does: ``[[known_failure]]``."""
 
-    line: int
-    """Where it begins in the policy."""
-    candidate: str
-    property: str = "agreement"
-    layout: str
-    dtype: str
-    world: str = "simulated"
-    device: str = "cpu"
-    name: str
-    """The heading under which a document describes it."""
-    example: Path
-    """The frozen failure file."""
-    example_digest: str
-    """Its SHA-256, as ``KnownFailureRecord.example`` has it."""
-    symptoms: tuple[str, ...]
-    """What identifies the disagreement of the frozen example, such as the outputs it shows in."""
-    issue: str
-    owner: str
-    expires: date
-    """The last day on which it excuses the cell."""
+    candidate: Annotated[_Exact, _key("The exact name of the candidate.")]
+    property: Annotated[_Exact, _key("The exact name of the property.")] = "agreement"
+    layout: Annotated[_ExactLayout, _key("The layout, spelt as in evidence.")]
+    dtype: Annotated[_Exact, _key("The dtype.")]
+    world: Annotated[_Exact, _key("Where the ranks ran.")] = "simulated"
+    device: Annotated[_Exact, _key("Where the ranks computed.")] = "cpu"
+    name: Annotated[
+        _Text, _key("The heading under which a document describes the failure, as its candidate declares it.")
+    ]
+    example: Annotated[_Text, _key("The failure file with the frozen example, relative to this file.")]
+    issue: Annotated[
+        _Address, _key("The address of the issue where it is followed up.", "https://example.com/issues/12")
+    ]
+    owner: Annotated[_Text, _key("Who mends it.")]
+    expires: Annotated[_Day, _key("The last day on which it excuses the cell.", "2027-01-31")]
 
     @builtins.property
     def key(self) -> CellKey:
         return CellKey(self.candidate, self.property, self.layout, self.dtype, self.world, self.device)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Policy:
-    """What a release needs."""
+class PolicyFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which evidence a release needs: gate.toml, as lossgate gate reads it."""
 
-    file: Path
-    sha256: str
-    evidence: EvidenceRules
-    require: tuple[Rule, ...]
-    known_failures: tuple[KnownFailureRule, ...]
-
-    def where(self, rule: Rule | KnownFailureRule) -> str:
-        """Returns the place of a rule, as ``ci/gate.toml:12``."""
-        return f"{self.file}:{rule.line}"
+    schema: Annotated[_Schema, _key("The version of this schema.")]
+    evidence: Annotated[EvidenceRules, _key("What all evidence must be like."), Expected("a table")] = EvidenceRules()
+    require: Annotated[
+        tuple[Rule, ...],
+        Meta(min_length=1),
+        _key(
+            "Each [[require]] asks for cells: for each candidate, at least one cell for every combination of the other "
+            "lists."
+        ),
+        Expected(
+            "at least one table [[require]], because a gate that needs nothing would pass anything; lossgate gate "
+            "EVIDENCE --init writes a first policy"
+        ),
+    ]
+    known_failure: Annotated[
+        tuple[KnownFailureRule, ...],
+        _key("Each [[known_failure]] excuses a cell until it expires, as long as its frozen example still disagrees."),
+        Expected("tables that each begin with [[known_failure]]"),
+    ] = ()

@@ -2,7 +2,7 @@
 """What a gate asks of runs: that they are whole, and of the right time, commit and versions."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import islice
@@ -11,9 +11,8 @@ from lossgate.evidence.gather import Gathered
 from lossgate.evidence.records import CellKey, EndRecord, Matrix, RunRecord
 from lossgate.evidence.sealed import digest_of_cells, matrix_of
 from lossgate.evidence.summary import CellSummary
-from lossgate.gate.committed import Committed, committed_checkout, committed_sources
+from lossgate.gate.gate_verdict import Blocker, Committed, GateReason
 from lossgate.gate.rules import EvidenceRules
-from lossgate.gate.verdict import Blocker, Kind
 
 CLOCK_SKEW = timedelta(minutes=5)
 """How far the clocks of two machines may be apart: evidence from later than that is from the
@@ -66,24 +65,28 @@ def _where(evidence: Gathered, name: str, cells: list[CellSummary]) -> str:
 def incomplete(run: Run) -> Iterator[Blocker]:
     """Yields what is missing of a run."""
     if run.record is None:
-        yield _of(run, Kind.DAMAGED, "the record of its start is missing: the file was cut, or parts of it were taken")
+        yield _of(
+            run, GateReason.DAMAGED, "the record of its start is missing: the file was cut, or parts of it were taken"
+        )
     if run.end is None:
         missing = "the record of its end is missing: it was stopped, it still goes on, or the file was cut"
-        yield _of(run, Kind.UNFINISHED, f"{missing}. Verify again, into a new file")
+        yield _of(run, GateReason.UNFINISHED, f"{missing}. Verify again, into a new file")
     elif run.end.stopped:
-        yield _of(run, Kind.UNFINISHED, f"it was stopped: {run.end.stopped}. Verify again, into a new file")
+        yield _of(run, GateReason.UNFINISHED, f"it was stopped: {run.end.stopped}. Verify again, into a new file")
     elif run.end.cells != len(run.cells):
-        yield _of(run, Kind.DAMAGED, f"its end counts {run.end.cells} cells, and the evidence has {len(run.cells)}")
+        yield _of(
+            run, GateReason.DAMAGED, f"its end counts {run.end.cells} cells, and the evidence has {len(run.cells)}"
+        )
     elif run.end.cells_digest != digest_of_cells([cell.digest for cell in run.cells]):
-        yield _of(run, Kind.DAMAGED, "its cells are not those that its end was written for")
+        yield _of(run, GateReason.DAMAGED, "its cells are not those that its end was written for")
     have = {cell.key for cell in run.cells}
     for key in sorted(run.planned - have):
         message = f"run {run.name} planned it, and has no result of it. Verify again, into a new file"
-        yield Blocker(kind=Kind.MISSING, message=message, cell=key, where=run.where)
+        yield Blocker(reason=GateReason.MISSING, message=message, cell=key, where=run.where)
     if run.record is not None and run.end is not None:
         for key in sorted(have - run.planned):
             message = f"run {run.name} has a result of it, and did not plan it"
-            yield Blocker(kind=Kind.CONTRADICTORY, message=message, cell=key, where=run.where)
+            yield Blocker(reason=GateReason.CONTRADICTORY, message=message, cell=key, where=run.where)
 
 
 def wrong_matrix(runs: list[Run]) -> Iterator[Blocker]:
@@ -96,7 +99,7 @@ def wrong_matrix(runs: list[Run]) -> Iterator[Blocker]:
         if matrix is not None:
             parts[matrix].append(run)
         elif run.record.part is not None:
-            yield _of(run, Kind.DAMAGED, f"it is part {run.record.part}, and does not say of which matrix")
+            yield _of(run, GateReason.DAMAGED, f"it is part {run.record.part}, and does not say of which matrix")
     for matrix, sharing in sorted(parts.items(), key=lambda item: item[0].digest):
         yield from _of_matrix(matrix, sharing)
 
@@ -105,17 +108,17 @@ def _of_matrix(matrix: Matrix, runs: list[Run]) -> Iterator[Blocker]:
     whole = [run for run in runs if run.record is not None and run.record.part is None]
     for run in whole:
         if matrix_of(run.planned) != matrix:
-            yield _of(run, Kind.DAMAGED, f"it planned other cells than its matrix of {matrix.cells} cells has")
+            yield _of(run, GateReason.DAMAGED, f"it planned other cells than its matrix of {matrix.cells} cells has")
     if whole:
         return
     if gone := _missing_parts(runs):
         named = f"part{'s' * (len(gone) > 1)} {', '.join(gone)}"
         verb = "are" if len(gone) > 1 else "is"
         message = f"{named} of the matrix of {matrix.cells} cells {verb} missing; verify with --shard, or add the file"
-        yield Blocker(kind=Kind.MISSING, message=message)
+        yield Blocker(reason=GateReason.MISSING, message=message)
     elif matrix_of(frozenset[CellKey]().union(*(run.planned for run in runs))) != matrix:
         message = f"all parts of the matrix of {matrix.cells} cells are there, and they planned other cells"
-        yield Blocker(kind=Kind.DAMAGED, message=message)
+        yield Blocker(reason=GateReason.DAMAGED, message=message)
 
 
 _NAMED = 20
@@ -144,15 +147,15 @@ def wrong_time(run: Run, rules: EvidenceRules, now: datetime) -> Iterator[Blocke
     times: list[datetime] = []
     for text in sorted(written):
         if (time := _parse(text)) is None:
-            yield _of(run, Kind.DAMAGED, f"{text!r} is not a time")
+            yield _of(run, GateReason.DAMAGED, f"{text!r} is not a time")
         else:
             times.append(time)
-    if times and rules.max_age is not None and now - min(times) > rules.max_age:
-        allowed = f"and the policy allows evidence of at most {_in_words(rules.max_age)}"
-        yield _of(run, Kind.STALE, f"it is from {_shown(min(times))}, {allowed}. Verify again")
+    if times and rules.oldest is not None and now - min(times) > rules.oldest:
+        allowed = f"and the policy allows evidence of at most {rules.max_age}"
+        yield _of(run, GateReason.STALE, f"it is from {_shown(min(times))}, {allowed}. Verify again")
     if times and max(times) - now > CLOCK_SKEW:
         later = f"which is later than now, {_shown(now)}"
-        yield _of(run, Kind.STALE, f"it is from {_shown(max(times))}, {later}; set the clocks right")
+        yield _of(run, GateReason.STALE, f"it is from {_shown(max(times))}, {later}; set the clocks right")
 
 
 def different_code(runs: list[Run], rules: EvidenceRules, commit: str | None) -> Iterator[Blocker]:
@@ -162,13 +165,15 @@ def different_code(runs: list[Run], rules: EvidenceRules, commit: str | None) ->
     if commit is not None:
         for run, record in records:
             if record.commit != commit:
-                yield _of(run, Kind.MIXED, f"it is of {_commit(record.commit)}, and {_commit(commit)} is asked for")
+                yield _of(
+                    run, GateReason.MIXED, f"it is of {_commit(record.commit)}, and {_commit(commit)} is asked for"
+                )
     elif rules.same_commit and len(commits) > 1:
         named = ", ".join(sorted(map(_commit, commits)))
-        yield Blocker(kind=Kind.MIXED, message=f"evidence is of several commits: {named}. Verify one of them")
+        yield Blocker(reason=GateReason.MIXED, message=f"evidence is of several commits: {named}. Verify one of them")
     elif rules.same_commit and None in commits:
         message = "evidence names no commit. Verify in a git checkout, or set same_commit = false"
-        yield Blocker(kind=Kind.MIXED, message=message)
+        yield Blocker(reason=GateReason.MIXED, message=message)
     if rules.unmodified:
         yield from _modified(runs)
     for name in rules.same_versions:
@@ -176,7 +181,7 @@ def different_code(runs: list[Run], rules: EvidenceRules, commit: str | None) ->
         if len(versions) > 1 or None in versions:
             named = ", ".join(sorted(version or "unknown" for version in versions))
             yield Blocker(
-                kind=Kind.MIXED, message=f"evidence is of several versions of {name}: {named}. Verify with one"
+                reason=GateReason.MIXED, message=f"evidence is of several versions of {name}: {named}. Verify with one"
             )
     yield from _different_sources(runs)
 
@@ -184,15 +189,17 @@ def different_code(runs: list[Run], rules: EvidenceRules, commit: str | None) ->
 def _modified(runs: list[Run]) -> Iterator[Blocker]:
     """Yields where it is not sure that evidence is of a commit."""
     for run in runs:
-        if run.record is not None and (found := committed_checkout(run.record)) is not Committed.YES:
+        if run.record is not None and (found := Committed.of(run.record.modified)) is not Committed.YES:
             differed = "files differed from the commit"
             unknown = f"it is not known whether {differed}: git could not say"
             why = differed if found is Committed.NO else unknown
-            yield _of(run, Kind.MIXED, f"{why}, and the policy asks for unmodified = true. Commit, and verify again")
-    files = committed_sources(cell for run in runs for cell in run.cells)
+            yield _of(
+                run, GateReason.MIXED, f"{why}, and the policy asks for unmodified = true. Commit, and verify again"
+            )
+    files = _committed_sources(cell for run in runs for cell in run.cells)
     for file in sorted(file for file, found in files.items() if found is not Committed.YES):
         message = f"{file} was not as in the commit, and the policy asks for unmodified = true. Commit it"
-        yield Blocker(kind=Kind.MIXED, message=f"{message}, and verify again")
+        yield Blocker(reason=GateReason.MIXED, message=f"{message}, and verify again")
 
 
 def _different_sources(runs: list[Run]) -> Iterator[Blocker]:
@@ -203,11 +210,27 @@ def _different_sources(runs: list[Run]) -> Iterator[Blocker]:
     for file, found in sorted(digests.items()):
         if len(found) > 1:
             message = f"{file} was changed between the cells that were verified. Verify all of it again"
-            yield Blocker(kind=Kind.MIXED, message=message)
+            yield Blocker(reason=GateReason.MIXED, message=message)
 
 
-def _of(run: Run, kind: Kind, message: str) -> Blocker:
-    return Blocker(kind=kind, message=f"run {run.name}: {message}", where=run.where)
+def _committed_sources(cells: Iterable[CellSummary]) -> dict[str, Committed]:
+    """Returns for each file that declares a candidate whether it was as in the commit."""
+    found: dict[str, Committed] = {}
+    for cell in cells:
+        if cell.source_digest is not None:
+            file = cell.source.rpartition(":")[0]
+            found[file] = max(found.get(file, Committed.YES), Committed.of(cell.source_modified))
+    return found
+
+
+def all_committed(runs: Iterable[RunRecord], cells: Iterable[CellSummary]) -> Committed:
+    """Returns whether all files of evidence were as in their commit."""
+    checkouts = [Committed.of(run.modified) for run in runs]
+    return max([*checkouts, *_committed_sources(cells).values()], default=Committed.UNKNOWN)
+
+
+def _of(run: Run, reason: GateReason, message: str) -> Blocker:
+    return Blocker(reason=reason, message=f"run {run.name}: {message}", where=run.where)
 
 
 def _commit(commit: str | None) -> str:
@@ -219,14 +242,6 @@ def _parse(text: str) -> datetime | None:
         return datetime.fromisoformat(text).astimezone(UTC)
     except (ValueError, OverflowError):
         return None
-
-
-def _in_words(age: timedelta) -> str:
-    """Returns an age in the largest unit that gives a whole number."""
-    for unit, size in (("day", timedelta(days=1)), ("hour", timedelta(hours=1)), ("minute", timedelta(minutes=1))):
-        if age % size == timedelta(0):
-            return f"{age // size} {unit}{'s' * (age // size != 1)}"
-    return str(age)
 
 
 def _shown(time: datetime) -> str:

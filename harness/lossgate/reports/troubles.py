@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from lossgate.evidence.gather import Gathered
 from lossgate.evidence.records import CellKey
 from lossgate.evidence.summary import CellSummary
+from lossgate.gate.gate_verdict import GateReason
 from lossgate.gate.runs import incomplete, runs_of, wrong_matrix
-from lossgate.gate.verdict import Kind
 
 _NAMED = 3
 """The most names that are listed."""
@@ -17,7 +17,7 @@ _LIKE = 5
 
 def troubles(gathered: Gathered) -> list[str]:
     """Returns in whole sentences why evidence is not whole; nothing if it is."""
-    by_kind: dict[Kind, list[str]] = {}
+    by_kind: dict[GateReason, list[str]] = {}
     for kind, message in _troubles(gathered):
         by_kind.setdefault(kind, []).append(message)
     return [line for messages in by_kind.values() for line in _first(messages)]
@@ -34,19 +34,19 @@ def listed(names: Sequence[object]) -> str:
     return ", ".join(map(str, names[:_NAMED])) + (f" and {more} more" if more > 0 else "")
 
 
-def _troubles(gathered: Gathered) -> Iterator[tuple[Kind, str]]:
+def _troubles(gathered: Gathered) -> Iterator[tuple[GateReason, str]]:
     if not gathered.cells:
-        yield Kind.EMPTY, "there is no evidence of any cell; name files that lossgate verify --evidence wrote"
+        yield GateReason.EMPTY, "there is no evidence of any cell; name files that lossgate verify --evidence wrote"
     for line in gathered.damaged:
-        yield Kind.DAMAGED, f"{line.where}: {line.message}"
+        yield GateReason.DAMAGED, f"{line.where}: {line.message}"
     cells = {result.where: result.key for of_cell in gathered.cells.values() for result in of_cell}
     for where, how in gathered.contradictory.items():
-        yield Kind.CONTRADICTORY, f"{where}: {cells[where]} contradicts its own numbers: {how}. Verify it again"
+        yield GateReason.CONTRADICTORY, f"{where}: {cells[where]} contradicts its own numbers: {how}. Verify it again"
     for where in gathered.repeated:
-        yield Kind.CONTRADICTORY, f"{where}: another line has started or ended this run differently"
+        yield GateReason.CONTRADICTORY, f"{where}: another line has started or ended this run differently"
     runs = runs_of(gathered)
     for blocker in [blocker for run in runs for blocker in incomplete(run)] + list(wrong_matrix(runs)):
-        yield blocker.kind, blocker.message if blocker.cell is None else f"{blocker.cell}: {blocker.message}"
+        yield blocker.reason, blocker.message if blocker.cell is None else f"{blocker.cell}: {blocker.message}"
 
 
 def _first(messages: Sequence[str]) -> list[str]:

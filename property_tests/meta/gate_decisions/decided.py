@@ -13,8 +13,8 @@ import msgspec
 from lossgate.evidence.gather import gather
 from lossgate.evidence.records import CellRecord, KnownFailureRecord, Record
 from lossgate.gate.decide import decide
+from lossgate.gate.gate_verdict import GateReason, GateVerdict
 from lossgate.gate.policy import load_policy
-from lossgate.gate.verdict import GateVerdict, Kind
 from property_tests.meta.made_evidence import (
     cell,
     disagreeing,
@@ -72,11 +72,11 @@ class Gate:
         return decide(gather(paths), load_policy(self.folder / "gate.toml"), now, commit)
 
 
-def reported(verdict: GateVerdict) -> list[tuple[Kind, str]]:
-    return [(blocker.kind, blocker.message) for blocker in verdict.blockers]
+def reported(verdict: GateVerdict) -> list[tuple[GateReason, str]]:
+    return [(blocker.reason, blocker.sentence) for blocker in verdict.blockers]
 
 
-def only(verdict: GateVerdict) -> tuple[Kind, str]:
+def only(verdict: GateVerdict) -> tuple[GateReason, str]:
     """Returns the one thing that keeps a gate closed."""
     (found,) = reported(verdict)
     return found

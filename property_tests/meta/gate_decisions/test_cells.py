@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from lossgate.evidence.records import CellRecord
-from lossgate.gate.verdict import GateCode, Kind
+from lossgate.gate.gate_verdict import GateCode, GateReason
 from property_tests.meta.gate_decisions.decided import CELLS, RULES, Gate, only, reported
 from property_tests.meta.made_evidence import (
     COMMIT,
@@ -41,35 +41,35 @@ def test_the_order_of_lines_and_files_does_not_matter(gate: Gate) -> None:
     assert gate.decide([last, *cells[::-1]], [first]).passes
 
 
-ONE_WRONG: dict[str, tuple[CellRecord | None, GateCode, Kind, str]] = {
+ONE_WRONG: dict[str, tuple[CellRecord | None, GateCode, GateReason, str]] = {
     "it disagrees": (
         disagreeing(layout="tp=2"),
         GateCode.DISAGREE,
-        Kind.DISAGREE,
+        GateReason.DISAGREE,
         "it disagrees: loss: 1.01 times the reference",
     ),
     "it is inconclusive": (
         inconclusive(layout="tp=2"),
         GateCode.CLOSED,
-        Kind.INCONCLUSIVE,
+        GateReason.INCONCLUSIVE,
         "a kernel that computes label_smoothing=0.1 as 0 would have passed every problem",
     ),
     "it is missing": (
         None,
         GateCode.CLOSED,
-        Kind.MISSING,
+        GateReason.MISSING,
         "nll: no cell with layout tp=2, dtype float32",
     ),
     "its verdict is flipped": (
         disagreeing(layout="tp=2", verdict="AGREE"),
         GateCode.CLOSED,
-        Kind.CONTRADICTORY,
+        GateReason.CONTRADICTORY,
         "the line contradicts its own numbers: its verdict is AGREE, and its numbers give DISAGREE. Verify again",
     ),
     "a number is changed": (
         cell(layout="tp=2", outputs=(output(scale=(1e-8, 3e-7, 0.5e-8)),)),
         GateCode.CLOSED,
-        Kind.CONTRADICTORY,
+        GateReason.CONTRADICTORY,
         "loss has a pooled scale of",
     ),
 }
@@ -89,13 +89,13 @@ def test_one_cell_that_is_wrong_closes_the_gate(gate: Gate, wrong: str) -> None:
 def test_an_error_that_could_have_stayed_hidden_closes_the_gate(gate: Gate) -> None:
     rules = RULES.replace("min_problems = 3", "min_problems = 3\nmax_mde = 1e-6")
     kinds = [what for what, _ in reported(gate.decide(whole_run(CELLS), rules=rules))]
-    assert kinds == [Kind.WEAK, Kind.WEAK]
+    assert kinds == [GateReason.WEAK, GateReason.WEAK]
 
 
 def test_the_strictest_of_several_rules_counts(gate: Gate) -> None:
     more = '[[require]]\ncandidates = ["*"]\nmin_problems = 100\n'
     found = reported(gate.decide(whole_run(CELLS), rules=RULES + more))
-    assert [what for what, _ in found] == [Kind.WEAK] * 2
+    assert [what for what, _ in found] == [GateReason.WEAK] * 2
     assert all("it has 8 problems, and the policy asks for 100; raise --examples" in text for _, text in found)
 
 
@@ -107,12 +107,12 @@ def test_cells_that_no_rule_asks_for_do_not_have_to_be_conclusive(gate: Gate) ->
 
 def test_a_cell_that_disagrees_closes_the_gate_though_no_rule_asks_for_it(gate: Gate) -> None:
     verdict = gate.decide(whole_run([*CELLS, disagreeing(candidate="other")]))
-    assert only(verdict)[0] is Kind.DISAGREE
+    assert only(verdict)[0] is GateReason.DISAGREE
 
 
 def test_nothing_is_no_evidence(gate: Gate) -> None:
     kinds = {what for what, _ in reported(gate.decide([]))}
-    assert kinds == {Kind.EMPTY, Kind.MISSING}
+    assert kinds == {GateReason.EMPTY, GateReason.MISSING}
     assert gate.decide([]).code is GateCode.CLOSED
 
 
@@ -129,13 +129,13 @@ def test_two_runs_with_other_numbers_close_the_gate(gate: Gate) -> None:
     other = output(shares={"noise": (0.25, 0.4, 0.125)})
     later = [cell(time="2026-11-20T13:00:00+00:00", outputs=(other,))]
     kind, message = only(gate.decide(whole_run(CELLS), whole_run(later, run="run-2")))
-    assert kind is Kind.CONTRADICTORY
+    assert kind is GateReason.CONTRADICTORY
     assert message.endswith("0.jsonl:2 has another result of it: a number differs. Verify again, into a new file")
 
 
 def test_another_verdict_of_the_same_cell_closes_the_gate(gate: Gate) -> None:
     kinds = {what for what, _ in reported(gate.decide(whole_run(CELLS), whole_run([inconclusive()], run="run-2")))}
-    assert Kind.CONTRADICTORY in kinds
+    assert GateReason.CONTRADICTORY in kinds
 
 
 def test_every_result_of_a_cell_counts(gate: Gate) -> None:
@@ -144,10 +144,10 @@ def test_every_result_of_a_cell_counts(gate: Gate) -> None:
     verdict = gate.decide(
         whole_run(CELLS), whole_run(older, run="run-2"), whole_run([cell(candidate="other")], run="run-3")
     )
-    assert {what for what, _ in reported(verdict)} == {Kind.CONTRADICTORY, Kind.DISAGREE}
+    assert {what for what, _ in reported(verdict)} == {GateReason.CONTRADICTORY, GateReason.DISAGREE}
     assert verdict.code is GateCode.DISAGREE
 
 
 def test_a_line_that_contradicts_itself_is_no_disagreement(gate: Gate) -> None:
     verdict = gate.decide(whole_run([cell(), cell(layout="tp=2", verdict="DISAGREE", reasons=("none",))]))
-    assert only(verdict)[0] is Kind.CONTRADICTORY
+    assert only(verdict)[0] is GateReason.CONTRADICTORY

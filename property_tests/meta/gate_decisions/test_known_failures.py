@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from lossgate.evidence.records import CellRecord, OutputRecord
-from lossgate.gate.verdict import GateCode, Kind
+from lossgate.gate.gate_verdict import GateCode, GateReason
 from property_tests.meta.gate_decisions.decided import KNOWN, RULES, SECOND, Gate, declared, only, reported
 from property_tests.meta.made_evidence import (
     cell,
@@ -93,19 +93,19 @@ def test_a_known_failure_expires_after_its_last_day(gate: Gate, day: int, passes
     assert verdict.passes == passes
     if not passes:
         kind, message = only(verdict)
-        assert kind is Kind.DISAGREE
+        assert kind is GateReason.DISAGREE
         assert "known failure nll-1 (" in message
         assert "expired on 2026-12-01; mend it, or agree on another day with its owner" in message
 
 
 def test_a_known_failure_that_the_policy_does_not_have_closes_the_gate(gate: Gate) -> None:
     kind, message = only(gate.decide(whole_run([cell(), declared()])))
-    assert kind is Kind.DISAGREE
+    assert kind is GateReason.DISAGREE
     assert "the policy has no [[known_failure]] for nll-1; mend it, or add one with its issue" in message
     gone = declared(known={"expected": False}, failure=None)
     kind, message = only(gate.decide(whole_run([cell(), gone])))
     assert (kind, message) == (
-        Kind.KNOWN_FAILURE,
+        GateReason.KNOWN_FAILURE,
         "known failure nll-1 is gone; remove it, and verify again",
     )
 
@@ -113,5 +113,5 @@ def test_a_known_failure_that_the_policy_does_not_have_closes_the_gate(gate: Gat
 def test_a_known_failure_without_evidence_closes_the_gate(gate: Gate) -> None:
     rules = RULES.replace('["single", "tp=2"]', '["single"]') + KNOWN
     kind, message = only(gate.decide(whole_run([cell()]), rules=rules))
-    assert kind is Kind.MISSING
+    assert kind is GateReason.MISSING
     assert "it is a known failure of the policy, and there is no evidence of it" in message

@@ -7,7 +7,7 @@ import pytest
 
 from lossgate.engine.settings import PROFILES
 from lossgate.evidence.records import CellRecord, PropertyRecord
-from lossgate.gate.verdict import Kind
+from lossgate.gate.gate_verdict import GateReason
 from property_tests.meta.gate_decisions.decided import RULES, Gate, only, reported
 from property_tests.meta.made_evidence import cell, whole_run
 
@@ -86,7 +86,7 @@ def test_the_gate_says_why_a_cell_was_not_held_to_a_property(gate: Gate, case: s
     cells, settings, why = CASES[case]
     assert gate.decide(whole_run([large(KEPT)], settings=settings), rules=POLICY).passes
     *_, (kind, message) = reported(gate.decide(whole_run(cells, settings=settings), rules=POLICY))
-    assert (kind, message) == (Kind.WEAK, f"it was not held to property no-grad, as the policy asks: {why}")
+    assert (kind, message) == (GateReason.WEAK, f"it was not held to property no-grad, as the policy asks: {why}")
 
 
 def test_a_property_of_users_may_not_have_been_loaded(gate: Gate) -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from lossgate.base.errors import UsageError
 from lossgate.evidence.records import CellRecord, PropertyRecord
-from lossgate.gate.property_names import BUILT_IN
-from lossgate.gate.verdict import GateCode, Kind
+from lossgate.gate.gate_verdict import GateCode, GateReason
+from lossgate.gate.kept_properties import BUILT_IN
 from lossgate.properties import PROPERTIES
 from property_tests.meta.gate_decisions.decided import CELLS, RULES, Gate, reported
 from property_tests.meta.made_evidence import cell, disagreeing, whole_run
@@ -38,12 +38,12 @@ def test_the_built_in_names_are_those_of_the_registry() -> None:
         ("sunshine", "expected one of agreement, "),
     ],
 )
-def test_a_misspelt_property_is_an_error_with_its_line(gate: Gate, name: str, hint: str) -> None:
+def test_a_misspelt_property_is_an_error_with_the_line_of_its_rule(gate: Gate, name: str, hint: str) -> None:
     rules = keeping("my-property", name)
     with pytest.raises(UsageError) as error:
         gate.decide(whole_run(held_to("my-property")), rules=rules)
-    line = rules.splitlines().index(f'    "{name}",') + 1
-    message = f'gate.toml:{line}: "{name}" in require.keeps: there is no such property in lossgate, and the evidence '
+    line = rules.splitlines().index("[[require]]") + 1
+    message = f"gate.toml:{line}: [[require]] keeps={name!r}: there is no such property in lossgate, and the evidence "
     assert message + f"has none; {hint}" in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -56,7 +56,7 @@ def test_a_property_of_users_is_known_if_evidence_names_it(gate: Gate) -> None:
         whole_run([*CELLS, cell(property="my-property", needs_adequacy=False)]),
     ):
         verdict = gate.decide(records, rules=keeping("my-property"))
-        assert {kind for kind, _ in reported(verdict)} == {Kind.WEAK}
+        assert {kind for kind, _ in reported(verdict)} == {GateReason.WEAK}
 
 
 def test_a_property_of_users_hides_no_disagreement(gate: Gate) -> None:

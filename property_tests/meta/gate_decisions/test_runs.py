@@ -10,8 +10,7 @@ import pytest
 
 from lossgate.evidence.records import Matrix, Record
 from lossgate.evidence.sealed import matrix_of
-from lossgate.gate.committed import Committed
-from lossgate.gate.verdict import GateCode, Kind
+from lossgate.gate.gate_verdict import Committed, GateCode, GateReason
 from property_tests.meta.gate_decisions.decided import CELLS, NOW, RULES, Gate, only, reported
 from property_tests.meta.made_evidence import (
     COMMIT,
@@ -31,52 +30,60 @@ def replaced(number: int, **changes: Any) -> Callable[[list[Record]], list[Recor
     ]
 
 
-RUNS: dict[str, tuple[Callable[[list[Record]], list[Record]], Kind, str]] = {
-    "no start": (without(0), Kind.DAMAGED, "run run-1: the record of its start is missing"),
-    "no end": (without(3), Kind.UNFINISHED, "run run-1: the record of its end is missing: it was stopped"),
-    "a cell is gone": (without(2), Kind.DAMAGED, "run run-1: its end counts 2 cells, and the evidence has 1"),
-    "stopped": (replaced(3, stopped="a rank is lost"), Kind.UNFINISHED, "it was stopped: a rank is lost"),
-    "another cell": (replaced(2, seconds=2.0), Kind.DAMAGED, "its cells are not those that its end was written for"),
+RUNS: dict[str, tuple[Callable[[list[Record]], list[Record]], GateReason, str]] = {
+    "no start": (without(0), GateReason.DAMAGED, "run run-1: the record of its start is missing"),
+    "no end": (without(3), GateReason.UNFINISHED, "run run-1: the record of its end is missing: it was stopped"),
+    "a cell is gone": (without(2), GateReason.DAMAGED, "run run-1: its end counts 2 cells, and the evidence has 1"),
+    "stopped": (replaced(3, stopped="a rank is lost"), GateReason.UNFINISHED, "it was stopped: a rank is lost"),
+    "another cell": (
+        replaced(2, seconds=2.0),
+        GateReason.DAMAGED,
+        "its cells are not those that its end was written for",
+    ),
     "planned and not there": (
         replaced(0, cells=(*(c.key for c in CELLS), cell(layout="cp=2").key)),
-        Kind.MISSING,
+        GateReason.MISSING,
         "run run-1 planned it, and has no result of it",
     ),
     "planned at the end": (
         replaced(3, planned=(cell(layout="cp=2").key,)),
-        Kind.MISSING,
+        GateReason.MISSING,
         "run run-1 planned it",
     ),
     "there and not planned": (
         replaced(0, cells=(cell().key,)),
-        Kind.CONTRADICTORY,
+        GateReason.CONTRADICTORY,
         "run run-1 has a result of it, and did not plan it",
     ),
-    "modified": (replaced(0, modified=True), Kind.MIXED, "files differed from the commit"),
+    "modified": (replaced(0, modified=True), GateReason.MIXED, "files differed from the commit"),
     "source": (
         replaced(1, source_modified=True),
-        Kind.MIXED,
+        GateReason.MIXED,
         "kernels.py was not as in the commit, and the policy asks for unmodified = true",
     ),
-    "unknown source": (replaced(1, source_modified=None), Kind.MIXED, "kernels.py was not as in the commit"),
+    "unknown source": (replaced(1, source_modified=None), GateReason.MIXED, "kernels.py was not as in the commit"),
     "no checkout": (
         replaced(0, modified=None),
-        Kind.MIXED,
+        GateReason.MIXED,
         "it is not known whether files differed from the commit",
     ),
-    "no commit": (replaced(0, commit=None), Kind.MIXED, "evidence names no commit"),
-    "no version": (replaced(0, versions={"lossgate": "1"}), Kind.MIXED, "several versions of torch: unknown"),
+    "no commit": (replaced(0, commit=None), GateReason.MIXED, "evidence names no commit"),
+    "no version": (replaced(0, versions={"lossgate": "1"}), GateReason.MIXED, "several versions of torch: unknown"),
     "first day of the calendar": (
         replaced(1, time="0001-01-01T00:00:00+00:00"),
-        Kind.STALE,
+        GateReason.STALE,
         "it is from 0001-01-01T00:00+00:00",
     ),
     "no time": (
         replaced(1, time="2026-13-01T00:00:00+00:00"),
-        Kind.DAMAGED,
+        GateReason.DAMAGED,
         "'2026-13-01T00:00:00+00:00' is not a time",
     ),
-    "another source": (replaced(1, source_digest="f" * 64), Kind.MIXED, "kernels.py was changed between the cells"),
+    "another source": (
+        replaced(1, source_digest="f" * 64),
+        GateReason.MIXED,
+        "kernels.py was changed between the cells",
+    ),
 }
 
 
@@ -90,7 +97,7 @@ def test_a_run_that_is_not_as_it_should_be_closes_the_gate(gate: Gate, wrong: st
 
 def test_two_starts_of_one_run_close_the_gate(gate: Gate) -> None:
     kind, message = only(gate.decide([*whole_run(CELLS), run(CELLS, host="other")]))
-    assert kind is Kind.CONTRADICTORY
+    assert kind is GateReason.CONTRADICTORY
     assert "another line has started or ended this run differently" in message
 
 
@@ -106,7 +113,7 @@ def test_two_starts_of_one_run_close_the_gate(gate: Gate) -> None:
 )
 def test_evidence_of_another_time_closes_the_gate(gate: Gate, now: datetime, message: str) -> None:
     kind, text = only(gate.decide(whole_run(CELLS), now=now))
-    assert kind is Kind.STALE
+    assert kind is GateReason.STALE
     assert text.startswith(f"run run-1: it is from 2026-11-20T12:00+00:00, {message}")
 
 
@@ -132,7 +139,7 @@ OTHER: dict[str, tuple[dict[str, Any], str]] = {
 def test_evidence_of_different_code_closes_the_gate(gate: Gate, what: str) -> None:
     changes, message = OTHER[what]
     kind, text = only(gate.decide(whole_run(CELLS[:1]), whole_run(CELLS[1:], run="run-2", **changes)))
-    assert kind is Kind.MIXED
+    assert kind is GateReason.MIXED
     assert text.startswith(message)
     rules = RULES.replace("[evidence]", "[evidence]\nsame_commit = false\nsame_versions = []")
     assert gate.decide(whole_run(CELLS[:1]), whole_run(CELLS[1:], run="run-2", **changes), rules=rules).passes
@@ -141,7 +148,7 @@ def test_evidence_of_different_code_closes_the_gate(gate: Gate, what: str) -> No
 def test_the_commit_of_the_release_is_asked_for(gate: Gate) -> None:
     assert gate.decide(whole_run(CELLS), commit=COMMIT).passes
     kind, text = only(gate.decide(whole_run(CELLS), commit="e" * 40))
-    assert kind is Kind.MIXED
+    assert kind is GateReason.MIXED
     assert text == f"run run-1: it is of commit {COMMIT}, and commit {'e' * 40} is asked for"
 
 
@@ -160,18 +167,18 @@ def test_all_parts_of_a_matrix_open_the_gate(gate: Gate) -> None:
 def test_a_missing_part_closes_the_gate(gate: Gate) -> None:
     only_one_is_required = RULES.replace('["single", "tp=2"]', '["*"]')
     kind, message = only(gate.decide(*parts(2, 2), rules=only_one_is_required))
-    assert kind is Kind.MISSING
+    assert kind is GateReason.MISSING
     assert message == "part 1/2 of the matrix of 2 cells is missing; verify with --shard, or add the file"
 
 
-WRONG_PARTS: dict[str, tuple[dict[str, Any], Kind, str]] = {
-    "no matrix": ({"matrix": None}, Kind.DAMAGED, "it is part 1/2, and does not say of which matrix"),
+WRONG_PARTS: dict[str, tuple[dict[str, Any], GateReason, str]] = {
+    "no matrix": ({"matrix": None}, GateReason.DAMAGED, "it is part 1/2, and does not say of which matrix"),
     "another matrix": (
         {"matrix": Matrix(cells=8, digest="b" * 64)},
-        Kind.MISSING,
+        GateReason.MISSING,
         "part 2/2 of the matrix of 8 cells is missing",
     ),
-    "no part": ({"part": None}, Kind.DAMAGED, "it planned other cells than its matrix of 2 cells has"),
+    "no part": ({"part": None}, GateReason.DAMAGED, "it planned other cells than its matrix of 2 cells has"),
 }
 
 
@@ -187,14 +194,14 @@ def test_a_part_that_does_not_fit_its_matrix_closes_the_gate(gate: Gate, wrong: 
 def test_a_part_that_cannot_be_read_is_damage(gate: Gate, part: str) -> None:
     (first, *others), second = parts(2, 1, 2)
     verdict = gate.decide([msgspec.structs.replace(first, part=part), *others], second)
-    assert any(what is Kind.DAMAGED and "matching regex" in text for what, text in reported(verdict))
+    assert any(what is GateReason.DAMAGED and "matching regex" in text for what, text in reported(verdict))
 
 
 def test_parts_that_share_out_other_cells_close_the_gate(gate: Gate) -> None:
     matrix = matrix_of([*(one.key for one in CELLS), cell(layout="cp=2").key])
     both = [whole_run(CELLS, run=f"run-{n}", part=f"{n}/2", matrix=matrix) for n in (1, 2)]
     kind, message = only(gate.decide(*both))
-    assert kind is Kind.DAMAGED
+    assert kind is GateReason.DAMAGED
     assert message == "all parts of the matrix of 3 cells are there, and they planned other cells"
 
 

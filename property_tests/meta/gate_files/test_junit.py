@@ -9,7 +9,7 @@ import pytest
 import xmlschema
 from junitparser import JUnitXml
 
-from lossgate.gate.verdict import Blocker, GatedCell, GateVerdict, Kind
+from lossgate.gate.gate_verdict import Blocker, GatedCell, GateReason, GateVerdict
 from lossgate.reports.gate_files.junit import junit_xml
 from property_tests.meta.gate_files.verdicts import (
     ISSUE,
@@ -68,9 +68,9 @@ def test_a_closed_gate_never_looks_open(name: str) -> None:
     assert any(suite.name == "lossgate.gate" for suite in read)
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_only_a_disagreement_is_a_failure(kind: Kind) -> None:
-    tag = "failure" if kind is Kind.DISAGREE else "error"
+@pytest.mark.parametrize("kind", GateReason)
+def test_only_a_disagreement_is_a_failure(kind: GateReason) -> None:
+    tag = "failure" if kind is GateReason.DISAGREE else "error"
     for judged in (verdict([blocked(key(), kind)]), verdict([], of_gate(kind))):
         assert {one.tag for one in tree(judged).iter() if one.get("type")} == {tag}
         assert {one.get("type") for one in tree(judged).iter(tag)} == {kind.value}
@@ -78,18 +78,18 @@ def test_only_a_disagreement_is_a_failure(kind: Kind) -> None:
 
 def test_a_case_with_several_blockers_has_one_result_that_lists_all() -> None:
     blockers = tuple(
-        Blocker(kind=kind, message=f"It is {kind}.", cell=key(), where="out.jsonl:3")
-        for kind in (Kind.STALE, Kind.DISAGREE, Kind.WEAK)
+        Blocker(reason=kind, message=f"It is {kind}.", cell=key(), where="out.jsonl:3")
+        for kind in (GateReason.STALE, GateReason.DISAGREE, GateReason.WEAK)
     )
     judged = verdict([GatedCell(key=key(), summary=summary(key(), "DISAGREE"), blockers=blockers)])
     (result,) = case(judged, "agreement-single-float32")
     assert (result.tag, result.get("message")) == ("failure", "It is disagree. (and 2 more)")
-    lines = [f"{b.kind}: {key()}: It is {b.kind}. (out.jsonl:3)" for b in blockers]
+    lines = [f"{b.reason}: {key()}: It is {b.reason}. (out.jsonl:3)" for b in blockers]
     assert (result.text or "").splitlines() == [*lines, "replay: lossgate replay failures/one.json"]
 
 
 def test_only_a_disagreement_has_its_replay_command() -> None:
-    stale = Blocker(kind=Kind.STALE, message="It is old.", cell=key())
+    stale = Blocker(reason=GateReason.STALE, message="It is old.", cell=key())
     judged = verdict([GatedCell(key=key(), summary=summary(key(), "DISAGREE"), blockers=(stale,))])
     (result,) = case(judged, "agreement-single-float32")
     assert "replay" not in (result.text or "")

@@ -14,8 +14,7 @@ import pytest
 from jsonschema import Draft4Validator, ValidationError
 
 from lossgate import __version__
-from lossgate.gate.verdict import Blocker, GatedCell, GateVerdict, Kind
-from lossgate.reports.gate_files.kinds import MEANINGS
+from lossgate.gate.gate_verdict import Blocker, GatedCell, GateReason, GateVerdict
 from lossgate.reports.gate_files.sarif import sarif
 from property_tests.meta.gate_files.verdicts import (
     ISSUE,
@@ -70,7 +69,7 @@ def declared(source: str, text: str | None = None, layout: str = "single") -> Ga
     digest = sha256(text.encode()).hexdigest() if text is not None else None
     judged = summary(of, "DISAGREE", source=source, source_digest=digest)
     return verdict(
-        [GatedCell(key=of, summary=judged, blockers=(Blocker(kind=Kind.DISAGREE, message="Bad.", cell=of),))]
+        [GatedCell(key=of, summary=judged, blockers=(Blocker(reason=GateReason.DISAGREE, message="Bad.", cell=of),))]
     )
 
 
@@ -92,10 +91,9 @@ def test_the_schema_finds_what_is_broken(where: str, value: Any) -> None:
 
 def test_every_kind_has_a_rule() -> None:
     driver = run(VERDICTS["open"])["tool"]["driver"]
-    assert set(MEANINGS) == set(Kind)
     assert (driver["name"], driver["version"]) == ("lossgate", __version__)
     assert "informationUri" not in driver
-    assert [rule["id"] for rule in driver["rules"]] == [*(kind.replace(" ", "-") for kind in Kind), "more"]
+    assert [rule["id"] for rule in driver["rules"]] == [*(kind.replace(" ", "-") for kind in GateReason), "more"]
     for rule in driver["rules"]:
         for text in ("shortDescription", "fullDescription", "help"):
             assert rule[text]["text"].endswith(".")
@@ -117,7 +115,8 @@ def test_each_blocker_is_an_error_that_code_scanning_can_show(name: str) -> None
 
 def test_disagreements_come_first() -> None:
     judged = verdict(
-        [blocked(key("a"), Kind.STALE), blocked(key("b"), Kind.DISAGREE), excused(key("c"))], of_gate(Kind.MIXED)
+        [blocked(key("a"), GateReason.STALE), blocked(key("b"), GateReason.DISAGREE), excused(key("c"))],
+        of_gate(GateReason.MIXED),
     )
     found = [(r["ruleId"], r["level"]) for r in run(judged)["results"]]
     assert found == [("disagree", "error"), ("mixed", "error"), ("stale", "error"), ("known-failure", "note")]
@@ -129,7 +128,7 @@ def test_an_excused_known_failure_is_a_note_with_its_issue() -> None:
 
 
 def test_a_result_names_its_evidence() -> None:
-    found = result(verdict([blocked(key(), Kind.WEAK, where="out/evidence.jsonl:3")]))
+    found = result(verdict([blocked(key(), GateReason.WEAK, where="out/evidence.jsonl:3")]))
     assert found["properties"] == {
         "where": "out/evidence.jsonl:3",
         "cell": str(key()),
@@ -142,7 +141,7 @@ def test_a_result_names_its_evidence() -> None:
 
 def test_a_result_has_what_a_call_used() -> None:
     over = summary(key(), "DISAGREE", resources={"saved": {"bytes": 64.0, "budget": 8.0}, "problem": {"tokens": 2.0}})
-    found = result(verdict([GatedCell(key=key(), summary=over, blockers=blocked(key(), Kind.DISAGREE).blockers)]))
+    found = result(verdict([GatedCell(key=key(), summary=over, blockers=blocked(key(), GateReason.DISAGREE).blockers)]))
     assert found["properties"]["used"] == [
         "saved for backward: 64 bytes of a budget of 8",
         "measured with 2 tokens, on each rank",
@@ -153,11 +152,11 @@ def test_fingerprints_hang_on_kind_and_cell_only() -> None:
     def fingerprints(judged: GateVerdict) -> list[str]:
         return [r["partialFingerprints"]["primaryLocationLineHash"] for r in run(judged)["results"]]
 
-    before = fingerprints(verdict([blocked(key(), Kind.STALE, "It is 3 days old.", "a.jsonl:3")]))
-    after = fingerprints(verdict([blocked(key(), Kind.STALE, "It is 4 days old.", "b.jsonl:9")]))
+    before = fingerprints(verdict([blocked(key(), GateReason.STALE, "It is 3 days old.", "a.jsonl:3")]))
+    after = fingerprints(verdict([blocked(key(), GateReason.STALE, "It is 4 days old.", "b.jsonl:9")]))
     assert before == after
-    assert before != fingerprints(verdict([blocked(key(), Kind.WEAK)]))
-    assert before != fingerprints(verdict([blocked(key(layout="tp=2"), Kind.STALE)]))
+    assert before != fingerprints(verdict([blocked(key(), GateReason.WEAK)]))
+    assert before != fingerprints(verdict([blocked(key(layout="tp=2"), GateReason.STALE)]))
 
 
 @pytest.mark.parametrize(
@@ -170,7 +169,7 @@ def test_fingerprints_hang_on_kind_and_cell_only() -> None:
     ],
 )
 def test_a_message_is_plain_text(message: str, shown: str) -> None:
-    assert result(verdict([], of_gate(Kind.MIXED, message)))["message"]["text"] == shown
+    assert result(verdict([], of_gate(GateReason.MIXED, message)))["message"]["text"] == shown
 
 
 @pytest.mark.parametrize(
@@ -200,14 +199,14 @@ def test_a_place_is_the_source_or_else_the_policy(source: str, expected: str) ->
     [(f"{POLICY.file}:12", 12), (f"{POLICY.file}:0", 1), (f"{POLICY.file}:x", 1), ("a.jsonl:7", 1), ("", 1)],
 )
 def test_what_concerns_no_cell_is_shown_in_the_policy(where: str, line: int) -> None:
-    found = result(verdict([], of_gate(Kind.STALE, where=where)))["locations"][0]
+    found = result(verdict([], of_gate(GateReason.STALE, where=where)))["locations"][0]
     assert (uri(found), found["physicalLocation"]["region"]) == (POLICY.file, {"startLine": line})
 
 
 def test_a_missing_cell_is_shown_where_its_candidate_is_declared() -> None:
-    judged = verdict([agreeing(key()), blocked(key(layout="tp=2"), Kind.MISSING)])
+    judged = verdict([agreeing(key()), blocked(key(layout="tp=2"), GateReason.MISSING)])
     assert uri(result(judged)["locations"][0]) == "ci/kernels.py"
-    assert uri(result(verdict([blocked(key(), Kind.MISSING)]))["locations"][0]) == POLICY.file
+    assert uri(result(verdict([blocked(key(), GateReason.MISSING)]))["locations"][0]) == POLICY.file
 
 
 @pytest.mark.parametrize(("name", "line"), [("decorated", 4), ("assigned", 6), ("typed", 7), ("nowhere", 1)])
@@ -242,7 +241,9 @@ def test_code_scanning_takes_no_more_than_25000_results() -> None:
     assert len(results) == 25_000
     assert results[-1]["message"]["text"].startswith("5001 more results are left out here")
     assert (results[-1]["ruleId"], results[-1]["level"]) == ("more", "error")
-    assert sum(r["ruleId"] == "disagree" for r in results) == sum(b.kind is Kind.DISAGREE for b in many().blockers)
+    assert sum(r["ruleId"] == "disagree" for r in results) == sum(
+        b.reason is GateReason.DISAGREE for b in many().blockers
+    )
     schema().validate({**json.loads(text), "runs": [{**run(VERDICTS["open"]), "results": results[-3:]}]})
 
 
@@ -261,7 +262,7 @@ def test_the_smallest_file_has_one_result(monkeypatch: pytest.MonkeyPatch) -> No
     assert result(many(30))["message"]["text"].startswith("30 more results are left out here")
 
 
-@pytest.mark.parametrize(("kind", "shown"), [(Kind.DISAGREE, True), (Kind.INCONCLUSIVE, False)])
-def test_a_disagreement_has_its_replay_command(kind: Kind, shown: bool) -> None:
+@pytest.mark.parametrize(("kind", "shown"), [(GateReason.DISAGREE, True), (GateReason.INCONCLUSIVE, False)])
+def test_a_disagreement_has_its_replay_command(kind: GateReason, shown: bool) -> None:
     text = result(verdict([blocked(key(), kind)]))["message"]["text"]
     assert text.endswith("What to do. Replay: lossgate replay failures/one.json") is shown

@@ -13,7 +13,7 @@ from in_toto_attestation.v1.statement import Statement
 from in_toto_attestation.v1.statement_pb2 import Statement as StatementMessage
 
 from lossgate.base.errors import UsageError
-from lossgate.gate.verdict import Digested, GateVerdict, Kind
+from lossgate.gate.gate_verdict import Digested, GatedCell, GateReason, GateVerdict
 from lossgate.reports.gate_files.statement import statement
 from property_tests.meta.gate_files.verdicts import (
     COMMIT,
@@ -26,6 +26,7 @@ from property_tests.meta.gate_files.verdicts import (
     excused,
     key,
     of_gate,
+    summary,
     verdict,
 )
 
@@ -85,11 +86,30 @@ def test_types_are_those_of_the_specification() -> None:
     ("judged", "result", "passed", "warned", "failed"),
     [
         (verdict([agreeing(key())]), "PASSED", [key()], [], []),
+        (
+            verdict([GatedCell(key=key(), summary=summary(key(), kept=("no-grad",), not_distinguished=("a and b",)))]),
+            "PASSED",
+            [key()],
+            [],
+            [],
+        ),
         (verdict([agreeing(key()), excused(key("b"))]), "WARNED", [key()], [key("b")], []),
         (VERDICTS["open, with a cell that nobody asks for"], "WARNED", [key()], [key("other")], []),
-        (verdict([excused(key()), blocked(key("b"), Kind.WEAK)]), "FAILED", [], [key()], [key("b")]),
-        (verdict([agreeing(key())], of_gate(Kind.MIXED), of_gate(Kind.MIXED)), "FAILED", [key()], [], ["gate: mixed"]),
-        (verdict([blocked(key(), Kind.MISSING)], of_gate(Kind.EMPTY)), "FAILED", [], [], ["gate: empty", key()]),
+        (verdict([excused(key()), blocked(key("b"), GateReason.WEAK)]), "FAILED", [], [key()], [key("b")]),
+        (
+            verdict([agreeing(key())], of_gate(GateReason.MIXED), of_gate(GateReason.MIXED)),
+            "FAILED",
+            [key()],
+            [],
+            ["gate: mixed"],
+        ),
+        (
+            verdict([blocked(key(), GateReason.MISSING)], of_gate(GateReason.EMPTY)),
+            "FAILED",
+            [],
+            [],
+            ["gate: empty", key()],
+        ),
     ],
 )
 def test_cells_are_tests(

@@ -9,8 +9,7 @@ import pytest
 from rich.console import Console
 
 from lossgate.evidence.records import CellKey
-from lossgate.gate.committed import Committed
-from lossgate.gate.verdict import Blocker, GatedCell, GateVerdict, Kind
+from lossgate.gate.gate_verdict import Blocker, Committed, GatedCell, GateReason, GateVerdict
 from lossgate.reports.gate_text import print_gate
 from lossgate.reports.remarks import EXCLUDED, EXEMPT, NOT_DISTINGUISHED
 
@@ -25,13 +24,13 @@ def shown(of: GateVerdict, width: int = 180, *, terminal: bool = False) -> list[
     return text.getvalue().splitlines()
 
 
-def reason(kind: Kind, message: str = "it is wrong", cell: CellKey | None = None) -> Blocker:
-    return Blocker(kind=kind, message=message, cell=cell)
+def reason(kind: GateReason, message: str = "it is wrong", cell: CellKey | None = None) -> Blocker:
+    return Blocker(reason=kind, message=message, cell=cell)
 
 
 def disagreeing(of: CellKey, message: str = "it disagrees: loss is 2 times the reference", **changed: Any) -> GatedCell:
     result = summary(of, "DISAGREE", failure=failure(**changed))
-    return GatedCell(key=of, summary=result, blockers=(reason(Kind.DISAGREE, message, of),))
+    return GatedCell(key=of, summary=result, blockers=(reason(GateReason.DISAGREE, message, of),))
 
 
 def test_choices_that_were_not_distinguished_stand_last() -> None:
@@ -64,8 +63,8 @@ def test_changes_that_are_not_committed_are_named_beside_the_commit() -> None:
     assert said[Committed.UNKNOWN] == said[Committed.YES]
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_the_heading_of_a_reason_is_its_word(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", GateReason)
+def test_the_heading_of_a_reason_is_its_word(kind: GateReason) -> None:
     """The word that documentation, JUnit, SARIF and the page use."""
     lines = shown(verdict([agreeing(key())], reason(kind), reason(kind)))
     assert lines[0] == "CLOSED: 2 reasons"
@@ -73,14 +72,14 @@ def test_the_heading_of_a_reason_is_its_word(kind: Kind) -> None:
 
 
 def test_one_reason_is_singular() -> None:
-    assert shown(verdict([], reason(Kind.EMPTY)))[0] == "CLOSED: 1 reason"
+    assert shown(verdict([], reason(GateReason.EMPTY)))[0] == "CLOSED: 1 reason"
 
 
 def test_a_cell_is_named_once_for_each_kind_of_reason() -> None:
     one = key()
-    both = (reason(Kind.WEAK, "too few problems", one), reason(Kind.WEAK, "too blind", one))
+    both = (reason(GateReason.WEAK, "too few problems", one), reason(GateReason.WEAK, "too blind", one))
     cell = GatedCell(key=one, summary=summary(one), blockers=both)
-    lines = shown(verdict([cell, blocked(key("other"), Kind.WEAK, "too few problems")]))
+    lines = shown(verdict([cell, blocked(key("other"), GateReason.WEAK, "too few problems")]))
     assert lines[0] == "CLOSED: 3 reasons"
     assert lines[4:] == [
         "weak (3)",
@@ -91,7 +90,7 @@ def test_a_cell_is_named_once_for_each_kind_of_reason() -> None:
 
 
 def test_the_first_cells_of_a_kind_are_shown_and_the_other_reasons_counted() -> None:
-    cells = [blocked(key(f"kernel_{i}"), Kind.STALE) for i in range(5)]
+    cells = [blocked(key(f"kernel_{i}"), GateReason.STALE) for i in range(5)]
     lines = shown(verdict(cells))
     assert [line.partition("[")[0] for line in lines[5:]] == [
         "  kernel_0",
@@ -102,7 +101,9 @@ def test_the_first_cells_of_a_kind_are_shown_and_the_other_reasons_counted() -> 
 
 
 def test_the_gravest_reasons_stand_first() -> None:
-    lines = shown(verdict([], *map(reason, (Kind.WEAK, Kind.MISSING, Kind.DISAGREE, Kind.DAMAGED))))
+    lines = shown(
+        verdict([], *map(reason, (GateReason.WEAK, GateReason.MISSING, GateReason.DISAGREE, GateReason.DAMAGED)))
+    )
     headings = [line for line in lines if line.endswith("(1)")]
     assert headings == ["disagree (1)", "damaged (1)", "missing (1)", "weak (1)"]
 
@@ -116,7 +117,7 @@ def test_the_replay_command_is_a_line_of_its_own_that_is_never_wrapped(width: in
 def test_only_disagreements_have_a_replay_command() -> None:
     one = key()
     result = summary(one, "DISAGREE")
-    stale = GatedCell(key=one, summary=result, blockers=(reason(Kind.STALE, cell=one),))
+    stale = GatedCell(key=one, summary=result, blockers=(reason(GateReason.STALE, cell=one),))
     assert REPLAY not in shown(verdict([stale]))
     assert not any("replay" in line for line in shown(verdict([disagreeing(one, replay=None)])))
 
@@ -124,7 +125,7 @@ def test_only_disagreements_have_a_replay_command() -> None:
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_wrapped_lines_hang_on_a_terminal_and_stay_whole_in_a_file(width: int) -> None:
     message = "word " * 60 + "end"
-    of = verdict([blocked(key(), Kind.STALE, message)])
+    of = verdict([blocked(key(), GateReason.STALE, message)])
     assert f"  {key()}: {message}" in shown(of, width)
     lines = shown(of, width, terminal=True)
     first = next(number for number, line in enumerate(lines) if line.startswith(f"  {key()}"))
@@ -137,9 +138,9 @@ def test_wrapped_lines_hang_on_a_terminal_and_stay_whole_in_a_file(width: int) -
 def test_text_of_files_is_shown_literally() -> None:
     one = key(HOSTILE)
     cell = disagreeing(one, HOSTILE, replay=f"lossgate replay {HOSTILE}")
-    damaged = reason(Kind.DAMAGED, "[red]loud[/]")
+    damaged = reason(GateReason.DAMAGED, "[red]loud[/]")
     of = verdict([cell], damaged, versions={HOSTILE: (HOSTILE,)}, commits=(HOSTILE,))
     text = "\n".join(shown(of))
     assert "[red]loud[/]" in text
     assert not re.search("[\x00\x1b\x85\u202e\u2028\udcff\ufffe]", text)
-    assert len(text.splitlines()) == len(shown(verdict([disagreeing(one)], reason(Kind.DAMAGED))))
+    assert len(text.splitlines()) == len(shown(verdict([disagreeing(one)], reason(GateReason.DAMAGED))))

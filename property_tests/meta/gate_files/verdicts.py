@@ -7,8 +7,7 @@ from typing import Any
 from lossgate.evidence.reader import Where
 from lossgate.evidence.records import CellKey, Failure
 from lossgate.evidence.summary import CellSummary
-from lossgate.gate.committed import Committed
-from lossgate.gate.verdict import Blocker, Digested, GatedCell, GateVerdict, Kind
+from lossgate.gate.gate_verdict import Blocker, Committed, Digested, GatedCell, GateReason, GateVerdict
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 POLICY = Digested(file="ci/gate.toml", sha256="a" * 64)
@@ -69,11 +68,11 @@ def agreeing(of: CellKey) -> GatedCell:
     return GatedCell(key=of, summary=summary(of))
 
 
-def blocked(of: CellKey, kind: Kind, message: str = "What is wrong. What to do.", where: str = "") -> GatedCell:
+def blocked(of: CellKey, kind: GateReason, message: str = "What is wrong. What to do.", where: str = "") -> GatedCell:
     """Returns a cell with one blocker; a missing one has no summary."""
-    verdict = {Kind.DISAGREE: "DISAGREE", Kind.INCONCLUSIVE: "INCONCLUSIVE"}.get(kind, "AGREE")
-    result = None if kind is Kind.MISSING else summary(of, verdict)
-    return GatedCell(key=of, summary=result, blockers=(Blocker(kind=kind, message=message, cell=of, where=where),))
+    verdict = {GateReason.DISAGREE: "DISAGREE", GateReason.INCONCLUSIVE: "INCONCLUSIVE"}.get(kind, "AGREE")
+    result = None if kind is GateReason.MISSING else summary(of, verdict)
+    return GatedCell(key=of, summary=result, blockers=(Blocker(reason=kind, message=message, cell=of, where=where),))
 
 
 def excused(of: CellKey, issue: str = ISSUE) -> GatedCell:
@@ -83,7 +82,7 @@ def excused(of: CellKey, issue: str = ISSUE) -> GatedCell:
 def verdict(cells: Iterable[GatedCell], *general: Blocker, **changed: Any) -> GateVerdict:
     cells = tuple(sorted(cells, key=lambda cell: cell.key))
     whole: dict[str, Any] = {
-        "blockers": (*general, *(blocker for cell in cells for blocker in cell.blockers)),
+        "general": general,
         "cells": cells,
         "policy": POLICY,
         "evidence": (EVIDENCE,),
@@ -96,8 +95,8 @@ def verdict(cells: Iterable[GatedCell], *general: Blocker, **changed: Any) -> Ga
     return GateVerdict(**whole)
 
 
-def of_gate(kind: Kind, message: str = "What is wrong. What to do.", where: str = "") -> Blocker:
-    return Blocker(kind=kind, message=message, where=where)
+def of_gate(kind: GateReason, message: str = "What is wrong. What to do.", where: str = "") -> Blocker:
+    return Blocker(reason=kind, message=message, where=where)
 
 
 def hostile() -> GateVerdict:
@@ -112,11 +111,11 @@ def hostile() -> GateVerdict:
         where=Where(HOSTILE, 2),
         seconds=float("nan"),
     )
-    blocker = Blocker(kind=Kind.DISAGREE, message=HOSTILE, cell=first, where=HOSTILE)
+    blocker = Blocker(reason=GateReason.DISAGREE, message=HOSTILE, cell=first, where=HOSTILE)
     file = Digested(file=HOSTILE, sha256="e" * 64)
     return verdict(
         [GatedCell(key=first, summary=result, blockers=(blocker,)), excused(second, HOSTILE)],
-        of_gate(Kind.MIXED, HOSTILE, HOSTILE),
+        of_gate(GateReason.MIXED, HOSTILE, HOSTILE),
         policy=file,
         evidence=(file,),
         sources=(file,),
@@ -127,7 +126,7 @@ def hostile() -> GateVerdict:
 
 def many(count: int = 30_000) -> GateVerdict:
     """A closed gate with a blocker in each of many cells."""
-    kinds = list(Kind)
+    kinds = list(GateReason)
     return verdict(blocked(key(f"kernel{n % 7}", f"dp={n}"), kinds[n % len(kinds)]) for n in range(count))
 
 
@@ -137,12 +136,10 @@ VERDICTS: dict[str, GateVerdict] = {
     "open, with a cell that nobody asks for": verdict(
         [agreeing(key()), GatedCell(key=key("other"), summary=summary(key("other"), "INCONCLUSIVE"), required=False)]
     ),
-    "closed, without cells": verdict([], of_gate(Kind.EMPTY), evidence=(), versions={}),
-    "closed by a cell that is not listed": verdict(
-        [], Blocker(kind=Kind.MISSING, message="It's not there.", cell=key())
-    ),
+    "closed, without cells": verdict([], of_gate(GateReason.EMPTY), evidence=(), versions={}),
+    "closed by a cell that is not there": verdict([blocked(key(), GateReason.MISSING, "It's not there.")]),
     "hostile": hostile(),
-    **{f"closed: {kind}": verdict([agreeing(key())], of_gate(kind, where=f"{POLICY.file}:4")) for kind in Kind},
-    **{f"a cell is closed: {kind}": verdict([blocked(key(), kind), agreeing(key("other"))]) for kind in Kind},
+    **{f"closed: {kind}": verdict([agreeing(key())], of_gate(kind, where=f"{POLICY.file}:4")) for kind in GateReason},
+    **{f"a cell is closed: {kind}": verdict([blocked(key(), kind), agreeing(key("other"))]) for kind in GateReason},
 }
 """Verdicts of every sort, by name."""

@@ -7,8 +7,7 @@ from typing import Any
 from lossgate.evidence.reader import Where
 from lossgate.evidence.records import CellKey, CellRecord, Failure, KnownFailureRecord
 from lossgate.evidence.summary import summarize
-from lossgate.gate.committed import Committed
-from lossgate.gate.verdict import Blocker, Digested, GatedCell, GateVerdict, Kind
+from lossgate.gate.gate_verdict import Blocker, Committed, Digested, GatedCell, GateReason, GateVerdict
 from lossgate.reports.page.page import Page
 from property_tests.meta.made_evidence import cell, run
 
@@ -66,8 +65,8 @@ def key(candidate: str) -> CellKey:
     return record(candidate).key
 
 
-def blocker(kind: Kind, candidate: str | None = None, message: str = "Mend it.") -> Blocker:
-    return Blocker(kind=kind, message=message, cell=None if candidate is None else key(candidate), where="a.jsonl:3")
+def blocker(kind: GateReason, candidate: str | None = None, message: str = "Mend it.") -> Blocker:
+    return Blocker(reason=kind, message=message, cell=None if candidate is None else key(candidate), where="a.jsonl:3")
 
 
 def gated(cell: CellRecord | str, *blockers: Blocker, **changes: Any) -> GatedCell:
@@ -81,7 +80,7 @@ def gated(cell: CellRecord | str, *blockers: Blocker, **changes: Any) -> GatedCe
 def gate(*cells: GatedCell, others: Sequence[Blocker] = ()) -> GateVerdict:
     file = Digested(file="gate.toml", sha256=DIGEST)
     return GateVerdict(
-        blockers=(*others, *(blocker for cell in cells for blocker in cell.blockers)),
+        general=tuple(others),
         cells=cells,
         policy=file,
         evidence=(file,),

@@ -12,8 +12,9 @@ from lossgate.evidence.reader import Where
 from lossgate.evidence.records import CellRecord, OutputRecord, PooledRecord, PropertyRecord, WorstExample
 from lossgate.evidence.summary import summarize
 from lossgate.gate.cells import CellJudge, Need
-from lossgate.gate.rules import EvidenceRules, Policy
-from lossgate.gate.verdict import GatedCell, Kind
+from lossgate.gate.gate_verdict import GatedCell, GateReason
+from lossgate.gate.policy import Policy
+from lossgate.gate.rules import EvidenceRules
 from lossgate.reports.page.details import LONGEST_TREND, Details
 from lossgate.reports.page.entries import entries_of
 from lossgate.reports.page.histograms import BINS_PER_DECADE, HIGHEST, LOWEST, Histogram, histograms_of
@@ -148,14 +149,14 @@ def test_what_is_empty_is_left_out() -> None:
 
 def test_a_cell_of_which_only_a_summary_is_left_has_reasons_and_failure() -> None:
     cell = record(verdict="DISAGREE", reasons=("too large",), failure=failure("small"))
-    shown, kept = opened(page(gate=gate(gated(cell, blocker(Kind.DISAGREE, "kernel")))))
+    shown, kept = opened(page(gate=gate(gated(cell, blocker(GateReason.DISAGREE, "kernel")))))
     assert [kept.texts.values[number] for number in shown["reasons"]] == ["too large"]
     assert kept.problems.values[shown["failure"][0]] == failure("small").problem
     assert (shown["line"], shown["required"], len(shown["blockers"])) == ("a.jsonl:3", 1, 1)
 
 
 def test_a_missing_cell_has_what_the_gate_says() -> None:
-    shown, kept = opened(page(gate=gate(gated("gone", blocker(Kind.MISSING, "gone")))))
+    shown, kept = opened(page(gate=gate(gated("gone", blocker(GateReason.MISSING, "gone")))))
     assert shown.keys() == {"blockers", "required"}
     assert [kept.texts.values[number] for number in shown["blockers"][0]] == ["missing", "Mend it.", "a.jsonl:3"]
 
@@ -228,7 +229,7 @@ def test_the_trend_is_sorted_by_time_and_not_by_text(times: list[str], order: li
 def test_reasons_and_command_are_not_repeated_in_what_the_gate_says(verdict: Any, message: str, shown: str) -> None:
     cell = record(verdict=verdict, reasons=("too large", "too noisy"), failure=failure("lossgate replay f.json"))
     said = judged(cell)
-    assert said.blockers[0].message == message
+    assert said.blockers[0].sentence == message
     opening, kept = opened(page(cell, gate=gate(said)))
     assert kept.texts.values[opening["blockers"][0][1]] == shown
 

@@ -5,7 +5,7 @@ import pytest
 from msgspec.structs import replace
 
 from lossgate.evidence.records import CellRecord
-from lossgate.gate.verdict import GatedCell, Kind
+from lossgate.gate.gate_verdict import GatedCell, GateReason
 from lossgate.reports.page.entries import State, count_states, entries_of
 from lossgate.reports.page.matrix import matrix_of
 from lossgate.reports.page.origin import origin_of
@@ -38,8 +38,8 @@ def test_the_state_of_a_record(cell: CellRecord, state: State) -> None:
     ("cell", "state"),
     [
         (gated(record()), State.AGREES),
-        (gated("gone", blocker(Kind.MISSING, "gone")), State.MISSING),
-        (gated(WRONG, blocker(Kind.DISAGREE, "wrong")), State.DISAGREES),
+        (gated("gone", blocker(GateReason.MISSING, "gone")), State.MISSING),
+        (gated(WRONG, blocker(GateReason.DISAGREE, "wrong")), State.DISAGREES),
         (gated(WRONG, excused="https://example.org/7"), State.KNOWN),
     ],
 )
@@ -97,7 +97,7 @@ def test_no_effect_is_known_of_a_cell_that_disagrees_or_was_never_compared(cell:
         ),
         (
             False,
-            page(gate=gate(gated(WRONG, blocker(Kind.DISAGREE, "wrong")))),
+            page(gate=gate(gated(WRONG, blocker(GateReason.DISAGREE, "wrong")))),
             "The gate is closed.",
             "Exit code 1: 1 cell disagrees.",
         ),
@@ -105,9 +105,9 @@ def test_no_effect_is_known_of_a_cell_that_disagrees_or_was_never_compared(cell:
             False,
             page(
                 gate=gate(
-                    gated(WRONG, blocker(Kind.DISAGREE, "wrong")),
-                    gated("gone", blocker(Kind.MISSING, "gone")),
-                    others=[blocker(Kind.STALE), blocker(Kind.STALE, message="Again.")],
+                    gated(WRONG, blocker(GateReason.DISAGREE, "wrong")),
+                    gated("gone", blocker(GateReason.MISSING, "gone")),
+                    others=[blocker(GateReason.STALE), blocker(GateReason.STALE, message="Again.")],
                 )
             ),
             "The gate is closed.",
@@ -115,13 +115,13 @@ def test_no_effect_is_known_of_a_cell_that_disagrees_or_was_never_compared(cell:
         ),
         (
             False,
-            page(gate=gate(gated(WRONG, blocker(Kind.DISAGREE, "wrong")), others=[blocker(Kind.MIXED)])),
+            page(gate=gate(gated(WRONG, blocker(GateReason.DISAGREE, "wrong")), others=[blocker(GateReason.MIXED)])),
             "The gate is closed.",
             "Exit code 1: 1 cell disagrees, and there is 1 other reason: 1 mixed.",
         ),
         (
             False,
-            page(gate=gate(gated("gone", blocker(Kind.MISSING, "gone")))),
+            page(gate=gate(gated("gone", blocker(GateReason.MISSING, "gone")))),
             "The gate is closed.",
             "Exit code 3: no cell disagrees, but the evidence is not enough: 1 missing.",
         ),
@@ -134,7 +134,9 @@ def test_the_headline(good: bool, shown: Page, verdict: str, why: str) -> None:
 
 
 def test_what_keeps_a_gate_closed_names_the_cell_that_opens() -> None:
-    verdict = gate(gated("gone", blocker(Kind.MISSING, "gone")), others=[blocker(Kind.MIXED, message="Two commits.")])
+    verdict = gate(
+        gated("gone", blocker(GateReason.MISSING, "gone")), others=[blocker(GateReason.MIXED, message="Two commits.")]
+    )
     problems = problems_of(verdict, entries_of(page(record("a"), gate=verdict)))
     assert [(p.kind, p.message, p.where, p.cell) for p in problems] == [
         ("mixed", "Two commits.", "a.jsonl:3", None),

@@ -17,7 +17,7 @@ from page import synthetic_page
 
 from lossgate.base.errors import UsageError
 from lossgate.evidence.records import CellRecord
-from lossgate.gate.verdict import Kind
+from lossgate.gate.gate_verdict import GateReason
 from lossgate.reports.page.page import Page
 from lossgate.reports.page.render import render_page
 from property_tests.meta.page.made import HOSTILE, blocker, failure, gate, gated, page, record
@@ -108,7 +108,7 @@ def hostile_page(text: str) -> Page:
     """Returns a page that says a text wherever evidence, policy or names can."""
     names = dict.fromkeys(("property", "layout", "dtype", "spec", "head", "source", "time"), text)
     cell = record(text, **names, verdict="DISAGREE", causes=(text,))
-    wrong = blocker(Kind.DISAGREE, message=text)
+    wrong = blocker(GateReason.DISAGREE, message=text)
     verdict = gate(gated(cell, wrong, excused=text), others=[replace(wrong, where=text)])
     return page(cell, record("b", failure=failure(text), reasons=(text,)), gate=verdict, title=text)
 
@@ -139,7 +139,7 @@ def test_every_cell_is_in_the_table_with_its_verdict_in_words(report: Page) -> N
 
 
 def test_a_missing_cell_is_in_the_table() -> None:
-    verdict = gate(gated("gone", blocker(Kind.MISSING, "gone", "No evidence tells of it.")))
+    verdict = gate(gated("gone", blocker(GateReason.MISSING, "gone", "No evidence tells of it.")))
     html = render_page(page(gate=verdict))
     assert '<span class="word">missing, keeps the gate closed</span> <span class="mde">missing</span>' in html
     assert "No evidence tells of it." in html
@@ -170,7 +170,7 @@ def test_a_page_without_cells_says_so() -> None:
 
 
 def test_long_lists_of_blockers_are_folded() -> None:
-    html = render_page(page(gate=gate(others=[blocker(Kind.DAMAGED, message=f"Line {i}.") for i in range(1200)])))
+    html = render_page(page(gate=gate(others=[blocker(GateReason.DAMAGED, message=f"Line {i}.") for i in range(1200)])))
     before, _, after = html.partition("<summary>1,194 more</summary>")
     assert "Line 5." in before
     assert "Line 6." not in before

@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Locator, sync_playwright
 from playwright.sync_api import Page as Tab
 
 from lossgate.evidence.records import CellRecord, OutputRecord, PropertyRecord
-from lossgate.gate.verdict import Kind
+from lossgate.gate.gate_verdict import GateReason
 from lossgate.reports.page.page import Page
 from lossgate.reports.page.render import render_page
 from property_tests.meta.page.made import HOSTILE, blocker, failure, gate, gated, page, record
@@ -279,10 +279,10 @@ def test_every_text_has_the_contrast_of_wcag_aa(desk: Desk, scheme: str) -> None
     wrong = record("wrong", verdict="DISAGREE", reasons=("too large",), failure=failure("small"))
     unsure = record("unsure", verdict="INCONCLUSIVE", mde=None)
     cells = [
-        gated(wrong, blocker(Kind.DISAGREE, "wrong")),
-        gated(unsure, blocker(Kind.INCONCLUSIVE, "unsure")),
-        gated("gone", blocker(Kind.MISSING, "gone")),
-        gated(record("right"), blocker(Kind.STALE, "right")),
+        gated(wrong, blocker(GateReason.DISAGREE, "wrong")),
+        gated(unsure, blocker(GateReason.INCONCLUSIVE, "unsure")),
+        gated("gone", blocker(GateReason.MISSING, "gone")),
+        gated(record("right"), blocker(GateReason.STALE, "right")),
     ]
     reader = desk.open(page(wrong, unsure, record("right"), gate=gate(*cells)))
     reader.tab.emulate_media(color_scheme=scheme)
@@ -300,7 +300,7 @@ def test_hostile_names_do_nothing(desk: Desk, text: str, real: Sequence[CellReco
     cell = record(
         text, layout=text, verdict="DISAGREE", reasons=(text,), failure=failure(text), outputs=outputs, **goals
     )
-    verdict = gate(gated(cell, blocker(Kind.DISAGREE, message=text), excused=text))
+    verdict = gate(gated(cell, blocker(GateReason.DISAGREE, message=text), excused=text))
     reader = desk.open(page(cell, gate=verdict, title=text, history={cell.key: [cell]}))
     reader.cells().first.click()
     reader.wait_for_plots()
@@ -319,7 +319,7 @@ def _renamed(output: OutputRecord, name: str) -> OutputRecord:
 
 
 def test_a_missing_cell_opens_and_says_so(desk: Desk) -> None:
-    reader = desk.open(page(gate=gate(gated("gone", blocker(Kind.MISSING, "gone", "No evidence tells of it.")))))
+    reader = desk.open(page(gate=gate(gated("gone", blocker(GateReason.MISSING, "gone", "No evidence tells of it.")))))
     reader.tab.get_by_role("listitem").get_by_role("button").first.click()
     dialog = reader.tab.get_by_role("dialog", name="gone")
     assert dialog.get_by_text("The cell is missing.").is_visible()
@@ -370,7 +370,7 @@ def test_a_cell_that_fails_says_each_thing_once(desk: Desk, real: Sequence[CellR
     command = wrong.failure.replay
     wrong_why = "; ".join((*wrong.reasons, *wrong.causes, *wrong.failure.side_by_side))
     message = f"it disagrees: {wrong_why}. Replay: {command}"
-    closed = replace(blocker(Kind.DISAGREE, message=message), cell=wrong.key)
+    closed = replace(blocker(GateReason.DISAGREE, message=message), cell=wrong.key)
     reader = desk.open(page(wrong, gate=gate(gated(wrong, closed, required=False))))
     reader.tab.locator("#matrix td > button").first.click()
     reader.wait_for_plots()

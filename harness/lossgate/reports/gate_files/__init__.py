@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files that give a gate's verdict to other programs.
 
-Each module has one function from a ``GateVerdict`` to text: JUnit XML, SARIF, markdown for a pull
-request, and an in-toto statement. The same verdict gives the same text.
+JUnit XML, SARIF, markdown for a pull request, and an in-toto statement have a module each, with one
+function from a ``GateVerdict`` to text. The same verdict gives the same text. ``findings`` has what
+they and the screen have in common, ``source_places`` where in the sources SARIF shows it.
 """

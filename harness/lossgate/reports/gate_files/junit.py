@@ -6,37 +6,39 @@ an attribute ``skipped`` that the schema of Jenkins forbids, and uses lxml where
 which writes other bytes and refuses control characters.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from math import fsum, isfinite
-from typing import NamedTuple
 from xml.etree import ElementTree as ET
 
-from lossgate.gate.verdict import Blocker, GatedCell, GateVerdict, Kind
-from lossgate.reports.gate_files.wording import by_cell, in_words, note, replay_of, short_name
+from lossgate.evidence.summary import CellSummary
+from lossgate.gate.gate_verdict import GatedCell, GateReason, GateVerdict
+from lossgate.reports.gate_files.findings import GateFinding, GateFindings, in_pairs, of_cell, short_name
 from lossgate.reports.plain import one_line, plain
+from lossgate.reports.resource_lines import resource_lines
 
 _GATE = "lossgate.gate"
 
 
-class _Outcome(NamedTuple):
-    """Why a test case does not pass."""
+@dataclass(frozen=True, kw_only=True)
+class _Case:
+    """A test case. It fails if it has a reason."""
 
-    kind: Kind
-    message: str
+    classname: str
+    name: str
+    reason: GateReason | None = None
+    message: str = ""
+    """Why it fails, in a line."""
     text: str = ""
+    """All that is said of it."""
+    seconds: float = 0.0
 
     @property
     def tag(self) -> str:
-        return "failure" if self.kind is Kind.DISAGREE else "error"
-
-
-class _Case(NamedTuple):
-    classname: str
-    name: str
-    outcome: _Outcome | None
-    seconds: float = 0.0
-    note: str = ""
+        if self.reason is None:
+            return "system-out"
+        return "failure" if self.reason is GateReason.DISAGREE else "error"
 
 
 def junit_xml(verdict: GateVerdict) -> str:
@@ -45,12 +47,13 @@ def junit_xml(verdict: GateVerdict) -> str:
     One suite is that of the gate: its first case is the verdict itself, its others are what
     concerns no single cell. Each candidate has a suite with a case for each cell. A case has at
     most one ``failure`` (for a disagreement) or ``error`` (for anything else), because many
-    readers take only the first; its text lists all blockers.
+    readers take only the first; its text lists all findings.
     """
-    general, of_cells = by_cell(verdict)
-    suites = [_suite(_GATE, list(_gate_cases(verdict, general)), _properties(verdict))]
+    gate = _suite(_GATE, list(_gate_cases(GateFindings(verdict))))
+    gate.insert(0, _properties(verdict))
+    suites = [gate]
     for candidate, cells in groupby(sorted(verdict.cells, key=lambda c: c.key), lambda c: c.key.candidate):
-        suites.append(_suite(candidate, [_cell_case(cell, of_cells[cell.key]) for cell in cells]))
+        suites.append(_suite(candidate, list(map(_cell_case, cells))))
     root = ET.Element("testsuites", name="lossgate gate")
     for name in ("tests", "failures", "errors"):
         root.set(name, str(sum(int(suite.get(name, "0")) for suite in suites)))
@@ -60,46 +63,84 @@ def junit_xml(verdict: GateVerdict) -> str:
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{ET.tostring(root, encoding="unicode")}\n'
 
 
-def _gate_cases(verdict: GateVerdict, general: Sequence[Blocker]) -> Iterator[_Case]:
-    sentence = in_words(verdict)
-    outcome = None if verdict.passes else _Outcome(_worst(verdict.blockers).kind, sentence)
-    yield _Case(_GATE, "verdict", outcome, note=sentence)
-    for kind in Kind:
-        if found := [blocker for blocker in general if blocker.kind is kind]:
-            yield _Case(_GATE, kind.value, _outcome(found))
+def _gate_cases(findings: GateFindings) -> Iterator[_Case]:
+    gravest = next(iter(findings.by_reason), None)
+    said = findings.headline
+    yield _Case(classname=_GATE, name="verdict", reason=gravest, message=said, text="" if gravest else said)
+    for reason, found in findings.by_reason.items():
+        if general := [finding for finding in found if finding.cell is None]:
+            yield _failing(_GATE, reason.value, general)
 
 
-def _cell_case(cell: GatedCell, blockers: Sequence[Blocker]) -> _Case:
+def _cell_case(cell: GatedCell) -> _Case:
     seconds = cell.summary.seconds if cell.summary is not None else 0.0
-    outcome = _outcome(blockers, replay_of(cell)) if blockers else None
-    return _Case(cell.key.candidate, short_name(cell.key), outcome, seconds, "" if blockers else note(cell))
+    known = seconds if isfinite(seconds) and seconds > 0 else 0.0  # evidence may have nonsense for it
+    name = short_name(cell.key)
+    if cell.passes:
+        return _Case(classname=cell.key.candidate, name=name, text=_note(cell), seconds=known)
+    return _failing(cell.key.candidate, name, of_cell(cell), known)
 
 
-def _worst(blockers: Sequence[Blocker]) -> Blocker:
-    return next((blocker for blocker in blockers if blocker.kind is Kind.DISAGREE), blockers[0])
+def _note(cell: GatedCell) -> str:
+    """Returns why a cell without blockers passes although it does not agree; or, of one that does,
+    which choices of options were not distinguished, to which properties it was held, which problems
+    it was not given, and what a call used.
+    """
+    if cell.excused:
+        return f"excused by a known failure: {cell.excused}"
+    if cell.verdict == "AGREE":
+        return "" if cell.summary is None else "\n".join(_seen(cell.summary))
+    return f"{cell.verdict}, but no rule of the policy asks for this cell"
 
 
-def _outcome(blockers: Sequence[Blocker], replay: str = "") -> _Outcome:
-    worst = _worst(blockers)
-    more = f" (and {len(blockers) - 1} more)" if len(blockers) > 1 else ""
-    command = [f"replay: {replay}"] if replay and worst.kind is Kind.DISAGREE else []
-    return _Outcome(worst.kind, f"{worst.message}{more}", "\n".join([*map(_line, blockers), *command]))
+def _seen(summary: CellSummary) -> Iterator[str]:
+    if summary.not_distinguished:
+        yield f"not distinguished: {'; '.join(summary.not_distinguished)}"
+    if summary.kept:
+        yield f"keeps: {', '.join(summary.kept)}"
+    if summary.exempt:
+        yield f"exempt: {'; '.join(in_pairs(summary.exempt))}"
+    if summary.excluded:
+        yield f"not given: {'; '.join(in_pairs(summary.excluded))}"
+    yield from resource_lines(summary.resources)
 
 
-def _line(blocker: Blocker) -> str:
-    cell = f"{blocker.cell}: " if blocker.cell is not None else ""
-    return f"{blocker.kind}: {cell}{blocker.message}{f' ({blocker.where})' if blocker.where else ''}"
+def _failing(classname: str, name: str, findings: Sequence[GateFinding], seconds: float = 0.0) -> _Case:
+    """Returns a case that fails for its gravest reason. Its text has all of them."""
+    first = next((finding for finding in findings if finding.reason is GateReason.DISAGREE), findings[0])
+    more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
+    lines = [*map(_line, findings), *([f"replay: {first.replay}"] if first.replay else [])]
+    return _Case(
+        classname=classname,
+        name=name,
+        reason=first.reason,
+        message=f"{first.blocker.sentence}{more}",
+        text="\n".join(lines),
+        seconds=seconds,
+    )
 
 
-def _properties(verdict: GateVerdict) -> Iterator[tuple[str, str]]:
-    yield "policy", f"{verdict.policy.file} sha256:{verdict.policy.sha256}"
-    yield from (("evidence", f"{one.file} sha256:{one.sha256}") for one in verdict.evidence)
-    yield from (("commit", commit) for commit in verdict.commits)
-    yield from (("version", f"{name} {one}") for name in sorted(verdict.versions) for one in verdict.versions[name])
+def _line(finding: GateFinding) -> str:
+    where = f" ({finding.blocker.where})" if finding.blocker.where else ""
+    return f"{finding.reason}: {finding.sentence}{where}"
 
 
-def _suite(name: str, cases: Sequence[_Case], properties: Iterable[tuple[str, str]] = ()) -> ET.Element:
-    tags = [case.outcome.tag for case in cases if case.outcome is not None]
+def _properties(verdict: GateVerdict) -> ET.Element:
+    """Returns what the gate was given."""
+    found = [
+        ("policy", f"{verdict.policy.file} sha256:{verdict.policy.sha256}"),
+        *(("evidence", f"{one.file} sha256:{one.sha256}") for one in verdict.evidence),
+        *(("commit", commit) for commit in verdict.commits),
+        *(("version", f"{name} {one}") for name in sorted(verdict.versions) for one in verdict.versions[name]),
+    ]
+    holder = ET.Element("properties")
+    for name, value in found:
+        ET.SubElement(holder, "property", name=name, value=one_line(value))
+    return holder
+
+
+def _suite(name: str, cases: Sequence[_Case]) -> ET.Element:
+    tags = [case.tag for case in cases]
     suite = ET.Element(
         "testsuite",
         name=one_line(name),
@@ -107,31 +148,22 @@ def _suite(name: str, cases: Sequence[_Case], properties: Iterable[tuple[str, st
         failures=str(tags.count("failure")),
         errors=str(tags.count("error")),
         skipped="0",
-        time=_time(fsum(_seconds(case) for case in cases)),
+        time=_time(fsum(case.seconds for case in cases)),
     )
-    if pairs := list(properties):
-        holder = ET.SubElement(suite, "properties")
-        for key, value in pairs:
-            ET.SubElement(holder, "property", name=key, value=one_line(value))
     suite.extend(map(_element, cases))
     return suite
 
 
 def _element(case: _Case) -> ET.Element:
     element = ET.Element(
-        "testcase", classname=one_line(case.classname), name=one_line(case.name), time=_time(_seconds(case))
+        "testcase", classname=one_line(case.classname), name=one_line(case.name), time=_time(case.seconds)
     )
-    if case.outcome is not None:
-        attributes = {"type": case.outcome.kind.value, "message": one_line(case.outcome.message)}
-        ET.SubElement(element, case.outcome.tag, attributes).text = plain(case.outcome.text)
-    if case.note:
-        ET.SubElement(element, "system-out").text = plain(case.note)
+    if case.reason is not None:
+        attributes = {"type": case.reason.value, "message": one_line(case.message)}
+        ET.SubElement(element, case.tag, attributes).text = plain(case.text)
+    elif case.text:
+        ET.SubElement(element, case.tag).text = plain(case.text)
     return element
-
-
-def _seconds(case: _Case) -> float:
-    """Returns the time of a case; 0 if evidence has nonsense for it."""
-    return case.seconds if isfinite(case.seconds) and case.seconds > 0 else 0.0
 
 
 def _time(seconds: float) -> str:

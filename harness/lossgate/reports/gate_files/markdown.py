@@ -5,53 +5,66 @@ Names and messages come from evidence, so they stand in code: there they are no 
 and they mention nobody.
 """
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
 
-from lossgate.gate.verdict import Blocker, Digested, GatedCell, GateVerdict, Kind
-from lossgate.reports.gate_files.kinds import MEANINGS
-from lossgate.reports.gate_files.page import Page, code, code_block
-from lossgate.reports.gate_files.wording import in_words, remarks_of, short_name
+from lossgate.gate.gate_verdict import Digested, GatedCell, GateVerdict
+from lossgate.reports.gate_files.findings import GateFinding, GateFindings, short_name
 from lossgate.reports.plain import one_line
 from lossgate.reports.resource_lines import nearest_to_budgets
 
 MARKER = "<!-- lossgate gate -->"
 """A hidden comment on the first line, by which a workflow finds its own comment again."""
-_OF_A_KIND = 5
-"""How many blockers of a kind are shown at once. The others can be unfolded."""
+_OF_A_REASON = 5
+"""How many findings of a reason are shown at once. The others can be unfolded."""
 _LONGEST_MESSAGE = 500
+"""Characters of a message. One of many lines, such as a traceback, leaves room for the others."""
+_LEFT_OUT = "- {} more are left out here, because a comment can't be longer\n"
+_CUT = "\nThis comment can't be longer; what is left out is in the output of `lossgate gate`.\n"
+_LARGEST = 10**9
+"""More items than there ever are: room is kept for the line that says how many are left out."""
 
 
 def markdown(verdict: GateVerdict, *, limit: int = 65_000) -> str:
     """Returns the verdict as a comment on a pull request.
 
     Args:
+        verdict: what the gate says.
         limit: the most characters. What does not fit is left out in whole items, and the comment
             says how many. (GitHub takes 65,536.)
     """
-    page = Page(limit)
-    page.must(f"## {in_words(verdict)} {MARKER}\n\n{_table(verdict)}\n")
-    by_kind = {kind: [b for b in verdict.blockers if b.kind is kind] for kind in Kind}
-    for kind, blockers in by_kind.items():
-        page.section(_heading(kind, blockers), map(_item, blockers[:_OF_A_KIND]), _more(blockers))
-    page.section(*_folded("Disagreements and how to see them again", map(_replay, _failing(verdict))))
-    rest = chain.from_iterable(blockers[_OF_A_KIND:] for blockers in by_kind.values())
-    page.section(*_folded("All other reasons", (f"- {b.kind}: {_item(b)[2:]}" for b in rest)))
-    page.section(*_folded("Excused known failures", map(_excused, (c for c in verdict.cells if c.excused))))
-    not_distinguished, exempt, excluded = remarks_of(verdict)
-    page.section(*_folded("Choices of options that were not distinguished", _listed(not_distinguished)))
-    page.section(*_folded("Properties to which candidates are not held, as they declare", _listed(exempt)))
-    page.section(*_folded("Problems that candidates are not given, as they declare", _listed(excluded)))
-    page.section(*_folded("Memory and traffic: the cell that comes nearest to each budget", _use(verdict)))
-    page.section(*_folded("Policy, evidence and versions", _inputs(verdict)))
-    return page.text()
+    findings, comment = GateFindings(verdict), Comment(limit)
+    comment.must(f"## {findings.headline} {MARKER}\n\n{_table(verdict)}\n")
+    for reason, found in findings.by_reason.items():
+        heading = f"\n### {reason} ({len(found)})\n\n{reason.meaning} {reason.way_out}\n\n"
+        comment.section(heading, map(_item, found[:_OF_A_REASON]), _more(len(found) - _OF_A_REASON))
+    for summary, items in _folded(findings):
+        comment.section(f"\n<details><summary>{summary}</summary>\n\n", items, "\n</details>\n")
+    return comment.text()
+
+
+def _folded(findings: GateFindings) -> Iterator[tuple[str, Iterator[str]]]:
+    """Yields what can be unfolded: its name, and its items."""
+    cells = findings.verdict.cells
+    failing = (cell for cell in cells if cell.summary is not None and cell.summary.failure and not cell.passes)
+    yield "Disagreements and how to see them again", map(_replay, failing)
+    rest = (finding for found in findings.by_reason.values() for finding in found[_OF_A_REASON:])
+    yield "All other reasons", (f"- {finding.reason}: {_item(finding)[2:]}" for finding in rest)
+    excused = (cell for cell in cells if cell.excused)
+    yield "Excused known failures", (f"- {code(str(cell.key))}: {code(cell.excused)}\n" for cell in excused)
+    for heading, lines in findings.remarks:
+        yield heading, map(_line, lines)
+    summaries = (cell.summary for cell in cells if cell.summary is not None)
+    used = nearest_to_budgets((one.key.candidate, short_name(one.key), one.resources) for one in summaries)
+    yield "Memory and traffic: the cell that comes nearest to each budget", map(_line, used)
+    yield "Policy, evidence and versions", _inputs(findings.verdict)
 
 
 def _table(verdict: GateVerdict) -> str:
     rows = Counter(cell.verdict for cell in verdict.cells)
-    blocked = {blocker.cell for blocker in verdict.blockers}
-    closing = Counter(cell.verdict for cell in verdict.cells if cell.key in blocked)
+    closing = Counter(cell.verdict for cell in verdict.cells if not cell.passes)
     excused = Counter(cell.verdict for cell in verdict.cells if cell.excused)
     lines = ["| verdict | cells | excused | keep the gate closed |", "|---|--:|--:|--:|"]
     lines += [f"| {name} | {rows[name]} | {excused[name]} | {closing[name]} |" for name in sorted(rows)]
@@ -59,52 +72,26 @@ def _table(verdict: GateVerdict) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _heading(kind: Kind, blockers: Sequence[Blocker]) -> str:
-    return f"\n### {kind} ({len(blockers)})\n\n{MEANINGS[kind].short} {MEANINGS[kind].way_out}\n\n"
+def _more(number: int) -> str:
+    return f"- and {number} more like these\n" if number > 0 else ""
 
 
-def _more(blockers: Sequence[Blocker]) -> str:
-    more = len(blockers) - _OF_A_KIND
-    return f"- and {more} more like {'this' if len(blockers) == 1 else 'these'}\n" if more > 0 else ""
+def _item(finding: GateFinding) -> str:
+    cell = f"{code(str(finding.cell.key))} " if finding.cell is not None else ""
+    where = f" ({code(finding.blocker.where)})" if finding.blocker.where else ""
+    return f"- {cell}{code(one_line(finding.blocker.sentence, _LONGEST_MESSAGE))}{where}\n"
 
 
-def _item(blocker: Blocker) -> str:
-    cell = f"{code(str(blocker.cell))} " if blocker.cell is not None else ""
-    where = f" ({code(blocker.where)})" if blocker.where else ""
-    return f"- {cell}{code(one_line(blocker.message, _LONGEST_MESSAGE))}{where}\n"
-
-
-def _folded(summary: str, items: Iterator[str]) -> tuple[str, Iterator[str], str]:
-    return f"\n<details><summary>{summary}</summary>\n\n", items, "\n</details>\n"
-
-
-def _failing(verdict: GateVerdict) -> Iterator[GatedCell]:
-    blocked = {blocker.cell for blocker in verdict.blockers}
-    return (c for c in verdict.cells if c.summary is not None and c.summary.failure is not None and c.key in blocked)
+def _line(text: str) -> str:
+    return f"- {code(one_line(text.strip(), _LONGEST_MESSAGE))}\n"
 
 
 def _replay(cell: GatedCell) -> str:
     failure = cell.summary.failure if cell.summary is not None else None
     assert failure is not None
-    findings = "".join(f"- {code(one_line(one, _LONGEST_MESSAGE))}\n" for one in failure.findings)
     problem = code(one_line(failure.description, _LONGEST_MESSAGE))
     replay = f"\n{code_block(failure.replay, 'sh')}" if failure.replay else ""
-    return f"{code(str(cell.key))} on {problem}:\n\n{findings}{replay}\n"
-
-
-def _excused(cell: GatedCell) -> str:
-    return f"- {code(str(cell.key))}: {code(cell.excused)}\n"
-
-
-def _listed(remarks: Sequence[str]) -> Iterator[str]:
-    for line in remarks[1:]:
-        yield f"- {code(one_line(line.strip(), _LONGEST_MESSAGE))}\n"
-
-
-def _use(verdict: GateVerdict) -> Iterator[str]:
-    summaries = (cell.summary for cell in verdict.cells if cell.summary is not None)
-    for line in nearest_to_budgets((one.key.candidate, short_name(one.key), one.resources) for one in summaries):
-        yield f"- {code(one_line(line, _LONGEST_MESSAGE))}\n"
+    return f"{code(str(cell.key))} on {problem}:\n\n{''.join(map(_line, failure.findings))}{replay}\n"
 
 
 def _inputs(verdict: GateVerdict) -> Iterator[str]:
@@ -115,3 +102,61 @@ def _inputs(verdict: GateVerdict) -> Iterator[str]:
     yield from (digested("evidence", one) for one in verdict.evidence)
     yield from (f"- commit {code(commit)}\n" for commit in verdict.commits)
     yield from (f"- {code(name)} {', '.join(map(code, verdict.versions[name]))}\n" for name in sorted(verdict.versions))
+
+
+class Comment:
+    """Markdown that grows in whole items as long as it is not longer than a limit.
+
+    Args:
+        limit: the most characters, counted as JavaScript and GitHub do: an emoji counts two.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._parts: list[str] = []
+        self._room = limit - _length(_CUT)
+        self._cut = False
+
+    def must(self, text: str) -> None:
+        """Adds what no comment can do without."""
+        self._parts.append(text)
+        self._room -= _length(text)
+
+    def section(self, opening: str, items: Iterable[str], closing: str) -> None:
+        """Adds a section with as many of its items as fit, and says how many do not.
+
+        A section without items is left out.
+        """
+        whole = list(items)
+        room = self._room - sum(map(_length, (opening, closing, _LEFT_OUT.format(_LARGEST))))
+        fit = sum(length <= room for length in accumulate(map(_length, whole)))
+        left_out = _LEFT_OUT.format(len(whole) - fit) if fit < len(whole) else ""
+        self._cut |= bool(left_out)
+        if fit:
+            self.must("".join([opening, *whole[:fit], left_out, closing]))
+
+    def text(self) -> str:
+        """Returns the whole comment."""
+        return "".join(self._parts) + (_CUT if self._cut else "")
+
+
+def _length(text: str) -> int:
+    return len(text) + sum(char > "\uffff" for char in text)
+
+
+def code(text: str) -> str:
+    """Returns text as a code span, whatever is in it."""
+    line = one_line(text) or " "
+    fence = "`" * (_longest_run(line) + 1)
+    space = " " if line[0] == "`" or line[-1] == "`" else ""
+    return f"{fence}{space}{line}{space}{fence}"
+
+
+def code_block(text: str, language: str) -> str:
+    """Returns text as a fenced code block of one line."""
+    line = one_line(text)
+    fence = "`" * max(3, _longest_run(line) + 1)
+    return f"{fence}{language}\n{line}\n{fence}\n"
+
+
+def _longest_run(line: str) -> int:
+    return max(map(len, re.findall("`+", line)), default=0)

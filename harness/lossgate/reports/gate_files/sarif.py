@@ -10,16 +10,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from lossgate import __version__
 from lossgate.evidence.records import CellKey
-from lossgate.gate.verdict import Blocker, GatedCell, GateVerdict, Kind
-from lossgate.reports.gate_files.kinds import MEANINGS
-from lossgate.reports.gate_files.places import Places
-from lossgate.reports.gate_files.wording import in_words, replay_of
+from lossgate.gate.gate_verdict import Digested, GatedCell, GateReason, GateVerdict
+from lossgate.reports.gate_files.findings import GateFinding, GateFindings
+from lossgate.reports.gate_files.source_places import SourcePlaces
 from lossgate.reports.plain import one_line, plain
 from lossgate.reports.resource_lines import resource_lines
 
@@ -38,18 +37,20 @@ Json = dict[str, Any]
 def sarif(verdict: GateVerdict, *, root: Path | None = None) -> str:
     """Returns the verdict as a SARIF log.
 
-    Each blocker is a result of level ``error``, each excused known failure one of level ``note``.
-    Disagreements come first. If there are more than code scanning takes, the last result says how
+    Each finding is a result of level ``error``, each excused known failure one of level ``note``.
+    The gravest come first. If there are more than code scanning takes, the last result says how
     many were left out.
 
     Args:
+        verdict: what the gate says.
         root: the folder that paths of sources start from, to find the lines that declare the
             candidates. None reads no file, and shows the first line of each source.
     """
-    results = list(_results(verdict, Places(verdict, root)))
+    findings = GateFindings(verdict)
+    results = list(_results(findings, SourcePlaces(verdict, root)))
     kept = min(len(results), _MOST_RESULTS)
     while True:
-        text = _log(verdict, _cut(results, kept))
+        text = _log(findings, _cut(results, kept))
         if kept <= 1 or len(zlib.compress(text.encode())) <= _MOST_BYTES:
             return text
         kept = kept * 3 // 4
@@ -61,11 +62,12 @@ def _cut(results: Sequence[Json], kept: int) -> Sequence[Json]:
     left_out = results[kept - 1 :]
     level = "error" if any(result["level"] == "error" for result in left_out) else "note"
     message = f"{len(left_out)} more results are left out here, because code scanning takes no more."
-    last = {key: left_out[0][key] for key in ("locations",) if key in left_out[0]}
-    return [*results[: kept - 1], _result(_MORE, level, message, _fingerprint(_MORE, None, 0), last)]
+    last = _result(_MORE, level, message, _Same(_MORE, None, 0))
+    return [*results[: kept - 1], last | {key: left_out[0][key] for key in ("locations",) if key in left_out[0]}]
 
 
-def _log(verdict: GateVerdict, results: Sequence[Json]) -> str:
+def _log(findings: GateFindings, results: Sequence[Json]) -> str:
+    verdict = findings.verdict
     run: Json = {
         "tool": {"driver": {"name": "lossgate", "version": __version__, "rules": list(_rules())}},
         "automationDetails": {"id": "lossgate-gate/"},
@@ -73,15 +75,15 @@ def _log(verdict: GateVerdict, results: Sequence[Json]) -> str:
             {
                 "executionSuccessful": True,
                 "exitCode": int(verdict.code),
-                "exitCodeDescription": one_line(in_words(verdict)),
+                "exitCodeDescription": one_line(findings.headline),
             }
         ],
         "originalUriBaseIds": {"%SRCROOT%": {"description": {"text": "The root of the sources."}}},
         "columnKind": "unicodeCodePoints",
         "results": results,
         "properties": {
-            "policy": _digested(verdict.policy.file, verdict.policy.sha256),
-            "evidence": [_digested(one.file, one.sha256) for one in verdict.evidence],
+            "policy": _digested(verdict.policy),
+            "evidence": list(map(_digested, verdict.evidence)),
             "commits": list(map(plain, verdict.commits)),
             "versions": {plain(name): list(map(plain, found)) for name, found in sorted(verdict.versions.items())},
         },
@@ -90,84 +92,91 @@ def _log(verdict: GateVerdict, results: Sequence[Json]) -> str:
     return msgspec.json.format(msgspec.json.encode(log), indent=1).decode() + "\n"
 
 
-def _digested(file: str, digest: str) -> Json:
-    return {"file": plain(file), "sha256": digest}
+def _digested(one: Digested) -> Json:
+    return {"file": plain(one.file), "sha256": one.sha256}
 
 
 def _rules() -> Iterator[Json]:
-    for kind, meaning in MEANINGS.items():
-        yield _rule(_id(kind), meaning.short, meaning.way_out)
+    for reason in GateReason:
+        yield _rule(_id(reason), reason.meaning, reason.way_out)
     yield _rule(_MORE, "There are more results than this file holds.", "Look at the output of lossgate gate.")
 
 
-def _rule(id_: str, short: str, way_out: str) -> Json:
+def _rule(id_: str, meaning: str, way_out: str) -> Json:
     return {
         "id": id_,
         "name": id_.title().replace("-", ""),
-        "shortDescription": {"text": short},
-        "fullDescription": {"text": f"{short} {way_out}"},
+        "shortDescription": {"text": meaning},
+        "fullDescription": {"text": f"{meaning} {way_out}"},
         "help": {"text": way_out},
         "defaultConfiguration": {"level": "error"},
     }
 
 
-def _id(kind: Kind) -> str:
-    return kind.value.replace(" ", "-")
+def _id(reason: GateReason) -> str:
+    return reason.value.replace(" ", "-")
 
 
 _INDEX = {rule["id"]: index for index, rule in enumerate(_rules())}
 
 
-def _results(verdict: GateVerdict, places: Places) -> Iterator[Json]:
-    cells = {cell.key: cell for cell in verdict.cells}
-    seen: Counter[tuple[Kind, CellKey | None]] = Counter()
-    for blocker in sorted(verdict.blockers, key=lambda b: b.kind is not Kind.DISAGREE):
-        number = seen[blocker.kind, blocker.cell]
-        seen[blocker.kind, blocker.cell] += 1
-        cell = cells.get(blocker.cell) if blocker.cell is not None else None
-        yield _of_blocker(blocker, cell, number, places)
-    yield from _excused(verdict.cells, places)
+class _Same(NamedTuple):
+    """What a result has in common with that of another run: no numbers of the message."""
+
+    rule: str
+    key: CellKey | None
+    number: int
+    """Among the results of this rule on this cell."""
+
+    @property
+    def fingerprint(self) -> str:
+        parts = [self.rule, *(msgspec.structs.astuple(self.key) if self.key else ()), self.number]
+        return sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
-def _of_blocker(blocker: Blocker, cell: GatedCell | None, number: int, places: Places) -> Json:
-    key = blocker.cell
-    message = f"{key}: {blocker.message}" if key is not None else blocker.message
-    if blocker.kind is Kind.DISAGREE and (replay := replay_of(cell)):
+def _results(findings: GateFindings, places: SourcePlaces) -> Iterator[Json]:
+    seen: Counter[tuple[str, CellKey | None]] = Counter()
+    for finding in findings.all:
+        rule, key = _id(finding.reason), finding.blocker.cell
+        yield _of_finding(finding, _Same(rule, key, seen[rule, key]), places)
+        seen[rule, key] += 1
+    yield from _excused(findings.verdict.cells, places)
+
+
+def _of_finding(finding: GateFinding, same: _Same, places: SourcePlaces) -> Json:
+    cell, message = finding.cell, finding.sentence
+    if replay := finding.replay:
         message = f"{message.rstrip('.')}. Replay: {replay}"
-    of_candidate = places.of_candidate(key.candidate, cell.summary if cell else None) if key is not None else None
-    related = places.of_evidence(blocker)
-    more: Json = {
-        **_location(of_candidate or places.of_policy(blocker), key),
-        **({"relatedLocations": [{"physicalLocation": related}]} if related else {}),
-        **_properties(key, cell, blocker.where),
-    }
-    return _result(_id(blocker.kind), "error", message, _fingerprint(_id(blocker.kind), key, number), more)
+    result = _result(same.rule, "error", message, same)
+    declared = places.of_candidate(cell.key.candidate, cell.summary) if cell is not None else None
+    if (physical := declared or places.of_policy(finding)) or cell:
+        result["locations"] = [_location(physical, cell)]
+    if related := places.of_evidence(finding):
+        result["relatedLocations"] = [{"physicalLocation": related}]
+    return result | _properties(cell, finding.blocker.where)
 
 
-def _excused(cells: Iterable[GatedCell], places: Places) -> Iterator[Json]:
-    rule = _id(Kind.KNOWN_FAILURE)
+def _excused(cells: Iterable[GatedCell], places: SourcePlaces) -> Iterator[Json]:
     for cell in cells:
         if cell.excused:
             message = f"{cell.key}: excused by a known failure: {cell.excused}"
-            physical = places.of_candidate(cell.key.candidate, cell.summary)
-            more = {**_location(physical, cell.key), **_properties(cell.key, cell, "")}
-            yield _result(rule, "note", message, _fingerprint("excused", cell.key, 0), more)
+            result = _result(_id(GateReason.KNOWN_FAILURE), "note", message, _Same("excused", cell.key, 0))
+            result["locations"] = [_location(places.of_candidate(cell.key.candidate, cell.summary), cell)]
+            yield result | _properties(cell)
 
 
-def _location(physical: Json | None, key: CellKey | None) -> Json:
+def _location(physical: Json | None, cell: GatedCell | None) -> Json:
     """Returns where a result is shown. Code scanning shows no result that has no file."""
-    logical = [{"name": plain(key.candidate), "kind": "function"}] if key is not None else []
-    location: Json = {
-        **({"physicalLocation": physical} if physical else {}),
-        **({"logicalLocations": logical} if logical else {}),
-    }
-    return {"locations": [location]} if location else {}
+    location: Json = {"physicalLocation": physical} if physical else {}
+    if cell is not None:
+        location["logicalLocations"] = [{"name": plain(cell.key.candidate), "kind": "function"}]
+    return location
 
 
-def _properties(key: CellKey | None, cell: GatedCell | None, where: str) -> Json:
+def _properties(cell: GatedCell | None, where: str = "") -> Json:
     found: Json = {"where": plain(where)} if where else {}
-    if key is not None:
-        found["cell"] = plain(str(key))
+    if cell is not None:
+        found["cell"] = plain(str(cell.key))
     if cell is not None and cell.summary is not None:
         found["evidence"] = {"line": plain(str(cell.summary.where)), "digest": cell.summary.digest}
         if used := list(map(plain, resource_lines(cell.summary.resources))):
@@ -175,7 +184,7 @@ def _properties(key: CellKey | None, cell: GatedCell | None, where: str) -> Json
     return {"properties": found} if found else {}
 
 
-def _result(rule: str, level: str, message: str, fingerprint: str, more: Json) -> Json:
+def _result(rule: str, level: str, message: str, same: _Same) -> Json:
     return {
         "ruleId": rule,
         "ruleIndex": _INDEX[rule],
@@ -183,8 +192,10 @@ def _result(rule: str, level: str, message: str, fingerprint: str, more: Json) -
         "message": {"text": _message(message)},
         # GitHub distinguishes results by primaryLocationLineHash alone. Its own hash of the line
         # would be the same for all cells of a candidate.
-        "partialFingerprints": {"primaryLocationLineHash": fingerprint, "lossgateCell/v1": fingerprint},
-        **more,
+        "partialFingerprints": {
+            "primaryLocationLineHash": same.fingerprint,
+            "lossgateCell/v1": same.fingerprint,
+        },
     }
 
 
@@ -192,9 +203,3 @@ def _message(text: str) -> str:
     """Returns a plain text message: braces are doubled, nothing is a link (section 3.11)."""
     line = one_line(text, _LONGEST_MESSAGE).replace("](", "] (")
     return line.replace("{", "{{").replace("}", "}}")
-
-
-def _fingerprint(rule: str, key: CellKey | None, number: int) -> str:
-    """Returns what identifies a result from run to run: no numbers of the message are in it."""
-    parts = [rule, *((key.candidate, key.property, key.layout, key.dtype, key.world, key.device) if key else ())]
-    return sha256(json.dumps([*parts, number]).encode()).hexdigest()[:32]

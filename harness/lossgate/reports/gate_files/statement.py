@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lossgate.base.errors import UsageError
-from lossgate.gate.verdict import Digested, GateVerdict
-from lossgate.reports.gate_files.wording import by_cell, note
+from lossgate.gate.gate_verdict import Digested, GateVerdict
 from lossgate.reports.plain import plain
 
 _STATEMENT = "https://in-toto.io/Statement/v1"
@@ -28,9 +27,10 @@ def statement(verdict: GateVerdict, subjects: Sequence[Digested] = ()) -> str:
 
     Each cell is a test. A cell that passes although it does not agree, because a known failure
     excuses it or no rule asks for it, has warned. What concerns no single cell is a failed test
-    ``gate: KIND``.
+    ``gate: REASON``.
 
     Args:
+        verdict: what the gate says.
         subjects: the files that are released. If there are none, the statement is about the commits
             that the evidence names and the sources of the candidates.
 
@@ -58,12 +58,11 @@ def statement(verdict: GateVerdict, subjects: Sequence[Digested] = ()) -> str:
 
 
 def _tests(verdict: GateVerdict) -> tuple[list[str], list[str], list[str]]:
-    general, of_cells = by_cell(verdict)
     passed: list[str] = []
     warned: list[str] = []
-    failed = [f"gate: {kind}" for kind in dict.fromkeys(blocker.kind for blocker in general)]
+    failed = [f"gate: {reason}" for reason in dict.fromkeys(blocker.reason for blocker in verdict.general)]
     for cell in verdict.cells:
-        tests = failed if of_cells[cell.key] else warned if note(cell) else passed
+        tests = failed if not cell.passes else passed if cell.verdict == "AGREE" else warned
         tests.append(plain(str(cell.key)))
     return passed, warned, failed
 

@@ -18,7 +18,6 @@ from lossgate.evidence.records import (
     RunRecord,
     WorstExample,
 )
-from lossgate.evidence.summary import CellSummary
 from lossgate.reports.page.entries import Entry
 from lossgate.reports.page.histograms import histograms_of
 from lossgate.reports.page.trend import records_of_trend
@@ -74,10 +73,7 @@ class Details:
         cell = entry.gated
         if cell is None:
             return {}
-        blockers = [
-            [self._text(b.kind), self._text(_without_repetition(b.message, cell.summary)), self._text(b.where)]
-            for b in cell.blockers
-        ]
+        blockers = [[self._text(b.reason), self._text(b.message), self._text(b.where)] for b in cell.blockers]
         line = "" if cell.summary is None else str(cell.summary.where)
         return {"blockers": blockers, "required": int(cell.required), "excused": cell.excused, "line": line}
 
@@ -186,17 +182,6 @@ def _columns(pools: Sequence[PooledRecord | None]) -> tuple[list[float | None], 
     """Returns the scales and the limits of an output, run by run; None where it was not pooled."""
     scales = [None if pool is None else _short(pool.scale, _TREND_DIGITS) for pool in pools]
     return scales, [None if pool is None else _short(pool.limit, _TREND_DIGITS) for pool in pools]
-
-
-def _without_repetition(message: str, summary: CellSummary | None) -> str:
-    """Returns the gate's message without reasons and command, which have their own places."""
-    if summary is None:
-        return message
-    if summary.failure is not None and summary.failure.replay:
-        message = message.replace(f". Replay: {summary.failure.replay}", "")
-    if message == summary.why:
-        return f"it is {summary.verdict.lower()}"
-    return message.replace(f": {summary.why}", "")
 
 
 def _about(name: str, run: RunRecord | None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from lossgate.evidence.records import CellKey, CellRecord
-from lossgate.gate.verdict import Blocker, GatedCell
+from lossgate.gate.gate_verdict import Blocker, GatedCell
 from lossgate.reports.page.page import Page
 
 

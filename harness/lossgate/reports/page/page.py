@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lossgate.evidence.records import CellKey, CellRecord, RunRecord
-from lossgate.gate.verdict import GateVerdict
+from lossgate.gate.gate_verdict import GateVerdict
 
 
 @dataclass(frozen=True, kw_only=True)

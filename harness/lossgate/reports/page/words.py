@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lossgate.evidence.records import CellKey
-from lossgate.gate.verdict import Blocker, GateCode, GateVerdict, Kind
+from lossgate.gate.gate_verdict import Blocker, GateCode, GateReason, GateVerdict
 from lossgate.reports.page.entries import Entry, State
 
 UNKNOWN, NOTHING = "\N{EN DASH}", "nothing"
@@ -61,7 +61,7 @@ def _of_gate(gate: GateVerdict) -> Headline:
         passing = "the one required cell passes" if required == 1 else f"all {required:,} required cells pass"
         return Headline("The gate is open.", f"Exit code 0: {passing}.", good=True)
     if gate.code is GateCode.DISAGREE:
-        wrong = len({blocker.cell for blocker in gate.blockers if blocker.kind is Kind.DISAGREE})
+        wrong = len({blocker.cell for blocker in gate.blockers if blocker.reason is GateReason.DISAGREE})
         why = f"Exit code 1: {_count(wrong, 'cell')} {'disagrees' if wrong == 1 else 'disagree'}"
         others = _by_kind(gate)
         if number := others.total():
@@ -71,13 +71,13 @@ def _of_gate(gate: GateVerdict) -> Headline:
     return Headline("The gate is closed.", why, good=False)
 
 
-def _by_kind(gate: GateVerdict) -> Counter[Kind]:
+def _by_kind(gate: GateVerdict) -> Counter[GateReason]:
     """Counts the reasons other than disagreements."""
-    return Counter(blocker.kind for blocker in gate.blockers if blocker.kind is not Kind.DISAGREE)
+    return Counter(blocker.reason for blocker in gate.blockers if blocker.reason is not GateReason.DISAGREE)
 
 
-def _listed(kinds: Counter[Kind]) -> str:
-    return ", ".join(f"{kinds[kind]:,} {kind}" for kind in Kind if kinds[kind])
+def _listed(kinds: Counter[GateReason]) -> str:
+    return ", ".join(f"{kinds[kind]:,} {kind}" for kind in GateReason if kinds[kind])
 
 
 def _of_report(entries: Sequence[Entry]) -> Headline:
@@ -119,4 +119,4 @@ def problems_of(gate: GateVerdict | None, entries: Sequence[Entry]) -> list[Prob
 
 def _blocking(blocker: Blocker, numbers: dict[CellKey, int]) -> Problem:
     cell = None if blocker.cell is None else numbers.get(blocker.cell)
-    return Problem(blocker.kind, blocker.message, blocker.where, cell)
+    return Problem(blocker.reason, blocker.sentence, blocker.where, cell)

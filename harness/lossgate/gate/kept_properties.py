@@ -1,21 +1,94 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says why a cell was not held to a property that a policy asks for, and how to mend that."""
+"""The properties in ``keeps`` of a policy: their names, and why a cell was not held to one."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from lossgate.base.errors import UsageError
 from lossgate.base.layout import Layout
+from lossgate.base.spelling import nearest
 from lossgate.evidence.gather import Gathered
 from lossgate.evidence.records import CellKey
 from lossgate.evidence.summary import CellSummary
-from lossgate.gate.property_names import BUILT_IN
+from lossgate.gate.policy import Policy
+from lossgate.gate.rules import Rule
 
+BUILT_IN = (
+    "agreement",
+    "bad-inputs",
+    "same-call-twice",
+    "after-another-shape",
+    "gradients-add-up",
+    "second-backward",
+    "checkpointing",
+    "device",
+    "sequence-order",
+    "vocabulary-order",
+    "temperature",
+    "extreme-logits",
+    "suppressed-ids",
+    "hopeless-labels",
+    "frozen-inputs",
+    "no-grad",
+    "inputs-kept",
+    "strided-inputs",
+    "int32-ids",
+    "masked-values",
+    "masked-nan",
+    "masked-ids",
+    "autocast",
+    "microbatches",
+    "other-padding",
+    "reduction-order",
+    "idle-rank",
+    "budgets",
+    "nothing-trained",
+    "few-tokens",
+    "upstream-scaled",
+    "upstream-one",
+    "upstream-zero",
+)
+"""The properties of lossgate. Their registry would know them, and needs torch; a gate does not."""
 _AGREEMENT = "agreement"
 """The property in whose cells all others are checked."""
+
+
+def check_property_names(policy: Policy, evidence: Gathered) -> None:
+    """Checks the names of properties that rules have in ``keeps``.
+
+    Users register properties of their own, and a gate does not load their files. It knows those
+    that evidence names. A cell that disagrees names none, because it is held to nothing further: so
+    a rule is only checked if one of its cells agrees.
+
+    Raises:
+        UsageError: for the first name that is neither built in nor in the evidence.
+    """
+    known = dict.fromkeys([*BUILT_IN, *_named_by(evidence)])
+    for rule in policy.require:
+        for name in rule.keeps:
+            if name not in known and _agrees_somewhere(rule, evidence):
+                raise UsageError(
+                    f"{policy.where(rule)}: [[require]] keeps={name!r}: there is no such property in lossgate, "
+                    f"and the evidence has none; {nearest(name, known)}"
+                )
+
+
+def _named_by(evidence: Gathered) -> Iterator[str]:
+    for run in evidence.runs.values():
+        named = run.settings.get("properties")
+        yield from (str(name) for name in (named if isinstance(named, list | tuple) else ()))
+    for key, results in evidence.cells.items():
+        yield key.property
+        for cell in results:
+            yield from cell.properties
+
+
+def _agrees_somewhere(rule: Rule, evidence: Gathered) -> bool:
+    """Returns whether a cell that a rule asks for agrees."""
+    return any(cell.verdict == "AGREE" and rule.matches(key) for key, cell in evidence.newest.items())
 
 
 @dataclass(frozen=True)

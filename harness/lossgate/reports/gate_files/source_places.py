@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where in the sources the findings of a verdict are shown."""
+"""Where in the sources SARIF shows the findings of a verdict."""
 
-import ast
 import posixpath
+import re
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from lossgate.evidence.summary import CellSummary
-from lossgate.gate.verdict import Blocker, GateVerdict
+from lossgate.gate.gate_verdict import GateVerdict
+from lossgate.reports.gate_files.findings import GateFinding
 
 _LARGEST_SOURCE = 2_000_000
 """Bytes. Evidence names the file, so it may be any file: nobody declares candidates in a larger."""
 
 
-class Places:
+class SourcePlaces:
     """Finds the place of each candidate and of each line of the policy.
 
     Args:
@@ -30,12 +31,13 @@ class Places:
         for cell in verdict.cells:
             if cell.summary is not None:
                 self._sources.setdefault(cell.key.candidate, cell.summary)
-        self._lines: dict[tuple[str, str | None], dict[str, int]] = {}
+        self._texts: dict[tuple[str, str | None], str] = {}
 
     def of_candidate(self, candidate: str, summary: CellSummary | None) -> dict[str, Any] | None:
         """Returns the place that declares a candidate, or None if no file is known.
 
         Args:
+            candidate: its name.
             summary: of the cell in question. Without one, another cell of the candidate says it.
         """
         found = summary or self._sources.get(candidate)
@@ -43,30 +45,28 @@ class Places:
         if found is None or not suffix:  # package.module:name names no file
             return None
         file = f"{stem}.py"
-        return _physical(file, self._lines_of(file, found.source_digest).get(name, 1))
+        return _physical(file, _declared(name, self._text_of(file, found.source_digest)))
 
-    def of_policy(self, blocker: Blocker) -> dict[str, Any] | None:
-        """Returns the line of the policy that a blocker names, else the policy's first line."""
-        file, line = file_and_line(blocker.where)
+    def of_policy(self, finding: GateFinding) -> dict[str, Any] | None:
+        """Returns the line of the policy that a finding names, else the policy's first line."""
+        file, line = _file_and_line(finding.blocker.where)
         return _physical(self._policy, line if file == self._policy else 1) if self._policy else None
 
-    def of_evidence(self, blocker: Blocker) -> dict[str, Any] | None:
-        """Returns the line of evidence that a blocker names, or None if it names none."""
-        file, line = file_and_line(blocker.where)
+    def of_evidence(self, finding: GateFinding) -> dict[str, Any] | None:
+        """Returns the line of evidence that a finding names, or None if it names none."""
+        file, line = _file_and_line(finding.blocker.where)
         return _physical(file, line) if file and file != self._policy else None
 
-    def _lines_of(self, file: str, digest: str | None) -> dict[str, int]:
-        if (file, digest) not in self._lines:
-            text = _text(self._root / file, digest) if self._root is not None else None
-            self._lines[file, digest] = _declared(text) if text is not None else {}
-        return self._lines[file, digest]
+    def _text_of(self, file: str, digest: str | None) -> str:
+        if self._root is not None and (file, digest) not in self._texts:
+            self._texts[file, digest] = _text(self._root / file, digest)
+        return self._texts.get((file, digest), "")
 
 
-def file_and_line(where: str) -> tuple[str, int]:
+def _file_and_line(where: str) -> tuple[str, int]:
     """Returns the parts of ``file:line``; the line is 1 if there is none."""
-    file, colon, line = where.rpartition(":")
-    is_line = colon and line.isascii() and line.isdigit() and 0 < len(line) < 10 and int(line) > 0
-    return (file, int(line)) if is_line else (where, 1)
+    found = re.fullmatch(r"(.*):0*([1-9][0-9]{0,8})", where, re.DOTALL)
+    return (found[1], int(found[2])) if found else (where, 1)
 
 
 def _physical(file: str, line: int) -> dict[str, Any]:
@@ -84,34 +84,19 @@ def _artifact(file: str) -> dict[str, Any]:
     return {"uri": uri, "uriBaseId": "%SRCROOT%"}
 
 
-def _text(path: Path, digest: str | None) -> bytes | None:
-    """Returns the bytes of a source if they have the digest. A device or a huge file isn't read."""
+def _text(path: Path, digest: str | None) -> str:
+    """Returns a source if it has the digest, else nothing. A device or a huge file isn't read."""
     try:
         if digest is None or not path.is_file() or path.stat().st_size > _LARGEST_SOURCE:
-            return None
-        text = path.read_bytes()
+            return ""
+        content = path.read_bytes()
     except (OSError, ValueError):  # ValueError: a path with a null character
-        return None
-    return text if sha256(text).hexdigest() == digest else None
+        return ""
+    return content.decode(errors="replace") if sha256(content).hexdigest() == digest else ""
 
 
-def _declared(text: bytes) -> dict[str, int]:
-    """Returns the line on which each function, class and name of a source is declared first."""
-    try:
-        body = ast.parse(text).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return {}
-    lines: dict[str, int] = {}
-    for node in body:
-        match node:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                lines.setdefault(name, node.lineno)
-            case ast.Assign(targets=targets):
-                for target in targets:
-                    if isinstance(target, ast.Name):
-                        lines.setdefault(target.id, node.lineno)
-            case ast.AnnAssign(target=ast.Name(id=name)):
-                lines.setdefault(name, node.lineno)
-            case _:
-                pass
-    return lines
+def _declared(name: str, source: str) -> int:
+    """Returns the line that declares a name first; 1 if none does."""
+    declaration = rf"^(?:(?:async )?def|class)\s+{re.escape(name)}\b|^{re.escape(name)}\s*[:=]"
+    found = re.search(declaration, source, re.MULTILINE)
+    return source.count("\n", 0, found.start()) + 1 if found else 1
