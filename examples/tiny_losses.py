@@ -8,9 +8,10 @@ import torch
 from tiny_policy import SPLIT, Ranks, Share
 from torch import Tensor
 
-from dense_losses import DpoOptions, GrpoOptions, dpo, grpo, linear_logits, nll, token_logprobs
+from dense_losses import dpo, grpo, linear_logits, nll, token_logprobs
 from fused_losses import dpo_loss, grpo_loss, linear_cross_entropy, linear_logprobs
 from kernel_bank.bugs import lose_label, scale_gradient, temper_logprobs
+from lossgate.options import DpoOptions, GrpoOptions
 
 CHUNK = 48
 """Number of tokens whose logits exist at a time in the kernels; fewer than a batch has."""

@@ -17,25 +17,23 @@ if TYPE_CHECKING:
     from lossgate.base.layout import Layout
     from lossgate.cases.case import Case
     from lossgate.cases.example import example
-    from lossgate.declaration.any_value import ANY
     from lossgate.declaration.budgets import Budgets
-    from lossgate.declaration.candidate import Candidate, Outputs, candidate
+    from lossgate.declaration.candidate import Candidate, KnownFailure, Outputs, candidate
     from lossgate.declaration.contract import Contract
-    from lossgate.declaration.excluded import Excluded
-    from lossgate.declaration.known_failure import KnownFailure
     from lossgate.declaration.precision import Precision
+    from lossgate.declaration.supports import ANY, Excluded
     from lossgate.engine.compare import compare
     from lossgate.inputs import Batch
     from lossgate.problems.problem import Problem
     from lossgate.properties.registry import Checked, OwnMistake, Property, property
     from lossgate.pytest_plugin.suite import suite
     from lossgate.reports.verified import verify
-    from lossgate.specs.coverage import CoverageGoal
+    from lossgate.specs.coverage_goals import CoverageGoal
     from lossgate.specs.declare import spec
     from lossgate.specs.field_context import FieldContext
-    from lossgate.specs.metric import Metric
     from lossgate.specs.mistakes import Mistake
     from lossgate.specs.option import Option
+    from lossgate.specs.outputs import Metric
     from lossgate.specs.record import Between, Options, field, option
     from lossgate.specs.spec import Spec
     from lossgate.specs.terms import Term, Terms
@@ -47,8 +45,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "ANY": "declaration.any_value",
-    "Batch": "specs.inputs",
+    "ANY": "declaration.supports",
+    "Batch": "specs.packed_batch",
     "Between": "specs.record",
     "Budgets": "declaration.budgets",
     "Candidate": "declaration.candidate",
@@ -56,13 +54,13 @@ _HOMES = {
     "Case": "cases.case",
     "Checked": "properties.registry",
     "Contract": "declaration.contract",
-    "CoverageGoal": "specs.coverage",
-    "Excluded": "declaration.excluded",
+    "CoverageGoal": "specs.coverage_goals",
+    "Excluded": "declaration.supports",
     "FieldContext": "specs.field_context",
-    "KnownFailure": "declaration.known_failure",
+    "KnownFailure": "declaration.candidate",
     "Layout": "base.layout",
     "LossgateError": "base.errors",
-    "Metric": "specs.metric",
+    "Metric": "specs.outputs",
     "Mistake": "specs.mistakes",
     "Option": "specs.option",
     "Options": "specs.record",

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate, Kernel, Outputs, candidate
 from lossgate.declaration.contract import Contract, Placements
+from lossgate.declaration.supports import ANY
 from lossgate.losses import SPECS, find_spec
 from lossgate.problems.partition import Dims
 from lossgate.specs.bound_spec import BoundSpec

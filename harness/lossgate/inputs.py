@@ -13,7 +13,7 @@ from typing import Any
 
 from lossgate.losses import SPECS
 from lossgate.specs.heads import HEADS
-from lossgate.specs.inputs import Batch
+from lossgate.specs.packed_batch import Batch
 
 __all__ = ["Batch"]
 

@@ -10,14 +10,14 @@ from lossgate.losses.divergence import DivergenceBatch as DivergenceBatch
 from lossgate.losses.dpo import DpoBatch as DpoBatch
 from lossgate.losses.grpo import GrpoBatch as GrpoBatch
 from lossgate.losses.nll import NllBatch as NllBatch
-from lossgate.losses.shared.pairs import PairBatch as PairBatch
+from lossgate.losses.shared.sequences import PairBatch as PairBatch
 from lossgate.losses.value import ValueBatch as ValueBatch
 from lossgate.specs.heads.hidden import Hidden as _Hidden
 from lossgate.specs.heads.logits import Logits as _Logits
-from lossgate.specs.heads.logprobs import Logprobs as _Logprobs
-from lossgate.specs.heads.rewards import Rewards as _Rewards
-from lossgate.specs.heads.values import Values as _Values
-from lossgate.specs.inputs import Batch as _Batch
+from lossgate.specs.heads.value_heads import Logprobs as _Logprobs
+from lossgate.specs.heads.value_heads import Rewards as _Rewards
+from lossgate.specs.heads.value_heads import Values as _Values
+from lossgate.specs.packed_batch import Batch as _Batch
 
 class Batch(_Batch):
     """A packed batch, common to every spec and head.

@@ -2,12 +2,10 @@
 # Written by python -m lossgate.reports.spec_files: change the specs, and run that.
 """The options of each spec, as a kernel is given them."""
 
-from dataclasses import dataclass
 from typing import Literal
 
-from dense_losses.distill import DistillOptions as _DistillOptions
-from dense_losses.value import ValueOptions as _ValueOptions
 from lossgate.losses.clipped_pg import ClippedPgOptions as _ClippedPgOptions
+from lossgate.losses.distill import DistillOptions as _DistillOptions
 from lossgate.losses.divergence import DivergenceOptions as _DivergenceOptions
 from lossgate.losses.dpo import DpoOptions as _DpoOptions
 from lossgate.losses.grpo import GrpoOptions as _GrpoOptions
@@ -16,6 +14,7 @@ from lossgate.losses.nll import NllOptions as _NllOptions
 from lossgate.losses.preference import PreferenceOptions as _PreferenceOptions
 from lossgate.losses.softcap import SoftcapOptions as _SoftcapOptions
 from lossgate.losses.token_logprobs import TokenLogprobsOptions as _TokenLogprobsOptions
+from lossgate.losses.value import ValueOptions as _ValueOptions
 from lossgate.losses.z_loss import ZLossOptions as _ZLossOptions
 
 class ClippedPgOptions(_ClippedPgOptions):
@@ -181,7 +180,6 @@ class ClippedPgOptions(_ClippedPgOptions):
     Default: 1.0. Problems draw: 1.0, 0.9, 0.5.
     """
 
-@dataclass(frozen=True, kw_only=True)
 class DistillOptions(_DistillOptions):
     """The options of spec distill: distillation: forward, reverse or mixed KL over the teacher's
     top-k.
@@ -536,7 +534,6 @@ class TokenLogprobsOptions(_TokenLogprobsOptions):
     Default: None. Problems draw: None, 2.0, 30.0.
     """
 
-@dataclass(frozen=True, kw_only=True)
 class ValueOptions(_ValueOptions):
     """The options of spec value: clipped squared error of a value model.
 

@@ -21,7 +21,7 @@ sequences, labels at the edges of shards. All shrink to small and plain values.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 from hypothesis import reject
 from hypothesis import strategies as st
@@ -29,6 +29,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lossgate.base.argument import Argument
 from lossgate.base.errors import UsageError
 from lossgate.base.layout import AXES, MAX_RANKS, Axis, Layout
 from lossgate.base.spelling import nearest
@@ -36,10 +37,9 @@ from lossgate.cases import problem_strategies as drawn
 from lossgate.cases.drawn_problem import DrawnPack, DrawnProblem
 from lossgate.cases.option_strategies import draw_options, draw_value
 from lossgate.cases.placement import Placement, splits_of, takes_idle_ranks
-from lossgate.declaration.any_value import ANY
-from lossgate.declaration.arguments import check_axes
 from lossgate.declaration.candidate import Candidate, candidate
-from lossgate.declaration.checks import check_spec
+from lossgate.declaration.checks import check_axes, check_spec
+from lossgate.declaration.supports import ANY
 from lossgate.problems.batch import draw_tokens
 from lossgate.problems.masks import MASK_PATTERNS, MaskPattern, draw_mask
 from lossgate.problems.problem import Problem, ReductionOrder
@@ -115,7 +115,7 @@ def layouts(ranks: int = 4, axes: Sequence[str] = AXES) -> SearchStrategy[Layout
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MAX_RANKS:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UsageError(f"layouts(ranks={ranks!r}): expected a number from 1 to {MAX_RANKS}")
-    allowed = cast("tuple[Axis, ...]", _naming("layouts", check_axes, tuple(axes)))
+    allowed = check_axes(Argument("layouts(", "axes", axes))
     return _split(ranks, allowed)
 
 
@@ -220,7 +220,7 @@ def options(of: str | Spec | Candidate, *, supports: Mapping[str, Any] | Any = A
             raise UsageError(f"options(supports={supports!r}): candidate {of.name!r} declares it; leave it out")
         able = of
     else:
-        spec = _naming("options", check_spec, of)
+        spec = check_spec(Argument("options(", "spec", of))
         able = _declared("options", spec, next(iter(spec.inputs)), "float32", supports, None)
     return draw_options(able, None).map(lambda values: able.spec.bind(values).options)
 
@@ -274,7 +274,7 @@ def _check_split(layout: Layout, able: Candidate) -> None:
 
 def _declared(caller: str, of: Any, head: str | None, dtype: str, supports: Any, tiles: Any) -> Candidate:
     """Returns a candidate that declares what problems of a spec are to be drawn."""
-    spec = _naming(caller, check_spec, of)
+    spec = check_spec(Argument(f"{caller}(", "spec", of))
     if head is None:
         raise UsageError(f"{caller}({spec.name!r}): head is missing; expected one of {', '.join(spec.inputs)}")
 

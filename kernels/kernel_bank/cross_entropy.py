@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate, Outputs, candidate
 from lossgate.declaration.precision import Precision
+from lossgate.declaration.supports import ANY
 from lossgate.inputs import NllHidden
 from lossgate.options import NllOptions
 

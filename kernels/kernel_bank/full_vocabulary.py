@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from kernel_bank.columns import Columns
-from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate, candidate
 from lossgate.declaration.contract import Contract
+from lossgate.declaration.supports import ANY
 from lossgate.losses import find_spec
 
 CHUNK = 7

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import one_hot
 
 from kernel_bank.bugs import Bug, Wrap, on_inputs, on_loss, on_options, scale_gradient
-from lossgate.declaration.any_value import ANY
 from lossgate.declaration.budgets import Budgets
 from lossgate.declaration.candidate import Candidate, candidate
 from lossgate.declaration.precision import Precision
+from lossgate.declaration.supports import ANY
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from kernel_bank.cross_entropy import Style, make
-from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate, Outputs
+from lossgate.declaration.supports import ANY
 
 ShardBug = Literal["padding rows counted", "rank without a row lost", "bias ignored"]
 SHARD_BUGS: Mapping[ShardBug, str] = {

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from dense_losses.clipped_pg import ClippedPGOptions
-from dense_losses.distill import DistillOptions
 from dense_losses.filtering import filtered_token_logprobs
-from dense_losses.grpo import GrpoOptions
 from dense_losses.nll import nll
-from dense_losses.preference import DpoOptions
-from dense_losses.value import ValueOptions
 from lossgate.losses import SPECS
+from lossgate.losses.clipped_pg import ClippedPgLossOptions
+from lossgate.losses.distill import DistillOptions
+from lossgate.losses.dpo import DpoOptions
+from lossgate.losses.grpo import GrpoLossOptions
+from lossgate.losses.value import ValueOptions
 
 from .markdown import ROOT
 
@@ -29,8 +29,8 @@ DEFINED_BY: dict[str, type | Callable[..., Any]] = {
     "nll": nll,
     "token_logprobs": filtered_token_logprobs,
     "dpo": DpoOptions,
-    "clipped_pg": ClippedPGOptions,
-    "grpo": GrpoOptions,
+    "clipped_pg": ClippedPgLossOptions,
+    "grpo": GrpoLossOptions,
     "value": ValueOptions,
     "distill": DistillOptions,
     "divergence": SPECS["divergence"].options_type,

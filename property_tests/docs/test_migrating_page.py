@@ -20,6 +20,8 @@ from torch.nn import functional as F
 import dense_losses
 import fused_losses
 from fused_losses import Metrics, Pack
+from lossgate.losses.clipped_pg import ClippedPgOptions
+from lossgate.losses.grpo import GrpoOptions
 from lossgate.worlds import RankContext, SimulatedWorld
 from property_tests.kernels.losses_with_metrics import LOSSES, Batch
 
@@ -111,7 +113,7 @@ def clipped_pg_of_rows(names: Names, c: Tensor, data: Names, **options: Any) -> 
         sample_mask=data["sample_mask"].bool(),
         valid_tokens=names["global_valid_toks"],
         valid_sequences=names["global_valid_seqs"],
-        options=dense_losses.ClippedPGOptions(**NEMO, **names.get("loss_fn", {})),
+        options=ClippedPgOptions(**NEMO, **names.get("loss_fn", {})),
         **of_tokens(c),
         **options,
     )
@@ -147,7 +149,7 @@ def grpo_of_rows(names: Names) -> Names:
         mask=names["response_mask"].flatten(),
         sequences=len(labels),
         valid_tokens=torch.tensor(names["tokens_of_batch"]),
-        options=dense_losses.GrpoOptions(loss_scale=names["world_size"] // names["sequence_parallel_size"]),
+        options=GrpoOptions(loss_scale=names["world_size"] // names["sequence_parallel_size"]),
         **of_tokens(labels),
     )
     return {"loss": loss, "metrics": metrics, "current": new.view_as(labels)}

@@ -16,8 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from dense_losses import ClippedPGOptions, DpoOptions, GrpoOptions
-from dense_losses.rho import RhoOptions
 from fused_losses import (
     ClippedPGConfig,
     RhoCorrection,
@@ -28,6 +26,9 @@ from fused_losses import (
     rho_weights,
     unchecked_values,
 )
+from lossgate.losses.clipped_pg import ClippedPgLossOptions
+from lossgate.losses.dpo import DpoOptions
+from lossgate.losses.grpo import GrpoLossOptions, RhoOptions
 from property_tests.kernels.loss_inputs import GSPO, TRUNCATED, experience, pack, rollout
 
 # Numbers
@@ -238,8 +239,9 @@ def test_bad_settings_are_refused(call: Callable[..., Any], changes: dict[str, A
 
 # What the references refuse
 
-NO_SETTING = "reference_layout"
-"""The kernel of DPO has no such option: its caller aligns the reference."""
+NO_SETTINGS = {"reference_layout", "temperature"}
+"""The kernel of DPO has no such options: its caller aligns the reference, and gives it the
+log-probabilities."""
 NUMBERS = (-inf, -1, 0, 0.5, 1, 1.5, 2, inf, nan)
 
 
@@ -250,14 +252,14 @@ def kernel_grpo(**settings: Any) -> None:
 
 OPTIONS: dict[str, tuple[Callable[..., Any], type, dict[str, Any]]] = {
     "dpo": (dpo, DpoOptions, {}),
-    "grpo": (kernel_grpo, GrpoOptions, {}),
+    "grpo": (kernel_grpo, GrpoLossOptions, {}),
     "rho": (RhoCorrection, RhoOptions, {}),
     "rho, tv": (RhoCorrection, RhoOptions, {"rho_mask_tv_divergence": True}),
-    "clipped_pg": (ClippedPGConfig, ClippedPGOptions, {}),
-    "clipped_pg, GSPO": (ClippedPGConfig, ClippedPGOptions, GSPO),
-    "clipped_pg, CISPO": (ClippedPGConfig, ClippedPGOptions, {"use_cispo": True}),
-    "clipped_pg, truncated": (ClippedPGConfig, ClippedPGOptions, TRUNCATED),
-    "clipped_pg, GSPO truncated": (ClippedPGConfig, ClippedPGOptions, GSPO | TRUNCATED),
+    "clipped_pg": (ClippedPGConfig, ClippedPgLossOptions, {}),
+    "clipped_pg, GSPO": (ClippedPGConfig, ClippedPgLossOptions, GSPO),
+    "clipped_pg, CISPO": (ClippedPGConfig, ClippedPgLossOptions, {"use_cispo": True}),
+    "clipped_pg, truncated": (ClippedPGConfig, ClippedPgLossOptions, TRUNCATED),
+    "clipped_pg, GSPO truncated": (ClippedPGConfig, ClippedPgLossOptions, GSPO | TRUNCATED),
 }
 
 
@@ -275,7 +277,7 @@ def test_kernel_and_reference_refuse_the_same_options(name: str) -> None:
 
 
 def _changes(options: type, pairs: bool) -> Iterator[dict[str, Any]]:
-    values = {name: _values(hint) for name, hint in get_type_hints(options).items() if name != NO_SETTING}
+    values = {name: _values(hint) for name, hint in get_type_hints(options).items() if name not in NO_SETTINGS}
     yield from ({name: value} for name in values for value in values[name])
     for a, b in combinations(values, 2) if pairs else ():
         yield from ({a: x, b: y} for x, y in product(values[a], values[b]))
@@ -315,10 +317,10 @@ def test_options_have_one_name() -> None:
     def names(options: type) -> set[str]:
         return {field.name for field in fields(options)}
 
-    assert names(ClippedPGConfig) == names(ClippedPGOptions)
+    assert names(ClippedPGConfig) == names(ClippedPgLossOptions)
     assert names(RhoCorrection) == names(RhoOptions)
-    assert names(DpoOptions) - {NO_SETTING} <= signature(dpo_loss).parameters.keys()
-    assert names(GrpoOptions) - names(RhoOptions) <= signature(grpo_loss).parameters.keys()
+    assert names(DpoOptions) - NO_SETTINGS <= signature(dpo_loss).parameters.keys()
+    assert names(GrpoLossOptions) - names(RhoOptions) <= signature(grpo_loss).parameters.keys()
 
 
 # Masks and sequences

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dense_losses import ClippedPGOptions, clipped_pg
+from dense_losses import clipped_pg
 from fused_losses import clipped_pg_loss
+from lossgate.losses.clipped_pg import ClippedPgOptions
 from lossgate.worlds import RankContext, SimulatedWorld
 from property_tests.kernels.loss_inputs import GSPO, TRUNCATED, experience
 
@@ -76,7 +77,7 @@ def kernel(given: dict[str, Any], **changes: Any) -> Outcome:
 def reference(given: dict[str, Any]) -> Outcome:
     rest = {name: x for name, x in given.items() if name != "config"}
     counts = {name: torch.tensor(given[name]) for name in ("valid_tokens", "valid_sequences", "positive_tokens")}
-    loss, metrics = clipped_pg(**{**rest, **counts}, options=ClippedPGOptions(**vars(given["config"])))
+    loss, metrics = clipped_pg(**{**rest, **counts}, options=ClippedPgOptions(**vars(given["config"])))
     del metrics["loss"]  # the loss itself
     return loss, metrics, _gradients(loss, given)
 

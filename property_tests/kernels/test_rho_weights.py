@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dense_losses.rho import RhoOptions, importance_weights
+from dense_losses.rho import importance_weights
 from fused_losses import RhoCorrection, RhoWeights, grpo_loss, rho_weights, unchecked_values
 from lossgate import Layout
 from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
+from lossgate.losses.grpo import RhoOptions
 from lossgate.worlds import RankContext, SimulatedWorld
 from property_tests.kernels.loss_inputs import rollout
 from property_tests.kernels.our_candidates import OURS

@@ -25,7 +25,7 @@ from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.engine.verdict import FEWEST, conclude
 from lossgate.losses import SPECS
-from lossgate.specs.coverage import CoverageGoal
+from lossgate.specs.coverage_goals import CoverageGoal
 from lossgate.specs.sharding_goals import SHARDING_GOALS
 
 pytestmark = pytest.mark.xdist_group("cell")  # one worker makes what its tests share

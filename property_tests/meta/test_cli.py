@@ -79,7 +79,7 @@ def test_a_broken_interface_is_the_verdict_of_its_cell(folder: Path, lossgate: L
 NEEDY = f"""
 {KERNELS}
 from dataclasses import replace
-from lossgate.specs.coverage import CoverageGoal
+from lossgate.specs.coverage_goals import CoverageGoal
 
 goals = {{**right.spec.goals, "never": CoverageGoal(meaning="what no problem has")}}
 needy = replace(right, name="needy", spec=replace(right.spec, goals=goals))

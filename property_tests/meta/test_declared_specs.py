@@ -70,144 +70,249 @@ def goal(**changes: Any) -> dict[str, CoverageGoal]:
 DECLARATIONS: dict[str, tuple[dict[str, Any], str]] = {
     "no name": ({"name": nll}, "spec(...) decorates a reference without a name; write @lossgate.spec('focal') above"),
     "name": ({"name": "a loss"}, "spec('a loss'): expected a name of letters, digits, '_', '-' and '.'"),
-    "uses": ({"uses": ("logprob",)}, "uses has 'logprob'; did you mean 'logprobs'? (expected one of logprobs, entropy"),
-    "uses as text": ({"uses": "logprobs"}, "uses='logprobs'; expected a tuple of some of logprobs, entropy"),
-    "head": ({"heads": ("hiden",)}, "heads has 'hiden'; did you mean 'hidden'? (expected one of hidden, logits"),
-    "no head": ({"heads": ()}, "heads=(); expected a tuple of some of hidden, logits"),
-    "output": ({"outputs": ("los",)}, "outputs has 'los'; did you mean 'loss'?"),
-    "batch": ({"batch": dict}, "batch is <class 'dict'>; expected a class derived from lossgate.Batch"),
-    "batch object": ({"batch": 3}, "batch is 3; expected a class derived from lossgate.Batch"),
+    "uses": (
+        {"uses": ("logprob",)},
+        "spec('mine', uses=('logprob',)): unknown value per token 'logprob'; did you mean 'logprobs'?",
+    ),
+    "uses as text": ({"uses": "logprobs"}, "spec('mine', uses='logprobs'): expected a tuple; write uses=('logprobs',)"),
+    "head": ({"heads": ("hiden",)}, "spec('mine', heads=('hiden',)): unknown head 'hiden'; did you mean 'hidden'?"),
+    "no head": (
+        {"heads": ()},
+        "spec('mine', heads=()): expected at least one of hidden, logits, logprobs, values, rewards",
+    ),
+    "output": ({"outputs": ("los",)}, "spec('mine', outputs=('los',)): unknown output 'los'; did you mean 'loss'?"),
+    "batch": ({"batch": dict}, "spec('mine', batch=dict): expected a class derived from lossgate.Batch"),
+    "batch object": ({"batch": 3}, "spec('mine', batch=3): expected a class derived from lossgate.Batch"),
     "field of a head": (
         {"batch": HasHidden},
-        "field 'hidden' of HasHidden is also an input of head 'hidden'; call it otherwise, such as 'token_hidden'",
+        "batch=HasHidden): field 'hidden' is also an input of head 'hidden'; call it otherwise, such as",
     ),
-    "options": ({"options": dict}, "options is <class 'dict'>; expected a class derived from lossgate.Options"),
+    "options": ({"options": dict}, "spec('mine', options=dict): expected a class derived from lossgate.Options"),
     "option of every spec": ({"options": HasBias}, "option 'bias' is one that every spec has; call it otherwise"),
     "no default": ({"options": NoDefault}, "NoDefault.gamma has no default; give it one: gamma = lossgate.option("),
     "no meaning": ({"options": NoMeaning}, "NoMeaning.gamma does not say what it means; write gamma = lossgate.option"),
     "no choices": ({"options": NoChoices}, "NoChoices.gamma does not say which values problems draw; write"),
     "choices of no option": ({"choices": {"gama": (1.0,)}}, "SomeOptions has no option 'gama'; did you mean 'gamma'?"),
-    "temperature": ({"temperature": "gama"}, "temperature names 'gama', which is no option; did you mean 'gamma'?"),
+    "temperature": ({"temperature": "gama"}, "spec('mine', temperature='gama'): no such option; did you mean 'gamma'?"),
     "temperature of 0": (
         {"temperature": "gamma"},
-        "temperature is an option with the value 0.0; expected numbers above 0",
+        "spec('mine', temperature='gamma'): the option has the value 0.0; expected numbers above 0",
     ),
-    "softcap": ({"softcap": "mode"}, "softcap is an option with the value 'a'; expected numbers above 0, or None"),
-    "group": ({"option_groups": (("gamma", "mod"),)}, "option_groups names 'mod', which is no option; did you mean"),
-    "ids": ({"gathered_ids": "weight"}, "gathered_ids='weight' is no field; did you mean 'weights'?"),
-    "metrics": ({"metrics": ("a",)}, "metrics=('a',); expected a mapping, such as {'accuracy': 'what it means'}"),
-    "metric": ({"metrics": {"a": 3}}, "metrics['a'] is 3; expected what it means, or a lossgate.Metric"),
-    "metric loss": ({"metrics": {"loss": "x"}}, "metrics has 'loss', which is an output of its own; call the metric"),
-    "metric logprobs": ({"metrics": {"logprobs": "x"}}, "metrics has 'logprobs', which is an output of its own"),
+    "softcap": (
+        {"softcap": "mode"},
+        "spec('mine', softcap='mode'): the option has the value 'a'; expected numbers above 0, or None",
+    ),
+    "group": (
+        {"option_groups": (("gamma", "mod"),)},
+        "spec('mine', option_groups=(('gamma', 'mod'),)): unknown option 'mod'; did you mean 'mode'?",
+    ),
+    "ids": ({"gathered_ids": "weight"}, "spec('mine', gathered_ids='weight'): no such field; did you mean 'weights'?"),
+    "metrics": (
+        {"metrics": ("a",)},
+        "spec('mine', metrics=('a',)): expected a mapping, such as {'accuracy': 'what it means'}",
+    ),
+    "metric": ({"metrics": {"a": 3}}, "spec('mine', metrics['a']=3): expected what it means, or a lossgate.Metric"),
+    "metric loss": (
+        {"metrics": {"loss": "x"}},
+        "spec('mine', metrics['loss']='x'): 'loss' is an output of its own; call the metric otherwise",
+    ),
+    "metric logprobs": (
+        {"metrics": {"logprobs": "x"}},
+        "metrics['logprobs']='x'): 'logprobs' is an output of its own; call the metric otherwise",
+    ),
     "metric grad": (
         {"metrics": {"grad of hidden": "x"}},
-        "metrics has 'grad of hidden', which is an output of its own",
+        "metrics['grad of hidden']='x'): 'grad of hidden' is an output of its own; call the metric otherwise",
     ),
     "reduction": (
         {"metrics": {"a": lossgate.Metric(meaning="x", reduction="mean")}},  # pyright: ignore[reportArgumentType]
-        "metrics['a'] has reduction='mean'; expected one of sum, min, max. A mean is a sum that is already divided",
+        "metrics['a']=Metric(meaning='x', reduction='mean')): its reduction is 'mean'; expected one of sum,",
     ),
-    "scenarios": ({"scenarios": ("a",)}, "scenarios=('a',); expected a tuple of lossgate.Option(name=..., ...)"),
-    "scenario named twice": ({"scenarios": (scenario(name="mode"),)}, "'mode' is the name of two options or scenarios"),
+    "scenarios": (
+        {"scenarios": ("a",)},
+        "spec('mine', scenarios=('a',)): expected a tuple of lossgate.Option(name=..., ...)",
+    ),
+    "scenario named twice": (
+        {"scenarios": (scenario(name="mode"),)},
+        "scenario 'mode': Option(name='mode'): an option or another scenario has this name; rename one",
+    ),
     "scenario": (
         {"scenarios": (scenario(default="c"),)},
-        "scenario 'kind' has default='c' and choices=('a', 'b'); expected a tuple of strings, the default among them",
+        "spec('mine'): scenario 'kind': Option(default='c'): expected one of a, b",
     ),
     "tie": (
         {"scenarios": (scenario(),), "tie_scenarios": {"kind": "c"}},
-        "tie_scenarios has 'kind': 'c'; expected a scenario and its choice",
+        "spec('mine', tie_scenarios['kind']='c'): expected one of a, b",
     ),
-    "goals": ({"goals": {"mine": "x"}}, "goal 'mine' is 'x'; expected lossgate.CoverageGoal(meaning=..., reached=...)"),
+    "goals": (
+        {"goals": {"mine": "x"}},
+        "spec('mine', goals['mine']='x'): expected lossgate.CoverageGoal(meaning=..., reached=...)",
+    ),
     "goal out of reach": (
         {"goals": goal(reached=None)},
-        "goal 'mine' does not say how it is reached; give it reached=",
+        "goals['mine']=CoverageGoal(meaning='mine', u...ks=2, dtypes=(), reached=None)): it does not say how",
     ),
     "goal of every loss": (
         {"goals": {"masked token": goal()["mine"]}},
-        "goal 'masked token' is one that every loss has; call it otherwise",
+        "every loss has a goal of this name; call it otherwise",
     ),
     "goal's option": (
         {"goals": goal(unreachable_if={"gama": (1.0,)})},
-        "goal 'mine': unreachable_if has 'gama'; did you mean 'gamma'?",
+        "goal 'mine': CoverageGoal(unreachable_if={'gama': (1.0,)}): unknown option or scenario 'gama'; did",
     ),
-    "goal's head": ({"goals": goal(heads=("hiden",))}, "goal 'mine': heads has 'hiden'; did you mean 'hidden'?"),
-    "goal's axis": ({"goals": goal(axes=("pp",))}, "goal 'mine': axes has 'pp'; expected one of dp, cp, tp"),
-    "goal's dtype": ({"goals": goal(dtypes=("bf16",))}, "goal 'mine': dtypes has 'bf16'; did you mean 'bfloat16'?"),
+    "goal's head": (
+        {"goals": goal(heads=("hiden",))},
+        "goal 'mine': CoverageGoal(heads=('hiden',)): unknown head 'hiden'; did you mean 'hidden'?",
+    ),
+    "goal's axis": (
+        {"goals": goal(axes=("pp",))},
+        "goal 'mine': CoverageGoal(axes=('pp',)): unknown mesh axis 'pp'; expected one of dp, cp, tp",
+    ),
+    "goal's dtype": (
+        {"goals": goal(dtypes=("bf16",))},
+        "goal 'mine': CoverageGoal(dtypes=('bf16',)): unknown dtype 'bf16'; did you mean 'bfloat16'?",
+    ),
     "goal's function": (
         {"goals": goal(reached=lambda batch: True)},
-        "goal 'mine': reached can't be called as it will be (too many positional arguments); expected a function of",
+        "goal 'mine': CoverageGoal(reached=<lambda>): it can't be called as it will be (too many positional",
     ),
     "mistakes": ({"mistakes": Mistake(name="a", sentence="b")}, "expected a tuple of lossgate.Mistake(name=..., ...)"),
-    "trained dim": ({"trained_dim": "tokens"}, "trained_dim='tokens'; expected 'token' or 'sequence'"),
-    "group size": ({"group_size": 0}, "group_size=0; expected a whole number from 1 to 64, such as 2 for pairs"),
-    "large group": ({"group_size": 2000}, "group_size=2000; expected a whole number from 1 to 64"),
-    "choices as text": ({"choices": {"gamma": "abc"}}, "SomeOptions.gamma, which draws 'abc': expected a tuple of val"),
-    "choices without default": ({"choices": {"gamma": (0.0, 1.0)}}, "draws (0.0, 1.0): the default is none of them"),
+    "trained dim": ({"trained_dim": "tokens"}, "spec('mine', trained_dim='tokens'): did you mean 'token'?"),
+    "group size": (
+        {"group_size": 0},
+        "spec('mine', group_size=0): expected a whole number from 1 to 64, such as 2 for pairs",
+    ),
+    "large group": (
+        {"group_size": 2000},
+        "spec('mine', group_size=2000): expected a whole number from 1 to 64, such as 2 for pairs",
+    ),
+    "choices as text": (
+        {"choices": {"gamma": "abc"}},
+        "options=SomeOptions): SomeOptions.gamma(choices='abc'): expected a tuple of values, such as (2.0,)",
+    ),
+    "choices without default": (
+        {"choices": {"gamma": (0.0, 1.0)}},
+        "options=SomeOptions): SomeOptions.gamma(choices=(0.0, 1.0)): the default 2.0 is none of them; add it",
+    ),
     "choices with NaN": ({"choices": {"gamma": (2.0, float("nan"))}}, "nan can't be written into a problem"),
     "choices that are equal": ({"choices": {"gamma": (2.0, 0.0, -0.0)}}, "0.0 and -0.0 are equal; write both alike"),
-    "interval without default": ({"choices": {"gamma": Between(3.0, 4.0)}}, "the default is not between them"),
-    "choices of nothing": ({"choices": {"gamma": 3.5}}, "draws 3.5: expected a tuple of values"),
+    "interval without default": (
+        {"choices": {"gamma": Between(3.0, 4.0)}},
+        "options=SomeOptions): SomeOptions.gamma(choices=(3.0, 4.0)): the default 2.0 is not between them",
+    ),
+    "choices of nothing": (
+        {"choices": {"gamma": 3.5}},
+        "options=SomeOptions): SomeOptions.gamma(choices=3.5): expected a tuple of values, such as (2.0,)",
+    ),
     "groups": ({"option_groups": ("gamma", "mode")}, "expected a tuple of tuples of options"),
-    "groups of nothing": ({"option_groups": None}, "option_groups=None; expected a tuple of tuples of options"),
-    "two groups": ({"option_groups": (("gamma", "mode"), ("mode",))}, "option_groups has 'mode' twice; join its"),
-    "float ids": ({"gathered_ids": "weights"}, "gathered_ids names 'weights', which is float32 [token]; expected ids"),
-    "ids of nothing": ({"gathered_ids": []}, "gathered_ids=[] is no field"),
+    "groups of nothing": (
+        {"option_groups": None},
+        "option_groups=None): expected a tuple of tuples of options, such as (('top_k', 'top_p'),)",
+    ),
+    "two groups": (
+        {"option_groups": (("gamma", "mode"), ("mode",))},
+        "option_groups=(('gamma', 'mode'), ('mode',))): 'mode' stands in it twice; join its groups",
+    ),
+    "float ids": (
+        {"gathered_ids": "weights"},
+        "gathered_ids='weights'): it is float32 [token]; expected ids, such as weights: Tensor =",
+    ),
+    "ids of nothing": (
+        {"gathered_ids": []},
+        "gathered_ids=[]): no such field; expected one of labels, mask, input_ids, sequence, cu_seqlens,",
+    ),
     "output not used": (
         {"uses": ("entropy",), "outputs": ("loss", "logprobs")},
-        "outputs has 'logprobs', which needs 'logprobs' in uses=, and no gathered_ids=",
+        "outputs=('loss', 'logprobs')): 'logprobs' needs 'logprobs' in uses=, and no gathered_ids=",
     ),
     "entropy not used": (
         {"outputs": ("loss", "token_entropy")},
-        "outputs has 'token_entropy', which needs 'entropy' in uses=",
+        "spec('mine', outputs=('loss', 'token_entropy')): 'token_entropy' needs 'entropy' in uses=",
     ),
     "output of another head": (
         {"heads": ("rewards",), "outputs": ("loss", "logprobs")},
-        "outputs has 'logprobs', which head 'rewards' does not give; drop one of them",
+        "outputs=('loss', 'logprobs')): head 'rewards' does not give 'logprobs'; drop one of them",
     ),
-    "no loss": ({"outputs": ("logprobs",), "kinks": True}, "has no 'loss', so nothing calls the reference; drop"),
+    "no loss": (
+        {"outputs": ("logprobs",), "kinks": True},
+        "outputs=('logprobs',)): without 'loss' nothing calls the reference; drop metrics=, extra_metrics=,",
+    ),
     "both of the logits": (
         {"options": Divisor, "temperature": "heat", "softcap": "heat"},
-        "temperature and softcap are both 'heat'; give each an option",
+        "spec('mine', softcap='heat'): it is the temperature, too; give each an option",
     ),
-    "kinks": ({"kinks": "no"}, "kinks='no'; expected True or False"),
+    "kinks": ({"kinks": "no"}, "spec('mine', kinks='no'): expected True or False"),
     "also written, without a loss": (
         {"outputs": ("logprobs",), "also_written": (nll,)},
         "stop_gradient= and also_written=, or add 'loss'",
     ),
-    "also written": ({"also_written": nll}, "expected a tuple of functions, such as ("),
+    "also written": ({"also_written": nll}, "spec('mine', also_written=nll): expected a tuple of functions"),
     "also written with one argument": (
         {"also_written": (lambda values: values,)},
-        "number 1 of also_written= can't be called as it will be",
+        "also_written[0]=<lambda>): it can't be called as it will be (too many positional arguments);",
     ),
-    "stop_gradient": ({"stop_gradient": 1}, "stop_gradient=1; expected True or False"),
-    "summary": ({"summary": ""}, "summary is ''; expected words"),
-    "source": ({"source": 3}, "source is 3; expected words"),
-    "metric's meaning": ({"metrics": {"a": lossgate.Metric(meaning="")}}, "the meaning of metric 'a' is ''"),
-    "metric's name": ({"metrics": {1: "x"}}, "the name of a metric is 1; expected words"),
-    "goals of nothing": ({"goals": 3}, "goals=3; expected a mapping of names to lossgate.CoverageGoal(...)"),
+    "stop_gradient": ({"stop_gradient": 1}, "spec('mine', stop_gradient=1): expected True or False"),
+    "summary": ({"summary": ""}, "spec('mine', summary=''): expected words"),
+    "source": ({"source": 3}, "spec('mine', source=3): expected words"),
+    "metric's meaning": (
+        {"metrics": {"a": lossgate.Metric(meaning="")}},
+        "metrics['a']=Metric(meaning='', reduction='sum')): expected words as the name of a metric, and as",
+    ),
+    "metric's name": (
+        {"metrics": {1: "x"}},
+        "spec('mine', metrics[1]='x'): expected words as the name of a metric, and as what it means",
+    ),
+    "goals of nothing": (
+        {"goals": 3},
+        "goals=3): expected a mapping, such as {'clipped': lossgate.CoverageGoal(meaning=..., reached=...)}",
+    ),
     "goal's name": ({"goals": {None: goal()["mine"]}}, "the name of a goal is None; expected words"),
-    "goal's meaning": ({"goals": goal(meaning=3)}, "goal 'mine': its meaning is 3; expected words"),
-    "goal's heads": ({"goals": goal(heads="hidden")}, "goal 'mine': heads='hidden'; expected a tuple of names"),
+    "goal's meaning": (
+        {"goals": goal(meaning=3)},
+        "spec('mine'): goal 'mine': CoverageGoal(meaning=3): expected words",
+    ),
+    "goal's heads": (
+        {"goals": goal(heads="hidden")},
+        "goal 'mine': CoverageGoal(heads='hidden'): expected a tuple; write heads=('hidden',)",
+    ),
     "choices on request": (
         {"scenarios": (lossgate.Option(name="kind", meaning="m", default="a", choices=("a",), on_request=("b", 2)),)},
-        "scenario 'kind' has default='a' and choices=('a',); expected a tuple of strings",
+        "spec('mine'): scenario 'kind': Option(on_request=('b', 2)): expected a tuple of strings",
     ),
-    "goal's options": ({"goals": goal(unreachable_if=1)}, "unreachable_if=1; expected a mapping of options to values"),
-    "goal's values": ({"goals": goal(unreachable_if={"gamma": 1.0})}, "unreachable_if['gamma']=1.0; expected a tuple"),
+    "goal's options": (
+        {"goals": goal(unreachable_if=1)},
+        "goal 'mine': CoverageGoal(unreachable_if=1): expected a mapping, such as {'beta': (0.0,)}",
+    ),
+    "goal's values": (
+        {"goals": goal(unreachable_if={"gamma": 1.0})},
+        "spec('mine'): goal 'mine': CoverageGoal(unreachable_if['gamma']=1.0): expected a tuple of values",
+    ),
     "goal of a scenario": (
         {"scenarios": (scenario(),), "goals": {"kind: a": goal()["mine"]}},
-        "goal 'kind: a' is the choice of a scenario, which is a goal anyway; call it otherwise",
+        "it has the name of a scenario's choice, which is a goal anyway; call it otherwise",
     ),
-    "scenario of every spec": ({"scenarios": (scenario(name="bias"),)}, "'bias' is the name of two options or scenar"),
-    "scenario's choices": ({"scenarios": (scenario(choices=1),)}, "expected a tuple of strings, the default among"),
-    "ties of nothing": ({"tie_scenarios": 1}, "tie_scenarios=1; expected a mapping, such as"),
+    "scenario of every spec": (
+        {"scenarios": (scenario(name="bias"),)},
+        "scenario 'bias': Option(name='bias'): an option or another scenario has this name; rename one",
+    ),
+    "scenario's choices": (
+        {"scenarios": (scenario(choices=1),)},
+        "spec('mine'): scenario 'kind': Option(choices=1): expected a tuple of strings",
+    ),
+    "ties of nothing": (
+        {"tie_scenarios": 1},
+        "spec('mine', tie_scenarios=1): expected a mapping, such as {'reference': 'equal'}",
+    ),
     "mistake's function": (
         {"mistakes": (Mistake(name="a", sentence="b", inputs=3),)},  # pyright: ignore[reportArgumentType]
-        "mistake 'a': inputs is 3; expected a function of inputs",
+        "spec('mine'): mistake 'a': Mistake(inputs=3): expected a function of inputs",
     ),
-    "draw": ({"draw": 3}, "draw is 3; expected a function of context"),
-    "draw of nothing": ({"draw": lambda: {"a": 1}}, "draw can't be called as it will be (too many positional arg"),
-    "trained": ({"trained": "mask"}, "trained is 'mask'; expected a function of batch"),
+    "draw": ({"draw": 3}, "spec('mine', draw=3): expected a function of context"),
+    "draw of nothing": (
+        {"draw": lambda: {"a": 1}},
+        "draw=<lambda>): it can't be called as it will be (too many positional arguments); expected a",
+    ),
+    "trained": ({"trained": "mask"}, "spec('mine', trained='mask'): expected a function of batch"),
 }
 
 
@@ -224,9 +329,12 @@ def test_a_declaration_that_is_wrong_is_refused(given: dict[str, Any], message: 
 @pytest.mark.parametrize(
     ("reference", "message"),
     [
-        (3, "spec('mine'): the reference is 3; expected a function of values, batch, options"),
-        (int, "the reference is <class 'int'>; expected a function of values, batch, options"),
-        (lambda values, batch: 0, "the reference can't be called as it will be (too many positional arguments)"),
+        (3, "spec('mine') decorates 3; expected a function of values, batch, options"),
+        (int, "spec('mine') decorates int; expected a function of values, batch, options"),
+        (
+            lambda values, batch: 0,
+            "spec('mine')(reference=<lambda>): it can't be called as it will be (too many positional arguments);",
+        ),
         (lossgate.spec("mine")(nll), "spec('mine') decorates Spec('mine'), which is a spec already; decorate its"),
     ],
 )
@@ -237,20 +345,32 @@ def test_what_is_no_reference_is_refused(reference: Any, message: str) -> None:
 
 
 CLASSES: dict[str, tuple[Callable[[], Any], str]] = {
-    "dims": (lambda: field(("token",), "x"), "field(('token',), ...): expected names of dims in one string"),  # pyright: ignore[reportArgumentType]
-    "meaning": (lambda: field("token", ""), "field('token', ''): expected what it means, in words"),
-    "dtype": (lambda: field("token", "x", dtype="f32"), "field('token', dtype='f32'): expected 'float32', 'bool' or"),
-    "draw": (lambda: field("token", "x", draw=3), "field('token'): draw is 3; expected a function of context"),
-    "count": (lambda: field("", "x", count="all"), "field(''): count is 'all'; expected a function of batch"),
+    "dims": (
+        lambda: field(("token",), "x"),
+        "field(dims=('token',)): expected names of dims in one string, such as 'token' or 'token topk'",
+    ),  # pyright: ignore[reportArgumentType]
+    "meaning": (lambda: field("token", ""), "field('token', meaning=''): expected words"),
+    "dtype": (lambda: field("token", "x", dtype="f32"), "field('token', dtype='f32'): did you mean 'float32'?"),
+    "draw": (lambda: field("token", "x", draw=3), "field('token', draw=3): expected a function of context"),
+    "count": (lambda: field("", "x", count="all"), "field('', count='all'): expected a function of batch"),
     "dims with a comma": (lambda: field("token, k", "x"), "'token,' is no name of a dim; separate names by spaces"),
     "a dim twice": (lambda: field("token token", "x"), "a dim stands twice"),
     "token later": (lambda: field("k token", "x"), "the dim 'token' must be the first"),
     "count of tokens": (lambda: field("token", "x", count=len), "what counts the whole batch is a scalar; write field"),
-    "dtype of heads": (lambda: field("token", "x", dtype="input"), "expected 'float32', 'bool' or 'int64'"),
-    "dtype list": (lambda: field("token", "x", dtype=[]), "expected 'float32', 'bool' or 'int64'"),  # pyright: ignore[reportArgumentType]
+    "dtype of heads": (
+        lambda: field("token", "x", dtype="input"),
+        "field('token', dtype='input'): did you mean 'int64'?",
+    ),
+    "dtype list": (
+        lambda: field("token", "x", dtype=[]),
+        "field('token', dtype=[]): expected one of float32, bool, int64",
+    ),  # pyright: ignore[reportArgumentType]
     "unused": (lambda: field("token", "x", unused=1), "unused=1): expected True or False"),  # pyright: ignore[reportArgumentType]
     "unshifted": (lambda: field("token", "x", unshifted="yes"), "unshifted='yes'): expected True or False"),  # pyright: ignore[reportArgumentType]
-    "draw of two": (lambda: field("token", "x", draw=lambda c, d: c), "draw can't be called as it will be"),
+    "draw of two": (
+        lambda: field("token", "x", draw=lambda c, d: c),
+        "field('token', draw=<lambda>): it can't be called as it will be (missing a required argument: 'd');",
+    ),
     "equal choices": (lambda: option(1, "x", choices=(1, True)), "1 and True are equal; write both alike"),
     "no annotation": (
         lambda: type("Mine", (lossgate.Options,), {"gamma": option(1.0, "x", choices=(1.0,))}),
@@ -265,14 +385,23 @@ CLASSES: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "Mine.logit_filter: every batch has 'logit_filter' already",
     ),
-    "both": (lambda: field("", "x", draw=len, count=len), "field('', 'x'): give draw= or count=, not both"),
-    "option meaning": (lambda: option(1.0, " "), "option(1.0, ' '): expected what it means, in words"),
+    "both": (
+        lambda: field("", "x", draw=len, count=len),
+        "field('', count=<built-in function len>): give draw= or count=, not both",
+    ),
+    "option meaning": (lambda: option(1.0, " "), "option(1.0, meaning=' '): expected words"),
     "choices and between": (
         lambda: option(1.0, "x", choices=(1.0,), between=(0.0, 1.0)),
-        "option(1.0, between=(0.0, 1.0), choices=(1.0,)): give choices= or between=, not both",
+        "option(1.0, between=(0.0, 1.0)): give choices= or between=, not both",
     ),
-    "choices": (lambda: option(1.0, "x", choices=[1.0]), "expected a tuple of values, such as choices=(1.0,)"),  # pyright: ignore[reportArgumentType]
-    "default": (lambda: option(3.0, "x", choices=(1.0, 2.0)), "choices=(1.0, 2.0)): the default is none of them; add"),
+    "choices": (
+        lambda: option(1.0, "x", choices=[1.0]),
+        "option(1.0, choices=[1.0]): expected a tuple of values, such as (1.0,)",
+    ),  # pyright: ignore[reportArgumentType]
+    "default": (
+        lambda: option(3.0, "x", choices=(1.0, 2.0)),
+        "option(3.0, choices=(1.0, 2.0)): the default 3.0 is none of them; add it",
+    ),
     "alike": (lambda: option(2, "x", choices=(2.0,)), "2 and 2.0 are equal; write both alike"),
     "value": (
         lambda: option((1, 2), "x", choices=((1, 2),)),
@@ -280,7 +409,10 @@ CLASSES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "infinite": (lambda: option(float("inf"), "x", choices=(float("inf"),)), "inf can't be written into a problem"),
     "interval": (lambda: option(1.0, "x", between=(2.0, 0.5)), "expected two numbers, the smaller first, such as"),
-    "outside": (lambda: option(1.0, "x", between=(2.0, 3.0)), "between=(2.0, 3.0)): the default is not between them"),
+    "outside": (
+        lambda: option(1.0, "x", between=(2.0, 3.0)),
+        "option(1.0, between=(2.0, 3.0)): the default 1.0 is not between them",
+    ),
     "no field": (
         lambda: type("Mine", (lossgate.Batch,), {"__annotations__": {"weights": Tensor}}),
         "Mine.weights does not say what it holds; write weights: Tensor = lossgate.field('token', 'what it is', ...)",

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import lossgate
 from lossgate import Candidate, Excluded, Layout, Option, Problem, UsageError, candidate
 from lossgate.adequacy.set_cover import required_goals
 from lossgate.cases.bound_problem import BoundProblem
@@ -22,7 +23,6 @@ from lossgate.engine.settings import Settings
 from lossgate.engine.shared_declaration import able_alike
 from lossgate.losses import SPECS
 from lossgate.properties import PROPERTIES
-from lossgate.specs.declared import check_scenarios
 from lossgate.strategies import DrawnProblem
 from lossgate.worlds import SimulatedWorld
 from property_tests.meta.command_line import Lossgate
@@ -75,11 +75,11 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a value": (
         lambda: declared(ratios="inside"),
-        "'ratios' is a scenario, of which choices are left out with a reason; write lossgate.Excluded(..., because=",
+        "candidate(supports['ratios']='inside'): expected lossgate.Excluded(..., because='...') with one of inside",
     ),
     "unknown choice": (
         lambda: declared(ratios=Excluded("extrem", because="so")),
-        "scenario 'ratios' has no choice 'extrem'; did you mean 'extreme'?",
+        "the scenario has no choice 'extrem'; did you mean 'extreme'?",
     ),
     "unknown scenario": (
         lambda: declared(ratio=CLAMPED),
@@ -91,11 +91,11 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "all": (
         lambda: declared(generation=Excluded("near", "everywhere", "equal", because="so")),
-        "no choice of 'generation' is left; leave one of near, everywhere, equal in",
+        "no choice is left; leave one of near, everywhere, equal in",
     ),
     "all of those on request": (
         lambda: declared(advantages_per=Excluded("token", "sequence", because="so")),
-        "no choice of 'advantages_per' is left; leave one of token, sequence in",
+        "no choice is left; leave one of token, sequence in",
     ),
 }
 
@@ -257,8 +257,8 @@ def test_two_kernels_are_compared_on_what_both_are_given() -> None:
 
 def test_a_scenario_of_a_spec_may_not_be_called_empty() -> None:
     empty = Option(name="empty", meaning="what is empty", default="a", choices=("a", "b"))
-    with pytest.raises(UsageError, match="'empty' is the name of two options or scenarios; rename one"):
-        check_scenarios((empty,), {}, (), "spec 'mine'")
+    with pytest.raises(UsageError, match="an option or another scenario has this name; rename one"):
+        lossgate.spec("mine", scenarios=(empty,))
 
 
 # What people and programs read

@@ -26,7 +26,7 @@ from lossgate.reports import spec_files
 from lossgate.reports.listing import described, overview
 from lossgate.reports.spec_sections import sections
 from lossgate.specs.heads import HEADS
-from lossgate.specs.record import DTYPES, fields_of
+from lossgate.specs.record import INPUT_DTYPES, fields_of
 from lossgate.specs.spec import Spec
 from property_tests.meta.command_line import Lossgate
 
@@ -51,7 +51,7 @@ def test_nothing_of_a_spec_is_cut(name: str, width: int) -> None:
         assert f'inputs at head "{head}"' in text
         assert f"lossgate.inputs.{spec.inputs[head].__name__}" in text
         for field, own in fields_of(spec.inputs[head]).items():
-            assert f"{field} {own.shape}; {DTYPES[own.dtype]} {own.meaning}" in text
+            assert f"{field} {own.shape}; {INPUT_DTYPES[own.dtype]} {own.meaning}" in text
     for option in spec.options:
         assert f"{option.name} default: {option.default!r}; problems draw: " in text
         assert f" {' '.join(option.meaning.split())}" in text
@@ -248,7 +248,7 @@ def test_an_editor_shows_what_each_input_is(spec: Spec) -> None:
         shown, own = stub.fields(kind.__name__), fields_of(kind)
         assert shown.keys() == own.keys()
         for name, field in own.items():
-            assert shown[name].startswith(f"{field.shape}, {DTYPES[field.dtype]}: {field.meaning}.")
+            assert shown[name].startswith(f"{field.shape}, {INPUT_DTYPES[field.dtype]}: {field.meaning}.")
             assert all(f"{dim}, on a rank: " in shown[name] for dim in field.dims), name
             assert ("Its gradients: " in shown[name]) is (name in HEADS[head].leaves), name
 

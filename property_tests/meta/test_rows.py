@@ -18,7 +18,7 @@ from lossgate.engine.settings import Settings
 from lossgate.problems.batch import offsets
 from lossgate.problems.partition import Partition
 from lossgate.problems.whole_sequences import TOKENS, Tokens, WholeSequences
-from lossgate.specs.inputs import Batch
+from lossgate.specs.packed_batch import Batch
 from lossgate.strategies import DrawnProblem
 
 SIZES: dict[str, Any] = {"masks": ("all",) * 4, "hidden": 1, "vocab": 5}

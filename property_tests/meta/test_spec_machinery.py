@@ -183,7 +183,7 @@ def test_another_choice_takes_its_group_along() -> None:
 
 
 def test_a_value_that_is_out_of_range_is_refused_by_name() -> None:
-    message = r"supports=\{'ratio_clip_max': \(0.2, -2.0\)\}\): -2.0 is not valid with any other options: "
+    message = r"supports\['ratio_clip_max'\]=\(0.2, -2.0\)\): -2.0 is not valid with any other options: "
     with pytest.raises(UsageError, match=message + "ratio_clip_max=-2.0: expected"):
         declare({"ratio_clip_max": (0.2, -2.0)})
 

@@ -306,7 +306,7 @@ MISUSE: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "supports": (
         lambda: drawn.problems("nll", head="hidden", supports={"temprature": ANY}),
-        r"problems\(supports=\{'temprature': .*did you mean 'temperature'",
+        r"problems\(supports\['temprature'\]=lossgate.ANY\): .*did you mean 'temperature'",
     ),
     "tiles": (lambda: drawn.problems("nll", head="hidden", tiles={"vocap": 8}), r"problems\(tiles=.*vocap"),
     "what a candidate declares": (
@@ -327,7 +327,7 @@ MISUSE: dict[str, tuple[Callable[[], Any], str]] = {
         r"problems\(layout='cp=2'\): candidate 'fused' is not sharded over cp",
     ),
     "ranks": (lambda: drawn.layouts(0), r"layouts\(ranks=0\): expected a number from 1 to 64"),
-    "axes": (lambda: drawn.layouts(4, axes=["pp"]), r"layouts\(axes=\('pp',\)\): unknown mesh axis 'pp'"),
+    "axes": (lambda: drawn.layouts(4, axes=["pp"]), r"layouts\(axes=\['pp'\]\): unknown mesh axis 'pp'"),
     "tokens": (lambda: drawn.lengths(0), r"lengths\(tokens=0\): expected a positive whole number"),
     "sequences": (lambda: drawn.lengths(sequences=0), r"lengths\(sequences=0\): expected a positive whole number"),
     "cp": (lambda: drawn.packs(cp=-1), r"packs\(cp=-1\): expected a positive whole number"),

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dense_losses.clipped_pg import ClippedPGOptions, clipped_pg
+from dense_losses.clipped_pg import clipped_pg
 from dense_losses.importance import exp_or_zero
+from lossgate.losses.clipped_pg import ClippedPgOptions
 
 Example = dict[str, Any]
 PER_TOKEN = (
@@ -135,7 +136,7 @@ def example(seed: int = 0, filtered: bool = False) -> Example:
 
 
 def run(e: Example, options: dict[str, Any], **changed: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    return clipped_pg(**{**e, **changed}, options=ClippedPGOptions(**options))
+    return clipped_pg(**{**e, **changed}, options=ClippedPgOptions(**options))
 
 
 def everything(e: Example, options: dict[str, Any], **changed: Any) -> dict[str, Tensor]:
@@ -174,7 +175,7 @@ def divide(x: float, n: float) -> float:
 
 
 def weights_by_loops(
-    o: ClippedPGOptions, p: list[float], g: list[float], members: list[list[int]], eps: float
+    o: ClippedPgOptions, p: list[float], g: list[float], members: list[list[int]], eps: float
 ) -> tuple[list[float], list[float]]:
     """Computes w and whether it is out of bounds, for tokens or sequences as the options say."""
     kind, low, high = (
@@ -199,7 +200,7 @@ def weights_by_loops(
     return units, outside
 
 
-def ratios_by_hand(o: ClippedPGOptions, c: float, log_ratio: float) -> tuple[float, float]:
+def ratios_by_hand(o: ClippedPgOptions, c: float, log_ratio: float) -> tuple[float, float]:
     """Computes rho and clamp(rho) of a token."""
     if o.force_on_policy_ratio:
         return 1.0, 1.0
@@ -209,7 +210,7 @@ def ratios_by_hand(o: ClippedPGOptions, c: float, log_ratio: float) -> tuple[flo
     return ratio, min(max(ratio, 1 - o.ratio_clip_min), 1 + o.ratio_clip_max)
 
 
-def surrogate_by_hand(o: ClippedPGOptions, ratio: float, clamped: float, c: float, a: float) -> tuple[float, float]:
+def surrogate_by_hand(o: ClippedPgOptions, ratio: float, clamped: float, c: float, a: float) -> tuple[float, float]:
     """Computes l of a token, and its slope in c - p (in c for CISPO and REINFORCE)."""
     if o.use_cispo:
         return -a * clamped * c, -a * clamped
@@ -221,7 +222,7 @@ def surrogate_by_hand(o: ClippedPGOptions, ratio: float, clamped: float, c: floa
     return value, slope
 
 
-def penalty_by_hand(o: ClippedPGOptions, u: float, q: float, g: float) -> tuple[float, float]:
+def penalty_by_hand(o: ClippedPgOptions, u: float, q: float, g: float) -> tuple[float, float]:
     """Computes kl(u, q) of a token with its clamps, and its slope in u."""
     d, v = q - u, math.exp(u - g) if o.use_on_policy_kl_approximation else 1.0
     bound = math.inf if o.kl_input_clamp_value is None else o.kl_input_clamp_value
@@ -233,7 +234,7 @@ def penalty_by_hand(o: ClippedPGOptions, u: float, q: float, g: float) -> tuple[
 
 def loops(e: Example, options: dict[str, Any]) -> dict[str, Tensor]:
     """Computes everything token by token in Python floats, with gradients derived by hand."""
-    o, eps = ClippedPGOptions(**options), options.get("epsilon", 0.0)
+    o, eps = ClippedPgOptions(**options), options.get("epsilon", 0.0)
     c, p, g, q, a = (e[name].tolist() for name in PER_TOKEN[:5])
     u = c if e["unfiltered_logprobs"] is None else e["unfiltered_logprobs"].tolist()
     p = c if o.force_on_policy_ratio else p
@@ -703,7 +704,7 @@ TIS = bounded("tis", None, 1.1)
 
 
 def test_the_defaults_are_those_of_the_original() -> None:
-    assert ClippedPGOptions() == ClippedPGOptions(
+    assert ClippedPgOptions() == ClippedPgOptions(
         ratio_clip_min=0.2,
         ratio_clip_max=0.2,
         reference_policy_kl_penalty=0.01,
@@ -741,7 +742,7 @@ def test_the_defaults_are_those_of_the_original() -> None:
 )
 def test_invalid_options_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}: expected "):
-        ClippedPGOptions(**options)
+        ClippedPgOptions(**options)
 
 
 @pytest.mark.parametrize(
@@ -749,7 +750,7 @@ def test_invalid_options_are_rejected(options: dict[str, Any], message: str) -> 
 )
 def test_unknown_names_are_rejected(name: str) -> None:
     """Bypasses the type checks of the test run, which would raise first."""
-    options = ClippedPGOptions()
+    options = ClippedPgOptions()
     object.__setattr__(options, name, "k4")
     with pytest.raises(ValueError, match=f"^{name}='k4': expected one of"):
         options.__post_init__()

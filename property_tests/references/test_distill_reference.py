@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dense_losses.distill import (
-    DistillOptions,
     distill,
     distill_token_kl,
     student_tail_kl,
     student_topk_logprobs,
     teacher_topk_logprobs,
 )
+from lossgate.losses.distill import DistillOptions
 
 SEQUENCE = [0, 0, 0, 1, 1, 2]
 MASK = [True, False, True, True, True, False]  # the last sequence has no trained token

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dense_losses.grpo import GrpoOptions, grpo, kl_estimates
-from dense_losses.rho import RhoOptions, importance_weights
+from dense_losses.grpo import grpo, kl_estimates
+from dense_losses.rho import importance_weights
+from lossgate.losses.grpo import GrpoOptions, RhoOptions
 
 nan, inf = float("nan"), float("inf")
 Example = dict[str, Any]

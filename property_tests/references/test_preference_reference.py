@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from dense_losses.preference import DpoOptions, align_reference, dpo, preference
+from dense_losses.preference import align_reference, dpo, preference
+from lossgate.losses.dpo import DpoOptions
 
 LENGTHS = (3, 2, 4, 3, 2, 5, 3, 2)
 SEQUENCE = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))

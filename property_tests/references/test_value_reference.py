@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dense_losses.value import ValueOptions, explained_variance, value_loss
+from dense_losses.value import explained_variance, value_loss
+from lossgate.losses.value import ValueOptions
 
 TOKENS = 12
 CLIPPED = ValueOptions(cliprange=0.5)

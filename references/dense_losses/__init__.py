@@ -16,24 +16,19 @@ Conventions of all modules:
 - Log-probabilities, entropies and divergences are in nats. Metrics carry no gradient.
 """
 
-from dense_losses.clipped_pg import ClippedPGOptions, clipped_pg
-from dense_losses.distill import DistillOptions, distill, distill_mean, teacher_topk_logprobs, topk_kl
+from dense_losses.clipped_pg import clipped_pg
+from dense_losses.distill import distill, distill_mean, teacher_topk_logprobs, topk_kl
 from dense_losses.divergence import divergence
 from dense_losses.filtering import filtered_token_entropy, filtered_token_logprobs, kept_tokens
-from dense_losses.grpo import GrpoOptions, grpo
+from dense_losses.grpo import grpo
 from dense_losses.heads import linear_logits, softcapped, token_entropy, token_logprobs
 from dense_losses.nll import mean_entropy, nll, sequence_nll
-from dense_losses.preference import DpoOptions, dpo, preference
+from dense_losses.preference import dpo, preference
 from dense_losses.regularisers import smoothed_nll, z_penalty
 from dense_losses.sft_statistics import sft_statistics
-from dense_losses.value import ValueOptions, value_loss
+from dense_losses.value import value_loss
 
 __all__ = [
-    "ClippedPGOptions",
-    "DistillOptions",
-    "DpoOptions",
-    "GrpoOptions",
-    "ValueOptions",
     "clipped_pg",
     "distill",
     "distill_mean",

@@ -34,193 +34,16 @@ Sources: NeMo-RL ``ClippedPGLossFn``; PPO (Schulman et al. 2017, arXiv 1707.0634
 et al. 2020, arXiv 1912.09729), VAPO's nll (arXiv 2504.05118, eq. 10).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from math import inf
-from typing import Literal, get_args
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dense_losses.importance import Truncation, TruncationType, exp_or_zero, importance_weights
+from dense_losses.importance import exp_or_zero, importance_weights
 from dense_losses.kl import KLType, js_estimate, kl_estimate
-from dense_losses.options import option
 from dense_losses.reductions import largest, select, sequence_mean, smallest, token_mean
-
-PositiveNLLNormaliser = Literal["global", "local"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClippedPGOptions:
-    """The options of ``clipped_pg``.
-
-    Names and defaults are those of NeMo-RL's ``ClippedPGLossConfig``; the last two options are
-    ours.
-
-    Raises:
-        ValueError: An option is out of range, or does not go with another one.
-    """
-
-    disable_ppo_ratio: bool = option(
-        False,
-        "REINFORCE: the log-probability stands in place of the ratio, without a clip. force_on_policy_ratio "
-        "overrides it",
-    )
-    token_level_loss: bool = option(
-        True,
-        "the loss is the mean over tokens. If not, it is the mean over sequences of each sequence's mean over "
-        "its tokens",
-    )
-    sequence_level_importance_ratios: bool = option(
-        False,
-        "GSPO: one ratio for each sequence, from the mean of its tokens' log-ratios to prev_logprobs, and one "
-        "importance weight, from the sum of those of prev_logprobs to generation_logprobs",
-    )
-    ratio_clip_min: float = option(0.2, "the ratio is clamped from below to 1 minus this")
-    ratio_clip_max: float = option(0.2, "the ratio is clamped from above to 1 plus this")
-    ratio_clip_c: float | None = option(
-        None,
-        "dual clip: the loss of a token with a negative advantage is at most minus the advantage times this "
-        "number, which is above 1. None for no such bound",
-    )
-    reference_policy_kl_penalty: float = option(0.01, "beta, the weight of the KL penalty")
-    reference_policy_kl_type: KLType = option(
-        "k3",
-        "the KL estimator of the penalty and of the metrics gen_kl_error and policy_kl_error",
-    )
-    kl_input_clamp_value: float | None = option(
-        20.0, "the log-ratio of reference and policy is clamped to plus or minus this many nats. None for no clamp"
-    )
-    kl_output_clamp_value: float | None = option(
-        10.0,
-        "the weighted KL estimate is clamped to plus or minus this many nats. None for no clamp",
-    )
-    use_kl_in_reward: bool = option(
-        False,
-        "the penalty is part of the reward already, so that the loss has none",
-    )
-    use_importance_sampling_correction: bool = option(
-        False,
-        "the policy loss is weighted by the probability in prev_logprobs over that in generation_logprobs. If "
-        "not, this weight is a metric only",
-    )
-    truncated_importance_sampling_type: TruncationType | None = option(
-        None,
-        "how that weight is bounded. None for no bound",
-    )
-    truncated_importance_sampling_ratio: float | None = option(
-        None,
-        "the upper bound of that weight; for seq-mask-tis, of its geometric mean over a sequence",
-    )
-    truncated_importance_sampling_ratio_min: float | None = option(
-        None, "the lower bound of that weight. None for 0, with tis only"
-    )
-    use_on_policy_kl_approximation: bool = option(
-        False,
-        "the KL estimate is weighted by the policy's probability over that in generation_logprobs, which "
-        "corrects for who generated. If not, its weight is 1, which only adds the gradient of a score term",
-    )
-    force_on_policy_ratio: bool = option(
-        False,
-        "prev_logprobs are replaced by the policy's own, without their gradient: the ratio is 1, and there is no clip",
-    )
-    use_cispo: bool = option(False, "CISPO: the ratio, clamped on both sides, is a weight without a gradient")
-    positive_example_nll_weight: float = option(
-        0.0,
-        "mu of VAPO, the weight of the mean NLL of tokens in sequences with a positive reward",
-    )
-    positive_nll_normaliser: PositiveNLLNormaliser = option(
-        "global",
-        '"global" divides that NLL by positive_tokens. "local" divides it, as NeMo-RL does, by the number'
-        " of such tokens in this call; the losses of parts then do not add up",
-    )
-    epsilon: float = option(
-        0.0,
-        "added to every count that divides; 1e-8 in NeMo-RL's masked_mean. At 0, a mean over nothing is 0",
-    )
-
-    @property
-    def kl_penalty(self) -> float:
-        """The weight of the KL penalty in the loss: beta, or 0 with ``use_kl_in_reward``."""
-        return 0.0 if self.use_kl_in_reward else self.reference_policy_kl_penalty
-
-    @property
-    def truncation(self) -> Truncation | None:
-        """The bounds of the importance weights; None if they have none."""
-        if self.truncated_importance_sampling_type is None or self.truncated_importance_sampling_ratio is None:
-            return None
-        minimum = self.truncated_importance_sampling_ratio_min or 0.0
-        return Truncation(
-            type=self.truncated_importance_sampling_type,
-            minimum=minimum,
-            maximum=self.truncated_importance_sampling_ratio,
-        )
-
-    def __post_init__(self) -> None:
-        for true, name, expected in _requirements(self):
-            if not true:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected {expected}")
-
-
-def _requirements(o: ClippedPGOptions) -> Iterator[tuple[bool, str, str]]:
-    """Yields, for each requirement: whether it holds, the option it is about, and what it
-    expects."""
-    for name, choices in (
-        ("reference_policy_kl_type", get_args(KLType)),
-        ("truncated_importance_sampling_type", (None, *get_args(TruncationType))),
-        ("positive_nll_normaliser", get_args(PositiveNLLNormaliser)),
-    ):
-        yield getattr(o, name) in choices, name, f"one of {choices}"
-    for name in (
-        "ratio_clip_min",
-        "ratio_clip_max",
-        "reference_policy_kl_penalty",
-        "positive_example_nll_weight",
-        "epsilon",
-    ):
-        yield 0 <= getattr(o, name) < inf, name, "a finite number, 0 or larger"
-    for name in ("kl_input_clamp_value", "kl_output_clamp_value"):
-        yield getattr(o, name) is None or 0 < getattr(o, name) < inf, name, "None or a finite positive number"
-    yield o.ratio_clip_c is None or 1 < o.ratio_clip_c < inf, "ratio_clip_c", "None or a finite number above 1"
-    if o.sequence_level_importance_ratios:
-        yield not o.token_level_loss, "token_level_loss", "False with sequence_level_importance_ratios=True"
-    if o.use_cispo:
-        for name in ("disable_ppo_ratio", "force_on_policy_ratio", "sequence_level_importance_ratios"):
-            yield not getattr(o, name), name, "False with use_cispo=True"
-        yield o.ratio_clip_c is None, "ratio_clip_c", "None with use_cispo=True"
-        yield o.token_level_loss, "token_level_loss", "True with use_cispo=True"
-    yield from _truncation_requirements(o)
-
-
-def _truncation_requirements(o: ClippedPGOptions) -> Iterator[tuple[bool, str, str]]:
-    kind, low, high = (
-        o.truncated_importance_sampling_type,
-        o.truncated_importance_sampling_ratio_min,
-        o.truncated_importance_sampling_ratio,
-    )
-    given = f"with truncated_importance_sampling_type={kind!r}"
-    if kind is None:
-        yield high is None, "truncated_importance_sampling_ratio", f"None {given}"
-        yield low is None, "truncated_importance_sampling_ratio_min", f"None {given}"
-        return
-    yield o.use_importance_sampling_correction, "use_importance_sampling_correction", f"True {given}"
-    yield (
-        high is not None and 0 < high < inf,
-        "truncated_importance_sampling_ratio",
-        f"a finite positive number {given}",
-    )
-    yield low is not None or kind == "tis", "truncated_importance_sampling_ratio_min", f"a number {given}"
-    yield (
-        low is None or 0 <= low <= (high or 0),
-        "truncated_importance_sampling_ratio_min",
-        f"0 or more, and at most truncated_importance_sampling_ratio={high}",
-    )
-    yield (
-        kind != "seq-mask-tis" or not o.sequence_level_importance_ratios,
-        "sequence_level_importance_ratios",
-        f"False {given}",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,7 +82,7 @@ def clipped_pg(
     sample_mask: Bool[Tensor, " sequences"],
     valid_tokens: Int[Tensor, ""],
     valid_sequences: Int[Tensor, ""],
-    options: ClippedPGOptions,
+    options: Any,
     unfiltered_logprobs: Float[Tensor, " tokens"] | None = None,
     rewards: Float[Tensor, " sequences"] | None = None,
     positive_tokens: Int[Tensor, ""] | None = None,
@@ -280,7 +103,7 @@ def clipped_pg(
         sample_mask: ``[sequences]``.
         valid_tokens: The number of trained tokens of the whole batch.
         valid_sequences: The number of sequences in ``sample_mask`` of the whole batch.
-        options: See ``ClippedPGOptions``.
+        options: Has the options of ``lossgate.options.ClippedPgOptions`` as attributes.
         unfiltered_logprobs: u ``[tokens]``, in nats; None for c. The loss is differentiable in it.
         rewards: ``[sequences]``, needed if ``positive_example_nll_weight`` is above 0.
         positive_tokens: The number of trained tokens in sequences with a positive reward of the
@@ -351,7 +174,7 @@ def clipped_pg(
     return loss, {name: value.detach() for name, value in metrics.items()}
 
 
-def _ratios(c: Tensor, p: Tensor, actor: Tensor, means: _Means, o: ClippedPGOptions) -> tuple[Tensor, Tensor]:
+def _ratios(c: Tensor, p: Tensor, actor: Tensor, means: _Means, o: Any) -> tuple[Tensor, Tensor]:
     """Computes rho and clamp(rho); they are the same if there is no clip."""
     if o.disable_ppo_ratio and not o.force_on_policy_ratio:
         ratio = select(actor, c)
@@ -363,7 +186,7 @@ def _ratios(c: Tensor, p: Tensor, actor: Tensor, means: _Means, o: ClippedPGOpti
     return ratio, ratio if o.force_on_policy_ratio else ratio.clamp(1 - o.ratio_clip_min, 1 + o.ratio_clip_max)
 
 
-def _surrogate(ratio: Tensor, clamped: Tensor, c: Tensor, advantages: Tensor, o: ClippedPGOptions) -> Tensor:
+def _surrogate(ratio: Tensor, clamped: Tensor, c: Tensor, advantages: Tensor, o: Any) -> Tensor:
     """Computes l of the module's formula."""
     if o.use_cispo:
         return -advantages * clamped.detach() * c
@@ -373,9 +196,7 @@ def _surrogate(ratio: Tensor, clamped: Tensor, c: Tensor, advantages: Tensor, o:
     return torch.where(advantages < 0, torch.minimum(pessimistic, -advantages * o.ratio_clip_c), pessimistic)
 
 
-def _policy_weights(
-    p: Tensor, g: Tensor, scored: Tensor, means: _Means, o: ClippedPGOptions
-) -> tuple[Tensor, dict[str, Tensor]]:
+def _policy_weights(p: Tensor, g: Tensor, scored: Tensor, means: _Means, o: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Computes the weight of every token in the loss, and the metrics of w."""
     of_sequences = o.sequence_level_importance_ratios
     sequences = means.sample_mask.shape[0]
@@ -394,7 +215,7 @@ def _policy_weights(
     return select(scored, w[means.sequence] if of_sequences else w), metrics
 
 
-def _kl(u: Tensor, q: Tensor, g: Tensor, trained: Tensor, means: _Means, o: ClippedPGOptions) -> Tensor:
+def _kl(u: Tensor, q: Tensor, g: Tensor, trained: Tensor, means: _Means, o: Any) -> Tensor:
     """Computes R(kl(u, q)); 0 if its weight in the loss is 0."""
     if o.kl_penalty == 0:
         return u.new_zeros(())
@@ -412,7 +233,7 @@ def _kl(u: Tensor, q: Tensor, g: Tensor, trained: Tensor, means: _Means, o: Clip
 
 
 def _positive_nll(
-    c: Tensor, actor: Tensor, rewards: Tensor | None, positive_tokens: Tensor | None, means: _Means, o: ClippedPGOptions
+    c: Tensor, actor: Tensor, rewards: Tensor | None, positive_tokens: Tensor | None, means: _Means, o: Any
 ) -> Tensor:
     """Computes the mean NLL of tokens in sequences with a positive reward; 0 if its weight is 0."""
     if o.positive_example_nll_weight == 0:

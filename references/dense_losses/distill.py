@@ -24,69 +24,13 @@ of a student whose logits are the teacher's is -log q(top-k), not 0.
 Source: NeMo-RL ``DistillationLossFn`` and ``get_distillation_topk_logprobs_from_logits``.
 """
 
-import math
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dense_losses.options import option
 from dense_losses.reductions import token_mean
-
-
-@dataclass(frozen=True, kw_only=True)
-class DistillOptions:
-    """The options of the divergence.
-
-    Raises:
-        ValueError: An option is out of range.
-    """
-
-    kl_type: Literal["forward", "reverse", "mixed"] = option(
-        "forward",
-        '"forward" is KL(teacher || student), "reverse" is KL(student || teacher), "mixed" is a weighted mean of both',
-    )
-
-    mixed_kl_weight: float = option(
-        0.5,
-        'the weight of the forward KL in "mixed", in [0, 1]; the reverse KL has 1 minus that',
-    )
-
-    zero_outside_topk: bool = option(
-        False,
-        "the student's probabilities are those in the whole vocabulary. If not, both models are renormalised "
-        "over the teacher's top-k",
-    )
-
-    log_infinitesimal: float = option(
-        -100.0,
-        "the teacher's log-probability, in nats, of each token outside its top-k, in the reverse KL with "
-        "zero_outside_topk",
-    )
-
-    temperature: float = option(
-        1.0,
-        "divides the logits of the student and of the teacher; there is no factor of its square. In NeMo-RL it "
-        "is the temperature of generation, which the workers apply",
-    )
-
-    epsilon: float = option(0.0, "added to the token count in the denominator; 1e-8 in NeMo-RL's masked_mean")
-
-    def __post_init__(self) -> None:
-        if self.kl_type not in ("forward", "reverse", "mixed"):
-            raise ValueError(f'kl_type is {self.kl_type!r}; expected "forward", "reverse" or "mixed"')
-        if not 0 <= self.mixed_kl_weight <= 1:
-            raise ValueError(f"mixed_kl_weight is {self.mixed_kl_weight}; expected a weight in [0, 1]")
-        if not -math.inf < self.log_infinitesimal < 0:
-            raise ValueError(
-                f"log_infinitesimal is {self.log_infinitesimal}; expected a finite log-probability below 0"
-            )
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"temperature is {self.temperature}; expected a finite positive number")
-        if not 0 <= self.epsilon < math.inf:
-            raise ValueError(f"epsilon is {self.epsilon}; expected a finite number, 0 or larger")
 
 
 def distill(
@@ -96,7 +40,7 @@ def distill(
     teacher_indices: Int[Tensor, "tokens k"],
     mask: Bool[Tensor, " tokens"],
     valid_tokens: Int[Tensor, ""],
-    options: DistillOptions,
+    options: Any,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
     """Computes the distillation loss and its metrics.
 
@@ -107,7 +51,7 @@ def distill(
             token.
         mask: m ``[tokens]``, true at trained tokens.
         valid_tokens: N, the number of trained tokens over every rank and microbatch.
-        options: See ``DistillOptions``.
+        options: Has the options of ``lossgate.options.DistillOptions`` as attributes.
 
     Returns:
         The loss, in nats per trained token, and the metrics, which ranks sum and which carry no
@@ -129,7 +73,7 @@ def distill_mean(
     token_kl: Float[Tensor, " tokens"],
     mask: Bool[Tensor, " tokens"],
     valid_tokens: Int[Tensor, ""],
-    options: DistillOptions,
+    options: Any,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
     """Computes ``sum_t m_t KL_t / N`` and the metrics, the last stage of ``distill``.
 
@@ -137,7 +81,7 @@ def distill_mean(
         token_kl: KL ``[tokens]``, in nats, from ``distill_token_kl`` or ``topk_kl``.
         mask: m ``[tokens]``, true at trained tokens.
         valid_tokens: N, the number of trained tokens over every rank and microbatch.
-        options: See ``DistillOptions``; only ``epsilon`` is used.
+        options: Has ``epsilon`` as an attribute.
 
     Returns:
         The loss and the metrics of ``distill``.
@@ -150,7 +94,7 @@ def distill_token_kl(
     logits: Float[Tensor, "tokens vocab"],
     teacher_logits: Float[Tensor, "tokens k"],
     teacher_indices: Int[Tensor, "tokens k"],
-    options: DistillOptions,
+    options: Any,
 ) -> Float[Tensor, " tokens"]:
     """Computes the divergence of each token from the logits: all stages before the reduction.
 
@@ -158,7 +102,7 @@ def distill_token_kl(
         logits: z ``[tokens, vocab]``, of the student.
         teacher_logits: u ``[tokens, k]``.
         teacher_indices: y_1..y_k ``[tokens, k]``.
-        options: See ``DistillOptions``.
+        options: Has the options of ``lossgate.options.DistillOptions`` as attributes.
 
     Returns:
         KL ``[tokens]``, in nats.
@@ -239,7 +183,7 @@ def topk_kl(
     student: Float[Tensor, "tokens k"],
     teacher: Float[Tensor, "tokens k"],
     tail: Float[Tensor, " tokens"],
-    options: DistillOptions,
+    options: Any,
 ) -> Float[Tensor, " tokens"]:
     """Computes the divergence of each token from the log-probabilities of the top-k.
 
@@ -247,7 +191,7 @@ def topk_kl(
         student: log q ``[tokens, k]``, in nats.
         teacher: log p ``[tokens, k]``, in nats.
         tail: The part of the reverse KL outside the top-k ``[tokens]``, in nats.
-        options: See ``DistillOptions``.
+        options: Has the options of ``lossgate.options.DistillOptions`` as attributes.
 
     Returns:
         KL ``[tokens]``, in nats.

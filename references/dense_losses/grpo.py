@@ -24,78 +24,16 @@ they are selected away. Earlier tiled versions reported no clipping by CISPO, an
 the choice of estimator. rho.py lists more.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dense_losses.options import option
 from dense_losses.reductions import divide, largest, select, smallest, token_mean
-from dense_losses.rho import Rho, RhoOptions, importance_weights
+from dense_losses.rho import Rho, importance_weights
 
 KL_BOUND = 40.0  # nats; the value of open-instruct
-
-
-@dataclass(frozen=True, kw_only=True)
-class GrpoOptions(RhoOptions):
-    """The options of ``grpo``, which include those of ``importance_weights``.
-
-    Names and defaults are open-instruct's.
-
-    Raises:
-        ValueError: An option is out of range.
-    """
-
-    loss_fn: Literal["dapo", "cispo"] = option(
-        "dapo", "the policy loss: DAPO clips the ratio, CISPO makes the clamped ratio a weight without a gradient"
-    )
-    clip_lower: float = option(
-        0.2,
-        "the ratio is clipped from below at 1 minus this, by DAPO alone. ratio_clip_min in NeMo-RL",
-    )
-    clip_higher: float = option(0.272, "the ratio is clipped from above at 1 plus this. ratio_clip_max in NeMo-RL")
-    beta: float = option(
-        0.05,
-        "the factor of the KL term. Without a reference policy, set it to 0 and pass any finite reference_logprobs",
-    )
-    kl_estimator: Literal[0, 1, 2, 3] = option(
-        2,
-        "which estimate of KL(policy || reference) is the KL term. With d the log-ratio of policy to reference:"
-        " 0 is d, 1 is d^2 / 2, 2 is exp(-d) - 1 + d, 3 is the ratio times d",
-    )
-    loss_denominator: Literal["token"] | float = option(
-        "token",
-        'what divides the sums over tokens: "token" for the number of trained tokens of the whole batch, or a '
-        "positive constant, as in Dr. GRPO",
-    )
-    loss_scale: int = option(
-        1,
-        "the factor of the loss, but not of metrics. It is world_size // sequence_parallel_size in "
-        "open-instruct: DeepSpeed averages over data-parallel ranks, so each rank must return that many times "
-        "its part for the average to be the loss of the batch",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.loss_fn not in ("dapo", "cispo"):
-            raise ValueError(f"loss_fn is {self.loss_fn!r}; expected 'dapo' or 'cispo'")
-        if not 0 <= self.clip_lower <= 1:
-            raise ValueError(f"clip_lower is {self.clip_lower!r}; expected a number between 0 and 1")
-        for name in ("clip_higher", "beta"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; expected a finite number, 0 or larger")
-        if self.kl_estimator not in (0, 1, 2, 3):
-            raise ValueError(f"kl_estimator is {self.kl_estimator!r}; expected 0, 1, 2 or 3")
-        if self.loss_denominator != "token" and (
-            isinstance(self.loss_denominator, str) or not 0 < self.loss_denominator < float("inf")
-        ):
-            raise ValueError(
-                f"loss_denominator is {self.loss_denominator!r}; expected 'token' or a finite positive number"
-            )
-        if not isinstance(self.loss_scale, int) or self.loss_scale < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"loss_scale is {self.loss_scale!r}; expected a positive integer")
 
 
 def grpo(
@@ -109,7 +47,7 @@ def grpo(
     sequence: Int[Tensor, " tokens"],
     sequences: int,
     valid_tokens: Int[Tensor, ""],
-    options: GrpoOptions,
+    options: Any,
     unfiltered_logprobs: Float[Tensor, " tokens"] | None = None,
     with_metrics: bool = True,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
@@ -130,7 +68,7 @@ def grpo(
         sequences: The number of sequences.
         valid_tokens: The number of trained tokens over every rank and microbatch. It divides the
             metrics, whatever D is.
-        options: See ``GrpoOptions``.
+        options: Has the options of ``lossgate.options.GrpoOptions`` as attributes.
         unfiltered_logprobs: log p ``[tokens]`` without top-k and top-p filtering, in nats, for the
             KL estimates; None for ``logprobs``. The loss is differentiable in it.
         with_metrics: Whether to compute the metrics, too. If not, the dictionary is empty.
@@ -209,7 +147,7 @@ def policy_loss(
     logprobs: Float[Tensor, " tokens"],
     ratio: Float[Tensor, " tokens"],
     advantages: Float[Tensor, " tokens"],
-    options: GrpoOptions,
+    options: Any,
 ) -> tuple[Float[Tensor, " tokens"], Bool[Tensor, " tokens"]]:
     """Computes the policy loss of each token, without its weight w.
 
@@ -217,7 +155,7 @@ def policy_loss(
         logprobs: log p ``[tokens]``, in nats.
         ratio: r ``[tokens]``.
         advantages: A ``[tokens]``.
-        options: See ``GrpoOptions``.
+        options: Has the options of ``lossgate.options.GrpoOptions`` as attributes.
 
     Returns:
         The losses ``[tokens]``, and whether each is clipped ``[tokens]``.

@@ -22,15 +22,13 @@ values are selected away and the mask is boolean.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dense_losses.options import option
 from dense_losses.reductions import divide, select, sequence_mean, sequence_sum
 
 LossType = Literal["sigmoid", "ipo"]
@@ -38,56 +36,6 @@ ReferenceLayout = Literal["next", "token", "rolled"]
 
 SigmoidLoss = Callable[[Tensor], Tensor]
 """``-log sigmoid(x)``, as one may write it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DpoOptions:
-    """The options of ``dpo``; names and defaults are NeMo-RL's where it has them.
-
-    Raises:
-        ValueError: An option is out of range, or beta is 0 for IPO.
-    """
-
-    reference_policy_kl_penalty: float = option(
-        0.05,
-        "beta, in 1 / nat: how strongly the loss holds the policy to the reference. beta in TRL",
-    )
-    preference_loss_weight: float = option(1.0, "the factor of the preference loss")
-    sft_loss_weight: float = option(
-        0.0,
-        "the factor of the NLL of the chosen responses. At 0 the NLL is not evaluated",
-    )
-    preference_average_log_probs: bool = option(
-        False,
-        "rewards are means over the trained tokens of a sequence, not sums. TRL does so for IPO only",
-    )
-    sft_average_log_probs: bool = option(
-        False,
-        "the NLL of a chosen response is the mean over its trained tokens, not their sum",
-    )
-    loss_type: LossType = option("sigmoid", '"sigmoid" is DPO, "ipo" is IPO. NeMo-RL has only DPO')
-    reference_layout: ReferenceLayout = option(
-        "next",
-        'which prediction each of the reference\'s log-probabilities belongs to: "next" is that of the next '
-        'token, "token" that of the token itself, and "rolled" is "token" rolled left by one',
-    )
-    epsilon: float = option(
-        0.0,
-        "added to the number of pairs, which divides the loss and the metrics; 1e-8 in NeMo-RL",
-    )
-
-    def __post_init__(self) -> None:
-        for name in ("reference_policy_kl_penalty", "preference_loss_weight", "sft_loss_weight", "epsilon"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; expected a finite number, 0 or larger")
-        for name, choices in (("loss_type", ("sigmoid", "ipo")), ("reference_layout", ("next", "token", "rolled"))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}")
-        if self.loss_type == "ipo" and self.reference_policy_kl_penalty == 0:
-            raise ValueError(
-                "reference_policy_kl_penalty is 0; expected a positive number with loss_type 'ipo', "
-                "whose target is 1 / (2 beta), or loss_type 'sigmoid'"
-            )
 
 
 def align_reference(
@@ -264,7 +212,7 @@ def dpo(
     sequence: Int[Tensor, " tokens"],
     sample_mask: Bool[Tensor, " sequences"],
     valid_sequences: Int[Tensor, ""],
-    options: DpoOptions,
+    options: Any,
     sigmoid_loss: SigmoidLoss = sigmoid_loss,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
     """Computes the DPO or IPO loss, with an optional SFT term, and its metrics.
@@ -282,7 +230,7 @@ def dpo(
         sample_mask: ``[sequences]``. That of a pair's chosen sequence decides whether it counts.
         valid_sequences: N, the number of sequences in ``sample_mask`` over every rank and
             microbatch.
-        options: See ``DpoOptions``.
+        options: Has the options of ``lossgate.options.DpoOptions`` as attributes.
         sigmoid_loss: How to write ``-log sigmoid(x)``.
 
     Returns:

@@ -23,74 +23,15 @@ of VACO. We do not follow two of its bugs:
   has no correction: x = 0, and it counts as such in means over its sequence.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dense_losses.options import option
 from dense_losses.reductions import sequence_mean
 
 LOG_RHO_BOUND = 10.0  # nats; the value of open-instruct
-
-
-@dataclass(frozen=True, kw_only=True)
-class RhoOptions:
-    """The options of ``importance_weights``; names and defaults are open-instruct's.
-
-    Bounds are inclusive, and a bound of 0 is disabled.
-
-    Raises:
-        ValueError: An option is out of range.
-    """
-
-    use_rho_correction: bool = option(
-        True,
-        "the policy loss is weighted by rho, the probability in old_logprobs over that in vllm_logprobs. If "
-        "not, every weight is 1. Switch it off if old_logprobs come from vLLM",
-    )
-    rho_clamp_lower_bound: float = option(0.0, "the smallest weight of a token that is not dropped; below 1")
-    rho_clamp_upper_bound: float = option(2.0, "the largest weight; above 1. 0 for no bound")
-    rho_mask_lower_bound: float = option(
-        0.0,
-        "tokens with a smaller rho are dropped; below 1. With rho_mask_tv_divergence it bounds tv instead, and "
-        "any positive number is allowed",
-    )
-    rho_mask_upper_bound: float = option(
-        0.0,
-        "tokens with a larger rho are dropped; above 1. 0 for no bound. With rho_mask_tv_divergence it bounds "
-        "tv instead, and any positive number is allowed; open-instruct still requires more than 1",
-    )
-    rho_mask_sequence_level: bool = option(
-        False,
-        "every token has the rho of its sequence, a geometric mean, for the mask and as its weight. "
-        "open-instruct documents the mask alone, but its code does both",
-    )
-    rho_mask_tv_divergence: bool = option(
-        False,
-        "the mask bounds apply to tv, the mean over the sequence of |rho - 1| of each token's own rho. Only "
-        "tokens whose update would increase tv are dropped",
-    )
-
-    def __post_init__(self) -> None:
-        below_1, above_1 = "0, or a number between 0 and 1", "0, or a finite number above 1"
-        tv, any_bound = self.rho_mask_tv_divergence, "0, or a finite positive number"
-        for name, low, high, expected in (
-            ("rho_clamp_lower_bound", 0, 1, below_1),
-            ("rho_clamp_upper_bound", 1, float("inf"), above_1),
-            ("rho_mask_lower_bound", 0, float("inf") if tv else 1, any_bound if tv else below_1),
-            ("rho_mask_upper_bound", 0 if tv else 1, float("inf"), any_bound if tv else above_1),
-        ):
-            value = getattr(self, name)
-            if value != 0 and not low < value < high:
-                raise ValueError(f"{name} is {value!r}; expected {expected}")
-        if 0 < self.rho_mask_upper_bound <= self.rho_mask_lower_bound:
-            raise ValueError(
-                f"rho_mask_upper_bound is {self.rho_mask_upper_bound!r}; "
-                f"expected 0 (no bound), or more than rho_mask_lower_bound={self.rho_mask_lower_bound!r}"
-            )
 
 
 class Rho(NamedTuple):
@@ -120,7 +61,7 @@ def importance_weights(
     mask: Bool[Tensor, " tokens"],
     sequence: Int[Tensor, " tokens"],
     sequences: int,
-    options: RhoOptions,
+    options: Any,
 ) -> Rho:
     """Computes the importance weight of each token.
 
@@ -134,7 +75,7 @@ def importance_weights(
         sequence: ``[tokens]``, the number of the sequence (document) of each token. Means over a
             sequence need all of its tokens.
         sequences: The number of sequences.
-        options: See ``RhoOptions``.
+        options: Has the options of ``lossgate.options.GrpoOptions`` as attributes.
 
     Returns:
         The weights and what was done to them. Values at masked tokens have no meaning.

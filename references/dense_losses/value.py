@@ -19,41 +19,14 @@ Source: NeMo-RL ``MseValueLossFn``, which differs in three ways:
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dense_losses.options import option
 from dense_losses.reductions import largest, select, smallest, token_mean
-
-
-@dataclass(frozen=True, kw_only=True)
-class ValueOptions:
-    """The options of ``value_loss``; names and defaults are NeMo-RL's.
-
-    Raises:
-        ValueError: An option is out of range.
-    """
-
-    cliprange: float | None = option(
-        None,
-        "how far a value may move from its old value, in the unit of the values. None for no clip. NeMo-RL also"
-        " takes 0 for no clip; here 0 is refused",
-    )
-    scale: float = option(1.0, "the factor of the loss, beside the 1/2. It scales no metric but loss")
-    epsilon: float = option(
-        0.0, "added to the number of trained tokens, which divides the loss and the metrics; 1e-8 in NeMo-RL"
-    )
-
-    def __post_init__(self) -> None:
-        if self.cliprange is not None and not 0 < self.cliprange < float("inf"):
-            raise ValueError(f"cliprange is {self.cliprange!r}; expected a finite positive number, or None for no clip")
-        for name in ("scale", "epsilon"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; expected a finite number, 0 or larger")
 
 
 def value_loss(
@@ -63,7 +36,7 @@ def value_loss(
     returns: Float[Tensor, " tokens"],
     mask: Bool[Tensor, " tokens"],
     valid_tokens: Int[Tensor, ""],
-    options: ValueOptions,
+    options: Any,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
     """Computes the clipped value loss and its metrics.
 
@@ -73,7 +46,7 @@ def value_loss(
         returns: R ``[tokens]``.
         mask: m ``[tokens]``, true at trained tokens.
         valid_tokens: N, the number of trained tokens over every rank and microbatch.
-        options: See ``ValueOptions``.
+        options: Has the options of ``lossgate.options.ValueOptions`` as attributes.
 
     Returns:
         The loss, in the squared unit of the values, and the metrics, which carry no gradient. Ranks

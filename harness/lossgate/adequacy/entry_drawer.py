@@ -9,8 +9,8 @@ from lossgate.adequacy.option_mutants import OptionMutant
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.drawing import Draws
 from lossgate.cases.option_strategies import ForcedOption
-from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate
+from lossgate.declaration.supports import ANY
 from lossgate.specs.option import COMMON_OPTIONS
 
 LEAST_CHANGE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.01, "tf32": 0.01}

@@ -13,8 +13,8 @@ from typing import Any, Literal, get_args
 
 from lossgate.base.spelling import in_a_row
 from lossgate.cases.option_strategies import ForcedOption
-from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate
+from lossgate.declaration.supports import ANY
 from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.option import Option
 

@@ -9,9 +9,9 @@ from random import Random
 
 from lossgate.adequacy.entry import Placed
 from lossgate.base.layout import Layout
-from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate
-from lossgate.specs.coverage import CoverageGoal
+from lossgate.declaration.supports import ANY
+from lossgate.specs.coverage_goals import CoverageGoal
 from lossgate.specs.sharding_goals import SEVERAL_RANKS
 
 

@@ -4,7 +4,8 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from types import FunctionType
+from typing import TypeVar
 
 from lossgate.base.errors import UsageError
 
@@ -15,7 +16,12 @@ _LONGEST = 60
 
 
 def shown(value: object) -> str:
-    """Returns a value as a message shows it: in one line, and a long one cut in the middle."""
+    """Returns a value as a message shows it: in one line, and a long one cut in the middle.
+
+    Classes and functions have their name alone.
+    """
+    if isinstance(value, type | FunctionType):
+        return value.__name__
     try:
         text = " ".join(line.strip() for line in repr(value).splitlines())
     except ValueError:  # Python does not print whole numbers of thousands of digits
@@ -24,32 +30,6 @@ def shown(value: object) -> str:
         return f"a {type(value).__name__}"
     half = _LONGEST // 2
     return text if len(text) <= _LONGEST else f"{text[:half]}...{text[-half:]}"
-
-
-def as_tuple(call: str, argument: str, given: Any, expected: str, *, split: bool = False) -> tuple[Any, ...]:
-    """Returns several values as a tuple. A list is as good, and so is what yields them in order.
-
-    Args:
-        call: what is called, for the message.
-        argument: its name.
-        given: the values.
-        expected: what they are, for the message.
-        split: whether a string may hold several, separated by commas or blanks.
-
-    Raises:
-        UsageError: for a string, which is one value, and shows how to write it; for a set or a
-            mapping, which has no order of values; and for what has no values.
-    """
-    where = f"{call}({argument}={shown(given)}): "
-    if isinstance(given, str) and given.strip():
-        parts = tuple(part for part in re.split(r"[,\s]+", given) if part) if split else (given,)
-        raise UsageError(f"{where}expected a tuple; write {argument}={shown(parts)}")
-    if isinstance(given, set | frozenset) and given:
-        ordered = tuple(sorted(given, key=repr))
-        raise UsageError(f"{where}a set has no order; write {argument}={shown(ordered)}")
-    if isinstance(given, str | bytes | set | frozenset | Mapping) or not isinstance(given, Iterable):
-        raise UsageError(f"{where}expected a tuple of {expected}")
-    return tuple[Any, ...](given)
 
 
 def nearest(name: object, known: Iterable[str], known_as: str = "") -> str:

@@ -20,7 +20,7 @@ from lossgate.cases.reference import DenseRun
 from lossgate.judge.tolerance import Tolerance
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.problem import Problem
-from lossgate.specs.coverage import Reached, covered_token_goals
+from lossgate.specs.coverage_goals import Reached, covered_token_goals
 from lossgate.specs.logit_filter import covered_filter_goals
 from lossgate.specs.outputs import Output
 from lossgate.specs.sharding_goals import Trained

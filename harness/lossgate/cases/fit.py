@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator
 from lossgate.base.errors import UsageError
 from lossgate.base.layout import Axis
 from lossgate.base.spelling import nearest, shown
-from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate
+from lossgate.declaration.supports import ANY
 from lossgate.numerics.float_formats import ROUNDED_TO
 from lossgate.problems.problem import Problem
 from lossgate.specs.heads import HEADS

@@ -20,7 +20,7 @@ from lossgate.problems.random_streams import RandomStreams
 from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.field_context import FieldContext
 from lossgate.specs.heads import HEADS
-from lossgate.specs.heads.base import HeadContext
+from lossgate.specs.heads.head import HeadContext
 from lossgate.specs.logit_filter import filter_fields, filters
 from lossgate.specs.token_chunks import chunks
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from lossgate.base.errors import UsageError
-from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate
+from lossgate.declaration.supports import ANY
 from lossgate.specs.option import Option
 from lossgate.specs.spec import Spec
 

@@ -14,8 +14,8 @@ from lossgate.base.layout import Layout
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.drawing import Draws
 from lossgate.cases.materialize import lay_out
-from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate
+from lossgate.declaration.supports import ANY
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import VOCAB_SPLITS, Partition, VocabSplit
 from lossgate.problems.problem import Problem, ReductionOrder

@@ -12,7 +12,7 @@ from lossgate.cli.app import Exit, app, load_for
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from lossgate.spec_check.outcome import Outcome
+    from lossgate.spec_check.subject import Outcome
 
 _spec = App(name="spec", help="Judge the references of specs.", version_flags=[])
 app.command(_spec)

@@ -16,7 +16,7 @@ from lossgate.problems.partition import Partition, VocabShard
 from lossgate.problems.whole_sequences import Tokens, WholeSequences
 from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.heads import HEADS
-from lossgate.specs.heads.base import Head
+from lossgate.specs.heads.head import Head
 from lossgate.specs.outputs import Output
 from lossgate.specs.spec import Spec
 

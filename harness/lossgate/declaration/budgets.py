@@ -7,9 +7,10 @@ from itertools import product
 from types import MappingProxyType
 from typing import Any
 
+from lossgate.base.argument import arguments
 from lossgate.base.errors import UsageError
 from lossgate.base.layout import AXES
-from lossgate.base.spelling import nearest, shown
+from lossgate.base.spelling import nearest
 from lossgate.declaration.size_expression import FUNCTIONS, SizeExpression
 
 _ALWAYS = ("tokens", "sequences", "dp", "cp", "tp", "itemsize")
@@ -48,18 +49,15 @@ class Budgets:
     """Sizes of the kernel's own, such as ``{"chunk": 1024}``."""
 
     def __post_init__(self) -> None:
+        given = arguments("Budgets(", vars(self))
         where: Any = self.where
         if not isinstance(where, Mapping) or not all(map(_is_size, where.items())):
-            raise UsageError(
-                f"Budgets(where={shown(where)}): expected positive sizes by name, such as {{'chunk': 1024}}"
-            )
+            raise given["where"].error("expected positive sizes by name, such as {'chunk': 1024}")
         if taken := [name for name in where if name in (*_ALWAYS, "vocab", "hidden", *FUNCTIONS)]:
-            raise UsageError(f"Budgets(where={where!r}): {taken[0]!r} has a meaning already; use another name")
+            raise given["where"].error(f"{taken[0]!r} has a meaning already; use another name")
         object.__setattr__(self, "where", MappingProxyType(dict(where)))
         for name in BUDGETS:
-            text = getattr(self, name)
-            if not isinstance(text, str):
-                raise UsageError(f"Budgets({name}={shown(text)}): expected an expression in quotes, such as 'tokens*4'")
+            given[name].instance(str, "an expression in quotes, such as 'tokens*4'")
         if not [*self._expressions()]:
             raise UsageError(f"Budgets(): names no budget; expected one at least of {', '.join(BUDGETS)}")
 

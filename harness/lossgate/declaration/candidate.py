@@ -8,45 +8,24 @@ it can be sharded, in which precision it computes and how its local results make
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lossgate.base.argument import arguments
 from lossgate.base.layout import Axis
-from lossgate.declaration.any_value import ANY
-from lossgate.declaration.arguments import (
-    check_axes,
-    check_dtypes,
-    check_exempt,
-    check_known_failure,
-    check_name,
-    check_precision,
-    check_refuses,
-    check_text,
-    check_tiles,
-    check_tokens,
-)
 from lossgate.declaration.budgets import Budgets
-from lossgate.declaration.checks import (
-    check_budgets,
-    check_contract,
-    check_differentiable,
-    check_head,
-    check_kernel,
-    check_spec,
-    check_supports,
-)
+from lossgate.declaration.checks import declared, name_of
 from lossgate.declaration.contract import Contract, Placements
-from lossgate.declaration.excluded import Excluded, without_excluded
-from lossgate.declaration.known_failure import KnownFailure
-from lossgate.declaration.made import note_made
+from lossgate.declaration.modules import note_made
 from lossgate.declaration.precision import Precision
+from lossgate.declaration.supports import ANY, Excluded
 from lossgate.numerics.float_formats import RoundedTo, coarsest_of
 from lossgate.problems.whole_sequences import Tokens
 from lossgate.specs.heads import HEADS
-from lossgate.specs.heads.base import Head
+from lossgate.specs.heads.head import Head
 from lossgate.specs.outputs import Output
 from lossgate.specs.spec import Spec
 
@@ -74,6 +53,28 @@ class Outputs:
     """Scalars, by the names that the spec gives them; those that are left out are not judged. The
     parts of dp and cp ranks are added up, or the least or largest is taken, as ``lossgate list
     SPEC`` says; each tp rank returns the same. ``Contract(metrics=...)`` declares otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownFailure:
+    """A known disagreement of a candidate: its frozen example is judged in place of new problems,
+    and must still disagree.
+
+    Raises:
+        UsageError: if the name is not one line, or the example no ``Path``.
+    """
+
+    name: str
+    """The heading under which a document describes it."""
+    example: Path
+    """A failure file, as ``lossgate verify`` writes it."""
+
+    def __post_init__(self) -> None:
+        given = arguments("KnownFailure(", vars(self))
+        given["name"].line("the heading in the document that describes it, in one line")
+        example: Any = self.example
+        way_out = f"; write Path({example!r})" if isinstance(example, str) else ", such as Path('failure.json')"
+        given["example"].instance(Path, f"a path{way_out}")
 
 
 Kernel = Callable[[Any, Any, DeviceMesh], Outputs | Tensor]
@@ -262,34 +263,17 @@ def candidate(
         UsageError: if the declaration contradicts itself or the spec. The message names the nearest
             right spelling.
     """
+    given = arguments("candidate(", locals())  # every argument, by its name
     declared_in = sys._getframe(1).f_code.co_filename
-    own_spec, own_dtypes, own_name = check_spec(spec), check_dtypes(dtypes), check_name(name)
-    options, excludes = without_excluded(own_spec, supports)
-    own_precision = check_precision(precision, own_dtypes)
-    for one in own_precision.values():
-        one.check_names((*own_spec.outputs, *own_spec.metrics))
-    declaration: dict[str, Any] = {
-        "spec": own_spec,
-        "head": check_head(own_spec, head),
-        "tokens": check_tokens(tokens),
-        "axes": check_axes(axes),
-        "dtypes": own_dtypes,
-        "precision": MappingProxyType(own_precision),
-        "contract": check_contract(own_spec, head, tokens, contract),
-        "supports": MappingProxyType(check_supports(own_spec, options)),
-        "excludes": MappingProxyType(excludes),
-        "differentiable": check_differentiable(own_spec, differentiable),
-        "tiles": MappingProxyType(check_tiles(tiles)),
-        "good_for": check_text("good_for", good_for),
-        "known_failure": check_known_failure(known_failure),
-        "exempt": MappingProxyType(check_exempt(exempt)),
-        "refuses": check_refuses(head, refuses),
-        "budgets": check_budgets(head, budgets),
-    }
+    declaration = declared(given)
+    declaration["known_failure"] = given["known_failure"].instance(
+        KnownFailure | None, "lossgate.KnownFailure(name=..., example=Path(...))"
+    )
 
     def declare(kernel: Kernel) -> Candidate:
-        called = check_kernel(kernel, own_name)
-        made = Candidate(kernel=kernel, name=called, source=f"{declared_in}:{called}", **declaration)
+        called = name_of(kernel, declaration["name"])
+        own: dict[str, Any] = {"kernel": kernel, "name": called, "source": f"{declared_in}:{called}"}
+        made = Candidate(**{**declaration, **own})
         note_made(made)
         return made
 

@@ -1,150 +1,235 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks a declaration against its spec.
+"""Checks what ``lossgate.candidate`` is given, also against its spec.
 
 This is done where the declaration is made, so that a slip is reported there, not after minutes
 of work.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
+from lossgate.base.argument import Argument, Arguments
 from lossgate.base.errors import UsageError
-from lossgate.base.spelling import nearest, shown
-from lossgate.declaration.any_value import ANY
-from lossgate.declaration.arguments import check_mapping, check_name, check_names, check_type
+from lossgate.base.layout import AXES, Axis
+from lossgate.base.names import DTYPES, nearest_dtype
+from lossgate.base.spelling import shown
 from lossgate.declaration.budgets import Budgets
 from lossgate.declaration.contract import Contract
+from lossgate.declaration.precision import Precision
+from lossgate.declaration.supports import supported_and_excluded
 from lossgate.losses import check_own_name, find_spec
-from lossgate.problems.whole_sequences import Tokens
+from lossgate.problems.whole_sequences import TOKENS
 from lossgate.specs.heads import HEADS
-from lossgate.specs.option import Option
 from lossgate.specs.outputs import metric_output
 from lossgate.specs.spec import Spec
 
-
-def check_spec(spec: Any) -> Spec:
-    if isinstance(spec, Spec):
-        check_own_name(spec)
-        return spec
-    return find_spec(check_type("spec", spec, str, "the name of a loss or a Spec; 'lossgate list' describes them"))
-
-
-def check_head(spec: Spec, head: Any) -> str:
-    if not isinstance(head, str) or head not in spec.inputs:
-        raise UsageError(
-            f"candidate(head={shown(head)}): spec {spec.name!r} has no such head; {nearest(head, spec.inputs)}"
-        )
-    return head
+REFUSED = ("labels", "shapes")
+"""The kinds of bad input that a candidate may refuse."""
+_TILED_DIMS = ("token", "vocab", "hidden")
+_LONGEST_NAME = 100
+_NOT_IN_NAMES = ":/\\[]*?\"'`$"
+"""Names are parts of paths, of ids in pytest, of patterns in policies and of command lines."""
 
 
-def check_budgets(head: str, budgets: Any) -> Budgets | None:
-    """Returns the budgets, which name dims of the head."""
-    if budgets is None:
-        return None
-    if not isinstance(budgets, Budgets):
-        raise UsageError(f"candidate(budgets={shown(budgets)}): expected lossgate.Budgets(...)")
-    leaves = HEADS[head].leaves.values()
-    budgets.check_names(tuple(dim for dim in ("vocab", "hidden") if any(dim in dims for dims in leaves)))
-    return budgets
+def declared(given: Arguments) -> dict[str, Any]:
+    """Returns the fields of a ``Candidate``, by name, but for those of the kernel and its place.
+
+    Raises:
+        UsageError: if the declaration contradicts itself or the spec.
+    """
+    spec, dtypes = check_spec(given["spec"]), _dtypes(given["dtypes"])
+    head: str = given["head"].one_of(spec.inputs, f"spec {spec.name!r} has no such head")
+    supports, excludes = supported_and_excluded(spec, given["supports"])
+    return {
+        "spec": spec,
+        "head": head,
+        "tokens": given["tokens"].one_of(TOKENS),
+        "axes": check_axes(given["axes"]),
+        "dtypes": dtypes,
+        "precision": MappingProxyType(_precision(spec, dtypes, given["precision"])),
+        "contract": _contract(spec, head, given),
+        "supports": MappingProxyType(supports),
+        "excludes": MappingProxyType(excludes),
+        "differentiable": _differentiable(spec, given["differentiable"]),
+        "tiles": MappingProxyType(_tiles(given["tiles"])),
+        "good_for": _good_for(given["good_for"]),
+        "exempt": MappingProxyType(_exempt(given["exempt"])),
+        "refuses": _refuses(head, given["refuses"]),
+        "budgets": _budgets(head, given["budgets"]),
+        "name": _name(given["name"]),
+    }
 
 
-def check_kernel(kernel: Any, name: str | None) -> str:
-    """Returns the candidate's name: the one that was given, or the kernel's own."""
-    if not callable(kernel):
-        raise UsageError(f"candidate(...) decorates {shown(kernel)}; expected a function of inputs, options and mesh")
-    own_name = name if name is not None else getattr(kernel, "__name__", None)
-    if own_name in (None, "<lambda>"):
-        what = "lambda" if own_name else type(kernel).__name__
-        raise UsageError(f"candidate(...) decorates a {what}, which has no name; give it one: candidate(name=...)")
-    check_name(own_name)
-    return own_name
+def check_spec(argument: Argument) -> Spec:
+    """Returns a spec that is given as it is or by its name."""
+    if isinstance(argument.value, Spec):
+        check_own_name(argument.value)
+        return argument.value
+    return find_spec(argument.instance(str, "the name of a loss or a Spec; 'lossgate list' describes them"))
 
 
-def check_supports(spec: Spec, supports: Any) -> dict[str, Any]:
-    """Returns the supported values by option."""
-    by_option = dict(check_mapping("supports", supports, "supports={'temperature': lossgate.ANY}"))
-    for name, given in by_option.items():
-        where = f"candidate(supports={{{name!r}: {shown(given)}}})"
-        if name not in spec.supported_options:
-            raise UsageError(
-                f"{where}: spec {spec.name!r} has no option {name!r}; {nearest(name, spec.supported_options)}"
-            )
-        values = tuple(given) if isinstance(given, list) else given
-        _check_values(spec, name, values, where)
-        by_option[name] = _as_floats(spec.supported_options[name], values)
-    return by_option
+def check_axes(argument: Argument) -> tuple[Axis, ...]:
+    return argument.names(AXES, "unknown mesh axis")
 
 
-def _as_floats(option: Option, values: Any) -> Any:
-    """Returns the values of an option that takes floats, with 2 as 2.0: they draw the same."""
-    if isinstance(values, tuple):
-        return tuple(_as_floats(option, value) for value in values)
-    floats = option.interval is not None or any(isinstance(choice, float) for choice in option.choices)
-    return float(values) if floats and isinstance(values, int) and not isinstance(values, bool) else values
+def _dtypes(argument: Argument) -> tuple[str, ...]:
+    return argument.names(DTYPES, "unknown dtype", near=nearest_dtype, needed=True)
 
 
-def _check_values(spec: Spec, name: str, values: Any, where: str) -> None:
-    option = spec.supported_options[name]
-    if isinstance(values, tuple) and not values:
-        raise UsageError(f"{where}: it supports no value; expected ANY, a value or a tuple of values: {option.domain}")
-    if isinstance(values, set | frozenset):
-        ordered = tuple(sorted(values, key=repr))
-        raise UsageError(f"{where}: a set has no order; write supports={{{name!r}: {shown(ordered)}}}")
-    own = name in {o.name for o in spec.options}
-    for value in () if values is ANY else values if isinstance(values, tuple) else (values,):
-        if not option.allows(value):
-            expected = f"expected {option.domain}, or lossgate.ANY for all of them"
-            raise UsageError(f"{where}: spec {spec.name!r} does not allow {shown(value)}; {expected}")
-        if own and spec.with_choice({}, name, value) is None:
-            raise UsageError(f"{where}: {value!r} is not valid with any other options: {spec.conflict({name: value})}")
-
-
-def check_differentiable(spec: Spec, differentiable: Any) -> tuple[str, ...]:
+def _differentiable(spec: Spec, argument: Argument) -> tuple[str, ...]:
     """Returns the outputs that carry gradients; by default the one that the spec requires."""
-    if differentiable is None:
+    if argument.value is None:
         return spec.outputs[:1]
-    names = check_names("differentiable", differentiable, spec.outputs, "output")
+    names = argument.names(spec.outputs, "unknown output")
     if spec.outputs[0] not in names:
-        raise UsageError(
-            f"candidate(differentiable={shown(differentiable)}): "
-            f"spec {spec.name!r} requires {spec.outputs[0]!r} among them"
-        )
+        raise argument.error(f"spec {spec.name!r} requires {spec.outputs[0]!r} among them")
     return names
 
 
-def check_contract(spec: Spec, head: str, tokens: Tokens, contract: Any) -> Contract:
+def _good_for(argument: Argument) -> str:
+    if not argument.instance(str, "a string").isprintable():
+        raise argument.error("expected a single line, for the verdict table")
+    return argument.value
+
+
+def _exempt(argument: Argument) -> dict[str, str]:
+    """Returns why the candidate is not held to some properties, by their names.
+
+    Whether there are such properties is checked where a run is planned: files of candidates may
+    register more.
+    """
+    example = "exempt={'strided-inputs': 'the trainer gives contiguous tensors'}"
+    reasons = argument.mapping(example)
+    for name, reason in argument.items():
+        if name == "agreement":
+            raise argument.error(
+                "nothing is exempt from agreement; declare known_failure= for a disagreement that is known"
+            )
+        if not isinstance(name, str):
+            raise reason.error(f"expected the name of a property, as in {example}")
+        reason.line(f"the reason in one line, such as {example}")
+    return reasons
+
+
+def _refuses(head: str, argument: Argument) -> tuple[str, ...]:
+    kinds = argument.names(REFUSED, "unknown kind of bad input")
+    if kinds and not HEADS[head].has_logits:
+        raise argument.error(f"a kernel that starts from {head} looks up no labels; leave refuses out")
+    return kinds
+
+
+def _budgets(head: str, argument: Argument) -> Budgets | None:
+    """Returns the budgets, which name dims of the head."""
+    budgets: Budgets | None = argument.instance(Budgets | None, "lossgate.Budgets(...)")
+    if budgets is not None:
+        leaves = HEADS[head].leaves.values()
+        budgets.check_names(tuple(dim for dim in ("vocab", "hidden") if any(dim in dims for dims in leaves)))
+    return budgets
+
+
+def _tiles(argument: Argument) -> dict[str, tuple[int, ...]]:
+    """Returns the tile sizes by dim."""
+    checked: dict[str, tuple[int, ...]] = {}
+    argument.mapping("tiles={'vocab': 128}", _TILED_DIMS, "unknown dim")
+    for dim, size in argument.items():
+        sizes: tuple[Any, ...] = tuple(size.value) if isinstance(size.value, tuple | list) else (size.value,)
+        if not sizes or not all(type(s) is int and s > 0 for s in sizes):
+            raise size.error("expected a positive number of rows, or a tuple of them")
+        checked[dim] = sizes
+    return checked
+
+
+# Precision and contract
+
+
+def _precision(spec: Spec, dtypes: tuple[str, ...], argument: Argument) -> dict[str, Precision]:
+    """Returns the precision for each dtype."""
+    if isinstance(argument.value, Mapping):
+        found = argument.mapping("", dtypes, f"dtypes={dtypes!r} has no")
+        for _, one in argument.items():
+            one.instance(Precision, "lossgate.Precision(...)")
+        if missing := [dtype for dtype in dtypes if dtype not in found]:
+            raise argument.error(
+                f"no Precision for dtype {missing[0]!r}; give one for each of {', '.join(dtypes)}, or one for all"
+            )
+    else:
+        expected = "lossgate.Precision(...), or a mapping with one for each dtype"
+        found = dict.fromkeys(dtypes, argument.instance(Precision | None, expected) or Precision())
+    for one in found.values():
+        one.check_names((*spec.outputs, *spec.metrics))
+    return found
+
+
+def _contract(spec: Spec, head: str, given: Arguments) -> Contract:
     """Returns the contract, if every metric and gradient that it names exists, and whole sequences
     are returned only by a candidate that is given them.
     """
-    own: Contract = check_type(
-        "contract", Contract() if contract is None else contract, Contract, "lossgate.Contract(...)"
-    )
-    if own.whole_sequences and tokens == "shard":
-        raise UsageError(
-            "candidate(contract=...): logprobs has cp='replicate', which is for whole sequences, and tokens='shard' "
-            "gives a rank its own tokens; declare tokens='rows' or tokens='packed', or leave cp out"
+    own: Contract = given["contract"].instance(Contract | None, "lossgate.Contract(...)") or Contract()
+    if own.whole_sequences and given["tokens"].value == "shard":
+        raise given["contract"].error(
+            "logprobs has cp='replicate', which is for whole sequences, and tokens='shard' gives a rank its own "
+            "tokens; declare tokens='rows' or tokens='packed', or leave cp out"
         )
-    for metric in own.metrics:
-        if metric not in spec.metrics:
-            raise UsageError(
-                f"candidate(contract=...): spec {spec.name!r} has no metric {metric!r}; {nearest(metric, spec.metrics)}"
-            )
-        _check_one_reduction(spec, metric, own)
-    leaves = HEADS[head].leaves
-    for leaf in own.grads:
-        if leaf not in leaves:
-            raise UsageError(
-                f"candidate(contract=...): head {head!r} has no gradient of {leaf!r}; {nearest(leaf, leaves)}"
-            )
+    parts = Argument("Contract(", "metrics", own.metrics), Argument("Contract(", "grads", own.grads)
+    parts[0].mapping("", spec.metrics, f"spec {spec.name!r} has no metric")
+    parts[1].mapping("", HEADS[head].leaves, f"head {head!r} has no gradient of")
+    for name, metric in parts[0].items():
+        _check_one_reduction(spec, name, own, metric)
     return own
 
 
-def _check_one_reduction(spec: Spec, metric: str, contract: Contract) -> None:
+def _check_one_reduction(spec: Spec, metric: str, contract: Contract, argument: Argument) -> None:
     """Checks that a metric's parts are not added over one axis and compared over another."""
     placements = contract.placements(metric_output(metric), spec.metrics[metric].reduction)
     reductions = sorted({placement for placement in placements.values() if placement != "replicate"})
     if len(reductions) > 1 and {"min", "max"} & set(reductions):
         given = ", ".join(f"{axis}={placement!r}" for axis, placement in placements.items())
-        raise UsageError(
-            f"candidate(contract=...): metric {metric!r} has {given}, which mixes {' and '.join(reductions)}; "
-            "name one of them for every axis that does not replicate"
+        raise argument.error(
+            f"the metric has {given}, which mixes {' and '.join(reductions)}; name one of them for every axis that "
+            "does not replicate"
         )
+
+
+# Names
+
+
+def name_of(kernel: Any, name: str | None) -> str:
+    """Returns the candidate's name: the one that was given, or the kernel's own."""
+    if not callable(kernel):
+        raise UsageError(f"candidate(...) decorates {shown(kernel)}; expected a function of inputs, options and mesh")
+    own = name if name is not None else getattr(kernel, "__name__", None)
+    if own in (None, "<lambda>"):
+        what = "lambda" if own else type(kernel).__name__
+        raise UsageError(f"candidate(...) decorates a {what}, which has no name; give it one: candidate(name=...)")
+    _name(Argument("candidate(", "name", own))
+    return own
+
+
+def _name(argument: Argument) -> str | None:
+    """Returns the name, or None for the function's."""
+    name: str | None = argument.instance(str | None, "a string, such as name='my_kernel'")
+    if name is not None and (problem := _problem_of_name(name)):
+        raise argument.error(
+            f"{problem}; expected up to {_LONGEST_NAME} characters that are none of {' '.join(_NOT_IN_NAMES)}, as in "
+            f"file.py:NAME; write name={_mended(name)!r}"
+        )
+    return name
+
+
+def _problem_of_name(name: str) -> str:
+    """Returns what is wrong with a name, in words; it is empty if nothing is."""
+    if not name.strip():
+        return "it names nothing"
+    if len(name) > _LONGEST_NAME:
+        return f"it has {len(name)} characters"
+    if name != name.strip():
+        return "it begins or ends with a blank"
+    odd = next((letter for letter in name if letter in _NOT_IN_NAMES or not letter.isprintable()), "")
+    return f"it has {odd!r}" if odd else ""
+
+
+def _mended(name: str) -> str:
+    """Returns the nearest name that is allowed."""
+    letters = (letter if letter.isprintable() and letter not in _NOT_IN_NAMES else "_" for letter in name.strip())
+    return "".join(letters)[:_LONGEST_NAME].strip() or "my_kernel"

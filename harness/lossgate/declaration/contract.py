@@ -3,11 +3,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from lossgate.base.errors import UsageError
+from lossgate.base.argument import Argument, arguments
 from lossgate.base.layout import AXES, Axis
-from lossgate.base.spelling import nearest, shown
 from lossgate.specs.outputs import Output
 
 Placement = Literal["replicate", "sum", "avg", "min", "max"]
@@ -54,15 +53,13 @@ class Contract:
     unless the axis splits the input."""
 
     def __post_init__(self) -> None:
-        _check("loss", self.loss)
-        _check("logprobs", self.logprobs)
-        for name, by_name in (("metrics", self.metrics), ("grads", self.grads)):
-            if not isinstance(by_name, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise UsageError(
-                    f"Contract({name}={shown(by_name)}): expected placements by name, such as {_EXAMPLES[name]}"
-                )
-            for key, placements in by_name.items():
-                _check(f"{name}[{key!r}]", placements)
+        given = arguments("Contract(", vars(self))
+        _check(given["loss"])
+        _check(given["logprobs"])
+        for name, example in _EXAMPLES.items():
+            given[name].instance(Mapping, f"placements by name, such as {example}")
+            for _, placements in given[name].items():
+                _check(placements)
 
     @property
     def whole_sequences(self) -> bool:
@@ -85,15 +82,11 @@ class Contract:
         return {"dp": reduction, "cp": reduction, "tp": "replicate", **self.metrics.get(output.name, {})}
 
 
-def _check(name: str, placements: Any) -> None:
+def _check(given: Argument) -> None:
     """Checks the placements of one output."""
-    if not isinstance(placements, Mapping):
-        raise UsageError(f"Contract({name}={shown(placements)}): expected placements by axis, such as {{'dp': 'sum'}}")
-    known = get_args(Placement)
-    for axis, placement in placements.items():
-        if not isinstance(axis, str) or axis not in AXES:
-            raise UsageError(f"Contract({name}): unknown mesh axis {shown(axis)}; {nearest(axis, AXES)}")
-        if not isinstance(placement, str) or placement not in known:
-            raise UsageError(f"Contract({name}): {axis}={shown(placement)}; {nearest(placement, known)}")
-        if placement in ("min", "max") and not name.startswith("metrics"):
-            raise UsageError(f"Contract({name}): {axis}={placement!r}; only metrics may be combined this way")
+    given.instance(Mapping, "placements by axis, such as {'dp': 'sum'}")
+    given.mapping("", AXES, "unknown mesh axis")
+    for _, placement in given.items():
+        placement.one_of(get_args(Placement))
+        if placement.value in ("min", "max") and not given.name.startswith("metrics"):
+            raise placement.error("only metrics may be combined this way")

@@ -12,12 +12,11 @@ from typing import Any
 from lossgate.base.errors import UsageError
 from lossgate.base.spelling import nearest
 from lossgate.declaration.candidate import Candidate
-from lossgate.declaration.deleted import deleted_in
-from lossgate.declaration.made import kept_in, made_in
-from lossgate.declaration.modules import load_module
-from lossgate.declaration.not_reached import not_reached
+from lossgate.declaration.modules import kept_in, load_module, made_in
 from lossgate.losses import SPECS, find_spec, known_names
 from lossgate.specs.spec import Spec
+
+_AT_IMPORT = "out of functions and of if __name__ == '__main__', which an import does not reach"
 
 
 def load_candidates(target: str) -> list[Candidate]:
@@ -33,7 +32,7 @@ def load_candidates(target: str) -> list[Candidate]:
     location, name = _split(target)
     found = _candidates_in(location)
     if not found:
-        way_out = not_reached(load_module(location)) or "decorate a kernel with @lossgate.candidate(...)"
+        way_out = f"decorate a kernel with @lossgate.candidate(...), {_AT_IMPORT}"
         raise UsageError(f"{location}: no candidate in it; {way_out}")
     if name and name not in found:
         raise UsageError(f"{location}: no candidate named {name!r}; {nearest(name, found)}")
@@ -112,7 +111,7 @@ def load_declared(target: str) -> tuple[list[Candidate], list[Spec]]:
         )
     if not candidates and not specs:
         way_out = "decorate a kernel with @lossgate.candidate(...), or a reference with @lossgate.spec(...)"
-        raise UsageError(f"{location}: no candidate or spec in it; {not_reached(load_module(location)) or way_out}")
+        raise UsageError(f"{location}: no candidate or spec in it; {way_out}, {_AT_IMPORT}")
     return (
         [candidate for key, candidate in candidates.items() if name in ("", key)],
         [spec for key, spec in specs.items() if name in ("", key)],
@@ -130,8 +129,7 @@ def _split(target: str) -> tuple[str, str]:
 def _candidates_in(location: str) -> dict[str, Candidate]:
     module = load_module(location)
     kept = [value for value in kept_in(module) if isinstance(value, Candidate)]
-    gone = [one for one in deleted_in(module, made_in(module)) if not any(one is other for other in kept)]
-    made = [one for one in made_in(module) if not any(one.what is other for other in gone)]
+    made = made_in(module)
     found: dict[str, Candidate] = {}
     for candidate in (*(one.what for one in made if not _is_changed(one.what, kept)), *kept):
         if found.setdefault(candidate.name, candidate) is not candidate:

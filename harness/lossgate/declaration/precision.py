@@ -2,12 +2,11 @@
 """Where a kernel rounds: the declaration from which the judge's tolerances come."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lossgate.base.errors import UsageError
+from lossgate.base.argument import Argument, arguments
 from lossgate.base.names import DTYPES, nearest_dtype
-from lossgate.base.spelling import nearest
 from lossgate.numerics.float_formats import FLOAT32, FLOAT_FORMATS, TF32, RoundedTo, coarsest_of
 from lossgate.numerics.rounded_arithmetic import Stages
 
@@ -72,33 +71,19 @@ class Precision:
     them by the upstream gradient in backward: they are rounded twice."""
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name == "grads_in_forward":
-                if not isinstance(value, bool):
-                    raise UsageError(f"Precision(grads_in_forward={value!r}): expected True or False")
-            elif f.name in _COUNTED:
-                if value is not None and (type(value) is not int or value < 1):
-                    raise UsageError(
-                        f"Precision({f.name}={value!r}): expected a positive number of {_COUNTED[f.name]}, or None"
-                    )
-            elif f.name == "returned":
-                self._check_returned()
-            elif f.name in _WORDS:
-                if value not in _WORDS[f.name]:
-                    raise UsageError(f"Precision({f.name}={value!r}): {nearest(str(value), _WORDS[f.name])}")
-            elif value not in DTYPES:
-                raise UsageError(f"Precision({f.name}={value!r}): {nearest_dtype(value)}")
-
-    def _check_returned(self) -> None:
-        given = self.returned
-        if given is not None and not isinstance(given, str | Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise UsageError(
-                f"Precision(returned={given!r}): expected a dtype, or a mapping such as {{'logprobs': 'float32'}}"
-            )
-        for dtype in self._named_dtypes.values():
-            if dtype not in DTYPES:
-                raise UsageError(f"Precision(returned={given!r}): {nearest_dtype(str(dtype))}")
+        for name, given in arguments("Precision(", vars(self)).items():
+            if name == "grads_in_forward":
+                given.truth()
+            elif name in _COUNTED and given.value is not None:
+                given.count(f"a positive number of {_COUNTED[name]}, or None")
+            elif name in _WORDS:
+                given.one_of(_WORDS[name])
+            elif name == "returned":
+                given.instance(str | Mapping | None, "a dtype, or a mapping such as {'logprobs': 'float32'}")
+                for dtype in self._named_dtypes.values():
+                    given.known(dtype, DTYPES, "unknown dtype", nearest_dtype)
+            elif name not in _COUNTED:
+                given.one_of(DTYPES, near=nearest_dtype)
 
     def dtype_of(self, name: str) -> str:
         """Returns the dtype in which an output or metric of a name is returned."""
@@ -114,12 +99,10 @@ class Precision:
         Raises:
             UsageError: if a name is none of these.
         """
+        given = Argument("Precision(", "returned", self.returned)
         for name in self._named_dtypes:
-            if name and name not in known:
-                raise UsageError(
-                    f"Precision(returned={self.returned!r}): {name!r} is no output or metric of the spec; "
-                    f"{nearest(name, known)}"
-                )
+            if name:
+                given.known(name, known, "unknown output or metric")
 
     @property
     def _named_dtypes(self) -> Mapping[str, str]:

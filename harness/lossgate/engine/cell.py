@@ -16,7 +16,7 @@ from lossgate.engine.property_result import PropertyResult
 from lossgate.judge.pooling import Pooled
 from lossgate.properties import PROPERTIES, Property, find_property
 from lossgate.properties.registry import Resources
-from lossgate.specs.coverage import CoverageGoal
+from lossgate.specs.coverage_goals import CoverageGoal
 
 
 class Verdict(StrEnum):

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
+from lossgate.base.argument import Argument
 from lossgate.base.errors import UsageError
 from lossgate.base.layout import Layout
-from lossgate.base.spelling import as_tuple
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.difference import differences
@@ -192,7 +192,11 @@ def _places(able: Candidate, settings: Settings, names: tuple[str, str]) -> list
 
 
 def _several(argument: str, given: Iterable[str] | None) -> tuple[str, ...] | None:
-    return None if given is None else tuple(map(str, as_tuple("compare", argument, given, f"{argument}, or None")))
+    return (
+        None
+        if given is None
+        else tuple(map(str, Argument("compare(", argument, given).several(f"{argument}, or None")))
+    )
 
 
 def _alone(**given: Any) -> None:

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from lossgate.base.errors import UsageError
 from lossgate.base.layout import Layout
-from lossgate.declaration.candidate import Candidate
-from lossgate.declaration.known_failure import KnownFailure
+from lossgate.declaration.candidate import Candidate, KnownFailure
 from lossgate.engine.cell import Cell
 from lossgate.engine.failure_files import FailureFile, read_failure
 from lossgate.engine.matrix import finest, layouts_and_dtypes

@@ -23,7 +23,7 @@ from lossgate.base.shape import Shape
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.large import is_large
 from lossgate.cases.option_strategies import ForcedOption
-from lossgate.declaration.any_value import ANY
+from lossgate.declaration.supports import ANY
 from lossgate.engine.survivors import Tried, tried_on
 from lossgate.engine.trials import Trials
 from lossgate.problems.problem import Problem

@@ -7,9 +7,8 @@ from typing import Any
 
 from lossgate.base.errors import UsageError
 from lossgate.base.spelling import shown
-from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate
-from lossgate.declaration.excluded import both
+from lossgate.declaration.supports import ANY, both
 
 
 def able_alike(a: Any, b: Any) -> tuple[Candidate, Candidate]:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from lossgate.adequacy.known_mistakes import NOTHING_ASKED, MistakesShown
 from lossgate.adequacy.option_mutants import OptionMutant
 from lossgate.base.spelling import counted
-from lossgate.declaration.known_failure import KnownFailure
+from lossgate.declaration.candidate import KnownFailure
 from lossgate.engine.advice import to_compare, to_detect, to_kill, to_reach
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, CellResult, Verdict

@@ -25,7 +25,7 @@ from lossgate.numerics.rounded_arithmetic import RoundedRun, Stages
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Partition
 from lossgate.specs.bound_spec import BoundSpec
-from lossgate.specs.heads.base import Head
+from lossgate.specs.heads.head import Head
 from lossgate.specs.outputs import Output
 from lossgate.specs.token_values import TokenValues
 

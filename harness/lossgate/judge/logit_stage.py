@@ -14,7 +14,7 @@ from torch import Tensor
 from lossgate.numerics.float_formats import FLOAT32
 from lossgate.numerics.rounded_arithmetic import RoundedRun, Stages
 from lossgate.specs.bound_spec import BoundSpec
-from lossgate.specs.heads.base import Head
+from lossgate.specs.heads.head import Head
 from lossgate.specs.logit_filter import LOGIT_FILTER
 from lossgate.specs.token_values import TokenValues
 

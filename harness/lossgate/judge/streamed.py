@@ -20,7 +20,7 @@ from lossgate.numerics.token_sum import TokenSum, by_rows
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Partition
 from lossgate.specs.bound_spec import BoundSpec
-from lossgate.specs.heads.base import Head
+from lossgate.specs.heads.head import Head
 from lossgate.specs.logit_filter import LOGIT_FILTER
 from lossgate.specs.outputs import Output
 from lossgate.specs.token_values import TokenValues

@@ -4,16 +4,18 @@
 Its options cover PPO, GRPO, DAPO, REINFORCE, GSPO and CISPO.
 """
 
-from collections.abc import Sequence
-from math import log
+from collections.abc import Iterator, Sequence
+from math import inf, log
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 import dense_losses
+from dense_losses.importance import Truncation, TruncationType
+from dense_losses.kl import KLType
 from dense_losses.reductions import sequence_mean
-from lossgate.losses.shared.clips import clip_goals, covered_clip_goals
-from lossgate.losses.shared.policies import (
+from lossgate.losses.shared.policy_gradients import (
     ADVANTAGES,
     ADVANTAGES_PER,
     GENERATION,
@@ -22,31 +24,212 @@ from lossgate.losses.shared.policies import (
     REFERENCE,
     UNDERFLOW,
     Span,
+    clip_goals,
     clip_spans,
+    covered_clip_goals,
     draw_advantages,
     draw_filtered_before,
     draw_in_spans,
     draw_reference_logprobs,
     on_tokens,
 )
-from lossgate.losses.shared.samples import EVERY_SEQUENCE_COUNTS, SAMPLES, draw_sample_mask, trained_tokens
+from lossgate.losses.shared.sequences import EVERY_SEQUENCE_COUNTS, SAMPLES, draw_sample_mask, trained_tokens
 from lossgate.problems.batch import GlobalBatch
-from lossgate.specs.coverage import AtLeast, CoverageGoal
+from lossgate.specs.coverage_goals import AtLeast, CoverageGoal
 from lossgate.specs.declare import spec
 from lossgate.specs.field_context import FieldContext
-from lossgate.specs.inputs import Batch
 from lossgate.specs.logit_filter import FilterOptions, labels_stay
-from lossgate.specs.metric import Metric
 from lossgate.specs.mistakes import fixed_option, mistaken_choice
-from lossgate.specs.record import field
+from lossgate.specs.outputs import Metric
+from lossgate.specs.packed_batch import Batch
+from lossgate.specs.record import Options, field, option
 from lossgate.specs.token_values import TokenValues
 
+PositiveNLLNormaliser = Literal["global", "local"]
 
-class ClippedPgOptions(FilterOptions, dense_losses.ClippedPGOptions):
-    """The options of spec ``clipped_pg``."""
+
+class ClippedPgLossOptions(Options):
+    """The options of the loss itself.
+
+    Names and defaults are those of NeMo-RL's ``ClippedPGLossConfig``; the last two options are
+    ours.
+
+    Raises:
+        ValueError: An option is out of range, or does not go with another one.
+    """
+
+    disable_ppo_ratio: bool = option(
+        False,
+        "REINFORCE: the log-probability stands in place of the ratio, without a clip. force_on_policy_ratio "
+        "overrides it",
+    )
+    token_level_loss: bool = option(
+        True,
+        "the loss is the mean over tokens. If not, it is the mean over sequences of each sequence's mean over "
+        "its tokens",
+    )
+    sequence_level_importance_ratios: bool = option(
+        False,
+        "GSPO: one ratio for each sequence, from the mean of its tokens' log-ratios to prev_logprobs, and one "
+        "importance weight, from the sum of those of prev_logprobs to generation_logprobs",
+    )
+    ratio_clip_min: float = option(0.2, "the ratio is clamped from below to 1 minus this", choices=(0.2, 0.1, 0.4))
+    ratio_clip_max: float = option(0.2, "the ratio is clamped from above to 1 plus this", choices=(0.2, 0.28, 0.1))
+    ratio_clip_c: float | None = option(
+        None,
+        "dual clip: the loss of a token with a negative advantage is at most minus the advantage times this "
+        "number, which is above 1. None for no such bound",
+        choices=(None, 3.0, 1.75),
+    )
+    reference_policy_kl_penalty: float = option(0.01, "beta, the weight of the KL penalty", choices=(0.01, 0.0, 0.5))
+    reference_policy_kl_type: KLType = option(
+        "k3",
+        "the KL estimator of the penalty and of the metrics gen_kl_error and policy_kl_error",
+        choices=("k3", "k1", "k2"),
+    )
+    kl_input_clamp_value: float | None = option(
+        20.0,
+        "the log-ratio of reference and policy is clamped to plus or minus this many nats. None for no clamp",
+        choices=(20.0, None, 5.0),
+    )
+    kl_output_clamp_value: float | None = option(
+        10.0,
+        "the weighted KL estimate is clamped to plus or minus this many nats. None for no clamp",
+        choices=(10.0, None, 2.0),
+    )
+    use_kl_in_reward: bool = option(
+        False,
+        "the penalty is part of the reward already, so that the loss has none",
+    )
+    use_importance_sampling_correction: bool = option(
+        False,
+        "the policy loss is weighted by the probability in prev_logprobs over that in generation_logprobs. If "
+        "not, this weight is a metric only",
+    )
+    truncated_importance_sampling_type: TruncationType | None = option(
+        None, "how that weight is bounded. None for no bound", choices=(None, "tis", "icepop", "seq-mask-tis")
+    )
+    truncated_importance_sampling_ratio: float | None = option(
+        None,
+        "the upper bound of that weight; for seq-mask-tis, of its geometric mean over a sequence",
+        choices=(None, 2.0, 1.5),
+    )
+    truncated_importance_sampling_ratio_min: float | None = option(
+        None, "the lower bound of that weight. None for 0, with tis only", choices=(None, 0.5)
+    )
+    use_on_policy_kl_approximation: bool = option(
+        False,
+        "the KL estimate is weighted by the policy's probability over that in generation_logprobs, which "
+        "corrects for who generated. If not, its weight is 1, which only adds the gradient of a score term",
+    )
+    force_on_policy_ratio: bool = option(
+        False,
+        "prev_logprobs are replaced by the policy's own, without their gradient: the ratio is 1, and there is no clip",
+    )
+    use_cispo: bool = option(False, "CISPO: the ratio, clamped on both sides, is a weight without a gradient")
+    positive_example_nll_weight: float = option(
+        0.0, "mu of VAPO, the weight of the mean NLL of tokens in sequences with a positive reward", choices=(0.0, 0.1)
+    )
+    positive_nll_normaliser: PositiveNLLNormaliser = option(
+        "global",
+        '"global" divides that NLL by positive_tokens. "local" divides it, as NeMo-RL does, by the number'
+        " of such tokens in this call; the losses of parts then do not add up",
+        choices=("global",),
+    )
+    epsilon: float = option(
+        0.0,
+        "added to every count that divides; 1e-8 in NeMo-RL's masked_mean. At 0, a mean over nothing is 0",
+        choices=(0.0, 1e-8, 0.5),
+    )
+
+    @property
+    def kl_penalty(self) -> float:
+        """The weight of the KL penalty in the loss: beta, or 0 with ``use_kl_in_reward``."""
+        return 0.0 if self.use_kl_in_reward else self.reference_policy_kl_penalty
+
+    @property
+    def truncation(self) -> Truncation | None:
+        """The bounds of the importance weights; None if they have none."""
+        if self.truncated_importance_sampling_type is None or self.truncated_importance_sampling_ratio is None:
+            return None
+        minimum = self.truncated_importance_sampling_ratio_min or 0.0
+        return Truncation(
+            type=self.truncated_importance_sampling_type,
+            minimum=minimum,
+            maximum=self.truncated_importance_sampling_ratio,
+        )
 
     def __post_init__(self) -> None:
-        dense_losses.ClippedPGOptions.__post_init__(self)
+        for true, name, expected in _requirements(self):
+            if not true:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected {expected}")
+
+
+def _requirements(o: ClippedPgLossOptions) -> Iterator[tuple[bool, str, str]]:
+    """Yields, for each requirement: whether it holds, the option it is about, and what it
+    expects."""
+    for name, choices in (
+        ("reference_policy_kl_type", get_args(KLType)),
+        ("truncated_importance_sampling_type", (None, *get_args(TruncationType))),
+        ("positive_nll_normaliser", get_args(PositiveNLLNormaliser)),
+    ):
+        yield getattr(o, name) in choices, name, f"one of {choices}"
+    for name in (
+        "ratio_clip_min",
+        "ratio_clip_max",
+        "reference_policy_kl_penalty",
+        "positive_example_nll_weight",
+        "epsilon",
+    ):
+        yield 0 <= getattr(o, name) < inf, name, "a finite number, 0 or larger"
+    for name in ("kl_input_clamp_value", "kl_output_clamp_value"):
+        yield getattr(o, name) is None or 0 < getattr(o, name) < inf, name, "None or a finite positive number"
+    yield o.ratio_clip_c is None or 1 < o.ratio_clip_c < inf, "ratio_clip_c", "None or a finite number above 1"
+    if o.sequence_level_importance_ratios:
+        yield not o.token_level_loss, "token_level_loss", "False with sequence_level_importance_ratios=True"
+    if o.use_cispo:
+        for name in ("disable_ppo_ratio", "force_on_policy_ratio", "sequence_level_importance_ratios"):
+            yield not getattr(o, name), name, "False with use_cispo=True"
+        yield o.ratio_clip_c is None, "ratio_clip_c", "None with use_cispo=True"
+        yield o.token_level_loss, "token_level_loss", "True with use_cispo=True"
+    yield from _truncation_requirements(o)
+
+
+def _truncation_requirements(o: ClippedPgLossOptions) -> Iterator[tuple[bool, str, str]]:
+    kind, low, high = (
+        o.truncated_importance_sampling_type,
+        o.truncated_importance_sampling_ratio_min,
+        o.truncated_importance_sampling_ratio,
+    )
+    given = f"with truncated_importance_sampling_type={kind!r}"
+    if kind is None:
+        yield high is None, "truncated_importance_sampling_ratio", f"None {given}"
+        yield low is None, "truncated_importance_sampling_ratio_min", f"None {given}"
+        return
+    yield o.use_importance_sampling_correction, "use_importance_sampling_correction", f"True {given}"
+    yield (
+        high is not None and 0 < high < inf,
+        "truncated_importance_sampling_ratio",
+        f"a finite positive number {given}",
+    )
+    yield low is not None or kind == "tis", "truncated_importance_sampling_ratio_min", f"a number {given}"
+    yield (
+        low is None or 0 <= low <= (high or 0),
+        "truncated_importance_sampling_ratio_min",
+        f"0 or more, and at most truncated_importance_sampling_ratio={high}",
+    )
+    yield (
+        kind != "seq-mask-tis" or not o.sequence_level_importance_ratios,
+        "sequence_level_importance_ratios",
+        f"False {given}",
+    )
+
+
+class ClippedPgOptions(FilterOptions, ClippedPgLossOptions):
+    """The options of spec ``clipped_pg``: those of the loss, then those of the logits."""
+
+    def __post_init__(self) -> None:
+        ClippedPgLossOptions.__post_init__(self)
         self.check_filter()
 
 
@@ -190,8 +373,6 @@ _METRICS = {
     "positive_nll_loss": Metric(meaning="NLL of tokens in sequences with a reward above 0, before its weight"),
 }
 
-_SWITCH = (False, True)
-
 
 def _dense(
     values: TokenValues, batch: ClippedPgBatch, options: ClippedPgOptions, *, with_metrics: bool
@@ -226,29 +407,6 @@ def _metrics(values: TokenValues, batch: ClippedPgBatch, options: ClippedPgOptio
     source="NeMo-RL ClippedPGLossFn",
     batch=ClippedPgBatch,
     options=ClippedPgOptions,
-    choices={
-        "disable_ppo_ratio": _SWITCH,
-        "token_level_loss": (True, False),
-        "sequence_level_importance_ratios": _SWITCH,
-        "ratio_clip_min": (0.2, 0.1, 0.4),
-        "ratio_clip_max": (0.2, 0.28, 0.1),
-        "ratio_clip_c": (None, 3.0, 1.75),
-        "reference_policy_kl_penalty": (0.01, 0.0, 0.5),
-        "reference_policy_kl_type": ("k3", "k1", "k2"),
-        "kl_input_clamp_value": (20.0, None, 5.0),
-        "kl_output_clamp_value": (10.0, None, 2.0),
-        "use_kl_in_reward": _SWITCH,
-        "use_importance_sampling_correction": _SWITCH,
-        "truncated_importance_sampling_type": (None, "tis", "icepop", "seq-mask-tis"),
-        "truncated_importance_sampling_ratio": (None, 2.0, 1.5),
-        "truncated_importance_sampling_ratio_min": (None, 0.5),
-        "use_on_policy_kl_approximation": _SWITCH,
-        "force_on_policy_ratio": _SWITCH,
-        "use_cispo": _SWITCH,
-        "positive_example_nll_weight": (0.0, 0.1),
-        "positive_nll_normaliser": ("global",),
-        "epsilon": (0.0, 1e-8, 0.5),
-    },
     option_groups=(
         (
             "token_level_loss",

@@ -2,12 +2,13 @@
 """Spec ``distill``: the Kullback-Leibler divergence to a teacher whose top-k logits are known."""
 
 from dataclasses import replace
+from math import inf
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from dense_losses.distill import (
-    DistillOptions,
     distill_mean,
     student_tail_kl,
     student_topk_logprobs,
@@ -16,14 +17,72 @@ from dense_losses.distill import (
 )
 from lossgate.specs.declare import spec
 from lossgate.specs.field_context import FieldContext
-from lossgate.specs.inputs import Batch
-from lossgate.specs.metric import Metric
 from lossgate.specs.mistakes import Mistake, mistaken_choice
 from lossgate.specs.option import TEMPERATURE, Option
-from lossgate.specs.record import Between, field
+from lossgate.specs.outputs import Metric
+from lossgate.specs.packed_batch import Batch
+from lossgate.specs.record import Options, field, option
 from lossgate.specs.token_values import TokenValues
 
 TOP_K = 4
+
+
+class DistillOptions(Options):
+    """The options of spec ``distill``.
+
+    Raises:
+        ValueError: An option is out of range.
+    """
+
+    kl_type: Literal["forward", "reverse", "mixed"] = option(
+        "forward",
+        '"forward" is KL(teacher || student), "reverse" is KL(student || teacher), "mixed" is a weighted mean of both',
+        choices=("forward", "reverse", "mixed"),
+    )
+
+    mixed_kl_weight: float = option(
+        0.5,
+        'the weight of the forward KL in "mixed", in [0, 1]; the reverse KL has 1 minus that',
+        choices=(0.5, 0.25, 0.8),
+    )
+
+    zero_outside_topk: bool = option(
+        False,
+        "the student's probabilities are those in the whole vocabulary. If not, both models are renormalised "
+        "over the teacher's top-k",
+    )
+
+    log_infinitesimal: float = option(
+        -100.0,
+        "the teacher's log-probability, in nats, of each token outside its top-k, in the reverse KL with "
+        "zero_outside_topk",
+        choices=(-100.0, -20.0),
+    )
+
+    temperature: float = option(
+        1.0,
+        "divides the logits of the student and of the teacher; there is no factor of its square. In NeMo-RL it "
+        "is the temperature of generation, which the workers apply",
+        between=TEMPERATURE,
+    )
+
+    epsilon: float = option(
+        0.0, "added to the token count in the denominator; 1e-8 in NeMo-RL's masked_mean", choices=(0.0, 1e-8, 0.5)
+    )
+
+    def __post_init__(self) -> None:
+        if self.kl_type not in ("forward", "reverse", "mixed"):
+            raise ValueError(f'kl_type is {self.kl_type!r}; expected "forward", "reverse" or "mixed"')
+        if not 0 <= self.mixed_kl_weight <= 1:
+            raise ValueError(f"mixed_kl_weight is {self.mixed_kl_weight}; expected a weight in [0, 1]")
+        if not -inf < self.log_infinitesimal < 0:
+            raise ValueError(
+                f"log_infinitesimal is {self.log_infinitesimal}; expected a finite log-probability below 0"
+            )
+        if not 0 < self.temperature < inf:
+            raise ValueError(f"temperature is {self.temperature}; expected a finite positive number")
+        if not 0 <= self.epsilon < inf:
+            raise ValueError(f"epsilon is {self.epsilon}; expected a finite number, 0 or larger")
 
 
 class DistillBatch(Batch):
@@ -58,7 +117,6 @@ _TEACHER = Option(
     default="other",
     choices=("other", "near", "near", "equal", "sure", "flat"),
 )
-_SWITCH = (False, True)
 
 
 def _mean(token_kl: Tensor, batch: DistillBatch, options: DistillOptions) -> tuple[Tensor, dict[str, Tensor]]:
@@ -102,14 +160,6 @@ def _term_by_term(logp: Tensor, logq: Tensor) -> Tensor:
     source="NeMo-RL DistillationLossFn",
     batch=DistillBatch,
     options=DistillOptions,
-    choices={
-        "kl_type": ("forward", "reverse", "mixed"),
-        "mixed_kl_weight": (0.5, 0.25, 0.8),
-        "zero_outside_topk": _SWITCH,
-        "log_infinitesimal": (-100.0, -20.0),
-        "temperature": Between(*TEMPERATURE),
-        "epsilon": (0.0, 1e-8, 0.5),
-    },
     heads=("hidden", "logits"),
     uses=("logits",),
     also_written=(_through_the_whole_vocabulary,),

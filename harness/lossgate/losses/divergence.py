@@ -8,9 +8,9 @@ import dense_losses
 from dense_losses.divergence import DivergenceKind
 from lossgate.specs.declare import spec
 from lossgate.specs.field_context import FieldContext
-from lossgate.specs.inputs import Batch
 from lossgate.specs.mistakes import fixed_option, mistaken_choice
 from lossgate.specs.option import TEMPERATURE, Option
+from lossgate.specs.packed_batch import Batch
 from lossgate.specs.record import Options, field, option
 from lossgate.specs.token_values import TokenValues
 

@@ -9,25 +9,79 @@ import torch
 from torch import Tensor
 
 import dense_losses
-from dense_losses.preference import SigmoidLoss, sigmoid_loss, two_class_loss
-from lossgate.losses.shared.pairs import PAIR_GOALS, PAIR_METRICS, PairBatch, covered_pairs
-from lossgate.losses.shared.policies import below_zero, on_tokens
-from lossgate.losses.shared.reference_models import draw_model, without_model
-from lossgate.losses.shared.samples import EVERY_SEQUENCE_COUNTS, SAMPLES, trained_tokens
+from dense_losses.preference import LossType, ReferenceLayout, SigmoidLoss, sigmoid_loss, two_class_loss
+from lossgate.losses.shared.policy_gradients import below_zero, on_tokens
+from lossgate.losses.shared.sequences import (
+    EVERY_SEQUENCE_COUNTS,
+    PAIR_GOALS,
+    PAIR_METRICS,
+    SAMPLES,
+    PairBatch,
+    covered_pairs,
+    trained_tokens,
+)
 from lossgate.problems.batch import GlobalBatch
 from lossgate.specs.declare import spec
 from lossgate.specs.field_context import FieldContext
-from lossgate.specs.metric import Metric
 from lossgate.specs.mistakes import Mistake
 from lossgate.specs.option import TEMPERATURE, Option
+from lossgate.specs.outputs import Metric
 from lossgate.specs.record import Options, field, option
 from lossgate.specs.token_values import TokenValues
 
 
-class DpoOptions(dense_losses.DpoOptions, Options):
-    """The options of spec ``dpo``."""
+class DpoOptions(Options):
+    """The options of spec ``dpo``; names and defaults are NeMo-RL's where it has them.
 
+    Raises:
+        ValueError: An option is out of range, or beta is 0 for IPO.
+    """
+
+    reference_policy_kl_penalty: float = option(
+        0.05,
+        "beta, in 1 / nat: how strongly the loss holds the policy to the reference. beta in TRL",
+        choices=(0.05, 0.5, 0.1),
+    )
+    preference_loss_weight: float = option(1.0, "the factor of the preference loss", choices=(1.0, 0.5))
+    sft_loss_weight: float = option(
+        0.0, "the factor of the NLL of the chosen responses. At 0 the NLL is not evaluated", choices=(0.0, 1.0, 0.25)
+    )
+    preference_average_log_probs: bool = option(
+        False,
+        "rewards are means over the trained tokens of a sequence, not sums. TRL does so for IPO only",
+    )
+    sft_average_log_probs: bool = option(
+        False,
+        "the NLL of a chosen response is the mean over its trained tokens, not their sum",
+    )
+    loss_type: LossType = option(
+        "sigmoid", '"sigmoid" is DPO, "ipo" is IPO. NeMo-RL has only DPO', choices=("sigmoid", "ipo")
+    )
+    reference_layout: ReferenceLayout = option(
+        "next",
+        'which prediction each of the reference\'s log-probabilities belongs to: "next" is that of the next '
+        'token, "token" that of the token itself, and "rolled" is "token" rolled left by one',
+        choices=("next", "token", "rolled"),
+    )
+    epsilon: float = option(
+        0.0,
+        "added to the number of pairs, which divides the loss and the metrics; 1e-8 in NeMo-RL",
+        choices=(0.0, 1e-8, 0.5),
+    )
     temperature: float = option(1.0, "divides the logits", between=TEMPERATURE)
+
+    def __post_init__(self) -> None:
+        for name in ("reference_policy_kl_penalty", "preference_loss_weight", "sft_loss_weight", "epsilon"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected a finite number, 0 or larger")
+        for name, choices in (("loss_type", ("sigmoid", "ipo")), ("reference_layout", ("next", "token", "rolled"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}")
+        if self.loss_type == "ipo" and self.reference_policy_kl_penalty == 0:
+            raise ValueError(
+                "reference_policy_kl_penalty is 0; expected a positive number with loss_type 'ipo', "
+                "whose target is 1 / (2 beta), or loss_type 'sigmoid'"
+            )
 
 
 class DpoBatch(PairBatch):
@@ -85,11 +139,68 @@ def _draw_dpo(context: FieldContext) -> dict[str, Tensor]:
     off = context.streams.normal("reference", context.tokens) + tilt
     if context.scenario["reference"] == "model":
         far = on_tokens(context, context.streams.uniform("reference far", context.sequences) < 0.5)
-        given, model = draw_model(context, context.logprobs + torch.where(far, 2.0, 0.3) * off)
+        given, model = _draw_model(context, context.logprobs + torch.where(far, 2.0, 0.3) * off)
     else:
         size = {"near": 0.3, "far": 2.0, "equal": 0.0}[context.scenario["reference"]]
-        given, model = below_zero(context.logprobs, size * off), without_model(context)
+        given, model = below_zero(context.logprobs, size * off), _without_model(context)
     return {"reference_logprobs": _in_layout(given, context), **model}
+
+
+# A reference model, for kernels that compute its log-probabilities themselves. Each row of its
+# weight has a single 1, so that its logits are entries of the hidden states, exactly, in any dtype.
+# What kernels round on the way to its log-probabilities is then no more than float32 arithmetic
+# does in a softmax.
+
+_LEAST = -30.0
+"""Log-probabilities are asked for from here on."""
+_BELOW = 0.1
+"""Nats that a label's log-probability stays below that of a label whose logit is far above all."""
+
+
+def _without_model(context: FieldContext) -> dict[str, Tensor]:
+    """Returns hidden states and weight of no width."""
+    hidden, weight = context.streams.normal("", context.tokens, 0), context.streams.normal("", context.vocab, 0)
+    return {"reference_hidden": hidden, "reference_weight": weight}
+
+
+def _draw_model(context: FieldContext, wanted: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Draws a reference model.
+
+    Args:
+        context: of the problem.
+        wanted: ``[T]``, log-probabilities of the labels that it should nearly give. If its hidden
+            states are narrower than the vocabulary, labels share logits with others, and are less
+            likely.
+
+    Returns:
+        Those that it gives, and the two fields: ``[T, width]`` and ``[vocab, width]``.
+    """
+    hidden = context.batch.leaves.get("hidden")
+    width = 8 if hidden is None else hidden.shape[1]
+    column = context.streams.integers("reference columns", width, context.vocab)
+    sharing = torch.bincount(column, minlength=width).double()
+    states = context.streams.normal("reference hidden", context.tokens, width)
+    own = column[context.labels][:, None]
+    given = _logit_of(wanted.clamp(min=_LEAST), states.scatter(1, own, -torch.inf), sharing, sharing[own.squeeze(1)])
+    # If all rows share a column, its logit is theirs, whatever it is.
+    states = states.scatter(1, own, torch.where(given.isfinite(), given, 0.0)[:, None])
+    states = states.to(context.batch.leaf_dtype).double()
+    logprobs = states.gather(1, own).squeeze(1) - (states + sharing.log()).logsumexp(1)
+    weight = torch.nn.functional.one_hot(column, width).double()
+    return logprobs, {"reference_hidden": states, "reference_weight": weight}
+
+
+def _logit_of(wanted: Tensor, others: Tensor, sharing: Tensor, alike: Tensor) -> Tensor:
+    """Returns the logit that gives a label a log-probability, ``[T]``.
+
+    Args:
+        wanted: the log-probability.
+        others: ``[T, width]``, the logits of all columns, and -inf for that of the label.
+        sharing: ``[width]``, how many rows have each column.
+        alike: ``[T]``, how many have the label's.
+    """
+    wanted = torch.minimum(wanted, -alike.log() - _BELOW)
+    return wanted + (others + sharing.log()).logsumexp(1) - torch.log1p(-alike * wanted.exp())
 
 
 def _in_layout(values: Tensor, context: FieldContext) -> Tensor:
@@ -119,25 +230,12 @@ def _covered_dpo(batch: GlobalBatch, options: DpoOptions) -> set[str]:
     return covered
 
 
-_SWITCH = (False, True)
-
-
 @spec(
     "dpo",
     summary="direct preference optimisation and IPO, with an optional SFT term",
     source="NeMo-RL DPOLossFn, TRL DPOTrainer",
     batch=DpoBatch,
     options=DpoOptions,
-    choices={
-        "reference_policy_kl_penalty": (0.05, 0.5, 0.1),
-        "preference_loss_weight": (1.0, 0.5),
-        "sft_loss_weight": (0.0, 1.0, 0.25),
-        "preference_average_log_probs": _SWITCH,
-        "sft_average_log_probs": _SWITCH,
-        "loss_type": ("sigmoid", "ipo"),
-        "reference_layout": ("next", "token", "rolled"),
-        "epsilon": (0.0, 1e-8, 0.5),
-    },
     heads=("hidden", "logits", "logprobs"),
     temperature="temperature",
     draw=_draw_dpo,

@@ -6,14 +6,13 @@ and CISPO.
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from math import log
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 import dense_losses
-from dense_losses.rho import RhoOptions
-from lossgate.losses.shared.clips import clip_goals, covered_clip_goals
-from lossgate.losses.shared.policies import (
+from lossgate.losses.shared.policy_gradients import (
     ADVANTAGES,
     ADVANTAGES_PER,
     GENERATION,
@@ -22,7 +21,9 @@ from lossgate.losses.shared.policies import (
     REFERENCE,
     UNDERFLOW,
     Span,
+    clip_goals,
     clip_spans,
+    covered_clip_goals,
     draw_advantages,
     draw_filtered_before,
     draw_in_spans,
@@ -30,22 +31,150 @@ from lossgate.losses.shared.policies import (
     on_tokens,
 )
 from lossgate.problems.batch import GlobalBatch
-from lossgate.specs.coverage import AtLeast, CoverageGoal
+from lossgate.specs.coverage_goals import AtLeast, CoverageGoal
 from lossgate.specs.declare import spec
 from lossgate.specs.field_context import FieldContext
-from lossgate.specs.inputs import Batch
 from lossgate.specs.logit_filter import FilterOptions, labels_stay
-from lossgate.specs.metric import Metric
 from lossgate.specs.mistakes import Mistake, fixed_option, mistaken_choice
-from lossgate.specs.record import field
+from lossgate.specs.outputs import Metric
+from lossgate.specs.packed_batch import Batch
+from lossgate.specs.record import Options, field, option
 from lossgate.specs.token_values import TokenValues
 
 
-class GrpoOptions(FilterOptions, dense_losses.GrpoOptions):
-    """The options of spec ``grpo``."""
+class RhoOptions(Options):
+    """The options of the sampler's correction; names and defaults are open-instruct's.
+
+    Bounds are inclusive, and a bound of 0 is disabled.
+
+    Raises:
+        ValueError: An option is out of range.
+    """
+
+    use_rho_correction: bool = option(
+        True,
+        "the policy loss is weighted by rho, the probability in old_logprobs over that in vllm_logprobs. If "
+        "not, every weight is 1. Switch it off if old_logprobs come from vLLM",
+    )
+    rho_clamp_lower_bound: float = option(
+        0.0, "the smallest weight of a token that is not dropped; below 1", choices=(0.0, 0.5)
+    )
+    rho_clamp_upper_bound: float = option(2.0, "the largest weight; above 1. 0 for no bound", choices=(2.0, 0.0, 1.5))
+    rho_mask_lower_bound: float = option(
+        0.0,
+        "tokens with a smaller rho are dropped; below 1. With rho_mask_tv_divergence it bounds tv instead, and "
+        "any positive number is allowed",
+        choices=(0.0, 0.4),
+    )
+    rho_mask_upper_bound: float = option(
+        0.0,
+        "tokens with a larger rho are dropped; above 1. 0 for no bound. With rho_mask_tv_divergence it bounds "
+        "tv instead, and any positive number is allowed; open-instruct still requires more than 1",
+        choices=(0.0, 3.0),
+    )
+    rho_mask_sequence_level: bool = option(
+        False,
+        "every token has the rho of its sequence, a geometric mean, for the mask and as its weight. "
+        "open-instruct documents the mask alone, but its code does both",
+    )
+    rho_mask_tv_divergence: bool = option(
+        False,
+        "the mask bounds apply to tv, the mean over the sequence of |rho - 1| of each token's own rho. Only "
+        "tokens whose update would increase tv are dropped",
+    )
 
     def __post_init__(self) -> None:
-        dense_losses.GrpoOptions.__post_init__(self)
+        below_1, above_1 = "0, or a number between 0 and 1", "0, or a finite number above 1"
+        tv, any_bound = self.rho_mask_tv_divergence, "0, or a finite positive number"
+        for name, low, high, expected in (
+            ("rho_clamp_lower_bound", 0, 1, below_1),
+            ("rho_clamp_upper_bound", 1, float("inf"), above_1),
+            ("rho_mask_lower_bound", 0, float("inf") if tv else 1, any_bound if tv else below_1),
+            ("rho_mask_upper_bound", 0 if tv else 1, float("inf"), any_bound if tv else above_1),
+        ):
+            value = getattr(self, name)
+            if value != 0 and not low < value < high:
+                raise ValueError(f"{name} is {value!r}; expected {expected}")
+        if 0 < self.rho_mask_upper_bound <= self.rho_mask_lower_bound:
+            raise ValueError(
+                f"rho_mask_upper_bound is {self.rho_mask_upper_bound!r}; "
+                f"expected 0 (no bound), or more than rho_mask_lower_bound={self.rho_mask_lower_bound!r}"
+            )
+
+
+class GrpoLossOptions(RhoOptions):
+    """The options of the loss itself, which include those of the sampler's correction.
+
+    Names and defaults are open-instruct's.
+
+    Raises:
+        ValueError: An option is out of range.
+    """
+
+    loss_fn: Literal["dapo", "cispo"] = option(
+        "dapo",
+        "the policy loss: DAPO clips the ratio, CISPO makes the clamped ratio a weight without a gradient",
+        choices=("dapo", "cispo"),
+    )
+    clip_lower: float = option(
+        0.2,
+        "the ratio is clipped from below at 1 minus this, by DAPO alone. ratio_clip_min in NeMo-RL",
+        choices=(0.2, 0.1, 0.4),
+    )
+    clip_higher: float = option(
+        0.272, "the ratio is clipped from above at 1 plus this. ratio_clip_max in NeMo-RL", choices=(0.272, 0.2, 0.5)
+    )
+    beta: float = option(
+        0.05,
+        "the factor of the KL term. Without a reference policy, set it to 0 and pass any finite reference_logprobs",
+        choices=(0.05, 0.0, 0.5),
+    )
+    kl_estimator: Literal[0, 1, 2, 3] = option(
+        2,
+        "which estimate of KL(policy || reference) is the KL term. With d the log-ratio of policy to reference:"
+        " 0 is d, 1 is d^2 / 2, 2 is exp(-d) - 1 + d, 3 is the ratio times d",
+        choices=(2, 0, 1, 3),
+    )
+    loss_denominator: Literal["token"] | float = option(
+        "token",
+        'what divides the sums over tokens: "token" for the number of trained tokens of the whole batch, or a '
+        "positive constant, as in Dr. GRPO",
+        choices=("token", 7.0, 0.5, 512.0),
+    )
+    loss_scale: int = option(
+        1,
+        "the factor of the loss, but not of metrics. It is world_size // sequence_parallel_size in "
+        "open-instruct: DeepSpeed averages over data-parallel ranks, so each rank must return that many times "
+        "its part for the average to be the loss of the batch",
+        choices=(1, 4),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.loss_fn not in ("dapo", "cispo"):
+            raise ValueError(f"loss_fn is {self.loss_fn!r}; expected 'dapo' or 'cispo'")
+        if not 0 <= self.clip_lower <= 1:
+            raise ValueError(f"clip_lower is {self.clip_lower!r}; expected a number between 0 and 1")
+        for name in ("clip_higher", "beta"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected a finite number, 0 or larger")
+        if self.kl_estimator not in (0, 1, 2, 3):
+            raise ValueError(f"kl_estimator is {self.kl_estimator!r}; expected 0, 1, 2 or 3")
+        if self.loss_denominator != "token" and (
+            isinstance(self.loss_denominator, str) or not 0 < self.loss_denominator < float("inf")
+        ):
+            raise ValueError(
+                f"loss_denominator is {self.loss_denominator!r}; expected 'token' or a finite positive number"
+            )
+        if not isinstance(self.loss_scale, int) or self.loss_scale < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"loss_scale is {self.loss_scale!r}; expected a positive integer")
+
+
+class GrpoOptions(FilterOptions, GrpoLossOptions):
+    """The options of spec ``grpo``: those of the loss, then those of the logits."""
+
+    def __post_init__(self) -> None:
+        GrpoLossOptions.__post_init__(self)
         self.check_filter()
 
 
@@ -136,7 +265,6 @@ _OF_TOKENS = {**_UNCORRECTED, "rho_mask_sequence_level": (True,), "rho_mask_tv_d
 
 _MEAN = "mean over trained tokens of"
 _SHARE = "share of trained tokens"
-_SWITCH = (False, True)
 
 
 def _dense(
@@ -168,22 +296,6 @@ def _metrics(values: TokenValues, batch: GrpoBatch, options: GrpoOptions) -> dic
     source="open-instruct compute_grpo_loss",
     batch=GrpoBatch,
     options=GrpoOptions,
-    choices={
-        "use_rho_correction": (True, False),
-        "rho_clamp_lower_bound": (0.0, 0.5),
-        "rho_clamp_upper_bound": (2.0, 0.0, 1.5),
-        "rho_mask_lower_bound": (0.0, 0.4),
-        "rho_mask_upper_bound": (0.0, 3.0),
-        "rho_mask_sequence_level": _SWITCH,
-        "rho_mask_tv_divergence": _SWITCH,
-        "loss_fn": ("dapo", "cispo"),
-        "clip_lower": (0.2, 0.1, 0.4),
-        "clip_higher": (0.272, 0.2, 0.5),
-        "beta": (0.05, 0.0, 0.5),
-        "kl_estimator": (2, 0, 1, 3),
-        "loss_denominator": ("token", 7.0, 0.5, 512.0),
-        "loss_scale": (1, 4),
-    },
     option_groups=(tuple(f.name for f in fields(RhoOptions)),),
     heads=("hidden", "logits", "logprobs"),
     uses=("logprobs", "unfiltered"),

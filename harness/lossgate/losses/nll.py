@@ -9,10 +9,10 @@ from torch import Tensor
 import dense_losses
 from dense_losses.nll import Reduction
 from lossgate.specs.declare import spec
-from lossgate.specs.inputs import Batch
-from lossgate.specs.metric import Metric
 from lossgate.specs.mistakes import Mistake
 from lossgate.specs.option import SOFTCAPS, TEMPERATURE
+from lossgate.specs.outputs import Metric
+from lossgate.specs.packed_batch import Batch
 from lossgate.specs.record import Options, field, option
 from lossgate.specs.token_values import TokenValues
 

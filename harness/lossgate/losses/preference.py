@@ -8,8 +8,14 @@ from torch import Tensor
 
 import dense_losses
 from dense_losses.preference import SigmoidLoss, sigmoid_loss, two_class_loss
-from lossgate.losses.shared.pairs import PAIR_GOALS, PAIR_METRICS, PairBatch, covered_pairs
-from lossgate.losses.shared.samples import EVERY_SEQUENCE_COUNTS, SAMPLES
+from lossgate.losses.shared.sequences import (
+    EVERY_SEQUENCE_COUNTS,
+    PAIR_GOALS,
+    PAIR_METRICS,
+    SAMPLES,
+    PairBatch,
+    covered_pairs,
+)
 from lossgate.problems.batch import GlobalBatch
 from lossgate.specs.declare import spec
 from lossgate.specs.record import Options, option

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import dense_losses
 from lossgate.specs.declare import spec
-from lossgate.specs.inputs import Batch
 from lossgate.specs.mistakes import fixed_option
+from lossgate.specs.packed_batch import Batch
 from lossgate.specs.record import Options, option
 from lossgate.specs.token_values import TokenValues
 

@@ -4,10 +4,10 @@ short of a loss.
 """
 
 from lossgate.specs.declare import spec
-from lossgate.specs.inputs import Batch
 from lossgate.specs.logit_filter import FilterOptions
 from lossgate.specs.mistakes import fixed_option
 from lossgate.specs.option import SOFTCAPS
+from lossgate.specs.packed_batch import Batch
 from lossgate.specs.record import option
 from lossgate.specs.token_values import TokenValues
 

@@ -3,18 +3,48 @@
 
 from torch import Tensor
 
-from dense_losses import ValueOptions, value_loss
-from lossgate.losses.shared.policies import Span, draw_in_spans
+from dense_losses import value_loss
+from lossgate.losses.shared.policy_gradients import Span, draw_in_spans
 from lossgate.problems.batch import GlobalBatch
-from lossgate.specs.coverage import CoverageGoal
+from lossgate.specs.coverage_goals import CoverageGoal
 from lossgate.specs.declare import spec
 from lossgate.specs.field_context import FieldContext
-from lossgate.specs.inputs import Batch
-from lossgate.specs.metric import Metric
 from lossgate.specs.mistakes import fixed_option
 from lossgate.specs.option import Option
-from lossgate.specs.record import field
+from lossgate.specs.outputs import Metric
+from lossgate.specs.packed_batch import Batch
+from lossgate.specs.record import Options, field, option
 from lossgate.specs.token_values import TokenValues
+
+
+class ValueOptions(Options):
+    """The options of spec ``value``; names and defaults are NeMo-RL's.
+
+    Raises:
+        ValueError: An option is out of range.
+    """
+
+    cliprange: float | None = option(
+        None,
+        "how far a value may move from its old value, in the unit of the values. None for no clip. NeMo-RL also"
+        " takes 0 for no clip; here 0 is refused",
+        choices=(None, 0.2, 0.5),
+    )
+    scale: float = option(
+        1.0, "the factor of the loss, beside the 1/2. It scales no metric but loss", choices=(1.0, 0.5)
+    )
+    epsilon: float = option(
+        0.0,
+        "added to the number of trained tokens, which divides the loss and the metrics; 1e-8 in NeMo-RL",
+        choices=(0.0, 1e-8, 0.5),
+    )
+
+    def __post_init__(self) -> None:
+        if self.cliprange is not None and not 0 < self.cliprange < float("inf"):
+            raise ValueError(f"cliprange is {self.cliprange!r}; expected a finite positive number, or None for no clip")
+        for name in ("scale", "epsilon"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected a finite number, 0 or larger")
 
 
 class ValueBatch(Batch):
@@ -60,7 +90,6 @@ _MEAN = "mean over trained tokens of"
     source="NeMo-RL MseValueLossFn",
     batch=ValueBatch,
     options=ValueOptions,
-    choices={"cliprange": (None, 0.2, 0.5), "scale": (1.0, 0.5), "epsilon": (0.0, 1e-8, 0.5)},
     heads=("values",),
     outputs=("loss",),
     draw=_draw,

@@ -15,8 +15,8 @@ from lossgate.cases.materialize import lay_out
 from lossgate.cases.oracle import Oracle
 from lossgate.cases.placement import PlacedProblem, Placement, takes_idle_ranks
 from lossgate.cases.reference import DenseRun
-from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate
+from lossgate.declaration.supports import ANY
 from lossgate.judge.comparison import Comparison
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Dims

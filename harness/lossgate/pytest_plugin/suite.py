@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from lossgate.base.argument import Argument
 from lossgate.base.errors import UsageError
-from lossgate.base.spelling import as_tuple, shown
+from lossgate.base.spelling import shown
 from lossgate.declaration.candidate import Candidate
 
 
@@ -73,4 +74,4 @@ def suite(
 
 def _several(argument: str, given: Iterable[str] | None) -> tuple[str, ...] | None:
     """Returns layouts or dtypes by their names; None for those of the profile."""
-    return tuple(map(str, as_tuple("suite", argument, given or (), argument))) or None
+    return tuple(map(str, Argument("suite(", argument, given or ()).several(argument))) or None

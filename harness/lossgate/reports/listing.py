@@ -6,9 +6,9 @@ from textwrap import wrap
 
 from rich.markup import escape
 
-from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.loading import load_declared
+from lossgate.declaration.supports import ANY
 from lossgate.losses import all_specs
 from lossgate.properties import PROPERTIES
 from lossgate.reports.spec_sections import sections

@@ -12,7 +12,7 @@ from pathlib import Path
 from textwrap import wrap
 
 from lossgate.losses import SPECS
-from lossgate.reports.spec_sections import Entry, Section, sections
+from lossgate.reports.spec_sections import Section, SpecEntry, sections
 from lossgate.reports.spec_stubs import inputs_stub, options_stub
 from lossgate.specs.spec import Spec
 
@@ -81,7 +81,7 @@ def page(spec: Spec) -> Iterator[str]:
         yield ""
 
 
-def _row(section: Section, entry: Entry) -> tuple[str, ...]:
+def _row(section: Section, entry: SpecEntry) -> tuple[str, ...]:
     name = f"`{entry.name}`" if section.is_code else entry.name
     return name, *entry.facts, entry.meaning
 

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """What there is to know of a spec, for the screen and for its page in the docs."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from lossgate.base.layout import AXES
 from lossgate.declaration.contract import Contract
 from lossgate.losses import SPECS
-from lossgate.specs.coverage import CoverageGoal
-from lossgate.specs.dims import parts_of
+from lossgate.specs.coverage_goals import CoverageGoal
 from lossgate.specs.heads import HEADS
-from lossgate.specs.inputs import Batch
 from lossgate.specs.option import COMMON_OPTIONS, Option
 from lossgate.specs.outputs import RETURNED, Output, gradient_output
-from lossgate.specs.record import DTYPES, Field, fields_of
+from lossgate.specs.packed_batch import Batch
+from lossgate.specs.record import INPUT_DTYPES, Field, fields_of
 from lossgate.specs.spec import Spec
 
 
 @dataclass(frozen=True)
-class Entry:
+class SpecEntry:
     """A name with what is known of it, in the columns of its section, and what it means."""
 
     name: str
@@ -35,7 +35,7 @@ class Section:
     """A sentence before the entries; may be empty."""
     columns: tuple[str, ...]
     """What the facts are."""
-    entries: tuple[Entry, ...]
+    entries: tuple[SpecEntry, ...]
     is_code: bool = True
     """Whether names are those of code."""
 
@@ -77,7 +77,7 @@ def sections(spec: Spec) -> Iterator[Section]:
         ("over dp", "over cp", "over tp"),
         tuple(_together(spec)),
     )
-    metrics = tuple(Entry(name, (metric.reduction,), metric.meaning) for name, metric in spec.metrics.items())
+    metrics = tuple(SpecEntry(name, (metric.reduction,), metric.meaning) for name, metric in spec.metrics.items())
     of_metrics = Section("metrics", _OF_METRICS, ("ranks",), metrics)
     scenarios = Section(
         "scenarios",
@@ -128,33 +128,33 @@ def _about_options(spec: Spec) -> str:
     return f"Annotate options with {public}{spec.options_type.__name__}."
 
 
-def _fields(fields: Mapping[str, Field]) -> tuple[Entry, ...]:
-    return tuple(Entry(name, (own.shape, DTYPES[own.dtype]), own.meaning) for name, own in fields.items())
+def _fields(fields: Mapping[str, Field]) -> tuple[SpecEntry, ...]:
+    return tuple(SpecEntry(name, (own.shape, INPUT_DTYPES[own.dtype]), own.meaning) for name, own in fields.items())
 
 
-def _option(option: Option) -> Entry:
-    return Entry(option.name, (repr(option.default), _drawn(option)), option.meaning)
+def _option(option: Option) -> SpecEntry:
+    return SpecEntry(option.name, (repr(option.default), _drawn(option)), option.meaning)
 
 
 def _drawn(option: Option) -> str:
     return option.domain if option.interval else ", ".join(map(repr, dict.fromkeys(option.choices)))
 
 
-def _chosen(scenario: Option) -> Entry:
+def _chosen(scenario: Option) -> SpecEntry:
     choices = ", ".join(dict.fromkeys(scenario.choices))
     if scenario.on_request:
         choices += f"; if those are excluded {', '.join(scenario.on_request)}"
-    return Entry(scenario.name, (scenario.default, choices), scenario.meaning)
+    return SpecEntry(scenario.name, (scenario.default, choices), scenario.meaning)
 
 
-def _dims(spec: Spec) -> Iterator[Entry]:
+def _dims(spec: Spec) -> Iterator[SpecEntry]:
     """Yields the dims that the inputs of a spec have."""
     inputs = (field for head in spec.inputs for field in fields_of(spec.inputs[head]).values())
     for name, part in parts_of(dim for field in inputs for dim in field.dims).items():
-        yield Entry(name, (", ".join(part.split_over) or "nothing",), part.meaning)
+        yield SpecEntry(name, (", ".join(part.split_over) or "nothing",), part.meaning)
 
 
-def _together(spec: Spec) -> Iterator[Entry]:
+def _together(spec: Spec) -> Iterator[SpecEntry]:
     """Yields how the parts of each output and gradient make the whole."""
     contract = Contract()
     for name in spec.outputs:
@@ -166,8 +166,8 @@ def _together(spec: Spec) -> Iterator[Entry]:
         yield _made(gradient_output(leaf, dims), contract, f"what backward leaves in inputs.{leaf}.grad")
 
 
-def _made(output: Output, contract: Contract, meaning: str) -> Entry:
-    return Entry(str(output), made_of_ranks(output, contract), meaning)
+def _made(output: Output, contract: Contract, meaning: str) -> SpecEntry:
+    return SpecEntry(str(output), made_of_ranks(output, contract), meaning)
 
 
 def made_of_ranks(output: Output, contract: Contract) -> tuple[str, ...]:
@@ -184,9 +184,9 @@ _RETURNED = {
 }
 
 
-def _outputs(spec: Spec) -> Iterator[Entry]:
+def _outputs(spec: Spec) -> Iterator[SpecEntry]:
     for name in spec.outputs:
-        yield Entry(name, (), _RETURNED[name])
+        yield SpecEntry(name, (), _RETURNED[name])
 
 
 def _is_of(spec: Spec, goal: CoverageGoal) -> bool:
@@ -194,9 +194,42 @@ def _is_of(spec: Spec, goal: CoverageGoal) -> bool:
     return not goal.heads or any(head in spec.inputs for head in goal.heads)
 
 
-def _goal(name: str, goal: CoverageGoal) -> Entry:
+def _goal(name: str, goal: CoverageGoal) -> SpecEntry:
     heads = f"heads {', '.join(goal.heads)}" if goal.heads else ""
     over = f" over {goal.least_ranks} ranks or more" if goal.least_ranks > 2 else ""
     axes = f"layouts that split {' or '.join(goal.axes)}{over}" if goal.axes else ""
     dtypes = f"in {', '.join(goal.dtypes)}" if goal.dtypes else ""
-    return Entry(name, ("; ".join(filter(None, (heads, axes, dtypes))) or "everywhere",), goal.meaning)
+    return SpecEntry(name, ("; ".join(filter(None, (heads, axes, dtypes))) or "everywhere",), goal.meaning)
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What a rank has of a dim."""
+
+    split_over: tuple[str, ...]
+    """The mesh axes over whose ranks it is split; none if each rank has all of it."""
+    meaning: str
+
+
+_PARTS: Mapping[str, RankPart] = MappingProxyType(
+    {
+        "token": RankPart(
+            ("dp", "cp"),
+            "the tokens of its dp rank's sequences, padded; of each, the two zigzag chunks of its cp rank",
+        ),
+        "sequence": RankPart(("dp",), "the sequences of its dp rank"),
+        "sequences+1": RankPart(("dp",), "one more than its dp rank has sequences"),
+        "vocab": RankPart(
+            ("tp",), "rows vocab_start to vocab_end of the vocabulary, and padding rows where vocab_split is padded"
+        ),
+        "hidden": RankPart((), "the whole width"),
+    }
+)
+_WHOLE = RankPart((), "the whole")
+
+
+def parts_of(dims: Iterable[str]) -> dict[str, RankPart]:
+    """Returns what a rank has of some dims, by name, those that are split first."""
+    named = {*dims}
+    known = {name: part for name, part in _PARTS.items() if name in named}
+    return known | dict.fromkeys(sorted(named - known.keys()), _WHOLE)

@@ -13,13 +13,12 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from lossgate.base.layout import AXES
 from lossgate.declaration.contract import Contract
 from lossgate.losses import SPECS
-from lossgate.reports.spec_sections import made_of_ranks
-from lossgate.specs.dims import parts_of
+from lossgate.reports.spec_sections import made_of_ranks, parts_of
 from lossgate.specs.heads import HEADS
-from lossgate.specs.inputs import Batch
 from lossgate.specs.option import Option
 from lossgate.specs.outputs import RETURNED, Output, gradient_output
-from lossgate.specs.record import Field, Record, fields_of
+from lossgate.specs.packed_batch import Batch
+from lossgate.specs.record import Field, fields_of
 from lossgate.specs.spec import Spec
 
 _WRITTEN = '''# SPDX-License-Identifier: Apache-2.0
@@ -132,7 +131,6 @@ def _shape(dims: tuple[str, ...]) -> str:
 def options_stub() -> Iterator[str]:
     """Yields the lines of ``lossgate/options.pyi``."""
     yield _WRITTEN.format("The options of each spec, as a kernel is given them.")
-    yield "from dataclasses import dataclass"
     yield "from typing import Literal"
     yield ""
     yield from sorted(_aliased(spec.options_type) for spec in SPECS.values())
@@ -146,8 +144,6 @@ def _options_class(spec: Spec) -> Iterator[str]:
     types, own = get_type_hints(kind), fields(kind)
     options = {option.name: option for option in spec.options}
     yield ""
-    if not issubclass(kind, Record):
-        yield "@dataclass(frozen=True, kw_only=True)"
     yield f"class {kind.__name__}(_{kind.__name__}):"
     said = f"The options of spec {spec.name}: {spec.summary}."
     kept = "One that a candidate does not name in ``supports`` keeps its default."

@@ -6,13 +6,20 @@ from collections.abc import Iterator
 import hypothesis.errors
 
 from lossgate.base.errors import UsageError
-from lossgate.spec_check.evaluated import ordinary_problems
 from lossgate.spec_check.gradients import comparisons, gradient, used
 from lossgate.spec_check.judged import judged, on_ranks
-from lossgate.spec_check.masked import masked, nothing_trained, untrained_sequences
-from lossgate.spec_check.outcome import Check, Finding, Outcome, Subject
+from lossgate.spec_check.results import (
+    also_written,
+    finite,
+    masked,
+    metrics,
+    nothing_trained,
+    runs,
+    unchanged,
+    untrained_sequences,
+)
+from lossgate.spec_check.subject import Check, Finding, Outcome, Subject, ordinary_problems
 from lossgate.spec_check.sums import counts_add_up, parts_add_up
-from lossgate.spec_check.values import also_written, finite, metrics, runs, unchanged
 from lossgate.specs.spec import Spec
 
 CHECKS = (

@@ -9,8 +9,7 @@ from torch import Tensor
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.kinks import has_comparisons
 from lossgate.problems.random_streams import RandomStreams
-from lossgate.spec_check.evaluated import another, evaluate, evaluated, unlike, values_of
-from lossgate.spec_check.outcome import Finding, Subject, on
+from lossgate.spec_check.subject import Finding, Subject, another, evaluate, evaluated, on, unlike, values_of
 from lossgate.specs.token_values import TokenValues
 
 _STEP = 2e-7

@@ -17,8 +17,7 @@ from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
-from lossgate.spec_check.evaluated import evaluate, same, unlike, values_of
-from lossgate.spec_check.outcome import Finding, Subject
+from lossgate.spec_check.subject import Finding, Subject, evaluate, same, unlike, values_of
 from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.heads import HEADS
 from lossgate.specs.spec import Spec

@@ -8,9 +8,18 @@ from torch import Tensor
 
 from lossgate.base.errors import UsageError
 from lossgate.cases.bound_problem import BoundProblem
-from lossgate.spec_check.evaluated import Evaluated, evaluate, evaluated, same, values_of
-from lossgate.spec_check.outcome import Finding, Subject, on
-from lossgate.spec_check.parts import halves, part_of
+from lossgate.spec_check.subject import (
+    Evaluated,
+    Finding,
+    Subject,
+    evaluate,
+    evaluated,
+    halves,
+    on,
+    part_of,
+    same,
+    values_of,
+)
 from lossgate.specs.record import fields_of
 
 _DIVIDE = (

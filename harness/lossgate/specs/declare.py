@@ -2,7 +2,6 @@
 """What the author of a loss writes: ``@lossgate.spec`` on a dense reference."""
 
 import inspect
-import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import FunctionType
@@ -10,37 +9,17 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from lossgate.base.argument import Argument, arguments
 from lossgate.base.errors import UsageError
-from lossgate.specs.coverage import CoverageGoal, Covered
-from lossgate.specs.declared import (
-    check_also_written,
-    check_batch,
-    check_divisor,
-    check_gathered_ids,
-    check_goals,
-    check_groups,
-    check_metrics,
-    check_mistakes,
-    check_name,
-    check_names,
-    check_option_names,
-    check_options,
-    check_outputs,
-    check_scenarios,
-    check_sequences,
-    check_text,
-    check_truth,
-)
-from lossgate.specs.heads import HEADS
-from lossgate.specs.inputs import Batch
-from lossgate.specs.logit_filter import FilterOptions
-from lossgate.specs.metric import Metric
+from lossgate.base.spelling import shown
+from lossgate.specs.coverage_goals import CoverageGoal, Covered
+from lossgate.specs.declared import check_name, declared
 from lossgate.specs.mistakes import Mistake
-from lossgate.specs.option import COMMON_OPTIONS, EMPTY, Domain, Option, options_of
-from lossgate.specs.record import Options, fields_of
+from lossgate.specs.option import Domain, Option
+from lossgate.specs.outputs import Metric
+from lossgate.specs.packed_batch import Batch
+from lossgate.specs.record import Options
 from lossgate.specs.spec import DrawFields, ExtraMetrics, Reference, Spec, trained_by_mask
-from lossgate.specs.token_values import USES
-from lossgate.specs.users_code import check_function
 
 
 class NoOptions(Options):
@@ -149,107 +128,24 @@ def spec(
         UsageError: if the declaration contradicts itself. The message names the argument, and the
             nearest right spelling.
     """
-    where = f"spec({name!r})"
+    given = locals()  # every argument, by its name
     check_name(name)
-    own_uses = check_names("uses", uses, USES, where)
-    of_labels = set(own_uses) == {"logprobs"} and gathered_ids is None
-    default_heads = ("hidden", "logits", "logprobs") if of_labels else ("hidden", "logits")
-    own_heads = check_names("heads", default_heads if heads is None else heads, HEADS, where)
-    batch_type = check_batch(batch, own_heads, where)
-    check_gathered_ids(gathered_ids, batch_type, where)
-    own_outputs = check_outputs(outputs, own_uses, own_heads, gathered_ids, where)
-    own_options = _options(check_options(options, where), {} if choices is None else choices, where)
-    groups = check_groups(option_groups, where)
-    if issubclass(options, FilterOptions) and temperature is None:
-        temperature = "temperature"
-    named = {"temperature": _one(temperature), "softcap": _one(softcap)}
-    check_option_names(own_options, {**named, "option_groups": [o for group in groups for o in group]}, where)
-    by_name = {option.name: option for option in own_options}
-    check_divisor("temperature", by_name.get(temperature or ""), False, where)
-    check_divisor("softcap", by_name.get(softcap or ""), True, where)
-    for argument, (function, wanted) in {
-        "draw": (draw, ("context",)),
-        "trained": (trained, ("batch",)),
-        "covered": (covered, ("batch", "options")),
-        "extra_metrics": (extra_metrics, ("values", "batch", "options")),
-    }.items():
-        if function is not None:
-            check_function(argument, function, wanted, where)
-    check_also_written(also_written, where)
-    check_sequences(trained_dim, group_size, where)
-    ties = {} if tie_scenarios is None else tie_scenarios
-    own_scenarios = check_scenarios(scenarios, ties, own_options, where)
-    own_metrics = check_metrics({} if metrics is None else metrics, where)
-    if "loss" not in own_outputs and (own_metrics or kinks or stop_gradient or extra_metrics or also_written):
-        raise UsageError(
-            f"{where}: outputs={own_outputs!r} has no 'loss', so nothing calls the reference; drop metrics=, "
-            "extra_metrics=, kinks=, stop_gradient= and also_written=, or add 'loss'"
-        )
-    made: dict[str, Any] = {
-        "name": name,
-        "source": "" if source == "" else check_text("source", source, where),
-        "batch_type": batch_type,
-        "options_type": options,
-        "options": own_options,
-        "option_groups": groups,
-        "inputs": {head: _inputs_class(name, head, batch_type) for head in own_heads},
-        "uses": tuple(name for name in USES if name in own_uses),
-        "gathered_ids": gathered_ids,
-        "temperature": temperature,
-        "softcap": softcap,
-        "outputs": own_outputs,
-        "metrics": own_metrics,
-        "extra_metrics": extra_metrics,
-        "scenarios": own_scenarios,
-        "draw": draw,
-        "trained": trained,
-        "trained_dim": trained_dim,
-        "group_size": group_size,
-        "goals": check_goals(
-            {} if goals is None else goals, covered, [*by_name, *COMMON_OPTIONS, EMPTY.name], own_scenarios, where
-        ),
-        "covered": covered,
-        "kinks": check_truth("kinks", kinks, where),
-        "stop_gradient": check_truth("stop_gradient", stop_gradient, where),
-        "tie_scenarios": dict(ties),
-        "mistakes": check_mistakes(mistakes, where),
-        "also_written": tuple(also_written),
-    }
-    return partial(_declared, made, None if summary is None else check_text("summary", summary, where))
+    return partial(_made, declared(arguments(f"spec({name!r}, ", given)))
 
 
-def _declared(made: Mapping[str, Any], summary: str | None, reference: Reference) -> Spec:
-    where = f"spec({made['name']!r})"
+def _made(declaration: Mapping[str, Any], reference: Reference) -> Spec:
+    """Returns the spec of a reference."""
+    where = f"spec({declaration['name']!r})"
     if isinstance(reference, Spec):
         raise UsageError(f"{where} decorates {reference!r}, which is a spec already; decorate its function once")
-    check_function("the reference", reference, ("values", "batch", "options"), where)
-    if inspect.isclass(reference):
-        raise UsageError(f"{where}: the reference is {reference!r}; expected a function of values, batch, options")
-    return Spec(**made, summary=summary or _first_paragraph(reference) or made["name"], function=reference)
+    if inspect.isclass(reference) or not callable(reference):
+        raise UsageError(f"{where} decorates {shown(reference)}; expected a function of values, batch, options")
+    Argument(f"{where}(", "reference", reference).function("values", "batch", "options")
+    summary = declaration["summary"] or _first_paragraph(reference) or declaration["name"]
+    return Spec(**dict[str, Any](declaration, summary=summary, function=reference))
 
 
 def _first_paragraph(reference: Reference) -> str:
     """Returns what a function's docstring says first, in one line; empty if it says nothing."""
     doc = inspect.getdoc(reference) if isinstance(reference, FunctionType) else None
     return " ".join((doc or "").split("\n\n")[0].split()).rstrip(".")
-
-
-def _options(options: type, choices: Mapping[str, Domain], where: str) -> tuple[Option, ...]:
-    try:
-        return options_of(options, choices)
-    except UsageError as error:
-        raise UsageError(f"{where}: {error}") from None
-
-
-def _one(name: str | None) -> tuple[str, ...]:
-    return () if name is None else (name,)
-
-
-def _inputs_class(name: str, head: str, batch_type: type[Batch]) -> type[Batch]:
-    """Makes the class of a rank's inputs: the leaves of the head, and the batch."""
-    title = "".join(part[:1].upper() + part[1:] for part in re.split(r"[_.-]", f"{name}_{head}"))
-    doc = f"""What a kernel of spec {name} gets on a rank at head "{head}"."""
-    bases: tuple[Any, ...] = (HEADS[head].inputs, batch_type)
-    made = type(title, bases, {"__module__": "lossgate.inputs"})
-    made.__doc__ = "\n".join((doc, "", *(f"{name}: {field.described}" for name, field in fields_of(made).items())))
-    return made

@@ -13,7 +13,7 @@ from torch import Tensor
 from dense_losses import kept_tokens
 from lossgate.numerics.float_formats import FLOAT32, FloatFormat
 from lossgate.problems.random_streams import RandomStreams
-from lossgate.specs.coverage import CoverageGoal
+from lossgate.specs.coverage_goals import CoverageGoal
 from lossgate.specs.option import TEMPERATURE
 from lossgate.specs.record import Options, option
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lossgate.base.argument import Argument
 from lossgate.base.errors import UsageError
 from lossgate.base.spelling import nearest
 from lossgate.problems.partition import VOCAB_SPLITS
@@ -150,6 +151,6 @@ def _option(f: Field[Any], options_type: type, domain: Domain | None) -> Option:
             f"{where} does not say which values problems draw; "
             f"write lossgate.option({f.default!r}, ..., choices=(...)) or, for numbers, between=(low, high)"
         )
-    check_domain(f.default, domain, f"{where}, which draws {domain!r}")
+    check_domain(f.default, domain, Argument(f"{where}(", "choices", domain))
     drawn: dict[str, Any] = {"interval": tuple(domain)} if isinstance(domain, Between) else {"choices": tuple(domain)}
     return Option(name=f.name, meaning=meaning, default=f.default, **drawn)

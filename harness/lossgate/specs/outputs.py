@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The outputs that are compared: loss, per-token values, metrics, and the gradient of each
-differentiable input.
+"""What a kernel gives back and is compared: loss, values per token, metrics, and the gradient of
+each differentiable input.
 """
 
 from dataclasses import dataclass
@@ -42,3 +42,20 @@ def gradient_output(leaf: str, dims: Dims) -> Output:
     dims.
     """
     return Output("gradient", leaf, dims)
+
+
+Reduction = Literal["sum", "min", "max"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A scalar that a candidate may return.
+
+    Args:
+        meaning: what it is, for people.
+        reduction: how the parts of ranks that share a batch make the whole: "sum", "min" or "max".
+            A mean is a sum that is already divided by a count of the whole batch.
+    """
+
+    meaning: str
+    reduction: Reduction = "sum"

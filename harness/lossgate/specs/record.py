@@ -11,14 +11,15 @@ from typing import Any, Self
 
 from typing_extensions import dataclass_transform
 
+from lossgate.base.argument import Argument, arguments
 from lossgate.base.errors import UsageError
+from lossgate.base.spelling import shown
 from lossgate.problems.partition import Dims
-from lossgate.specs.users_code import check_function
 
 FIELD_DTYPES = ("float32", "bool", "int64")
 """The dtypes that a spec's own field may have."""
 
-DTYPES = MappingProxyType(
+INPUT_DTYPES = MappingProxyType(
     {
         "float32": "float32",
         "bool": "bool",
@@ -67,21 +68,19 @@ def field(
     Raises:
         UsageError: if an argument is none of these.
     """
-    if not isinstance(dims, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise UsageError(f"field({dims!r}, ...): expected names of dims in one string, such as 'token' or 'token topk'")
-    _check_dims(dims, meaning)
-    if dtype not in FIELD_DTYPES:
-        raise UsageError(f"field({dims!r}, dtype={dtype!r}): expected 'float32', 'bool' or 'int64'")
+    given = arguments(f"field({shown(dims)}, ", locals())
+    _check_dims(Argument("field(", "dims", dims))
+    given["meaning"].words()
+    given["dtype"].one_of(FIELD_DTYPES)
     if draw is not None and count is not None:
-        raise UsageError(f"field({dims!r}, {meaning!r}): give draw= or count=, not both")
+        raise given["count"].error("give draw= or count=, not both")
     if count is not None and dims.split():
-        raise UsageError(f"field({dims!r}, count=...): what counts the whole batch is a scalar; write field('', ...)")
-    for name, function, wanted in (("draw", draw, "context"), ("count", count, "batch")):
-        if function is not None:
-            check_function(name, function, (wanted,), f"field({dims!r})")
-    for name, given in {"unshifted": unshifted, "unused": unused}.items():
-        if not isinstance(given, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise UsageError(f"field({dims!r}, {name}={given!r}): expected True or False")
+        raise given["count"].error("what counts the whole batch is a scalar; write field('', ...)")
+    for name, takes in (("draw", "context"), ("count", "batch")):
+        if given[name].value is not None:
+            given[name].function(takes)
+    given["unshifted"].truth()
+    given["unused"].truth()
     return built_in_field(dims, meaning, dtype=dtype, draw=draw, count=count, unshifted=unshifted, unused=unused)
 
 
@@ -95,22 +94,20 @@ def built_in_field(
     unshifted: bool = False,
     unused: bool = False,
 ) -> Any:
-    """Declares an input of every spec or of a head, as ``field`` does, with any of ``DTYPES``."""
+    """Declares an input of every spec or head, as ``field`` does, with any of ``INPUT_DTYPES``."""
     own = Field(tuple(dims.split()), " ".join(meaning.split()), dtype, draw, count, unshifted, unused)  # pyright: ignore[reportArgumentType]
     return dataclass_field(metadata={"field": own})
 
 
-def _check_dims(dims: str, meaning: Any) -> None:
-    names = dims.split()
+def _check_dims(dims: Argument) -> None:
+    names = dims.instance(str, "names of dims in one string, such as 'token' or 'token topk'").split()
     for dim in names:
         if not dim.isidentifier():
-            raise UsageError(f"field({dims!r}, ...): {dim!r} is no name of a dim; separate names by spaces alone")
+            raise dims.error(f"{dim!r} is no name of a dim; separate names by spaces alone")
     if len({*names}) < len(names):
-        raise UsageError(f"field({dims!r}, ...): a dim stands twice; give each dim a name of its own")
+        raise dims.error("a dim stands twice; give each dim a name of its own")
     if "token" in names[1:]:
-        raise UsageError(f"field({dims!r}, ...): the dim 'token' must be the first")
-    if not isinstance(meaning, str) or not meaning.strip():
-        raise UsageError(f"field({dims!r}, {meaning!r}): expected what it means, in words")
+        raise dims.error("the dim 'token' must be the first")
 
 
 @dataclass(frozen=True)
@@ -133,7 +130,7 @@ class Field:
     @property
     def described(self) -> str:
         """Its dims, dtype and meaning, for people."""
-        return f"{self.shape}, {DTYPES[self.dtype]}: {self.meaning}."
+        return f"{self.shape}, {INPUT_DTYPES[self.dtype]}: {self.meaning}."
 
 
 def option(
@@ -156,21 +153,19 @@ def option(
     Raises:
         UsageError: if an argument is none of these.
     """
-    if not isinstance(meaning, str) or not meaning.strip():  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise UsageError(f"option({default!r}, {meaning!r}): expected what it means, in words")
-    shown = f"choices={choices!r}" if between is None else f"between={between!r}"
+    given = arguments(f"option({shown(default)}, ", locals())
+    meaning = given["meaning"].words()
     if choices and between is not None:
-        raise UsageError(f"option({default!r}, {shown}, choices={choices!r}): give choices= or between=, not both")
+        raise given["between"].error("give choices= or between=, not both")
     domain: Any = choices
     if between is not None:
         numbers = isinstance(between, tuple) and len(between) == 2  # pyright: ignore[reportUnnecessaryIsInstance]
         if not numbers:
-            raise UsageError(f"option({default!r}, {shown}): {_TWO_NUMBERS}")
+            raise given["between"].error(_TWO_NUMBERS)
         domain = Between(*between)
     elif choices == () and isinstance(default, bool):
         domain = (default, not default)
-    check_domain(default, domain, f"option({default!r}, {shown})")
-    meaning = " ".join(meaning.split())
+    check_domain(default, domain, given["choices" if between is None else "between"])
     return dataclass_field(default=default, metadata={"meaning": meaning, **({"domain": domain} if domain else {})})
 
 
@@ -180,31 +175,31 @@ def is_plain(value: Any) -> bool:
     return value is None or (isinstance(value, str | bool | int | float) and finite)
 
 
-def check_domain(default: Any, domain: Any, where: str) -> None:
+def check_domain(default: Any, domain: Any, given: Argument) -> None:
     """Checks what problems draw for an option.
 
     Args:
         default: of the option.
         domain: its choices, or ``Between(low, high)``.
-        where: how messages begin.
+        given: the argument that says so, for the message.
 
     Raises:
         UsageError: if a value can't be written into a problem, or the default is none of them.
     """
     if isinstance(domain, Between):
         if not _is_number(default) or not domain[0] <= default <= domain[1]:
-            raise UsageError(f"{where}: the default is not between them")
+            raise given.error(f"the default {default!r} is not between them")
         return
     if not isinstance(domain, tuple):
-        raise UsageError(f"{where}: expected a tuple of values, such as choices=({default!r},)")
+        raise given.error(f"expected a tuple of values, such as ({default!r},)")
     for value in (default, *domain):
         if not is_plain(value):
-            raise UsageError(f"{where}: {value!r} can't be written into a problem; expected numbers, strings or None")
+            raise given.error(f"{value!r} can't be written into a problem; expected numbers, strings or None")
     for one, other in combinations((default, *domain), 2):
-        if one == other and repr(one) != repr(other):
-            raise UsageError(f"{where}: {one!r} and {other!r} are equal; write both alike")
+        if one == other and repr(one) != repr(other):  # 1, 1.0 and True are equal, and other JSON
+            raise given.error(f"{one!r} and {other!r} are equal; write both alike")
     if domain and default not in domain:
-        raise UsageError(f"{where}: the default is none of them; add it")
+        raise given.error(f"the default {default!r} is none of them; add it")
 
 
 def _is_number(value: Any) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 
 from lossgate.base.layout import Axis
 from lossgate.problems.partition import Partition
-from lossgate.specs.coverage import CoverageGoal
+from lossgate.specs.coverage_goals import CoverageGoal
 
 _WITH_LABELS = ("hidden", "logits")
 _PER_TOKEN = ("hidden", "logits", "logprobs", "values")

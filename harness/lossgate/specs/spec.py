@@ -20,14 +20,13 @@ from lossgate.base.spelling import nearest
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.partition import Dims
 from lossgate.specs.bound_spec import BoundSpec
-from lossgate.specs.coverage import BIAS_GOALS, TOKEN_GOALS, CoverageGoal, Covered
+from lossgate.specs.coverage_goals import BIAS_GOALS, TOKEN_GOALS, CoverageGoal, Covered
 from lossgate.specs.field_context import FieldContext, checked, checked_dtype, draw_default
-from lossgate.specs.inputs import Batch
 from lossgate.specs.logit_filter import FILTER_GOALS, FilterOptions
-from lossgate.specs.metric import Metric
 from lossgate.specs.mistakes import Mistake
 from lossgate.specs.option import COMMON_OPTIONS, EMPTY, Option
-from lossgate.specs.outputs import RETURNED, Output, metric_output
+from lossgate.specs.outputs import RETURNED, Metric, Output, metric_output
+from lossgate.specs.packed_batch import Batch
 from lossgate.specs.record import Field, fields_of
 from lossgate.specs.sharding_goals import IDS_GOALS, SHARDING_GOALS
 from lossgate.specs.terms import Terms

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lossgate.base.argument import arguments
 from lossgate.base.errors import UsageError
-from lossgate.specs.users_code import shown
+from lossgate.specs.users_code import described
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,22 +49,23 @@ class Terms:
             UsageError: if there is no term, one is no ``Term``, its normaliser is not there or is
                 no scalar; or if a normaliser divides nothing.
         """
-        for name, given in {"terms": self.terms, "normalisers": self.normalisers, "metrics": self.metrics}.items():
-            if not isinstance(given, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise UsageError(f"Terms({name}={given!r}): expected a dict")
+        for given in arguments("Terms(", vars(self)).values():
+            given.instance(Mapping, "a dict")
         if not self.terms:
             raise UsageError("Terms(terms={}): expected at least one term")
         for name, term in self.terms.items():
             self._check(name, term)
         for name, normaliser in self.normalisers.items():
             if not isinstance(normaliser, Tensor) or normaliser.dim():  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise UsageError(f"normaliser {name!r} is {shown(normaliser)}; expected a scalar tensor")
+                raise UsageError(f"normaliser {name!r} is {described(normaliser)}; expected a scalar tensor")
             if all(term.over != name for term in self.terms.values()):
                 raise UsageError(f"normaliser {name!r} divides no term; write Term(..., over={name!r}), or drop it")
 
     def _check(self, name: str, term: Any) -> None:
         if not isinstance(term, Term):
-            raise UsageError(f"term {name!r} is {shown(term)}; expected lossgate.Term(values=..., over='a normaliser')")
+            raise UsageError(
+                f"term {name!r} is {described(term)}; expected lossgate.Term(values=..., over='a normaliser')"
+            )
         if not isinstance(term.values, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UsageError(f"term {name!r} has values={term.values!r}; expected a tensor")
         if term.over is not None and term.over not in self.normalisers:

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions that the author of a spec wrote: what they raise is reported so, with its place."""
 
-import inspect
 import traceback
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -81,27 +79,6 @@ def _is_theirs(file: Path) -> bool:
     return not file.is_relative_to(_TORCH)
 
 
-def check_function(argument: str, given: Any, wanted: Sequence[str], where: str) -> Any:
-    """Returns a function that can be called with so many positional arguments.
-
-    Args:
-        argument: what is given the function, for the message.
-        given: the function.
-        wanted: the names of what it will be called with.
-        where: how messages begin.
-    """
-    expected = f"expected a function of {', '.join(wanted)}"
-    if not callable(given):
-        raise UsageError(f"{where}: {argument} is {given!r}; {expected}")
-    try:
-        inspect.signature(given).bind(*wanted)
-    except TypeError as error:
-        raise UsageError(f"{where}: {argument} can't be called as it will be ({error}); {expected}") from None
-    except ValueError:
-        pass  # a function of C has no signature
-    return given
-
-
-def shown(value: Any) -> str:
-    """Returns what a value is, for people."""
+def described(value: Any) -> str:
+    """Returns of what kind a value is, for people."""
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"the {type(value).__name__}"

@@ -13,8 +13,8 @@ from torch import Tensor
 from kernel_bank.right.formats import COARSE_LOSS, DOUBLE, FINE, LOW, Formats
 from kernel_bank.right.kernel import Batch, Call, declared, of_tokens, of_values, selected_sum, sum_of_sequences
 from kernel_bank.right.sigmoids import SIGMOIDS, Sigmoid
-from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate, Outputs
+from lossgate.declaration.supports import ANY
 
 # Value models
 

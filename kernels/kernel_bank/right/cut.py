@@ -14,8 +14,8 @@ from torch import Tensor
 from kernel_bank.right.formats import INPUTS
 from kernel_bank.right.kernel import Call, Leaves, of_tokens
 from kernel_bank.right.logprobs import VOCAB_TILE
-from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate
+from lossgate.declaration.supports import ANY
 
 
 class _Cut(torch.autograd.Function):

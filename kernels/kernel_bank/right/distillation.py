@@ -14,8 +14,8 @@ from kernel_bank.right.formats import COARSE_LOGITS, DOUBLE, LOW, TRAINED
 from kernel_bank.right.kernel import Batch, of_scores, of_tokens, selected_sum, sum_of_sequences
 from kernel_bank.right.logprobs import Scores, above_zero
 from kernel_bank.right.loops import IN_FORWARD, RECOMPUTED
-from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate
+from lossgate.declaration.supports import ANY
 
 # Ways to write KL(a || b) of log-probabilities ``[tokens, n]``
 

@@ -17,9 +17,9 @@ from kernel_bank.right.formats import FINE, Formats
 from kernel_bank.right.logprobs import Scores, Way
 from kernel_bank.right.loops import WHOLE, Loop
 from lossgate.base.names import DTYPES
-from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate, Outputs, candidate
 from lossgate.declaration.contract import Contract
+from lossgate.declaration.supports import ANY
 from lossgate.losses import SPECS
 from lossgate.specs.heads import HEADS
 from lossgate.specs.spec import Spec

@@ -18,8 +18,8 @@ from kernel_bank.right.sigmoids import (
     by_logsigmoid,
     by_softplus,
 )
-from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate, Outputs
+from lossgate.declaration.supports import ANY
 
 Sums = Callable[[Tensor, Batch], Tensor]
 """``(values of tokens, 0 where nothing is trained; batch) -> their sum in each sequence``."""

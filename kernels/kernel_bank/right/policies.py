@@ -18,8 +18,8 @@ from kernel_bank.right.logprobs import (
     row_by_row,
 )
 from kernel_bank.right.loops import IN_FORWARD, RECOMPUTED
-from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate
+from lossgate.declaration.supports import ANY
 
 Surrogate = Callable[[Tensor, Tensor, float, float], Tensor]
 """``(ratio, advantages, lowest, highest ratio) -> the clipped loss of each token``."""

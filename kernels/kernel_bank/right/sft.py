@@ -34,8 +34,8 @@ from kernel_bank.right.logprobs import (
     parallel_shifted,
 )
 from kernel_bank.right.loops import CHUNKED, IN_FORWARD, IN_FORWARD_LOW, IN_FORWARD_ROUNDED, RECOMPUTED
-from lossgate.declaration.any_value import ANY
 from lossgate.declaration.candidate import Candidate
+from lossgate.declaration.supports import ANY
 
 _NLL: dict[str, Any] = {"supports": {"reduction": ANY}}
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import dense_losses
 from fused_losses import ClippedPGConfig, clipped_pg_loss
+from lossgate.losses.clipped_pg import ClippedPgOptions
 from property_tests.kernels.published.clipped_pg_by_hand import CASES, GSPO, Case, Rows, kl, truncated
 from property_tests.kernels.published.comparison import assert_agrees
 from property_tests.kernels.published.exact_logits import (
@@ -36,7 +37,7 @@ def clipped_pg_by(path: str, logprobs: Tensor, config: dict[str, Any], **given: 
     if path == "dense":
         counts = {name: torch.tensor(given.pop(name)) for name in ("valid_tokens", "valid_sequences")}
         given |= {name: given[name].bool() for name in ("mask", "sample_mask")}
-        options = dense_losses.ClippedPGOptions(**config)
+        options = ClippedPgOptions(**config)
         return dense_losses.clipped_pg(logprobs=logprobs, **given, **counts, options=options)
     return clipped_pg_loss(logprobs, **given, config=ClippedPGConfig(**config))
 
@@ -173,6 +174,6 @@ def test_without_tokens_the_loss_is_zero(path: str) -> None:
     ],
 )
 def test_contradictions_are_refused(config: dict[str, Any]) -> None:
-    for make in (ClippedPGConfig, dense_losses.ClippedPGOptions):
+    for make in (ClippedPGConfig, ClippedPgOptions):
         with pytest.raises(ValueError, match=r"expected|leave .* out"):
             make(**config)

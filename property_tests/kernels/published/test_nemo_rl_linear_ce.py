@@ -30,6 +30,8 @@ from fused_losses import (
     linear_logprobs,
     vocab_parallel_logprobs,
 )
+from lossgate.losses.clipped_pg import ClippedPgOptions
+from lossgate.losses.dpo import DpoOptions
 from lossgate.worlds import RankContext, SimulatedWorld
 from property_tests.kernels.published.comparison import assert_agrees
 
@@ -132,7 +134,7 @@ def reference() -> tuple[dict[str, Tensor], list[Tensor], dict[str, Tensor]]:
         "valid_sequences": torch.tensor(B),
     }
     found = {"sft": dense_losses.nll(logprobs, mask, count)}
-    options = dense_losses.DpoOptions(**DPO)
+    options = DpoOptions(**DPO)
     found["dpo"] = dense_losses.dpo(
         logprobs=logprobs, reference_logprobs=of_tokens["dpo_reference"], **where, options=options
     )[0]
@@ -143,7 +145,7 @@ def reference() -> tuple[dict[str, Tensor], list[Tensor], dict[str, Tensor]]:
             **where,
             advantages=of_tokens["advantages"],
             valid_tokens=count,
-            options=dense_losses.ClippedPGOptions(epsilon=1e-8),
+            options=ClippedPgOptions(epsilon=1e-8),
         )[0]
     of_logprobs = {name: torch.autograd.grad(loss, logprobs, retain_graph=True)[0] for name, loss in found.items()}
     gradients = list(torch.autograd.grad(weighted(found), [hidden, weight]))

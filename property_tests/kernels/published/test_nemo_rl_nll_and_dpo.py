@@ -19,6 +19,7 @@ from torch import Tensor
 
 import dense_losses
 from fused_losses import dpo_loss, linear_cross_entropy, vocab_parallel_cross_entropy, vocab_parallel_logprobs
+from lossgate.losses.dpo import DpoOptions
 from property_tests.kernels.published.comparison import assert_agrees
 from property_tests.kernels.published.exact_logits import (
     DTYPES,
@@ -68,7 +69,7 @@ def dpo_by(path: str, logprobs: Tensor, mask: Tensor, reference: Tensor, **optio
         mask=mask.flatten().bool(),
         sample_mask=torch.ones(rows, dtype=torch.bool),
         valid_sequences=torch.tensor(rows),
-        options=dense_losses.DpoOptions(**options),
+        options=DpoOptions(**options),
     )
 
 

@@ -29,6 +29,7 @@ from torch import Tensor
 import dense_losses
 from fused_losses import ClippedPGConfig, Metrics, Pack, clipped_pg_loss, vocab_parallel_logprobs
 from lossgate import Layout
+from lossgate.losses.clipped_pg import ClippedPgOptions
 from lossgate.worlds import RankContext, SimulatedWorld
 from property_tests.kernels.packs import packed, starts
 from property_tests.kernels.published.comparison import assert_agrees
@@ -165,7 +166,7 @@ def reference(name: str) -> Expected:
         sample_mask=torch.ones(B, dtype=torch.bool),
         valid_tokens=torch.tensor(case.valid_tokens),
         valid_sequences=torch.tensor(B),
-        options=dense_losses.ClippedPGOptions(**case.config),
+        options=ClippedPgOptions(**case.config),
     )
     (gradient,) = torch.autograd.grad(loss, logits)
     del metrics["loss"]

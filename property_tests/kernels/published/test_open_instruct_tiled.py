@@ -31,6 +31,7 @@ from fused_losses import (
     tiled_token_logprobs,
     vocab_parallel_logprobs,
 )
+from lossgate.losses.grpo import GrpoOptions
 from property_tests.kernels.published.comparison import assert_agrees
 
 PUBLISHED = 1e-5
@@ -157,7 +158,7 @@ def reference(
 ) -> tuple[Tensor, Any]:
     logits = batch["head"](batch["hidden"]).flatten(0, 1)
     flat = {name: x.flatten() for name, x in batch.items() if isinstance(x, Tensor) and x.shape == (B, T)}
-    options = dense_losses.GrpoOptions(
+    options = GrpoOptions(
         beta=BETA * has_reference,
         loss_denominator=DENOMINATOR,
         loss_scale=SCALE,

@@ -8,9 +8,8 @@ import pytest
 
 from lossgate.losses import SPECS
 from lossgate.spec_check.check import CHECKS, check_spec
-from lossgate.spec_check.evaluated import ordinary_problems
 from lossgate.spec_check.judged import judged, on_ranks
-from lossgate.spec_check.outcome import Subject
+from lossgate.spec_check.subject import Subject, ordinary_problems
 
 EACH_SPEC = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in sorted(SPECS)]

@@ -1,4 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several losses share: masks of sequences, pairs of them, other policies' log-probabilities,
-the sides of a clip.
-"""
+"""What several losses share: sequences that count, and the log-probabilities of other policies."""

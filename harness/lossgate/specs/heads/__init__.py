@@ -4,12 +4,10 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from lossgate.specs.heads.base import Head
+from lossgate.specs.heads.head import Head
 from lossgate.specs.heads.hidden import HiddenHead
 from lossgate.specs.heads.logits import LogitsHead
-from lossgate.specs.heads.logprobs import LogprobsHead
-from lossgate.specs.heads.rewards import RewardsHead
-from lossgate.specs.heads.values import ValuesHead
+from lossgate.specs.heads.value_heads import LogprobsHead, RewardsHead, ValuesHead
 
 HEADS: Mapping[str, Head] = MappingProxyType(
     {head.name: head for head in (HiddenHead(), LogitsHead(), LogprobsHead(), ValuesHead(), RewardsHead())}

@@ -14,7 +14,7 @@ from lossgate.numerics.token_sum import TokenSum
 from lossgate.problems.partition import Partition, VocabShard
 from lossgate.problems.problem import Problem
 from lossgate.problems.random_streams import RandomStreams
-from lossgate.specs.heads.base import Head, HeadContext
+from lossgate.specs.heads.head import Head, HeadContext
 from lossgate.specs.record import Record, built_in_field
 
 

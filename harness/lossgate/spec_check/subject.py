@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The problems on which a reference is checked, and what it gives on them."""
+"""What is checked: a spec, problems of it, and what its reference gives on them or their halves."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,8 +13,69 @@ from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.drawing import Draws
 from lossgate.dense_candidates import dense_candidate
 from lossgate.specs.bound_spec import BoundSpec
+from lossgate.specs.heads import HEADS
+from lossgate.specs.logit_filter import LOGIT_FILTER
+from lossgate.specs.record import fields_of
 from lossgate.specs.spec import Spec
 from lossgate.specs.token_values import TokenValues
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A spec that is checked, and problems of it."""
+
+    spec: Spec
+    problems: Sequence[BoundProblem]
+    """Ordinary problems, of every head."""
+
+    @property
+    def with_loss(self) -> Sequence[BoundProblem]:
+        """The problems, if the spec has a loss."""
+        return self.problems if self.spec.reference is not None else ()
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong with a spec."""
+
+    seen: str
+    """What was seen."""
+    change: str
+    """What to change."""
+    problem: str = ""
+    """A problem that shows it, in words; empty if it is not a matter of one problem."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """Something that a spec must hold to."""
+
+    name: str
+    asks: str
+    """What must hold, in words."""
+    find: Callable[[Subject], Iterator[Finding]]
+    """Yields what does not hold."""
+    needed: bool = False
+    """If it fails, the checks after it say nothing."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One check, done."""
+
+    check: Check
+    findings: tuple[Finding, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing was found."""
+        return not self.findings
+
+
+def on(bound: BoundProblem) -> str:
+    """Describes a problem."""
+    return bound.problem.describe()
+
 
 _STD = 3.0
 """The largest standard deviation of logits: ordinary problems, on which everything is finite."""
@@ -113,3 +174,43 @@ def another(tensor: Tensor) -> Tensor:
     if tensor.is_floating_point():
         return torch.where(tensor.isfinite(), -0.75 * tensor - 0.25, tensor)
     return tensor.flip(0) if tensor.dim() else 2 * tensor + 1
+
+
+def halves(bound: BoundProblem) -> list[range]:
+    """Returns the sequences of both halves; nothing if there is a single group of them."""
+    count, group = len(bound.batch.partition.lengths), bound.spec.group_size
+    middle = count // group // 2 * group
+    return [range(middle), range(middle, count)] if 0 < middle < count else []
+
+
+def part_of(bound: BoundProblem, values: TokenValues, own: range) -> tuple[TokenValues, dict[str, Any], Tensor]:
+    """Returns the values per token and the fields of some sequences, and which tokens (or
+    sequences, where the head gives values of these) they are.
+
+    What counts the whole batch stays that of the whole batch.
+    """
+    known = bound.batch.known
+    sequences = torch.tensor(list(own), dtype=torch.int64)
+    tokens = torch.isin(known["sequence"], sequences)
+    held = sequences if HEADS[bound.problem.head].gives == "sequence" else tokens.nonzero().squeeze(1)
+    taken = TokenValues(**{name: value[held] for name, value in values.given.items()})
+    return taken, _fields_of_part(bound, known, own, tokens, sequences), held
+
+
+def _fields_of_part(
+    bound: BoundProblem, known: Mapping[str, Any], own: range, tokens: Tensor, sequences: Tensor
+) -> dict[str, Any]:
+    part = dict(known)
+    for name, field in fields_of(bound.spec.batch_type).items():
+        tensor: Any = known.get(name)
+        for axis, dim in enumerate(field.dims):
+            if dim in ("token", "sequence"):
+                index = tokens.nonzero().squeeze(1) if dim == "token" else sequences
+                tensor = tensor.index_select(axis, index)
+        part[name] = tensor
+    starts = known["cu_seqlens"][own.start : own.stop + 1]
+    part |= {"sequence": known["sequence"][tokens] - own.start}
+    part |= dict.fromkeys(("cu_seqlens", "cu_seqlens_padded"), starts - starts[0])
+    if LOGIT_FILTER in known:
+        part[LOGIT_FILTER] = known[LOGIT_FILTER][tokens]
+    return part

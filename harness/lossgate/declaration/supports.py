@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``supports`` may say: every value of an option, or what a kernel is never given, and why."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from lossgate.base.argument import Argument, is_line
+from lossgate.base.errors import UsageError
+from lossgate.base.spelling import nearest, shown
+from lossgate.specs.option import Option
+from lossgate.specs.spec import Spec
+
+
+class AnyValue:
+    """The type of ``ANY``: in ``supports``, every value that the spec allows."""
+
+    def __repr__(self) -> str:
+        return "lossgate.ANY"
+
+    def __reduce__(self) -> str:
+        return "ANY"  # it stays the same object in another process
+
+
+ANY: Final = AnyValue()
+"""In ``supports``: every value that the spec allows."""
+
+
+_EXAMPLE = "lossgate.Excluded('extreme', because='the trainer clamps log-ratios')"
+
+
+@dataclass(frozen=True, init=False)
+class Excluded:
+    """In ``supports``: choices of a scenario that problems do not have, and why.
+
+    For example::
+
+        supports={"ratios": lossgate.Excluded("extreme", because="the trainer clamps log-ratios")}
+
+    What is excluded is not verified: the verdict, evidence and the gate name it, with the reason.
+    The scenarios of a spec are those that ``lossgate list SPEC`` shows. One more is the same for
+    every spec: ``"empty"``, with the choices "sequence" and "rank".
+
+    Args:
+        choices: those that are left out.
+        because: why the kernel is never given them, in one line.
+
+    Raises:
+        UsageError: if no choice is given, or no reason.
+    """
+
+    choices: tuple[str, ...]
+    because: str
+
+    def __init__(self, *choices: str, because: str) -> None:
+        call = f"Excluded({', '.join(map(repr, choices))}{', ' if choices else ''}because={because!r})"
+        if not choices or not all(isinstance(choice, str) for choice in choices):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UsageError(f"{call}: expected the choices that are left out, such as {_EXAMPLE}")
+        if not is_line(because):
+            raise UsageError(f"{call}: expected the reason in one line, such as {_EXAMPLE}")
+        object.__setattr__(self, "choices", tuple(dict.fromkeys(choices)))
+        object.__setattr__(self, "because", because)
+
+
+def supported_and_excluded(spec: Spec, supports: Argument) -> tuple[dict[str, Any], dict[str, Excluded]]:
+    """Returns what ``supports`` says of options, and what it says of scenarios, by name.
+
+    Args:
+        spec: of the candidate.
+        supports: the argument.
+
+    Raises:
+        UsageError: if an option, its value, a scenario or its choice is unknown; if one is given
+            what is for the other; or if no choice is left.
+    """
+    supports.mapping("supports={'temperature': lossgate.ANY}")
+    options, excluded = dict[str, Any](), dict[str, Excluded]()
+    for name, given in supports.items():
+        if name in spec.situations:
+            excluded[name] = _excluded(spec.situations[name], given)
+        elif isinstance(given.value, Excluded):
+            raise given.error(
+                f"{name!r} is no scenario of spec {spec.name!r}; {nearest(name, spec.situations)}. "
+                "Of an option, name the values that are supported"
+            )
+        else:
+            given.known(name, spec.supported_options, f"spec {spec.name!r} has no option")
+            options[name] = _supported(spec, name, given)
+    return options, excluded
+
+
+def _excluded(situation: Option, given: Argument) -> Excluded:
+    known = tuple(dict.fromkeys((*situation.choices, *situation.on_request)))
+    excluded: Excluded = given.instance(
+        Excluded,
+        f"lossgate.Excluded(..., because='...') with one of {', '.join(known)}: it is a scenario, of which choices are "
+        "left out with a reason",
+    )
+    for choice in excluded.choices:
+        given.known(choice, known, "the scenario has no choice")
+    if situation.default in known and set(known) <= set(excluded.choices):
+        raise given.error(f"no choice is left; leave one of {', '.join(known)} in")
+    return excluded
+
+
+def _supported(spec: Spec, name: str, given: Argument) -> Any:
+    """Returns the values of an option: ``ANY``, one, or a tuple of them."""
+    option, values = spec.supported_options[name], given.value
+    if isinstance(values, set | frozenset) and values:
+        ordered = tuple(sorted(values, key=repr))
+        raise given.error(f"a set has no order; write supports={{{name!r}: {shown(ordered)}}}")
+    values = tuple(values) if isinstance(values, list) else values
+    if values == ():
+        raise given.error(f"it supports no value; expected ANY, a value or a tuple of values: {option.domain}")
+    own = name in {o.name for o in spec.options}
+    for value in () if values is ANY else values if isinstance(values, tuple) else (values,):
+        if not option.allows(value):
+            expected = f"expected {option.domain}, or lossgate.ANY for all of them"
+            raise given.error(f"spec {spec.name!r} does not allow {shown(value)}; {expected}")
+        if own and spec.with_choice({}, name, value) is None:
+            raise given.error(f"{value!r} is not valid with any other options: {spec.conflict({name: value})}")
+    return _as_floats(option, values)
+
+
+def _as_floats(option: Option, values: Any) -> Any:
+    """Returns the values of an option that takes floats, with 2 as 2.0: they draw the same."""
+    if isinstance(values, tuple):
+        return tuple(_as_floats(option, value) for value in values)
+    floats = option.interval is not None or any(isinstance(choice, float) for choice in option.choices)
+    return float(values) if floats and isinstance(values, int) and not isinstance(values, bool) else values
+
+
+def both(a: Mapping[str, Excluded], b: Mapping[str, Excluded]) -> dict[str, Excluded]:
+    """Returns what one of two candidates is not given."""
+    found = {**a, **b}
+    for name in a.keys() & b.keys():
+        reasons = dict.fromkeys((a[name].because, b[name].because))
+        found[name] = Excluded(*a[name].choices, *b[name].choices, because="; ".join(reasons))
+    return found
