@@ -27,7 +27,7 @@ from lossgate.evidence.schema import SCHEMA_FILE, json_schema
 from lossgate.evidence.sealed import is_intact, seal
 from lossgate.evidence.writer import AppendedLines, EvidenceError
 from lossgate.judge.comparison import Comparison
-from lossgate.judge.pooling import pool
+from lossgate.judge.pooled_output import pool
 from lossgate.judge.statistics import NOISE, SCALE
 from lossgate.specs.outputs import LOSS, metric_output
 from property_tests.meta import made_evidence as made

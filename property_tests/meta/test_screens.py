@@ -27,7 +27,7 @@ from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.events import CellFinished, CellSkipped, CellStarted, Event, RunFinished, RunStarted
 from lossgate.engine.settings import Settings
 from lossgate.judge.comparison import Comparison
-from lossgate.judge.pooling import Pooled
+from lossgate.judge.pooled_output import Pooled
 from lossgate.problems.problem import Problem
 from lossgate.reports.failures import FailureFiles
 from lossgate.reports.replayed import print_replayed

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from math import ceil, isfinite
 
 from lossgate.engine.survivors import Tried
-from lossgate.judge.pooling import LARGEST_MDE, Pooled, sigmas
+from lossgate.judge.pooled_output import Pooled
+from lossgate.judge.pooling import LARGEST_MDE, sigmas
 
 _MOST = 2000
 """Problems beyond which nobody waits for a cell."""

@@ -13,7 +13,7 @@ from lossgate.declaration.candidate import Candidate
 from lossgate.diagnosis.cause import Diagnosis
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.property_result import PropertyResult
-from lossgate.judge.pooling import Pooled
+from lossgate.judge.pooled_output import Pooled
 from lossgate.properties import PROPERTIES, Property, find_property
 from lossgate.properties.registry import Resources
 from lossgate.specs.coverage_goals import CoverageGoal

@@ -17,7 +17,8 @@ from lossgate.engine.own_mistakes import gaps_of
 from lossgate.engine.property_result import PropertyResult, reasons_of
 from lossgate.engine.survivors import Tried
 from lossgate.judge.explain import explain_pooled
-from lossgate.judge.pooling import FEWEST, LARGEST_MDE, Pooled, pool
+from lossgate.judge.pooled_output import Pooled, pool
+from lossgate.judge.pooling import FEWEST, LARGEST_MDE
 
 _SHOWN = 4
 """Values of a choice that a line names one by one, and lines about known mistakes."""

@@ -27,7 +27,8 @@ from lossgate.evidence.records import (
 )
 from lossgate.evidence.redo import largest_mde, redo
 from lossgate.judge.comparison import Comparison
-from lossgate.judge.pooling import Pooled, PooledNoise
+from lossgate.judge.pooled_output import Pooled
+from lossgate.judge.pooling import PooledNoise
 from lossgate.judge.statistics import SCALE
 from lossgate.problems.problem import Problem
 
