@@ -32,10 +32,10 @@ from lossgate import Candidate, Layout
 from lossgate.base.errors import CandidateError
 from lossgate.counterfactuals.bank import counterfactuals_of
 from lossgate.counterfactuals.counterfactual import Counterfactual
+from lossgate.counterfactuals.families.loss_terms import terms
 from lossgate.counterfactuals.families.operations import operations
-from lossgate.counterfactuals.families.terms import terms
 from lossgate.diagnosis.cause import Cause, Diagnosis
-from lossgate.diagnosis.fitted import fitted_factors
+from lossgate.diagnosis.fitted_numbers import fitted_factors
 from lossgate.diagnosis.observed import Observed
 from lossgate.diagnosis.partly import partly
 from lossgate.engine import run_cell as engine

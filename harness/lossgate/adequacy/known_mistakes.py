@@ -19,16 +19,15 @@ from lossgate.cases.placement import PlacedProblem
 from lossgate.counterfactuals.bank import counterfactuals_of
 from lossgate.counterfactuals.counterfactual import Counterfactual
 from lossgate.counterfactuals.families.operations import stops
-from lossgate.counterfactuals.same import same
-from lossgate.counterfactuals.seams import Outputs
+from lossgate.counterfactuals.seams import Outputs, same
 from lossgate.counterfactuals.setting import Setting
 from lossgate.declaration.candidate import Candidate
 from lossgate.judge.pooling import LARGEST_MDE
 from lossgate.numerics.float_formats import TORCH_DTYPES
 from lossgate.specs.outputs import Output
 
-OF_METRICS = "metric"
-"""The class of mistakes in metrics alone."""
+OF_METRICS = "metrics"
+"""The family of mistakes in metrics alone."""
 _AT_ONCE = 32
 """Results that are judged at once: they are held beside each other."""
 _NOTHING = 1e-6

@@ -15,6 +15,11 @@ REFUSED = (UsageError, ValueError, ArithmeticError, LookupError, RuntimeError)
 """What a reference raises that does not take what a mistake gives it: a weight above 1, a shape."""
 
 
+def always(setting: Setting) -> bool:
+    """Returns that a mistake says something about every problem."""
+    return True
+
+
 @dataclass(frozen=True, kw_only=True)
 class Counterfactual:
     """A mistake that kernels make, and what a kernel with it returns.
@@ -23,7 +28,6 @@ class Counterfactual:
         name: short; no other of the same spec and head has it.
         sentence: what the kernel does, for people, as in "the loss is divided by n + 1".
             "{outputs}" in it stands for the outputs that are wrong.
-        kind: the class of the mistake.
         seams: the stages of the reference that it gets wrong.
         applies: whether it says anything about a problem on a layout.
         computed: what gives its outputs, if no stage does; None where it says nothing.
@@ -31,17 +35,18 @@ class Counterfactual:
         made_of: the mistakes that it makes at once, if there are several. If it has the effect of
             one of them, the others do not show, and it says too much.
         todo: what its author should do, in words; "" if the sentence says it.
+        kind: the family of the mistake, which the bank fills in.
     """
 
     name: str
     sentence: str
-    kind: str
-    seams: Seams
-    applies: Callable[[Setting], bool] = lambda setting: True
+    seams: Seams = RIGHT
+    applies: Callable[[Setting], bool] = always
     todo: str = ""
     computed: Callable[[Setting], Outputs | None] | None = None
     padding: bool = False
     made_of: tuple["Counterfactual", ...] = ()
+    kind: str = ""
 
     def run(self, setting: Setting) -> Outputs | None:
         """Returns what a kernel with the mistake gives; None where it says nothing.
@@ -94,23 +99,25 @@ class Counterfactual:
 def mistake(
     name: str,
     sentence: str,
-    kind: str,
-    when: Callable[[Setting], bool] = lambda setting: True,
+    when: Callable[[Setting], bool] = always,
     todo: str = "",
     *,
     padding: bool = False,
+    computed: Callable[[Setting], Outputs | None] | None = None,
     **seams: Any,
 ) -> Counterfactual:
-    """Returns a counterfactual that replaces some seams.
+    """Returns a counterfactual that replaces some seams, or whose outputs are computed otherwise.
 
     Args:
-        name, sentence, kind, todo, padding: as in ``Counterfactual``.
+        name, sentence, todo, padding, computed: as in ``Counterfactual``.
         when: whether it says anything about a problem.
         seams: the stages, by their name in ``Seams``.
     """
     made = Seams(**seams)
-    assert made != RIGHT, f"{name} replaces nothing"
-    return Counterfactual(name=name, sentence=sentence, kind=kind, seams=made, applies=when, todo=todo, padding=padding)
+    assert (made == RIGHT) == (computed is not None), f"{name} replaces nothing, or twice"
+    return Counterfactual(
+        name=name, sentence=sentence, seams=made, applies=when, todo=todo, padding=padding, computed=computed
+    )
 
 
 def split(*axes: Axis) -> Callable[[Setting], bool]:
@@ -118,9 +125,9 @@ def split(*axes: Axis) -> Callable[[Setting], bool]:
     return lambda setting: all(setting.size(axis) > 1 for axis in axes)
 
 
-def has(*names: str) -> Callable[[Setting], bool]:
-    """Returns what asks whether there are some fields."""
-    return lambda setting: all(name in setting.fields for name in names)
+def split_any(*axes: Axis) -> Callable[[Setting], bool]:
+    """Returns what asks whether several ranks are on any of some axes."""
+    return lambda setting: any(setting.size(axis) > 1 for axis in axes)
 
 
 def tempered(setting: Setting) -> bool:

@@ -21,7 +21,11 @@ from lossgate.specs.token_values import TokenValues
 Outputs = dict[Output, Tensor]
 Stage = Callable[[Setting, Tensor], Tensor]
 
-Loss = Callable[[BoundSpec, TokenValues, Fields], tuple[Tensor, dict[str, Tensor]]]
+Reduced = tuple[Tensor, dict[str, Tensor]]
+"""A loss, and its metrics by name."""
+Loss = Callable[[BoundSpec, TokenValues, Fields], Reduced]
+_EQUAL = 1e-6
+"""Relative difference below which two computations in float64 have one effect."""
 
 
 def with_gradient_of(value: Tensor, other: Tensor) -> Tensor:
@@ -32,6 +36,22 @@ def with_gradient_of(value: Tensor, other: Tensor) -> Tensor:
 def scaled_gradient(x: Tensor, factor: float) -> Tensor:
     """Returns the same values, through which gradients come back multiplied by a factor."""
     return x if factor == 1.0 else with_gradient_of(x, x * factor)
+
+
+def same(one: Tensor, other: Tensor, apart: float = _EQUAL) -> bool:
+    """Returns whether two tensors are equal but for the rounding of float64, or further apart.
+
+    Args:
+        one: a tensor.
+        other: of its shape.
+        apart: the most that entries may differ, relative to the largest.
+    """
+    finite = one.isfinite() & other.isfinite()
+    if not torch.equal(one.isfinite(), other.isfinite()):
+        return False
+    one, other = (torch.where(finite, x, 0.0) for x in (one, other))
+    size = float(torch.maximum(one.abs(), other.abs()).max()) if one.numel() else 0.0
+    return not size or float((one - other).abs().max()) <= apart * size
 
 
 def _project(setting: Setting, leaves: Mapping[str, Tensor]) -> Tensor:
@@ -67,7 +87,7 @@ def entropy_of(logprobs: Tensor) -> Tensor:
     return -(logprobs.exp() * torch.where(logprobs > -torch.inf, logprobs, 0.0)).sum(-1)
 
 
-def _loss(bound: BoundSpec, values: TokenValues, fields: Fields) -> tuple[Tensor, dict[str, Tensor]]:
+def _loss(bound: BoundSpec, values: TokenValues, fields: Fields) -> Reduced:
     return bound.loss(values, fields)
 
 

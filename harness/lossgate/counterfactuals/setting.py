@@ -119,6 +119,17 @@ class Setting:
         return self.partition.vocab_shards
 
     @property
+    def vocab_rows(self) -> list[slice]:
+        """The rows of each tp rank that has some."""
+        return [slice(shard.start, shard.end) for shard in self.vocab_shards if shard.end > shard.start]
+
+    @property
+    def coordinates(self) -> list[dict[Axis, int]]:
+        """The place on dp and on cp of each rank, in the order of ``token_shards``."""
+        cp = self.size("cp")
+        return [{"dp": rank // cp, "cp": rank % cp} for rank in range(len(self.token_shards))]
+
+    @property
     def token_shards(self) -> list[Tensor]:
         """The tokens of each rank, dp rank after dp rank, and of these cp rank after cp rank."""
         return self.once("token shards", self._token_shards)
@@ -154,13 +165,8 @@ class Setting:
         """Returns the ranks, numbered as ``token_shards``, that differ from one in other axes than
         these: those over which a rank adds up if it leaves these axes out.
         """
-        cp = self.size("cp")
-        at = {"dp": rank // cp, "cp": rank % cp}
-        return [
-            other
-            for other in range(len(self.token_shards))
-            if all({"dp": other // cp, "cp": other % cp}[axis] == at[axis] for axis in axes)
-        ]
+        at = self.coordinates
+        return [other for other in range(len(at)) if all(at[other][axis] == at[rank][axis] for axis in axes)]
 
     def moved_on_each_rank(self, x: Tensor, move: Callable[[Tensor], Tensor]) -> Tensor:
         """Returns a tensor of tokens of which each rank has moved its own part."""
@@ -168,6 +174,10 @@ class Setting:
         if not parts:
             return x
         return torch.empty_like(x).index_copy(0, torch.cat([t for t, _ in parts]), torch.cat([y for _, y in parts]))
+
+    def rolled_on_each_rank(self, x: Tensor, by: int) -> Tensor:
+        """Returns a tensor of tokens of which each rank has rolled its own part."""
+        return self.moved_on_each_rank(x, lambda own: own.roll(by, 0))
 
     def padded(self, name: str) -> Tensor:
         """Returns a field of tokens as the ranks hold it, with padding, ``[padded tokens]``."""
@@ -209,68 +219,4 @@ class Setting:
         source = torch.arange(self.partition.tokens)
         for own in self.partition.token_shards.values():
             source[own] = own.roll(by)
-        return source
-
-    def source_in_each_sequence(self, by: int) -> Tensor:
-        """Returns the same if it rolls each sequence by itself, and fills what is left empty."""
-        source, sequence = self.source_on_each_rank(by), self.partition.sequence_of_token
-        source = source.where(sequence == sequence[source], -1)
-        for own in self.partition.token_shards.values():
-            source[own[-1:] if by < 0 else own[:1]] = -1
-        return source
-
-    @property
-    def source_in_order(self) -> Tensor:
-        """Where entries of the padded pack come from if sequences are split over cp in order, not
-        in a zigzag.
-        """
-        return self.once("source in order", self._source_in_order)
-
-    def _source_in_order(self) -> Tensor:
-        source, cp = torch.arange(self.partition.tokens), self.size("cp")
-        for start, length in zip(self.partition.starts[:-1], self.partition.padded_lengths, strict=True):
-            piece = length // (2 * cp)
-            for rank in range(cp):
-                for place, index in enumerate((rank, 2 * cp - 1 - rank)):
-                    held, given = start + index * piece, start + (2 * rank + place) * piece
-                    source[held : held + piece] = torch.arange(given, given + piece)
-        return source
-
-    @property
-    def source_as_one_sequence(self) -> Tensor:
-        """Where they come from if the pack of a dp rank is split in a zigzag like one sequence."""
-        return self.once("source as one sequence", self._source_as_one_sequence)
-
-    def _source_as_one_sequence(self) -> Tensor:
-        source, partition = torch.arange(self.partition.tokens), self.partition
-        for (dp, cp), held in partition.token_shards.items():
-            own = partition.sequences(dp)
-            pack = torch.arange(partition.starts[own.start], partition.starts[own.stop])
-            pieces = pack.tensor_split(2 * partition.layout.cp)
-            source[held] = torch.cat([pieces[cp], pieces[2 * partition.layout.cp - 1 - cp]])
-        return source
-
-    @property
-    def source_unsplit(self) -> Tensor:
-        """Where they come from if each rank takes the first tokens of the pack of its dp rank."""
-        return self.once("source unsplit", self._source_unsplit)
-
-    def _source_unsplit(self) -> Tensor:
-        source, partition = torch.arange(self.partition.tokens), self.partition
-        for (dp, _), held in partition.token_shards.items():
-            start = partition.starts[partition.sequences(dp).start]
-            source[held] = torch.arange(start, start + len(held))
-        return source
-
-    @property
-    def source_end_to_end(self) -> Tensor:
-        """Where they come from if the pack of a dp rank is split over cp end to end."""
-        return self.once("source end to end", self._source_end_to_end)
-
-    def _source_end_to_end(self) -> Tensor:
-        source, partition = torch.arange(self.partition.tokens), self.partition
-        for (dp, cp), held in partition.token_shards.items():
-            own = partition.sequences(dp)
-            pack = torch.arange(partition.starts[own.start], partition.starts[own.stop])
-            source[held] = pack.tensor_split(partition.layout.cp)[cp]
         return source

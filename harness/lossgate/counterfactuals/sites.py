@@ -1,22 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a reference calls its operations, and a change to what one of them gives."""
 
+import ast
+import linecache
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-Site = tuple[str, int, str, tuple[int, int] | None]
-"""File, line, operation, and where its expression begins and ends on the line; None for all of that
-kind on the line."""
-Change = Callable[[Tensor, tuple[Any, ...]], Any]
-"""Gets what an operation gave, and its arguments."""
+
+@dataclass(frozen=True)
+class Site:
+    """An operation of a reference, named by the code that calls it.
+
+    Comments, line breaks and lines elsewhere don't change it. If one function has the same code
+    twice, both are one site.
+    """
+
+    file: str
+    """The name of the file, without its folder."""
+    function: str
+    code: str
+    """The expression of the operation; or a statement, for all operations of the kind in it."""
+    operation: str
+    """The kind of operation, as in "mul"."""
+
+
+class CallSites(NamedTuple):
+    """The sites of one call of an operation."""
+
+    expression: Site
+    statement: Site
+
+
+Rewrite = Callable[[Tensor, tuple[Any, ...]], Any]
+"""Gets what an operation gave, and its arguments, and returns what a wrong kernel has instead."""
 
 
 _NAMES: Mapping[str, str] = {
@@ -46,7 +72,7 @@ _NAMES: Mapping[str, str] = {
 
 
 class _AtSites(TorchFunctionMode):
-    """Knows from which line of a reference each operation is called."""
+    """Knows which code of a reference calls each operation."""
 
     def __torch_function__(
         self, func: Any, types: Collection[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -54,47 +80,58 @@ class _AtSites(TorchFunctionMode):
         name = _NAMES.get(getattr(func, "__name__", ""), "")
         if not name or not self.asks_about(name):
             return func(*args, **(kwargs or {}))
-        frame = sys._getframe(1)
-        while frame.f_back is not None and _passed_over(frame.f_code.co_filename):
-            frame = frame.f_back
-        found = func(*self.given(frame, name, args), **(kwargs or {}))
-        return self.at(frame, name, found, args) if isinstance(found, Tensor) else found
+        call = _call(sys._getframe(1), name)
+        found = func(*self.given(call, args), **(kwargs or {}))
+        return self.at(call, found, args) if isinstance(found, Tensor) else found
 
     def asks_about(self, operation: str) -> bool:
         """Returns whether it matters where an operation is called: to look is slow."""
         return True
 
-    def given(self, frame: FrameType, operation: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def given(self, call: CallSites, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Returns the arguments with which it is called."""
         return args
 
-    def at(self, frame: FrameType, operation: str, found: Tensor, args: tuple[Any, ...]) -> Any:
+    def at(self, call: CallSites, found: Tensor, args: tuple[Any, ...]) -> Any:
         """Returns what stands in place of what it gave."""
         raise NotImplementedError
 
 
 class Traced(_AtSites):
-    """Collects the sites of a run, in their order."""
+    """Collects the calls of a run, in their order."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.sites: dict[Site, None] = {}
+        self.calls: dict[CallSites, None] = {}
         self.uses: dict[tuple[Site, Site], None] = {}
         """Where the gradient is stopped, and an operation that is given what comes of it."""
         self._of_tensors: set[Site] = set()
         self._stopped: dict[int, tuple[Site, Tensor]] = {}
 
-    def at(self, frame: FrameType, operation: str, found: Tensor, args: tuple[Any, ...]) -> Any:
-        site = _site(frame, operation)
-        self.sites[site] = None
+    def at(self, call: CallSites, found: Tensor, args: tuple[Any, ...]) -> Any:
+        self.calls[call] = None
         if len(args) < 2 or isinstance(args[1], Tensor):
-            self._of_tensors |= {site, (*site[:3], None)}
+            self._of_tensors.update(call)
         for arg in args:
             if id(arg) in self._stopped:
-                self.uses[self._stopped[id(arg)][0], site] = None
-        if operation == "detach":
-            self._stopped[id(found)] = site, found  # kept, or its number would be given again
+                self.uses[self._stopped[id(arg)][0], call.expression] = None
+        if call.expression.operation == "detach":
+            self._stopped[id(found)] = call.expression, found  # kept, or its number would be given again
         return found
+
+    def of_kind(self, operation: str) -> list[Site]:
+        """Returns the expressions that call one kind of operation."""
+        own = (call.expression for call in self.calls if call.expression.operation == operation)
+        return list(dict.fromkeys(own))
+
+    @property
+    def sites(self) -> list[Site]:
+        """Each expression, and after these each statement that has several of one kind."""
+        statements: dict[Site, dict[Site, None]] = {}
+        for expression, statement in self.calls:
+            statements.setdefault(statement, {})[expression] = None
+        found = ([*each, *[statement] * (len(each) > 1)] for statement, each in statements.items())
+        return list(dict.fromkeys(site for sites in found for site in sites))
 
     def takes_number(self, site: Site) -> bool:
         """Returns whether one of two arguments is always a number. Torch calls ``2 * x`` as it
@@ -114,48 +151,90 @@ class Attached(_AtSites):
         self._sources: dict[int, tuple[Tensor, Tensor]] = {}
 
     def asks_about(self, operation: str) -> bool:
-        return operation in ("detach", self._use[2])
+        return operation in ("detach", self._use.operation)
 
-    def given(self, frame: FrameType, operation: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if not any(id(arg) in self._sources for arg in args) or _site(frame, operation) != self._use:
+    def given(self, call: CallSites, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if self._use != call.expression:
             return args
         return tuple(self._sources[id(arg)][1] if id(arg) in self._sources else arg for arg in args)
 
-    def at(self, frame: FrameType, operation: str, found: Tensor, args: tuple[Any, ...]) -> Any:
-        site = _site(frame, operation)
-        if site == self._stops:
+    def at(self, call: CallSites, found: Tensor, args: tuple[Any, ...]) -> Any:
+        if call.expression == self._stops:
             self._sources[id(found)] = found, args[0]
-        return args[0] if site == self._later else found
+        return args[0] if call.expression == self._later else found
 
 
 class Changed(_AtSites):
     """Changes what the operation at one site gives."""
 
-    def __init__(self, site: Site | None, change: Change) -> None:
+    def __init__(self, site: Site | None, rewrite: Rewrite) -> None:
         """Remembers the site, or None for every softmax of the whole vocabulary, and the change."""
         super().__init__()
-        self._site, self._change = site, change
+        self._site, self._rewrite = site, rewrite
 
     def asks_about(self, operation: str) -> bool:
-        return operation == ("log_softmax" if self._site is None else self._site[2])
+        return operation == ("log_softmax" if self._site is None else self._site.operation)
 
-    def at(self, frame: FrameType, operation: str, found: Tensor, args: tuple[Any, ...]) -> Any:
-        if self._site is not None:
-            file, line, _, span = self._site
-            if (file, line) != (frame.f_code.co_filename, frame.f_lineno) or span not in (None, _span(frame)):
-                return found
-        return self._change(found, args)
+    def at(self, call: CallSites, found: Tensor, args: tuple[Any, ...]) -> Any:
+        return self._rewrite(found, args) if self._site is None or self._site in call else found
 
 
-def _site(frame: FrameType, operation: str) -> Site:
-    return frame.f_code.co_filename, frame.f_lineno, operation, _span(frame)
+def _call(frame: FrameType, operation: str) -> CallSites:
+    while frame.f_back is not None and _passed_over(frame.f_code.co_filename):
+        frame = frame.f_back
+    return _call_at(frame.f_code, frame.f_lasti, operation)
 
 
-def _span(frame: FrameType) -> tuple[int, int] | None:
-    """Returns where the expression that a frame computes begins and ends, if it is on one line."""
-    positions = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
-    line, last, begin, end = positions
-    return None if begin is None or end is None or line != last else (begin, end)
+@lru_cache(4096)
+def _call_at(code: CodeType, instruction: int, operation: str) -> CallSites:
+    place = _Place(*next(islice(code.co_positions(), instruction // 2, None), (None,) * 4))
+    function = code.co_qualname.replace(".<locals>", "")
+    expression, statement = _code_at(code.co_filename, place)
+    file = Path(code.co_filename).name
+    return CallSites(Site(file, function, expression, operation), Site(file, function, statement, operation))
+
+
+class _Place(NamedTuple):
+    """What the interpreter knows of where an instruction comes from."""
+
+    line: int | None
+    last_line: int | None
+    begin: int | None
+    end: int | None
+
+    def is_in(self, node: ast.AST) -> bool:
+        if self.line is None or self.last_line is None or self.begin is None or self.end is None:
+            return False
+        begins = (node.lineno, node.col_offset) <= (self.line, self.begin)  # pyright: ignore
+        return begins and (self.last_line, self.end) <= (node.end_lineno, node.end_col_offset)  # pyright: ignore
+
+
+def _code_at(file: str, place: _Place) -> tuple[str, str]:
+    """Returns the expression at a place, and the statement that holds it; the line of both where
+    the code can't be read.
+    """
+    around = list(_around(_parsed(file), place))
+    if not around:
+        return f"line {place.line}", f"line {place.line}"
+    number = max(number for number, node in enumerate(around) if isinstance(node, ast.stmt))
+    if hasattr(around[number], "body") and number + 1 < len(around):
+        number += 1  # the code is in the head of a block, as in `if x.any():`
+    return ast.unparse(around[-1]), ast.unparse(around[number])
+
+
+def _around(node: ast.AST, place: _Place) -> Iterator[ast.AST]:
+    """Yields the statements and expressions in a node that hold a place, the outermost first."""
+    for child in ast.iter_child_nodes(node):
+        is_code = isinstance(child, ast.stmt | ast.expr)
+        if is_code and place.is_in(child):
+            yield child
+        if not is_code or place.is_in(child):
+            yield from _around(child, place)
+
+
+@lru_cache(64)
+def _parsed(file: str) -> ast.Module:
+    return ast.parse("".join(linecache.getlines(file)))
 
 
 _TORCH = str(Path(torch.__file__).parent)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a kernel returned on one problem, and whether a counterfactual explains it."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,8 +12,7 @@ from torch import Tensor
 from lossgate.cases.case import Case
 from lossgate.cases.kernel_noise import KernelNoise
 from lossgate.counterfactuals.counterfactual import REFUSED, Counterfactual
-from lossgate.counterfactuals.same import same
-from lossgate.counterfactuals.seams import RIGHT, Loss, Outputs, Seams
+from lossgate.counterfactuals.seams import RIGHT, Loss, Outputs, Seams, same
 from lossgate.counterfactuals.setting import Fields, Setting
 from lossgate.declaration.candidate import Candidate
 from lossgate.judge.ensemble import stages_of
@@ -202,10 +201,10 @@ class Observed:
         reference, predicted = self.case.oracle.reference, self.predicted(counterfactual)
         return frozenset(o for o in self.got if o not in predicted or not same(predicted[o], reference[o]))
 
-    def alike(self, one: Counterfactual, other: Counterfactual, outputs: Collection[Output]) -> bool:
-        """Returns whether two mistakes have one effect on some outputs."""
+    def alike(self, one: Counterfactual, other: Counterfactual) -> bool:
+        """Returns whether two mistakes have one effect on what was returned."""
         a, b = self.predicted(one), self.predicted(other)
-        return all(same(a[o], b[o]) for o in outputs if o in a and o in b)
+        return all(same(a[o], b[o]) for o in self.got if o in a and o in b)
 
 
 def _within(dtype: torch.dtype, exact: Tensor) -> Tensor:
@@ -220,3 +219,20 @@ def _unexplained(other: Tensor, result: Tensor, reference: Tensor) -> float:
         return 1.0
     left, whole = (float(torch.where(finite, result - x, 0.0).abs().max()) for x in (other, reference))
     return left / whole if whole else 1.0
+
+
+def scope_of(failing: Iterable[Observed]) -> frozenset[Output]:
+    """Returns the outputs that are wrong on some problem."""
+    return frozenset[Output]().union(*(one.wrong for one in failing))
+
+
+def layouts_of(seen: Iterable[Observed]) -> tuple[str, ...]:
+    """Returns the layouts of some problems, in their order."""
+    return tuple(dict.fromkeys(str(one.case.problem.layout) for one in seen))
+
+
+def plainness(observed: Observed) -> tuple[int, int]:
+    """Sorts problems with few options first, as a mistake may not be made with some: then small
+    ones.
+    """
+    return len(observed.setting.bound_spec.values), observed.setting.tokens

@@ -2,17 +2,17 @@
 """Mistakes that a kernel makes at some tokens alone, or everywhere but at some."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import Tensor
 
 from lossgate.counterfactuals.counterfactual import Counterfactual
-from lossgate.counterfactuals.same import same
 from lossgate.diagnosis.cause import Cause
+from lossgate.diagnosis.explanation import Explanation
 from lossgate.diagnosis.observed import Observed
-from lossgate.diagnosis.rows import visible_rows, wrong_rows
-from lossgate.diagnosis.traits import traits_of
-from lossgate.diagnosis.where import NOUNS, Rows, words_of
+from lossgate.diagnosis.traits import Traits, traits_of
+from lossgate.diagnosis.where import NOUNS, RowKinds, visible_rows, words_of, wrong_rows
 from lossgate.specs.outputs import Output
 
 _MOST = 0.6
@@ -26,90 +26,73 @@ _LEAST = 12
 """The fewest rows that must tell, over all problems."""
 
 
-@dataclass(frozen=True)
-class Partly:
-    """A mistake, and where it is made."""
-
-    counterfactual: Counterfactual
-    output: Output
-    """Whose rows show it."""
-    limits: str
-    """In words, at which rows it is made, or is not."""
-    unexplained: int
-    """The wrong rows that it does not explain."""
-    explained: tuple[Tensor, ...]
-    """What it predicts in the wrong rows that it explains, of each problem."""
-
-    @property
-    def level(self) -> bool:
-        """Sorts what explains all wrong rows first."""
-        return self.unexplained > 0
-
-    def like(self, other: "Partly") -> bool:
-        """Returns whether another has the same effect where it is made."""
-        pairs = zip(self.explained, other.explained, strict=True)
-        return self.output == other.output and all(a.shape == b.shape and same(a, b) for a, b in pairs)
-
-    @property
-    def cause(self) -> Cause:
-        words = self.counterfactual.words(words_of(self.output))
-        return Cause(name=self.counterfactual.name, words=f"{words}{self.limits}", todo=self.counterfactual.todo)
-
-
-def partly(failing: Sequence[Observed], bank: Iterable[Counterfactual]) -> list[Partly]:
+def partly(failing: Sequence[Observed], bank: Iterable[Counterfactual]) -> list[Explanation]:
     """Returns the mistakes that explain the rows of an output, but for rows that have something in
-    common.
+    common. Of several outputs one is enough: that of which most is explained.
 
     Args:
         failing: what a kernel returned on problems where it is wrong.
         bank: the mistakes, the plainest first.
     """
-    outputs = sorted({o for one in failing for o in one.wrong if o.dims and o.dims[0] in ("token", "vocab")}, key=str)
-    found = [one for output in outputs for one in _by_rows(output, failing, bank)]
-    return sorted(found, key=lambda one: (one.level, one.output.name, one.unexplained))
+    outputs = {o for one in failing for o in one.wrong if o.dims and o.dims[0] in ("token", "vocab")}
+    returned = {o for one in failing for o in one.case.result.outputs}
+    found = [_of_rows(_Wrong.of(o, failing), bank) for o in sorted(outputs & returned, key=lambda o: (o.name, str(o)))]
+    limited = min((each for each in found if each), key=lambda each: each[0].left, default=[])
+    return [replace(one, failing=failing) for one in limited]
 
 
-def _by_rows(output: Output, failing: Sequence[Observed], bank: Iterable[Counterfactual]) -> list[Partly]:
-    own = [one for one in failing if output in one.wrong and output in one.case.result.outputs]
-    wrong = [wrong_rows(one, output) for one in own]
-    tried = max(range(len(own)), key=lambda i: own[i].known)
-    largest = max(range(len(own)), key=lambda i: int(wrong[i].sum()))
-    traits: list[dict[str, Tensor]] = []
-    found: list[Partly] = []
-    for one in bank:
-        if int(wrong[tried].sum()) >= _SEVERAL and not _explained(one, output, own[tried], wrong[tried]):
-            continue
-        if _explained(one, output, own[largest], wrong[largest]) < _MOST * int(wrong[largest].sum()):
-            continue
-        if not traits:
-            traits = [dict(traits_of(observed.setting, output.dims[0])) for observed in own]
-        limited = _limited(one, output, own, wrong, traits)
-        if limited is not None:
-            found.append(limited)
-    return found
+@dataclass(frozen=True)
+class _Wrong:
+    """Where an output is wrong, in several problems."""
+
+    output: Output
+    failing: Sequence[Observed]
+    rows: Sequence[Tensor]
+    """``[rows]`` bool, a tensor for each problem."""
+
+    @classmethod
+    def of(cls, output: Output, failing: Sequence[Observed]) -> "_Wrong":
+        own = [one for one in failing if output in one.wrong and output in one.case.result.outputs]
+        return cls(output, own, [wrong_rows(one, output) for one in own])
+
+    @cached_property
+    def traits(self) -> Sequence[Traits]:
+        return [traits_of(one.setting, self.output.dims[0]) for one in self.failing]
+
+    def explained(self, number: int, one: Counterfactual) -> int:
+        """Returns how many wrong rows of a problem, by its number, a mistake explains."""
+        observed, output = self.failing[number], self.output
+        if not observed.says_something(one) or output not in observed.predicted(one):
+            return 0
+        return int((self.rows[number] & ~wrong_rows(observed, output, observed.predicted(one)[output])).sum())
+
+    def may_be(self, one: Counterfactual) -> bool:
+        """Returns whether a mistake explains enough of two problems: of that of which most is known
+        already, and of that with most wrong rows.
+        """
+        numbers, count = range(len(self.failing)), [int(rows.sum()) for rows in self.rows]
+        tried = max(numbers, key=lambda number: self.failing[number].known)
+        largest = max(numbers, key=count.__getitem__)
+        if count[tried] >= _SEVERAL and not self.explained(tried, one):
+            return False
+        return self.explained(largest, one) >= _MOST * count[largest]
 
 
-def _explained(one: Counterfactual, output: Output, observed: Observed, wrong: Tensor) -> int:
-    """Returns how many wrong rows of a problem a mistake explains."""
-    if not observed.says_something(one) or output not in observed.predicted(one):
-        return 0
-    return int((wrong & ~wrong_rows(observed, output, observed.predicted(one)[output])).sum())
+def _of_rows(wrong: _Wrong, bank: Iterable[Counterfactual]) -> list[Explanation]:
+    each = (_limited(one, wrong) for one in bank if wrong.may_be(one))
+    found = sorted((one for one in each if one is not None), key=lambda one: one[0])
+    return [one for _, one in found]
 
 
-def _limited(
-    one: Counterfactual,
-    output: Output,
-    seen: Sequence[Observed],
-    wrong: Sequence[Tensor],
-    traits: Sequence[dict[str, Tensor]],
-) -> Partly | None:
-    """Returns a mistake with the words that say where it is made; None if it does not explain the
-    rows.
+def _limited(one: Counterfactual, wrong: _Wrong) -> tuple[int, Explanation] | None:
+    """Returns how many wrong rows a mistake leaves unexplained, and that it is made at the others
+    alone; None if it does not explain the rows.
     """
     made: list[Tensor] = []
     neither: list[Tensor] = []
     spared: list[Tensor] = []
-    for observed, bad in zip(seen, wrong, strict=True):
+    output = wrong.output
+    for observed, bad in zip(wrong.failing, wrong.rows, strict=True):
         if not observed.says_something(one) or output not in observed.predicted(one):
             return None
         other = observed.predicted(one)[output]
@@ -118,16 +101,36 @@ def _limited(
         neither.append(bad & unlike)
         spared.append(~bad & unlike & (visible | (other != 0).flatten(1).any(1) if other.dim() > 1 else visible))
     counts = [sum(int(x.sum()) for x in rows) for rows in (made, neither, spared)]
-    noun = NOUNS[output.dims[0]]
     if counts[0] < _LEAST or counts[0] < _MOST * (counts[0] + counts[1]):
         return None
-    explained = tuple(observed.predicted(one)[output][rows] for observed, rows in zip(seen, made, strict=True))
+    limits = _limits(wrong, made, neither, spared)
+    if not limits:
+        return None
+    cause = Cause(name=one.name, words=f"{one.words(words_of(output))}{limits}", todo=one.todo)
+    effect = [{output: o.predicted(one)[output][rows]} for o, rows in zip(wrong.failing, made, strict=True)]
+    left = (float(counts[1] > 0),)
+    found = Explanation(
+        cause=cause, failing=wrong.failing, left=left, effect=effect, partly=True, stands_for_others=True
+    )
+    return counts[1], found
+
+
+def _limits(wrong: _Wrong, made: Sequence[Tensor], neither: Sequence[Tensor], spared: Sequence[Tensor]) -> str:
+    """Returns in words at which rows a mistake is made, or is not; "" if nothing tells them.
+
+    Args:
+        wrong: where the output is wrong.
+        made: the wrong rows that it explains, of each problem, and so are the next two.
+        neither: those that it does not explain.
+        spared: the right rows that it would have spoilt.
+    """
+    count, left, kept = (sum(int(x.sum()) for x in rows) for rows in (made, neither, spared))
+    noun, traits = NOUNS[wrong.output.dims[0]], wrong.traits
+    if not left and kept >= _LEAST and (trait := RowKinds(made, spared, traits).common()) is not None:
+        return f", at {noun} {trait} alone"
     exceptions = [one | other for one, other in zip(neither, spared, strict=True)]
-    if not counts[1] and counts[2] >= _LEAST and (trait := Rows(made, spared, traits).common()) is not None:
-        return Partly(one, output, f", at {noun} {trait} alone", 0, explained)
-    if counts[1] + counts[2] and (best := Rows(exceptions, made, traits).best()) is not None:
+    if left + kept and (best := RowKinds(exceptions, made, traits).best()) is not None:
         trait, as_well = best
-        if as_well <= _FEW * counts[0]:
-            limits = f", except at {'some ' * (as_well > 0)}{noun} {trait}"
-            return Partly(one, output, limits, counts[1], explained)
-    return None
+        if as_well <= _FEW * count:
+            return f", except at {'some ' * (as_well > 0)}{noun} {trait}"
+    return ""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lossgate.base.layout import Axis
-from lossgate.counterfactuals.edges import edges, last_trained, piece_ends, rank_ends, sequence_ends_on_ranks
+from lossgate.counterfactuals.batch_parts import edges, last_trained, piece_ends, rank_ends, sequence_ends_on_ranks
 from lossgate.counterfactuals.setting import Setting
 from lossgate.problems.partition import VocabShard
 from lossgate.specs.record import fields_of

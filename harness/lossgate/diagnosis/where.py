@@ -11,22 +11,27 @@ from torch import Tensor
 
 from lossgate.base.spelling import in_a_row
 from lossgate.diagnosis.observed import Observed
-from lossgate.diagnosis.rows import visible_rows, wrong_rows
 from lossgate.diagnosis.traits import traits_of
+from lossgate.numerics.float_formats import float_format_of
 from lossgate.specs.outputs import Output
 
 NOUNS: Mapping[str, str] = {"token": "tokens", "vocab": "rows of the vocabulary", "sequence": "sequences"}
 """What the rows of a dim are called."""
 _NEARLY_ALL = 0.9
-"""Rows that are wrong on so large a share are said to be wrong as a whole."""
+"""RowKinds that are wrong on so large a share are said to be wrong as a whole."""
 _SEEN = 0.01
 """A factor that is nearer to 1 says nothing."""
 _TELLS = 0.7
 """What is shared by more rows than this share tells little of them."""
+_OFF = 8.0
+"""So many times its noise off, a row is wrong. This tells where a disagreement lies, not whether
+there is one."""
+_FLOOR = 1e-6
+"""The noise of a row that has none, relative to the largest entry of the output."""
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowKinds:
     """Two kinds of rows of an output in several problems, and what there is to tell them apart."""
 
     these: Sequence[Tensor]
@@ -83,13 +88,13 @@ def _of_output(output: Output, seen: Sequence[Observed]) -> Iterator[str]:
         return
     common = f"{what} {bad} of {bad + good} {noun}"
     traits = [traits_of(one.setting, output.dims[0]) for one in own]
-    rows, others = Rows(wrong, right, traits), Rows(wrong, [~rows for rows in wrong], traits)
+    rows, others = RowKinds(wrong, right, traits), RowKinds(wrong, [~rows for rows in wrong], traits)
     if (trait := others.common() or rows.common()) is not None:
         yield f"{what} {noun} {trait}, {bad} of {bad + good}, and at no others{_ratio(output, own, wrong)}"
     elif (best := rows.best()) is not None:
         trait, spared = best
         yield f"{common}, only at {noun} {trait}, of which {spared} are right{_ratio(output, own, wrong)}"
-    elif (inverse := Rows(right, wrong, traits).best()) is not None:
+    elif (inverse := RowKinds(right, wrong, traits).best()) is not None:
         trait, spared = inverse
         yield f"{common}; those that are right are {noun} {trait}{_ratio(output, own, wrong)}"
     else:
@@ -130,3 +135,34 @@ def words_of_several(outputs: Collection[Output]) -> str:
 
 def _count(rows: Iterable[Tensor]) -> int:
     return sum(int(one.sum()) for one in rows)
+
+
+def wrong_rows(observed: Observed, output: Output, other: Tensor | None = None) -> Tensor:
+    """Returns which rows of an output differ from what they should be, ``[rows]`` bool.
+
+    Args:
+        observed: what the kernel returned.
+        output: one with dims; rows are those of its first.
+        other: what it should be; by default the reference.
+    """
+    case, got = observed.case, observed.got[output]
+    reference = case.oracle.reference[output]
+    expected = reference if other is None else other
+    difference = torch.where(got == expected, 0.0, got - expected).nan_to_num(nan=torch.inf)
+    unit = float_format_of(case.result.dtypes.get(output, torch.float32)).unit
+    runs = case.oracle.deviations[output].nan_to_num(0.0, 0.0, 0.0)
+    largest, was = _largest(expected), _largest(reference)
+    noise = _largest(runs.transpose(0, 1)) * (largest / was.clamp(min=1e-300)).clamp(min=1.0, max=1e3)
+    floor = _FLOOR * float(was.max()) if len(was) else 0.0
+    wrong = _largest(difference) > _OFF * (noise + unit * largest) + floor
+    compared = case.oracle.compared(output)
+    return wrong if compared is None else wrong & compared
+
+
+def visible_rows(observed: Observed, output: Output) -> Tensor:
+    """Returns which rows of the reference are not 0, ``[rows]`` bool."""
+    return _largest(observed.case.oracle.reference[output]) > 0
+
+
+def _largest(x: Tensor) -> Tensor:
+    return x.abs().nan_to_num(0.0, 0.0, 0.0).flatten(1).amax(1) if x.dim() > 1 else x.abs().nan_to_num(0.0, 0.0, 0.0)

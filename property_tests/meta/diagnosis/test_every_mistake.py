@@ -12,7 +12,7 @@ from lossgate import Candidate, Layout
 from lossgate.cases.placement import PlacedProblem
 from lossgate.counterfactuals.bank import counterfactuals_of
 from lossgate.counterfactuals.counterfactual import Counterfactual
-from lossgate.counterfactuals.same import same
+from lossgate.counterfactuals.seams import same
 from lossgate.counterfactuals.setting import Setting
 from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.cell import Cell

@@ -3,6 +3,7 @@
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.placement import PlacedProblem, sample_problems
 from lossgate.counterfactuals.bank import FAMILIES, counterfactuals_of
 from lossgate.counterfactuals.counterfactual import Counterfactual
+from lossgate.counterfactuals.families.loss_terms import terms
 from lossgate.counterfactuals.families.operations import operations
 from lossgate.counterfactuals.families.rounded import rounded
-from lossgate.counterfactuals.families.terms import terms
-from lossgate.counterfactuals.same import same
+from lossgate.counterfactuals.seams import same
 from lossgate.counterfactuals.setting import Setting
+from lossgate.counterfactuals.sites import Site, Traced
 from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.run_cell import run_cell
@@ -141,12 +143,49 @@ def test_a_spec_without_terms_has_none() -> None:
     assert [*terms(setting)] == []
 
 
-def test_operations_are_named_by_the_line_of_the_reference() -> None:
-    found = {one.name.split(" ", 1)[1]: one for s in settings("value", "values", "single", 40) for one in operations(s)}
+def rewritten(one: Counterfactual) -> str:
+    """Returns an operation of a reference and how it is done otherwise, without its code."""
+    return one.name.rpartition("` ")[2]
+
+
+def test_operations_are_named_by_their_expression() -> None:
+    found = {rewritten(one): one for s in settings("value", "values", "single", 40) for one in operations(s)}
     one = found["clamp: left out in backward"]
-    assert "`clipped = torch.clamp(values, old_values - options.cliprange" in one.sentence
-    assert "(value.py, line " in one.sentence
+    assert "`torch.clamp(values, old_values - options.cliprange, old_values + options.cliprange)`" in one.sentence
+    assert "(in value_loss, value.py)" in one.sentence
     assert {str(o) for o in changed(one, settings("value", "values", "single", 40))} == {"grad of values"}
+
+
+def sites_of(source: str, file: Path) -> list[Site]:
+    """Returns the operations of a function ``loss`` of a tensor that a file holds."""
+    file.write_text(source)
+    names: dict[str, Any] = {}
+    exec(compile(source, str(file), "exec"), names)
+    with Traced() as traced:
+        names["loss"](torch.ones(2, requires_grad=True))
+    return traced.sites
+
+
+def test_a_comment_or_another_layout_of_the_lines_names_no_other_operation(tmp_path: Path) -> None:
+    plain = "def loss(x):\n    y = x * 2 + x.detach() * 3\n    if (y - 1).any():\n        y = -y\n    return y.sum()\n"
+    edited = (
+        '"""Says what it is."""\n\n\ndef loss(x):\n    # A reason.\n    y = (\n        x * 2  # twice\n'
+        "        + x.detach()\n        * 3\n    )\n\n    if (y - 1).any():\n        y = -y\n    return y.sum()\n"
+    )
+    (tmp_path / "edited").mkdir()
+    found = sites_of(plain, tmp_path / "mine.py")
+    assert found == sites_of(edited, tmp_path / "edited/mine.py")
+    assert Site("mine.py", "loss", "x * 2 + x.detach() * 3", "add") in found
+    assert Site("mine.py", "loss", "y = x * 2 + x.detach() * 3", "mul") in found  # both of the statement
+    assert Site("mine.py", "loss", "y - 1", "sub") in found
+
+
+def test_code_that_can_not_be_read_is_named_by_its_line() -> None:
+    names: dict[str, Any] = {}
+    exec(compile("def loss(x):\n    return x * 2\n", "<made>", "exec"), names)
+    with Traced() as traced:
+        names["loss"](torch.ones(2))
+    assert traced.sites == [Site("<made>", "loss", "line 2", "mul")]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +199,7 @@ def test_operations_are_named_by_the_line_of_the_reference() -> None:
 )
 def test_operations_on_logits_are_done_otherwise(spec: str, what: str, outputs: set[str]) -> None:
     asked = settings(spec, "logits", "single", 100)
-    found = {one.name.split(" ", 1)[1]: one for s in asked for one in operations(s)}
+    found = {rewritten(one): one for s in asked for one in operations(s)}
     assert {str(o) for o in changed(found[what], asked)} == outputs
 
 
@@ -222,7 +261,7 @@ def test_a_number_is_not_called_the_second_factor() -> None:
 def test_padding_counts_only_where_there_is_some() -> None:
     bank = counterfactuals_of(SPECS["nll"], "logits")
     one, without = bank["mask ignored, padding too"], bank["mask ignored"]
-    assert one.made_of == (without,)
+    assert [each.name for each in one.made_of] == [without.name]
     asked = settings("nll", "logits", "cp=2", 12) + settings("nll", "logits", "single", 6)
     padded = [s for s in asked if s.partition.tokens > sum(s.lengths)]
     assert 0 < len(padded) < len(asked)

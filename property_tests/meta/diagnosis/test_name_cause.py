@@ -4,12 +4,10 @@
 import re
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 
 import pytest
 import torch
 
-import dense_losses
 from kernel_bank.bugs import BUGS, bugs_of, cross_entropy_with, scale_gradient
 from kernel_bank.cross_entropy import STYLES
 from lossgate import Layout
@@ -20,7 +18,7 @@ from lossgate.counterfactuals.sites import Attached, Changed, Site, Traced
 from lossgate.declaration.candidate import Candidate
 from lossgate.dense_candidates import dense_candidate
 from lossgate.diagnosis.cause import Cause, Diagnosis
-from lossgate.diagnosis.mixed import mixed_in
+from lossgate.diagnosis.fitted_numbers import mixed_in
 from lossgate.diagnosis.name_cause import name_cause
 from lossgate.diagnosis.observed import Observed
 from lossgate.engine.cell import Cell, CellResult, Verdict
@@ -214,26 +212,24 @@ def test_what_fails_where_nothing_is_trained_is_asked_there() -> None:
 @pytest.mark.slow
 def test_a_gradient_that_is_stopped_in_one_use_alone_is_named() -> None:
     right = dense_candidate(SPECS["clipped_pg"], "logprobs")
-    file = Path(dense_losses.__file__).with_name("clipped_pg.py")
-    lines = file.read_text().splitlines()
-    stops = next(n for n, text in enumerate(lines, 1) if "logprobs.detach() if o.force" in text)
-    traced: dict[tuple[Site, Site], None] = {}
+    own = Site("clipped_pg.py", "clipped_pg", "logprobs.detach()", "detach")
+    use = Site("clipped_pg.py", "_policy_weights", "p - g", "sub")
+    later = Site("importance.py", "importance_weights", "select(mask, x).detach()", "detach")
+    attached: list[bool] = []
 
     def with_weight(inputs, options, mesh):
         with Traced() as found:
             right.kernel(inputs, options, mesh)
-        later = next((site for site in found.sites if site[2] == "detach" and "importance" in site[0]), None)
-        use = next((use for own, use in found.uses if own[1] == stops and "p - g" in lines[use[1] - 1]), None)
-        if use is None or later is None:
+        if (own, use) not in found.uses or later not in found.of_kind("detach"):
             return right.kernel(inputs, options, mesh)
-        own = next(own for own, other in found.uses if other == use)
-        traced[own, use] = None
+        attached.append(True)
         with Attached(own, use, later):
             return right.kernel(inputs, options, mesh)
 
     found = diagnosed(replace(right, kernel=with_weight, name="with_weight"), "single")
-    assert len(traced) == 1
-    assert names(found)[0].startswith(f"clipped_pg:{stops} detach: not in clipped_pg:")
+    assert attached
+    begin = "clipped_pg.clipped_pg `logprobs.detach()` detach: not in clipped_pg._policy_weights `p - g` sub"
+    assert names(found)[0].startswith(begin)
 
 
 @pytest.mark.slow
@@ -275,15 +271,14 @@ def test_without_its_counterfactual_a_bug_has_no_name() -> None:
 @pytest.mark.slow
 def test_a_mistake_in_two_places_is_said_only_if_both_show() -> None:
     right = dense_candidate(SPECS["grpo"], "logprobs")
-    file = Path(dense_losses.__file__).with_name("grpo.py")
-    line = next(n for n, text in enumerate(file.read_text().splitlines(), 1) if "ratio.detach()" in text)
+    site = Site("grpo.py", "policy_loss", "ratio.detach()", "detach")
 
     def with_gradient(inputs, options, mesh):
-        with Changed((str(file), line, "detach", None), lambda found, args: args[0]):
+        with Changed(site, lambda found, args: args[0]):
             return right.kernel(inputs, options, mesh)
 
     candidate = replace(right, kernel=with_gradient, name="with_gradient")
-    name = f"grpo:{line} detach: the gradient is not stopped"
+    name = "grpo.policy_loss `ratio.detach()` detach: the gradient is not stopped"
     first = next(case.problem for case in verified(candidate, "single").cases if not case.agrees)
     world = make_world("simulated", Layout())
     cell = Cell(candidate, Layout(), "float32")
@@ -324,7 +319,7 @@ def test_what_is_too_large_for_a_dtype_is_infinite() -> None:
     world.close()
     loss = SPECS["nll"].output("loss")
     larger, smaller = (
-        mistake(f"times {x}", "it is", "factor", outputs=lambda s, outputs, x=x: {o: x * y for o, y in outputs.items()})
+        mistake(f"times {x}", "it is", outputs=lambda s, outputs, x=x: {o: x * y for o, y in outputs.items()})
         for x in (1e48, 1e20)
     )
     assert observed.got[loss].isinf()

@@ -94,8 +94,8 @@ def test_a_mistake_that_the_reference_refuses_says_nothing() -> None:
         raise ValueError("a weight above 1")
 
     (setting,) = settings("nll", "logits", count=1)
-    assert mistake("a name", "a sentence", "option", options=refuses).run(setting) is None
-    assert mistake("a name", "a sentence", "option", lambda s: False, fields=lambda s: {}).run(setting) is None
+    assert mistake("a name", "a sentence", options=refuses).run(setting) is None
+    assert mistake("a name", "a sentence", lambda s: False, fields=lambda s: {}).run(setting) is None
 
 
 def test_stages_between_logits_and_loss_are_opened_only_where_there_are_logits() -> None:

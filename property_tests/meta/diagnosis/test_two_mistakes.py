@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lossgate import ANY, Layout
 from lossgate.counterfactuals.bank import counterfactuals_of
-from lossgate.counterfactuals.both import both, each_in_its_own
 from lossgate.declaration.candidate import Candidate, candidate
 from lossgate.diagnosis.cause import Diagnosis
+from lossgate.diagnosis.two_mistakes import both, each_in_its_own
 from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings

@@ -13,7 +13,7 @@ from lossgate import Layout, Precision
 from lossgate.declaration.candidate import Candidate
 from lossgate.dense_candidates import dense_candidate
 from lossgate.diagnosis.cause import Diagnosis
-from lossgate.diagnosis.where import Rows
+from lossgate.diagnosis.where import RowKinds
 from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
@@ -149,6 +149,6 @@ def test_a_rare_disagreement_says_that_it_is_rare() -> None:
 )
 def test_traits_tell_rows_apart(these: list[bool], others: list[bool], common: str | None, best: Any) -> None:
     traits = {"first": torch.tensor([True, True, False, False]), "all": torch.ones(4, dtype=torch.bool)}
-    rows = Rows([torch.tensor(these)], [torch.tensor(others)], [traits])
+    rows = RowKinds([torch.tensor(these)], [torch.tensor(others)], [traits])
     assert rows.common() == common
     assert rows.best() == best

@@ -9,10 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lossgate.counterfactuals.batch_parts import fields_of_tokens, masks_of, named
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
 from lossgate.counterfactuals.seams import Part, with_gradient_of
 from lossgate.counterfactuals.setting import Fields, Setting
-from lossgate.counterfactuals.shares import masks_of
 from lossgate.specs.spec import Spec
 
 Chunks = list[list[Tensor]]
@@ -37,33 +37,29 @@ def chunks(spec: Spec, head: str) -> Iterator[Counterfactual]:
     if spec.reference is None or spec.trained_dim != "token":
         return
     for what, (sentence, parts) in in_chunks().items():
-        yield mistake(what, sentence, "chunk", knows_size, _ADVICE.get(what, ""), padding=True, parts=parts)
+        yield mistake(what, sentence, knows_size, _ADVICE.get(what, ""), padding=True, parts=parts)
     if head == "hidden":
         yield mistake(
             "hidden reduced in every chunk",
             "the whole gradient of hidden is summed over tp after every chunk: earlier chunks are summed again",
-            "chunk",
             lambda setting: knows_size(setting) and setting.size("tp") > 1,
             "sum it over tp once, after the last chunk",
             padding=True,
             leaves=_reduced_in_every_chunk,
         )
-    own = [name for name, dims in spec.fields.items() if dims == ("token",)]
-    for name in (*(("labels",) if head in ("hidden", "logits") else ()), "mask", *own):
+    for name in fields_of_tokens(spec, head):
         yield mistake(
             f"{name} of the first chunk",
-            f"every chunk takes {'the mask' if name == 'mask' else name} of the first chunk",
-            "chunk",
+            f"every chunk takes {named(name)} of the first chunk",
             knows_size,
-            f"cut {'the mask' if name == 'mask' else name} as you cut the tokens",
+            f"cut {named(name)} as you cut the tokens",
             padding=True,
             fields=partial(_of_first_chunk, name),
         )
         for by, way in ((1, "late"), (-1, "early")):
             yield mistake(
                 f"{name} one token {way} in each chunk",
-                f"{'the mask' if name == 'mask' else name} is shifted by one token within each chunk, one {way}",
-                "chunk",
+                f"{named(name)} is shifted by one token within each chunk, one {way}",
                 knows_size,
                 padding=True,
                 fields=partial(_rolled, name, by),

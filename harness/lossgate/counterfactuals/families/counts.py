@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts: taken of a part of the batch, one too many, of something else; and means of means."""
+"""Counts: taken of a part of the batch, one too many, of something else; means of means; and what
+is not a number where a count is 0.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,10 +12,13 @@ import torch
 from torch import Tensor
 
 from lossgate.base.layout import Axis
+from lossgate.counterfactuals.batch_parts import counts_of, rank_by_rank, reads_count
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
+from lossgate.counterfactuals.families.chunks import chunks_of, knows_size
 from lossgate.counterfactuals.families.sequence_sums import sums_sequences
+from lossgate.counterfactuals.seams import Outputs
 from lossgate.counterfactuals.setting import Fields, Setting
-from lossgate.counterfactuals.shares import counts_of, rank_by_rank, reads_count
+from lossgate.specs.outputs import Output
 from lossgate.specs.spec import Spec, trained_by_mask
 
 _AXES: tuple[tuple[Axis, ...], ...] = (("dp",), ("cp",), ("dp", "cp"))
@@ -36,7 +41,6 @@ def counts(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 f"{name} is that of all tokens of a rank{', padding too' * padding}",
                 f"in place of {name} the kernel takes the number of all tokens that each rank holds, "
                 f"{'padding included' if padding else 'without padding'}",
-                "count",
                 _Reads((name,)),
                 f"divide by {name} as it is given",
                 parts=partial(_by_held, name, padding),
@@ -74,7 +78,6 @@ def _local(names: tuple[str, ...], axes: tuple[Axis, ...]) -> Iterator[Counterfa
         yield mistake(
             f"{what} local over {'+'.join(axes)}{how and f', {how}'}",
             f"{what} is that of each rank's own part: it is not summed over {over}{also.format(over=over)}",
-            "count",
             partial(_differs, _Reads(names, axes)),
             f"sum {what} over {over} before you divide by it"
             + (f", and add up the parts of the loss over {over} without a mean" if how.startswith("mean") else ""),
@@ -111,7 +114,6 @@ def own_parts(spec: Spec, head: str) -> Iterator[Counterfactual]:
             f"parts of own tokens over {'+'.join(axes)}",
             f"what belongs to a whole sequence, its sums and counts, is taken from each rank's own tokens over {over}, "
             "and the results are added up",
-            "ranks",
             partial(_sums_over, axes),
             f"add up the sums and counts of each sequence over {over} before you compute anything else from them",
             parts=partial(_parts, axes=axes, names=(), how=""),
@@ -120,7 +122,6 @@ def own_parts(spec: Spec, head: str) -> Iterator[Counterfactual]:
             f"parts of own tokens over {'+'.join(axes)}, averaged",
             f"what belongs to a whole sequence, its sums and counts, is taken from each rank's own tokens over {over}, "
             "and the results are averaged",
-            "ranks",
             partial(_sums_over, axes),
             f"add up the sums and counts of each sequence over {over} before you compute anything else from them",
             parts=partial(_parts, axes=axes, names=(), how="mean"),
@@ -152,48 +153,62 @@ def _shares(setting: Setting, axes: tuple[Axis, ...], *, of_sequences: bool) -> 
 
 
 def _wrong(name: str, spec: Spec) -> Iterator[Counterfactual]:
-    def put(setting: Setting, other: Tensor) -> Fields:
-        return {name: torch.as_tensor(other).to(setting.fields[name])}
-
-    def of_tokens(setting: Setting) -> Fields:
-        return put(setting, torch.tensor(setting.tokens))
-
-    def of_padded(setting: Setting) -> Fields:
-        return put(setting, torch.tensor(setting.partition.tokens))
-
-    others = {
-        "one too many": lambda s: put(s, s.fields[name] + 1),
-        "one too few": lambda s: put(s, s.fields[name] - 1),
-        "left out": lambda s: put(s, torch.tensor(1)),
-        "twice": lambda s: put(s, s.fields[name] * 2),
-        "half": lambda s: put(s, s.fields[name] // 2),
-        "the number of all tokens": of_tokens,
-        "the number of all tokens and padding": of_padded,
-        "the number of sequences": lambda s: put(s, torch.tensor(len(s.lengths))),
-        "the number of tokens in mask": lambda s: put(s, s.fields["mask"].sum()),
-        "the number of labels in sequences that have one": lambda s: put(s, _labels(s)),
-    }
+    """Yields what may stand in place of a count."""
+    instead = dict(_INSTEAD)
     if spec.trained is trained_by_mask:
-        del others["the number of tokens in mask"]  # that is what valid_tokens counts
-    others |= {f"{other}": partial(_other_count, name, other) for other in spec.names_of_counts if other != name}
-    for what, change in others.items():
+        del instead["the number of tokens in mask"]  # that is what valid_tokens counts
+    instead |= {other: (other, partial(_other_count, other)) for other in spec.names_of_counts if other != name}
+    for what, (words, count) in instead.items():
         yield mistake(
             f"{name} is {what}",
-            f"in place of {name} the kernel takes {_words(what, name)}",
-            "count",
+            f"in place of {name} the kernel takes {words.format(name=name)}",
             _Reads((name,)),
             f"divide by {name} as it is given",
-            fields=change,
+            fields=partial(_put, name, count),
         )
     for of, (axes, least, change) in _ROUNDED.items():
         yield mistake(
             f"{name} rounded down to a multiple of {of}",
             f"{name} is rounded down to a multiple of {of}{f', but to {of} at least' * least}",
-            "count",
             _Reads((name,), axes),
             f"divide by {name} as it is given: `//` drops what is left over",
             fields=partial(_rounded, name, change),
         )
+
+
+Count = Callable[[Setting, Tensor], Tensor | int]
+"""Gets a count as it is given, and returns what is taken in its place."""
+
+
+def _put(name: str, count: Count, setting: Setting) -> Fields:
+    given = setting.fields[name]
+    return {name: torch.as_tensor(count(setting, given)).to(given)}
+
+
+def _other_count(other: str, setting: Setting, given: Tensor) -> Tensor:
+    return setting.fields[other]
+
+
+def _labels(setting: Setting, given: Tensor) -> Tensor:
+    return (torch.tensor(setting.lengths) - 1).clamp(min=0).sum()
+
+
+_INSTEAD: Mapping[str, tuple[str, Count]] = {
+    "one too many": ("{name} + 1", lambda s, count: count + 1),
+    "one too few": ("{name} - 1", lambda s, count: count - 1),
+    "left out": ("1: nothing is divided by it", lambda s, count: 1),
+    "twice": ("2 * {name}", lambda s, count: count * 2),
+    "half": ("{name} // 2", lambda s, count: count // 2),
+    "the number of all tokens": ("the number of all tokens", lambda s, count: s.tokens),
+    "the number of all tokens and padding": (
+        "the number of all tokens and padding",
+        lambda s, count: s.partition.tokens,
+    ),
+    "the number of sequences": ("the number of sequences", lambda s, count: len(s.lengths)),
+    "the number of tokens in mask": ("the number of tokens in mask", lambda s, count: s.fields["mask"].sum()),
+    "the number of labels in sequences that have one": ("the number of all labels, trained or not", _labels),
+}
+"""What may be taken for a count: in words, and the number."""
 
 
 def _rounded(name: str, change: Callable[[Tensor, int], Tensor], setting: Setting) -> Fields:
@@ -211,21 +226,75 @@ is one such multiple at least, and how it is computed of the count and the ranks
 """
 
 
-def _other_count(name: str, other: str, setting: Setting) -> Fields:
-    return {name: setting.fields[other]}
+def nothing_trained(spec: Spec, head: str) -> Iterator[Counterfactual]:
+    """Yields divisions by a count of 0."""
+    if spec.reference is None or spec.trained_dim != "token":
+        return
+    for what, lacks in _LACKS.items():
+        means = any(metric.reduction == "sum" for metric in spec.metrics.values())
+        for also, kinds in _ALSO.items():
+            if "metric" in kinds and not means:
+                continue
+            yield mistake(
+                f"0 / 0 where {what} has no trained token{also}",
+                f"a mean over {what} without a trained token is 0 / 0: the loss is not a number{also}",
+                partial(_has_none_trained, lacks, kinds),
+                "divide by at least 1",
+                outputs=partial(_not_a_number, kinds),
+            )
 
 
-def _labels(setting: Setting) -> Tensor:
-    lengths = torch.tensor(setting.lengths)
-    return (lengths - 1).clamp(min=0).sum()
+def _trains(setting: Setting) -> list[bool]:
+    mask = setting.fields["mask"]
+    return [bool(mask[own].any()) for own in setting.token_shards]
 
 
-def _words(what: str, name: str) -> str:
+def _lacks_sequence(setting: Setting) -> bool:
+    if not sums_sequences(setting):
+        return False
+    trained = setting.fields["sequence"][setting.fields["mask"]]
+    return len(trained.unique()) < len(setting.lengths)
+
+
+def _lacks_chunk(setting: Setting) -> bool:
+    if not knows_size(setting):
+        return False
+    setting = setting.with_padding  # a chunk of padding alone trains nothing either
+    mask = setting.fields["mask"]
+    return any(not bool(mask[chunk].any()) for rank in chunks_of(setting) for chunk in rank)
+
+
+_LACKS: Mapping[str, Callable[[Setting], bool]] = {
+    "the batch": lambda setting: float(setting.fields["valid_tokens"]) == 0.0,
+    "a rank": lambda setting: len(setting.token_shards) > 1 and not all(_trains(setting)),
+    "a sequence": _lacks_sequence,
+    "a chunk": _lacks_chunk,
+}
+"""Over what a mean is taken, and whether there is one without a trained token."""
+
+
+_ALSO: Mapping[str, tuple[str, ...]] = {
+    "": (),
+    ", and so are the gradients": ("gradient",),
+    ", and so are the metrics": ("metric",),
+    ", and so are the metrics and the gradients": ("metric", "gradient"),
+}
+"""What else is not a number: in words, and the kinds of outputs."""
+
+
+def _has_none_trained(lacks: Callable[[Setting], bool], kinds: tuple[str, ...], setting: Setting) -> bool:
+    if "metric" in kinds and not any(o.kind == "metric" and _is_mean(setting, o) for o in setting.returned):
+        return False
+    return lacks(setting)
+
+
+def _not_a_number(kinds: tuple[str, ...], setting: Setting, outputs: Outputs) -> Outputs:
     return {
-        "one too many": f"{name} + 1",
-        "one too few": f"{name} - 1",
-        "left out": "1: nothing is divided by it",
-        "twice": f"2 * {name}",
-        "half": f"{name} // 2",
-        "the number of labels in sequences that have one": "the number of all labels, trained or not",
-    }.get(what, what)
+        o: torch.full_like(x, torch.nan) if o.name == "loss" or (o.kind in kinds and _is_mean(setting, o)) else x
+        for o, x in outputs.items()
+    }
+
+
+def _is_mean(setting: Setting, output: Output) -> bool:
+    """Returns whether an output is added up over ranks, as means are, and not an extremum."""
+    return output.kind != "metric" or setting.spec.metrics[output.name].reduction == "sum"

@@ -35,7 +35,6 @@ def microbatches(spec: Spec, head: str) -> Iterator[Counterfactual]:
                         f"mean of {number} parts of {of}{weighed and f', by {weighed}'}",
                         f"each rank cuts its {of} into {number} parts, each is divided by its own trained tokens, and "
                         f"the parts are averaged{weighed and f', each weighed by its number of {weighed}'}",
-                        "chunk",
                         todo="divide every part by the number that is given, and add the parts up",
                         padding=True,
                         parts=partial(_mean_of_parts, number, cut, weight),
@@ -46,7 +45,6 @@ def microbatches(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 f"mean of micro-batches of {size} sequences{weighed and f', by {weighed}'}",
                 f"{size} sequences make a micro-batch, each rank divides its part by its own trained tokens, and "
                 f"micro-batches are averaged{weighed and f', each weighed by its number of {weighed}'}",
-                "chunk",
                 todo="divide every micro-batch by the number that is given, and add them up",
                 padding=True,
                 parts=partial(_mean_of_parts, size, _of_size, weight),
@@ -56,7 +54,6 @@ def microbatches(spec: Spec, head: str) -> Iterator[Counterfactual]:
             yield mistake(
                 f"{which} of micro-batches of {'one sequence' if size == 1 else f'{size} sequences'}",
                 f"{_made_of(size)} a micro-batch, and each rank {words}",
-                "chunk",
                 todo="add up all micro-batches, and set nothing to zero between them",
                 padding=True,
                 parts=partial(_of_some, size, kept),
@@ -64,7 +61,6 @@ def microbatches(spec: Spec, head: str) -> Iterator[Counterfactual]:
     yield mistake(
         "mean of the means of sequences that train a token",
         "each sequence is divided by its own trained tokens, and sequences that have some are averaged over the batch",
-        "chunk",
         todo="divide every sequence by the number that is given, and add them up",
         parts=_mean_of_trained_sequences,
     )
@@ -72,7 +68,6 @@ def microbatches(spec: Spec, head: str) -> Iterator[Counterfactual]:
         "mean of the means of each rank's sequences",
         "each sequence is divided by its own trained tokens, and each rank averages its sequences, empty ones too; the "
         "ranks are averaged",
-        "chunk",
         todo="divide every sequence by the number that is given, and add them up",
         padding=True,
         parts=_mean_of_sequences,

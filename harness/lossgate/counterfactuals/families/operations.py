@@ -2,12 +2,11 @@
 """Single operations of a reference: left out, turned round, cut off from the gradient.
 
 They come for every loss, also for one that declares nothing but its inputs. What operations there
-are is seen in a run. A mistake names the line of the reference that holds its operation.
+are is seen in a run. A mistake names the expression of the reference that it does otherwise.
 """
 
-import linecache
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -19,51 +18,41 @@ from torch import Tensor
 
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake, split
 from lossgate.counterfactuals.families.rounded import to_bfloat16
-from lossgate.counterfactuals.seams import RIGHT, Outputs, Seams, run, scaled_gradient, with_gradient_of
+from lossgate.counterfactuals.seams import Outputs, Reduced, Seams, run, scaled_gradient, with_gradient_of
 from lossgate.counterfactuals.setting import Fields, Setting
-from lossgate.counterfactuals.sites import Attached, Change, Changed, Site, Traced
+from lossgate.counterfactuals.sites import Attached, Changed, Rewrite, Site, Traced
 from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.token_values import TokenValues
 
+OPERATION = "operation"
+"""The kind of these mistakes."""
 _NOT_STOPPED = "the gradient is not stopped"
 
 
 def operations(setting: Setting) -> Iterator[Counterfactual]:
     """Yields the mistakes of each operation that the loss of a problem takes."""
-    if setting.spec.reference is None:
-        return
+    if setting.spec.reference is not None:
+        yield from (replace(one, kind=OPERATION) for one in _operations(setting))
+
+
+def _operations(setting: Setting) -> Iterator[Counterfactual]:
     traced = _traced(setting)
-    for site in _by_expression(traced.sites):
-        for what, change in {**_CHANGES.get(site[2], {}), **_ROUNDED.get(site[2], {})}.items():
-            yield _otherwise(site, _with_number(what) if traced.takes_number(site) else what, change)
-        if site[2] == "sub" and "logprobs" in setting.spec.uses:
+    for site in traced.sites:
+        for what, rewrite in {**_CHANGES.get(site.operation, {}), **_ROUNDED.get(site.operation, {})}.items():
+            yield _otherwise(site, _with_number(what) if traced.takes_number(site) else what, rewrite)
+        if site.operation == "sub" and "logprobs" in setting.spec.uses:
             for which, side in enumerate(("on the left", "on the right")):
                 yield mistake(
                     f"{_name(site)}: the policy's own log-probabilities {side}",
                     f"in {_code(site)} the policy's own log-probabilities, detached, stand {side} of the minus",
-                    "operation",
                     loss=partial(_with_policy, site, which),
                 )
-        for what, in_shards in _IN_SHARDS.items() if site[2] == "log_softmax" else ():
-            yield Counterfactual(
-                name=f"{_name(site)}: {what}",
-                sentence=f"in the softmax of {_code(site)} {what}",
-                kind="operation",
-                seams=RIGHT,
-                applies=split("tp"),
-                computed=partial(_in_shards, site, in_shards),
-            )
+        if site.operation == "log_softmax":
+            yield from _softmaxes(site)
     yield from _of_two_stops(traced)
     yield from _attached(traced)
-    if any(site[2] == "log_softmax" for site in traced.sites):
-        for what, in_shards in _IN_SHARDS.items():
-            yield Counterfactual(
-                name=f"every log_softmax: {what}",
-                sentence=f"in every softmax over the vocabulary {what}",
-                kind="operation",
-                seams=RIGHT,
-                computed=partial(_in_shards, None, in_shards),
-            )
+    if traced.of_kind("log_softmax"):
+        yield from _softmaxes(None)
 
 
 def stops(setting: Setting) -> Iterator[Counterfactual]:
@@ -71,23 +60,9 @@ def stops(setting: Setting) -> Iterator[Counterfactual]:
     if setting.spec.reference is None:
         return
     traced = _traced(setting)
-    yield from (_otherwise(site, _NOT_STOPPED, _first) for site in traced.sites if site[2] == "detach")
+    yield from map(_not_stopped, traced.of_kind("detach"))
     yield from _of_two_stops(traced)
     yield from _attached(traced)
-
-
-def _of_two_stops(traced: Traced) -> Iterator[Counterfactual]:
-    for one, other in combinations([site for site in traced.sites if site[2] == "detach"], 2):
-        if one[:2] != other[:2]:
-            yield replace(
-                mistake(
-                    f"{_place(one)} and {_place(other)} detach: neither stops it",
-                    f"the gradient is stopped neither in {_quoted(one)} nor in {_quoted(other)}",
-                    "operation",
-                    loss=partial(_loss_of_two, one, other, _first),
-                ),
-                made_of=tuple(_otherwise(site, _NOT_STOPPED, _first) for site in (one, other)),
-            )
 
 
 def _traced(setting: Setting) -> Traced:
@@ -95,6 +70,70 @@ def _traced(setting: Setting) -> Traced:
     with Traced() as traced:
         setting.bound_spec.loss(values, setting.fields)
     return traced
+
+
+def _softmaxes(site: Site | None) -> Iterator[Counterfactual]:
+    """Yields the mistakes of one softmax, or of every one over the vocabulary."""
+    name = "every log_softmax" if site is None else _name(site)
+    where = "every softmax over the vocabulary" if site is None else f"the softmax of {_code(site)}"
+    for what, in_shards in _IN_SHARDS.items():
+        yield Counterfactual(
+            name=f"{name}: {what}",
+            sentence=f"in {where} {what}",
+            applies=split("tp") if site is not None else lambda setting: True,
+            computed=partial(_in_shards, site, in_shards),
+        )
+
+
+def _of_two_stops(traced: Traced) -> Iterator[Counterfactual]:
+    """Yields two places at which the gradient is stopped in neither."""
+    for one, other in combinations(traced.of_kind("detach"), 2):
+        yield replace(
+            mistake(
+                f"{_name(one)} and {_name(other)}: neither stops it",
+                f"the gradient is stopped neither in {_code(one)} nor in {_code(other)}",
+                loss=partial(_loss_of_two, one, other),
+            ),
+            made_of=(_not_stopped(one), _not_stopped(other)),
+        )
+
+
+def _attached(traced: Traced) -> Iterator[Counterfactual]:
+    """Yields what has its gradient in one place alone, where it should have it in none."""
+    uses = Counter(own for own, _ in traced.uses)
+    for own, use in (pair for pair in traced.uses if uses[pair[0]] > 1):
+        alone = mistake(
+            f"{_name(own)}: not in {_name(use)}",
+            f"what is detached in {_code(own)} has its gradient in {_code(use)}",
+            loss=partial(_loss_attached, own, use, None),
+        )
+        yield alone
+        for later in (site for site in traced.of_kind("detach") if site != own):
+            both = mistake(
+                f"{alone.name} and {_name(later)}",
+                f"{alone.sentence}, and it is not stopped in {_code(later)} either",
+                loss=partial(_loss_attached, own, use, later),
+            )
+            yield replace(both, made_of=(alone, _not_stopped(later)))
+
+
+def _otherwise(site: Site, what: str, rewrite: Rewrite) -> Counterfactual:
+    """Returns the mistake of one operation."""
+    sentence = f"the kernel does {_code(site)} of the reference otherwise ({site.operation}: {what})"
+    return mistake(f"{_name(site)}: {what}", sentence, loss=partial(_loss, site, rewrite))
+
+
+def _not_stopped(site: Site) -> Counterfactual:
+    return _otherwise(site, _NOT_STOPPED, _first)
+
+
+def _name(site: Site) -> str:
+    return f"{Path(site.file).stem}.{site.function} `{site.code}` {site.operation}"
+
+
+def _code(site: Site) -> str:
+    """Returns the code of a site, and where it stands."""
+    return f"`{site.code}` (in {site.function}, {site.file})"
 
 
 def _with_number(what: str) -> str:
@@ -112,100 +151,32 @@ _NUMBERS: Mapping[str, str] = {
 }
 
 
-def _attached(traced: Traced) -> Iterator[Counterfactual]:
-    """Yields what has its gradient in one place alone, where it should have it in none."""
-    stops = [site for site in traced.sites if site[2] == "detach"]
-    uses = Counter(own for own, _ in traced.uses)
-    for own, use in (pair for pair in traced.uses if uses[pair[0]] > 1):
-        alone = mistake(
-            f"{_place(own)} detach: not in {_name(use)}",
-            f"what is detached in {_quoted(own)} has its gradient in {_code(use)}",
-            "operation",
-            loss=partial(_loss_attached, own, use, None),
-        )
-        yield alone
-        for later in (site for site in stops if site[:2] != own[:2]):
-            both = mistake(
-                f"{alone.name} and {_place(later)}",
-                f"{alone.sentence}, and it is not stopped in {_quoted(later)} either",
-                "operation",
-                loss=partial(_loss_attached, own, use, later),
-            )
-            yield replace(both, made_of=(alone, _otherwise(later, _NOT_STOPPED, _first)))
+def _loss(site: Site | None, rewrite: Rewrite, bound: BoundSpec, values: TokenValues, fields: Fields) -> Reduced:
+    with Changed(site, rewrite):
+        return bound.loss(values, fields)
+
+
+def _loss_of_two(one: Site, other: Site, bound: BoundSpec, values: TokenValues, fields: Fields) -> Reduced:
+    with Changed(one, _first), Changed(other, _first):
+        return bound.loss(values, fields)
 
 
 def _loss_attached(
     stops: Site, use: Site, later: Site | None, bound: BoundSpec, values: TokenValues, fields: Fields
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> Reduced:
     with Attached(stops, use, later):
         return bound.loss(values, fields)
 
 
-def _otherwise(site: Site, what: str, change: Change) -> Counterfactual:
-    """Returns the mistake of one operation."""
-    sentence = f"the kernel does {_code(site)} of the reference otherwise ({site[2]}: {what})"
-    return mistake(f"{_name(site)}: {what}", sentence, "operation", loss=partial(_loss, site, change))
-
-
-def _name(site: Site) -> str:
-    file, line, operation, span = site
-    return f"{Path(file).stem}:{line}{'' if span is None else f':{span[0]}'} {operation}"
-
-
-def _code(site: Site) -> str:
-    """Returns the expression of a site, and where it stands."""
-    file, line, _, span = site
-    whole = linecache.getline(file, line)
-    code = " ".join((whole if span is None else whole.encode()[slice(*span)].decode()).split())
-    return f"`{code}` ({Path(file).name}, line {line})"
-
-
-def _place(site: Site) -> str:
-    return f"{Path(site[0]).stem}:{site[1]}"
-
-
-def _quoted(site: Site) -> str:
-    """Returns the line of a site, and where it stands."""
-    return f"`{' '.join(linecache.getline(*site[:2]).split())}` ({Path(site[0]).name}, line {site[1]})"
-
-
-def _by_expression(sites: Collection[Site]) -> Iterator[Site]:
-    """Yields the sites: each expression for a kind of operation if a line has several, then each
-    line.
-    """
-    lines: dict[Site, list[Site]] = {}
-    for site in sites:
-        lines.setdefault((*site[:3], None), []).append(site)
-    for line, each in lines.items():
-        yield from (site for site in each if len(each) > 1 and site[3] is not None)
-        yield line
-
-
-def _loss(
-    site: Site | None, change: Change, bound: BoundSpec, values: TokenValues, fields: Fields
-) -> tuple[Tensor, dict[str, Tensor]]:
-    with Changed(site, change):
-        return bound.loss(values, fields)
-
-
-def _with_policy(
-    site: Site, which: int, bound: BoundSpec, values: TokenValues, fields: Fields
-) -> tuple[Tensor, dict[str, Tensor]]:
+def _with_policy(site: Site, which: int, bound: BoundSpec, values: TokenValues, fields: Fields) -> Reduced:
     policy = values.logprobs.detach()
 
-    def change(found: Tensor, args: tuple[Any, ...]) -> Tensor:
+    def rewrite(found: Tensor, args: tuple[Any, ...]) -> Tensor:
         sides = [_tensor(x, found) for x in args[:2]]
         sides[which] = policy if found.shape == policy.shape else sides[which]
         return sides[0] - sides[1]
 
-    return _loss(site, change, bound, values, fields)
-
-
-def _loss_of_two(
-    one: Site, other: Site, change: Change, bound: BoundSpec, values: TokenValues, fields: Fields
-) -> tuple[Tensor, dict[str, Tensor]]:
-    with Changed(one, change), Changed(other, change):
-        return bound.loss(values, fields)
+    return _loss(site, rewrite, bound, values, fields)
 
 
 InShards = Callable[[Tensor, Sequence[slice], float], Sequence[Tensor]]
@@ -216,11 +187,11 @@ the log-softmax of each rank's rows."""
 def _in_shards(site: Site | None, log_softmax: InShards, setting: Setting) -> Outputs:
     shards = [slice(shard.start, shard.end) for shard in setting.vocab_shards]
 
-    def change(found: Tensor, args: tuple[Any, ...]) -> Tensor:
+    def rewrite(found: Tensor, args: tuple[Any, ...]) -> Tensor:
         whole = found.shape[-1] == shards[-1].stop
         return torch.cat(list(log_softmax(args[0], shards, setting.temperature)), -1) if whole else found
 
-    return run(setting, Seams(loss=partial(_loss, site, change)))
+    return run(setting, Seams(loss=partial(_loss, site, rewrite)))
 
 
 def _own_normaliser(x: Tensor, shards: Sequence[slice], temperature: float) -> list[Tensor]:
@@ -236,20 +207,6 @@ def _gradient_of_own_rows(x: Tensor, shards: Sequence[slice], temperature: float
 def _gradient_summed_again(x: Tensor, shards: Sequence[slice], temperature: float) -> list[Tensor]:
     normaliser = scaled_gradient(x.logsumexp(-1, keepdim=True), len(shards))
     return [x[..., rows] - normaliser for rows in shards]
-
-
-def _mean_of_logs(found: Tensor, args: tuple[Any, ...]) -> Tensor:
-    """Returns the weighted mean of two log-distributions, which came with the logarithms of their
-    weights.
-    """
-    weights = [x.detach().logsumexp(-1, keepdim=True) for x in args[:2]]
-    return torch.stack([w.exp() * (x - w) for x, w in zip(args[:2], weights, strict=True)]).sum(0)
-
-
-def _weights_exchanged(found: Tensor, args: tuple[Any, ...]) -> Tensor:
-    """Returns the logarithm of a mixture of distributions, each with the weight of the other."""
-    one, other = (x.detach().logsumexp(-1, keepdim=True) for x in args[:2])
-    return torch.logaddexp(args[0] - one + other, args[1] - other + one)
 
 
 def _constant_normaliser(x: Tensor, shards: Sequence[slice], temperature: float) -> list[Tensor]:
@@ -296,25 +253,8 @@ def _without_divisor(found: Tensor, args: tuple[Any, ...]) -> Tensor:
     return _tensor(args[0], found) / _tensor(args[1], found).detach()
 
 
-def _kept(found: Tensor, args: tuple[Any, ...]) -> Tensor:
-    """Returns what ``where`` takes where its condition holds."""
-    return _tensor(args[1], found)
-
-
-def _cut(found: Tensor, args: tuple[Any, ...]) -> Tensor:
-    return found.detach()
-
-
 def _straight_through(found: Tensor, args: tuple[Any, ...]) -> Tensor:
     return with_gradient_of(found, _tensor(args[0], found))
-
-
-def _smaller(found: Tensor, args: tuple[Any, ...]) -> Tensor:
-    return torch.minimum(args[0], args[1])
-
-
-def _larger(found: Tensor, args: tuple[Any, ...]) -> Tensor:
-    return torch.maximum(args[0], args[1])
 
 
 def _weighted(of: Callable[..., Tensor], which: int, weight: float, found: Tensor, args: tuple[Any, ...]) -> Tensor:
@@ -322,32 +262,8 @@ def _weighted(of: Callable[..., Tensor], which: int, weight: float, found: Tenso
     return of(*(weight * x if i == which else x for i, x in enumerate(args[:2])))
 
 
-def _weights(of: Callable[..., Tensor]) -> Mapping[str, Change]:
-    return {
-        f"the {place} is {what}": partial(_weighted, of, which, weight)
-        for which, place in enumerate(("first", "second"))
-        for weight, what in ((2.0, "doubled"), (0.5, "halved"))
-    }
-
-
 def _slope_at_result(found: Tensor, args: tuple[Any, ...]) -> Tensor:
     return with_gradient_of(found, args[0] * (1 - found.tanh() ** 2).detach())
-
-
-def _times_argument(found: Tensor, args: tuple[Any, ...]) -> Tensor:
-    return found * args[0]
-
-
-def _of_turned_argument(found: Tensor, args: tuple[Any, ...]) -> Tensor:
-    return torch.nn.functional.logsigmoid(-args[0])
-
-
-def _other_way(found: Tensor, args: tuple[Any, ...]) -> Tensor:
-    return ~found
-
-
-def _turned(found: Tensor, args: tuple[Any, ...]) -> Tensor:
-    return -found
 
 
 def _signed(first: int, second: int, found: Tensor, args: tuple[Any, ...]) -> Tensor:
@@ -364,8 +280,18 @@ def _from_one(found: Tensor, args: tuple[Any, ...]) -> Tensor:
     return found
 
 
-def _rounded(found: Tensor, args: tuple[Any, ...]) -> Tensor:
-    return to_bfloat16(found)
+def _mean_of_logs(found: Tensor, args: tuple[Any, ...]) -> Tensor:
+    """Returns the weighted mean of two log-distributions, which came with the logarithms of their
+    weights.
+    """
+    weights = [x.detach().logsumexp(-1, keepdim=True) for x in args[:2]]
+    return torch.stack([w.exp() * (x - w) for x, w in zip(args[:2], weights, strict=True)]).sum(0)
+
+
+def _weights_exchanged(found: Tensor, args: tuple[Any, ...]) -> Tensor:
+    """Returns the logarithm of a mixture of distributions, each with the weight of the other."""
+    one, other = (x.detach().logsumexp(-1, keepdim=True) for x in args[:2])
+    return torch.logaddexp(args[0] - one + other, args[1] - other + one)
 
 
 def _in_bfloat16(of: Callable[..., Tensor], found: Tensor, args: tuple[Any, ...]) -> Tensor:
@@ -373,42 +299,44 @@ def _in_bfloat16(of: Callable[..., Tensor], found: Tensor, args: tuple[Any, ...]
     return to_bfloat16(of(*(to_bfloat16(_tensor(x, found)) for x in args[:2])))
 
 
-_RESULT = "its result is rounded to bfloat16"
-_ROUNDED: Mapping[str, Mapping[str, Change]] = {
-    **{name: {_RESULT: _rounded} for name in ("log", "exp", "sum", "log_softmax", "logsigmoid", "tanh", "pow")},
+_RESULT: Mapping[str, Rewrite] = {"its result is rounded to bfloat16": lambda found, args: to_bfloat16(found)}
+_ROUNDED: Mapping[str, Mapping[str, Rewrite]] = {
+    **dict.fromkeys(("log", "exp", "sum", "log_softmax", "logsigmoid", "tanh", "pow"), _RESULT),
     **{
-        name: {_RESULT: _rounded, "it is done in bfloat16": partial(_in_bfloat16, of)}
+        name: {**_RESULT, "it is done in bfloat16": partial(_in_bfloat16, of)}
         for name, of in (("add", torch.add), ("sub", torch.sub), ("mul", torch.mul), ("div", torch.div))
     },
 }
 """What rounds more than it should."""
-_NO_GRADIENT: Mapping[str, Change] = {"without its gradient": _cut}
-_CLAMP: Mapping[str, Change] = {
-    "left out": _first,
-    "left out in backward": _straight_through,
-    **_NO_GRADIENT,
-}
-_BOOL: Mapping[str, Change] = {"the second condition is left out": _first, "the first condition is left out": _second}
-_CHANGES: Mapping[str, Mapping[str, Change]] = {
+_NO_GRADIENT: Mapping[str, Rewrite] = {"without its gradient": lambda found, args: found.detach()}
+_LEFT_OUT: Mapping[str, Rewrite] = {"left out": _first, **_NO_GRADIENT}
+_BOOL: Mapping[str, Rewrite] = {"the second condition is left out": _first, "the first condition is left out": _second}
+
+
+def _of_two(taken: Callable[..., Tensor], other: str, instead: Callable[..., Tensor]) -> Mapping[str, Rewrite]:
+    """Returns what goes wrong with a maximum or a minimum."""
+    weighted = {
+        f"the {place} is {what}": partial(_weighted, taken, which, weight)
+        for which, place in enumerate(("first", "second"))
+        for weight, what in ((2.0, "doubled"), (0.5, "halved"))
+    }
+    return {
+        **weighted,
+        other: lambda found, args: instead(args[0], args[1]),
+        "always the first": _first,
+        "always the second": _second,
+        **_NO_GRADIENT,
+    }
+
+
+_CHANGES: Mapping[str, Mapping[str, Rewrite]] = {
     "and": _BOOL,
     "or": _BOOL,
-    "comparison": {"it is turned round": _other_way},
+    "comparison": {"it is turned round": lambda found, args: ~found},
     "detach": {_NOT_STOPPED: _first},
-    "clamp": _CLAMP,
-    "maximum": {
-        **_weights(torch.maximum),
-        "the smaller is taken": _smaller,
-        "always the first": _first,
-        "always the second": _second,
-        **_NO_GRADIENT,
-    },
-    "minimum": {
-        **_weights(torch.minimum),
-        "the larger is taken": _larger,
-        "always the first": _first,
-        "always the second": _second,
-        **_NO_GRADIENT,
-    },
+    "clamp": {**_LEFT_OUT, "left out in backward": _straight_through},
+    "maximum": _of_two(torch.maximum, "the smaller is taken", torch.minimum),
+    "minimum": _of_two(torch.minimum, "the larger is taken", torch.maximum),
     "neg": {"the sign is left out": _first},
     "mul": {
         "the second factor is left out": _first,
@@ -431,7 +359,7 @@ _CHANGES: Mapping[str, Mapping[str, Change]] = {
         **_NO_GRADIENT,
     },
     "sub": {
-        "the difference is turned round": _turned,
+        "the difference is turned round": lambda found, args: -found,
         "what is subtracted is left out": _first,
         "what is subtracted stands alone": partial(_signed, 0, -1),
         "what is subtracted is added": partial(_signed, 1, 1),
@@ -439,17 +367,19 @@ _CHANGES: Mapping[str, Mapping[str, Change]] = {
         **_NO_GRADIENT,
     },
     "tanh": {
-        "left out": _first,
-        "multiplied by its argument": _times_argument,
+        **_LEFT_OUT,
+        "multiplied by its argument": lambda found, args: found * args[0],
         "left out in backward": _straight_through,
         "backward takes its slope at the result": _slope_at_result,
+    },
+    "pow": _LEFT_OUT,
+    "log": _LEFT_OUT,
+    "logsigmoid": {
+        "its argument has the other sign": lambda found, args: torch.nn.functional.logsigmoid(-args[0]),
         **_NO_GRADIENT,
     },
-    "pow": {"left out": _first, **_NO_GRADIENT},
-    "log": {"left out": _first, **_NO_GRADIENT},
-    "logsigmoid": {"its argument has the other sign": _of_turned_argument, **_NO_GRADIENT},
-    "exp": {"left out": _first, **_NO_GRADIENT},
-    "where": {"the condition is ignored": _kept, **_NO_GRADIENT},
+    "exp": _LEFT_OUT,
+    "where": {"the condition is ignored": _second, **_NO_GRADIENT},
     "sum": _NO_GRADIENT,
     "logaddexp": {
         "log-probabilities are averaged, not probabilities": _mean_of_logs,

@@ -29,7 +29,6 @@ def rounded(setting: Setting) -> Iterator[Counterfactual]:
             yield mistake(
                 f"{name} rounded to bfloat16",
                 f"{name} is rounded to bfloat16",
-                "rounding",
                 todo=_LATER,
                 fields=partial(_field, name),
             )
@@ -40,7 +39,6 @@ def rounded(setting: Setting) -> Iterator[Counterfactual]:
                 yield mistake(
                     f"{name} rounded to bfloat16{words}",
                     f"{name} is rounded to bfloat16 before the loss is computed from it{words}",
-                    "rounding",
                     todo=_LATER,
                     values=partial(_value, name, gradient),
                 )
@@ -49,7 +47,6 @@ def rounded(setting: Setting) -> Iterator[Counterfactual]:
             yield mistake(
                 f"{what} rounded to bfloat16 for backward",
                 f"the {what} that backward uses is rounded to bfloat16",
-                "rounding",
                 todo="save it in float32, or compute it anew in backward",
                 logsumexp=partial(_saved_softmax, less_one_hot),
             )

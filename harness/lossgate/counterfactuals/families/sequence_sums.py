@@ -9,15 +9,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lossgate.counterfactuals.batch_parts import numbers_of_tokens, where_rows
 from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
-from lossgate.counterfactuals.seams import RIGHT, Outputs, Part, Seams, run, with_gradient_of
+from lossgate.counterfactuals.seams import Outputs, Part, Reduced, Seams, run, with_gradient_of
 from lossgate.counterfactuals.setting import Fields, Setting
-from lossgate.counterfactuals.shares import numbers_of_tokens
 from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.spec import Spec
 from lossgate.specs.token_values import TokenValues
-
-Metrics = dict[str, Tensor]
 
 
 def sequence_sums(spec: Spec, head: str) -> Iterator[Counterfactual]:
@@ -27,8 +25,6 @@ def sequence_sums(spec: Spec, head: str) -> Iterator[Counterfactual]:
     yield Counterfactual(
         name="sums over sequences reduced in forward alone",
         sentence="what is summed over cp for a sequence has the gradient of each rank's own tokens and loss alone",
-        kind="ranks",
-        seams=RIGHT,
         applies=_split_sums,
         todo="sum over cp in backward, too: an all-reduce whose backward is an all-reduce",
         computed=_in_forward_alone,
@@ -37,7 +33,6 @@ def sequence_sums(spec: Spec, head: str) -> Iterator[Counterfactual]:
         yield mistake(
             f"counts of sequences: {what}",
             f"the mean over a sequence divides by {words}",
-            "count",
             sums_sequences,
             todo="divide by the trained tokens of the sequence",
             loss=partial(_with_counts, counts),
@@ -46,36 +41,36 @@ def sequence_sums(spec: Spec, head: str) -> Iterator[Counterfactual]:
         yield Counterfactual(
             name=f"means of the parts of sequences over cp{which and f', the {which}alone'}",
             sentence=f"the {which}mean over a sequence is the mean of the means that ranks of cp have of their parts",
-            kind="ranks",
-            seams=RIGHT,
             applies=_split_sums if number is None else _several_split_sums,
             todo="sum numerator and count over cp, and divide afterwards",
             computed=partial(_means_of_parts, number),
         )
     for name in numbers_of_tokens(spec):
-        yield mistake(
-            f"{name} of each rank's own part",
-            f"what is summed of {name} over a sequence is each cp rank's own part: it is not summed over cp",
-            "ranks",
-            _split_sums,
-            todo="sum it over cp before you go on",
-            parts=partial(_own_alone, name),
-        )
-        yield mistake(
-            f"{name} summed over sequences where the mean belongs",
-            f"{name} is summed over a sequence where its mean belongs",
-            "count",
-            sums_sequences,
-            todo="divide it by the trained tokens of the sequence, too",
-            fields=partial(_times_count, name, 1),
-        )
-        yield mistake(
-            f"{name} averaged over sequences where the sum belongs",
-            f"{name} is averaged over a sequence where its sum belongs",
-            "count",
-            sums_sequences,
-            fields=partial(_times_count, name, -1),
-        )
+        yield from _of_field(name)
+
+
+def _of_field(name: str) -> Iterator[Counterfactual]:
+    """Yields the mistakes of what is summed of a field over a sequence."""
+    yield mistake(
+        f"{name} of each rank's own part",
+        f"what is summed of {name} over a sequence is each cp rank's own part: it is not summed over cp",
+        _split_sums,
+        todo="sum it over cp before you go on",
+        parts=partial(_own_alone, name),
+    )
+    yield mistake(
+        f"{name} summed over sequences where the mean belongs",
+        f"{name} is summed over a sequence where its mean belongs",
+        sums_sequences,
+        todo="divide it by the trained tokens of the sequence, too",
+        fields=partial(_times_count, name, 1),
+    )
+    yield mistake(
+        f"{name} averaged over sequences where the sum belongs",
+        f"{name} is averaged over a sequence where its sum belongs",
+        sums_sequences,
+        fields=partial(_times_count, name, -1),
+    )
 
 
 def sums_sequences(setting: Setting) -> bool:
@@ -85,7 +80,7 @@ def sums_sequences(setting: Setting) -> bool:
 
 def _sums_sequences(setting: Setting) -> bool:
     fields, values = setting.bound.batch.known, setting.bound.dense.token_values(setting.bound_spec)
-    sums = _Sums(fields["sequence"])
+    sums = _SequenceSums(fields["sequence"])
     with torch.no_grad(), sums:
         setting.bound_spec.loss(values, fields)
     return sums.found
@@ -111,7 +106,7 @@ def _sums_of_loss(setting: Setting) -> int:
         taken.append(sequences)
 
     loss_alone = setting.bound_spec.returning(())
-    with _Sums(setting.fields["sequence"], of_numbers=count):
+    with _SequenceSums(setting.fields["sequence"], of_numbers=count):
         loss_alone.loss(setting.bound.dense.token_values(loss_alone), setting.fields)
     return len(taken)
 
@@ -148,8 +143,8 @@ _COUNTS: Mapping[str, tuple[str, Counts]] = {
 """What a mean over a sequence may divide by: in words, and the number."""
 
 
-def _with_counts(counts: Counts, bound: BoundSpec, values: TokenValues, fields: Fields) -> tuple[Tensor, Metrics]:
-    with _Sums(fields["sequence"], of_counts=counts):
+def _with_counts(counts: Counts, bound: BoundSpec, values: TokenValues, fields: Fields) -> Reduced:
+    with _SequenceSums(fields["sequence"], of_counts=counts):
         return bound.loss(values, fields)
 
 
@@ -173,16 +168,16 @@ def _means_of_parts(which: int | None, setting: Setting) -> Outputs:
             means, count = means + of_part / counts.clamp(min=1) / cp, count + counts
         return means * count
 
-    def loss(bound: BoundSpec, values: TokenValues, fields: Fields) -> tuple[Tensor, Metrics]:
+    def loss(bound: BoundSpec, values: TokenValues, fields: Fields) -> Reduced:
         nonlocal taken
         taken = 0
-        with _Sums(fields["sequence"], of_numbers=of_parts):
+        with _SequenceSums(fields["sequence"], of_numbers=of_parts):
             return bound.loss(values, fields)
 
     return run(setting, Seams(loss=loss))
 
 
-class _Sums(TorchFunctionMode):
+class _SequenceSums(TorchFunctionMode):
     """Changes sums over sequences: those of bools, which are counts, and those of numbers."""
 
     def __init__(
@@ -233,14 +228,11 @@ class _Own:
         self._own = own
 
     def values(self, setting: Setting, values: TokenValues) -> TokenValues:
-        return values.replace(**{name: self._cut(x) for name, x in values.given.items()})
+        return values.replace(**{name: where_rows(self._own, x, x.detach()) for name, x in values.given.items()})
 
-    def loss(self, bound: BoundSpec, values: TokenValues, fields: Fields) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, bound: BoundSpec, values: TokenValues, fields: Fields) -> Reduced:
         with _CutSums(self._own, fields["sequence"]):
             return bound.loss(values, fields)
-
-    def _cut(self, x: Tensor) -> Tensor:
-        return torch.where(self._own.reshape(-1, *[1] * (x.dim() - 1)), x, x.detach())
 
 
 class _CutSums(TorchFunctionMode):

@@ -20,13 +20,12 @@ def tensor_parallel(spec: Spec, head: str) -> Iterator[Counterfactual]:
     """Yields the mistakes of reducing maxima, sums and gradients over tp."""
     if head not in ("hidden", "logits") or not {"logprobs", "logsumexp", "mean_logprob", "entropy"} & {*spec.uses}:
         return
-    yield from _over_tp()
+    yield from _OVER_TP
     if "mean_logprob" in spec.uses:
         for side in ("", " in backward"):
             yield mistake(
                 f"mean of the logits by the shard's rows{side}",
                 f"the mean of the logits is divided by the rows of each tp rank's vocabulary, not by all{side}",
-                "vocabulary",
                 split("tp"),
                 "divide by the size of the whole vocabulary",
                 mean=partial(_mean_by_shard, bool(side)),
@@ -37,7 +36,6 @@ def tensor_parallel(spec: Spec, head: str) -> Iterator[Counterfactual]:
             yield mistake(
                 f"softmax reduced over {'+'.join(axes)}, too",
                 f"the softmax is reduced over {over}, too, where ranks have other tokens",
-                "vocabulary",
                 split(*axes),
                 "reduce over the group of tp alone",
                 padding=True,
@@ -49,91 +47,12 @@ def tensor_parallel(spec: Spec, head: str) -> Iterator[Counterfactual]:
                     f"sum of exponentials reduced over {'+'.join(axes)}, too{which}",
                     f"the sum of exponentials alone is reduced over {over}, too, where ranks have other tokens, and "
                     f"backward rebuilds the softmax with it{which}",
-                    "vocabulary",
                     split(*axes),
                     "reduce over the group of tp alone",
                     padding=True,
                     logsumexp=partial(rebuilt, partial(_sums_over_others, axes, zeroed)),
                 )
     yield from _summed_again(spec)
-
-
-def _over_tp() -> Iterator[Counterfactual]:
-    tp = split("tp")
-
-    def largest_local(setting: Setting, z: Tensor) -> Tensor:
-        """Shifts each rank's sum by its own largest logit, and adds the sums up."""
-        parts = [z[:, s.start : s.end] for s in setting.vocab_shards if s.end > s.start]
-        return torch.stack([(part - largest_logit(part)).exp().sum(1) for part in parts]).sum(0).log()
-
-    def shifted_label(setting: Setting, z: Tensor) -> Tensor:
-        """Shifts the logit of the label by the largest of the rank that has it."""
-        shards = [s for s in setting.vocab_shards if s.end > s.start]
-        return picked_logit(
-            setting, torch.cat([z[:, s.start : s.end] - largest_logit(z[:, s.start : s.end]) for s in shards], 1)
-        )
-
-    yield mistake(
-        "largest logit not reduced over tp, nor for the label",
-        "each tp rank subtracts its own largest logit, and sums of different shifts are added up",
-        "vocabulary",
-        tp,
-        "take the largest logit over all tp ranks before you subtract it",
-        logsumexp=largest_local,
-        picked=shifted_label,
-    )
-    yield mistake(
-        "largest logit not reduced over tp",
-        "each tp rank shifts its sum of exponentials by its own largest logit, and the sums are added up as they are",
-        "vocabulary",
-        tp,
-        "take the largest logit over all tp ranks before the sum",
-        logsumexp=lambda s, z: largest_local(s, z) + largest_logit(z)[:, 0],
-    )
-    yield mistake(
-        "largest logit not reduced over tp, softmax rebuilt",
-        "each tp rank shifts its sum of exponentials by its own largest logit, the sums are added up as they are, and "
-        "backward rebuilds the softmax with that sum",
-        "vocabulary",
-        tp,
-        "take the largest logit over all tp ranks before the sum",
-        logsumexp=partial(rebuilt, lambda s, z: largest_local(s, z) + largest_logit(z)[:, 0]),
-    )
-    yield mistake(
-        "softmax of the label's rank alone in backward",
-        "the gradient of the logits has the softmax on the tp rank of the label alone",
-        "vocabulary",
-        tp,
-        "subtract the normaliser on every rank, and sum the label's logit alone",
-        logsumexp=_of_label_rank,
-    )
-    yield mistake(
-        "logsumexp counted by every tp rank",
-        "the sum of exponentials of the whole vocabulary is added up over tp once more: log(tp) too much",
-        "vocabulary",
-        tp,
-        logsumexp=lambda s, z: z.logsumexp(-1) + _log_tp(s),
-    )
-    yield mistake(
-        "logsumexp and softmax counted by every tp rank",
-        "the sum of exponentials of the whole vocabulary is added up over tp once more, and divides the softmax, too",
-        "vocabulary",
-        tp,
-        logsumexp=lambda s, z: with_gradient_of(z.logsumexp(-1) + _log_tp(s), z.logsumexp(-1) / s.size("tp")),
-    )
-
-    def own_softmax(setting: Setting, z: Tensor) -> Tensor:
-        """Gives backward the softmax of each rank's own columns."""
-        parts = [z[:, s.start : s.end] for s in setting.vocab_shards if s.end > s.start]
-        return with_gradient_of(z.logsumexp(-1), torch.stack([part.logsumexp(1) for part in parts]).sum(0))
-
-    yield mistake(
-        "softmax of the own columns in backward",
-        "backward takes the softmax over each tp rank's own columns, not over the whole vocabulary",
-        "vocabulary",
-        tp,
-        logsumexp=own_softmax,
-    )
 
 
 _STAGES = {
@@ -153,7 +72,6 @@ def _summed_again(spec: Spec) -> Iterator[Counterfactual]:
         yield mistake(
             f"gradient of {stage} times tp",
             f"the gradient of {words} is summed over tp once too often: it is tp times too large",
-            "vocabulary",
             split("tp"),
             "sum over tp in forward, and leave the gradient as it is in backward",
             **_at(stage, partial(_gradient_times, stage, 1)),
@@ -161,7 +79,6 @@ def _summed_again(spec: Spec) -> Iterator[Counterfactual]:
         yield mistake(
             f"gradient of {stage} divided by tp",
             f"the gradient of {words} is tp times too small",
-            "vocabulary",
             split("tp"),
             **_at(stage, partial(_gradient_times, stage, -1)),
         )
@@ -169,7 +86,6 @@ def _summed_again(spec: Spec) -> Iterator[Counterfactual]:
             yield mistake(
                 f"{stage} of the first tp rank alone has a gradient",
                 f"{words} has a gradient in the columns of the first tp rank alone",
-                "vocabulary",
                 split("tp"),
                 **_at(stage, partial(_gradient_of_first, stage)),
             )
@@ -250,5 +166,85 @@ def _of_label_rank(setting: Setting, z: Tensor) -> Tensor:
     return torch.where(own, z, z.detach()).logsumexp(-1)
 
 
+def _own_parts(setting: Setting, z: Tensor) -> list[Tensor]:
+    """Returns the columns of each rank."""
+    return [z[:, rows] for rows in setting.vocab_rows]
+
+
+def _sums_of_own_shift(setting: Setting, z: Tensor) -> Tensor:
+    """Shifts each rank's sum by its own largest logit, and adds the sums up."""
+    parts = ((part - largest_logit(part)).exp().sum(1) for part in _own_parts(setting, z))
+    return torch.stack([*parts]).sum(0).log()
+
+
+def _added_back(setting: Setting, z: Tensor) -> Tensor:
+    return _sums_of_own_shift(setting, z) + largest_logit(z)[:, 0]
+
+
+def _label_of_own_shift(setting: Setting, z: Tensor) -> Tensor:
+    """Shifts the logit of the label by the largest of the rank that has it."""
+    return picked_logit(setting, torch.cat([part - largest_logit(part) for part in _own_parts(setting, z)], 1))
+
+
+def _own_softmax(setting: Setting, z: Tensor) -> Tensor:
+    """Gives backward the softmax of each rank's own columns."""
+    own = torch.stack([part.logsumexp(1) for part in _own_parts(setting, z)]).sum(0)
+    return with_gradient_of(z.logsumexp(-1), own)
+
+
 def _log_tp(setting: Setting) -> Tensor:
     return torch.tensor(float(setting.size("tp")), dtype=torch.float64).log()
+
+
+_TP = split("tp")
+_OVER_TP = (
+    mistake(
+        "largest logit not reduced over tp, nor for the label",
+        "each tp rank subtracts its own largest logit, and sums of different shifts are added up",
+        _TP,
+        "take the largest logit over all tp ranks before you subtract it",
+        logsumexp=_sums_of_own_shift,
+        picked=_label_of_own_shift,
+    ),
+    mistake(
+        "largest logit not reduced over tp",
+        "each tp rank shifts its sum of exponentials by its own largest logit, and the sums are added up as they are",
+        _TP,
+        "take the largest logit over all tp ranks before the sum",
+        logsumexp=_added_back,
+    ),
+    mistake(
+        "largest logit not reduced over tp, softmax rebuilt",
+        "each tp rank shifts its sum of exponentials by its own largest logit, the sums are added up as they are, and "
+        "backward rebuilds the softmax with that sum",
+        _TP,
+        "take the largest logit over all tp ranks before the sum",
+        logsumexp=partial(rebuilt, _added_back),
+    ),
+    mistake(
+        "softmax of the label's rank alone in backward",
+        "the gradient of the logits has the softmax on the tp rank of the label alone",
+        _TP,
+        "subtract the normaliser on every rank, and sum the label's logit alone",
+        logsumexp=_of_label_rank,
+    ),
+    mistake(
+        "logsumexp counted by every tp rank",
+        "the sum of exponentials of the whole vocabulary is added up over tp once more: log(tp) too much",
+        _TP,
+        logsumexp=lambda s, z: z.logsumexp(-1) + _log_tp(s),
+    ),
+    mistake(
+        "logsumexp and softmax counted by every tp rank",
+        "the sum of exponentials of the whole vocabulary is added up over tp once more, and divides the softmax, too",
+        _TP,
+        logsumexp=lambda s, z: with_gradient_of(z.logsumexp(-1) + _log_tp(s), z.logsumexp(-1) / s.size("tp")),
+    ),
+    mistake(
+        "softmax of the own columns in backward",
+        "backward takes the softmax over each tp rank's own columns, not over the whole vocabulary",
+        _TP,
+        logsumexp=_own_softmax,
+    ),
+)
+"""Maxima and sums that are not reduced over tp, or too often."""

@@ -15,7 +15,6 @@ from lossgate.counterfactuals.families.softmax import picked_logit, rebuilt
 from lossgate.counterfactuals.seams import RIGHT_STAGES, with_gradient_of
 from lossgate.counterfactuals.setting import Setting
 from lossgate.specs.spec import Spec
-from lossgate.specs.token_values import TokenValues
 
 
 def vocabulary(spec: Spec, head: str) -> Iterator[Counterfactual]:
@@ -25,7 +24,6 @@ def vocabulary(spec: Spec, head: str) -> Iterator[Counterfactual]:
     yield mistake(
         "padding rows in the softmax",
         "the rows that fill up the vocabulary of a tp rank take part in the softmax",
-        "vocabulary",
         lambda setting: any(shard.padding for shard in setting.vocab_shards),
         "leave out rows from the end of the shard's own on, or set their logits to -inf",
         project=_with_padding_rows,
@@ -35,7 +33,6 @@ def vocabulary(spec: Spec, head: str) -> Iterator[Counterfactual]:
             yield mistake(
                 f"shard's start by its own width{where}",
                 f"the first row of a tp rank's vocabulary is taken to be its rank times its own number of rows{where}",
-                "vocabulary",
                 split("tp"),
                 "take the start of the shard as it is given: shards may differ in size",
                 picked=partial(_by_own_width, below_largest),
@@ -43,7 +40,6 @@ def vocabulary(spec: Spec, head: str) -> Iterator[Counterfactual]:
         yield mistake(
             "one-hot on the first row of other shards in backward",
             "in backward a tp rank without the label subtracts the one-hot entry from its own first row",
-            "vocabulary",
             split("tp"),
             "mask the one-hot entry on ranks that do not have the label",
             picked=_first_rows_too,
@@ -52,30 +48,18 @@ def vocabulary(spec: Spec, head: str) -> Iterator[Counterfactual]:
             yield mistake(
                 f"labels of other shards clamped{what}",
                 f"a tp rank without the label takes its own row nearest to it, and adds that logit, too{what}",
-                "vocabulary",
                 split("tp"),
                 "set the logit to 0 on ranks that do not have the label, before it is summed over tp",
                 picked=partial(_clamped, backward),
             )
-        yield from _label_edges()
+        yield from _LABEL_EDGES
         for what, (words, combine) in _TILES.items():
-            yield mistake(f"vocabulary tiles: {what}", words, "vocabulary", _has_tiles, logsumexp=combine)
+            yield mistake(f"vocabulary tiles: {what}", words, _has_tiles, logsumexp=combine)
             yield mistake(
                 f"vocabulary tiles: {what}, softmax rebuilt",
                 f"{words}, and backward rebuilds the softmax with that sum",
-                "vocabulary",
                 _has_tiles,
                 logsumexp=partial(rebuilt, combine),
-            )
-    for name in ("highest", "lowest"):
-        if name in spec.uses:
-            yield mistake(
-                f"{name} logit of the first tp rank",
-                f"the {name} logit is that of the first rank of tp alone: it is not reduced over tp",
-                "metric",
-                split("tp"),
-                f"take the {'max' if name == 'highest' else 'min'} over tp",
-                values=partial(_of_first_rank, name),
             )
 
 
@@ -89,10 +73,6 @@ def _with_padding_rows(setting: Setting, leaves: Mapping[str, Tensor]) -> Tensor
     more = setting.head.logits({**leaves, **rows})
     padding = [more[:, : shard.padding] for shard in setting.vocab_shards]
     return torch.cat([setting.head.logits(leaves), *padding], 1)
-
-
-def _rows(setting: Setting) -> list[slice]:
-    return [slice(shard.start, shard.end) for shard in setting.vocab_shards if shard.end > shard.start]
 
 
 def _by_own_width(below_largest: bool, setting: Setting, z: Tensor) -> Tensor:
@@ -109,7 +89,7 @@ def _by_own_width(below_largest: bool, setting: Setting, z: Tensor) -> Tensor:
 def _first_rows_too(setting: Setting, z: Tensor) -> Tensor:
     labels, picked = setting.fields["labels"], RIGHT_STAGES["picked"](setting, z)
     also = picked
-    for rows in _rows(setting):
+    for rows in setting.vocab_rows:
         has_label = (labels >= rows.start) & (labels < rows.stop)
         also = also + torch.where(has_label, 0.0, z[:, rows.start])
     return with_gradient_of(picked, also)
@@ -117,24 +97,19 @@ def _first_rows_too(setting: Setting, z: Tensor) -> Tensor:
 
 def _clamped(backward: bool, setting: Setting, z: Tensor) -> Tensor:
     labels, right = setting.fields["labels"][:, None], RIGHT_STAGES["picked"](setting, z)
-    own = [z.gather(-1, labels.clamp(rows.start, rows.stop - 1)).squeeze(-1) for rows in _rows(setting)]
+    own = [z.gather(-1, labels.clamp(rows.start, rows.stop - 1)).squeeze(-1) for rows in setting.vocab_rows]
     added = torch.stack(own).sum(0)
     return added if backward else with_gradient_of(added, right)
-
-
-def _of_first_rank(name: str, setting: Setting, values: TokenValues) -> TokenValues:
-    capped = setting.bound_spec.capped(setting.head.logits(setting.batch.leaves)).detach()[:, _rows(setting)[0]]
-    return values.replace(**{name: capped.amax(-1) if name == "highest" else capped.amin(-1)})
 
 
 def _has_tiles(setting: Setting) -> bool:
     """Returns whether the size of a tile of the vocabulary is known, and some rank has several."""
     sizes = setting.tiles.get("vocab", ())
-    return len(sizes) == 1 and any(rows.stop - rows.start > sizes[0] for rows in _rows(setting))
+    return len(sizes) == 1 and any(rows.stop - rows.start > sizes[0] for rows in setting.vocab_rows)
 
 
 def _tiles(setting: Setting, z: Tensor) -> list[list[Tensor]]:
-    return [list(z[:, rows].split(setting.tiles["vocab"][0], 1)) for rows in _rows(setting)]
+    return [list(z[:, rows].split(setting.tiles["vocab"][0], 1)) for rows in setting.vocab_rows]
 
 
 def _not_rescaled(setting: Setting, z: Tensor) -> Tensor:
@@ -182,50 +157,8 @@ _TILES = {
 """What goes wrong with tiles of the vocabulary: in words, and the logsumexp that comes of it."""
 
 
-def _label_edges() -> Iterator[Counterfactual]:
-    tp = split("tp")
-    for row in ("first", "last"):
-        for side in ("", " in backward"):
-            yield mistake(
-                f"label on a shard's {row} row lost{side}",
-                f"a label on the {row} row of a tp rank's vocabulary is not found{side}: its logit counts as 0",
-                "vocabulary",
-                tp,
-                "compare with start <= label < end of the shard",
-                picked=partial(_lost, row, bool(side)),
-            )
-    axes: tuple[Axis, ...] = ("dp", "cp")
-    for axis in axes:
-        yield mistake(
-            f"label found on the first rank of {axis} alone",
-            f"labels are found on the first rank of {axis} alone: on others the logit of the label counts as 0",
-            "vocabulary",
-            split("tp", axis),
-            "take the rank within the group of tp, not the global rank, for the rows that a rank has",
-            picked=partial(_found_on_first, axis),
-        )
-    yield mistake(
-        "label at the end of a shard found twice",
-        "a label on the first row of a tp rank's vocabulary is also taken by the rank before it, as its last row",
-        "vocabulary",
-        tp,
-        "compare with start <= label < end of the shard",
-        picked=_found_twice,
-    )
-    yield mistake(
-        "label at the end of a shard found twice, below the largest",
-        "a label on the first row of a tp rank's vocabulary is also taken by the rank before it, as its last row "
-        "(in logits from which the largest was subtracted)",
-        "vocabulary",
-        tp,
-        "compare with start <= label < end of the shard",
-        picked=partial(_found_twice, below_largest=True),
-    )
-
-
 def _found_on_first(axis: Axis, setting: Setting, z: Tensor) -> Tensor:
-    cp = setting.size("cp")
-    first = [own for rank, own in enumerate(setting.token_shards) if (rank // cp if axis == "dp" else rank % cp) == 0]
+    first = [own for own, at in zip(setting.token_shards, setting.coordinates, strict=True) if at[axis] == 0]
     return torch.where(setting.mask_of(torch.cat(first)), picked_logit(setting, z), 0.0)
 
 
@@ -245,3 +178,42 @@ def _found_twice(setting: Setting, z: Tensor, *, below_largest: bool = False) ->
     if below_largest:
         before = before - z.detach().amax(-1)
     return picked + torch.where(twice, before, 0.0)
+
+
+_COMPARE = "compare with start <= label < end of the shard"
+_TOKEN_AXES: tuple[Axis, ...] = ("dp", "cp")
+_LABEL_EDGES = (
+    *(
+        mistake(
+            f"label on a shard's {row} row lost{side}",
+            f"a label on the {row} row of a tp rank's vocabulary is not found{side}: its logit counts as 0",
+            split("tp"),
+            _COMPARE,
+            picked=partial(_lost, row, bool(side)),
+        )
+        for row in ("first", "last")
+        for side in ("", " in backward")
+    ),
+    *(
+        mistake(
+            f"label found on the first rank of {axis} alone",
+            f"labels are found on the first rank of {axis} alone: on others the logit of the label counts as 0",
+            split("tp", axis),
+            "take the rank within the group of tp, not the global rank, for the rows that a rank has",
+            picked=partial(_found_on_first, axis),
+        )
+        for axis in _TOKEN_AXES
+    ),
+    *(
+        mistake(
+            f"label at the end of a shard found twice{below and ', below the largest'}",
+            "a label on the first row of a tp rank's vocabulary is also taken by the rank before it, as its last row"
+            f"{below}",
+            split("tp"),
+            _COMPARE,
+            picked=partial(_found_twice, below_largest=bool(below)),
+        )
+        for below in ("", " (in logits from which the largest was subtracted)")
+    ),
+)
+"""Labels at the edges of shards."""

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,42 +22,30 @@ def pairs(spec: Spec, head: str) -> Iterator[Counterfactual]:
     if spec.reference is None or spec.group_size != 2:
         return
     of_sequences = head == "rewards"
-    if not of_sequences:
-        yield mistake(
-            "pairs as two halves",
-            "the first half of each rank's sequences is taken for the chosen ones, and the second for the rejected",
-            "pairs",
-            todo="take every second sequence: chosen and rejected ones come in turn",
-            fields=lambda setting: with_sequences_in(_halves(setting), setting),
-        )
-    else:
-        yield mistake(
-            "pairs as two halves",
-            "the first half of each rank's sequences is taken for the chosen ones, and the second for the rejected",
-            "pairs",
-            todo="take every second sequence: chosen and rejected ones come in turn",
-            values=lambda setting, values: values.replace(logprobs=values.logprobs[_halves(setting)]),
-        )
+    halves: dict[str, Any] = {"values": _values_in_halves} if of_sequences else {"fields": _fields_in_halves}
+    yield mistake(
+        "pairs as two halves",
+        "the first half of each rank's sequences is taken for the chosen ones, and the second for the rejected",
+        todo="take every second sequence: chosen and rejected ones come in turn",
+        **halves,
+    )
     for side, name in _SIDES.items():
         other = _SIDES[1 - side]
         yield mistake(
             f"{name} detached",
             f"{name} sequences have no gradient: {other} ones alone are trained",
-            "pairs",
             values=partial(_detached, side, of_sequences),
         )
         if of_sequences:
             yield mistake(
                 f"{name} as {other}",
                 f"{name} sequences stand in place of {other} ones, too",
-                "pairs",
                 values=partial(_both, side),
             )
         if head == "hidden":
             yield mistake(
                 f"weight of {name} alone",
                 f"the gradient of the lm-head is that of {name} sequences alone",
-                "pairs",
                 todo=f"add it to that of {other} sequences",
                 project=partial(_projected, side),
             )
@@ -70,6 +59,14 @@ def _halves(setting: Setting) -> Tensor:
         half = len(own) // 2
         found += [sequence for pair in zip(own[:half], own[half:], strict=True) for sequence in pair]
     return torch.tensor(found, dtype=torch.long)
+
+
+def _values_in_halves(setting: Setting, values: TokenValues) -> TokenValues:
+    return values.replace(logprobs=values.logprobs[_halves(setting)])
+
+
+def _fields_in_halves(setting: Setting) -> Fields:
+    return with_sequences_in(_halves(setting), setting)
 
 
 def with_sequences_in(order: Tensor, setting: Setting) -> Fields:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The term of a loss that an option weighs: a mistake in it alone.
+"""One term of a loss that is wrong, where the others are right: one that an option weighs, or one
+that a spec names in ``lossgate.Terms``.
 
-Without the term, the loss is what it is with a weight of 0. So the term is the difference, and a
-mistake in it alone is the right loss without it, plus the wrong loss less the wrong one without it.
+Without the term that an option weighs, the loss is what it is with a weight of 0. So the term is
+the difference, and a mistake in it alone is the right loss without it, plus the wrong loss less
+the wrong one without it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,90 +14,57 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lossgate.base.layout import Axis
-from lossgate.counterfactuals.counterfactual import Counterfactual
-from lossgate.counterfactuals.edges import edges
-from lossgate.counterfactuals.families.constants import fixed, in_words, numbers
-from lossgate.counterfactuals.families.masks import shifted
-from lossgate.counterfactuals.families.options import with_values
-from lossgate.counterfactuals.families.pairs import with_sequences_in
-from lossgate.counterfactuals.seams import RIGHT, Outputs, Part, Seams, run
+from lossgate.base.layout import AXES, Axis
+from lossgate.counterfactuals.batch_parts import all_true, bools, counts_of, edges, masks_of, reads_count, where_rows
+from lossgate.counterfactuals.counterfactual import Counterfactual, mistake
+from lossgate.counterfactuals.families.factors import fixed, in_words, numbers
+from lossgate.counterfactuals.families.option_choices import with_values
+from lossgate.counterfactuals.families.sequence_pairs import with_sequences_in
+from lossgate.counterfactuals.seams import Outputs, Part, Reduced, Seams, run, scaled_gradient
 from lossgate.counterfactuals.setting import Fields, Setting
-from lossgate.counterfactuals.shares import counts_of, masks_of, reads_count
 from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.outputs import Output
 from lossgate.specs.spec import Spec
+from lossgate.specs.terms import Terms
 from lossgate.specs.token_values import TokenValues
 
 
 def weighted_terms(spec: Spec, head: str) -> Iterator[Counterfactual]:
     """Yields mistakes in the term of each option that is a weight, which may be 0."""
-    if spec.reference is None:
-        return
-    for option in spec.options:
-        if 0.0 not in option.choices or not isinstance(option.default, float):
-            continue
-        term = f"the term that {option.name} weighs"
+    weights = [o.name for o in spec.options if 0.0 in o.choices and isinstance(o.default, float)]
+    for option in weights if spec.reference is not None else ():
+        own, term = f"term of {option}", f"the term that {option} weighs"
         for what, combine in _FACTORS.items():
-            yield Counterfactual(
-                name=f"term of {option.name} {what}",
-                sentence=f"{term} is {what}",
-                kind="term",
-                seams=RIGHT,
-                computed=partial(_scaled, option.name, combine),
-            )
+            yield mistake(f"{own} {what}", f"{term} is {what}", computed=partial(_scaled, option, combine))
         for what, number in numbers(spec, head).items():
-            for side in ("", " in backward"):
-                if what in _IN_WORDS[side]:
-                    continue
-                yield Counterfactual(
-                    name=f"term of {option.name} times {what}{side}",
-                    sentence=f"{term} is {in_words(what)}{side}",
-                    kind="term",
-                    seams=RIGHT,
-                    computed=partial(_scaled, option.name, _Combine(_ONE if side else number, number)),
-                )
+            for side in (side for side in _IN_WORDS if what not in _IN_WORDS[side]):
+                computed = partial(_scaled, option, _Combine(_ONE if side else number, number))
+                yield mistake(f"{own} times {what}{side}", f"{term} is {in_words(what)}{side}", computed=computed)
         for what, fields in _mistakes(spec).items():
-            yield Counterfactual(
-                name=f"term of {option.name}: {what}",
-                sentence=f"in {term} {what}",
-                kind="term",
-                seams=RIGHT,
-                computed=partial(_mistaken, option.name, Seams(fields=fields)),
-            )
-        if spec.trained_dim == "token" and spec.group_size == 1:
-            for zeroed, which in (("", ""), (head, f" (masked rows of {head} are 0)")):
-                yield Counterfactual(
-                    name=f"term of {option.name}: the plain mean over each rank's tokens{which}",
-                    sentence=f"{term} is the mean over all tokens of each rank, masked ones and padding too, and ranks "
-                    f"are averaged{which}",
-                    kind="term",
-                    seams=RIGHT,
-                    applies=_divides_by_tokens,
-                    computed=partial(_plain_mean, option.name, zeroed),
-                    todo="take the sum over trained tokens, and divide by the number that is given",
-                    padding=True,
-                )
-        if spec.group_size == 2 and spec.trained_dim == "token":
-            yield Counterfactual(
-                name=f"term of {option.name}: of both sequences",
-                sentence=f"{term} has both sequences of a pair, added up",
-                kind="term",
-                seams=RIGHT,
-                computed=partial(_of_both, option.name),
-            )
+            computed = partial(_mistaken, option, Seams(fields=fields))
+            yield mistake(f"{own}: {what}", f"in {term} {what}", computed=computed)
+        yield from _of_means_and_pairs(spec, head, option)
         for what, parts in _PARTS.items():
-            yield Counterfactual(
-                name=f"term of {option.name} {what}",
-                sentence=f"{term} is {what}",
-                kind="term",
-                seams=RIGHT,
-                computed=partial(_mistaken, option.name, Seams(parts=parts)),
+            computed = partial(_mistaken, option, Seams(parts=parts))
+            yield mistake(f"{own} {what}", f"{term} is {what}", computed=computed)
+
+
+def _of_means_and_pairs(spec: Spec, head: str, option: str) -> Iterator[Counterfactual]:
+    own, term = f"term of {option}", f"the term that {option} weighs"
+    if spec.trained_dim == "token" and spec.group_size == 1:
+        for zeroed, which in (("", ""), (head, f" (masked rows of {head} are 0)")):
+            yield mistake(
+                f"{own}: the plain mean over each rank's tokens{which}",
+                f"{term} is the mean over all tokens of each rank, masked ones and padding too, and ranks are "
+                f"averaged{which}",
+                lambda setting: reads_count(setting, "valid_tokens"),
+                "take the sum over trained tokens, and divide by the number that is given",
+                padding=True,
+                computed=partial(_plain_mean, option, zeroed),
             )
-
-
-def _divides_by_tokens(setting: Setting) -> bool:
-    return reads_count(setting, "valid_tokens")
+    if spec.group_size == 2 and spec.trained_dim == "token":
+        words = f"{term} has both sequences of a pair, added up"
+        yield mistake(f"{own}: of both sequences", words, computed=partial(_of_both, option))
 
 
 def _plain_mean(option: str, zeroed: str, setting: Setting) -> Outputs | None:
@@ -108,29 +77,32 @@ def _plain_mean(option: str, zeroed: str, setting: Setting) -> Outputs | None:
 
 
 def _of_zeros(name: str, setting: Setting, leaves: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    mask, x = setting.fields["mask"], leaves[name]
-    return {**leaves, name: torch.where(mask.reshape(-1, *[1] * (x.dim() - 1)), x, 0.0)}
+    return {**leaves, name: where_rows(setting.fields["mask"], leaves[name], 0.0)}
 
 
 def _mistakes(spec: Spec) -> Mapping[str, Callable[[Setting], Fields]]:
     """Returns what a term alone may take wrongly."""
     found: dict[str, Callable[[Setting], Fields]] = {}
-    for name, field in spec.added.items():
-        if field.dtype == "bool" and len(field.dims) == 1:
-            found[f"{name} is ignored"] = partial(_all_true, name)
+    for name in (name for name in bools(spec) if name != "mask"):
+        found[f"{name} is ignored"] = partial(all_true, name)
     if spec.trained_dim == "token":
-        found["the mask is ignored"] = partial(_all_true, "mask")
+        found["the mask is ignored"] = partial(all_true, "mask")
         found["the mask is ignored, and counts are those of all tokens"] = _all_counted
-        found["labels are shifted twice"] = partial(shifted, ("labels",))
-        found["labels and mask are shifted twice"] = partial(shifted, ("labels", "mask"))
+        found["labels are shifted twice"] = partial(_shifted, ("labels",))
+        found["labels and mask are shifted twice"] = partial(_shifted, ("labels", "mask"))
         found["labels and mask are shifted twice, within each sequence"] = _shifted_within
     for axis in ("dp", "cp"):
         found[f"counts are those of one rank of {axis}"] = partial(_first_counts, axis)
     return found
 
 
+def _shifted(names: tuple[str, ...], setting: Setting) -> Fields:
+    """Returns some fields of tokens, one token early."""
+    return {name: setting.fields[name].roll(-1, 0) for name in names}
+
+
 def _shifted_within(setting: Setting) -> Fields:
-    found = shifted(("labels", "mask"), setting)
+    found = _shifted(("labels", "mask"), setting)
     return {**found, "mask": found["mask"] & ~edges(setting, first=False)}
 
 
@@ -176,12 +148,8 @@ _PARTS: Mapping[str, Callable[[Setting], list[Part]]] = {
 }
 
 
-def _all_true(name: str, setting: Setting) -> Fields:
-    return {name: torch.ones_like(setting.fields[name])}
-
-
 def _all_counted(setting: Setting) -> Fields:
-    fields = _all_true("mask", setting)
+    fields = all_true("mask", setting)
     return {**fields, **setting.spec.counts({**setting.fields, **fields})}
 
 
@@ -277,7 +245,7 @@ def _term(option: str, seams: Seams, setting: Setting) -> Outputs:
     computed with a mistake, and the metrics that come of it.
     """
 
-    def loss(bound: BoundSpec, values: TokenValues, fields: Fields) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(bound: BoundSpec, values: TokenValues, fields: Fields) -> Reduced:
         whole, metrics = bound.loss(values, fields)
         return whole - _without(option, setting).loss(values, fields)[0], metrics
 
@@ -299,3 +267,66 @@ def _of_both(option: str, setting: Setting) -> Outputs | None:
         return None
     term = _term(option, Seams(fields=_exchanged), setting)
     return {o: x if o.kind == "metric" or o not in term else x + term[o] for o, x in _right(setting).items()}
+
+
+OfTerm = Callable[[Tensor], Tensor]
+
+
+def terms(setting: Setting) -> Iterator[Counterfactual]:
+    """Yields the mistakes in each term of the loss of a problem, if its spec names terms."""
+    if setting.spec.reference is None:
+        return
+    found = _terms(setting.bound_spec, setting.bound.dense.token_values(setting.bound_spec), setting.fields)
+    for name in () if found is None else found.terms:
+        for what, change in _changes(setting).items():
+            yield mistake(
+                f"term {name} {what}",
+                f"the term {name!r} of the loss is {what}",
+                loss=partial(_changed, name, change),
+            )
+        yield mistake(
+            f"term {name}: mask ignored",
+            f"in the term {name!r} of the loss the mask is ignored",
+            loss=partial(_unmasked, name),
+        )
+        yield mistake(
+            f"term {name}: mask ignored, padding too",
+            f"in the term {name!r} of the loss the mask is ignored, and padding counts too",
+            padding=True,
+            loss=partial(_unmasked, name),
+        )
+
+
+def _changes(setting: Setting) -> Mapping[str, OfTerm]:
+    found: dict[str, OfTerm] = {
+        "subtracted, not added": torch.neg,
+        "left out": torch.zeros_like,
+        "added twice": partial(torch.mul, torch.tensor(2.0)),
+        "added half": partial(torch.mul, torch.tensor(0.5)),
+        "without its gradient": torch.Tensor.detach,
+    }
+    for axis in AXES:
+        if (size := float(setting.size(axis))) > 1:
+            found[f"multiplied by {axis}"] = partial(torch.mul, torch.tensor(size))
+            found[f"multiplied by {axis} in backward"] = partial(scaled_gradient, factor=size)
+    return found
+
+
+def _terms(bound: BoundSpec, values: TokenValues, fields: Fields) -> Terms | None:
+    returned = bound.spec(values, bound.spec.batch(fields), bound.options)
+    return returned if isinstance(returned, Terms) else None
+
+
+def _changed(name: str, change: OfTerm, bound: BoundSpec, values: TokenValues, fields: Fields) -> Reduced:
+    found = _terms(bound, values, fields)
+    assert found is not None
+    term = replace(found.terms[name], values=change(found.terms[name].values))
+    return replace(found, terms={**found.terms, name: term}).loss, dict(found.metrics)
+
+
+def _unmasked(name: str, bound: BoundSpec, values: TokenValues, fields: Fields) -> Reduced:
+    found = _terms(bound, values, fields)
+    wrong = _terms(bound, values, {**fields, "mask": torch.ones_like(fields["mask"])})
+    assert found is not None
+    assert wrong is not None
+    return replace(found, terms={**found.terms, name: wrong.terms[name]}).loss, dict(found.metrics)

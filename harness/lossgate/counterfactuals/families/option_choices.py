@@ -25,7 +25,6 @@ def options(spec: Spec, head: str) -> Iterator[Counterfactual]:
             plain = mistake(
                 f"{option.name} as {other}",
                 f"{option.name} is taken for {other}",
-                "option",
                 partial(_is_other, option, other),
                 f"compute {option.name} as it is given, or leave it out of supports=",
                 options=partial(_chosen, option, other),
@@ -45,7 +44,6 @@ def options(spec: Spec, head: str) -> Iterator[Counterfactual]:
                 yield mistake(
                     f"{option.name} {what}",
                     f"{option.name} is {what}",
-                    "option",
                     partial(_changes, option, what),
                     options=partial(_forced, option.name, what),
                 )
@@ -53,7 +51,6 @@ def options(spec: Spec, head: str) -> Iterator[Counterfactual]:
         yield mistake(
             f"{one.name} and {other.name} swapped",
             f"{one.name} and {other.name} are swapped",
-            "option",
             partial(_differ, one, other),
             options=partial(_swapped, one.name, other.name),
         )
