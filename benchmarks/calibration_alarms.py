@@ -10,8 +10,9 @@ from calibration_tables import Merged
 from lossgate import Candidate, Problem
 from lossgate.cases.case import Case
 from lossgate.engine.case_result import run_case
-from lossgate.engine.cell import Cell, CellResult, Verdict
+from lossgate.engine.cell import Cell, CellRun
 from lossgate.engine.failure_files import write_failure
+from lossgate.engine.verdict import conclude
 from lossgate.properties import PROPERTIES
 from lossgate.worlds import SimulatedWorld
 
@@ -34,6 +35,5 @@ def judged_again(merged: Merged, kernels: Sequence[Candidate], folder: Path) -> 
             if result.agrees:
                 yield f"agrees now: {name}  {dtype}  {alarm['problem']}"
                 continue
-            cell, why = Cell(kernel, problem.layout, dtype), result.findings
-            failed = CellResult(cell=cell, verdict=Verdict.DISAGREE, reasons=why, cases=(result,), failure=result)
+            failed = conclude(CellRun(cell=Cell(kernel, problem.layout, dtype), cases=(result,), failure=result))
             yield f"lossgate replay {quote(str(write_failure(failed, folder)))}"

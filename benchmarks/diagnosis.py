@@ -112,11 +112,11 @@ def diagnosed(candidate: Candidate, layout: str, answers: Mapping[str, list[str]
     outcome: Outcome = "nothing"
     if result.verdict is not Verdict.DISAGREE:
         outcome = "not seen"
-    elif result.diagnosis is not None and result.diagnosis.causes:
+    elif result.run.diagnosis is not None and result.run.diagnosis.causes:
         known = answers.get(candidate.name, [])
-        outcome = "named" if all(cause.name in known for cause in result.diagnosis.causes) else "wrong"
+        outcome = "named" if all(cause.name in known for cause in result.run.diagnosis.causes) else "wrong"
         outcome = "equal" if outcome == "wrong" and equal else outcome
-    return Row(candidate.name, layout, outcome, spent, result.causes or result.reasons[:1])
+    return Row(candidate.name, layout, outcome, spent, result.record.causes or result.reasons[:1])
 
 
 def explains_more(diagnosis: Diagnosis, cell: Cell, failing: Problem, world: World, settings: Settings) -> bool:

@@ -20,20 +20,12 @@ from random import Random
 from tempfile import TemporaryDirectory
 from time import perf_counter
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from lossgate.evidence.records import (
-    SCHEMA,
-    CellRecord,
-    EndRecord,
-    OutputRecord,
-    PooledNoiseRecord,
-    PooledRecord,
-    RunRecord,
-)
-from lossgate.evidence.redo import largest_mde
+from lossgate.engine.cell_record import SCHEMA, CellRecord, Verdict, with_sums
+from lossgate.engine.output_record import OutputRecord, PooledNoiseRecord, PooledRecord
+from lossgate.evidence.records import EndRecord, RunRecord
 from lossgate.evidence.sealed import digest_in, digest_of_cells, matrix_of, seal
 from lossgate.judge.pooling import pool_noise, pool_scales, smallest_bias
 
@@ -102,14 +94,13 @@ def cells(count: int, problems: int, outputs: int) -> list[CellRecord]:
             source=f"kernels.py:kernel_{number // 10}",
             source_digest="0" * 64,
             source_modified=False,
-            verdict="AGREE",
+            verdict=Verdict.AGREE,
             reasons=(),
             problems=problems,
             comparisons=problems * outputs,
             needs_adequacy=True,
             outputs=drawn[number % len(drawn)],
             faults=(),
-            mde=None,
             coverage={"trained token": problems, "masked token": problems, "label on the first row": problems},
             required=("trained token", "masked token", "label on the first row"),
             killed=12,
@@ -121,7 +112,7 @@ def cells(count: int, problems: int, outputs: int) -> list[CellRecord]:
             seconds=1.0 + number,
             time=NOW,
         )
-        made.append(msgspec.structs.replace(record, mde=largest_mde(record)))
+        made.append(with_sums(record))
     return made
 
 

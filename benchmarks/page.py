@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import islice, product
 from pathlib import Path
@@ -29,12 +29,13 @@ from torch import Tensor
 from lossgate import Candidate, Layout, candidate
 from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.cell import Cell
+from lossgate.engine.cell_record import SCHEMA, CellKey, CellRecord
+from lossgate.engine.output_record import OutputRecord, PooledRecord
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
-from lossgate.evidence.of_result import record_of
-from lossgate.evidence.records import SCHEMA, CellKey, CellRecord, OutputRecord, PooledRecord, RunRecord
+from lossgate.evidence.records import RunRecord
 from lossgate.losses import SPECS
-from lossgate.reports.page.page import Page
+from lossgate.reports.page.entries import Page
 from lossgate.reports.page.render import render_page
 
 if TYPE_CHECKING:
@@ -72,9 +73,8 @@ def real_record(kernel: Candidate, layout: str, dtype: str, examples: int) -> Ce
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         result = run_cell(cell, Settings(examples=examples, shrink_calls=20))
-    result = replace(result, seconds=1.0)
     command = "lossgate replay .lossgate/failure.json" if result.failure else None
-    return record_of(result, RUN.run, RUN.started, command)
+    return altered(result.record, replay=command, seconds=1.0, run=RUN.run, time=RUN.started)
 
 
 def real_records(examples: int = 12) -> list[CellRecord]:

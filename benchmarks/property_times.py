@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kernel_bank.property_bugs import PROPERTY_BUGS
+from lossgate.engine.cell_record import CellRecord
 from lossgate.evidence.reader import GoodLine, read_lines
-from lossgate.evidence.records import CellRecord
 
 
 def cells_in(files: Iterable[Path]) -> list[CellRecord]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import property_times
 import pytest
 
-from lossgate.evidence.records import PropertyRecord
+from lossgate.engine.cell_record import PropertyRecord
 from property_tests.meta.made_evidence import cell, whole_run, write
 
 

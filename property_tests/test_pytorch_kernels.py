@@ -48,6 +48,6 @@ def test_the_accurate_policy_adds_up_a_bfloat16_loss_in_bfloat16() -> None:
 @pytest.mark.parametrize("known", KNOWN, ids=[candidate.name for candidate in KNOWN])
 def test_known_failures_still_disagree_and_are_described(known: Candidate) -> None:
     (cell,) = plan([known], Settings())
-    assert run_cell(cell, Settings()).expected
+    assert run_cell(cell, Settings()).record.expected
     assert known.known_failure is not None
     assert f"## {known.known_failure.name}" in (ROOT / "docs/reference/known-failures.md").read_text()

@@ -67,9 +67,9 @@ def test_a_correct_candidate_agrees_on_all_axes(spec: Spec, head: str) -> None:
     """
     result = run_cell(Cell(dense_candidate(spec, head), Layout(dp=2, cp=2, tp=2), "float32"), SETTINGS)
     assert result.verdict is Verdict.AGREE, result.reasons
-    assert not result.missing_goals
-    assert not result.surviving
-    assert set(result.equivalent) <= EQUIVALENT
+    assert not result.record.missing_goals
+    assert not result.record.surviving
+    assert set(result.record.equivalent) <= EQUIVALENT
 
 
 def test_a_divergence_that_is_all_but_0_may_be_rounded() -> None:

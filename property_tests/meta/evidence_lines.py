@@ -3,8 +3,9 @@
 
 from pathlib import Path
 
+from lossgate.engine.cell_record import CellRecord
 from lossgate.evidence.reader import GoodLine, read_lines
-from lossgate.evidence.records import CellRecord, Record
+from lossgate.evidence.records import Record
 
 
 def records_in(file: Path) -> list[Record]:

@@ -7,17 +7,9 @@ from typing import Any
 
 import msgspec
 
-from lossgate.evidence.records import (
-    SCHEMA,
-    CellRecord,
-    EndRecord,
-    Failure,
-    OutputRecord,
-    PooledRecord,
-    Record,
-    RunRecord,
-)
-from lossgate.evidence.redo import largest_mde
+from lossgate.engine.cell_record import SCHEMA, CellRecord, Failure, with_sums
+from lossgate.engine.output_record import OutputRecord, PooledRecord
+from lossgate.evidence.records import EndRecord, Record, RunRecord
 from lossgate.evidence.sealed import digest_in, digest_of_cells, matrix_of, seal
 from lossgate.judge.pooling import FEWEST
 
@@ -41,7 +33,7 @@ def output(**changes: Any) -> OutputRecord:
         noise=(0.5, 1.0, 0.25),
         shares={"noise": (0.25, 0.5, 0.125)},
         unit=2**-24,
-        pooled=PooledRecord(problems=3, scale=-1.6667e-09, limit=2.3392e-06),
+        pooled=PooledRecord(problems=3, scale=-1.6666666666666667e-09, limit=2.339172603723298e-06),
         planted={"zero": 1.0},
     )
     return msgspec.structs.replace(record, **changes)
@@ -80,7 +72,6 @@ def cell(**changes: Any) -> CellRecord:
         needs_adequacy=True,
         outputs=(output(),),
         faults=(),
-        mde=None,
         coverage={"trained token": 3},
         required=("trained token",),
         killed=2,
@@ -93,8 +84,7 @@ def cell(**changes: Any) -> CellRecord:
         seconds=1.5,
         time=TIME,
     )
-    record = msgspec.structs.replace(record, **changes)
-    return record if "mde" in changes else msgspec.structs.replace(record, mde=largest_mde(record))
+    return msgspec.structs.replace(with_sums(msgspec.structs.replace(record, **changes)), **changes)
 
 
 def disagreeing(**changes: Any) -> CellRecord:
@@ -123,8 +113,8 @@ def disagreeing(**changes: Any) -> CellRecord:
             description="1 token",
             findings=("loss: 1.01 times the reference",),
             symptoms=("loss",),
-            replay="lossgate replay failure.json",
         ),
+        "replay": "lossgate replay failure.json",
     }
     return cell(**given | changes)
 

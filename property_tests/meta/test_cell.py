@@ -17,7 +17,7 @@ from lossgate.declaration.loading import load_candidates
 from lossgate.dense_candidates import dense_candidate
 from lossgate.engine import search
 from lossgate.engine.case_result import CaseResult
-from lossgate.engine.cell import Cell, CellResult, Verdict
+from lossgate.engine.cell import Cell, CellResult, CellRun, Verdict
 from lossgate.engine.events import CellFinished, CellStarted, RunFinished, RunStarted
 from lossgate.engine.plan import plan
 from lossgate.engine.run import run
@@ -44,16 +44,16 @@ def agreed() -> CellResult:
 
 
 def concluded(result: CellResult, cases: tuple[CaseResult, ...]) -> CellResult:
-    return conclude(result.cell, cases, failure=None, shrink_calls=0, seconds=0.0)
+    return conclude(CellRun(cell=result.cell, cases=cases))
 
 
 def test_a_right_kernel_agrees(agreed: CellResult) -> None:
     assert agreed.verdict is Verdict.AGREE
     assert not agreed.reasons
-    assert agreed.margin < 1
-    assert agreed.mde < 0.01
-    assert agreed.comparisons > 90
-    assert not agreed.missing_goals
+    assert agreed.record.margin < 1
+    assert agreed.record.mde < 0.01
+    assert agreed.record.comparisons > 90
+    assert not agreed.record.missing_goals
 
 
 def test_zero_is_rejected_wherever_rounding_does_not_hide_it(agreed: CellResult) -> None:
@@ -127,8 +127,8 @@ def test_as_many_problems_are_tried_as_goals_and_mutants_need() -> None:
     """The number of examples is a floor."""
     result = verified(RIGHT, examples=1, rounds=1)
     assert len(result.cases) > 1
-    assert not result.missing_goals
-    assert not result.surviving
+    assert not result.record.missing_goals
+    assert not result.record.surviving
 
 
 def test_an_error_that_would_not_have_been_detected_is_inconclusive(agreed: CellResult) -> None:
@@ -218,7 +218,7 @@ def test_a_known_failure_that_still_disagrees_is_expected() -> None:
     (cell,) = plan([known], Settings())
     result = run_cell(cell, Settings())
     assert result.verdict is Verdict.DISAGREE
-    assert result.expected
+    assert result.record.expected
     assert len(result.cases) == 1
 
 
@@ -226,7 +226,7 @@ def test_a_known_failure_that_is_gone_is_no_pass() -> None:
     (cell,) = plan([replace(RIGHT, known_failure=TORCH_2)], Settings())
     result = run_cell(cell, Settings())
     assert result.verdict is Verdict.DISAGREE
-    assert not result.expected
+    assert not result.record.expected
     assert result.reasons == (
         "known failure torch-2 is gone: its frozen example agrees now; remove known_failure and verify again",
     )
@@ -250,7 +250,7 @@ def test_a_known_failure_that_has_changed_is_no_pass() -> None:
 
     (cell,) = plan([replace(RIGHT, kernel=broken, known_failure=TORCH_2)], Settings())
     result = run_cell(cell, Settings())
-    assert not result.expected
+    assert not result.record.expected
     assert result.reasons[0] == (
         "known failure torch-2 has changed: it was in grad of weight and loss, and now is in RankRaised; "
         "freeze it again"
@@ -261,7 +261,7 @@ def test_a_goal_near_a_kink_says_what_to_do_in_coarse_dtypes() -> None:
     spec = SPECS["clipped_pg"]
     never = replace(spec, goals={"never": CoverageGoal(meaning="what no problem has")}, scenarios=())
     cell = Cell(replace(dense_candidate(spec, "logprobs"), spec=never, dtypes=("bfloat16",)), Layout(), "bfloat16")
-    (reason,) = (one for one in conclude(cell, (), None, 0, 0.0).reasons if "never" in one)
+    (reason,) = (one for one in conclude(CellRun(cell=cell, cases=())).reasons if "never" in one)
     assert reason == (
         "no problem reached goal 'never': what no problem has; no problem was drawn for it; set rounds to 4 or more. "
         "Tokens at which bfloat16 decides a clip or comparison are masked: if that keeps it out of reach, say in "

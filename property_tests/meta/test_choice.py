@@ -108,8 +108,8 @@ def test_a_cell_is_the_same_with_what_was_kept(monkeypatch: pytest.MonkeyPatch) 
     again = verified(RIGHT)
     assert again.verdict is drawn.verdict is Verdict.AGREE
     assert [case.problem for case in again.cases] == [case.problem for case in drawn.cases]
-    assert replace(again.mistakes, seconds=0.0) == replace(drawn.mistakes, seconds=0.0)
-    assert drawn.mistakes.shown > 100
+    assert replace(again.run.mistakes, seconds=0.0) == replace(drawn.run.mistakes, seconds=0.0)
+    assert drawn.record.mistakes_shown > 100
 
 
 def test_a_failure_is_made_small_with_a_deck_that_was_kept() -> None:
@@ -133,7 +133,7 @@ def test_all_cells_of_a_declaration_have_one_choice(monkeypatch: pytest.MonkeyPa
     first = verified(RIGHT)
     monkeypatch.setattr(choice, "_choose", refuse)
     for layout in ("dp=3", "cp=2", "single"):
-        assert verified(RIGHT, layout).mistakes.shown == first.mistakes.shown
+        assert verified(RIGHT, layout).record.mistakes_shown == first.record.mistakes_shown
 
 
 @pytest.mark.slow
@@ -201,7 +201,7 @@ def test_mistakes_are_asked_again_where_a_problem_that_shows_them_does_not_fit(m
         decks._DECKS.clear()
         result = verified(RIGHT, "dp=2,cp=2,tp=2")
         assert unfit not in [case.problem.to_json() for case in result.cases]
-        return result.mistakes.shown
+        return result.record.mistakes_shown
 
     monkeypatch.setattr(Deck, "on", without)
     monkeypatch.setattr("lossgate.engine.search.choice_of", lambda *given: chosen)
@@ -227,7 +227,7 @@ def test_nothing_is_kept_of_what_hangs_on_code_of_a_user(folder: Path) -> None:
 def test_tests_may_leave_the_asking_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Search, "asks_mistakes", False)
     monkeypatch.setattr(choice, "_choose", refuse)
-    assert verified(RIGHT).mistakes.shown == 0
+    assert verified(RIGHT).record.mistakes_shown == 0
 
 
 @pytest.mark.slow

@@ -17,8 +17,10 @@ from lossgate import candidate as declare
 from lossgate.cli import Exit, app, replay, verify
 from lossgate.cli.verify import exit_code
 from lossgate.engine.cell import Cell, CellResult, Verdict
+from lossgate.engine.cell_record import KnownFailureRecord
 from property_tests.meta.command_line import KERNELS, Lossgate, in_a_process
 from property_tests.meta.evidence_lines import cells_in
+from property_tests.meta.made_results import made_result
 
 
 def test_agree(folder: Path, lossgate: Lossgate) -> None:
@@ -58,7 +60,7 @@ def test_disagree_and_replay(folder: Path, lossgate: Lossgate) -> None:
     assert cell.verdict == "DISAGREE"
     assert cell.failure is not None
     assert cell.failure.problem["layout"] == {"cp": 2, "dp": 1, "tp": 1}
-    assert cell.failure.replay == f"lossgate {replay}"
+    assert cell.replay == f"lossgate {replay}"
 
 
 @pytest.mark.slow
@@ -132,7 +134,8 @@ def cell_result(verdict: str, expected: bool) -> CellResult:
     cell = Cell(
         declare("nll", head="logits", name="a")(lambda inputs, options, mesh: inputs.logits.sum()), Layout(), "float32"
     )
-    return CellResult(cell=cell, verdict=Verdict(verdict), reasons=(), cases=(), expected=expected)
+    known = KnownFailureRecord(name="torch-1", example="e" * 64, expected=True) if expected else None
+    return made_result(cell, Verdict(verdict), known_failure=known)
 
 
 @pytest.mark.parametrize(

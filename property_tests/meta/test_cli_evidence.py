@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lossgate.evidence.records import CellRecord, EndRecord, RunRecord
+from lossgate.engine.cell_record import CellRecord
+from lossgate.evidence.records import EndRecord, RunRecord
 from property_tests.meta.command_line import Lossgate
 from property_tests.meta.evidence_lines import cells_in, records_in
 

@@ -18,7 +18,6 @@ from lossgate.engine.crash import result_of_crash
 from lossgate.engine.events import CellFinished
 from lossgate.engine.run import run
 from lossgate.engine.settings import Settings
-from lossgate.evidence.of_result import record_of
 from lossgate.evidence.redo import redo
 from property_tests.meta.command_line import KERNELS, Lossgate
 
@@ -183,10 +182,10 @@ def test_a_process_that_dies_leaves_the_problem_that_it_ran(tmp_path: Path, monk
 def test_a_process_that_dies_before_any_problem_says_nothing_of_its_candidate(file: Path) -> None:
     (kernel,) = load_candidates(f"{file}:right")
     result = result_of_crash(Cell(kernel, Layout(), "float32"), ChildDied("was ended by SIGKILL"), 1.0)
-    assert (result.verdict, result.passes) == (Verdict.INCONCLUSIVE, False)
+    assert (result.verdict, result.record.passes) == (Verdict.INCONCLUSIVE, False)
     lost = "CRASH: the process that was to run the candidate was ended by SIGKILL before it ran a problem"
     assert result.reasons[0] == lost
-    assert redo([record_of(result, "a run", "2026-01-01T00:00:00Z")])[0].contradiction == ""
+    assert redo([result.record])[0].contradiction == ""
 
 
 @pytest.mark.parametrize(

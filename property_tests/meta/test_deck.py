@@ -234,11 +234,11 @@ def test_the_order_of_cells_changes_nothing() -> None:
     for layout in layouts:
         one, other = forth[layout], back[layout]
         assert [case.problem for case in one.cases] == [case.problem for case in other.cases]
-        assert (one.verdict, one.reasons, one.margin, one.mde) == (
+        assert (one.verdict, one.reasons, one.record.margin, one.record.mde) == (
             other.verdict,
             other.reasons,
-            other.margin,
-            other.mde,
+            other.record.margin,
+            other.record.mde,
         )
     used = {layout: {case.problem.unsharded.to_json() for case in forth[layout].cases} for layout in layouts}
     assert len({frozenset(texts) for texts in used.values()}) == 3

@@ -14,10 +14,11 @@ from rich.console import Console
 
 from lossgate.cli import diff as diff_command
 from lossgate.cli import report as report_command
+from lossgate.engine.cell_record import CellRecord, KnownFailureRecord
+from lossgate.engine.output_record import PooledRecord
 from lossgate.evidence.differences import changes, read_side
-from lossgate.evidence.records import CellRecord, KnownFailureRecord, PooledRecord
 from lossgate.evidence.sight import FACTOR, losses, sight_of
-from lossgate.reports.diff import print_diff
+from lossgate.reports.changed_cells import print_diff
 from property_tests.meta.command_line import Done, Lossgate, in_a_process
 from property_tests.meta.made_evidence import cell, disagreeing, inconclusive, output, whole_run, write
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from lossgate import Layout
@@ -14,7 +15,6 @@ from lossgate.engine.earlier_failures import hold_to_earlier
 from lossgate.engine.failure_files import failure_files_of, read_failure, write_failure
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
-from lossgate.evidence.of_result import record_of
 from lossgate.evidence.redo import redo
 from lossgate.properties import PROPERTIES
 from property_tests.meta.command_line import KERNELS
@@ -77,7 +77,8 @@ def test_a_problem_of_an_earlier_run_that_still_disagrees(
     assert failed.failure is not None
     written = write_failure(failed, tmp_path)
     assert read_failure(written).property == kept
-    now = replace(verify("right", seed=5), verdict=verdict)
+    right = verify("right", seed=5)
+    now = replace(right, record=msgspec.structs.replace(right.record, verdict=verdict))
     (file.parent / "mode").write_text(f"{mode} {failed.failure.problem.tokens}")
     found, mended = hold_to_earlier(now, tmp_path, 60.0, set())
     assert (found.verdict, mended, found.failure and found.failure.problem) == (
@@ -86,7 +87,7 @@ def test_a_problem_of_an_earlier_run_that_still_disagrees(
     )
     assert found.reasons[0] == failed.reasons[0]
     assert any(line.endswith(KEPT.format(len(now.cases))) for line in found.reasons)
-    record = record_of(found, "a run", "2026-01-01T00:00:00Z")
+    record = found.record
     assert (record.verdict, redo([record])[0].contradiction) == ("DISAGREE", "")
     again = write_failure(found, tmp_path)
     assert read_failure(again).examples[0].problem == failed.failure.problem
@@ -109,7 +110,7 @@ def test_problems_of_an_earlier_run_that_disagree_only_when_pooled(verify: Verif
     found, mended = hold_to_earlier(now, tmp_path, 60.0, set())
     assert (found.verdict, found.failure, mended) == (Verdict.DISAGREE, None, ())
     assert found.reasons == (*failed.reasons, KEPT.format(len(now.cases)))
-    record = record_of(found, "a run", "2026-01-01T00:00:00Z")
+    record = found.record
     assert (record.verdict, redo([record])[0].contradiction) == ("DISAGREE", "")
 
 
@@ -118,7 +119,8 @@ def test_a_problem_of_an_earlier_run_that_the_kernel_is_not_given_any_more(verif
     failed = verify("wrong")
     assert failed.failure is not None
     problem = replace(failed.failure.problem, head="logprobs")
-    file = write_failure(replace(failed, failure=replace(failed.failure, problem=problem)), tmp_path)
+    run = replace(failed.run, failure=replace(failed.failure, problem=problem))
+    file = write_failure(replace(failed, run=run), tmp_path)
     now = verify("right")
     assert failure_files_of(now.cell, "agreement", tmp_path) == [file]
     assert hold_to_earlier(now, tmp_path, 60.0, set()) == (now, ())

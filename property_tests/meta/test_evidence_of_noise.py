@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 
-from lossgate.evidence.records import WITHOUT_NOISE, CellRecord, OutputRecord, PooledNoiseRecord, PooledRecord
+from lossgate.engine.cell_record import CellRecord
+from lossgate.engine.output_record import OutputRecord, PooledNoiseRecord, PooledRecord
 from lossgate.evidence.redo import redo
 from lossgate.judge.pooling import pool_scales, smallest_bias
 from property_tests.meta import made_evidence as made
 
 
-def output(noise: tuple[float | None, ...] | None, pooled: PooledNoiseRecord | None, **changes: Any) -> OutputRecord:
+def output(noise: tuple[float | None, ...], pooled: PooledNoiseRecord | None, **changes: Any) -> OutputRecord:
     """Returns the loss of a cell with nine problems: how noisy it is, and what is said of it."""
     of_each: dict[str, Any] = {"scale": (1e-8,) * 9, "limit": (1e-6,) * 9, "sd": (1e-7,) * 9, "mean": (0.0,) * 9}
     scale = _pooled_scale(of_each)
@@ -37,7 +38,7 @@ def said(noise: float, problems: int = 9) -> PooledNoiseRecord:
     return PooledNoiseRecord(problems=problems, noise=noise, limit=1.1 + 2 / problems)
 
 
-def cell(noise: tuple[float | None, ...] | None, pooled: PooledNoiseRecord | None, **changes: Any) -> CellRecord:
+def cell(noise: tuple[float | None, ...], pooled: PooledNoiseRecord | None, **changes: Any) -> CellRecord:
     return made.cell(problems=9, comparisons=9, outputs=(output(noise, pooled),), **changes)
 
 
@@ -55,10 +56,9 @@ LIES = {
         "the noise of loss is pooled over 9 problems, and its numbers are of 8",
     ),
     "too short": (cell(QUIET[:8], said(0.5)), "the lists of loss do not have one entry for each comparison"),
-    "no noise": (cell(None, None), "it has schema 1.4, and does not say how noisy loss is"),
     "noise from nowhere": (
-        cell(None, said(0.5), schema=WITHOUT_NOISE),
-        "the noise of loss is pooled over 9 problems, and its numbers are of 0",
+        cell((None,) * 9, said(0.5)),
+        "the noise of loss is pooled, and too few problems say something about it",
     ),
 }
 
@@ -73,9 +73,4 @@ def test_honest_records_contradict_nothing() -> None:
     noisy = cell(NOISY, said(3.0), verdict="DISAGREE", reasons=("loss: pooled over 9 problems ...",))
     records = [cell(QUIET, said(0.5)), noisy, cell((None,) * 9, None)]
     assert [redone.contradiction for redone in redo(records)] == ["", "", ""]
-    assert [redone.symptoms for redone in redo(records)] == [(), ("loss",), ()]
-
-
-def test_evidence_of_an_earlier_version_says_nothing_of_noise_and_is_read() -> None:
-    (redone,) = redo([cell(None, None, schema=WITHOUT_NOISE)])
-    assert (redone.verdict, redone.contradiction) == ("AGREE", "")
+    assert [record.symptoms for record in records] == [(), ("loss",), ()]

@@ -200,7 +200,7 @@ def test_a_kernel_that_needs_what_it_says_agrees(layout: str) -> None:
 
     found = verify(declared(strict, advantages_per=OF_SEQUENCES, empty=FULL), layout)
     assert found.verdict is Verdict.AGREE, found.reasons
-    assert "microbatches" in {one.name for one in found.properties}
+    assert "microbatches" in {one.name for one in found.record.properties}
 
 
 NEEDS = {"advantages_per": OF_SEQUENCES, "empty": FULL}

@@ -10,11 +10,12 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from msgspec.structs import astuple
+from msgspec.structs import asdict, astuple
 
 from lossgate.base.errors import UsageError
+from lossgate.engine.cell_record import SCHEMA, CellKey, KnownFailureRecord
 from lossgate.evidence.reader import Where
-from lossgate.evidence.records import CellKey, KnownFailureRecord, RunRecord
+from lossgate.evidence.records import RunRecord
 from lossgate.evidence.summary import CellSummary
 from lossgate.gate.init_policy import boxes, first_policy
 from lossgate.gate.patterns import KnownCells, literal
@@ -26,7 +27,9 @@ KNOWN = KnownFailureRecord(name="Rounds twice", example="e" * 64, expected=True)
 
 def summary(candidate: str = "nll", layout: str = "single", dtype: str = "float32", **changes: Any) -> CellSummary:
     values: dict[str, Any] = {
-        "key": CellKey(candidate, "agreement", layout, dtype, "simulated", "cpu"),
+        "schema": SCHEMA,
+        **asdict(CellKey(candidate, "agreement", layout, dtype, "simulated", "cpu")),
+        "needs_adequacy": True,
         "where": Where("out.jsonl", 2),
         "digest": "d" * 64,
         "run": "run-1",
@@ -137,7 +140,7 @@ def test_the_first_policy_asks_for_exactly_the_cells_of_the_evidence(
     tmp_path: Path, keys: list[CellKey], data: st.DataObject
 ) -> None:
     verdicts = data.draw(st.lists(st.sampled_from(["AGREE", "DISAGREE", "INCONCLUSIVE"]), min_size=12))
-    cells = [summary(key=key, verdict=verdict) for key, verdict in zip(keys, verdicts, strict=False)]
+    cells = [summary(**asdict(key), verdict=verdict) for key, verdict in zip(keys, verdicts, strict=False)]
     policy = loaded(first_policy(cells, [run()]), tmp_path)
     assert sorted(asked_for(policy.require)) == sorted(keys)
     known = KnownCells(keys)

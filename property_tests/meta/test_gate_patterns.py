@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import astuple
 
-from lossgate.evidence.records import CellKey
+from lossgate.engine.cell_record import CellKey
 from lossgate.gate.patterns import Demand, KnownCells, escape, fits, literal
 from lossgate.gate.rules import Rule
 

@@ -12,7 +12,7 @@ from random import Random
 import pytest
 
 from lossgate.base.errors import UsageError
-from lossgate.evidence.records import CellKey
+from lossgate.engine.cell_record import CellKey
 from lossgate.gate.policy import FrozenExample, Policy, load_policy
 from lossgate.gate.rules import EvidenceRules, KnownFailureRule, Rule
 from lossgate.judge.pooling import LARGEST_MDE

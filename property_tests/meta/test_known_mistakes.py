@@ -20,7 +20,6 @@ from lossgate.counterfactuals.bank import counterfactuals_of
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
-from lossgate.reports.shown_cell import of_result
 from lossgate.reports.verdict_table import summary
 from lossgate.specs.outputs import Output
 
@@ -40,11 +39,11 @@ def verified(candidate: Candidate, seed: int = 0, rounds: int = 4) -> CellResult
 def test_a_right_kernel_is_tried_on_problems_that_show_them() -> None:
     result = verified(RIGHT)
     assert result.verdict is Verdict.AGREE
-    assert result.mistakes.shown > 100
-    assert result.mistakes.surviving == ()
-    assert result.mistakes.seconds > 0
-    shown = of_result(result)
-    price = f"; 3 s; asking which known mistakes would show took {result.mistakes.seconds:.1f} CPU s"
+    assert result.run.mistakes.shown > 100
+    assert result.run.mistakes.surviving == ()
+    assert result.run.mistakes.seconds > 0
+    shown = result.record
+    price = f"; 3 s; asking which known mistakes would show took {result.run.mistakes.seconds:.1f} CPU s"
     assert summary([shown], 3.0, asked=shown.mistakes_seconds).endswith(price)
 
 
@@ -75,13 +74,13 @@ def test_a_blind_judge_does_not_agree() -> None:
     """Were a kernel with a mistake not rejected, AGREE would say little."""
     result = verified(RIGHT, seed=32, rounds=1)  # no other test has its deck
     assert result.verdict is Verdict.INCONCLUSIVE
-    assert len(result.mistakes.surviving) > 50
+    assert len(result.run.mistakes.surviving) > 50
     said = [reason for reason in result.reasons if "known mistake" in reason]
     assert len(said) == 4
     assert said[0].startswith(
-        f"a kernel with a known mistake would have passed every problem: {result.mistakes.surviving[0]}; "
+        f"a kernel with a known mistake would have passed every problem: {result.run.mistakes.surviving[0]}; "
     )
-    more = len(result.mistakes.surviving) - 3
+    more = len(result.run.mistakes.surviving) - 3
     assert (
         said[-1]
         == f"{more} more known mistakes would have passed; lossgate report --cell names them, of a run with --evidence"

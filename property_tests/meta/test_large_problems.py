@@ -15,7 +15,6 @@ from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.losses import SPECS
-from lossgate.reports.shown_cell import of_result
 
 FUSED = STYLES["float32"][1]
 
@@ -33,7 +32,7 @@ def test_every_cell_tries_a_large_problem_of_each_shape(layout: str) -> None:
     assert max(problem.tokens for problem in problems) == MANY_TOKENS.tokens
     assert max(len(problem.lengths) for problem in problems) == MANY_SEQUENCES.sequences
     assert max(problem.vocab for problem in problems) == LARGE_VOCABULARY.vocab
-    assert of_result(found).largest == "up to T=2,085, V=33,023"
+    assert (found.record.tokens, found.record.vocab) == (2085, 33023)
 
 
 def test_they_are_no_problems_more() -> None:

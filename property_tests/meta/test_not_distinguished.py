@@ -18,7 +18,6 @@ from lossgate.engine.settings import Settings
 from lossgate.losses import SPECS
 from lossgate.reports.describe import print_remarks
 from lossgate.reports.remarks import NOT_DISTINGUISHED, remark_lines
-from lossgate.reports.shown_cell import of_result
 from lossgate.specs.option import Option
 
 EPSILON = "epsilon 0.0 and 1e-08"
@@ -40,7 +39,7 @@ def verified(kernel: Candidate, dtype: str = "float32") -> CellResult:
 def test_a_kernel_that_ignores_an_epsilon_agrees_and_the_verdict_says_so(values: Any) -> None:
     result = verified(ignoring_epsilon(supporting(epsilon=values)))
     assert result.verdict is Verdict.AGREE, result.reasons
-    assert [set(line.removeprefix("epsilon ").split(" and ")) for line in result.not_distinguished] == [
+    assert [set(line.removeprefix("epsilon ").split(" and ")) for line in result.record.not_distinguished] == [
         {"0.0", "1e-08"}
     ]
 
@@ -50,20 +49,20 @@ def test_choices_that_problems_distinguished_are_not_named() -> None:
     """They are nearer than need be distinguished, and float32 tells them apart nevertheless."""
     right = supporting(epsilon=(0.0, 5e-4))
     assert near_mutants(right)
-    assert verified(right).not_distinguished == ()
+    assert verified(right).record.not_distinguished == ()
     assert verified(ignoring_epsilon(right)).verdict is Verdict.DISAGREE
     rounding = Precision(loss="bfloat16", returned="float32")
     coarse = replace(right, dtypes=("bfloat16",), precision={"bfloat16": rounding})
-    assert verified(coarse, "bfloat16").not_distinguished == ("epsilon 0.0 and 0.0005",)
+    assert verified(coarse, "bfloat16").record.not_distinguished == ("epsilon 0.0 and 0.0005",)
 
 
 def test_a_disagreement_names_none() -> None:
     """It ends the search before all choices could be distinguished."""
-    assert verified(ignoring_epsilon(supporting(epsilon=(0.0, 1e-8, 0.5)))).not_distinguished == ()
+    assert verified(ignoring_epsilon(supporting(epsilon=(0.0, 1e-8, 0.5)))).record.not_distinguished == ()
 
 
 def test_options_that_a_kernel_does_not_name_are_left_out() -> None:
-    assert verified(supporting()).not_distinguished == ()
+    assert verified(supporting()).record.not_distinguished == ()
 
 
 def test_choices_that_give_the_same_are_named() -> None:
@@ -71,24 +70,24 @@ def test_choices_that_give_the_same_are_named() -> None:
     no_penalty = supporting("clipped_pg", reference_policy_kl_penalty=0.0, reference_policy_kl_type=("k1", "k2", "k3"))
     result = verified(no_penalty)
     assert result.verdict is Verdict.AGREE, result.reasons
-    assert result.not_distinguished == ("reference_policy_kl_type k1, k2 and k3",)
+    assert result.record.not_distinguished == ("reference_policy_kl_type k1, k2 and k3",)
 
 
 @pytest.mark.slow
 def test_choices_that_are_never_valid_together_with_the_others_are_left_out() -> None:
     """No kernel can compute a dual clip with CISPO, so no kernel takes one for the other."""
     result = verified(supporting("clipped_pg", ratio_clip_c=3.0, use_cispo=False))
-    assert "use_cispo=False computed as True, seen in its value" in result.equivalent
-    assert result.not_distinguished == ()
+    assert "use_cispo=False computed as True, seen in its value" in result.record.equivalent
+    assert result.record.not_distinguished == ()
 
 
 @pytest.mark.slow
 def test_near_choices_of_which_one_is_never_valid_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing compared them, and no kernel can take one for the other."""
     right = supporting(epsilon=(0.0, 1e-8))
-    assert verified(right).not_distinguished
+    assert verified(right).record.not_distinguished
     monkeypatch.setattr(OptionMutant, "mutate", lambda mutant, bound: None)
-    assert verified(right).not_distinguished == ()
+    assert verified(right).record.not_distinguished == ()
 
 
 def numbers(**interval: Any) -> Candidate:
@@ -125,5 +124,5 @@ def test_the_same_choices_of_many_cells_are_told_once() -> None:
 def test_they_stand_below_the_table() -> None:
     result = verified(supporting(epsilon=(0.0, 1e-8)))
     text = StringIO()
-    print_remarks(Console(file=text, width=200, highlight=False), [of_result(result)])
+    print_remarks(Console(file=text, width=200, highlight=False), [result.record])
     assert text.getvalue() == f"{NOT_DISTINGUISHED}\n  {EPSILON}: 1 cell of {result.cell.candidate.name}\n\n"

@@ -59,7 +59,7 @@ def test_surviving_mutants_are_inconclusive(monkeypatch: pytest.MonkeyPatch) -> 
     cell = Cell(dense_candidate(SPECS["clipped_pg"], "logprobs"), Layout(), "float32")
     result = run_cell(cell, Settings(examples=2, rounds=1))
     assert result.verdict is Verdict.INCONCLUSIVE
-    assert result.surviving
+    assert result.record.surviving
     said = "a kernel that computes use_cispo=True as False (in a value), False (in a gradient) would have passed every "
     advised = r"problem; \d of 4 problems have it; raise --examples to about \d+, or drop use_cispo from supports"
     assert any(re.fullmatch(re.escape(said) + advised, reason) for reason in result.reasons)
@@ -87,4 +87,4 @@ def test_an_equivalent_mutant_need_not_be_killed() -> None:
     no_penalty = replace(dense_candidate(SPECS["clipped_pg"], "logprobs"), supports=supports)
     result = run_cell(Cell(no_penalty, Layout(), "float32"), Settings())
     assert result.verdict is Verdict.AGREE, result.reasons
-    assert "reference_policy_kl_type=k1 computed as k2, seen in its value" in result.equivalent
+    assert "reference_policy_kl_type=k1 computed as k2, seen in its value" in result.record.equivalent

@@ -12,12 +12,12 @@ import msgspec
 import pytest
 
 from lossgate.declaration.loading import load_candidates
+from lossgate.engine.cell_record import CellKey
 from lossgate.engine.cell_selection import Selection
 from lossgate.engine.plan import plan
+from lossgate.engine.recorded import key_of
 from lossgate.engine.settings import load_settings
 from lossgate.evidence.gather import gather
-from lossgate.evidence.of_result import key_of
-from lossgate.evidence.records import CellKey
 from lossgate.gate.decide import decide
 from lossgate.gate.gate_verdict import GateReason, GateVerdict
 from lossgate.gate.patterns import KnownCells

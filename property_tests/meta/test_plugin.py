@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from lossgate.engine.cell import CellResult, Verdict
+from lossgate.engine.cell import Verdict
 from lossgate.evidence.records import EndRecord, RunRecord
 from lossgate.evidence.writer import EvidenceError
 from property_tests.meta.evidence_lines import cells_in, records_in
+from property_tests.meta.made_results import made_result
 
 importlib.import_module("torch._dynamo")  # else pytester forgets it after a test, and it can be loaded only once
 
@@ -83,9 +84,8 @@ def test_items_evidence_and_failures(
     assert {cell.run for cell in cells} == {run.run} == {end.run}
     assert end.planned is not None
     assert sorted(end.planned) == sorted(cell.key for cell in cells)
-    (failure,) = [cell.failure for cell in cells if cell.failure]
-    assert failure.replay is not None
-    assert failure.replay.startswith("lossgate replay .lossgate/failure-wrong-agreement-float32-single-")
+    (replay,) = [cell.replay for cell in cells if cell.replay]
+    assert replay.startswith("lossgate replay .lossgate/failure-wrong-agreement-float32-single-")
     assert len(list(Path(".lossgate").iterdir())) == 1
 
 
@@ -97,7 +97,7 @@ def test_an_item_is_held_to_the_problems_of_earlier_runs(
     user.runpytest_inprocess(*chosen).assert_outcomes(failed=1)
     monkeypatch.setattr(
         "lossgate.engine.run_cell.run_cell",
-        lambda cell, _: CellResult(cell=cell, verdict=Verdict.AGREE, reasons=(), cases=()),
+        lambda cell, _: made_result(cell, Verdict.AGREE),
     )
     result = user.runpytest_inprocess(*chosen)
     result.assert_outcomes(failed=1)

@@ -127,7 +127,7 @@ def test_faults_of_a_property_make_the_cell_disagree() -> None:
     result = run_cell(plan([NLL], replace(SETTINGS, properties=("agreement", "small")))[0], SETTINGS)
     assert result.verdict is Verdict.DISAGREE
     assert result.failure is not None
-    assert (result.failure.held_to, result.symptoms) == ("small", ("1 tokens are too many", "property small"))
+    assert (result.failure.held_to, result.record.symptoms) == ("small", ("1 tokens are too many", "property small"))
     assert result.reasons == ("property small: 1 tokens are too many", "to do: take fewer")
 
 
@@ -150,7 +150,7 @@ def test_a_candidate_is_not_held_to_a_property_from_which_it_is_exempt() -> None
     lossgate.property("small")(always_wrong)
     exempt = replace(NLL, exempt={"small": "it likes few tokens"})
     cell = plan([exempt], replace(SETTINGS, properties=("agreement", "small")))[0]
-    (found,) = run_cell(cell, SETTINGS).properties
+    (found,) = run_cell(cell, SETTINGS).record.properties
     assert (found.name, found.exempt, found.problems, found.findings) == ("small", "it likes few tokens", 0, ())
     with pytest.raises(UsageError, match="nothing to verify"):
         plan([exempt], replace(SETTINGS, properties=("small",)))
@@ -170,7 +170,7 @@ def test_only_the_first_property_that_fails_is_made_small() -> None:
     lossgate.property("first")(always_wrong)
     lossgate.property("second")(always_wrong)
     (cell,) = plan([NLL], replace(SETTINGS, properties=("agreement", "first", "second")))
-    first, second = (result := run_cell(cell, SETTINGS)).properties
+    first, second = (result := run_cell(cell, SETTINGS)).record.properties
     assert result.failure is not None
     assert first.on == result.failure.problem.describe() != second.on
     assert (first.problems, second.problems) == (1, 1)
@@ -213,8 +213,8 @@ def test_a_hang_is_not_made_smaller_and_survives_the_loss_of_the_ranks() -> None
     (cell,) = plan([NLL], replace(SETTINGS, properties=("agreement", "hangs", "later")))
     result = run_cell(cell, SETTINGS)
     assert result.failure is not None
-    assert (result.failure.held_to, result.failure.failure, result.shrink_calls) == ("hangs", "Hang", 0)
-    assert [one.name for one in result.properties] == ["hangs"]
+    assert (result.failure.held_to, result.failure.failure, result.run.shrink_calls) == ("hangs", "Hang", 0)
+    assert [one.name for one in result.record.properties] == ["hangs"]
     (alone,) = plan([NLL], replace(SETTINGS, properties=("agreement", "later")))
     with pytest.raises(WorldLost):
         run_cell(alone, SETTINGS)

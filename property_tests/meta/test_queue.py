@@ -75,6 +75,10 @@ def test_cells_of_all_layouts_share_a_deck_and_those_of_a_dtype_do_not() -> None
     assert [waiting.take(worker) for worker in (0, 1, 0, 1)] == [0, 2, 1, 3]
 
 
+NOTHING_RUN = (None, {"cases": ()})
+"""A record, and what was run beside it."""
+
+
 class AtOnce:
     """A process that has always finished."""
 
@@ -85,9 +89,9 @@ class AtOnce:
         self.connection, self._far = Pipe()
 
     def start(self, *given: object) -> None:
-        self._far.send({})
+        self._far.send(NOTHING_RUN)
 
-    def result(self) -> dict[str, object]:
+    def result(self) -> object:
         return self.connection.recv()
 
     def end(self) -> None:
@@ -99,12 +103,11 @@ class AgreesFirst(AtOnce):
 
     def start(self, *given: object) -> None:
         self._far.send(News.AGREES)
-        self._far.send({})
+        self._far.send(NOTHING_RUN)
 
 
 def test_a_cell_is_said_to_agree_before_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "take_child", lambda: AgreesFirst(captured=True))
-    monkeypatch.setattr(workers, "CellResult", lambda cell, printed: cell)
     monkeypatch.setattr(workers, "check_source", lambda _: None)
     planned = [Cell(dense_candidate(SPECS["nll"], "logprobs"), layout, "float32") for layout in LAYOUTS[:2]]
     steps = [*workers.run_side_by_side(planned, Settings(), 1)]
@@ -116,9 +119,8 @@ def test_workers_that_finish_together_find_the_last_cells(
     jobs: int, cells: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers, "take_child", lambda: AtOnce(captured=True))
-    monkeypatch.setattr(workers, "CellResult", lambda cell, printed: cell)
     planned = [Cell(dense_candidate(SPECS["nll"], "logprobs"), layout, "float32") for layout in LAYOUTS[:cells]]
     monkeypatch.setattr(workers, "check_source", lambda _: None)
     steps = [*workers.run_side_by_side(planned, Settings(), jobs)]
-    assert [step.result for step in steps if isinstance(step, workers.Done)] == planned
+    assert [step.result.cell for step in steps if isinstance(step, workers.Done) and step.result] == planned
     assert {id(step.cell) for step in steps if isinstance(step, CellStarted)} == set(map(id, planned))

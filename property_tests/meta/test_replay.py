@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lossgate import Problem
-from lossgate.engine import since_written
+from lossgate.engine.replay import listed
 from property_tests.meta.command_line import KERNELS, Done, Lossgate, in_a_process
 from property_tests.meta.evidence_lines import cells_in
 
@@ -379,5 +379,5 @@ def test_nothing_but_failure_files_appears_in_the_folder_of_the_user(folder: Pat
 
 
 def test_words_for_what_has_changed() -> None:
-    assert since_written.listed(["b", "a", "c", "a"]) == "a, b and c"
-    assert since_written.listed(["a"]) == "a"
+    assert listed(["b", "a", "c", "a"]) == "a, b and c"
+    assert listed(["a"]) == "a"

@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from lossgate.base.spelling import counted
+from lossgate.engine.cell_record import CellKey, CellRecord, KnownFailureRecord, PropertyRecord
 from lossgate.evidence.gather import gather
-from lossgate.evidence.pattern import matches
-from lossgate.evidence.records import CellKey, CellRecord, KnownFailureRecord, Matrix, PropertyRecord, Record
+from lossgate.evidence.records import Matrix, Record
 from lossgate.evidence.sealed import seal
 from lossgate.reports.evidence_table import print_report
 from lossgate.reports.remarks import EXEMPT, NOT_DISTINGUISHED
@@ -245,13 +245,13 @@ NAME = "nll[agreement-tp=2-float32]"
     ],
 )
 def test_brackets_of_a_pattern_stand_for_themselves(pattern: str, matched: bool) -> None:
-    assert matches(pattern, CellKey("nll", "agreement", "tp=2", "float32", "simulated", "cpu")) is matched
+    assert CellKey("nll", "agreement", "tp=2", "float32", "simulated", "cpu").matches(pattern) is matched
 
 
 @pytest.mark.parametrize("candidate", ["a[b]", "a*", "[!x]", "a]b[", "?"])
 def test_each_cell_is_matched_by_its_own_name(candidate: str) -> None:
     key = CellKey(candidate, "agreement", "single", "float32", "gloo", "cuda")
-    assert matches(str(key), key)
+    assert key.matches(str(key))
 
 
 def test_the_story_of_a_cell_has_all_that_is_known(folder: Path, lossgate: Lossgate) -> None:

@@ -17,6 +17,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -27,15 +28,14 @@ from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.events import CellFinished, CellSkipped, CellStarted, Event, RunFinished, RunStarted
 from lossgate.engine.settings import Settings
 from lossgate.judge.comparison import Comparison
-from lossgate.judge.pooled_output import Pooled
 from lossgate.problems.problem import Problem
+from lossgate.reports.describe import print_replayed
 from lossgate.reports.failures import FailureFiles
-from lossgate.reports.replayed import print_replayed
-from lossgate.reports.terminal import Terminal
-from lossgate.reports.volume import Volume
+from lossgate.reports.terminal import Terminal, Volume
 from lossgate.specs.outputs import LOSS
 from property_tests.meta.command_line import Lossgate
 from property_tests.meta.made_evidence import cell, disagreeing, inconclusive, whole_run, write
+from property_tests.meta.made_results import made_result
 
 SCREENS = Path(__file__).parent / "screens"
 WIDTHS = (80, 100, 140)
@@ -59,17 +59,19 @@ def result(kernel: Candidate, layout: Layout, margin: float, *reasons: str, fail
     case = CaseResult(problem=PROBLEM, comparisons=compared, findings=reasons, failure=failure, side_by_side=side)
     cause = Cause(name="x", words="valid_tokens is not summed over cp", todo="sum valid_tokens over cp")
     diagnosis = Diagnosis(causes=(cause,), problems=9, layouts=("cp=2", "cp=3"), asked=880)
-    return CellResult(
-        cell=Cell(kernel, layout, "float32"),
-        verdict=Verdict.DISAGREE if reasons else Verdict.AGREE,
-        reasons=reasons,
-        cases=(case,) * 20,
-        failure=case if reasons else None,
-        shrink_calls=25,
-        pooled=() if failure else (Pooled("loss", 20, 0.0, 3.5e-7, 3.5e-7),),
-        diagnosis=diagnosis if reasons and not failure else None,
+    return made_result(
+        Cell(kernel, layout, "float32"),
+        Verdict.DISAGREE if reasons else Verdict.AGREE,
+        reasons,
+        (case,) * 20,
         printed="hello from the kernel\n" * 30 if failure else "",
-        seconds=1.25,
+        of_run={
+            "failure": case if reasons else None,
+            "shrink_calls": 25,
+            "diagnosis": diagnosis if reasons and not failure else None,
+            "seconds": 1.25,
+        },
+        mde=None if failure else 3.5e-7,
     )
 
 
@@ -104,8 +106,9 @@ def a_bad_day() -> Iterator[Event]:
         "a kernel that computes label_smoothing=0.1 as 0 would have passed every problem",
     )
     died = replace(result(RAISES, LAYOUTS[0], 0.0, *crash, failure="Crash"), printed="hello\n")
-    short = result(RIGHT, LAYOUTS[0], 0.21, *unsure)
-    results = died, replace(short, verdict=Verdict.INCONCLUSIVE, failure=None, diagnosis=None)
+    short = result(RIGHT, LAYOUTS[0], 0.21)
+    record = msgspec.structs.replace(short.record, verdict=Verdict.INCONCLUSIVE, reasons=unsure)
+    results = died, replace(short, record=record)
     yield RunStarted(tuple(one.cell for one in results), Settings())
     for one in results:
         yield CellStarted(one.cell)

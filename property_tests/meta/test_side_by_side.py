@@ -15,7 +15,6 @@ from lossgate.engine.case_result import run_case
 from lossgate.engine.cell import Cell
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
-from lossgate.evidence.of_result import record_of
 from lossgate.evidence.reader import Where
 from lossgate.evidence.summary import summarize
 from lossgate.losses import SPECS
@@ -63,7 +62,7 @@ def test_evidence_and_what_gates_write_have_them() -> None:
     result = run_cell(Cell(wrong_at_one_token, Layout(), "float32"), Settings(examples=5))
     assert result.failure is not None
     assert result.failure.side_by_side
-    record = record_of(result, "run", "2026-01-01T00:00:00Z")
+    record = result.record
     assert record.failure is not None
     assert record.failure.side_by_side == result.failure.side_by_side
     assert summarize(record, Where("file", 1), "0" * 64).why.endswith("; ".join(result.failure.side_by_side))

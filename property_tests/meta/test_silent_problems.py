@@ -12,9 +12,8 @@ import pytest
 from kernel_bank.cross_entropy import STYLES, make
 from lossgate import Layout
 from lossgate.engine.case_result import CaseResult
-from lossgate.engine.cell import Cell, CellResult, Verdict
+from lossgate.engine.cell import Cell, CellResult, CellRun, Verdict
 from lossgate.engine.verdict import conclude
-from lossgate.evidence.of_result import record_of
 from lossgate.evidence.redo import Redone, redo
 from lossgate.judge.comparison import Comparison
 from lossgate.judge.pooled_output import pool
@@ -54,8 +53,8 @@ def of(case: CaseResult, output: Output) -> Comparison:
 
 def concluded(cases: list[CaseResult]) -> tuple[CellResult, Redone]:
     """Returns the verdict on cases, and what evidence makes of it."""
-    result = conclude(Cell(KERNEL, Layout(), "bfloat16"), cases, None, 0, 0.0)
-    (redone,) = redo([record_of(result, "run", "2026-01-31T12:00:00+00:00")])
+    result = conclude(CellRun(cell=Cell(KERNEL, Layout(), "bfloat16"), cases=tuple(cases)))
+    (redone,) = redo([result.record])
     assert redone.contradiction == ""
     assert redone.verdict == result.verdict.value
     return result, redone

@@ -23,10 +23,11 @@ from lossgate.engine.case_result import run_case
 from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings, load_settings
+from lossgate.engine.verdict import judge
 from lossgate.inputs import NllHidden
 from lossgate.losses import SPECS
 from lossgate.properties import PROPERTIES
-from lossgate.reports.shown_cell import of_result
+from lossgate.reports.describe import size_lines
 from lossgate.worlds import SimulatedWorld
 
 SIZE = "264x16x4100"
@@ -49,7 +50,7 @@ def test_a_problem_of_each_size_is_tried_with_its_margins_shown(layout: str) -> 
     assert found.verdict is Verdict.AGREE, found.reasons
     sizes = [(case.problem.tokens, case.problem.hidden, case.problem.vocab) for case in found.cases]
     assert sizes[-2:] == [(264, 16, 4100), (32, 264, 4100)]
-    lines = of_result(found).at_sizes
+    lines = list(size_lines(found.record))
     assert [line.partition(", as shares of the limits: ")[0] for line in lines] == [
         "at T=264, H=16, V=4,100",
         "at T=32, H=264, V=4,100",
@@ -114,7 +115,7 @@ def test_a_size_that_is_made_to_fit_is_not_kept_with_the_deck() -> None:
 def test_a_size_that_cannot_be_tried_makes_no_further_rounds() -> None:
     """More problems do not help."""
     found = verified(RIGHT, "8x264x4100", rounds=4)
-    assert (found.untried, found.gaps) == (("8x264x4100",), ())
+    assert (found.record.untried, judge(found.run).gaps) == (("8x264x4100",), ())
     assert len(found.cases) == len(verified(RIGHT).cases)
 
 

@@ -6,40 +6,39 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from io import StringIO
+from math import isinf
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from lossgate import Candidate, KnownFailure, Layout, candidate
+from lossgate import Candidate, Layout, candidate
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, CellResult, Verdict
+from lossgate.engine.cell_record import KnownFailureRecord
 from lossgate.engine.events import CellAgrees, CellFinished, CellSkipped, CellStarted, RunFinished, RunStarted
 from lossgate.engine.settings import Settings
 from lossgate.judge.comparison import Comparison
-from lossgate.judge.pooled_output import Pooled
 from lossgate.problems.problem import Problem
 from lossgate.reports.console import make_console
 from lossgate.reports.failures import FailureFiles
-from lossgate.reports.shown_cell import of_result
-from lossgate.reports.terminal import Terminal
+from lossgate.reports.terminal import Terminal, Volume
 from lossgate.reports.verdict_table import VerdictTable, summary, verdict_table
-from lossgate.reports.volume import Volume
 from lossgate.specs.outputs import LOSS
+from property_tests.meta.made_results import made_result
 
 WIDTHS = pytest.mark.parametrize("width", [60, 80, 100, 140, 200])
 LONG = "fused_linear_cross_entropy_of_the_third_party"
 LAYOUTS = [Layout(dp=dp, cp=cp, tp=tp) for dp in (1, 2) for cp in (1, 2) for tp in (1, 2)]
-KNOWN = KnownFailure(name="torch-1", example=Path("torch-1.json"))
 
 PROBLEM = Problem(
     spec="nll", head="hidden", dtype="float32", lengths=(1234,), masks=("all",), hidden=1, vocab=2345, seed=0
 )
 
 
-def kernel(name: str, good_for: str = "", known_failure: KnownFailure | None = None) -> Candidate:
-    made = candidate("nll", head="logits", name="kernel", good_for=good_for, known_failure=known_failure)(
+def kernel(name: str, good_for: str = "") -> Candidate:
+    made = candidate("nll", head="logits", name="kernel", good_for=good_for)(
         lambda inputs, options, mesh: inputs.logits.sum()
     )
     return replace(made, name=name)  # which may be a name that a declaration does not take
@@ -58,14 +57,15 @@ def made_up(
 ) -> CellResult:
     """A result of ``problems`` problems with ``comparisons`` comparisons each."""
     comparison = Comparison(output=LOSS, values={"scale": margin}, limits={"scale": 1.0})
-    problem = CaseResult(problem=PROBLEM, comparisons=(comparison,) * comparisons)
-    return CellResult(
-        cell=cell,
-        verdict=verdict,
-        reasons=reasons,
-        cases=(problem,) * problems,
-        pooled=(Pooled("loss", problems, 0.0, mde, mde),),
-        expected=expected,
+    known = KnownFailureRecord(name="torch-1", example="e" * 64, expected=True) if expected else None
+    return made_result(
+        cell,
+        verdict,
+        reasons,
+        (CaseResult(problem=PROBLEM, comparisons=(comparison,) * comparisons),) * problems,
+        margin=None if isinf(margin) else margin,
+        mde=None if isinf(mde) else mde,
+        known_failure=known,
     )
 
 
@@ -79,7 +79,7 @@ def one(name: str, verdict: Verdict, layout: Layout = LAYOUTS[-1], **numbers: An
 
 
 def table_of(results: Iterable[CellResult]) -> VerdictTable:
-    return verdict_table(map(of_result, results))
+    return verdict_table(result.record for result in results)
 
 
 A, D, I = Verdict  # noqa: E741
@@ -95,11 +95,11 @@ ROWS = [
         comparisons=12,
     ),
     *over_layouts(kernel("unsure"), "float16", [A, I, D, A, I, D, A, I], margin=1.2e300, mde=0.999),
-    made_up(Cell(kernel("known", known_failure=KNOWN), Layout(), "float32"), D, margin=8.25, expected=True),
+    made_up(Cell(kernel("known"), Layout(), "float32"), D, margin=8.25, expected=True),
     one("infinite", D, margin=float("inf"), mde=float("inf")),
 ]
 TABLE = table_of(ROWS)
-SHOWN = [of_result(row) for row in ROWS]
+SHOWN = [row.record for row in ROWS]
 NAMES = ["right", LONG, "unsure", "known", "infinite"]
 VERDICTS = {
     "AGREE": 1,
@@ -389,10 +389,7 @@ def failing(name: str, reasons: Iterable[str]) -> list[CellResult]:
     """One result for each reason, on more and more ranks."""
     own = kernel(name)
     cells = (Cell(own, Layout(tp=tp), "float32") for tp in range(2, 9))
-    return [
-        CellResult(cell=cell, verdict=D, reasons=(reason,), cases=())
-        for cell, reason in zip(cells, reasons, strict=False)
-    ]
+    return [made_result(cell, D, (reason,)) for cell, reason in zip(cells, reasons, strict=False)]
 
 
 ALIKE = [*failing("one", [f"loss: {tp}.5 times the reference" for tp in range(2, 8)]), *failing("other", ["loss: 2"])]
@@ -436,7 +433,7 @@ def test_quiet_shows_what_does_not_pass_and_the_summary(tmp_path: Path) -> None:
 
 
 def test_a_known_failure_has_a_line_without_statistics(tmp_path: Path) -> None:
-    known = made_up(Cell(kernel("known", known_failure=KNOWN), Layout(), "float32"), D, margin=1e25, expected=True)
+    known = made_up(Cell(kernel("known"), Layout(), "float32"), D, margin=1e25, expected=True)
     lines = shown_of([known], tmp_path)
     assert lines[0] == "DISAGREE (known: torch-1)  known  float32  single:  as expected  (0.0 s)"
 

@@ -23,8 +23,8 @@ def diff(before: Path, after: Path, /) -> int:
         after: The same of a later run, or of another machine.
     """
     from lossgate.evidence.differences import changes, read_side, surroundings
+    from lossgate.reports.changed_cells import print_diff
     from lossgate.reports.console import make_console
-    from lossgate.reports.diff import print_diff
     from lossgate.reports.troubles import troubles
 
     old, new = read_side(before), read_side(after)

@@ -17,10 +17,10 @@ from cyclopts import Parameter
 from lossgate.cli.app import Exit, Text, app, check_outputs, write_outputs
 
 if TYPE_CHECKING:
+    from lossgate.evidence.gather import KeptRecords
     from lossgate.evidence.reader import Digested
     from lossgate.evidence.records import RunRecord
     from lossgate.gate.gate_verdict import GateVerdict
-    from lossgate.reports.kept_records import KeptRecords
 
 
 _LARGEST_EXAMPLE = 1 << 20
@@ -75,12 +75,11 @@ def gate(
         _refuse({"subject"}, "has --{} and no --statement, which alone names subjects")
     if history and html is None:
         _refuse({"history"}, "has --{} and no --html, which alone shows it")
-    from lossgate.evidence.gather import files_in, gather
+    from lossgate.evidence.gather import KeptRecords, files_in, gather
     from lossgate.gate.decide import decide
     from lossgate.gate.policy import load_policy
     from lossgate.reports.console import make_console
     from lossgate.reports.gate_text import print_gate
-    from lossgate.reports.kept_records import KeptRecords
 
     check_outputs(files, [policy, *files_in(evidence), *files_in(history or ()), *(subject or ())])
     rules, time = load_policy(policy), _time(now)
@@ -214,7 +213,7 @@ def _texts(verdict: GateVerdict, subjects: Sequence[Digested], page: Text) -> di
 
 
 def _page(verdict: GateVerdict, runs: Iterable[RunRecord], kept: KeptRecords, earlier: KeptRecords) -> str:
-    from lossgate.reports.page.page import Page
+    from lossgate.reports.page.entries import Page
     from lossgate.reports.page.render import render_page
 
     page = Page(

@@ -75,7 +75,7 @@ class _How:
 
     def one(self, file: Path) -> int:
         """Replays one; prints all of what came of it, and returns the exit code."""
-        from lossgate.reports.replayed import print_replayed
+        from lossgate.reports.describe import print_replayed
         from lossgate.worlds.base import WorldLost
 
         failure = self._read(file)
@@ -122,7 +122,7 @@ class _How:
     def _line_of(self, file: Path) -> Exit:
         """Replays one of several; prints a line, and returns its exit code."""
         from lossgate.base.errors import UsageError
-        from lossgate.reports.replayed import print_replayed_file
+        from lossgate.reports.describe import print_replayed_file
         from lossgate.worlds.base import WorldLost
 
         try:

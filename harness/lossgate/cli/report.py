@@ -12,10 +12,9 @@ from cyclopts import Parameter
 from lossgate.cli.app import Exit, app, write_outputs
 
 if TYPE_CHECKING:
-    from lossgate.evidence.gather import Gathered
+    from lossgate.engine.cell_record import CellKey, CellRecord
+    from lossgate.evidence.gather import Gathered, KeptRecords
     from lossgate.evidence.reader import Where
-    from lossgate.evidence.records import CellKey, CellRecord
-    from lossgate.reports.kept_records import KeptRecords
 
 
 @app.command
@@ -33,9 +32,7 @@ def report(
         html: Write a page about the cells to this file.
     """
     from lossgate.base.errors import UsageError
-    from lossgate.evidence.gather import gather
-    from lossgate.evidence.pattern import matches
-    from lossgate.reports.kept_records import KeptRecords
+    from lossgate.evidence.gather import KeptRecords, gather
     from lossgate.reports.troubles import troubles
 
     if not files:
@@ -43,11 +40,11 @@ def report(
     kept, patterns = KeptRecords(), cell or ["*"]
 
     def keep(record: CellRecord, where: Where) -> None:
-        if any(matches(pattern, record.key) for pattern in patterns):
+        if any(record.key.matches(pattern) for pattern in patterns):
             kept.keep(record, where)
 
     gathered = gather(files, keep if cell or html else None)
-    named = [key for key in gathered.cells if any(matches(pattern, key) for pattern in patterns)]
+    named = [key for key in gathered.cells if any(key.matches(pattern) for pattern in patterns)]
     found = troubles(gathered)
     if cell:
         _print_cells(gathered, kept, named, found, patterns)
@@ -109,7 +106,7 @@ def exit_code(gathered: Gathered, cells: Iterable[CellKey], troubles: Sequence[s
 
 def _page(gathered: Gathered, kept: KeptRecords) -> str:
     """Returns a page about the cells that were kept."""
-    from lossgate.reports.page.page import Page
+    from lossgate.reports.page.entries import Page
     from lossgate.reports.page.render import render_page
 
     results = kept.by_cell()

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from lossgate.engine.settings import Settings
     from lossgate.engine.shards import Shard
     from lossgate.evidence.writer import EvidenceFile
-    from lossgate.reports.terminal import Terminal
-    from lossgate.reports.volume import Volume
+    from lossgate.reports.terminal import Terminal, Volume
 
 
 @app.command
@@ -149,7 +148,7 @@ class _Wanted:
 
 def _volume(quiet: bool, verbose: bool) -> Volume:
     from lossgate.base.errors import UsageError
-    from lossgate.reports.volume import Volume
+    from lossgate.reports.terminal import Volume
 
     if quiet and verbose:
         raise UsageError("-q and -v: expected one of them; -q shows less than by default, and -v more")
@@ -247,9 +246,9 @@ def _chosen(candidates: Sequence[Candidate], only: Sequence[str]) -> list[Candid
 
 def exit_code(results: Iterable[CellResult]) -> Exit:
     """Returns the code of the worst cell; known failures count as agreed."""
-    from lossgate.engine.cell import Verdict
+    from lossgate.engine.cell_record import Verdict
 
-    verdicts = {Verdict.AGREE if result.passes else result.verdict for result in results}
+    verdicts = {Verdict.AGREE if result.record.passes else result.verdict for result in results}
     if Verdict.DISAGREE in verdicts:
         return Exit.DISAGREE
     return Exit.INCONCLUSIVE if Verdict.INCONCLUSIVE in verdicts else Exit.AGREE

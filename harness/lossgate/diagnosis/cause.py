@@ -54,18 +54,30 @@ class Diagnosis:
                 return (few, *places) if self.tried else ()
             nothing = f"cause: none of {self.asked} known mistakes explains it"
             return (nothing, *places)
+        todo = "" if self._unsure else next((cause.todo for cause in self.causes if cause.todo), "")
+        return (f"cause: {self.named}; {self.explains}", *((f"to do: {todo}",) if todo else ()))
+
+    @property
+    def _unsure(self) -> bool:
+        return any(not cause.same_as_before for cause in self.causes[1:])
+
+    @property
+    def named(self) -> str:
+        """The causes in words, and to what they are limited; "" if there is none."""
+        if not self.causes:
+            return ""
         first, *others = self.causes
         also = (f"; or{', with the same effect on these problems' * o.same_as_before}: {o.words}" for o in others)
-        unsure = any(not cause.same_as_before for cause in others)
-        one_of = "one of these, which the problems do not tell apart: " if unsure else ""
-        known = f"{one_of}{first.words}{''.join(also)}"
-        limits = f"{self.scope}{self.condition}"
-        todo = "" if unsure else next((cause.todo for cause in self.causes if cause.todo), "")
-        return (f"cause: {known}{limits}; this explains {self._held}", *((f"to do: {todo}",) if todo else ()))
+        one_of = "one of these, which the problems do not tell apart: " if self._unsure else ""
+        return f"{one_of}{first.words}{''.join(also)}{self.scope}{self.condition}"
+
+    @property
+    def explains(self) -> str:
+        """What the causes explain, in words; "" if there is none."""
+        return f"this explains {self._held}" if self.causes else ""
 
     @property
     def _held(self) -> str:
-        """What the causes explain, in words."""
         if not self.asked:
             few = f", and the {self.problems} that disagree of {self.tried} others" if self.problems else ""
             return f"the problem below{few}"

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Holds one case to a property, and records what came of it."""
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
 
 from lossgate.adequacy.kills import killed_mutants
 from lossgate.adequacy.option_mutants import OptionMutant
@@ -11,12 +13,12 @@ from lossgate.base.errors import CandidateError
 from lossgate.cases.assemble import KEEPS_THE_GRAPH
 from lossgate.cases.case import Case
 from lossgate.cases.current_case import running
-from lossgate.engine.side_by_side import side_by_side
 from lossgate.judge.comparison import Comparison
 from lossgate.problems.problem import Problem
 from lossgate.properties import Property
 from lossgate.properties.registry import Resources, Said
-from lossgate.worlds.base import RankFailure
+from lossgate.specs.outputs import Output
+from lossgate.worlds.base import RankFailure, RankRaised
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,8 @@ class CaseResult:
     failure: str | None = None
     """The kind of error that ended it before its outputs could be compared: a ``RankFailure``, a
     ``CandidateError`` or a crash."""
+    raised: tuple[str, str] | None = None
+    """The type of the exception that a rank raised, and the line."""
     unstable: bool = False
     """It disagreed, and did not when it was run again in the same process."""
     held_to: str = "agreement"
@@ -82,8 +86,7 @@ class CaseResult:
         the type of an exception. Other faults count as one, as their words may hold numbers.
         """
         if self.failure:
-            raised = re.search(r"\braised (\w+)", self.findings[0])
-            return frozenset((f"{self.failure} {raised[1]}" if raised else self.failure,))
+            return frozenset((f"{self.failure} {self.raised[0]}" if self.raised else self.failure,))
         wrong = {str(c.output) for c in self.comparisons if not c.agrees}
         return frozenset(wrong | {"fault"} if self.faults else wrong)
 
@@ -112,7 +115,8 @@ def run_case(case: Case, held_to: Property, mutants: Iterable[OptionMutant] = ()
         shown = side_by_side(case) if checked.findings and held_to.needs_adequacy else ()
     except (RankFailure, CandidateError) as failure:
         kind = type(failure).__name__
-        return CaseResult(problem=case.problem, findings=(str(failure),), failure=kind, held_to=name)
+        raised = (failure.kind, failure.site) if isinstance(failure, RankRaised) else None
+        return CaseResult(problem=case.problem, findings=(str(failure),), failure=kind, raised=raised, held_to=name)
     return CaseResult(
         problem=case.problem,
         comparisons=checked.comparisons,
@@ -124,3 +128,37 @@ def run_case(case: Case, held_to: Property, mutants: Iterable[OptionMutant] = ()
         resources=checked.resources,
         side_by_side=shown,
     )
+
+
+_OUTPUTS = 3
+"""So many of the outputs that disagree are shown."""
+_ENTRIES = 2
+"""So many entries of each, those that are farthest off."""
+
+
+def side_by_side(case: Case) -> tuple[str, ...]:
+    """Returns lines with the entries of a case that are farthest off: what was got, and what is
+    wanted.
+
+    Entries are those of whole outputs, with ranks put together and padding dropped.
+    """
+    wrong = [comparison.output for comparison in case.comparisons if not comparison.agrees and comparison.values]
+    return tuple(line for output in wrong[:_OUTPUTS] for line in _entries(case, output))
+
+
+def _entries(case: Case, output: Output) -> Iterator[str]:
+    got, want, counted = case.result.outputs[output], case.oracle.reference[output], case.oracle.compared(output)
+    off = (got - want).abs().nan_to_num(nan=torch.inf)
+    off = off.masked_fill((got == want) | (got.isnan() & want.isnan()), 0.0)
+    if counted is not None:
+        off = off * counted
+    for number in off.flatten().topk(min(_ENTRIES, off.numel())).indices.sort().values:
+        if off.flatten()[number] > 0:
+            numbers = f"got {float(got.flatten()[number]):.9g}, want {float(want.flatten()[number]):.9g}"
+            yield f"{_entry(output, number, off)}: {numbers}"
+
+
+def _entry(output: Output, number: Tensor, of: Tensor) -> str:
+    """Returns an entry in words, such as "grad of weight, vocab 3, hidden 0"."""
+    at = torch.unravel_index(number, of.shape) if of.dim() else ()
+    return ", ".join([str(output), *(f"{dim} {int(index)}" for dim, index in zip(output.dims, at, strict=True))])

@@ -15,14 +15,15 @@ from lossgate.base.errors import CandidateError
 from lossgate.cases.case import Case
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.engine.cell import Cell
+from lossgate.engine.cell_record import PropertyRecord
 from lossgate.engine.own_mistakes import SaidByProblem, choice_behind, gaps_of, may_show, said_by, shown_by, unseen
 from lossgate.engine.precision_advice import remedy_of
-from lossgate.engine.property_result import PropertyResult
+from lossgate.engine.recorded import share_of
 from lossgate.engine.search import Search
 from lossgate.engine.settings import Settings
 from lossgate.engine.trials import Trials, not_again
 from lossgate.properties import Property
-from lossgate.properties.registry import Said
+from lossgate.properties.registry import Resources, Said
 from lossgate.worlds.base import Hang, RankFailure, World, WorldLost
 
 _FEW_TOKENS = 256
@@ -51,14 +52,17 @@ class Catalogue:
         self.failure: CaseResult | None = None
         """The smallest problem found on which the first property that fails does so."""
         self.shrink_calls = 0
+        self.resources: Resources = {}
+        """What a call used, if a property measured that: on the problem of its findings, or on the
+        last."""
 
-    def run(self) -> tuple[PropertyResult, ...]:
+    def run(self) -> tuple[PropertyRecord, ...]:
         """Checks every property; those before the one that lost the ranks, if one did.
 
         Raises:
             WorldLost: if the ranks are lost, and no property failed before that.
         """
-        found: list[PropertyResult] = []
+        found: list[PropertyRecord] = []
         for held_to in self._cell.also:
             try:
                 own = self._check(held_to)
@@ -71,9 +75,9 @@ class Catalogue:
             found.append(own)
         return tuple(found)
 
-    def _check(self, held_to: Property) -> PropertyResult:
+    def _check(self, held_to: Property) -> PropertyRecord:
         if reason := self._cell.candidate.exempt.get(held_to.name):
-            return PropertyResult(name=held_to.name, exempt=reason)
+            return PropertyRecord(name=held_to.name, exempt=reason)
         start, cases, said = perf_counter(), list[CaseResult](), list[SaidByProblem]()
         for placed in self._chosen(held_to, cases, said):
             case = run_case(self._case(placed), held_to)
@@ -83,17 +87,19 @@ class Catalogue:
                 self._shrink(placed, held_to, case)
                 break
         failing = next((case for case in cases if not case.agrees), None)
+        margin = max((c.margin for case in cases for c in case.comparisons), default=0.0)
         own = self.failure if failing is not None and self.failure and self.failure.held_to == held_to.name else failing
-        return PropertyResult(
+        if cases and not self.resources:
+            self.resources = (own or cases[-1]).resources
+        return PropertyRecord(
             name=held_to.name,
             problems=len(cases),
             comparisons=sum(len(case.comparisons) for case in cases),
-            margin=max((c.margin for case in cases for c in case.comparisons), default=0.0),
-            seconds=perf_counter() - start,
+            margin=share_of(margin),
+            seconds=round(perf_counter() - start, 4),
             findings=own.findings if own is not None else (),
             on=own.problem.describe() if own is not None else "",
             remedy="" if own is None else remedy_of(self._cell.held_to(held_to.name), own, self._world),
-            resources=(own or cases[-1]).resources if cases else {},
             gaps=gaps_of(held_to, said),
         )
 

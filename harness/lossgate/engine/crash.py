@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of a candidate in whose process something ended it: the candidate or another."""
+"""Runs cases in a process that may die, and what is said of the candidate if it does: that it ended
+the process, or that something else did.
+"""
 
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
+import msgspec
+
 from lossgate.engine.case_result import CaseResult
-from lossgate.engine.cell import Cell, CellResult
-from lossgate.engine.child import ChildDied
+from lossgate.engine.cell import Cell, CellResult, CellRun
+from lossgate.engine.child import Child, ChildDied
+from lossgate.engine.jobs import CasesJob, CellName
 from lossgate.engine.verdict import conclude
+from lossgate.problems.problem import Problem
 from lossgate.worlds.base import WorldLost
 
 CRASH = "Crash"
@@ -43,6 +51,42 @@ def result_of_crash(cell: Cell, died: ChildDied, seconds: float) -> CellResult:
     try:
         case = case_of_crash(cell, died)
     except ProcessLost as lost:
-        known = conclude(cell, [], None, 0, seconds)
-        return replace(known, reasons=(str(lost), *known.reasons))
-    return conclude(cell, [case], case, 0, seconds)
+        result = conclude(CellRun(cell=cell, cases=(), seconds=seconds))
+        return replace(result, record=msgspec.structs.replace(result.record, reasons=(str(lost), *result.reasons)))
+    return conclude(CellRun(cell=cell, cases=(case,), failure=case, seconds=seconds))
+
+
+@contextmanager
+def fresh_child(*, captured: bool = False) -> Generator[Child]:
+    """Starts a process, and ends it in the end.
+
+    Args:
+        captured: what it prints is not shown.
+    """
+    child = Child(captured=captured)
+    try:
+        yield child
+    finally:
+        child.end()
+
+
+def run_in_child(
+    cell: Cell, problems: Sequence[Problem], timeout: float, *, captured: bool = False
+) -> list[CaseResult]:
+    """Runs problems of a cell one after the other, in a process of their own.
+
+    If that dies of the kernel, the crash is all that is returned.
+
+    Raises:
+        ProcessLost: if it dies of anything else.
+    """
+    with fresh_child(captured=captured) as child:
+        return run_in(child, cell, problems, timeout)
+
+
+def run_in(child: Child, cell: Cell, problems: Sequence[Problem], timeout: float) -> list[CaseResult]:
+    """Runs problems of a cell one after the other in a process, as ``run_in_child`` does."""
+    try:
+        return child.run(CasesJob(CellName.of(cell), (cell.candidate.source,), problems, timeout), timeout)
+    except ChildDied as died:
+        return [case_of_crash(cell, died)]

@@ -9,10 +9,13 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
 from lossgate.base.errors import UsageError
 from lossgate.base.spelling import counted
 from lossgate.engine.case_result import CaseResult
-from lossgate.engine.cell import Cell, CellResult, Verdict
+from lossgate.engine.cell import Cell, CellResult
+from lossgate.engine.cell_record import Verdict
 from lossgate.engine.failure_files import FailureFile, failure_files_of, read_failure
 from lossgate.engine.judge_again import judge_again
 from lossgate.engine.verdict import conclude
@@ -60,7 +63,7 @@ def examples_of(cells: Iterable[Cell]) -> set[Path]:
 def _kept_properties(result: CellResult) -> list[str]:
     """Returns the properties that a cell was seen to keep."""
     own = result.cell.property.name
-    return [own, *(one.name for one in result.properties if one.problems and one.holds and one.name != own)]
+    return [own, *(one.name for one in result.run.properties if one.problems and one.holds and one.name != own)]
 
 
 def _replayed(result: CellResult, failure: FailureFile, timeout: float) -> CellResult | None:
@@ -74,7 +77,9 @@ def _replayed(result: CellResult, failure: FailureFile, timeout: float) -> CellR
     if failing is not None:
         failing = replace(failing, findings=(*failing.findings, line), earlier=failure.earlier)
     found = _concluded(result, again.cases, failing)
-    return found if failing is not None else replace(found, reasons=(*found.reasons, line))
+    if failing is not None:
+        return found
+    return replace(found, record=msgspec.structs.replace(found.record, reasons=(*found.reasons, line)))
 
 
 def _concluded(result: CellResult, cases: Sequence[CaseResult], failing: CaseResult | None) -> CellResult:
@@ -84,18 +89,11 @@ def _concluded(result: CellResult, cases: Sequence[CaseResult], failing: CaseRes
     own = result.cell.property.name
     held_to = own if failing is None else failing.held_to
     tried = cases if failing is None else (*result.cases, *cases) if held_to == own else result.cases
-    properties = [
-        replace(one, findings=failing.findings, on=failing.problem.describe())
+    properties = tuple(
+        msgspec.structs.replace(one, findings=failing.findings, on=failing.problem.describe())
         if failing is not None and one.name == held_to
         else one
-        for one in result.properties
-    ]
-    found = conclude(result.cell, tried, failing, 0, result.seconds, properties=properties, mistakes=result.mistakes)
-    return replace(
-        found,
-        surviving=result.surviving,
-        equivalent=result.equivalent,
-        untried=result.untried,
-        gaps=result.gaps,
-        printed=result.printed,
+        for one in result.run.properties
     )
+    run = replace(result.run, cases=tuple(tried), failure=failing, shrink_calls=0, properties=properties)
+    return replace(conclude(run), printed=result.printed)

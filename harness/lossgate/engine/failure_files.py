@@ -166,8 +166,8 @@ def write_failure(result: CellResult, folder: Path) -> Path:
         property=held_to,
         world=result.cell.world,
         device=result.cell.device,
-        symptoms=result.symptoms,
-        causes=tuple(map(_line, result.causes[:_LINES])),
+        symptoms=result.record.symptoms,
+        causes=tuple(map(_line, result.record.causes[:_LINES])),
         earlier=earlier,
         checksum=_checksum([*earlier, *(case.problem for case in cases)]),
     )

@@ -10,6 +10,7 @@ from lossgate.cases.case import Case
 from lossgate.declaration.loading import load_candidate, load_candidates
 from lossgate.engine.case_result import CaseResult, run_case
 from lossgate.engine.cell import Cell
+from lossgate.engine.cell_record import CellRecord
 from lossgate.engine.child import News, tell
 from lossgate.engine.precision_advice import with_todo
 from lossgate.engine.run_cell import run_cell
@@ -44,7 +45,7 @@ class CellName:
 
 @dataclass(frozen=True)
 class CellJob:
-    """Verifies a cell; returns all of its result but the cell and what was printed, which the
+    """Verifies a cell. It returns the record, and what was run without the cell itself, which the
     parent has.
     """
 
@@ -57,9 +58,10 @@ class CellJob:
         for source in self.sources:
             load_candidate(source)
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> tuple[CellRecord, dict[str, Any]]:
         result = run_cell(self.name.load(), self.settings, lambda: tell(News.AGREES))
-        return {f.name: getattr(result, f.name) for f in fields(result) if f.name not in ("cell", "printed")}
+        run = {f.name: getattr(result.run, f.name) for f in fields(result.run) if f.name != "cell"}
+        return result.record, run
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from lossgate.cases.large import size_of
 from lossgate.declaration.loading import has_source
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell
+from lossgate.engine.crash import run_in_child
 from lossgate.engine.failure_files import FailureFile
-from lossgate.engine.fresh import run_in_child
 from lossgate.engine.jobs import run_cases
 from lossgate.engine.verdict import pooled_disagreements, pooled_outputs
 from lossgate.problems.problem import Problem
@@ -60,7 +60,8 @@ def _wrong(
         return failing.findings, failing.symptoms
     if not failure.pooled:
         return (), ()
-    return pooled_disagreements(cases), [str(one.output) for one in pooled_outputs(cases) if not one.agrees]
+    pooled = pooled_outputs(cases)
+    return pooled_disagreements(pooled), [str(one.output) for one in pooled if not one.agrees]
 
 
 def _run(cell: Cell, problems: Sequence[Problem], timeout: float) -> list[CaseResult]:

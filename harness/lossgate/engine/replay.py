@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges the problems of a failure file again."""
+"""Judges the problems of a failure file again, and compares what comes of it with the file."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lossgate.base.errors import UsageError
-from lossgate.base.spelling import counted
+from lossgate.base.spelling import counted, in_a_row
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.loading import load_candidates
 from lossgate.engine.case_result import CaseResult
-from lossgate.engine.cell import Cell, Verdict
-from lossgate.engine.failure_files import FailureFile, FrozenCase
+from lossgate.engine.cell import Cell
+from lossgate.engine.cell_record import Verdict
+from lossgate.engine.failure_files import FailureFile, FrozenCase, versions
 from lossgate.engine.judge_again import judge_again
 from lossgate.engine.settings import Settings
-from lossgate.engine.since_written import is_as_it_was, since_written
 from lossgate.properties import find_property
 
 
@@ -161,3 +161,73 @@ def _check_options(candidate: Candidate, failure: FailureFile) -> None:
                 f"{error}. If nobody edited the failure file, spec {candidate.spec.name!r} has changed since it was "
                 "written; run verify again to write a new one"
             ) from None
+
+
+def since_written(failure: FailureFile, symptoms: Collection[str], *, exact: bool, other: bool) -> str:
+    """Returns what is known of a failure since its file was written; "" if nothing is.
+
+    Args:
+        failure: what the file holds.
+        symptoms: in what the candidate disagrees now; empty if it agrees.
+        exact: every statistic is the one in the file.
+        other: another candidate was replayed than the one that the file names.
+    """
+    if exact and symptoms:
+        return "it fails exactly as when the file was written"
+    if other:
+        return ""
+    if not failure.is_as_written():
+        return "the problem is not known to be the one with which the file was written, so nothing is compared"
+    if not symptoms:
+        return _mended(failure)
+    was, now = (listed(names) for names in (_symptoms_in(failure), symptoms))
+    if not is_as_it_was(failure, symptoms):
+        return f"it disagrees otherwise than when the file was written: then in {was}, now in {now}{_and(failure)}"
+    return f"it still disagrees in {now}, with other numbers than in the file{_and(failure) or _POSSIBLE}"
+
+
+def is_as_it_was(failure: FailureFile, symptoms: Collection[str]) -> bool:
+    """Returns whether the problems of a file are as they were written, and show the same today.
+
+    Args:
+        failure: what the file holds.
+        symptoms: in what a candidate disagrees now; empty if it agrees.
+    """
+    return bool(symptoms) and failure.is_as_written() and {*symptoms} == {*_symptoms_in(failure)}
+
+
+_POSSIBLE = ": the kernel, its spec or the machine is another one"
+
+
+def _mended(failure: FailureFile) -> str:
+    if changed := _changed(failure):
+        return f"the failure is gone: the kernel agrees on this problem now; but {changed} since the file was written"
+    return "the failure is mended: the kernel agrees on this problem now"
+
+
+def _symptoms_in(failure: FailureFile) -> Collection[str]:
+    """Returns in what the candidate disagreed on the problems of the file."""
+    if failure.pooled:
+        return failure.symptoms
+    return {symptom for frozen in failure.examples for symptom in frozen.symptoms}
+
+
+def _and(failure: FailureFile) -> str:
+    changed = _changed(failure)
+    return changed and f"; {changed} since the file was written"
+
+
+def _changed(failure: FailureFile) -> str:
+    """Returns which versions are others than in the file, in words; "" if none is."""
+    now = versions()
+    changed = [
+        f"{name} went from {failure.versions[name]} to {now[name]}"
+        for name in now
+        if name in failure.versions and failure.versions[name] != now[name]
+    ]
+    return ", ".join(changed)
+
+
+def listed(names: Collection[str]) -> str:
+    """Returns names in words, each once."""
+    return in_a_row(sorted(set(names)))

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs cells and reports what happens."""
+"""Runs cells and reports what happens. A candidate that fails alike wherever it is called is given
+up, so that the rest of its cells need not be tried.
+"""
 
 import os
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Hashable, Iterable
 from contextlib import closing
 from pathlib import Path
 from time import perf_counter
@@ -10,18 +12,53 @@ from time import perf_counter
 from lossgate.base.spelling import counted
 from lossgate.declaration.candidate import Candidate
 from lossgate.declaration.loading import has_source
-from lossgate.engine.cell import Cell, CellResult, Verdict
+from lossgate.engine.cell import Cell, CellResult
+from lossgate.engine.cell_record import Verdict
 from lossgate.engine.cell_selection import Selection
 from lossgate.engine.earlier_failures import examples_of, hold_to_earlier
 from lossgate.engine.events import CellAgrees, CellFinished, CellSkipped, CellStarted, Event, RunFinished, RunStarted
 from lossgate.engine.plan import left_out, plan
 from lossgate.engine.run_cell import run_cell
-from lossgate.engine.same_failure import SameFailures
 from lossgate.engine.second_look import look_again
 from lossgate.engine.settings import Settings
 from lossgate.engine.shards import Shard
 from lossgate.engine.workers import Done, run_side_by_side
 from lossgate.worlds.base import WorldLost
+
+_LAYOUTS = 2
+"""A failure on one layout may be the fault of that layout."""
+
+
+class SameFailures:
+    """Remembers how the cells of each candidate failed.
+
+    A candidate is given up if every cell of it so far ended in the same way, on two layouts: in an
+    exception of one type from one line, a hang, a crash. Its outputs were then never compared.
+    """
+
+    def __init__(self) -> None:
+        self._failed: dict[Hashable, set[Hashable]] = {}
+        self._layouts: dict[Hashable, set[str]] = {}
+        self._first: dict[Hashable, str] = {}
+
+    def add(self, result: CellResult) -> None:
+        """Remembers what came of a cell. Give the cells of a candidate in their order."""
+        key = _key(result.cell)
+        failure = result.failure
+        own = failure is not None and failure.failure and failure.held_to == result.cell.property.name
+        self._failed.setdefault(key, set()).add((failure.failure, failure.raised) if failure and own else None)
+        self._layouts.setdefault(key, set()).add(str(result.cell.layout))
+        self._first.setdefault(key, failure.findings[0] if failure and own else "")
+
+    def of(self, cell: Cell) -> str | None:
+        """Returns the failure for which the candidate of a cell is given up; None if it is not."""
+        key = _key(cell)
+        alike = len(self._failed.get(key, ())) == 1 and len(self._layouts[key]) >= _LAYOUTS
+        return (self._first[key] or None) if alike else None
+
+
+def _key(cell: Cell) -> Hashable:
+    return cell.candidate.source, cell.candidate.name
 
 
 def run(
@@ -80,7 +117,7 @@ def run(
                 alike.add(result)
                 results.append(result)
                 yield CellFinished(result, mended)
-                if fail_fast and result.verdict is Verdict.DISAGREE and not result.passes:
+                if fail_fast and result.verdict is Verdict.DISAGREE and not result.record.passes:
                     stopped = f"--fail-fast: {len(results)} of {counted(len(cells), 'cell')} were verified"
                     break
         except WorldLost as lost:

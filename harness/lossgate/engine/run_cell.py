@@ -12,13 +12,14 @@ from lossgate.cases.case import Case
 from lossgate.cases.large import is_large
 from lossgate.engine.case_result import run_case
 from lossgate.engine.catalogue import Catalogue
-from lossgate.engine.cell import Cell, CellResult, Verdict
+from lossgate.engine.cell import Cell, CellResult, CellRun
+from lossgate.engine.cell_record import Verdict
 from lossgate.engine.diagnose import diagnose
 from lossgate.engine.plan import read_known_failure
 from lossgate.engine.precision_advice import with_todo
 from lossgate.engine.search import Search
 from lossgate.engine.settings import Settings
-from lossgate.engine.verdict import conclude, conclude_known
+from lossgate.engine.verdict import conclude, conclude_known, judge
 from lossgate.worlds import make_world
 from lossgate.worlds.base import World
 
@@ -55,62 +56,71 @@ def _run_in(world: World, cell: Cell, settings: Settings, start: float, agrees: 
         return conclude_known(cell, known, frozen, now, perf_counter() - start)
     search = Search(cell, world, settings)
     search.run()
-    result = _conclude(search, world, start)
+    run = _ran(search, world, start)
     for round_ in range(1, settings.rounds):
-        if result.needs_more:
+        if _needs_more(run):
             search.fill_gaps(round_)
-            result = _conclude(search, world, start)
-        if result.needs_more and result.gaps:
+            run = _ran(search, world, start)
+        if judge(run).gaps:
             search.run(round_)
-            result = _conclude(search, world, start)
-    if result.verdict is Verdict.DISAGREE:
-        return _diagnosed(result, world, settings)
-    if result.verdict is Verdict.AGREE and cell.also:
+            run = _ran(search, world, start)
+    verdict = judge(run).verdict
+    if verdict is Verdict.DISAGREE:
+        return conclude(_diagnosed(run, world, settings))
+    if verdict is Verdict.AGREE and cell.also:
         agrees()
     catalogue = Catalogue(cell, world, settings, search)
-    result = _conclude(search, world, start, catalogue, last=result.verdict is Verdict.INCONCLUSIVE)
-    return result if search.failure is None else _diagnosed(result, world, settings)
+    run = _ran(search, world, start, catalogue, last=verdict is Verdict.INCONCLUSIVE)
+    return conclude(run if search.failure is None else _diagnosed(run, world, settings))
 
 
-def _diagnosed(result: CellResult, world: World, settings: Settings) -> CellResult:
-    """Returns a result with its cause, if outputs disagree. What a rank raised says its own."""
-    cell, failure = result.cell, result.failure
+def _needs_more(run: CellRun) -> bool:
+    """Returns whether more problems may change the verdict."""
+    judged = judge(run)
+    return judged.verdict is Verdict.INCONCLUSIVE and bool(judged.gaps or run.surviving)
+
+
+def _diagnosed(run: CellRun, world: World, settings: Settings) -> CellRun:
+    """Adds the cause, if outputs disagree. What a rank raised says its own."""
+    cell, failure = run.cell, run.failure
     if not cell.property.needs_adequacy or failure is None or failure.failure or not failure.comparisons:
-        return result
-    first = next(case.problem for case in result.cases if not case.agrees)
+        return run
+    first = next(case.problem for case in run.cases if not case.agrees)
     if is_large(first):
         first = failure.problem
     if is_large(first):
-        return result
-    return replace(result, diagnosis=diagnose(cell, first, world, settings, smallest=failure.problem))
+        return run
+    return replace(run, diagnosis=diagnose(cell, first, world, settings, smallest=failure.problem))
 
 
-def _conclude(
+def _ran(
     search: Search, world: World, start: float, catalogue: Catalogue | None = None, *, last: bool = False
-) -> CellResult:
-    """Returns the verdict so far.
+) -> CellRun:
+    """Returns what was run so far.
 
     Args:
         search: the problems that were tried.
         world: where the ranks ran.
         start: when the cell was begun.
         catalogue: holds the candidate to its other properties.
-        last: whether to give advice, which takes longer to find.
+        last: whether to ask what advice needs, which takes longer.
     """
     properties = catalogue.run() if catalogue is not None else ()
     found = search if catalogue is None or catalogue.failure is None else catalogue
-    return conclude(
-        search.cell,
-        search.cases,
-        None if found.failure is None else with_todo(search.cell, found.failure, world),
-        found.shrink_calls,
-        perf_counter() - start,
-        search.still_to_kill,
-        search.equivalent.intersection(search.surviving),
-        search.untried,
-        search.not_distinguished,
-        search.drawn_for_goals if last else {},
-        search.tried_on_survivors() if last else {},
-        properties,
-        search.mistakes,
+    measured = (case.resources for case in search.cases if case.resources)
+    return CellRun(
+        cell=search.cell,
+        cases=tuple(search.cases),
+        failure=None if found.failure is None else with_todo(search.cell, found.failure, world),
+        shrink_calls=found.shrink_calls,
+        seconds=perf_counter() - start,
+        properties=properties,
+        surviving=search.still_to_kill,
+        equivalent=search.equivalent.intersection(search.surviving),
+        tried=search.tried_on_survivors() if last else {},
+        not_distinguished=search.not_distinguished,
+        drawn=search.drawn_for_goals if last else {},
+        mistakes=search.mistakes,
+        untried=search.untried,
+        resources=(catalogue.resources if catalogue is not None else {}) or next(measured, {}),
     )

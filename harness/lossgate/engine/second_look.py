@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from time import monotonic
 
+import msgspec
+
 from lossgate.base.spelling import counted
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import CellResult
-from lossgate.engine.crash import CRASH, ProcessLost
-from lossgate.engine.fresh import fresh_child, run_in, run_in_child
-from lossgate.engine.property_result import reasons_of
+from lossgate.engine.crash import CRASH, ProcessLost, fresh_child, run_in, run_in_child
+from lossgate.engine.verdict import conclude
 from lossgate.problems.problem import Problem
 from lossgate.worlds.base import Hang
 
@@ -45,16 +46,13 @@ def look_again(result: CellResult, timeout: float) -> CellResult:
     if found is None:
         return result
     words, earlier = found
-    failure, findings = replace(failure, earlier=earlier), (*failure.findings, words)
-    if failure.held_to == result.cell.property.name:
-        return replace(result, failure=replace(failure, findings=findings), reasons=findings)
-    properties = [replace(one, findings=findings) if one.name == failure.held_to else one for one in result.properties]
-    return replace(
-        result,
-        failure=replace(failure, findings=findings),
-        properties=tuple(properties),
-        reasons=reasons_of(properties),
+    findings = (*failure.findings, words)
+    properties = tuple(
+        msgspec.structs.replace(one, findings=findings) if one.name == failure.held_to else one
+        for one in result.run.properties
     )
+    run = replace(result.run, failure=replace(failure, earlier=earlier, findings=findings), properties=properties)
+    return replace(conclude(run), printed=result.printed)
 
 
 def _run_again(result: CellResult, failure: CaseResult, timeout: float) -> list[CaseResult]:
@@ -91,7 +89,7 @@ def _of_agreed(result: CellResult, failure: CaseResult, cases: Sequence[CaseResu
     if not all(case.agrees for case in cases):
         return None
     agreed = f"in a fresh process this problem agreed in {len(cases)} of {len(cases)} calls"
-    if failure.unstable or failure.failure == CRASH or result.shrink_calls < _REPRODUCED:
+    if failure.unstable or failure.failure == CRASH or result.run.shrink_calls < _REPRODUCED:
         return f"{agreed}: the candidate is wrong in few calls, or only after certain other calls", ()
     earlier = _calls_before(result, failure, timeout)
     calls = counted(len(earlier), "call")

@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """What makes a cell AGREE, DISAGREE or INCONCLUSIVE."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from types import MappingProxyType
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from lossgate.adequacy.known_mistakes import NOTHING_ASKED, MistakesShown
+from lossgate.adequacy.known_mistakes import MistakesShown
 from lossgate.adequacy.option_mutants import OptionMutant
 from lossgate.base.spelling import counted
 from lossgate.declaration.candidate import KnownFailure
 from lossgate.engine.advice import to_compare, to_detect, to_kill, to_reach
 from lossgate.engine.case_result import CaseResult
-from lossgate.engine.cell import Cell, CellResult, Verdict
+from lossgate.engine.cell import Cell, CellResult, CellRun
+from lossgate.engine.cell_record import PropertyRecord, Verdict
 from lossgate.engine.failure_files import FrozenCase
 from lossgate.engine.own_mistakes import gaps_of
-from lossgate.engine.property_result import PropertyResult, reasons_of
-from lossgate.engine.survivors import Tried
+from lossgate.engine.recorded import record_of
 from lossgate.judge.explain import explain_pooled
 from lossgate.judge.pooled_output import Pooled, pool
 from lossgate.judge.pooling import FEWEST, LARGEST_MDE
@@ -24,63 +23,36 @@ _SHOWN = 4
 """Values of a choice that a line names one by one, and lines about known mistakes."""
 
 
-def conclude(
-    cell: Cell,
-    cases: Sequence[CaseResult],
-    failure: CaseResult | None,
-    shrink_calls: int,
-    seconds: float,
-    surviving: Mapping[str, OptionMutant] = MappingProxyType({}),
-    equivalent: Collection[str] = (),
-    untried: Mapping[str, str] = MappingProxyType({}),
-    not_distinguished: tuple[str, ...] = (),
-    drawn: Mapping[str, int] = MappingProxyType({}),
-    tried: Mapping[OptionMutant, Tried] = MappingProxyType({}),
-    properties: Sequence[PropertyResult] = (),
-    mistakes: MistakesShown = NOTHING_ASKED,
-) -> CellResult:
-    """Returns the verdict on the cases that were tried.
+@dataclass(frozen=True)
+class Judged:
+    """What follows from what was run in a cell."""
 
-    Args:
-        cell: what was verified.
-        cases: the cases that count, in order.
-        failure: the smallest case that disagrees, if any.
-        shrink_calls: problems that were tried to make it smaller.
-        seconds: how long it took.
-        surviving: the option mutants that no problem killed.
-        equivalent: names of option mutants that no problem can kill.
-        untried: the sizes that could not be tried, and why.
-        not_distinguished: choices that no problem distinguished, in words. A disagreement ends the
-            search before all could be.
-        drawn: how many problems were drawn for each coverage goal that was missing.
-        tried: what the problems say of the mutants that survive.
-        properties: what came of the properties beside that of the cell.
-        mistakes: which known mistakes the problems would have shown.
-    """
-    pooled = _pool(cases)
-    covered = frozenset[str]().union(*(case.covered for case in cases))
-    own = (*gaps_of(cell.property, [case.said for case in cases]), *(gap for one in properties for gap in one.gaps))
-    gaps = (*_gaps(cell, cases, pooled, covered, drawn), *own, *_unseen(mistakes))
-    survivors = _survivors(surviving.values(), tried, len(cases))
-    verdict, reasons = _verdict(cell, failure, pooled, properties, (*gaps, *_untried(untried), *survivors))
-    return CellResult(
-        cell=cell,
-        verdict=verdict,
-        reasons=reasons,
-        cases=tuple(cases),
-        failure=failure,
-        shrink_calls=shrink_calls,
-        pooled=pooled,
-        properties=tuple(properties),
-        covered=covered,
-        surviving=tuple(surviving),
-        equivalent=tuple(sorted(equivalent)),
-        not_distinguished=() if verdict is Verdict.DISAGREE else not_distinguished,
-        mistakes=replace(mistakes, surviving=(), too_small=()) if verdict is Verdict.DISAGREE else mistakes,
-        gaps=gaps,
-        untried=tuple(untried),
-        seconds=seconds,
-    )
+    pooled: tuple[Pooled, ...]
+    """Its outputs over all problems."""
+    verdict: Verdict
+    reasons: tuple[str, ...]
+    """Why the verdict is not AGREE, in words."""
+    gaps: tuple[str, ...] = ()
+    """Those of the reasons that say what was not seen enough of, beside option mutants that survive
+    and sizes that could not be tried."""
+
+
+def judge(run: CellRun) -> Judged:
+    """Returns the verdict on what was run in a cell."""
+    pooled = pooled_outputs(run.cases)
+    if disagreement := _disagreement(run, pooled):
+        return Judged(pooled, Verdict.DISAGREE, disagreement)
+    own = gaps_of(run.cell.property, [case.said for case in run.cases])
+    of_properties = (gap for one in run.properties for gap in one.gaps)
+    gaps = (*_gaps(run, pooled), *own, *of_properties, *_unseen(run.mistakes))
+    reasons = (*gaps, *_untried(run.untried), *_survivors(run))
+    return Judged(pooled, Verdict.INCONCLUSIVE if reasons else Verdict.AGREE, reasons, gaps)
+
+
+def conclude(run: CellRun) -> CellResult:
+    """Returns what came of a cell: the verdict on what was run, and its record."""
+    judged = judge(run)
+    return CellResult(run=run, record=record_of(run, judged.pooled, judged.verdict, judged.reasons))
 
 
 def conclude_known(cell: Cell, known: KnownFailure, frozen: FrozenCase, now: CaseResult, seconds: float) -> CellResult:
@@ -96,64 +68,47 @@ def conclude_known(cell: Cell, known: KnownFailure, frozen: FrozenCase, now: Cas
         was, is_now = " and ".join(frozen.symptoms), " and ".join(now.symptoms)
         changed = f"known failure {known.name} has changed: it was in {was}, and now is in {is_now}; freeze it again"
         reasons = (changed, *now.findings)
-    return CellResult(
-        cell=cell,
-        verdict=Verdict.DISAGREE,
-        reasons=reasons,
-        cases=(now,),
-        failure=None if now.agrees else now,
-        pooled=_pool([now]),
-        covered=now.covered,
-        seconds=seconds,
-        expected=expected,
-    )
+    failure = None if now.agrees else now
+    run = CellRun(cell=cell, cases=(now,), failure=failure, seconds=seconds, expected=expected)
+    return CellResult(run=run, record=record_of(run, pooled_outputs([now]), Verdict.DISAGREE, reasons))
 
 
-def pooled_disagreements(cases: Sequence[CaseResult]) -> tuple[str, ...]:
+def pooled_disagreements(pooled: Iterable[Pooled]) -> tuple[str, ...]:
     """Returns in words what disagrees only when the problems are pooled."""
-    return _biases(_pool(cases))
+    return tuple(line for one in pooled for line in explain_pooled(one))
 
 
 def pooled_outputs(cases: Sequence[CaseResult]) -> tuple[Pooled, ...]:
     """Returns what the problems say together of each output."""
-    return _pool(cases)
-
-
-def _pool(cases: Sequence[CaseResult]) -> tuple[Pooled, ...]:
     outputs = dict.fromkeys(c.output for case in cases for c in case.comparisons)
     return tuple(
         pool(output, (c for case in cases for c in case.comparisons if c.output == output)) for output in outputs
     )
 
 
-def _biases(pooled: Iterable[Pooled]) -> tuple[str, ...]:
-    return tuple(line for one in pooled for line in explain_pooled(one))
+def reasons_of(properties: Iterable[PropertyRecord]) -> tuple[str, ...]:
+    """Returns the findings of all properties as reasons against AGREE.
+
+    The failure of a cell is that of the first that is broken. The others say on which problem.
+    """
+    broken = [held_to for held_to in properties if not held_to.holds]
+    return tuple(
+        line
+        for number, held_to in enumerate(broken)
+        for line in (*held_to.reasons, *([f"{held_to.symptom}: on {held_to.on}"] if number else []))
+    )
 
 
-def _verdict(
-    cell: Cell,
-    failure: CaseResult | None,
-    pooled: tuple[Pooled, ...],
-    properties: Iterable[PropertyResult],
-    gaps: tuple[str, ...],
-) -> tuple[Verdict, tuple[str, ...]]:
-    if broken := reasons_of(properties):
-        return Verdict.DISAGREE, broken
-    if failure is not None:
-        return Verdict.DISAGREE, failure.reasons
-    if biased := _biases(pooled):
-        return Verdict.DISAGREE, biased
-    return (Verdict.INCONCLUSIVE if gaps else Verdict.AGREE), gaps
+def _disagreement(run: CellRun, pooled: Iterable[Pooled]) -> tuple[str, ...]:
+    """Returns in words why a cell disagrees; nothing if it does not."""
+    if broken := reasons_of(run.properties):
+        return broken
+    return pooled_disagreements(pooled) if run.failure is None else run.failure.reasons
 
 
-def _gaps(
-    cell: Cell,
-    cases: Sequence[CaseResult],
-    pooled: tuple[Pooled, ...],
-    covered: frozenset[str],
-    drawn: Mapping[str, int],
-) -> Iterator[str]:
-    """Yields in words what was not seen enough of, beside option mutants that survive."""
+def _gaps(run: CellRun, pooled: Sequence[Pooled]) -> Iterator[str]:
+    """Yields in words what the problems did not show."""
+    cell, cases = run.cell, run.cases
     if not any(case.fits for case in cases):
         yield (
             f"property {cell.property} says nothing of any of the {len(cases)} problems that were tried; raise "
@@ -169,9 +124,10 @@ def _gaps(
         yield f"{len(cases)} {are} too few for AGREE; raise --examples to {FEWEST} at least"
     if cell.property.needs_adequacy:
         yield from _hidden_scales(pooled, len(cases))
+    covered = frozenset[str]().union(*(case.covered for case in cases))
     for name, goal in cell.required_goals.items():
         if name not in covered:
-            tried = drawn.get(name, 0)
+            tried = run.drawn.get(name, 0)
             advice = f"{to_reach(tried)}{_way_to(name, cell, tried)}"
             yield f"no problem reached goal {name!r}: {goal.meaning}; {advice}"
 
@@ -229,14 +185,14 @@ def _way_to(goal: str, cell: Cell, drawn: int) -> str:
     return ""
 
 
-def _survivors(mutants: Iterable[OptionMutant], tried: Mapping[OptionMutant, Tried], problems: int) -> Iterator[str]:
+def _survivors(run: CellRun) -> Iterator[str]:
     """Yields one line for each choice of an option whose mutants survive."""
     by_choice: dict[str, list[OptionMutant]] = {}
-    for mutant in mutants:
+    for mutant in run.surviving.values():
         by_choice.setdefault(mutant.choice, []).append(mutant)
     for own in by_choice.values():
         taken_for = (f"{one.other} (in {'a value' if one.side == 'value' else 'a gradient'})" for one in own)
-        advice = to_kill([tried[one] for one in own if one in tried], problems, own[0].option)
+        advice = to_kill([run.tried[one] for one in own if one in run.tried], len(run.cases), own[0].option)
         choice = f"{own[0].option}={_shortened(own[0].values)}"
         yield f"a kernel that computes {choice} as {', '.join(taken_for)} would have passed every problem; {advice}"
 

@@ -9,7 +9,7 @@ from time import perf_counter
 
 from lossgate.adequacy.deck import deck_key
 from lossgate.declaration.loading import check_source
-from lossgate.engine.cell import Cell, CellResult
+from lossgate.engine.cell import Cell, CellResult, CellRun
 from lossgate.engine.child import Child, ChildDied, News
 from lossgate.engine.crash import result_of_crash
 from lossgate.engine.events import CellAgrees, CellStarted
@@ -107,7 +107,10 @@ class _Worker:
         assert self._cell is not None
         try:
             found = self.child.result()
-            return None if found is News.AGREES else CellResult(**found, cell=self._cell, printed=self.child.printed)
+            if found is News.AGREES:
+                return None
+            record, run = found
+            return CellResult(run=CellRun(**run, cell=self._cell), record=record, printed=self.child.printed)
         except ChildDied as died:
             printed = self.child.printed
             self._replace()

@@ -8,9 +8,9 @@ from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
+from lossgate.engine.cell_record import CellKey, CellRecord
 from lossgate.evidence.gather import Gathered, gather
 from lossgate.evidence.reader import Where
-from lossgate.evidence.records import CellKey, CellRecord
 from lossgate.evidence.sight import Sight, in_words, losses, sight_of
 from lossgate.evidence.summary import CellSummary
 
@@ -90,7 +90,7 @@ def _changes(before: Side, after: Side) -> Iterator[CellChange]:
         if key not in before.gathered.cells:
             change = Change.DISAGREES if _outcome(cell) == "DISAGREE" else Change.APPEARED
             message = f"was not there; {_why(cell)}" if change is Change.DISAGREES else f"is {_outcome(cell)}"
-            yield CellChange(change, key, message, cell.margin)
+            yield CellChange(change, key, message, _margin(cell))
 
 
 def _of_verdict(before: CellSummary, after: CellSummary) -> Iterator[CellChange]:
@@ -99,10 +99,10 @@ def _of_verdict(before: CellSummary, after: CellSummary) -> Iterator[CellChange]
     if was == now:
         if now == "DISAGREE" and _symptoms(before) != _symptoms(after):
             message = f"was in {_symptoms(before)}, is in {_symptoms(after)}"
-            yield CellChange(Change.OTHERWISE, key, message, after.margin)
+            yield CellChange(Change.OTHERWISE, key, message, _margin(after))
         return
     if now == "DISAGREE":
-        yield CellChange(Change.DISAGREES, key, f"was {was}; {_why(after)}", after.margin)
+        yield CellChange(Change.DISAGREES, key, f"was {was}; {_why(after)}", _margin(after))
     elif now == "INCONCLUSIVE":
         yield CellChange(Change.INCONCLUSIVE, key, f"was {was}; {_why(after)}", inf if after.mde is None else after.mde)
     elif now == "AGREE":
@@ -125,6 +125,10 @@ def _of_sight(key: CellKey, before: Side, after: Side) -> Iterator[CellChange]:
 
 def _outcome(cell: CellSummary) -> str:
     return "known failure" if cell.expected else cell.verdict
+
+
+def _margin(cell: CellSummary) -> float:
+    return inf if cell.margin is None else cell.margin
 
 
 def _why(cell: CellSummary) -> str:

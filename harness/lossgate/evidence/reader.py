@@ -4,14 +4,14 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from lossgate.base.errors import UsageError
-from lossgate.evidence.records import SCHEMA, Record
+from lossgate.engine.cell_record import SCHEMA
+from lossgate.evidence.records import Record
 from lossgate.evidence.sealed import digest_in, is_intact
 
 if TYPE_CHECKING:
@@ -79,21 +79,10 @@ _RECORD = msgspec.json.Decoder(Record)
 _KINDS = ("run", "cell", "end")
 
 
-def read_lines(file: Path) -> Iterator[Line]:
+def read_lines(file: Path, digest: "Hash | None" = None) -> Iterator[Line]:
     """Yields the lines of a file of evidence.
 
     Empty lines are left out, and so are records of a kind that a later version of lossgate added.
-
-    Raises:
-        UsageError: if the file cannot be read.
-    """
-    for number, text in raw_lines(file, sha256()):
-        if (line := read_line(Where(str(file), number), text)) is not None:
-            yield line
-
-
-def raw_lines(file: Path, digest: "Hash") -> Iterator[tuple[int, bytes]]:
-    """Yields the lines of a file that are not empty, with their numbers, as bytes.
 
     Args:
         file: the file.
@@ -105,9 +94,10 @@ def raw_lines(file: Path, digest: "Hash") -> Iterator[tuple[int, bytes]]:
     try:
         with file.open("rb") as stream:
             for number, text in enumerate(stream, 1):
-                digest.update(text)
-                if text.strip():
-                    yield number, text
+                if digest is not None:
+                    digest.update(text)
+                if text.strip() and (line := read_line(Where(str(file), number), text)) is not None:
+                    yield line
     except OSError as error:
         raise UsageError(
             f"can't read {file}: {error.strerror}; name a file that lossgate verify --evidence wrote"

@@ -1,52 +1,137 @@
 # SPDX-License-Identifier: Apache-2.0
 """Redoes verdicts from the numbers in evidence, without running anything."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from math import isfinite
+from math import nan
 
-from lossgate.evidence.columns import ROUNDING, Columns
-from lossgate.evidence.records import WITHOUT_NOISE, CellRecord, OutputRecord, VerdictName
-from lossgate.judge.pooling import FEWEST, LARGEST_MDE, PooledNoise
+from lossgate.engine.cell_record import CellRecord, Verdict, margin_of, mde_of, symptoms_of
+from lossgate.engine.output_record import OutputRecord, PooledNoiseRecord, PooledRecord
+from lossgate.judge.pooling import FEWEST, LARGEST_MDE, pool_noises, pool_scales, smallest_bias
+
+ROUNDING = 1e-6
+"""Relative difference that is explained by the order in which another machine adds."""
 
 
 @dataclass(frozen=True)
 class Redone:
     """What the numbers of a record say."""
 
-    verdict: VerdictName
-    margin: float
-    """The largest statistic of any comparison, as a share of its limit."""
-    symptoms: tuple[str, ...]
-    """What disagrees: outputs, and faults beside them."""
+    verdict: Verdict
     contradiction: str
     """How the record contradicts its own numbers, in words; empty if it does not."""
 
 
 def redo(records: Sequence[CellRecord]) -> list[Redone]:
-    """Returns what the numbers of each record say."""
-    columns = Columns(records)
-    margins, pooled = iter(columns.margins()), _pool(columns)
-    return [_redo(record, list(islice(margins, len(record.outputs))), pooled) for record in records]
+    """Returns what the numbers of each record say. Of many at once it takes a tenth of the time."""
+    outputs = [output for record in records for output in record.outputs]
+    pools = iter(repooled([output for output in outputs if _fits(output)]))
+    wrong = iter([_wrong_pool(output, next(pools)) if _fits(output) else _unfit(output) for output in outputs])
+    return [_redo(record, "; ".join(filter(None, islice(wrong, len(record.outputs))))) for record in records]
 
 
-def _redo(record: CellRecord, margins: Sequence[float], pooled: Iterator[str]) -> Redone:
-    wrong_pools = "; ".join(dict.fromkeys(filter(None, islice(pooled, len(record.outputs)))))
-    wrong = [output.name for output, margin in zip(record.outputs, margins, strict=True) if _disagrees(output, margin)]
-    of_failure = record.failure.symptoms if record.failure is not None else ()
-    broken = [f"property {held_to.name}" for held_to in record.properties if held_to.findings]
-    symptoms = tuple(sorted({*wrong, *record.faults, *of_failure, *broken}))
-    verdict = _verdict(record, bool(symptoms) or record.failure is not None)
-    contradiction = wrong_pools or _contradiction(record, verdict)
-    return Redone(verdict, max(margins, default=0.0), symptoms, contradiction)
+def repooled(outputs: Sequence[OutputRecord]) -> list[PooledRecord | None]:
+    """Pools the numbers of each output again; None if no problem says anything about its scale."""
+    telling = [[i for i in range(len(one.cases)) if i not in one.vacuous and i not in one.silent] for one in outputs]
+    used = [(output, entries) for output, entries in zip(outputs, telling, strict=True) if entries]
+    sizes = [len(entries) for _, entries in used]
+
+    def column(numbers: Callable[[OutputRecord], Sequence[float | None]]) -> list[float]:
+        found = (numbers(output)[i] for output, entries in used for i in entries)
+        return [nan if number is None else number for number in found]
+
+    scales = pool_scales(
+        scales=column(lambda output: output.scale),
+        sds=column(lambda output: output.sd),
+        means=column(lambda output: output.mean),
+        limits=column(lambda output: output.limit),
+        floors=smallest_bias([output.unit for output, _ in used], [output.kernels for output, _ in used]),
+        sizes=sizes,
+    )
+    noises = pool_noises(column(lambda output: output.noise), sizes)
+    found = (
+        PooledRecord(
+            problems=size,
+            scale=float(scales.scale[i]),
+            limit=float(scales.limit[i]),
+            noise=PooledNoiseRecord(
+                problems=int(noises.problems[i]), noise=float(noises.noise[i]), limit=float(noises.limit[i])
+            )
+            if noises.problems[i] >= FEWEST
+            else None,
+        )
+        for i, size in enumerate(sizes)
+    )
+    return [next(found) if entries else None for entries in telling]
 
 
-def _contradiction(record: CellRecord, redone: VerdictName) -> str:
-    if wrong := _wrong_counts(record) or _wrong_outputs(record) or _wrong_properties(record):
+def _fits(output: OutputRecord) -> bool:
+    """Returns whether each list of an output has one entry for each comparison."""
+    count = len(output.cases)
+    lists = (output.scale, output.limit, output.sd, output.mean, output.noise, *output.shares.values())
+    return {count, *map(len, lists)} == {count} and max((*output.vacuous, *output.silent), default=-1) < count
+
+
+def _unfit(output: OutputRecord) -> str:
+    return f"the lists of {output.name} do not have one entry for each comparison"
+
+
+def _wrong_pool(output: OutputRecord, pooled: PooledRecord | None) -> str:
+    """Returns how an output contradicts what its numbers give, pooled, in words; empty if it does
+    not.
+    """
+    said = output.pooled
+    if pooled is None or said is None:
+        if said is not None:
+            return f"{output.name} is pooled, and no problem says anything about its scale"
+        if pooled is not None:
+            return f"{output.name} is not pooled, and {pooled.problems} problems say something about its scale"
+        return _wrong_silence(output)
+    if said.problems != pooled.problems:
+        return f"{output.name} is pooled over {said.problems} problems, and has the numbers of {pooled.problems}"
+    near = ROUNDING * (abs(pooled.limit) + abs(pooled.scale))
+    if not (
+        abs(said.scale - pooled.scale) <= near and abs(said.limit - pooled.limit) <= near
+    ):  # also if one is no number
+        return (
+            f"{output.name} has a pooled scale of {said.scale:.6g} +- {said.limit:.6g}, "
+            f"and its numbers give {pooled.scale:.6g} +- {pooled.limit:.6g}"
+        )
+    return _wrong_noise(output.name, said.noise, pooled.noise) or _wrong_silence(output)
+
+
+def _wrong_noise(name: str, said: PooledNoiseRecord | None, pooled: PooledNoiseRecord | None) -> str:
+    if said is None or pooled is None:
+        if said is not None:
+            return f"the noise of {name} is pooled, and too few problems say something about it"
+        return f"the noise of {name} is not pooled, and its numbers are enough" if pooled is not None else ""
+    if said.problems != pooled.problems:
+        return f"the noise of {name} is pooled over {said.problems} problems, and its numbers are of {pooled.problems}"
+    if not (_near(said.noise, pooled.noise) and _near(said.limit, pooled.limit)):  # also if one is no number
+        return (
+            f"{name} has a pooled noise of {said.noise:.6g} and a limit of {said.limit:.6g}, "
+            f"and its numbers give {pooled.noise:.6g} and {pooled.limit:.6g}"
+        )
+    return ""
+
+
+def _wrong_silence(output: OutputRecord) -> str:
+    """Returns that ``silent`` names other comparisons than the limits do; empty if it does not."""
+    explain_zero = [i for i, limit in enumerate(output.limit) if not limit < 1 and i not in output.vacuous]
+    if sorted(output.silent) == explain_zero:
+        return ""
+    return f"what {output.name} says of silent comparisons is not what their limits say"
+
+
+def _redo(record: CellRecord, wrong_pools: str) -> Redone:
+    verdict = _verdict(record)
+    return Redone(verdict, wrong_pools or _contradiction(record, verdict))
+
+
+def _contradiction(record: CellRecord, redone: Verdict) -> str:
+    if wrong := _wrong_counts(record) or _wrong_outputs(record) or _wrong_properties(record) or _wrong_sums(record):
         return wrong
-    if not _near(record.mde, (mde := largest_mde(record))):
-        return f"its mde is {record.mde}, and its numbers give {mde}"
     if (known := record.known_failure) is not None:
         if record.verdict != "DISAGREE":
             return f"its verdict is {record.verdict}, and a known failure disagrees"
@@ -90,8 +175,6 @@ def _wrong_outputs(record: CellRecord) -> str:
     for output in record.outputs:
         if output.metric and (output.name in _NO_METRICS or output.name.startswith("grad of ")):
             return f"it says that {output.name} is a metric"
-        if output.cases and output.noise is None and record.schema != WITHOUT_NOISE:
-            return f"it has schema {record.schema}, and does not say how noisy {output.name} is"
     return ""
 
 
@@ -110,46 +193,36 @@ def _wrong_properties(record: CellRecord) -> str:
     return ""
 
 
-def largest_mde(record: CellRecord) -> float | None:
-    """Returns the minimum detectable effect of the output with the least power; None if it is
-    infinite.
+def _wrong_sums(record: CellRecord) -> str:
+    """Returns how the sums of a record contradict its numbers, in words; empty if they do not."""
+    for name, said, given in (
+        ("mde", record.mde, mde_of(record)),
+        ("margin", record.margin, margin_of(record)),
+    ):
+        if not _near(said, given):
+            return f"its {name} is {said}, and its numbers give {given}"
+    if record.symptoms != (symptoms := symptoms_of(record)):
+        return f"it says that {_listed(record.symptoms)} disagrees, and its numbers say {_listed(symptoms)}"
+    return ""
 
-    Metrics that were zero on every problem are left out.
-    """
-    counted = [output for output in record.outputs if output.pooled is not None or _must_be_compared(output)]
-    effects = [output.pooled.mde for output in counted if output.pooled is not None]
-    return max(effects) if effects and len(effects) == len(counted) else None
+
+def _listed(symptoms: Sequence[str]) -> str:
+    return ", ".join(symptoms) or "nothing"
 
 
-def _verdict(record: CellRecord, disagrees: bool) -> VerdictName:
+def _verdict(record: CellRecord) -> Verdict:
     """Returns the verdict that numbers give, by the rules of ``engine/verdict.py``."""
-    if disagrees:
-        return "DISAGREE"
-    return "INCONCLUSIVE" if any(True for _ in _gaps(record)) else "AGREE"
-
-
-def _disagrees(output: OutputRecord, margin: float) -> bool:
-    if output.faults or not margin <= 1:
-        return True
-    pooled = output.pooled
-    if pooled is None:
-        return False
-    return not abs(pooled.scale) <= pooled.limit or (
-        pooled.noise is not None and not pooled.noise.noise <= pooled.noise.limit
-    )
+    if record.symptoms or record.failure is not None:
+        return Verdict.DISAGREE
+    return Verdict.INCONCLUSIVE if any(True for _ in _gaps(record)) else Verdict.AGREE
 
 
 def _hides_scale(output: OutputRecord) -> bool:
     """Returns whether the scale of an output could be wrong."""
     if output.pooled is None:
-        return _must_be_compared(output)
+        return output.must_be_compared
     few = bool(output.silent) and not output.metric and output.pooled.problems < FEWEST
     return few or not output.pooled.mde <= LARGEST_MDE
-
-
-def _must_be_compared(output: OutputRecord) -> bool:
-    """Returns whether the scale of an output must be compared. A metric may be zero everywhere."""
-    return not output.metric or bool(output.silent)
 
 
 def _gaps(record: CellRecord) -> Iterator[str]:
@@ -165,57 +238,6 @@ def _gaps(record: CellRecord) -> Iterator[str]:
     yield from set(record.surviving).difference(record.equivalent)
     yield from record.mistakes_surviving
     yield from record.untried
-
-
-def _pool(columns: Columns) -> Iterator[str]:
-    """Yields for each output how it contradicts its own pool, in words; empty if it does not."""
-    sizes, pools = columns.pooled()
-    size, scales, limits = iter(sizes), iter(pools.scale.tolist()), iter(pools.limit.tolist())
-    noises = iter(zip(*(numbers.tolist() for numbers in columns.pooled_noise()), strict=True))
-    silence = iter(columns.wrong_silence())
-    for output, fits, schema in zip(columns.outputs, columns.fitting, columns.schemas, strict=True):
-        if not fits:
-            yield f"the lists of {output.name} do not have one entry for each comparison"
-            continue
-        noise, wrong = PooledNoise(*next(noises)), next(silence)
-        contradiction = f"what {output.name} says of silent comparisons is not what their limits say"
-        silent = contradiction if wrong and schema != WITHOUT_NOISE else ""
-        if problems := next(size):
-            yield _compare(output, problems, next(scales), next(limits)) or _compare_noise(output, noise) or silent
-        else:
-            yield f"{output.name} is pooled, and no problem says anything about its scale" if output.pooled else silent
-
-
-def _compare(output: OutputRecord, problems: int, scale: float, limit: float) -> str:
-    said = output.pooled
-    if said is None:
-        return f"{output.name} is not pooled, and {problems} problems say something about its scale"
-    if said.problems != problems:
-        return f"{output.name} is pooled over {said.problems} problems, and has the numbers of {problems}"
-    near = ROUNDING * (abs(limit) + abs(scale))
-    if not (abs(said.scale - scale) <= near and abs(said.limit - limit) <= near):  # also if one is no number
-        return (
-            f"{output.name} has a pooled scale of {said.scale:.6g} +- {said.limit:.6g}, "
-            f"and its numbers give {scale:.6g} +- {limit:.6g}"
-        )
-    return ""
-
-
-def _compare_noise(output: OutputRecord, noise: PooledNoise) -> str:
-    said = None if output.pooled is None else output.pooled.noise
-    if said is None:
-        return f"the noise of {output.name} is not pooled, and its numbers are enough" if isfinite(noise.limit) else ""
-    if said.problems != noise.problems:
-        return (
-            f"the noise of {output.name} is pooled over {said.problems} problems, "
-            f"and its numbers are of {noise.problems}"
-        )
-    if not (_near(said.noise, noise.noise) and _near(said.limit, noise.limit)):  # also if one is no number
-        return (
-            f"{output.name} has a pooled noise of {said.noise:.6g} and a limit of {said.limit:.6g}, "
-            f"and its numbers give {noise.noise:.6g} and {noise.limit:.6g}"
-        )
-    return ""
 
 
 def _near(a: float | None, b: float | None) -> bool:

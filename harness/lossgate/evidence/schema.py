@@ -11,8 +11,10 @@ from typing import Any
 
 import msgspec
 
+from lossgate.engine import cell_record, output_record
+from lossgate.engine.cell_record import SCHEMA, CellRecord
 from lossgate.evidence import records
-from lossgate.evidence.records import SCHEMA, CellRecord, EndRecord, RunRecord
+from lossgate.evidence.records import EndRecord, RunRecord
 
 SCHEMA_FILE = Path(__file__).with_name("evidence.schema.json")
 """The published schema. A test holds it to the records."""
@@ -48,9 +50,10 @@ def json_schema() -> str:
 def _notes() -> dict[str, dict[str, str]]:
     """Returns the string below each field of each record."""
     notes: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(records)).body:
-        if isinstance(node, ast.ClassDef):
-            notes[node.name] = dict(_notes_of(node))
+    for module in (output_record, cell_record, records):
+        for node in ast.parse(inspect.getsource(module)).body:
+            if isinstance(node, ast.ClassDef):
+                notes[node.name] = dict(_notes_of(node))
     return notes
 
 

@@ -11,7 +11,8 @@ from hashlib import sha256
 
 import msgspec
 
-from lossgate.evidence.records import CellKey, Matrix, Record
+from lossgate.engine.cell_record import CellKey
+from lossgate.evidence.records import Matrix, Record
 
 _SEAL = b',"digest":"'
 _END = b'"}'

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from math import inf
 from sys import intern
 
-from lossgate.evidence.records import CellRecord, OutputRecord
+from lossgate.engine.cell_record import CellRecord
+from lossgate.engine.output_record import OutputRecord
 
 FACTOR = 1.5
 """By which factor the minimum detectable effect of an output must grow, or the share of planted

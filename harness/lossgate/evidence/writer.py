@@ -1,24 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes evidence: a consumer of the events of a run."""
+"""Writes evidence: a consumer of the events of a run. It asks git about the sources."""
 
 import os
 import platform
+import subprocess
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import cache
+from hashlib import sha256
 from io import FileIO
 from pathlib import Path
 from secrets import token_hex
 from types import ModuleType
 from typing import Any
 
+import msgspec
+
 from lossgate.base.spelling import counted
 from lossgate.engine.cell import CellResult
+from lossgate.engine.cell_record import SCHEMA, CellKey, CellRecord
 from lossgate.engine.events import CellFinished, CellSkipped, Event, RunFinished, RunStarted
 from lossgate.engine.failure_files import versions
-from lossgate.evidence.checkout import git
-from lossgate.evidence.of_result import key_of, record_of
-from lossgate.evidence.records import SCHEMA, CellKey, EndRecord, Matrix, Record, RunRecord
+from lossgate.engine.recorded import key_of
+from lossgate.evidence.records import EndRecord, Matrix, Record, RunRecord
 from lossgate.evidence.sealed import digest_in, digest_of_cells, matrix_of, seal
 
 fcntl: ModuleType | None
@@ -180,7 +185,7 @@ class EvidenceFile:
             self._writer.start(event.settings.values, map(key_of, event.cells), matrix, part)
         elif isinstance(event, CellFinished):
             result = event.result
-            self._writer.cell(seal(record_of(result, self._writer.run, now(), self._replay(result))))
+            self._writer.cell(seal(written(result.record, self._writer.run, self._replay(result))))
         elif isinstance(event, CellSkipped):
             self._skipped += 1
         elif isinstance(event, RunFinished):
@@ -188,5 +193,65 @@ class EvidenceFile:
             self._writer.end(event.stopped or skipped)
 
 
+def written(record: CellRecord, run: str, replay: str | None = None) -> CellRecord:
+    """Returns the record of a cell as a line of a run has it.
+
+    Args:
+        record: what came of it.
+        run: the name of the run.
+        replay: the command that judges its disagreement again, if there is one.
+    """
+    return msgspec.structs.replace(
+        record,
+        run=run,
+        replay=replay,
+        time=now(),
+        source_digest=digest_of_source(record.source),
+        source_modified=is_source_modified(record.source),
+    )
+
+
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def git(*arguments: str, folder: Path | None = None) -> str | None:
+    """Returns what git prints, or None if it fails: there is no checkout, say."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def digest_of_source(source: str) -> str | None:
+    """Returns the SHA-256 of the file that declares a candidate, if it is a file."""
+    file = _file_of(source)
+    return None if file is None else _digest(file)
+
+
+def is_source_modified(source: str) -> bool | None:
+    """Returns whether the file that declares a candidate differs from the commit, or is not in it;
+    None if git can't say.
+    """
+    file = _file_of(source)
+    return None if file is None else _is_modified(file)
+
+
+def _file_of(source: str) -> Path | None:
+    location, _, _ = source.rpartition(":")
+    return Path(location).resolve() if location.endswith(".py") else None
+
+
+@cache
+def _digest(file: Path) -> str | None:
+    try:
+        return sha256(file.read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+@cache
+def _is_modified(file: Path) -> bool | None:
+    changed = git("status", "--porcelain", "--ignored", "--", file.name, folder=file.parent)
+    return None if changed is None else bool(changed)

@@ -10,7 +10,8 @@ from pathlib import Path
 from msgspec.structs import astuple
 
 from lossgate.base.errors import UsageError
-from lossgate.evidence.records import CellKey, KnownFailureRecord, RunRecord
+from lossgate.engine.cell_record import KnownFailureRecord
+from lossgate.evidence.records import CellKey, RunRecord
 from lossgate.evidence.summary import CellSummary
 from lossgate.gate.gate_verdict import Committed
 from lossgate.gate.patterns import escape

@@ -83,7 +83,7 @@ def _named_by(evidence: Gathered) -> Iterator[str]:
     for key, results in evidence.cells.items():
         yield key.property
         for cell in results:
-            yield from cell.properties
+            yield from cell.held_to
 
 
 def _agrees_somewhere(rule: Rule, evidence: Gathered) -> bool:
@@ -103,9 +103,9 @@ class NotHeld:
 
     def why(self, cell: CellSummary, name: str) -> str:
         """Returns why a cell that agrees was not held to a property, and what to do."""
-        if reason := dict(cell.exempt).get(name):
+        if reason := cell.exempt.get(name):
             return f"the candidate is exempt, because {reason}. Take that back, or the property out of the policy"
-        if name in cell.properties:
+        if name in cell.held_to:
             return f"none of its {cell.problems} problems says anything about it; raise --examples"
         if cell.key.property != _AGREEMENT:
             flags = " ".join(f"--property {one}" for one in dict.fromkeys((_AGREEMENT, name)))
@@ -156,7 +156,7 @@ class NotHeld:
             settings = self._settings(cell)
             everything = "property_ranks" in settings and not settings.get("properties")
             if everything and cell.verdict == "AGREE" and not _is_large(key, settings):
-                found[key.candidate].append(cell.properties)
+                found[key.candidate].append(cell.held_to)
         return found
 
 

@@ -55,12 +55,11 @@ class Evidence:
 
     def tell(self, result: CellResult, replay: str | None, record_property: Callable[[str, object], None]) -> None:
         """Attaches what came of a cell to the report of its item."""
-        from lossgate.evidence.of_result import record_of
         from lossgate.evidence.sealed import seal
-        from lossgate.evidence.writer import now
+        from lossgate.evidence.writer import written
 
-        record_property(_COUNTS, [result.verdict.value, result.comparisons])
-        record_property(_LINE, seal(record_of(result, self._run, now(), replay)).decode())
+        record_property(_COUNTS, [result.verdict.value, result.record.comparisons])
+        record_property(_LINE, seal(written(result.record, self._run, replay)).decode())
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
@@ -87,7 +86,7 @@ class Evidence:
             return
         from msgspec.structs import astuple
 
-        from lossgate.evidence.of_result import key_of
+        from lossgate.engine.recorded import key_of
 
         self._planned = [key_of(cell) for cell in cells]
         if self._output is not None:

@@ -180,7 +180,7 @@ def lossgate_run(
             pytest.fail(str(error), pytrace=False)
         failures(CellFinished(result, mended))
         request.config.stash[_EVIDENCE].tell(result, failures.replay(result), record_property)
-        if not result.passes:
+        if not result.record.passes:
             pytest.fail("\n".join(describe_cell(result, failures.replay(result))), pytrace=False)
 
     return run

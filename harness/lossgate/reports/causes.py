@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from lossgate.base.layout import AXES, Layout
 from lossgate.base.spelling import counted
-from lossgate.reports.shown_cell import ShownCell
+from lossgate.engine.cell_record import CellRecord, Verdict
+from lossgate.reports.plain import printable, printable_lines
 
 IN_COMMON = "Causes that several cells have in common:"
-_CAUSE, _HELD = "cause: ", "; this explains "
 
 
 class CausesSoFar:
@@ -19,52 +19,38 @@ class CausesSoFar:
     def __init__(self) -> None:
         self._on: dict[tuple[str, str, str], str] = {}
 
-    def lines(self, cell: ShownCell) -> tuple[str, ...]:
-        """Returns the lines of a cell's cause; one line if an earlier cell has the same."""
-        cause = cause_of(cell)
-        if cause is None:
-            return cell.causes
-        key = cell.source, cell.candidate, cause
+    def lines(self, cell: CellRecord) -> tuple[str, ...]:
+        """Returns the lines of a cell's cause: the mistake, what it explains, what to do. It is one
+        line if an earlier cell has the same.
+        """
+        if not cell.cause:
+            return printable_lines(cell.causes)
+        key = cell.source, cell.candidate, cell.cause
         if key in self._on:
-            return (f"{_CAUSE}the same as {self._on[key]}",)
-        self._on[key] = f"{cell.dtype}  {cell.layout}"
-        return tuple(part for line in cell.causes for part in _one_idea_each(line))
+            return (f"cause: the same as {self._on[key]}",)
+        self._on[key] = printable(f"{cell.dtype}  {cell.layout}")
+        return printable_lines((f"cause: {cell.cause}", f"  {cell.explains}", *cell.causes[1:]))
 
 
-def _one_idea_each(line: str) -> list[str]:
-    """Returns a cause in one line, and what holds it up in another."""
-    if not line.startswith(_CAUSE) or _HELD not in line:
-        return [line]
-    cause, held = line.rsplit(_HELD, 1)
-    return [cause, f"  {_HELD.lstrip('; ')}{held}"]
-
-
-def cause_of(cell: ShownCell) -> str | None:
-    """Returns the cause of a cell without what holds it up; None if none is named."""
-    first = next((line for line in cell.causes if line.startswith(_CAUSE)), "")
-    return first.removeprefix(_CAUSE).rsplit(_HELD, 1)[0] if _HELD in first else None
-
-
-def causes_in_common(cells: Sequence[ShownCell]) -> list[str]:
+def causes_in_common(cells: Sequence[CellRecord]) -> list[str]:
     """Returns a heading and a line for each cause that several cells of a candidate have."""
-    of_candidates: dict[tuple[str, str], list[ShownCell]] = {}
+    of_candidates: dict[tuple[str, str], list[CellRecord]] = {}
     for cell in cells:
         of_candidates.setdefault((cell.source, cell.candidate), []).append(cell)
     lines = [line for own in of_candidates.values() for line in _of_candidate(own)]
     return [IN_COMMON, *lines] if lines else []
 
 
-def _of_candidate(cells: Sequence[ShownCell]) -> Iterator[str]:
-    causes = [cause_of(cell) for cell in cells]
-    for cause in dict.fromkeys(cause for cause in causes if cause is not None):
-        having = [cell for cell, own in zip(cells, causes, strict=True) if own == cause]
+def _of_candidate(cells: Sequence[CellRecord]) -> Iterator[str]:
+    for cause in dict.fromkeys(cell.cause for cell in cells if cell.cause):
+        having = [cell for cell in cells if cell.cause == cause]
         if len(having) > 1:
-            others = [cell for cell in cells if cell.verdict.word != "DISAGREE"]
+            others = [cell for cell in cells if cell.verdict != Verdict.DISAGREE]
             where = pattern(_layouts(having), _layouts(others))
-            yield f"  {cells[0].candidate}: {cause}: {counted(len(having), 'cell')}, {where}"
+            yield f"  {printable(cells[0].candidate)}: {cause}: {counted(len(having), 'cell')}, {where}"
 
 
-def _layouts(cells: Iterable[ShownCell]) -> list[str]:
+def _layouts(cells: Iterable[CellRecord]) -> list[str]:
     return list(dict.fromkeys(cell.layout for cell in cells))
 
 

@@ -2,25 +2,22 @@
 """Shows all that evidence has on one cell."""
 
 from collections.abc import Iterator, Sequence
-from math import inf
 
 import msgspec
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from lossgate.base.spelling import counted
-from lossgate.evidence.columns import largest_share
-from lossgate.evidence.records import CellRecord, OutputRecord, PropertyRecord
+from lossgate.engine.cell_record import CellRecord, PropertyRecord
+from lossgate.engine.output_record import OutputRecord
 from lossgate.evidence.summary import CellSummary
 from lossgate.reports.console import print_whole
-from lossgate.reports.describe import describe, marked, print_detail
-from lossgate.reports.numbers import percent, share
-from lossgate.reports.printable import printable
+from lossgate.reports.describe import describe, escaped, marked, print_detail
+from lossgate.reports.plain import printable
 from lossgate.reports.resource_lines import resource_lines
 from lossgate.reports.run_lines import moment
-from lossgate.reports.shown_cell import of_summary
+from lossgate.reports.shown_verdict import percent, share
 
 _TIMES = 5
 """How many of the last verdicts of a cell are shown."""
@@ -34,26 +31,22 @@ def print_story(console: Console, record: CellRecord, results: Sequence[CellSumm
         record: the newest of the cell.
         results: all results of it, the newest last.
     """
-    shown = of_summary(results[-1])
-    console.print(f"{marked(shown)}  {_escaped(str(record.key))}", soft_wrap=True)
-    for line in [*describe(shown), *(f"  {_escaped(line)}" for line in _about(record, results))]:
+    shown = results[-1]
+    console.print(f"{marked(shown)}  {escaped(str(record.key))}", soft_wrap=True)
+    for line in [*describe(shown), *(f"  {escaped(line)}" for line in _about(record, results))]:
         print_detail(console, line)
     if record.outputs:
         console.print()
         print_whole(console, _outputs(record.outputs))
     console.print()
     for line in _sight(record):
-        print_detail(console, f"  {_escaped(line)}")
+        print_detail(console, f"  {escaped(line)}")
     for worst in record.worst:
         near = f"{worst.output}: {worst.statistic} {worst.value:.4g}, limit {worst.limit:.4g}; its problem:"
-        print_detail(console, f"  closest to a limit: {_escaped(near)}")
+        print_detail(console, f"  closest to a limit: {escaped(near)}")
         problem = msgspec.json.encode(worst.problem).decode()
-        console.print(f"    {_escaped(problem)}", soft_wrap=True)  # whole, to be copied
+        console.print(f"    {escaped(problem)}", soft_wrap=True)  # whole, to be copied
     console.print()
-
-
-def _escaped(text: str) -> str:
-    return escape(printable(text))
 
 
 def _about(record: CellRecord, results: Sequence[CellSummary]) -> Iterator[str]:
@@ -63,9 +56,11 @@ def _about(record: CellRecord, results: Sequence[CellSummary]) -> Iterator[str]:
         times = sorted(one.time for one in results)
         verdicts = ", ".join(one.verdict for one in results[-_TIMES:])
         yield f"before: {len(results)} runs, from {moment(times[0])} to {moment(times[-1])}; the last: {verdicts}"
-    detects = percent(inf if record.mde is None else record.mde)
+    detects = percent(record.mde)
     counts = counted(record.problems, "problem"), counted(record.comparisons, "comparison")
     yield f"seen: {', '.join(counts)}, detects {detects}"
+    if record.tokens_in_all:
+        yield f"tokens: {record.tokens_in_all:,} in all problems, {record.tokens:,} in the longest"
     if record.mistakes_shown:
         yield f"known mistakes: the problems would have shown {record.mistakes_shown:,}"
     yield from (f"would have passed: {mistake}" for mistake in record.mistakes_surviving)
@@ -93,16 +88,14 @@ def _pooled(output: OutputRecord) -> str:
 
 
 def _detects(output: OutputRecord) -> str:
-    return percent(inf if output.pooled is None else output.pooled.mde)
+    return percent(None if output.pooled is None else output.pooled.mde)
 
 
 def _worst(output: OutputRecord) -> tuple[str, float]:
     """Returns the statistic that came closest to its limit, and the share of it."""
-    scales = zip(output.scale, output.limit, strict=False)
-    found = {"scale": max((abs(s) / limit if limit else (inf if s else 0.0) for s, limit in scales), default=0.0)}
-    found |= {name: largest_share(shares) for name, shares in output.shares.items()}
-    name = max(found, key=lambda one: found[one])
-    return (name, found[name]) if found[name] else ("", 0.0)
+    margins = output.margins
+    name = max(margins, key=lambda one: margins[one])
+    return (name, margins[name]) if margins[name] else ("", 0.0)
 
 
 def _sight(record: CellRecord) -> Iterator[str]:
@@ -130,6 +123,6 @@ def _of_property(found: PropertyRecord) -> str:
         return f"property {found.name}: exempt, {found.exempt}"
     if not found.problems:
         return f"property {found.name}: no problem says anything about it"
-    margin = f", at most {share(inf if found.margin is None else found.margin)} of a limit" if found.comparisons else ""
-    word = "broken" if found.findings else "kept"
+    margin = f", at most {share(found.margin)} of a limit" if found.comparisons else ""
+    word = "kept" if found.holds else "broken"
     return f"property {found.name}: {word} on {counted(found.problems, 'problem')}{margin}, {found.seconds:.2g} s"

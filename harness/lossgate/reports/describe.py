@@ -1,39 +1,72 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes a cell that does not agree, line by line."""
+"""Describes cells and replays, line by line."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
+from lossgate.engine.cell_record import CellRecord
 from lossgate.reports.causes import CausesSoFar, causes_in_common
+from lossgate.reports.console import make_console
+from lossgate.reports.plain import printable, printable_lines
 from lossgate.reports.remarks import EXCLUDED, EXEMPT, NOT_DISTINGUISHED, remark_lines
-from lossgate.reports.shown_cell import ShownCell
+from lossgate.reports.shown_verdict import STYLES, ShownVerdict, share
 
 _REPLAY = "  replay: "
 _TO_COPY = re.compile(rf'{_REPLAY}| *File "')
 
 
-def heading(cell: ShownCell) -> str:
-    """Returns the verdict of a cell and its name, in rich markup."""
-    return f"{marked(cell)}  {escape(cell.candidate)}  {_where(cell)}"
+def heading(cell: CellRecord, *, placed: bool = False) -> str:
+    """Returns the verdict of a cell and its name, in rich markup.
+
+    Args:
+        cell: what is shown.
+        placed: whether its world and device are said, if they are not the usual ones. Those of a
+            run are the same for all its cells.
+    """
+    place = f"  on {cell.key.place}" if placed and cell.key.place else ""
+    return f"{marked(cell)}  {escaped(cell.candidate)}  {escaped(f'{cell.dtype}  {cell.layout}{place}')}"
 
 
-def describe(cell: ShownCell, so_far: CausesSoFar | None = None) -> list[str]:
+def describe(cell: CellRecord, so_far: CausesSoFar | None = None) -> list[str]:
     """Returns in full why a cell does not agree, in lines of rich markup.
 
     Args:
         cell: what is shown.
         so_far: knows the causes that were shown of other cells, and remembers this one's.
     """
-    lines = [f"  {escape(line)}" for line in (*cell.reasons, *(so_far or CausesSoFar()).lines(cell))]
-    if cell.on is not None:
-        lines += [f"  on: {escape(cell.on)}", *(f"    {escape(line)}" for line in cell.side_by_side)]
+    found = (*printable_lines(cell.reasons), *(so_far or CausesSoFar()).lines(cell))
+    lines = [f"  {escape(line)}" for line in found]
+    if (failure := cell.failure) is not None:
+        lines.append(f"  on: {escaped(failure.description)}{_tries(failure.shrink_calls)}")
+        lines += [f"    {escape(line)}" for line in printable_lines(failure.side_by_side)]
     if cell.replay is not None:
-        lines.append(replay_line(escape(cell.replay)))
+        lines.append(replay_line(escaped(cell.replay)))
     return lines
+
+
+def size_lines(cell: CellRecord) -> Iterator[str]:
+    """Yields for each size of large problems how near to its limits each output came."""
+    for one in cell.large:
+        if one.margins:
+            width = f", H={one.hidden:,}" if one.hidden is not None else ""
+            shares = ", ".join(f"{output} {share(margin)}" for output, margin in one.margins.items())
+            yield f"at T={one.tokens:,}{width}, V={one.vocab:,}, as shares of the limits: {shares}"
+
+
+def escaped(text: str) -> str:
+    """Returns text as a line of rich markup."""
+    return escape(printable(text))
+
+
+def _tries(shrink_calls: int) -> str:
+    if not shrink_calls:
+        return ""
+    tries = "1 try" if shrink_calls == 1 else f"{shrink_calls} tries"
+    return f"  (after {tries} to make it smaller)"
 
 
 def replay_line(command: str) -> str:
@@ -41,30 +74,31 @@ def replay_line(command: str) -> str:
     return f"{_REPLAY}{command}"
 
 
-def _where(cell: ShownCell) -> str:
-    return escape(f"{cell.dtype}  {cell.layout}" + (f"  on {cell.place}" if cell.place else ""))
-
-
-def marked(cell: ShownCell) -> str:
+def marked(cell: CellRecord) -> str:
     """Returns the verdict in its colour."""
-    return f"[{cell.verdict.style}]{escape(str(cell.verdict))}[/]"
+    shown = ShownVerdict.of(cell)
+    return f"[{shown.style}]{escape(str(shown))}[/]"
 
 
-def print_remarks(console: Console, cells: Sequence[ShownCell]) -> None:
+def print_remarks(console: Console, cells: Sequence[CellRecord]) -> None:
     """Prints the causes that several cells have, what was not seen in cells, what they were not
     held to, and what they were not given; the same of many cells once.
     """
-    not_distinguished = remark_lines(NOT_DISTINGUISHED, ((cell.candidate, cell.not_distinguished) for cell in cells))
     for lines in (
         causes_in_common(cells),
-        not_distinguished,
-        remark_lines(EXEMPT, ((cell.candidate, cell.exempt) for cell in cells)),
-        remark_lines(EXCLUDED, ((cell.candidate, cell.excluded) for cell in cells)),
+        remark_lines(NOT_DISTINGUISHED, ((cell.candidate, cell.not_distinguished) for cell in cells)),
+        remark_lines(EXEMPT, ((cell.candidate, reasons_in(cell.exempt)) for cell in cells)),
+        remark_lines(EXCLUDED, ((cell.candidate, reasons_in(cell.excluded)) for cell in cells)),
     ):
         for line in lines:
-            print_detail(console, escape(line))
+            print_detail(console, escaped(line))
         if lines:
             console.print()
+
+
+def reasons_in(found: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns what has a reason, and the reason, in words."""
+    return tuple(f"{what}: {why}" for what, why in found.items())
 
 
 def print_detail(console: Console, line: str) -> None:
@@ -107,3 +141,28 @@ def _wrapped(console: Console, text: Text, indent: int) -> Iterator[Text]:
         for line in text[rest:].wrap(console, max(console.width - indent - _HANGING, 1)):
             line.rstrip()
             yield line
+
+
+def print_replayed(lines: Sequence[str], console: Console | None = None) -> None:
+    """Prints the lines of a replay, wrapped at words on a terminal, with the verdict in its colour.
+
+    Args:
+        lines: the verdict and the name of the cell, then what is said of it.
+        console: where to print (default: standard output).
+    """
+    place = console or make_console()
+    first, *others = lines
+    print_detail(place, _coloured(first))
+    for line in others:
+        print_detail(place, escape(line))
+
+
+def print_replayed_file(line: str) -> None:
+    """Prints the line of one of several files. It stays whole, because it has a path to copy."""
+    make_console().print(_coloured(line), soft_wrap=True)
+
+
+def _coloured(line: str) -> str:
+    verdict, _, rest = line.partition(" ")
+    style = next((style for word, style in STYLES.items() if word == verdict), "")
+    return f"[{style}]{verdict}[/] {escape(rest)}" if style else escape(line)

@@ -9,12 +9,13 @@ from rich.table import Table
 from rich.text import Text
 
 from lossgate.base.spelling import counted
+from lossgate.engine.cell_record import CellRecord
 from lossgate.evidence.gather import Gathered
 from lossgate.reports.console import print_whole
 from lossgate.reports.describe import print_detail, print_remarks
-from lossgate.reports.printable import printable
+from lossgate.reports.plain import printable
 from lossgate.reports.run_lines import moment, run_lines
-from lossgate.reports.shown_cell import ShownCell, of_summary
+from lossgate.reports.shown_verdict import ShownVerdict
 from lossgate.reports.stories import Stories
 from lossgate.reports.troubles import listed
 from lossgate.reports.verdict_table import coloured_summary, rows_of, summary, verdict_table
@@ -33,8 +34,7 @@ def print_report(console: Console, gathered: Gathered, troubles: Sequence[str]) 
         gathered: the evidence.
         troubles: what is wrong with it.
     """
-    newest = gathered.newest.values()
-    cells = [of_summary(result) for result in newest]
+    cells = list(gathered.newest.values())
     print_runs(console, gathered)
     print_failures(console, cells)
     print_table(console, cells)
@@ -54,14 +54,14 @@ def print_runs(console: Console, gathered: Gathered) -> None:
     console.print()
 
 
-def print_failures(console: Console, cells: Iterable[ShownCell]) -> None:
+def print_failures(console: Console, cells: Iterable[CellRecord]) -> None:
     """Prints why cells do not agree: the first of a candidate, then how many more there are."""
-    failing: dict[str, list[ShownCell]] = {}
+    failing: dict[str, list[CellRecord]] = {}
     for cell in cells:
         if not cell.passes:
             failing.setdefault(cell.candidate, []).append(cell)
     for of_candidate in list(failing.values())[:_CANDIDATES]:
-        stories = Stories()
+        stories = Stories(placed=True)
         for cell in of_candidate:
             for line in stories.of(cell, listed=False):
                 print_detail(console, line)
@@ -72,13 +72,13 @@ def print_failures(console: Console, cells: Iterable[ShownCell]) -> None:
         console.print(f"and {left} of {counted(len(others), 'other candidate')}", soft_wrap=True)
 
 
-def print_table(console: Console, cells: Sequence[ShownCell]) -> None:
+def print_table(console: Console, cells: Sequence[CellRecord]) -> None:
     """Prints the verdict table: all of it, or the worst rows of a very long one."""
     rows = rows_of(cells)
     if len(rows) > _ROWS:
-        rows.sort(key=lambda row: min(cell.verdict.order for cell in row))
+        rows.sort(key=lambda row: min(ShownVerdict.of(cell).order for cell in row))
     if rows:
-        print_whole(console, verdict_table([cell for row in rows[:_ROWS] for cell in row]))
+        print_whole(console, verdict_table([cell for row in rows[:_ROWS] for cell in row], placed=True))
     if left := [cell for row in rows[_ROWS:] for cell in row]:
         print_detail(console, f"and {counted(len(rows) - _ROWS, 'more row')}, none of them worse: {summary(left)}")
         console.print()

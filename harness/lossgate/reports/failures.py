@@ -5,7 +5,8 @@ from pathlib import Path
 from shlex import quote
 
 from lossgate.base.errors import UsageError
-from lossgate.engine.cell import Cell, CellResult, Verdict
+from lossgate.engine.cell import Cell, CellResult
+from lossgate.engine.cell_record import Verdict
 from lossgate.engine.earlier_failures import examples_of
 from lossgate.engine.events import CellFinished, Event, RunStarted
 from lossgate.engine.failure_files import failure_files_of, read_failure, write_failure

@@ -13,8 +13,7 @@ from lossgate.gate.gate_verdict import Committed, GatedCell, GateReason, GateVer
 from lossgate.reports.causes import CausesSoFar
 from lossgate.reports.describe import print_detail, replay_line
 from lossgate.reports.gate_files.findings import GateFinding, GateFindings
-from lossgate.reports.printable import printable
-from lossgate.reports.shown_cell import of_summary
+from lossgate.reports.plain import printable, printable_lines
 
 _SHOWN = 3
 """How many cells of each reason are shown. All reasons fit on a screen, and files have the rest."""
@@ -104,8 +103,8 @@ def _of_evidence(finding: GateFinding) -> Sequence[str]:
     """Returns in lines what a finding quotes of its cell's evidence."""
     if not finding.blocker.why or finding.cell is None or finding.cell.summary is None:
         return ()
-    shown = of_summary(finding.cell.summary)
-    return (*shown.reasons, *CausesSoFar().lines(shown))
+    summary = finding.cell.summary
+    return (*printable_lines(summary.reasons), *CausesSoFar().lines(summary))
 
 
 def _text(text: str) -> str:

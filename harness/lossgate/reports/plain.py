@@ -2,6 +2,7 @@
 """Text from evidence, made safe to show: names and messages may hold any character."""
 
 import re
+from collections.abc import Iterable
 
 _UNSEEN = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters; XML 1.0 forbids most of them
@@ -26,3 +27,13 @@ def one_line(text: str, limit: int | None = None) -> str:
     """
     line = " ".join(plain(text).split())
     return line if limit is None or len(line) <= limit else f"{line[:limit]}... (cut)"
+
+
+def printable(text: str) -> str:
+    """Returns text on one line, with an escape for each line break and what can't be seen."""
+    return plain(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def printable_lines(texts: Iterable[str]) -> tuple[str, ...]:
+    """Returns the lines of texts, each fit to be printed."""
+    return tuple(printable(line) for text in texts for line in text.splitlines())

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from lossgate.base.spelling import counted
 from lossgate.evidence.gather import Gathered
 from lossgate.evidence.records import EndRecord, RunRecord
-from lossgate.reports.printable import printable
+from lossgate.reports.plain import printable
 
 _SHOWN = 5
 """How many runs, or files, are shown one by one: the newest."""

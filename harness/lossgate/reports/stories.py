@@ -8,9 +8,11 @@ from collections.abc import Hashable, Iterator
 from rich.markup import escape
 
 from lossgate.base.spelling import counted
-from lossgate.reports.causes import CausesSoFar, cause_of
-from lossgate.reports.describe import describe, heading
-from lossgate.reports.shown_cell import ShownCell
+from lossgate.engine.cell_record import CellRecord
+from lossgate.reports.causes import CausesSoFar
+from lossgate.reports.describe import describe, escaped, heading
+from lossgate.reports.plain import printable_lines
+from lossgate.reports.shown_verdict import ShownVerdict
 
 _DESCRIBED = 3
 """How many cells of a candidate are described in full."""
@@ -21,10 +23,11 @@ class Stories:
 
     Args:
         whole: every cell is described.
+        placed: as for ``heading``.
     """
 
-    def __init__(self, *, whole: bool = False) -> None:
-        self._whole = whole
+    def __init__(self, *, whole: bool = False, placed: bool = False) -> None:
+        self._whole, self._placed = whole, placed
         self._causes = CausesSoFar()
         self._described: dict[tuple[str, str], set[Hashable]] = {}
         self._candidate: tuple[str, str] | None = None
@@ -33,7 +36,7 @@ class Stories:
         self._more: Counter[bool] = Counter()
         """How many cells of the candidate were not described, by whether they are like another."""
 
-    def of(self, cell: ShownCell, *, listed: bool) -> Iterator[str]:
+    def of(self, cell: CellRecord, *, listed: bool) -> Iterator[str]:
         """Yields the lines of a cell that does not agree, in rich markup.
 
         Args:
@@ -46,14 +49,14 @@ class Stories:
         own = _kind(cell)
         if self._whole or (own not in before and len(before) < _DESCRIBED):
             before.add(own)
-            yield heading(cell)
+            yield heading(cell, placed=self._placed)
             yield from describe(cell, self._causes)
             return
         self._more[own in before] += 1
         if listed:
-            yield f"{heading(cell)}  {'like one above' if own in before else _first_reason(cell)}"
+            yield f"{heading(cell, placed=self._placed)}  {'like one above' if own in before else _first_reason(cell)}"
 
-    def more_of_others(self, cell: ShownCell | None) -> Iterator[str]:
+    def more_of_others(self, cell: CellRecord | None) -> Iterator[str]:
         """Yields how many cells were not described, once the cells of a candidate are over.
 
         Args:
@@ -63,21 +66,20 @@ class Stories:
             return
         like, unlike = self._more[True], self._more[False]
         if like and not self._listed:
-            yield f"  and {like} more like these of {escape(self._name)}"
+            yield f"  and {like} more like these of {escaped(self._name)}"
         if unlike:
-            yield f"  and {counted(unlike, 'more cell')} of {escape(self._name)} with other reasons; -v describes them"
+            yield f"  and {counted(unlike, 'more cell')} of {escaped(self._name)} with other reasons; -v describes them"
         self._more.clear()
 
 
-def _kind(cell: ShownCell) -> Hashable:
+def _kind(cell: CellRecord) -> Hashable:
     """Returns what cells that fail alike have in common: the cause, or else what is wrong."""
-    cause = cause_of(cell)
-    return cell.verdict, cause if cause is not None else tuple(map(_without_numbers, cell.reasons[:1]))
+    return ShownVerdict.of(cell), cell.cause or tuple(map(_without_numbers, cell.reasons[:1]))
 
 
 def _without_numbers(reason: str) -> str:
     return re.sub(r"[-+]?\d[\d.,]*(e[-+]?\d+)?", "#", reason)
 
 
-def _first_reason(cell: ShownCell) -> str:
-    return escape(cell.reasons[0]) if cell.reasons else ""
+def _first_reason(cell: CellRecord) -> str:
+    return "".join(map(escape, printable_lines(cell.reasons)[:1]))

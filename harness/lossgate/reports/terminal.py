@@ -3,24 +3,40 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from enum import IntEnum
 
+from msgspec.structs import replace
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
 from lossgate.base.spelling import counted
 from lossgate.engine.cell import CellResult
+from lossgate.engine.cell_record import CellRecord
 from lossgate.engine.events import CellAgrees, CellFinished, CellSkipped, CellStarted, Event, RunFinished, RunStarted
 from lossgate.reports.console import make_console, print_whole
-from lossgate.reports.describe import describe, heading, print_detail, print_remarks
+from lossgate.reports.describe import describe, escaped, heading, print_detail, print_remarks, size_lines
 from lossgate.reports.failures import FailureFiles
-from lossgate.reports.numbers import percent, share
-from lossgate.reports.printed import PrintedLines
+from lossgate.reports.plain import printable, printable_lines
 from lossgate.reports.progress import CellProgress
-from lossgate.reports.shown_cell import ShownCell, of_result
+from lossgate.reports.shown_verdict import percent, share
 from lossgate.reports.stories import Stories
 from lossgate.reports.verdict_table import coloured_summary, summary, verdict_table
-from lossgate.reports.volume import Volume
+
+
+class Volume(IntEnum):
+    """How much of a run is shown."""
+
+    QUIET = 0
+    """What does not pass, and the summary."""
+    NORMAL = 1
+    """Also the verdict table, and without a terminal a line for each cell."""
+    VERBOSE = 2
+    """All cells, what does not agree in full, all that kernels print, and what the work cost."""
+
+
+_PRINTED = 10
+"""The most lines that are shown of a candidate."""
 
 
 class Terminal:
@@ -37,7 +53,7 @@ class Terminal:
         self._failures, self._volume = failures, volume
         self._progress: CellProgress | None = None
         self._stories = Stories(whole=volume is Volume.VERBOSE)
-        self._printed = PrintedLines(whole=volume is Volume.VERBOSE)
+        self._printed = _PrintedLines(whole=volume is Volume.VERBOSE)
         self._skipped: list[CellSkipped] = []
 
     def __call__(self, event: Event) -> None:
@@ -77,17 +93,17 @@ class Terminal:
             self.console.print(counted(cells, "cell"))
 
     def _cell(self, result: CellResult) -> None:
-        shown = of_result(result, self._failures.replay(result))
-        self._print(self._stories.more_of_others(shown))
-        if shown.passes and self._lists_all:
-            print_detail(self.console, _line(shown))
+        cell = replace(result.record, replay=self._failures.replay(result))
+        self._print(self._stories.more_of_others(cell))
+        if cell.passes and self._lists_all:
+            print_detail(self.console, _line(cell))
         if self._volume is not Volume.QUIET:
-            where = f"{shown.candidate}  {shown.dtype}  {shown.layout}"
-            self._print(f"  {escape(where)} {escape(line)}" for line in shown.at_sizes)
-        if not shown.passes:
-            self._print(self._stories.of(shown, listed=self._lists_all))
-        if self._volume is not Volume.QUIET or not shown.passes:
-            self._print(map(escape, self._printed.new(shown.candidate, result.printed)))
+            where = f"{cell.candidate}  {cell.dtype}  {cell.layout}"
+            self._print(f"  {escaped(where)} {escaped(line)}" for line in size_lines(cell))
+        if not cell.passes:
+            self._print(self._stories.of(cell, listed=self._lists_all))
+        if self._volume is not Volume.QUIET or not cell.passes:
+            self._print(map(escape, self._printed.new(cell.candidate, result.printed)))
 
     @property
     def _lists_all(self) -> bool:
@@ -98,7 +114,7 @@ class Terminal:
     def _finish(self, event: RunFinished) -> None:
         self.close()
         self._print(self._stories.more_of_others(None))
-        cells = [of_result(result) for result in event.results]
+        cells = [result.record for result in event.results]
         if self._volume is not Volume.QUIET and cells:
             print_whole(self.console, verdict_table(cells))
             print_remarks(self.console, cells)
@@ -114,6 +130,34 @@ class Terminal:
             print_detail(self.console, line)
 
 
+class _PrintedLines:
+    """Remembers what each candidate has printed, so that each line is shown once.
+
+    Args:
+        whole: all lines are shown, however many there are.
+    """
+
+    def __init__(self, *, whole: bool = False) -> None:
+        self._whole = whole
+        self._seen: dict[str, set[str]] = {}
+
+    def new(self, candidate: str, text: str) -> list[str]:
+        """Returns what to show of what a candidate has printed in a cell, a heading first; nothing
+        if all of it was shown before.
+        """
+        printed = Counter(line for line in text.splitlines() if line.strip())
+        seen = self._seen.setdefault(candidate, set())
+        new = [line for line in printed if line not in seen]
+        room = len(new) if self._whole else max(_PRINTED - len(seen), 0)
+        seen.update(new)
+        shown, more = new[:room], len(new) - room
+        if not shown:
+            return []
+        lines = [f"  {candidate} printed {counted(printed.total(), 'line')}; each is shown once:"]
+        lines += [f"    {printable(line)}" for line in shown]
+        return lines + [f"    and {counted(more, 'other line')}; -v shows all"] * (more > 0)
+
+
 def describe_cell(result: CellResult, replay: str | None) -> list[str]:
     """Describes in full why a cell does not agree, in lines of plain text.
 
@@ -123,9 +167,9 @@ def describe_cell(result: CellResult, replay: str | None) -> list[str]:
         result: a cell that is not AGREE.
         replay: the command that judges its failure again, if there is one.
     """
-    shown = of_result(result, replay)
-    lines = [heading(shown), *describe(shown)]
-    return [*shown.reasons[:1], *(Text.from_markup(line).plain for line in lines)]
+    cell = replace(result.record, replay=replay)
+    lines = [heading(cell), *describe(cell)]
+    return [*printable_lines(cell.reasons)[:1], *(Text.from_markup(line).plain for line in lines)]
 
 
 def _skipped_lines(skipped: Sequence[CellSkipped]) -> list[str]:
@@ -137,10 +181,11 @@ def _skipped_lines(skipped: Sequence[CellSkipped]) -> list[str]:
     ]
 
 
-def _line(cell: ShownCell) -> str:
-    if cell.verdict.expected:  # its statistics are those of a disagreement
+def _line(cell: CellRecord) -> str:
+    if cell.expected:  # its statistics are those of a disagreement
         return f"{heading(cell)}:  as expected  ({cell.seconds:.1f} s)"
-    tried = f", {cell.largest}" if cell.largest else ""
+    vocab = f", V={cell.vocab:,}" if cell.vocab is not None else ""
+    tried = f", up to T={cell.tokens:,}{vocab}" if cell.problems else ""
     return (
         f"{heading(cell)}:  {counted(cell.problems, 'problem')}, {counted(cell.comparisons, 'comparison')}, "
         f"at most {share(cell.margin)} of a limit, detects {percent(cell.mde)}{tried}  ({cell.seconds:.1f} s)"

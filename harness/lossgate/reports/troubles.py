@@ -3,8 +3,8 @@
 
 from collections.abc import Iterator, Sequence
 
+from lossgate.engine.cell_record import CellKey
 from lossgate.evidence.gather import Gathered
-from lossgate.evidence.records import CellKey
 from lossgate.evidence.summary import CellSummary
 from lossgate.gate.gate_verdict import GateReason
 from lossgate.gate.runs import incomplete, runs_of, wrong_matrix

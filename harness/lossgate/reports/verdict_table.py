@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Self
 
 from rich.box import SIMPLE
@@ -15,9 +16,12 @@ from rich.measure import measure_renderables
 from rich.table import Column, Table
 from rich.text import Text
 
+from lossgate.base.errors import UsageError
+from lossgate.base.layout import Layout
 from lossgate.base.spelling import counted
-from lossgate.reports.numbers import percent, share
-from lossgate.reports.shown_cell import KNOWN_STYLE, STYLES, ShownCell, ShownVerdict
+from lossgate.engine.cell_record import CellRecord, Verdict
+from lossgate.reports.plain import printable
+from lossgate.reports.shown_verdict import KNOWN_STYLE, STYLES, ShownVerdict, percent, share
 
 _MARK = " <--"
 """Marks a disagreement in the table, because AGREE and DISAGREE look alike without colours."""
@@ -41,26 +45,30 @@ _BEFORE_NOTE = r"(?<= )(?=\(known: )"
 _IN_LAYOUTS = r"(?<=up to )|(?<=,)(?=\w)"
 
 
-def verdict_table(cells: Iterable[ShownCell]) -> "VerdictTable":
+def verdict_table(cells: Iterable[CellRecord], *, placed: bool = False) -> "VerdictTable":
     """Makes the table with a row for each candidate, property, dtype and place, over all layouts.
+
+    Args:
+        cells: what is shown.
+        placed: whether worlds and devices are said, if they are not the usual ones.
 
     Returns:
         What ``rich`` prints. It chooses its columns by the width of the console that prints it.
     """
     groups = rows_of(cells)
-    several = len({cell.held_to for group in groups for cell in group}) > 1
-    return VerdictTable([_Row.of(group, name_property=several) for group in groups])
+    several = len({cell.property for group in groups for cell in group}) > 1
+    return VerdictTable([_Row.of(group, name_property=several, placed=placed) for group in groups])
 
 
-def rows_of(cells: Iterable[ShownCell]) -> list[list[ShownCell]]:
+def rows_of(cells: Iterable[CellRecord]) -> list[list[CellRecord]]:
     """Returns the cells of each row of the table."""
-    groups: dict[tuple[str, ...], list[ShownCell]] = {}
+    groups: dict[tuple[str, ...], list[CellRecord]] = {}
     for cell in cells:
-        groups.setdefault((cell.candidate, cell.source, cell.held_to, cell.dtype, cell.place), []).append(cell)
+        groups.setdefault((cell.candidate, cell.source, cell.property, cell.dtype, cell.key.place), []).append(cell)
     return list(groups.values())
 
 
-def summary(cells: Sequence[ShownCell], seconds: float | None = None, *, asked: float = 0.0) -> str:
+def summary(cells: Sequence[CellRecord], seconds: float | None = None, *, asked: float = 0.0) -> str:
     """Counts the cells by verdict, in one line.
 
     Args:
@@ -69,7 +77,7 @@ def summary(cells: Sequence[ShownCell], seconds: float | None = None, *, asked: 
         asked: what it took, in seconds of CPU time, to ask which known mistakes would have shown;
             nothing is said of 0.
     """
-    counts = Counter("known failure" if cell.verdict.expected else cell.verdict.word for cell in cells)
+    counts = Counter("known failure" if cell.expected else cell.verdict for cell in cells)
     verdicts = ", ".join(f"{count} {word}" for word, count in sorted(counts.items())) or "nothing was verified"
     took = f"; {seconds:.0f} s" if seconds is not None else ""
     price = f"; asking which known mistakes would show took {asked:.1f} CPU s" if asked else ""
@@ -103,26 +111,26 @@ class _Row:
     good_for: str
 
     @classmethod
-    def of(cls, cells: Sequence[ShownCell], *, name_property: bool = False) -> Self:
+    def of(cls, cells: Sequence[CellRecord], *, name_property: bool, placed: bool) -> Self:
         """Makes the row of the cells of one candidate, property, dtype and place."""
         cell = cells[0]
-        counts = Counter(cell.verdict for cell in cells)
-        name = f"{cell.candidate} {cell.held_to}" if name_property else cell.candidate
+        counts = Counter(map(ShownVerdict.of, cells))
+        name = f"{cell.candidate} {cell.property}" if name_property else cell.candidate
         return cls(
-            name=f"{name} on {cell.place}" if cell.place else name,
+            name=printable(f"{name} on {cell.key.place}" if placed and cell.key.place else name),
             verdicts=tuple((counts[shown], shown) for shown in sorted(counts, key=lambda shown: shown.order)),
-            dtype=cell.dtype,
+            dtype=printable(cell.dtype),
             layouts=_layouts(cells),
-            worst=share(max(compared)) if (compared := [c.margin for c in cells if c.comparisons]) else _NOTHING,
-            detects=percent(max(seen)) if (seen := [c.mde for c in cells if not c.verdict.wrong]) else _NOTHING,
+            worst=share(_largest(compared)) if (compared := [c.margin for c in cells if c.comparisons]) else _NOTHING,
+            detects=percent(_largest(seen)) if (seen := [c.mde for c in cells if not _is_wrong(c)]) else _NOTHING,
             problems=sum(cell.problems for cell in cells),
             comparisons=sum(cell.comparisons for cell in cells),
-            good_for=cell.good_for,
+            good_for=printable(cell.good_for),
         )
 
     @property
     def candidate(self) -> Text:
-        return Text(self.name, style=STYLES["DISAGREE"] if self.wrong else "")
+        return Text(self.name, style=STYLES[Verdict.DISAGREE] if self.wrong else "")
 
     @property
     def wrong(self) -> bool:
@@ -141,10 +149,27 @@ class _Row:
         return Text("\n").join(map(Text, lines, styles))
 
 
-def _layouts(cells: Sequence[ShownCell]) -> str:
+def _is_wrong(cell: CellRecord) -> bool:
+    return ShownVerdict.of(cell).wrong
+
+
+def _largest(numbers: Sequence[float | None]) -> float:
+    """Returns the largest of numbers, of which None is infinite."""
+    return max(inf if number is None else number for number in numbers)
+
+
+def _layouts(cells: Sequence[CellRecord]) -> str:
     if len(cells) == 1:
-        return cells[0].layout
-    return f"{len(cells)}, up to {counted(max(cell.ranks for cell in cells), 'rank')}"
+        return printable(cells[0].layout)
+    return f"{len(cells)}, up to {counted(max(_ranks(cell.layout) for cell in cells), 'rank')}"
+
+
+def _ranks(layout: str) -> int:
+    """Returns the ranks of a layout; 1 for one of which only a later version knows."""
+    try:
+        return Layout.parse(layout).ranks
+    except UsageError:
+        return 1
 
 
 @dataclass(frozen=True)

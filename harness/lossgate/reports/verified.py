@@ -12,7 +12,8 @@ from rich.console import Console
 
 from lossgate.base.errors import UsageError
 from lossgate.declaration.candidate import Candidate
-from lossgate.engine.cell import CellResult, Verdict
+from lossgate.engine.cell import CellResult
+from lossgate.engine.cell_record import Verdict
 from lossgate.engine.events import Event, RunFinished
 from lossgate.engine.run import run
 from lossgate.engine.settings import load_settings
@@ -32,7 +33,7 @@ class Verified:
     @property
     def verdict(self) -> Verdict:
         """That of the worst cell. A known failure counts as agreed."""
-        found = {Verdict.AGREE if result.passes else result.verdict for result in self.results}
+        found = {Verdict.AGREE if result.record.passes else result.verdict for result in self.results}
         return next((v for v in (Verdict.DISAGREE, Verdict.INCONCLUSIVE) if v in found), Verdict.AGREE)
 
     @property

@@ -36,7 +36,7 @@ def judged(subject: Subject) -> Iterator[Finding]:
             return
         mutants = option_mutants(result.cell.candidate)
         for name in mutants:
-            equivalent[name] = equivalent.get(name, True) and name in result.equivalent
+            equivalent[name] = equivalent.get(name, True) and name in result.record.equivalent
         yield from _of_result(result, mutants)
     yield from _without_effect(subject, [name for name, never in equivalent.items() if never])
 
@@ -64,20 +64,20 @@ def _of_result(result: CellResult, mutants: Mapping[str, OptionMutant]) -> Itera
     if result.verdict is Verdict.DISAGREE:
         return
     spec, head = result.cell.candidate.spec, result.cell.candidate.head
-    for name in result.missing_goals:
+    for name in result.record.missing_goals:
         yield Finding(
             f"no problem from {head} reached goal {name!r}: {spec.all_goals[name].meaning}",
             "draw fields or options so that one does, mend its reached=, or name in heads=, axes= or unreachable_if= "
             "of the goal where it can't be reached",
         )
-    for name in result.surviving:
+    for name in result.record.surviving:
         mutant = mutants[name]
         yield Finding(
             f"from {head}, no problem tells {mutant.option}={mutant.choice} from {mutant.other} "
             f"in {'the loss' if mutant.side == 'value' else 'a gradient'}",
             "give choices that differ more, or draw fields so that it matters",
         )
-    known = len(result.missing_goals) + len(result.surviving)
+    known = len(result.record.missing_goals) + len(result.record.surviving)
     if result.verdict is Verdict.INCONCLUSIVE and not known:
         for reason in result.reasons:
             yield Finding(f"from {head}: {reason}", "draw fields and options so that results are rarely 0")

@@ -72,12 +72,16 @@ class RankFailure(LossgateError):
 class RankRaised(RankFailure):
     """A rank raised an exception, which is the ``__cause__`` where the rank is a thread."""
 
-    def __init__(self, message: str, rank: int) -> None:
+    def __init__(self, message: str, rank: int, kind: str = "", site: str = "") -> None:
         super().__init__(message)
         self.rank = rank
+        self.kind = kind
+        """The type of the exception."""
+        self.site = site
+        """The line that raised it."""
 
-    def __reduce__(self) -> tuple[type["RankRaised"], tuple[str, int]]:
-        return type(self), (str(self), self.rank)
+    def __reduce__(self) -> tuple[type["RankRaised"], tuple[str, int, str, str]]:
+        return type(self), (str(self), self.rank, self.kind, self.site)
 
 
 class RankDied(RankFailure):

@@ -25,9 +25,7 @@ from lossgate.engine.cell import Cell, CellResult, Verdict
 from lossgate.engine.diagnose import cases_like, diagnose, telling_layouts
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
-from lossgate.evidence.of_result import record_of
 from lossgate.losses import SPECS
-from lossgate.reports.shown_cell import of_result
 from lossgate.worlds import make_world
 from property_tests.kernels import test_filter_mutants as filters
 
@@ -42,7 +40,7 @@ def verified(candidate: Candidate, layout: str) -> CellResult:
 
 
 def diagnosed(candidate: Candidate, layout: str) -> Diagnosis:
-    found = verified(candidate, layout).diagnosis
+    found = verified(candidate, layout).run.diagnosis
     assert found is not None
     return found
 
@@ -362,13 +360,12 @@ def test_too_few_failing_problems_tell_nothing() -> None:
 
 def test_the_cause_is_shown_and_written() -> None:
     result = verified(cross_entropy_with(STYLE, "denominator n+1"), "single")
-    cause, todo = result.causes
+    cause, todo = result.record.causes
     assert cause.startswith(
         "cause: in place of valid_tokens the kernel takes valid_tokens + 1; "
         "this explains all 9 failing problems (single), and none of the "
     )
-    assert of_result(result).causes == (cause, todo)
-    record = record_of(result, "run", "2026-01-01T00:00:00Z")
+    record = result.record
     assert record.causes == (cause, todo)
 
 
@@ -377,7 +374,7 @@ def test_a_kernel_that_raises_gets_no_cause() -> None:
         raise RuntimeError("no such thing")
 
     right = dense_candidate(SPECS["nll"], "logits")
-    assert verified(replace(right, kernel=raises, name="raises"), "single").diagnosis is None
+    assert verified(replace(right, kernel=raises, name="raises"), "single").run.diagnosis is None
 
 
 @pytest.mark.parametrize(

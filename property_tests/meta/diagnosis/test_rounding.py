@@ -63,8 +63,8 @@ def judged(
 
 def sentences(result: CellResult) -> tuple[str, ...]:
     assert result.verdict is Verdict.DISAGREE
-    assert result.diagnosis is not None
-    return result.diagnosis.sentences
+    assert result.run.diagnosis is not None
+    return result.run.diagnosis.sentences
 
 
 @pytest.mark.slow(but=1)

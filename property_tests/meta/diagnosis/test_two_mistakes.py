@@ -41,8 +41,8 @@ def kernel_with(*mistakes: str) -> Candidate:
 def diagnosed(*mistakes: str) -> Diagnosis:
     result = run_cell(Cell(kernel_with(*mistakes), Layout(), "float32"), Settings(shrink_calls=20))
     assert result.verdict is Verdict.DISAGREE
-    assert result.diagnosis is not None
-    return result.diagnosis
+    assert result.run.diagnosis is not None
+    return result.run.diagnosis
 
 
 MASK = "the mask is ignored, and padding counts too"

@@ -51,8 +51,8 @@ def with_backward(
 def diagnosed(candidate: Candidate, layout: str = "single") -> Diagnosis:
     result = run_cell(Cell(candidate, Layout.parse(layout), "float32"), SETTINGS)
     assert result.verdict is Verdict.DISAGREE
-    assert result.diagnosis is not None
-    return result.diagnosis
+    assert result.run.diagnosis is not None
+    return result.run.diagnosis
 
 
 def last_of_sequences(inputs: Any) -> Tensor:

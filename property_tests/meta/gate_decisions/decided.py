@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 
+from lossgate.engine.cell_record import CellRecord, KnownFailureRecord
 from lossgate.evidence.gather import gather
-from lossgate.evidence.records import CellRecord, KnownFailureRecord, Record
+from lossgate.evidence.records import Record
 from lossgate.gate.decide import decide
 from lossgate.gate.gate_verdict import GateReason, GateVerdict
 from lossgate.gate.policy import load_policy

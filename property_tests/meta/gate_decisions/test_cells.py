@@ -6,7 +6,7 @@ from hashlib import sha256
 import msgspec
 import pytest
 
-from lossgate.evidence.records import CellRecord
+from lossgate.engine.cell_record import CellRecord
 from lossgate.gate.gate_verdict import GateCode, GateReason
 from property_tests.meta.gate_decisions.decided import CELLS, RULES, Gate, only, reported
 from property_tests.meta.made_evidence import (

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from lossgate.evidence.records import CellRecord, OutputRecord
+from lossgate.engine.cell_record import CellRecord
+from lossgate.engine.output_record import OutputRecord
 from lossgate.gate.gate_verdict import GateCode, GateReason
 from property_tests.meta.gate_decisions.decided import KNOWN, RULES, SECOND, Gate, declared, only, reported
 from property_tests.meta.made_evidence import (

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from lossgate.engine.cell_record import CellRecord, PropertyRecord
 from lossgate.engine.settings import PROFILES
-from lossgate.evidence.records import CellRecord, PropertyRecord
 from lossgate.gate.gate_verdict import GateReason
 from property_tests.meta.gate_decisions.decided import RULES, Gate, only, reported
 from property_tests.meta.made_evidence import cell, whole_run

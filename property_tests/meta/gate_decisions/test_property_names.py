@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from lossgate.base.errors import UsageError
-from lossgate.evidence.records import CellRecord, PropertyRecord
+from lossgate.engine.cell_record import CellRecord, PropertyRecord
 from lossgate.gate.gate_verdict import GateCode, GateReason
 from lossgate.gate.kept_properties import BUILT_IN
 from lossgate.properties import PROPERTIES

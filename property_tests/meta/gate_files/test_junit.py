@@ -9,9 +9,11 @@ import pytest
 import xmlschema
 from junitparser import JUnitXml
 
+from lossgate.engine.cell_record import PropertyRecord
 from lossgate.gate.gate_verdict import Blocker, GatedCell, GateReason, GateVerdict
 from lossgate.reports.gate_files.junit import junit_xml
 from property_tests.meta.gate_files.verdicts import (
+    EXEMPT,
     ISSUE,
     VERDICTS,
     agreeing,
@@ -125,13 +127,14 @@ def test_a_cell_says_which_choices_were_not_distinguished() -> None:
 
 
 def test_a_cell_says_to_which_properties_it_was_held() -> None:
-    kept = summary(key(), kept=("no-grad", "microbatches"), exempt=(("masked-nan", "it multiplies"),))
-    _, cell = ET.fromstring(junit_xml(verdict([GatedCell(key=key(), summary=kept)]))).iter("system-out")
+    kept = [PropertyRecord(name=name, problems=1) for name in ("no-grad", "microbatches")]
+    result = summary(key(), properties=(*kept, *EXEMPT))
+    _, cell = ET.fromstring(junit_xml(verdict([GatedCell(key=key(), summary=result)]))).iter("system-out")
     assert cell.text == "keeps: no-grad, microbatches\nexempt: masked-nan: it multiplies"
 
 
 def test_a_cell_says_which_problems_it_was_not_given() -> None:
-    narrow = summary(key(), excluded=(("ratios extreme", "they are clamped"), ("empty rank", "the sampler fills all")))
+    narrow = summary(key(), excluded={"ratios extreme": "they are clamped", "empty rank": "the sampler fills all"})
     _, cell = ET.fromstring(junit_xml(verdict([GatedCell(key=key(), summary=narrow)]))).iter("system-out")
     assert cell.text == "not given: ratios extreme: they are clamped; empty rank: the sampler fills all"
 

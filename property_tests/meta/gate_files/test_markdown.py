@@ -14,13 +14,15 @@ from lossgate.gate.gate_verdict import GatedCell, GateReason, GateVerdict
 from lossgate.reports.gate_files.markdown import MARKER, Comment, code, code_block, markdown
 from lossgate.reports.remarks import EXCLUDED, EXEMPT
 from property_tests.meta.gate_files.verdicts import (
+    EXEMPT as EXEMPT_RECORDS,
+)
+from property_tests.meta.gate_files.verdicts import (
     HOSTILE,
     ISSUE,
     VERDICTS,
     agreeing,
     blocked,
     excused,
-    failure,
     hostile,
     key,
     many,
@@ -132,7 +134,7 @@ def test_a_disagreement_tells_its_problem_and_how_to_replay_it() -> None:
 
 
 def test_a_failure_without_a_replay_command_has_no_block() -> None:
-    judged = summary(key(), "DISAGREE", failure=failure(replay=None))
+    judged = summary(key(), "DISAGREE", replay=None)
     cell = blocked(key(), GateReason.DISAGREE)
     assert "```" not in markdown(verdict([GatedCell(key=key(), summary=judged, blockers=cell.blockers)]))
 
@@ -147,15 +149,14 @@ def test_choices_that_were_not_distinguished_are_listed() -> None:
 
 
 def test_properties_to_which_candidates_are_not_held_are_listed() -> None:
-    excused_of = (("masked-nan", "it multiplies"),)
-    cells = [GatedCell(key=key(name), summary=summary(key(name), exempt=excused_of)) for name in "xy"]
+    cells = [GatedCell(key=key(name), summary=summary(key(name), properties=EXEMPT_RECORDS)) for name in "xy"]
     text = markdown(verdict(cells))
     assert EXEMPT in text
     assert "- `masked-nan: it multiplies: 2 cells of x and y`\n" in text
 
 
 def test_problems_that_candidates_are_not_given_are_listed() -> None:
-    narrow = (("ratios extreme", "they are clamped"),)
+    narrow = {"ratios extreme": "they are clamped"}
     cells = [GatedCell(key=key(name), summary=summary(key(name), excluded=narrow)) for name in "xy"]
     text = markdown(verdict(cells))
     assert EXCLUDED in text

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lossgate.evidence.records import CellKey
+from lossgate.engine.cell_record import CellKey
 from lossgate.gate.gate_verdict import Blocker, Committed, GatedCell, GateReason, GateVerdict
 from lossgate.reports.gate_text import print_gate
 from lossgate.reports.remarks import EXCLUDED, EXEMPT, NOT_DISTINGUISHED
-
-from .verdicts import HOSTILE, agreeing, blocked, failure, key, summary, verdict
+from property_tests.meta.gate_files import verdicts
+from property_tests.meta.gate_files.verdicts import HOSTILE, agreeing, blocked, key, summary, verdict
 
 REPLAY = "  replay: lossgate replay failures/one.json"
 
@@ -29,7 +29,7 @@ def reason(kind: GateReason, message: str = "it is wrong", cell: CellKey | None 
 
 
 def disagreeing(of: CellKey, message: str = "it disagrees: loss is 2 times the reference", **changed: Any) -> GatedCell:
-    result = summary(of, "DISAGREE", failure=failure(**changed))
+    result = summary(of, "DISAGREE", **changed)
     return GatedCell(key=of, summary=result, blockers=(reason(GateReason.DISAGREE, message, of),))
 
 
@@ -39,12 +39,12 @@ def test_choices_that_were_not_distinguished_stand_last() -> None:
 
 
 def test_properties_to_which_a_candidate_is_not_held_stand_last() -> None:
-    exempt = GatedCell(key=key(), summary=summary(key(), exempt=(("masked-nan", "it multiplies"),)))
+    exempt = GatedCell(key=key(), summary=summary(key(), properties=verdicts.EXEMPT))
     assert shown(verdict([exempt]))[-3:] == ["", EXEMPT, "  masked-nan: it multiplies: 1 cell of kernel"]
 
 
 def test_problems_that_a_candidate_is_not_given_stand_last() -> None:
-    narrow = GatedCell(key=key(), summary=summary(key(), excluded=(("ratios extreme", "they are clamped"),)))
+    narrow = GatedCell(key=key(), summary=summary(key(), excluded={"ratios extreme": "they are clamped"}))
     assert shown(verdict([narrow]))[-3:] == ["", EXCLUDED, "  ratios extreme: they are clamped: 1 cell of kernel"]
 
 

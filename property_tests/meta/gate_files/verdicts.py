@@ -4,8 +4,10 @@
 from collections.abc import Iterable
 from typing import Any
 
+from msgspec.structs import asdict
+
+from lossgate.engine.cell_record import SCHEMA, CellKey, Failure, PropertyRecord
 from lossgate.evidence.reader import Where
-from lossgate.evidence.records import CellKey, Failure
 from lossgate.evidence.summary import CellSummary
 from lossgate.gate.gate_verdict import Blocker, Committed, Digested, GatedCell, GateReason, GateVerdict
 
@@ -29,7 +31,9 @@ def key(candidate: str = "kernel", layout: str = "single", **changed: str) -> Ce
 
 def summary(of: CellKey, verdict: Any = "AGREE", **changed: Any) -> CellSummary:
     whole: dict[str, Any] = {
-        "key": of,
+        "schema": SCHEMA,
+        **asdict(of),
+        "needs_adequacy": True,
         "where": Where(EVIDENCE.file, 3),
         "digest": "d" * 64,
         "run": "0123456789abcdef",
@@ -44,6 +48,7 @@ def summary(of: CellKey, verdict: Any = "AGREE", **changed: Any) -> CellSummary:
         "margin": 0.25,
         "mde": 1e-6,
         "failure": failure() if verdict == "DISAGREE" else None,
+        "replay": "lossgate replay failures/one.json" if verdict == "DISAGREE" else None,
         "known_failure": None,
         "seconds": 1.5,
         "time": "2026-01-31T12:00:00+00:00",
@@ -52,13 +57,16 @@ def summary(of: CellKey, verdict: Any = "AGREE", **changed: Any) -> CellSummary:
     return CellSummary(**whole)
 
 
+EXEMPT = (PropertyRecord(name="masked-nan", exempt="it multiplies"),)
+"""A property from which a candidate is exempt."""
+
+
 def failure(**changed: Any) -> Failure:
     whole: dict[str, Any] = {
         "problem": {"spec": "nll"},
         "description": "3 tokens in 1 sequence [3]",
         "findings": ("loss: 1.01 times the reference",),
         "symptoms": ("loss",),
-        "replay": "lossgate replay failures/one.json",
         **changed,
     }
     return Failure(**whole)
@@ -102,11 +110,12 @@ def of_gate(kind: GateReason, message: str = "What is wrong. What to do.", where
 def hostile() -> GateVerdict:
     """A closed gate in which each text is hostile."""
     first, second = key(HOSTILE, HOSTILE, property=HOSTILE, dtype=HOSTILE), key(HOSTILE, "x", world=HOSTILE)
-    failed = failure(description=HOSTILE, findings=(HOSTILE,), symptoms=(HOSTILE,), replay=HOSTILE)
+    failed = failure(description=HOSTILE, findings=(HOSTILE,), symptoms=(HOSTILE,))
     result = summary(
         first,
         "DISAGREE",
         failure=failed,
+        replay=HOSTILE,
         source=f"{HOSTILE}.py:{HOSTILE}",
         where=Where(HOSTILE, 2),
         seconds=float("nan"),

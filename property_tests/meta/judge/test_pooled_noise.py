@@ -17,7 +17,6 @@ from lossgate.cases.placement import sample_problems
 from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
-from lossgate.evidence.of_result import record_of
 from lossgate.evidence.redo import redo
 from lossgate.inputs import NllLogprobs
 from lossgate.judge.comparison import Comparison
@@ -127,8 +126,8 @@ def test_a_cell_disagrees_and_its_evidence_says_so() -> None:
         r"what the kernel does, such as accumulate( or grads_in_forward)?"
     )
     assert re.fullmatch(said, reason)
-    (redone,) = redo([record_of(found, "run", "2026-01-31T12:00:00+00:00")])
-    assert (redone.verdict, redone.symptoms, redone.contradiction) == ("DISAGREE", (output,), "")
+    (redone,) = redo([found.record])
+    assert (redone.verdict, found.record.symptoms, redone.contradiction) == ("DISAGREE", (output,), "")
 
 
 def test_scalars_of_a_loss_in_bfloat16_are_not_pooled(make_world: MakeWorld) -> None:

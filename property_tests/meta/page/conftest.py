@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 from page import real_records, synthetic_page
 
-from lossgate.evidence.records import CellRecord
-from lossgate.reports.page.page import Page
+from lossgate.engine.cell_record import CellRecord
+from lossgate.reports.page.entries import Page
 
 
 @pytest.fixture(scope="session")

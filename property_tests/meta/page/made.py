@@ -4,11 +4,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+from lossgate.engine.cell_record import CellKey, CellRecord, Failure, KnownFailureRecord
 from lossgate.evidence.reader import Where
-from lossgate.evidence.records import CellKey, CellRecord, Failure, KnownFailureRecord
 from lossgate.evidence.summary import summarize
 from lossgate.gate.gate_verdict import Blocker, Committed, Digested, GatedCell, GateReason, GateVerdict
-from lossgate.reports.page.page import Page
+from lossgate.reports.page.entries import Page
 from property_tests.meta.made_evidence import cell, run
 
 DIGEST = "ab" * 32
@@ -56,9 +56,7 @@ def known(*, expected: bool) -> KnownFailureRecord:
 
 def failure(text: str) -> Failure:
     """Returns a failure that says a text wherever it can."""
-    return Failure(
-        problem={"spec": text, text: [1, 2]}, description=text, findings=(text,), symptoms=("loss",), replay=text
-    )
+    return Failure(problem={"spec": text, text: [1, 2]}, description=text, findings=(text,), symptoms=("loss",))
 
 
 def key(candidate: str) -> CellKey:

@@ -7,19 +7,18 @@ from typing import Any
 
 import pytest
 
+from lossgate.engine.cell_record import CellRecord, PropertyRecord, WorstExample
+from lossgate.engine.output_record import OutputRecord, PooledRecord
 from lossgate.evidence.gather import Gathered
 from lossgate.evidence.reader import Where
-from lossgate.evidence.records import CellRecord, OutputRecord, PooledRecord, PropertyRecord, WorstExample
 from lossgate.evidence.summary import summarize
 from lossgate.gate.cells import CellJudge, Need
 from lossgate.gate.gate_verdict import GatedCell, GateReason
 from lossgate.gate.policy import Policy
 from lossgate.gate.rules import EvidenceRules
-from lossgate.reports.page.details import LONGEST_TREND, Details
-from lossgate.reports.page.entries import entries_of
+from lossgate.reports.page.details import LONGEST_TREND, Details, records_of_trend
+from lossgate.reports.page.entries import Page, entries_of
 from lossgate.reports.page.histograms import BINS_PER_DECADE, HIGHEST, LOWEST, Histogram, histograms_of
-from lossgate.reports.page.page import Page
-from lossgate.reports.page.trend import records_of_trend
 from property_tests.meta.page.made import DIGEST, RUN, blocker, failure, gate, gated, known, page, record
 
 

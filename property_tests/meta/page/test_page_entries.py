@@ -4,13 +4,11 @@
 import pytest
 from msgspec.structs import replace
 
-from lossgate.evidence.records import CellRecord
+from lossgate.engine.cell_record import CellRecord
 from lossgate.gate.gate_verdict import GatedCell, GateReason
-from lossgate.reports.page.entries import State, count_states, entries_of
-from lossgate.reports.page.matrix import matrix_of
-from lossgate.reports.page.origin import origin_of
-from lossgate.reports.page.page import Page
-from lossgate.reports.page.words import detects, headline, problems_of
+from lossgate.reports.page.cell_rows import matrix_of
+from lossgate.reports.page.entries import Page, State, count_states, entries_of
+from lossgate.reports.page.headline import detects, headline, origin_of, problems_of
 from property_tests.meta.page.made import DIGEST, RUN, blocker, gate, gated, key, known, page, record
 
 WRONG = record("wrong", verdict="DISAGREE", reasons=("loss: 1.01 times the reference",))

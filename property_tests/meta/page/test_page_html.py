@@ -16,9 +16,9 @@ import pytest
 from page import synthetic_page
 
 from lossgate.base.errors import UsageError
-from lossgate.evidence.records import CellRecord
+from lossgate.engine.cell_record import CellRecord
 from lossgate.gate.gate_verdict import GateReason
-from lossgate.reports.page.page import Page
+from lossgate.reports.page.entries import Page
 from lossgate.reports.page.render import render_page
 from property_tests.meta.page.made import HOSTILE, blocker, failure, gate, gated, page, record
 

@@ -13,9 +13,10 @@ from page import browser_flags, find_browser
 from playwright.sync_api import Browser, Locator, sync_playwright
 from playwright.sync_api import Page as Tab
 
-from lossgate.evidence.records import CellRecord, OutputRecord, PropertyRecord
+from lossgate.engine.cell_record import CellRecord, PropertyRecord
+from lossgate.engine.output_record import OutputRecord
 from lossgate.gate.gate_verdict import GateReason
-from lossgate.reports.page.page import Page
+from lossgate.reports.page.entries import Page
 from lossgate.reports.page.render import render_page
 from property_tests.meta.page.made import HOSTILE, blocker, failure, gate, gated, page, record
 
@@ -367,7 +368,7 @@ def test_runs_of_one_day_have_names_that_differ_and_do_not_touch(
 @pytest.mark.slow
 def test_a_cell_that_fails_says_each_thing_once(desk: Desk, real: Sequence[CellRecord]) -> None:
     wrong = real[-1]
-    command = wrong.failure.replay
+    command = wrong.replay
     wrong_why = "; ".join((*wrong.reasons, *wrong.causes, *wrong.failure.side_by_side))
     message = f"it disagrees: {wrong_why}. Replay: {command}"
     closed = replace(blocker(GateReason.DISAGREE, message=message), cell=wrong.key)

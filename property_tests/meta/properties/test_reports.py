@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lossgate.evidence.records import CellRecord, PropertyRecord
+from lossgate.engine.cell_record import CellRecord, PropertyRecord
 from lossgate.evidence.redo import redo
 from property_tests.meta.command_line import Done, Lossgate
 from property_tests.meta.evidence_lines import cells_in

@@ -96,8 +96,7 @@ def of_cell(cell: GatedCell) -> Sequence[GateFinding]:
 
 def replay_of(cell: GatedCell) -> str:
     """Returns the command that shows the disagreement of a cell again; empty if there is none."""
-    failure = cell.summary.failure if cell.summary is not None else None
-    return failure.replay or "" if failure is not None else ""
+    return cell.summary.replay or "" if cell.summary is not None else ""
 
 
 def short_name(key: CellKey) -> str:
@@ -106,6 +105,6 @@ def short_name(key: CellKey) -> str:
     return f"{key.property}-{key.layout}-{key.dtype}{where}"
 
 
-def in_pairs(declared: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+def in_pairs(declared: Mapping[str, str]) -> tuple[str, ...]:
     """Returns what a candidate declares, each with the reason that it gives."""
-    return tuple(f"{what}: {why}" for what, why in declared)
+    return tuple(f"{what}: {why}" for what, why in declared.items())

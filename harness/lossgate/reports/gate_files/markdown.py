@@ -87,10 +87,11 @@ def _line(text: str) -> str:
 
 
 def _replay(cell: GatedCell) -> str:
-    failure = cell.summary.failure if cell.summary is not None else None
+    assert cell.summary is not None
+    failure, command = cell.summary.failure, cell.summary.replay
     assert failure is not None
     problem = code(one_line(failure.description, _LONGEST_MESSAGE))
-    replay = f"\n{code_block(failure.replay, 'sh')}" if failure.replay else ""
+    replay = f"\n{code_block(command, 'sh')}" if command else ""
     return f"{code(str(cell.key))} on {problem}:\n\n{''.join(map(_line, failure.findings))}{replay}\n"
 
 

@@ -4,23 +4,17 @@
 Texts and problems are kept once and named by their number.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 
-from lossgate.evidence.records import (
-    CellRecord,
-    Failure,
-    OutputRecord,
-    PooledRecord,
-    PropertyRecord,
-    RunRecord,
-    WorstExample,
-)
+from lossgate.engine.cell_record import CellRecord, Failure, PropertyRecord, WorstExample
+from lossgate.engine.output_record import OutputRecord, PooledRecord
+from lossgate.evidence.records import RunRecord
 from lossgate.reports.page.entries import Entry
 from lossgate.reports.page.histograms import histograms_of
-from lossgate.reports.page.trend import records_of_trend
 
 LONGEST_TREND = 30
 """Runs in a cell's trend: more would make the page large."""
@@ -66,7 +60,11 @@ class Details:
                 shown["trend"] = self._trend(moments[-LONGEST_TREND:])
                 shown["moments"] = len(moments)
         elif entry.gated is not None and (summary := entry.gated.summary) is not None:
-            shown |= {"reasons": self._all(summary.reasons), "failure": self._failure(summary.failure)}
+            shown |= {
+                "reasons": self._all(summary.reasons),
+                "failure": self._failure(summary.failure),
+                "replay": self._text(summary.replay or ""),
+            }
         return {name: value for name, value in shown.items() if value not in (None, "", [], {})}
 
     def _of_gate(self, entry: Entry) -> dict[str, Any]:
@@ -85,6 +83,7 @@ class Details:
             "faults": self._all(record.faults),
             "causes": self._all(record.causes),
             "failure": self._failure(record.failure),
+            "replay": self._text(record.replay or ""),
             "known": [self._text(known.name), int(known.expected), self._text(known.example)] if known else None,
             "outputs": [self._output(output) for output in record.outputs],
             "coverage": list(self._coverage(record)),
@@ -116,8 +115,8 @@ class Details:
         return [self._text(text) for text in texts]
 
     def _failure(self, failure: Failure | None) -> list[Any] | None:
-        """Returns the problem, its description, findings, number of tries, the command, and lines
-        of got beside want.
+        """Returns the problem, its description, findings, number of tries, and lines of got
+        beside want.
         """
         if failure is None:
             return None
@@ -126,7 +125,6 @@ class Details:
             self._text(failure.description),
             self._all(failure.findings),
             failure.shrink_calls,
-            self._text(failure.replay or ""),
             self._all(failure.side_by_side),
         ]
 
@@ -202,3 +200,32 @@ def _about(name: str, run: RunRecord | None) -> dict[str, Any]:
 
 def _short(number: float | None, digits: int = _DIGITS) -> float | None:
     return None if number is None else float(f"{number:.{digits}g}")
+
+
+_NEVER = datetime.min.replace(tzinfo=UTC)
+
+
+def records_of_trend(current: CellRecord, history: Iterable[CellRecord]) -> list[CellRecord]:
+    """Returns the current record and the older ones of its cell, the oldest first.
+
+    History may hold the current run too, and copies of a record: each counts once.
+    """
+    chosen: dict[tuple[str, str], list[CellRecord]] = {}
+    for record in history:
+        alike = chosen.setdefault((record.run, record.time), [])
+        if record.run != current.run and record not in alike:
+            alike.append(record)
+    return sorted([*(record for alike in chosen.values() for record in alike), current], key=_when)
+
+
+def _when(record: CellRecord) -> tuple[datetime, str, str]:
+    """Sorts by time. Records without a valid one come first; of one time, by their runs."""
+    return _parse(record.time) or _NEVER, record.time, record.run
+
+
+def _parse(text: str) -> datetime | None:
+    try:
+        time = datetime.fromisoformat(text)
+        return time.astimezone(UTC) if time.tzinfo is not None else time.replace(tzinfo=UTC)
+    except (ValueError, OverflowError):
+        return None

@@ -1,14 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cells of a page: what evidence says of each, and what the gate says of it."""
+"""What a page is made from: its cells, with what evidence and the gate say of each."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from lossgate.evidence.records import CellKey, CellRecord
-from lossgate.gate.gate_verdict import Blocker, GatedCell
-from lossgate.reports.page.page import Page
+from lossgate.engine.cell_record import CellKey, CellRecord
+from lossgate.evidence.records import RunRecord
+from lossgate.gate.gate_verdict import Blocker, GatedCell, GateVerdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """All that the page shows. The same page always gives the same bytes."""
+
+    title: str
+    cells: Sequence[CellRecord]
+    """The newest record of each cell."""
+    gate: GateVerdict | None
+    """What the gate says; None for a report, which has no policy."""
+    history: Mapping[CellKey, Sequence[CellRecord]]
+    """Records of earlier runs of each cell, in any order; those of the current run do not count."""
+    runs: Sequence[RunRecord]
+    """The runs that the records name."""
 
 
 class State(StrEnum):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from math import ceil, inf, log10
 from typing import NamedTuple
 
-from lossgate.evidence.records import OutputRecord
+from lossgate.engine.output_record import OutputRecord
 
 BINS_PER_DECADE = 4
 LOWEST, HIGHEST = -3 * BINS_PER_DECADE, 6 * BINS_PER_DECADE

@@ -16,12 +16,10 @@ from zlib import compress
 import msgspec
 
 from lossgate.base.errors import UsageError
+from lossgate.reports.page.cell_rows import matrix_of, where
 from lossgate.reports.page.details import Details, Kept
-from lossgate.reports.page.entries import PLURALS, SYMBOLS, Entry, count_states, entries_of
-from lossgate.reports.page.matrix import matrix_of, where
-from lossgate.reports.page.origin import origin_of
-from lossgate.reports.page.page import Page
-from lossgate.reports.page.words import NOTHING, UNKNOWN, detects, headline, problems_of
+from lossgate.reports.page.entries import PLURALS, SYMBOLS, Entry, Page, count_states, entries_of
+from lossgate.reports.page.headline import NOTHING, UNKNOWN, detects, headline, origin_of, problems_of
 
 _ASSETS = Path(__file__).parent / "assets"
 _SCRIPTS = ("dom", "data", "words", "plots", "charts", "sections", "dialog", "filters", "grid", "main")

@@ -76,7 +76,7 @@ class RankHandle(Protocol):
 
 
 @dataclass
-class RunRecord:
+class TaskOutcome:
     """What became of a task."""
 
     timeout: float
@@ -108,7 +108,7 @@ class RunRecord:
         return all(len(different) == 1 for different in counts.values())
 
 
-def conduct(ranks: Sequence[RankHandle], assignment: Assignment, timeout: float) -> RunRecord:
+def conduct(ranks: Sequence[RankHandle], assignment: Assignment, timeout: float) -> TaskOutcome:
     """Has ranks run a task. It returns when each is ready for the next task, or has died.
 
     Args:
@@ -124,14 +124,14 @@ def conduct(ranks: Sequence[RankHandle], assignment: Assignment, timeout: float)
 class _Run:
     def __init__(self, ranks: Sequence[RankHandle], timeout: float) -> None:
         self._ranks = {handle.rank: handle for handle in ranks}
-        self._record = RunRecord(timeout)
+        self._record = TaskOutcome(timeout)
         self._number = -1
         self._stages: dict[int, int] = dict.fromkeys(self._ranks, 0)
         """How many of the stages each rank has completed."""
         self._deadline = time.monotonic() + _PATIENCE[Begun]
         self._last_seen: Mapping[int, Whereabouts | None] = {}
 
-    def run(self, assignment: Assignment) -> RunRecord:
+    def run(self, assignment: Assignment) -> TaskOutcome:
         self._number = assignment.number
         try:
             self._send(assignment)

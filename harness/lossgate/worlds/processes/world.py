@@ -13,11 +13,11 @@ from lossgate.base.errors import LossgateError, UsageError
 from lossgate.base.layout import Layout, name_ranks
 from lossgate.problems.problem import ReductionOrder
 from lossgate.worlds.base import Deadlock, Hang, RankDied, RankFailure, RankRaised, T, Task, WorldLost
-from lossgate.worlds.processes.conductor import Died, RankHandle, RunRecord, conduct
+from lossgate.worlds.processes.conductor import Died, RankHandle, TaskOutcome, conduct
 from lossgate.worlds.processes.messages import Assignment, Raised, Returned
 
 
-def failure_of(record: RunRecord) -> LossgateError | None:
+def failure_of(record: TaskOutcome) -> LossgateError | None:
     """Returns why a task failed, or None if it did not.
 
     It is the first failure that is not the echo of another rank's end. Then come the other ranks,
@@ -32,11 +32,11 @@ def failure_of(record: RunRecord) -> LossgateError | None:
         if cause.error is not None:
             return pickle.loads(cause.error)
         text = f"rank {rank} raised {cause.kind}: {cause.text}  [{cause.site}]"
-        return RankRaised(_message(text, rank, record), rank)
+        return RankRaised(_message(text, rank, record), rank, cause.kind, cause.site)
     return _timed_out(record)
 
 
-def _cause(record: RunRecord) -> tuple[int, Died | Raised | None]:
+def _cause(record: TaskOutcome) -> tuple[int, Died | Raised | None]:
     failed = {rank: o for rank, o in record.outcomes.items() if isinstance(o, Died | Raised)}
     causes = {rank: o for rank, o in failed.items() if isinstance(o, Died) or not o.lost_connection}
     if not causes and record.stuck:
@@ -52,7 +52,7 @@ def _same(one: Died | Raised, other: Died | Raised) -> bool:
     return one == other
 
 
-def _timed_out(record: RunRecord) -> RankFailure:
+def _timed_out(record: TaskOutcome) -> RankFailure:
     if late := [rank for rank in record.stuck if rank not in record.code]:
         return Hang(_message(f"hang: {name_ranks(late)} did not load the task", None, record))
     if record.deadlocked:
@@ -62,13 +62,13 @@ def _timed_out(record: RunRecord) -> RankFailure:
     return Hang(_message(cause, None, record))
 
 
-def _message(cause: str, rank: int | None, record: RunRecord) -> str:
+def _message(cause: str, rank: int | None, record: TaskOutcome) -> str:
     doing = {other: _doing(other, record) for other in sorted(record.outcomes) if other != rank}
     lines = [cause, *(f"  rank {other}: {text}" for other, text in doing.items()), *_stacks(record)]
     return "\n".join(lines)
 
 
-def _doing(rank: int, record: RunRecord) -> str:
+def _doing(rank: int, record: TaskOutcome) -> str:
     outcome = record.outcomes[rank]
     if isinstance(outcome, Returned):
         return "has returned"
@@ -84,7 +84,7 @@ def _doing(rank: int, record: RunRecord) -> str:
     return f"in {where.collective}  [{where.site}]" if where.collective else f"at [{where.site}]"
 
 
-def _stacks(record: RunRecord) -> Iterator[str]:
+def _stacks(record: TaskOutcome) -> Iterator[str]:
     """Yields each Python stack, with the ranks that have it, and the last words of those that
     died.
     """
@@ -130,7 +130,7 @@ class RankProcesses(ABC):
         outcomes = [record.outcomes[rank] for rank in range(layout.ranks)]
         return [pickle.loads(outcome.result) for outcome in outcomes if isinstance(outcome, Returned)]
 
-    def _conduct(self, task: bytes, layout: Layout, device: str, timeout: float) -> RunRecord:
+    def _conduct(self, task: bytes, layout: Layout, device: str, timeout: float) -> TaskOutcome:
         ranks, number = self.ranks(layout.ranks), next(self._numbers)
         if self._met != (layout.ranks, device):
             self._met, self._meeting = (layout.ranks, device), f"meeting{number}"
@@ -169,7 +169,7 @@ def _pickled(task: Task[Any]) -> bytes:
         ) from error
 
 
-def _drift(record: RunRecord) -> str:
+def _drift(record: TaskOutcome) -> str:
     """Returns how the code of the ranks differs, in words; empty if it does not."""
     for rank, code in sorted(record.code.items()):
         for name, checksum in code.items():

@@ -331,6 +331,7 @@ def _as_failure(error: BaseException, rank: int) -> BaseException:
     """Returns an exception of a kernel with its rank and line, or an error of lossgate as it is."""
     if isinstance(error, LossgateError):
         return error
-    failure = RankRaised(f"rank {rank} raised {type(error).__name__}: {error}  [{raise_site(error)}]", rank)
+    kind, site = type(error).__name__, raise_site(error)
+    failure = RankRaised(f"rank {rank} raised {kind}: {error}  [{site}]", rank, kind, site)
     failure.__cause__ = error
     return failure

@@ -52,11 +52,11 @@ function causesSection({ details: { causes } }) {
   return causes ? section('What may have gone wrong', points(texts(causes))) : null;
 }
 
-function failureSection({ details: { failure, faults, reasons } }) {
+function failureSection({ details: { failure, faults, reasons, replay } }) {
   const said = new Set(texts(reasons));
   const others = [...new Set([...texts(failure ? failure[2] : []), ...texts(faults)])].filter((finding) => !said.has(finding));
   if (!failure) return others.length ? section('Findings', points(others)) : null;
-  const [problem, description, , calls, replay, sideBySide] = failure;
+  const [problem, description, , calls, sideBySide] = failure;
   const tried = calls ? ` ${counted(calls, 'problem was', 'problems were')} tried to make it smaller.` : '';
   return section('The smallest problem that disagrees', make('p', {}, quote(text(description)), `.${tried}`),
     others.length ? points(others) : null,

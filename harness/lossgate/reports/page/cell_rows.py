@@ -7,7 +7,7 @@ from itertools import groupby
 from math import prod
 from re import findall
 
-from lossgate.evidence.records import CellKey
+from lossgate.engine.cell_record import CellKey
 from lossgate.reports.page.entries import Entry
 
 

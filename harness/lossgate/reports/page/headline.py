@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sentences and numbers at the top of the page."""
+"""The sentences and numbers at the top of the page: the verdict, and of what the evidence is."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from lossgate.evidence.records import CellKey
+from lossgate.engine.cell_record import CellKey
+from lossgate.evidence.records import RunRecord
 from lossgate.gate.gate_verdict import Blocker, GateCode, GateReason, GateVerdict
-from lossgate.reports.page.entries import Entry, State
+from lossgate.reports.page.entries import Entry, Page, State
 
 UNKNOWN, NOTHING = "\N{EN DASH}", "nothing"
 """The minimum detectable effect of a cell that disagrees or was never compared, and of one that
@@ -65,9 +66,9 @@ def _of_gate(gate: GateVerdict) -> Headline:
         why = f"Exit code 1: {_count(wrong, 'cell')} {'disagrees' if wrong == 1 else 'disagree'}"
         others = _by_kind(gate)
         if number := others.total():
-            why += f", and there {'is' if number == 1 else 'are'} {_count(number, 'other reason')}: {_listed(others)}"
+            why += f", and there {'is' if number == 1 else 'are'} {_count(number, 'other reason')}: {_counts(others)}"
         return Headline("The gate is closed.", f"{why}.", good=False)
-    why = f"Exit code 3: no cell disagrees, but the evidence is not enough: {_listed(_by_kind(gate))}."
+    why = f"Exit code 3: no cell disagrees, but the evidence is not enough: {_counts(_by_kind(gate))}."
     return Headline("The gate is closed.", why, good=False)
 
 
@@ -76,7 +77,7 @@ def _by_kind(gate: GateVerdict) -> Counter[GateReason]:
     return Counter(blocker.reason for blocker in gate.blockers if blocker.reason is not GateReason.DISAGREE)
 
 
-def _listed(kinds: Counter[GateReason]) -> str:
+def _counts(kinds: Counter[GateReason]) -> str:
     return ", ".join(f"{kinds[kind]:,} {kind}" for kind in GateReason if kinds[kind])
 
 
@@ -120,3 +121,69 @@ def problems_of(gate: GateVerdict | None, entries: Sequence[Entry]) -> list[Prob
 def _blocking(blocker: Blocker, numbers: dict[CellKey, int]) -> Problem:
     cell = None if blocker.cell is None else numbers.get(blocker.cell)
     return Problem(blocker.reason, blocker.sentence, blocker.where, cell)
+
+
+_VERSIONS = ("lossgate", "torch", "python")
+_SHOWN = 3
+"""Values of one fact; more would not fit into the line."""
+
+
+class Fact(NamedTuple):
+    """A name and what it is, such as ``commit`` and the digits of it."""
+
+    name: str
+    value: str
+
+
+def origin_of(page: Page, entries: Sequence[Entry]) -> list[Fact]:
+    """Returns the facts of the line at the top of the page. Runs of history do not count."""
+    runs = _current_runs(page, entries)
+    return [*_commit(page, runs), *_policy(page), *_versions(page, runs), *_date(entries)]
+
+
+def _current_runs(page: Page, entries: Sequence[Entry]) -> list[RunRecord]:
+    sources = [entry.record or (entry.gated and entry.gated.summary) for entry in entries]
+    named = {source.run for source in sources if source}
+    return [run for run in page.runs if run.run in named]
+
+
+def _commit(page: Page, runs: Sequence[RunRecord]) -> Iterator[Fact]:
+    found = page.gate.commits if page.gate is not None else [run.commit for run in runs if run.commit]
+    modified = ", with files that differ from it" if any(run.modified for run in runs) else ""
+    commits = sorted({commit[:12] for commit in found})
+    if commits:
+        yield Fact(_name("commit", commits), f"{_listed(commits)}{modified}")
+    elif runs:
+        yield Fact("commit", "unknown")
+
+
+def _policy(page: Page) -> Iterator[Fact]:
+    if page.gate is not None:
+        yield Fact("policy", f"{page.gate.policy.file} {page.gate.policy.sha256[:12]}")
+
+
+def _versions(page: Page, runs: Sequence[RunRecord]) -> Iterator[Fact]:
+    versions: Mapping[str, Sequence[str]]
+    if page.gate is not None:
+        versions = page.gate.versions
+    else:
+        versions = {name: [run.versions[name] for run in runs if name in run.versions] for name in _VERSIONS}
+    for name in _VERSIONS:
+        if found := sorted(set(versions.get(name, ()))):
+            yield Fact(name, _listed(found))
+
+
+def _date(entries: Sequence[Entry]) -> Iterator[Fact]:
+    sources = [entry.record or (entry.gated and entry.gated.summary) for entry in entries]
+    days = sorted({source.time[:10] for source in sources if source})
+    if days:
+        yield Fact("evidence of", days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}")
+
+
+def _name(one: str, found: Sequence[str]) -> str:
+    return one if len(found) == 1 else f"{one}s"
+
+
+def _listed(found: Sequence[str]) -> str:
+    more = len(found) - _SHOWN
+    return ", ".join(found[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -9,7 +9,7 @@ from rich.markup import escape
 from lossgate.base.spelling import counted
 from lossgate.evidence.differences import CellChange, Change
 from lossgate.reports.describe import print_detail
-from lossgate.reports.printable import printable
+from lossgate.reports.plain import printable
 
 _OF_A_CANDIDATE = 3
 """How many cells of a candidate are shown for each kind of change. The others are usually alike."""

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the record of a cell from what was run in it."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import sha256
+from math import ceil, copysign, floor, isfinite, log10
+from typing import Any
+
+import msgspec
+
+from lossgate.cases.large import is_large
+from lossgate.diagnosis.cause import Diagnosis
+from lossgate.engine.case_result import CaseResult
+from lossgate.engine.cell import Cell, CellRun
+from lossgate.engine.cell_record import (
+    SCHEMA,
+    CellKey,
+    CellRecord,
+    Failure,
+    KnownFailureRecord,
+    LargeProblems,
+    Verdict,
+    WorstExample,
+    with_sums,
+)
+from lossgate.engine.output_record import OutputRecord, PooledNoiseRecord, PooledRecord
+from lossgate.judge.comparison import Comparison
+from lossgate.judge.pooled_output import Pooled
+from lossgate.judge.pooling import PooledNoise
+from lossgate.judge.statistics import SCALE
+from lossgate.problems.problem import Problem
+from lossgate.specs.heads import HEADS
+
+_SHARE_DIGITS = 3
+_LEAST_SHARE = 1e-9
+"""Smaller shares of a limit are rounded up to this."""
+LARGEST = 1e308
+"""Stands for numbers that are not finite: JSON has none."""
+_WORST = 3
+"""How many of the worst examples are kept, with their problems."""
+
+
+def key_of(cell: Cell) -> CellKey:
+    """Returns what identifies a cell."""
+    return CellKey(cell.candidate.name, cell.property.name, str(cell.layout), cell.dtype, cell.world, cell.device)
+
+
+def record_of(run: CellRun, pooled: Sequence[Pooled], verdict: Verdict, reasons: tuple[str, ...]) -> CellRecord:
+    """Returns the record of a cell.
+
+    Args:
+        run: what was run.
+        pooled: its outputs over all problems.
+        verdict: what follows from both.
+        reasons: why it is not AGREE, in words.
+    """
+    cell, candidate, cases = run.cell, run.cell.candidate, run.cases
+    diagnosis = run.diagnosis or Diagnosis()
+    known, disagrees = candidate.known_failure is not None, verdict is Verdict.DISAGREE
+    record = CellRecord(
+        schema=SCHEMA,
+        run="",
+        time="",
+        **msgspec.structs.asdict(key_of(cell)),
+        spec=candidate.spec.name,
+        head=candidate.head,
+        good_for=candidate.good_for,
+        source=candidate.source,
+        verdict=verdict,
+        reasons=reasons,
+        causes=diagnosis.sentences,
+        cause=diagnosis.named,
+        explains=diagnosis.explains,
+        problems=len(cases),
+        tokens=max((case.problem.tokens for case in cases), default=0),
+        tokens_in_all=sum(case.problem.tokens for case in cases),
+        vocab=_vocab([case.problem for case in cases]),
+        large=_large(cases),
+        comparisons=sum(len(case.comparisons) for case in cases),
+        needs_adequacy=cell.property.needs_adequacy and not known,
+        outputs=tuple(_outputs(cases, pooled)),
+        properties=run.properties,
+        faults=tuple(dict.fromkeys(fault for case in cases for fault in _faults(case))),
+        coverage=dict(sorted(Counter(goal for case in cases for goal in case.covered).items())),
+        required=() if known else tuple(cell.required_goals),
+        killed=len(frozenset[str]().union(*(case.killed for case in cases))),
+        surviving=tuple(run.surviving),
+        equivalent=tuple(sorted(run.equivalent)),
+        # A disagreement ends the search before all choices and mistakes could be asked about.
+        not_distinguished=() if disagrees else run.not_distinguished,
+        excluded=candidate.exclusions,
+        mistakes_shown=run.mistakes.shown,
+        mistakes_surviving=() if disagrees else run.mistakes.surviving,
+        mistakes_too_small=() if disagrees else run.mistakes.too_small,
+        mistakes_seconds=round(run.mistakes.seconds, 3),
+        untried=tuple(run.untried),
+        worst=tuple(_worst(cases)),
+        failure=_failure(run),
+        known_failure=_known_failure(run),
+        resources={name: dict(numbers) for name, numbers in run.resources.items()},
+        seconds=round(run.seconds, 3),
+    )
+    return with_sums(record)
+
+
+def _vocab(problems: Sequence[Problem]) -> int | None:
+    has_logits = bool(problems) and HEADS[problems[0].head].has_logits
+    return max(one.vocab for one in problems) if has_logits else None
+
+
+def _large(cases: Iterable[CaseResult]) -> tuple[LargeProblems, ...]:
+    """Returns the large problems by their size, with how near to its limits each output came."""
+    margins: dict[tuple[int, int | None, int], dict[str, float]] = {}
+    for case in cases:
+        problem = case.problem
+        if is_large(problem):
+            size = problem.tokens, problem.hidden if problem.head == "hidden" else None, problem.vocab
+            outputs = margins.setdefault(size, {})
+            for one in case.comparisons:
+                if one.values:
+                    outputs[str(one.output)] = max(one.margin, outputs.get(str(one.output), 0.0))
+    return tuple(
+        LargeProblems(tokens=tokens, hidden=hidden, vocab=vocab, margins={o: share_of(m) for o, m in outputs.items()})
+        for (tokens, hidden, vocab), outputs in margins.items()
+    )
+
+
+def _faults(case: CaseResult) -> Sequence[str]:
+    """Returns what disagreed in a case beside its outputs, as its symptoms have it."""
+    return (case.failure,) if case.failure else case.faults
+
+
+def _outputs(cases: Sequence[CaseResult], pools: Iterable[Pooled]) -> Iterator[OutputRecord]:
+    for pooled in pools:
+        found = [(i, c) for i, case in enumerate(cases) for c in case.comparisons if c.output == pooled.output]
+        yield _output(found, pooled)
+
+
+def _output(found: Sequence[tuple[int, Comparison]], pooled: Pooled) -> OutputRecord:
+    """Returns the record of an output, which was compared on problems with these numbers."""
+    used = [c for _, c in found if c.values]
+    others = dict.fromkeys(name for c in used for name in c.values if name != SCALE)
+    planted = dict.fromkeys(name for c in used for name in c.rejected)
+    return OutputRecord(
+        name=str(pooled.output),
+        metric=pooled.output.kind == "metric",
+        cases=tuple(number for number, c in found if c.values),
+        without_numbers=tuple(number for number, c in found if not c.values),
+        scale=tuple(_finite(c.values[SCALE]) for c in used),
+        limit=tuple(_finite(c.limits[SCALE]) for c in used),
+        sd=tuple(_finite(c.sd) for c in used),
+        mean=tuple(_finite(c.mean) for c in used),
+        noise=tuple(None if c.noise is None else _finite(c.noise) for c in used),
+        vacuous=tuple(i for i, c in enumerate(used) if c.vacuous),
+        silent=tuple(i for i, c in enumerate(used) if c.silent),
+        shares={name: tuple(share_of(c.shares.get(name, 0.0)) for c in used) for name in others},
+        unit=max((c.unit for c in used if c.tells_scale), default=0.0),
+        kernels=max((c.kernels for c in used if c.tells_scale), default=1),
+        faults=tuple(dict.fromkeys(fault for _, c in found for fault in c.faults)),
+        pooled=_pooled(pooled),
+        planted={name: _share_of(c.rejected[name] for c in used if name in c.rejected) for name in planted},
+        blind=tuple(dict.fromkeys(name for c in used for name in c.blind)),
+    )
+
+
+def _pooled(pooled: Pooled) -> PooledRecord | None:
+    if not pooled.problems:
+        return None
+    scale, limit = _finite(pooled.scale), _finite(pooled.limit)
+    return PooledRecord(problems=pooled.problems, scale=scale, limit=limit, noise=_pooled_noise(pooled.noise))
+
+
+def _pooled_noise(pooled: PooledNoise | None) -> PooledNoiseRecord | None:
+    if pooled is None:
+        return None
+    return PooledNoiseRecord(problems=pooled.problems, noise=_finite(pooled.noise), limit=_finite(pooled.limit))
+
+
+def _finite(value: float) -> float:
+    return value if isfinite(value) else copysign(LARGEST, value)
+
+
+def share_of(share: float) -> float | None:
+    """Returns a share of a limit with few digits, rounded up so that it stays over 1 if it is; None
+    if it is infinite.
+    """
+    if not isfinite(share):
+        return None
+    if share < _LEAST_SHARE:
+        return _LEAST_SHARE if share else 0.0
+    size = 10.0 ** (_SHARE_DIGITS - 1 - floor(log10(share)))
+    return float(f"{ceil(share * size) / size:.{_SHARE_DIGITS}g}")
+
+
+def _share_of(answers: Iterable[bool]) -> float:
+    given = list(answers)
+    return round(sum(given) / len(given), 4)
+
+
+def _worst(cases: Sequence[CaseResult]) -> Iterator[WorstExample]:
+    """Yields the worst examples, at most one for each output and statistic."""
+    found = [
+        (share, str(c.output), name, c, case.problem)
+        for case in cases
+        for c in case.comparisons
+        for name, share in c.shares.items()
+    ]
+    listed = set[tuple[str, str]]()
+    for _, output, statistic, comparison, problem in sorted(found, key=lambda one: -one[0]):
+        if len(listed) < _WORST and (output, statistic) not in listed:
+            listed.add((output, statistic))
+            yield WorstExample(
+                output=output,
+                statistic=statistic,
+                value=_finite(comparison.values[statistic]),
+                limit=_finite(comparison.limits[statistic]),
+                problem=_as_json(problem),
+            )
+
+
+def _failure(run: CellRun) -> Failure | None:
+    if run.failure is None:
+        return None
+    return Failure(
+        problem=_as_json(run.failure.problem),
+        description=run.failure.problem.describe(),
+        findings=run.failure.findings,
+        symptoms=run.failure.symptoms,
+        shrink_calls=run.shrink_calls,
+        side_by_side=run.failure.side_by_side,
+    )
+
+
+def _as_json(problem: Problem) -> dict[str, Any]:
+    return msgspec.json.decode(problem.to_json())
+
+
+def _known_failure(run: CellRun) -> KnownFailureRecord | None:
+    known = run.cell.candidate.known_failure
+    if known is None:
+        return None
+    digest = sha256(known.example.read_bytes()).hexdigest()
+    return KnownFailureRecord(name=known.name, example=digest, expected=run.expected)
