@@ -25,7 +25,7 @@ from lossgate.base.launch import Launch, launch_of_torchrun
 from lossgate.base.layout import Layout
 from lossgate.worlds import most_ranks
 from lossgate.worlds.processes.messages import Finish
-from lossgate.worlds.torchrun import launched_ranks
+from lossgate.worlds.torchrun import driver
 from lossgate.worlds.torchrun.meeting import Address, connect, open_descriptors
 from property_tests.warm_python import warm_commands
 
@@ -224,8 +224,8 @@ def rank_0(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.Store]:
     end that of pytest some seconds after the test.
     """
     store = dist.HashStore()
-    monkeypatch.setattr(ranks, "open_store", lambda: store)
-    monkeypatch.setattr(ranks, "serve", lambda *given: 0)
+    monkeypatch.setattr(driver, "open_store", lambda: store)
+    monkeypatch.setattr(driver, "serve", lambda *given: 0)
     before = signal.getsignal(signal.SIGTERM)
     yield store
     signal.signal(signal.SIGTERM, before)
@@ -233,7 +233,7 @@ def rank_0(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.Store]:
 
 def test_a_rank_that_does_not_come_is_named(rank_0: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strangers who connect are no ranks."""
-    monkeypatch.setattr(ranks, "_ARRIVAL", 2.0)
+    monkeypatch.setattr(driver, "_ARRIVAL", 2.0)
 
     def strangers() -> None:
         address: Address = pickle.loads(rank_0.get("lossgate/driver"))
@@ -245,7 +245,7 @@ def test_a_rank_that_does_not_come_is_named(rank_0: dist.Store, monkeypatch: pyt
     said = list[socket.socket]()
     thread = threading.Thread(target=strangers, daemon=True)
     thread.start()
-    launched = launched_ranks.LaunchedRanks(Launch(0, 0, 2, "127.0.0.1"))
+    launched = driver.LaunchedRanks(Launch(0, 0, 2, "127.0.0.1"))
     thread.join(10)
     for _ in range(2):
         with pytest.raises(UsageError, match=r"^rank 1 of 2 did not connect to rank 0 on 127.0.0.1 within 2 s; see"):
@@ -262,7 +262,7 @@ def test_a_rank_without_a_gpu_is_named(rank_0: dist.Store) -> None:
     ends = list[Connection]()
     thread = threading.Thread(target=rank_1, daemon=True)
     thread.start()
-    launched = launched_ranks.LaunchedRanks(Launch(0, 0, 2, "127.0.0.1"))
+    launched = driver.LaunchedRanks(Launch(0, 0, 2, "127.0.0.1"))
     thread.join(10)
     launched._hellos[0] = replace(launched._hellos[0], gpu=0)
     launched._hellos[1] = replace(launched._hellos[1], gpu=None, host="other")

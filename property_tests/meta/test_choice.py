@@ -172,7 +172,7 @@ def test_for_mistakes_that_no_problem_of_the_deck_shows_others_are_drawn(monkeyp
 def test_all_axes_have_one_choice_unless_a_mistake_of_another_axis_survives(monkeypatch: pytest.MonkeyPatch) -> None:
     deck, asked, choose = Deck(RIGHT, "float32", 0), list[str](), choice._choose
 
-    def counted(candidate: Candidate, deck: Deck, dtype: str, layout: Layout) -> choice.Choice:
+    def counted(candidate: Candidate, deck: Deck, dtype: str, layout: Layout, names: object) -> choice.Choice:
         asked.append(str(layout))
         found = choose(candidate, deck, dtype, layout, ["loss times -1"])
         return msgspec.structs.replace(found, surviving=["a mistake of tp"] if survives and layout.tp > 1 else [])

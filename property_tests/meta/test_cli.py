@@ -273,7 +273,10 @@ DECLARE = f"{KERNELS}\ndeclare = lossgate.candidate"
             f"{KERNELS}\nimport functools\nlossgate.candidate('nll', head='logits')(functools.partial(cross_entropy))",
             "which has no name; give it one",
         ),
-        (f"{DECLARE}('nll', head='logits', tiles={{'token': 0}})", "token is 0; expected a positive number of rows"),
+        (
+            f"{DECLARE}('nll', head='logits', tiles={{'token': 0}})",
+            "tiles['token']=0): expected a positive number of rows",
+        ),
     ],
     ids=["exits", "raises", "twice", "nameless", "tile"],
 )

@@ -70,8 +70,8 @@ def test_the_search_looks_at_files_and_names() -> None:
     """It would find nothing if either were missing."""
     assert len(MODULES) > 80
     assert len(NAMES) > 60
-    known = {file: family_names(file.read_text(), NAMES) for file in (HARNESS / "losses").rglob("*.py")}
-    assert len(set().union(*known.values())) == len(NAMES)
+    known = " ".join(file.read_text() for file in (HARNESS / "losses").rglob("*.py"))
+    assert set(re.findall(r"\w+", known)) >= NAMES
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from torch import Tensor
 from lossgate.base.errors import CandidateError, UsageError
 from lossgate.cases.case import Case
 from lossgate.cases.rank_call import How, RankCall, plainly
+from lossgate.cases.untrained import untrained
 from lossgate.problems.batch import GlobalBatch
-from lossgate.properties.masked import untrained
 from lossgate.properties.registry import Checked, property
 from lossgate.worlds.base import RankRaised
 

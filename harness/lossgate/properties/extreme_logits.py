@@ -14,9 +14,9 @@ from lossgate.cases.case import Case
 from lossgate.cases.materialize import lay_out
 from lossgate.cases.oracle import Oracle
 from lossgate.cases.placement import PlacedProblem
+from lossgate.cases.untrained import untrained
 from lossgate.problems.batch import GlobalBatch
 from lossgate.problems.problem import Problem
-from lossgate.properties.masked import untrained
 from lossgate.properties.registry import Checked, property
 from lossgate.specs.logit_filter import filters
 from lossgate.specs.outputs import Output

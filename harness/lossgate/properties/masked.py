@@ -3,43 +3,19 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lossgate.cases.assemble import equal
 from lossgate.cases.case import Case
+from lossgate.cases.untrained import replaced, untrained
 from lossgate.problems.batch import GlobalBatch
 from lossgate.properties.registry import Checked, property
 from lossgate.specs.heads import HEADS
 from lossgate.specs.outputs import Output
 from lossgate.specs.spec import Spec
 from lossgate.worlds.base import RankRaised
-
-
-def untrained(spec: Spec, fields: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns what is not trained, by dim: ``[tokens]`` and ``[sequences]``, bool."""
-    trained, sequence = spec.trained_of(fields), fields["sequence"]
-    if spec.trained_dim == "sequence":
-        return {"token": ~(fields["mask"] & trained[sequence]), "sequence": ~trained}
-    none = torch.zeros(len(fields["cu_seqlens"]) - 1)
-    return {"token": ~trained, "sequence": none.index_add(0, sequence, trained.float()) == 0}
-
-
-def replaced(tensor: Tensor, away: Tensor, by: Tensor | float = torch.nan) -> Tensor:
-    """Returns a tensor with other entries where ``away`` is true, along its first dim."""
-    return torch.where(away.view(-1, *[1] * (tensor.dim() - 1)), by, tensor)
-
-
-def without_trained(spec: Spec, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns fields with an empty mask; if that is not enough, with no bool of a sequence true."""
-    emptied = {**fields, "mask": torch.zeros_like(fields["mask"])}
-    if bool(spec.trained_of(emptied).any()):
-        bools = [n for n, own in spec.added.items() if own.dtype == "bool" and own.dims == ("sequence",)]
-        emptied |= {name: torch.zeros_like(fields[name]) for name in bools}
-    return emptied
-
 
 _NATS = 500.0
 """As far off as no log-probability of a float32 softmax can be; its exp overflows."""

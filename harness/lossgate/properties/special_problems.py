@@ -13,9 +13,9 @@ import torch
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case
 from lossgate.cases.placement import takes_idle_ranks
+from lossgate.cases.untrained import without_trained
 from lossgate.declaration.candidate import Candidate
 from lossgate.problems.batch import GlobalBatch
-from lossgate.properties.masked import without_trained
 from lossgate.properties.registry import Checked, OwnMistake, called, property
 from lossgate.specs.spec import Spec
 

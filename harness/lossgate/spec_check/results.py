@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lossgate.base.errors import UsageError
 from lossgate.cases.bound_problem import BoundProblem
-from lossgate.properties.masked import replaced, untrained, without_trained
+from lossgate.cases.untrained import replaced, untrained, without_trained
 from lossgate.spec_check.subject import (
     Finding,
     Subject,

@@ -13,6 +13,7 @@ from in_toto_attestation.v1.statement import Statement
 from in_toto_attestation.v1.statement_pb2 import Statement as StatementMessage
 
 from lossgate.base.errors import UsageError
+from lossgate.engine.cell_record import PropertyRecord
 from lossgate.gate.gate_verdict import Digested, GatedCell, GateReason, GateVerdict
 from lossgate.reports.gate_files.statement import statement
 from property_tests.meta.gate_files.verdicts import (
@@ -82,12 +83,15 @@ def test_types_are_those_of_the_specification() -> None:
     assert text == json.dumps(json.loads(text), sort_keys=True, separators=(",", ":"), ensure_ascii=False) + "\n"
 
 
+KEPT = (PropertyRecord(name="no-grad", problems=1),)
+
+
 @pytest.mark.parametrize(
     ("judged", "result", "passed", "warned", "failed"),
     [
         (verdict([agreeing(key())]), "PASSED", [key()], [], []),
         (
-            verdict([GatedCell(key=key(), summary=summary(key(), kept=("no-grad",), not_distinguished=("a and b",)))]),
+            verdict([GatedCell(key=key(), summary=summary(key(), properties=KEPT, not_distinguished=("a and b",)))]),
             "PASSED",
             [key()],
             [],

@@ -140,7 +140,7 @@ def test_runs_that_round_the_weight_hold_one_of_it(monkeypatch: pytest.MonkeyPat
     made: list[weakref.ref[object]] = []
     make = stream.run
 
-    def run(number: int) -> streamed._Run:
+    def run(number: int) -> streamed._OneRun:
         made.append(weakref.ref(new := make(number)))
         assert sum(one() is not None for one in made) == 1
         return new

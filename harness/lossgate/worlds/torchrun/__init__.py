@@ -5,6 +5,6 @@ The process of rank 0 drives: it draws problems, judges and prints. It also is a
 All others serve until it is done.
 """
 
-from lossgate.worlds.torchrun.launched_ranks import dismiss, follow, launched_ranks, torchrun_world
+from lossgate.worlds.torchrun.driver import dismiss, follow, launched_ranks, torchrun_world
 
 __all__ = ["dismiss", "follow", "launched_ranks", "torchrun_world"]
