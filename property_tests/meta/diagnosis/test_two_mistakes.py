@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 
 from lossgate import ANY, Layout
+from lossgate.cases.bound_problem import BoundProblem
+from lossgate.cases.placement import PlacedProblem
 from lossgate.counterfactuals.bank import counterfactuals_of
+from lossgate.counterfactuals.counterfactual import mistake
+from lossgate.counterfactuals.setting import Setting
 from lossgate.declaration.candidate import Candidate, candidate
 from lossgate.diagnosis.cause import Diagnosis
 from lossgate.diagnosis.two_mistakes import both, each_in_its_own
@@ -16,6 +20,9 @@ from lossgate.engine.cell import Cell, Verdict
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.losses import SPECS
+from lossgate.problems.problem import Problem
+from lossgate.specs.logit_filter import LOGIT_FILTER
+from lossgate.specs.outputs import LOSS
 
 BANK = counterfactuals_of(SPECS["nll"], "hidden")
 
@@ -95,3 +102,17 @@ def test_mistakes_of_one_stage_are_not_put_together() -> None:
     made = both(BANK["temperature ignored"], BANK["outputs times 2"])
     assert made is not None
     assert both(made, each_in_its_own(BANK["outputs times 2"], (), BANK["outputs times cp"], ())) is None
+
+
+def test_a_filter_and_other_labels_that_cannot_be_computed_together_say_nothing() -> None:
+    """A kernel that lost the last token of the nucleus ended a run, where this pair was tried."""
+    problem = Problem(
+        spec="nll", head="logits", dtype="float32", lengths=(6,), masks=("all",), hidden=8, vocab=33, seed=0
+    )
+    setting = Setting(PlacedProblem(BoundProblem(SPECS["nll"], problem), problem), [LOSS])
+    labels = mistake("labels", "labels", fields=lambda own: {"labels": own.fields["labels"].flip(0)})
+    filtered = mistake("filter", "filter", fields=lambda own: {LOGIT_FILTER: None})
+    pair = both(labels, filtered)
+    assert pair is not None
+    assert labels.run(setting) is not None
+    assert pair.run(setting) is None
