@@ -60,8 +60,9 @@ def test_the_second_cell_refers_to_the_first() -> None:
     assert describe(second)[-3:] == whole
 
 
-def test_what_is_not_named_is_no_common_cause() -> None:
-    lines = ("cause: none of 200 known mistakes explains it", "where: at the first token")
+@pytest.mark.parametrize("line", ["cause: none of 200 known mistakes explains it", "cause: not named, since only 2 of"])
+def test_what_is_not_named_is_no_common_cause(line: str) -> None:
+    lines = (line, "where: at the first token")
     so_far, cells = CausesSoFar(), [shown(layout, causes=lines) for layout in ("single", "tp=2")]
     assert [so_far.lines(one) for one in cells] == [lines, lines]
     assert causes_in_common(cells) == []

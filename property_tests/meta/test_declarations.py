@@ -71,11 +71,11 @@ def test_whole_numbers_of_an_option_that_takes_floats_are_floats() -> None:
         # Options
         (
             {"precision": Precision(returned={"logprob": "bfloat16"})},
-            ("Precision(returned={'logprob': 'bfloat16'}): unknown output or metric 'logprob'; did you mean"),
+            ("returned={'logprob': 'bfloat16'}): unknown output or metric 'logprob'; did you mean 'logprobs'?"),
         ),
         (
             {"supports": {"temprature": 1}},
-            ("candidate(supports['temprature']=1): spec 'nll' has no option 'temprature'; did you mean"),
+            ("['temprature']=1): spec 'nll' has no option 'temprature'; did you mean 'temperature'? (expected"),
         ),
         (
             {"supports": {"temperature": (1.0, 9.0)}},
@@ -104,15 +104,15 @@ def test_whole_numbers_of_an_option_that_takes_floats_are_floats() -> None:
         # Precision and contract
         (
             {"precision": {"float32": Precision()}},
-            ("candidate(precision={'float32': Precision(logits='...ded', grads_in_forward=False)}): no Precision"),
+            "no Precision for dtype 'bfloat16'; give one for each of float32, bfloat16, or one for all",
         ),
         (
             {"precision": BOTH | {"bfloat61": Precision()}},
-            ("candidate(precision={'float32': Precision(logits='...ded', grads_in_forward=False)}):"),
+            "dtypes=('float32', 'bfloat16') has no 'bfloat61'; did you mean 'bfloat16'?",
         ),
         (
             {"precision": BOTH | {"float16": Precision()}},
-            "candidate(precision={'float32': Precision(logits='...ded', grads_in_forward=False)}):",
+            "'bfloat16') has no 'float16'; did you mean 'bfloat16'? (expected one of float32, bfloat16)",
         ),
         (
             {"contract": Contract(metrics={"entrpy": {}})},
@@ -128,11 +128,11 @@ def test_whole_numbers_of_an_option_that_takes_floats_are_floats() -> None:
         ),
         (
             {"contract": Contract(logprobs={"cp": "replicate"})},
-            ("candidate(contract=Contract(loss={}, logprobs={'c...icate'}, metrics={}, grads={})): logprobs has"),
+            "logprobs has cp='replicate', which is for whole sequences, and tokens='shard' gives a rank its own tokens",
         ),
         (
             {"contract": Contract(metrics={"loss_min": {"dp": "sum"}})},
-            ("Contract(metrics['loss_min']={'dp': 'sum'}): the metric has dp='sum', cp='min', tp='replicate',"),
+            "has dp='sum', cp='min', tp='replicate', which mixes min and sum; name one of them for every axis",
         ),
     ],
 )

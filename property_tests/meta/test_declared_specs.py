@@ -126,7 +126,7 @@ DECLARATIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "reduction": (
         {"metrics": {"a": lossgate.Metric(meaning="x", reduction="mean")}},  # pyright: ignore[reportArgumentType]
-        "metrics['a']=Metric(meaning='x', reduction='mean')): its reduction is 'mean'; expected one of sum,",
+        "its reduction is 'mean'; expected one of sum, min, max. A mean is a sum that is already divided",
     ),
     "scenarios": (
         {"scenarios": ("a",)},
@@ -150,7 +150,7 @@ DECLARATIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "goal out of reach": (
         {"goals": goal(reached=None)},
-        "goals['mine']=CoverageGoal(meaning='mine', u...ks=2, dtypes=(), reached=None)): it does not say how",
+        "u...ks=2, dtypes=(), reached=None)): it does not say how it is reached; give it reached=",
     ),
     "goal of every loss": (
         {"goals": {"masked token": goal()["mine"]}},
@@ -158,7 +158,7 @@ DECLARATIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "goal's option": (
         {"goals": goal(unreachable_if={"gama": (1.0,)})},
-        "goal 'mine': CoverageGoal(unreachable_if={'gama': (1.0,)}): unknown option or scenario 'gama'; did",
+        "CoverageGoal(unreachable_if={'gama': (1.0,)}): unknown option or scenario 'gama'; did you mean 'gamma'?",
     ),
     "goal's head": (
         {"goals": goal(heads=("hiden",))},
@@ -177,7 +177,10 @@ DECLARATIONS: dict[str, tuple[dict[str, Any], str]] = {
         "goal 'mine': CoverageGoal(reached=<lambda>): it can't be called as it will be (too many positional",
     ),
     "mistakes": ({"mistakes": Mistake(name="a", sentence="b")}, "expected a tuple of lossgate.Mistake(name=..., ...)"),
-    "trained dim": ({"trained_dim": "tokens"}, "spec('mine', trained_dim='tokens'): did you mean 'token'?"),
+    "trained dim": (
+        {"trained_dim": "tokens"},
+        "spec('mine', trained_dim='tokens'): did you mean 'token'? (expected one of token, sequence)",
+    ),
     "group size": (
         {"group_size": 0},
         "spec('mine', group_size=0): expected a whole number from 1 to 64, such as 2 for pairs",

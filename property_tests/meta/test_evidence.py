@@ -16,7 +16,7 @@ from kernel_bank.cross_entropy import STYLES, make
 from lossgate import Layout, candidate
 from lossgate.engine.case_result import CaseResult
 from lossgate.engine.cell import Cell, CellResult, CellRun, Verdict
-from lossgate.engine.cell_record import SCHEMA, CellKey, CellRecord
+from lossgate.engine.cell_record import SCHEMA, CellKey, CellRecord, PropertyRecord
 from lossgate.engine.run_cell import run_cell
 from lossgate.engine.settings import Settings
 from lossgate.engine.verdict import conclude, pooled_outputs
@@ -26,6 +26,9 @@ from lossgate.evidence.schema import SCHEMA_FILE, json_schema
 from lossgate.evidence.sealed import is_intact, seal
 from lossgate.evidence.writer import AppendedLines, EvidenceError, written
 from lossgate.judge.statistics import NOISE, SCALE
+from lossgate.problems.problem import Problem
+from lossgate.properties import PROPERTIES
+from lossgate.properties.registry import Said
 from property_tests.meta import made_evidence as made
 
 pytestmark = pytest.mark.xdist_group("evidence")  # one worker makes what its tests share
@@ -53,6 +56,7 @@ def test_a_record_names_the_cell_and_its_verdict() -> None:
     assert record.key == CellKey("a", "agreement", "tp=2", "float32", "simulated", "cpu")
     assert str(record.key) == "a[agreement-tp=2-float32]"
     assert (record.spec, record.head, record.verdict) == ("nll", "logits", "INCONCLUSIVE")
+    assert record.reasons[1] == "0 problems are too few for AGREE; raise --examples to 8 at least"
     assert record.known_failure is record.failure is None
 
 
@@ -172,6 +176,8 @@ def test_the_numbers_are_those_of_the_comparisons(agreed: CellResult) -> None:
 # A record that contradicts its own numbers
 
 SILENCE = "what loss says of silent comparisons is not what their limits say"
+GAP = "a kernel that scales twice would have passed"
+WITH_GAP = PropertyRecord(name="no-grad", problems=1, gaps=(GAP,))
 LIES: dict[str, tuple[CellRecord, str]] = {
     "verdict": (made.disagreeing(verdict="AGREE", reasons=()), "its verdict is AGREE, and its numbers give DISAGREE"),
     "verdict, the other way": (
@@ -232,6 +238,11 @@ LIES: dict[str, tuple[CellRecord, str]] = {
     ),
     "no reason": (made.inconclusive(reasons=()), "its verdict is INCONCLUSIVE, and it gives no reason against AGREE"),
     "mde": (made.cell(mde=1e-9), "its mde is 1e-09, and its numbers give 2.3"),
+    "own gaps": (made.cell(gaps=(GAP,)), "its verdict is AGREE, and its numbers give INCONCLUSIVE"),
+    "gaps of a property": (
+        made.cell(properties=(WITH_GAP,)),
+        "its verdict is AGREE, and its numbers give INCONCLUSIVE",
+    ),
     "margin": (made.cell(margin=0.1), "its margin is 0.1, and its numbers give 0.5"),
     "symptoms": (made.cell(symptoms=("loss",)), "it says that loss disagrees, and its numbers say nothing"),
     "no number": (
@@ -250,6 +261,26 @@ def test_a_record_that_contradicts_itself_is_found(lie: str) -> None:
 
 def test_honest_records_contradict_nothing() -> None:
     assert contradictions([made.cell(), made.disagreeing(), made.inconclusive(), made.cell()]) == [""] * 4
+
+
+@pytest.mark.parametrize("gaps", [{"gaps": (GAP,)}, {"properties": (WITH_GAP,)}], ids=["own", "of a property"])
+def test_what_a_property_could_not_have_shown_is_a_gap(gaps: dict[str, Any]) -> None:
+    honest = made.cell(verdict="INCONCLUSIVE", reasons=(GAP,), **gaps)
+    assert contradictions([honest]) == [""]
+
+
+def test_a_record_has_the_gaps_of_its_own_property() -> None:
+    problem = Problem(
+        spec="nll", head="logits", dtype="float32", lengths=(6,), masks=("all",), hidden=8, vocab=33, seed=0
+    )
+    case = CaseResult(problem=problem, said={"each microbatch is divided by its own count": Said.HIDDEN})
+    cell = replace(CELL, property=PROPERTIES["microbatches"])
+    record = conclude(CellRun(cell=cell, cases=(case,))).record
+    (gap,) = record.gaps
+    assert gap.startswith("property microbatches: no problem would have shown a kernel in which each microbatch is")
+    assert gap in record.reasons
+    assert record.verdict == "INCONCLUSIVE"
+    assert contradictions([record]) == [""]
 
 
 # Lines
@@ -283,7 +314,8 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "no digest": (lambda line: b'{"candidate": "nll"}', "it has no digest: an earlier version of lossgate wrote it"),
     "no JSON": (lambda line: b"\xff\x00", "it is cut"),
     "too deep": (lambda line: b"[" * 100_000, "it is cut"),
-    "another schema": (lambda line: seal(made.cell(schema="1.4")), "it has schema '1.4'"),
+    "an earlier schema": (lambda line: seal(made.cell(schema="1.4")), "it has schema '1.4'"),
+    "a later schema": (lambda line: seal(made.cell(schema="3.0")), "it has schema '3.0'"),
     "no schema": (lambda line: seal_of({"kind": "cell"}), "it is no record of evidence: Object missing required field"),
     "wrong type": (lambda line: seal_of(as_json(made.cell()) | {"problems": "x"}), "Expected `int`, got `str`"),
     "a negative limit": (

@@ -47,6 +47,8 @@ def _words(tree: ast.Module) -> Iterator[str]:
             case ast.Constant(value=str(text)) if id(node) not in docstrings:
                 # A word of a message is a name only if it cannot be a word of English.
                 yield from (text, *(word for word in re.findall(r"\w+", text) if "_" in word))
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.Call(func=ast.Name(id="option" | "field"))):
+                yield name
             case ast.Attribute(attr=str(name)) | ast.keyword(arg=str(name)):
                 yield name
             case _:

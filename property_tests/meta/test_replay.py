@@ -274,7 +274,7 @@ def test_an_installed_module_is_run_only_if_trusted(failed: Path, lossgate: Loss
 
 @pytest.mark.slow
 def test_kernels_that_come_along_are_trusted(failed: Path, lossgate: Lossgate) -> None:
-    right = naming(failure_in(failed), "kernel_bank.right:nll_logits_log_softmax_float32")
+    right = naming(failure_in(failed), "lossgate.dense_candidates:dense_nll_logits")
     assert lossgate("replay", right).returncode == 0
 
 

@@ -76,11 +76,13 @@ def test_an_expression_that_chooses_nothing_is_refused() -> None:
 
 
 def failed(findings: Sequence[str], layout: Layout, failure: str | None = "RankRaised", **of_case: Any) -> CellResult:
-    case = CaseResult(problem=PROBLEM, findings=tuple(findings), failure=failure, **of_case)
+    raised = RAISED if failure else None
+    case = CaseResult(problem=PROBLEM, findings=tuple(findings), failure=failure, **{"raised": raised} | of_case)
     cell = Cell(KERNEL, layout, "float32")
     return made_result(cell, Verdict.DISAGREE, cases=(case,), of_run={"failure": case})
 
 
+RAISED = ("ValueError", "k.py:14 in kernel")
 FIRST = "rank 0 raised ValueError: 3 tokens  [k.py:14 in kernel]"
 ALIKE = "rank 1 raised ValueError: 17 tokens  [k.py:14 in kernel]"
 OTHER = "rank 1 raised TypeError: 17 tokens  [k.py:14 in kernel]"
@@ -98,7 +100,8 @@ def test_a_candidate_that_fails_alike_on_two_layouts_is_given_up() -> None:
     assert given_up(failed([FIRST], single)) is None
     assert given_up(failed([FIRST], single), failed([ALIKE], two)) == FIRST
     assert given_up(failed([FIRST], single), failed([ALIKE], single)) is None
-    assert given_up(failed([FIRST], single), failed([OTHER], two, raised=("TypeError", "k.py:14 in kernel"))) is None
+    for other in (("TypeError", RAISED[1]), (RAISED[0], "k.py:15 in kernel"), None):
+        assert given_up(failed([FIRST], single), failed([OTHER], two, raised=other)) is None
 
 
 def test_a_candidate_whose_outputs_are_wrong_is_not_given_up() -> None:

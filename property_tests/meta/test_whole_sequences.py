@@ -198,22 +198,29 @@ def group(spec: str, *values: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("spec", "tokens"), [group(spec, BOTH[n % 2]) for n, spec in enumerate(SPECS)])
+@pytest.mark.parametrize("spec", [group(spec) for spec in SPECS])
+@EITHER
 def test_a_right_candidate_agrees(spec: str, tokens: Tokens) -> None:
     assert verdict_on(given_whole(shards_of(spec), tokens), "dp=2,cp=2,tp=2") is Verdict.AGREE
 
 
-LOSSES = ("clipped_pg", "nll", "dpo", "grpo")
+HAVE_NO_SHIFTED_FIELDS = ("dpo", "nll")
 
 
+@pytest.mark.slow(but=8)
 @pytest.mark.parametrize(
-    ("spec", "bug", "tokens"),
-    [group(LOSSES[n % 4], bug, BOTH[n // 4 % 2]) for n, bug in enumerate(INPUT_BUGS)],
+    ("spec", "bug"),
+    [
+        group(spec, bug)
+        for spec in ("clipped_pg", "dpo", "grpo", "nll")
+        for bug in INPUT_BUGS
+        if not (bug == "fields not shifted" and spec in HAVE_NO_SHIFTED_FIELDS)
+    ],
 )
+@EITHER
 def test_bugs_of_shift_and_split_disagree(spec: str, bug: InputBug, tokens: Tokens) -> None:
-    """Each bug once. The order gives the one of fields a loss that has some, and the one of padding
-    before a sequence a pack, as in rows nothing follows the padding.
-    """
+    if bug == "padding before a sequence trained":  # in rows, nothing follows the padding
+        tokens = "packed"
     assert verdict_on(given_whole(shards_of(spec), tokens, bug), "cp=2") is Verdict.DISAGREE
 
 

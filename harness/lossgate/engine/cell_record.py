@@ -222,6 +222,9 @@ class CellRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="cell"
     excluded: dict[str, str] = field(default_factory=dict)
     """Scenarios and their choices that problems do not have, and why the candidate is never given
     them, as it declares."""
+    gaps: tuple[str, ...] = ()
+    """The mistakes that its own property is there to find and that no problem would have shown, as
+    reasons against AGREE."""
     mistakes_shown: Count = 0
     """How many known mistakes the problems would have shown."""
     mistakes_surviving: tuple[str, ...] = ()

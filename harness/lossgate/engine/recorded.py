@@ -25,6 +25,7 @@ from lossgate.engine.cell_record import (
     with_sums,
 )
 from lossgate.engine.output_record import OutputRecord, PooledNoiseRecord, PooledRecord
+from lossgate.engine.own_mistakes import gaps_of
 from lossgate.judge.comparison import Comparison
 from lossgate.judge.pooled_output import Pooled
 from lossgate.judge.pooling import PooledNoise
@@ -90,6 +91,7 @@ def record_of(run: CellRun, pooled: Sequence[Pooled], verdict: Verdict, reasons:
         # A disagreement ends the search before all choices and mistakes could be asked about.
         not_distinguished=() if disagrees else run.not_distinguished,
         excluded=candidate.exclusions,
+        gaps=() if disagrees else gaps_of(cell.property, [case.said for case in cases]),
         mistakes_shown=run.mistakes.shown,
         mistakes_surviving=() if disagrees else run.mistakes.surviving,
         mistakes_too_small=() if disagrees else run.mistakes.too_small,

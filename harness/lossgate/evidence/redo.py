@@ -236,6 +236,8 @@ def _gaps(record: CellRecord) -> Iterator[str]:
             yield output.name
     yield from (goal for goal in record.required if not record.coverage.get(goal))
     yield from set(record.surviving).difference(record.equivalent)
+    yield from record.gaps
+    yield from (gap for one in record.properties for gap in one.gaps)
     yield from record.mistakes_surviving
     yield from record.untried
 

@@ -20,7 +20,7 @@ WORLDS: Mapping[str, Callable[[Layout, float, str], World]] = {
     "nccl": nccl_world,
     "torchrun": torchrun_world,
 }
-"""The worlds, by name. A new one is added here, in ``places``, and in its own folder."""
+"""The worlds, by name. A new one is added here, in ``base.names``, and in its own folder."""
 
 
 def most_ranks(world: str) -> int:

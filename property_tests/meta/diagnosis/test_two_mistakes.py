@@ -10,6 +10,7 @@ from torch import Tensor
 from lossgate import ANY, Layout
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.placement import PlacedProblem
+from lossgate.counterfactuals import seams
 from lossgate.counterfactuals.bank import counterfactuals_of
 from lossgate.counterfactuals.counterfactual import mistake
 from lossgate.counterfactuals.setting import Setting
@@ -116,3 +117,5 @@ def test_a_filter_and_other_labels_that_cannot_be_computed_together_say_nothing(
     assert pair is not None
     assert labels.run(setting) is not None
     assert pair.run(setting) is None
+    with pytest.raises(ValueError, match="labels change beside the stage of tokens"):
+        seams.run(setting, pair.seams)
