@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from kernel_bank.bugs import BUGS, CROSS_ENTROPY_BUGS, bugs_of, cross_entropy_with, ignores
+from kernel_bank.bugs import BUGS, CROSS_ENTROPY_BUGS, cross_entropy_with, ignores
 from kernel_bank.cross_entropy import STYLES
+from kernel_bank.spec_bugs import bugs_of
 from lossgate import Candidate, Layout, candidate
 from lossgate.dense_candidates import dense_candidate
 from lossgate.engine.cell import Cell, Verdict

@@ -10,8 +10,9 @@ from typing import Any
 
 from calibration_counts import RightCounts, WrongCounts
 
-from kernel_bank.bugs import BUGS, SWITCHES, Bug, bugs_of, cross_entropy_with
+from kernel_bank.bugs import BUGS, SWITCHES, Bug, cross_entropy_with
 from kernel_bank.cross_entropy import STYLES, make
+from kernel_bank.spec_bugs import bugs_of
 from lossgate import ANY, Candidate, Layout, Problem
 from lossgate.base.errors import UsageError
 from lossgate.base.names import DTYPES

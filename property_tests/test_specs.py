@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import lossgate
-from kernel_bank.bugs import Bug, bugs_of, ignores
+from kernel_bank.bugs import Bug, ignores
+from kernel_bank.spec_bugs import bugs_of
 from lossgate import ANY, Layout, Problem
 from lossgate.adequacy import decks
 from lossgate.cases.case import Case

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from lossgate.specs.coverage_goals import CoverageGoal
     from lossgate.specs.declare import spec
     from lossgate.specs.field_context import FieldContext
-    from lossgate.specs.mistakes import Mistake
     from lossgate.specs.option import Option
     from lossgate.specs.outputs import Metric
     from lossgate.specs.record import Between, Options, field, option
@@ -61,7 +60,6 @@ _HOMES = {
     "Layout": "base.layout",
     "LossgateError": "base.errors",
     "Metric": "specs.outputs",
-    "Mistake": "specs.mistakes",
     "Option": "specs.option",
     "Options": "specs.record",
     "Outputs": "declaration.candidate",
@@ -107,7 +105,6 @@ __all__ = [
     "Layout",
     "LossgateError",
     "Metric",
-    "Mistake",
     "Option",
     "Options",
     "Outputs",

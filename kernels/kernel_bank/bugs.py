@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from kernel_bank.cross_entropy import Style, Switch, make
 from lossgate.declaration.candidate import Candidate, Kernel, Outputs
-from lossgate.specs.mistakes import Mistake
 from lossgate.specs.option import Option
 from lossgate.specs.spec import Spec
 
@@ -216,18 +214,3 @@ def ignores(option: Option, spec: Spec) -> Bug:
         return options if changed is None else spec.options_type(**changed)
 
     return Bug(f"ignores {option.name}", f"computes every {option.name} as its default", on_options(at_default))
-
-
-def bugs_of(spec: Spec) -> list[Bug]:
-    """Returns a bug for each of the spec's mistakes, in their order (the plainest first)."""
-    return [Bug(mistake.name, mistake.sentence, _made_by(mistake)) for mistake in spec.mistakes]
-
-
-def _made_by(mistake: Mistake) -> Wrap:
-    def wrap(kernel: Kernel) -> Kernel:
-        def wrong(inputs: Any, options: Any, mesh: DeviceMesh) -> Outputs | Tensor:
-            return kernel(replace(inputs, **mistake.inputs(inputs)), mistake.options(options), mesh)
-
-        return wrong
-
-    return wrap

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import lossgate
-from kernel_bank.bugs import BUGS, Bug, bugs_of, on_inputs, on_loss, scale_gradient
+from kernel_bank.bugs import BUGS, Bug, on_inputs, on_loss, scale_gradient
 from kernel_bank.cross_entropy import ALL_BFLOAT16, STYLES, make
 from kernel_bank.right import KERNELS
+from kernel_bank.spec_bugs import bugs_of
 from lossgate import ANY, Candidate, Layout, Outputs, Precision, Problem, UsageError
 from lossgate.cases.bound_problem import BoundProblem
 from lossgate.cases.case import Case

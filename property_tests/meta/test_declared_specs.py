@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import lossgate
-from lossgate import Between, CoverageGoal, Mistake, Option, Problem, Spec, Term, Terms, UsageError, field, option
+from lossgate import Between, CoverageGoal, Option, Problem, Spec, Term, Terms, UsageError, field, option
 from lossgate.adequacy.option_mutants import option_mutants
 from lossgate.adequacy.set_cover import required_goals
 from lossgate.base.layout import Layout
@@ -176,7 +176,6 @@ DECLARATIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"goals": goal(reached=lambda batch: True)},
         "goal 'mine': CoverageGoal(reached=<lambda>): it can't be called as it will be (too many positional",
     ),
-    "mistakes": ({"mistakes": Mistake(name="a", sentence="b")}, "expected a tuple of lossgate.Mistake(name=..., ...)"),
     "trained dim": (
         {"trained_dim": "tokens"},
         "spec('mine', trained_dim='tokens'): did you mean 'token'? (expected one of token, sequence)",
@@ -305,10 +304,6 @@ DECLARATIONS: dict[str, tuple[dict[str, Any], str]] = {
     "ties of nothing": (
         {"tie_scenarios": 1},
         "spec('mine', tie_scenarios=1): expected a mapping, such as {'reference': 'equal'}",
-    ),
-    "mistake's function": (
-        {"mistakes": (Mistake(name="a", sentence="b", inputs=3),)},  # pyright: ignore[reportArgumentType]
-        "spec('mine'): mistake 'a': Mistake(inputs=3): expected a function of inputs",
     ),
     "draw": ({"draw": 3}, "spec('mine', draw=3): expected a function of context"),
     "draw of nothing": (

@@ -33,13 +33,12 @@ from lossgate.losses.shared.policy_gradients import (
     draw_reference_logprobs,
     on_tokens,
 )
-from lossgate.losses.shared.sequences import EVERY_SEQUENCE_COUNTS, SAMPLES, draw_sample_mask, trained_tokens
+from lossgate.losses.shared.sequences import SAMPLES, draw_sample_mask, trained_tokens
 from lossgate.problems.batch import GlobalBatch
 from lossgate.specs.coverage_goals import AtLeast, CoverageGoal
 from lossgate.specs.declare import spec
 from lossgate.specs.field_context import FieldContext
 from lossgate.specs.logit_filter import FilterOptions, labels_stay
-from lossgate.specs.mistakes import fixed_option, mistaken_choice
 from lossgate.specs.outputs import Metric
 from lossgate.specs.packed_batch import Batch
 from lossgate.specs.record import Options, field, option
@@ -427,17 +426,6 @@ def _metrics(values: TokenValues, batch: ClippedPgBatch, options: ClippedPgOptio
     draw=_draw,
     trained=trained_tokens,
     scenarios=(RATIOS, ADVANTAGES, ADVANTAGES_PER, REFERENCE, GENERATION, SAMPLES),
-    mistakes=(
-        fixed_option("ratio_clip_max", 10.0, "ratios are practically never clipped from above"),
-        mistaken_choice("truncated_importance_sampling_type", "seq-mask-tis", "icepop"),
-        mistaken_choice("truncated_importance_sampling_type", "icepop", "tis"),
-        mistaken_choice("kl_input_clamp_value", None, 20.0),
-        mistaken_choice("ratio_clip_max", 0.2, 0.28),
-        mistaken_choice("reference_policy_kl_type", "k2", "k1"),
-        fixed_option("top_k", None, "top-k is ignored"),
-        fixed_option("top_p", 1.0, "top-p is ignored"),
-        EVERY_SEQUENCE_COUNTS,
-    ),
     kinks=True,
     stop_gradient=True,
     extra_metrics=_metrics,

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spec ``distill``: the Kullback-Leibler divergence to a teacher whose top-k logits are known."""
 
-from dataclasses import replace
 from math import inf
 from typing import Literal
 
@@ -17,7 +16,6 @@ from dense_losses.distill import (
 )
 from lossgate.specs.declare import spec
 from lossgate.specs.field_context import FieldContext
-from lossgate.specs.mistakes import Mistake, mistaken_choice
 from lossgate.specs.option import TEMPERATURE, Option
 from lossgate.specs.outputs import Metric
 from lossgate.specs.packed_batch import Batch
@@ -167,14 +165,6 @@ def _term_by_term(logp: Tensor, logq: Tensor) -> Tensor:
     temperature="temperature",
     draw=_draw,
     scenarios=(_TEACHER,),
-    mistakes=(
-        Mistake(
-            name="KL reversed",
-            sentence="the reverse KL is computed for the forward one, and the forward one for all others",
-            options=lambda o: replace(o, kl_type="reverse" if o.kl_type == "forward" else "forward"),
-        ),
-        mistaken_choice("kl_type", "mixed", "forward"),
-    ),
     metrics={
         "num_unmasked_tokens": Metric(meaning="trained tokens"),
     },

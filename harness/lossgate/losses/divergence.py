@@ -8,7 +8,6 @@ import dense_losses
 from dense_losses.divergence import DivergenceKind
 from lossgate.specs.declare import spec
 from lossgate.specs.field_context import FieldContext
-from lossgate.specs.mistakes import fixed_option, mistaken_choice
 from lossgate.specs.option import TEMPERATURE, Option
 from lossgate.specs.packed_batch import Batch
 from lossgate.specs.record import Options, field, option
@@ -104,11 +103,6 @@ def _mean(per_token: Tensor, batch: DivergenceBatch) -> Tensor:
             default="other",
             choices=("other", "near", "near", "equal", "sure", "flat"),
         ),
-    ),
-    mistakes=(
-        mistaken_choice("divergence_type", "forward", "reverse"),
-        mistaken_choice("divergence_type", "jsd", "forward"),
-        fixed_option("beta", 0.5, "beta is ignored"),
     ),
     also_written=(_term_by_term,),
 )

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spec ``dpo``: direct preference optimisation, on pairs of a chosen and a rejected response."""
 
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -12,7 +11,6 @@ import dense_losses
 from dense_losses.preference import LossType, ReferenceLayout, SigmoidLoss, sigmoid_loss, two_class_loss
 from lossgate.losses.shared.policy_gradients import below_zero, on_tokens
 from lossgate.losses.shared.sequences import (
-    EVERY_SEQUENCE_COUNTS,
     PAIR_GOALS,
     PAIR_METRICS,
     SAMPLES,
@@ -23,7 +21,6 @@ from lossgate.losses.shared.sequences import (
 from lossgate.problems.batch import GlobalBatch
 from lossgate.specs.declare import spec
 from lossgate.specs.field_context import FieldContext
-from lossgate.specs.mistakes import Mistake
 from lossgate.specs.option import TEMPERATURE, Option
 from lossgate.specs.outputs import Metric
 from lossgate.specs.record import Options, field, option
@@ -244,14 +241,6 @@ def _covered_dpo(batch: GlobalBatch, options: DpoOptions) -> set[str]:
     trained=trained_tokens,
     kinks=True,
     tie_scenarios={"reference": "equal"},  # only the accuracy compares
-    mistakes=(
-        Mistake(
-            name="sums and means swapped",
-            sentence="log-probabilities are averaged where they should be summed, and the other way round",
-            options=lambda o: replace(o, preference_average_log_probs=not o.preference_average_log_probs),
-        ),
-        EVERY_SEQUENCE_COUNTS,
-    ),
     metrics={
         "sft_loss": Metric(meaning="the SFT term before its weight"),
         "preference_loss": Metric(meaning="the preference term before its weight"),

@@ -4,7 +4,7 @@ and CISPO.
 """
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from math import log
 from typing import Literal
 
@@ -35,7 +35,6 @@ from lossgate.specs.coverage_goals import AtLeast, CoverageGoal
 from lossgate.specs.declare import spec
 from lossgate.specs.field_context import FieldContext
 from lossgate.specs.logit_filter import FilterOptions, labels_stay
-from lossgate.specs.mistakes import Mistake, fixed_option, mistaken_choice
 from lossgate.specs.outputs import Metric
 from lossgate.specs.packed_batch import Batch
 from lossgate.specs.record import Options, field, option
@@ -301,17 +300,6 @@ def _metrics(values: TokenValues, batch: GrpoBatch, options: GrpoOptions) -> dic
     uses=("logprobs", "unfiltered"),
     draw=_draw,
     scenarios=(RATIOS, ADVANTAGES, ADVANTAGES_PER, REFERENCE, GENERATION),
-    mistakes=(
-        Mistake(
-            name="lower clip too wide",
-            sentence="the lower clip is 0.05 too wide",
-            options=lambda o: replace(o, clip_lower=o.clip_lower + 0.05),
-        ),
-        mistaken_choice("kl_estimator", 3, 2),
-        mistaken_choice("rho_clamp_upper_bound", 0.0, 2.0),
-        fixed_option("top_k", None, "top-k is ignored"),
-        fixed_option("top_p", 1.0, "top-p is ignored"),
-    ),
     kinks=True,
     stop_gradient=True,
     extra_metrics=_metrics,

@@ -5,7 +5,6 @@ the whole vocabulary.
 
 import dense_losses
 from lossgate.specs.declare import spec
-from lossgate.specs.mistakes import fixed_option
 from lossgate.specs.packed_batch import Batch
 from lossgate.specs.record import Options, option
 from lossgate.specs.terms import Term, Terms
@@ -31,7 +30,6 @@ class LabelSmoothingOptions(Options):
     options=LabelSmoothingOptions,
     heads=("hidden", "logits"),
     uses=("logprobs", "mean_logprob"),
-    mistakes=(fixed_option("smoothing", 0.0, "labels are not smoothed"),),
 )
 def label_smoothing(values: TokenValues, batch: Batch, options: LabelSmoothingOptions) -> Terms:
     """Negative log-likelihood with smoothed labels."""

@@ -9,7 +9,6 @@ from torch import Tensor
 import dense_losses
 from dense_losses.nll import Reduction
 from lossgate.specs.declare import spec
-from lossgate.specs.mistakes import Mistake
 from lossgate.specs.option import SOFTCAPS, TEMPERATURE
 from lossgate.specs.outputs import Metric
 from lossgate.specs.packed_batch import Batch
@@ -111,13 +110,6 @@ def _summary(name: str, meaning: str) -> dict[str, Metric]:
         **_summary("vocab_min_logits", "the smallest logit of tokens that are no padding, before the temperature"),
         **_summary("vocab_max_logits", "the largest logit of tokens that are no padding"),
     },
-    mistakes=(
-        Mistake(
-            name="mask shifted by one",
-            sentence="the neighbours of the trained tokens are trained in their place",
-            inputs=lambda inputs: {"mask": inputs.mask.roll(1)},
-        ),
-    ),
 )
 def nll(values: TokenValues, batch: NllBatch, options: NllOptions) -> tuple[Tensor, dict[str, Tensor]]:
     """Negative log-likelihood of the labels."""

@@ -9,7 +9,6 @@ from torch import Tensor
 import dense_losses
 from dense_losses.preference import SigmoidLoss, sigmoid_loss, two_class_loss
 from lossgate.losses.shared.sequences import (
-    EVERY_SEQUENCE_COUNTS,
     PAIR_GOALS,
     PAIR_METRICS,
     SAMPLES,
@@ -66,7 +65,6 @@ def _loss(
     trained=lambda batch: batch.sample_mask,
     trained_dim="sequence",
     kinks=True,
-    mistakes=(EVERY_SEQUENCE_COUNTS,),
     metrics=PAIR_METRICS,
     goals=PAIR_GOALS,
     covered=_covered_preference,

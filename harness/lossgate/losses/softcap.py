@@ -10,7 +10,6 @@ from torch import Tensor
 
 import dense_losses
 from lossgate.specs.declare import spec
-from lossgate.specs.mistakes import fixed_option
 from lossgate.specs.packed_batch import Batch
 from lossgate.specs.record import Options, option
 from lossgate.specs.token_values import TokenValues
@@ -33,7 +32,6 @@ class SoftcapOptions(Options):
     options=SoftcapOptions,
     heads=("hidden", "logits"),
     uses=("logits",),
-    mistakes=(fixed_option("softcap", 1e4, "the logits are not capped"),),
 )
 def softcap(values: TokenValues, batch: Batch, options: SoftcapOptions) -> Tensor:
     """Negative log-likelihood of soft-capped logits."""

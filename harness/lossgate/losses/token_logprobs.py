@@ -5,7 +5,6 @@ short of a loss.
 
 from lossgate.specs.declare import spec
 from lossgate.specs.logit_filter import FilterOptions
-from lossgate.specs.mistakes import fixed_option
 from lossgate.specs.option import SOFTCAPS
 from lossgate.specs.packed_batch import Batch
 from lossgate.specs.record import option
@@ -36,10 +35,6 @@ class TokenLogprobsOptions(FilterOptions):
     uses=("logprobs", "entropy"),
     softcap="softcap",
     outputs=("logprobs", "token_entropy"),
-    mistakes=(
-        fixed_option("temperature", 1.0, "the temperature is ignored"),
-        fixed_option("softcap", None, "the soft-cap is ignored"),
-    ),
 )
 def token_logprobs(values: TokenValues, batch: Batch, options: TokenLogprobsOptions) -> None:
     """There is no loss: what is compared are the values per token themselves."""

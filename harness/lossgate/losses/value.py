@@ -9,7 +9,6 @@ from lossgate.problems.batch import GlobalBatch
 from lossgate.specs.coverage_goals import CoverageGoal
 from lossgate.specs.declare import spec
 from lossgate.specs.field_context import FieldContext
-from lossgate.specs.mistakes import fixed_option
 from lossgate.specs.option import Option
 from lossgate.specs.outputs import Metric
 from lossgate.specs.packed_batch import Batch
@@ -101,7 +100,6 @@ _MEAN = "mean over trained tokens of"
             choices=("inside", "everywhere"),
         ),
     ),
-    mistakes=(fixed_option("cliprange", None, "values are never clipped"),),
     kinks=True,
     metrics={
         "vf_clipfrac": Metric(meaning="share of trained tokens whose clipped error is the larger"),

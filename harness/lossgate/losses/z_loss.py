@@ -3,7 +3,6 @@
 
 import dense_losses
 from lossgate.specs.declare import spec
-from lossgate.specs.mistakes import fixed_option
 from lossgate.specs.packed_batch import Batch
 from lossgate.specs.record import Options, option
 from lossgate.specs.terms import Term, Terms
@@ -26,7 +25,6 @@ class ZLossOptions(Options):
     heads=("hidden", "logits"),
     uses=("logprobs", "logsumexp"),
     metrics={"z_loss": "the squared logsumexp, mean over trained tokens, before its weight"},
-    mistakes=(fixed_option("z_loss_weight", 0.0, "the z-loss is left out"),),
 )
 def z_loss(values: TokenValues, batch: Batch, options: ZLossOptions) -> Terms:
     """Negative log-likelihood with a z-loss."""

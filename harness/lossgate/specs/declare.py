@@ -14,7 +14,6 @@ from lossgate.base.errors import UsageError
 from lossgate.base.spelling import shown
 from lossgate.specs.coverage_goals import CoverageGoal, Covered
 from lossgate.specs.declared import check_name, declared
-from lossgate.specs.mistakes import Mistake
 from lossgate.specs.option import Domain, Option
 from lossgate.specs.outputs import Metric
 from lossgate.specs.packed_batch import Batch
@@ -51,7 +50,6 @@ def spec(
     kinks: bool = False,
     stop_gradient: bool = False,
     tie_scenarios: Mapping[str, str] | None = None,
-    mistakes: tuple[Mistake, ...] = (),
     also_written: tuple[Reference, ...] = (),
     summary: str | None = None,
     source: str = "",
@@ -117,7 +115,6 @@ def spec(
             derivative. ``lossgate spec check`` then does not compare them.
         tie_scenarios: scenarios in which every comparison is a tie that does not matter to loss and
             gradients: nothing is masked.
-        mistakes: what kernels of it have got wrong, for tests of one's own tests.
         also_written: other functions ``(values, batch, options)`` that compute the same loss and
             metrics as kernels may write them, and that round otherwise: ``p * log p - p * log q``
             for ``p * (log p - log q)``. The noise of right kernels is that of all ways together.

@@ -13,7 +13,6 @@ from lossgate.base.names import DTYPES, nearest_dtype
 from lossgate.specs.coverage_goals import BIAS_GOALS, TOKEN_GOALS, CoverageGoal
 from lossgate.specs.heads import HEADS
 from lossgate.specs.logit_filter import FILTER_GOALS, FilterOptions
-from lossgate.specs.mistakes import Mistake
 from lossgate.specs.option import COMMON_OPTIONS, EMPTY, Option, options_of
 from lossgate.specs.outputs import RETURNED, Metric, Reduction
 from lossgate.specs.packed_batch import Batch
@@ -62,7 +61,6 @@ def declared(given: Arguments) -> dict[str, Any]:
         "scenarios": scenarios,
         "tie_scenarios": _ties(given["tie_scenarios"], scenarios),
         "goals": _goals(given, options, scenarios),
-        "mistakes": _mistakes(given),
         "also_written": _also_written(given["also_written"]),
         "summary": None if given["summary"].value is None else given["summary"].words(),
         "source": "" if given["source"].value == "" else given["source"].words(),
@@ -290,7 +288,7 @@ def _parts(given: Arguments, part: str, of: Any) -> dict[str, Argument]:
     return arguments(f"spec({call!r}): {part}", vars(of))
 
 
-# Goals and mistakes
+# Goals
 
 
 def _goals(given: Arguments, options: Sequence[Option], scenarios: Sequence[Option]) -> dict[str, CoverageGoal]:
@@ -333,16 +331,3 @@ def _of_goal(goal: Arguments, situations: Sequence[str]) -> dict[str, Any]:
         "dtypes": goal["dtypes"].names(DTYPES, "unknown dtype", near=nearest_dtype),
         "unreachable_if": unreachable,
     }
-
-
-def _mistakes(given: Arguments) -> tuple[Mistake, ...]:
-    argument, mistakes = given["mistakes"], given["mistakes"].value
-    if not isinstance(mistakes, tuple) or not all(isinstance(mistake, Mistake) for mistake in mistakes):
-        raise argument.error("expected a tuple of lossgate.Mistake(name=..., ...)")
-    for mistake in mistakes:
-        own = _parts(given, f"mistake {mistake.name!r}: Mistake(", mistake)
-        own["name"].words()
-        own["sentence"].words()
-        own["options"].function("options")
-        own["inputs"].function("inputs")
-    return mistakes

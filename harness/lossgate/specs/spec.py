@@ -23,7 +23,6 @@ from lossgate.specs.bound_spec import BoundSpec
 from lossgate.specs.coverage_goals import BIAS_GOALS, TOKEN_GOALS, CoverageGoal, Covered
 from lossgate.specs.field_context import FieldContext, checked, checked_dtype, draw_default
 from lossgate.specs.logit_filter import FILTER_GOALS, FilterOptions
-from lossgate.specs.mistakes import Mistake
 from lossgate.specs.option import COMMON_OPTIONS, EMPTY, Option
 from lossgate.specs.outputs import RETURNED, Metric, Output, metric_output
 from lossgate.specs.packed_batch import Batch
@@ -86,7 +85,6 @@ class Spec:
     kinks: bool = False
     stop_gradient: bool = False
     tie_scenarios: Mapping[str, str] = field(default_factory=dict)
-    mistakes: tuple[Mistake, ...] = ()
 
     @property
     def reference(self) -> Reference | None:

@@ -8,8 +8,9 @@ from itertools import islice
 import pytest
 import torch
 
-from kernel_bank.bugs import BUGS, bugs_of, cross_entropy_with, scale_gradient
+from kernel_bank.bugs import BUGS, cross_entropy_with, scale_gradient
 from kernel_bank.cross_entropy import STYLES
+from kernel_bank.spec_bugs import bugs_of
 from lossgate import Layout
 from lossgate.cases.placement import sample_problems
 from lossgate.counterfactuals.bank import counterfactuals_of

@@ -8,19 +8,12 @@ from torch import Tensor
 
 from lossgate.specs.coverage_goals import CoverageGoal
 from lossgate.specs.field_context import FieldContext
-from lossgate.specs.mistakes import Mistake
 from lossgate.specs.option import Option
 from lossgate.specs.outputs import Metric
 from lossgate.specs.packed_batch import Batch
 from lossgate.specs.record import field
 
 SAMPLES = Option(name="samples", meaning="which sequences count", default="all", choices=("all", "some"))
-
-EVERY_SEQUENCE_COUNTS = Mistake(
-    name="every sequence counts",
-    sentence="sequences that the sample mask leaves out count all the same",
-    inputs=lambda inputs: {"sample_mask": torch.ones_like(inputs.sample_mask)},
-)
 
 
 def draw_sample_mask(context: FieldContext) -> Tensor:
