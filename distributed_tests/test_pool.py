@@ -4,6 +4,7 @@
 import importlib
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,7 +26,8 @@ from lossgate.worlds import RankContext, World, make_world
 from lossgate.worlds.base import Hang, RankDied, RankRaised, StateLeak, WorldLost
 from lossgate.worlds.pool import _pool, close_pool
 from lossgate.worlds.processes.groups import RankGroups
-from lossgate.worlds.processes.messages import Begun, Loaded, Met
+from lossgate.worlds.processes.messages import Begun, Loaded, Met, Stopped
+from lossgate.worlds.processes.watcher import Watcher
 
 LAYOUT = Layout(cp=2, tp=2)
 
@@ -167,6 +169,38 @@ def test_a_rank_waits_until_all_have_made_their_groups() -> None:
     ranks[1]._wait_for_all(layout)
     first.join(10)
     assert not first.is_alive()
+
+
+ALONE = """
+from torch.distributed import HashStore
+from torch.distributed.distributed_c10d import _world
+from lossgate.base.layout import Layout
+from lossgate.worlds.processes.groups import RankGroups
+from lossgate.worlds.processes.messages import Assignment
+
+groups = RankGroups(0, 0, lambda *_: HashStore(), connecting=1.0)
+try:
+    groups.context(Assignment(0, Layout(dp=2), "first", "cpu", b""))
+except Exception as error:
+    print("raised", type(error).__name__)
+groups.discard()
+print("groups:", _world.group_count)
+"""
+
+
+def test_a_rank_waits_for_connections_for_a_limited_time_and_begins_anew() -> None:
+    """The numbers of groups are in the keys by which ranks meet, so all must count from 0."""
+    alone = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=100)
+    assert re.fullmatch(r"raised \w+\ngroups: 0\n", alone.stdout), alone.stdout + alone.stderr
+
+
+def test_an_assignment_that_must_stop_before_it_begins_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: None)  # the test asks in its place
+    watcher, began = Watcher(multiprocessing.Pipe()[1], kept=()), list[int]()
+    watcher._stop(1)
+    assert isinstance(watcher.run(1, lambda: began.append(1)), Stopped)
+    watcher.run(2, lambda: began.append(2))
+    assert began == [2]
 
 
 def test_ranks_that_go_on_are_in_no_deadlock() -> None:

@@ -120,7 +120,38 @@ def test_a_rank_that_raises_fails_its_test_alone(tmp_path: Path) -> None:
     done = run_tests(tmp_path, two_tests(4, RAISES), ranks=4)
     assert done.returncode == 1
     assert done.stdout.count(f"\nrank {CULPRIT} raised ValueError: no kernel today ") == 1
-    assert "1 failed, 1 passed" in done.stdout
+    assert "1 failed, 1 passed" in done.stdout, done.stdout
+
+
+LAUNCHER = f"""
+import os, sys, pytest
+from lossgate.worlds.processes.groups import RankGroups
+from lossgate.worlds.torchrun import driver
+
+driver.CONNECTING = 5.0
+make = RankGroups._mesh
+
+def fails_once(self, device, sizes):
+    RankGroups._mesh = make
+    if os.environ["RANK"] == "{CULPRIT}":
+        raise RuntimeError("connection reset by peer")
+    return make(self, device, sizes)
+
+RankGroups._mesh = fails_once
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_groups_that_could_not_be_made_are_tried_again(tmp_path: Path) -> None:
+    """The other ranks wait for one that does not connect. They can't be interrupted there, and
+    without them nothing more can run.
+    """
+    (tmp_path / "launcher.py").write_text(LAUNCHER)
+    (tmp_path / "test_it.py").write_text(two_tests(4, "dist.all_reduce(torch.ones(4))"))
+    given = ["-p", "no:cacheprovider", "--lossgate-world", "torchrun", str(tmp_path / "test_it.py")]
+    done = run(*TORCHRUN, "--nproc-per-node", "4", str(tmp_path / "launcher.py"), *given)
+    assert "2 passed" in done.stdout, done.stdout + done.stderr
 
 
 SLOW = """

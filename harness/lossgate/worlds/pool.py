@@ -144,6 +144,7 @@ class PoolRank:
 
     stopping = 1.0
     """Another process takes its place."""
+    connecting = 0.0
 
     def __init__(self, rank: int, folder: str) -> None:
         self.rank = rank

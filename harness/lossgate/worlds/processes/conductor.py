@@ -63,6 +63,9 @@ class RankHandle(Protocol):
     """Seconds in which it may run, once it must stop, or all that must stop may sleep; then it is
     killed. Those in which one waits for a processor do not count: others may wait for it, and a
     busy machine is no fault of theirs."""
+    connecting: float
+    """More seconds while it makes its groups: gloo waits for a connection until its time is over,
+    and nothing can interrupt that. After them the rank serves the next task."""
 
     def end(self) -> Died:
         """Waits for the end of a process that is ending, and tells how it ended."""
@@ -214,7 +217,9 @@ class _Run:
     def _stop(self, handles: Sequence[RankHandle]) -> None:
         for handle in handles:
             _send(handle.alarm, Stop(self._number))
-        deadline, before = time.monotonic() + _MOST_TO_STOP, self._ask(handles)
+        allowed = {handle.rank: handle.stopping + self._connecting(handle) for handle in handles}
+        most = _MOST_TO_STOP + max((self._connecting(handle) for handle in handles), default=0.0)
+        deadline, before = time.monotonic() + most, self._ask(handles)
         spent = dict.fromkeys(self._ranks, 0.0)
         while (unfinished := [*self._unfinished()]) and time.monotonic() < deadline:
             if self._receive(unfinished, _QUIET):
@@ -223,11 +228,15 @@ class _Run:
             all_sleep = not any(one is None or one.runnable for rank in now for one in (before[rank], now[rank]))
             for handle in unfinished:
                 spent[handle.rank] += _QUIET if all_sleep else _cpu_seconds(before[handle.rank], now[handle.rank])
-                if spent[handle.rank] >= handle.stopping:
+                if spent[handle.rank] >= allowed[handle.rank]:
                     self._kill(handle)
             before = now
         for handle in [*self._unfinished()]:
             self._kill(handle)
+
+    def _connecting(self, handle: RankHandle) -> float:
+        """Returns how long a rank may still wait for others to connect."""
+        return handle.connecting if self._stages[handle.rank] <= _STAGES.index(Met) else 0.0
 
     def _kill(self, handle: RankHandle) -> None:
         handle.kill()

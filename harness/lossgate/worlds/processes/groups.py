@@ -23,6 +23,8 @@ _LOOKED = 0.002
 """Seconds between two looks whether all ranks have made their groups."""
 _PATIENCE = timedelta(hours=1)
 """The driver ends what takes too long. So torch's own time-outs must not come first."""
+CONNECTING = 45.0
+"""Seconds after which a rank gives up to connect to the others, where it can't be replaced."""
 
 
 class RankGroups:
@@ -32,10 +34,13 @@ class RankGroups:
         rank: its rank, the same in every layout.
         local_rank: its number among the ranks of this machine, and that of its GPU.
         open_store: where ranks meet.
+        connecting: seconds that it may wait for the connections of a group. Nothing can interrupt
+            that wait. None if its process is replaced where it must stop there.
     """
 
-    def __init__(self, rank: int, local_rank: int, open_store: OpenStore) -> None:
+    def __init__(self, rank: int, local_rank: int, open_store: OpenStore, connecting: float | None = None) -> None:
         self.rank, self._local_rank = rank, local_rank
+        self._connecting = _PATIENCE if connecting is None else timedelta(seconds=connecting)
         self._open_store = open_store
         self._meeting = ""
         self._store: dist.Store | None = None
@@ -53,14 +58,25 @@ class RankGroups:
                 store=self._store,
                 rank=self.rank,
                 world_size=layout.ranks,
-                timeout=_PATIENCE,
+                timeout=self._connecting,
                 device_id=device if device.type == "cuda" else None,
             )
         if layout not in self._meshes:
-            sizes = tuple(layout.sizes[axis] for axis in AXES)
-            self._meshes[layout] = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+            self._meshes[layout] = self._mesh(device, tuple(layout.sizes[axis] for axis in AXES))
             self._wait_for_all(layout)
         return RankContext(self.rank, layout, self._meshes[layout], device)
+
+    def _mesh(self, device: torch.device, sizes: tuple[int, ...]) -> DeviceMesh:
+        """Returns a new mesh. Its groups connect in limited time; only then they may wait long."""
+        before = c10d.default_pg_timeout
+        c10d.default_pg_timeout = self._connecting  # no argument of a mesh sets that of its groups
+        try:
+            mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+        finally:
+            c10d.default_pg_timeout = before
+        for group in _real_groups():
+            c10d._set_pg_timeout(_PATIENCE, group)
+        return mesh
 
     def _wait_for_all(self, layout: Layout) -> None:
         """Waits until all ranks have made the groups of a layout.
@@ -76,16 +92,22 @@ class RankGroups:
 
     def calls(self) -> dict[str, int]:
         """Returns how many calls this rank made on each group of several ranks, by its name."""
-        names, kinds = c10d._world.pg_names, c10d._world.pg_map
-        groups: list[tuple[Any, str]] = [*names.items()]  # torch's stub lacks the method below
-        real = [(g, name) for g, name in groups if g.size() > 1 and kinds[g][0] in BACKENDS.values()]
-        return {name: group._get_sequence_number_for_group() for group, name in real}
+        return {name: group._get_sequence_number_for_group() for group, name in _real_groups().items()}
 
     def discard(self) -> None:
         """Forgets all groups, also those that tasks made."""
         self._meshes.clear()
         if dist.is_initialized():
             dist.destroy_process_group()
+        # Torch counts the groups of a process, also those that could not be made. The numbers are
+        # in the keys by which ranks meet: after different failures they would not meet again.
+        c10d._world.group_count = 0
+
+
+def _real_groups() -> dict[Any, str]:
+    """Returns the names of the groups of several ranks of this process, by group."""
+    names, kinds = c10d._world.pg_names, c10d._world.pg_map
+    return {group: name for group, name in names.items() if group.size() > 1 and kinds[group][0] in BACKENDS.values()}
 
 
 def _device_of(assignment: Assignment, local_rank: int) -> torch.device:

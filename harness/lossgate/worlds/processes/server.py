@@ -55,7 +55,14 @@ _LOST = ("Connection closed", "Connection reset", "Socket closed", "Broken pipe"
 
 
 def serve(
-    rank: int, local_rank: int, work: Connection, alarm: Connection, open_store: OpenStore, kept: frozenset[int]
+    rank: int,
+    local_rank: int,
+    work: Connection,
+    alarm: Connection,
+    open_store: OpenStore,
+    kept: frozenset[int],
+    *,
+    connecting: float | None = None,
 ) -> int:
     """Runs tasks until the driver says that the rank is finished.
 
@@ -66,12 +73,13 @@ def serve(
         alarm: brings questions while a task runs.
         open_store: where ranks meet to make groups.
         kept: file descriptors that stay open when a task is stopped.
+        connecting: seconds that the rank may wait for others to connect; None for no limit.
 
     Returns:
         The exit code of the process.
     """
     torch.set_num_threads(1)  # the ranks share the cores
-    groups, watcher = RankGroups(rank, local_rank, open_store), Watcher(alarm, kept)
+    groups, watcher = RankGroups(rank, local_rank, open_store, connecting), Watcher(alarm, kept)
     while True:
         try:
             given = work.recv()

@@ -42,6 +42,9 @@ class Watcher:
         self._running: int | None = None
         """The number of the assignment that can be stopped."""
         self._sent = False
+        """A ``StopTask`` is on its way to the assignment that runs."""
+        self._refused = -1
+        """The number of an assignment that must stop and has not begun."""
         threading.Thread(target=self._answer, daemon=True, name="lossgate-watcher").start()
 
     def run(self, number: int, body: Callable[[], T]) -> T | Stopped:
@@ -50,6 +53,8 @@ class Watcher:
         """
         result: T | Stopped = Stopped()
         with self._lock:
+            if number == self._refused:
+                return result
             self._running, self._sent = number, False
         try:
             result = body()
@@ -101,6 +106,8 @@ class Watcher:
 
     def _stop(self, number: int) -> None:
         with self._lock:
+            if self._running is None:
+                self._refused = number  # it may have ended, or begin later
             if self._running != number:
                 return
             self._sent = True

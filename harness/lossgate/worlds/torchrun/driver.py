@@ -16,6 +16,7 @@ from lossgate.base.launch import Launch, launch_of_torchrun
 from lossgate.base.layout import Layout, name_ranks
 from lossgate.worlds.base import WorldLost
 from lossgate.worlds.processes.conductor import Died
+from lossgate.worlds.processes.groups import CONNECTING
 from lossgate.worlds.processes.messages import Finish
 from lossgate.worlds.processes.server import serve
 from lossgate.worlds.processes.world import ProcessWorld, RankProcesses
@@ -127,7 +128,7 @@ class LaunchedRanks(RankProcesses):
         def open_at(meeting: str, ranks: int) -> dist.Store:
             return dist.PrefixStore(meeting, store)
 
-        serve(0, launch.local_rank, work, alarm, open_at, open_descriptors())
+        serve(0, launch.local_rank, work, alarm, open_at, open_descriptors(), connecting=CONNECTING)
 
     def _missing(self, launch: Launch) -> str:
         missing = [rank for rank in range(launch.ranks) if rank not in self._handles]
@@ -152,6 +153,7 @@ class LaunchedRank:
 
     stopping = 10.0
     """Without this rank nothing more can run. On a busy machine it may wait a second for a core."""
+    connecting = CONNECTING
 
     def __init__(self, rank: int, work: Any, alarm: Any) -> None:
         self.rank = rank
@@ -191,7 +193,13 @@ def follow() -> int:
     work, alarm = (connect(store, launch, purpose) for purpose in ("work", "alarm"))
     kept = open_descriptors()
     code = serve(
-        launch.rank, launch.local_rank, work, alarm, lambda meeting, ranks: dist.PrefixStore(meeting, store), kept
+        launch.rank,
+        launch.local_rank,
+        work,
+        alarm,
+        lambda meeting, ranks: dist.PrefixStore(meeting, store),
+        kept,
+        connecting=CONNECTING,
     )
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it once the first process has ended
     return code
