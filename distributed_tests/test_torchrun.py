@@ -256,7 +256,7 @@ def rank_0(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.Store]:
     """
     store = dist.HashStore()
     monkeypatch.setattr(driver, "open_store", lambda: store)
-    monkeypatch.setattr(driver, "serve", lambda *given: 0)
+    monkeypatch.setattr(driver, "serve", lambda *given, **named: 0)
     before = signal.getsignal(signal.SIGTERM)
     yield store
     signal.signal(signal.SIGTERM, before)
